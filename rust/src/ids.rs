@@ -1,0 +1,61 @@
+//! Who holds what: workers and storage tiers.
+
+use std::fmt;
+
+/// One engine instance, as its operator numbers it.
+pub type InstanceId = u64;
+
+/// One engine instance and data-parallel rank: the unit that holds blocks and takes requests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Worker {
+    /// The engine instance.
+    pub instance_id: InstanceId,
+    /// Data-parallel rank within the instance; 0 where the engine has one rank.
+    pub dp_rank: u32,
+}
+
+impl Worker {
+    /// The worker of `instance_id` at `dp_rank`.
+    pub const fn new(instance_id: InstanceId, dp_rank: u32) -> Self {
+        Self { instance_id, dp_rank }
+    }
+}
+
+impl fmt::Display for Worker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.instance_id, self.dp_rank)
+    }
+}
+
+/// Where a worker keeps a block; nearer tiers first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u8)]
+pub enum Tier {
+    /// Accelerator memory: a hit costs nothing.
+    Device = 0,
+    /// Host memory.
+    Host = 1,
+    /// Local disk.
+    Disk = 2,
+    /// Storage shared with others, reached over a network.
+    External = 3,
+}
+
+impl Tier {
+    /// All tiers, nearest first.
+    pub const ALL: [Tier; 4] = [Tier::Device, Tier::Host, Tier::Disk, Tier::External];
+
+    /// The tier that an engine's medium name means; `None` for a name nobody has published yet
+    /// (the event is then skipped and counted: unknown input never earns credit).
+    ///
+    /// Source: the medium names of vLLM, SGLang and their offloading connectors.
+    pub fn from_medium(medium: &str) -> Option<Tier> {
+        match medium.to_ascii_uppercase().as_str() {
+            "GPU" | "DEVICE" => Some(Tier::Device),
+            "CPU" | "CPU_PINNED" | "CPU_TIER1" | "HOST" => Some(Tier::Host),
+            "CPU_TIER2" | "DISK" | "NVME" | "STORAGE" | "FS" => Some(Tier::Disk),
+            "EXTERNAL" | "NETWORK" | "REMOTE" | "SHARED" => Some(Tier::External),
+            _ => None,
+        }
+    }
+}

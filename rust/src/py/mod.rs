@@ -1,0 +1,1 @@
+//! py (being written)
