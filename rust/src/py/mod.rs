@@ -1,1 +1,31 @@
-//! py (being written)
+//! The fence to Python: releases the GIL, calls, converts, nothing else. One class a file.
+
+mod buffer;
+mod catalog;
+mod error;
+mod frontend;
+mod hash;
+mod indexer;
+mod log;
+mod radix_tree;
+mod service;
+mod tokenizer;
+
+/// The extension module `kvflash._core`; `_core.pyi` is its manual.
+#[pyo3::pymodule]
+mod _core {
+    #[pymodule_export]
+    use super::catalog::Catalog;
+    #[pymodule_export]
+    use super::frontend::Frontend;
+    #[pymodule_export]
+    use super::hash::{compute_block_hash_for_seq, compute_sequence_hashes, item_hash};
+    #[pymodule_export]
+    use super::indexer::Indexer;
+    #[pymodule_export]
+    use super::log::init_logging;
+    #[pymodule_export]
+    use super::radix_tree::{OverlapScores, RadixTree};
+    #[pymodule_export]
+    use super::tokenizer::Tokenizer;
+}

@@ -1,0 +1,39 @@
+"""kvflash: a KV-cache-aware router for LLM engines."""
+
+from kvflash._core import (
+    OverlapScores,
+    RadixTree,
+    Tokenizer,
+    compute_block_hash_for_seq,
+    compute_sequence_hashes,
+)
+from kvflash.errors import (
+    ClosedError,
+    ConfigError,
+    ConflictError,
+    DecodeError,
+    InvalidArgumentError,
+    KvflashError,
+    NotFoundError,
+    NoWorkerError,
+    OverloadedError,
+    TransportError,
+)
+
+__all__ = [
+    "ClosedError",
+    "ConfigError",
+    "ConflictError",
+    "DecodeError",
+    "InvalidArgumentError",
+    "KvflashError",
+    "NoWorkerError",
+    "NotFoundError",
+    "OverlapScores",
+    "OverloadedError",
+    "RadixTree",
+    "Tokenizer",
+    "TransportError",
+    "compute_block_hash_for_seq",
+    "compute_sequence_hashes",
+]

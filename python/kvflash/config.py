@@ -1,0 +1,169 @@
+"""Flags that every service has, each with its environment variable."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+__all__ = ["Flags", "bounded_float", "bounded_int", "byte_count"]
+
+_T = TypeVar("_T")
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def bounded_int(low: int, high: int) -> Callable[[str], int]:
+    """A parser for whole numbers in ``low..=high``."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number in {low}..={high}, got {text!r}"
+            )
+        return value
+
+    return parse
+
+
+def bounded_float(low: float, high: float = float("inf")) -> Callable[[str], float]:
+    """A parser for finite numbers from ``low`` to ``high``."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not (low <= value <= high) or value == float("inf"):
+            wanted = f"of at least {low:g}" if high == float("inf") else f"in {low:g}..={high:g}"
+            raise argparse.ArgumentTypeError(f"must be a number {wanted}, got {text!r}")
+        return value
+
+    return parse
+
+
+def byte_count(text: str) -> int:
+    """Parse a size such as ``512MiB``, ``8m`` or ``1048576``; unit bytes."""
+    digits = text.strip().rstrip("KMGkmgiIbB")
+    unit = text.strip()[len(digits) :].lower().removesuffix("b")
+    try:
+        value = int(float(digits) * _UNITS[unit])
+    except (KeyError, ValueError):
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a size such as 512MiB or 8000000, got {text!r}")
+    return value
+
+
+class Flags:
+    """An argument parser whose flags can also be set by environment variables.
+
+    ``--some-flag`` reads ``KVFLASH_SOME_FLAG`` when it is not given; the command line wins, and a
+    bad value in the environment is refused with the variable's name.
+    """
+
+    def __init__(self, prog: str, description: str) -> None:
+        self._parser = argparse.ArgumentParser(
+            prog=prog,
+            description=description,
+            epilog="Every flag can be set as KVFLASH_<FLAG> in the environment.",
+            allow_abbrev=False,
+        )
+
+    def add(
+        self,
+        *names: str,
+        parse: Callable[[str], _T],
+        default: _T | None,
+        summary: str,
+        metavar: str | None = None,
+        choices: Sequence[_T] | None = None,
+    ) -> None:
+        """Add a flag with one value."""
+        variable = self._variable(names[0])
+        text = os.environ.get(variable)
+        if text is not None:
+            try:
+                default = parse(text)
+                if choices is not None and default not in choices:
+                    raise argparse.ArgumentTypeError(
+                        f"must be one of {', '.join(map(str, choices))}, got {text!r}"
+                    )
+            except (argparse.ArgumentTypeError, ValueError) as error:
+                self._parser.error(f"environment variable {variable}: {error}")
+        shown = "" if default is None else f" (default: {default})"
+        self._parser.add_argument(
+            *names,
+            type=parse,
+            default=default,
+            choices=choices,
+            metavar=metavar,
+            help=summary.replace("%", "%%") + str(shown).replace("%", "%%"),
+        )
+
+    def add_switch(self, name: str, *, dest: str, value: bool, summary: str) -> None:
+        """Add a flag without a value that sets ``dest`` to ``value``."""
+        text = os.environ.get(self._variable(name), "")
+        is_set = text.lower() not in ("", "0", "false", "no", "off")
+        self._parser.add_argument(
+            name,
+            dest=dest,
+            action="store_const",
+            const=value,
+            default=value if is_set else not value,
+            help=summary,
+        )
+
+    def add_list(self, name: str, *, dest: str, summary: str, metavar: str) -> None:
+        """Add a flag that may be given many times; the environment separates by white space."""
+        default = os.environ.get(self._variable(name), "").split()
+        self._parser.add_argument(
+            name, dest=dest, action="append", default=default, metavar=metavar, help=summary
+        )
+
+    def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """Parse; a bad value ends the process with status 2 and a message that names the flag."""
+        return self._parser.parse_args(argv)
+
+    def error(self, message: str) -> None:
+        """Refuse a combination of flags, as the parser refuses a value."""
+        self._parser.error(message)
+
+    @staticmethod
+    def _variable(name: str) -> str:
+        return "KVFLASH_" + name.lstrip("-").replace("-", "_").upper()
+
+
+def add_common(flags: Flags, *, port: int, threads: int, extra_names: bool = False) -> None:
+    """Add host, port, threads and log flags."""
+    hosts = ("--host", "--http-host") if extra_names else ("--host",)
+    ports = ("--port", "--http-port") if extra_names else ("--port",)
+    flags.add(*hosts, parse=str, default="0.0.0.0", summary="address to listen on")
+    flags.add(
+        *ports,
+        parse=bounded_int(0, 65_535),
+        default=port,
+        summary="port to listen on; 0 picks a free one",
+    )
+    flags.add(
+        "--threads", parse=bounded_int(1, 1_024), default=threads, summary="threads that serve"
+    )
+    flags.add(
+        "--log-level",
+        parse=str,
+        default="info",
+        choices=("error", "warn", "info", "debug", "trace"),
+        summary="how much to log",
+    )
+    flags.add(
+        "--log-format",
+        parse=str,
+        default="text",
+        choices=("text", "json"),
+        summary="form of a log line",
+    )

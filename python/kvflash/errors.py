@@ -1,0 +1,70 @@
+"""The errors that kvflash raises, by cause.
+
+::
+
+    KvflashError
+    ├── ConfigError (ValueError)            fix the flag or the file
+    ├── InvalidArgumentError (ValueError)   fix the call
+    ├── DecodeError (ValueError)            the bytes are not what they claim to be
+    ├── NotFoundError (LookupError)         the named thing is not there
+    ├── NoWorkerError (LookupError)         nobody can take the request
+    ├── ConflictError                       contradicts what is there already
+    ├── OverloadedError                     a named limit is reached; try again later
+    ├── TransportError (ConnectionError)    the other side could not be reached
+    └── ClosedError                         the service is shutting down
+
+A gap, a duplicate or an unknown parent in an event stream is an outcome, not an error.
+"""
+
+__all__ = [
+    "ClosedError",
+    "ConfigError",
+    "ConflictError",
+    "DecodeError",
+    "InvalidArgumentError",
+    "KvflashError",
+    "NoWorkerError",
+    "NotFoundError",
+    "OverloadedError",
+    "TransportError",
+]
+
+
+class KvflashError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(KvflashError, ValueError):
+    """A flag or file cannot work; the message names it and what is legal."""
+
+
+class InvalidArgumentError(KvflashError, ValueError):
+    """An argument is wrong; the message names it, the limit and what came."""
+
+
+class DecodeError(KvflashError, ValueError):
+    """Bytes that are not what they claim to be; the message has the offset."""
+
+
+class NotFoundError(KvflashError, LookupError):
+    """The named thing is not there."""
+
+
+class NoWorkerError(KvflashError, LookupError):
+    """No worker is registered, healthy or allowed."""
+
+
+class ConflictError(KvflashError):
+    """Contradicts what is there already."""
+
+
+class OverloadedError(KvflashError):
+    """A named limit is reached; try again later."""
+
+
+class TransportError(KvflashError, ConnectionError):
+    """The other side could not be reached or hung up."""
+
+
+class ClosedError(KvflashError):
+    """The service is shutting down."""

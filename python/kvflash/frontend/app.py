@@ -1,0 +1,62 @@
+"""The frontend process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from kvflash._core import Frontend
+from kvflash.errors import ConfigError, ConflictError
+from kvflash.frontend.args import FrontendArgs, parse_args
+from kvflash.process import run_until_stopped, start_logging
+
+__all__ = ["main", "make_frontend"]
+
+
+def make_frontend(args: FrontendArgs) -> Frontend:
+    """Make the service that the settings describe.
+
+    Raises:
+        ConfigError: Names the flag or file at fault.
+        ConflictError: A worker is given twice.
+    """
+    frontend = Frontend(
+        policy=args.router_mode,
+        overlap_score_weight=args.kv_overlap_score_weight,
+        temperature=args.router_temperature,
+        kv_cache_block_size=args.kv_cache_block_size,
+        track_active_blocks=args.track_active_blocks,
+        assume_kv_reuse=args.assume_kv_reuse,
+        active_request_expiry_s=args.active_request_expiry,
+        seed=args.seed,
+        tokenizer=args.tokenizer,
+        tokenizer_cache_bytes=args.tokenizer_cache,
+        threads=args.threads,
+        max_body_bytes=args.max_body_bytes,
+        max_concurrent_requests=args.max_concurrent_requests,
+        max_workers=args.max_workers,
+        max_attempts=args.max_attempts,
+        max_blocks=args.max_blocks,
+        body_timeout_s=args.body_timeout,
+        connect_timeout_s=args.connect_timeout,
+        first_byte_timeout_s=args.first_byte_timeout,
+        tokenize_timeout_s=args.tokenize_timeout,
+        health_interval_s=args.health_interval,
+        drain_timeout_s=args.drain_timeout,
+    )
+    for worker in args.workers:
+        frontend.add_worker(worker)
+    return frontend
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the frontend until a signal. Returns the exit status."""
+    try:
+        args = parse_args(argv)
+        start_logging(args.log_level, args.log_format)
+        frontend = make_frontend(args)
+        run_until_stopped(frontend, host=args.host, port=args.port, name="frontend")
+    except (ConfigError, ConflictError) as error:
+        print(f"kvflash.frontend: {error}", file=sys.stderr)
+        return 2
+    return 0

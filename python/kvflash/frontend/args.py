@@ -1,0 +1,170 @@
+"""Flags of the frontend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvflash.config import Flags, add_common, bounded_float, bounded_int, byte_count
+
+__all__ = ["FrontendArgs", "parse_args"]
+
+_POLICIES = ("kv", "round-robin", "random", "least-loaded", "power-of-two")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontendArgs:
+    """The frontend's settings; see ``--help``."""
+
+    host: str
+    port: int
+    threads: int
+    log_level: str
+    log_format: str
+    workers: list[str]
+    router_mode: str
+    kv_overlap_score_weight: float
+    router_temperature: float
+    kv_cache_block_size: int | None
+    track_active_blocks: bool
+    assume_kv_reuse: bool
+    active_request_expiry: float
+    seed: int | None
+    tokenizer: str | None
+    tokenizer_cache: int
+    max_body_bytes: int
+    max_concurrent_requests: int
+    max_workers: int
+    max_attempts: int
+    max_blocks: int
+    body_timeout: float
+    connect_timeout: float
+    first_byte_timeout: float
+    tokenize_timeout: float
+    health_interval: float
+    drain_timeout: float
+
+
+def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
+    """Parse the command line and the environment."""
+    flags = Flags(
+        "python -m kvflash.frontend",
+        "OpenAI-compatible frontend that sends each request to the worker for which it is "
+        "cheapest: most of its prompt cached, least of other work.",
+    )
+    add_common(flags, port=8000, threads=2, extra_names=True)
+    flags.add_list(
+        "--worker",
+        dest="workers",
+        metavar="URL[,events=ADDRESS][,replay=ADDRESS][,id=N][,dp=N]",
+        summary="an OpenAI-compatible engine, with the sockets of its KV events and their replay; "
+        "may be given many times, and added later with POST /workers",
+    )
+    flags.add(
+        "--router-mode",
+        parse=str,
+        default="kv",
+        choices=_POLICIES,
+        summary="how a worker is chosen",
+    )
+    flags.add(
+        "--kv-overlap-score-weight",
+        parse=bounded_float(0),
+        default=1.0,
+        summary="what a block to prefill costs, in blocks held by running requests",
+    )
+    flags.add(
+        "--router-temperature",
+        parse=bounded_float(0),
+        default=0.0,
+        summary="0 takes the cheapest worker; more spreads the choice",
+    )
+    flags.add(
+        "--kv-cache-block-size",
+        parse=bounded_int(1, 2**32 - 1),
+        default=None,
+        summary="tokens in a block; learned from the engines when not given",
+    )
+    flags.add_switch(
+        "--no-track-active-blocks",
+        dest="track_active_blocks",
+        value=False,
+        summary="leave the blocks of running requests out of the cost (prefill-only workers)",
+    )
+    flags.add_switch(
+        "--no-assume-kv-reuse",
+        dest="assume_kv_reuse",
+        value=False,
+        summary="count every request's blocks in full, also where running requests share them",
+    )
+    flags.add(
+        "--active-request-expiry",
+        parse=bounded_float(1),
+        default=300.0,
+        summary="seconds without any activity after which a request's load is freed",
+    )
+    flags.add(
+        "--seed",
+        parse=bounded_int(0, 2**64 - 1),
+        default=None,
+        summary="seed of random choices between equals, for runs that can be repeated",
+    )
+    flags.add(
+        "--tokenizer",
+        parse=str,
+        default=None,
+        metavar="FOLDER",
+        summary="folder with tokenizer.json and the chat template; without it the engines' own "
+        "/tokenize is asked",
+    )
+    flags.add(
+        "--tokenizer-cache",
+        parse=byte_count,
+        default=256 * 1024 * 1024,
+        summary="memory for tokens of text seen before, bytes",
+    )
+    flags.add(
+        "--max-body-bytes",
+        parse=byte_count,
+        default=32 * 1024 * 1024,
+        summary="largest request body; larger ones are refused with 413",
+    )
+    flags.add(
+        "--max-concurrent-requests",
+        parse=bounded_int(1, 10**7),
+        default=4_096,
+        summary="requests in flight; more are refused with 429",
+    )
+    flags.add(
+        "--max-workers",
+        parse=bounded_int(1, 65_535),
+        default=4_096,
+        summary="engines that may be registered",
+    )
+    flags.add(
+        "--max-attempts",
+        parse=bounded_int(1, 1_000),
+        default=5,
+        summary="workers that a request may try before its first byte",
+    )
+    flags.add(
+        "--max-blocks",
+        parse=bounded_int(0, 2**48),
+        default=0,
+        summary="blocks that one model's index may hold, 0 = no limit",
+    )
+    for name, default, summary in (
+        ("--body-timeout", 60.0, "seconds in which a request's body must arrive"),
+        ("--connect-timeout", 2.0, "seconds to connect to a worker"),
+        ("--first-byte-timeout", 600.0, "seconds from a request to its answer's first byte"),
+        ("--tokenize-timeout", 2.0, "seconds for an engine's /tokenize"),
+        ("--health-interval", 2.0, "seconds between two health checks of a worker"),
+    ):
+        flags.add(name, parse=bounded_float(0.001, 86_400), default=default, summary=summary)
+    flags.add(
+        "--drain-timeout",
+        parse=bounded_float(0, 86_400),
+        default=30.0,
+        summary="seconds that running requests get after SIGTERM",
+    )
+    return FrontendArgs(**vars(flags.parse(argv)))

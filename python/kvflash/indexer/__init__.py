@@ -1,0 +1,1 @@
+"""The standalone indexer: ``python -m kvflash.indexer``."""

@@ -1,0 +1,104 @@
+"""Flags of the indexer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvflash.config import Flags, add_common, bounded_int, byte_count
+from kvflash.errors import ConfigError
+
+__all__ = ["IndexerArgs", "WorkerEntry", "parse_args", "parse_workers"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerEntry:
+    """One entry of ``--workers``."""
+
+    instance_id: int
+    dp_rank: int
+    endpoint: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerArgs:
+    """The indexer's settings."""
+
+    host: str
+    port: int
+    threads: int
+    log_level: str
+    log_format: str
+    block_size: int | None
+    model_name: str
+    tenant_id: str
+    workers: tuple[WorkerEntry, ...]
+    max_body_bytes: int
+    max_blocks: int
+
+
+def parse_workers(text: str) -> tuple[WorkerEntry, ...]:
+    """Parse ``instance_id[:dp_rank]=zmq_address,...``.
+
+    Raises:
+        ConfigError: Names the entry at fault.
+    """
+    entries = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        identity, separator, endpoint = part.partition("=")
+        instance, _, rank = identity.partition(":")
+        if not (separator and endpoint and instance.isdigit() and (rank or "0").isdigit()):
+            raise ConfigError(
+                f"--workers: invalid worker entry {part!r}; "
+                "expected instance_id[:dp_rank]=zmq_address"
+            )
+        entries.append(
+            WorkerEntry(instance_id=int(instance), dp_rank=int(rank or "0"), endpoint=endpoint)
+        )
+    return tuple(entries)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> IndexerArgs:
+    """Parse the command line and the environment.
+
+    Raises:
+        ConfigError: Flags that contradict each other.
+    """
+    flags = Flags(
+        "python -m kvflash.indexer",
+        "Index of the KV cache blocks that engines hold, fed by their ZMQ events, asked over HTTP.",
+    )
+    add_common(flags, port=8090, threads=4)
+    flags.add(
+        "--block-size",
+        parse=bounded_int(1, 2**32 - 1),
+        default=None,
+        summary="tokens in a block of the engines of --workers",
+    )
+    flags.add(
+        "--workers",
+        parse=str,
+        default="",
+        metavar="ID[:DP_RANK]=ENDPOINT,...",
+        summary="engines to subscribe to from the start",
+    )
+    flags.add("--model-name", parse=str, default="default", summary="model of --workers")
+    flags.add("--tenant-id", parse=str, default="default", summary="tenant of --workers")
+    flags.add(
+        "--max-body-bytes",
+        parse=byte_count,
+        default=8 * 1024 * 1024,
+        summary="largest request body; larger ones are refused with 413",
+    )
+    flags.add(
+        "--max-blocks",
+        parse=bounded_int(0, 2**48),
+        default=0,
+        summary="blocks that one model's index may hold, 0 = no limit; beyond it stores are "
+        "refused and counted",
+    )
+    args = flags.parse(argv)
+    workers = parse_workers(args.workers)
+    if workers and args.block_size is None:
+        raise ConfigError("--block-size is required with --workers")
+    return IndexerArgs(**{**vars(args), "workers": workers})

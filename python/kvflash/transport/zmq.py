@@ -1,0 +1,381 @@
+"""Engine events over ZMQ: SUB for the stream, DEALER for its repair.
+
+One thread serves all publishers. It never looks into a frame: it hands batches of messages to the
+core, which says what to do: go on, or ask the engine to replay from a sequence number.
+
+While a replay runs, the publisher's SUB socket is not read; its frames wait there (bounded by the
+socket's high-water mark; what is dropped beyond it shows as the next gap).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvflash._core import Catalog
+
+__all__ = ["ZmqOptions", "ZmqReceiver"]
+
+logger = logging.getLogger(__name__)
+
+_END_OF_REPLAY = b"\xff" * 8
+_MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZmqOptions:
+    """Limits of the event transport.
+
+    Attributes:
+        receive_queue_messages: Messages that may wait on one socket.
+        message_bytes_max: Largest frame; a publisher that sends a larger one is disconnected.
+        batch_messages: Messages handed to the core at once.
+        replay_timeout_s: Time without progress after which a replay is given up.
+        reconnect_ms_max: Longest pause between two attempts to connect.
+    """
+
+    receive_queue_messages: int = 20_000
+    message_bytes_max: int = 16 * 1024 * 1024
+    batch_messages: int = 256
+    replay_timeout_s: float = 5.0
+    reconnect_ms_max: int = 2_000
+
+
+@dataclass
+class _Replay:
+    """A repair under way: from which number, until when, and what waits for its end."""
+
+    socket: zmq.Socket[bytes]
+    first: int
+    deadline: float
+    is_verifying: bool
+    waiting: list[list[bytes]] = field(default_factory=list)
+    has_answered: bool = False
+
+
+@dataclass
+class _Subscription:
+    publisher: int
+    endpoint: str
+    replay_endpoint: str | None
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    replay: _Replay | None = None
+    connections: int = 0
+    wants_verify: bool = False
+
+
+class ZmqReceiver:
+    """Feeds a catalog from the engines' ZMQ sockets.
+
+    Args:
+        catalog: Where frames go.
+        options: Limits.
+    """
+
+    def __init__(self, catalog: Catalog, options: ZmqOptions | None = None) -> None:
+        self._catalog = catalog
+        self._options = options or ZmqOptions()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # Orders are bounded by registrations, which the core limits.
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._wake_address = f"inproc://kvflash-wake-{id(self)}"
+        self._wake = self._context.socket(zmq.PAIR)
+        self._wake.bind(self._wake_address)
+        self._wake_lock = threading.Lock()
+        self._poller = zmq.Poller()
+        self._subscriptions: dict[int, _Subscription] = {}
+        self._handlers: dict[zmq.Socket[bytes], Callable[[], None]] = {}
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="kvflash-zmq", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def subscribe(self, publisher: int, endpoint: str, replay_endpoint: str | None) -> None:
+        """Connect to a publisher; returns at once."""
+        self._order(lambda: self._subscribe(publisher, endpoint, replay_endpoint))
+
+    def unsubscribe(self, publisher: int) -> None:
+        """Close a publisher's sockets; returns at once."""
+        self._order(lambda: self._unsubscribe(publisher))
+
+    def stop(self) -> None:
+        """Close everything and wait for the thread."""
+        self._order(None)
+        self._thread.join()
+
+    def _order(self, order: Callable[[], None] | None) -> None:
+        self._orders.put(order)
+        with self._wake_lock:
+            # A full wake-up socket means that the thread is about to look anyway.
+            try:
+                self._wake.send(b"", zmq.NOBLOCK)
+            except zmq.Again:
+                pass
+
+    # -- everything below runs on the thread
+
+    def _run(self) -> None:
+        wake = self._context.socket(zmq.PAIR)
+        wake.connect(self._wake_address)
+        self._add(wake, lambda: self._obey(wake))
+        try:
+            while not self._is_stopping:
+                for ready, _ in self._poller.poll(self._poll_timeout_ms()):
+                    # A handler may have closed a socket that is still on this list.
+                    handler = self._handlers.get(ready)
+                    if handler is not None:
+                        handler()
+                self._give_up_late_replays()
+        except Exception:
+            logger.exception("the event transport failed; index state is no longer updated")
+            for publisher in self._subscriptions:
+                self._catalog.set_status(publisher, "failed", "the event transport failed")
+        finally:
+            for publisher in list(self._subscriptions):
+                self._unsubscribe(publisher)
+            wake.close(0)
+            with self._wake_lock:
+                self._wake.close(0)
+            self._context.destroy(0)
+
+    def _add(self, socket: zmq.Socket[bytes], handler: Callable[[], None]) -> None:
+        self._handlers[socket] = handler
+        self._poller.register(socket, zmq.POLLIN)
+
+    def _close(self, socket: zmq.Socket[bytes]) -> None:
+        if self._handlers.pop(socket, None) is not None:
+            self._poller.unregister(socket)
+        socket.close(0)
+
+    def _poll_timeout_ms(self) -> int | None:
+        deadlines = [s.replay.deadline for s in self._subscriptions.values() if s.replay]
+        if not deadlines:
+            return None
+        return max(0, int((min(deadlines) - time.monotonic()) * 1000) + 1)
+
+    def _obey(self, wake: zmq.Socket[bytes]) -> None:
+        while wake.poll(0):
+            wake.recv()
+        while True:
+            try:
+                order = self._orders.get_nowait()
+            except queue.Empty:
+                return
+            if order is None:
+                self._is_stopping = True
+                return
+            order()
+
+    def _subscribe(self, publisher: int, endpoint: str, replay_endpoint: str | None) -> None:
+        options = self._options
+        socket = self._context.socket(zmq.SUB)
+        socket.setsockopt(zmq.RCVHWM, options.receive_queue_messages)
+        socket.setsockopt(zmq.MAXMSGSIZE, options.message_bytes_max)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, options.reconnect_ms_max)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_MONITORED)
+        subscription = _Subscription(publisher, endpoint, replay_endpoint, socket, monitor)
+        self._subscriptions[publisher] = subscription
+        self._add(monitor, lambda: self._on_monitor(subscription))
+        self._resume(subscription)
+        try:
+            socket.connect(_dialable(endpoint))
+        except zmq.ZMQError as error:
+            self._catalog.set_status(publisher, "failed", f"can't connect to {endpoint}: {error}")
+            return
+        if endpoint.startswith("inproc://"):
+            # Within a process there is no handshake to wait for.
+            self._catalog.set_status(publisher, "active")
+
+    def _unsubscribe(self, publisher: int) -> None:
+        subscription = self._subscriptions.pop(publisher, None)
+        if subscription is None:
+            return
+        if subscription.replay is not None:
+            self._close(subscription.replay.socket)
+        subscription.socket.disable_monitor()
+        self._close(subscription.monitor)
+        self._close(subscription.socket)
+
+    def _on_monitor(self, subscription: _Subscription) -> None:
+        while subscription.monitor.poll(0):
+            event = parse_monitor_message(subscription.monitor.recv_multipart())
+            kind = event["event"]
+            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                subscription.connections += 1
+                self._catalog.set_status(subscription.publisher, "active")
+                if subscription.replay_endpoint is not None:
+                    self._on_connected(subscription)
+            elif kind == zmq.EVENT_DISCONNECTED:
+                self._catalog.set_status(
+                    subscription.publisher, "pending", "disconnected; connecting again"
+                )
+            elif kind == zmq.EVENT_CONNECT_RETRIED:
+                message = f"no connection to {subscription.endpoint} yet; trying again"
+                self._catalog.set_status(subscription.publisher, "pending", message)
+
+    def _on_connected(self, subscription: _Subscription) -> None:
+        if subscription.replay is not None:
+            # The repair under way began on the previous connection: check again when it is over.
+            subscription.wants_verify = True
+            return
+        position = self._catalog.position(subscription.publisher)
+        if position is None:
+            return
+        wanted, last = position
+        if last is None:
+            # Catch up with what was published before the connection.
+            self._start_replay(subscription, wanted, is_verifying=False, waiting=[])
+        elif subscription.connections > 1:
+            self._start_replay(subscription, last, is_verifying=True, waiting=[])
+
+    def _on_stream(self, subscription: _Subscription) -> None:
+        messages: list[list[bytes]] = []
+        receive = subscription.socket.recv_multipart
+        try:
+            for _ in range(self._options.batch_messages):
+                messages.append(receive(zmq.NOBLOCK))
+        except zmq.Again:
+            pass
+        self._offer(subscription, messages)
+
+    def _offer(self, subscription: _Subscription, messages: list[list[bytes]]) -> None:
+        """Hand over live messages; at a gap, ask for a replay or give the missing ones up."""
+        while messages:
+            consumed, outcome, first, last = self._catalog.take(subscription.publisher, messages)
+            if outcome != "gap":
+                return
+            messages = messages[consumed:]
+            if subscription.replay_endpoint is not None:
+                self._start_replay(subscription, first, is_verifying=False, waiting=messages)
+                return
+            logger.warning(
+                "publisher %d (%s): batches %d..%d are missing and it has no replay endpoint; "
+                "the index may be wrong about it",
+                subscription.publisher,
+                subscription.endpoint,
+                first,
+                last,
+            )
+            self._catalog.give_up(subscription.publisher, last + 1)
+
+    def _start_replay(
+        self,
+        subscription: _Subscription,
+        first: int,
+        *,
+        is_verifying: bool,
+        waiting: list[list[bytes]],
+    ) -> None:
+        # A socket of its own for every replay: late answers to an earlier one can't be mistaken.
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, self._options.receive_queue_messages)
+        socket.setsockopt(zmq.MAXMSGSIZE, self._options.message_bytes_max)
+        replay = _Replay(socket, first, self._replay_deadline(), is_verifying, waiting)
+        subscription.replay = replay
+        self._pause(subscription)
+        self._add(socket, lambda: self._on_replay(subscription, replay))
+        try:
+            socket.connect(_dialable(subscription.replay_endpoint or ""))
+            socket.send_multipart([b"", first.to_bytes(8, "big")], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self._end_replay(subscription, f"can't reach {subscription.replay_endpoint}: {error}")
+
+    def _replay_deadline(self) -> float:
+        return time.monotonic() + self._options.replay_timeout_s
+
+    def _on_replay(self, subscription: _Subscription, replay: _Replay) -> None:
+        messages: list[list[bytes]] = []
+        is_over = False
+        try:
+            for _ in range(self._options.batch_messages):
+                parts = replay.socket.recv_multipart(zmq.NOBLOCK)
+                if len(parts) < 2 or parts[-2] == _END_OF_REPLAY or not parts[-1]:
+                    is_over = True
+                    break
+                messages.append(parts)
+        except zmq.Again:
+            pass
+        replay.deadline = self._replay_deadline()
+        publisher = subscription.publisher
+        if replay.is_verifying and (messages or is_over) and not replay.has_answered:
+            head = (messages[0][-2], messages[0][-1]) if messages else None
+            if not self._catalog.verify(publisher, head):
+                # Another stream: what follows is its tail only, so ask for it from its start.
+                waiting = replay.waiting
+                self._close(replay.socket)
+                self._start_replay(subscription, 0, is_verifying=False, waiting=waiting)
+                return
+        replay.has_answered = replay.has_answered or bool(messages)
+        while messages:
+            consumed, outcome, _, last = self._catalog.take(publisher, messages, replayed=True)
+            if outcome != "gap":
+                break
+            # The engine's ring begins later than what was asked for.
+            self._catalog.give_up(publisher, last + 1)
+            messages = messages[consumed:]
+        if is_over:
+            self._end_replay(subscription, None)
+
+    def _give_up_late_replays(self) -> None:
+        now = time.monotonic()
+        for subscription in list(self._subscriptions.values()):
+            if subscription.replay is not None and subscription.replay.deadline <= now:
+                timeout_s = self._options.replay_timeout_s
+                message = f"{subscription.replay_endpoint} sent nothing for {timeout_s:g} s"
+                self._end_replay(subscription, message)
+
+    def _end_replay(self, subscription: _Subscription, error: str | None) -> None:
+        replay = subscription.replay
+        if replay is None:
+            return
+        subscription.replay = None
+        self._close(replay.socket)
+        publisher = subscription.publisher
+        if error is not None:
+            logger.warning(
+                "publisher %d (%s): replay from %d failed: %s",
+                publisher,
+                subscription.endpoint,
+                replay.first,
+                error,
+            )
+            self._catalog.set_status(publisher, "active", f"replay failed: {error}")
+        messages = replay.waiting
+        while messages:
+            consumed, outcome, _, last = self._catalog.take(publisher, messages)
+            if outcome != "gap":
+                break
+            self._catalog.give_up(publisher, last + 1)
+            messages = messages[consumed:]
+        self._resume(subscription)
+        if subscription.wants_verify:
+            subscription.wants_verify = False
+            self._on_connected(subscription)
+
+    def _pause(self, subscription: _Subscription) -> None:
+        if self._handlers.pop(subscription.socket, None) is not None:
+            self._poller.unregister(subscription.socket)
+
+    def _resume(self, subscription: _Subscription) -> None:
+        self._add(subscription.socket, lambda: self._on_stream(subscription))
+
+
+def _dialable(endpoint: str) -> str:
+    """The address to connect to, where the engine gave the one that it binds."""
+    return endpoint.replace("tcp://*:", "tcp://127.0.0.1:", 1)

@@ -1,0 +1,66 @@
+//! One (model, tenant): its block size and its index.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use crate::index::BlockIndex;
+
+/// What an index is for: no match ever crosses it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ModelKey {
+    /// The model, as clients name it.
+    pub model_name: String,
+    /// The tenant; `default` where nobody says.
+    pub tenant_id: String,
+}
+
+impl fmt::Display for ModelKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.model_name, self.tenant_id)
+    }
+}
+
+/// The block index of one model and tenant.
+pub struct ModelIndex {
+    /// Which model and tenant.
+    pub key: ModelKey,
+    /// The blocks.
+    pub index: Box<dyn BlockIndex>,
+    /// 0 = not known yet: the first stored event or the engine's metrics tell.
+    block_size: AtomicU32,
+}
+
+impl ModelIndex {
+    pub(super) fn new(key: ModelKey, block_size: u32, index: Box<dyn BlockIndex>) -> Self {
+        Self { key, index, block_size: AtomicU32::new(block_size) }
+    }
+
+    /// Tokens in a block; `None` while no engine has told.
+    pub fn block_size(&self) -> Option<u32> {
+        // Relaxed: a single word that is written once and guards no other memory.
+        match self.block_size.load(Ordering::Relaxed) {
+            0 => None,
+            size => Some(size),
+        }
+    }
+
+    /// Learn the block size if it is unknown; returns the size that now holds.
+    ///
+    /// The first one to tell wins; a later, different size is the caller's to report.
+    pub fn learn_block_size(&self, size: u32) -> u32 {
+        debug_assert!(size > 0, "a block holds at least one token");
+        match self.block_size.compare_exchange(0, size, Ordering::Relaxed, Ordering::Relaxed) {
+            Ok(_) => size,
+            Err(known) => known,
+        }
+    }
+}
+
+impl fmt::Debug for ModelIndex {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ModelIndex")
+            .field("key", &self.key)
+            .field("block_size", &self.block_size())
+            .finish_non_exhaustive()
+    }
+}

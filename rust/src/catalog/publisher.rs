@@ -1,0 +1,326 @@
+//! One engine socket: its place in the event stream and what its frames do to the index.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::counters::{EventCounters, EventCounts, add};
+use super::ingest::{Groups, Ingest};
+use super::model::ModelIndex;
+use crate::clock::Clock;
+use crate::codec::{Limits, decode_batch};
+use crate::ids::Worker;
+use crate::stream::{Step, Stream};
+
+/// Number of a publisher within one process, never used twice.
+pub type PublisherId = u64;
+
+/// What the transport door says about a publisher's socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ListenerStatus {
+    /// Not connected yet, or connected again after a loss and not heard since.
+    Pending,
+    /// Connected.
+    Active,
+    /// Told to stop reading.
+    Paused,
+    /// Cannot work: see the error.
+    Failed,
+}
+
+/// What became of a frame, and what the door has to do about it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FrameOutcome {
+    /// Taken in (also when some of its events were skipped and counted).
+    Applied,
+    /// Seen before; nothing to do.
+    Duplicate,
+    /// Batches `from..=to` are missing. Ask the engine to replay from `from`, hand the frames over
+    /// as replayed, then offer this frame again; or give up with [`Publisher::give_up`].
+    Gap {
+        /// First missing sequence number.
+        from: u64,
+        /// Last missing sequence number.
+        to: u64,
+    },
+    /// The publisher is not registered any more; close the socket.
+    Closed,
+}
+
+struct State {
+    stream: Stream,
+    groups: Groups,
+    /// Every rank that this socket has spoken for, the registered one first.
+    ranks: Vec<u32>,
+    status: ListenerStatus,
+    last_error: Option<String>,
+    last_event_ms: Option<u64>,
+    closed: bool,
+}
+
+/// One engine socket.
+///
+/// # Consistency
+/// Frames of one publisher are applied one at a time; different publishers run side by side.
+pub struct Publisher {
+    /// Number within this process.
+    pub id: PublisherId,
+    /// Whose blocks it reports, unless a batch names another rank of the same instance.
+    pub worker: Worker,
+    /// The index that it feeds.
+    pub model: Arc<ModelIndex>,
+    /// Address of the PUB socket.
+    pub endpoint: String,
+    /// Address of the replay socket.
+    pub replay_endpoint: Option<String>,
+    counters: EventCounters,
+    limits: Limits,
+    clock: Arc<dyn Clock>,
+    state: Mutex<State>,
+}
+
+/// A reading of a publisher for reports.
+#[derive(Debug, Clone)]
+pub struct PublisherView {
+    /// Number within this process.
+    pub id: PublisherId,
+    /// The registered worker.
+    pub worker: Worker,
+    /// Ranks that its batches have named, the registered one included.
+    pub ranks: Vec<u32>,
+    /// Address of the PUB socket.
+    pub endpoint: String,
+    /// Address of the replay socket.
+    pub replay_endpoint: Option<String>,
+    /// State of the socket.
+    pub status: ListenerStatus,
+    /// Last trouble with the socket.
+    pub last_error: Option<String>,
+    /// Last sequence number applied.
+    pub last_sequence: Option<u64>,
+    /// Milliseconds since the last batch.
+    pub last_event_age_ms: Option<u64>,
+    /// Counters.
+    pub counts: EventCounts,
+}
+
+impl Publisher {
+    pub(super) fn new(
+        id: PublisherId,
+        worker: Worker,
+        model: Arc<ModelIndex>,
+        endpoint: String,
+        replay_endpoint: Option<String>,
+        limits: Limits,
+        clock: Arc<dyn Clock>,
+    ) -> Self {
+        Self {
+            id,
+            worker,
+            model,
+            endpoint,
+            replay_endpoint,
+            counters: EventCounters::default(),
+            limits,
+            clock,
+            state: Mutex::new(State {
+                stream: Stream::default(),
+                groups: Groups::default(),
+                ranks: vec![worker.dp_rank],
+                status: ListenerStatus::Pending,
+                last_error: None,
+                last_event_ms: None,
+                closed: false,
+            }),
+        }
+    }
+
+    /// Take in a frame that came over the subscription, in the order it came.
+    ///
+    /// # Cost
+    /// A lock of this publisher, the decoding, and the index's cost per block.
+    pub fn live(&self, sequence: u64, payload: &[u8]) -> FrameOutcome {
+        let mut state = self.state.lock();
+        if state.closed {
+            return FrameOutcome::Closed;
+        }
+        let mut step = state.stream.live(sequence);
+        if step == Step::Restarted {
+            self.forget(&mut state);
+            add(&self.counters.restarts, 1);
+            tracing::warn!(
+                worker = %self.worker, endpoint = self.endpoint, sequence,
+                "engine restarted: its sequence fell back; its blocks are forgotten"
+            );
+            step = state.stream.live(sequence);
+        }
+        self.take(&mut state, step, sequence, payload, false)
+    }
+
+    /// Take in a frame that the engine sent again on request.
+    pub fn replayed(&self, sequence: u64, payload: &[u8]) -> FrameOutcome {
+        let mut state = self.state.lock();
+        if state.closed {
+            return FrameOutcome::Closed;
+        }
+        let step = state.stream.replayed(sequence);
+        self.take(&mut state, step, sequence, payload, true)
+    }
+
+    /// Give up on missing batches: the stream goes on at `sequence`.
+    pub fn give_up(&self, sequence: u64) {
+        let mut state = self.state.lock();
+        if let Some(missing) = sequence.checked_sub(state.stream.next()).filter(|n| *n > 0) {
+            add(&self.counters.lost_batches, missing);
+            state.stream.skip_to(sequence);
+        }
+    }
+
+    /// After a new connection: is this still the stream that was applied so far?
+    ///
+    /// `first` is the first frame of a replay from the last applied sequence number, `None` when the engine
+    /// had nothing to replay. A stream that is not the same one means that the engine restarted:
+    /// its blocks are forgotten and the stream begins again.
+    pub fn verify(&self, first: Option<(u64, &[u8])>) -> bool {
+        let mut state = self.state.lock();
+        let Some(last) = state.stream.last() else { return true };
+        let same = match first {
+            None => false,
+            Some((sequence, payload)) if sequence == last => {
+                state.stream.verify(sequence, xxh3_64(payload))
+            }
+            // The ring has moved on past our place: a gap, which the stream machine will report.
+            Some((sequence, _)) => sequence > last,
+        };
+        if !same {
+            self.forget(&mut state);
+            add(&self.counters.restarts, 1);
+            state.stream.reset();
+            tracing::warn!(
+                worker = %self.worker, endpoint = self.endpoint,
+                "engine restarted while disconnected; its blocks are forgotten"
+            );
+        }
+        same
+    }
+
+    /// Sequence number from which a replay would continue the stream, and the last one applied.
+    pub fn position(&self) -> (u64, Option<u64>) {
+        let state = self.state.lock();
+        (state.stream.next(), state.stream.last())
+    }
+
+    /// Messages that have no sequence number and payload: dropped, counted as frames that can't be decoded.
+    pub fn count_malformed_messages(&self, count: u64) {
+        add(&self.counters.undecodable, count);
+    }
+
+    /// The door reports its socket's state.
+    pub fn set_status(&self, status: ListenerStatus, error: Option<String>) {
+        let mut state = self.state.lock();
+        state.status = status;
+        if error.is_some() || status == ListenerStatus::Active {
+            state.last_error = error;
+        }
+    }
+
+    /// Read everything for a report.
+    pub fn view(&self) -> PublisherView {
+        let state = self.state.lock();
+        let now_ms = self.clock.now_ms();
+        PublisherView {
+            id: self.id,
+            worker: self.worker,
+            ranks: state.ranks.clone(),
+            endpoint: self.endpoint.clone(),
+            replay_endpoint: self.replay_endpoint.clone(),
+            status: state.status,
+            last_error: state.last_error.clone(),
+            last_sequence: state.stream.last(),
+            last_event_age_ms: state.last_event_ms.map(|at| now_ms.saturating_sub(at)),
+            counts: self.counters.read(),
+        }
+    }
+
+    /// No more frames: drop the blocks of every rank that this socket spoke for.
+    pub(super) fn close(&self) {
+        let mut state = self.state.lock();
+        state.closed = true;
+        for dp_rank in state.ranks.drain(..) {
+            self.model.index.remove_worker(Worker::new(self.worker.instance_id, dp_rank));
+        }
+    }
+
+    fn take(
+        &self,
+        state: &mut State,
+        step: Step,
+        sequence: u64,
+        payload: &[u8],
+        is_replay: bool,
+    ) -> FrameOutcome {
+        match step {
+            Step::Apply => {}
+            Step::Duplicate => {
+                add(&self.counters.duplicate_batches, 1);
+                return FrameOutcome::Duplicate;
+            }
+            Step::Gap { from, to } => {
+                if !is_replay {
+                    add(&self.counters.gap_batches, to - from + 1);
+                }
+                return FrameOutcome::Gap { from, to };
+            }
+            // The machine has just reset itself, so it cannot report a second restart.
+            Step::Restarted => return FrameOutcome::Gap { from: 0, to: sequence },
+        }
+        state.stream.applied(xxh3_64(payload));
+        state.last_event_ms = Some(self.clock.now_ms());
+        if is_replay {
+            add(&self.counters.repaired_batches, 1);
+        }
+        match decode_batch(payload, &self.limits) {
+            Ok(batch) => {
+                let dp_rank = batch.dp_rank.unwrap_or(self.worker.dp_rank);
+                if !state.ranks.contains(&dp_rank) {
+                    state.ranks.push(dp_rank);
+                }
+                add(&self.counters.batches, 1);
+                Ingest {
+                    model: &self.model,
+                    counters: &self.counters,
+                    worker: Worker::new(self.worker.instance_id, dp_rank),
+                    groups: &mut state.groups,
+                }
+                .apply(batch);
+            }
+            Err(error) => {
+                add(&self.counters.undecodable, 1);
+                tracing::warn!(
+                    worker = %self.worker, endpoint = self.endpoint, sequence, %error,
+                    "dropped an event frame that is not an event batch"
+                );
+            }
+        }
+        FrameOutcome::Applied
+    }
+
+    fn forget(&self, state: &mut State) {
+        for dp_rank in &state.ranks {
+            self.model.index.clear(Worker::new(self.worker.instance_id, *dp_rank));
+        }
+        state.groups = Groups::default();
+    }
+}
+
+impl std::fmt::Debug for Publisher {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Publisher")
+            .field("id", &self.id)
+            .field("worker", &self.worker)
+            .field("endpoint", &self.endpoint)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,277 @@
+//! Who is registered: publishers by id, model indexes by (model, tenant).
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::RwLock;
+
+use super::command::{Command, CommandQueue};
+use super::model::{ModelIndex, ModelKey};
+use super::publisher::{Publisher, PublisherId};
+use crate::clock::{Clock, SystemClock};
+use crate::codec;
+use crate::error::{Error, Result};
+use crate::ids::{InstanceId, Worker};
+use crate::index::{CountMode, IndexOptions, RadixIndex};
+
+/// Limits of a catalog.
+#[derive(Debug, Clone)]
+pub struct CatalogOptions {
+    /// Publishers that may be registered at once.
+    pub max_publishers: usize,
+    /// Model indexes that may exist at once.
+    pub max_models: usize,
+    /// Blocks (memberships) that one index may hold; 0 = no limit.
+    pub max_blocks: usize,
+    /// Limits of one event frame.
+    pub frame: codec::Limits,
+}
+
+impl Default for CatalogOptions {
+    fn default() -> Self {
+        Self {
+            max_publishers: 65_536,
+            max_models: 4_096,
+            max_blocks: 0,
+            frame: codec::Limits::default(),
+        }
+    }
+}
+
+/// What a publisher is registered as.
+#[derive(Debug, Clone)]
+pub struct Registration {
+    /// The engine instance and rank whose blocks it reports.
+    pub worker: Worker,
+    /// The index that it feeds.
+    pub key: ModelKey,
+    /// Tokens in a block; `None` = learn it from the engine.
+    pub block_size: Option<u32>,
+    /// Address of the PUB socket.
+    pub endpoint: String,
+    /// Address of the replay socket.
+    pub replay_endpoint: Option<String>,
+}
+
+#[derive(Default)]
+struct Tables {
+    models: HashMap<ModelKey, Arc<ModelIndex>>,
+    publishers: BTreeMap<PublisherId, Arc<Publisher>>,
+    workers: BTreeMap<Worker, PublisherId>,
+}
+
+/// All model indexes of a process and the publishers that feed them.
+///
+/// # Consistency
+/// Registering and unregistering are serialised; queries and frames go on meanwhile.
+pub struct Catalog {
+    options: CatalogOptions,
+    clock: Arc<dyn Clock>,
+    tables: RwLock<Tables>,
+    next_id: AtomicU64,
+    /// Orders for the transport door.
+    pub commands: CommandQueue,
+}
+
+impl Default for Catalog {
+    fn default() -> Self {
+        Self::new(CatalogOptions::default(), Arc::new(SystemClock::default()))
+    }
+}
+
+impl Catalog {
+    /// An empty catalog.
+    pub fn new(options: CatalogOptions, clock: Arc<dyn Clock>) -> Self {
+        Self {
+            options,
+            clock,
+            tables: RwLock::default(),
+            next_id: AtomicU64::new(1),
+            commands: CommandQueue::default(),
+        }
+    }
+
+    /// The index of `key`, made when it is not there yet.
+    ///
+    /// # Errors
+    /// `Conflict` when the index has another block size; `Overloaded` at the limit of models.
+    pub fn model_or_create(
+        &self,
+        key: &ModelKey,
+        block_size: Option<u32>,
+    ) -> Result<Arc<ModelIndex>> {
+        self.model_in(&mut self.tables.write(), key, block_size)
+    }
+
+    fn model_in(
+        &self,
+        tables: &mut Tables,
+        key: &ModelKey,
+        block_size: Option<u32>,
+    ) -> Result<Arc<ModelIndex>> {
+        if let Some(model) = tables.models.get(key) {
+            if let Some(size) = block_size {
+                let known = model.learn_block_size(size);
+                if known != size {
+                    return Err(Error::Conflict(format!(
+                        "block_size {size} is not the {known} of model={} tenant={}",
+                        key.model_name, key.tenant_id
+                    )));
+                }
+            }
+            return Ok(Arc::clone(model));
+        }
+        if tables.models.len() >= self.options.max_models {
+            return Err(Error::Overloaded(format!(
+                "the limit of {} models is reached",
+                self.options.max_models
+            )));
+        }
+        let index = RadixIndex::new(IndexOptions {
+            count_mode: CountMode::Copies,
+            max_blocks: self.options.max_blocks,
+        });
+        let model =
+            Arc::new(ModelIndex::new(key.clone(), block_size.unwrap_or(0), Box::new(index)));
+        tables.models.insert(key.clone(), Arc::clone(&model));
+        Ok(model)
+    }
+
+    /// Register a publisher and order the transport door to subscribe to it.
+    ///
+    /// # Errors
+    /// `Conflict`: the worker is registered already, its instance belongs to another model or tenant,
+    /// or the block size is not the index's. `InvalidArgument`: block size 0. `Overloaded`: a limit is reached.
+    pub fn register(&self, registration: Registration) -> Result<Arc<Publisher>> {
+        let Registration { worker, key, block_size, endpoint, replay_endpoint } = registration;
+        if block_size == Some(0) {
+            return Err(Error::invalid("block_size must be at least 1, got 0"));
+        }
+        let mut tables = self.tables.write();
+        if tables.workers.contains_key(&worker) {
+            return Err(Error::Conflict(format!(
+                "instance_id {} dp_rank {} is registered already",
+                worker.instance_id, worker.dp_rank
+            )));
+        }
+        if let Some(other) = tables.of_instance(worker.instance_id).find(|p| p.model.key != key) {
+            return Err(Error::Conflict(format!(
+                "instance_id {} is registered already under model={} tenant={}; instance ids are unique \
+                 across models and tenants",
+                worker.instance_id, other.model.key.model_name, other.model.key.tenant_id
+            )));
+        }
+        if tables.publishers.len() >= self.options.max_publishers {
+            return Err(Error::Overloaded(format!(
+                "the limit of {} publishers is reached",
+                self.options.max_publishers
+            )));
+        }
+        let model = self.model_in(&mut tables, &key, block_size)?;
+        // Relaxed: the table's lock orders everything else.
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        let publisher = Arc::new(Publisher::new(
+            id,
+            worker,
+            model,
+            endpoint.clone(),
+            replay_endpoint.clone(),
+            self.options.frame.clone(),
+            Arc::clone(&self.clock),
+        ));
+        tables.publishers.insert(id, Arc::clone(&publisher));
+        tables.workers.insert(worker, id);
+        self.commands.push(Command::Subscribe { publisher: id, endpoint, replay_endpoint });
+        Ok(publisher)
+    }
+
+    /// Unregister an instance, or one rank of it; its blocks are gone when this returns.
+    ///
+    /// # Errors
+    /// `NotFound` when nothing fits.
+    pub fn unregister(
+        &self,
+        instance_id: InstanceId,
+        model_name: &str,
+        tenant_id: Option<&str>,
+        dp_rank: Option<u32>,
+    ) -> Result<usize> {
+        let mut tables = self.tables.write();
+        let gone: Vec<Arc<Publisher>> = tables
+            .of_instance(instance_id)
+            .filter(|p| p.model.key.model_name == model_name)
+            .filter(|p| tenant_id.is_none_or(|tenant| p.model.key.tenant_id == tenant))
+            .filter(|p| dp_rank.is_none_or(|rank| p.worker.dp_rank == rank))
+            .cloned()
+            .collect();
+        if gone.is_empty() {
+            let rank = dp_rank.map(|rank| format!(" dp_rank={rank}")).unwrap_or_default();
+            let tenant = tenant_id.map(|tenant| format!(" tenant={tenant}")).unwrap_or_default();
+            return Err(Error::NotFound(format!(
+                "instance_id {instance_id} is not registered for model={model_name}{tenant}{rank}"
+            )));
+        }
+        for publisher in &gone {
+            tables.publishers.remove(&publisher.id);
+            tables.workers.remove(&publisher.worker);
+            publisher.close();
+            self.commands.push(Command::Unsubscribe { publisher: publisher.id });
+        }
+        Ok(gone.len())
+    }
+
+    /// The publisher with this number.
+    pub fn publisher(&self, id: PublisherId) -> Option<Arc<Publisher>> {
+        self.tables.read().publishers.get(&id).cloned()
+    }
+
+    /// All publishers, in the order of registration.
+    pub fn publishers(&self) -> Vec<Arc<Publisher>> {
+        self.tables.read().publishers.values().cloned().collect()
+    }
+
+    /// The index of a model and tenant.
+    ///
+    /// # Errors
+    /// `NotFound`, in the words of the published API.
+    pub fn model(&self, model_name: &str, tenant_id: &str) -> Result<Arc<ModelIndex>> {
+        let key =
+            ModelKey { model_name: model_name.to_owned(), tenant_id: tenant_id.to_owned() };
+        self.tables.read().models.get(&key).cloned().ok_or_else(|| {
+            Error::NotFound(format!("no indexer for model={model_name} tenant={tenant_id}"))
+        })
+    }
+
+    /// All model indexes, by name.
+    pub fn models(&self) -> Vec<Arc<ModelIndex>> {
+        let mut models: Vec<_> = self.tables.read().models.values().cloned().collect();
+        models.sort_by(|a, b| a.key.cmp(&b.key));
+        models
+    }
+
+    /// Workers registered for a model and tenant, by instance and rank.
+    pub fn workers_of(&self, key: &ModelKey) -> Vec<Worker> {
+        let tables = self.tables.read();
+        tables
+            .workers
+            .iter()
+            .filter(|(_, id)| tables.publishers.get(id).is_some_and(|p| p.model.key == *key))
+            .map(|(worker, _)| *worker)
+            .collect()
+    }
+}
+
+impl Tables {
+    fn of_instance(&self, instance_id: InstanceId) -> impl Iterator<Item = &Arc<Publisher>> {
+        self.workers
+            .range(Worker::new(instance_id, 0)..=Worker::new(instance_id, u32::MAX))
+            .filter_map(|(_, id)| self.publishers.get(id))
+    }
+}
+
+impl std::fmt::Debug for Catalog {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Catalog").field("options", &self.options).finish_non_exhaustive()
+    }
+}

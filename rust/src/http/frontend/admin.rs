@@ -1,0 +1,253 @@
+//! What operators ask: health, models, workers, metrics, and why a request would go where it goes.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use axum::Json;
+use axum::body::Body;
+use axum::extract::{Path, State};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::super::Reject;
+use super::app::App;
+use super::engine::{Engine, EngineSpec};
+use super::metrics::WorkerLabel;
+use super::plan::{Api, Plan};
+use super::request::Envelope;
+use crate::error::Error;
+use crate::ids::{InstanceId, Worker};
+
+/// 200 while at least one worker can serve, 503 otherwise; the body says how each one fares.
+pub(super) async fn health(State(app): State<Arc<App>>) -> Response {
+    let engines = app.fleet.engines();
+    let healthy = engines.iter().filter(|engine| engine.is_healthy()).count();
+    let (status, word) = match (healthy, engines.len()) {
+        (0, _) => (StatusCode::SERVICE_UNAVAILABLE, "unavailable"),
+        (healthy, all) if healthy < all => (StatusCode::OK, "degraded"),
+        _ => (StatusCode::OK, "healthy"),
+    };
+    let body = json!({
+        "status": word,
+        "workers": engines.len(),
+        "healthy_workers": healthy,
+        "requests_in_flight": app.in_flight(),
+        "router_policy": app.options.router.policy.name(),
+        "warnings": warnings(&app),
+    });
+    (status, Json(body)).into_response()
+}
+
+/// What makes prefix matching fail in silence, in words.
+fn warnings(app: &App) -> Vec<String> {
+    let mut warnings = Vec::new();
+    for engine in app.fleet.engines() {
+        if let Some(why) = engine.notes.lock().last_error.clone() {
+            warnings.push(format!("worker {}: {why}", engine.id));
+        }
+    }
+    for publisher in app.catalog.publishers() {
+        let view = publisher.view();
+        let worker = view.worker;
+        for (count, what) in [
+            (view.counts.block_size_mismatch, "stored events have another block size than the index"),
+            (view.counts.lost_batches, "event batches were lost and not replayed"),
+            (view.counts.undecodable, "event frames could not be decoded"),
+            (view.counts.refused_full, "stored events were refused: the index is full"),
+        ] {
+            if count > 0 {
+                warnings.push(format!("worker {worker}: {count} {what}"));
+            }
+        }
+        if let Some(error) = view.last_error {
+            warnings.push(format!("worker {worker}: events at {}: {error}", view.endpoint));
+        }
+    }
+    warnings
+}
+
+/// GET /v1/models, in OpenAI's shape.
+pub(super) async fn models(State(app): State<Arc<App>>) -> Response {
+    let limit = |name: &str| {
+        let pools = app.fleet.pools();
+        let pool = pools.iter().find(|pool| pool.name == name)?;
+        pool.members().all().filter_map(|engine| engine.notes.lock().max_model_len).min()
+    };
+    let data: Vec<Value> = app
+        .fleet
+        .served()
+        .into_iter()
+        .map(|(name, parent)| {
+            json!({
+                "id": name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "kvflash",
+                "root": parent.as_deref().unwrap_or(&name),
+                "parent": parent,
+                "max_model_len": limit(parent.as_deref().unwrap_or(&name)),
+            })
+        })
+        .collect();
+    Json(json!({ "object": "list", "data": data })).into_response()
+}
+
+/// GET /metrics
+pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
+    let metrics = &app.metrics;
+    metrics.in_flight.set(app.in_flight() as i64);
+    // Rebuilt at each scrape, so that a worker that left leaves no label behind.
+    for family in [
+        &metrics.worker_healthy,
+        &metrics.worker_requests,
+        &metrics.worker_failures,
+        &metrics.worker_active_blocks,
+        &metrics.worker_active_prefill,
+        &metrics.worker_active_requests,
+    ] {
+        family.clear();
+    }
+    for engine in app.fleet.engines() {
+        let label = WorkerLabel { worker: engine.id.to_string() };
+        metrics.worker_healthy.get_or_create(&label).set(i64::from(engine.is_healthy()));
+        let requests = engine.requests.load(Ordering::Relaxed);
+        metrics.worker_requests.get_or_create(&label).set(requests as i64);
+        let failures = engine.failures.load(Ordering::Relaxed);
+        metrics.worker_failures.get_or_create(&label).set(failures as i64);
+    }
+    for pool in app.fleet.pools() {
+        for load in pool.router.loads() {
+            let label = WorkerLabel { worker: load.worker.to_string() };
+            metrics.worker_active_blocks.get_or_create(&label).set(load.blocks as i64);
+            metrics.worker_active_prefill.get_or_create(&label).set(load.prefill_tokens as i64);
+            metrics.worker_active_requests.get_or_create(&label).set(i64::from(load.requests));
+        }
+    }
+    if let Some(text) = &app.text {
+        let stats = text.cache_stats();
+        metrics.tokenizer_hits.set(stats.hits as i64);
+        metrics.tokenizer_misses.set(stats.misses as i64);
+        metrics.tokenizer_bytes.set(stats.bytes as i64);
+    }
+    app.common.expose(&app.catalog)
+}
+
+fn entry(app: &App, engine: &Engine) -> Value {
+    let notes = engine.notes.lock().clone();
+    let pools = app.fleet.pools();
+    let pool = pools.iter().find(|pool| pool.members().get(engine.id).is_some());
+    let publishers = app.catalog.publishers();
+    let listeners: Vec<Value> = publishers
+        .iter()
+        .filter(|publisher| publisher.worker.instance_id == engine.id)
+        .map(|publisher| {
+            let view = publisher.view();
+            json!({
+                "dp_rank": view.worker.dp_rank,
+                "endpoint": view.endpoint,
+                "replay_endpoint": view.replay_endpoint,
+                "status": view.status,
+                "last_error": view.last_error,
+                "last_sequence": view.last_sequence,
+                "last_event_age_ms": view.last_event_age_ms,
+                "events": view.counts,
+            })
+        })
+        .collect();
+    let blocks: usize = (0..engine.spec.dp_size)
+        .filter_map(|rank| Some(pool?.index.index.blocks(Worker::new(engine.id, rank))))
+        .sum();
+    json!({
+        "id": engine.id,
+        "url": engine.base,
+        "healthy": engine.is_healthy(),
+        "last_error": notes.last_error,
+        "model": pool.map(|pool| &pool.name),
+        "serves": notes.models.iter().map(|(name, _)| name).collect::<Vec<_>>(),
+        "dp_size": engine.spec.dp_size,
+        "block_size": pool.and_then(|pool| pool.index.block_size()),
+        "engine_block_size": notes.block_size,
+        "capacity_blocks": notes.capacity_blocks,
+        "blocks": blocks,
+        "requests": engine.requests.load(Ordering::Relaxed),
+        "failures": engine.failures.load(Ordering::Relaxed),
+        "listeners": listeners,
+    })
+}
+
+/// GET /workers
+pub(super) async fn workers(State(app): State<Arc<App>>) -> Response {
+    let entries: Vec<Value> =
+        app.fleet.engines().iter().map(|engine| entry(&app, engine)).collect();
+    Json(entries).into_response()
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct NewWorker {
+    url: String,
+    events: Option<String>,
+    replay: Option<String>,
+    id: Option<InstanceId>,
+    dp_size: Option<u32>,
+}
+
+/// POST /workers {url, events?, replay?, id?, dp_size?}
+pub(super) async fn add_worker(State(app): State<Arc<App>>, body: Body) -> Response {
+    let added = async {
+        let body = app.read_body(body).await?;
+        let new: NewWorker = serde_json::from_slice(&body)
+            .map_err(|error| Reject::bad_request(format!("invalid worker: {error}")))?;
+        let spec = EngineSpec {
+            url: new.url,
+            events: new.events,
+            replay: new.replay,
+            instance_id: new.id,
+            dp_size: new.dp_size.unwrap_or(1),
+        };
+        if !(1..=1_024).contains(&spec.dp_size) {
+            let message = format!("dp_size must be in 1..=1024, got {}", spec.dp_size);
+            return Err(Reject::bad_request(message));
+        }
+        app.add_engine(spec).map_err(|error| match error {
+            Error::Config(message) => Reject::bad_request(message),
+            other => other.into(),
+        })
+    };
+    match added.await {
+        Ok(engine) => (StatusCode::CREATED, Json(entry(&app, &engine))).into_response(),
+        Err(reject) => reject.openai(),
+    }
+}
+
+/// DELETE /workers/{id}
+pub(super) async fn remove_worker(
+    State(app): State<Arc<App>>,
+    Path(id): Path<String>,
+) -> Response {
+    let removed = id
+        .parse()
+        .map_err(|_| Reject::bad_request(format!("a worker id is a number, got {id:?}")))
+        .and_then(|id| app.fleet.remove(id).map_err(Reject::from));
+    match removed {
+        Ok(engine) => Json(json!({ "status": "ok", "id": engine.id })).into_response(),
+        Err(reject) => reject.openai(),
+    }
+}
+
+/// POST /explain: a chat or completion request as it would be sent; nothing is booked or forwarded.
+pub(super) async fn explain(State(app): State<Arc<App>>, body: Body) -> Response {
+    let explained = async {
+        let body = app.read_body(body).await?;
+        let envelope = Envelope::parse(&body)?;
+        let api = if envelope.messages.is_some() { Api::Chat } else { Api::Completions };
+        let plan = Plan::make(&app, api, &envelope, body.len()).await?;
+        plan.explain().map_err(Reject::from)
+    };
+    match explained.await {
+        Ok(value) => Json(value).into_response(),
+        Err(reject) => reject.openai(),
+    }
+}

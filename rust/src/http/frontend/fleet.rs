@@ -1,0 +1,327 @@
+//! Who can serve what: engines, and the models and adapters that they have told of.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::RwLock;
+
+use super::engine::{Engine, EngineNotes, EngineSpec};
+use super::options::FrontendOptions;
+use crate::catalog::{Catalog, ModelIndex, ModelKey, Registration};
+use crate::clock::Clock;
+use crate::error::{Error, Result};
+use crate::ids::{InstanceId, Worker};
+use crate::router::Router;
+
+/// Tenant of the frontend's own indexes; the cache salt keeps clients apart.
+const TENANT: &str = "default";
+
+/// All engines that serve one base model: one index, one load table.
+pub(super) struct Pool {
+    pub name: String,
+    pub index: Arc<ModelIndex>,
+    pub router: Arc<Router>,
+    members: RwLock<Arc<Members>>,
+}
+
+/// The engines of a pool at one moment.
+#[derive(Default)]
+pub(super) struct Members {
+    by_id: BTreeMap<InstanceId, Arc<Engine>>,
+}
+
+impl Members {
+    pub fn get(&self, id: InstanceId) -> Option<&Arc<Engine>> {
+        self.by_id.get(&id)
+    }
+
+    pub fn all(&self) -> impl Iterator<Item = &Arc<Engine>> {
+        self.by_id.values()
+    }
+
+    /// May `worker` take a request that has been at the `tried` engines already?
+    pub fn is_eligible(&self, worker: Worker, tried: &[InstanceId]) -> bool {
+        !tried.contains(&worker.instance_id)
+            && self.get(worker.instance_id).is_some_and(|engine| engine.is_healthy())
+    }
+
+    pub fn are_all_healthy(&self) -> bool {
+        self.all().all(|engine| engine.is_healthy())
+    }
+
+    fn workers(&self) -> Vec<Worker> {
+        self.all()
+            .flat_map(|engine| (0..engine.spec.dp_size).map(|rank| Worker::new(engine.id, rank)))
+            .collect()
+    }
+}
+
+impl Pool {
+    pub fn members(&self) -> Arc<Members> {
+        Arc::clone(&self.members.read())
+    }
+}
+
+/// Where requests for a served name go.
+#[derive(Clone)]
+pub(super) struct Route {
+    pub pool: Arc<Pool>,
+    /// The adapter, where the name is one.
+    pub lora_name: Option<String>,
+}
+
+#[derive(Default)]
+struct Tables {
+    engines: BTreeMap<InstanceId, Arc<Engine>>,
+    pools: BTreeMap<String, Arc<Pool>>,
+    /// Served names, adapters included.
+    routes: HashMap<String, Route>,
+    /// Which pool an engine has joined.
+    joined: HashMap<InstanceId, String>,
+}
+
+/// All engines and models of a frontend.
+///
+/// # Consistency
+/// Changes are serialised; a request works on the members it read first.
+pub(super) struct Fleet {
+    options: FrontendOptions,
+    catalog: Arc<Catalog>,
+    clock: Arc<dyn Clock>,
+    tables: RwLock<Tables>,
+    next_id: AtomicU64,
+}
+
+impl Fleet {
+    pub fn new(options: FrontendOptions, catalog: Arc<Catalog>, clock: Arc<dyn Clock>) -> Self {
+        Self {
+            options,
+            catalog,
+            clock,
+            tables: RwLock::default(),
+            next_id: AtomicU64::new(1),
+        }
+    }
+
+    /// Add an engine; it serves once a health check has told its models.
+    ///
+    /// # Errors
+    /// `Config` for a bad spec, `Conflict` for an id or address that is there already, `Overloaded` at the limit.
+    pub fn add(&self, spec: EngineSpec) -> Result<Arc<Engine>> {
+        spec.check()?;
+        let mut tables = self.tables.write();
+        if tables.engines.len() >= self.options.max_workers {
+            return Err(Error::Overloaded(format!(
+                "the limit of {} workers is reached (--max-workers)",
+                self.options.max_workers
+            )));
+        }
+        let same_url = |engine: &&Arc<Engine>| engine.base == spec.url.trim_end_matches('/');
+        if let Some(engine) = tables.engines.values().find(same_url) {
+            return Err(Error::Conflict(format!(
+                "{} is registered already, as worker {}",
+                spec.url, engine.id
+            )));
+        }
+        let id = match spec.instance_id {
+            Some(id) => id,
+            None => loop {
+                let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+                if !tables.engines.contains_key(&id) {
+                    break id;
+                }
+            },
+        };
+        if tables.engines.contains_key(&id) {
+            return Err(Error::Conflict(format!("worker id {id} is registered already")));
+        }
+        let engine = Arc::new(Engine::new(id, spec));
+        tables.engines.insert(id, Arc::clone(&engine));
+        Ok(engine)
+    }
+
+    /// Remove an engine: no new requests, its blocks are forgotten; requests in flight go on.
+    ///
+    /// # Errors
+    /// `NotFound`.
+    pub fn remove(&self, id: InstanceId) -> Result<Arc<Engine>> {
+        let mut tables = self.tables.write();
+        let engine = tables
+            .engines
+            .remove(&id)
+            .ok_or_else(|| Error::NotFound(format!("no worker {id} is registered")))?;
+        engine.remove();
+        self.leave(&mut tables, &engine);
+        Ok(engine)
+    }
+
+    /// An engine has told what it serves. Joins it to its model's pool, or moves it there.
+    ///
+    /// # Errors
+    /// `Config` when it serves nothing, `Conflict` when its block size is not the pool's.
+    pub fn learned(&self, engine: &Arc<Engine>, notes: EngineNotes) -> Result<()> {
+        let (Some((name, _)), block_size) =
+            (notes.models.iter().find(|(_, parent)| parent.is_none()).cloned(), notes.block_size)
+        else {
+            return Err(Error::Config("its /v1/models lists no base model".to_owned()));
+        };
+        let mut tables = self.tables.write();
+        if engine.is_removed() {
+            return Ok(());
+        }
+        if tables.joined.get(&engine.id).is_some_and(|joined| *joined != name) {
+            self.leave(&mut tables, engine);
+        }
+        let pool = match tables.pools.get(&name) {
+            Some(pool) => Arc::clone(pool),
+            None => {
+                let pool = Arc::new(self.new_pool(&name)?);
+                tables.pools.insert(name.clone(), Arc::clone(&pool));
+                pool
+            }
+        };
+        if !tables.joined.contains_key(&engine.id) {
+            self.join(&mut tables, engine, &pool)?;
+        }
+        for (served, parent) in &notes.models {
+            let lora_name = parent.as_ref().map(|_| served.clone());
+            let route = Route { pool: Arc::clone(&pool), lora_name };
+            tables.routes.insert(served.clone(), route);
+        }
+        *engine.notes.lock() = notes;
+        drop(tables);
+        if let Some(size) = block_size {
+            let known = pool.index.learn_block_size(size);
+            if known != size {
+                return Err(Error::Conflict(format!(
+                    "its block size {size} is not the {known} of model {name}: its blocks never match; \
+                     start it with --block-size {known}, or serve it under another name"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    fn new_pool(&self, name: &str) -> Result<Pool> {
+        let key = ModelKey { model_name: name.to_owned(), tenant_id: TENANT.to_owned() };
+        let forced = Some(self.options.router.block_size).filter(|size| *size > 0);
+        let index = self.catalog.model_or_create(&key, forced)?;
+        let router = Router::new(self.options.router.clone(), Arc::clone(&self.clock))?;
+        Ok(Pool {
+            name: name.to_owned(),
+            index,
+            router: Arc::new(router),
+            members: RwLock::default(),
+        })
+    }
+
+    fn join(&self, tables: &mut Tables, engine: &Arc<Engine>, pool: &Arc<Pool>) -> Result<()> {
+        for dp_rank in 0..engine.spec.dp_size {
+            if let Some(endpoint) = engine.spec.events_of(dp_rank) {
+                self.catalog.register(Registration {
+                    worker: Worker::new(engine.id, dp_rank),
+                    key: pool.index.key.clone(),
+                    block_size: None,
+                    endpoint,
+                    replay_endpoint: engine.spec.replay_of(dp_rank),
+                })?;
+            }
+        }
+        tables.joined.insert(engine.id, pool.name.clone());
+        pool.change(|members| {
+            members.insert(engine.id, Arc::clone(engine));
+        });
+        tracing::info!(worker = engine.id, url = engine.base, model = pool.name, "worker joined");
+        Ok(())
+    }
+
+    fn leave(&self, tables: &mut Tables, engine: &Arc<Engine>) {
+        let Some(name) = tables.joined.remove(&engine.id) else { return };
+        if engine.spec.events.is_some() {
+            // NotFound only says that there is nothing left to do.
+            let _ = self.catalog.unregister(engine.id, &name, Some(TENANT), None);
+        }
+        if let Some(pool) = tables.pools.get(&name).cloned() {
+            pool.change(|members| {
+                members.remove(&engine.id);
+            });
+            // A name is served as long as one engine serves it; a pool stays, for its engines come back.
+            let served: Vec<String> = pool
+                .members()
+                .all()
+                .flat_map(|e| e.notes.lock().models.iter().map(|m| m.0.clone()).collect::<Vec<_>>())
+                .collect();
+            tables
+                .routes
+                .retain(|name, route| !Arc::ptr_eq(&route.pool, &pool) || served.contains(name));
+        }
+        tracing::info!(worker = engine.id, url = engine.base, model = name, "worker left");
+    }
+
+    /// Where requests for `model` go.
+    ///
+    /// # Errors
+    /// `NotFound`, naming what is served; `NoWorker` while nothing is served yet.
+    pub fn route(&self, model: &str) -> Result<Route> {
+        let tables = self.tables.read();
+        if let Some(route) = tables.routes.get(model) {
+            return Ok(route.clone());
+        }
+        if tables.routes.is_empty() {
+            return Err(Error::NoWorker(format!(
+                "no worker has told its models yet ({} registered)",
+                tables.engines.len()
+            )));
+        }
+        let mut names: Vec<&str> = tables.routes.keys().map(String::as_str).collect();
+        names.sort_unstable();
+        names.truncate(20);
+        Err(Error::NotFound(format!(
+            "the model {model:?} is not served; served are {}",
+            names.join(", ")
+        )))
+    }
+
+    /// The only served base model, for requests that name none.
+    pub fn only_route(&self) -> Option<Route> {
+        let tables = self.tables.read();
+        let mut bases = tables.routes.values().filter(|route| route.lora_name.is_none());
+        match (bases.next(), bases.next()) {
+            (Some(route), None) => Some(route.clone()),
+            _ => None,
+        }
+    }
+
+    pub fn engines(&self) -> Vec<Arc<Engine>> {
+        self.tables.read().engines.values().cloned().collect()
+    }
+
+    pub fn pools(&self) -> Vec<Arc<Pool>> {
+        self.tables.read().pools.values().cloned().collect()
+    }
+
+    /// Served names and, for adapters, their base model; sorted.
+    pub fn served(&self) -> Vec<(String, Option<String>)> {
+        let tables = self.tables.read();
+        let mut names: Vec<_> = tables
+            .routes
+            .iter()
+            .map(|(name, route)| {
+                (name.clone(), route.lora_name.as_ref().map(|_| route.pool.name.clone()))
+            })
+            .collect();
+        names.sort();
+        names
+    }
+}
+
+impl Pool {
+    fn change(&self, edit: impl FnOnce(&mut BTreeMap<InstanceId, Arc<Engine>>)) {
+        let mut members = self.members.write();
+        let mut by_id = members.by_id.clone();
+        edit(&mut by_id);
+        *members = Arc::new(Members { by_id });
+        self.router.set_workers(&members.workers());
+    }
+}

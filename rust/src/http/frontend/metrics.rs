@@ -1,0 +1,195 @@
+//! What the frontend counts besides the common metrics.
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::{Registry, Unit};
+
+use super::super::metrics::seconds_histogram;
+
+/// Where tokens of prompts stand on the way from request to reuse.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct StageLabel {
+    stage: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(super) struct CauseLabel {
+    pub cause: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(super) struct WorkerLabel {
+    pub worker: String,
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct FrontendMetrics {
+    /// Tokens of all prompts.
+    pub input: Counter,
+    /// Tokens that the best worker could have reused.
+    pub available: Counter,
+    /// Tokens that the chosen worker was expected to reuse.
+    pub selected: Counter,
+    /// Tokens that engines say they reused.
+    pub delivered: Counter,
+    /// Answers that told their reuse.
+    pub usage_reported: Counter,
+    /// Why a request was routed without tokens.
+    pub untokenized: Family<CauseLabel, Counter>,
+    /// Why an attempt failed.
+    pub attempts_failed: Family<CauseLabel, Counter>,
+    /// Why a request was refused here.
+    pub refused: Family<CauseLabel, Counter>,
+    /// Answers that broke off after their first byte.
+    pub streams_broken: Counter,
+    /// Clients that left before their answer's end.
+    pub clients_gone: Counter,
+    /// Time from body to decision.
+    pub route_seconds: Histogram,
+    /// Time from a request's body to its answer's first byte.
+    pub first_byte_seconds: Histogram,
+    pub in_flight: Gauge,
+    pub worker_healthy: Family<WorkerLabel, Gauge>,
+    pub worker_requests: Family<WorkerLabel, Gauge>,
+    pub worker_failures: Family<WorkerLabel, Gauge>,
+    pub worker_active_blocks: Family<WorkerLabel, Gauge>,
+    pub worker_active_prefill: Family<WorkerLabel, Gauge>,
+    pub worker_active_requests: Family<WorkerLabel, Gauge>,
+    pub load_expired: Counter,
+    pub tokenizer_hits: Gauge,
+    pub tokenizer_misses: Gauge,
+    pub tokenizer_bytes: Gauge,
+}
+
+impl FrontendMetrics {
+    pub fn register(registry: &mut Registry) -> Self {
+        let stages: Family<StageLabel, Counter> = Family::default();
+        let stage = |stage| stages.get_or_create(&StageLabel { stage }).clone();
+        let metrics = Self {
+            input: stage("input"),
+            available: stage("available"),
+            selected: stage("selected"),
+            delivered: stage("delivered"),
+            usage_reported: Counter::default(),
+            untokenized: Family::default(),
+            attempts_failed: Family::default(),
+            refused: Family::default(),
+            streams_broken: Counter::default(),
+            clients_gone: Counter::default(),
+            route_seconds: seconds_histogram(),
+            first_byte_seconds: seconds_histogram(),
+            in_flight: Gauge::default(),
+            worker_healthy: Family::default(),
+            worker_requests: Family::default(),
+            worker_failures: Family::default(),
+            worker_active_blocks: Family::default(),
+            worker_active_prefill: Family::default(),
+            worker_active_requests: Family::default(),
+            load_expired: Counter::default(),
+            tokenizer_hits: Gauge::default(),
+            tokenizer_misses: Gauge::default(),
+            tokenizer_bytes: Gauge::default(),
+        };
+        let m = &metrics;
+        registry.register(
+            "tokens",
+            "Prompt tokens: input; available = best any worker held; selected = expected at the chosen \
+             worker; delivered = reused as the engine says",
+            stages.clone(),
+        );
+        registry.register(
+            "usage_reports",
+            "Answers whose engine told how many tokens it reused",
+            m.usage_reported.clone(),
+        );
+        registry.register(
+            "untokenized_requests",
+            "Requests routed without tokens, so without overlap, by cause",
+            m.untokenized.clone(),
+        );
+        registry.register(
+            "attempts_failed",
+            "Attempts at a worker that failed before the first byte, by cause",
+            m.attempts_failed.clone(),
+        );
+        registry.register("refused_requests", "Requests refused here, by cause", m.refused.clone());
+        registry.register(
+            "streams_broken",
+            "Answers that broke off after their first byte",
+            m.streams_broken.clone(),
+        );
+        registry.register(
+            "clients_gone",
+            "Clients that left before the end of their answer",
+            m.clients_gone.clone(),
+        );
+        registry.register_with_unit(
+            "route",
+            "Time from a request's body to its decision: tokenize, hash, look up, score",
+            Unit::Seconds,
+            m.route_seconds.clone(),
+        );
+        registry.register_with_unit(
+            "first_byte",
+            "Time from a request's body to its answer's first byte",
+            Unit::Seconds,
+            m.first_byte_seconds.clone(),
+        );
+        registry.register("requests_in_flight", "Requests in flight", m.in_flight.clone());
+        registry.register(
+            "worker_healthy",
+            "1 = the worker's last health check passed",
+            m.worker_healthy.clone(),
+        );
+        registry.register(
+            "worker_requests_sent",
+            "Requests sent to the worker since it was registered",
+            m.worker_requests.clone(),
+        );
+        registry.register(
+            "worker_failures_seen",
+            "Failures of the worker since it was registered",
+            m.worker_failures.clone(),
+        );
+        registry.register(
+            "worker_active_blocks",
+            "Blocks of requests in flight, shared ones counted once",
+            m.worker_active_blocks.clone(),
+        );
+        registry.register(
+            "worker_active_prefill_tokens",
+            "Tokens still to be prefilled, as booked here",
+            m.worker_active_prefill.clone(),
+        );
+        registry.register(
+            "worker_active_requests",
+            "Requests in flight, as booked here",
+            m.worker_active_requests.clone(),
+        );
+        registry.register(
+            "load_expired",
+            "Bookings freed because nothing was heard of them for the expiry time",
+            m.load_expired.clone(),
+        );
+        registry.register(
+            "tokenizer_cache_hits",
+            "Pieces of text whose tokens were remembered",
+            m.tokenizer_hits.clone(),
+        );
+        registry.register(
+            "tokenizer_cache_misses",
+            "Pieces of text that were tokenized",
+            m.tokenizer_misses.clone(),
+        );
+        registry.register_with_unit(
+            "tokenizer_cache",
+            "Memory of remembered tokens",
+            Unit::Bytes,
+            m.tokenizer_bytes.clone(),
+        );
+        metrics
+    }
+}

@@ -1,0 +1,86 @@
+//! What an operator can set.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::error::{Error, Result};
+use crate::router::RouterConfig;
+
+/// Options of a frontend. Every limit has a flag of the same name.
+#[derive(Debug, Clone)]
+pub struct FrontendOptions {
+    /// How requests are routed; its block size is learned where it is 0.
+    pub router: RouterConfig,
+    /// Folder with tokenizer.json and the chat template; `None` = ask the engines' /tokenize.
+    pub tokenizer: Option<PathBuf>,
+    /// Memory for tokenized text, bytes.
+    pub tokenizer_cache_bytes: usize,
+    /// Largest request body, bytes.
+    pub max_body_bytes: usize,
+    /// Requests in flight at once; more are refused with 429.
+    pub max_concurrent_requests: usize,
+    /// Engines that may be registered at once.
+    pub max_workers: usize,
+    /// Workers that one request may try before its first byte.
+    pub max_attempts: usize,
+    /// Time that a client may take to send its body.
+    pub body_timeout: Duration,
+    /// Time to a worker's TCP connection.
+    pub connect_timeout: Duration,
+    /// Time from sending a request to the first byte of its answer.
+    pub first_byte_timeout: Duration,
+    /// Time for an engine's /tokenize; after it the request is routed without tokens.
+    pub tokenize_timeout: Duration,
+    /// Time between two health checks of a worker.
+    pub health_interval: Duration,
+}
+
+impl Default for FrontendOptions {
+    fn default() -> Self {
+        Self {
+            router: RouterConfig::default(),
+            tokenizer: None,
+            tokenizer_cache_bytes: 256 * 1024 * 1024,
+            max_body_bytes: 32 * 1024 * 1024,
+            max_concurrent_requests: 4_096,
+            max_workers: 4_096,
+            max_attempts: 5,
+            body_timeout: Duration::from_secs(60),
+            connect_timeout: Duration::from_secs(2),
+            first_byte_timeout: Duration::from_secs(600),
+            tokenize_timeout: Duration::from_secs(2),
+            health_interval: Duration::from_secs(2),
+        }
+    }
+}
+
+impl FrontendOptions {
+    /// Check what the types cannot.
+    ///
+    /// # Errors
+    /// `Config`, naming the flag.
+    pub fn check(&self) -> Result<()> {
+        for (flag, value) in [
+            ("--max-body-bytes", self.max_body_bytes),
+            ("--max-concurrent-requests", self.max_concurrent_requests),
+            ("--max-workers", self.max_workers),
+            ("--max-attempts", self.max_attempts),
+        ] {
+            if value == 0 {
+                return Err(Error::Config(format!("{flag} must be at least 1, got 0")));
+            }
+        }
+        for (flag, value) in [
+            ("--body-timeout", self.body_timeout),
+            ("--connect-timeout", self.connect_timeout),
+            ("--first-byte-timeout", self.first_byte_timeout),
+            ("--tokenize-timeout", self.tokenize_timeout),
+            ("--health-interval", self.health_interval),
+        ] {
+            if value.is_zero() {
+                return Err(Error::Config(format!("{flag} must be longer than 0")));
+            }
+        }
+        Ok(())
+    }
+}

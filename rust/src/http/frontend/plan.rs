@@ -1,0 +1,383 @@
+//! From a request to a choice: tokens, hashes, overlaps, then the router's decision.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use serde_json::json;
+
+use super::super::Reject;
+use super::app::App;
+use super::engine::Engine;
+use super::fleet::{Members, Route};
+use super::metrics::{CauseLabel, FrontendMetrics};
+use super::request::{Envelope, Prompt};
+use crate::error::{Error, Result};
+use crate::hash;
+use crate::ids::{InstanceId, Worker};
+use crate::index::Matches;
+use crate::policy::Policy;
+use crate::router::{Booking, RouteRequest};
+use crate::text::{ChatRequest, Tokens};
+
+/// Text longer than this is tokenized off the reactor's turn: it may take milliseconds.
+const LONG_TEXT_BYTES: usize = 64 * 1024;
+/// Without tokens a prompt's length is guessed from its bytes: English text has about four a token.
+const BYTES_PER_TOKEN: usize = 4;
+
+/// Which OpenAI endpoint a request came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Api {
+    Chat,
+    Completions,
+}
+
+impl Api {
+    pub fn path(self) -> &'static str {
+        match self {
+            Self::Chat => "/v1/chat/completions",
+            Self::Completions => "/v1/completions",
+        }
+    }
+}
+
+/// All that routing knows of a request.
+pub(super) struct Plan {
+    pub route: Route,
+    pub are_tokens_known: bool,
+    isl_tokens: u64,
+    block_size: u32,
+    sequence_hashes: Vec<u64>,
+    overlaps: Vec<(Worker, u32)>,
+    members: Arc<Members>,
+}
+
+/// The worker that takes a request, its load booked.
+pub(super) struct Choice {
+    pub engine: Arc<Engine>,
+    pub booking: Booking,
+    pub overlap_blocks: u32,
+}
+
+impl Plan {
+    /// # Errors
+    /// 400 for a prompt that no engine would take, 404 for a model that is not served.
+    pub async fn make(
+        app: &App,
+        api: Api,
+        envelope: &Envelope<'_>,
+        body_bytes: usize,
+    ) -> Result<Self, Reject> {
+        let route = match envelope.model.as_deref() {
+            Some(name) => app.fleet.route(name).map_err(|error| Reject::from(error).param("model"))?,
+            None => app.fleet.only_route().ok_or_else(|| {
+                Reject::bad_request("model: this frontend serves several models; name one")
+                    .param("model")
+            })?,
+        };
+        let members = route.pool.members();
+        let mut plan = Self {
+            route,
+            are_tokens_known: false,
+            isl_tokens: (body_bytes / BYTES_PER_TOKEN).max(1) as u64,
+            block_size: 0,
+            sequence_hashes: Vec::new(),
+            overlaps: Vec::new(),
+            members,
+        };
+        if app.options.router.policy != Policy::Kv {
+            return Ok(plan);
+        }
+        match tokens(app, api, envelope, &plan, body_bytes).await {
+            Ok(tokens) => plan.look_up(&tokens, envelope),
+            Err(Untokenized::Refused(error)) => return Err(error.into()),
+            Err(Untokenized::Unknown(cause)) => {
+                app.metrics.untokenized.get_or_create(&CauseLabel { cause }).inc();
+            }
+        }
+        Ok(plan)
+    }
+
+    fn look_up(&mut self, tokens: &[u32], envelope: &Envelope<'_>) {
+        thread_local! {
+            // The walk's buffers, reused by every request of the thread.
+            static MATCHES: RefCell<Matches> = RefCell::default();
+        }
+        self.are_tokens_known = true;
+        self.isl_tokens = tokens.len().max(1) as u64;
+        let pool = &self.route.pool;
+        let Some(block_size) = pool.index.block_size() else { return };
+        self.block_size = block_size;
+        pool.router.set_block_size(block_size);
+        let seed = hash::identity_seed(
+            self.route.lora_name.as_deref(),
+            envelope.cache_salt.as_deref(),
+        );
+        let locals = hash::local_hashes(tokens, block_size, seed);
+        hash::sequence_hashes_into(&locals, &mut self.sequence_hashes);
+        MATCHES.with_borrow_mut(|matches| {
+            pool.index.index.find_matches_by_sequence(&self.sequence_hashes, matches);
+            self.overlaps.extend(
+                matches.workers.iter().filter(|m| m.device > 0).map(|m| (m.worker, m.device)),
+            );
+        });
+    }
+
+    /// Choose a worker that was not tried yet and book the request there, in one step.
+    ///
+    /// # Errors
+    /// `NoWorker`, saying what there is and why it can't serve.
+    pub fn book(&self, tried: &[InstanceId]) -> Result<Choice> {
+        let pool = &self.route.pool;
+        let is_eligible = |worker: Worker| self.members.is_eligible(worker, tried);
+        let request = RouteRequest {
+            allowed: (!tried.is_empty() || !self.members.are_all_healthy())
+                .then_some(&is_eligible as &dyn Fn(Worker) -> bool),
+            ..self.request()
+        };
+        let (booking, overlap_blocks) = pool
+            .router
+            .route(&request, |decision| {
+                tracing::debug!(
+                    model = pool.name, worker = %decision.worker,
+                    overlap_blocks = decision.overlap_blocks, reason = %decision.reason,
+                    ties = decision.ties, "routed"
+                );
+                decision.overlap_blocks
+            })
+            .map_err(|error| self.explain_absence(error))?;
+        let engine = self.members.get(booking.worker().instance_id).cloned().ok_or_else(|| {
+            Error::NoWorker("the chosen worker left while the request was routed".to_owned())
+        })?;
+        Ok(Choice { engine, booking, overlap_blocks })
+    }
+
+    fn request(&self) -> RouteRequest<'_> {
+        RouteRequest {
+            isl_tokens: self.isl_tokens,
+            sequence_hashes: &self.sequence_hashes,
+            overlaps: &self.overlaps,
+            ..RouteRequest::default()
+        }
+    }
+
+    fn explain_absence(&self, error: Error) -> Error {
+        if !matches!(error, Error::NoWorker(_)) {
+            return error;
+        }
+        let all: Vec<_> = self.members.all().collect();
+        let down: Vec<String> = all
+            .iter()
+            .filter(|engine| !engine.is_healthy())
+            .map(|engine| {
+                let why = engine.notes.lock().last_error.clone();
+                format!("{}: {}", engine.id, why.as_deref().unwrap_or("not checked yet"))
+            })
+            .take(5)
+            .collect();
+        Error::NoWorker(format!(
+            "no worker can take requests for model {:?}: {} registered, {} healthy{}{}",
+            self.route.pool.name,
+            all.len(),
+            all.iter().filter(|engine| engine.is_healthy()).count(),
+            if down.is_empty() { "" } else { "; unhealthy: " },
+            down.join("; "),
+        ))
+    }
+
+    /// Blocks of an overlap that the engine can reuse: the last token is always computed anew.
+    ///
+    /// # Source
+    /// vLLM v1 caps its hit at `prompt_tokens - 1`.
+    pub fn reusable_blocks(&self, overlap_blocks: u32) -> u64 {
+        match self.block_size {
+            0 => 0,
+            size => u64::from(overlap_blocks).min((self.isl_tokens - 1) / u64::from(size)),
+        }
+    }
+
+    /// Count the stages of the prompt's tokens.
+    pub fn count(&self, metrics: &FrontendMetrics, choice: &Choice) {
+        if !self.are_tokens_known {
+            return;
+        }
+        let tokens = |blocks| self.reusable_blocks(blocks) * u64::from(self.block_size);
+        let best = self.overlaps.iter().map(|(_, blocks)| *blocks).max().unwrap_or(0);
+        metrics.input.inc_by(self.isl_tokens);
+        metrics.available.inc_by(tokens(best));
+        metrics.selected.inc_by(tokens(choice.overlap_blocks));
+    }
+
+    /// What would be decided now, with every candidate's terms; nothing is booked.
+    ///
+    /// # Errors
+    /// As [`Plan::book`].
+    pub fn explain(&self) -> Result<serde_json::Value> {
+        let is_eligible = |worker: Worker| self.members.is_eligible(worker, &[]);
+        let request = RouteRequest { allowed: Some(&is_eligible), ..self.request() };
+        self.route
+            .pool
+            .router
+            .preview(&request, |decision| {
+                let candidates: Vec<_> = decision
+                    .candidates
+                    .iter()
+                    .map(|terms| {
+                        json!({
+                            "worker": terms.worker.to_string(),
+                            "overlap_blocks": terms.overlap_blocks,
+                            "prefill_tokens": terms.prefill_tokens,
+                            "prefill_blocks": terms.prefill_blocks,
+                            "decode_blocks": terms.decode_blocks,
+                            "active_requests": terms.active_requests,
+                            "cost": terms.cost,
+                            "formula": terms.formula(&decision.request).to_string(),
+                        })
+                    })
+                    .collect();
+                json!({
+                    "model": self.route.pool.name,
+                    "lora_name": self.route.lora_name,
+                    "policy": decision.policy.name(),
+                    "worker": decision.worker.to_string(),
+                    "reason": decision.reason.name(),
+                    "ties": decision.ties,
+                    "margin": decision.margin,
+                    "prompt_tokens": self.are_tokens_known.then_some(self.isl_tokens),
+                    "block_size": (self.block_size > 0).then_some(self.block_size),
+                    "request_blocks": self.sequence_hashes.len(),
+                    "overlap_blocks": decision.overlap_blocks,
+                    "expected_cached_tokens":
+                        self.reusable_blocks(decision.overlap_blocks) * u64::from(self.block_size),
+                    "candidates": candidates,
+                })
+            })
+            .map_err(|error| self.explain_absence(error))
+    }
+}
+
+/// Why there are no tokens.
+enum Untokenized {
+    /// The request is wrong; no engine would take it either.
+    Refused(Error),
+    /// The request may be fine, but its tokens are not known here.
+    Unknown(&'static str),
+}
+
+async fn tokens(
+    app: &App,
+    api: Api,
+    envelope: &Envelope<'_>,
+    plan: &Plan,
+    body_bytes: usize,
+) -> std::result::Result<Tokens, Untokenized> {
+    let prompt = match api {
+        Api::Chat => {
+            if envelope.messages.is_none() {
+                let why = "messages: a list of messages is required";
+                return Err(Untokenized::Refused(Error::invalid(why)));
+            }
+            // A template in the request itself is not the one that was loaded.
+            if envelope.chat_template.is_some_and(|template| template.get() != "null") {
+                return Err(Untokenized::Unknown("own_template"));
+            }
+            None
+        }
+        Api::Completions => {
+            let Some(raw) = envelope.prompt else {
+                return Err(Untokenized::Refused(Error::invalid("prompt: is required")));
+            };
+            match Prompt::parse(raw).map_err(Untokenized::Refused)? {
+                Prompt::Tokens(tokens) => return Ok(tokens.into()),
+                Prompt::Batch => return Err(Untokenized::Unknown("batch")),
+                Prompt::Text(text) => Some(text),
+            }
+        }
+    };
+    match &app.text {
+        Some(text) => {
+            let local = || match (&prompt, envelope.messages) {
+                (Some(prompt), _) => {
+                    let special = envelope.add_special_tokens.unwrap_or(true);
+                    text.completion_tokens(prompt, special).map(Some)
+                }
+                (None, Some(messages)) => text.chat_tokens(&ChatRequest {
+                    messages,
+                    tools: envelope.tools,
+                    documents: envelope.documents,
+                    chat_template_kwargs: envelope.chat_template_kwargs,
+                    add_generation_prompt: envelope.add_generation_prompt.unwrap_or(true),
+                    continue_final_message: envelope.continue_final_message.unwrap_or(false),
+                    add_special_tokens: envelope.add_special_tokens.unwrap_or(false),
+                }),
+                (None, None) => Ok(None),
+            };
+            let outcome = if body_bytes > LONG_TEXT_BYTES {
+                tokio::task::block_in_place(local)
+            } else {
+                local()
+            };
+            match outcome {
+                Ok(Some(tokens)) => Ok(tokens),
+                Ok(None) => Err(Untokenized::Unknown("not_text")),
+                // The engine has the last word on what it takes: it may know more than this template.
+                Err(error) => {
+                    tracing::warn!(%error, "could not tokenize; routed without tokens");
+                    Err(Untokenized::Unknown("template"))
+                }
+            }
+        }
+        None => remote_tokens(app, envelope, plan, prompt).await.map_err(Untokenized::Unknown),
+    }
+}
+
+/// Ask an engine, in turn, for its own tokens.
+async fn remote_tokens(
+    app: &App,
+    envelope: &Envelope<'_>,
+    plan: &Plan,
+    prompt: Option<String>,
+) -> std::result::Result<Tokens, &'static str> {
+    #[derive(serde::Deserialize)]
+    struct Answer {
+        tokens: Vec<u32>,
+    }
+    let healthy: Vec<_> = plan.members.all().filter(|engine| engine.is_healthy()).collect();
+    let Some(engine) = healthy.get(app.in_flight() % healthy.len().max(1)) else {
+        return Err("no_engine");
+    };
+    let mut body = serde_json::Map::new();
+    let mut put = |name: &str, value| body.insert(name.to_owned(), value);
+    put("model", json!(envelope.model.as_deref().unwrap_or(&plan.route.pool.name)));
+    if let Some(prompt) = prompt {
+        put("prompt", json!(prompt));
+    }
+    for (name, raw) in [
+        ("messages", envelope.messages),
+        ("tools", envelope.tools),
+        ("chat_template_kwargs", envelope.chat_template_kwargs),
+    ] {
+        if let Some(raw) = raw {
+            put(name, serde_json::from_str(raw.get()).map_err(|_| "not_text")?);
+        }
+    }
+    for (name, flag) in [
+        ("add_generation_prompt", envelope.add_generation_prompt),
+        ("continue_final_message", envelope.continue_final_message),
+        ("add_special_tokens", envelope.add_special_tokens),
+    ] {
+        if let Some(flag) = flag {
+            put(name, json!(flag));
+        }
+    }
+    let body = serde_json::Value::Object(body).to_string().into_bytes();
+    let url = format!("{}/tokenize", engine.base);
+    let call = app.upstream.post_json(&url, body, 64 * 1024 * 1024);
+    match tokio::time::timeout(app.options.tokenize_timeout, call).await {
+        Err(_) => Err("tokenize_timeout"),
+        Ok(Err(_)) => Err("tokenize_failed"),
+        Ok(Ok((status, _))) if !status.is_success() => Err("tokenize_refused"),
+        Ok(Ok((_, body))) => serde_json::from_slice::<Answer>(&body)
+            .map(|answer| answer.tokens.into())
+            .map_err(|_| "tokenize_failed"),
+    }
+}

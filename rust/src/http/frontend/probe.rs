@@ -1,0 +1,131 @@
+//! Health checks, and learning from an engine what it serves.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use serde::Deserialize;
+
+use super::app::App;
+use super::engine::{Engine, EngineNotes};
+use super::proxy::Upstream;
+use crate::http::Shutdown;
+
+/// An engine's answers to a check are small; more than this is not one.
+const MAX_ANSWER_BYTES: usize = 8 * 1024 * 1024;
+
+/// Check `engine` until it is removed or the service stops.
+pub(super) async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
+    let interval = app.options.health_interval;
+    // Waiting for an engine to start is worth asking more often than whether it still lives.
+    let eager = interval.min(Duration::from_millis(250));
+    while !engine.is_removed() && !shutdown.is_stopped() {
+        let was_healthy = engine.is_healthy();
+        match check(&app.upstream, &engine, interval.max(Duration::from_secs(1))).await {
+            Err(why) => engine.failed(&why),
+            Ok(()) if was_healthy => {}
+            Ok(()) => match learn(&app.upstream, &engine).await {
+                Err(why) => engine.failed(&why),
+                Ok(notes) => {
+                    let outcome = app.fleet.learned(&engine, notes);
+                    if engine.is_removed() {
+                        break;
+                    }
+                    if let Err(error) = &outcome {
+                        tracing::error!(worker = engine.id, url = engine.base, %error, "worker does not fit");
+                    }
+                    // One that does not fit the index still serves: it only earns no credit.
+                    let serves = app.fleet.pools().iter().any(|p| p.members().get(engine.id).is_some());
+                    if serves && engine.recovered() {
+                        tracing::info!(worker = engine.id, url = engine.base, "worker is healthy");
+                    }
+                    if let Err(error) = outcome {
+                        engine.notes.lock().last_error = Some(error.to_string());
+                    }
+                }
+            },
+        }
+        let pause = if engine.is_healthy() { interval } else { eager };
+        tokio::select! {
+            () = tokio::time::sleep(pause) => {}
+            // A request just failed there: ask again soon, but not in a tight loop.
+            () = engine.doubt.notified(), if engine.is_healthy() => {}
+            () = shutdown.wait() => break,
+        }
+    }
+}
+
+async fn check(upstream: &Upstream, engine: &Engine, timeout: Duration) -> Result<(), String> {
+    let answer = get(upstream, engine, "/health", timeout).await?;
+    if answer.0 == 200 { Ok(()) } else { Err(format!("GET /health answered {}", answer.0)) }
+}
+
+async fn get(
+    upstream: &Upstream,
+    engine: &Engine,
+    path: &str,
+    timeout: Duration,
+) -> Result<(u16, Bytes), String> {
+    let url = format!("{}{path}", engine.base);
+    match tokio::time::timeout(timeout, upstream.get(&url, MAX_ANSWER_BYTES)).await {
+        Ok(Ok(answer)) => Ok(answer),
+        Ok(Err(error)) => Err(format!("GET {path}: {error}")),
+        Err(_) => Err(format!("GET {path}: no answer within {} ms", timeout.as_millis())),
+    }
+}
+
+#[derive(Deserialize)]
+struct ModelList {
+    data: Vec<ModelCard>,
+}
+
+#[derive(Deserialize)]
+struct ModelCard {
+    id: String,
+    parent: Option<String>,
+    max_model_len: Option<u64>,
+}
+
+async fn learn(upstream: &Upstream, engine: &Engine) -> Result<EngineNotes, String> {
+    let timeout = Duration::from_secs(5);
+    let (status, body) = get(upstream, engine, "/v1/models", timeout).await?;
+    if status != 200 {
+        return Err(format!("GET /v1/models answered {status}"));
+    }
+    let list: ModelList = serde_json::from_slice(&body)
+        .map_err(|error| format!("GET /v1/models: not a model list: {error}"))?;
+    let mut notes = EngineNotes {
+        max_model_len: list.data.first().and_then(|card| card.max_model_len),
+        models: list.data.into_iter().map(|card| (card.id, card.parent)).collect(),
+        ..EngineNotes::default()
+    };
+    // Not every engine has metrics; its events tell the block size as well.
+    if let Ok((200, body)) = get(upstream, engine, "/metrics", timeout).await {
+        let text = String::from_utf8_lossy(&body);
+        let info = text.lines().find(|line| line.starts_with("vllm:cache_config_info{"));
+        notes.block_size = info.and_then(|line| label(line, "block_size"));
+        notes.capacity_blocks = info.and_then(|line| label(line, "num_gpu_blocks"));
+    }
+    notes.block_size = notes.block_size.filter(|size| *size > 0);
+    Ok(notes)
+}
+
+/// The number in a Prometheus label, e.g. `block_size="16"`.
+fn label<T: std::str::FromStr>(line: &str, name: &str) -> Option<T> {
+    let quoted = format!("{name}=\"");
+    line.match_indices(&quoted)
+        .filter(|(at, _)| matches!(line[..*at].chars().next_back(), Some('{' | ',')))
+        .find_map(|(at, _)| line[at + quoted.len()..].split('"').next()?.parse().ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::label;
+
+    #[test]
+    fn reads_the_label_of_exactly_that_name() {
+        let line = r#"vllm:cache_config_info{user_block_size="8",block_size="32",num_gpu_blocks="None"} 1"#;
+        assert_eq!(label::<u32>(line, "block_size"), Some(32));
+        assert_eq!(label::<u64>(line, "num_gpu_blocks"), None);
+    }
+}

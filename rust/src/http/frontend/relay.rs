@@ -1,0 +1,170 @@
+//! An answer on its way through: copied chunk by chunk, its load freed whichever way it ends.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use http_body::{Body, Frame, SizeHint};
+use hyper::body::Incoming;
+use serde_json::json;
+
+use super::app::{App, InFlight};
+use super::engine::Engine;
+use super::usage::UsageScanner;
+use crate::router::Booking;
+
+/// Activity is reported at most this often: the booking expires after minutes, not milliseconds.
+const TOUCH_INTERVAL: Duration = Duration::from_secs(5);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    Open,
+    Complete,
+    Broken,
+}
+
+/// The body of an answer.
+///
+/// Dropping it at any point frees the booking and, where the answer is not complete, closes the connection to
+/// the engine, which is how the engine learns that nobody is listening any more.
+pub(super) struct Relay {
+    pub app: Arc<App>,
+    pub engine: Arc<Engine>,
+    pub upstream: Incoming,
+    /// Chunk that was awaited before the answer's head was sent on.
+    pub first: Option<Bytes>,
+    pub booking: Booking,
+    pub is_event_stream: bool,
+    pub scanner: UsageScanner,
+    /// Tokens of the prompt were counted at routing.
+    pub is_input_counted: bool,
+    pub _in_flight: InFlight,
+    end: End,
+    touched: Instant,
+}
+
+impl Relay {
+    #[allow(clippy::too_many_arguments)]
+    pub fn new(
+        app: Arc<App>,
+        engine: Arc<Engine>,
+        upstream: Incoming,
+        first: Option<Bytes>,
+        booking: Booking,
+        is_event_stream: bool,
+        is_input_counted: bool,
+        in_flight: InFlight,
+    ) -> Self {
+        Self {
+            app,
+            engine,
+            upstream,
+            first,
+            booking,
+            is_event_stream,
+            scanner: UsageScanner::default(),
+            is_input_counted,
+            _in_flight: in_flight,
+            end: End::Open,
+            touched: Instant::now(),
+        }
+    }
+
+    fn pass(&mut self, chunk: &[u8]) {
+        self.scanner.feed(chunk);
+        if self.touched.elapsed() >= TOUCH_INTERVAL {
+            self.touched = Instant::now();
+            self.booking.touch();
+        }
+    }
+
+    fn finish(&mut self) {
+        self.end = End::Complete;
+        let metrics = &self.app.metrics;
+        if let Some(tokens) = self.scanner.cached_tokens {
+            metrics.delivered.inc_by(tokens);
+            metrics.usage_reported.inc();
+        }
+        if let (false, Some(tokens)) = (self.is_input_counted, self.scanner.prompt_tokens) {
+            metrics.input.inc_by(tokens);
+        }
+    }
+
+    fn broken(&mut self, error: &hyper::Error) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        self.end = End::Broken;
+        self.app.metrics.streams_broken.inc();
+        self.engine.failed(&format!("answer broke off: {error}"));
+        // Everything that came is with the client already; what follows can only be said inside the stream.
+        let message = format!("worker {} broke off the answer: {error}", self.engine.id);
+        let event = json!({ "error": { "message": message, "type": "upstream_error", "code": 502 } });
+        Poll::Ready(Some(Ok(Frame::data(Bytes::from(format!(
+            "data: {event}\n\ndata: [DONE]\n\n"
+        ))))))
+    }
+}
+
+impl Body for Relay {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        if self.end != End::Open {
+            return Poll::Ready(None);
+        }
+        if let Some(chunk) = self.first.take() {
+            self.pass(&chunk);
+            if self.upstream.is_end_stream() {
+                self.finish();
+            }
+            return Poll::Ready(Some(Ok(Frame::data(chunk))));
+        }
+        match std::task::ready!(Pin::new(&mut self.upstream).poll_frame(cx)) {
+            Some(Ok(frame)) => {
+                if let Some(chunk) = frame.data_ref() {
+                    let chunk = chunk.clone();
+                    self.pass(&chunk);
+                }
+                if self.upstream.is_end_stream() {
+                    self.finish();
+                }
+                Poll::Ready(Some(Ok(frame)))
+            }
+            Some(Err(error)) if self.is_event_stream => self.broken(&error),
+            Some(Err(error)) => {
+                // A JSON answer cut short: breaking the connection is the only honest end.
+                let _ = self.broken(&error);
+                Poll::Ready(Some(Err(error)))
+            }
+            None => {
+                self.finish();
+                Poll::Ready(None)
+            }
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.end != End::Open || (self.first.is_none() && self.upstream.is_end_stream())
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let rest = self.upstream.size_hint();
+        match (rest.exact(), &self.first) {
+            (Some(bytes), Some(first)) => SizeHint::with_exact(bytes + first.len() as u64),
+            (Some(bytes), None) => SizeHint::with_exact(bytes),
+            (None, _) => SizeHint::new(),
+        }
+    }
+}
+
+impl Drop for Relay {
+    fn drop(&mut self) {
+        if self.end == End::Open {
+            self.app.metrics.clients_gone.inc();
+        }
+    }
+}

@@ -1,0 +1,7 @@
+//! The standalone indexer's API.
+
+mod answer;
+mod app;
+mod request;
+
+pub use app::{IndexerApp, IndexerOptions};

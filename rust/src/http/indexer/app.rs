@@ -1,0 +1,205 @@
+//! Routes of the indexer.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::{Query as UrlQuery, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use http_body_util::{BodyExt, LengthLimitError, Limited};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+use super::super::Reject;
+use super::super::metrics::{CommonMetrics, RequestLabel};
+use super::answer::{QueryAnswer, worker_entries};
+use super::request::{Query, QueryByHash, Register, Unregister, check_endpoint};
+use crate::catalog::{Catalog, ModelIndex, ModelKey, Registration, dump_events};
+use crate::codec::router::RouterEvent;
+use crate::hash;
+use crate::ids::Worker;
+use crate::index::Matches;
+
+/// Limits of the indexer's API.
+#[derive(Debug, Clone)]
+pub struct IndexerOptions {
+    /// Largest request body, bytes.
+    pub max_body_bytes: usize,
+}
+
+impl Default for IndexerOptions {
+    fn default() -> Self {
+        Self { max_body_bytes: 8 * 1024 * 1024 }
+    }
+}
+
+struct App {
+    catalog: Arc<Catalog>,
+    options: IndexerOptions,
+    metrics: CommonMetrics,
+}
+
+/// The indexer's HTTP service over a catalog.
+pub struct IndexerApp;
+
+impl IndexerApp {
+    /// Routes over `catalog`, ready for [`super::super::serve`].
+    pub fn router(catalog: Arc<Catalog>, options: IndexerOptions) -> Router {
+        let (metrics, registry) = CommonMetrics::new();
+        metrics.seal(registry);
+        let app = Arc::new(App { catalog, options, metrics });
+        Router::new()
+            .route("/health", get(async || StatusCode::OK))
+            .route("/metrics", get(async |State(app): State<Arc<App>>| app.metrics.expose(&app.catalog)))
+            .route("/register", post(register))
+            .route("/unregister", post(unregister))
+            .route("/workers", get(workers))
+            .route("/query", post(query))
+            .route("/query_by_hash", post(query_by_hash))
+            .route("/dump", get(dump))
+            .fallback(async || Reject::new(StatusCode::NOT_FOUND, "no such path").plain())
+            .method_not_allowed_fallback(async || {
+                Reject::new(StatusCode::METHOD_NOT_ALLOWED, "this path takes another method").plain()
+            })
+            .with_state(app)
+    }
+}
+
+impl App {
+    /// Read a bounded body, parse it, answer, count.
+    async fn answer<T: DeserializeOwned>(
+        &self,
+        endpoint: &'static str,
+        body: Body,
+        act: impl FnOnce(&Self, T) -> Result<Response, Reject>,
+    ) -> Response {
+        let started = Instant::now();
+        let response = match self.read::<T>(body).await.and_then(|request| act(self, request)) {
+            Ok(response) => response,
+            Err(reject) => reject.plain(),
+        };
+        let status = response.status().as_u16();
+        self.metrics.requests.get_or_create(&RequestLabel { endpoint, status }).inc();
+        self.metrics.request_seconds.observe(started.elapsed().as_secs_f64());
+        response
+    }
+
+    async fn read<T: DeserializeOwned>(&self, body: Body) -> Result<T, Reject> {
+        let limit = self.options.max_body_bytes;
+        let bytes: Bytes = match Limited::new(body, limit).collect().await {
+            Ok(collected) => collected.to_bytes(),
+            Err(error) if error.downcast_ref::<LengthLimitError>().is_some() => {
+                let message = format!("the body is larger than the limit of {limit} bytes");
+                return Err(Reject::new(StatusCode::PAYLOAD_TOO_LARGE, message));
+            }
+            Err(_) => return Err(Reject::bad_request("the body ended before its declared length")),
+        };
+        serde_json::from_slice(&bytes)
+            .map_err(|error| Reject::bad_request(format!("invalid request body: {error}")))
+    }
+
+    fn find(&self, model: &ModelIndex, locals: &[u64]) -> Response {
+        let Some(block_size) = model.block_size() else {
+            return json_response(StatusCode::OK, &QueryAnswer::default());
+        };
+        let mut matches = Matches::with_frequencies();
+        model.index.find_matches(locals, &mut matches);
+        let registered = self.catalog.workers_of(&model.key);
+        json_response(StatusCode::OK, &QueryAnswer::new(&matches, &registered, block_size))
+    }
+}
+
+fn json_response(status: StatusCode, body: &impl Serialize) -> Response {
+    match serde_json::to_vec(body) {
+        Ok(bytes) => {
+            (status, [(header::CONTENT_TYPE, "application/json")], bytes).into_response()
+        }
+        Err(error) => {
+            Reject::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).plain()
+        }
+    }
+}
+
+async fn register(State(app): State<Arc<App>>, body: Body) -> Response {
+    app.answer("/register", body, |app, request: Register| {
+        check_endpoint("endpoint", &request.endpoint).map_err(Reject::bad_request)?;
+        if let Some(replay) = &request.replay_endpoint {
+            check_endpoint("replay_endpoint", replay).map_err(Reject::bad_request)?;
+        }
+        if request.model_name.is_empty() {
+            return Err(Reject::bad_request("model_name must not be empty"));
+        }
+        app.catalog.register(Registration {
+            worker: Worker::new(request.instance_id, request.dp_rank),
+            key: ModelKey { model_name: request.model_name, tenant_id: request.tenant_id },
+            block_size: Some(request.block_size),
+            endpoint: request.endpoint,
+            replay_endpoint: request.replay_endpoint,
+        })?;
+        Ok(json_response(StatusCode::CREATED, &serde_json::json!({"status": "ok"})))
+    })
+    .await
+}
+
+async fn unregister(State(app): State<Arc<App>>, body: Body) -> Response {
+    app.answer("/unregister", body, |app, request: Unregister| {
+        app.catalog.unregister(
+            request.instance_id,
+            &request.model_name,
+            request.tenant_id.as_deref(),
+            request.dp_rank,
+        )?;
+        Ok(json_response(StatusCode::OK, &serde_json::json!({"status": "ok"})))
+    })
+    .await
+}
+
+#[derive(Debug, Deserialize)]
+struct WorkersFilter {
+    model_name: Option<String>,
+}
+
+async fn workers(
+    State(app): State<Arc<App>>,
+    UrlQuery(filter): UrlQuery<WorkersFilter>,
+) -> Response {
+    json_response(StatusCode::OK, &worker_entries(&app.catalog, filter.model_name.as_deref()))
+}
+
+async fn query(State(app): State<Arc<App>>, body: Body) -> Response {
+    app.answer("/query", body, |app, request: Query| {
+        let model = app.catalog.model(&request.model_name, &request.tenant_id)?;
+        let seed = hash::identity_seed(request.lora_name.as_deref(), request.cache_salt.as_deref());
+        let locals = match model.block_size() {
+            Some(block_size) => hash::local_hashes(&request.token_ids.0, block_size, seed),
+            None => Vec::new(),
+        };
+        Ok(app.find(&model, &locals))
+    })
+    .await
+}
+
+async fn query_by_hash(State(app): State<Arc<App>>, body: Body) -> Response {
+    app.answer("/query_by_hash", body, |app, request: QueryByHash| {
+        let model = app.catalog.model(&request.model_name, &request.tenant_id)?;
+        Ok(app.find(&model, &request.block_hashes.0))
+    })
+    .await
+}
+
+async fn dump(State(app): State<Arc<App>>) -> Response {
+    #[derive(Serialize)]
+    struct ModelDump {
+        block_size: Option<u32>,
+        events: Vec<RouterEvent>,
+    }
+    let mut models = std::collections::BTreeMap::new();
+    for model in app.catalog.models() {
+        let events = dump_events(model.index.as_ref()).collect();
+        let dump = ModelDump { block_size: model.block_size(), events };
+        models.insert(model.key.to_string(), dump);
+    }
+    json_response(StatusCode::OK, &models)
+}

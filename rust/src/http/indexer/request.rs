@@ -1,0 +1,217 @@
+//! What clients of the indexer send. Every field at fault is named with what came.
+
+use serde::Deserialize;
+use serde::de::{Deserializer, Error as _, SeqAccess, Unexpected, Visitor};
+
+/// Token ids: u32, refused by index and value otherwise.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct TokenIds(pub Vec<u32>);
+
+/// Block hashes: u64; negative numbers are the same bits as i64.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct BlockHashes(pub Vec<u64>);
+
+/// Most elements that one query may name.
+pub(super) const MAX_TOKEN_IDS: usize = 4_194_304;
+
+struct Element<const HASH: bool>(u64);
+
+impl<'de, const HASH: bool> Deserialize<'de> for Element<HASH> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct ElementVisitor<const HASH: bool>;
+        impl<const HASH: bool> Visitor<'_> for ElementVisitor<HASH> {
+            type Value = Element<HASH>;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str(if HASH { "an integer of 64 bits" } else { "an integer in 0..=4294967295" })
+            }
+
+            fn visit_u64<E: serde::de::Error>(self, value: u64) -> Result<Self::Value, E> {
+                if HASH || value <= u64::from(u32::MAX) {
+                    Ok(Element(value))
+                } else {
+                    Err(E::invalid_value(Unexpected::Unsigned(value), &self))
+                }
+            }
+
+            fn visit_i64<E: serde::de::Error>(self, value: i64) -> Result<Self::Value, E> {
+                if HASH {
+                    // Engines in Python publish hashes as signed numbers; the bits are what counts.
+                    Ok(Element(value as u64))
+                } else {
+                    Err(E::invalid_value(Unexpected::Signed(value), &self))
+                }
+            }
+        }
+        deserializer.deserialize_any(ElementVisitor::<HASH>)
+    }
+}
+
+struct ElementsVisitor<const HASH: bool> {
+    field: &'static str,
+}
+
+impl<'de, const HASH: bool> ElementsVisitor<HASH> {
+    fn collect<A, T>(self, mut seq: A, convert: impl Fn(u64) -> T) -> Result<Vec<T>, A::Error>
+    where
+        A: SeqAccess<'de>,
+    {
+        let mut out = Vec::with_capacity(seq.size_hint().unwrap_or(0).min(65_536));
+        loop {
+            match seq.next_element::<Element<HASH>>() {
+                Ok(Some(element)) => out.push(convert(element.0)),
+                Ok(None) => return Ok(out),
+                Err(error) => {
+                    return Err(A::Error::custom(format!("{}[{}]: {error}", self.field, out.len())));
+                }
+            }
+            if out.len() > MAX_TOKEN_IDS {
+                return Err(A::Error::custom(format!(
+                    "{} may have at most {MAX_TOKEN_IDS} elements",
+                    self.field
+                )));
+            }
+        }
+    }
+}
+
+impl<'de> Visitor<'de> for ElementsVisitor<false> {
+    type Value = TokenIds;
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} as a list of integers", self.field)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<TokenIds, A::Error> {
+        self.collect(seq, |value| value as u32).map(TokenIds)
+    }
+}
+
+impl<'de> Visitor<'de> for ElementsVisitor<true> {
+    type Value = BlockHashes;
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} as a list of integers", self.field)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<BlockHashes, A::Error> {
+        self.collect(seq, |value| value).map(BlockHashes)
+    }
+}
+
+impl<'de> Deserialize<'de> for TokenIds {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_seq(ElementsVisitor::<false> { field: "token_ids" })
+    }
+}
+
+impl<'de> Deserialize<'de> for BlockHashes {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_seq(ElementsVisitor::<true> { field: "block_hashes" })
+    }
+}
+
+pub(super) fn default_tenant() -> String {
+    "default".to_owned()
+}
+
+/// POST /register
+#[derive(Debug, Deserialize)]
+pub(super) struct Register {
+    pub instance_id: u64,
+    pub endpoint: String,
+    pub model_name: String,
+    pub block_size: u32,
+    #[serde(default = "default_tenant")]
+    pub tenant_id: String,
+    #[serde(default)]
+    pub dp_rank: u32,
+    pub replay_endpoint: Option<String>,
+}
+
+/// POST /unregister
+#[derive(Debug, Deserialize)]
+pub(super) struct Unregister {
+    pub instance_id: u64,
+    pub model_name: String,
+    pub tenant_id: Option<String>,
+    pub dp_rank: Option<u32>,
+}
+
+/// POST /query
+#[derive(Debug, Deserialize)]
+pub(super) struct Query {
+    pub token_ids: TokenIds,
+    pub model_name: String,
+    #[serde(default = "default_tenant")]
+    pub tenant_id: String,
+    pub lora_name: Option<String>,
+    pub cache_salt: Option<String>,
+}
+
+/// POST /query_by_hash
+#[derive(Debug, Deserialize)]
+pub(super) struct QueryByHash {
+    pub block_hashes: BlockHashes,
+    pub model_name: String,
+    #[serde(default = "default_tenant")]
+    pub tenant_id: String,
+    /// Salted hashes carry their salt already, so naming it again changes nothing.
+    #[serde(rename = "cache_salt")]
+    pub _cache_salt: Option<String>,
+}
+
+/// Check an event endpoint: `tcp://host:port`, `ipc://path` or `inproc://name`.
+///
+/// # Errors
+/// Names the field and says what is legal.
+pub(super) fn check_endpoint(field: &str, endpoint: &str) -> Result<(), String> {
+    let legal = match endpoint.split_once("://") {
+        Some(("tcp", address)) => address.rsplit_once(':').is_some_and(|(host, port)| {
+            !host.is_empty() && (port == "*" || port.parse::<u16>().is_ok())
+        }),
+        Some(("ipc" | "inproc", path)) => !path.is_empty(),
+        _ => false,
+    };
+    if legal {
+        return Ok(());
+    }
+    Err(format!("{field} must be tcp://host:port, ipc://path or inproc://name, got {endpoint:?}"))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn token_ids_outside_u32_are_refused_by_index_and_value() {
+        for (json, wanted) in [
+            ("[1,2,-5]", ["token_ids[2]", "-5"]),
+            ("[4294967296]", ["token_ids[0]", "4294967296"]),
+            ("[1,2.5]", ["token_ids[1]", "2.5"]),
+            ("[1,null]", ["token_ids[1]", "null"]),
+        ] {
+            let error = serde_json::from_str::<TokenIds>(json).unwrap_err().to_string();
+            assert!(wanted.iter().all(|part| error.contains(part)), "{json}: {error}");
+        }
+        assert_eq!(serde_json::from_str::<TokenIds>("[0,4294967295]").unwrap().0, [0, u32::MAX]);
+    }
+
+    #[test]
+    fn signed_hashes_keep_their_bits() {
+        let hashes: BlockHashes = serde_json::from_str("[-1,18446744073709551615,0]").unwrap();
+        assert_eq!(hashes.0, [u64::MAX, u64::MAX, 0]);
+    }
+
+    #[test]
+    fn endpoints_follow_the_published_rules() {
+        for good in ["tcp://*:5558", "tcp://127.0.0.1:0", "inproc://x", "ipc:///tmp/a.sock", "tcp://[::1]:5557"] {
+            assert_eq!(check_endpoint("endpoint", good), Ok(()));
+        }
+        for bad in ["tcp://host", "tcp://:5558", "udp://host:5558", "not-an-endpoint", "tcp://host:99999", ""] {
+            let error = check_endpoint("endpoint", bad).unwrap_err();
+            assert!(error.starts_with("endpoint must be"), "{error}");
+        }
+    }
+}

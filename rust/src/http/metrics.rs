@@ -1,0 +1,135 @@
+//! Prometheus text for both services: what a process counts, and what is read at scrape time.
+
+use std::sync::Mutex;
+
+use axum::http::header;
+use axum::response::{IntoResponse, Response};
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::{Registry, Unit};
+
+use crate::catalog::{Catalog, EventCounts};
+
+/// Label of event metrics.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(super) struct KindLabel {
+    pub kind: &'static str,
+}
+
+/// Label of per-model metrics.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(super) struct ModelLabel {
+    pub model: String,
+    pub tenant: String,
+}
+
+/// Label of HTTP metrics. Paths are the routes of the API, never what a client sent.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(super) struct RequestLabel {
+    pub endpoint: &'static str,
+    pub status: u16,
+}
+
+/// What every kvflash service counts.
+pub(super) struct CommonMetrics {
+    registry: Mutex<Registry>,
+    pub requests: Family<RequestLabel, Counter>,
+    pub request_seconds: Histogram,
+    events: Family<KindLabel, Gauge>,
+    blocks: Family<ModelLabel, Gauge>,
+    unique_blocks: Family<ModelLabel, Gauge>,
+    index_bytes: Family<ModelLabel, Gauge>,
+    workers: Family<ModelLabel, Gauge>,
+}
+
+/// 50 us to 100 s, three steps a decade.
+pub(super) fn seconds_histogram() -> Histogram {
+    let steps = [5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5];
+    Histogram::new(steps.into_iter().chain([1.0, 2.0, 5.0, 10.0, 30.0, 100.0]))
+}
+
+impl CommonMetrics {
+    pub fn new() -> (Self, Registry) {
+        let mut registry = Registry::with_prefix("kvflash");
+        let metrics = Self {
+            registry: Mutex::new(Registry::default()),
+            requests: Family::default(),
+            request_seconds: seconds_histogram(),
+            events: Family::default(),
+            blocks: Family::default(),
+            unique_blocks: Family::default(),
+            index_bytes: Family::default(),
+            workers: Family::default(),
+        };
+        registry.register("requests", "HTTP requests answered", metrics.requests.clone());
+        registry.register_with_unit(
+            "request_duration",
+            "Time from a request's head to its answer's head",
+            Unit::Seconds,
+            metrics.request_seconds.clone(),
+        );
+        registry.register(
+            "events",
+            "What became of engine events since the start of the registered publishers, by kind",
+            metrics.events.clone(),
+        );
+        registry.register(
+            "index_blocks",
+            "Blocks held, one per worker and tier that holds it",
+            metrics.blocks.clone(),
+        );
+        registry.register(
+            "index_unique_blocks",
+            "Different blocks held by any worker",
+            metrics.unique_blocks.clone(),
+        );
+        registry.register_with_unit(
+            "index",
+            "Memory of the index, estimated from its contents",
+            Unit::Bytes,
+            metrics.index_bytes.clone(),
+        );
+        registry.register(
+            "index_workers",
+            "Workers whose blocks are indexed",
+            metrics.workers.clone(),
+        );
+        (metrics, registry)
+    }
+
+    /// Hand over the registry once everything is registered.
+    pub fn seal(&self, registry: Registry) {
+        *self.registry.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = registry;
+    }
+
+    /// The exposition text, with the catalog's figures read now.
+    pub fn expose(&self, catalog: &Catalog) -> Response {
+        let mut counts = EventCounts::default();
+        for publisher in catalog.publishers() {
+            counts.add(&publisher.view().counts);
+        }
+        for (kind, value) in counts.entries() {
+            self.events.get_or_create(&KindLabel { kind }).set(value as i64);
+        }
+        for model in catalog.models() {
+            let label = ModelLabel {
+                model: model.key.model_name.clone(),
+                tenant: model.key.tenant_id.clone(),
+            };
+            let stats = model.index.stats();
+            self.blocks.get_or_create(&label).set(stats.memberships as i64);
+            self.unique_blocks.get_or_create(&label).set(stats.unique_blocks as i64);
+            self.index_bytes.get_or_create(&label).set(stats.estimated_bytes as i64);
+            self.workers.get_or_create(&label).set(stats.workers as i64);
+        }
+        let mut text = String::with_capacity(16 * 1024);
+        let registry = self.registry.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        // Writing to a String cannot fail.
+        let _ = prometheus_client::encoding::text::encode(&mut text, &registry);
+        let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+        ([(header::CONTENT_TYPE, content_type)], text).into_response()
+    }
+}

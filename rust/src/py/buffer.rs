@@ -1,0 +1,272 @@
+//! Integers out of Python: any list, or any buffer (array, numpy, memoryview) without copying where its
+//! layout allows.
+
+use std::borrow::Cow;
+use std::ffi::{CStr, c_char, c_int, c_void};
+
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::{PyList, PySequence};
+
+use super::error::raise;
+use crate::error::Error;
+
+/// C layout of `Py_buffer`.
+///
+/// The limited API has it from 3.11 on, frozen as it had been since 3.0; Python 3.10 has the same
+/// functions with the same layout, so one wheel for 3.10 and later declares them itself.
+#[repr(C)]
+struct RawBuffer {
+    buf: *mut c_void,
+    obj: *mut ffi::PyObject,
+    len: isize,
+    itemsize: isize,
+    readonly: c_int,
+    ndim: c_int,
+    format: *mut c_char,
+    shape: *mut isize,
+    strides: *mut isize,
+    suboffsets: *mut isize,
+    internal: *mut c_void,
+}
+
+const CONTIGUOUS_WITH_FORMAT: c_int = 0x0008 | 0x0010 | 0x0020 | 0x0004;
+
+unsafe extern "C" {
+    fn PyObject_GetBuffer(obj: *mut ffi::PyObject, view: *mut RawBuffer, flags: c_int) -> c_int;
+    fn PyBuffer_Release(view: *mut RawBuffer);
+}
+
+/// A contiguous buffer of integers, held as long as this lives.
+struct Buffer {
+    raw: Box<RawBuffer>,
+}
+
+impl Buffer {
+    /// `None` when the object has no contiguous buffer.
+    fn of(object: &Bound<'_, PyAny>) -> Option<Self> {
+        // SAFETY: all-zero is a valid RawBuffer (pointers and integers), which the call overwrites.
+        let mut raw: Box<RawBuffer> = Box::new(unsafe { std::mem::zeroed() });
+        // SAFETY: the GIL is held (Bound), `object` lives, and `raw` has the layout the call fills.
+        let status =
+            unsafe { PyObject_GetBuffer(object.as_ptr(), &mut *raw, CONTIGUOUS_WITH_FORMAT) };
+        if status != 0 {
+            let _ = PyErr::take(object.py());
+            return None;
+        }
+        Some(Self { raw })
+    }
+
+    /// The native type code, without an explicit native byte order; `None` for anything else.
+    fn kind(&self) -> Option<u8> {
+        if self.raw.format.is_null() {
+            return Some(b'B');
+        }
+        // SAFETY: a non-null format is a NUL-terminated string that lives as long as the buffer.
+        let format = unsafe { CStr::from_ptr(self.raw.format) }.to_bytes();
+        match format {
+            [code] | [b'@' | b'=', code] => Some(*code),
+            [b'<', code] if cfg!(target_endian = "little") => Some(*code),
+            _ => None,
+        }
+    }
+
+    /// The elements as `T`.
+    ///
+    /// # Safety
+    /// Every bit pattern is a valid `T`, and `T` has the buffer's item size (asserted).
+    unsafe fn as_slice<T>(&self) -> Option<&[T]> {
+        debug_assert_eq!(self.raw.itemsize as usize, size_of::<T>());
+        let pointer = self.raw.buf.cast::<T>();
+        if self.raw.len == 0 {
+            return Some(&[]);
+        }
+        if !pointer.is_aligned() {
+            return None;
+        }
+        // SAFETY: the buffer is contiguous, `len` bytes long, aligned (checked) and exported until release;
+        // the caller vouches for T. Python code that writes to it meanwhile would race, as with any buffer.
+        Some(unsafe {
+            std::slice::from_raw_parts(pointer, self.raw.len as usize / size_of::<T>())
+        })
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: filled by PyObject_GetBuffer, released once; the fence drops it with the GIL held.
+        unsafe { PyBuffer_Release(&mut *self.raw) }
+    }
+}
+
+/// Integers of a call, borrowed where possible.
+pub(super) struct Integers<T: Copy + 'static> {
+    /// Keeps the borrowed memory exported.
+    buffer: Option<Buffer>,
+    copied: Vec<T>,
+}
+
+impl Integers<u32> {
+    pub fn as_slice(&self) -> Cow<'_, [u32]> {
+        match &self.buffer {
+            // SAFETY: only buffers of 4-byte unsigned integers are kept (see `tokens`).
+            Some(buffer) => Cow::Borrowed(unsafe { buffer.as_slice::<u32>() }.unwrap_or(&[])),
+            None => Cow::Borrowed(&self.copied),
+        }
+    }
+}
+
+impl Integers<u64> {
+    pub fn as_slice(&self) -> &[u64] {
+        match &self.buffer {
+            // SAFETY: only buffers of 8-byte integers are kept (see `hashes`).
+            Some(buffer) => unsafe { buffer.as_slice::<u64>() }.unwrap_or(&[]),
+            None => &self.copied,
+        }
+    }
+}
+
+/// Token ids: u32; anything outside is refused by index and value.
+pub(super) fn tokens(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Integers<u32>> {
+    if let Ok(list) = object.cast::<PyList>() {
+        let copied = from_list(name, list, |value| u32::try_from(value).ok())?;
+        return Ok(Integers { buffer: None, copied });
+    }
+    if let Some(buffer) = Buffer::of(object) {
+        let size = buffer.raw.itemsize as usize;
+        let refuse = |at: usize, value: String| out_of_range(object.py(), name, at, &value);
+        macro_rules! converted {
+            ($type:ty) => {{
+                // SAFETY: the item size is that of the type, and every bit pattern is an integer.
+                let slice = unsafe { buffer.as_slice::<$type>() };
+                match slice {
+                    Some(slice) => {
+                        let mut copied = Vec::with_capacity(slice.len());
+                        for (at, value) in slice.iter().enumerate() {
+                            let token = u32::try_from(*value);
+                            copied.push(token.map_err(|_| refuse(at, value.to_string()))?);
+                        }
+                        return Ok(Integers { buffer: None, copied });
+                    }
+                    None => {}
+                }
+            }};
+        }
+        let is_aligned = |align: usize| (buffer.raw.buf as usize).is_multiple_of(align);
+        match (buffer.kind(), size) {
+            (Some(b'I' | b'L'), 4) if is_aligned(4) => {
+                return Ok(Integers { buffer: Some(buffer), copied: Vec::new() });
+            }
+            (Some(b'i' | b'l'), 4) => converted!(i32),
+            (Some(b'q' | b'l'), 8) => converted!(i64),
+            (Some(b'Q' | b'L'), 8) => converted!(u64),
+            (Some(b'H'), 2) => converted!(u16),
+            (Some(b'h'), 2) => converted!(i16),
+            _ => {}
+        }
+    }
+    let copied = from_sequence(name, object, |value| u32::try_from(value).ok())?;
+    Ok(Integers { buffer: None, copied })
+}
+
+/// Block hashes: 64 bits; negative numbers are the same bits.
+pub(super) fn hashes(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Integers<u64>> {
+    let bits = |value: i128| {
+        u64::try_from(value).ok().or_else(|| i64::try_from(value).ok().map(|signed| signed as u64))
+    };
+    if let Ok(list) = object.cast::<PyList>() {
+        let copied = from_list(name, list, bits)?;
+        return Ok(Integers { buffer: None, copied });
+    }
+    if let Some(buffer) = Buffer::of(object) {
+        let is_aligned = (buffer.raw.buf as usize).is_multiple_of(8);
+        if matches!(buffer.kind(), Some(b'q' | b'Q' | b'l' | b'L'))
+            && buffer.raw.itemsize == 8
+            && is_aligned
+        {
+            return Ok(Integers { buffer: Some(buffer), copied: Vec::new() });
+        }
+    }
+    Ok(Integers { buffer: None, copied: from_sequence(name, object, bits)? })
+}
+
+fn out_of_range(py: Python<'_>, name: &str, at: usize, value: &str) -> PyErr {
+    let limit = if name == "block_hashes" { "64 bits" } else { "0..=4294967295" };
+    raise(py, &Error::invalid(format!("{name}[{at}] must be an integer in {limit}, got {value}")))
+}
+
+fn refused(name: &str, at: usize, item: &Bound<'_, PyAny>) -> PyErr {
+    let shown = item.repr().map_or_else(|_| "?".to_owned(), |text| text.to_string());
+    out_of_range(item.py(), name, at, &shown)
+}
+
+fn from_list<T>(
+    name: &str,
+    list: &Bound<'_, PyList>,
+    convert: impl Fn(i128) -> Option<T>,
+) -> PyResult<Vec<T>> {
+    let py = list.py();
+    let len = list.len();
+    let mut out = Vec::with_capacity(len);
+    for at in 0..len {
+        // SAFETY: the GIL is held throughout, no Python code runs between the bounds check inside
+        // PyList_GetItem and the use of the borrowed item, and a plain int's conversion calls none.
+        let value = unsafe {
+            let item = ffi::PyList_GetItem(list.as_ptr(), at as isize);
+            if item.is_null() {
+                return Err(PyErr::fetch(py));
+            }
+            if ffi::PyLong_CheckExact(item) != 0 {
+                let value = ffi::PyLong_AsLongLong(item);
+                if value == -1 && !ffi::PyErr_Occurred().is_null() {
+                    let _ = PyErr::take(py);
+                    None
+                } else {
+                    convert(i128::from(value))
+                }
+            } else {
+                None
+            }
+        };
+        match value {
+            Some(value) => out.push(value),
+            // Not a plain int of 64 bits: numpy scalars, large hashes, or a mistake.
+            None => {
+                let item = list.get_item(at)?;
+                out.push(slow(&item, &convert).ok_or_else(|| refused(name, at, &item))?);
+            }
+        }
+    }
+    Ok(out)
+}
+
+fn slow<T>(item: &Bound<'_, PyAny>, convert: &impl Fn(i128) -> Option<T>) -> Option<T> {
+    if item.is_instance_of::<pyo3::types::PyBool>() {
+        return None;
+    }
+    let value: i128 = match item.extract::<u64>() {
+        Ok(value) => value.into(),
+        Err(_) => item.extract::<i64>().ok()?.into(),
+    };
+    convert(value)
+}
+
+fn from_sequence<T>(
+    name: &str,
+    object: &Bound<'_, PyAny>,
+    convert: impl Fn(i128) -> Option<T>,
+) -> PyResult<Vec<T>> {
+    if object.cast::<PySequence>().is_err() && object.try_iter().is_err() {
+        let message = format!(
+            "{name} must be a list, an array or a buffer of integers, got {}",
+            object.get_type().name()?
+        );
+        return Err(raise(object.py(), &Error::invalid(message)));
+    }
+    let mut out = Vec::new();
+    for (at, item) in object.try_iter()?.enumerate() {
+        let item = item?;
+        out.push(slow(&item, &convert).ok_or_else(|| refused(name, at, &item))?);
+    }
+    Ok(out)
+}

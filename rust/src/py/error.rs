@@ -1,0 +1,43 @@
+//! The table from the core's errors to Python's, whose classes live in `kvflash.errors`.
+
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyType;
+
+use crate::error::Error;
+
+/// Raise `error` as the class of `kvflash.errors` that stands for its cause.
+pub(super) fn raise(py: Python<'_>, error: &Error) -> PyErr {
+    let class = match error {
+        Error::Config(_) => "ConfigError",
+        Error::InvalidArgument(_) => "InvalidArgumentError",
+        Error::Decode { .. } => "DecodeError",
+        Error::NoWorker(_) => "NoWorkerError",
+        Error::Overloaded(_) => "OverloadedError",
+        Error::NotFound(_) => "NotFoundError",
+        Error::Conflict(_) => "ConflictError",
+        Error::Transport(_) => "TransportError",
+        Error::Closed(_) => "ClosedError",
+    };
+    static MODULE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let found = MODULE
+        .get_or_try_init(py, || py.import("kvflash.errors").map(|m| m.into_any().unbind()))
+        .and_then(|module| module.bind(py).getattr(class))
+        .and_then(|class| class.cast_into::<PyType>().map_err(PyErr::from));
+    match found {
+        Ok(class) => PyErr::from_type(class, error.to_string()),
+        Err(_) => PyRuntimeError::new_err(error.to_string()),
+    }
+}
+
+/// Turns the core's results into Python's.
+pub(super) trait OrRaise<T> {
+    fn or_raise(self, py: Python<'_>) -> PyResult<T>;
+}
+
+impl<T> OrRaise<T> for crate::error::Result<T> {
+    fn or_raise(self, py: Python<'_>) -> PyResult<T> {
+        self.map_err(|error| raise(py, &error))
+    }
+}

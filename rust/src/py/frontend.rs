@@ -1,0 +1,135 @@
+//! The frontend service.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use pyo3::prelude::*;
+
+use super::catalog::Catalog;
+use super::error::OrRaise;
+use super::indexer::seconds;
+use super::service::Service;
+use crate::catalog::{self, CatalogOptions};
+use crate::clock::SystemClock;
+use crate::http::Shutdown;
+use crate::http::frontend::{EngineSpec, FrontendApp, FrontendOptions};
+use crate::router::RouterConfig;
+
+/// The OpenAI-compatible frontend in this process.
+#[pyclass(frozen, module = "kvflash._core")]
+pub(super) struct Frontend {
+    catalog: Arc<catalog::Catalog>,
+    app: FrontendApp,
+    service: Service,
+}
+
+#[pymethods]
+impl Frontend {
+    #[new]
+    #[pyo3(signature = (
+        *, policy="kv", overlap_score_weight=1.0, temperature=0.0, kv_cache_block_size=None,
+        track_active_blocks=true, assume_kv_reuse=true, active_request_expiry_s=300.0, seed=None,
+        tokenizer=None, tokenizer_cache_bytes=268_435_456, threads=2, max_body_bytes=33_554_432,
+        max_concurrent_requests=4_096, max_workers=4_096, max_attempts=5, max_blocks=0,
+        body_timeout_s=60.0, connect_timeout_s=2.0, first_byte_timeout_s=600.0,
+        tokenize_timeout_s=2.0, health_interval_s=2.0, drain_timeout_s=30.0
+    ))]
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        py: Python<'_>,
+        policy: &str,
+        overlap_score_weight: f64,
+        temperature: f64,
+        kv_cache_block_size: Option<u32>,
+        track_active_blocks: bool,
+        assume_kv_reuse: bool,
+        active_request_expiry_s: f64,
+        seed: Option<u64>,
+        tokenizer: Option<PathBuf>,
+        tokenizer_cache_bytes: usize,
+        threads: usize,
+        max_body_bytes: usize,
+        max_concurrent_requests: usize,
+        max_workers: usize,
+        max_attempts: usize,
+        max_blocks: usize,
+        body_timeout_s: f64,
+        connect_timeout_s: f64,
+        first_byte_timeout_s: f64,
+        tokenize_timeout_s: f64,
+        health_interval_s: f64,
+        drain_timeout_s: f64,
+    ) -> PyResult<Self> {
+        let expiry = seconds(py, "--active-request-expiry", active_request_expiry_s)?;
+        let mut router = RouterConfig {
+            policy: policy.parse().or_raise(py)?,
+            overlap_score_weight,
+            temperature,
+            block_size: kv_cache_block_size.unwrap_or(0),
+            track_active_blocks,
+            assume_kv_reuse,
+            expiry_ms: expiry.as_millis() as u64,
+            max_requests: max_concurrent_requests,
+            ..RouterConfig::default()
+        };
+        router.seed = seed.unwrap_or_else(rand::random);
+        let options = FrontendOptions {
+            router,
+            tokenizer,
+            tokenizer_cache_bytes,
+            max_body_bytes,
+            max_concurrent_requests,
+            max_workers,
+            max_attempts,
+            body_timeout: seconds(py, "--body-timeout", body_timeout_s)?,
+            connect_timeout: seconds(py, "--connect-timeout", connect_timeout_s)?,
+            first_byte_timeout: seconds(py, "--first-byte-timeout", first_byte_timeout_s)?,
+            tokenize_timeout: seconds(py, "--tokenize-timeout", tokenize_timeout_s)?,
+            health_interval: seconds(py, "--health-interval", health_interval_s)?,
+        };
+        let drain = seconds(py, "--drain-timeout", drain_timeout_s)?;
+        let clock = Arc::new(SystemClock::default());
+        let limits = CatalogOptions { max_blocks, ..CatalogOptions::default() };
+        let catalog = Arc::new(catalog::Catalog::new(limits, clock.clone()));
+        py.detach(|| {
+            let shutdown = Shutdown::default();
+            let app =
+                FrontendApp::new(options, Arc::clone(&catalog), clock, shutdown.clone())?;
+            let service = Service::new(threads, shutdown, drain)?;
+            Ok(Self { catalog, app, service })
+        })
+        .or_raise(py)
+    }
+
+    #[getter]
+    fn catalog(&self) -> Catalog {
+        Catalog { inner: Arc::clone(&self.catalog) }
+    }
+
+    fn add_worker(&self, py: Python<'_>, spec: &str) -> PyResult<u64> {
+        let spec: EngineSpec = spec.parse().or_raise(py)?;
+        py.detach(|| self.service.enter(|| self.app.add(spec))).or_raise(py)
+    }
+
+    fn start(&self, py: Python<'_>, host: &str, port: u16) -> PyResult<u16> {
+        py.detach(|| {
+            let address = self.service.start(host, port, self.app.router())?;
+            let (app, shutdown) = (self.app.clone(), self.service.shutdown.clone());
+            self.service.spawn(async move {
+                loop {
+                    tokio::select! {
+                        () = tokio::time::sleep(Duration::from_secs(1)) => { app.expire(); }
+                        () = shutdown.wait() => break,
+                    }
+                }
+            });
+            Ok(address.port())
+        })
+        .or_raise(py)
+    }
+
+    fn stop(&self, py: Python<'_>) {
+        py.detach(|| self.service.stop());
+    }
+}

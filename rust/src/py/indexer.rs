@@ -1,0 +1,92 @@
+//! The indexer service.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use pyo3::prelude::*;
+
+use super::catalog::Catalog;
+use super::error::{OrRaise, raise};
+use super::service::Service;
+use crate::catalog::{self, CatalogOptions, ModelKey, Registration};
+use crate::clock::SystemClock;
+use crate::error::Error;
+use crate::http::Shutdown;
+use crate::http::indexer::{IndexerApp, IndexerOptions};
+use crate::ids::Worker;
+
+/// The standalone indexer's HTTP service in this process.
+#[pyclass(frozen, module = "kvflash._core")]
+pub(super) struct Indexer {
+    catalog: Arc<catalog::Catalog>,
+    options: IndexerOptions,
+    service: Service,
+}
+
+#[pymethods]
+impl Indexer {
+    #[new]
+    #[pyo3(signature = (*, threads=4, max_body_bytes=8_388_608, max_blocks=0, drain_timeout_s=5.0))]
+    fn new(
+        py: Python<'_>,
+        threads: usize,
+        max_body_bytes: usize,
+        max_blocks: usize,
+        drain_timeout_s: f64,
+    ) -> PyResult<Self> {
+        let options = CatalogOptions { max_blocks, ..CatalogOptions::default() };
+        let drain = seconds(py, "--drain-timeout", drain_timeout_s)?;
+        Ok(Self {
+            catalog: Arc::new(catalog::Catalog::new(options, Arc::new(SystemClock::default()))),
+            options: IndexerOptions { max_body_bytes },
+            service: Service::new(threads, Shutdown::default(), drain).or_raise(py)?,
+        })
+    }
+
+    #[getter]
+    fn catalog(&self) -> Catalog {
+        Catalog { inner: Arc::clone(&self.catalog) }
+    }
+
+    fn start(&self, py: Python<'_>, host: &str, port: u16) -> PyResult<u16> {
+        py.detach(|| {
+            let app = IndexerApp::router(Arc::clone(&self.catalog), self.options.clone());
+            self.service.start(host, port, app).map(|address| address.port())
+        })
+        .or_raise(py)
+    }
+
+    #[pyo3(signature = (instance_id, endpoint, *, model_name, block_size, tenant_id="default".to_owned(), dp_rank=0, replay_endpoint=None))]
+    #[allow(clippy::too_many_arguments)]
+    fn register(
+        &self,
+        py: Python<'_>,
+        instance_id: u64,
+        endpoint: String,
+        model_name: String,
+        block_size: u32,
+        tenant_id: String,
+        dp_rank: u32,
+        replay_endpoint: Option<String>,
+    ) -> PyResult<()> {
+        let registration = Registration {
+            worker: Worker::new(instance_id, dp_rank),
+            key: ModelKey { model_name, tenant_id },
+            block_size: Some(block_size),
+            endpoint,
+            replay_endpoint,
+        };
+        py.detach(|| self.catalog.register(registration)).or_raise(py).map(|_| ())
+    }
+
+    fn stop(&self, py: Python<'_>) {
+        py.detach(|| self.service.stop());
+    }
+}
+
+pub(super) fn seconds(py: Python<'_>, name: &str, value: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(value).map_err(|_| {
+        let message = format!("{name} must be a number of seconds of at least 0, got {value}");
+        raise(py, &Error::Config(message))
+    })
+}

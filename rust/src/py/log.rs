@@ -1,0 +1,25 @@
+//! The core's log lines go to stderr, beside Python's.
+
+use pyo3::prelude::*;
+use tracing_subscriber::EnvFilter;
+
+use super::error::raise;
+use crate::error::Error;
+
+#[pyfunction]
+#[pyo3(signature = (level="info", *, json=false))]
+pub(super) fn init_logging(py: Python<'_>, level: &str, json: bool) -> PyResult<bool> {
+    let directives = match level {
+        "error" | "warn" | "info" | "debug" | "trace" => format!("warn,kvflash={level}"),
+        other => {
+            let message = format!("level must be error, warn, info, debug or trace, got {other:?}");
+            return Err(raise(py, &Error::Config(message)));
+        }
+    };
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(EnvFilter::new(directives))
+        .with_target(false)
+        .with_writer(std::io::stderr);
+    // A process has one log; who comes second keeps the first one's.
+    Ok(if json { builder.json().try_init() } else { builder.with_ansi(false).try_init() }.is_ok())
+}

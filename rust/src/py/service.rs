@@ -1,0 +1,95 @@
+//! A service in the background of a Python process: a tokio runtime, a listener, a stop.
+
+use std::future::Future;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use axum::Router;
+use parking_lot::Mutex;
+use tokio::net::TcpListener;
+use tokio::runtime::Runtime;
+use tokio::task::JoinHandle;
+
+use crate::error::{Error, Result};
+use crate::http::{ServeLimits, Shutdown, serve};
+
+/// A runtime with one HTTP server on it.
+pub(super) struct Service {
+    pub shutdown: Shutdown,
+    runtime: Mutex<Option<Runtime>>,
+    server: Mutex<Option<JoinHandle<std::io::Result<()>>>>,
+    handle: tokio::runtime::Handle,
+    drain_timeout: Duration,
+}
+
+impl Service {
+    /// # Errors
+    /// `Config` when the system grants no threads.
+    pub fn new(threads: usize, shutdown: Shutdown, drain_timeout: Duration) -> Result<Self> {
+        if !(1..=1_024).contains(&threads) {
+            return Err(Error::Config(format!("--threads must be in 1..=1024, got {threads}")));
+        }
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(threads)
+            .thread_name("kvflash-http")
+            .enable_all()
+            .build()
+            .map_err(|error| Error::Config(format!("could not start threads: {error}")))?;
+        Ok(Self {
+            shutdown,
+            handle: runtime.handle().clone(),
+            runtime: Mutex::new(Some(runtime)),
+            server: Mutex::new(None),
+            drain_timeout,
+        })
+    }
+
+    /// Bind and serve. Returns the bound address.
+    ///
+    /// # Errors
+    /// `Config` naming the address when it can't be bound.
+    pub fn start(&self, host: &str, port: u16, app: Router) -> Result<SocketAddr> {
+        let cannot = |error: std::io::Error| {
+            Error::Config(format!("can't listen on {host}:{port} (--host, --port): {error}"))
+        };
+        let listener = self.handle.block_on(TcpListener::bind((host, port))).map_err(cannot)?;
+        let address = listener.local_addr().map_err(cannot)?;
+        let limits = ServeLimits { drain_timeout: self.drain_timeout, ..ServeLimits::default() };
+        let server = self.handle.spawn(serve(listener, app, limits, self.shutdown.clone()));
+        *self.server.lock() = Some(server);
+        Ok(address)
+    }
+
+    /// Run something beside the server until the stop.
+    pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        self.handle.spawn(task);
+    }
+
+    /// Run `call` where tokio's tasks can be started.
+    pub fn enter<T>(&self, call: impl FnOnce() -> T) -> T {
+        let _guard = self.handle.enter();
+        call()
+    }
+
+    /// Stop: no new connections, open requests get the drain time, then everything ends.
+    pub fn stop(&self) {
+        self.shutdown.stop();
+        if let Some(server) = self.server.lock().take() {
+            // The server bounds its own drain; its outcome was logged there.
+            let _ = self.handle.block_on(server);
+        }
+        if let Some(runtime) = self.runtime.lock().take() {
+            runtime.shutdown_timeout(Duration::from_secs(1));
+        }
+    }
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        self.shutdown.stop();
+        if let Some(runtime) = self.runtime.lock().take() {
+            // Dropping a runtime may block, and this may run anywhere the collector does.
+            runtime.shutdown_background();
+        }
+    }
+}
