@@ -34,7 +34,7 @@ pub struct Stored {
     pub block_hashes: Vec<u64>,
     /// The block before the first one; `None` when the chain starts the prompt.
     pub parent: Option<u64>,
-    /// Tokens of all the blocks; shape [blocks * block_size]. Or empty: engines that offload name
+    /// Tokens of all the blocks; shape `[blocks * block_size]`. Or empty: engines that offload name
     /// blocks of farther tiers by hash alone, without tokens and parent.
     pub token_ids: Vec<u32>,
     /// Tokens in a block; 0 where an event without tokens does not say.
@@ -48,7 +48,7 @@ pub struct Stored {
     /// Cache salt, where the engine has a field for it (SGLang).
     pub cache_salt: Option<String>,
     /// Per block, what else entered the engine's hash (vLLM): LoRA name, multimodal items, cache salt.
-    /// Empty when the engine sent none; else shape [blocks].
+    /// Empty when the engine sent none; else shape `[blocks]`.
     pub extra_keys: Vec<Option<Vec<ExtraKey>>>,
     /// Cache group of hybrid models; `None` where the engine has one group.
     pub group_idx: Option<u32>,

@@ -40,7 +40,7 @@ pub fn check_block_size(block_size: u32) -> Result<u32> {
     }
 }
 
-/// Local hashes of a prompt whose block size came from outside; shape [tokens / block_size].
+/// Local hashes of a prompt whose block size came from outside; shape `[tokens / block_size]`.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] for a block size of 0.
@@ -54,7 +54,7 @@ pub fn prompt_hashes(
     Ok(local_hashes(tokens, block_size, identity_seed(lora_name, cache_salt)))
 }
 
-/// Local hashes of the complete blocks of `tokens`; shape [tokens / block_size].
+/// Local hashes of the complete blocks of `tokens`; shape `[tokens / block_size]`.
 ///
 /// `block_size` must not be 0 (see [`check_block_size`]); in release builds 0 gives no hashes.
 pub fn local_hashes(tokens: &[u32], block_size: u32, seed: u64) -> Vec<u64> {
@@ -72,7 +72,7 @@ pub fn local_hashes_into(tokens: &[u32], block_size: u32, seed: u64, hashes: &mu
 }
 
 /// Local hashes of a prompt under EAGLE speculation, where a block's hash covers the token after
-/// it as well; shape [(tokens - 1) / block_size].
+/// it as well; shape `[(tokens - 1) / block_size]`.
 ///
 /// `block_size` must not be 0 (see [`check_block_size`]); in release builds 0 gives no hashes.
 pub fn local_hashes_eagle(tokens: &[u32], block_size: u32, seed: u64) -> Vec<u64> {
@@ -141,7 +141,7 @@ pub fn extend(parent: Option<u64>, local: u64) -> u64 {
     xxh3_64_with_seed(&bytes, SEED)
 }
 
-/// Appends the sequence hashes of a prompt's blocks to `out`; shape [locals].
+/// Appends the sequence hashes of a prompt's blocks to `out`; shape `[locals]`.
 pub fn sequence_hashes_into(locals: &[u64], out: &mut Vec<u64>) {
     out.reserve(locals.len());
     let mut parent = None;

@@ -266,6 +266,16 @@ mod tests {
     }
 
     #[test]
+    fn a_gap_begins_after_the_last_one_applied() {
+        play(
+            "live 5 -> gap 0..4
+             skip_to 5
+             live 5 -> apply
+             live 9 -> gap 6..8",
+        );
+    }
+
+    #[test]
     fn a_replay_may_run_past_the_gap() {
         let stream = play(
             "live 0     -> apply

@@ -61,8 +61,8 @@ impl Default for Limits {
 /// or nests deeper than `limits` allow, or holds a token id outside u32 (named by its index).
 ///
 /// # Cost
-/// One pass over the bytes; events that are dropped are read twice. Memory is at most a small
-/// multiple of the payload.
+/// One pass over the bytes; events that are dropped are read a second time. Memory is at most a
+/// small multiple of the payload.
 pub fn decode_batch(payload: &[u8], limits: &Limits) -> Result<Batch> {
     if payload.len() > limits.max_payload_bytes {
         let (length, limit) = (payload.len(), limits.max_payload_bytes);
