@@ -9,8 +9,10 @@ pub struct Batch {
     pub dp_rank: Option<u32>,
     /// Events in the order the engine saw them.
     pub events: Vec<Event>,
-    /// Events of a type that this version does not know: skipped, not fatal.
+    /// Events of a type or with content that this version has no use for: skipped, not fatal.
     pub skipped: u32,
+    /// Events whose fields are not what they must be: dropped, the others of the batch are kept.
+    pub malformed: u32,
 }
 
 /// A change of what a worker holds.
@@ -32,9 +34,10 @@ pub struct Stored {
     pub block_hashes: Vec<u64>,
     /// The block before the first one; `None` when the chain starts the prompt.
     pub parent: Option<u64>,
-    /// Tokens of all the blocks; shape [blocks * block_size].
+    /// Tokens of all the blocks; shape `[blocks * block_size]`. Or empty: engines that offload name
+    /// blocks of farther tiers by hash alone, without tokens and parent.
     pub token_ids: Vec<u32>,
-    /// Tokens in a block.
+    /// Tokens in a block; 0 where an event without tokens does not say.
     pub block_size: u32,
     /// Numeric LoRA id of engines that know no name.
     pub lora_id: Option<i64>,
@@ -45,7 +48,7 @@ pub struct Stored {
     /// Cache salt, where the engine has a field for it (SGLang).
     pub cache_salt: Option<String>,
     /// Per block, what else entered the engine's hash (vLLM): LoRA name, multimodal items, cache salt.
-    /// Empty when the engine sent none; else shape [blocks].
+    /// Empty when the engine sent none; else shape `[blocks]`.
     pub extra_keys: Vec<Option<Vec<ExtraKey>>>,
     /// Cache group of hybrid models; `None` where the engine has one group.
     pub group_idx: Option<u32>,

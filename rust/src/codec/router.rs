@@ -1,0 +1,362 @@
+//! The JSON form of events: what dumps list, what replays read, what routers hand to each other.
+//!
+//! ```json
+//! {"worker_id": 1, "event": {"event_id": 7, "data": {"stored": {"parent_hash": null, "blocks":
+//!   [{"block_hash": 100, "tokens_hash": 11, "mm_extra_info": null}]}}, "dp_rank": 0}}
+//! ```
+//!
+//! Unlike engines' events these carry local hashes instead of tokens. Unknown keys are ignored,
+//! and hashes may be written signed: the bits count.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::ids::{InstanceId, Tier, Worker};
+
+/// A change of what a worker holds, as one router tells it to another.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RouterEvent {
+    /// The engine instance.
+    pub worker_id: InstanceId,
+    /// What happened there.
+    pub event: KvEvent,
+    /// Where the blocks are; left out for device memory.
+    #[serde(default = "tier::device", skip_serializing_if = "tier::is_device", with = "tier")]
+    pub storage_tier: Tier,
+}
+
+/// An event with its place in the order of its worker's events.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct KvEvent {
+    /// Consecutive within a worker; synthetic in dumps.
+    pub event_id: u64,
+    /// The change itself.
+    pub data: EventData,
+    /// Data-parallel rank within the instance.
+    #[serde(default)]
+    pub dp_rank: u32,
+}
+
+/// The change itself.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EventData {
+    /// Blocks became reusable.
+    Stored(StoredBlocks),
+    /// Blocks were evicted.
+    Removed(RemovedBlocks),
+    /// Everything was dropped.
+    Cleared,
+}
+
+/// A contiguous chain of blocks that became reusable.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct StoredBlocks {
+    /// The engine's name of the block before the first one; `None` at the start of a prompt.
+    #[serde(default, with = "hash::optional")]
+    pub parent_hash: Option<u64>,
+    /// Sequence hash of the block before the first one, where the sender knows it. Left out when
+    /// not; other routers ignore it.
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "hash::optional")]
+    pub parent_sequence_hash: Option<u64>,
+    /// The blocks in chain order.
+    pub blocks: Vec<StoredBlock>,
+}
+
+/// One block that became reusable.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct StoredBlock {
+    /// The engine's name of the block.
+    #[serde(with = "hash")]
+    pub block_hash: u64,
+    /// Local hash of the block's tokens.
+    #[serde(with = "hash")]
+    pub tokens_hash: u64,
+    /// Multimodal items in the block, as the sender describes them; carried, not read.
+    #[serde(default)]
+    pub mm_extra_info: Option<serde_json::Value>,
+}
+
+/// Blocks that were evicted.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct RemovedBlocks {
+    /// The engine's names of the blocks, in eviction order.
+    #[serde(with = "hash::list")]
+    pub block_hashes: Vec<u64>,
+}
+
+impl RouterEvent {
+    /// Parses one event.
+    ///
+    /// # Errors
+    /// [`Error::Decode`] for what is not JSON or not an event, with the offset.
+    pub fn from_json(json: &[u8]) -> Result<Self> {
+        serde_json::from_slice(json).map_err(|error| decode_error(json, &error))
+    }
+
+    /// Writes the event on one line.
+    pub fn to_json(&self) -> String {
+        serde_json::to_string(self).expect("numbers and text-keyed maps only, nothing can fail")
+    }
+
+    /// The worker that holds the blocks.
+    pub fn worker(&self) -> Worker {
+        Worker::new(self.worker_id, self.event.dp_rank)
+    }
+}
+
+/// Parses a list of events, as dumps hold it.
+///
+/// # Errors
+/// [`Error::Decode`] for what is not JSON or not a list of events, with the offset.
+pub fn events_from_json(json: &[u8]) -> Result<Vec<RouterEvent>> {
+    serde_json::from_slice(json).map_err(|error| decode_error(json, &error))
+}
+
+fn decode_error(json: &[u8], error: &serde_json::Error) -> Error {
+    // Lines count from 1. An error without a line is about the input as a whole.
+    let lines = json.split_inclusive(|&byte| byte == b'\n');
+    let before: usize = lines.take(error.line().saturating_sub(1)).map(<[u8]>::len).sum();
+    Error::decode(before + error.column(), error.to_string())
+}
+
+/// Hashes as JSON numbers: written unsigned, read unsigned or signed.
+mod hash {
+    use std::fmt;
+
+    use serde::de::{Deserializer, Error, Visitor};
+    use serde::ser::Serializer;
+    use serde::{Deserialize, Serialize};
+
+    /// A hash that reads itself from either sign.
+    #[derive(Serialize)]
+    #[serde(transparent)]
+    struct Hash(u64);
+
+    impl<'de> Deserialize<'de> for Hash {
+        fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+            deserializer.deserialize_any(HashVisitor).map(Self)
+        }
+    }
+
+    struct HashVisitor;
+
+    impl Visitor<'_> for HashVisitor {
+        type Value = u64;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a hash: an integer of 64 bits")
+        }
+
+        fn visit_u64<E: Error>(self, hash: u64) -> Result<u64, E> {
+            Ok(hash)
+        }
+
+        fn visit_i64<E: Error>(self, hash: i64) -> Result<u64, E> {
+            Ok(hash.cast_unsigned())
+        }
+    }
+
+    pub(super) fn serialize<S: Serializer>(hash: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_u64(*hash)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+        Hash::deserialize(deserializer).map(|Hash(hash)| hash)
+    }
+
+    pub(super) mod optional {
+        use super::{Deserialize, Deserializer, Hash, Serialize, Serializer};
+
+        pub(in super::super) fn serialize<S: Serializer>(
+            hash: &Option<u64>,
+            serializer: S,
+        ) -> Result<S::Ok, S::Error> {
+            hash.serialize(serializer)
+        }
+
+        pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(
+            deserializer: D,
+        ) -> Result<Option<u64>, D::Error> {
+            let hash = Option::<Hash>::deserialize(deserializer)?;
+            Ok(hash.map(|Hash(hash)| hash))
+        }
+    }
+
+    pub(super) mod list {
+        use super::{Deserialize, Deserializer, Hash, Serialize, Serializer};
+
+        pub(in super::super) fn serialize<S: Serializer>(
+            hashes: &[u64],
+            serializer: S,
+        ) -> Result<S::Ok, S::Error> {
+            hashes.serialize(serializer)
+        }
+
+        pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(
+            deserializer: D,
+        ) -> Result<Vec<u64>, D::Error> {
+            let hashes = Vec::<Hash>::deserialize(deserializer)?;
+            Ok(hashes.into_iter().map(|Hash(hash)| hash).collect())
+        }
+    }
+}
+
+/// Tiers by the names that routers exchange.
+mod tier {
+    use serde::Deserialize;
+    use serde::de::{Deserializer, Error};
+    use serde::ser::Serializer;
+
+    use crate::ids::Tier;
+
+    const NAMES: [(&str, Tier); 4] = [
+        ("device", Tier::Device),
+        ("host_pinned", Tier::Host),
+        ("disk", Tier::Disk),
+        ("external", Tier::External),
+    ];
+
+    pub(super) fn device() -> Tier {
+        Tier::Device
+    }
+
+    pub(super) fn is_device(tier: &Tier) -> bool {
+        *tier == Tier::Device
+    }
+
+    pub(super) fn serialize<S: Serializer>(tier: &Tier, serializer: S) -> Result<S::Ok, S::Error> {
+        let name = NAMES.iter().find(|(_, named)| named == tier).expect("every tier has a name");
+        serializer.serialize_str(name.0)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Tier, D::Error> {
+        let name = std::borrow::Cow::<'de, str>::deserialize(deserializer)?;
+        let tier = NAMES.iter().find(|(known, _)| *known == name).map(|&(_, tier)| tier);
+        tier.ok_or_else(|| {
+            D::Error::custom(format!(
+                "storage_tier must be device, host_pinned, disk or external, not {name:?}"
+            ))
+        })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const STORED: &str = r#"{"worker_id":1,"event":{"event_id":7,"data":{"stored":{"parent_hash":null,"blocks":[{"block_hash":100,"tokens_hash":11,"mm_extra_info":null}]}},"dp_rank":0}}"#;
+
+    #[test]
+    fn the_known_form_is_read_and_written_alike() {
+        let event = RouterEvent::from_json(STORED.as_bytes()).unwrap();
+        assert_eq!(event.worker(), Worker::new(1, 0));
+        assert_eq!(event.event.event_id, 7);
+        assert_eq!(event.storage_tier, Tier::Device);
+        let EventData::Stored(stored) = &event.event.data else { panic!("{event:?}") };
+        assert_eq!((stored.parent_hash, stored.parent_sequence_hash), (None, None));
+        let block = StoredBlock { block_hash: 100, tokens_hash: 11, mm_extra_info: None };
+        assert_eq!(stored.blocks, [block]);
+        assert_eq!(event.to_json(), STORED);
+    }
+
+    #[test]
+    fn removed_and_cleared_have_their_own_shapes() {
+        let removed = r#"{"worker_id":2,"event":{"event_id":8,"data":{"removed":{"block_hashes":[100,18446744073709551615]}},"dp_rank":3}}"#;
+        let cleared = r#"{"worker_id":2,"event":{"event_id":9,"data":"cleared","dp_rank":3}}"#;
+        let events = events_from_json(format!("[{removed},{cleared}]").as_bytes()).unwrap();
+        let removed_blocks = RemovedBlocks { block_hashes: vec![100, u64::MAX] };
+        assert_eq!(events[0].event.data, EventData::Removed(removed_blocks));
+        assert_eq!(events[1].event.data, EventData::Cleared);
+        assert_eq!([events[0].to_json(), events[1].to_json()], [removed, cleared]);
+    }
+
+    #[test]
+    fn signed_hashes_keep_their_bits() {
+        let json = STORED
+            .replace("\"parent_hash\":null", "\"parent_hash\":-1")
+            .replace("\"block_hash\":100", "\"block_hash\":-9223372036854775808")
+            .replace("\"tokens_hash\":11", "\"tokens_hash\":-2");
+        let event = RouterEvent::from_json(json.as_bytes()).unwrap();
+        let EventData::Stored(stored) = event.event.data else { panic!() };
+        assert_eq!(stored.parent_hash, Some(u64::MAX));
+        assert_eq!(stored.blocks[0].block_hash, 1 << 63);
+        assert_eq!(stored.blocks[0].tokens_hash, u64::MAX - 1);
+        let removed =
+            br#"{"worker_id":2,"event":{"event_id":8,"data":{"removed":{"block_hashes":[-1]}}}}"#;
+        let event = RouterEvent::from_json(removed).unwrap();
+        let removed_blocks = RemovedBlocks { block_hashes: vec![u64::MAX] };
+        assert_eq!(event.event.data, EventData::Removed(removed_blocks));
+    }
+
+    #[test]
+    fn what_is_absent_has_a_default_and_what_is_unknown_is_ignored() {
+        let json = br#"{"worker_id":1,"residency_domain":"x","storage_tier":"host_pinned","event":{
+            "event_id":7,"data":{"stored":{"start_position":3,"blocks":[]}}}}"#;
+        let event = RouterEvent::from_json(json).unwrap();
+        assert_eq!((event.storage_tier, event.event.dp_rank), (Tier::Host, 0));
+    }
+
+    #[test]
+    fn errors_name_the_place() {
+        let json = b"[\n{\"worker_id\": true}]";
+        let Err(Error::Decode { offset, reason }) = events_from_json(json) else { panic!() };
+        assert!(reason.contains("boolean"), "{reason}");
+        assert!((2..json.len()).contains(&offset), "{offset}");
+        for bad in [
+            STORED.replace("100", "1e3"),
+            STORED.replace("100", "18446744073709551616"),
+            STORED.replace("100", "\"100\""),
+            STORED.replace("\"stored\"", "\"moved\""),
+            STORED.replace("\"dp_rank\":0}}", "\"dp_rank\":0},\"storage_tier\":\"tape\"}"),
+            String::new(),
+        ] {
+            assert_ne!(bad, STORED);
+            let result = RouterEvent::from_json(bad.as_bytes());
+            assert!(matches!(result, Err(Error::Decode { .. })), "{bad}: {result:?}");
+        }
+    }
+
+    fn data() -> impl Strategy<Value = EventData> {
+        let block = (any::<u64>(), any::<u64>(), prop::option::of("[a-z]{0,4}")).prop_map(
+            |(block_hash, tokens_hash, item)| StoredBlock {
+                block_hash,
+                tokens_hash,
+                mm_extra_info: item.map(|item| serde_json::json!({"mm_objects": [item, 1]})),
+            },
+        );
+        let blocks = prop::collection::vec(block, 0..5);
+        prop_oneof![
+            (any::<Option<u64>>(), any::<Option<u64>>(), blocks).prop_map(
+                |(parent_hash, parent_sequence_hash, blocks)| {
+                    EventData::Stored(StoredBlocks { parent_hash, parent_sequence_hash, blocks })
+                }
+            ),
+            any::<Vec<u64>>()
+                .prop_map(|block_hashes| EventData::Removed(RemovedBlocks { block_hashes })),
+            Just(EventData::Cleared),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read_back(
+            worker_id: u64,
+            event_id: u64,
+            dp_rank: u32,
+            tier in 0..4_usize,
+            data in data(),
+        ) {
+            let event = RouterEvent {
+                worker_id,
+                event: KvEvent { event_id, data, dp_rank },
+                storage_tier: Tier::ALL[tier],
+            };
+            prop_assert_eq!(RouterEvent::from_json(event.to_json().as_bytes()), Ok(event));
+        }
+    }
+}
