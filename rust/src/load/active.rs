@@ -1,0 +1,450 @@
+//! Active sequences: requests that were given to a worker and have not ended.
+
+use hashbrown::HashMap;
+
+use super::blocks::Blocks;
+use super::holders::WHOLE;
+use super::recency::Recency;
+use super::slots::{Slots, WorkerLoad};
+use crate::error::{Error, Result};
+use crate::ids::Worker;
+
+/// A request as the table knows it; the caller never reuses a number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RequestId(pub u64);
+
+/// Limits and units of an [`ActiveSequences`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LoadConfig {
+    /// Tokens in a block; 0 while unknown (overlaps then save no tokens).
+    pub block_size: u32,
+    /// A request idle for longer than this is taken for leaked.
+    pub expiry_ms: u64,
+    /// Most requests at once.
+    pub max_requests: usize,
+    /// Count prompt tokens still to be prefilled; off where prefill happens elsewhere.
+    pub track_prefill_tokens: bool,
+}
+
+impl Default for LoadConfig {
+    fn default() -> Self {
+        Self { block_size: 0, expiry_ms: 300_000, max_requests: 65_536, track_prefill_tokens: true }
+    }
+}
+
+/// The blocks that a request occupies on its worker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BlockUse<'a> {
+    /// Blocks are not counted.
+    Untracked,
+    /// These sequence hashes; workers keep one copy for all requests that share a block.
+    Shared(&'a [u64]),
+    /// So many blocks that no other request shares.
+    Private(u32),
+}
+
+impl BlockUse<'_> {
+    /// Blocks counted, duplicates included.
+    pub fn len(&self) -> u32 {
+        match self {
+            Self::Untracked => 0,
+            Self::Shared(hashes) => hashes.len() as u32,
+            Self::Private(count) => *count,
+        }
+    }
+
+    /// Whether no block is counted.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// What [`ActiveSequences::set_workers`] changed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct WorkerChange {
+    /// Workers that came.
+    pub added: usize,
+    /// Workers that went.
+    pub removed: usize,
+    /// Requests that went with them.
+    pub dropped_requests: usize,
+}
+
+/// A request that [`ActiveSequences::expire`] took for leaked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Expired {
+    /// The request.
+    pub request: RequestId,
+    /// The worker it was booked on.
+    pub worker: Worker,
+    /// How long nothing was heard of it.
+    pub idle_ms: u64,
+}
+
+/// Sums over all workers.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct LoadTotals {
+    /// Workers in the table.
+    pub workers: usize,
+    /// Requests booked and not freed.
+    pub requests: u64,
+    /// Prompt tokens still to be prefilled.
+    pub prefill_tokens: u64,
+    /// Sum of the workers' active blocks: a block on two workers counts twice.
+    pub blocks: u64,
+    /// Different blocks in use on any worker.
+    pub distinct_blocks: usize,
+}
+
+#[derive(Debug)]
+struct Request {
+    id: RequestId,
+    slot: u16,
+    /// What the private blocks count as, in units of `1 / WHOLE`.
+    private_fraction: u16,
+    private_blocks: u32,
+    /// Tokens still to be prefilled; 0 once that is done.
+    prefill_tokens: u64,
+    active_at_ms: u64,
+    hashes: Box<[u64]>,
+}
+
+/// The active requests of all workers of one model, and the load that follows from them.
+///
+/// # Cost
+/// `book` and `free` take time in the request's blocks, [`count_shared`](Self::count_shared) in
+/// its blocks plus the workers, everything else (but removing workers) is constant. Memory is
+/// bounded by `max_requests` times the blocks of a request.
+#[derive(Debug)]
+pub struct ActiveSequences {
+    config: LoadConfig,
+    slots: Slots,
+    blocks: Blocks,
+    /// A slab: places are reused, `by_id` says which one a request has.
+    requests: Vec<Option<Request>>,
+    free_places: Vec<u32>,
+    by_id: HashMap<RequestId, u32>,
+    recency: Recency,
+    bookings: u64,
+    /// Latest time heard of. Threads read the clock before they come here, so that times may
+    /// arrive a little out of order; the list by recency needs them in order.
+    now_ms: u64,
+}
+
+impl ActiveSequences {
+    /// An empty table.
+    pub fn new(config: LoadConfig) -> Self {
+        Self {
+            config,
+            slots: Slots::default(),
+            blocks: Blocks::default(),
+            requests: Vec::new(),
+            free_places: Vec::new(),
+            by_id: HashMap::new(),
+            recency: Recency::default(),
+            bookings: 0,
+            now_ms: 0,
+        }
+    }
+
+    /// Tokens in a block; 0 while unknown.
+    pub fn block_size(&self) -> u32 {
+        self.config.block_size
+    }
+
+    /// Learn the block size.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for 0; [`Error::Conflict`] when another size is known already.
+    pub fn set_block_size(&mut self, block_size: u32) -> Result<()> {
+        match (self.config.block_size, block_size) {
+            (_, 0) => Err(Error::invalid("block_size must be at least 1, got 0")),
+            (0, _) => {
+                self.config.block_size = block_size;
+                Ok(())
+            }
+            (known, _) if known == block_size => Ok(()),
+            (known, _) => Err(Error::Conflict(format!(
+                "block_size is {known} and cannot become {block_size} while the model is served"
+            ))),
+        }
+    }
+
+    /// Make `workers` the workers of the table. Those that stay keep their requests, new ones
+    /// start empty; requests of those that go are dropped (freeing them later does nothing).
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for more than [`super::MAX_WORKERS`]; nothing changes then.
+    pub fn set_workers(&mut self, workers: &[Worker]) -> Result<WorkerChange> {
+        let mut wanted = workers.to_vec();
+        wanted.sort_unstable();
+        wanted.dedup();
+        if wanted.len() > super::MAX_WORKERS {
+            let limit = super::MAX_WORKERS;
+            return Err(Error::invalid(format!("{} workers; the limit is {limit}", wanted.len())));
+        }
+        let gone: Vec<Worker> = (self.slots.workers().map(|(_, worker)| worker))
+            .filter(|worker| wanted.binary_search(worker).is_err())
+            .collect();
+        let dropped_requests = self.drop_workers(&gone);
+        wanted.retain(|&worker| self.slots.slot(worker).is_none());
+        self.slots.add(&wanted);
+        Ok(WorkerChange { added: wanted.len(), removed: gone.len(), dropped_requests })
+    }
+
+    /// Remove one worker and drop its requests; how many, `None` when it is not in the table.
+    pub fn remove_worker(&mut self, worker: Worker) -> Option<usize> {
+        self.slots.slot(worker).map(|_| self.drop_workers(&[worker]))
+    }
+
+    /// Give `request` to `worker`: its uncached tokens are to be prefilled, its blocks are in use.
+    ///
+    /// # Errors
+    /// [`Error::Conflict`] for a request that is booked already, [`Error::NotFound`] for a worker
+    /// that is not in the table, [`Error::Overloaded`] at `max_requests`. Nothing changes then.
+    pub fn book(
+        &mut self,
+        id: RequestId,
+        worker: Worker,
+        blocks: BlockUse<'_>,
+        isl_tokens: u64,
+        overlap_blocks: u32,
+        now_ms: u64,
+    ) -> Result<()> {
+        if self.by_id.contains_key(&id) {
+            return Err(Error::Conflict(format!("request {} is booked already", id.0)));
+        }
+        let slot = self
+            .slots
+            .slot(worker)
+            .ok_or_else(|| Error::NotFound(format!("worker {worker} is not registered")))?;
+        self.check_room()?;
+        let cached_tokens = u64::from(overlap_blocks) * u64::from(self.config.block_size);
+        let uncached_tokens = isl_tokens.saturating_sub(cached_tokens);
+        let (hashes, private_blocks) = match blocks {
+            BlockUse::Untracked => (&[][..], 0),
+            BlockUse::Shared(hashes) => (hashes, 0),
+            BlockUse::Private(count) => (&[][..], count),
+        };
+        let request = Request {
+            id,
+            slot,
+            private_fraction: WHOLE,
+            private_blocks,
+            prefill_tokens: if self.config.track_prefill_tokens { uncached_tokens } else { 0 },
+            active_at_ms: self.hear(now_ms),
+            hashes: hashes.into(),
+        };
+        self.bookings += 1;
+        let added = self.blocks.acquire(hashes, slot, self.slots.capacity());
+        let counters = self.slots.counters(slot);
+        counters.requests += 1;
+        counters.prefill_tokens += request.prefill_tokens;
+        counters.blocks += added + u64::from(private_blocks);
+        counters.last_booked = self.bookings;
+        let place = self.free_places.pop().unwrap_or(self.requests.len() as u32);
+        if place as usize == self.requests.len() {
+            self.requests.push(None);
+        }
+        self.requests[place as usize] = Some(request);
+        self.by_id.insert(id, place);
+        self.recency.push(place);
+        Ok(())
+    }
+
+    /// Whether one more request can be booked.
+    ///
+    /// # Errors
+    /// [`Error::Overloaded`] at `max_requests`.
+    pub fn check_room(&self) -> Result<()> {
+        let limit = self.config.max_requests;
+        if self.by_id.len() < limit {
+            return Ok(());
+        }
+        Err(Error::Overloaded(format!("{limit} requests are active; max_requests is {limit}")))
+    }
+
+    /// The prompt of `id` is prefilled: its tokens stop counting. Saying it again changes nothing.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] for a request that is not booked (any more).
+    pub fn mark_prefill_completed(&mut self, id: RequestId) -> Result<()> {
+        let request = Self::request(&self.by_id, &mut self.requests, id)?;
+        let tokens = std::mem::take(&mut request.prefill_tokens);
+        self.slots.counters(request.slot).prefill_tokens -= tokens;
+        Ok(())
+    }
+
+    /// Something was heard of `id`: it is not leaked.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] for a request that is not booked (any more).
+    pub fn touch(&mut self, id: RequestId, now_ms: u64) -> Result<()> {
+        let now_ms = self.hear(now_ms);
+        let place = *self.by_id.get(&id).ok_or_else(|| not_booked(id))?;
+        Self::request(&self.by_id, &mut self.requests, id)?.active_at_ms = now_ms;
+        self.recency.remove(place);
+        self.recency.push(place);
+        Ok(())
+    }
+
+    /// `id` has generated one more block. `fraction`, between 0 and 1, is how much of its output
+    /// is still expected: all blocks that only this request references count as that much from
+    /// now on, because they are soon given back.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a fraction outside 0..=1, [`Error::NotFound`] for a request
+    /// that is not booked (any more).
+    pub fn add_output_block(&mut self, id: RequestId, fraction: f64) -> Result<()> {
+        if !(0.0..=1.0).contains(&fraction) {
+            return Err(Error::invalid(format!("fraction must be in 0..=1, got {fraction}")));
+        }
+        let fraction = (fraction * f64::from(WHOLE)).round() as u16;
+        let request = Self::request(&self.by_id, &mut self.requests, id)?;
+        let before = request.private_discount();
+        request.private_blocks += 1;
+        request.private_fraction = fraction;
+        let change = request.private_discount() as i64 - before as i64
+            + self.blocks.weigh(&request.hashes, request.slot, fraction);
+        let counters = self.slots.counters(request.slot);
+        counters.blocks += 1;
+        let discount = counters.discount.checked_add_signed(change);
+        counters.discount = discount.expect("what a block gets back was taken from it before");
+        Ok(())
+    }
+
+    /// `id` has ended, however it did; its prompt need not be prefilled any more either. False for
+    /// a request that is not booked (any more), which is no error.
+    pub fn free(&mut self, id: RequestId) -> bool {
+        let place = self.by_id.get(&id).copied();
+        place.inspect(|&place| self.drop_request(place)).is_some()
+    }
+
+    /// Free the requests of which nothing was heard for more than `expiry_ms`, longest idle first.
+    /// Costs nothing when there are none: call it on a timer.
+    pub fn expire(&mut self, now_ms: u64) -> Vec<Expired> {
+        let now_ms = self.hear(now_ms);
+        let mut expired = Vec::new();
+        while let Some(place) = self.recency.first() {
+            let Some(request) = &self.requests[place as usize] else { break };
+            let idle_ms = now_ms - request.active_at_ms;
+            if idle_ms <= self.config.expiry_ms {
+                break;
+            }
+            let worker = self.slots.worker(request.slot);
+            expired.push(Expired { request: request.id, worker, idle_ms });
+            self.drop_request(place);
+        }
+        expired
+    }
+
+    /// Whether `worker` is in the table.
+    pub fn has_worker(&self, worker: Worker) -> bool {
+        self.slots.slot(worker).is_some()
+    }
+
+    /// Workers in the table.
+    pub fn worker_count(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Requests booked and not freed.
+    pub fn request_count(&self) -> usize {
+        self.by_id.len()
+    }
+
+    /// Every worker's load, in worker order, with its slot: the index into what
+    /// [`count_shared`](Self::count_shared) fills, valid until workers change.
+    pub fn loads(&self) -> impl ExactSizeIterator<Item = (usize, WorkerLoad)> + '_ {
+        self.slots.loads().map(|(slot, load)| (usize::from(slot), load))
+    }
+
+    /// The slot of `worker`, valid until workers change.
+    pub fn slot(&self, worker: Worker) -> Option<usize> {
+        self.slots.slot(worker).map(usize::from)
+    }
+
+    /// Slots there are: every slot is below it.
+    pub fn slot_count(&self) -> usize {
+        self.slots.capacity()
+    }
+
+    /// Set `counts[slot]`, for every slot, to how many entries of `hashes` its worker uses now. A
+    /// hash that occurs twice counts twice.
+    pub fn count_shared(&self, hashes: &[u64], counts: &mut Vec<u32>) {
+        counts.clear();
+        counts.resize(self.slots.capacity(), 0);
+        self.blocks.count(hashes, counts);
+    }
+
+    /// Sums over all workers.
+    pub fn totals(&self) -> LoadTotals {
+        let mut totals = LoadTotals {
+            workers: self.slots.len(),
+            distinct_blocks: self.blocks.len(),
+            ..LoadTotals::default()
+        };
+        for (_, load) in self.slots.loads() {
+            totals.requests += u64::from(load.requests);
+            totals.prefill_tokens += load.prefill_tokens;
+            totals.blocks += load.blocks;
+        }
+        totals
+    }
+
+    /// Remove `workers`, which are in the table, and their requests; how many requests.
+    fn drop_workers(&mut self, workers: &[Worker]) -> usize {
+        let mut is_gone = vec![false; self.slots.capacity()];
+        for slot in workers.iter().filter_map(|&worker| self.slots.slot(worker)) {
+            is_gone[usize::from(slot)] = true;
+        }
+        let places: Vec<u32> = (0..)
+            .zip(&self.requests)
+            .filter(|(_, request)| request.as_ref().is_some_and(|r| is_gone[usize::from(r.slot)]))
+            .map(|(place, _)| place)
+            .collect();
+        for &place in &places {
+            self.drop_request(place);
+        }
+        self.slots.remove(workers);
+        places.len()
+    }
+
+    fn hear(&mut self, now_ms: u64) -> u64 {
+        self.now_ms = self.now_ms.max(now_ms);
+        self.now_ms
+    }
+
+    /// By field, so that the caller can change the counters while it holds the request.
+    fn request<'a>(
+        by_id: &HashMap<RequestId, u32>,
+        requests: &'a mut [Option<Request>],
+        id: RequestId,
+    ) -> Result<&'a mut Request> {
+        let place = by_id.get(&id).ok_or_else(|| not_booked(id))?;
+        requests[*place as usize].as_mut().ok_or_else(|| not_booked(id))
+    }
+
+    fn drop_request(&mut self, place: u32) {
+        let Some(request) = self.requests[place as usize].take() else { return };
+        self.by_id.remove(&request.id);
+        self.recency.remove(place);
+        self.free_places.push(place);
+        let released = self.blocks.release(&request.hashes, request.slot);
+        let counters = self.slots.counters(request.slot);
+        counters.requests -= 1;
+        counters.prefill_tokens -= request.prefill_tokens;
+        counters.blocks -= released.blocks + u64::from(request.private_blocks);
+        counters.discount -= released.discount + request.private_discount();
+    }
+}
+
+impl Request {
+    fn private_discount(&self) -> u64 {
+        u64::from(self.private_blocks) * u64::from(WHOLE - self.private_fraction)
+    }
+}
+
+fn not_booked(id: RequestId) -> Error {
+    Error::NotFound(format!("request {} is not booked", id.0))
+}

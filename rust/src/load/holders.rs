@@ -1,0 +1,202 @@
+//! Which workers hold one block right now, and how often.
+
+use smallvec::SmallVec;
+
+/// A block that counts in full. Fractions are whole numbers of this, so that adding and taking
+/// away never drifts as floats would.
+pub(super) const WHOLE: u16 = 1 << 15;
+
+/// A list shorter than this is never worth an array over all slots.
+const FEW_MIN: usize = 16;
+
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Holder {
+    slot: u16,
+    fraction: u16,
+    references: u32,
+}
+
+/// The workers that hold one block: a sorted list while they are few, an array over all slots
+/// with a bitmap once they are a quarter of the fleet.
+///
+/// The array then costs at most four times what the list would, and a shared system prompt that
+/// is active everywhere costs one bitmap a block instead of thousands of list entries.
+#[derive(Debug)]
+pub(super) enum Holders {
+    Few(SmallVec<[Holder; 2]>),
+    Many(Box<Many>),
+}
+
+#[derive(Debug)]
+pub(super) struct Many {
+    cells: Vec<(u32, u16)>,
+    bits: Vec<u64>,
+    len: usize,
+}
+
+impl Default for Holders {
+    fn default() -> Self {
+        Self::Few(SmallVec::new())
+    }
+}
+
+impl Holders {
+    /// How many workers hold the block.
+    pub(super) fn len(&self) -> usize {
+        match self {
+            Self::Few(list) => list.len(),
+            Self::Many(many) => many.len,
+        }
+    }
+
+    /// Add a reference of `slot`; true when it is the slot's first. `slot_count` is the number of
+    /// slots in the table.
+    pub(super) fn acquire(&mut self, slot: u16, slot_count: usize) -> bool {
+        match self {
+            Self::Few(list) => match list.binary_search_by_key(&slot, |holder| holder.slot) {
+                Ok(at) => {
+                    list[at].references += 1;
+                    false
+                }
+                Err(at) => {
+                    list.insert(at, Holder { slot, fraction: WHOLE, references: 1 });
+                    if list.len() > FEW_MIN.max(slot_count / 4) {
+                        *self = Self::Many(Box::new(Many::of(list, slot_count)));
+                    }
+                    true
+                }
+            },
+            Self::Many(many) => many.acquire(slot),
+        }
+    }
+
+    /// Drop a reference of `slot`; the block's fraction when it was the slot's last.
+    pub(super) fn release(&mut self, slot: u16) -> Option<u16> {
+        match self {
+            Self::Few(list) => {
+                let at = list.binary_search_by_key(&slot, |holder| holder.slot).ok()?;
+                list[at].references -= 1;
+                (list[at].references == 0).then(|| list.remove(at).fraction)
+            }
+            Self::Many(many) => {
+                let fraction = many.release(slot)?;
+                // Half of where the array began, so that a block at the border does not flap.
+                if many.len < FEW_MIN.max(many.cells.len() / 4) / 2 {
+                    *self = Self::Few(many.list());
+                }
+                Some(fraction)
+            }
+        }
+    }
+
+    /// Make a block with exactly one reference of `slot` count as `fraction`; returns the fraction
+    /// it had, `None` (and no change) when the block is shared or not held.
+    pub(super) fn weigh(&mut self, slot: u16, fraction: u16) -> Option<u16> {
+        let (references, held) = match self {
+            Self::Few(list) => {
+                let at = list.binary_search_by_key(&slot, |holder| holder.slot).ok()?;
+                let holder = &mut list[at];
+                (holder.references, &mut holder.fraction)
+            }
+            Self::Many(many) => {
+                let cell = many.cells.get_mut(usize::from(slot))?;
+                (cell.0, &mut cell.1)
+            }
+        };
+        (references == 1).then(|| std::mem::replace(held, fraction))
+    }
+
+    /// Add `blocks` to the count of every holder.
+    pub(super) fn credit(&self, blocks: u32, counts: &mut [u32]) {
+        match self {
+            Self::Few(list) => {
+                for holder in list {
+                    counts[usize::from(holder.slot)] += blocks;
+                }
+            }
+            Self::Many(many) => {
+                for (word, &bits) in many.bits.iter().enumerate() {
+                    credit_bits(word, bits, blocks, counts);
+                }
+            }
+        }
+    }
+
+    /// Add `blocks` to the count of every holder that does not hold the `narrower` block, whose
+    /// holders are a subset. False (and nothing added) when that is no cheaper than
+    /// [`credit`](Self::credit): then the caller credits all and starts anew.
+    pub(super) fn credit_without(&self, narrower: &Self, blocks: u32, counts: &mut [u32]) -> bool {
+        let (Self::Many(wide), Self::Many(narrow)) = (self, narrower) else { return false };
+        for (word, &bits) in wide.bits.iter().enumerate() {
+            let held = narrow.bits.get(word).copied().unwrap_or(0);
+            debug_assert_eq!(held & !bits, 0, "a nested block has a holder its parent has not");
+            credit_bits(word, bits & !held, blocks, counts);
+        }
+        true
+    }
+}
+
+fn credit_bits(word: usize, mut bits: u64, blocks: u32, counts: &mut [u32]) {
+    while bits != 0 {
+        counts[word * 64 + bits.trailing_zeros() as usize] += blocks;
+        bits &= bits - 1;
+    }
+}
+
+impl Many {
+    fn of(list: &[Holder], slot_count: usize) -> Self {
+        let mut many = Self { cells: Vec::new(), bits: Vec::new(), len: list.len() };
+        // The list is sorted: its last slot is the largest. Slots may be added later.
+        let last = list.last().map_or(0, |holder| usize::from(holder.slot) + 1);
+        many.resize(slot_count.max(last));
+        for holder in list {
+            let slot = usize::from(holder.slot);
+            many.cells[slot] = (holder.references, holder.fraction);
+            many.bits[slot / 64] |= 1 << (slot % 64);
+        }
+        many
+    }
+
+    fn resize(&mut self, slot_count: usize) {
+        self.cells.resize(slot_count, (0, WHOLE));
+        self.bits.resize(slot_count.div_ceil(64), 0);
+    }
+
+    fn acquire(&mut self, slot: u16) -> bool {
+        let slot = usize::from(slot);
+        if slot >= self.cells.len() {
+            self.resize(slot + 1);
+        }
+        let cell = &mut self.cells[slot];
+        cell.0 += 1;
+        if cell.0 > 1 {
+            return false;
+        }
+        cell.1 = WHOLE;
+        self.bits[slot / 64] |= 1 << (slot % 64);
+        self.len += 1;
+        true
+    }
+
+    fn release(&mut self, slot: u16) -> Option<u16> {
+        let slot = usize::from(slot);
+        let cell = self.cells.get_mut(slot).filter(|cell| cell.0 > 0)?;
+        cell.0 -= 1;
+        if cell.0 > 0 {
+            return None;
+        }
+        self.bits[slot / 64] &= !(1 << (slot % 64));
+        self.len -= 1;
+        Some(cell.1)
+    }
+
+    fn list(&self) -> SmallVec<[Holder; 2]> {
+        let held = self.cells.iter().enumerate().filter(|(_, cell)| cell.0 > 0);
+        held.map(|(slot, &(references, fraction))| Holder {
+            slot: slot as u16,
+            fraction,
+            references,
+        })
+        .collect()
+    }
+}

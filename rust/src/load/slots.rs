@@ -1,0 +1,145 @@
+//! The workers of the table: a small number for each, and its counters.
+
+use std::collections::HashMap;
+
+use super::holders::WHOLE;
+use crate::ids::Worker;
+
+/// Most workers of one model; slots are 16-bit numbers.
+pub const MAX_WORKERS: usize = u16::MAX as usize;
+
+/// What one worker is busy with, as far as this router has booked it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WorkerLoad {
+    /// The worker.
+    pub worker: Worker,
+    /// Requests booked and not freed.
+    pub requests: u32,
+    /// Prompt tokens of those requests that are still to be prefilled.
+    pub prefill_tokens: u64,
+    /// Distinct blocks of those requests, rounded to whole ones.
+    pub blocks: u64,
+    /// Number of the table's last booking on this worker, counted from 1; 0 for none.
+    pub last_booked: u64,
+}
+
+/// Counters of one worker. Only [`super::ActiveSequences`] changes them, with the request at hand.
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    pub(super) requests: u32,
+    pub(super) prefill_tokens: u64,
+    /// Distinct blocks, each as a whole.
+    pub(super) blocks: u64,
+    /// How much less than whole they count, in units of `1 / WHOLE`.
+    pub(super) discount: u64,
+    pub(super) last_booked: u64,
+}
+
+impl Counters {
+    fn is_idle(&self) -> bool {
+        (self.requests, self.prefill_tokens, self.blocks, self.discount) == (0, 0, 0, 0)
+    }
+}
+
+#[derive(Debug)]
+struct Slot {
+    worker: Worker,
+    counters: Counters,
+}
+
+/// Workers by slot, slots by worker, and slots in worker order.
+#[derive(Debug, Default)]
+pub(super) struct Slots {
+    /// Indexed by slot; `None` is free to be reused.
+    slots: Vec<Option<Slot>>,
+    by_worker: HashMap<Worker, u16>,
+    /// Taken slots in worker order: what makes every walk deterministic.
+    order: Vec<u16>,
+}
+
+impl Slots {
+    /// Slots ever taken at once: every slot is below it.
+    pub(super) fn capacity(&self) -> usize {
+        self.slots.len()
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.order.len()
+    }
+
+    pub(super) fn slot(&self, worker: Worker) -> Option<u16> {
+        self.by_worker.get(&worker).copied()
+    }
+
+    pub(super) fn worker(&self, slot: u16) -> Worker {
+        self.taken(slot).worker
+    }
+
+    pub(super) fn counters(&mut self, slot: u16) -> &mut Counters {
+        let slot = self.slots[usize::from(slot)].as_mut();
+        &mut slot.expect("a request is dropped together with its worker").counters
+    }
+
+    /// Workers in order.
+    pub(super) fn workers(&self) -> impl ExactSizeIterator<Item = (u16, Worker)> + '_ {
+        self.order.iter().map(|&slot| (slot, self.taken(slot).worker))
+    }
+
+    /// Loads in worker order, with their slots.
+    pub(super) fn loads(&self) -> impl ExactSizeIterator<Item = (u16, WorkerLoad)> + '_ {
+        self.order.iter().map(|&slot| (slot, self.taken(slot).load()))
+    }
+
+    /// Give each of `workers`, none of which has a slot yet, one with empty counters.
+    pub(super) fn add(&mut self, workers: &[Worker]) {
+        let mut free = 0;
+        for &worker in workers {
+            while self.slots.get(free).is_some_and(Option::is_some) {
+                free += 1;
+            }
+            if free == self.slots.len() {
+                self.slots.push(None);
+            }
+            self.slots[free] = Some(Slot { worker, counters: Counters::default() });
+            self.by_worker.insert(worker, free as u16);
+        }
+        self.sort();
+    }
+
+    /// Forget `workers`, whose counters are at zero; their slots are reused.
+    pub(super) fn remove(&mut self, workers: &[Worker]) {
+        for worker in workers {
+            let Some(slot) = self.by_worker.remove(worker) else { continue };
+            let gone = self.slots[usize::from(slot)].take();
+            debug_assert!(gone.is_none_or(|gone| gone.counters.is_idle()), "no request, no load");
+        }
+        self.sort();
+    }
+
+    fn sort(&mut self) {
+        self.order = self.by_worker.values().copied().collect();
+        let slots = &self.slots;
+        self.order.sort_unstable_by_key(|&slot| {
+            slots[usize::from(slot)].as_ref().map(|slot| slot.worker)
+        });
+    }
+
+    fn taken(&self, slot: u16) -> &Slot {
+        let slot = self.slots[usize::from(slot)].as_ref();
+        slot.expect("only taken slots are in the order and in requests")
+    }
+}
+
+impl Slot {
+    fn load(&self) -> WorkerLoad {
+        let Counters { requests, prefill_tokens, blocks, discount, last_booked } = self.counters;
+        let unit = u64::from(WHOLE);
+        WorkerLoad {
+            worker: self.worker,
+            requests,
+            prefill_tokens,
+            blocks: (blocks * unit - discount + unit / 2) / unit,
+            last_booked,
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! What a request would cost on a worker.
+
+use super::kind::Policy;
+use crate::ids::Worker;
+
+/// What a decision needs to know of the request.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RequestTerms {
+    /// Prompt length in tokens; at least 1.
+    pub isl_tokens: u64,
+    /// Tokens in a block; 0 while unknown: costs are then in tokens and requests.
+    pub block_size: u32,
+    /// Blocks the request would occupy, duplicates included; 0 when blocks are not tracked.
+    pub tracked_blocks: u32,
+    /// What a block to prefill costs in blocks held; finite and at least 0.
+    pub overlap_score_weight: f64,
+    /// 0 takes the lowest cost; larger values spread the choice. Finite and at least 0.
+    pub temperature: f64,
+}
+
+/// One worker that could take the request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Candidate {
+    /// The worker.
+    pub worker: Worker,
+    /// Leading blocks of the prompt that it holds.
+    pub overlap_blocks: u32,
+    /// What it is busy with; `None` for a worker that the load table does not know.
+    pub load: Option<ActiveLoad>,
+}
+
+/// What a candidate is busy with.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ActiveLoad {
+    /// Active requests.
+    pub requests: u32,
+    /// Entries of this request's blocks that active requests of the worker use already.
+    pub shared_blocks: u32,
+    /// Prompt tokens still to be prefilled.
+    pub prefill_tokens: u64,
+    /// Distinct blocks in use.
+    pub blocks: u64,
+    /// When it was last given a request, as a number that grows with every booking; 0 for never.
+    pub last_booked: u64,
+}
+
+/// What the request would cost on one candidate, term by term.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Terms {
+    /// The worker.
+    pub worker: Worker,
+    /// Leading blocks of the prompt that it holds.
+    pub overlap_blocks: u32,
+    /// Active requests, without this one; 0 for a worker the load table does not know.
+    pub active_requests: u32,
+    /// Tokens to prefill, those of active requests included.
+    pub prefill_tokens: u64,
+    /// The same in blocks, not rounded; 0 while the block size is unknown.
+    pub prefill_blocks: f64,
+    /// Distinct blocks in use with this request; 0 while the block size is unknown.
+    pub decode_blocks: u64,
+    /// What the policy minimises; 0 for policies that minimise nothing.
+    pub cost: f64,
+}
+
+impl RequestTerms {
+    /// Whole blocks the prompt needs; 0 while the block size is unknown.
+    pub fn required_blocks(&self) -> u64 {
+        match self.block_size {
+            0 => 0,
+            block_size => self.isl_tokens.div_ceil(u64::from(block_size)),
+        }
+    }
+
+    /// What this request would cost on `candidate`.
+    ///
+    /// `kv`: `overlap_score_weight * prefill_blocks + decode_blocks`; while the block size is
+    /// unknown `overlap_score_weight * prefill_tokens + active requests`. A worker that the load
+    /// table does not know counts as idle and gets no credit for overlap. `least_loaded` and
+    /// `power_of_two`: what the candidate is busy with, whatever the request.
+    ///
+    /// # Source
+    /// The cost function of the NVIDIA Dynamo KV router documentation.
+    pub fn terms(&self, policy: Policy, candidate: &Candidate) -> Terms {
+        let block_size = u64::from(self.block_size);
+        let blocks_of = |tokens: u64| match block_size {
+            0 => 0.0,
+            size => tokens as f64 / size as f64,
+        };
+        let (prefill_tokens, decode_blocks) = match &candidate.load {
+            Some(load) => {
+                // An overlap longer than the prompt is somebody's mistake and saves no more.
+                let cached_tokens = u64::from(candidate.overlap_blocks) * block_size;
+                let own_tokens = self.isl_tokens.saturating_sub(cached_tokens);
+                let own_blocks = self.tracked_blocks.saturating_sub(load.shared_blocks);
+                (load.prefill_tokens + own_tokens, load.blocks + u64::from(own_blocks))
+            }
+            None => (self.isl_tokens, self.isl_tokens.checked_div(block_size).unwrap_or(0)),
+        };
+        let load = candidate.load.unwrap_or_default();
+        let decode_blocks = if block_size == 0 { 0 } else { decode_blocks };
+        let prefill_blocks = blocks_of(prefill_tokens);
+        let cost = match policy {
+            Policy::Kv if block_size == 0 => {
+                self.overlap_score_weight * prefill_tokens as f64 + f64::from(load.requests)
+            }
+            Policy::Kv => self.overlap_score_weight * prefill_blocks + decode_blocks as f64,
+            Policy::LeastLoaded | Policy::PowerOfTwo if block_size == 0 => {
+                load.prefill_tokens as f64
+            }
+            Policy::LeastLoaded | Policy::PowerOfTwo => {
+                load.blocks as f64 + blocks_of(load.prefill_tokens)
+            }
+            Policy::RoundRobin | Policy::Random => 0.0,
+        };
+        Terms {
+            worker: candidate.worker,
+            overlap_blocks: candidate.overlap_blocks,
+            active_requests: load.requests,
+            prefill_tokens,
+            prefill_blocks,
+            decode_blocks,
+            cost,
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! A decision, and what it rests on.
+
+use std::fmt;
+
+use super::cost::{RequestTerms, Terms};
+use super::kind::Policy;
+use crate::ids::Worker;
+
+/// Why this candidate and no other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Reason {
+    /// There was no other candidate.
+    OnlyCandidate,
+    /// It alone had the lowest cost (of the two drawn, for `power_of_two`).
+    LowestCost,
+    /// Several had the lowest cost; chance decided between them.
+    Tie,
+    /// Drawn at a temperature above 0, cheaper ones more likely.
+    Temperature,
+    /// It was its turn.
+    Turn,
+    /// Chance alone.
+    Chance,
+}
+
+impl Reason {
+    /// The name in logs and metrics.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::OnlyCandidate => "only_candidate",
+            Self::LowestCost => "lowest_cost",
+            Self::Tie => "tie",
+            Self::Temperature => "temperature",
+            Self::Turn => "turn",
+            Self::Chance => "chance",
+        }
+    }
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Which worker was chosen, among whom and why. Borrows the buffer that the caller gave for the
+/// terms of the candidates.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Decision<'a> {
+    /// The chosen worker.
+    pub worker: Worker,
+    /// Leading blocks of the prompt that it holds.
+    pub overlap_blocks: u32,
+    /// The policy that chose.
+    pub policy: Policy,
+    /// The request as the policy saw it.
+    pub request: RequestTerms,
+    /// Terms of every candidate, in the order they were given.
+    pub candidates: &'a [Terms],
+    /// Where in `candidates` the chosen one is.
+    pub chosen: usize,
+    /// How many candidates the policy found equally good and better than all others: 1 without a
+    /// tie. `random` finds all equal.
+    pub ties: usize,
+    /// The lowest cost among the others (the other one drawn, for `power_of_two`) minus the chosen
+    /// one's; negative when a temperature preferred a dearer one. `None` without costs or others.
+    pub margin: Option<f64>,
+    /// Why this one.
+    pub reason: Reason,
+}
+
+impl Decision<'_> {
+    /// Terms of the chosen worker.
+    pub fn terms(&self) -> &Terms {
+        &self.candidates[self.chosen]
+    }
+
+    /// The cost of each candidate, worked out; one line each.
+    pub fn formulas(&self) -> impl ExactSizeIterator<Item = Formula<'_>> {
+        self.candidates.iter().map(|terms| terms.formula(&self.request))
+    }
+}
+
+impl Terms {
+    /// These terms, of `request`, as the line of a log.
+    pub fn formula<'a>(&'a self, request: &'a RequestTerms) -> Formula<'a> {
+        Formula { terms: self, request }
+    }
+}
+
+/// Shows how the `kv` cost of a candidate comes about, with three decimals.
+#[derive(Debug, Clone, Copy)]
+pub struct Formula<'a> {
+    terms: &'a Terms,
+    request: &'a RequestTerms,
+}
+
+impl fmt::Display for Formula<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Terms { worker, overlap_blocks, .. } = self.terms;
+        let weight = self.request.overlap_score_weight;
+        let (names, prefill, decode) = match self.request.block_size {
+            0 => (
+                ["prefill_tokens", "active_requests"],
+                self.terms.prefill_tokens as f64,
+                f64::from(self.terms.active_requests),
+            ),
+            _ => (
+                ["prefill_blocks", "decode_blocks"],
+                self.terms.prefill_blocks,
+                self.terms.decode_blocks as f64,
+            ),
+        };
+        let cost = weight * prefill + decode;
+        write!(
+            f,
+            "Formula for worker_id={} dp_rank={} with {overlap_blocks} cached blocks: \
+             {cost:.3} = {weight:.3} * {} + {} = {weight:.3} * {prefill:.3} + {decode:.3}",
+            worker.instance_id, worker.dp_rank, names[0], names[1],
+        )
+    }
+}

@@ -1,0 +1,58 @@
+//! Choosing by chance, cheaper ones more often.
+
+use rand::Rng;
+
+/// Probability of each cost at `temperature`, in the same order; they add up to 1.
+///
+/// At 0 the lowest costs share everything equally. Above 0 a cost `c` weighs
+/// `exp(-(c / range) / temperature)` with `range` the largest minus the lowest: only the relative
+/// spread matters, `[0, 1]` and `[0, 100]` are the same. Equal costs are equally likely.
+pub fn softmax_probabilities(costs: &[f64], temperature: f64) -> Vec<f64> {
+    let weight = weights(costs.iter().copied(), temperature);
+    let weights: Vec<f64> = costs.iter().map(|&cost| weight(cost)).collect();
+    let total: f64 = weights.iter().sum();
+    weights.iter().map(|weight| weight / total).collect()
+}
+
+/// An index into `costs`, drawn with [`softmax_probabilities`]; 0 when there are none.
+pub(super) fn sample(
+    costs: impl Iterator<Item = f64> + Clone,
+    temperature: f64,
+    rng: &mut (impl Rng + ?Sized),
+) -> usize {
+    let weight = weights(costs.clone(), temperature);
+    let total: f64 = costs.clone().map(&weight).sum();
+    let mut left = rng.random::<f64>() * total;
+    let mut last = 0;
+    for (index, cost) in costs.enumerate() {
+        let weight = weight(cost);
+        if weight > 0.0 {
+            // Rounding may leave a rest behind the last one; it is never one that weighs nothing.
+            last = index;
+            left -= weight;
+            if left < 0.0 {
+                break;
+            }
+        }
+    }
+    last
+}
+
+/// The weight of a cost among `costs`; the lowest one weighs 1, so that the sum is never 0.
+fn weights(costs: impl Iterator<Item = f64>, temperature: f64) -> impl Fn(f64) -> f64 {
+    let (lowest, highest) =
+        costs.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), c| (low.min(c), high.max(c)));
+    let range = highest - lowest;
+    // Costs that overflowed have no finite range: they are then as good as equal.
+    let is_flat = !(range > 0.0 && range.is_finite());
+    move |cost| {
+        if cost == lowest || is_flat {
+            1.0
+        } else if temperature > 0.0 {
+            // Shifted by the lowest: the same probabilities, and no exponential overflows.
+            (-((cost - lowest) / range) / temperature).exp()
+        } else {
+            0.0
+        }
+    }
+}

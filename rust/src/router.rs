@@ -1,1 +1,0 @@
-//! router (being written)

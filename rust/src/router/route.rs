@@ -1,0 +1,324 @@
+//! Selecting and booking as one step.
+
+use std::fmt;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+
+use super::booking::Booking;
+use super::config::{RouteOverride, RouterConfig};
+use crate::clock::Clock;
+use crate::error::{Error, Result};
+use crate::ids::Worker;
+use crate::load::{
+    ActiveSequences, BlockUse, Expired, LoadTotals, RequestId, WorkerChange, WorkerLoad,
+};
+use crate::policy::{self, ActiveLoad, Candidate, Decision, RequestTerms, Terms};
+
+/// Most sequence hashes of a request: a prompt of 16 million tokens in blocks of 16.
+const MAX_REQUEST_BLOCKS: usize = 1 << 20;
+
+/// A request is noted as active once in this share of its expiry.
+const TOUCHES_PER_EXPIRY: u64 = 16;
+
+/// A request to be given to a worker.
+#[derive(Clone, Copy, Default)]
+pub struct RouteRequest<'a> {
+    /// Prompt length in tokens; at least 1.
+    pub isl_tokens: u64,
+    /// Sequence hashes of the prompt's full blocks, in order.
+    pub sequence_hashes: &'a [u64],
+    /// Leading blocks of the prompt that workers hold; none for workers that are not named.
+    /// Workers that are not registered here are passed over: the index may be behind or ahead.
+    pub overlaps: &'a [(Worker, u32)],
+    /// Workers that may take the request; `None` for all. Called under the router's lock: it
+    /// answers from what it holds and does not come back to the router.
+    pub allowed: Option<&'a dyn Fn(Worker) -> bool>,
+    /// What this request wants otherwise.
+    pub overrides: RouteOverride,
+}
+
+impl fmt::Debug for RouteRequest<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RouteRequest")
+            .field("isl_tokens", &self.isl_tokens)
+            .field("sequence_hashes", &self.sequence_hashes.len())
+            .field("overlaps", &self.overlaps)
+            .field("allowed", &self.allowed.is_some())
+            .field("overrides", &self.overrides)
+            .finish()
+    }
+}
+
+/// Gives requests of one model to workers and keeps account of who is busy with what.
+///
+/// # Consistency
+/// Every decision sees every booking, first token and end that returned before it. Two decisions
+/// never see the same load unless nothing was booked in between.
+pub struct Router {
+    config: RouterConfig,
+    clock: Arc<dyn Clock>,
+    state: Mutex<State>,
+}
+
+struct State {
+    load: ActiveSequences,
+    rng: SmallRng,
+    next_request: u64,
+    scratch: Scratch,
+}
+
+/// Memory that decisions reuse; nothing in it outlives one.
+#[derive(Default)]
+struct Scratch {
+    /// By slot.
+    overlaps: Vec<u32>,
+    /// By slot.
+    shared: Vec<u32>,
+    candidates: Vec<Candidate>,
+}
+
+impl Router {
+    /// A router without workers.
+    ///
+    /// # Errors
+    /// [`Error::Config`] with the name of the first field that is out of range.
+    pub fn new(config: RouterConfig, clock: Arc<dyn Clock>) -> Result<Self> {
+        config.validate()?;
+        let state = State {
+            load: ActiveSequences::new(config.load()),
+            rng: SmallRng::seed_from_u64(config.seed),
+            next_request: 1,
+            scratch: Scratch::default(),
+        };
+        Ok(Self { config, clock, state: Mutex::new(state) })
+    }
+
+    /// The configuration it was made with; for the block size of now see
+    /// [`block_size`](Self::block_size).
+    pub fn config(&self) -> &RouterConfig {
+        &self.config
+    }
+
+    /// Choose a worker and book the request on it, as one step. The terms of all candidates
+    /// replace what is in `terms`; keep the buffer for the next request.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an empty prompt, too many hashes or an override out of
+    /// range; [`Error::NoWorker`] when there is none or none is allowed; [`Error::Overloaded`] at
+    /// `max_requests`. Nothing is booked then.
+    ///
+    /// # Cost
+    /// O(blocks of the request + workers), without allocation apart from the request's own hashes.
+    pub fn route<'a>(
+        self: &Arc<Self>,
+        request: &RouteRequest<'_>,
+        terms: &'a mut Vec<Terms>,
+    ) -> Result<(Booking, Decision<'a>)> {
+        self.validate(request)?;
+        let now_ms = self.clock.now_ms();
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        state.load.check_room()?;
+        let blocks = self.block_use(&state.load, request);
+        let known = self.terms(&state.load, request, blocks);
+        state.scratch.fill(&state.load, request, blocks)?;
+        let candidates = &state.scratch.candidates;
+        let decision =
+            policy::select(self.config.policy, &known, candidates, terms, &mut state.rng)
+                .ok_or_else(|| no_candidate(&state.load))?;
+        let id = RequestId(state.next_request);
+        let (worker, isl) = (decision.worker, request.isl_tokens);
+        state.load.book(id, worker, blocks, isl, decision.overlap_blocks, now_ms)?;
+        state.next_request += 1;
+        Ok((Booking::new(Arc::clone(self), id, worker, now_ms), decision))
+    }
+
+    /// The decision that [`route`](Self::route) would make now. Changes nothing: not the load, not
+    /// whose turn it is, not the generator. Asking twice gives the same answer twice.
+    ///
+    /// # Errors
+    /// As [`route`](Self::route), but for [`Error::Overloaded`].
+    pub fn preview<'a>(
+        &self,
+        request: &RouteRequest<'_>,
+        terms: &'a mut Vec<Terms>,
+    ) -> Result<Decision<'a>> {
+        self.validate(request)?;
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        let blocks = self.block_use(&state.load, request);
+        let known = self.terms(&state.load, request, blocks);
+        state.scratch.fill(&state.load, request, blocks)?;
+        let mut rng = state.rng.clone();
+        policy::select(self.config.policy, &known, &state.scratch.candidates, terms, &mut rng)
+            .ok_or_else(|| no_candidate(&state.load))
+    }
+
+    /// Make `workers` the registered workers; see [`ActiveSequences::set_workers`].
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for more than [`crate::load::MAX_WORKERS`].
+    pub fn set_workers(&self, workers: &[Worker]) -> Result<WorkerChange> {
+        self.state.lock().load.set_workers(workers)
+    }
+
+    /// Remove one worker and drop its requests; how many, `None` when it is not registered.
+    pub fn remove_worker(&self, worker: Worker) -> Option<usize> {
+        self.state.lock().load.remove_worker(worker)
+    }
+
+    /// Tokens in a block; 0 while unknown.
+    pub fn block_size(&self) -> u32 {
+        self.state.lock().load.block_size()
+    }
+
+    /// Learn the block size. Requests that are active already keep counting in tokens only.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for 0; [`Error::Conflict`] when another size is known already.
+    pub fn set_block_size(&self, block_size: u32) -> Result<()> {
+        self.state.lock().load.set_block_size(block_size)
+    }
+
+    /// Load of every registered worker, in worker order.
+    pub fn loads(&self) -> Vec<WorkerLoad> {
+        self.state.lock().load.loads().map(|(_, load)| load).collect()
+    }
+
+    /// Sums over all workers.
+    pub fn totals(&self) -> LoadTotals {
+        self.state.lock().load.totals()
+    }
+
+    /// Free requests that are idle for longer than `expiry_ms`, longest idle first. Call it on a
+    /// timer: it costs nothing when there are none.
+    pub fn expire(&self) -> Vec<Expired> {
+        let now_ms = self.clock.now_ms();
+        self.state.lock().load.expire(now_ms)
+    }
+
+    pub(super) fn now_ms(&self) -> u64 {
+        self.clock.now_ms()
+    }
+
+    pub(super) fn touch_interval_ms(&self) -> u64 {
+        self.config.expiry_ms / TOUCHES_PER_EXPIRY
+    }
+
+    pub(super) fn first_token(&self, request: RequestId) {
+        let now_ms = self.clock.now_ms();
+        let load = &mut self.state.lock().load;
+        // Not booked any more: the worker went or the request expired, and its load with it.
+        let _gone = load.mark_prefill_completed(request);
+        let _gone = load.touch(request, now_ms);
+    }
+
+    pub(super) fn touch(&self, request: RequestId, now_ms: u64) {
+        // As above: there is nothing left to keep alive.
+        let _gone = self.state.lock().load.touch(request, now_ms);
+    }
+
+    pub(super) fn add_output_block(&self, request: RequestId, fraction: f64) -> Result<()> {
+        match self.state.lock().load.add_output_block(request, fraction) {
+            Err(Error::NotFound(_)) => Ok(()),
+            other => other,
+        }
+    }
+
+    pub(super) fn free(&self, request: RequestId) {
+        self.state.lock().load.free(request);
+    }
+
+    fn validate(&self, request: &RouteRequest<'_>) -> Result<()> {
+        if request.isl_tokens == 0 {
+            return Err(Error::invalid(
+                "isl_tokens must be at least 1, got 0: the prompt is empty",
+            ));
+        }
+        let blocks = request.sequence_hashes.len();
+        if blocks > MAX_REQUEST_BLOCKS {
+            let limit = MAX_REQUEST_BLOCKS;
+            return Err(Error::invalid(format!("{blocks} sequence hashes; the limit is {limit}")));
+        }
+        request.overrides.validate()
+    }
+
+    fn block_use<'a>(&self, load: &ActiveSequences, request: &RouteRequest<'a>) -> BlockUse<'a> {
+        if !self.config.track_active_blocks || load.block_size() == 0 {
+            BlockUse::Untracked
+        } else if self.config.assume_kv_reuse {
+            BlockUse::Shared(request.sequence_hashes)
+        } else {
+            BlockUse::Private(request.sequence_hashes.len() as u32)
+        }
+    }
+
+    fn terms(
+        &self,
+        load: &ActiveSequences,
+        request: &RouteRequest<'_>,
+        blocks: BlockUse<'_>,
+    ) -> RequestTerms {
+        let overrides = request.overrides;
+        let weight = overrides.overlap_score_weight.unwrap_or(self.config.overlap_score_weight);
+        RequestTerms {
+            isl_tokens: request.isl_tokens,
+            block_size: load.block_size(),
+            tracked_blocks: blocks.len(),
+            overlap_score_weight: weight,
+            temperature: overrides.temperature.unwrap_or(self.config.temperature),
+        }
+    }
+}
+
+impl fmt::Debug for Router {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Router").field("config", &self.config).finish_non_exhaustive()
+    }
+}
+
+impl Scratch {
+    /// Make the candidates of `request` from what is active now.
+    fn fill(
+        &mut self,
+        load: &ActiveSequences,
+        request: &RouteRequest<'_>,
+        blocks: BlockUse<'_>,
+    ) -> Result<()> {
+        if load.worker_count() == 0 {
+            return Err(Error::NoWorker("no worker is registered for this model".into()));
+        }
+        let hashes = if let BlockUse::Shared(hashes) = blocks { hashes } else { &[] };
+        load.count_shared(hashes, &mut self.shared);
+        self.overlaps.clear();
+        self.overlaps.resize(load.slot_count(), 0);
+        for &(worker, blocks) in request.overlaps {
+            if let Some(slot) = load.slot(worker) {
+                self.overlaps[slot] = blocks;
+            }
+        }
+        self.candidates.clear();
+        let is_allowed = |worker| request.allowed.is_none_or(|allowed| allowed(worker));
+        let loads = load.loads().filter(|(_, load)| is_allowed(load.worker));
+        self.candidates.extend(loads.map(|(slot, load)| Candidate {
+            worker: load.worker,
+            overlap_blocks: self.overlaps[slot],
+            load: Some(ActiveLoad {
+                requests: load.requests,
+                shared_blocks: self.shared[slot],
+                prefill_tokens: load.prefill_tokens,
+                blocks: load.blocks,
+                last_booked: load.last_booked,
+            }),
+        }));
+        Ok(())
+    }
+}
+
+fn no_candidate(load: &ActiveSequences) -> Error {
+    let count = load.worker_count();
+    Error::NoWorker(format!("none of the {count} registered workers is allowed for this request"))
+}
