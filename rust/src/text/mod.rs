@@ -1,1 +1,34 @@
-//! text (being written)
+//! Text to tokens exactly as the engine does it: template, tokenizer, and the way back.
+//!
+//! Parity is everything here: a prompt rendered or cut one byte differently from the engine's makes
+//! every cache match zero, silently. What cannot be reproduced exactly (images, a template of the
+//! request's own) is [`Prompt::Unsupported`]: routed without tokens and counted, never guessed.
+//!
+//! - [`TextModel`]: a model's folder, loaded; chat or completion body in, token ids out
+//! - [`Tokenizer`]: the `tokenizers` crate behind a cache of [pieces](CutMode)
+//! - [`ChatTemplate`]: chat templates as `apply_chat_template` runs them, messages prepared as the
+//!   engine's [`Dialect`] does
+//! - [`Detokenizer`]: token ids to text as they arrive, complete characters only
+
+mod cache;
+mod config;
+mod content;
+mod cut;
+mod detokenize;
+mod jinja;
+mod message;
+mod model;
+mod python;
+mod request;
+mod template;
+mod tokenizer;
+
+pub use cache::{CacheOptions, CacheStats};
+pub use content::ContentFormat;
+pub use cut::CutMode;
+pub use detokenize::Detokenizer;
+pub use message::Dialect;
+pub use model::{Prompt, TextModel, TextOptions};
+pub use request::ChatRequest;
+pub use template::{ChatTemplate, Rendered, TemplateOptions, WallClock};
+pub use tokenizer::{Tokenizer, Tokens};

@@ -1,0 +1,199 @@
+//! Which form of message content a chat template expects.
+
+/// The form of `message.content` that a template is given.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ContentFormat {
+    /// One string; text parts are joined.
+    String,
+    /// A list of `{"type": "text", "text": ...}` parts.
+    Parts,
+}
+
+/// Words by which SGLang takes a template for a multimodal one.
+const MEDIA_WORDS: [&str; 4] = ["image", "audio", "video", "vision"];
+
+/// vLLM's rule: a template that loops over the content of something it got by looping over
+/// `messages` (or a variable set to it) wants parts.
+///
+/// # Source
+/// vLLM `_detect_content_format`. There a loop or assignment to anything but a plain name ends the
+/// search with the answer "string", so it does here.
+pub(super) fn detect_vllm(template: &str) -> ContentFormat {
+    search(template).unwrap_or(ContentFormat::String)
+}
+
+/// SGLang's rule: any mention of media, or a loop over the content of `message`, `msg` or `m`.
+///
+/// # Source
+/// SGLang `detect_jinja_template_content_format`.
+pub(super) fn detect_sglang(template: &str) -> ContentFormat {
+    let has_media = MEDIA_WORDS.iter().any(|word| template.contains(word));
+    let has_loop = statements(template).iter().any(|statement| {
+        let Statement::For { over, .. } = statement else { return false };
+        matches!(access(over), Some(("message" | "msg" | "m", Some("content"))))
+    });
+    if has_media || has_loop { ContentFormat::Parts } else { ContentFormat::String }
+}
+
+fn search(template: &str) -> Option<ContentFormat> {
+    let statements = statements(template);
+    let mut lists = vec!["messages"];
+    let mut at = 0;
+    while at < lists.len() {
+        for statement in &statements {
+            let Statement::Set { target, value } = statement else { continue };
+            if access(value) == Some((lists[at], None)) {
+                let name = plain_name(target)?;
+                if !lists.contains(&name) {
+                    lists.push(name);
+                }
+            }
+        }
+        at += 1;
+    }
+    let mut messages = Vec::new();
+    for statement in &statements {
+        let Statement::For { target, over } = statement else { continue };
+        if matches!(access(over), Some((list, None)) if lists.contains(&list)) {
+            messages.push(plain_name(target)?);
+        }
+    }
+    for statement in &statements {
+        let Statement::For { target, over } = statement else { continue };
+        if matches!(access(over), Some((name, Some("content"))) if messages.contains(&name)) {
+            return plain_name(target).map(|_| ContentFormat::Parts);
+        }
+    }
+    None
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Statement<'a> {
+    For { target: &'a str, over: &'a str },
+    Set { target: &'a str, value: &'a str },
+}
+
+/// The `for` and `set` statements of a template, as text.
+fn statements(template: &str) -> Vec<Statement<'_>> {
+    let mut found = Vec::new();
+    let mut rest = template;
+    while let Some(start) = rest.find("{%") {
+        rest = &rest[start + 2..];
+        let end = rest.find("%}").unwrap_or(rest.len());
+        let body = rest[..end].trim_matches(['-', '+']).trim();
+        rest = &rest[end..];
+        if let Some(body) = body.strip_prefix("for ") {
+            let Some((target, over)) = body.split_once(" in ") else { continue };
+            let over = outside_brackets(over, " if ").trim();
+            let over = over.strip_suffix(" recursive").unwrap_or(over);
+            found.push(Statement::For { target: target.trim(), over });
+        } else if let Some(body) = body.strip_prefix("set ") {
+            let Some((target, value)) = body.split_once('=') else { continue };
+            found.push(Statement::Set { target: target.trim(), value: value.trim() });
+        }
+    }
+    found
+}
+
+/// `text` up to the first `separator` that stands outside of brackets and quotes.
+fn outside_brackets<'a>(text: &'a str, separator: &str) -> &'a str {
+    let (mut depth, mut quote) = (0usize, None);
+    for (at, character) in text.char_indices() {
+        match (quote, character) {
+            (Some(open), _) if character == open => quote = None,
+            (Some(_), _) => {}
+            (None, '\'' | '"') => quote = Some(character),
+            (None, '(' | '[' | '{') => depth += 1,
+            (None, ')' | ']' | '}') => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+        if depth == 0 && quote.is_none() && text[at..].starts_with(separator) {
+            return &text[..at];
+        }
+    }
+    text
+}
+
+/// What an expression reads: a variable, or one key of a variable; filters, tests and slices of it
+/// count as the thing itself.
+fn access(expression: &str) -> Option<(&str, Option<&str>)> {
+    let bare = outside_brackets(outside_brackets(expression, "|"), " is ").trim();
+    let bare = match bare.strip_prefix('(').and_then(|inner| inner.strip_suffix(')')) {
+        Some(inner) => return access(inner),
+        None => bare,
+    };
+    let name_end = bare
+        .find(|character: char| !(character.is_alphanumeric() || character == '_'))
+        .unwrap_or(bare.len());
+    let (name, mut rest) = bare.split_at(name_end);
+    plain_name(name)?;
+    let mut key = None;
+    if let Some(attribute) = rest.strip_prefix('.') {
+        let end = attribute.find('[').unwrap_or(attribute.len());
+        key = Some(plain_name(&attribute[..end])?);
+        rest = &attribute[end..];
+    } else if let Some((quoted, after)) = subscript(rest)
+        && let Some(literal) = literal(quoted)
+    {
+        key = Some(literal);
+        rest = after;
+    }
+    while let Some((index, after)) = subscript(rest) {
+        // A slice is still the list; an element is something else.
+        if !index.contains(':') {
+            return None;
+        }
+        rest = after;
+    }
+    rest.trim().is_empty().then_some((name, key))
+}
+
+fn subscript(text: &str) -> Option<(&str, &str)> {
+    let inner = text.trim_start().strip_prefix('[')?;
+    let end = inner.find(']')?;
+    Some((inner[..end].trim(), &inner[end + 1..]))
+}
+
+fn literal(text: &str) -> Option<&str> {
+    let quote = text.chars().next().filter(|quote| matches!(quote, '\'' | '"'))?;
+    text[1..].strip_suffix(quote)
+}
+
+fn plain_name(text: &str) -> Option<&str> {
+    let is_name = !text.is_empty()
+        && text.chars().all(|character| character.is_alphanumeric() || character == '_')
+        && !text.starts_with(|character: char| character.is_ascii_digit());
+    is_name.then_some(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn accesses() {
+        assert_eq!(access("messages"), Some(("messages", None)));
+        assert_eq!(access("messages[1:] | list"), Some(("messages", None)));
+        assert_eq!(access("messages[::-1]"), Some(("messages", None)));
+        assert_eq!(access("message['content']"), Some(("message", Some("content"))));
+        assert_eq!(access("m.content | reverse"), Some(("m", Some("content"))));
+        assert_eq!(access("messages[0]['content']"), None);
+        assert_eq!(access("f(messages)"), None);
+    }
+
+    #[test]
+    fn formats() {
+        let text = "{%- for m in messages -%}{{ m.content }}{% endfor %}";
+        let parts = "{% set all = messages[1:] %}{% for m in all if m.role != 'x' %}\
+                     {%- for part in m['content'] -%}{{ part.text }}{% endfor %}{% endfor %}";
+        let other = "{% for m in messages %}{% for c in m.tool_calls %}{% endfor %}{% endfor %}";
+        assert_eq!(detect_vllm(text), ContentFormat::String);
+        assert_eq!(detect_vllm(parts), ContentFormat::Parts);
+        assert_eq!(detect_vllm(other), ContentFormat::String);
+        let tuple = "{% for a, b in messages %}{% for c in a.content %}{% endfor %}{% endfor %}";
+        assert_eq!(detect_vllm(tuple), ContentFormat::String);
+        assert_eq!(detect_sglang(parts), ContentFormat::Parts);
+        assert_eq!(detect_sglang("{{ '<image>' }}"), ContentFormat::Parts);
+        assert_eq!(detect_sglang(text), ContentFormat::String);
+    }
+}

@@ -1,0 +1,327 @@
+//! The template language as transformers sets it up: Jinja2 with Python's values behind it.
+
+use std::fmt::Write;
+use std::sync::Arc;
+
+use minijinja::value::{Kwargs, Rest, ValueKind};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, UndefinedBehavior, Value};
+use minijinja_contrib::pycompat::unknown_method_callback;
+
+use super::python::{Dump, display};
+use super::template::WallClock;
+
+/// Most spaces of `indent`: a template is not trusted with memory.
+const INDENT_MAX: usize = 64;
+
+/// An environment in which chat templates behave as under transformers.
+///
+/// # Source
+/// transformers `_cached_compile_jinja_template`: `trim_blocks`, `lstrip_blocks`, loop controls, the
+/// `generation` block, `raise_exception`, `strftime_now` and a `tojson` that is plain `json.dumps`.
+pub(super) fn environment(clock: WallClock) -> Environment<'static> {
+    let mut environment = Environment::new();
+    environment.set_trim_blocks(true);
+    environment.set_lstrip_blocks(true);
+    environment.set_undefined_behavior(UndefinedBehavior::Lenient);
+    environment.set_auto_escape_callback(|_| AutoEscape::None);
+    environment.set_unknown_method_callback(call_method);
+    environment.set_formatter(|out, _, value| {
+        match value.as_str() {
+            Some(text) => out.write_str(text)?,
+            None => out.write_str(&display(value))?,
+        }
+        Ok(())
+    });
+    environment.add_filter("tojson", tojson);
+    environment.add_filter("string", |value: &Value| display(value));
+    environment.add_filter("join", join);
+    environment.add_filter("length", length);
+    environment.add_filter("count", length);
+    environment.add_test("iterable", is_iterable);
+    environment.add_test("sequence", is_iterable);
+    environment.add_function("raise_exception", |message: Value| -> Result<Value, Error> {
+        Err(refused(display(&message)))
+    });
+    environment.add_function("strftime_now", move |format: &str| strftime(format, clock.now()));
+    environment
+}
+
+/// `{% generation %}` only marks what an assistant said: to the text it is a scope.
+pub(super) fn without_generation(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(start) = rest.find("{%") {
+        let (before, block) = rest.split_at(start);
+        out.push_str(before);
+        let end = block.find("%}").map_or(block.len(), |end| end + 2);
+        let body = block[2..end].trim_end_matches("%}").trim_matches(['-', '+']).trim();
+        match body {
+            "generation" => out.push_str(&block[..end].replacen(body, "with", 1)),
+            "endgeneration" => out.push_str(&block[..end].replacen(body, "endwith", 1)),
+            _ => out.push_str(&block[..end]),
+        }
+        rest = &block[end..];
+    }
+    out.push_str(rest);
+    out
+}
+
+fn refused(message: impl Into<String>) -> Error {
+    Error::new(ErrorKind::InvalidOperation, message.into())
+}
+
+fn tojson(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result<Value, Error> {
+    // Positional order of transformers' filter: ensure_ascii, indent, separators, sort_keys.
+    let option = |at: usize, name: &str| -> Result<Option<Value>, Error> {
+        let value = match args.get(at) {
+            Some(value) => Some(value.clone()),
+            None => kwargs.get::<Option<Value>>(name)?,
+        };
+        Ok(value.filter(|value| !value.is_none() && !value.is_undefined()))
+    };
+    let is_set = |value: Option<Value>| value.is_some_and(|value| value.is_true());
+    let is_ascii = is_set(option(0, "ensure_ascii")?);
+    let indent = option(1, "indent")?.map(|indent| match indent.as_str() {
+        Some(text) => text.to_owned(),
+        None => " ".repeat(usize::try_from(indent).unwrap_or_default().min(INDENT_MAX)),
+    });
+    let default_item = if indent.is_some() { "," } else { ", " };
+    let (mut item_separator, mut key_separator) = (default_item.to_owned(), ": ".to_owned());
+    if let Some(separators) = option(2, "separators")? {
+        item_separator = display(&separators.get_item_by_index(0)?);
+        key_separator = display(&separators.get_item_by_index(1)?);
+    }
+    let sorts_keys = is_set(option(3, "sort_keys")?);
+    kwargs.assert_all_used()?;
+    let dump = Dump { indent, item_separator, key_separator, is_ascii, sorts_keys };
+    dump.write(value).map(Value::from)
+}
+
+fn join(value: Value, separator: Option<Value>, kwargs: Kwargs) -> Result<String, Error> {
+    let separator = match separator {
+        Some(separator) => Some(separator),
+        None => kwargs.get::<Option<Value>>("d")?,
+    };
+    let attribute = kwargs.get::<Option<Value>>("attribute")?;
+    kwargs.assert_all_used()?;
+    let separator = separator.map(|separator| display(&separator)).unwrap_or_default();
+    let mut out = String::new();
+    for (at, item) in value.try_iter()?.enumerate() {
+        if at > 0 {
+            out.push_str(&separator);
+        }
+        match &attribute {
+            Some(name) => out.push_str(&display(&item.get_item(name)?)),
+            None => out.push_str(&display(&item)),
+        }
+    }
+    Ok(out)
+}
+
+fn length(value: &Value) -> Result<usize, Error> {
+    match value.kind() {
+        ValueKind::Undefined => Ok(0),
+        ValueKind::Iterable => Ok(value.try_iter()?.count()),
+        kind => value.len().ok_or_else(|| refused(format!("a {kind} has no length"))),
+    }
+}
+
+/// Strings are iterable sequences in Python, and so are undefined values to Jinja2.
+fn is_iterable(value: &Value) -> bool {
+    matches!(
+        value.kind(),
+        ValueKind::Undefined
+            | ValueKind::String
+            | ValueKind::Seq
+            | ValueKind::Map
+            | ValueKind::Iterable
+    )
+}
+
+/// Methods of Python's strings that the compatibility layer lacks or counts in bytes.
+fn call_method(
+    state: &State<'_, '_>,
+    value: &Value,
+    method: &str,
+    args: &[Value],
+) -> Result<Value, Error> {
+    if value.as_str().is_none() && value.kind() == ValueKind::Map && method == "copy" {
+        return Ok(value.clone());
+    }
+    let Some(text) = value.as_str() else {
+        return unknown_method_callback(state, value, method, args);
+    };
+    let first = args.first().and_then(Value::as_str);
+    let char_index = |at: Option<usize>| match at {
+        Some(at) => Value::from(text[..at].chars().count()),
+        None => Value::from(-1),
+    };
+    match (method, first) {
+        ("find", Some(part)) if args.len() == 1 => Ok(char_index(text.find(part))),
+        ("rfind", Some(part)) if args.len() == 1 => Ok(char_index(text.rfind(part))),
+        ("index", Some(part)) if args.len() == 1 => match text.find(part) {
+            Some(at) => Ok(char_index(Some(at))),
+            None => Err(refused("substring not found")),
+        },
+        ("removeprefix", Some(part)) => Ok(text.strip_prefix(part).unwrap_or(text).into()),
+        ("removesuffix", Some(part)) => Ok(text.strip_suffix(part).unwrap_or(text).into()),
+        ("partition", Some(part)) => Ok(triple(match text.split_once(part) {
+            Some((before, after)) => [before, part, after],
+            None => [text, "", ""],
+        })),
+        ("rpartition", Some(part)) => Ok(triple(match text.rsplit_once(part) {
+            Some((before, after)) => [before, part, after],
+            None => ["", "", text],
+        })),
+        ("split", Some(part)) if !part.is_empty() => {
+            let limit = limit(args)?;
+            Ok(text.splitn(limit, part).map(Value::from).collect())
+        }
+        ("rsplit", Some(part)) if !part.is_empty() => {
+            let mut parts: Vec<Value> = text.rsplitn(limit(args)?, part).map(Value::from).collect();
+            parts.reverse();
+            Ok(parts.into())
+        }
+        ("split" | "rsplit", None) if args.is_empty() => {
+            Ok(text.split_whitespace().map(Value::from).collect())
+        }
+        _ => unknown_method_callback(state, value, method, args),
+    }
+}
+
+fn triple(parts: [&str; 3]) -> Value {
+    parts.into_iter().map(Value::from).collect()
+}
+
+/// How many parts `maxsplit` allows.
+fn limit(args: &[Value]) -> Result<usize, Error> {
+    match args.get(1) {
+        None => Ok(usize::MAX),
+        Some(count) => {
+            let count = i64::try_from(count.clone())?;
+            Ok(usize::try_from(count).map_or(usize::MAX, |count| count.saturating_add(1)))
+        }
+    }
+}
+
+const DAYS: [&str; 7] =
+    ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
+const MONTHS: [&str; 12] = [
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+];
+const SECONDS_PER_DAY: u64 = 86_400;
+
+/// `datetime.fromtimestamp(seconds, UTC).strftime(format)`, for the directives templates use.
+fn strftime(format: &str, seconds: u64) -> String {
+    let days = seconds / SECONDS_PER_DAY;
+    let (year, month, day, day_of_year) = civil(days);
+    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
+    let half_day_hour = if hour % 12 == 0 { 12 } else { hour % 12 };
+    let (weekday, month_name) = (DAYS[(days % 7) as usize], MONTHS[month as usize - 1]);
+    let mut out = String::with_capacity(format.len() + 16);
+    let mut characters = format.chars();
+    while let Some(character) = characters.next() {
+        if character != '%' {
+            out.push(character);
+            continue;
+        }
+        let mut directive = characters.next().unwrap_or('%');
+        let is_bare = directive == '-';
+        if is_bare {
+            directive = characters.next().unwrap_or('-');
+        }
+        let (number, width) = match directive {
+            'd' => (day, 2),
+            'm' => (month, 2),
+            'y' => (year % 100, 2),
+            'Y' => (year, 4),
+            'H' => (hour, 2),
+            'I' => (half_day_hour, 2),
+            'M' => (minute, 2),
+            'S' => (second, 2),
+            'j' => (day_of_year, 3),
+            'a' | 'A' | 'b' | 'B' | 'p' | '%' => {
+                out.push_str(match directive {
+                    'a' => &weekday[..3],
+                    'A' => weekday,
+                    'b' => &month_name[..3],
+                    'B' => month_name,
+                    'p' => ["AM", "PM"][usize::from(hour >= 12)],
+                    _ => "%",
+                });
+                continue;
+            }
+            other => {
+                out.extend(['%', other]);
+                continue;
+            }
+        };
+        let width = if is_bare { 0 } else { width };
+        // Writing to a string cannot fail.
+        drop(write!(out, "{number:0width$}"));
+    }
+    out
+}
+
+/// Year, month, day and day of the year of a day since 1970-01-01.
+fn civil(mut days: u64) -> (u64, u64, u64, u64) {
+    let is_leap = |year: u64| year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
+    let mut year = 1970;
+    while days >= 365 + u64::from(is_leap(year)) {
+        days -= 365 + u64::from(is_leap(year));
+        year += 1;
+    }
+    let day_of_year = days + 1;
+    let february = 28 + u64::from(is_leap(year));
+    let mut month = 1;
+    for length in [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31] {
+        if days < length {
+            break;
+        }
+        days -= length;
+        month += 1;
+    }
+    (year, month, days + 1, day_of_year)
+}
+
+impl WallClock {
+    /// A clock that stands still: for tests.
+    pub fn fixed(unix_seconds: u64) -> Self {
+        Self(Arc::new(move || unix_seconds))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dates_are_written_as_python_does() {
+        // 2024-02-29 13:05:09 UTC, a Thursday.
+        let at = 1_709_211_909;
+        assert_eq!(strftime("%d %b %Y", at), "29 Feb 2024");
+        assert_eq!(
+            strftime("%A, %-d %B %y %I:%M:%S %p %j %% %q", at),
+            "Thursday, 29 February 24 01:05:09 PM 060 % %q"
+        );
+        assert_eq!(strftime("%Y-%m-%d %a", 0), "1970-01-01 Thu");
+        assert_eq!(strftime("%Y-%m-%d", 1_767_225_599), "2025-12-31");
+    }
+
+    #[test]
+    fn generation_blocks_become_scopes() {
+        let source = "a{%- generation -%} b {% endgeneration %}{% if x %}";
+        assert_eq!(without_generation(source), "a{%- with -%} b {% endwith %}{% if x %}");
+    }
+}

@@ -1,0 +1,255 @@
+//! Messages and tools as an engine hands them to the template, which is not as the client sent them.
+
+use serde_json::{Map, Value, json};
+
+use super::content::ContentFormat;
+
+/// Which engine's preparation of requests to follow.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Dialect {
+    /// vLLM: text parts joined by a line feed; tools as `{type, function: {name, description,
+    /// parameters}}`; fields it does not know are left out of messages.
+    #[default]
+    Vllm,
+    /// SGLang: text parts joined by a space; tools as `{type, function: {description, name,
+    /// parameters, strict}}`, none of them with `tool_choice: "none"`; nulls left out of messages.
+    Sglang,
+}
+
+/// Why a conversation cannot be prepared.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Stop {
+    /// Not reproducible here: route without tokens.
+    Unsupported(String),
+    /// Wrong for the engine too: refuse.
+    Invalid(String),
+}
+
+type Object = Map<String, Value>;
+
+/// The messages as the template gets them.
+///
+/// # Source
+/// vLLM `parse_chat_messages`, SGLang `_apply_jinja_template`.
+pub(super) fn prepare_messages(
+    messages: Value,
+    dialect: Dialect,
+    format: ContentFormat,
+) -> Result<Vec<Value>, Stop> {
+    let Value::Array(messages) = messages else {
+        return Err(Stop::Invalid("messages must be a list".to_owned()));
+    };
+    let mut prepared = Vec::with_capacity(messages.len());
+    for (at, message) in messages.into_iter().enumerate() {
+        let Value::Object(mut message) = message else {
+            return Err(Stop::Invalid(format!("messages[{at}] must be an object")));
+        };
+        let Some(role) = message.get("role").and_then(Value::as_str).map(str::to_owned) else {
+            return Err(Stop::Invalid(format!("messages[{at}].role must be a string")));
+        };
+        parse_arguments(&mut message, &role, dialect);
+        let content = message.get_mut("content").map(Value::take).unwrap_or_default();
+        let content = match dialect {
+            Dialect::Vllm => content_vllm(content, format, role == "tool")?,
+            Dialect::Sglang => content_sglang(content, format, role == "tool")?,
+        };
+        prepared.push(Value::Object(match dialect {
+            Dialect::Vllm => message_vllm(message, &role, content),
+            Dialect::Sglang => message_sglang(message, content),
+        }));
+    }
+    Ok(prepared)
+}
+
+/// The fields vLLM carries over, in its order.
+fn message_vllm(mut message: Object, role: &str, content: Value) -> Object {
+    let mut out = Object::new();
+    let mut take = |key: &str| message.get_mut(key).map(Value::take).filter(|v| !v.is_null());
+    out.insert("role".to_owned(), role.into());
+    out.insert("content".to_owned(), content);
+    match role {
+        "assistant" => {
+            let calls = take("tool_calls").filter(|calls| *calls != json!([]));
+            out.extend(calls.map(|calls| ("tool_calls".to_owned(), calls)));
+            let old_name = take("reasoning_content");
+            if let Some(reasoning) = take("reasoning").or(old_name) {
+                out.insert("reasoning".to_owned(), reasoning.clone());
+                out.insert("reasoning_content".to_owned(), reasoning);
+            }
+        }
+        "tool" => out.extend(take("tool_call_id").map(|id| ("tool_call_id".to_owned(), id))),
+        _ => {}
+    }
+    for key in ["name", "task"] {
+        let text = take(key).filter(Value::is_string);
+        out.extend(text.map(|text| (key.to_owned(), text)));
+    }
+    if role == "developer" {
+        out.insert("tools".to_owned(), take("tools").unwrap_or_default());
+    }
+    out
+}
+
+/// SGLang keeps what is not null; `content` keeps its place.
+fn message_sglang(mut message: Object, content: Value) -> Object {
+    message.insert("content".to_owned(), content);
+    message.into_iter().filter(|(_, value)| !value.is_null()).collect()
+}
+
+fn content_vllm(content: Value, format: ContentFormat, is_tool: bool) -> Result<Value, Stop> {
+    let parts = match content {
+        Value::Null => Vec::new(),
+        Value::String(text) if format == ContentFormat::String || is_tool => return Ok(text.into()),
+        Value::String(text) => vec![Value::String(text)],
+        Value::Array(parts) => parts,
+        _ => return Err(bad_content()),
+    };
+    let mut texts = Vec::with_capacity(parts.len());
+    for part in parts {
+        if let Some(text) = part_text_vllm(part)? {
+            texts.push(text);
+        }
+    }
+    // Most templates take tool results as a string only, so vLLM joins them in any format.
+    Ok(match format {
+        ContentFormat::Parts if !is_tool => {
+            texts.into_iter().map(|text| json!({"type": "text", "text": text})).collect()
+        }
+        _ => texts.join("\n").into(),
+    })
+}
+
+/// The text of a part; `None` for a text part without text, which vLLM skips.
+fn part_text_vllm(mut part: Value) -> Result<Option<String>, Stop> {
+    if let Value::String(text) = part {
+        return Ok(Some(text));
+    }
+    let kind = part_kind(&part)?;
+    let field = match kind.as_str() {
+        "text" | "input_text" | "output_text" => "text",
+        "refusal" => "refusal",
+        "thinking" => "thinking",
+        _ => return Err(Stop::Unsupported(format!("content part of type {kind:?}"))),
+    };
+    match part.get_mut(field).map(Value::take).unwrap_or_default() {
+        Value::String(text) => Ok(Some(text)),
+        Value::Null if matches!(kind.as_str(), "text" | "refusal") => Ok(None),
+        _ => Err(Stop::Invalid(format!("content part of type {kind:?} needs a string {field:?}"))),
+    }
+}
+
+fn content_sglang(content: Value, format: ContentFormat, is_tool: bool) -> Result<Value, Stop> {
+    let parts = match content {
+        Value::Null => return Ok("".into()),
+        Value::String(text) => return Ok(text.into()),
+        Value::Array(parts) => parts,
+        _ => return Err(bad_content()),
+    };
+    let mut texts = Vec::with_capacity(parts.len());
+    for mut part in parts {
+        match part_kind(&part)?.as_str() {
+            "text" | "input_text" => match part.get_mut("text").map(Value::take) {
+                Some(Value::String(text)) => texts.push(text),
+                _ => return Err(Stop::Invalid("content part needs a string \"text\"".to_owned())),
+            },
+            kind => return Err(Stop::Unsupported(format!("content part of type {kind:?}"))),
+        }
+    }
+    Ok(match format {
+        ContentFormat::Parts if !is_tool => {
+            texts.into_iter().map(|text| json!({"type": "text", "text": text})).collect()
+        }
+        _ => texts.join(" ").into(),
+    })
+}
+
+fn part_kind(part: &Value) -> Result<String, Stop> {
+    // Without a type it is an image or audio in a short form.
+    match part.get("type") {
+        Some(Value::String(kind)) => Ok(kind.clone()),
+        _ if part.is_object() => Err(Stop::Unsupported("content part without type".to_owned())),
+        _ => Err(bad_content()),
+    }
+}
+
+fn bad_content() -> Stop {
+    Stop::Invalid("message content must be a string, a list of parts or null".to_owned())
+}
+
+/// Clients send the arguments of past tool calls as a JSON string, templates want the object.
+fn parse_arguments(message: &mut Object, role: &str, dialect: Dialect) {
+    if role != "assistant" {
+        return;
+    }
+    let Some(Value::Array(calls)) = message.get_mut("tool_calls") else { return };
+    for call in calls {
+        let Some(Value::Object(function)) = call.get_mut("function") else { continue };
+        match function.get_mut("arguments") {
+            Some(Value::Object(_) | Value::Array(_)) => {}
+            Some(Value::String(text)) => {
+                // vLLM takes broken JSON for no arguments; SGLang refuses the request itself.
+                let parsed = serde_json::from_str(text).unwrap_or_else(|_| json!({}));
+                function.insert("arguments".to_owned(), parsed);
+            }
+            _ if dialect == Dialect::Vllm => {
+                function.insert("arguments".to_owned(), json!({}));
+            }
+            _ => {}
+        }
+    }
+}
+
+/// The tools as the template gets them; null if there are none.
+///
+/// # Source
+/// The request models that vLLM (`ChatCompletionToolsParam`) and SGLang (`Tool`) dump: their field
+/// order, and null for what is not given.
+pub(super) fn prepare_tools(
+    tools: Option<Value>,
+    choice: Option<&Value>,
+    dialect: Dialect,
+) -> Result<Value, Stop> {
+    let tools = match tools {
+        None | Some(Value::Null) => return Ok(Value::Null),
+        Some(Value::Array(tools)) => tools,
+        Some(_) => return Err(Stop::Invalid("tools must be a list".to_owned())),
+    };
+    let is_none = choice.and_then(Value::as_str) == Some("none");
+    if dialect == Dialect::Sglang && (is_none || tools.is_empty()) {
+        return Ok(Value::Null);
+    }
+    let chosen = choice.and_then(|choice| choice.pointer("/function/name")).cloned();
+    let mut out = Vec::with_capacity(tools.len());
+    for mut tool in tools {
+        let kind = tool.get("type").cloned().unwrap_or_else(|| "function".into());
+        let Some(Value::Object(mut function)) = tool.get_mut("function").map(Value::take) else {
+            return Err(Stop::Unsupported("tool that is not a function".to_owned()));
+        };
+        let is_chosen = chosen.as_ref().is_none_or(|name| function.get("name") == Some(name));
+        if dialect == Dialect::Sglang && !is_chosen {
+            continue;
+        }
+        let mut ordered = Object::new();
+        let fields: &[(&str, Value)] = match dialect {
+            Dialect::Vllm => {
+                &[("name", Value::Null), ("description", Value::Null), ("parameters", Value::Null)]
+            }
+            Dialect::Sglang => &[
+                ("description", Value::Null),
+                ("name", Value::Null),
+                ("parameters", Value::Null),
+                ("strict", Value::Bool(false)),
+            ],
+        };
+        for (key, default) in fields {
+            let value = function.shift_remove(*key).unwrap_or_else(|| default.clone());
+            ordered.insert((*key).to_owned(), value);
+        }
+        if dialect == Dialect::Vllm {
+            // Fields beyond its own are kept, behind them.
+            ordered.extend(function);
+        }
+        out.push(json!({"type": kind, "function": ordered}));
+    }
+    Ok(Value::Array(out))
+}
