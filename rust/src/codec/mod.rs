@@ -145,8 +145,8 @@ fn events(reader: &mut Reader<'_>, batch: &mut Batch) -> Result<(), Fault> {
         Head::Array(_) => return Err(Fault::Malformed("events exceed the limit")),
         _ => return Err(Fault::Malformed("events must be an array")),
     };
-    // An event that is kept has at least 13 bytes, its tag: what cannot be one gets no memory, since
-    // an event takes many times that.
+    // An event that is kept has at least 13 bytes, with its tag, and takes many times that in
+    // memory: what is too short to be one gets none.
     batch.events.reserve(count.min(reader.cursor.remaining() / 13));
     for _ in 0..count {
         let start = reader.cursor;
