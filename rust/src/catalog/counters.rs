@@ -60,8 +60,8 @@ counters! {
     self_parent,
     /// Stored events whose cache salt contradicts their parent's.
     identity_conflict,
-    /// Stored events refused because the index is at its limit.
-    refused_full,
+    /// Blocks refused because the index is at its limit.
+    refused_blocks,
     /// Events on a storage medium that is not known.
     unknown_medium,
     /// Events of a cache group that says nothing about reuse of the whole prompt.

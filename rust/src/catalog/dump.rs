@@ -1,6 +1,6 @@
 //! The index as router events: what a dump says, and what a reader of one does with it.
 
-use crate::codec::router::{KvCacheEventData, RouterEvent, StoredBlock, StoredData};
+use crate::codec::router::{EventData, KvEvent, RouterEvent, StoredBlock, StoredBlocks};
 use crate::error::{Error, Result};
 use crate::ids::Worker;
 use crate::index::{Block, BlockIndex, DEFAULT_SEED, DumpBlock, Parent};
@@ -8,12 +8,21 @@ use crate::index::{Block, BlockIndex, DEFAULT_SEED, DumpBlock, Parent};
 impl DumpBlock {
     fn into_event(self, event_id: u64) -> RouterEvent {
         let is_orphan = self.parent_engine.is_none() && self.parent_chain.is_some();
-        let data = KvCacheEventData::Stored(StoredData {
+        let block = StoredBlock {
+            block_hash: self.engine_hash,
+            tokens_hash: self.local_hash,
+            mm_extra_info: None,
+        };
+        let data = EventData::Stored(StoredBlocks {
             parent_hash: self.parent_engine,
             parent_sequence_hash: if is_orphan { self.parent_chain } else { None },
-            blocks: vec![StoredBlock::new(self.engine_hash, self.local_hash)],
+            blocks: vec![block],
         });
-        RouterEvent::new(self.worker, self.tier, event_id, data)
+        RouterEvent {
+            worker_id: self.worker.instance_id,
+            event: KvEvent { event_id, data, dp_rank: self.worker.dp_rank },
+            storage_tier: self.tier,
+        }
     }
 }
 
@@ -40,7 +49,7 @@ pub fn dump_events(index: &dyn BlockIndex) -> impl Iterator<Item = RouterEvent> 
 pub fn apply_router_event(index: &dyn BlockIndex, event: &RouterEvent) -> Result<()> {
     let worker: Worker = event.worker();
     match &event.event.data {
-        KvCacheEventData::Stored(stored) => {
+        EventData::Stored(stored) => {
             let blocks: Vec<Block> = stored
                 .blocks
                 .iter()
@@ -54,20 +63,20 @@ pub fn apply_router_event(index: &dyn BlockIndex, event: &RouterEvent) -> Result
                 (None, Some(chain)) => Some(Parent::Chain(chain)),
                 (None, None) => None,
             };
-            let outcome = index.store(worker, event.tier(), parent, DEFAULT_SEED, &blocks);
+            let outcome = index.store(worker, event.storage_tier, parent, DEFAULT_SEED, &blocks);
             match outcome.rejected {
                 None => Ok(()),
                 Some(cause) => Err(Error::invalid(format!(
-                    "stored event {} of worker {worker} rejected: {cause}",
+                    "stored event {} of worker {worker} rejected: {cause:?}",
                     event.event.event_id
                 ))),
             }
         }
-        KvCacheEventData::Removed(removed) => {
-            index.remove(worker, event.tier(), &removed.block_hashes);
+        EventData::Removed(removed) => {
+            index.remove(worker, event.storage_tier, &removed.block_hashes);
             Ok(())
         }
-        KvCacheEventData::Cleared => {
+        EventData::Cleared => {
             index.clear(worker);
             Ok(())
         }

@@ -5,7 +5,7 @@ use super::model::ModelIndex;
 use crate::event::{Batch, Event, ExtraKey, Removed, Stored};
 use crate::hash;
 use crate::ids::{Tier, Worker};
-use crate::index::{Block, Parent, StoreOutcome};
+use crate::index::{Block, Parent, Rejection};
 
 /// Cache groups of hybrid models. Credit follows one group: the first one that describes reuse of
 /// the whole prompt. The others' blocks have the same hashes, so mixing them would earn false credit.
@@ -92,14 +92,17 @@ impl Ingest<'_> {
             seed,
             &blocks,
         );
-        match outcome {
-            StoreOutcome::Stored { .. } => {
+        add(&self.counters.refused_blocks, u64::from(outcome.refused));
+        match outcome.rejected {
+            None => {
                 add(&self.counters.stored, 1);
                 add(&self.counters.stored_blocks, blocks.len() as u64);
             }
-            StoreOutcome::Orphaned => add(&self.counters.orphaned, 1),
-            StoreOutcome::SelfReference => add(&self.counters.self_parent, 1),
-            StoreOutcome::Full | StoreOutcome::OutOfSlots => add(&self.counters.refused_full, 1),
+            Some(Rejection::Orphan) => add(&self.counters.orphaned, 1),
+            Some(Rejection::SelfReference) => add(&self.counters.self_parent, 1),
+            Some(Rejection::SlotsExhausted) => {
+                add(&self.counters.refused_blocks, blocks.len() as u64);
+            }
         }
     }
 
@@ -113,7 +116,7 @@ impl Ingest<'_> {
         let outcome = self.model.index.remove(self.worker, tier, &event.block_hashes);
         add(&self.counters.removed, 1);
         add(&self.counters.removed_blocks, event.block_hashes.len() as u64);
-        add(&self.counters.unknown_removed, outcome.unknown as u64);
+        add(&self.counters.unknown_removed, u64::from(outcome.unknown));
     }
 
     /// The identity under which the blocks are hashed. Engines name the salt only with the first block of a

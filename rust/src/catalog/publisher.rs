@@ -273,8 +273,12 @@ impl Publisher {
                 }
                 return FrameOutcome::Gap { from, to };
             }
-            // The machine has just reset itself, so it cannot report a second restart.
-            Step::Restarted => return FrameOutcome::Gap { from: 0, to: sequence },
+            // Not a sequence number at all; or a second restart, which a machine that has just reset itself
+            // cannot see.
+            Step::Invalid | Step::Restarted => {
+                add(&self.counters.undecodable, 1);
+                return FrameOutcome::Duplicate;
+            }
         }
         state.stream.applied(xxh3_64(payload));
         state.last_event_ms = Some(self.clock.now_ms());

@@ -13,7 +13,7 @@ use crate::clock::{Clock, SystemClock};
 use crate::codec;
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
-use crate::index::{CountMode, IndexOptions, RadixIndex};
+use crate::index::{self, CountMode, RadixIndex};
 
 /// Limits of a catalog.
 #[derive(Debug, Clone)]
@@ -128,9 +128,13 @@ impl Catalog {
                 self.options.max_models
             )));
         }
-        let index = RadixIndex::new(IndexOptions {
+        let index = RadixIndex::new(index::Options {
             count_mode: CountMode::Copies,
-            max_blocks: self.options.max_blocks,
+            limits: index::Limits {
+                max_blocks: self.options.max_blocks,
+                ..index::Limits::default()
+            },
+            hash_seed: rand::random(),
         });
         let model =
             Arc::new(ModelIndex::new(key.clone(), block_size.unwrap_or(0), Box::new(index)));

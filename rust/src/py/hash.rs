@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 
 use super::buffer::{hashes, tokens};
-use super::error::{OrRaise, raise};
+use super::error::raise;
 use crate::error::Error;
 use crate::hash;
 
@@ -22,14 +22,13 @@ pub(super) fn compute_block_hash_for_seq(
     let slice = ids.as_slice();
     let seed = hash::identity_seed(lora_name, cache_salt);
     let slice: &[u32] = &slice;
-    py.detach(|| {
+    Ok(py.detach(|| {
         if is_eagle {
             hash::local_hashes_eagle(slice, block_size, seed)
         } else {
-            Ok(hash::local_hashes(slice, block_size, seed))
+            hash::local_hashes(slice, block_size, seed)
         }
-    })
-    .or_raise(py)
+    }))
 }
 
 #[pyfunction]

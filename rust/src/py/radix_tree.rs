@@ -4,10 +4,10 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use super::buffer::hashes;
-use super::error::{OrRaise, raise};
-use crate::codec::router::KvCacheEvent;
+use super::error::OrRaise;
+use crate::codec::router::{KvEvent, RouterEvent};
 use crate::error::Error;
-use crate::ids::Worker;
+use crate::ids::{Tier, Worker};
 use crate::index::{BlockIndex, Matches, Options, RadixIndex};
 
 /// How many leading blocks of a prompt each worker holds.
@@ -21,7 +21,7 @@ impl OverlapScores {
     #[getter]
     fn scores<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let scores = PyDict::new(py);
-        for found in self.matches.workers.iter().filter(|found| found.device > 0) {
+        for found in self.matches.as_slice().iter().filter(|found| found.device > 0) {
             let Worker { instance_id, dp_rank } = found.worker;
             scores.set_item((instance_id, dp_rank), found.device)?;
         }
@@ -30,22 +30,24 @@ impl OverlapScores {
 
     #[getter]
     fn frequencies(&self) -> Vec<u32> {
-        self.matches.frequencies.clone()
+        let mut out = Vec::new();
+        self.matches.frequencies(&mut out);
+        out
     }
 
     fn __len__(&self) -> usize {
-        self.matches.workers.len()
+        self.matches.len()
     }
 
     fn __repr__(&self) -> String {
         let parts: Vec<String> = self
             .matches
-            .workers
+            .as_slice()
             .iter()
             .take(8)
             .map(|found| format!("{}: {}", found.worker, found.device))
             .collect();
-        let more = if self.matches.workers.len() > 8 { ", ..." } else { "" };
+        let more = if self.matches.len() > 8 { ", ..." } else { "" };
         format!("OverlapScores({{{}{more}}})", parts.join(", "))
     }
 }
@@ -86,9 +88,10 @@ impl RadixTree {
 
     fn apply_event(&self, py: Python<'_>, worker_id: u64, kv_cache_event_bytes: &[u8]) -> PyResult<()> {
         py.detach(|| {
-            let event: KvCacheEvent = serde_json::from_slice(kv_cache_event_bytes)
+            let event: KvEvent = serde_json::from_slice(kv_cache_event_bytes)
                 .map_err(|error| Error::decode(error.column(), error.to_string()))?;
-            crate::catalog::apply_router_event(&self.index, &event.for_worker(worker_id))
+            let event = RouterEvent { worker_id, event, storage_tier: Tier::Device };
+            crate::catalog::apply_router_event(&self.index, &event)
         })
         .or_raise(py)
     }
@@ -110,15 +113,12 @@ impl RadixTree {
         })
     }
 
-    fn dump_tree_as_events(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+    fn dump_tree_as_events(&self, py: Python<'_>) -> Vec<String> {
         py.detach(|| {
             crate::catalog::dump_events(&self.index)
-                .map(|event| {
-                    serde_json::to_string(&event).map_err(|error| Error::invalid(error.to_string()))
-                })
-                .collect::<crate::error::Result<Vec<_>>>()
+                .map(|event| event.to_json())
+                .collect()
         })
-        .map_err(|error| raise(py, &error))
     }
 
     fn block_count(&self, worker_id: u64, dp_rank: u32) -> usize {

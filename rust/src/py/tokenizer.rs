@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use super::buffer::tokens;
 use super::error::{OrRaise, raise};
 use crate::error::Error;
-use crate::text::{ChatRequest, TextModel};
+use crate::text::{CacheOptions, ChatRequest, Prompt, Rendered, TextModel, TextOptions};
 
 /// Tokenizer and chat template of a model folder.
 #[pyclass(frozen, module = "kvflash._core")]
@@ -20,14 +20,15 @@ impl Tokenizer {
     #[new]
     #[pyo3(signature = (folder, *, cache_bytes=268_435_456))]
     fn new(py: Python<'_>, folder: PathBuf, cache_bytes: usize) -> PyResult<Self> {
-        let model = py.detach(|| TextModel::from_folder(&folder, cache_bytes)).or_raise(py)?;
+        let cache = CacheOptions { capacity_bytes: cache_bytes, ..CacheOptions::default() };
+        let options = TextOptions { cache, ..TextOptions::default() };
+        let model = py.detach(|| TextModel::from_folder(&folder, options)).or_raise(py)?;
         Ok(Self { model })
     }
 
     #[pyo3(signature = (text, add_special_tokens=true))]
     fn encode(&self, py: Python<'_>, text: &str, add_special_tokens: bool) -> PyResult<Vec<u32>> {
         py.detach(|| self.model.completion_tokens(text, add_special_tokens))
-            .map(|ids| ids.to_vec())
             .or_raise(py)
     }
 
@@ -40,7 +41,7 @@ impl Tokenizer {
     ) -> PyResult<String> {
         let ids = tokens("ids", ids)?;
         let ids: &[u32] = &ids.as_slice();
-        py.detach(|| self.model.decode(ids, skip_special_tokens)).or_raise(py)
+        py.detach(|| self.model.tokenizer.decode(ids, skip_special_tokens)).or_raise(py)
     }
 
     #[pyo3(signature = (messages_json, add_generation_prompt=true, *, tools_json=None))]
@@ -52,7 +53,12 @@ impl Tokenizer {
         tools_json: Option<&str>,
     ) -> PyResult<Option<String>> {
         with_chat(py, messages_json, tools_json, add_generation_prompt, |request| {
-            self.model.render(request)
+            let template = self.model.template.as_ref();
+            let template = template.ok_or_else(|| Error::invalid("the model has no chat template"))?;
+            template.render(request).map(|rendered| match rendered {
+                Rendered::Text(text) => Some(text),
+                Rendered::Unsupported(_) => None,
+            })
         })
     }
 
@@ -65,7 +71,10 @@ impl Tokenizer {
         tools_json: Option<&str>,
     ) -> PyResult<Option<Vec<u32>>> {
         with_chat(py, messages_json, tools_json, add_generation_prompt, |request| {
-            self.model.chat_tokens(request).map(|ids| ids.map(|ids| ids.to_vec()))
+            self.model.chat_tokens(request).map(|prompt| match prompt {
+                Prompt::Tokens(ids) => Some(ids),
+                Prompt::Unsupported(_) => None,
+            })
         })
     }
 }
@@ -86,13 +95,10 @@ fn with_chat<T: Send>(
         tools.map(|text| parse("tools_json", text)).transpose()?;
     py.detach(|| {
         call(&ChatRequest {
-            messages,
+            messages: Some(messages),
             tools,
-            documents: None,
-            chat_template_kwargs: None,
-            add_generation_prompt,
-            continue_final_message: false,
-            add_special_tokens: false,
+            add_generation_prompt: Some(add_generation_prompt),
+            ..ChatRequest::default()
         })
     })
     .or_raise(py)

@@ -55,7 +55,7 @@ fn warnings(app: &App) -> Vec<String> {
             (view.counts.block_size_mismatch, "stored events have another block size than the index"),
             (view.counts.lost_batches, "event batches were lost and not replayed"),
             (view.counts.undecodable, "event frames could not be decoded"),
-            (view.counts.refused_full, "stored events were refused: the index is full"),
+            (view.counts.refused_blocks, "blocks were refused: the index is full"),
         ] {
             if count > 0 {
                 warnings.push(format!("worker {worker}: {count} {what}"));
@@ -126,10 +126,10 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
         }
     }
     if let Some(text) = &app.text {
-        let stats = text.cache_stats();
-        metrics.tokenizer_hits.set(stats.hits as i64);
-        metrics.tokenizer_misses.set(stats.misses as i64);
-        metrics.tokenizer_bytes.set(stats.bytes as i64);
+        let stats = text.tokenizer.cache_stats();
+        metrics.tokenizer_hits.set(stats.hits_total as i64);
+        metrics.tokenizer_misses.set(stats.misses_total as i64);
+        metrics.tokenizer_bytes.set(stats.held_bytes as i64);
     }
     app.common.expose(&app.catalog)
 }

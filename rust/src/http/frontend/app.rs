@@ -32,7 +32,7 @@ use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::ids::InstanceId;
 use crate::router::Booking;
-use crate::text::TextModel;
+use crate::text::{CacheOptions, TextModel, TextOptions};
 
 pub(super) static WORKER_HEADER: HeaderName = HeaderName::from_static("x-kvflash-worker");
 pub(super) static OVERLAP_HEADER: HeaderName = HeaderName::from_static("x-kvflash-overlap-blocks");
@@ -78,7 +78,12 @@ impl FrontendApp {
         options.check()?;
         let text = match &options.tokenizer {
             Some(folder) => {
-                Some(Arc::new(TextModel::from_folder(folder, options.tokenizer_cache_bytes)?))
+                let cache = CacheOptions {
+                    capacity_bytes: options.tokenizer_cache_bytes,
+                    ..CacheOptions::default()
+                };
+                let text = TextOptions { cache, ..TextOptions::default() };
+                Some(Arc::new(TextModel::from_folder(folder, text)?))
             }
             None => None,
         };
@@ -109,7 +114,7 @@ impl FrontendApp {
 
     /// Free bookings that nothing was heard of; call it on a timer.
     pub fn expire(&self) -> usize {
-        let expired: usize = self.app.fleet.pools().iter().map(|pool| pool.router.expire()).sum();
+        let expired: usize = self.app.fleet.pools().iter().map(|pool| pool.router.expire().len()).sum();
         self.app.metrics.load_expired.inc_by(expired as u64);
         expired
     }

@@ -322,6 +322,8 @@ impl Pool {
         let mut by_id = members.by_id.clone();
         edit(&mut by_id);
         *members = Arc::new(Members { by_id });
-        self.router.set_workers(&members.workers());
+        if let Err(error) = self.router.set_workers(&members.workers()) {
+            tracing::error!(model = self.name, %error, "the router does not take all workers");
+        }
     }
 }

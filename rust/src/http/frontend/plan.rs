@@ -15,9 +15,15 @@ use crate::error::{Error, Result};
 use crate::hash;
 use crate::ids::{InstanceId, Worker};
 use crate::index::Matches;
-use crate::policy::Policy;
+use crate::policy::{Policy, Terms};
 use crate::router::{Booking, RouteRequest};
-use crate::text::{ChatRequest, Tokens};
+use crate::text::{self, Tokens};
+
+thread_local! {
+    // Buffers of the walk and of the decision, reused by every request of the thread.
+    static MATCHES: RefCell<Matches> = RefCell::default();
+    static TERMS: RefCell<Vec<Terms>> = const { RefCell::new(Vec::new()) };
+}
 
 /// Text longer than this is tokenized off the reactor's turn: it may take milliseconds.
 const LONG_TEXT_BYTES: usize = 64 * 1024;
@@ -98,16 +104,15 @@ impl Plan {
     }
 
     fn look_up(&mut self, tokens: &[u32], envelope: &Envelope<'_>) {
-        thread_local! {
-            // The walk's buffers, reused by every request of the thread.
-            static MATCHES: RefCell<Matches> = RefCell::default();
-        }
         self.are_tokens_known = true;
         self.isl_tokens = tokens.len().max(1) as u64;
         let pool = &self.route.pool;
         let Some(block_size) = pool.index.block_size() else { return };
         self.block_size = block_size;
-        pool.router.set_block_size(block_size);
+        if pool.router.block_size() == 0 {
+            // Conflict means that another request was first, with the same index's size.
+            let _ = pool.router.set_block_size(block_size);
+        }
         let seed = hash::identity_seed(
             self.route.lora_name.as_deref(),
             envelope.cache_salt.as_deref(),
@@ -116,9 +121,8 @@ impl Plan {
         hash::sequence_hashes_into(&locals, &mut self.sequence_hashes);
         MATCHES.with_borrow_mut(|matches| {
             pool.index.index.find_matches_by_sequence(&self.sequence_hashes, matches);
-            self.overlaps.extend(
-                matches.workers.iter().filter(|m| m.device > 0).map(|m| (m.worker, m.device)),
-            );
+            let on_device = matches.as_slice().iter().filter(|found| found.device > 0);
+            self.overlaps.extend(on_device.map(|found| (found.worker, found.device)));
         });
     }
 
@@ -134,17 +138,16 @@ impl Plan {
                 .then_some(&is_eligible as &dyn Fn(Worker) -> bool),
             ..self.request()
         };
-        let (booking, overlap_blocks) = pool
-            .router
-            .route(&request, |decision| {
-                tracing::debug!(
-                    model = pool.name, worker = %decision.worker,
-                    overlap_blocks = decision.overlap_blocks, reason = %decision.reason,
-                    ties = decision.ties, "routed"
-                );
-                decision.overlap_blocks
-            })
-            .map_err(|error| self.explain_absence(error))?;
+        let (booking, overlap_blocks) = TERMS.with_borrow_mut(|terms| {
+            let (booking, decision) =
+                pool.router.route(&request, terms).map_err(|error| self.explain_absence(error))?;
+            tracing::debug!(
+                model = pool.name, worker = %decision.worker,
+                overlap_blocks = decision.overlap_blocks, reason = %decision.reason,
+                ties = decision.ties, margin = decision.margin, "routed"
+            );
+            Ok::<_, Error>((booking, decision.overlap_blocks))
+        })?;
         let engine = self.members.get(booking.worker().instance_id).cloned().ok_or_else(|| {
             Error::NoWorker("the chosen worker left while the request was routed".to_owned())
         })?;
@@ -214,44 +217,44 @@ impl Plan {
     pub fn explain(&self) -> Result<serde_json::Value> {
         let is_eligible = |worker: Worker| self.members.is_eligible(worker, &[]);
         let request = RouteRequest { allowed: Some(&is_eligible), ..self.request() };
-        self.route
-            .pool
+        let pool = &self.route.pool;
+        let mut terms = Vec::new();
+        let decision = pool
             .router
-            .preview(&request, |decision| {
-                let candidates: Vec<_> = decision
-                    .candidates
-                    .iter()
-                    .map(|terms| {
-                        json!({
-                            "worker": terms.worker.to_string(),
-                            "overlap_blocks": terms.overlap_blocks,
-                            "prefill_tokens": terms.prefill_tokens,
-                            "prefill_blocks": terms.prefill_blocks,
-                            "decode_blocks": terms.decode_blocks,
-                            "active_requests": terms.active_requests,
-                            "cost": terms.cost,
-                            "formula": terms.formula(&decision.request).to_string(),
-                        })
-                    })
-                    .collect();
+            .preview(&request, &mut terms)
+            .map_err(|error| self.explain_absence(error))?;
+        let candidates: Vec<_> = decision
+            .candidates
+            .iter()
+            .map(|terms| {
                 json!({
-                    "model": self.route.pool.name,
-                    "lora_name": self.route.lora_name,
-                    "policy": decision.policy.name(),
-                    "worker": decision.worker.to_string(),
-                    "reason": decision.reason.name(),
-                    "ties": decision.ties,
-                    "margin": decision.margin,
-                    "prompt_tokens": self.are_tokens_known.then_some(self.isl_tokens),
-                    "block_size": (self.block_size > 0).then_some(self.block_size),
-                    "request_blocks": self.sequence_hashes.len(),
-                    "overlap_blocks": decision.overlap_blocks,
-                    "expected_cached_tokens":
-                        self.reusable_blocks(decision.overlap_blocks) * u64::from(self.block_size),
-                    "candidates": candidates,
+                    "worker": terms.worker.to_string(),
+                    "overlap_blocks": terms.overlap_blocks,
+                    "prefill_tokens": terms.prefill_tokens,
+                    "prefill_blocks": terms.prefill_blocks,
+                    "decode_blocks": terms.decode_blocks,
+                    "active_requests": terms.active_requests,
+                    "cost": terms.cost,
+                    "formula": terms.formula(&decision.request).to_string(),
                 })
             })
-            .map_err(|error| self.explain_absence(error))
+            .collect();
+        let expected = self.reusable_blocks(decision.overlap_blocks) * u64::from(self.block_size);
+        Ok(json!({
+            "model": pool.name,
+            "lora_name": self.route.lora_name,
+            "policy": decision.policy.name(),
+            "worker": decision.worker.to_string(),
+            "reason": decision.reason.name(),
+            "ties": decision.ties,
+            "margin": decision.margin,
+            "prompt_tokens": self.are_tokens_known.then_some(self.isl_tokens),
+            "block_size": (self.block_size > 0).then_some(self.block_size),
+            "request_blocks": self.sequence_hashes.len(),
+            "overlap_blocks": decision.overlap_blocks,
+            "expected_cached_tokens": expected,
+            "candidates": candidates,
+        }))
     }
 }
 
@@ -276,10 +279,6 @@ async fn tokens(
                 let why = "messages: a list of messages is required";
                 return Err(Untokenized::Refused(Error::invalid(why)));
             }
-            // A template in the request itself is not the one that was loaded.
-            if envelope.chat_template.is_some_and(|template| template.get() != "null") {
-                return Err(Untokenized::Unknown("own_template"));
-            }
             None
         }
         Api::Completions => {
@@ -287,7 +286,7 @@ async fn tokens(
                 return Err(Untokenized::Refused(Error::invalid("prompt: is required")));
             };
             match Prompt::parse(raw).map_err(Untokenized::Refused)? {
-                Prompt::Tokens(tokens) => return Ok(tokens.into()),
+                Prompt::Tokens(tokens) => return Ok(tokens),
                 Prompt::Batch => return Err(Untokenized::Unknown("batch")),
                 Prompt::Text(text) => Some(text),
             }
@@ -295,21 +294,11 @@ async fn tokens(
     };
     match &app.text {
         Some(text) => {
-            let local = || match (&prompt, envelope.messages) {
-                (Some(prompt), _) => {
-                    let special = envelope.add_special_tokens.unwrap_or(true);
-                    text.completion_tokens(prompt, special).map(Some)
-                }
-                (None, Some(messages)) => text.chat_tokens(&ChatRequest {
-                    messages,
-                    tools: envelope.tools,
-                    documents: envelope.documents,
-                    chat_template_kwargs: envelope.chat_template_kwargs,
-                    add_generation_prompt: envelope.add_generation_prompt.unwrap_or(true),
-                    continue_final_message: envelope.continue_final_message.unwrap_or(false),
-                    add_special_tokens: envelope.add_special_tokens.unwrap_or(false),
-                }),
-                (None, None) => Ok(None),
+            let local = || match &prompt {
+                Some(prompt) => text
+                    .completion_tokens(prompt, envelope.add_special_tokens.unwrap_or(true))
+                    .map(text::Prompt::Tokens),
+                None => text.chat_tokens(&envelope.chat()),
             };
             let outcome = if body_bytes > LONG_TEXT_BYTES {
                 tokio::task::block_in_place(local)
@@ -317,8 +306,11 @@ async fn tokens(
                 local()
             };
             match outcome {
-                Ok(Some(tokens)) => Ok(tokens),
-                Ok(None) => Err(Untokenized::Unknown("not_text")),
+                Ok(text::Prompt::Tokens(tokens)) => Ok(tokens),
+                Ok(text::Prompt::Unsupported(why)) => {
+                    tracing::debug!(why, "routed without tokens");
+                    Err(Untokenized::Unknown("not_text"))
+                }
                 // The engine has the last word on what it takes: it may know more than this template.
                 Err(error) => {
                     tracing::warn!(%error, "could not tokenize; routed without tokens");
@@ -377,7 +369,7 @@ async fn remote_tokens(
         Ok(Err(_)) => Err("tokenize_failed"),
         Ok(Ok((status, _))) if !status.is_success() => Err("tokenize_refused"),
         Ok(Ok((_, body))) => serde_json::from_slice::<Answer>(&body)
-            .map(|answer| answer.tokens.into())
+            .map(|answer| answer.tokens)
             .map_err(|_| "tokenize_failed"),
     }
 }

@@ -3,7 +3,6 @@
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
@@ -14,9 +13,6 @@ use super::app::{App, InFlight};
 use super::engine::Engine;
 use super::usage::UsageScanner;
 use crate::router::Booking;
-
-/// Activity is reported at most this often: the booking expires after minutes, not milliseconds.
-const TOUCH_INTERVAL: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
@@ -42,7 +38,6 @@ pub(super) struct Relay {
     pub is_input_counted: bool,
     pub _in_flight: InFlight,
     end: End,
-    touched: Instant,
 }
 
 impl Relay {
@@ -57,7 +52,7 @@ impl Relay {
         is_input_counted: bool,
         in_flight: InFlight,
     ) -> Self {
-        Self {
+        let mut relay = Self {
             app,
             engine,
             upstream,
@@ -68,16 +63,16 @@ impl Relay {
             is_input_counted,
             _in_flight: in_flight,
             end: End::Open,
-            touched: Instant::now(),
+        };
+        if relay.first.is_none() && relay.upstream.is_end_stream() {
+            relay.finish();
         }
+        relay
     }
 
     fn pass(&mut self, chunk: &[u8]) {
         self.scanner.feed(chunk);
-        if self.touched.elapsed() >= TOUCH_INTERVAL {
-            self.touched = Instant::now();
-            self.booking.touch();
-        }
+        self.booking.touch();
     }
 
     fn finish(&mut self) {

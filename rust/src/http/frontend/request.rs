@@ -7,6 +7,7 @@ use serde_json::value::RawValue;
 
 use super::super::Reject;
 use crate::error::Error;
+use crate::text::ChatRequest;
 
 /// The fields that routing reads. Unknown ones are the engine's business.
 #[derive(Debug, Default, Deserialize)]
@@ -27,6 +28,12 @@ pub(super) struct Envelope<'a> {
     pub chat_template_kwargs: Option<&'a RawValue>,
     #[serde(borrow, default)]
     pub cache_salt: Option<Cow<'a, str>>,
+    #[serde(borrow, default)]
+    pub tool_choice: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub reasoning_effort: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub truncate_prompt_tokens: Option<&'a RawValue>,
     #[serde(default)]
     pub add_generation_prompt: Option<bool>,
     #[serde(default)]
@@ -57,6 +64,25 @@ impl<'a> Envelope<'a> {
                 Ok(_) => Reject::bad_request("the body has characters after its JSON object"),
             }
         })
+    }
+}
+
+impl<'a> Envelope<'a> {
+    /// The fields that decide a chat's tokens.
+    pub fn chat(&self) -> ChatRequest<'a> {
+        ChatRequest {
+            messages: self.messages,
+            tools: self.tools,
+            tool_choice: self.tool_choice,
+            documents: self.documents,
+            chat_template_kwargs: self.chat_template_kwargs,
+            chat_template: self.chat_template,
+            reasoning_effort: self.reasoning_effort,
+            truncate_prompt_tokens: self.truncate_prompt_tokens,
+            add_generation_prompt: self.add_generation_prompt,
+            continue_final_message: self.continue_final_message,
+            add_special_tokens: self.add_special_tokens,
+        }
     }
 }
 

@@ -29,12 +29,13 @@ pub(super) struct QueryAnswer {
 impl QueryAnswer {
     /// `registered` workers without a match appear with zeros.
     pub fn new(matches: &Matches, registered: &[Worker], block_size: u32) -> Self {
-        let mut answer = Self { frequencies: matches.frequencies.clone(), ..Self::default() };
+        let mut answer = Self::default();
+        matches.frequencies(&mut answer.frequencies);
         for worker in registered {
             answer.add(*worker, 0, 0, 0);
         }
         let tokens = |blocks: u32| u64::from(blocks) * u64::from(block_size);
-        for found in &matches.workers {
+        for found in matches.as_slice() {
             // Shared storage counts as disk, as in the published API.
             let disk = tokens(found.disk.max(found.external));
             answer.add(found.worker, tokens(found.device), tokens(found.host), disk);
@@ -161,7 +162,6 @@ pub(super) fn worker_entries(catalog: &Catalog, model_name: Option<&str>) -> Vec
 mod tests {
     use super::ListenerStatus::{Active, Failed, Paused, Pending};
     use super::*;
-    use crate::index::Match;
 
     #[test]
     fn status_priority_is_failed_pending_active_paused() {
@@ -177,14 +177,20 @@ mod tests {
 
     #[test]
     fn answer_is_in_tokens_with_zeros_for_the_registered_rest() {
-        let matches = Matches {
-            workers: vec![
-                Match { worker: Worker::new(1, 0), device: 2, host: 3, disk: 3, external: 3 },
-                Match { worker: Worker::new(1, 1), device: 1, host: 1, disk: 1, external: 4 },
-            ],
-            frequencies: vec![2, 1],
-            ..Matches::default()
+        use crate::ids::Tier;
+        use crate::index::{Block, BlockIndex, DEFAULT_SEED, OracleIndex, Options, Parent};
+
+        let index = OracleIndex::new(Options::default());
+        let block = |n: u64| Block { engine_hash: n, local_hash: n };
+        let mut store = |worker, tier, parent: Option<u64>, blocks: &[Block]| {
+            index.store(worker, tier, parent.map(Parent::Engine), DEFAULT_SEED, blocks);
         };
+        store(Worker::new(1, 0), Tier::Device, None, &[block(1), block(2)]);
+        store(Worker::new(1, 0), Tier::Host, Some(2), &[block(3)]);
+        store(Worker::new(1, 1), Tier::Device, None, &[block(1)]);
+        store(Worker::new(1, 1), Tier::External, Some(1), &[block(2), block(3), block(4)]);
+        let mut matches = Matches::default();
+        index.find_matches(&[1, 2, 3, 4], &mut matches);
         let answer = QueryAnswer::new(&matches, &[Worker::new(1, 0), Worker::new(2, 1)], 16);
         let json = serde_json::to_value(&answer).expect("plain maps");
         assert_eq!(

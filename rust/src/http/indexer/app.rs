@@ -1,5 +1,6 @@
 //! Routes of the indexer.
 
+use std::cell::RefCell;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -104,10 +105,16 @@ impl App {
         let Some(block_size) = model.block_size() else {
             return json_response(StatusCode::OK, &QueryAnswer::default());
         };
-        let mut matches = Matches::with_frequencies();
-        model.index.find_matches(locals, &mut matches);
+        thread_local! {
+            // The walk's buffers, reused by every query of the thread.
+            static MATCHES: RefCell<Matches> = RefCell::default();
+        }
         let registered = self.catalog.workers_of(&model.key);
-        json_response(StatusCode::OK, &QueryAnswer::new(&matches, &registered, block_size))
+        let answer = MATCHES.with_borrow_mut(|matches| {
+            model.index.find_matches(locals, matches);
+            QueryAnswer::new(matches, &registered, block_size)
+        });
+        json_response(StatusCode::OK, &answer)
     }
 }
 
