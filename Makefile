@@ -1,0 +1,60 @@
+# Everything is set up on first use: a Python with venv, a Rust toolchain and make are enough.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Outside the checkout, so that a fresh clone does not build the dependencies again.
+export CARGO_TARGET_DIR ?= $(HOME)/.cache/kvflash/target
+PROFILE ?= fast
+PYTEST_FLAGS ?=
+
+.PHONY: help demo test lint bench dev wheel fuzz soak peers clean
+help:
+	@echo "make demo | test | lint | bench | dev | wheel | fuzz | soak | peers | clean"
+
+$(VENV)/.ready:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip "maturin>=1.9,<2"
+	@touch $@
+
+# The package in place (editable) with its tools; rebuilt when a Rust source or pyproject.toml changes.
+RUST_SOURCES := $(shell find rust/src -name '*.rs') Cargo.toml Cargo.lock pyproject.toml
+$(VENV)/.built: $(VENV)/.ready $(RUST_SOURCES)
+	@echo "building the Rust core (some minutes the first time) ..."
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --quiet --profile $(PROFILE) --extras dev
+	@touch $@
+
+dev: $(VENV)/.built
+
+demo: dev
+	$(BIN)/python -m kvflash.demo $(DEMO_FLAGS)
+
+lint: dev
+	cargo fmt --check
+	cargo clippy --quiet --all-targets --features python -- -D warnings
+	$(BIN)/ruff format --check python tests benches
+	$(BIN)/ruff check python tests benches
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest kvflash._core 
+
+test: lint
+	cargo test --quiet
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+bench: dev
+	$(BIN)/python -m pytest benches --benchmark-only $(PYTEST_FLAGS)
+
+wheel: $(VENV)/.ready
+	$(BIN)/maturin build --release --out dist
+
+fuzz:
+	cd fuzz && RUSTC_BOOTSTRAP=1 cargo fuzz run decode_batch -- -max_total_time=$(or $(SECONDS),300)
+
+soak: dev
+	cargo test --release --quiet -- --ignored soak
+	$(BIN)/python -m pytest benches/soak -q
+
+peers: dev
+	$(BIN)/python benches/peers/http.py
+
+clean:
+	rm -rf $(VENV) dist

@@ -1,0 +1,36 @@
+"""``python -m kvflash.mocker``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+
+from kvflash.errors import ConfigError
+from kvflash.mocker.app import run
+from kvflash.mocker.args import parse_args
+
+
+def main() -> int:
+    """Run until a signal comes.
+
+    Returns:
+        Exit status: 0 after SIGTERM or SIGINT, 1 if the workers could not start.
+    """
+    config, log_level = parse_args()
+    # Standard output is for the ready lines.
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        asyncio.run(run(config))
+    except (OSError, ConfigError) as error:
+        print(f"mocker: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

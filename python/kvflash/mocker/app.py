@@ -1,0 +1,207 @@
+"""Workers in one process: start them, say where they are, end them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+from types import TracebackType
+
+from aiohttp import web
+
+from kvflash.mocker.api import build_app
+from kvflash.mocker.config import MockerConfig, PortChoice
+from kvflash.mocker.engine import Engine
+from kvflash.mocker.publisher import EventPublisher, reachable
+from kvflash.mocker.tokenizer import Tokenizer, load
+
+logger = logging.getLogger(__name__)
+
+# Connections that wait to be accepted; the default of 128 refuses bursts a benchmark sends.
+BACKLOG = 1024
+DRAIN_S_MIN = 0.001
+
+
+class Worker:
+    """One engine with its HTTP server and its event sockets.
+
+    Attributes:
+        index: Its number in the process, from 0.
+        url: Base URL of the OpenAI API.
+        events_url: ZMQ endpoint of its events, or None.
+        replay_url: ZMQ endpoint of its replay, or None.
+        engine: The engine, to look at.
+    """
+
+    def __init__(self, index: int, config: MockerConfig, tokenizer: Tokenizer) -> None:
+        """Bind the event sockets of one worker; `start` does the rest.
+
+        Raises:
+            OSError: A port is taken.
+        """
+        self.index = index
+        self.url = ""
+        self._config = config
+        self._publisher: EventPublisher | None = None
+        if config.zmq_events_port != 0:
+            self._publisher = EventPublisher(
+                host=config.host,
+                events_port=_shift(config.zmq_events_port, index),
+                replay_port=_shift(config.zmq_replay_port, index),
+                topic=config.event_topic,
+                era=config.event_era,
+                replay_buffer=config.replay_buffer,
+                dp_rank=config.data_parallel_rank,
+            )
+        self.events_url = self._publisher.events_url if self._publisher else None
+        self.replay_url = self._publisher.replay_url if self._publisher else None
+        self.engine = Engine(config, tokenizer, self._publisher)
+        self._runner = web.AppRunner(
+            build_app(self.engine, config, tokenizer),
+            handler_cancellation=True,
+            access_log=None,
+            # aiohttp takes 0 for "wait for ever".
+            shutdown_timeout=max(config.drain_timeout_s, DRAIN_S_MIN),
+        )
+        self._running: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Let the startup time go by, then serve.
+
+        Raises:
+            OSError: The HTTP port is taken.
+        """
+        if self._publisher is not None:
+            self._publisher.start()
+        await asyncio.sleep(self._config.startup_time_s)
+        self._running = asyncio.create_task(self.engine.run())
+        await self._runner.setup()
+        host, port = self._config.host, _shift(self._config.port, self.index)
+        assert port != "auto", "only ZMQ ports can be auto"
+        try:
+            await web.TCPSite(self._runner, host, port, backlog=BACKLOG).start()
+        except OSError as error:
+            raise OSError(error.errno, f"--port {port} on {host}: {error.strerror}") from error
+        self.url = f"http://{reachable(host)}:{self._runner.addresses[0][1]}"
+
+    async def close(self) -> None:
+        """Stop accepting, wait for running requests up to the drain timeout, then close all."""
+        await self._runner.cleanup()
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+        if self._publisher is not None:
+            await self._publisher.close()
+
+    def ready_line(self) -> str:
+        """One line of JSON that says where the worker is."""
+        return json.dumps(
+            {
+                "event": "ready",
+                "worker": self.index,
+                "url": self.url,
+                "events": self.events_url,
+                "replay": self.replay_url,
+            }
+        )
+
+
+class Mocker:
+    """The running workers of one `serve`; an async context manager that closes them.
+
+    Attributes:
+        workers: They, in order of their index.
+    """
+
+    def __init__(self, workers: list[Worker]) -> None:
+        """Take over workers that have been started."""
+        self.workers = workers
+
+    async def close(self) -> None:
+        """End all workers; requests that run get the drain timeout to end."""
+        await asyncio.gather(*(worker.close() for worker in self.workers))
+
+    async def __aenter__(self) -> Mocker:
+        """Return itself."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close."""
+        await self.close()
+
+
+async def serve(config: MockerConfig) -> Mocker:
+    """Start the workers of a configuration in the running event loop.
+
+    Args:
+        config: What to start.
+
+    Returns:
+        Workers that are ready; close() them.
+
+    Raises:
+        ConfigError: The tokenizer folder is not usable.
+        OSError: A port is taken; nothing is left running.
+    """
+    tokenizer = load(config.tokenizer)
+    workers: list[Worker] = []
+    starts: list[asyncio.Task[None]] = []
+    try:
+        for index in range(config.num_workers):
+            # One by one: if the next cannot bind, those before it are known and get closed.
+            worker = Worker(index, config, tokenizer)
+            workers.append(worker)
+        starts += [asyncio.create_task(worker.start()) for worker in workers]
+        await asyncio.gather(*starts)
+    except BaseException:
+        for start in starts:
+            start.cancel()
+        await asyncio.gather(*starts, return_exceptions=True)
+        await Mocker(workers).close()
+        raise
+    return Mocker(workers)
+
+
+async def run(config: MockerConfig) -> None:
+    """Serve until SIGTERM or SIGINT; prints one line of JSON on stdout per worker once ready.
+
+    Args:
+        config: What to start.
+
+    Raises:
+        ConfigError: The tokenizer folder is not usable.
+        OSError: A port is taken.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    logger.info("starting %d workers", config.num_workers)
+    starting = asyncio.create_task(serve(config))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        # A signal during the startup time: there is nothing to drain.
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        return
+    async with await starting as mocker:
+        for worker in mocker.workers:
+            print(worker.ready_line(), flush=True)
+        await stopping
+        logger.info("draining for up to %g s", config.drain_timeout_s)
+        # A second signal means now.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+    logger.info("stopped")
+
+
+def _shift(port: PortChoice, index: int) -> PortChoice:
+    """Port of a worker, given the first one; 0 and "auto" stay what they are."""
+    return port if port in (0, "auto") or isinstance(port, str) else port + index

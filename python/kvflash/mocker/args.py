@@ -1,0 +1,133 @@
+"""The command line: flags to `MockerConfig`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import fields
+
+from kvflash.errors import ConfigError
+from kvflash.mocker.config import MockerConfig, PortChoice
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def parse_args(argv: Sequence[str] | None = None) -> tuple[MockerConfig, str]:
+    """Parse the command line; on an error print what is legal and exit with status 2.
+
+    Args:
+        argv: Arguments without the program's name; None means those of the process.
+
+    Returns:
+        The configuration, and the log level.
+
+    Raises:
+        SystemExit: The arguments are wrong, or help was asked for.
+    """
+    parser = _parser()
+    values = vars(parser.parse_args(argv))
+    log_level = values.pop("log_level")
+    values["lora_adapters"] = tuple(values["lora_adapters"])
+    try:
+        return MockerConfig(**values), log_level
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+def _parser() -> argparse.ArgumentParser:
+    defaults = {field.name: field.default for field in fields(MockerConfig)}
+    parser = argparse.ArgumentParser(
+        prog="python -m kvflash.mocker",
+        description="An LLM engine without a model: OpenAI API, KV cache events, modelled time.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        # An abbreviation that works today would break with the next flag.
+        allow_abbrev=False,
+    )
+    parser.set_defaults(**defaults)
+    network = parser.add_argument_group("network")
+    network.add_argument("--host", help="interface of the HTTP and ZMQ sockets")
+    network.add_argument("--port", type=int, help="first HTTP port; worker i: +i; 0: free ports")
+    network.add_argument("--num-workers", type=int, help="engines in this process")
+    network.add_argument(
+        "--max-waiting", type=int, help="requests that may wait for admission; then 429"
+    )
+    network.add_argument("--model-name", help="served model name")
+    network.add_argument(
+        "--lora-adapters", nargs="*", metavar="NAME", help="LoRA adapters, served as models"
+    )
+    network.add_argument(
+        "--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer folder; default: bytes"
+    )
+    network.add_argument(
+        "--drain-timeout",
+        dest="drain_timeout_s",
+        type=float,
+        metavar="SECONDS",
+        help="time for running requests to end after SIGTERM",
+    )
+    network.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="on stderr")
+
+    cache = parser.add_argument_group("KV cache")
+    cache.add_argument("--block-size", type=int, help="tokens per block")
+    cache.add_argument(
+        "--num-gpu-blocks",
+        "--num-gpu-blocks-override",
+        type=int,
+        help="blocks of the cache of one worker",
+    )
+    cache.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        help="reuse blocks across requests",
+    )
+    cache.add_argument(
+        "--watermark", type=float, help="share of the cache that admission keeps free, 0..1"
+    )
+
+    batching = parser.add_argument_group("batching and time")
+    batching.add_argument("--max-num-seqs", type=int, help="requests that run at a time")
+    batching.add_argument("--max-num-batched-tokens", type=int, help="tokens of one pass")
+    batching.add_argument(
+        "--max-model-len",
+        type=int,
+        help="longest prompt plus output in tokens; default: what the cache holds",
+    )
+    batching.add_argument(
+        "--enable-chunked-prefill",
+        action=argparse.BooleanOptionalAction,
+        help="cut prompts that do not fit into a pass",
+    )
+    batching.add_argument("--speedup-ratio", type=float, help="modelled time / real time")
+    batching.add_argument(
+        "--startup-time",
+        dest="startup_time_s",
+        type=float,
+        metavar="SECONDS",
+        help="time before a worker is ready",
+    )
+
+    events = parser.add_argument_group("events")
+    events.add_argument(
+        "--zmq-events-port",
+        type=_port_choice,
+        help="first port of block events; worker i: +i; 0: none; auto: free ports",
+    )
+    events.add_argument(
+        "--zmq-replay-port",
+        type=_port_choice,
+        help="first port of event replay; worker i: +i; 0: none; auto: free ports",
+    )
+    events.add_argument("--event-era", choices=("positional", "tagged"), help="wire shape")
+    events.add_argument("--event-topic", help="ZMQ topic")
+    events.add_argument("--replay-buffer", type=int, help="event batches kept for replay")
+    events.add_argument("--data-parallel-rank", type=int, help="rank in every event batch")
+    return parser
+
+
+def _port_choice(text: str) -> PortChoice:
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a port, 0 or auto, got {text!r}") from None

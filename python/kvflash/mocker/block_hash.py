@@ -1,0 +1,74 @@
+"""Token ids to chained block hashes.
+
+A block's hash covers its own tokens and, through its parent's hash, everything before it. What
+separates prompts of equal tokens (LoRA adapter, cache salt) goes into the root of the chain, so
+that no block of one ever matches a block of the other.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+TOKEN_ID_MAX = 2**32 - 1
+
+
+def root_hash(lora_name: str | None, cache_salt: str | None) -> int:
+    """Hash that stands in for the parent of a first block.
+
+    Args:
+        lora_name: LoRA adapter of the request, or None.
+        cache_salt: Cache salt of the request, or None.
+
+    Returns:
+        A u64; equal only for equal arguments.
+    """
+    digest = blake2b(digest_size=8, person=b"root")
+    for part in (lora_name, cache_salt):
+        # The length before the bytes keeps ("ab", "c") apart from ("a", "bc"), and -1 None from "".
+        data = b"" if part is None else part.encode()
+        digest.update((-1 if part is None else len(data)).to_bytes(8, "big", signed=True) + data)
+    return int.from_bytes(digest.digest(), "big")
+
+
+def block_hash(parent: int, token_ids: Sequence[int]) -> int:
+    """Hash of one full block.
+
+    Args:
+        parent: Hash of the block before, or `root_hash` for a first block; u64.
+        token_ids: The block's tokens, each in [0, TOKEN_ID_MAX].
+
+    Returns:
+        A u64.
+    """
+    data = parent.to_bytes(8, "big") + _token_bytes(token_ids)
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "big")
+
+
+def extend_hashes(hashes: list[int], root: int, token_ids: Sequence[int], block_size: int) -> None:
+    """Append the hashes of the full blocks of `token_ids` that `hashes` does not yet have.
+
+    Args:
+        hashes: Block hashes in prompt order; changed in place.
+        root: Root of the chain, from `root_hash`.
+        token_ids: All tokens of the request.
+        block_size: Tokens per block.
+
+    Cost: O(new tokens).
+    """
+    for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
+        parent = hashes[-1] if hashes else root
+        hashes.append(block_hash(parent, token_ids[start : start + block_size]))
+
+
+def output_seed(root: int, token_ids: Sequence[int]) -> int:
+    """Seed of the output of a prompt: the same prompt always gets the same answer."""
+    digest = blake2b(root.to_bytes(8, "big"), digest_size=8, person=b"output")
+    digest.update(_token_bytes(token_ids))
+    return int.from_bytes(digest.digest(), "big")
+
+
+def _token_bytes(token_ids: Sequence[int]) -> bytes:
+    # Byte order is the machine's: hashes are compared only within the engine that made them.
+    return array("I", token_ids).tobytes()

@@ -1,0 +1,209 @@
+"""The paged KV cache of one engine: which blocks exist, who uses them, which go first.
+
+A block is in one of three states:
+
+- *partial*: reserved by one request, its tokens not all computed yet; it has no hash and nobody
+  else can find it.
+- *active*: full, found by its hash, used by one or more requests (reference counted).
+- *inactive*: full, found by its hash, used by nobody; the least recently used one is evicted
+  when room is needed.
+
+Everything else of the capacity is free. Pure: no clock, no sockets, no randomness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvflash.errors import InvalidArgumentError
+
+
+class BlockManager:
+    """Block accounting with prefix caching and LRU eviction.
+
+    Consistency: for every cached block its parent is cached too, as long as callers use and
+    dereference whole prefixes: a tail is freed before what it continues, so it is evicted first.
+    Cost: O(blocks named in the call) for every method.
+    """
+
+    def __init__(self, capacity_blocks: int) -> None:
+        """Create an empty cache.
+
+        Args:
+            capacity_blocks: Blocks there are, >= 1.
+
+        Raises:
+            InvalidArgumentError: capacity_blocks below 1.
+        """
+        if capacity_blocks < 1:
+            raise InvalidArgumentError(f"capacity_blocks must be at least 1, got {capacity_blocks}")
+        self._capacity_blocks = capacity_blocks
+        self._partial_blocks = 0
+        self._active: dict[int, int] = {}
+        # Insertion order is the order of eviction: dicts keep it, and first-in is next(iter()).
+        self._inactive: dict[int, None] = {}
+        self._evicted: list[int] = []
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks there are."""
+        return self._capacity_blocks
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that a request holds: active and partial. Never above the capacity."""
+        return len(self._active) + self._partial_blocks
+
+    @property
+    def partial_blocks(self) -> int:
+        """Blocks reserved and not full yet."""
+        return self._partial_blocks
+
+    @property
+    def active_refs(self) -> dict[int, int]:
+        """A copy of the active blocks: hash to number of requests that use it."""
+        return dict(self._active)
+
+    @property
+    def inactive(self) -> list[int]:
+        """Hashes of the inactive blocks, next to be evicted first."""
+        return list(self._inactive)
+
+    def is_cached(self, block_hash: int) -> bool:
+        """Whether a full block of this hash exists, active or inactive."""
+        return block_hash in self._active or block_hash in self._inactive
+
+    def cached_prefix(self, block_hashes: Iterable[int]) -> int:
+        """Count the leading hashes that are cached."""
+        count = 0
+        for block_hash in block_hashes:
+            if not self.is_cached(block_hash):
+                break
+            count += 1
+        return count
+
+    def new_blocks(self, block_hashes: Iterable[int]) -> int:
+        """Count the hashes that are not cached, wherever they stand."""
+        return sum(not self.is_cached(block_hash) for block_hash in block_hashes)
+
+    def growth(self, block_hashes: Iterable[int], partial: int = 0) -> int:
+        """Count by how many blocks `use` with the same arguments would raise `used_blocks`."""
+        return partial + sum(block_hash not in self._active for block_hash in block_hashes)
+
+    def use(self, block_hashes: Sequence[int], partial: int = 0) -> bool:
+        """Take a reference on every hash and reserve partial blocks: all of it or nothing.
+
+        An active block gets one reference more, an inactive one is revived, an unknown one is
+        allocated as full and active. Where the cache is full, inactive blocks are evicted, least
+        recently used first, never one that this call names.
+
+        Args:
+            block_hashes: Distinct hashes, in prompt order.
+            partial: Blocks to reserve without a hash, >= 0.
+
+        Returns:
+            False, with nothing changed, if more blocks would be used than there are.
+        """
+        if self.used_blocks + self.growth(block_hashes, partial) > self._capacity_blocks:
+            return False
+        allocated = partial
+        for block_hash in block_hashes:
+            if block_hash in self._active:
+                self._active[block_hash] += 1
+                continue
+            # Reviving before anything is evicted is what protects the blocks of this very call.
+            if block_hash in self._inactive:
+                del self._inactive[block_hash]
+            else:
+                allocated += 1
+            self._active[block_hash] = 1
+        self._partial_blocks += partial
+        excess = self.used_blocks + len(self._inactive) - self._capacity_blocks
+        assert excess <= allocated, "only an allocation can make an eviction necessary"
+        for _ in range(excess):
+            block_hash = next(iter(self._inactive))
+            del self._inactive[block_hash]
+            self._evicted.append(block_hash)
+        return True
+
+    def deref(self, block_hashes: Sequence[int]) -> None:
+        """Drop one reference of every hash, the last one first.
+
+        A block that nobody uses any more becomes inactive. The tail goes first, so that it is
+        evicted before the prefix it continues.
+
+        Args:
+            block_hashes: Active hashes, in prompt order.
+
+        Raises:
+            KeyError: A hash is not active.
+        """
+        for block_hash in reversed(block_hashes):
+            refs = self._active[block_hash]
+            if refs > 1:
+                self._active[block_hash] = refs - 1
+            else:
+                del self._active[block_hash]
+                self._inactive[block_hash] = None
+
+    def destroy(self, block_hashes: Iterable[int]) -> None:
+        """Forget active blocks at once, whoever uses them; they count as evicted.
+
+        Raises:
+            KeyError: A hash is not active.
+        """
+        for block_hash in block_hashes:
+            del self._active[block_hash]
+            self._evicted.append(block_hash)
+
+    def promote(self, block_hash: int) -> bool:
+        """Turn one partial block into a full one that can be found by its hash.
+
+        If a full block of the same hash exists already (another request computed the same tokens
+        at the same time), the caller gets a reference on that one and its own is freed.
+
+        Args:
+            block_hash: Hash of the block that has become full.
+
+        Returns:
+            True if the hash is newly cached, False if it was before.
+
+        Raises:
+            InvalidArgumentError: No block is partial.
+        """
+        self.release(1)
+        is_new = not self.is_cached(block_hash)
+        if block_hash in self._active:
+            self._active[block_hash] += 1
+        else:
+            self._inactive.pop(block_hash, None)
+            self._active[block_hash] = 1
+        return is_new
+
+    def release(self, partial: int) -> None:
+        """Free partial blocks.
+
+        Raises:
+            InvalidArgumentError: Fewer blocks than that are partial.
+        """
+        if not 0 <= partial <= self._partial_blocks:
+            raise InvalidArgumentError(
+                f"cannot release {partial} of {self._partial_blocks} partial blocks"
+            )
+        self._partial_blocks -= partial
+
+    def drain_evicted(self) -> list[int]:
+        """Hand over the hashes evicted since the last call, in order of eviction."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
+
+    def clear(self) -> bool:
+        """Forget every cached block.
+
+        Returns:
+            False, with nothing changed, while a request holds a block.
+        """
+        if self.used_blocks:
+            return False
+        self._inactive.clear()
+        return True

@@ -1,0 +1,215 @@
+"""The asyncio loop that gives the scheduler a clock and hands tokens to those who wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from itertools import count
+
+from kvflash.errors import ClosedError
+from kvflash.mocker.block_hash import output_seed, root_hash
+from kvflash.mocker.config import MockerConfig
+from kvflash.mocker.perf_model import pass_ms
+from kvflash.mocker.publisher import EventPublisher
+from kvflash.mocker.request import Lora, Pass, Request
+from kvflash.mocker.scheduler import Scheduler
+from kvflash.mocker.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# Timers of event loops are no finer than this; shorter steps are saved up and slept in one.
+TIMER_RESOLUTION_S = 0.001
+# An engine that is late may catch up by this much; more would turn a stall into a burst.
+CATCH_UP_S_MAX = 0.02
+
+
+class Generation:
+    """One request, as the one who waits for its tokens sees it."""
+
+    def __init__(self, request: Request, *, is_streaming: bool) -> None:
+        """Wrap a request.
+
+        Args:
+            request: The request in the scheduler.
+            is_streaming: Wake the waiter for every token, not only for the last one.
+        """
+        self.request = request
+        self._is_streaming = is_streaming
+        self._taken = 0
+        self._error: ClosedError | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all tokens have been generated; some may not be taken yet."""
+        return self.request.is_finished
+
+    async def take(self) -> list[int]:
+        """Wait for the next output tokens.
+
+        Returns:
+            At least one token when streaming, otherwise all of them.
+
+        Raises:
+            ClosedError: The engine stopped before the answer was complete.
+        """
+        await self._changed.wait()
+        self._changed.clear()
+        if self._error is not None:
+            raise self._error
+        start = len(self.request.prompt_ids) + self._taken
+        token_ids = self.request.tokens[start:]
+        self._taken += len(token_ids)
+        return token_ids
+
+    def notify(self) -> None:
+        """Tell the waiter that there is a new token."""
+        if self._is_streaming or self.request.is_finished:
+            self._changed.set()
+
+    def fail(self, error: ClosedError) -> None:
+        """Tell the waiter that no more tokens come."""
+        self._error = error
+        self._changed.set()
+
+
+class Engine:
+    """One worker: a scheduler, its clock and its event publisher."""
+
+    def __init__(
+        self, config: MockerConfig, tokenizer: Tokenizer, publisher: EventPublisher | None
+    ) -> None:
+        """Create an engine; `run` makes it work.
+
+        Args:
+            config: Its options.
+            tokenizer: Plans the answers.
+            publisher: Takes block events, or None.
+        """
+        self._config = config
+        self._tokenizer = tokenizer
+        self._publisher = publisher
+        self._scheduler = Scheduler(config)
+        self._generations: dict[int, Generation] = {}
+        self._ids = count()
+        self._wake = asyncio.Event()
+        self._due_s = 0.0
+        self._error: ClosedError | None = None
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler, to look at."""
+        return self._scheduler
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are still being worked on."""
+        return self._error is None
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        lora: Lora | None = None,
+        cache_salt: str | None = None,
+        is_streaming: bool = False,
+    ) -> Generation:
+        """Accept a request.
+
+        Args:
+            prompt_ids: Tokens of the prompt.
+            max_tokens: Output tokens; exactly as many are generated.
+            lora: LoRA adapter, or None.
+            cache_salt: Cache salt, or None.
+            is_streaming: Hand out every token as it comes.
+
+        Raises:
+            OverloadedError: Too many requests wait.
+            InvalidArgumentError: The request is empty or too long.
+            ClosedError: The engine has stopped.
+        """
+        if self._error is not None:
+            raise self._error
+        # The salt is left out: it must not change what a prompt is answered with.
+        seed = output_seed(root_hash(lora.name if lora else None, None), prompt_ids)
+        request = Request(
+            request_id=next(self._ids),
+            prompt_ids=prompt_ids,
+            planned_ids=self._tokenizer.plan_output(seed, max_tokens),
+            lora=lora,
+            cache_salt=cache_salt,
+        )
+        self._scheduler.add(request)
+        generation = Generation(request, is_streaming=is_streaming)
+        self._generations[request.request_id] = generation
+        self._wake.set()
+        return generation
+
+    def abort(self, generation: Generation) -> None:
+        """End a request early and free its blocks; without effect if it has ended."""
+        if self._generations.pop(generation.request.request_id, None) is not None:
+            self._scheduler.abort(generation.request)
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache and publish that.
+
+        Returns:
+            False, with nothing changed, while a request holds a block.
+        """
+        cleared = self._scheduler.reset()
+        if cleared is None:
+            return False
+        # No request runs, so every earlier pass has ended and published its events.
+        if self._publisher is not None and self._config.enable_prefix_caching:
+            self._publisher.publish([cleared])
+        return True
+
+    async def run(self) -> None:
+        """Work until cancelled; then every generation that waits gets an ClosedError."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                planned = self._scheduler.schedule()
+                if planned is None:
+                    self._wake.clear()
+                    await self._wake.wait()
+                    self._due_s = max(self._due_s, loop.time())
+                    continue
+                await self._pace(planned)
+                self._finish(planned)
+        except Exception as error:
+            logger.exception("the engine loop failed")
+            self._stop(ClosedError(f"the engine failed: {error!r}"))
+        finally:
+            self._stop(ClosedError("the engine was stopped"))
+
+    async def _pace(self, planned: Pass) -> None:
+        """Let the modelled time of a pass go by."""
+        modelled_ms = pass_ms(planned.prefill_tokens, planned.decode_count, planned.kv_usage)
+        now_s = asyncio.get_running_loop().time()
+        self._due_s = max(self._due_s, now_s - CATCH_UP_S_MAX)
+        self._due_s += modelled_ms / 1000 / self._config.speedup_ratio
+        delay_s = self._due_s - now_s
+        # Even a step too short to sleep yields once, for requests and aborts to come in.
+        await asyncio.sleep(delay_s if delay_s >= TIMER_RESOLUTION_S else 0)
+
+    def _finish(self, planned: Pass) -> None:
+        result = self._scheduler.complete(planned)
+        # Events before tokens: who has the answer can rely on its blocks having been published.
+        if self._publisher is not None:
+            self._publisher.publish(result.events)
+        for request in result.advanced:
+            generation = self._generations[request.request_id]
+            if request.is_finished:
+                del self._generations[request.request_id]
+            generation.notify()
+
+    def _stop(self, error: ClosedError) -> None:
+        if self._error is not None:
+            return
+        self._error = error
+        for generation in self._generations.values():
+            generation.fail(error)
+        self._generations.clear()

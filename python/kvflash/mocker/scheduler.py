@@ -1,0 +1,277 @@
+"""Continuous batching over the block manager: what every pass of the engine computes.
+
+A pass is planned by `schedule` and takes effect in `complete`; between the two the engine lets
+the modelled time go by. Running requests come first, oldest first, then waiting ones in order of
+arrival. A request computes its prompt (in chunks, if a pass has no room for all of it), then one
+token per pass. All blocks of a prompt are reserved when it is admitted; a block for decoding is
+reserved when it is needed, and where none is left the youngest running request is preempted: it
+gives its blocks back and starts again from the front of the queue, with what is still cached.
+
+Pure: no clock, no sockets, no randomness.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from kvflash.errors import InvalidArgumentError, OverloadedError
+from kvflash.mocker.block_hash import extend_hashes
+from kvflash.mocker.block_manager import BlockManager
+from kvflash.mocker.config import MockerConfig
+from kvflash.mocker.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvflash.mocker.request import Counters, Pass, PassResult, Request
+
+
+class Scheduler:
+    """First come, first served continuous batching with prefix caching and preemption."""
+
+    def __init__(self, config: MockerConfig) -> None:
+        """Create an idle scheduler with an empty cache."""
+        self.counters = Counters()
+        self._config = config
+        self._blocks = BlockManager(config.num_gpu_blocks)
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._is_in_pass = False
+
+    @property
+    def waiting_count(self) -> int:
+        """Requests that wait for admission."""
+        return len(self._waiting)
+
+    @property
+    def running_count(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._running)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV cache that requests hold, 0..1."""
+        return self._blocks.used_blocks / self._blocks.capacity_blocks
+
+    @property
+    def blocks(self) -> BlockManager:
+        """The KV cache, to look at."""
+        return self._blocks
+
+    def add(self, request: Request) -> None:
+        """Put a request at the end of the queue.
+
+        Raises:
+            OverloadedError: max_waiting requests wait already.
+            InvalidArgumentError: The request is empty, or longer than a worker can hold.
+        """
+        total = len(request.prompt_ids) + len(request.planned_ids)
+        if not request.prompt_ids or not request.planned_ids or total > self._config.model_len:
+            raise InvalidArgumentError(
+                f"a request needs a prompt and an output of together at most "
+                f"{self._config.model_len} tokens, got {len(request.prompt_ids)} and "
+                f"{len(request.planned_ids)}"
+            )
+        if len(self._waiting) >= self._config.max_waiting:
+            self.counters.rejected_requests += 1
+            raise OverloadedError(f"{self._config.max_waiting} requests are waiting already")
+        self._waiting.append(request)
+
+    def abort(self, request: Request) -> None:
+        """End a request early; without effect if it has ended.
+
+        Its blocks are free at once, or at the end of the pass if one is under way.
+        """
+        if request.is_aborted or request.is_finished:
+            return
+        request.is_aborted = True
+        self.counters.aborted_requests += 1
+        if request not in self._running:
+            self._waiting.remove(request)
+        elif not self._is_in_pass:
+            self._running.remove(request)
+            self._free(request)
+
+    def reset(self) -> AllBlocksCleared | None:
+        """Empty the cache.
+
+        Returns:
+            The event to publish, or None, with nothing changed, while a request holds a block.
+        """
+        return AllBlocksCleared() if self._blocks.clear() else None
+
+    def schedule(self) -> Pass | None:
+        """Plan the next pass and reserve its blocks.
+
+        Returns:
+            None if there is nothing to do.
+        """
+        assert not self._is_in_pass, "complete() comes before the next schedule()"
+        budget = self._config.max_num_batched_tokens
+        chunks: list[tuple[Request, int]] = []
+        while len(chunks) < len(self._running) and budget:
+            request = self._running[len(chunks)]
+            count = min(len(request.tokens) - request.computed_tokens, budget)
+            if not self._reserve(request, count):
+                break
+            chunks.append((request, count))
+            budget -= count
+        # What was just preempted does not come straight back: it needs at least the blocks it gave
+        # up, and one of them has been taken. Being first in the queue, it holds back the others.
+        while budget and (admitted := self._admit(budget)):
+            chunks.append(admitted)
+            budget -= admitted[1]
+        if not chunks:
+            assert not self._waiting, "a request that fits the cache is always admitted in the end"
+            return None
+        self._is_in_pass = True
+        decodes = sum(
+            count == 1 and request.computed_tokens >= len(request.prompt_ids)
+            for request, count in chunks
+        )
+        tokens = sum(count for _, count in chunks)
+        return Pass(chunks, tokens - decodes, decodes, self.kv_usage)
+
+    def complete(self, done: Pass) -> PassResult:
+        """Let a pass take effect: blocks become visible, tokens come out, requests end.
+
+        Args:
+            done: The pass that the last `schedule` returned.
+
+        Returns:
+            What happened. Blocks evicted for the pass were gone when it began, blocks it computed
+            are there when it ends: removals come before stores.
+        """
+        assert self._is_in_pass, "schedule() comes before complete()"
+        self._is_in_pass = False
+        events: list[Event] = []
+        if evicted := self._blocks.drain_evicted():
+            events.append(BlockRemoved(block_hashes=evicted))
+        advanced: list[Request] = []
+        for request, count in done.chunks:
+            if request.is_aborted:
+                continue
+            request.computed_tokens += count
+            if stored := self._store(request):
+                events.append(stored)
+            if request.computed_tokens == len(request.tokens):
+                position = len(request.tokens) - len(request.prompt_ids)
+                request.tokens.append(request.planned_ids[position])
+                advanced.append(request)
+        self.counters.generation_tokens += len(advanced)
+        self._sweep()
+        # A disabled cache is never looked at, so nobody is told about it.
+        return PassResult(advanced, events if self._config.enable_prefix_caching else ())
+
+    def _reserve(self, request: Request, count: int) -> bool:
+        """Give a running request the blocks for `count` more tokens, preempting younger ones.
+
+        Returns:
+            False if it was the youngest and has been preempted itself.
+        """
+        missing = (
+            self._block_count(request.computed_tokens + count)
+            - request.stored_blocks
+            - request.partial_blocks
+        )
+        if missing <= 0:
+            return True
+        while not self._blocks.use((), missing):
+            victim = self._running.pop()
+            self._preempt(victim)
+            if victim is request:
+                return False
+        request.partial_blocks += missing
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self._free(request)
+        request.computed_tokens = 0
+        self._waiting.appendleft(request)
+        self.counters.preemptions += 1
+
+    def _admit(self, budget: int) -> tuple[Request, int] | None:
+        """Move the first waiting request to the running ones, if it fits.
+
+        Returns:
+            The request and how many of its tokens this pass computes.
+        """
+        if not self._waiting or len(self._running) >= self._config.max_num_seqs:
+            return None
+        request = self._waiting[0]
+        hits = self._cached_hashes(request)
+        cached = len(hits) * self._config.block_size
+        count = len(request.tokens) - cached
+        if count > budget:
+            if not self._config.enable_chunked_prefill:
+                return None
+            count = budget
+        partial = self._block_count(len(request.tokens)) - len(hits)
+        used = self._blocks.used_blocks + self._blocks.growth(hits, partial)
+        if used > self._config.admissible_blocks:
+            return None
+        is_used = self._blocks.use(hits, partial)
+        assert is_used, "the watermark is below the capacity"
+        self._waiting.popleft()
+        self._running.append(request)
+        request.stored_blocks = len(hits)
+        request.partial_blocks = partial
+        request.computed_tokens = cached
+        # A preempted request comes by again; what counts is what it found the first time.
+        if request.cached_tokens is None:
+            request.cached_tokens = cached
+            self.counters.prompt_tokens += len(request.prompt_ids)
+            self.counters.cached_tokens += cached
+        return request, count
+
+    def _cached_hashes(self, request: Request) -> list[int]:
+        if not self._config.enable_prefix_caching:
+            return []
+        block_size = self._config.block_size
+        extend_hashes(request.block_hashes, request.root, request.tokens, block_size)
+        # The last token is always computed: its result is the next token.
+        usable = request.block_hashes[: (len(request.tokens) - 1) // block_size]
+        return usable[: self._blocks.cached_prefix(usable)]
+
+    def _store(self, request: Request) -> BlockStored | None:
+        """Make the blocks visible that a request has filled in this pass."""
+        block_size = self._config.block_size
+        full = request.computed_tokens // block_size
+        first = request.stored_blocks
+        if full == first or not self._config.enable_prefix_caching:
+            return None
+        extend_hashes(request.block_hashes, request.root, request.tokens, block_size)
+        new = [self._blocks.promote(block_hash) for block_hash in request.block_hashes[first:full]]
+        request.stored_blocks = full
+        request.partial_blocks -= full - first
+        # Another request may have stored the first ones meanwhile; then it stored them first.
+        first += new.count(False)
+        assert all(new[first - full :]) or first == full, "a cached block's parent is cached"
+        if first == full:
+            return None
+        extra_keys: list[list[str] | None] | None = None
+        if request.cache_salt is not None and first == 0:
+            extra_keys = [[request.cache_salt], *[None] * (full - 1)]
+        return BlockStored(
+            block_hashes=request.block_hashes[first:full],
+            parent_block_hash=request.block_hashes[first - 1] if first else None,
+            token_ids=request.tokens[first * block_size : full * block_size],
+            block_size=block_size,
+            lora_id=request.lora.lora_id if request.lora else None,
+            lora_name=request.lora.name if request.lora else None,
+            extra_keys=extra_keys,
+        )
+
+    def _sweep(self) -> None:
+        """Free what has finished or was aborted during the pass."""
+        ended = [r for r in self._running if r.is_aborted or r.is_finished]
+        if not ended:
+            return
+        self._running = [r for r in self._running if not (r.is_aborted or r.is_finished)]
+        for request in ended:
+            self._free(request)
+            self.counters.finished_requests += request.is_finished
+
+    def _free(self, request: Request) -> None:
+        self._blocks.release(request.partial_blocks)
+        self._blocks.deref(request.block_hashes[: request.stored_blocks])
+        request.stored_blocks = request.partial_blocks = 0
+
+    def _block_count(self, tokens: int) -> int:
+        return -(-tokens // self._config.block_size)

@@ -1,0 +1,151 @@
+"""The mocker inside another process: serve(), close(), and an engine that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvflash.errors import ConfigError
+from kvflash.mocker.app import serve
+from kvflash.mocker.config import MockerConfig
+
+DEADLINE_S = 30.0
+CONFIG = MockerConfig(port=0, block_size=16, num_gpu_blocks=512, speedup_ratio=1000.0)
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, DEADLINE_S))
+
+
+async def complete(
+    session: aiohttp.ClientSession, url: str, prompt: str, **options: Any
+) -> tuple[int, Any]:
+    body = {"prompt": prompt, **options}
+    async with session.post(url + "/v1/completions", json=body) as response:
+        return response.status, await response.json()
+
+
+def test_workers_are_independent_and_close() -> None:
+    async def scenario() -> None:
+        async with aiohttp.ClientSession() as session:
+            config = replace(CONFIG, num_workers=2, zmq_events_port="auto")
+            async with await serve(config) as mocker:
+                first, second = mocker.workers
+                assert first.events_url != second.events_url
+                assert first.replay_url is None
+                for worker, cached in ((first, 0), (first, 32), (second, 0)):
+                    status, answer = await complete(session, worker.url, "x" * 40)
+                    assert status == 200
+                    details = answer["usage"]["prompt_tokens_details"]
+                    assert details["cached_tokens"] == cached
+            for worker in mocker.workers:
+                assert not worker.engine.is_alive
+                with pytest.raises(aiohttp.ClientConnectionError):
+                    await session.get(worker.url + "/health")
+
+    run(scenario())
+
+
+def test_many_at_once_each_get_exactly_their_tokens() -> None:
+    async def scenario() -> None:
+        # Too few blocks for all: some wait, some are preempted, all are answered.
+        config = replace(CONFIG, num_gpu_blocks=40, max_num_batched_tokens=256)
+        async with aiohttp.ClientSession() as session, await serve(config) as mocker:
+            (worker,) = mocker.workers
+            answers = await asyncio.gather(
+                *(
+                    complete(session, worker.url, f"{number:03}" + "y" * 97, max_tokens=50 + number)
+                    for number in range(60)
+                )
+            )
+            for number, (status, answer) in enumerate(answers):
+                assert status == 200
+                assert answer["usage"]["completion_tokens"] == 50 + number
+                assert len(answer["choices"][0]["text"]) == 50 + number
+            scheduler = worker.engine.scheduler
+            assert scheduler.counters.preemptions > 0
+            assert scheduler.counters.finished_requests == 60
+            assert scheduler.blocks.used_blocks == 0
+
+    run(scenario())
+
+
+def test_modelled_time_goes_by() -> None:
+    async def scenario() -> None:
+        async with (
+            aiohttp.ClientSession() as session,
+            await serve(replace(CONFIG, speedup_ratio=10.0)) as mocker,
+        ):
+            loop = asyncio.get_running_loop()
+            start_s = loop.time()
+            await complete(session, mocker.workers[0].url, "x" * 100, max_tokens=101)
+            took_s = loop.time() - start_s
+            # A prefill of 18 ms and 100 steps of about 6.5 ms, ten times as fast.
+            assert took_s > 0.055
+            assert took_s < DEADLINE_S / 10
+
+    run(scenario())
+
+
+def test_a_failed_engine_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with aiohttp.ClientSession() as session, await serve(CONFIG) as mocker:
+            (worker,) = mocker.workers
+            monkeypatch.setattr(worker.engine.scheduler, "complete", lambda _: 1 / 0)
+            status, answer = await complete(session, worker.url, "x")
+            assert (status, answer["error"]["code"]) == (503, 503)
+            assert "ZeroDivisionError" in answer["error"]["message"]
+            assert (await complete(session, worker.url, "x"))[0] == 503
+            async with session.get(worker.url + "/health") as response:
+                assert response.status == 503
+
+    with caplog.at_level(logging.ERROR):
+        run(scenario())
+    assert "the engine loop failed" in caplog.text
+
+
+def test_close_cuts_off_what_outlasts_the_drain_timeout() -> None:
+    async def scenario() -> None:
+        config = replace(CONFIG, speedup_ratio=0.001, drain_timeout_s=0.0)
+        async with aiohttp.ClientSession() as session:
+            mocker = await serve(config)
+            (worker,) = mocker.workers
+            asked = asyncio.create_task(complete(session, worker.url, "x"))
+            while worker.engine.scheduler.running_count == 0:
+                # Asked until it is so; each answer gives the engine a turn.
+                async with session.get(worker.url + "/health") as response:
+                    assert response.status == 200
+            await mocker.close()
+            with pytest.raises(aiohttp.ClientConnectionError):
+                await asked
+
+    run(scenario())
+
+
+def test_a_taken_port_leaves_nothing_running() -> None:
+    async def scenario() -> None:
+        async with await serve(CONFIG) as mocker:
+            port = int(mocker.workers[0].url.rpartition(":")[2])
+            before = asyncio.all_tasks()
+            with pytest.raises(OSError, match=f"--port {port} on 127.0.0.1"):
+                await serve(replace(CONFIG, port=port, zmq_events_port="auto"))
+            assert asyncio.all_tasks() <= before
+
+    run(scenario())
+
+
+def test_an_unusable_tokenizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--tokenizer must be a folder"):
+        run(_refused())
+
+
+async def _refused() -> None:
+    await serve(replace(CONFIG, tokenizer="/nonexistent"))
