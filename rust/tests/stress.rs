@@ -247,7 +247,7 @@ fn a_recycled_slot_never_credits_another_worker() {
                     mine.store(worker.instance_id, SeqCst);
                     let tier = Tier::ALL[worker.instance_id as usize / 7 % 2];
                     store(index, worker, tier, 0, held(worker));
-                    if worker.instance_id % 3 == 0 {
+                    if worker.instance_id.is_multiple_of(3) {
                         remove(index, worker, tier, 0, held(worker));
                         store(index, worker, tier, 0, held(worker));
                     }
