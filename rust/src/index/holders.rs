@@ -39,13 +39,6 @@ impl HolderSet {
     /// Nobody.
     pub const EMPTY: Self = Self::Few { len: 0, slots: [0; FEW] };
 
-    /// Only `slot`.
-    pub fn one(slot: u16) -> Self {
-        let mut slots = [0; FEW];
-        slots[0] = slot;
-        Self::Few { len: 1, slots }
-    }
-
     /// What the set is made of.
     pub fn view(&self) -> View<'_> {
         match self {
@@ -127,7 +120,7 @@ impl HolderSet {
             let mut slots = [0; FEW];
             slots[..sorted.len()].copy_from_slice(sorted);
             Self::Few { len: sorted.len() as u8, slots }
-        } else if sorted.len() * size_of::<u16>() < words * size_of::<u64>() {
+        } else if size_of_val(sorted) < words * size_of::<u64>() {
             Self::List(sorted.into())
         } else {
             let mut bits = vec![0_u64; words];
@@ -203,7 +196,7 @@ mod tests {
 
     #[test]
     fn the_last_slot_fits() {
-        let set = HolderSet::one(u16::MAX - 1).with(0);
+        let set = HolderSet::EMPTY.with(u16::MAX - 1).and_then(|set| set.with(0));
         assert_eq!(set.map(|s| sorted(&s)), Some(vec![0, u16::MAX - 1]));
     }
 }

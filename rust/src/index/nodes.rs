@@ -3,16 +3,21 @@
 //! A node is immutable. A change copies it and swaps the copy in, retrying when another worker's
 //! change came between; so readers see a node whole or not at all, and wait for nobody.
 
+use std::cell::Cell;
 use std::hash::{BuildHasher, Hasher};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-use papaya::{Compute, HashMap, HashMapRef, LocalGuard, Operation};
+use papaya::{HashMap, HashMapRef, LocalGuard, ResizeMode};
 
 use super::holders::HolderSet;
 use crate::ids::Tier;
 
 /// The sets of the tiers below [`Tier::Device`], nearest first.
 pub(super) type LowerSets = [HolderSet; 3];
+
+/// Entries that a write moves while the table grows. A table doubles, so 2 would do to be done in
+/// time; more ends the time in which queries look in two tables sooner.
+const RESIZE_CHUNK: usize = 16;
 
 /// One block: where it stands, and who holds it in which tier.
 #[derive(Debug, Clone)]
@@ -34,6 +39,14 @@ impl Node {
     /// Who holds it in the lower tiers, if anybody does.
     pub fn lower(&self) -> Option<&LowerSets> {
         self.lower.as_deref()
+    }
+
+    fn set(&self, tier: Tier) -> &HolderSet {
+        match (tier, self.lower()) {
+            (Tier::Device, _) => &self.device,
+            (_, Some(sets)) => &sets[tier as usize - 1],
+            (_, None) => &HolderSet::EMPTY,
+        }
     }
 
     fn is_empty(&self) -> bool {
@@ -85,7 +98,11 @@ pub(super) struct Nodes {
 impl Nodes {
     pub fn new(mix: Mix) -> Self {
         Self {
-            map: HashMap::builder().hasher(mix).build(),
+            // Growth moves a few entries with each write: nobody ever waits for a whole table.
+            map: HashMap::builder()
+                .hasher(mix)
+                .resize_mode(ResizeMode::Incremental(RESIZE_CHUNK))
+                .build(),
             lower_bits: AtomicUsize::new(0),
             heap_bytes: AtomicUsize::new(0),
         }
@@ -116,39 +133,47 @@ impl Nodes {
         tier: Tier,
         slot: u16,
     ) -> bool {
-        let parent = parent.unwrap_or(chain);
-        let fresh = || {
-            let empty = Node { local, parent, device: HolderSet::EMPTY, lower: None };
-            empty.changed(tier, |_| Some(HolderSet::one(slot)))
-        };
-        let done = pin.compute(chain, |entry| {
-            let node = match entry {
-                Some((_, node)) => node.changed(tier, |set| set.with(slot)),
-                None => fresh(),
-            };
-            node.map_or(Operation::Abort(()), Operation::Insert)
-        });
-        let changed = self.account(&done);
-        if changed && tier != Tier::Device {
+        // Nobody else changes this worker's bit, so what is read here stays true.
+        if pin.get(&chain).is_some_and(|node| node.set(tier).contains(slot)) {
+            return false;
+        }
+        let empty =
+            Node { local, parent: parent.unwrap_or(chain), device: HolderSet::EMPTY, lower: None };
+        // Update and insert in turn, not one `compute`: inserts made by `compute` do not help an
+        // incremental resize along, and the tables chain up (papaya 0.2.5: ten times the time).
+        while !self.update(pin, chain, tier, |set| set.with(slot)) {
+            let fresh = empty.changed(tier, |set| set.with(slot)).unwrap_or_else(|| empty.clone());
+            let bytes = fresh.heap_bytes();
+            if pin.try_insert(chain, fresh).is_ok() {
+                self.account(0, bytes);
+                break;
+            }
+        }
+        if tier != Tier::Device {
             self.lower_bits.fetch_add(1, Relaxed);
         }
-        changed
+        true
     }
 
     /// Takes `slot` from the holders of a block in `tier`; the last one takes the block with it.
+    /// False when it is not among them.
     pub fn release(&self, pin: &Pinned<'_>, chain: u64, tier: Tier, slot: u16) -> bool {
-        let done = pin.compute(chain, |entry| {
-            match entry.and_then(|(_, node)| node.changed(tier, |set| set.without(slot))) {
-                Some(node) if node.is_empty() => Operation::Remove,
-                Some(node) => Operation::Insert(node),
-                None => Operation::Abort(()),
-            }
-        });
-        let changed = self.account(&done);
-        if changed && tier != Tier::Device {
+        // As above: this worker's bit is this worker's.
+        match pin.get(&chain) {
+            Some(node) if node.set(tier).contains(slot) => {}
+            _ => return false,
+        }
+        let is_last =
+            |node: &Node| node.changed(tier, |set| set.without(slot)).is_none_or(|n| n.is_empty());
+        if !self.remove_if(pin, chain, is_last) {
+            self.update(pin, chain, tier, |set| set.without(slot));
+            // Another worker may have left in between, thinking that this one stays.
+            self.remove_if(pin, chain, Node::is_empty);
+        }
+        if tier != Tier::Device {
             self.lower_bits.fetch_sub(1, Relaxed);
         }
-        changed
+        true
     }
 
     /// Parent chain and local hash of a block; `None` when nobody holds it.
@@ -167,19 +192,42 @@ impl Nodes {
         len * node + places * 9 + self.heap_bytes.load(Relaxed)
     }
 
-    /// Books the heap bytes of a change; says whether there was one.
-    fn account(&self, done: &Compute<'_, u64, Node, ()>) -> bool {
-        let (old, new) = match done {
-            Compute::Aborted(()) => return false,
-            Compute::Inserted(_, new) => (0, new.heap_bytes()),
-            Compute::Updated { old, new } => (old.1.heap_bytes(), new.1.heap_bytes()),
-            Compute::Removed(_, old) => (old.heap_bytes(), 0),
-        };
+    /// Changes the set of `tier` in a block that is there; false when it is not.
+    fn update(
+        &self,
+        pin: &Pinned<'_>,
+        chain: u64,
+        tier: Tier,
+        change: impl Fn(&HolderSet) -> Option<HolderSet>,
+    ) -> bool {
+        // Set anew by each attempt; the last one is the one that took effect.
+        let old = Cell::new(0);
+        let updated = pin.update(chain, |node| {
+            old.set(node.heap_bytes());
+            node.changed(tier, &change).unwrap_or_else(|| node.clone())
+        });
+        if let Some(node) = updated {
+            self.account(old.get(), node.heap_bytes());
+        }
+        updated.is_some()
+    }
+
+    fn remove_if(&self, pin: &Pinned<'_>, chain: u64, test: impl Fn(&Node) -> bool) -> bool {
+        match pin.remove_if(&chain, |_, node| test(node)) {
+            Ok(Some((_, node))) => {
+                self.account(node.heap_bytes(), 0);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Books heap bytes that became `new` from `old`.
+    fn account(&self, old: usize, new: usize) {
         if old != new {
             // Wrapping: changes of different workers may be booked in another order than made.
             self.heap_bytes.fetch_add(new.wrapping_sub(old), Relaxed);
         }
-        true
     }
 }
 
