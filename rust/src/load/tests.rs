@@ -178,8 +178,28 @@ fn a_late_clock_reading_does_not_shorten_a_life() {
     let mut load = table(config, &[WORKER]);
     load.book(RequestId(1), WORKER, BlockUse::Untracked, 1, 0, 500).unwrap();
     load.book(RequestId(2), WORKER, BlockUse::Untracked, 1, 0, 450).unwrap();
+    assert_eq!(load.expire(90), [], "a reading from long ago");
+    load.touch(RequestId(1), 480).unwrap();
     assert_eq!(load.expire(600), []);
     assert_eq!(load.expire(601).len(), 2);
+}
+
+#[test]
+fn a_faded_block_is_whole_again_for_the_next_request() {
+    // Enough workers that the block's holders become an array.
+    let workers: Vec<Worker> = (1..=40).map(|id| Worker::new(id, 0)).collect();
+    let mut load = table(LoadConfig::default(), &workers);
+    let blocks = BlockUse::Shared(&[7]);
+    for (id, &worker) in (1..).zip(&workers) {
+        load.book(RequestId(id), worker, blocks, 1, 0, 0).unwrap();
+    }
+    load.add_output_block(RequestId(1), 0.0).unwrap();
+    assert_eq!(load_of(&load, WORKER).blocks, 0);
+    load.free(RequestId(1));
+    load.book(RequestId(99), WORKER, blocks, 1, 0, 0).unwrap();
+    assert_eq!(load_of(&load, WORKER).blocks, 1);
+    load.free(RequestId(99));
+    assert_eq!(load.totals().blocks, 39);
 }
 
 #[test]
@@ -426,7 +446,12 @@ impl Pair {
                     self.twin.requests[place].active_at_ms = now;
                 }
             }
-            Op::Output(id, eighths) => self.output(*id, f64::from(*eighths) / 8.0),
+            Op::Output(id, eighths) => {
+                // Every other time any request that is active, mass bookings included.
+                let nth = self.twin.requests.get(*id as usize * 5).filter(|_| id % 2 == 0);
+                let id = nth.map_or(*id, |request| request.id);
+                self.output(id, f64::from(*eighths) / 8.0);
+            }
             Op::Free(id) => {
                 let freed = self.twin.retain(|request| request.id != *id);
                 assert_eq!(self.real.free(RequestId(*id)), freed == 1);
