@@ -359,11 +359,6 @@ impl ActiveSequences {
         self.slots.loads().map(|(slot, load)| (usize::from(slot), load))
     }
 
-    /// The slot of `worker`, valid until workers change.
-    pub fn slot(&self, worker: Worker) -> Option<usize> {
-        self.slots.slot(worker).map(usize::from)
-    }
-
     /// Slots there are: every slot is below it.
     pub fn slot_count(&self) -> usize {
         self.slots.capacity()
@@ -375,6 +370,14 @@ impl ActiveSequences {
         counts.clear();
         counts.resize(self.slots.capacity(), 0);
         self.blocks.count(hashes, counts);
+    }
+
+    /// Set `by_slot[slot]`, for every slot, to what `by_worker` says of its worker; 0 where it says
+    /// nothing. Workers that are not in the table are passed over.
+    pub fn spread(&self, by_worker: &[(Worker, u32)], by_slot: &mut Vec<u32>) {
+        by_slot.clear();
+        by_slot.resize(self.slots.capacity(), 0);
+        self.slots.slots_of(by_worker, |slot, value| by_slot[usize::from(slot)] = value);
     }
 
     /// Sums over all workers.

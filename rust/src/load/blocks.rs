@@ -6,15 +6,26 @@ use hashbrown::hash_map::Entry as Place;
 use super::holders::{Holders, WHOLE};
 
 /// The block that came directly before this one in the requests that hold it.
+///
+/// When every request that holds a block holds the same one directly before it, the workers of
+/// the block are a subset of the workers of that one. Eight bytes: hashes that happen to be one
+/// of the two numbers below are never taken for a parent, which costs time and no truth.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Parent {
+struct Parent(u64);
+
+impl Parent {
     /// It is the first block of its requests.
-    First,
-    /// Every request that holds this block holds that one directly before it, so that the workers
-    /// of this block are a subset of the workers of that one.
-    Block(u64),
+    const FIRST: Self = Self(0);
     /// Requests disagree: nothing can be concluded.
-    Mixed,
+    const MIXED: Self = Self(1);
+
+    fn of(hash: u64) -> Self {
+        if hash > Self::MIXED.0 { Self(hash) } else { Self::MIXED }
+    }
+
+    fn is_block(self) -> bool {
+        self.0 > Self::MIXED.0
+    }
 }
 
 #[derive(Debug)]
@@ -41,21 +52,23 @@ pub(super) struct Blocks {
 impl Blocks {
     /// Reference every entry of `hashes` on `slot`; how many blocks were new to it.
     pub(super) fn acquire(&mut self, hashes: &[u64], slot: u16, slot_count: usize) -> u64 {
-        let mut parent = Parent::First;
+        let mut parent = Parent::FIRST;
         let mut added = 0;
         for &hash in hashes {
-            let block = match self.blocks.entry(hash) {
-                Place::Occupied(place) => {
-                    let block = place.into_mut();
+            added += u64::from(match self.blocks.entry(hash) {
+                Place::Occupied(mut place) => {
+                    let block = place.get_mut();
                     if block.parent != parent {
-                        block.parent = Parent::Mixed;
+                        block.parent = Parent::MIXED;
                     }
-                    block
+                    block.holders.acquire(slot, slot_count)
                 }
-                Place::Vacant(place) => place.insert(Block { parent, holders: Holders::default() }),
-            };
-            added += u64::from(block.holders.acquire(slot, slot_count));
-            parent = Parent::Block(hash);
+                Place::Vacant(place) => {
+                    place.insert(Block { parent, holders: Holders::new(slot) });
+                    true
+                }
+            });
+            parent = Parent::of(hash);
         }
         added
     }
@@ -65,10 +78,10 @@ impl Blocks {
         let mut released = Released::default();
         for &hash in hashes {
             let Place::Occupied(mut place) = self.blocks.entry(hash) else { continue };
-            if let Some(fraction) = place.get_mut().holders.release(slot) {
+            if let Some((fraction, is_last)) = place.get_mut().holders.release(slot) {
                 released.blocks += 1;
                 released.discount += u64::from(WHOLE - fraction);
-                if place.get().holders.len() == 0 {
+                if is_last {
                     place.remove();
                 }
             }
@@ -100,11 +113,13 @@ impl Blocks {
     pub(super) fn count(&self, hashes: &[u64], counts: &mut [u32]) {
         // The holders of the block before, and how many blocks each of them is still owed.
         let mut run: Option<(&Holders, u32)> = None;
-        let mut before = Parent::First;
+        let mut before = Parent::FIRST;
         for &hash in hashes {
             let block = self.blocks.get(&hash);
             run = match (block, run) {
-                (Some(block), Some((holders, owed))) if block.parent == before => {
+                (Some(block), Some((holders, owed)))
+                    if before.is_block() && block.parent == before =>
+                {
                     let is_same = holders.len() == block.holders.len();
                     if is_same || holders.credit_without(&block.holders, owed, counts) {
                         Some((&block.holders, owed + 1))
@@ -120,7 +135,7 @@ impl Blocks {
                     block.map(|block| (&block.holders, 1))
                 }
             };
-            before = Parent::Block(hash);
+            before = Parent::of(hash);
         }
         if let Some((holders, owed)) = run {
             holders.credit(owed, counts);

@@ -1,6 +1,6 @@
 //! The workers of the table: a small number for each, and its counters.
 
-use std::collections::HashMap;
+use hashbrown::HashMap;
 
 use super::holders::WHOLE;
 use crate::ids::Worker;
@@ -44,6 +44,8 @@ impl Counters {
 #[derive(Debug)]
 struct Slot {
     worker: Worker,
+    /// Its place in the order.
+    rank: usize,
     counters: Counters,
 }
 
@@ -80,6 +82,22 @@ impl Slots {
         &mut slot.expect("a request is dropped together with its worker").counters
     }
 
+    /// The slots of `workers`. Those that come in worker order, as many lists do for long
+    /// stretches, cost a comparison instead of a look-up.
+    pub(super) fn slots_of<T: Copy>(&self, workers: &[(Worker, T)], mut found: impl FnMut(u16, T)) {
+        let mut next = 0;
+        for &(worker, value) in workers {
+            let guess = self.order.get(next).map(|&slot| (slot, self.taken(slot).worker));
+            if let Some((slot, _)) = guess.filter(|&(_, guess)| guess == worker) {
+                next += 1;
+                found(slot, value);
+            } else if let Some(slot) = self.slot(worker) {
+                next = self.taken(slot).rank + 1;
+                found(slot, value);
+            }
+        }
+    }
+
     /// Workers in order.
     pub(super) fn workers(&self) -> impl ExactSizeIterator<Item = (u16, Worker)> + '_ {
         self.order.iter().map(|&slot| (slot, self.taken(slot).worker))
@@ -100,7 +118,7 @@ impl Slots {
             if free == self.slots.len() {
                 self.slots.push(None);
             }
-            self.slots[free] = Some(Slot { worker, counters: Counters::default() });
+            self.slots[free] = Some(Slot { worker, rank: 0, counters: Counters::default() });
             self.by_worker.insert(worker, free as u16);
         }
         self.sort();
@@ -118,10 +136,15 @@ impl Slots {
 
     fn sort(&mut self) {
         self.order = self.by_worker.values().copied().collect();
-        let slots = &self.slots;
+        let slots = &mut self.slots;
         self.order.sort_unstable_by_key(|&slot| {
             slots[usize::from(slot)].as_ref().map(|slot| slot.worker)
         });
+        for (rank, &slot) in self.order.iter().enumerate() {
+            if let Some(slot) = &mut slots[usize::from(slot)] {
+                slot.rank = rank;
+            }
+        }
     }
 
     fn taken(&self, slot: u16) -> &Slot {

@@ -1,4 +1,5 @@
 //! Recorded cases of cost and temperature, and what each policy promises.
+#![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
 

@@ -293,13 +293,7 @@ impl Scratch {
         }
         let hashes = if let BlockUse::Shared(hashes) = blocks { hashes } else { &[] };
         load.count_shared(hashes, &mut self.shared);
-        self.overlaps.clear();
-        self.overlaps.resize(load.slot_count(), 0);
-        for &(worker, blocks) in request.overlaps {
-            if let Some(slot) = load.slot(worker) {
-                self.overlaps[slot] = blocks;
-            }
-        }
+        load.spread(request.overlaps, &mut self.overlaps);
         self.candidates.clear();
         let is_allowed = |worker| request.allowed.is_none_or(|allowed| allowed(worker));
         let loads = load.loads().filter(|(_, load)| is_allowed(load.worker));
