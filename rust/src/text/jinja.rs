@@ -1,13 +1,12 @@
 //! The template language as transformers sets it up: Jinja2 with Python's values behind it.
 
-use std::fmt::Write;
 use std::sync::Arc;
 
 use minijinja::value::{Kwargs, Rest, ValueKind};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, UndefinedBehavior, Value};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
-use super::python::{Dump, display};
+use super::python::{Dump, display, put};
 use super::template::WallClock;
 
 /// Most spaces of `indent`: a template is not trusted with memory.
@@ -268,8 +267,7 @@ fn strftime(format: &str, seconds: u64) -> String {
             }
         };
         let width = if is_bare { 0 } else { width };
-        // Writing to a string cannot fail.
-        drop(write!(out, "{number:0width$}"));
+        put(&mut out, format_args!("{number:0width$}"));
     }
     out
 }
