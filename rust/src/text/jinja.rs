@@ -45,26 +45,6 @@ pub(super) fn environment(clock: WallClock) -> Environment<'static> {
     environment
 }
 
-/// `{% generation %}` only marks what an assistant said: to the text it is a scope.
-pub(super) fn without_generation(source: &str) -> String {
-    let mut out = String::with_capacity(source.len());
-    let mut rest = source;
-    while let Some(start) = rest.find("{%") {
-        let (before, block) = rest.split_at(start);
-        out.push_str(before);
-        let end = block.find("%}").map_or(block.len(), |end| end + 2);
-        let body = block[2..end].trim_end_matches("%}").trim_matches(['-', '+']).trim();
-        match body {
-            "generation" => out.push_str(&block[..end].replacen(body, "with", 1)),
-            "endgeneration" => out.push_str(&block[..end].replacen(body, "endwith", 1)),
-            _ => out.push_str(&block[..end]),
-        }
-        rest = &block[end..];
-    }
-    out.push_str(rest);
-    out
-}
-
 fn refused(message: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidOperation, message.into())
 }
@@ -162,6 +142,7 @@ fn call_method(
             Some(at) => Ok(char_index(Some(at))),
             None => Err(refused("substring not found")),
         },
+        ("title", None) => Ok(title(text).into()),
         ("removeprefix", Some(part)) => Ok(text.strip_prefix(part).unwrap_or(text).into()),
         ("removesuffix", Some(part)) => Ok(text.strip_suffix(part).unwrap_or(text).into()),
         ("partition", Some(part)) => Ok(triple(match text.split_once(part) {
@@ -186,6 +167,21 @@ fn call_method(
         }
         _ => unknown_method_callback(state, value, method, args),
     }
+}
+
+/// `str.title()`: a letter is upper case unless a letter stands before it.
+fn title(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut is_inside = false;
+    for character in text.chars() {
+        if is_inside {
+            out.extend(character.to_lowercase());
+        } else {
+            out.extend(character.to_uppercase());
+        }
+        is_inside = character.is_alphabetic();
+    }
+    out
 }
 
 fn triple(parts: [&str; 3]) -> Value {
@@ -315,11 +311,5 @@ mod tests {
         );
         assert_eq!(strftime("%Y-%m-%d %a", 0), "1970-01-01 Thu");
         assert_eq!(strftime("%Y-%m-%d", 1_767_225_599), "2025-12-31");
-    }
-
-    #[test]
-    fn generation_blocks_become_scopes() {
-        let source = "a{%- generation -%} b {% endgeneration %}{% if x %}";
-        assert_eq!(without_generation(source), "a{%- with -%} b {% endwith %}{% if x %}");
     }
 }

@@ -312,13 +312,13 @@ TEMPLATES = {
 {%- if tools %}
     {%- for tool in tools | map(attribute='function') %}
         {{- tool.name ~ ' ' ~ tool.parameters.properties | length }}
-        {%- for key, item in tool.parameters.properties.items() %} {{ key }}:{{ item.type | default('any', true) }}{% if item.items is defined %}{% for k, v in item.items() %}<{{ k }}={{ v }}>{% endfor %}{% endif %}{% endfor %}
+        {%- for key, item in tool.parameters.properties.items() %} {{ key }}:{{ item.type | default('any', true) }}{% if 'items' in item %}{% for k, v in item.items() %}<{{ k }}={{ v }}>{% endfor %}{% endif %}{% endfor %}
         {{- '\\n' }}
     {%- endfor %}
 {%- endif %}
 {{- [1, 2.0, none, true, 'it\\'s', {"k": 1e-05}] }} {{ 7 // 2 }} {{ 7 / 2 }} {{ none }} {{ undefined_thing }} {{ "a" if false }}
 {{- "%s" if add_generation_prompt else '-' }} {{ documents | default([], true) | length }} {{ (messages | last).role.capitalize() }} {{ ['b', 'a'] | sort | join(', ') }} {{ {'b': 1, 'a': [1, 2]} | tojson }} {{ messages | rejectattr('role', 'equalto', 'user') | map(attribute='role') | unique | list }}
-{{- '\\n'.join(['x', 'y']) }} {{ 'a-b-c'.split('-', 1) }} {{ 'abc'[::-1] }} {{ 'a,b'.rsplit(',')[-1] }} {{ "x" in "xyz" }} {{ 3 in [1, 2] }} {{ not none }}""",
+{{- 1 ~ none ~ (2 ~ true) ~ 1.0 ~ [none, 'a'] }} {{ '  ' * 2 ~ 'x' + 'y' }} {{ '\\n'.join(['x', 'y']) }} {{ 'a-b-c'.split('-', 1) }} {{ 'abc'[::-1] }} {{ 'a,b'.rsplit(',')[-1] }} {{ "x" in "xyz" }} {{ 3 in [1, 2] }} {{ not none }}""",
     ),
 }
 
