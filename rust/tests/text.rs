@@ -185,19 +185,51 @@ fn word_piece() -> Value {
     })
 }
 
-/// tiny-llama's vocabulary behind Llama 3's splits, with tokens of every kind of flag.
-fn flagged() -> Value {
+/// tiny-llama's vocabulary behind other models' splits.
+fn split_by(patterns: &[&str]) -> Value {
     let mut tokenizer = tiny_json();
-    let pattern = concat!(
+    let split = |pattern: &&str| {
+        json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated",
+               "invert": false})
+    };
+    let mut stages: Vec<_> = patterns.iter().map(split).collect();
+    stages.push(json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
+                       "use_regex": false}));
+    tokenizer["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": stages});
+    tokenizer
+}
+
+/// Splits as o200k and its kin publish them.
+fn o200k() -> Value {
+    split_by(&[concat!(
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|",
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )])
+}
+
+/// Splits in three stages, as DeepSeek publishes them.
+fn three_stages() -> Value {
+    split_by(&[
+        r"\p{N}{1,3}",
+        "[一-龥\u{3040}-ゟ゠-ヿ]+",
+        concat!(
+            r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"##,
+            r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|",
+            r"\s*[\r\n]+|\s+(?!\S)|\s+"
+        ),
+    ])
+}
+
+/// Llama 3's splits, with tokens of every kind of flag.
+fn flagged() -> Value {
+    let mut tokenizer = split_by(&[concat!(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|",
         r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    );
-    let split = json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated",
-                       "invert": false});
-    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
-                            "use_regex": false});
+    )]);
     tokenizer["normalizer"] = json!({"type": "NFC"});
-    tokenizer["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": [split, byte_level]});
     let size = tokenizer["model"]["vocab"].as_object().map_or(0, |vocab| vocab.len() as u32);
     let tokens = tokenizer["added_tokens"].as_array_mut().expect("a list");
     tokens.push(added(size, "<mask>", &["lstrip"]));
@@ -219,6 +251,8 @@ fn tokenizers() -> Vec<(&'static str, Value, CutMode)> {
     single_word["added_tokens"][0]["single_word"] = true.into();
     vec![
         ("byte_level", tiny_json(), CutMode::AtWords),
+        ("o200k", o200k(), CutMode::AtWords),
+        ("three_stages", three_stages(), CutMode::AtWords),
         ("flagged", flagged(), CutMode::AtWords),
         ("first", sentence_piece(Value::Null, metaspace("first", false)), CutMode::AtTokens),
         ("always", sentence_piece(Value::Null, metaspace("always", true)), CutMode::AtTokens),
@@ -292,7 +326,7 @@ fn fragment() -> impl Strategy<Value = String> {
 #[test]
 fn cached_ids_are_the_ids() {
     let twins = twins();
-    assert_eq!(twins.len(), 7);
+    assert_eq!(twins.len(), 9);
     let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig::with_cases(256));
     let texts = prop::collection::vec(fragment(), 0..24).prop_map(|parts| parts.concat());
     let result = runner.run(&texts, |text| {
@@ -430,6 +464,14 @@ fn what_cannot_be_reproduced_is_said_and_not_guessed() {
             assert!(matches!(rendered, Ok(Rendered::Unsupported(_))), "{rendered:?}");
         }
     }
+    let coded = folder(&[
+        ("tokenizer.json", tiny_json()),
+        ("config.json", json!({"model_type": "gpt_oss"})),
+        ("chat_template.jinja", json!("x")),
+    ]);
+    let model = TextModel::from_folder(coded.path(), TextOptions::default()).expect("a model");
+    let prompt = model.chat_tokens(&ChatRequest::parse(b"{}").expect("a request"));
+    assert!(matches!(prompt, Ok(Prompt::Unsupported(_))), "{prompt:?}");
     let model = TextModel::from_folder(tiny(), TextOptions::default()).expect("tiny-llama");
     let body = br#"{"messages": [], "truncate_prompt_tokens": 5}"#;
     let prompt = model.chat_tokens(&ChatRequest::parse(body).expect("a request"));
@@ -562,7 +604,7 @@ impl Prompts {
         while text.len() < chars {
             self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_041);
             text.push_str(words[(self.0 >> 33) as usize % words.len()]);
-            text.push_str(if (self.0 >> 50) % 9 == 0 { ".\n" } else { " " });
+            text.push_str(if (self.0 >> 50).is_multiple_of(9) { ".\n" } else { " " });
         }
         text
     }
@@ -621,6 +663,7 @@ fn measure() {
         let model = TextModel {
             tokenizer: Tokenizer::from_folder(tiny(), CacheOptions::default()).expect("tiny"),
             template: Some(template(&golden.templates[name].source, TemplateOptions::default())),
+            chat_unsupported: None,
         };
         measure_chat(name, &model, &mut prompts);
     }

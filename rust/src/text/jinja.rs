@@ -270,7 +270,9 @@ fn strftime(format: &str, seconds: u64) -> String {
 
 /// Year, month, day and day of the year of a day since 1970-01-01.
 fn civil(mut days: u64) -> (u64, u64, u64, u64) {
-    let is_leap = |year: u64| year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
+    let is_leap = |year: u64| {
+        year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
+    };
     let mut year = 1970;
     while days >= 365 + u64::from(is_leap(year)) {
         days -= 365 + u64::from(is_leap(year));
