@@ -24,6 +24,10 @@ pub(super) struct FolderConfig {
     pub(super) add_bos_token: Option<bool>,
     /// `add_eos_token`, if said.
     pub(super) add_eos_token: Option<bool>,
+    /// Special tokens without a name.
+    pub(super) extra_tokens: Vec<String>,
+    /// `model_type` of `config.json`: some models' chats are not rendered from a template.
+    pub(super) model_type: Option<String>,
     /// Chat templates by name; the unnamed one is `default`.
     pub(super) templates: Vec<(String, String)>,
 }
@@ -50,6 +54,13 @@ impl FolderConfig {
                 config.named_tokens.push((name.to_owned(), text.to_owned()));
             }
         }
+        for name in ["additional_special_tokens", "extra_special_tokens"] {
+            if let Some(Value::Array(tokens)) = main.get(name).or_else(|| map.get(name)) {
+                config.extra_tokens.extend(tokens.iter().filter_map(token_text).map(str::to_owned));
+            }
+        }
+        let model = read_object(&folder.join("config.json"))?.unwrap_or_default();
+        config.model_type = model.get("model_type").and_then(Value::as_str).map(str::to_owned);
         config.read_templates(folder, &main, &path)?;
         Ok(config)
     }

@@ -234,11 +234,9 @@ fn words_are_safe(layout: &Layout, added: &[(u32, AddedToken)]) -> bool {
     let is_normalizer_safe = layout.normalizer.is_null() || kind(&layout.normalizer) == Some("NFC");
     // Tokens matched after normalization must neither span such a place nor eat whitespace at it.
     let are_tokens_safe = added.iter().filter(|(_, token)| token.normalized).all(|(_, token)| {
-        let spans = token.content.as_bytes().windows(2);
-        !(token.lstrip || token.rstrip || token.single_word)
-            && !spans
-                .into_iter()
-                .any(|pair| pair[0].is_ascii_alphabetic() && pair[1].is_ascii_whitespace())
+        let mut pairs = token.content.as_bytes().windows(2);
+        let spans = pairs.any(|p| p[0].is_ascii_alphabetic() && p[1].is_ascii_whitespace());
+        !(token.lstrip || token.rstrip || token.single_word || spans)
     });
     // Raw tokens that eat whitespace are replayed by `visit` before words are looked at.
     is_normalizer_safe

@@ -1,13 +1,12 @@
 //! The template language as transformers sets it up: Jinja2 with Python's values behind it.
 
-use std::fmt::Write;
 use std::sync::Arc;
 
 use minijinja::value::{Kwargs, Rest, ValueKind};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, UndefinedBehavior, Value};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
-use super::python::{Dump, display};
+use super::python::{Dump, display, put};
 use super::template::WallClock;
 
 /// Most spaces of `indent`: a template is not trusted with memory.
@@ -44,26 +43,6 @@ pub(super) fn environment(clock: WallClock) -> Environment<'static> {
     });
     environment.add_function("strftime_now", move |format: &str| strftime(format, clock.now()));
     environment
-}
-
-/// `{% generation %}` only marks what an assistant said: to the text it is a scope.
-pub(super) fn without_generation(source: &str) -> String {
-    let mut out = String::with_capacity(source.len());
-    let mut rest = source;
-    while let Some(start) = rest.find("{%") {
-        let (before, block) = rest.split_at(start);
-        out.push_str(before);
-        let end = block.find("%}").map_or(block.len(), |end| end + 2);
-        let body = block[2..end].trim_end_matches("%}").trim_matches(['-', '+']).trim();
-        match body {
-            "generation" => out.push_str(&block[..end].replacen(body, "with", 1)),
-            "endgeneration" => out.push_str(&block[..end].replacen(body, "endwith", 1)),
-            _ => out.push_str(&block[..end]),
-        }
-        rest = &block[end..];
-    }
-    out.push_str(rest);
-    out
 }
 
 fn refused(message: impl Into<String>) -> Error {
@@ -163,6 +142,7 @@ fn call_method(
             Some(at) => Ok(char_index(Some(at))),
             None => Err(refused("substring not found")),
         },
+        ("title", None) => Ok(title(text).into()),
         ("removeprefix", Some(part)) => Ok(text.strip_prefix(part).unwrap_or(text).into()),
         ("removesuffix", Some(part)) => Ok(text.strip_suffix(part).unwrap_or(text).into()),
         ("partition", Some(part)) => Ok(triple(match text.split_once(part) {
@@ -187,6 +167,21 @@ fn call_method(
         }
         _ => unknown_method_callback(state, value, method, args),
     }
+}
+
+/// `str.title()`: a letter is upper case unless a letter stands before it.
+fn title(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut is_inside = false;
+    for character in text.chars() {
+        if is_inside {
+            out.extend(character.to_lowercase());
+        } else {
+            out.extend(character.to_uppercase());
+        }
+        is_inside = character.is_alphabetic();
+    }
+    out
 }
 
 fn triple(parts: [&str; 3]) -> Value {
@@ -268,15 +263,16 @@ fn strftime(format: &str, seconds: u64) -> String {
             }
         };
         let width = if is_bare { 0 } else { width };
-        // Writing to a string cannot fail.
-        drop(write!(out, "{number:0width$}"));
+        put(&mut out, format_args!("{number:0width$}"));
     }
     out
 }
 
 /// Year, month, day and day of the year of a day since 1970-01-01.
 fn civil(mut days: u64) -> (u64, u64, u64, u64) {
-    let is_leap = |year: u64| year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
+    let is_leap = |year: u64| {
+        year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
+    };
     let mut year = 1970;
     while days >= 365 + u64::from(is_leap(year)) {
         days -= 365 + u64::from(is_leap(year));
@@ -317,11 +313,5 @@ mod tests {
         );
         assert_eq!(strftime("%Y-%m-%d %a", 0), "1970-01-01 Thu");
         assert_eq!(strftime("%Y-%m-%d", 1_767_225_599), "2025-12-31");
-    }
-
-    #[test]
-    fn generation_blocks_become_scopes() {
-        let source = "a{%- generation -%} b {% endgeneration %}{% if x %}";
-        assert_eq!(without_generation(source), "a{%- with -%} b {% endwith %}{% if x %}");
     }
 }

@@ -20,6 +20,7 @@ mod message;
 mod model;
 mod python;
 mod request;
+mod source;
 mod template;
 mod tokenizer;
 

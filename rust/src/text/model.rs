@@ -4,10 +4,22 @@ use std::path::Path;
 
 use super::cache::CacheOptions;
 use super::config::FolderConfig;
+use super::message::Dialect;
 use super::request::ChatRequest;
 use super::template::{ChatTemplate, Rendered, TemplateOptions};
 use super::tokenizer::{Tokenizer, Tokens};
 use crate::error::{Error, Result};
+
+/// Models (by `model_type`) whose chats an engine writes with code of its own, whatever template
+/// lies in their folder.
+///
+/// # Source
+/// vLLM's harmony path for gpt-oss; both engines' encoders for DeepSeek V3.2 and V4.
+const CODED_CHATS: [(&str, &[Dialect]); 3] = [
+    ("gpt_oss", &[Dialect::Vllm]),
+    ("deepseek_v32", &[Dialect::Vllm, Dialect::Sglang]),
+    ("deepseek_v4", &[Dialect::Vllm, Dialect::Sglang]),
+];
 
 /// How to load a model's text side.
 #[derive(Debug, Clone, Default)]
@@ -34,6 +46,8 @@ pub struct TextModel {
     pub tokenizer: Tokenizer,
     /// The chat template; base models have none.
     pub template: Option<ChatTemplate>,
+    /// Why the template's chats are not the engine's, if so.
+    pub chat_unsupported: Option<String>,
 }
 
 impl TextModel {
@@ -45,7 +59,14 @@ impl TextModel {
     pub fn from_folder(folder: impl AsRef<Path>, options: TextOptions) -> Result<Self> {
         let folder = folder.as_ref();
         let config = FolderConfig::read(folder)?;
+        let dialect = options.template.dialect;
+        let is_coded = |kind: &&str| {
+            CODED_CHATS.iter().any(|(name, dialects)| name == kind && dialects.contains(&dialect))
+        };
+        let coded = config.model_type.as_deref().filter(is_coded);
+        let chat_unsupported = coded.map(|kind| format!("{kind} chats are not made by a template"));
         Ok(Self {
+            chat_unsupported,
             tokenizer: Tokenizer::load(folder, &config, options.cache)?,
             template: ChatTemplate::load(&config, options.template)?,
         })
@@ -57,6 +78,9 @@ impl TextModel {
     /// `Error::InvalidArgument` if the model has no chat template, or for requests the engine would
     /// refuse too.
     pub fn chat_tokens(&self, request: &ChatRequest<'_>) -> Result<Prompt> {
+        if let Some(reason) = &self.chat_unsupported {
+            return Ok(Prompt::Unsupported(reason.clone()));
+        }
         let Some(template) = &self.template else {
             return Err(Error::invalid("the model has no chat template"));
         };

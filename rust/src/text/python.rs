@@ -1,6 +1,6 @@
 //! Values as Python writes them: templates are written for `str()` and `json.dumps()`.
 
-use std::fmt::Write;
+use std::fmt::{Arguments, Write};
 
 use minijinja::value::ValueKind;
 use minijinja::{Error, ErrorKind, Value};
@@ -50,14 +50,18 @@ fn write_repr(out: &mut String, value: &Value, depth: usize) {
             }
             out.push('}');
         }
-        // Writing to a string cannot fail.
-        _ => drop(write!(out, "{value}")),
+        _ => put(out, format_args!("{value}")),
     }
+}
+
+/// Append formatted text.
+pub(super) fn put(out: &mut String, text: Arguments<'_>) {
+    out.write_fmt(text).expect("writing to a string cannot fail");
 }
 
 fn write_number(out: &mut String, value: &Value, infinity: &str, nan: &str) {
     if value.is_integer() {
-        drop(write!(out, "{value}"));
+        put(out, format_args!("{value}"));
         return;
     }
     match f64::try_from(value.clone()) {
@@ -67,7 +71,7 @@ fn write_number(out: &mut String, value: &Value, infinity: &str, nan: &str) {
             out.push_str(infinity);
         }
         Ok(number) => write_float(out, number),
-        Err(_) => drop(write!(out, "{value}")),
+        Err(_) => put(out, format_args!("{value}")),
     }
 }
 
@@ -78,10 +82,10 @@ fn write_float(out: &mut String, number: f64) {
     let exponent: i32 = exponent.parse().unwrap_or_default();
     if number != 0.0 && !(-4..16).contains(&exponent) {
         let sign = if exponent < 0 { '-' } else { '+' };
-        drop(write!(out, "{digits}e{sign}{:02}", exponent.abs()));
+        put(out, format_args!("{digits}e{sign}{:02}", exponent.abs()));
     } else {
         // Debug keeps the ".0" of whole numbers but has an exponent of its own from 1e16 on.
-        drop(write!(out, "{number:?}"));
+        put(out, format_args!("{number:?}"));
     }
 }
 
@@ -101,7 +105,7 @@ fn write_string_repr(out: &mut String, text: &str) {
             _ if (character as u32) < 0x100
                 && (character.is_control() || matches!(character, '\u{a0}' | '\u{ad}')) =>
             {
-                drop(write!(out, "\\x{:02x}", character as u32));
+                put(out, format_args!("\\x{:02x}", character as u32));
             }
             _ => out.push(character),
         }
@@ -215,10 +219,10 @@ impl Dump {
                 '\t' => out.push_str("\\t"),
                 '\u{8}' => out.push_str("\\b"),
                 '\u{c}' => out.push_str("\\f"),
-                '\0'..='\u{1f}' => drop(write!(out, "\\u{:04x}", character as u32)),
+                '\0'..='\u{1f}' => put(out, format_args!("\\u{:04x}", character as u32)),
                 '\u{7f}'.. if self.is_ascii => {
                     for unit in character.encode_utf16(&mut [0; 2]) {
-                        drop(write!(out, "\\u{unit:04x}"));
+                        put(out, format_args!("\\u{unit:04x}"));
                     }
                 }
                 _ => out.push(character),

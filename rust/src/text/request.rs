@@ -48,6 +48,10 @@ impl<'a> ChatRequest<'a> {
     /// # Errors
     /// `Error::InvalidArgument` if the body is not a JSON object or a flag is not a boolean.
     pub fn parse(body: &'a [u8]) -> Result<Self> {
+        // A list would be taken for the fields in order.
+        if body.trim_ascii_start().first() != Some(&b'{') {
+            return Err(Error::invalid("chat request: the body must be a JSON object"));
+        }
         serde_json::from_slice(body)
             .map_err(|error| Error::invalid(format!("chat request: {error}")))
     }

@@ -10,9 +10,10 @@ use serde_json::value::RawValue;
 
 use super::config::FolderConfig;
 use super::content::{ContentFormat, detect_sglang, detect_vllm};
-use super::jinja::{environment, without_generation};
+use super::jinja::environment;
 use super::message::{Dialect, Stop, prepare_messages, prepare_tools};
 use super::request::ChatRequest;
+use super::source::rewrite;
 use crate::error::{Error, Result};
 
 /// Put behind a message that is to be continued, and looked for in the rendered text.
@@ -123,14 +124,13 @@ impl ChatTemplate {
         let mut environment = environment(options.clock.clone());
         let mut formats = Vec::with_capacity(templates.len());
         for (name, source) in templates {
-            let source = without_generation(source);
             let found = match options.dialect {
-                Dialect::Vllm => detect_vllm(&source),
-                Dialect::Sglang => detect_sglang(&source),
+                Dialect::Vllm => detect_vllm(source),
+                Dialect::Sglang => detect_sglang(source),
             };
             formats.push((name.clone(), options.content_format.unwrap_or(found)));
             environment
-                .add_template_owned(name.clone(), source)
+                .add_template_owned(name.clone(), rewrite(source))
                 .map_err(|error| Error::Config(format!("chat template {name:?}: {error}")))?;
         }
         let special_tokens = config

@@ -281,7 +281,8 @@ fn add_tokens(inner: &mut Inner, config: &FolderConfig) -> bool {
         }
         fresh.push(token.clone());
     }
-    for (_, content) in &config.named_tokens {
+    let named = config.named_tokens.iter().map(|(_, content)| content);
+    for content in named.chain(&config.extra_tokens) {
         let is_new =
             find(content).is_none() && !fresh.iter().any(|token| token.content == *content);
         if is_new {

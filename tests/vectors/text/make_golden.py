@@ -312,13 +312,13 @@ TEMPLATES = {
 {%- if tools %}
     {%- for tool in tools | map(attribute='function') %}
         {{- tool.name ~ ' ' ~ tool.parameters.properties | length }}
-        {%- for key, item in tool.parameters.properties.items() %} {{ key }}:{{ item.type | default('any', true) }}{% if item.items is defined %}{% for k, v in item.items() %}<{{ k }}={{ v }}>{% endfor %}{% endif %}{% endfor %}
+        {%- for key, item in tool.parameters.properties.items() %} {{ key }}:{{ item.type | default('any', true) }}{% if 'items' in item %}{% for k, v in item.items() %}<{{ k }}={{ v }}>{% endfor %}{% endif %}{% endfor %}
         {{- '\\n' }}
     {%- endfor %}
 {%- endif %}
 {{- [1, 2.0, none, true, 'it\\'s', {"k": 1e-05}] }} {{ 7 // 2 }} {{ 7 / 2 }} {{ none }} {{ undefined_thing }} {{ "a" if false }}
 {{- "%s" if add_generation_prompt else '-' }} {{ documents | default([], true) | length }} {{ (messages | last).role.capitalize() }} {{ ['b', 'a'] | sort | join(', ') }} {{ {'b': 1, 'a': [1, 2]} | tojson }} {{ messages | rejectattr('role', 'equalto', 'user') | map(attribute='role') | unique | list }}
-{{- '\\n'.join(['x', 'y']) }} {{ 'a-b-c'.split('-', 1) }} {{ 'abc'[::-1] }} {{ 'a,b'.rsplit(',')[-1] }} {{ "x" in "xyz" }} {{ 3 in [1, 2] }} {{ not none }}""",
+{{- 1 ~ none ~ (2 ~ true) ~ 1.0 ~ [none, 'a'] }} {{ '  ' * 2 ~ 'x' + 'y' }} {{ '\\n'.join(['x', 'y']) }} {{ 'a-b-c'.split('-', 1) }} {{ 'abc'[::-1] }} {{ 'a,b'.rsplit(',')[-1] }} {{ "x" in "xyz" }} {{ 3 in [1, 2] }} {{ not none }}""",
     ),
 }
 
@@ -351,7 +351,7 @@ def said(*pairs):
     return [{"role": role, "content": content} for role, content in pairs]
 
 
-LONG = " ".join(f"The {n}th quick brown fox jumps over the lazy dog, isn't it? {n * 37}" for n in range(60))
+LONG = " ".join(f"The {n}th quick brown fox jumps over the lazy dog, isn't it? {n * 37}" for n in range(16))
 CONVERSATIONS = {
     "one": {"messages": said(("user", "hello world"))},
     "system": {"messages": said(("system", "  Be brief. "), ("user", "Hi\nthere\n\n "))},
@@ -381,6 +381,14 @@ CONVERSATIONS = {
             {"role": "assistant", "content": None, "tool_calls": [call("weather", '{"days": 2, "city": "Z\u00fcrich", "nested": {"a": [1, 2.5, null, true]}}')]},
             {"role": "tool", "tool_call_id": "call_123456789", "content": "{\"t\": 21.5}"},
             {"role": "user", "content": "And now?"},
+        ],
+        "tools": TOOLS,
+    },
+    "tool_result": {
+        "messages": [
+            {"role": "user", "content": "Weather?"},
+            {"role": "assistant", "content": "", "tool_calls": [call("weather", {"city": "Z\u00fcrich", "at": 1.0})]},
+            {"role": "tool", "tool_call_id": "call_123456789", "content": "21.5"},
         ],
         "tools": TOOLS,
     },
@@ -425,7 +433,7 @@ def prepared(messages, form):
             message["content"] = [{"type": "text", "text": text} for text in texts]
         for each in message.get("tool_calls", []):
             arguments = each["function"]["arguments"]
-            each["function"]["arguments"] = json.loads(arguments) if arguments else {}
+            each["function"]["arguments"] = json.loads(arguments) if isinstance(arguments, str) and arguments else arguments or {}
         out.append(message)
     return out
 
@@ -451,14 +459,16 @@ def main():
             except (jinja2.TemplateError, TypeError, ValueError) as error:
                 case["error"] = str(error)
             cases.append(case)
+    # One case a line: a diff of this file shows which cases changed.
+    lines = ",\n".join(json.dumps(case, ensure_ascii=False) for case in cases)
     golden = {
         "made_with": {"transformers": transformers.__version__, "jinja2": jinja2.__version__, "tokenizers": tokenizers.__version__},
         "special_tokens": SPECIAL,
         "templates": {name: {"format": form, "source": source} for name, (form, source) in TEMPLATES.items()},
         "conversations": CONVERSATIONS,
-        "cases": cases,
     }
-    (HERE / "golden.json").write_text(json.dumps(golden, indent=1, ensure_ascii=False) + "\n")
+    head = json.dumps(golden, indent=1, ensure_ascii=False)[:-2]
+    (HERE / "golden.json").write_text(f'{head},\n "cases": [\n{lines}\n]}}\n')
     errors = [case for case in cases if "error" in case]
     print(f"{len(cases)} cases, {len(errors)} of them errors")
     for case in errors:

@@ -1,0 +1,261 @@
+//! Template sources, rewritten where the two template engines differ in what they can be told.
+//!
+//! - `{% generation %}` only marks what an assistant said: to the text it is a scope, so it becomes
+//!   `{% with %}`.
+//! - `a ~ b` joins what Python's `str()` makes of both sides. The engine used here writes values its
+//!   own way (`true`, `none`) and cannot be told otherwise, but filters can: the operands get a
+//!   `|string`.
+
+/// Words that stand between operands.
+const KEYWORDS: [&str; 17] = [
+    "and",
+    "or",
+    "not",
+    "in",
+    "is",
+    "if",
+    "elif",
+    "else",
+    "for",
+    "set",
+    "do",
+    "call",
+    "filter",
+    "recursive",
+    "with",
+    "macro",
+    "block",
+];
+
+/// The template to compile for `source`.
+pub(super) fn rewrite(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(start) =
+        rest.find("{%").into_iter().chain(rest.find("{{")).chain(rest.find("{#")).min()
+    {
+        out.push_str(&rest[..start]);
+        rest = &rest[start..];
+        let close = match &rest[..2] {
+            "{%" => "%}",
+            "{{" => "}}",
+            _ => "#}",
+        };
+        let end = match close {
+            "#}" => rest.find(close).map_or(rest.len(), |at| at + 2),
+            _ => 2 + closing(&rest[2..], close),
+        };
+        let (block, after) = rest.split_at(end);
+        let body = block[2..].strip_suffix(close).unwrap_or(&block[2..]);
+        match body.trim_matches(['-', '+']).trim() {
+            word @ ("generation" | "endgeneration") if close == "%}" => {
+                let with = word.replace("generation", "with");
+                out.push_str(&block.replacen(word, &with, 1));
+            }
+            // What is raw is text: up to its end nothing is looked at.
+            "raw" if close == "%}" => {
+                let end = after.find("endraw").unwrap_or(after.len());
+                out.extend([block, &after[..end]]);
+                rest = &after[end..];
+                continue;
+            }
+            _ if close != "#}" && body.contains('~') => {
+                out.extend([&block[..2], &join_as_strings(body)]);
+                out.push_str(&block[2 + body.len()..]);
+            }
+            _ => out.push_str(block),
+        }
+        rest = after;
+    }
+    out.push_str(rest);
+    out
+}
+
+/// Where `text` ends with `close` outside of quotes, that included.
+fn closing(text: &str, close: &str) -> usize {
+    let mut at = 0;
+    while at < text.len() {
+        if text[at..].starts_with(close) {
+            return at + close.len();
+        }
+        at = match text.as_bytes()[at] {
+            b'\'' | b'"' => at + quoted(&text[at..]),
+            _ => at + width(&text[at..]),
+        };
+    }
+    text.len()
+}
+
+/// Length of the string literal that `text` starts with.
+fn quoted(text: &str) -> usize {
+    let quote = text.as_bytes()[0];
+    let mut is_escaped = false;
+    for (at, &byte) in text.as_bytes().iter().enumerate().skip(1) {
+        match byte {
+            _ if is_escaped => is_escaped = false,
+            b'\\' => is_escaped = true,
+            _ if byte == quote => return at + 1,
+            _ => {}
+        }
+    }
+    text.len()
+}
+
+/// Length of the bracketed group that `text` starts with.
+fn bracketed(text: &str) -> usize {
+    let (mut depth, mut at) = (0usize, 0);
+    while at < text.len() {
+        match text.as_bytes()[at] {
+            b'\'' | b'"' => {
+                at += quoted(&text[at..]);
+                continue;
+            }
+            b'(' | b'[' | b'{' => depth += 1,
+            b')' | b']' | b'}' => depth -= 1,
+            _ => {}
+        }
+        at += width(&text[at..]);
+        if depth == 0 {
+            return at;
+        }
+    }
+    text.len()
+}
+
+/// Length of the first character.
+fn width(text: &str) -> usize {
+    text.chars().next().map_or(1, char::len_utf8)
+}
+
+/// Length of the name or number that `text` starts with.
+fn word(text: &str) -> usize {
+    text.find(|character: char| !(character.is_alphanumeric() || character == '_'))
+        .unwrap_or(text.len())
+}
+
+/// The expression or statement with `|string` behind the operands of `~`.
+fn join_as_strings(body: &str) -> String {
+    // Operands, each with the operator text before it.
+    let mut operands: Vec<(&str, String, bool)> = Vec::new();
+    let (mut at, mut operator_start) = (0, 0);
+    while at < body.len() {
+        let rest = &body[at..];
+        let length = match rest.as_bytes()[0] {
+            b'\'' | b'"' => quoted(rest),
+            b'(' | b'[' | b'{' => bracketed(rest),
+            _ => word(rest),
+        };
+        let is_operand = length > 0 && !KEYWORDS.contains(&&rest[..length]);
+        if !is_operand {
+            at += length.max(width(rest));
+            continue;
+        }
+        let operator = &body[operator_start..at];
+        let mut operand = inner(&rest[..length]);
+        let mut is_literal = matches!(rest.as_bytes()[0], b'\'' | b'"');
+        at += length;
+        while let Some(postfix) = postfix(&body[at..]) {
+            operand.push_str(&inner(&body[at..at + postfix]));
+            at += postfix;
+            is_literal = false;
+        }
+        operands.push((operator, operand, is_literal));
+        operator_start = at;
+    }
+    let tail = &body[operator_start..];
+    let mut out = String::with_capacity(body.len() + 32);
+    for (index, (before, operand, is_literal)) in operands.iter().enumerate() {
+        let after = operands.get(index + 1).map_or(tail, |(operator, ..)| operator);
+        let (before_word, after_word) = (before.trim(), after.trim());
+        let joins = before_word.ends_with('~') || after_word == "~";
+        // A product binds tighter than the join: its factors stay as they are.
+        let is_factor = [before_word, after_word]
+            .iter()
+            .any(|operator| operator.starts_with(['*', '/', '%']) && *operator != "%}");
+        out.extend([before, operand.as_str()]);
+        if joins && !is_literal && !is_factor {
+            out.push_str("|string");
+        }
+    }
+    out.push_str(tail);
+    out
+}
+
+/// Length of the attribute, subscript, call or filter that `text` starts with.
+fn postfix(text: &str) -> Option<usize> {
+    let trimmed = text.trim_start();
+    let skipped = text.len() - trimmed.len();
+    let length = match trimmed.as_bytes().first()? {
+        b'[' | b'(' => bracketed(trimmed),
+        b'.' | b'|' => {
+            let name = trimmed[1..].trim_start();
+            let name_at = trimmed.len() - name.len();
+            let length = word(name);
+            (length > 0).then_some(name_at + length)?
+        }
+        _ => return None,
+    };
+    Some(skipped + length)
+}
+
+/// A bracketed group or postfix with what it holds rewritten too.
+fn inner(text: &str) -> String {
+    match text.find(['(', '[', '{']) {
+        // Without its closing bracket it does not compile anyway.
+        Some(open)
+            if text.contains('~')
+                && text[open..].ends_with([')', ']', '}'])
+                && !text.starts_with(['\'', '"']) =>
+        {
+            let close = text.len() - 1;
+            [&text[..=open], &join_as_strings(&text[open + 1..close]), &text[close..]].concat()
+        }
+        _ => text.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn any_text_is_survived(text in "([{}%#~|()\\[\\]'\"\\\\é. a]|raw|endraw){0,40}") {
+            let rewritten = rewrite(&text);
+            prop_assert!(text.contains('~') || rewritten == text);
+            prop_assert_eq!(rewritten.replace("|string", ""), text.replace("|string", ""));
+        }
+    }
+
+    #[test]
+    fn generation_blocks_become_scopes() {
+        let source = "a{%- generation -%} b {% endgeneration %}{% if x %}";
+        assert_eq!(rewrite(source), "a{%- with -%} b {% endwith %}{% if x %}");
+    }
+
+    #[test]
+    fn operands_of_a_join_become_strings() {
+        let cases = [
+            ("{{ a ~ b.c }}", "{{ a|string ~ b.c|string }}"),
+            (
+                "{{- 'x' ~ f(a ~ 1)[0] ~ '~' -}}",
+                "{{- 'x' ~ f(a|string ~ 1|string)[0]|string ~ '~' -}}",
+            ),
+            (
+                "{% set x = (a ~ b) | trim ~ c %}",
+                "{% set x = (a|string ~ b|string) | trim|string ~ c|string %}",
+            ),
+            ("{{ '  ' * n ~ a + b }}", "{{ '  ' * n ~ a|string + b }}"),
+            ("{{ a ~ b if c else d }}", "{{ a|string ~ b|string if c else d }}"),
+            ("{{ {'k': a ~ b} }} ~ {# a ~ b #}", "{{ {'k': a|string ~ b|string} }} ~ {# a ~ b #}"),
+            ("{% raw %}{{ a ~ b }}{% endraw %}", "{% raw %}{{ a ~ b }}{% endraw %}"),
+            ("{{ '}}' ~ é }}", "{{ '}}' ~ é|string }}"),
+            ("{{ unclosed ~", "{{ unclosed|string ~"),
+        ];
+        for (source, expected) in cases {
+            assert_eq!(rewrite(source), expected);
+        }
+    }
+}
