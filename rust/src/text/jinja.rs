@@ -15,8 +15,7 @@ const INDENT_MAX: usize = 64;
 /// An environment in which chat templates behave as under transformers.
 ///
 /// # Source
-/// transformers `_cached_compile_jinja_template`: `trim_blocks`, `lstrip_blocks`, loop controls, the
-/// `generation` block, `raise_exception`, `strftime_now` and a `tojson` that is plain `json.dumps`.
+/// transformers `_cached_compile_jinja_template`: `trim_blocks`, `lstrip_blocks`, loop controls, `raise_exception`, `strftime_now` and a `tojson` that is plain `json.dumps`.
 pub(super) fn environment(clock: WallClock) -> Environment<'static> {
     let mut environment = Environment::new();
     environment.set_trim_blocks(true);

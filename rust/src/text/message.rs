@@ -1,4 +1,4 @@
-//! Messages and tools as an engine hands them to the template, which is not as the client sent them.
+//! Messages and tools as an engine hands them to the template: not as the client sent them.
 
 use serde_json::{Map, Value, json};
 

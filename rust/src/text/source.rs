@@ -2,9 +2,9 @@
 //!
 //! - `{% generation %}` only marks what an assistant said: to the text it is a scope, so it becomes
 //!   `{% with %}`.
-//! - `a ~ b` joins what Python's `str()` makes of both sides. The engine used here writes values its
-//!   own way (`true`, `none`) and cannot be told otherwise, but filters can: the operands get a
-//!   `|string`.
+//! - `a ~ b` joins what Python's `str()` makes of both sides. The engine used here writes values
+//!   its own way (`true`, `none`) and cannot be told otherwise, but filters can: the operands get
+//!   a `|string`.
 
 /// Words that stand between operands.
 const KEYWORDS: [&str; 17] = [

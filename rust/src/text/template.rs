@@ -153,7 +153,7 @@ impl ChatTemplate {
     /// template that raises.
     ///
     /// # Cost
-    /// Parsing the messages and running the template: some 5 us and 1 us per message.
+    /// Parsing the messages and running the template: 10 to 20 us for six messages of 4,500 characters.
     pub fn render(&self, request: &ChatRequest<'_>) -> Result<Rendered> {
         match self.try_render(request) {
             Ok(text) => Ok(Rendered::Text(text)),
@@ -286,7 +286,7 @@ fn tag_last(messages: &mut [Json]) -> Result<String, Stop> {
     Ok(said)
 }
 
-/// Drop everything from the mark on; and, if the template trimmed the message, whitespace before it.
+/// Drop everything from the mark on; if the template trimmed the message, whitespace before it too.
 fn cut_at_tag(text: &mut String, said: &str) -> Result<(), Stop> {
     let Some(at) = text.rfind(CONTINUE_TAG.trim()).filter(|_| text.contains(said.trim())) else {
         return Err(Stop::Invalid(
