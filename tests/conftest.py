@@ -41,8 +41,16 @@ def client() -> Iterator[Callable[[str], Http]]:
 
 
 @pytest.fixture
-def zmq_context() -> Iterator[zmq.Context[Any]]:
-    """A ZMQ context whose sockets are closed with the test."""
+def zmq_socket() -> Iterator[Callable[[int], zmq.Socket[Any]]]:
+    """Make ZMQ sockets that are closed with the test."""
     context: zmq.Context[Any] = zmq.Context()
-    yield context
-    context.destroy(0)
+    sockets: list[zmq.Socket[Any]] = []
+
+    def make(kind: int) -> zmq.Socket[Any]:
+        sockets.append(context.socket(kind))
+        return sockets[-1]
+
+    yield make
+    for made in sockets:
+        made.close(0)
+    context.term()

@@ -17,10 +17,10 @@ BLOCK_SIZE = 32
 
 
 class Publisher:
-    """Publishes recorded frames, and replays them on request."""
+    """An engine's PUB socket."""
 
-    def __init__(self, context, frames):
-        self.pub = context.socket(zmq.XPUB)
+    def __init__(self, make_socket):
+        self.pub = make_socket(zmq.XPUB)
         port = self.pub.bind_to_random_port("tcp://127.0.0.1")
         self.endpoint = f"tcp://127.0.0.1:{port}"
 
@@ -35,7 +35,7 @@ def load(name):
 
 
 @pytest.mark.parametrize("name", ["vllm_0_32_timeline.msgpack"])
-def test_overlap_is_the_engines_own_count(name, run, client, zmq_context):
+def test_overlap_is_the_engines_own_count(name, run, client, zmq_socket):
     records = load(name)
     instances = sorted({record["instance"] for record in records})
     assert len(records) > 1000
@@ -44,7 +44,7 @@ def test_overlap_is_the_engines_own_count(name, run, client, zmq_context):
     indexer = client(run("kvflash.indexer", "--port", "0", "--host", "127.0.0.1").ready()["url"])
     publishers = {}
     for instance in instances:
-        publisher = publishers[instance] = Publisher(zmq_context, records)
+        publisher = publishers[instance] = Publisher(zmq_socket)
         indexer.post(
             "/register",
             {

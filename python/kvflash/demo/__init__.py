@@ -1,0 +1,15 @@
+"""Two router modes, one workload, no GPU: ``python -m kvflash.demo``.
+
+The rooms, from the ground up; a file imports only from files above it in this list:
+
+- ``args``: the flags.
+- ``workload``: conversations, all of them a function of a seed (pure).
+- ``record``: what the client saw of a request (words).
+- ``report``: records to figures and a verdict (pure).
+- ``plot``: figures to PNG and SVG (needs matplotlib).
+- ``screen``: the terminal (needs rich).
+- ``child``: processes that are started, watched and stopped.
+- ``fleet``: mock engines and a frontend, ready to serve.
+- ``client``: the users who send the workload.
+- ``app``, ``__main__``: one arm after the other, then the answer.
+"""

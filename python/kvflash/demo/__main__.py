@@ -1,0 +1,33 @@
+"""``python -m kvflash.demo``."""
+
+import sys
+from importlib.util import find_spec
+
+from kvflash.demo.args import parse_args
+
+
+def main() -> int:
+    """Run the demo.
+
+    Returns:
+        Exit status: 0 when kv routing reused more and no request failed, 1 when not, 2 when it
+        could not be tried, 130 after Ctrl-C.
+    """
+    args = parse_args()
+    wanted = ["rich"] if args.no_plot else ["rich", "matplotlib"]
+    missing = [name for name in wanted if find_spec(name) is None]
+    if missing:
+        print(
+            f"kvflash.demo: {' and '.join(missing)} not installed; run: pip install 'kvflash[demo]'"
+            + (" (or give --no-plot)" if missing == ["matplotlib"] else ""),
+            file=sys.stderr,
+        )
+        return 2
+    # Imported when it is known that it can be.
+    from kvflash.demo.app import run_demo  # noqa: PLC0415
+
+    return run_demo(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Flags of the demo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvflash.config import Flags, bounded_float, bounded_int
+
+__all__ = ["DemoArgs", "parse_args"]
+
+# What --quick runs instead of the defaults: enough to see the effect, in a few seconds.
+_QUICK = {"applications": 6, "conversations": 18, "turns": 3, "speedup_ratio": 2.0}
+_FULL = {"applications": 12, "conversations": 72, "turns": 5, "speedup_ratio": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoArgs:
+    """The demo's settings; see ``--help``."""
+
+    workers: int
+    block_size: int
+    cache_blocks: int
+    speedup_ratio: float
+    applications: int
+    conversations: int
+    turns: int
+    concurrency: int
+    seed: int
+    out: Path
+    no_plot: bool
+    keep: bool
+    quick: bool
+
+
+def parse_args(argv: Sequence[str] | None = None) -> DemoArgs:
+    """Parse the command line and the environment."""
+    flags = Flags(
+        "python -m kvflash.demo",
+        "Send the same conversations through round-robin and through KV-aware routing, each to a "
+        "fresh fleet of mock engines on this machine, and compare what the engines could reuse.",
+    )
+    flags.add("--workers", parse=bounded_int(1, 64), default=4, summary="mock engines")
+    flags.add(
+        "--block-size", parse=bounded_int(1, 1_024), default=16, summary="tokens in a KV block"
+    )
+    flags.add(
+        "--cache-blocks",
+        parse=bounded_int(1, 10**7),
+        default=None,
+        summary="KV blocks of one engine (default: room for 40,000 tokens)",
+    )
+    flags.add(
+        "--speedup-ratio",
+        parse=bounded_float(0.01, 1_000),
+        default=None,
+        summary="modelled time of the engines / real time (default: 1, with --quick 2)",
+    )
+    for name, summary in (
+        ("applications", "different system prompts (default: 12, with --quick 6)"),
+        ("conversations", "conversations of all applications (default: 72, with --quick 18)"),
+        ("turns", "requests in a conversation (default: 5, with --quick 3)"),
+    ):
+        flags.add(f"--{name}", parse=bounded_int(1, 10_000), default=None, summary=summary)
+    flags.add(
+        "--concurrency",
+        parse=bounded_int(1, 1_000),
+        default=16,
+        summary="users at a time; each waits for an answer before the next turn",
+    )
+    flags.add("--seed", parse=bounded_int(0, 2**64 - 1), default=1, summary="seed of the workload")
+    flags.add(
+        "--out",
+        parse=Path,
+        default=Path("demo-out"),
+        metavar="FOLDER",
+        summary="where results, plots and the processes' logs go",
+    )
+    for name, dest, summary in (
+        ("--no-plot", "no_plot", "draw nothing; matplotlib is then not needed"),
+        ("--keep", "keep", "leave the kv fleet running for your own requests, until Ctrl-C"),
+        ("--quick", "quick", "a few seconds of it: smaller workload, faster engines"),
+    ):
+        flags.add_switch(name, dest=dest, value=True, summary=summary)
+    values = vars(flags.parse(argv))
+    for name, value in (_QUICK if values["quick"] else _FULL).items():
+        if values[name] is None:
+            values[name] = value
+    if values["cache_blocks"] is None:
+        values["cache_blocks"] = max(1, 40_000 // values["block_size"])
+    return DemoArgs(**values)

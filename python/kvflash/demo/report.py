@@ -1,0 +1,242 @@
+"""From records to figures, and to a verdict. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvflash.demo.record import ArmRun, Record
+
+__all__ = [
+    "BASELINE",
+    "KV",
+    "ArmFigures",
+    "Verdict",
+    "figures",
+    "judge",
+    "notes",
+    "percentile",
+    "reuse_over_time",
+    "stage_tokens",
+    "to_json",
+]
+
+BASELINE = "round-robin"
+KV = "kv"
+
+# With fewer samples the nearest rank of the 99th percentile is the maximum, and is not called p99.
+P99_SAMPLES_MIN = 100
+# Requests that one point of the reuse curve looks back on.
+REUSE_WINDOW_REQUESTS = 40
+
+_STAGE = re.compile(r'^kvflash_tokens_total\{stage="(\w+)"\} (\S+)$', re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmFigures:
+    """One column of the table.
+
+    Attributes:
+        mode: The router mode.
+        requests: Requests that were answered in full.
+        failures: Requests that were not, and those that could then not be sent.
+        prompt_tokens: Of the answered requests, as the engines count.
+        reused_tokens: Of these, found in the engines' caches, as the engines say.
+        reuse_percent: 100 * reused / prompt.
+        computed_tokens: Prompt tokens that had to be computed.
+        ttft_ms_p50: Time to first token, median; None without samples.
+        ttft_ms_p99: 99th percentile; None with fewer than P99_SAMPLES_MIN samples.
+        ttft_ms_max: The slowest one.
+        wall_s: Duration of the arm.
+        requests_by_worker: Answered requests of every worker that had one.
+        spread: Requests of the busiest worker / mean of all workers; 1 is even.
+        available_tokens: What the best worker held for each request, as the router saw it; None
+            where the router does not look.
+        selected_tokens: What the chosen worker held, as the router saw it; None as above.
+        delivered_tokens: What the engines reported back to the router.
+    """
+
+    mode: str
+    requests: int
+    failures: int
+    prompt_tokens: int
+    reused_tokens: int
+    reuse_percent: float
+    computed_tokens: int
+    ttft_ms_p50: float | None
+    ttft_ms_p99: float | None
+    ttft_ms_max: float | None
+    wall_s: float
+    requests_by_worker: Mapping[str, int]
+    spread: float
+    available_tokens: int | None
+    selected_tokens: int | None
+    delivered_tokens: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the figures say.
+
+    Attributes:
+        is_good: No request failed, both arms saw the same requests, and kv reused more.
+        sentences: Why, or why not, plainly.
+    """
+
+    is_good: bool
+    sentences: tuple[str, ...]
+
+
+def percentile(samples: Sequence[float], percent: float) -> float | None:
+    """The nearest-rank percentile: always one of the samples.
+
+    Args:
+        samples: In any order.
+        percent: In (0, 100].
+
+    Returns:
+        None without samples.
+    """
+    if not samples:
+        return None
+    rank = max(1, math.ceil(len(samples) * percent / 100))
+    return sorted(samples)[rank - 1]
+
+
+def stage_tokens(metrics: str) -> dict[str, float]:
+    """Tokens by stage out of the frontend's /metrics."""
+    return {stage: float(value) for stage, value in _STAGE.findall(metrics)}
+
+
+def figures(run: ArmRun) -> ArmFigures:
+    """Compute one column of the table."""
+    answered = [record for record in run.records if record.error is None]
+    prompt_tokens = sum(record.prompt_tokens for record in answered)
+    reused_tokens = sum(record.cached_tokens for record in answered)
+    ttft_ms = _ttft_ms(answered)
+    by_worker = Counter(record.worker for record in answered)
+    is_looking = run.mode == KV
+
+    def stage(name: str, *, is_known: bool) -> int | None:
+        return int(run.stage_tokens[name]) if is_known and name in run.stage_tokens else None
+
+    return ArmFigures(
+        mode=run.mode,
+        requests=len(answered),
+        failures=run.planned_requests - len(answered),
+        prompt_tokens=prompt_tokens,
+        reused_tokens=reused_tokens,
+        reuse_percent=100 * reused_tokens / prompt_tokens if prompt_tokens else 0.0,
+        computed_tokens=prompt_tokens - reused_tokens,
+        ttft_ms_p50=percentile(ttft_ms, 50),
+        ttft_ms_p99=percentile(ttft_ms, 99) if len(ttft_ms) >= P99_SAMPLES_MIN else None,
+        ttft_ms_max=max(ttft_ms, default=None),
+        wall_s=run.wall_s,
+        requests_by_worker=dict(sorted(by_worker.items())),
+        spread=max(by_worker.values()) * run.worker_count / len(answered) if answered else 0.0,
+        available_tokens=stage("available", is_known=is_looking),
+        selected_tokens=stage("selected", is_known=is_looking),
+        delivered_tokens=stage("delivered", is_known=True),
+    )
+
+
+def judge(baseline: ArmRun, kv: ArmRun) -> Verdict:
+    """Compare the two arms."""
+    before, after = figures(baseline), figures(kv)
+    bad: list[str] = []
+    for column in (before, after):
+        if column.failures:
+            bad.append(f"{column.failures} requests failed or could not be sent in {column.mode}.")
+    if not bad and _asked(baseline) != _asked(kv):
+        bad.append("The two modes did not get the same requests; the figures don't compare.")
+    if after.reused_tokens <= before.reused_tokens:
+        bad.append(
+            f"kv did NOT reuse more than round-robin: {after.reused_tokens:,} against "
+            f"{before.reused_tokens:,} prompt tokens."
+        )
+    if bad:
+        return Verdict(is_good=False, sentences=tuple(bad))
+    less = 100 * (1 - after.computed_tokens / before.computed_tokens)
+    sentences = [
+        f"Same {after.requests:,} requests, {before.reuse_percent:.0f} % -> "
+        f"{after.reuse_percent:.0f} % of the prompt tokens reused: the engines computed "
+        f"{less:.0f} % fewer of them."
+    ]
+    if before.ttft_ms_p50 is not None and after.ttft_ms_p50 is not None:
+        sentences.append(
+            "Median time to first token "
+            + _change(before.ttft_ms_p50, after.ttft_ms_p50)
+            + (
+                f", p99 {_change(before.ttft_ms_p99, after.ttft_ms_p99)}."
+                if before.ttft_ms_p99 is not None and after.ttft_ms_p99 is not None
+                else "."
+            )
+        )
+    return Verdict(is_good=True, sentences=tuple(sentences))
+
+
+def reuse_over_time(
+    records: Sequence[Record], window: int = REUSE_WINDOW_REQUESTS
+) -> tuple[list[float], list[float]]:
+    """How much of the prompts was reused, answer by answer.
+
+    Args:
+        records: Of one arm, in order of their ends.
+        window: Answers that one point looks back on; the first points have fewer.
+
+    Returns:
+        Times in seconds, and the percentage of prompt tokens reused in the window that ends there.
+    """
+    answered = [record for record in records if record.error is None]
+    times_s: list[float] = []
+    percents: list[float] = []
+    for end in range(1, len(answered) + 1):
+        seen = answered[max(0, end - window) : end]
+        prompt_tokens = sum(record.prompt_tokens for record in seen)
+        reused_tokens = sum(record.cached_tokens for record in seen)
+        times_s.append(seen[-1].end_s)
+        percents.append(100 * reused_tokens / prompt_tokens if prompt_tokens else 0.0)
+    return times_s, percents
+
+
+def notes(*, workers: int, cache_tokens: int, speedup_ratio: float) -> tuple[str, ...]:
+    """What a reader must know before they believe the figures."""
+    pace = "in real time" if speedup_ratio == 1 else f"{speedup_ratio:g} times as fast as modelled"
+    return (
+        "The engines are mocks: no model, no GPU. Prefill and decode times follow curves fitted to "
+        f"one GPU, played {pace}; block manager, LRU eviction, events, HTTP and routing are real.",
+        "The workload is of the kind that gains: system prompts and histories are shared, and one "
+        f"engine's cache ({cache_tokens:,} tokens) can't hold those of all {workers} engines' "
+        "users. Prompts that share nothing gain nothing.",
+        "Times are what the client saw; engines, router and client share this machine's CPU. Users "
+        "wait for their answers, so the faster mode also gets its requests faster. One run each.",
+        "A token is a byte here. Not shown: answer quality, several frontends, a real network, "
+        "failing workers, the router's own limits.",
+    )
+
+
+def to_json(runs: Sequence[ArmRun], verdict: Verdict, settings: Mapping[str, Any]) -> Any:
+    """The machine-readable result."""
+    return {
+        "settings": dict(settings),
+        "modes": {run.mode: asdict(figures(run)) for run in runs},
+        "are_requests_identical": len({frozenset(_asked(run)) for run in runs}) == 1,
+        "is_good": verdict.is_good,
+        "verdict": list(verdict.sentences),
+    }
+
+
+def _ttft_ms(records: Sequence[Record]) -> list[float]:
+    return [record.ttft_ms for record in records if record.ttft_ms is not None]
+
+
+def _asked(run: ArmRun) -> set[tuple[int, int, str]]:
+    return {(record.conversation, record.turn, record.request) for record in run.records}
+
+
+def _change(before_ms: float, after_ms: float) -> str:
+    return f"{before_ms:,.0f} -> {after_ms:,.0f} ms ({before_ms / after_ms:.1f}x)"
