@@ -6,6 +6,19 @@ from typing import final
 
 from typing_extensions import Buffer
 
+__all__ = [
+    "Catalog",
+    "Frontend",
+    "Indexer",
+    "OverlapScores",
+    "RadixTree",
+    "Tokenizer",
+    "compute_block_hash_for_seq",
+    "compute_sequence_hashes",
+    "init_logging",
+    "item_hash",
+]
+
 _Integers = Sequence[int] | Buffer
 
 def init_logging(level: str = "info", *, json: bool = False) -> bool:

@@ -269,7 +269,10 @@ fn rooms_named(source: &Source) -> BTreeSet<String> {
 /// Positions behind every `word` that stands by itself.
 fn places<'a>(code: &'a str, word: &'a str) -> impl Iterator<Item = usize> + 'a {
     let is_free = move |at: usize| !code[..at].ends_with(|c: char| is_name(c) || c == ':');
-    code.match_indices(word).map(|(at, _)| at).filter(move |at| is_free(*at)).map(|at| at + word.len())
+    code.match_indices(word)
+        .map(|(at, _)| at)
+        .filter(move |at| is_free(*at))
+        .map(|at| at + word.len())
 }
 
 /// The first name of a path, or of each path of a `{group}`.

@@ -149,8 +149,16 @@ class Children:
     async def start(self, name: str, module: str, *args: str) -> Child:
         """Start ``python -m MODULE ARGS``; its log is ``NAME.log``."""
         log = self._logs / f"{name}.log"
-        with log.open("wb") as errors:
-            process = await _spawn(module, args, errors)
+        log.write_bytes(b"")
+        # Appending: the process writes its stderr to the same file as we its stdout.
+        with log.open("ab") as errors:
+            spawning = asyncio.ensure_future(_spawn(module, args, errors))
+            try:
+                process = await asyncio.shield(spawning)
+            except asyncio.CancelledError:
+                # It may have come to life meanwhile: who started it has to know it.
+                self._running.append(Child(name, await spawning, log))
+                raise
         child = Child(name, process, log)
         self._running.append(child)
         return child
@@ -192,7 +200,9 @@ class Children:
         await self.stop(*self._running)
 
 
-async def _spawn(module: str, args: tuple[str, ...], errors: IO[bytes]) -> asyncio.subprocess.Process:
+async def _spawn(
+    module: str, args: tuple[str, ...], errors: IO[bytes]
+) -> asyncio.subprocess.Process:
     # What is set for the services of this machine must not change the demo.
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVFLASH_")}
     return await asyncio.create_subprocess_exec(

@@ -9,6 +9,7 @@ socket's high-water mark; what is dropped beyond it shows as the next gap).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -117,10 +118,8 @@ class ZmqReceiver:
         self._orders.put(order)
         with self._wake_lock:
             # A full wake-up socket means that the thread is about to look anyway.
-            try:
+            with contextlib.suppress(zmq.Again):
                 self._wake.send(b"", zmq.NOBLOCK)
-            except zmq.Again:
-                pass
 
     # -- everything below runs on the thread
 

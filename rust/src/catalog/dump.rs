@@ -53,10 +53,7 @@ pub fn apply_router_event(index: &dyn BlockIndex, event: &RouterEvent) -> Result
             let blocks: Vec<Block> = stored
                 .blocks
                 .iter()
-                .map(|block| Block {
-                    engine_hash: block.block_hash,
-                    local_hash: block.tokens_hash,
-                })
+                .map(|block| Block { engine_hash: block.block_hash, local_hash: block.tokens_hash })
                 .collect();
             let parent = match (stored.parent_hash, stored.parent_sequence_hash) {
                 (Some(parent), _) => Some(Parent::Engine(parent)),

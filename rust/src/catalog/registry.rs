@@ -181,7 +181,7 @@ impl Catalog {
             model,
             endpoint.clone(),
             replay_endpoint.clone(),
-            self.options.frame.clone(),
+            self.options.frame,
             Arc::clone(&self.clock),
         ));
         tables.publishers.insert(id, Arc::clone(&publisher));
@@ -240,8 +240,7 @@ impl Catalog {
     /// # Errors
     /// `NotFound`, in the words of the published API.
     pub fn model(&self, model_name: &str, tenant_id: &str) -> Result<Arc<ModelIndex>> {
-        let key =
-            ModelKey { model_name: model_name.to_owned(), tenant_id: tenant_id.to_owned() };
+        let key = ModelKey { model_name: model_name.to_owned(), tenant_id: tenant_id.to_owned() };
         self.tables.read().models.get(&key).cloned().ok_or_else(|| {
             Error::NotFound(format!("no indexer for model={model_name} tenant={tenant_id}"))
         })

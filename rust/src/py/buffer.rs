@@ -86,9 +86,7 @@ impl Buffer {
         }
         // SAFETY: the buffer is contiguous, `len` bytes long, aligned (checked) and exported until release;
         // the caller vouches for T. Python code that writes to it meanwhile would race, as with any buffer.
-        Some(unsafe {
-            std::slice::from_raw_parts(pointer, self.raw.len as usize / size_of::<T>())
-        })
+        Some(unsafe { std::slice::from_raw_parts(pointer, self.raw.len as usize / size_of::<T>()) })
     }
 }
 

@@ -75,8 +75,10 @@ impl Catalog {
             }
         }
         let all = messages.len();
-        let frames: Vec<(usize, u64, &[u8])> =
-            owned.iter().map(|(at, sequence, payload)| (*at, *sequence, payload.as_bytes())).collect();
+        let frames: Vec<(usize, u64, &[u8])> = owned
+            .iter()
+            .map(|(at, sequence, payload)| (*at, *sequence, payload.as_bytes()))
+            .collect();
         let verdict = py.detach(|| {
             publisher.count_malformed_messages(malformed);
             for (at, sequence, payload) in frames {

@@ -94,8 +94,7 @@ impl Frontend {
         let catalog = Arc::new(catalog::Catalog::new(limits, clock.clone()));
         py.detach(|| {
             let shutdown = Shutdown::default();
-            let app =
-                FrontendApp::new(options, Arc::clone(&catalog), clock, shutdown.clone())?;
+            let app = FrontendApp::new(options, Arc::clone(&catalog), clock, shutdown.clone())?;
             let service = Service::new(threads, shutdown, drain)?;
             Ok(Self { catalog, app, service })
         })

@@ -56,7 +56,7 @@ impl Indexer {
         .or_raise(py)
     }
 
-    #[pyo3(signature = (instance_id, endpoint, *, model_name, block_size, tenant_id="default".to_owned(), dp_rank=0, replay_endpoint=None))]
+    #[pyo3(signature = (instance_id, endpoint, *, model_name, block_size, tenant_id="default", dp_rank=0, replay_endpoint=None))]
     #[allow(clippy::too_many_arguments)]
     fn register(
         &self,
@@ -65,13 +65,13 @@ impl Indexer {
         endpoint: String,
         model_name: String,
         block_size: u32,
-        tenant_id: String,
+        tenant_id: &str,
         dp_rank: u32,
         replay_endpoint: Option<String>,
     ) -> PyResult<()> {
         let registration = Registration {
             worker: Worker::new(instance_id, dp_rank),
-            key: ModelKey { model_name, tenant_id },
+            key: ModelKey { model_name, tenant_id: tenant_id.to_owned() },
             block_size: Some(block_size),
             endpoint,
             replay_endpoint,

@@ -86,7 +86,12 @@ impl RadixTree {
         Ok(OverlapScores { matches })
     }
 
-    fn apply_event(&self, py: Python<'_>, worker_id: u64, kv_cache_event_bytes: &[u8]) -> PyResult<()> {
+    fn apply_event(
+        &self,
+        py: Python<'_>,
+        worker_id: u64,
+        kv_cache_event_bytes: &[u8],
+    ) -> PyResult<()> {
         py.detach(|| {
             let event: KvEvent = serde_json::from_slice(kv_cache_event_bytes)
                 .map_err(|error| Error::decode(error.column(), error.to_string()))?;
@@ -115,9 +120,7 @@ impl RadixTree {
 
     fn dump_tree_as_events(&self, py: Python<'_>) -> Vec<String> {
         py.detach(|| {
-            crate::catalog::dump_events(&self.index)
-                .map(|event| event.to_json())
-                .collect()
+            crate::catalog::dump_events(&self.index).map(|event| event.to_json()).collect()
         })
     }
 

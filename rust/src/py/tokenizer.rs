@@ -20,7 +20,7 @@ impl Tokenizer {
     #[new]
     #[pyo3(signature = (folder, *, cache_bytes=268_435_456))]
     fn new(py: Python<'_>, folder: PathBuf, cache_bytes: usize) -> PyResult<Self> {
-        let cache = CacheOptions { capacity_bytes: cache_bytes, ..CacheOptions::default() };
+        let cache = CacheOptions { capacity_bytes: cache_bytes };
         let options = TextOptions { cache, ..TextOptions::default() };
         let model = py.detach(|| TextModel::from_folder(&folder, options)).or_raise(py)?;
         Ok(Self { model })
@@ -28,8 +28,7 @@ impl Tokenizer {
 
     #[pyo3(signature = (text, add_special_tokens=true))]
     fn encode(&self, py: Python<'_>, text: &str, add_special_tokens: bool) -> PyResult<Vec<u32>> {
-        py.detach(|| self.model.completion_tokens(text, add_special_tokens))
-            .or_raise(py)
+        py.detach(|| self.model.completion_tokens(text, add_special_tokens)).or_raise(py)
     }
 
     #[pyo3(signature = (ids, skip_special_tokens=true))]
@@ -54,7 +53,8 @@ impl Tokenizer {
     ) -> PyResult<Option<String>> {
         with_chat(py, messages_json, tools_json, add_generation_prompt, |request| {
             let template = self.model.template.as_ref();
-            let template = template.ok_or_else(|| Error::invalid("the model has no chat template"))?;
+            let template =
+                template.ok_or_else(|| Error::invalid("the model has no chat template"))?;
             template.render(request).map(|rendered| match rendered {
                 Rendered::Text(text) => Some(text),
                 Rendered::Unsupported(_) => None,

@@ -327,7 +327,7 @@ TOOLS = [
         "type": "function",
         "function": {
             "name": "weather",
-            "description": "The weather <now> & later, in \"caf\u00e9s\" it's",
+            "description": 'The weather <now> & later, in "caf\u00e9s" it\'s',
             "parameters": {
                 "type": "object",
                 "properties": {
@@ -339,7 +339,14 @@ TOOLS = [
             },
         },
     },
-    {"type": "function", "function": {"name": "stop", "description": None, "parameters": {"type": "object", "properties": {}}}},
+    {
+        "type": "function",
+        "function": {
+            "name": "stop",
+            "description": None,
+            "parameters": {"type": "object", "properties": {}},
+        },
+    },
 ]
 
 
@@ -351,7 +358,9 @@ def said(*pairs):
     return [{"role": role, "content": content} for role, content in pairs]
 
 
-LONG = " ".join(f"The {n}th quick brown fox jumps over the lazy dog, isn't it? {n * 37}" for n in range(16))
+LONG = " ".join(
+    f"The {n}th quick brown fox jumps over the lazy dog, isn't it? {n * 37}" for n in range(16)
+)
 CONVERSATIONS = {
     "one": {"messages": said(("user", "hello world"))},
     "system": {"messages": said(("system", "  Be brief. "), ("user", "Hi\nthere\n\n "))},
@@ -369,7 +378,10 @@ CONVERSATIONS = {
     },
     "parts": {
         "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "first"}, {"type": "text", "text": "second "}]},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "first"}, {"type": "text", "text": "second "}],
+            },
             {"role": "assistant", "content": [{"type": "text", "text": "done"}]},
             {"role": "user", "content": "plain"},
         ]
@@ -378,8 +390,17 @@ CONVERSATIONS = {
     "tool_call": {
         "messages": [
             {"role": "user", "content": "Weather?"},
-            {"role": "assistant", "content": None, "tool_calls": [call("weather", '{"days": 2, "city": "Z\u00fcrich", "nested": {"a": [1, 2.5, null, true]}}')]},
-            {"role": "tool", "tool_call_id": "call_123456789", "content": "{\"t\": 21.5}"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    call(
+                        "weather",
+                        '{"days": 2, "city": "Z\u00fcrich", "nested": {"a": [1, 2.5, null, true]}}',
+                    )
+                ],
+            },
+            {"role": "tool", "tool_call_id": "call_123456789", "content": '{"t": 21.5}'},
             {"role": "user", "content": "And now?"},
         ],
         "tools": TOOLS,
@@ -387,7 +408,11 @@ CONVERSATIONS = {
     "tool_result": {
         "messages": [
             {"role": "user", "content": "Weather?"},
-            {"role": "assistant", "content": "", "tool_calls": [call("weather", {"city": "Z\u00fcrich", "at": 1.0})]},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [call("weather", {"city": "Z\u00fcrich", "at": 1.0})],
+            },
             {"role": "tool", "tool_call_id": "call_123456789", "content": "21.5"},
         ],
         "tools": TOOLS,
@@ -395,8 +420,16 @@ CONVERSATIONS = {
     "two_calls": {
         "messages": [
             {"role": "user", "content": "Both?"},
-            {"role": "assistant", "content": "Sure", "tool_calls": [call("weather", '{"city": "東京"}'), call("stop", "")]},
-            {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]},
+            {
+                "role": "assistant",
+                "content": "Sure",
+                "tool_calls": [call("weather", '{"city": "東京"}'), call("stop", "")],
+            },
+            {
+                "role": "tool",
+                "tool_call_id": "a",
+                "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}],
+            },
             {"role": "tool", "tool_call_id": "b", "content": "3"},
         ],
         "tools": TOOLS,
@@ -416,7 +449,11 @@ CONVERSATIONS = {
     },
     "two_systems": {"messages": said(("system", "A"), ("system", "B"), ("user", "x"))},
     "wrong_roles": {"messages": said(("assistant", "I start"), ("user", "ok"))},
-    "long": {"messages": said(("system", LONG), ("user", LONG), ("assistant", LONG[::2]), ("user", "so?"))},
+    "long": {
+        "messages": said(
+            ("system", LONG), ("user", LONG), ("assistant", LONG[::2]), ("user", "so?")
+        )
+    },
 }
 
 
@@ -433,7 +470,11 @@ def prepared(messages, form):
             message["content"] = [{"type": "text", "text": text} for text in texts]
         for each in message.get("tool_calls", []):
             arguments = each["function"]["arguments"]
-            each["function"]["arguments"] = json.loads(arguments) if isinstance(arguments, str) and arguments else arguments or {}
+            each["function"]["arguments"] = (
+                json.loads(arguments)
+                if isinstance(arguments, str) and arguments
+                else arguments or {}
+            )
         out.append(message)
     return out
 
@@ -462,9 +503,15 @@ def main():
     # One case a line: a diff of this file shows which cases changed.
     lines = ",\n".join(json.dumps(case, ensure_ascii=False) for case in cases)
     golden = {
-        "made_with": {"transformers": transformers.__version__, "jinja2": jinja2.__version__, "tokenizers": tokenizers.__version__},
+        "made_with": {
+            "transformers": transformers.__version__,
+            "jinja2": jinja2.__version__,
+            "tokenizers": tokenizers.__version__,
+        },
         "special_tokens": SPECIAL,
-        "templates": {name: {"format": form, "source": source} for name, (form, source) in TEMPLATES.items()},
+        "templates": {
+            name: {"format": form, "source": source} for name, (form, source) in TEMPLATES.items()
+        },
         "conversations": CONVERSATIONS,
     }
     head = json.dumps(golden, indent=1, ensure_ascii=False)[:-2]

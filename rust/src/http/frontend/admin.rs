@@ -52,7 +52,10 @@ fn warnings(app: &App) -> Vec<String> {
         let view = publisher.view();
         let worker = view.worker;
         for (count, what) in [
-            (view.counts.block_size_mismatch, "stored events have another block size than the index"),
+            (
+                view.counts.block_size_mismatch,
+                "stored events have another block size than the index",
+            ),
             (view.counts.lost_batches, "event batches were lost and not replayed"),
             (view.counts.undecodable, "event frames could not be decoded"),
             (view.counts.refused_blocks, "blocks were refused: the index is full"),
@@ -223,10 +226,7 @@ pub(super) async fn add_worker(State(app): State<Arc<App>>, body: Body) -> Respo
 }
 
 /// DELETE /workers/{id}
-pub(super) async fn remove_worker(
-    State(app): State<Arc<App>>,
-    Path(id): Path<String>,
-) -> Response {
+pub(super) async fn remove_worker(State(app): State<Arc<App>>, Path(id): Path<String>) -> Response {
     let removed = id
         .parse()
         .map_err(|_| Reject::bad_request(format!("a worker id is a number, got {id:?}")))

@@ -78,10 +78,7 @@ impl FrontendApp {
         options.check()?;
         let text = match &options.tokenizer {
             Some(folder) => {
-                let cache = CacheOptions {
-                    capacity_bytes: options.tokenizer_cache_bytes,
-                    ..CacheOptions::default()
-                };
+                let cache = CacheOptions { capacity_bytes: options.tokenizer_cache_bytes };
                 let text = TextOptions { cache, ..TextOptions::default() };
                 Some(Arc::new(TextModel::from_folder(folder, text)?))
             }
@@ -114,7 +111,8 @@ impl FrontendApp {
 
     /// Free bookings that nothing was heard of; call it on a timer.
     pub fn expire(&self) -> usize {
-        let expired: usize = self.app.fleet.pools().iter().map(|pool| pool.router.expire().len()).sum();
+        let expired: usize =
+            self.app.fleet.pools().iter().map(|pool| pool.router.expire().len()).sum();
         self.app.metrics.load_expired.inc_by(expired as u64);
         expired
     }
@@ -122,10 +120,12 @@ impl FrontendApp {
     /// The routes, ready for [`super::super::serve`].
     pub fn router(&self) -> Router {
         let openai = |api: Api| {
-            post(async move |State(app): State<Arc<App>>,
-                  OriginalUri(uri): OriginalUri,
-                  headers: HeaderMap,
-                  body: Body| forward(app, api, uri, headers, body).await)
+            post(
+                async move |State(app): State<Arc<App>>,
+                            OriginalUri(uri): OriginalUri,
+                            headers: HeaderMap,
+                            body: Body| forward(app, api, uri, headers, body).await,
+            )
         };
         Router::new()
             .route("/v1/chat/completions", openai(Api::Chat))
@@ -252,18 +252,32 @@ async fn attempt_all(
                 let worker = choice.booking.worker();
                 let overlap = plan.reusable_blocks(choice.overlap_blocks);
                 return Ok(relay(
-                    app, engine, choice.booking, worker.to_string(), overlap, head, first, upstream,
-                    plan.are_tokens_known, in_flight,
+                    app,
+                    engine,
+                    choice.booking,
+                    worker.to_string(),
+                    overlap,
+                    head,
+                    first,
+                    upstream,
+                    plan.are_tokens_known,
+                    in_flight,
                 ));
             }
             Err(failed) => {
-                app.metrics.attempts_failed.get_or_create(&CauseLabel { cause: failed.cause }).inc();
+                app.metrics
+                    .attempts_failed
+                    .get_or_create(&CauseLabel { cause: failed.cause })
+                    .inc();
                 if failed.is_engine_at_fault {
                     engine.failed(&failed.message);
                 }
                 tracing::warn!(
-                    worker = engine.id, cause = failed.cause, why = failed.message,
-                    attempt = tried.len(), "attempt failed before the first byte; trying another worker"
+                    worker = engine.id,
+                    cause = failed.cause,
+                    why = failed.message,
+                    attempt = tried.len(),
+                    "attempt failed before the first byte; trying another worker"
                 );
                 last = Some(failed);
             }
@@ -358,11 +372,8 @@ async fn attempt(
             .headers
             .get(header::CONTENT_TYPE)
             .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"));
-        let head = Head {
-            status: parts.status,
-            headers: client_headers(parts.headers),
-            is_event_stream,
-        };
+        let head =
+            Head { status: parts.status, headers: client_headers(parts.headers), is_event_stream };
         Ok((head, first, upstream))
     };
     let timeout = app.options.first_byte_timeout;

@@ -116,9 +116,9 @@ impl EngineSpec {
 }
 
 fn is_local(address: &str) -> bool {
-    ["ipc://", "inproc://"].iter().any(|scheme| {
-        address.strip_prefix(scheme).is_some_and(|path| !path.is_empty())
-    })
+    ["ipc://", "inproc://"]
+        .iter()
+        .any(|scheme| address.strip_prefix(scheme).is_some_and(|path| !path.is_empty()))
 }
 
 fn port_of(address: &str) -> Option<u16> {

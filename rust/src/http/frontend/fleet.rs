@@ -95,13 +95,7 @@ pub(super) struct Fleet {
 
 impl Fleet {
     pub fn new(options: FrontendOptions, catalog: Arc<Catalog>, clock: Arc<dyn Clock>) -> Self {
-        Self {
-            options,
-            catalog,
-            clock,
-            tables: RwLock::default(),
-            next_id: AtomicU64::new(1),
-        }
+        Self { options, catalog, clock, tables: RwLock::default(), next_id: AtomicU64::new(1) }
     }
 
     /// Add an engine; it serves once a health check has told its models.

@@ -74,7 +74,9 @@ impl Plan {
         body_bytes: usize,
     ) -> Result<Self, Reject> {
         let route = match envelope.model.as_deref() {
-            Some(name) => app.fleet.route(name).map_err(|error| Reject::from(error).param("model"))?,
+            Some(name) => {
+                app.fleet.route(name).map_err(|error| Reject::from(error).param("model"))?
+            }
             None => app.fleet.only_route().ok_or_else(|| {
                 Reject::bad_request("model: this frontend serves several models; name one")
                     .param("model")
@@ -113,10 +115,8 @@ impl Plan {
             // Conflict means that another request was first, with the same index's size.
             let _ = pool.router.set_block_size(block_size);
         }
-        let seed = hash::identity_seed(
-            self.route.lora_name.as_deref(),
-            envelope.cache_salt.as_deref(),
-        );
+        let seed =
+            hash::identity_seed(self.route.lora_name.as_deref(), envelope.cache_salt.as_deref());
         let locals = hash::local_hashes(tokens, block_size, seed);
         hash::sequence_hashes_into(&locals, &mut self.sequence_hashes);
         MATCHES.with_borrow_mut(|matches| {

@@ -39,7 +39,10 @@ impl Upstream {
     }
 
     /// Send a request; returns at the answer's head.
-    pub async fn send(&self, request: Request<Full<Bytes>>) -> Result<Response<Incoming>, AttemptError> {
+    pub async fn send(
+        &self,
+        request: Request<Full<Bytes>>,
+    ) -> Result<Response<Incoming>, AttemptError> {
         self.client.request(request).await.map_err(|error| {
             let cause = if error.is_connect() { "connect" } else { "no_answer" };
             // The outermost text only says "client error"; the operator needs the root of it.
@@ -90,8 +93,15 @@ impl Upstream {
 fn is_hop_by_hop(name: &HeaderName) -> bool {
     matches!(
         name.as_str(),
-        "connection" | "keep-alive" | "proxy-connection" | "proxy-authenticate"
-            | "proxy-authorization" | "te" | "trailer" | "transfer-encoding" | "upgrade"
+        "connection"
+            | "keep-alive"
+            | "proxy-connection"
+            | "proxy-authenticate"
+            | "proxy-authorization"
+            | "te"
+            | "trailer"
+            | "transfer-encoding"
+            | "upgrade"
     )
 }
 

@@ -93,7 +93,8 @@ impl Relay {
         self.engine.failed(&format!("answer broke off: {error}"));
         // Everything that came is with the client already; what follows can only be said inside the stream.
         let message = format!("worker {} broke off the answer: {error}", self.engine.id);
-        let event = json!({ "error": { "message": message, "type": "upstream_error", "code": 502 } });
+        let event =
+            json!({ "error": { "message": message, "type": "upstream_error", "code": 502 } });
         Poll::Ready(Some(Ok(Frame::data(Bytes::from(format!(
             "data: {event}\n\ndata: [DONE]\n\n"
         ))))))

@@ -178,11 +178,11 @@ mod tests {
     #[test]
     fn answer_is_in_tokens_with_zeros_for_the_registered_rest() {
         use crate::ids::Tier;
-        use crate::index::{Block, BlockIndex, DEFAULT_SEED, OracleIndex, Options, Parent};
+        use crate::index::{Block, BlockIndex, DEFAULT_SEED, Options, OracleIndex, Parent};
 
         let index = OracleIndex::new(Options::default());
         let block = |n: u64| Block { engine_hash: n, local_hash: n };
-        let mut store = |worker, tier, parent: Option<u64>, blocks: &[Block]| {
+        let store = |worker, tier, parent: Option<u64>, blocks: &[Block]| {
             index.store(worker, tier, parent.map(Parent::Engine), DEFAULT_SEED, blocks);
         };
         store(Worker::new(1, 0), Tier::Device, None, &[block(1), block(2)]);

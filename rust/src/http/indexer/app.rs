@@ -53,7 +53,10 @@ impl IndexerApp {
         let app = Arc::new(App { catalog, options, metrics });
         Router::new()
             .route("/health", get(async || StatusCode::OK))
-            .route("/metrics", get(async |State(app): State<Arc<App>>| app.metrics.expose(&app.catalog)))
+            .route(
+                "/metrics",
+                get(async |State(app): State<Arc<App>>| app.metrics.expose(&app.catalog)),
+            )
             .route("/register", post(register))
             .route("/unregister", post(unregister))
             .route("/workers", get(workers))
@@ -62,7 +65,8 @@ impl IndexerApp {
             .route("/dump", get(dump))
             .fallback(async || Reject::new(StatusCode::NOT_FOUND, "no such path").plain())
             .method_not_allowed_fallback(async || {
-                Reject::new(StatusCode::METHOD_NOT_ALLOWED, "this path takes another method").plain()
+                Reject::new(StatusCode::METHOD_NOT_ALLOWED, "this path takes another method")
+                    .plain()
             })
             .with_state(app)
     }
@@ -120,12 +124,8 @@ impl App {
 
 fn json_response(status: StatusCode, body: &impl Serialize) -> Response {
     match serde_json::to_vec(body) {
-        Ok(bytes) => {
-            (status, [(header::CONTENT_TYPE, "application/json")], bytes).into_response()
-        }
-        Err(error) => {
-            Reject::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).plain()
-        }
+        Ok(bytes) => (status, [(header::CONTENT_TYPE, "application/json")], bytes).into_response(),
+        Err(error) => Reject::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).plain(),
     }
 }
 

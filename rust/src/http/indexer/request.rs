@@ -23,7 +23,11 @@ impl<'de, const HASH: bool> Deserialize<'de> for Element<HASH> {
             type Value = Element<HASH>;
 
             fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str(if HASH { "an integer of 64 bits" } else { "an integer in 0..=4294967295" })
+                f.write_str(if HASH {
+                    "an integer of 64 bits"
+                } else {
+                    "an integer in 0..=4294967295"
+                })
             }
 
             fn visit_u64<E: serde::de::Error>(self, value: u64) -> Result<Self::Value, E> {
@@ -62,7 +66,11 @@ impl<'de, const HASH: bool> ElementsVisitor<HASH> {
                 Ok(Some(element)) => out.push(convert(element.0)),
                 Ok(None) => return Ok(out),
                 Err(error) => {
-                    return Err(A::Error::custom(format!("{}[{}]: {error}", self.field, out.len())));
+                    return Err(A::Error::custom(format!(
+                        "{}[{}]: {error}",
+                        self.field,
+                        out.len()
+                    )));
                 }
             }
             if out.len() > MAX_TOKEN_IDS {
@@ -206,10 +214,23 @@ mod tests {
 
     #[test]
     fn endpoints_follow_the_published_rules() {
-        for good in ["tcp://*:5558", "tcp://127.0.0.1:0", "inproc://x", "ipc:///tmp/a.sock", "tcp://[::1]:5557"] {
+        for good in [
+            "tcp://*:5558",
+            "tcp://127.0.0.1:0",
+            "inproc://x",
+            "ipc:///tmp/a.sock",
+            "tcp://[::1]:5557",
+        ] {
             assert_eq!(check_endpoint("endpoint", good), Ok(()));
         }
-        for bad in ["tcp://host", "tcp://:5558", "udp://host:5558", "not-an-endpoint", "tcp://host:99999", ""] {
+        for bad in [
+            "tcp://host",
+            "tcp://:5558",
+            "udp://host:5558",
+            "not-an-endpoint",
+            "tcp://host:99999",
+            "",
+        ] {
             let error = check_endpoint("endpoint", bad).unwrap_err();
             assert!(error.starts_with("endpoint must be"), "{error}");
         }

@@ -1,0 +1,92 @@
+"""Figures to PNG and SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: E402
+
+from kvflash.demo.record import ArmRun  # noqa: E402
+from kvflash.demo.report import REUSE_WINDOW_REQUESTS, figures, reuse_over_time  # noqa: E402
+
+__all__ = ["draw"]
+
+# Told apart by everybody, also in print: colour, and line style.
+STYLES = {"round-robin": ("#b35806", "--"), "kv": ("#2166ac", "-")}
+PLAIN = ("#555555", "-.")
+
+
+def draw(runs: Sequence[ArmRun], folder: Path, *, caption: str) -> tuple[Path, ...]:
+    """Draw time to first token and reuse over time, every mode a line.
+
+    Args:
+        runs: The arms.
+        folder: Where the files go.
+        caption: What the figures were measured on.
+
+    Returns:
+        The files.
+    """
+    with plt.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
+        for run in runs:
+            _draw_ttft(left, run)
+            _draw_reuse(right, run)
+        _finish_ttft(left)
+        _finish_reuse(right)
+        figure.suptitle("kvflash demo: same requests, two ways to choose a worker")
+        figure.supxlabel(caption, fontsize=9, color="#444444")
+        paths = (folder / "demo.png", folder / "demo.svg")
+        for path in paths:
+            figure.savefig(path, dpi=150)
+        plt.close(figure)
+    return paths
+
+
+def _draw_ttft(axes: Axes, run: ArmRun) -> None:
+    samples = sorted(r.ttft_ms for r in run.records if r.ttft_ms is not None)
+    if not samples:
+        return
+    color, style = STYLES.get(run.mode, PLAIN)
+    shares = [100 * (rank + 1) / len(samples) for rank in range(len(samples))]
+    median = figures(run).ttft_ms_p50
+    label = f"{run.mode} (median {median:,.0f} ms)"
+    axes.step(samples, shares, where="post", color=color, linestyle=style, linewidth=2, label=label)
+    axes.plot([median], [50], "o", color=color)
+
+
+def _finish_ttft(axes: Axes) -> None:
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_title("Time to first token")
+    axes.set_xlabel("time to first token (ms, log scale)")
+    axes.set_ylabel("requests at or below (%)")
+    axes.set_ylim(0, 101)
+    axes.grid(visible=True, which="major", alpha=0.3)
+    axes.legend(loc="lower right", frameon=False)
+
+
+def _draw_reuse(axes: Axes, run: ArmRun) -> None:
+    times_s, percents = reuse_over_time(run.records)
+    color, style = STYLES.get(run.mode, PLAIN)
+    label = f"{run.mode} ({figures(run).reuse_percent:.0f} % in all)"
+    axes.plot(times_s, percents, color=color, linestyle=style, linewidth=2, label=label)
+
+
+def _finish_reuse(axes: Axes) -> None:
+    axes.set_title("Prompt tokens that the engines reused")
+    axes.set_xlabel("time since the first request (s)")
+    axes.set_ylabel(f"reused (%), last {REUSE_WINDOW_REQUESTS} answers")
+    axes.set_xlim(left=0)
+    axes.set_ylim(0, 101)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(loc="lower right", frameon=False)

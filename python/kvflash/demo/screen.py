@@ -1,0 +1,116 @@
+"""What the terminal shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvflash.demo.record import Record
+from kvflash.demo.report import P99_SAMPLES_MIN, ArmFigures, Verdict
+
+__all__ = ["examples", "progress", "show_notes", "show_table", "show_verdict"]
+
+NOTHING = "-"
+
+
+@contextmanager
+def progress(console: Console, mode: str, total: int) -> Iterator[Callable[[Record], None]]:
+    """A bar of an arm's requests, with the reuse so far; call the result after every request."""
+    bar = Progress(
+        TextColumn("{task.description:<12}"),
+        BarColumn(bar_width=36),
+        MofNCompleteColumn(),
+        TextColumn("requests  reused {task.fields[reuse]:>3} %"),
+        TextColumn("[red]{task.fields[failures]}"),
+        TimeElapsedColumn(),
+        console=console,
+    )
+    prompt_tokens = cached_tokens = failures = 0
+    with bar:
+        task = bar.add_task(mode, total=total, reuse="0", failures="")
+
+        def on_record(record: Record) -> None:
+            nonlocal prompt_tokens, cached_tokens, failures
+            prompt_tokens += record.prompt_tokens
+            cached_tokens += record.cached_tokens
+            failures += record.error is not None
+            reuse = f"{100 * cached_tokens / prompt_tokens:.0f}" if prompt_tokens else "0"
+            shown = f"{failures} failed" if failures else ""
+            bar.update(task, advance=1, reuse=reuse, failures=shown)
+
+        yield on_record
+
+
+def show_table(console: Console, columns: Sequence[ArmFigures]) -> None:
+    """The figures, the modes side by side."""
+    table = Table(show_edge=False, pad_edge=False, header_style="bold")
+    table.add_column("")
+    for column in columns:
+        table.add_column(column.mode, justify="right")
+    rows: list[tuple[str, Callable[[ArmFigures], str]]] = [
+        ("requests answered", lambda c: f"{c.requests:,}"),
+        ("requests failed", lambda c: f"[red]{c.failures:,}[/red]" if c.failures else "0"),
+        ("prompt tokens", lambda c: f"{c.prompt_tokens:,}"),
+        ("  reused, as the engines say", lambda c: f"{c.reused_tokens:,}"),
+        ("  reused (%)", lambda c: f"[bold]{c.reuse_percent:.1f}[/bold]"),
+        ("  computed", lambda c: f"{c.computed_tokens:,}"),
+        ("time to first token p50 (ms)", lambda c: f"[bold]{_number(c.ttft_ms_p50)}[/bold]"),
+        ("time to first token p99 (ms)", lambda c: _number(c.ttft_ms_p99)),
+        ("time to first token max (ms)", lambda c: _number(c.ttft_ms_max)),
+        ("whole run (s)", lambda c: f"{c.wall_s:.1f}"),
+        ("requests by worker", lambda c: " / ".join(map(str, c.requests_by_worker.values()))),
+        ("  busiest worker / mean", lambda c: f"{c.spread:.2f}"),
+        ("router: reusable, best worker (tokens)", lambda c: _number(c.available_tokens)),
+        ("router: expected, chosen worker (tokens)", lambda c: _number(c.selected_tokens)),
+        ("router: delivered by the engines (tokens)", lambda c: _number(c.delivered_tokens)),
+    ]
+    sections = {"prompt tokens", "time to first token p50 (ms)", "requests by worker"}
+    sections.add("router: reusable, best worker (tokens)")
+    for name, value in rows:
+        if name in sections:
+            table.add_section()
+        table.add_row(name, *(value(column) for column in columns))
+    console.print(Padding(table, (1, 0, 0, 0)))
+    if any(column.requests < P99_SAMPLES_MIN for column in columns):
+        console.print(f"[dim]p99 needs {P99_SAMPLES_MIN} requests.[/dim]")
+    console.print("[dim]round-robin does not look at caches: it expects nothing.[/dim]")
+
+
+def show_verdict(console: Console, verdict: Verdict) -> None:
+    """What the figures say."""
+    color = "green" if verdict.is_good else "red"
+    console.print()
+    for sentence in verdict.sentences:
+        console.print(f"[bold {color}]{sentence}[/bold {color}]", highlight=False)
+
+
+def show_notes(console: Console, notes: Sequence[str]) -> None:
+    """What to know before believing the figures."""
+    console.print()
+    for note in notes:
+        grid = Table.grid(padding=(0, 1))
+        grid.add_row("[dim]-[/dim]", f"[dim]{note}[/dim]")
+        console.print(grid, highlight=False)
+
+
+def examples(url: str, model: str) -> str:
+    """Commands to copy, for a frontend that is left running."""
+    ask = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    json_header = "-H 'Content-Type: application/json'"
+    return "\n".join(
+        [
+            f"curl -s {url}/workers",
+            f"curl -s {url}/explain {json_header} -d '{ask}'",
+            f"curl -si {url}/v1/chat/completions {json_header} -d '{ask}'",
+            f"curl -s {url}/metrics | grep kvflash_tokens",
+        ]
+    )
+
+
+def _number(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:,.0f}"

@@ -1,0 +1,50 @@
+"""What ``import kvflash`` offers: one sorted list, and a word of documentation for each name."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from types import ModuleType
+
+import kvflash
+from kvflash import errors
+
+STUB = Path(kvflash.__file__).with_name("_core.pyi")
+
+
+def stub_docs() -> dict[str, str | None]:
+    """Docstrings of the classes and functions in the core's reference manual."""
+    tree = ast.parse(STUB.read_text(encoding="utf-8"))
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    return {node.name: ast.get_docstring(node) for node in tree.body if isinstance(node, kinds)}
+
+
+def test_all_is_sorted_and_equals_the_public_names() -> None:
+    public = {
+        name
+        for name, value in vars(kvflash).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    assert len(public) > 10
+    assert kvflash.__all__ == sorted(kvflash.__all__)
+    assert set(kvflash.__all__) == public
+
+
+def test_every_public_name_is_documented() -> None:
+    docs = stub_docs()
+    assert len(docs) > 5
+    for name in kvflash.__all__:
+        value = getattr(kvflash, name)
+        # The core's own docstrings are in the stub, which is its manual.
+        text = docs.get(name, value.__doc__)
+        assert text, f"{name} has no docstring"
+        assert text.strip().endswith(".") or "\n" in text, f"{name}: {text!r}"
+
+
+def test_every_error_is_exported_and_drawn_in_the_tree() -> None:
+    assert errors.__all__ == sorted(errors.__all__)
+    assert set(errors.__all__) <= set(kvflash.__all__)
+    for name in errors.__all__:
+        assert issubclass(getattr(errors, name), kvflash.KvflashError)
+        assert errors.__doc__ is not None
+        assert name in errors.__doc__, f"{name} is missing in the tree"
