@@ -48,7 +48,8 @@ class Http:
     ) -> tuple[int, Any, dict[str, str]]:
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         try:
-            self._connection.request(method, path, data, headers or {})
+            kind = {} if body is None else {"content-type": "application/json"}
+            self._connection.request(method, path, data, {**kind, **(headers or {})})
             response = self._connection.getresponse()
             text = response.read()
         except (OSError, http.client.HTTPException):

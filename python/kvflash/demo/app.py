@@ -86,7 +86,9 @@ async def _run(args: DemoArgs, console: Console, children: Children) -> int:
     connector = aiohttp.TCPConnector(limit=0)
     async with children, aiohttp.ClientSession(connector=connector) as session:
         for mode in (BASELINE, KV):
-            run, fleet = await _run_arm(args, console, children, session, mode, workload)
+            run, fleet = await _run_arm(
+                args, console, children, session, mode=mode, workload=workload
+            )
             runs.append(run)
             is_kept = args.keep and mode == KV
             if not is_kept:
@@ -102,6 +104,7 @@ async def _run_arm(
     console: Console,
     children: Children,
     session: aiohttp.ClientSession,
+    *,
     mode: str,
     workload: Workload,
 ) -> tuple[ArmRun, Fleet]:

@@ -49,7 +49,7 @@ def parse_args(argv: Sequence[str] | None = None) -> DemoArgs:
         "--cache-blocks",
         parse=bounded_int(1, 10**7),
         default=None,
-        summary="KV blocks of one engine (default: room for 40,000 tokens)",
+        summary="KV blocks of one engine (default: room for 48,000 tokens)",
     )
     flags.add(
         "--speedup-ratio",
@@ -88,5 +88,5 @@ def parse_args(argv: Sequence[str] | None = None) -> DemoArgs:
         if values[name] is None:
             values[name] = value
     if values["cache_blocks"] is None:
-        values["cache_blocks"] = max(1, 40_000 // values["block_size"])
+        values["cache_blocks"] = max(1, 48_000 // values["block_size"])
     return DemoArgs(**values)

@@ -12,7 +12,7 @@ import aiohttp
 
 from kvflash.demo.record import ArmRun, Record
 from kvflash.demo.report import stage_tokens
-from kvflash.demo.workload import Conversation, Message, Workload, fingerprint
+from kvflash.demo.workload import Conversation, Workload, fingerprint
 
 __all__ = ["REQUEST_TIMEOUT_S", "send_workload"]
 
@@ -76,7 +76,9 @@ async def send_workload(
             for turn in conversation.turns:
                 # The user reads and types: part of the workload, not a wait for something.
                 await asyncio.sleep(turn.think_ms / 1000)
-                record, text = await _ask(session, url, model, conversation, answers, start_s)
+                record, text = await _ask(
+                    session, url, conversation, answers, model=model, arm_start_s=start_s
+                )
                 records.append(record)
                 on_record(record)
                 if record.error is not None:
@@ -105,9 +107,10 @@ async def send_workload(
 async def _ask(
     session: aiohttp.ClientSession,
     url: str,
-    model: str,
     conversation: Conversation,
     answers: list[str],
+    *,
+    model: str,
     arm_start_s: float,
 ) -> tuple[Record, str]:
     """Send one turn. Returns what was seen, and the text of the answer."""
@@ -132,7 +135,7 @@ async def _ask(
     record = Record(
         conversation=conversation.number,
         turn=len(answers),
-        request=_name(messages),
+        request=fingerprint(messages),
         worker=answer.worker,
         start_s=start_s - arm_start_s,
         end_s=loop.time() - arm_start_s,
@@ -164,9 +167,10 @@ async def _stream(
                 continue
             data = line[len(_DATA) :].strip()
             if data == b"[DONE]":
+                # Read on to the end of the body: who hangs up here is a client that left early.
                 answer.is_complete = True
-                break
-            _take(json.loads(data), answer, loop.time())
+            else:
+                _take(json.loads(data), answer, loop.time())
     if not answer.is_complete:
         raise _AnswerError("the stream ended before [DONE]")
     if answer.usage is None or answer.first_s is None:
@@ -182,7 +186,3 @@ def _take(chunk: dict[str, Any], answer: _Answer, now_s: float) -> None:
         if text := choice["delta"].get("content"):
             answer.text += text
             answer.first_s = answer.first_s or now_s
-
-
-def _name(messages: list[Message]) -> str:
-    return fingerprint(messages)

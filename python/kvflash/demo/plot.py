@@ -9,12 +9,12 @@ import matplotlib
 
 matplotlib.use("Agg")
 
-from matplotlib import pyplot as plt  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: E402
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from kvflash.demo.record import ArmRun  # noqa: E402
-from kvflash.demo.report import REUSE_WINDOW_REQUESTS, figures, reuse_over_time  # noqa: E402
+from kvflash.demo.record import ArmRun
+from kvflash.demo.report import REUSE_WINDOW_REQUESTS, figures, reuse_over_time
 
 __all__ = ["draw"]
 
@@ -52,14 +52,14 @@ def draw(runs: Sequence[ArmRun], folder: Path, *, caption: str) -> tuple[Path, .
 
 def _draw_ttft(axes: Axes, run: ArmRun) -> None:
     samples = sorted(r.ttft_ms for r in run.records if r.ttft_ms is not None)
-    if not samples:
+    median = figures(run).ttft_ms_p50
+    if median is None:
         return
     color, style = STYLES.get(run.mode, PLAIN)
     shares = [100 * (rank + 1) / len(samples) for rank in range(len(samples))]
-    median = figures(run).ttft_ms_p50
     label = f"{run.mode} (median {median:,.0f} ms)"
     axes.step(samples, shares, where="post", color=color, linestyle=style, linewidth=2, label=label)
-    axes.plot([median], [50], "o", color=color)
+    axes.plot(median, 50, "o", color=color)
 
 
 def _finish_ttft(axes: Axes) -> None:

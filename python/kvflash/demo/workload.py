@@ -196,10 +196,10 @@ class WorkloadOptions:
     applications: int
     conversations: int
     turns: int
-    system_chars: tuple[int, int] = (2_500, 4_500)
+    system_chars: tuple[int, int] = (5_000, 8_000)
     question_chars: tuple[int, int] = (150, 700)
     answer_tokens: tuple[int, int] = (12, 24)
-    think_ms: tuple[int, int] = (50, 400)
+    think_ms: tuple[int, int] = (200, 1_000)
     seed: int
 
 
