@@ -104,7 +104,7 @@ impl RadixIndex {
             Rejection::SlotsExhausted => &self.counters.slots_exhausted,
         };
         counter.fetch_add(1, Relaxed);
-        StoreOutcome::rejected(cause)
+        StoreOutcome::because_of(cause)
     }
 
     fn put_all(
