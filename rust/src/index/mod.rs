@@ -5,16 +5,16 @@
 //! Identity (LoRA adapter, cache salt) is mixed into the local hashes by a seed, so prompts of
 //! different identities never meet and the index needs no namespaces.
 //!
-//! The room, bottom up: [`holders`] (an immutable set of workers), [`nodes`] (chain hash -> who
-//! holds it, lock-free), [`holdings`] with [`ghosts`] (what one worker calls its blocks),
-//! [`slots`] (worker <-> dense number), [`walk`] (the query), [`radix`] (the product),
+//! The room, bottom up: `holders` (an immutable set of workers), `nodes` (chain hash -> who
+//! holds it, lock-free), `holdings` with `ghosts` (what one worker calls its blocks),
+//! `slots` (worker <-> dense number), `walk` (the query), `radix` (the product),
 //! [`oracle`] (its deliberately dumb twin, for tests).
 //!
 //! What a worker *holds* is a set of blocks, and holes are legal: evicting the middle of a chain
 //! leaves the rest held. What a prompt *scores* is the leading contiguous part only, so a block
 //! behind a hole earns nothing until the hole is stored again.
 
-use crate::ids::{InstanceId, Worker};
+use crate::ids::{InstanceId, Tier, Worker};
 
 mod dump;
 mod ghosts;
@@ -31,7 +31,6 @@ mod walk;
 #[cfg(test)]
 mod tests;
 
-pub use crate::ids::Tier;
 pub use dump::restore;
 pub use matches::{Match, Matches};
 pub use oracle::OracleIndex;

@@ -124,7 +124,7 @@ impl BlockIndex for OracleIndex {
         }
         if in_event.iter().collect::<BTreeSet<_>>().len() < in_event.len() {
             state.counters.self_references_total += 1;
-            return StoreOutcome::rejected(Rejection::SelfReference);
+            return StoreOutcome::because_of(Rejection::SelfReference);
         }
         let mut parent = match parent {
             None => None,
@@ -133,7 +133,7 @@ impl BlockIndex for OracleIndex {
                 let known = state.workers.get(&worker).and_then(|held| held.locate(name));
                 let Some((chain, _)) = known else {
                     state.counters.orphans_total += 1;
-                    return StoreOutcome::rejected(Rejection::Orphan);
+                    return StoreOutcome::because_of(Rejection::Orphan);
                 };
                 Some(chain)
             }
@@ -141,7 +141,7 @@ impl BlockIndex for OracleIndex {
         let max_workers = self.options.limits.max_workers.min(MAX_WORKERS);
         if !state.workers.contains_key(&worker) && state.workers.len() >= max_workers {
             state.counters.slots_exhausted_total += 1;
-            return StoreOutcome::rejected(Rejection::SlotsExhausted);
+            return StoreOutcome::because_of(Rejection::SlotsExhausted);
         }
         state.workers.entry(worker).or_default();
 

@@ -95,7 +95,7 @@ pub struct StoreOutcome {
 }
 
 impl StoreOutcome {
-    pub(super) fn rejected(cause: Rejection) -> Self {
+    pub(super) fn because_of(cause: Rejection) -> Self {
         Self { rejected: Some(cause), ..Self::default() }
     }
 }
