@@ -40,15 +40,6 @@ pub use types::{
     Rejection, RemoveOutcome, StoreOutcome,
 };
 
-/// The chain hash of a block: `parent` is the chain hash before it, `None` at the prompt's start.
-fn chain(parent: Option<u64>, local: u64) -> u64 {
-    let Some(parent) = parent else { return local };
-    let mut bytes = [0; 16];
-    bytes[..8].copy_from_slice(&parent.to_le_bytes());
-    bytes[8..].copy_from_slice(&local.to_le_bytes());
-    xxhash_rust::xxh3::xxh3_64_with_seed(&bytes, 1337)
-}
-
 /// What every block index answers. Implemented by [`RadixIndex`] and its twin [`OracleIndex`].
 ///
 /// # Consistency

@@ -3,7 +3,7 @@
 use crate::ids::{Tier, Worker};
 
 /// Seed of local hashes that carry neither a LoRA adapter nor a cache salt.
-pub const DEFAULT_SEED: u64 = 1337;
+pub const DEFAULT_SEED: u64 = crate::hash::SEED;
 
 /// The most workers one index can number.
 pub const MAX_WORKERS: usize = 65_535;
