@@ -14,6 +14,7 @@
 //! leaves the rest held. What a prompt *scores* is the leading contiguous part only, so a block
 //! behind a hole earns nothing until the hole is stored again.
 
+use crate::hash::extend as chain;
 use crate::ids::{InstanceId, Tier, Worker};
 
 mod dump;
