@@ -54,7 +54,7 @@ soak: dev
 	$(BIN)/python -m pytest benches/soak -q
 
 peers: dev
-	$(BIN)/python benches/peers/http.py
+	$(BIN)/python benches/peers/routers.py
 
 clean:
 	rm -rf $(VENV) dist

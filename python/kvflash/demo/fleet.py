@@ -27,6 +27,7 @@ class FleetOptions:
         block_size: Tokens in a block.
         cache_blocks: Blocks of one engine's cache.
         speedup_ratio: Modelled time / real time.
+        kv_overlap_score_weight: What the frontend lets a block to prefill cost.
         seed: Of the frontend's choices between equals.
     """
 
@@ -34,6 +35,7 @@ class FleetOptions:
     block_size: int
     cache_blocks: int
     speedup_ratio: float
+    kv_overlap_score_weight: float
     seed: int
 
 
@@ -80,6 +82,7 @@ async def start_fleet(
         f"{mode}-frontend",
         "kvflash.frontend",
         *("--router-mode", mode, "--host", "127.0.0.1", "--port", "0"),
+        *("--kv-overlap-score-weight", str(options.kv_overlap_score_weight)),
         *("--seed", str(options.seed), "--drain-timeout", "1"),
         *(part for spec in specs for part in ("--worker", spec)),
     )
