@@ -16,6 +16,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import msgpack
+import zmq
+
+from kvflash import compute_sequence_hashes
+from kvflash._core import Indexer
+from kvflash.transport import ZmqOptions, ZmqReceiver
+
 T = TypeVar("T")
 
 VECTORS = Path(__file__).parent / "vectors"
@@ -131,3 +138,229 @@ class Process:
         for stream in (self.popen.stdout, self.popen.stderr):
             if stream is not None:
                 stream.close()
+
+
+# -- engines as the event transport sees them
+
+STORED_FIELDS = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id")
+# What vLLM appended, in its order.
+STORED_EXTRAS = ("medium", "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind")
+END_OF_REPLAY = b"\xff" * 8
+
+
+def stored(
+    hashes: Any, tokens: Any, parent: Any = None, *, block_size: int, named: bool = True, **extras: Any
+) -> Any:
+    """A BlockStored event: a tagged map, or an array by position as older engines write."""
+    values = (list(hashes), parent, list(tokens), block_size, extras.pop("lora_id", None))
+    if named:
+        return {"type": "BlockStored", **dict(zip(STORED_FIELDS, values, strict=True)), **extras}
+    assert set(extras) <= set(STORED_EXTRAS), extras
+    return ["BlockStored", *values, *(extras.get(name) for name in STORED_EXTRAS)]
+
+
+def removed(hashes: Any, *, named: bool = True, medium: str | None = "GPU", **extras: Any) -> Any:
+    """A BlockRemoved event."""
+    if named:
+        return {"type": "BlockRemoved", "block_hashes": list(hashes), "medium": medium, **extras}
+    return ["BlockRemoved", list(hashes), medium, *extras.values()]
+
+
+def cleared(*, named: bool = True) -> Any:
+    """An AllBlocksCleared event."""
+    return {"type": "AllBlocksCleared"} if named else ["AllBlocksCleared"]
+
+
+def batch(*events: Any, dp_rank: int | None = None, ts: float = 1.0) -> bytes:
+    """A message's payload."""
+    packed: bytes = msgpack.packb([ts, list(events), dp_rank])
+    return packed
+
+
+class Engine:
+    """An engine's PUB socket and the ROUTER that replays its ring, on ports that survive a restart.
+
+    Attributes:
+        asked: First sequence numbers of the replays that were asked for.
+        gate: Replays wait until it is set.
+        answer: What a replay from a sequence number sends: messages without their envelope, or
+            None for silence. The default is the ring's content and the end mark.
+    """
+
+    def __init__(
+        self,
+        *,
+        replay: bool = True,
+        topic_in_replay: bool = True,
+        ring: int = 10_000,
+        endpoint: str = "tcp://127.0.0.1:*",
+    ) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._topic_in_replay = topic_in_replay
+        self._ring_messages = ring
+        self._has_replay = replay
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.endpoint, self.replay_endpoint = endpoint, "tcp://127.0.0.1:*" if replay else None
+        self.asked: list[int] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.answer: Callable[[int], list[list[bytes]] | None] = self.ring_from
+        self.start()
+
+    def start(self) -> None:
+        """Bind, with an empty ring and the count at 0, as a new engine process."""
+        self.sequence = 0
+        self.ring: list[tuple[int, bytes]] = []
+        self.pub = self._context.socket(zmq.XPUB)
+        self.endpoint = self._bind(self.pub, self.endpoint)
+        if self._has_replay:
+            self.start_replay()
+
+    def start_replay(self) -> None:
+        router = self._context.socket(zmq.ROUTER)
+        self.replay_endpoint = self._bind(router, self.replay_endpoint or "")
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._serve, args=(router,), daemon=True)
+        self._thread.start()
+
+    def _bind(self, socket: zmq.Socket[Any], endpoint: str) -> str:
+        socket.setsockopt(zmq.LINGER, 0)
+
+        def bind() -> bool:
+            # The predecessor's port is free a moment after its close.
+            try:
+                socket.bind(endpoint)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE:
+                    raise
+                return False
+            return True
+
+        until(bind, f"{endpoint} to be free")
+        return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+    def stop(self) -> None:
+        """Close the sockets, as the end of the process does."""
+        self.stop_replay()
+        self.pub.close(0)
+
+    def stop_replay(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def close(self) -> None:
+        self.gate.set()
+        self.stop()
+        self._context.term()
+
+    def wait_for_subscriber(self) -> None:
+        assert self.pub.poll(DEADLINE_S * 1000), "nobody subscribed"
+        assert self.pub.recv() == b"\x01"
+
+    def wait_for_departure(self) -> None:
+        assert self.pub.poll(DEADLINE_S * 1000), "the subscriber stayed"
+        assert self.pub.recv() == b"\x00"
+
+    def publish(self, payload: bytes, *, is_sent: bool = True) -> int:
+        """Keep a batch in the ring and send it, unless it is to be lost on the way."""
+        sequence, self.sequence = self.sequence, self.sequence + 1
+        self.ring = [*self.ring, (sequence, payload)][-self._ring_messages :]
+        if is_sent:
+            self.send(sequence, payload)
+        return sequence
+
+    def send(self, sequence: int, payload: bytes) -> None:
+        self.pub.send_multipart([b"kv-events", sequence.to_bytes(8, "big"), payload])
+
+    def ring_from(self, first: int) -> list[list[bytes]]:
+        topic = [b"kv-events"] if self._topic_in_replay else []
+        kept = [(number, payload) for number, payload in self.ring if number >= first]
+        return [
+            *([*topic, number.to_bytes(8, "big"), payload] for number, payload in kept),
+            [*topic, END_OF_REPLAY, b""],
+        ]
+
+    def _serve(self, router: zmq.Socket[Any]) -> None:
+        try:
+            while not self._stop.is_set():
+                if not router.poll(10):
+                    continue
+                peer, empty, start = router.recv_multipart()
+                assert empty == b""
+                first = int.from_bytes(start, "big")
+                self.asked.append(first)
+                self.gate.wait()
+                for message in self.answer(first) or []:
+                    router.send_multipart([peer, b"", *message])
+        finally:
+            router.close(0)
+
+
+class EmbeddedIndexer:
+    """The indexer and its transport in this process, with limits of the test's choice."""
+
+    def __init__(self, options: ZmqOptions | None = None, **settings: Any) -> None:
+        self.indexer = Indexer(threads=2, drain_timeout_s=0.5, **settings)
+        self.catalog = self.indexer.catalog
+        self.receiver = ZmqReceiver(self.catalog, options)
+        self.receiver.start()
+        self._is_stopped = threading.Event()
+        self._pump = threading.Thread(target=self._obey, daemon=True)
+        self._pump.start()
+        self.http = Http(f"http://127.0.0.1:{self.indexer.start('127.0.0.1', 0)}")
+
+    def _obey(self) -> None:
+        while not self._is_stopped.is_set():
+            order = self.catalog.next_order(0.02)
+            if order is not None:
+                kind, publisher, endpoint, replay_endpoint = order
+                if kind == "subscribe":
+                    self.receiver.subscribe(publisher, endpoint, replay_endpoint)
+                else:
+                    self.receiver.unsubscribe(publisher)
+
+    def close(self) -> None:
+        self.http.close()
+        self._is_stopped.set()
+        self._pump.join()
+        self.receiver.stop()
+        self.indexer.stop()
+
+
+def listener(http: Http, instance: int, rank: int = 0) -> dict[str, Any]:
+    """A publisher's entry of GET /workers."""
+    workers = {worker["instance_id"]: worker for worker in http.get("/workers")}
+    return dict(workers[instance]["listeners"][str(rank)])
+
+
+def wait_for_sequence(http: Http, instance: int, sequence: int, rank: int = 0) -> dict[str, Any]:
+    """Wait until a publisher's batches up to this one are applied; its entry of GET /workers."""
+
+    def check() -> dict[str, Any] | None:
+        entry = listener(http, instance, rank)
+        return entry if entry["last_sequence"] == sequence else None
+
+    return until(check, f"sequence {sequence} of {instance}:{rank}")  # type: ignore[return-value]
+
+
+def dumped_blocks(http: Http, model: str = "m:default") -> set[tuple[int, int, str, int, int]]:
+    """What GET /dump says is held: (instance, rank, tier, name, sequence hash)."""
+    facts, places = set(), {}
+    for event in http.get("/dump")[model]["events"]:
+        worker = (event["worker_id"], event["event"]["dp_rank"])
+        data = event["event"]["data"]["stored"]
+        parent = data.get("parent_sequence_hash")
+        if data["parent_hash"] is not None:
+            parent = places[*worker, data["parent_hash"]]
+        for block in data["blocks"]:
+            chain = [block["tokens_hash"]] if parent is None else [parent, block["tokens_hash"]]
+            parent = places[*worker, block["block_hash"]] = compute_sequence_hashes(chain)[-1]
+            facts.add((*worker, event.get("storage_tier", "device"), block["block_hash"], parent))
+    return facts

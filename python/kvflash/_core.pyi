@@ -236,7 +236,7 @@ class Indexer:
         *,
         threads: int = 4,
         max_body_bytes: int = 8_388_608,
-        max_blocks: int = 0,
+        max_blocks: int = 33_554_432,
         drain_timeout_s: float = 5.0,
     ) -> Indexer: ...
     @property
@@ -291,7 +291,7 @@ class Frontend:
         max_concurrent_requests: int = 4_096,
         max_workers: int = 4_096,
         max_attempts: int = 5,
-        max_blocks: int = 0,
+        max_blocks: int = 33_554_432,
         body_timeout_s: float = 60.0,
         connect_timeout_s: float = 2.0,
         first_byte_timeout_s: float = 600.0,

@@ -12,7 +12,7 @@ __all__ = ["DemoArgs", "parse_args"]
 
 # What --quick runs instead of the defaults: enough to see the effect, in a few seconds.
 _QUICK = {"applications": 6, "conversations": 18, "turns": 3, "speedup_ratio": 2.0}
-_FULL = {"applications": 12, "conversations": 72, "turns": 5, "speedup_ratio": 1.0}
+_FULL = {"applications": 12, "conversations": 60, "turns": 5, "speedup_ratio": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ def parse_args(argv: Sequence[str] | None = None) -> DemoArgs:
     )
     for name, summary in (
         ("applications", "different system prompts (default: 12, with --quick 6)"),
-        ("conversations", "conversations of all applications (default: 72, with --quick 18)"),
+        ("conversations", "conversations of all applications (default: 60, with --quick 18)"),
         ("turns", "requests in a conversation (default: 5, with --quick 3)"),
     ):
         flags.add(f"--{name}", parse=bounded_int(1, 10_000), default=None, summary=summary)

@@ -17,6 +17,8 @@ from kvflash.demo.workload import Conversation, Workload, fingerprint
 __all__ = ["REQUEST_TIMEOUT_S", "send_workload"]
 
 REQUEST_TIMEOUT_S = 60.0
+# Time between the arrivals of two users.
+ARRIVAL_MS = 200
 WORKER_HEADER = "x-kvflash-worker"
 # An error's text in a record; an engine's page of HTML is not wanted there.
 ERROR_CHARS_MAX = 300
@@ -70,7 +72,9 @@ async def send_workload(
     waiting = iter(workload.conversations)
     start_s = loop.time()
 
-    async def user() -> None:
+    async def user(number: int) -> None:
+        # They don't all come in the same moment.
+        await asyncio.sleep(number * ARRIVAL_MS / 1000)
         for conversation in waiting:
             answers: list[str] = []
             for turn in conversation.turns:
@@ -85,7 +89,7 @@ async def send_workload(
                     break
                 answers.append(text)
 
-    users = [asyncio.ensure_future(user()) for _ in range(concurrency)]
+    users = [asyncio.ensure_future(user(number)) for number in range(concurrency)]
     try:
         await asyncio.gather(*users)
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from rich.box import HORIZONTALS
 from rich.console import Console
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -16,6 +17,12 @@ from kvflash.demo.report import P99_SAMPLES_MIN, ArmFigures, Verdict
 __all__ = ["examples", "progress", "show_notes", "show_table", "show_verdict"]
 
 NOTHING = "-"
+LEGEND = (
+    "From the frontend's /metrics: available = the most that any worker held; selected = held by "
+    "the chosen one; delivered = reused, as the engines say. round-robin does not look at caches."
+)
+# More workers than that are shown as a range.
+SHARES_MAX = 6
 
 
 @contextmanager
@@ -48,7 +55,7 @@ def progress(console: Console, mode: str, total: int) -> Iterator[Callable[[Reco
 
 def show_table(console: Console, columns: Sequence[ArmFigures]) -> None:
     """The figures, the modes side by side."""
-    table = Table(show_edge=False, pad_edge=False, header_style="bold")
+    table = Table(box=HORIZONTALS, show_edge=False, pad_edge=False, header_style="bold")
     table.add_column("")
     for column in columns:
         table.add_column(column.mode, justify="right")
@@ -63,14 +70,14 @@ def show_table(console: Console, columns: Sequence[ArmFigures]) -> None:
         ("time to first token p99 (ms)", lambda c: _number(c.ttft_ms_p99)),
         ("time to first token max (ms)", lambda c: _number(c.ttft_ms_max)),
         ("whole run (s)", lambda c: f"{c.wall_s:.1f}"),
-        ("requests by worker", lambda c: " / ".join(map(str, c.requests_by_worker.values()))),
+        ("requests by worker", lambda c: _shares(list(c.requests_by_worker.values()))),
         ("  busiest worker / mean", lambda c: f"{c.spread:.2f}"),
-        ("router: reusable, best worker (tokens)", lambda c: _number(c.available_tokens)),
-        ("router: expected, chosen worker (tokens)", lambda c: _number(c.selected_tokens)),
-        ("router: delivered by the engines (tokens)", lambda c: _number(c.delivered_tokens)),
+        ("router: available (tokens)", lambda c: _number(c.available_tokens)),
+        ("router: selected (tokens)", lambda c: _number(c.selected_tokens)),
+        ("router: delivered (tokens)", lambda c: _number(c.delivered_tokens)),
     ]
     sections = {"prompt tokens", "time to first token p50 (ms)", "requests by worker"}
-    sections.add("router: reusable, best worker (tokens)")
+    sections.add("router: available (tokens)")
     for name, value in rows:
         if name in sections:
             table.add_section()
@@ -78,7 +85,7 @@ def show_table(console: Console, columns: Sequence[ArmFigures]) -> None:
     console.print(Padding(table, (1, 0, 0, 0)))
     if any(column.requests < P99_SAMPLES_MIN for column in columns):
         console.print(f"[dim]p99 needs {P99_SAMPLES_MIN} requests.[/dim]")
-    console.print("[dim]round-robin does not look at caches: it expects nothing.[/dim]")
+    console.print(f"[dim]{LEGEND}[/dim]", highlight=False)
 
 
 def show_verdict(console: Console, verdict: Verdict) -> None:
@@ -114,3 +121,9 @@ def examples(url: str, model: str) -> str:
 
 def _number(value: float | None) -> str:
     return NOTHING if value is None else f"{value:,.0f}"
+
+
+def _shares(requests: Sequence[int]) -> str:
+    if len(requests) > SHARES_MAX:
+        return f"{min(requests):,} to {max(requests):,}"
+    return " / ".join(f"{count:,}" for count in requests)

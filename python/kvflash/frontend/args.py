@@ -150,7 +150,7 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
     flags.add(
         "--max-blocks",
         parse=bounded_int(0, 2**48),
-        default=0,
+        default=33_554_432,
         summary="blocks that one model's index may hold, 0 = no limit",
     )
     for name, default, summary in (

@@ -93,7 +93,7 @@ def parse_args(argv: Sequence[str] | None = None) -> IndexerArgs:
     flags.add(
         "--max-blocks",
         parse=bounded_int(0, 2**48),
-        default=0,
+        default=33_554_432,
         summary="blocks that one model's index may hold, 0 = no limit; beyond it stores are "
         "refused and counted",
     )

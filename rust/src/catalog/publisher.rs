@@ -13,6 +13,9 @@ use crate::codec::{Limits, decode_batch};
 use crate::ids::Worker;
 use crate::stream::{Step, Stream};
 
+/// Ranks that one socket may speak for; batches of further ones are counted as malformed.
+const MAX_RANKS: usize = 1_024;
+
 /// Number of a publisher within one process, never used twice.
 pub type PublisherId = u64;
 
@@ -289,6 +292,10 @@ impl Publisher {
             Ok(batch) => {
                 let dp_rank = batch.dp_rank.unwrap_or(self.worker.dp_rank);
                 if !state.ranks.contains(&dp_rank) {
+                    if state.ranks.len() == MAX_RANKS {
+                        add(&self.counters.malformed, batch.events.len() as u64);
+                        return FrameOutcome::Applied;
+                    }
                     state.ranks.push(dp_rank);
                 }
                 add(&self.counters.batches, 1);

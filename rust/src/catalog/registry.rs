@@ -15,6 +15,9 @@ use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
 use crate::index::{self, CountMode, RadixIndex};
 
+/// Default limit of one index: 32 Mi blocks, about 4 GiB when no two workers share any.
+pub const DEFAULT_MAX_BLOCKS: usize = 33_554_432;
+
 /// Limits of a catalog.
 #[derive(Debug, Clone)]
 pub struct CatalogOptions {
@@ -22,7 +25,7 @@ pub struct CatalogOptions {
     pub max_publishers: usize,
     /// Model indexes that may exist at once.
     pub max_models: usize,
-    /// Blocks (memberships) that one index may hold; 0 = no limit.
+    /// Blocks (memberships) that one index may hold; 0 = no limit. Beyond it stores are refused and counted.
     pub max_blocks: usize,
     /// Limits of one event frame.
     pub frame: codec::Limits,
@@ -33,7 +36,7 @@ impl Default for CatalogOptions {
         Self {
             max_publishers: 65_536,
             max_models: 4_096,
-            max_blocks: 0,
+            max_blocks: DEFAULT_MAX_BLOCKS,
             frame: codec::Limits::default(),
         }
     }

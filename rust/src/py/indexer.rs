@@ -26,7 +26,7 @@ pub(super) struct Indexer {
 #[pymethods]
 impl Indexer {
     #[new]
-    #[pyo3(signature = (*, threads=4, max_body_bytes=8_388_608, max_blocks=0, drain_timeout_s=5.0))]
+    #[pyo3(signature = (*, threads=4, max_body_bytes=8_388_608, max_blocks=33_554_432, drain_timeout_s=5.0))]
     fn new(
         py: Python<'_>,
         threads: usize,

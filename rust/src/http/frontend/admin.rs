@@ -19,6 +19,7 @@ use super::plan::{Api, Plan};
 use super::request::Envelope;
 use crate::error::Error;
 use crate::ids::{InstanceId, Worker};
+use crate::policy::Policy;
 
 /// 200 while at least one worker can serve, 503 otherwise; the body says how each one fares.
 pub(super) async fn health(State(app): State<Arc<App>>) -> Response {
@@ -40,17 +41,44 @@ pub(super) async fn health(State(app): State<Arc<App>>) -> Response {
     (status, Json(body)).into_response()
 }
 
+/// An engine that has stored nothing after this many requests publishes nothing.
+const SILENT_REQUESTS: u64 = 20;
+
 /// What makes prefix matching fail in silence, in words.
 fn warnings(app: &App) -> Vec<String> {
     let mut warnings = Vec::new();
+    let is_kv = app.options.router.policy == Policy::Kv;
     for engine in app.fleet.engines() {
         if let Some(why) = engine.notes.lock().last_error.clone() {
             warnings.push(format!("worker {}: {why}", engine.id));
         }
+        if is_kv && engine.spec.events.is_none() {
+            warnings.push(format!(
+                "worker {}: given without events=, so its cache is not known and earns no credit",
+                engine.id
+            ));
+        }
+    }
+    let mismatches = app.metrics.token_mismatches.get();
+    if mismatches > 0 {
+        warnings.push(format!(
+            "{mismatches} answers had another number of prompt tokens than the tokenizer here counted: \
+             its tokenizer or chat template is not the engine's, and such prompts never match"
+        ));
     }
     for publisher in app.catalog.publishers() {
         let view = publisher.view();
         let worker = view.worker;
+        let engines = app.fleet.engines();
+        let engine = engines.iter().find(|engine| engine.id == worker.instance_id);
+        let requests = engine.map_or(0, |engine| engine.requests.load(Ordering::Relaxed));
+        if view.counts.batches == 0 && requests >= SILENT_REQUESTS {
+            warnings.push(format!(
+                "worker {worker}: took {requests} requests but published nothing at {}; are KV events \
+                 enabled in the engine (vLLM: --kv-events-config)?",
+                view.endpoint
+            ));
+        }
         for (count, what) in [
             (
                 view.counts.block_size_mismatch,

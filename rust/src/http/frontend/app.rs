@@ -260,7 +260,7 @@ async fn attempt_all(
                     head,
                     first,
                     upstream,
-                    plan.are_tokens_known,
+                    plan.prompt_tokens(),
                     in_flight,
                 ));
             }
@@ -401,7 +401,7 @@ fn relay(
     head: Head,
     first: Option<Bytes>,
     upstream: Incoming,
-    are_tokens_known: bool,
+    prompt_tokens: Option<u64>,
     in_flight: InFlight,
 ) -> Response {
     let relay = Relay::new(
@@ -411,7 +411,7 @@ fn relay(
         first,
         booking,
         head.is_event_stream,
-        are_tokens_known,
+        prompt_tokens,
         in_flight,
     );
     let mut response = Response::new(Body::new(relay));

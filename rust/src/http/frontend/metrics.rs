@@ -37,6 +37,8 @@ pub(super) struct FrontendMetrics {
     pub delivered: Counter,
     /// Answers that told their reuse.
     pub usage_reported: Counter,
+    /// Answers whose engine counted another number of prompt tokens than routing did.
+    pub token_mismatches: Counter,
     /// Why a request was routed without tokens.
     pub untokenized: Family<CauseLabel, Counter>,
     /// Why an attempt failed.
@@ -74,6 +76,7 @@ impl FrontendMetrics {
             selected: stage("selected"),
             delivered: stage("delivered"),
             usage_reported: Counter::default(),
+            token_mismatches: Counter::default(),
             untokenized: Family::default(),
             attempts_failed: Family::default(),
             refused: Family::default(),
@@ -104,6 +107,11 @@ impl FrontendMetrics {
             "usage_reports",
             "Answers whose engine told how many tokens it reused",
             m.usage_reported.clone(),
+        );
+        registry.register(
+            "token_mismatches",
+            "Answers whose engine counted another number of prompt tokens than routing did",
+            m.token_mismatches.clone(),
         );
         registry.register(
             "untokenized_requests",

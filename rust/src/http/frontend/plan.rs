@@ -49,7 +49,7 @@ impl Api {
 /// All that routing knows of a request.
 pub(super) struct Plan {
     pub route: Route,
-    pub are_tokens_known: bool,
+    are_tokens_known: bool,
     isl_tokens: u64,
     block_size: u32,
     sequence_hashes: Vec<u64>,
@@ -196,6 +196,11 @@ impl Plan {
             0 => 0,
             size => u64::from(overlap_blocks).min((self.isl_tokens - 1) / u64::from(size)),
         }
+    }
+
+    /// Tokens of the prompt, where they are known rather than guessed.
+    pub fn prompt_tokens(&self) -> Option<u64> {
+        self.are_tokens_known.then_some(self.isl_tokens)
     }
 
     /// Count the stages of the prompt's tokens.

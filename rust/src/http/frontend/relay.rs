@@ -34,8 +34,8 @@ pub(super) struct Relay {
     pub booking: Booking,
     pub is_event_stream: bool,
     pub scanner: UsageScanner,
-    /// Tokens of the prompt were counted at routing.
-    pub is_input_counted: bool,
+    /// Tokens of the prompt as routing counted them; `None` when they were not known.
+    pub prompt_tokens: Option<u64>,
     pub _in_flight: InFlight,
     end: End,
 }
@@ -49,7 +49,7 @@ impl Relay {
         first: Option<Bytes>,
         booking: Booking,
         is_event_stream: bool,
-        is_input_counted: bool,
+        prompt_tokens: Option<u64>,
         in_flight: InFlight,
     ) -> Self {
         let mut relay = Self {
@@ -60,7 +60,7 @@ impl Relay {
             booking,
             is_event_stream,
             scanner: UsageScanner::default(),
-            is_input_counted,
+            prompt_tokens,
             _in_flight: in_flight,
             end: End::Open,
         };
@@ -82,8 +82,15 @@ impl Relay {
             metrics.delivered.inc_by(tokens);
             metrics.usage_reported.inc();
         }
-        if let (false, Some(tokens)) = (self.is_input_counted, self.scanner.prompt_tokens) {
-            metrics.input.inc_by(tokens);
+        match (self.prompt_tokens, self.scanner.prompt_tokens) {
+            (None, Some(reported)) => {
+                metrics.input.inc_by(reported);
+            }
+            // The engine saw another prompt than routing did: hashes of it can't match either.
+            (Some(counted), Some(reported)) if counted != reported => {
+                metrics.token_mismatches.inc();
+            }
+            _ => {}
         }
     }
 

@@ -48,6 +48,10 @@ impl<'a> Envelope<'a> {
     /// # Errors
     /// 400 naming the field, what was expected and what came.
     pub fn parse(body: &'a [u8]) -> Result<Self, Reject> {
+        // The derived reader would take a list too, field by field.
+        if body.trim_ascii_start().first() == Some(&b'[') {
+            return Err(Reject::bad_request("the body is not a JSON object but a list"));
+        }
         serde_json::from_slice(body).map_err(|_| {
             // Second, slower pass, for the name of the field at fault.
             let mut json = serde_json::Deserializer::from_slice(body);

@@ -101,6 +101,10 @@ impl App {
             }
             Err(_) => return Err(Reject::bad_request("the body ended before its declared length")),
         };
+        // Derived readers would take a list too, field by field.
+        if bytes.trim_ascii_start().first() == Some(&b'[') {
+            return Err(Reject::bad_request("invalid request body: a list instead of an object"));
+        }
         serde_json::from_slice(&bytes)
             .map_err(|error| Reject::bad_request(format!("invalid request body: {error}")))
     }

@@ -1,0 +1,201 @@
+"""Flags and their environment variables: the indexer's, and the parsers behind all of them."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from kvflash.config import Flags, bounded_float, bounded_int, byte_count
+from kvflash.errors import ConfigError
+from kvflash.indexer.app import main
+from kvflash.indexer.args import WorkerEntry, parse_args, parse_workers
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch):
+    """The environment of the caller must not reach in."""
+    for name in ("PORT", "HOST", "THREADS", "WORKERS", "BLOCK_SIZE", "LOG_LEVEL", "MAX_BODY_BYTES"):
+        monkeypatch.delenv(f"KVFLASH_{name}", raising=False)
+
+
+def refused(capsys, *argv):
+    with pytest.raises(SystemExit) as caught:
+        parse_args(argv)
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_defaults_are_the_published_ones():
+    args = parse_args([])
+    assert (args.host, args.port, args.threads) == ("0.0.0.0", 8090, 4)
+    assert (args.model_name, args.tenant_id, args.block_size) == ("default", "default", None)
+    assert (args.workers, args.max_blocks, args.max_body_bytes) == ((), 0, 8 << 20)
+
+
+def test_workers_are_read_as_published():
+    text = "1=tcp://host:5557,2:1=tcp://host:5558"
+    assert parse_workers(text) == (
+        WorkerEntry(instance_id=1, dp_rank=0, endpoint="tcp://host:5557"),
+        WorkerEntry(instance_id=2, dp_rank=1, endpoint="tcp://host:5558"),
+    )
+    assert parse_workers(" 1=ipc:///tmp/a , ,") == (
+        WorkerEntry(instance_id=1, dp_rank=0, endpoint="ipc:///tmp/a"),
+    )
+    assert parse_workers("") == ()
+    # The address may hold the separators of the identity.
+    assert parse_workers("1:2=tcp://[::1]:5557")[0].endpoint == "tcp://[::1]:5557"
+
+
+@pytest.mark.parametrize("entry", ["1", "=tcp://h:1", "1=", "a=tcp://h:1", "1:a=tcp://h:1", "-1=x", "1:=a:b"])
+def test_a_wrong_worker_entry_is_named(entry):
+    if entry == "1:=a:b":
+        # An empty rank is rank 0, as an absent one.
+        assert parse_workers(entry)[0].dp_rank == 0
+        return
+    with pytest.raises(ConfigError, match="invalid worker entry") as caught:
+        parse_workers(f"7=tcp://h:1,{entry}")
+    assert repr(entry) in str(caught.value)
+
+
+@pytest.mark.xfail(strict=True, raises=ValueError, reason="isdigit() takes digits that int() refuses")
+def test_a_superscript_is_no_instance_id():
+    with pytest.raises(ConfigError):
+        parse_workers("²=tcp://h:1")
+
+
+def test_block_size_is_required_with_workers():
+    with pytest.raises(ConfigError, match="--block-size is required with --workers"):
+        parse_args(["--workers", "1=tcp://h:1"])
+    args = parse_args(["--workers", "1=tcp://h:1", "--block-size", "16"])
+    assert (len(args.workers), args.block_size) == (1, 16)
+
+
+def test_main_refuses_with_status_2(capsys):
+    assert main(["--workers", "1"]) == 2
+    assert "invalid worker entry '1'" in capsys.readouterr().err
+    workers = "1=tcp://127.0.0.1:1,1=tcp://127.0.0.1:2"
+    assert main(["--workers", workers, "--block-size", "4"]) == 2
+    assert "instance_id 1 dp_rank 0 is registered already" in capsys.readouterr().err
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=(OverflowError, pytest.fail.Exception),
+    reason="ids beyond 64 bits and bad endpoints of --workers pass parse_workers",
+)
+@pytest.mark.parametrize(
+    "workers", [f"{2**64}=tcp://127.0.0.1:1", f"1:{2**32}=tcp://127.0.0.1:1", "1=udp://127.0.0.1:1"]
+)
+def test_workers_that_cannot_be_registered_are_refused_by_name(workers):
+    with pytest.raises(ConfigError):
+        parse_workers(workers)
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--port", "65536"], "0..=65535"),
+        (["--port", "-1"], "0..=65535"),
+        (["--port", "http"], "'http'"),
+        (["--threads", "0"], "1..=1024"),
+        (["--block-size", "0"], "1..=4294967295"),
+        (["--max-body-bytes", "0"], "512MiB"),
+        (["--log-level", "loud"], "loud"),
+        (["--log-format", "xml"], "xml"),
+        (["--nonsense"], "--nonsense"),
+        (["--por", "1"], "--por"),
+    ],
+)
+def test_a_wrong_flag_is_named_with_what_is_legal(argv, named, capsys):
+    message = refused(capsys, *argv)
+    assert argv[0] in message
+    assert named in message
+
+
+def test_the_environment_sets_and_the_command_line_wins(monkeypatch):
+    monkeypatch.setenv("KVFLASH_PORT", "1234")
+    monkeypatch.setenv("KVFLASH_MAX_BODY_BYTES", "1MiB")
+    monkeypatch.setenv("KVFLASH_LOG_LEVEL", "debug")
+    args = parse_args(["--port", "99"])
+    assert (args.port, args.max_body_bytes, args.log_level) == (99, 1 << 20, "debug")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("KVFLASH_PORT", "many"), ("KVFLASH_LOG_LEVEL", "loud"), ("KVFLASH_THREADS", "0")],
+)
+def test_a_wrong_variable_is_named(name, value, monkeypatch, capsys):
+    monkeypatch.setenv(name, value)
+    message = refused(capsys)
+    assert name in message
+    assert value in message
+
+
+def test_help_names_the_environment(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse_args(["--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert "KVFLASH_<FLAG>" in out
+    assert "--max-blocks" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 1),
+        ("1048576", 1 << 20),
+        ("512MiB", 512 << 20),
+        ("8m", 8_000_000),
+        ("8M", 8_000_000),
+        ("8MB", 8_000_000),
+        ("2 GiB", 2 << 30),
+        ("1.5k", 1500),
+        ("64ki", 65536),
+    ],
+)
+def test_sizes(text, size):
+    assert byte_count(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "MiB", "1TiB", "1e", "nan", "one", "0.4"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="must be a size"):
+        byte_count(text)
+
+
+@pytest.mark.xfail(strict=True, raises=OverflowError, reason="int(float('inf')) in byte_count")
+def test_an_infinite_size_is_refused():
+    with pytest.raises(argparse.ArgumentTypeError, match="must be a size"):
+        byte_count("inf")
+
+
+def test_bounded_numbers():
+    assert bounded_int(1, 5)("5") == 5
+    assert bounded_float(0.0)("1e3") == 1000.0
+    assert bounded_float(0.0, 1.0)("1") == 1.0
+    for parse, text in (
+        (bounded_int(1, 5), "6"),
+        (bounded_int(1, 5), "1.0"),
+        (bounded_int(1, 5), ""),
+        (bounded_float(0.0), "-0.1"),
+        (bounded_float(0.0), "inf"),
+        (bounded_float(0.0), "nan"),
+        (bounded_float(0.0, 1.0), "1.01"),
+    ):
+        with pytest.raises(argparse.ArgumentTypeError, match="got"):
+            parse(text)
+
+
+def test_switches_and_lists_read_the_environment(monkeypatch):
+    monkeypatch.setenv("KVFLASH_NO_CACHE", "yes")
+    monkeypatch.setenv("KVFLASH_ENGINE", "a b")
+    flags = Flags("prog", "A test.")
+    flags.add_switch("--no-cache", dest="uses_cache", value=False, summary="do without")
+    flags.add_switch("--loud", dest="loud", value=True, summary="more")
+    flags.add_list("--engine", dest="engines", summary="one", metavar="URL")
+    args = flags.parse(["--engine", "c"])
+    assert args.uses_cache is False
+    assert args.loud is False
+    assert args.engines[-1] == "c"
