@@ -149,7 +149,13 @@ END_OF_REPLAY = b"\xff" * 8
 
 
 def stored(
-    hashes: Any, tokens: Any, parent: Any = None, *, block_size: int, named: bool = True, **extras: Any
+    hashes: Any,
+    tokens: Any,
+    parent: Any = None,
+    *,
+    block_size: int,
+    named: bool = True,
+    **extras: Any,
 ) -> Any:
     """A BlockStored event: a tagged map, or an array by position as older engines write."""
     values = (list(hashes), parent, list(tokens), block_size, extras.pop("lora_id", None))
@@ -219,6 +225,8 @@ class Engine:
 
     def start_replay(self) -> None:
         router = self._context.socket(zmq.ROUTER)
+        # A full queue drops silently: what an answer lacks is for a test to say.
+        router.setsockopt(zmq.SNDHWM, 0)
         self.replay_endpoint = self._bind(router, self.replay_endpoint or "")
         self._stop.clear()
         self._thread = threading.Thread(target=self._serve, args=(router,), daemon=True)
@@ -260,8 +268,8 @@ class Engine:
         self.stop()
         self._context.term()
 
-    def wait_for_subscriber(self) -> None:
-        assert self.pub.poll(DEADLINE_S * 1000), "nobody subscribed"
+    def wait_for_subscriber(self, deadline_s: float = DEADLINE_S) -> None:
+        assert self.pub.poll(deadline_s * 1000), "nobody subscribed"
         assert self.pub.recv() == b"\x01"
 
     def wait_for_departure(self) -> None:

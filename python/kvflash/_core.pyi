@@ -188,14 +188,14 @@ class Catalog:
         """
 
     def take(
-        self, publisher: int, messages: list[list[bytes]], *, replayed: bool = False
+        self, publisher: int, messages: Sequence[Sequence[Buffer]], *, replayed: bool = False
     ) -> tuple[int, str, int, int]:
         """Take in messages in the order they came.
 
         Args:
             publisher: Whose messages.
-            messages: Multipart messages; the last two parts are sequence (8 bytes, big endian)
-                and payload.
+            messages: Multipart messages as lists; the last two parts are sequence (8 bytes, big
+                endian) and payload: bytes, or objects with a buffer such as ``zmq.Frame``.
             replayed: They were sent again on request.
 
         Returns:

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+
 from service import DEADLINE_S, Http, Process, until
 
 CHAT = "/v1/chat/completions"
@@ -168,8 +169,8 @@ class Mocker:
         self.process.kill()
 
     def close(self) -> None:
-        for http in self.http:
-            http.close()
+        for client in self.http:
+            client.close()
         self.process.close()
 
     def __enter__(self) -> Mocker:
@@ -243,10 +244,14 @@ class Call:
             parts.hostname or "", parts.port, timeout=DEADLINE_S
         )
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self._connection.request(
-            "POST", path, data, {"Content-Type": "application/json", **(headers or {})}
-        )
         self._response: http.client.HTTPResponse | None = None
+        try:
+            self._connection.request(
+                "POST", path, data, {"Content-Type": "application/json", **(headers or {})}
+            )
+        except BaseException:
+            self._connection.close()
+            raise
 
     @property
     def response(self) -> http.client.HTTPResponse:
@@ -400,7 +405,9 @@ def close_at_once(exchange: Exchange) -> None:
 
 def head_only(exchange: Exchange) -> None:
     """A 200 whose body never comes."""
-    exchange.send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 90\r\n\r\n")
+    exchange.send(
+        b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 90\r\n\r\n"
+    )
 
 
 def chunked_head_only(exchange: Exchange) -> None:
@@ -476,7 +483,7 @@ class FakeEngine:
             return exchange.whole(self.health, {})
         if target == "/v1/models":
             names = [(self.model, None), *((one, self.model) for one in self.adapters)]
-            cards = [{"id": n, "parent": p, "max_model_len": self.max_len} for n, p in names]
+            cards = [{"id": n, "parent": p, "max_model_len": self.max_len} for n, p in names if n]
             return exchange.whole(200, {"object": "list", "data": cards})
         if target == "/metrics":
             info = f'vllm:cache_config_info{{block_size="{self.block_size}"}} 1\n'.encode()

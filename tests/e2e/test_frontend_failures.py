@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from service import until
 from support_frontend import (
     CHAT,
     COMPLETIONS,
@@ -37,6 +36,8 @@ from support_frontend import (
     two_events_then_close,
     unframed_head_only,
 )
+
+from service import until
 
 # Long enough for every decent answer here, short enough to wait for.
 FIRST_BYTE_S = 1.0
@@ -293,11 +294,13 @@ def test_answers_that_are_not_http(frontend: Frontend) -> None:
             assert got.json["error"]["type"] == "upstream_error"
 
 
+EVIL = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil"
+
+
 def test_bytes_after_an_answer_poison_nothing(frontend: Frontend) -> None:
     def extra(exchange: Exchange) -> bool:
         n = json.loads(exchange.body)["n"]
-        exchange.whole(200, {"n": n})
-        exchange.send(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil")
+        exchange.send(b'HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n{"n": %d}' % n + EVIL)
         return True
 
     with engines(frontend, FakeEngine("extra", extra)):
@@ -313,11 +316,12 @@ TOKENS = 24
 
 def test_killed_worker_loses_nothing_that_had_no_byte() -> None:
     with (
-        Mocker("--speedup-ratio", "2", workers=1) as victim,
-        Mocker("--speedup-ratio", "20", workers=2) as rest,
+        # The victim finishes nothing before it dies.
+        Mocker("--speedup-ratio", "0.02") as victim,
+        Mocker("--speedup-ratio", "5", workers=2) as rest,
         Frontend(
             *("--worker", victim.spec(), "--worker", rest.spec(0), "--worker", rest.spec(1)),
-            *("--health-interval", "0.2", "--threads", "2"),
+            *("--health-interval", "0.2", "--router-mode", "round-robin"),
         ) as frontend,
     ):
         frontend.wait_healthy(1, 2, 3)
@@ -348,26 +352,29 @@ def test_killed_worker_loses_nothing_that_had_no_byte() -> None:
 
 def test_killed_worker_breaks_only_streams_that_had_begun() -> None:
     with (
-        Mocker("--speedup-ratio", "1") as victim,
+        Mocker("--speedup-ratio", "0.2") as victim,
         Mocker("--speedup-ratio", "20") as rest,
-        Frontend("--worker", victim.spec(), "--worker", rest.spec()) as frontend,
+        Frontend(
+            *("--worker", victim.spec(), "--worker", rest.spec()),
+            *("--router-mode", "round-robin"),
+        ) as frontend,
     ):
         frontend.wait_healthy(1, 2)
         began = threading.Semaphore(0)
 
-        def one(n: int) -> tuple[Call, Answer]:
+        def one(n: int) -> Answer:
             body = {"model": "m", "prompt": [n] * 40, "max_tokens": 60, "stream": True}
             call = Call(frontend.url, COMPLETIONS, body)
             if call.response.getheader("x-kvflash-worker", "").startswith("1:"):
                 began.release()
-            return call, call.finish()
+            return call.finish()
 
         with ThreadPoolExecutor(60) as pool:
             futures = [pool.submit(one, n) for n in range(60)]
             for _ in range(10):
                 assert began.acquire(timeout=30)
             victim.kill()
-            answers = [future.result(60)[1] for future in futures]
+            answers = [future.result(60) for future in futures]
 
         broken = 0
         for answer in answers:
@@ -381,7 +388,7 @@ def test_killed_worker_breaks_only_streams_that_had_begun() -> None:
             else:
                 assert len(events) == 60
             assert not any("error" in event for event in events)
-        assert 10 <= broken < 60
+        assert 10 <= broken <= 30
         assert frontend.metric("kvflash_streams_broken_total") == broken
         frontend.wait_idle()
 
@@ -392,10 +399,12 @@ def test_killed_worker_breaks_only_streams_that_had_begun() -> None:
 @pytest.fixture(scope="module")
 def slow() -> Iterator[tuple[Frontend, Mocker]]:
     """An engine in real time behind a frontend."""
-    with Mocker("--speedup-ratio", "0.5") as mocker:
-        with Frontend("--worker", mocker.spec()) as frontend:
-            frontend.wait_healthy(1)
-            yield frontend, mocker
+    with (
+        Mocker("--speedup-ratio", "0.5") as mocker,
+        Frontend("--worker", mocker.spec()) as frontend,
+    ):
+        frontend.wait_healthy(1)
+        yield frontend, mocker
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

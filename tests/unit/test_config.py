@@ -47,7 +47,9 @@ def test_workers_are_read_as_published():
     assert parse_workers("1:2=tcp://[::1]:5557")[0].endpoint == "tcp://[::1]:5557"
 
 
-@pytest.mark.parametrize("entry", ["1", "=tcp://h:1", "1=", "a=tcp://h:1", "1:a=tcp://h:1", "-1=x", "1:=a:b"])
+@pytest.mark.parametrize(
+    "entry", ["1", "=tcp://h:1", "1=", "a=tcp://h:1", "1:a=tcp://h:1", "-1=x", "1:=a:b"]
+)
 def test_a_wrong_worker_entry_is_named(entry):
     if entry == "1:=a:b":
         # An empty rank is rank 0, as an absent one.
@@ -58,7 +60,9 @@ def test_a_wrong_worker_entry_is_named(entry):
     assert repr(entry) in str(caught.value)
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="isdigit() takes digits that int() refuses")
+@pytest.mark.xfail(
+    strict=True, raises=ValueError, reason="isdigit() takes digits that int() refuses"
+)
 def test_a_superscript_is_no_instance_id():
     with pytest.raises(ConfigError):
         parse_workers("²=tcp://h:1")

@@ -156,7 +156,12 @@ def test_every_form_of_hashes_is_asked_alike():
 
 @pytest.mark.parametrize(
     ("sequence", "named"),
-    [([1, 2**64], str(2**64)), ([1, -(2**63) - 1], "block_hashes[1]"), ([1, None], "None"), ([1, True], "True")],
+    [
+        ([1, 2**64], str(2**64)),
+        ([1, -(2**63) - 1], "block_hashes[1]"),
+        ([1, None], "None"),
+        ([1, True], "True"),
+    ],
 )
 def test_a_hash_that_is_none_is_refused_by_index(sequence, named):
     with pytest.raises(InvalidArgumentError) as caught:
@@ -205,7 +210,9 @@ def test_unknown_fields_and_absent_ones_have_a_meaning():
     }
     tree.apply_event(1, json.dumps(event).encode())
     assert scores(tree, [-2]) == {(1, 0): 1}
-    tree.apply_event(1, b'{"event_id": 2, "data": {"removed": {"block_hashes": [18446744073709551615]}}}')
+    tree.apply_event(
+        1, b'{"event_id": 2, "data": {"removed": {"block_hashes": [18446744073709551615]}}}'
+    )
     assert scores(tree, [-2]) == {}
 
 

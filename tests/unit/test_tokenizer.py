@@ -138,7 +138,11 @@ def test_a_folder_may_be_text_or_path():
 
 
 def test_the_cache_changes_no_answer():
-    cached, plain, small = Tokenizer(TINY), Tokenizer(TINY, cache_bytes=0), Tokenizer(TINY, cache_bytes=4096)
+    cached, plain, small = (
+        Tokenizer(TINY),
+        Tokenizer(TINY, cache_bytes=0),
+        Tokenizer(TINY, cache_bytes=4096),
+    )
     text = ""
     for turn in range(60):
         text += f"turn {turn}: the quick brown fox's 你好 jumps\n"

@@ -61,8 +61,7 @@ async def _until_signal(args: DemoArgs) -> int:
         console.print("interrupted; everything is stopped")
         return INTERRUPTED
     except ChildError as error:
-        console.print(f"[bold red]{type(error).__name__}[/bold red]")
-        console.print(str(error), markup=False, highlight=False)
+        console.print(str(error), style="red", markup=False, highlight=False)
         return 1
 
 
@@ -93,7 +92,7 @@ async def _run(args: DemoArgs, console: Console, children: Children) -> int:
             is_kept = args.keep and mode == KV
             if not is_kept:
                 await children.stop(*fleet.children)
-        is_good = _tell(args, console, runs)
+        is_good = _tell(args, console, workload, runs)
         if args.keep:
             await _keep(console, children, fleet)
     return 0 if is_good else 1
@@ -134,7 +133,7 @@ async def _run_arm(
     return run, fleet
 
 
-def _tell(args: DemoArgs, console: Console, runs: list[ArmRun]) -> bool:
+def _tell(args: DemoArgs, console: Console, workload: Workload, runs: list[ArmRun]) -> bool:
     """Show and store the result. Returns whether it is the wanted one."""
     verdict = judge(*runs)
     screen.show_table(console, [figures(run) for run in runs])
@@ -143,10 +142,13 @@ def _tell(args: DemoArgs, console: Console, runs: list[ArmRun]) -> bool:
         error = next((record.error for record in run.records if record.error), None)
         if error is not None:
             console.print(f"first failure in {run.mode}: {error}", markup=False, highlight=False)
-    cache_tokens = args.cache_blocks * args.block_size
     screen.show_notes(
         console,
-        notes(workers=args.workers, cache_tokens=cache_tokens, speedup_ratio=args.speedup_ratio),
+        notes(
+            shared_tokens=workload.shared_chars,
+            cache_tokens=args.cache_blocks * args.block_size,
+            speedup_ratio=args.speedup_ratio,
+        ),
     )
     files = _store(args, runs, to_json(runs, verdict, {**asdict(args), "out": str(args.out)}))
     console.print("\nwritten: " + ", ".join(map(str, files)), highlight=False)
@@ -179,7 +181,7 @@ async def _keep(console: Console, children: Children, fleet: Fleet) -> None:
     """
     console.print("\n[bold]The kv fleet is running; try:[/bold]\n")
     # Copied by hand: not wrapped, not coloured.
-    print(screen.examples(fleet.url, MODEL))
+    print(screen.examples(fleet.url, MODEL), flush=True)
     console.print("\nCtrl-C stops it.")
     try:
         await children.watch(asyncio.Event().wait())

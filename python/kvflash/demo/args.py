@@ -42,7 +42,8 @@ def parse_args(argv: Sequence[str] | None = None) -> DemoArgs:
         "Send the same conversations through round-robin and through KV-aware routing, each to a "
         "fresh fleet of mock engines on this machine, and compare what the engines could reuse.",
     )
-    flags.add("--workers", parse=bounded_int(1, 64), default=4, summary="mock engines")
+    # With one engine there is nothing to choose.
+    flags.add("--workers", parse=bounded_int(2, 64), default=4, summary="mock engines")
     flags.add(
         "--block-size", parse=bounded_int(1, 1_024), default=16, summary="tokens in a KV block"
     )

@@ -132,7 +132,10 @@ async def _ask(
     start_s = loop.time()
     try:
         await _stream(session, f"{url}/v1/chat/completions", body, answer)
-    except (aiohttp.ClientError, asyncio.TimeoutError, _AnswerError) as caught:
+    except _AnswerError as caught:
+        error = str(caught)[:ERROR_CHARS_MAX]
+    # ValueError and KeyError: an event that is not what it should be.
+    except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, KeyError) as caught:
         error = f"{type(caught).__name__}: {caught}"[:ERROR_CHARS_MAX]
     usage = answer.usage or {}
     details = usage.get("prompt_tokens_details") or {}

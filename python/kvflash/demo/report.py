@@ -203,15 +203,21 @@ def reuse_over_time(
     return times_s, percents
 
 
-def notes(*, workers: int, cache_tokens: int, speedup_ratio: float) -> tuple[str, ...]:
-    """What a reader must know before they believe the figures."""
+def notes(*, shared_tokens: int, cache_tokens: int, speedup_ratio: float) -> tuple[str, ...]:
+    """What a reader must know before they believe the figures.
+
+    Args:
+        shared_tokens: Of all different system prompts together.
+        cache_tokens: Of one engine.
+        speedup_ratio: Modelled time / real time.
+    """
     pace = "in real time" if speedup_ratio == 1 else f"{speedup_ratio:g} times as fast as modelled"
     return (
         "The engines are mocks: no model, no GPU. Prefill and decode times follow curves fitted to "
         f"one GPU, played {pace}; block manager, LRU eviction, events, HTTP and routing are real.",
-        "The workload is of the kind that gains: system prompts and histories are shared, and one "
-        f"engine's cache ({cache_tokens:,} tokens) can't hold those of all {workers} engines' "
-        "users. Prompts that share nothing gain nothing.",
+        "The workload is of the kind that can gain: histories grow and system prompts are shared, "
+        f"{shared_tokens:,} tokens of them, where one engine's cache holds {cache_tokens:,}. "
+        "Prompts that share nothing gain nothing.",
         "Times are what the client saw; engines, router and client share this machine's CPU. Users "
         "wait for their answers, so the faster mode also gets its requests faster. One run each.",
         "A token is a byte here. Not shown: answer quality, several frontends, a real network, "

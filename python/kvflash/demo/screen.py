@@ -107,13 +107,15 @@ def show_notes(console: Console, notes: Sequence[str]) -> None:
 
 def examples(url: str, model: str) -> str:
     """Commands to copy, for a frontend that is left running."""
-    ask = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    # Long enough for some blocks: asked again, it is explained by what the first answer left.
+    question = "Which worker holds the blocks of this prompt, and how does the router know it?"
+    ask = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "{question}"}}]}}'
     json_header = "-H 'Content-Type: application/json'"
     return "\n".join(
         [
             f"curl -s {url}/workers",
-            f"curl -s {url}/explain {json_header} -d '{ask}'",
             f"curl -si {url}/v1/chat/completions {json_header} -d '{ask}'",
+            f"curl -s {url}/explain {json_header} -d '{ask}'",
             f"curl -s {url}/metrics | grep kvflash_tokens",
         ]
     )

@@ -260,6 +260,11 @@ class Workload:
         """Requests of all conversations."""
         return sum(len(one.turns) for one in self.conversations)
 
+    @property
+    def shared_chars(self) -> int:
+        """Length of all different system prompts together."""
+        return sum(map(len, {one.system for one in self.conversations}))
+
 
 def generate(options: WorkloadOptions) -> Workload:
     """Make the workload of a seed: the same options give the same characters."""
@@ -303,7 +308,8 @@ def _system(rng: random.Random, number: int, options: WorkloadOptions) -> str:
 def _prose(rng: random.Random, length: int) -> str:
     """Sentences of exactly `length` >= 1 ASCII characters."""
     pieces: list[str] = []
-    size = 0
+    # The last sentence has no space behind it.
+    size = -1
     while size < length:
         words = " ".join(rng.choices(_WORDS, k=rng.randint(5, 12)))
         pieces.append(words.capitalize() + ".")

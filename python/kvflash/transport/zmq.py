@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import zmq
+from typing_extensions import Buffer
 from zmq.utils.monitor import parse_monitor_message
 
 from kvflash._core import Catalog
@@ -57,7 +58,7 @@ class _Replay:
     first: int
     deadline: float
     is_verifying: bool
-    waiting: list[list[bytes]] = field(default_factory=list)
+    waiting: list[list[Buffer]] = field(default_factory=list)
     has_answered: bool = False
 
 
@@ -243,16 +244,22 @@ class ZmqReceiver:
             self._start_replay(subscription, last, is_verifying=True, waiting=[])
 
     def _on_stream(self, subscription: _Subscription) -> None:
-        messages: list[list[bytes]] = []
-        receive = subscription.socket.recv_multipart
+        messages: list[list[Buffer]] = []
+        receive = subscription.socket.recv
         try:
             for _ in range(self._options.batch_messages):
-                messages.append(receive(zmq.NOBLOCK))
+                # Frames instead of recv_multipart: half the time, and no copy of the payload.
+                part = receive(zmq.NOBLOCK, copy=False)
+                parts: list[Buffer] = [part]
+                while part.more:
+                    part = receive(zmq.NOBLOCK, copy=False)
+                    parts.append(part)
+                messages.append(parts)
         except zmq.Again:
             pass
         self._offer(subscription, messages)
 
-    def _offer(self, subscription: _Subscription, messages: list[list[bytes]]) -> None:
+    def _offer(self, subscription: _Subscription, messages: list[list[Buffer]]) -> None:
         """Hand over live messages; at a gap, ask for a replay or give the missing ones up."""
         while messages:
             consumed, outcome, first, last = self._catalog.take(subscription.publisher, messages)
@@ -278,7 +285,7 @@ class ZmqReceiver:
         first: int,
         *,
         is_verifying: bool,
-        waiting: list[list[bytes]],
+        waiting: list[list[Buffer]],
     ) -> None:
         # A socket of its own for every replay: late answers to an earlier one can't be mistaken.
         socket = self._context.socket(zmq.DEALER)

@@ -134,19 +134,27 @@ impl Nodes {
         slot: u16,
     ) -> bool {
         // Nobody else changes this worker's bit, so what is read here stays true.
-        if pin.get(&chain).is_some_and(|node| node.set(tier).contains(slot)) {
-            return false;
-        }
+        let is_new = match pin.get(&chain) {
+            Some(node) if node.set(tier).contains(slot) => return false,
+            found => found.is_none(),
+        };
         let empty =
             Node { local, parent: parent.unwrap_or(chain), device: HolderSet::EMPTY, lower: None };
         // Update and insert in turn, not one `compute`: inserts made by `compute` do not help an
         // incremental resize along, and the tables chain up (papaya 0.2.5: ten times the time).
-        while !self.update(pin, chain, tier, |set| set.with(slot)) {
-            let fresh = empty.changed(tier, |set| set.with(slot)).unwrap_or_else(|| empty.clone());
-            let bytes = fresh.heap_bytes();
-            if pin.try_insert(chain, fresh).is_ok() {
-                self.account(0, bytes);
-                break;
+        // Most stored blocks are new to everybody: those begin with the insert.
+        if is_new || !self.update(pin, chain, tier, |set| set.with(slot)) {
+            loop {
+                let fresh =
+                    empty.changed(tier, |set| set.with(slot)).unwrap_or_else(|| empty.clone());
+                let bytes = fresh.heap_bytes();
+                if pin.try_insert(chain, fresh).is_ok() {
+                    self.account(0, bytes);
+                    break;
+                }
+                if self.update(pin, chain, tier, |set| set.with(slot)) {
+                    break;
+                }
             }
         }
         if tier != Tier::Device {

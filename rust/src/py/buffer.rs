@@ -6,7 +6,7 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PySequence};
+use pyo3::types::{PyBytes, PyList, PySequence};
 
 use super::error::raise;
 use crate::error::Error;
@@ -38,7 +38,7 @@ unsafe extern "C" {
 }
 
 /// A contiguous buffer of integers, held as long as this lives.
-struct Buffer {
+pub(super) struct Buffer {
     raw: Box<RawBuffer>,
 }
 
@@ -94,6 +94,37 @@ impl Drop for Buffer {
     fn drop(&mut self) {
         // SAFETY: filled by PyObject_GetBuffer, released once; the fence drops it with the GIL held.
         unsafe { PyBuffer_Release(&mut *self.raw) }
+    }
+}
+
+/// Bytes of a call: of `bytes`, or of any object with a contiguous buffer, not copied.
+pub(super) enum Bytes<'py> {
+    Object(Bound<'py, PyBytes>),
+    Exported(Buffer),
+}
+
+impl<'py> Bytes<'py> {
+    /// # Errors
+    /// `InvalidArgumentError` for an object without a contiguous buffer.
+    pub fn of(object: Bound<'py, PyAny>) -> PyResult<Self> {
+        let object = match object.cast_into::<PyBytes>() {
+            Ok(bytes) => return Ok(Self::Object(bytes)),
+            Err(error) => error.into_inner(),
+        };
+        Buffer::of(&object).map(Self::Exported).ok_or_else(|| {
+            raise(object.py(), &Error::invalid("a message part must be bytes or have a buffer"))
+        })
+    }
+
+    pub fn as_slice(&self) -> &[u8] {
+        match self {
+            Self::Object(bytes) => bytes.as_bytes(),
+            Self::Exported(buffer) if buffer.raw.len == 0 => &[],
+            // SAFETY: the buffer is contiguous and `len` bytes long, and exported until this is dropped.
+            Self::Exported(buffer) => unsafe {
+                std::slice::from_raw_parts(buffer.raw.buf.cast(), buffer.raw.len as usize)
+            },
+        }
     }
 }
 

@@ -6,6 +6,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
+use super::buffer::Bytes;
 use super::error::raise;
 use crate::catalog::{self, Command, FrameOutcome, ListenerStatus, Publisher};
 use crate::error::Error;
@@ -58,26 +59,26 @@ impl Catalog {
         let Some(publisher) = self.publisher(publisher) else {
             return Ok((0, "closed".to_owned(), 0, 0));
         };
-        // Frames are [.., sequence, payload]: engines differ in what they put before.
-        let mut owned: Vec<(usize, u64, Bound<'_, PyBytes>)> = Vec::with_capacity(messages.len());
+        // Messages are [.., sequence, payload]: engines differ in what they put before.
+        let all = messages.len();
+        let mut owned: Vec<(usize, u64, Bytes<'_>)> = Vec::with_capacity(all);
         let mut malformed = 0_u64;
         for (at, message) in messages.iter().enumerate() {
             let parts = message.cast_into::<PyList>()?;
             let len = parts.len();
             let frame = (len >= 2).then(|| -> PyResult<_> {
-                let head = parts.get_item(len - 2)?.cast_into::<PyBytes>()?;
-                let payload = parts.get_item(len - 1)?.cast_into::<PyBytes>()?;
-                Ok((at, sequence(py, head.as_bytes())?, payload))
+                let head = Bytes::of(parts.get_item(len - 2)?)?;
+                let payload = Bytes::of(parts.get_item(len - 1)?)?;
+                Ok((at, sequence(py, head.as_slice())?, payload))
             });
             match frame {
                 Some(Ok(frame)) => owned.push(frame),
                 _ => malformed += 1,
             }
         }
-        let all = messages.len();
         let frames: Vec<(usize, u64, &[u8])> = owned
             .iter()
-            .map(|(at, sequence, payload)| (*at, *sequence, payload.as_bytes()))
+            .map(|(at, sequence, payload)| (*at, *sequence, payload.as_slice()))
             .collect();
         let verdict = py.detach(|| {
             publisher.count_malformed_messages(malformed);

@@ -166,8 +166,13 @@ impl Body for Relay {
 
 impl Drop for Relay {
     fn drop(&mut self) {
-        if self.end == End::Open {
-            self.app.metrics.clients_gone.inc();
+        match self.end {
+            // The engine has told its usage already: only the end of the stream is missing.
+            End::Open if self.scanner.cached_tokens.is_some() => self.finish(),
+            End::Open => {
+                self.app.metrics.clients_gone.inc();
+            }
+            End::Complete | End::Broken => {}
         }
     }
 }

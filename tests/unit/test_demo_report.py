@@ -1,0 +1,158 @@
+"""The demo's figures, from records to the table."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+
+from kvflash.demo.record import ArmRun, Record
+from kvflash.demo.report import (
+    figures,
+    judge,
+    notes,
+    percentile,
+    reuse_over_time,
+    stage_tokens,
+    to_json,
+)
+
+
+def record(place: int, *, cached: int = 0, ttft_ms: float = 10.0, worker: str = "1:0") -> Record:
+    return Record(
+        conversation=place,
+        turn=0,
+        request=f"prompt {place}",
+        worker=worker,
+        start_s=float(place),
+        end_s=place + 0.5,
+        ttft_ms=ttft_ms,
+        prompt_tokens=100,
+        cached_tokens=cached,
+    )
+
+
+def failed(place: int) -> Record:
+    return replace(record(place), ttft_ms=None, prompt_tokens=0, error="status 502")
+
+
+def arm(mode: str, records: list[Record], *, planned: int | None = None) -> ArmRun:
+    return ArmRun(
+        mode=mode,
+        records=records,
+        planned_requests=len(records) if planned is None else planned,
+        worker_count=2,
+        wall_s=3.0,
+        stage_tokens={"input": 200.0, "available": 90.0, "selected": 80.0, "delivered": 70.0},
+    )
+
+
+@pytest.mark.parametrize(
+    ("percent", "wanted"), [(1, 1), (50, 50), (50.1, 51), (99, 99), (99.1, 100), (100, 100)]
+)
+def test_a_percentile_is_the_nearest_rank(percent: float, wanted: int) -> None:
+    samples = list(range(1, 101))
+    random.Random(3).shuffle(samples)
+    assert percentile(samples, percent) == wanted
+
+
+def test_percentiles_of_few_samples() -> None:
+    assert percentile([], 50) is None
+    assert percentile([7.0], 50) == percentile([7.0], 99) == 7.0
+    assert percentile([1.0, 2.0], 50) == 1.0
+
+
+def test_figures_count_what_was_answered() -> None:
+    records = [
+        record(0, cached=0, ttft_ms=30.0, worker="1:0"),
+        record(1, cached=80, ttft_ms=10.0, worker="1:0"),
+        record(2, cached=40, ttft_ms=20.0, worker="2:0"),
+        failed(3),
+    ]
+    column = figures(arm("kv", records, planned=6))
+    assert (column.requests, column.failures) == (3, 3)
+    assert (column.prompt_tokens, column.reused_tokens, column.computed_tokens) == (300, 120, 180)
+    assert column.reuse_percent == pytest.approx(40.0)
+    assert (column.ttft_ms_p50, column.ttft_ms_max) == (20.0, 30.0)
+    assert column.requests_by_worker == {"1:0": 2, "2:0": 1}
+    assert column.spread == pytest.approx(2 / 1.5)
+    assert (column.available_tokens, column.selected_tokens) == (90, 80)
+    assert column.delivered_tokens == 70
+
+
+def test_idle_workers_count_in_the_spread() -> None:
+    assert figures(arm("kv", [record(0), record(1)])).spread == pytest.approx(2.0)
+
+
+def test_a_maximum_is_not_called_p99() -> None:
+    many = [record(place, ttft_ms=float(place)) for place in range(100)]
+    assert figures(arm("kv", many)).ttft_ms_p99 == 98.0
+    assert figures(arm("kv", many[1:])).ttft_ms_p99 is None
+
+
+def test_round_robin_expects_nothing() -> None:
+    column = figures(arm("round-robin", [record(0)]))
+    assert (column.available_tokens, column.selected_tokens) == (None, None)
+    assert column.delivered_tokens == 70
+
+
+def test_an_arm_without_answers_has_figures() -> None:
+    column = figures(arm("kv", [failed(0)]))
+    assert (column.requests, column.failures, column.reuse_percent, column.spread) == (0, 1, 0, 0)
+    assert column.ttft_ms_p50 is column.ttft_ms_max is None
+
+
+def test_the_verdict() -> None:
+    less = arm("round-robin", [record(0, ttft_ms=40.0), record(1, cached=20, ttft_ms=40.0)])
+    more = arm("kv", [record(0), record(1, cached=80)])
+    verdict = judge(less, more)
+    assert verdict.is_good
+    assert verdict.sentences == (
+        "Same 2 requests, 10 % -> 40 % of the prompt tokens reused: the engines computed 33 % "
+        "fewer of them.",
+        "Median time to first token 40 -> 10 ms (4.0x).",
+    )
+    for before, after, wanted in (
+        (more, less, "kv did NOT reuse more than round-robin: 20 against 80"),
+        (more, more, "kv did NOT reuse more"),
+        (less, arm("kv", [record(0), failed(1)]), "1 requests failed or could not be sent in kv"),
+        (less, arm("kv", [record(0), record(2, cached=80)]), "did not get the same requests"),
+    ):
+        verdict = judge(before, after)
+        assert not verdict.is_good
+        assert any(wanted in sentence for sentence in verdict.sentences), verdict
+
+
+def test_reuse_over_time_looks_back_on_a_window() -> None:
+    records = [record(0), failed(1), record(2, cached=100), record(3, cached=50)]
+    times_s, percents = reuse_over_time(records, window=2)
+    assert times_s == [0.5, 2.5, 3.5]
+    assert percents == pytest.approx([0.0, 50.0, 75.0])
+
+
+def test_stage_tokens_out_of_metrics() -> None:
+    text = (
+        "# TYPE kvflash_tokens counter\n"
+        'kvflash_tokens_total{stage="selected"} 1760\n'
+        'kvflash_tokens_total{stage="delivered"} 1.5e3\n'
+        "kvflash_usage_reports_total 3\n"
+    )
+    assert stage_tokens(text) == {"selected": 1760.0, "delivered": 1500.0}
+
+
+def test_the_result_is_json() -> None:
+    runs = [arm("round-robin", [record(0)]), arm("kv", [record(0, cached=50)])]
+    result = json.loads(json.dumps(to_json(runs, judge(*runs), {"seed": 1})))
+    assert result["settings"] == {"seed": 1}
+    assert result["modes"]["kv"]["reused_tokens"] == 50
+    assert result["are_requests_identical"]
+    assert result["is_good"]
+
+
+def test_notes_name_the_limits() -> None:
+    text = " ".join(notes(shared_tokens=78_000, cache_tokens=48_000, speedup_ratio=1))
+    assert all(part in text for part in ("mocks", "78,000", "48,000", "in real time", "Not shown"))
+    faster = " ".join(notes(shared_tokens=1, cache_tokens=1, speedup_ratio=2.5))
+    assert "2.5 times as fast as modelled" in faster
