@@ -188,7 +188,7 @@ class Catalog:
         """
 
     def take(
-        self, publisher: int, messages: Sequence[Sequence[Buffer]], *, replayed: bool = False
+        self, publisher: int, messages: Sequence[Sequence[object]], *, replayed: bool = False
     ) -> tuple[int, str, int, int]:
         """Take in messages in the order they came.
 
@@ -286,6 +286,7 @@ class Frontend:
         seed: int | None = None,
         tokenizer: str | os.PathLike[str] | None = None,
         tokenizer_cache_bytes: int = 268_435_456,
+        worker_api_key: str | None = None,
         threads: int = 2,
         max_body_bytes: int = 33_554_432,
         max_concurrent_requests: int = 4_096,

@@ -71,7 +71,7 @@ def run_until_stopped(service: Service, *, host: str, port: int, name: str) -> N
     bound = service.start(host, port)
     receiver = ZmqReceiver(service.catalog)
     receiver.start()
-    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     print(
         json.dumps({"event": "ready", "service": name, "url": f"http://{shown}:{bound}"}),
         flush=True,

@@ -175,7 +175,7 @@ impl Pair {
 }
 
 fn options(count_mode: CountMode, limits: Limits) -> Options {
-    Options { count_mode, limits, hash_seed: 99 }
+    Options { count_mode, limits, hash_seed: 99, ..Options::default() }
 }
 
 /// Limits so small that streams run into each of them.

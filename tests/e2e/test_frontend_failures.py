@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -117,8 +116,7 @@ def test_no_worker_is_left(
         frontend.wait_idle()
 
 
-def test_busy_workers_stay_healthy_and_hanging_ones_do_too(frontend: Frontend) -> None:
-    """A 503 or a slow answer says nothing about the next request."""
+def test_busy_worker_stays_healthy(frontend: Frontend) -> None:
     with FakeEngine("busy", refuse_503) as fake, engines(frontend, fake) as (worker,):
         failures = frontend.workers()[worker]["failures"]
         assert ask(frontend.url, COMPLETIONS, prompt_of("busy")).status == 503
@@ -179,7 +177,6 @@ def test_no_worker_at_all(frontend: Frontend) -> None:
     assert "0 registered" in got.json["error"]["message"]
     status, body, _ = frontend.http.call("GET", "/health")
     assert (status, body["status"], body["workers"]) == (503, "unavailable", 0)
-    assert frontend.metric('kvflash_refused_requests_total{cause="no_worker"}') >= 0
 
 
 @bug("plan.rs Plan::make: without a model name, no worker is taken for several models")
@@ -438,7 +435,7 @@ def test_client_that_leaves_ends_its_request_at_the_engine(
         )
 
 
-def test_client_that_leaves_while_the_prompt_is_tokenized(frontend: Frontend) -> None:
+def test_client_that_leaves_while_the_prompt_is_tokenized() -> None:
     asked, release = threading.Event(), threading.Event()
 
     def tokenize(_body: object) -> list[int]:
@@ -458,15 +455,17 @@ def test_client_that_leaves_while_the_prompt_is_tokenized(frontend: Frontend) ->
 
 
 def test_hanging_tokenizer_costs_credit_not_the_request() -> None:
-    with Frontend("--tokenize-timeout", "0.2") as frontend:
+    release = threading.Event()
 
-        def tokenize(_body: object) -> list[int]:
-            time.sleep(1)  # The engine's own slowness, which is what is tested.
-            return [1]
+    def tokenize(_body: object) -> list[int]:
+        release.wait(30)
+        return [1]
 
-        with engines(frontend, FakeEngine("slow", tokenize=tokenize)):
-            body = {"model": "slow", "prompt": "text"}
-            assert ask(frontend.url, COMPLETIONS, body).status == 200
-            name = 'kvflash_untokenized_requests_total{cause="tokenize_timeout"}'
-            assert frontend.metric(name) == 1
-            assert frontend.metric('kvflash_tokens_total{stage="selected"}') == 0
+    fake = FakeEngine("slow", tokenize=tokenize)
+    with Frontend("--tokenize-timeout", "0.2") as frontend, engines(frontend, fake):
+        body = {"model": "slow", "prompt": "text"}
+        assert ask(frontend.url, COMPLETIONS, body).status == 200
+        release.set()
+        name = 'kvflash_untokenized_requests_total{cause="tokenize_timeout"}'
+        assert frontend.metric(name) == 1
+        assert frontend.metric('kvflash_tokens_total{stage="selected"}') == 0

@@ -426,5 +426,5 @@ def test_engine_that_lists_no_model_says_so(frontend: Frontend) -> None:
         assert (entry["healthy"], entry["model"]) == (False, None)
         assert "/v1/models lists no base model" in entry["last_error"]
         warnings = frontend.http.call("GET", "/health")[1]["warnings"]
-        assert [one.partition(": ")[0] for one in warnings] == [f"worker {worker}"], warnings
+        assert f"worker {worker}: its /v1/models lists no base model" in warnings
         frontend.remove(worker)

@@ -337,7 +337,7 @@ def test_garbage_after_a_reconnect_costs_nobody_else(engine):
         wait_for_sequence(embedded.http, 1, made.publish(one(1)))
         made.answer = lambda first: [[b"t", b"short", one(1)], [b"t", END_OF_REPLAY, b""]]
         made.restart()
-        until(lambda: made.asked == [0, 0], "the verification")
+        until(lambda: len(made.asked) > 1, "the verification")
         number = other.publish(one(1))
         until(lambda: listener(embedded.http, 2)["last_sequence"] == number, "the other", 5.0)
     finally:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvflash import InvalidArgumentError, RadixTree
 
-INSTANCES = st.integers(0, 3)
-RANKS = st.integers(0, 1)
+KEYS = st.sampled_from([(1, 0)] * 3 + [(1, 1), (2, 0)])
 # Few names and few contents, so that blocks are shared, moved, evicted and stored again.
-NAMES = st.integers(0, 12).map(lambda n: n * 7 + 2**63 * (n % 2))
+NAMES = st.integers(0, 24).map(lambda n: n * 7 + 2**63 * (n % 2))
 LOCALS = st.integers(1, 4).map(lambda n: 2**64 - n)
 
 
@@ -92,77 +91,81 @@ def event(data, rank):
     return json.dumps({"event_id": 0, "data": data, "dp_rank": rank}).encode()
 
 
-class RadixTreeMachine(RuleBasedStateMachine):
-    @initialize()
-    def begin(self):
-        self.tree, self.model = RadixTree(), Model()
-        self.prompts = [()]
+class Pair:
+    """The tree and its model, played alike."""
 
-    @rule(
-        instance=INSTANCES,
-        rank=RANKS,
-        parent=st.none() | NAMES,
-        blocks=st.lists(st.tuples(NAMES, LOCALS), min_size=1, max_size=6),
-    )
-    def store(self, instance, rank, parent, blocks):
+    def __init__(self, seen):
+        self.tree, self.model = RadixTree(), Model()
+        self.prompts, self.seen = [()], seen
+
+    def store(self, key, parent, blocks):
+        kind, pick = parent
+        worker = self.model.workers.get(key, Worker())
+        known = sorted({"held": worker.held, "evicted": worker.evicted}.get(kind, ()))
+        name = {"root": None, "any": pick}.get(kind)
+        if known:
+            name = known[pick % len(known)]
+        elif kind != "any":
+            kind = "root"
         data = {
             "stored": {
-                "parent_hash": parent,
+                "parent_hash": name,
                 "blocks": [
-                    {"block_hash": name, "tokens_hash": local, "mm_extra_info": None}
-                    for name, local in blocks
+                    {"block_hash": each, "tokens_hash": local, "mm_extra_info": None}
+                    for each, local in blocks
                 ],
             }
         }
-        if self.model.store((instance, rank), parent, blocks):
-            self.tree.apply_event(instance, event(data, rank))
-            self.prompts.append(self.model.workers[instance, rank].held[blocks[-1][0]])
+        if self.model.store(key, name, blocks):
+            self.tree.apply_event(key[0], event(data, key[1]))
+            self.prompts.append(self.model.workers[key].held[blocks[-1][0]])
+            self.seen[f"stored under {kind}"] += 1
         else:
             with pytest.raises(InvalidArgumentError):
-                self.tree.apply_event(instance, event(data, rank))
+                self.tree.apply_event(key[0], event(data, key[1]))
+            self.seen["refused"] += 1
 
-    @rule(instance=INSTANCES, rank=RANKS, names=st.lists(NAMES, max_size=6))
-    def remove(self, instance, rank, names):
-        self.model.remove((instance, rank), names)
-        self.tree.apply_event(instance, event({"removed": {"block_hashes": names}}, rank))
+    def remove(self, key, picks):
+        held = sorted(self.model.workers.get(key, Worker()).held)
+        names = [held[pick % len(held)] if held and pick < 10 else pick for pick in picks]
+        self.seen["removed"] += len(set(names) & set(held))
+        self.model.remove(key, names)
+        self.tree.apply_event(key[0], event({"removed": {"block_hashes": names}}, key[1]))
 
-    @rule(instance=INSTANCES, rank=RANKS)
-    def clear_by_event(self, instance, rank):
-        self.model.clear((instance, rank))
-        self.tree.apply_event(instance, event("cleared", rank))
+    def clear_by_event(self, key):
+        self.model.clear(key)
+        self.tree.apply_event(key[0], event("cleared", key[1]))
 
-    @rule(instance=INSTANCES, rank=st.none() | RANKS)
-    def clear_by_call(self, instance, rank):
-        keys = [key for key in self.model.workers if key[0] == instance and rank in (None, key[1])]
-        dropped = sum(self.model.clear(key) for key in keys)
-        assert self.tree.clear_all_blocks(instance, rank) == dropped
+    def clear_by_call(self, key, is_one_rank):
+        keys = [each for each in self.model.workers if each[0] == key[0]]
+        keys = [each for each in keys if not is_one_rank or each == key]
+        dropped = sum(self.model.clear(each) for each in keys)
+        assert self.tree.clear_all_blocks(key[0], key[1] if is_one_rank else None) == dropped
 
-    @rule(instance=INSTANCES)
-    def remove_worker(self, instance):
-        keys = [key for key in self.model.workers if key[0] == instance]
-        assert self.tree.remove_worker(instance) == len(keys)
-        for key in keys:
-            del self.model.workers[key]
+    def remove_worker(self, key):
+        keys = [each for each in self.model.workers if each[0] == key[0]]
+        assert self.tree.remove_worker(key[0]) == len(keys)
+        for each in keys:
+            del self.model.workers[each]
 
-    @rule(prompt=st.lists(LOCALS, max_size=8))
     def ask(self, prompt):
         self.compare(prompt)
 
-    @rule()
     def restore_a_dump(self):
         """A dump replayed into an empty tree answers alike, holes included."""
         copy = RadixTree()
         for line in self.tree.dump_tree_as_events():
             dumped = json.loads(line)
             copy.apply_event(dumped["worker_id"], json.dumps(dumped["event"]).encode())
+            stored = dumped["event"]["data"]["stored"]
+            self.seen["dumped behind a hole"] += "parent_sequence_hash" in stored
         for prompt in self.prompts[-10:]:
             assert copy.find_matches(list(prompt)).scores == self.model.scores(prompt)
         for (instance, rank), worker in self.model.workers.items():
             assert copy.block_count(instance, rank) == len(worker.held)
         assert sorted(copy.dump_tree_as_events()) == sorted(self.tree.dump_tree_as_events())
 
-    @invariant()
-    def same(self):
+    def check(self):
         for prompt in self.prompts[-6:]:
             self.compare(prompt)
         for (instance, rank), worker in self.model.workers.items():
@@ -174,12 +177,51 @@ class RadixTreeMachine(RuleBasedStateMachine):
         assert len(found) == len(found.scores)
         early = self.tree.find_matches(list(prompt), early_exit=True).scores
         assert early == self.model.early_scores(prompt)
+        self.seen["several workers matched"] += len(found) > 1
 
 
-RadixTreeMachine.TestCase.settings = settings(
-    max_examples=120,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
+PARENTS = st.one_of(
+    st.just(("root", 0)),
+    st.tuples(st.just("held"), st.integers(0, 12)),
+    st.tuples(st.just("held"), st.integers(0, 12)),
+    st.tuples(st.just("evicted"), st.integers(0, 12)),
+    st.tuples(st.just("any"), NAMES),
 )
-test_random_events = RadixTreeMachine.TestCase
+BLOCKS = st.lists(st.tuples(NAMES, LOCALS), min_size=1, max_size=5, unique_by=lambda b: b[0])
+ANY_BLOCKS = st.lists(st.tuples(NAMES, LOCALS), min_size=1, max_size=5)
+CALLS = {
+    "store": (KEYS, PARENTS, st.one_of(BLOCKS, BLOCKS, BLOCKS, ANY_BLOCKS)),
+    "remove": (KEYS, st.lists(st.integers(0, 12), min_size=1, max_size=5)),
+    "clear_by_event": (KEYS,),
+    "clear_by_call": (KEYS, st.booleans()),
+    "remove_worker": (KEYS,),
+    "ask": (st.lists(LOCALS, max_size=8),),
+    "restore_a_dump": (),
+}
+OFTEN = ["store"] * 9 + ["remove"] * 5 + ["restore_a_dump"] * 2 + sorted(CALLS)
+CALL = st.sampled_from(OFTEN).flatmap(lambda name: st.tuples(st.just(name), *CALLS[name]))
+
+
+def test_random_events():
+    seen = Counter()
+
+    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(st.lists(CALL, min_size=20, max_size=50))
+    def play(calls):
+        pair = Pair(seen)
+        for name, *arguments in calls:
+            getattr(pair, name)(*arguments)
+            pair.check()
+
+    play()
+    # A tenth of what usually happens: enough to know that it was looked at.
+    for event, least in {
+        "stored under root": 50,
+        "stored under held": 30,
+        "stored under evicted": 3,
+        "refused": 50,
+        "removed": 50,
+        "dumped behind a hole": 20,
+        "several workers matched": 50,
+    }.items():
+        assert seen[event] >= least, (event, seen)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from kvflash._core import Frontend
-from kvflash.errors import ConfigError, ConflictError
+from kvflash.errors import KvflashError
 from kvflash.frontend.args import FrontendArgs, parse_args
 from kvflash.process import run_until_stopped, start_logging
 
@@ -31,6 +31,7 @@ def make_frontend(args: FrontendArgs) -> Frontend:
         seed=args.seed,
         tokenizer=args.tokenizer,
         tokenizer_cache_bytes=args.tokenizer_cache,
+        worker_api_key=args.worker_api_key,
         threads=args.threads,
         max_body_bytes=args.max_body_bytes,
         max_concurrent_requests=args.max_concurrent_requests,
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_logging(args.log_level, args.log_format)
         frontend = make_frontend(args)
         run_until_stopped(frontend, host=args.host, port=args.port, name="frontend")
-    except (ConfigError, ConflictError) as error:
+    except KvflashError as error:
         print(f"kvflash.frontend: {error}", file=sys.stderr)
         return 2
     return 0

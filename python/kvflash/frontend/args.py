@@ -32,6 +32,7 @@ class FrontendArgs:
     seed: int | None
     tokenizer: str | None
     tokenizer_cache: int
+    worker_api_key: str | None
     max_body_bytes: int
     max_concurrent_requests: int
     max_workers: int
@@ -122,6 +123,13 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
         parse=byte_count,
         default=256 * 1024 * 1024,
         summary="memory for tokens of text seen before, bytes",
+    )
+    flags.add(
+        "--worker-api-key",
+        parse=str,
+        default=None,
+        summary="key for the frontend's own calls to the workers (better set in the environment); "
+        "clients' requests carry their own",
     )
     flags.add(
         "--max-body-bytes",

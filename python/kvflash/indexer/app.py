@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from kvflash._core import Indexer
-from kvflash.errors import ConfigError, ConflictError
+from kvflash.errors import KvflashError
 from kvflash.indexer.args import parse_args
 from kvflash.process import run_until_stopped, start_logging
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 dp_rank=worker.dp_rank,
             )
         run_until_stopped(indexer, host=args.host, port=args.port, name="indexer")
-    except (ConfigError, ConflictError) as error:
+    except KvflashError as error:
         print(f"kvflash.indexer: {error}", file=sys.stderr)
         return 2
     return 0

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import zmq
-from typing_extensions import Buffer
 from zmq.utils.monitor import parse_monitor_message
 
 from kvflash._core import Catalog
@@ -27,7 +26,11 @@ __all__ = ["ZmqOptions", "ZmqReceiver"]
 
 logger = logging.getLogger(__name__)
 
-_END_OF_REPLAY = b"\xff" * 8
+#: A part of a message: copied, or as the socket's own buffer.
+_Part = bytes | zmq.Frame
+
+_SEQUENCE_BYTES = 8
+_END_OF_REPLAY = b"\xff" * _SEQUENCE_BYTES
 _MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 
 
@@ -58,7 +61,7 @@ class _Replay:
     first: int
     deadline: float
     is_verifying: bool
-    waiting: list[list[Buffer]] = field(default_factory=list)
+    waiting: list[list[_Part]] = field(default_factory=list)
     has_answered: bool = False
 
 
@@ -117,10 +120,10 @@ class ZmqReceiver:
 
     def _order(self, order: Callable[[], None] | None) -> None:
         self._orders.put(order)
-        with self._wake_lock:
-            # A full wake-up socket means that the thread is about to look anyway.
-            with contextlib.suppress(zmq.Again):
-                self._wake.send(b"", zmq.NOBLOCK)
+        # A full wake-up socket means that the thread is about to look anyway, a closed one that it has
+        # ended: what it reported then is all there is to say.
+        with self._wake_lock, contextlib.suppress(zmq.ZMQError):
+            self._wake.send(b"", zmq.NOBLOCK)
 
     # -- everything below runs on the thread
 
@@ -134,7 +137,7 @@ class ZmqReceiver:
                     # A handler may have closed a socket that is still on this list.
                     handler = self._handlers.get(ready)
                     if handler is not None:
-                        handler()
+                        self._call(handler)
                 self._give_up_late_replays()
         except Exception:
             logger.exception("the event transport failed; index state is no longer updated")
@@ -147,6 +150,13 @@ class ZmqReceiver:
             with self._wake_lock:
                 self._wake.close(0)
             self._context.destroy(0)
+
+    def _call(self, handler: Callable[[], None]) -> None:
+        try:
+            handler()
+        except Exception:
+            # One publisher's trouble must not end the others' service.
+            logger.exception("handling of a socket failed; it is served on")
 
     def _add(self, socket: zmq.Socket[bytes], handler: Callable[[], None]) -> None:
         self._handlers[socket] = handler
@@ -244,13 +254,13 @@ class ZmqReceiver:
             self._start_replay(subscription, last, is_verifying=True, waiting=[])
 
     def _on_stream(self, subscription: _Subscription) -> None:
-        messages: list[list[Buffer]] = []
+        messages: list[list[_Part]] = []
         receive = subscription.socket.recv
         try:
             for _ in range(self._options.batch_messages):
                 # Frames instead of recv_multipart: half the time, and no copy of the payload.
                 part = receive(zmq.NOBLOCK, copy=False)
-                parts: list[Buffer] = [part]
+                parts: list[_Part] = [part]
                 while part.more:
                     part = receive(zmq.NOBLOCK, copy=False)
                     parts.append(part)
@@ -259,7 +269,7 @@ class ZmqReceiver:
             pass
         self._offer(subscription, messages)
 
-    def _offer(self, subscription: _Subscription, messages: list[list[Buffer]]) -> None:
+    def _offer(self, subscription: _Subscription, messages: list[list[_Part]]) -> None:
         """Hand over live messages; at a gap, ask for a replay or give the missing ones up."""
         while messages:
             consumed, outcome, first, last = self._catalog.take(subscription.publisher, messages)
@@ -285,7 +295,7 @@ class ZmqReceiver:
         first: int,
         *,
         is_verifying: bool,
-        waiting: list[list[Buffer]],
+        waiting: list[list[_Part]],
     ) -> None:
         # A socket of its own for every replay: late answers to an earlier one can't be mistaken.
         socket = self._context.socket(zmq.DEALER)
@@ -321,6 +331,9 @@ class ZmqReceiver:
         publisher = subscription.publisher
         if replay.is_verifying and (messages or is_over) and not replay.has_answered:
             head = (messages[0][-2], messages[0][-1]) if messages else None
+            if head is not None and len(head[0]) != _SEQUENCE_BYTES:
+                self._end_replay(subscription, "it answered with something else than frames")
+                return
             if not self._catalog.verify(publisher, head):
                 # Another stream: what follows is its tail only, so ask for it from its start.
                 waiting = replay.waiting

@@ -149,6 +149,7 @@ impl Publisher {
         if state.closed {
             return FrameOutcome::Closed;
         }
+        let gaps = state.stream.gaps();
         let mut step = state.stream.live(sequence);
         if step == Step::Restarted {
             self.forget(&mut state);
@@ -158,6 +159,12 @@ impl Publisher {
                 "engine restarted: its sequence fell back; its blocks are forgotten"
             );
             step = state.stream.live(sequence);
+        }
+        if let Step::Gap { from, to } = step
+            && state.stream.gaps() > gaps
+        {
+            // Offered again after its repair failed, the same frame shows the same gap.
+            add(&self.counters.gap_batches, to - from + 1);
         }
         self.take(&mut state, step, sequence, payload, false)
     }
@@ -188,14 +195,14 @@ impl Publisher {
     /// its blocks are forgotten and the stream begins again.
     pub fn verify(&self, first: Option<(u64, &[u8])>) -> bool {
         let mut state = self.state.lock();
-        let Some(last) = state.stream.last() else { return true };
+        if state.stream.last().is_none() {
+            return true;
+        }
+        // A ring that has moved on past our place proves nothing: then, too, the blocks are forgotten, and
+        // come back with what the ring still holds.
         let same = match first {
+            Some((sequence, payload)) => state.stream.verify(sequence, xxh3_64(payload)),
             None => false,
-            Some((sequence, payload)) if sequence == last => {
-                state.stream.verify(sequence, xxh3_64(payload))
-            }
-            // The ring has moved on past our place: a gap, which the stream machine will report.
-            Some((sequence, _)) => sequence > last,
         };
         if !same {
             self.forget(&mut state);
@@ -270,12 +277,7 @@ impl Publisher {
                 add(&self.counters.duplicate_batches, 1);
                 return FrameOutcome::Duplicate;
             }
-            Step::Gap { from, to } => {
-                if !is_replay {
-                    add(&self.counters.gap_batches, to - from + 1);
-                }
-                return FrameOutcome::Gap { from, to };
-            }
+            Step::Gap { from, to } => return FrameOutcome::Gap { from, to },
             // Not a sequence number at all; or a second restart, which a machine that has just reset itself
             // cannot see.
             Step::Invalid | Step::Restarted => {

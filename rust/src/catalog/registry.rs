@@ -18,6 +18,9 @@ use crate::index::{self, CountMode, RadixIndex};
 /// Default limit of one index: 32 Mi blocks, about 4 GiB when no two workers share any.
 pub const DEFAULT_MAX_BLOCKS: usize = 33_554_432;
 
+/// Room that a new index starts with: sixteen workers of sixteen thousand blocks each.
+const EXPECTED_BLOCKS: usize = 262_144;
+
 /// Limits of a catalog.
 #[derive(Debug, Clone)]
 pub struct CatalogOptions {
@@ -137,6 +140,7 @@ impl Catalog {
                 max_blocks: self.options.max_blocks,
                 ..index::Limits::default()
             },
+            expected_blocks: EXPECTED_BLOCKS,
             hash_seed: rand::random(),
         });
         let model =
@@ -149,9 +153,17 @@ impl Catalog {
     ///
     /// # Errors
     /// `Conflict`: the worker is registered already, its instance belongs to another model or tenant,
-    /// or the block size is not the index's. `InvalidArgument`: block size 0. `Overloaded`: a limit is reached.
+    /// or the block size is not the index's. `InvalidArgument`: an endpoint, a model name or a block size that
+    /// cannot be. `Overloaded`: a limit is reached.
     pub fn register(&self, registration: Registration) -> Result<Arc<Publisher>> {
         let Registration { worker, key, block_size, endpoint, replay_endpoint } = registration;
+        check_endpoint("endpoint", &endpoint)?;
+        if let Some(replay) = &replay_endpoint {
+            check_endpoint("replay_endpoint", replay)?;
+        }
+        if key.model_name.is_empty() {
+            return Err(Error::invalid("model_name must not be empty"));
+        }
         if block_size == Some(0) {
             return Err(Error::invalid("block_size must be at least 1, got 0"));
         }
@@ -279,5 +291,55 @@ impl Tables {
 impl std::fmt::Debug for Catalog {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Catalog").field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+/// Check an event endpoint: `tcp://host:port`, `ipc://path` or `inproc://name`.
+///
+/// # Errors
+/// `InvalidArgument`: names the field and says what is legal.
+fn check_endpoint(field: &str, endpoint: &str) -> Result<()> {
+    let legal = match endpoint.split_once("://") {
+        Some(("tcp", address)) => address.rsplit_once(':').is_some_and(|(host, port)| {
+            !host.is_empty() && (port == "*" || port.parse::<u16>().is_ok())
+        }),
+        Some(("ipc" | "inproc", path)) => !path.is_empty(),
+        _ => false,
+    };
+    if legal {
+        return Ok(());
+    }
+    Err(Error::invalid(format!(
+        "{field} must be tcp://host:port, ipc://path or inproc://name, got {endpoint:?}"
+    )))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn endpoints_follow_the_published_rules() {
+        for good in [
+            "tcp://*:5558",
+            "tcp://127.0.0.1:0",
+            "inproc://x",
+            "ipc:///tmp/a.sock",
+            "tcp://[::1]:5557",
+        ] {
+            assert_eq!(check_endpoint("endpoint", good), Ok(()));
+        }
+        for bad in [
+            "tcp://host",
+            "tcp://:5558",
+            "udp://host:5558",
+            "not-an-endpoint",
+            "tcp://host:99999",
+            "",
+        ] {
+            let error = check_endpoint("endpoint", bad).unwrap_err().to_string();
+            assert!(error.starts_with("endpoint must be"), "{error}");
+        }
     }
 }

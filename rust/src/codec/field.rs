@@ -48,7 +48,7 @@ pub(super) fn check_shape(stored: &Stored) -> Result<(), Fault> {
     // Groups with a window leave out blocks that fell from it. They say nothing about the reuse of
     // a whole prompt, so this is no fault of the engine's.
     match stored.spec_kind.as_deref() {
-        None | Some("full_attention") => {
+        None | Some("full_attention" | "mla_attention") => {
             Err(Fault::Malformed("tokens or extra keys do not fit the number of blocks"))
         }
         Some(_) => Err(Fault::Unsupported),

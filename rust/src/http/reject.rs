@@ -55,9 +55,9 @@ impl Reject {
 
     fn kind(&self) -> &'static str {
         match self.status.as_u16() {
-            400 | 413 | 422 => "invalid_request_error",
             404 => "not_found_error",
             429 => "rate_limit_error",
+            400..=499 => "invalid_request_error",
             503 => "service_unavailable_error",
             502 | 504 => "upstream_error",
             _ => "internal_error",

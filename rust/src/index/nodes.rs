@@ -96,10 +96,11 @@ pub(super) struct Nodes {
 }
 
 impl Nodes {
-    pub fn new(mix: Mix) -> Self {
+    pub fn new(mix: Mix, expected_blocks: usize) -> Self {
         Self {
             // Growth moves a few entries with each write: nobody ever waits for a whole table.
             map: HashMap::builder()
+                .capacity(expected_blocks)
                 .hasher(mix)
                 .resize_mode(ResizeMode::Incremental(RESIZE_CHUNK))
                 .build(),

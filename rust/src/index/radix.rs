@@ -68,7 +68,7 @@ impl RadixIndex {
     /// An empty index.
     pub fn new(options: Options) -> Self {
         Self {
-            nodes: Nodes::new(Mix::new(options.hash_seed)),
+            nodes: Nodes::new(Mix::new(options.hash_seed), options.expected_blocks),
             slots: Slots::new(options.limits.max_workers.min(MAX_WORKERS)),
             counters: Counters::default(),
             reserved: AtomicUsize::new(0),

@@ -64,6 +64,9 @@ pub struct Options {
     pub count_mode: CountMode,
     /// What the index may grow to.
     pub limits: Limits,
+    /// Distinct blocks for which room is made at once (9 to 18 bytes each); it grows beyond. Growing moves
+    /// every entry to a larger table, which costs events up to half of their speed meanwhile.
+    pub expected_blocks: usize,
     /// Keys the hash tables, so that nobody outside can aim prompts at one bucket. Changes no answer.
     pub hash_seed: u64,
 }

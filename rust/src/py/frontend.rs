@@ -30,7 +30,7 @@ impl Frontend {
     #[pyo3(signature = (
         *, policy="kv", overlap_score_weight=1.0, temperature=0.0, kv_cache_block_size=None,
         track_active_blocks=true, assume_kv_reuse=true, active_request_expiry_s=300.0, seed=None,
-        tokenizer=None, tokenizer_cache_bytes=268_435_456, threads=2, max_body_bytes=33_554_432,
+        tokenizer=None, tokenizer_cache_bytes=268_435_456, worker_api_key=None, threads=2, max_body_bytes=33_554_432,
         max_concurrent_requests=4_096, max_workers=4_096, max_attempts=5, max_blocks=33_554_432,
         body_timeout_s=60.0, connect_timeout_s=2.0, first_byte_timeout_s=600.0,
         tokenize_timeout_s=2.0, health_interval_s=2.0, drain_timeout_s=30.0
@@ -48,6 +48,7 @@ impl Frontend {
         seed: Option<u64>,
         tokenizer: Option<PathBuf>,
         tokenizer_cache_bytes: usize,
+        worker_api_key: Option<String>,
         threads: usize,
         max_body_bytes: usize,
         max_concurrent_requests: usize,
@@ -78,6 +79,7 @@ impl Frontend {
             router,
             tokenizer,
             tokenizer_cache_bytes,
+            worker_api_key,
             max_body_bytes,
             max_concurrent_requests,
             max_workers,

@@ -89,7 +89,7 @@ impl FrontendApp {
         common.seal(registry);
         let app = App {
             fleet: Fleet::new(options.clone(), Arc::clone(&catalog), clock),
-            upstream: Upstream::new(options.connect_timeout),
+            upstream: Upstream::new(options.connect_timeout, options.worker_api_key.as_deref())?,
             options,
             catalog,
             text,

@@ -212,14 +212,18 @@ impl Fleet {
 
     fn join(&self, tables: &mut Tables, engine: &Arc<Engine>, pool: &Arc<Pool>) -> Result<()> {
         for dp_rank in 0..engine.spec.dp_size {
-            if let Some(endpoint) = engine.spec.events_of(dp_rank) {
-                self.catalog.register(Registration {
-                    worker: Worker::new(engine.id, dp_rank),
-                    key: pool.index.key.clone(),
-                    block_size: None,
-                    endpoint,
-                    replay_endpoint: engine.spec.replay_of(dp_rank),
-                })?;
+            let Some(endpoint) = engine.spec.events_of(dp_rank) else { break };
+            let registered = self.catalog.register(Registration {
+                worker: Worker::new(engine.id, dp_rank),
+                key: pool.index.key.clone(),
+                block_size: None,
+                endpoint,
+                replay_endpoint: engine.spec.replay_of(dp_rank),
+            });
+            if let Err(error) = registered {
+                // All ranks or none; NotFound only says that the first one failed.
+                let _ = self.catalog.unregister(engine.id, &pool.name, Some(TENANT), None);
+                return Err(error);
             }
         }
         tables.joined.insert(engine.id, pool.name.clone());

@@ -15,6 +15,8 @@ pub struct FrontendOptions {
     pub tokenizer: Option<PathBuf>,
     /// Memory for tokenized text, bytes.
     pub tokenizer_cache_bytes: usize,
+    /// Key for the frontend's own calls to the engines; clients' requests carry their own.
+    pub worker_api_key: Option<String>,
     /// Largest request body, bytes.
     pub max_body_bytes: usize,
     /// Requests in flight at once; more are refused with 429.
@@ -41,6 +43,7 @@ impl Default for FrontendOptions {
             router: RouterConfig::default(),
             tokenizer: None,
             tokenizer_cache_bytes: 256 * 1024 * 1024,
+            worker_api_key: None,
             max_body_bytes: 32 * 1024 * 1024,
             max_concurrent_requests: 4_096,
             max_workers: 4_096,

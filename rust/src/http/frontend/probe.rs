@@ -1,7 +1,7 @@
 //! Health checks, and learning from an engine what it serves.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use serde::Deserialize;
@@ -11,6 +11,9 @@ use super::engine::{Engine, EngineNotes};
 use super::proxy::Upstream;
 use crate::http::Shutdown;
 
+/// Adapters come and go while an engine runs: ask again this often.
+const LEARN_INTERVAL: Duration = Duration::from_secs(30);
+
 /// An engine's answers to a check are small; more than this is not one.
 const MAX_ANSWER_BYTES: usize = 8 * 1024 * 1024;
 
@@ -19,19 +22,34 @@ pub(super) async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown
     let interval = app.options.health_interval;
     // Waiting for an engine to start is worth asking more often than whether it still lives.
     let eager = interval.min(Duration::from_millis(250));
+    let mut learned = None::<Instant>;
     while !engine.is_removed() && !shutdown.is_stopped() {
-        let was_healthy = engine.is_healthy();
+        let is_known =
+            engine.is_healthy() && learned.is_some_and(|at| at.elapsed() < LEARN_INTERVAL);
         match check(&app.upstream, &engine, interval.max(Duration::from_secs(1))).await {
             Err(why) => engine.failed(&why),
-            Ok(()) if was_healthy => {}
+            Ok(()) if is_known => {}
             Ok(()) => match learn(&app.upstream, &engine).await {
+                // It serves and has told its models before: what it serves now can wait.
+                Err(why) if engine.is_healthy() => {
+                    tracing::warn!(
+                        worker = engine.id,
+                        url = engine.base,
+                        why,
+                        "could not ask again"
+                    );
+                }
                 Err(why) => engine.failed(&why),
                 Ok(notes) => {
+                    learned = Some(Instant::now());
                     let outcome = app.fleet.learned(&engine, notes);
                     if engine.is_removed() {
                         break;
                     }
-                    if let Err(error) = &outcome {
+                    let known = engine.notes.lock().last_error.clone();
+                    if let Err(error) = &outcome
+                        && known.as_ref() != Some(&error.to_string())
+                    {
                         tracing::error!(worker = engine.id, url = engine.base, %error, "worker does not fit");
                     }
                     // One that does not fit the index still serves: it only earns no credit.

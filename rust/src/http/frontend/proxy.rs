@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use axum::http::{HeaderMap, HeaderName, Method, Request, Response, StatusCode, Uri, header};
+use axum::http::{
+    HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, header,
+};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
@@ -10,10 +12,14 @@ use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 
+use crate::error::Error;
+
 /// HTTP/1 to the engines, connections kept and reused.
 #[derive(Debug, Clone)]
 pub(super) struct Upstream {
     client: Client<HttpConnector, Full<Bytes>>,
+    /// Authorization of the frontend's own calls.
+    authorization: Option<HeaderValue>,
 }
 
 /// Why an attempt ended before the first byte.
@@ -24,7 +30,19 @@ pub(super) struct AttemptError {
 }
 
 impl Upstream {
-    pub fn new(connect_timeout: Duration) -> Self {
+    /// # Errors
+    /// `Config` for an API key that can't be a header.
+    pub fn new(connect_timeout: Duration, api_key: Option<&str>) -> Result<Self, Error> {
+        let authorization = match api_key {
+            None => None,
+            Some(key) => {
+                let mut value = HeaderValue::try_from(format!("Bearer {key}")).map_err(|_| {
+                    Error::Config("--worker-api-key has characters that no header may have".into())
+                })?;
+                value.set_sensitive(true);
+                Some(value)
+            }
+        };
         let mut connector = HttpConnector::new();
         connector.set_nodelay(true);
         connector.set_connect_timeout(Some(connect_timeout));
@@ -35,7 +53,7 @@ impl Upstream {
             .pool_idle_timeout(Duration::from_secs(4))
             .pool_max_idle_per_host(1_024)
             .build(connector);
-        Self { client }
+        Ok(Self { client, authorization })
     }
 
     /// Send a request; returns at the answer's head.
@@ -78,9 +96,12 @@ impl Upstream {
 
     async fn whole(
         &self,
-        request: Request<Full<Bytes>>,
+        mut request: Request<Full<Bytes>>,
         limit: usize,
     ) -> Result<(StatusCode, Bytes), String> {
+        if let Some(authorization) = &self.authorization {
+            request.headers_mut().insert(header::AUTHORIZATION, authorization.clone());
+        }
         let response = self.send(request).await.map_err(|error| error.message)?;
         let status = response.status();
         let body = Limited::new(response.into_body(), limit);

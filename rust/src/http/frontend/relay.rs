@@ -103,7 +103,8 @@ impl Relay {
         let event =
             json!({ "error": { "message": message, "type": "upstream_error", "code": 502 } });
         Poll::Ready(Some(Ok(Frame::data(Bytes::from(format!(
-            "data: {event}\n\ndata: [DONE]\n\n"
+            // The blank line ends an event that was cut in two.
+            "\n\ndata: {event}\n\ndata: [DONE]\n\n"
         ))))))
     }
 }

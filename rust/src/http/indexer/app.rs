@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use super::super::Reject;
 use super::super::metrics::{CommonMetrics, RequestLabel};
 use super::answer::{QueryAnswer, worker_entries};
-use super::request::{Query, QueryByHash, Register, Unregister, check_endpoint};
+use super::request::{Query, QueryByHash, Register, Unregister};
 use crate::catalog::{Catalog, ModelIndex, ModelKey, Registration, dump_events};
 use crate::codec::router::RouterEvent;
 use crate::hash;
@@ -135,13 +135,6 @@ fn json_response(status: StatusCode, body: &impl Serialize) -> Response {
 
 async fn register(State(app): State<Arc<App>>, body: Body) -> Response {
     app.answer("/register", body, |app, request: Register| {
-        check_endpoint("endpoint", &request.endpoint).map_err(Reject::bad_request)?;
-        if let Some(replay) = &request.replay_endpoint {
-            check_endpoint("replay_endpoint", replay).map_err(Reject::bad_request)?;
-        }
-        if request.model_name.is_empty() {
-            return Err(Reject::bad_request("model_name must not be empty"));
-        }
         app.catalog.register(Registration {
             worker: Worker::new(request.instance_id, request.dp_rank),
             key: ModelKey { model_name: request.model_name, tenant_id: request.tenant_id },
