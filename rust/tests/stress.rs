@@ -189,6 +189,7 @@ fn at_rest_the_index_equals_its_twin() {
         count_mode: CountMode::Copies,
         limits: Limits { min_ghosts: 8, ..Limits::default() },
         hash_seed: 5,
+        ..Options::default()
     };
     let (index, twin) = (RadixIndex::new(options), OracleIndex::new(options));
     let script = |index: &dyn BlockIndex, n: usize, events: usize| {

@@ -228,7 +228,6 @@ def test_stream_that_breaks_ends_with_an_error_event(frontend: Frontend) -> None
         frontend.wait_idle()
 
 
-@bug("relay.rs broken: the error event is glued to the half event before it")
 def test_stream_that_breaks_within_an_event(frontend: Frontend) -> None:
     def cut(exchange: Exchange) -> None:
         exchange.open_stream()
