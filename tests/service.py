@@ -1,4 +1,4 @@
-"""Real processes for tests: started on free ports, awaited by their ready line, ended in finally."""
+"""Real processes and engines for tests: on free ports, awaited, ended in finally."""
 
 from __future__ import annotations
 
@@ -366,9 +366,9 @@ def dumped_blocks(http: Http, model: str = "m:default") -> set[tuple[int, int, s
         data = event["event"]["data"]["stored"]
         parent = data.get("parent_sequence_hash")
         if data["parent_hash"] is not None:
-            parent = places[*worker, data["parent_hash"]]
+            parent = places[(*worker, data["parent_hash"])]
         for block in data["blocks"]:
             chain = [block["tokens_hash"]] if parent is None else [parent, block["tokens_hash"]]
-            parent = places[*worker, block["block_hash"]] = compute_sequence_hashes(chain)[-1]
+            parent = places[(*worker, block["block_hash"])] = compute_sequence_hashes(chain)[-1]
             facts.add((*worker, event.get("storage_tier", "device"), block["block_hash"], parent))
     return facts

@@ -11,6 +11,8 @@ __all__ = ["Flags", "bounded_float", "bounded_int", "byte_count"]
 
 _T = TypeVar("_T")
 
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("", "0", "false", "no", "off")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -74,6 +76,7 @@ class Flags:
             epilog="Every flag can be set as KVFLASH_<FLAG> in the environment.",
             allow_abbrev=False,
         )
+        self._lists: dict[str, list[str]] = {}
 
     def add(
         self,
@@ -87,6 +90,9 @@ class Flags:
         """Add a flag with one value."""
         variable = self._variable(names[0])
         text = os.environ.get(variable)
+        if text is not None and text.startswith("tcp://") and names[0] == "--port":
+            # Kubernetes sets this for pods beside a Service that is named kvflash.
+            text = None
         if text is not None:
             try:
                 default = parse(text)
@@ -109,7 +115,12 @@ class Flags:
     def add_switch(self, name: str, *, dest: str, value: bool, summary: str) -> None:
         """Add a flag without a value that sets ``dest`` to ``value``."""
         text = os.environ.get(self._variable(name), "")
-        is_set = text.lower() not in ("", "0", "false", "no", "off")
+        if text.lower() not in (*_TRUE, *_FALSE):
+            self._parser.error(
+                f"environment variable {self._variable(name)}: must be one of "
+                f"{', '.join((*_TRUE, *_FALSE[1:]))}, got {text!r}"
+            )
+        is_set = text.lower() in _TRUE
         self._parser.add_argument(
             name,
             dest=dest,
@@ -121,14 +132,16 @@ class Flags:
 
     def add_list(self, name: str, *, dest: str, summary: str, metavar: str) -> None:
         """Add a flag that may be given many times; the environment separates by white space."""
-        default = os.environ.get(self._variable(name), "").split()
-        self._parser.add_argument(
-            name, dest=dest, action="append", default=default, metavar=metavar, help=summary
-        )
+        self._lists[dest] = os.environ.get(self._variable(name), "").split()
+        self._parser.add_argument(name, dest=dest, action="append", metavar=metavar, help=summary)
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse; a bad value ends the process with status 2 and a message that names the flag."""
-        return self._parser.parse_args(argv)
+        args = self._parser.parse_args(argv)
+        for dest, default in self._lists.items():
+            if getattr(args, dest) is None:
+                setattr(args, dest, default)
+        return args
 
     def error(self, message: str) -> None:
         """Refuse a combination of flags, as the parser refuses a value."""

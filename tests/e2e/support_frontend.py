@@ -15,18 +15,11 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-import pytest
-
 from service import DEADLINE_S, Http, Process, until
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 DONE = b"data: [DONE]\n\n"
-
-
-def bug(what: str) -> pytest.MarkDecorator:
-    """A test of what should be and is not yet; fails once it is, so that the mark goes away."""
-    return pytest.mark.xfail(strict=True, reason=what)
 
 
 # -- real processes

@@ -22,7 +22,6 @@ from support_frontend import (
     Mocker,
     answer_json,
     ask,
-    bug,
     chunked_head_only,
     close_at_once,
     engines,
@@ -72,7 +71,6 @@ def failed(frontend: Frontend, cause: str) -> float:
         pytest.param(
             unframed_head_only,
             "no_first_byte",
-            marks=bug("app.rs attempt: an empty 200 that ends with its connection is an answer"),
         ),
         (refuse_503, "unavailable"),
         (hang, "timeout"),
@@ -179,7 +177,6 @@ def test_no_worker_at_all(frontend: Frontend) -> None:
     assert (status, body["status"], body["workers"]) == (503, "unavailable", 0)
 
 
-@bug("plan.rs Plan::make: without a model name, no worker is taken for several models")
 def test_no_worker_at_all_without_a_model_name(frontend: Frontend) -> None:
     got = ask(frontend.url, COMPLETIONS, {"prompt": "x"})
     assert got.status == 503, got
@@ -241,7 +238,6 @@ def test_stream_that_breaks_within_an_event(frontend: Frontend) -> None:
         assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 502
 
 
-@bug("proxy.rs client_headers: an event stream's content-length forbids the error event")
 def test_stream_with_a_length_that_breaks(frontend: Frontend) -> None:
     def cut(exchange: Exchange) -> None:
         head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 999\r\n\r\n"

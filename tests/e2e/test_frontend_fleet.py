@@ -17,7 +17,6 @@ from support_frontend import (
     Mocker,
     answer_json,
     ask,
-    bug,
     engines,
     free_port,
     hang,
@@ -98,7 +97,6 @@ def test_restart_without_replay_shows_with_the_first_event() -> None:
         earn_credit(frontend, PROMPT, 1)
 
 
-@bug("publisher.rs: a new connection without a replay socket proves nothing, yet blocks are kept")
 def test_restart_without_replay_leaves_no_stale_credit() -> None:
     with (
         Mocker("--speedup-ratio", "1000", replay=False) as mocker,
@@ -249,7 +247,6 @@ def test_bad_specs_name_the_field(frontend: Frontend) -> None:
     assert frontend.workers() == {}
 
 
-@bug("admin.rs add_worker: serde_json's message names no field")
 @pytest.mark.parametrize(
     ("spec", "field"),
     [
@@ -266,7 +263,6 @@ def test_fields_of_the_wrong_type_are_named(
     assert re.search(rf"\b{field}\b", body["error"]["message"]), body
 
 
-@bug("engine.rs EngineSpec::check: port, host and leftovers of a URL are not looked at")
 @pytest.mark.parametrize(
     "url", ["http://127.0.0.1:99999", "http://:80", "http://127.0.0.1:", f"{URL}/#f"]
 )
@@ -297,7 +293,6 @@ def test_limit_of_workers() -> None:
         assert "--max-workers" in body["error"]["message"]
 
 
-@bug("plan.rs book: a worker that joins while a request is tokenized is chosen, then not found")
 def test_worker_that_joins_during_a_request_does_not_fail_it(frontend: Frontend) -> None:
     asked, release = threading.Event(), threading.Event()
 
@@ -322,7 +317,6 @@ def test_worker_that_joins_during_a_request_does_not_fail_it(frontend: Frontend)
                 busy.hang_up()
 
 
-@bug("plan.rs book: a retry only knows the workers of the moment the request came")
 def test_worker_that_joined_during_a_request_is_tried(frontend: Frontend) -> None:
     started, die = threading.Event(), threading.Event()
 
@@ -341,7 +335,6 @@ def test_worker_that_joined_during_a_request_is_tried(frontend: Frontend) -> Non
 # -- adapters of some engines
 
 
-@bug("fleet.rs Members::is_eligible: any engine of the base model is taken to have the adapter")
 def test_adapter_goes_to_the_engines_that_have_it(frontend: Frontend) -> None:
     having, lacking = FakeEngine("base", adapters=("sql",)), FakeEngine("base")
     with engines(frontend, having, lacking):
@@ -351,7 +344,6 @@ def test_adapter_goes_to_the_engines_that_have_it(frontend: Frontend) -> None:
         assert len(having.received) == 6
 
 
-@bug("fleet.rs learned: routes of a former life are never taken back")
 def test_adapter_that_is_gone_is_not_served(frontend: Frontend) -> None:
     with FakeEngine("base2", adapters=("old",)) as fake, engines(frontend, fake) as (worker,):
         assert ask(frontend.url, COMPLETIONS, prompt_of("old")).status == 200
@@ -362,7 +354,6 @@ def test_adapter_that_is_gone_is_not_served(frontend: Frontend) -> None:
         assert ask(frontend.url, COMPLETIONS, prompt_of("old")).status == 404
 
 
-@bug("probe.rs watch: a healthy engine is never asked again what it serves")
 def test_adapter_loaded_at_run_time_is_served(frontend: Frontend) -> None:
     with FakeEngine("base3") as fake, engines(frontend, fake):
         assert ask(frontend.url, COMPLETIONS, prompt_of("new")).status == 404
@@ -370,7 +361,6 @@ def test_adapter_loaded_at_run_time_is_served(frontend: Frontend) -> None:
         until(
             lambda: ask(frontend.url, COMPLETIONS, prompt_of("new")).status == 200,
             "the adapter to be known",
-            1.5,
         )
 
 

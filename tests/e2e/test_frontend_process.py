@@ -23,7 +23,6 @@ from support_frontend import (
     Raw,
     answer_json,
     ask,
-    bug,
     engines,
     hang,
     prompt_of,
@@ -110,7 +109,6 @@ def test_port_that_is_taken() -> None:
         pytest.param(
             "KVFLASH_NO_ASSUME_KV_REUSE",
             "maybe",
-            marks=bug("config.py add_switch: any other word counts as true"),
         ),
     ],
 )

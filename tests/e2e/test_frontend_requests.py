@@ -20,7 +20,6 @@ from support_frontend import (
     Mocker,
     Raw,
     ask,
-    bug,
     engines,
     prompt_of,
 )
@@ -198,7 +197,6 @@ def test_answer_headers_reach_the_client_without_connection_ones(frontend: Front
         assert "connection" not in got.headers
 
 
-@bug("proxy.rs upstream_request: headers that Connection names are passed on")
 def test_headers_named_by_connection_stay_here(frontend: Frontend) -> None:
     with FakeEngine("hop") as fake, engines(frontend, fake):
         headers = {"Connection": "X-Hop", "X-Hop": "1", "X-End": "2"}
@@ -300,7 +298,6 @@ def test_body_that_is_an_array_is_refused(frontend: Frontend) -> None:
         assert fake.received == []
 
 
-@bug("request.rs Envelope::parse: the path of a cut-off body is shown as '?: '")
 def test_body_cut_off_is_called_so(frontend: Frontend) -> None:
     for body in (b"{", b'{"model":"x"', b'{"model":'):
         message = ask(frontend.url, COMPLETIONS, body).json["error"]["message"]
@@ -308,7 +305,6 @@ def test_body_cut_off_is_called_so(frontend: Frontend) -> None:
         assert not message.startswith("?"), message
 
 
-@bug("admin.rs remove_worker: axum's own refusal of the path is plain text")
 def test_every_refusal_is_json(frontend: Frontend) -> None:
     status, body, headers = frontend.http.call("DELETE", "/workers/%ff")
     assert (status, headers["content-type"]) == (400, "application/json")
@@ -502,7 +498,6 @@ def test_http_1_0_head_and_upgrades(frontend: Frontend) -> None:
         assert client.read_to_end().startswith(b"HTTP/1.1 405")
 
 
-@bug("request.rs Prompt::parse: recursion without a limit overflows the stack, SIGABRT")
 def test_nested_prompt_does_not_end_the_process() -> None:
     # A process of its own: this ended it with a stack overflow.
     with Frontend() as frontend, FakeEngine("deep") as fake:

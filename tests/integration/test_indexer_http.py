@@ -628,7 +628,7 @@ def test_blocks_offloaded_by_name_alone_are_credited(http, engine, model):
     entry = publish(
         http,
         made,
-        stored([1, 2], [], block_size=SIZE, medium="CPU"),
+        stored([1, 2], [], block_size=0, medium="CPU"),
         removed([1, 2], medium="GPU"),
     )
     assert entry["events"]["malformed"] == 0

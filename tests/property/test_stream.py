@@ -323,7 +323,9 @@ def test_a_malformed_message_behind_a_gap_is_counted_once(service, publisher):
     assert undecodable(service) == 1
 
 
-@pytest.mark.xfail(strict=True, reason="counted although the stream refuses it; publisher.rs give_up")
+@pytest.mark.xfail(
+    strict=True, reason="counted although the stream refuses it; publisher.rs give_up"
+)
 def test_the_end_mark_cannot_be_given_up(service, publisher):
     service.indexer.catalog.give_up(publisher, 2**64 - 1)
     assert service.indexer.catalog.position(publisher) == (0, None)

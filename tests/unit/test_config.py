@@ -30,7 +30,7 @@ def test_defaults_are_the_published_ones():
     args = parse_args([])
     assert (args.host, args.port, args.threads) == ("0.0.0.0", 8090, 4)
     assert (args.model_name, args.tenant_id, args.block_size) == ("default", "default", None)
-    assert (args.workers, args.max_blocks, args.max_body_bytes) == ((), 0, 8 << 20)
+    assert (args.workers, args.max_blocks, args.max_body_bytes) == ((), 1 << 25, 8 << 20)
 
 
 def test_workers_are_read_as_published():

@@ -1,4 +1,4 @@
-"""Block hashes from Python: every kind of integers gives the same hashes, wrong ones are refused."""
+"""Block hashes from Python: all kinds of integers hash alike, anything else is refused."""
 
 from __future__ import annotations
 

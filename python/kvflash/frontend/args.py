@@ -164,7 +164,11 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
     for name, default, summary in (
         ("--body-timeout", 60.0, "seconds in which a request's body must arrive"),
         ("--connect-timeout", 2.0, "seconds to connect to a worker"),
-        ("--first-byte-timeout", 600.0, "seconds from a request to its answer's first byte"),
+        (
+            "--first-byte-timeout",
+            600.0,
+            "seconds from sending a request to a worker to the first byte of its answer",
+        ),
         ("--tokenize-timeout", 2.0, "seconds for an engine's /tokenize"),
         ("--health-interval", 2.0, "seconds between two health checks of a worker"),
     ):

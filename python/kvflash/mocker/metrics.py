@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.scheduler import Scheduler
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+#: When this process started, near enough: the module is imported first.
+_STARTED_S = time.time()
 
 
 def render(scheduler: Scheduler, config: MockerConfig) -> str:
@@ -49,6 +53,9 @@ def render(scheduler: Scheduler, config: MockerConfig) -> str:
             "enable_prefix_caching": str(config.enable_prefix_caching),
         }
     )
+    name = "process_start_time_seconds"
+    lines += [f"# HELP {name} Start of the process, Unix time.", f"# TYPE {name} gauge"]
+    lines.append(f"{name} {_STARTED_S:.3f}")
     name = "vllm:cache_config_info"
     lines += [f"# HELP {name} Shape of the KV cache.", f"# TYPE {name} gauge", f"{name}{info} 1"]
     return "\n".join(lines) + "\n"

@@ -120,8 +120,8 @@ class ZmqReceiver:
 
     def _order(self, order: Callable[[], None] | None) -> None:
         self._orders.put(order)
-        # A full wake-up socket means that the thread is about to look anyway, a closed one that it has
-        # ended: what it reported then is all there is to say.
+        # A full wake-up socket means that the thread is about to look anyway, a closed one that it
+        # has ended: what it reported then is all there is to say.
         with self._wake_lock, contextlib.suppress(zmq.ZMQError):
             self._wake.send(b"", zmq.NOBLOCK)
 

@@ -216,6 +216,22 @@ impl Publisher {
         same
     }
 
+    /// The engine's process is known to be another one than before, by other means than its events.
+    ///
+    /// # Consistency
+    /// Batches of the new process that came already are forgotten too: without a replay nothing tells
+    /// them from the old ones, and less credit is the safer mistake.
+    pub fn restarted(&self) {
+        let mut state = self.state.lock();
+        self.forget(&mut state);
+        state.stream.reset();
+        add(&self.counters.restarts, 1);
+        tracing::warn!(
+            worker = %self.worker, endpoint = self.endpoint,
+            "the engine's process is another one; its blocks are forgotten"
+        );
+    }
+
     /// Sequence number from which a replay would continue the stream, and the last one applied.
     pub fn position(&self) -> (u64, Option<u64>) {
         let state = self.state.lock();

@@ -75,7 +75,12 @@ pub async fn serve(
     let mut builder = http1::Builder::new();
     builder.timer(TokioTimer::new()).header_read_timeout(limits.header_timeout);
     loop {
-        let Ok(permit) = Arc::clone(&permits).acquire_owned().await else { break };
+        // Waiting for a free place must not hide the stop.
+        let permit = tokio::select! {
+            permit = Arc::clone(&permits).acquire_owned() => permit,
+            () = shutdown.wait() => break,
+        };
+        let Ok(permit) = permit else { break };
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
             () = shutdown.wait() => break,

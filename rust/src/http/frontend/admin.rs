@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 
 use axum::Json;
 use axum::body::Body;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
@@ -229,8 +230,14 @@ struct NewWorker {
 pub(super) async fn add_worker(State(app): State<Arc<App>>, body: Body) -> Response {
     let added = async {
         let body = app.read_body(body).await?;
-        let new: NewWorker = serde_json::from_slice(&body)
+        // The derived reader would take a list too, field by field.
+        if body.trim_ascii_start().first() == Some(&b'[') {
+            return Err(Reject::bad_request("invalid worker: a list instead of an object"));
+        }
+        let mut json = serde_json::Deserializer::from_slice(&body);
+        let new: NewWorker = serde_path_to_error::deserialize(&mut json)
             .map_err(|error| Reject::bad_request(format!("invalid worker: {error}")))?;
+        json.end().map_err(|error| Reject::bad_request(format!("invalid worker: {error}")))?;
         let spec = EngineSpec {
             url: new.url,
             events: new.events,
@@ -254,10 +261,16 @@ pub(super) async fn add_worker(State(app): State<Arc<App>>, body: Body) -> Respo
 }
 
 /// DELETE /workers/{id}
-pub(super) async fn remove_worker(State(app): State<Arc<App>>, Path(id): Path<String>) -> Response {
+pub(super) async fn remove_worker(
+    State(app): State<Arc<App>>,
+    id: Result<Path<String>, PathRejection>,
+) -> Response {
     let removed = id
-        .parse()
-        .map_err(|_| Reject::bad_request(format!("a worker id is a number, got {id:?}")))
+        .map_err(|error| Reject::bad_request(format!("worker id: {error}")))
+        .and_then(|Path(id)| {
+            id.parse()
+                .map_err(|_| Reject::bad_request(format!("a worker id is a number, got {id:?}")))
+        })
         .and_then(|id| app.fleet.remove(id).map_err(Reject::from));
     match removed {
         Ok(engine) => Json(json!({ "status": "ok", "id": engine.id })).into_response(),

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::body::Body;
@@ -10,9 +10,9 @@ use axum::extract::{OriginalUri, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, header};
 use axum::response::Response;
 use axum::routing::{get, post};
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use http_body::Body as _;
-use http_body_util::{BodyExt, LengthLimitError, Limited};
+use http_body_util::BodyExt;
 use hyper::body::Incoming;
 
 use super::super::metrics::{CommonMetrics, RequestLabel};
@@ -33,6 +33,9 @@ use crate::error::{Error, Result};
 use crate::ids::InstanceId;
 use crate::router::Booking;
 use crate::text::{CacheOptions, TextModel, TextOptions};
+
+/// Time for which a refused body is still read.
+const DISCARD_TIME: Duration = Duration::from_millis(500);
 
 pub(super) static WORKER_HEADER: HeaderName = HeaderName::from_static("x-kvflash-worker");
 pub(super) static OVERLAP_HEADER: HeaderName = HeaderName::from_static("x-kvflash-overlap-blocks");
@@ -172,32 +175,66 @@ impl App {
     }
 
     /// The whole body, within its limits of size and time.
-    pub async fn read_body(&self, body: Body) -> Result<Bytes, Reject> {
+    pub async fn read_body(&self, mut body: Body) -> Result<Bytes, Reject> {
         let limit = self.options.max_body_bytes;
+        let timeout = self.options.body_timeout;
         let too_large = || {
             let message =
                 format!("the body is larger than the limit of {limit} bytes (--max-body-bytes)");
             Reject::new(StatusCode::PAYLOAD_TOO_LARGE, message)
         };
+        // Declared too large: refused without being asked for.
         if body.size_hint().lower() > limit as u64 {
             return Err(too_large());
         }
-        let whole = Limited::new(body, limit).collect();
-        match tokio::time::timeout(self.options.body_timeout, whole).await {
-            Ok(Ok(collected)) => Ok(collected.to_bytes()),
-            Ok(Err(error)) if error.downcast_ref::<LengthLimitError>().is_some() => {
-                Err(too_large())
+        let whole = async {
+            let mut first = Bytes::new();
+            let mut more = BytesMut::new();
+            while let Some(frame) = body.frame().await {
+                let Ok(frame) = frame else {
+                    let message = "the body ended before its declared length";
+                    return Err(Reject::bad_request(message));
+                };
+                let Ok(chunk) = frame.into_data() else { continue };
+                if first.len() + more.len() + chunk.len() > limit {
+                    return Err(too_large());
+                }
+                if first.is_empty() {
+                    first = chunk;
+                } else {
+                    more.extend_from_slice(&chunk);
+                }
             }
-            Ok(Err(_)) => Err(Reject::bad_request("the body ended before its declared length")),
-            Err(_) => Err(Reject::new(
+            if more.is_empty() {
+                // Nearly every body is one chunk: no copy.
+                return Ok(first);
+            }
+            let mut whole = BytesMut::with_capacity(first.len() + more.len());
+            whole.extend_from_slice(&first);
+            whole.extend_from_slice(&more);
+            Ok(whole.freeze())
+        };
+        let outcome = tokio::time::timeout(timeout, whole).await.unwrap_or_else(|_| {
+            Err(Reject::new(
                 StatusCode::REQUEST_TIMEOUT,
                 format!(
                     "the body did not arrive within {} s (--body-timeout)",
-                    self.options.body_timeout.as_secs()
+                    timeout.as_secs_f64()
                 ),
-            )),
+            ))
+        });
+        if outcome.as_ref().is_err_and(|reject| reject.status == StatusCode::PAYLOAD_TOO_LARGE) {
+            discard(&mut body).await;
         }
+        outcome
     }
+}
+
+/// Read on for a moment: many clients look for the answer only when they have sent everything.
+async fn discard(body: &mut Body) {
+    let rest = async { while let Some(Ok(_)) = body.frame().await {} };
+    // Whoever is still sending then gets a closed connection.
+    let _ = tokio::time::timeout(DISCARD_TIME, rest).await;
 }
 
 /// A request from its head to its answer's head; the [`Relay`] goes on from there.
@@ -365,6 +402,15 @@ async fn attempt(
                         is_engine_at_fault: true,
                     });
                 }
+                // No engine completes a prompt with nothing: it died behind its head.
+                None if parts.status == StatusCode::OK => {
+                    return Err(Failed {
+                        cause: "no_first_byte",
+                        message: format!("worker {} answered 200 without a body", engine.id),
+                        status: StatusCode::BAD_GATEWAY,
+                        is_engine_at_fault: true,
+                    });
+                }
                 None => break,
             }
         }
@@ -383,7 +429,7 @@ async fn attempt(
             message: format!(
                 "worker {} sent no byte within {} s (--first-byte-timeout)",
                 engine.id,
-                timeout.as_secs()
+                timeout.as_secs_f64()
             ),
             status: StatusCode::GATEWAY_TIMEOUT,
             is_engine_at_fault: false,
@@ -418,6 +464,10 @@ fn relay(
     *response.status_mut() = head.status;
     *response.headers_mut() = head.headers;
     let headers = response.headers_mut();
+    if head.is_event_stream {
+        // A stream that breaks ends with an event more than its engine announced.
+        headers.remove(header::CONTENT_LENGTH);
+    }
     if let Ok(value) = HeaderValue::try_from(worker) {
         headers.insert(WORKER_HEADER.clone(), value);
     }

@@ -70,7 +70,16 @@ impl EngineSpec {
             .url
             .parse()
             .map_err(|_| Error::Config(format!("worker url {:?} is not a URL", self.url)))?;
-        if uri.scheme_str() != Some("http") || uri.authority().is_none() {
+        // A port that is no number would become 80; the host may not be empty, and a user or a
+        // fragment would be lost without a word.
+        let is_whole = uri.authority().is_some_and(|authority| {
+            let port = authority.as_str().rsplit_once(':').map(|(_, port)| port);
+            !authority.host().is_empty()
+                && !authority.as_str().contains('@')
+                && (authority.port_u16().is_some_and(|port| port > 0)
+                    || port.is_none_or(|port| port.ends_with(']')))
+        });
+        if uri.scheme_str() != Some("http") || !is_whole || self.url.contains('#') {
             return Err(Error::Config(format!(
                 "worker url must be http://host:port, got {:?}",
                 self.url
@@ -147,6 +156,8 @@ pub(super) struct EngineNotes {
     pub capacity_blocks: Option<u64>,
     /// Tokens in a block, as its metrics say.
     pub block_size: Option<u32>,
+    /// When its process started, seconds since 1970, as its metrics say.
+    pub started_s: Option<f64>,
     /// Last trouble, in words.
     pub last_error: Option<String>,
 }
@@ -191,6 +202,11 @@ impl Engine {
 
     pub fn is_removed(&self) -> bool {
         self.removed.load(Ordering::Relaxed)
+    }
+
+    /// Is `name` among the models and adapters that it has told?
+    pub fn serves(&self, name: &str) -> bool {
+        self.notes.lock().models.iter().any(|(served, _)| served == name)
     }
 
     pub fn remove(&self) {

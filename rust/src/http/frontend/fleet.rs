@@ -81,6 +81,15 @@ struct Tables {
     joined: HashMap<InstanceId, String>,
 }
 
+impl Tables {
+    fn nothing_served(&self) -> Error {
+        Error::NoWorker(format!(
+            "no worker has told its models yet ({} registered)",
+            self.engines.len()
+        ))
+    }
+}
+
 /// All engines and models of a frontend.
 ///
 /// # Consistency
@@ -178,12 +187,14 @@ impl Fleet {
         if !tables.joined.contains_key(&engine.id) {
             self.join(&mut tables, engine, &pool)?;
         }
+        self.note_restart(engine, &notes);
+        *engine.notes.lock() = notes.clone();
         for (served, parent) in &notes.models {
             let lora_name = parent.as_ref().map(|_| served.clone());
             let route = Route { pool: Arc::clone(&pool), lora_name };
             tables.routes.insert(served.clone(), route);
         }
-        *engine.notes.lock() = notes;
+        Self::drop_unserved(&mut tables, &pool);
         drop(tables);
         if let Some(size) = block_size {
             let known = pool.index.learn_block_size(size);
@@ -195,6 +206,22 @@ impl Fleet {
             }
         }
         Ok(())
+    }
+
+    /// An engine whose process is another one holds nothing of what its predecessor held. Publishers
+    /// notice it by themselves where they can; this is for those without a replay socket.
+    fn note_restart(&self, engine: &Engine, notes: &EngineNotes) {
+        let before = engine.notes.lock().started_s;
+        let (Some(before), Some(now)) = (before, notes.started_s) else { return };
+        if before == now {
+            return;
+        }
+        for publisher in self.catalog.publishers() {
+            let is_its = publisher.worker.instance_id == engine.id;
+            if is_its && publisher.replay_endpoint.is_none() {
+                publisher.restarted();
+            }
+        }
     }
 
     fn new_pool(&self, name: &str) -> Result<Pool> {
@@ -244,17 +271,17 @@ impl Fleet {
             pool.change(|members| {
                 members.remove(&engine.id);
             });
-            // A name is served as long as one engine serves it; a pool stays, for its engines come back.
-            let served: Vec<String> = pool
-                .members()
-                .all()
-                .flat_map(|e| e.notes.lock().models.iter().map(|m| m.0.clone()).collect::<Vec<_>>())
-                .collect();
-            tables
-                .routes
-                .retain(|name, route| !Arc::ptr_eq(&route.pool, &pool) || served.contains(name));
+            Self::drop_unserved(tables, &pool);
         }
         tracing::info!(worker = engine.id, url = engine.base, model = name, "worker left");
+    }
+
+    /// A name is served as long as one engine serves it; a pool stays, for its engines come back.
+    fn drop_unserved(tables: &mut Tables, pool: &Arc<Pool>) {
+        let members = pool.members();
+        tables.routes.retain(|name, route| {
+            !Arc::ptr_eq(&route.pool, pool) || members.all().any(|engine| engine.serves(name))
+        });
     }
 
     /// Where requests for `model` go.
@@ -267,10 +294,7 @@ impl Fleet {
             return Ok(route.clone());
         }
         if tables.routes.is_empty() {
-            return Err(Error::NoWorker(format!(
-                "no worker has told its models yet ({} registered)",
-                tables.engines.len()
-            )));
+            return Err(tables.nothing_served());
         }
         let mut names: Vec<&str> = tables.routes.keys().map(String::as_str).collect();
         names.sort_unstable();
@@ -282,12 +306,16 @@ impl Fleet {
     }
 
     /// The only served base model, for requests that name none.
-    pub fn only_route(&self) -> Option<Route> {
+    ///
+    /// # Errors
+    /// `InvalidArgument` where there are several; `NoWorker` while nothing is served yet.
+    pub fn only_route(&self) -> Result<Route> {
         let tables = self.tables.read();
         let mut bases = tables.routes.values().filter(|route| route.lora_name.is_none());
         match (bases.next(), bases.next()) {
-            (Some(route), None) => Some(route.clone()),
-            _ => None,
+            (Some(route), None) => Ok(route.clone()),
+            (None, _) => Err(tables.nothing_served()),
+            _ => Err(Error::invalid("model: this frontend serves several models; name one")),
         }
     }
 

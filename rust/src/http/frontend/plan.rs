@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use serde_json::json;
+use serde_json::value::RawValue;
 
 use super::super::Reject;
 use super::app::App;
@@ -29,6 +30,8 @@ thread_local! {
 const LONG_TEXT_BYTES: usize = 64 * 1024;
 /// Without tokens a prompt's length is guessed from its bytes: English text has about four a token.
 const BYTES_PER_TOKEN: usize = 4;
+/// A chosen worker that left is replaced by another choice; so many in a row mean trouble.
+const MAX_CHOICES: usize = 8;
 
 /// Which OpenAI endpoint a request came to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,7 +57,6 @@ pub(super) struct Plan {
     block_size: u32,
     sequence_hashes: Vec<u64>,
     overlaps: Vec<(Worker, u32)>,
-    members: Arc<Members>,
 }
 
 /// The worker that takes a request, its load booked.
@@ -77,12 +79,8 @@ impl Plan {
             Some(name) => {
                 app.fleet.route(name).map_err(|error| Reject::from(error).param("model"))?
             }
-            None => app.fleet.only_route().ok_or_else(|| {
-                Reject::bad_request("model: this frontend serves several models; name one")
-                    .param("model")
-            })?,
+            None => app.fleet.only_route().map_err(|error| Reject::from(error).param("model"))?,
         };
-        let members = route.pool.members();
         let mut plan = Self {
             route,
             are_tokens_known: false,
@@ -90,7 +88,6 @@ impl Plan {
             block_size: 0,
             sequence_hashes: Vec::new(),
             overlaps: Vec::new(),
-            members,
         };
         if app.options.router.policy != Policy::Kv {
             return Ok(plan);
@@ -131,11 +128,24 @@ impl Plan {
     /// # Errors
     /// `NoWorker`, saying what there is and why it can't serve.
     pub fn book(&self, tried: &[InstanceId]) -> Result<Choice> {
+        for _ in 0..MAX_CHOICES {
+            if let Some(choice) = self.book_once(tried)? {
+                return Ok(choice);
+            }
+        }
+        Err(Error::NoWorker("every chosen worker left while the request was routed".to_owned()))
+    }
+
+    /// `None` when the chosen worker has left meanwhile.
+    fn book_once(&self, tried: &[InstanceId]) -> Result<Option<Choice>> {
         let pool = &self.route.pool;
-        let is_eligible = |worker: Worker| self.members.is_eligible(worker, tried);
+        // Read anew each time: workers come and go while a prompt is tokenized or an attempt runs.
+        let members = pool.members();
+        let is_eligible = |worker: Worker| self.is_eligible(&members, worker, tried);
+        let is_open =
+            tried.is_empty() && self.route.lora_name.is_none() && members.are_all_healthy();
         let request = RouteRequest {
-            allowed: (!tried.is_empty() || !self.members.are_all_healthy())
-                .then_some(&is_eligible as &dyn Fn(Worker) -> bool),
+            allowed: (!is_open).then_some(&is_eligible as &dyn Fn(Worker) -> bool),
             ..self.request()
         };
         let (booking, overlap_blocks) = TERMS.with_borrow_mut(|terms| {
@@ -148,10 +158,17 @@ impl Plan {
             );
             Ok::<_, Error>((booking, decision.overlap_blocks))
         })?;
-        let engine = self.members.get(booking.worker().instance_id).cloned().ok_or_else(|| {
-            Error::NoWorker("the chosen worker left while the request was routed".to_owned())
-        })?;
-        Ok(Choice { engine, booking, overlap_blocks })
+        // Once more: members change before the router's workers do, so that a worker which joined
+        // between the two readings is found.
+        let engine = pool.members().get(booking.worker().instance_id).cloned();
+        Ok(engine.map(|engine| Choice { engine, booking, overlap_blocks }))
+    }
+
+    fn is_eligible(&self, members: &Members, worker: Worker, tried: &[InstanceId]) -> bool {
+        members.is_eligible(worker, tried)
+            && self.route.lora_name.as_deref().is_none_or(|name| {
+                members.get(worker.instance_id).is_some_and(|engine| engine.serves(name))
+            })
     }
 
     fn request(&self) -> RouteRequest<'_> {
@@ -167,7 +184,8 @@ impl Plan {
         if !matches!(error, Error::NoWorker(_)) {
             return error;
         }
-        let all: Vec<_> = self.members.all().collect();
+        let members = self.route.pool.members();
+        let all: Vec<_> = members.all().collect();
         let down: Vec<String> = all
             .iter()
             .filter(|engine| !engine.is_healthy())
@@ -220,7 +238,8 @@ impl Plan {
     /// # Errors
     /// As [`Plan::book`].
     pub fn explain(&self) -> Result<serde_json::Value> {
-        let is_eligible = |worker: Worker| self.members.is_eligible(worker, &[]);
+        let members = self.route.pool.members();
+        let is_eligible = |worker: Worker| self.is_eligible(&members, worker, &[]);
         let request = RouteRequest { allowed: Some(&is_eligible), ..self.request() };
         let pool = &self.route.pool;
         let mut terms = Vec::new();
@@ -338,19 +357,31 @@ async fn remote_tokens(
     struct Answer {
         tokens: Vec<u32>,
     }
-    let healthy: Vec<_> = plan.members.all().filter(|engine| engine.is_healthy()).collect();
+    // What /tokenize has no field for would make other tokens than the request does.
+    let is_set = |raw: Option<&RawValue>| raw.is_some_and(|raw| raw.get() != "null");
+    if [envelope.documents, envelope.reasoning_effort, envelope.truncate_prompt_tokens]
+        .into_iter()
+        .any(is_set)
+    {
+        return Err("not_tokenizable");
+    }
+    let name = envelope.model.as_deref().unwrap_or(&plan.route.pool.name);
+    let members = plan.route.pool.members();
+    let healthy: Vec<_> =
+        members.all().filter(|engine| engine.is_healthy() && engine.serves(name)).collect();
     let Some(engine) = healthy.get(app.in_flight() % healthy.len().max(1)) else {
         return Err("no_engine");
     };
     let mut body = serde_json::Map::new();
     let mut put = |name: &str, value| body.insert(name.to_owned(), value);
-    put("model", json!(envelope.model.as_deref().unwrap_or(&plan.route.pool.name)));
+    put("model", json!(name));
     if let Some(prompt) = prompt {
         put("prompt", json!(prompt));
     }
     for (name, raw) in [
         ("messages", envelope.messages),
         ("tools", envelope.tools),
+        ("chat_template", envelope.chat_template),
         ("chat_template_kwargs", envelope.chat_template_kwargs),
     ] {
         if let Some(raw) = raw {

@@ -11,8 +11,8 @@ use super::engine::{Engine, EngineNotes};
 use super::proxy::Upstream;
 use crate::http::Shutdown;
 
-/// Adapters come and go while an engine runs: ask again this often.
-const LEARN_INTERVAL: Duration = Duration::from_secs(30);
+/// What an engine serves is asked again once in this many checks.
+const CHECKS_PER_LEARNING: u32 = 15;
 
 /// An engine's answers to a check are small; more than this is not one.
 const MAX_ANSWER_BYTES: usize = 8 * 1024 * 1024;
@@ -22,10 +22,12 @@ pub(super) async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown
     let interval = app.options.health_interval;
     // Waiting for an engine to start is worth asking more often than whether it still lives.
     let eager = interval.min(Duration::from_millis(250));
+    // Adapters come and go while an engine runs, and one may restart between two checks.
+    let learn_interval = interval * CHECKS_PER_LEARNING;
     let mut learned = None::<Instant>;
     while !engine.is_removed() && !shutdown.is_stopped() {
         let is_known =
-            engine.is_healthy() && learned.is_some_and(|at| at.elapsed() < LEARN_INTERVAL);
+            engine.is_healthy() && learned.is_some_and(|at| at.elapsed() < learn_interval);
         match check(&app.upstream, &engine, interval.max(Duration::from_secs(1))).await {
             Err(why) => engine.failed(&why),
             Ok(()) if is_known => {}
@@ -123,6 +125,10 @@ async fn learn(upstream: &Upstream, engine: &Engine) -> Result<EngineNotes, Stri
         let text = String::from_utf8_lossy(&body);
         let info = text.lines().find(|line| line.starts_with("vllm:cache_config_info{"));
         notes.block_size = info.and_then(|line| label(line, "block_size"));
+        notes.started_s = text
+            .lines()
+            .find_map(|line| line.strip_prefix("process_start_time_seconds "))
+            .and_then(|value| value.trim().parse().ok());
         notes.capacity_blocks = info.and_then(|line| label(line, "num_gpu_blocks"));
     }
     notes.block_size = notes.block_size.filter(|size| *size > 0);

@@ -126,6 +126,17 @@ fn is_hop_by_hop(name: &HeaderName) -> bool {
     )
 }
 
+/// Headers that `Connection` declares to be about this connection only (RFC 9110, 7.6.1).
+fn named_by_connection(headers: &HeaderMap) -> Vec<HeaderName> {
+    headers
+        .get_all(header::CONNECTION)
+        .iter()
+        .filter_map(|value| value.to_str().ok())
+        .flat_map(|value| value.split(','))
+        .filter_map(|name| name.trim().parse().ok())
+        .collect()
+}
+
 /// The request as the engine gets it: same method, path and body, without the client's connection headers.
 pub(super) fn upstream_request(
     method: &Method,
@@ -139,9 +150,10 @@ pub(super) fn upstream_request(
     *request.uri_mut() = uri;
     let out = request.headers_mut();
     out.reserve(headers.len() + 1);
+    let named = named_by_connection(headers);
     for (name, value) in headers {
         let is_ours = matches!(*name, header::HOST | header::CONTENT_LENGTH | header::EXPECT);
-        if !is_ours && !is_hop_by_hop(name) {
+        if !is_ours && !is_hop_by_hop(name) && !named.contains(name) {
             out.append(name.clone(), value.clone());
         }
     }
@@ -154,8 +166,8 @@ pub(super) fn upstream_request(
 
 /// The answer's headers as the client gets them.
 pub(super) fn client_headers(mut headers: HeaderMap) -> HeaderMap {
-    let listed: Vec<HeaderName> =
-        headers.keys().filter(|name| is_hop_by_hop(name)).cloned().collect();
+    let mut listed = named_by_connection(&headers);
+    listed.extend(headers.keys().filter(|name| is_hop_by_hop(name)).cloned());
     for name in listed {
         headers.remove(name);
     }

@@ -156,6 +156,10 @@ impl Body for Relay {
     }
 
     fn size_hint(&self) -> SizeHint {
+        if self.is_event_stream {
+            // A stream that breaks ends with an event more than its engine announced.
+            return SizeHint::new();
+        }
         let rest = self.upstream.size_hint();
         match (rest.exact(), &self.first) {
             (Some(bytes), Some(first)) => SizeHint::with_exact(bytes + first.len() as u64),

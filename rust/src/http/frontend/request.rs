@@ -59,7 +59,8 @@ impl<'a> Envelope<'a> {
                 Err(error) => {
                     let path = error.path().to_string();
                     let cause = error.into_inner();
-                    if path == "." {
+                    // "?" is where a body that is cut off ends.
+                    if path == "." || path == "?" {
                         Reject::bad_request(format!("the body is not a JSON object: {cause}"))
                     } else {
                         Reject::bad_request(format!("{path}: {cause}"))
@@ -103,6 +104,11 @@ impl Prompt {
     /// # Errors
     /// `InvalidArgument` naming the element at fault.
     pub fn parse(raw: &RawValue) -> Result<Self, Error> {
+        Self::parse_at(raw, false)
+    }
+
+    /// A list within a list is a batch of one; no engine takes more levels, and a stack has an end.
+    fn parse_at(raw: &RawValue, is_nested: bool) -> Result<Self, Error> {
         let wrong = |what: &str| Error::invalid(format!("prompt: {what}"));
         let text = raw.get().trim_start();
         if text.starts_with('"') {
@@ -118,7 +124,8 @@ impl Prompt {
         let Some(first) = items.first() else { return Err(wrong("must not be empty")) };
         if !first.get().starts_with(|c: char| c.is_ascii_digit() || c == '-') {
             return match items.as_slice() {
-                [only] => Self::parse(only),
+                [only] if !is_nested => Self::parse_at(only, true),
+                [_] => Err(wrong("a list of prompts must hold strings or lists of token ids")),
                 _ => Ok(Self::Batch),
             };
         }
