@@ -89,7 +89,7 @@ class OverlapScores:
 
     @property
     def frequencies(self) -> list[int]:
-        """Always empty here; kept for the scripts that read it."""
+        """Per depth, the number of workers that hold at least so many leading blocks."""
 
     def __len__(self) -> int: ...
 

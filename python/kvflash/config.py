@@ -55,7 +55,7 @@ def byte_count(text: str) -> int:
     unit = text.strip()[len(digits) :].lower().removesuffix("b")
     try:
         value = int(float(digits) * _UNITS[unit])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be a size such as 512MiB or 8000000, got {text!r}")

@@ -129,9 +129,6 @@ def test_other_paths_and_methods(http, method, path, wanted):
     assert isinstance(body["error"], str)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="closes without a word when the body is late; http/indexer/app.rs fallback"
-)
 @pytest.mark.parametrize(("path", "wanted"), [("/nothing", 404), ("/health", 405)])
 def test_a_refused_path_leaves_the_connection_usable_or_says_that_it_closes(embedded, path, wanted):
     host, port = embedded.http.url.removeprefix("http://").split(":")
@@ -208,7 +205,6 @@ def test_a_field_of_the_wrong_type_is_400(http, path, field, value):
     assert http.post(path, {**REQUIRED[path], field: value}, expect=400)["error"]
 
 
-@pytest.mark.xfail(strict=True, reason="serde's message has no path; http/indexer/app.rs read()")
 @pytest.mark.parametrize(("path", "field", "value"), WRONG_TYPES)
 def test_a_field_of_the_wrong_type_is_named(http, path, field, value):
     assert field in http.post(path, {**REQUIRED[path], field: value}, expect=400)["error"]
@@ -266,9 +262,6 @@ def test_a_body_of_9_mb_is_413(embedded, client, size, is_announced):
     assert client(embedded.http.url).call("GET", "/health")[0] == 200
 
 
-@pytest.mark.xfail(
-    strict=True, raises=OSError, reason="the answer is lost with the connection; app.rs read()"
-)
 @pytest.mark.parametrize("is_announced", [True, False])
 def test_a_body_of_64_mb_is_413(embedded, client, is_announced):
     body, headers = large_body(64 << 20, is_announced=is_announced)
@@ -319,7 +312,6 @@ def test_block_size_zero_is_400(http, engine, model):
     assert "block_size must be at least 1" in error
 
 
-@pytest.mark.xfail(strict=True, reason="an index is never dropped; catalog/registry.rs unregister")
 def test_the_last_worker_takes_the_block_size_along(http, engine, model):
     made = engine(replay=False)
     register(http, made, model)
@@ -617,9 +609,6 @@ def test_tiers_are_cumulative(http, engine, model):
     assert query(http, model)["instances"]["1"]["longest_matched"] == 0
 
 
-@pytest.mark.xfail(
-    strict=True, reason="events without tokens count as malformed; catalog/ingest.rs"
-)
 def test_blocks_offloaded_by_name_alone_are_credited(http, engine, model):
     """vLLM's offloading connector names the blocks it copied to a tier, without their tokens."""
     made = engine(replay=False)

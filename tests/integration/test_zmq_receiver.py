@@ -184,9 +184,6 @@ def test_a_ring_that_begins_later_gives_what_it_has(http, engine):
     assert made.asked == [0, 1]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="gives up frames that wait on the SUB socket; zmq.py _on_replay"
-)
 def test_a_ring_that_begins_later_does_not_cost_frames_that_came_live(http, engine):
     made = engine(ring=3)
     register(http, made)
@@ -240,9 +237,6 @@ def test_a_replay_that_stalls_midway_keeps_what_came(http, engine):
     assert counts(http)["lost_batches"] == 2
 
 
-@pytest.mark.xfail(
-    strict=True, reason="gives up what an answer lacks in its middle; zmq.py _on_replay"
-)
 def test_a_replay_with_holes_is_asked_for_again(http, engine):
     """A ROUTER drops what its queue can't hold: vLLM's holds 1,000 messages, its ring 10,000."""
     made, held = engine(), Holdings(10)
@@ -310,9 +304,6 @@ def test_a_replay_of_garbage_ends_and_the_stream_goes_on(http, engine, name):
     assert events["lost_batches"] + events["undecodable"] >= 1
 
 
-@pytest.mark.xfail(
-    strict=True, reason="give_up() believes any number of a replay; zmq.py _on_replay"
-)
 def test_a_replay_of_a_far_number_does_not_deafen(http, engine):
     made = engine()
     register(http, made)
@@ -495,9 +486,6 @@ def test_a_restart_whose_first_frames_were_missed(http, engine):
     assert counts(http)["restarts"] == 1
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a failed replay reports active, connected or not; _end_replay"
-)
 def test_a_replay_that_fails_with_its_engine_leaves_it_pending(http, engine):
     made = engine()
     register(http, made)
@@ -595,7 +583,6 @@ def test_the_end_mark_is_no_live_batch(http, engine):
     assert {fact[3] for fact in dumped_blocks(http)} == {1, 2}
 
 
-@pytest.mark.xfail(strict=True, reason="ZMQ does not connect again after it; zmq.py _on_monitor")
 @pytest.mark.parametrize("has_replay", [True, False], ids=["with replay", "without replay"])
 def test_a_frame_over_the_limit_costs_itself(http, engine, has_replay):
     made = engine(replay=has_replay)
@@ -661,9 +648,6 @@ def test_two_hundred_publishers_at_once(http, zmq_socket):
     )
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a context has 1,023 sockets, a subscription takes 3; zmq.py"
-)
 def test_more_publishers_than_a_context_has_sockets(run, client, engine):
     """One socket stands for 500 engines."""
     http = client(run("kvflash.indexer", "--port", "0", "--host", "127.0.0.1").ready()["url"])

@@ -314,7 +314,6 @@ def undecodable(service):
     return service.http.get("/workers")[0]["listeners"]["0"]["events"]["undecodable"]
 
 
-@pytest.mark.xfail(strict=True, reason="take() counts them all before it stops; py/catalog.rs")
 def test_a_malformed_message_behind_a_gap_is_counted_once(service, publisher):
     catalog, messages = service.indexer.catalog, [frame(3), [b"malformed"], frame(4)]
     assert catalog.take(publisher, messages) == (0, "gap", 0, 2)
@@ -323,9 +322,6 @@ def test_a_malformed_message_behind_a_gap_is_counted_once(service, publisher):
     assert undecodable(service) == 1
 
 
-@pytest.mark.xfail(
-    strict=True, reason="counted although the stream refuses it; publisher.rs give_up"
-)
 def test_the_end_mark_cannot_be_given_up(service, publisher):
     service.indexer.catalog.give_up(publisher, 2**64 - 1)
     assert service.indexer.catalog.position(publisher) == (0, None)

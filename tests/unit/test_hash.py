@@ -218,13 +218,11 @@ def test_what_holds_no_integers_is_refused_by_type(wrong):
     assert type(wrong).__name__ in str(caught.value)
 
 
-@pytest.mark.xfail(strict=True, reason="an empty text is taken for no tokens; py/buffer.rs")
 def test_an_empty_text_is_no_list_of_ids():
     with pytest.raises(InvalidArgumentError):
         compute_block_hash_for_seq("", 2)
 
 
-@pytest.mark.xfail(strict=True, reason="a matrix is flattened without a word; py/buffer.rs")
 def test_a_matrix_is_refused():
     batch = np.arange(8, dtype=np.uint32).reshape(2, 4)
     with pytest.raises(InvalidArgumentError):
@@ -250,7 +248,6 @@ def test_a_block_size_outside_its_range_is_refused_with_the_limit(block_size):
         compute_block_hash_for_seq([1, 2], block_size)
 
 
-@pytest.mark.xfail(strict=True, raises=OverflowError, reason="kv_block_size is taken as i64 first")
 def test_a_block_size_of_more_than_64_bits_is_refused_alike():
     with pytest.raises(InvalidArgumentError):
         compute_block_hash_for_seq([1, 2], 2**64)

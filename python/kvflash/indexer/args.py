@@ -47,7 +47,8 @@ def parse_workers(text: str) -> tuple[WorkerEntry, ...]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         identity, separator, endpoint = part.partition("=")
         instance, _, rank = identity.partition(":")
-        if not (separator and endpoint and instance.isdigit() and (rank or "0").isdigit()):
+        is_numbered = _is_number(instance, 64) and _is_number(rank or "0", 32)
+        if not (separator and endpoint and is_numbered):
             raise ConfigError(
                 f"--workers: invalid worker entry {part!r}; "
                 "expected instance_id[:dp_rank]=zmq_address"
@@ -56,6 +57,10 @@ def parse_workers(text: str) -> tuple[WorkerEntry, ...]:
             WorkerEntry(instance_id=int(instance), dp_rank=int(rank or "0"), endpoint=endpoint)
         )
     return tuple(entries)
+
+
+def _is_number(text: str, bits: int) -> bool:
+    return text.isascii() and text.isdigit() and int(text) < 2**bits
 
 
 def parse_args(argv: Sequence[str] | None = None) -> IndexerArgs:

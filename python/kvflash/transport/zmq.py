@@ -31,7 +31,15 @@ _Part = bytes | zmq.Frame
 
 _SEQUENCE_BYTES = 8
 _END_OF_REPLAY = b"\xff" * _SEQUENCE_BYTES
-_MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+_MONITORED = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_CONNECT_DELAYED
+)
+# ZMQ does not connect again after a breach of protocol, such as a frame above the limit. It says
+# so by saying nothing: of every other attempt it tells at once.
+_RECONNECT_GRACE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +82,8 @@ class _Subscription:
     monitor: zmq.Socket[bytes]
     replay: _Replay | None = None
     connections: int = 0
+    is_connected: bool = False
+    reconnect_at: float | None = None
     wants_verify: bool = False
 
 
@@ -89,6 +99,8 @@ class ZmqReceiver:
         self._catalog = catalog
         self._options = options or ZmqOptions()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # The default, 1,023, is enough for 340 publishers: a SUB and two ends of its monitor each.
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         # Orders are bounded by registrations, which the core limits.
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._wake_address = f"inproc://kvflash-wake-{id(self)}"
@@ -139,6 +151,7 @@ class ZmqReceiver:
                     if handler is not None:
                         self._call(handler)
                 self._give_up_late_replays()
+                self._call(self._reopen_broken)
         except Exception:
             logger.exception("the event transport failed; index state is no longer updated")
             for publisher in self._subscriptions:
@@ -169,6 +182,7 @@ class ZmqReceiver:
 
     def _poll_timeout_ms(self) -> int | None:
         deadlines = [s.replay.deadline for s in self._subscriptions.values() if s.replay]
+        deadlines += [s.reconnect_at for s in self._subscriptions.values() if s.reconnect_at]
         if not deadlines:
             return None
         return max(0, int((min(deadlines) - time.monotonic()) * 1000) + 1)
@@ -184,26 +198,41 @@ class ZmqReceiver:
             if order is None:
                 self._is_stopping = True
                 return
-            order()
+            self._call(order)
 
     def _subscribe(self, publisher: int, endpoint: str, replay_endpoint: str | None) -> None:
-        options = self._options
-        socket = self._context.socket(zmq.SUB)
-        socket.setsockopt(zmq.RCVHWM, options.receive_queue_messages)
-        socket.setsockopt(zmq.MAXMSGSIZE, options.message_bytes_max)
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, options.reconnect_ms_max)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SUBSCRIBE, b"")
-        monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_MONITORED)
+        try:
+            socket, monitor = self._open()
+        except zmq.ZMQError as error:
+            self._catalog.set_status(publisher, "failed", f"can't open a socket: {error}")
+            return
         subscription = _Subscription(publisher, endpoint, replay_endpoint, socket, monitor)
         self._subscriptions[publisher] = subscription
-        self._add(monitor, lambda: self._on_monitor(subscription))
+        self._connect(subscription)
         self._resume(subscription)
+
+    def _open(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        options = self._options
+        socket = self._context.socket(zmq.SUB)
         try:
-            socket.connect(_dialable(endpoint))
+            socket.setsockopt(zmq.RCVHWM, options.receive_queue_messages)
+            socket.setsockopt(zmq.MAXMSGSIZE, options.message_bytes_max)
+            socket.setsockopt(zmq.RECONNECT_IVL, 50)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, options.reconnect_ms_max)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SUBSCRIBE, b"")
+            return socket, socket.get_monitor_socket(_MONITORED)
+        except zmq.ZMQError:
+            socket.close(0)
+            raise
+
+    def _connect(self, subscription: _Subscription) -> None:
+        publisher, endpoint = subscription.publisher, subscription.endpoint
+        self._add(subscription.monitor, lambda: self._on_monitor(subscription))
+        try:
+            subscription.socket.connect(_dialable(endpoint))
         except zmq.ZMQError as error:
             self._catalog.set_status(publisher, "failed", f"can't connect to {endpoint}: {error}")
             return
@@ -211,12 +240,33 @@ class ZmqReceiver:
             # Within a process there is no handshake to wait for.
             self._catalog.set_status(publisher, "active")
 
+    def _reopen_broken(self) -> None:
+        now = time.monotonic()
+        for subscription in list(self._subscriptions.values()):
+            if subscription.reconnect_at is None or subscription.reconnect_at > now:
+                continue
+            subscription.reconnect_at = None
+            limit = self._options.message_bytes_max
+            message = f"breach of protocol, such as a frame above {limit} bytes; connecting again"
+            logger.warning(
+                "publisher %d (%s): %s", subscription.publisher, subscription.endpoint, message
+            )
+            self._catalog.set_status(subscription.publisher, "pending", message)
+            self._close_stream(subscription)
+            subscription.socket, subscription.monitor = self._open()
+            self._connect(subscription)
+            if subscription.replay is None:
+                self._resume(subscription)
+
     def _unsubscribe(self, publisher: int) -> None:
         subscription = self._subscriptions.pop(publisher, None)
         if subscription is None:
             return
         if subscription.replay is not None:
             self._close(subscription.replay.socket)
+        self._close_stream(subscription)
+
+    def _close_stream(self, subscription: _Subscription) -> None:
         subscription.socket.disable_monitor()
         self._close(subscription.monitor)
         self._close(subscription.socket)
@@ -225,12 +275,15 @@ class ZmqReceiver:
         while subscription.monitor.poll(0):
             event = parse_monitor_message(subscription.monitor.recv_multipart())
             kind = event["event"]
+            subscription.is_connected = kind == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            subscription.reconnect_at = None
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 subscription.connections += 1
                 self._catalog.set_status(subscription.publisher, "active")
                 if subscription.replay_endpoint is not None:
                     self._on_connected(subscription)
             elif kind == zmq.EVENT_DISCONNECTED:
+                subscription.reconnect_at = time.monotonic() + _RECONNECT_GRACE_S
                 self._catalog.set_status(
                     subscription.publisher, "pending", "disconnected; connecting again"
                 )
@@ -254,6 +307,9 @@ class ZmqReceiver:
             self._start_replay(subscription, last, is_verifying=True, waiting=[])
 
     def _on_stream(self, subscription: _Subscription) -> None:
+        self._offer(subscription, self._receive(subscription))
+
+    def _receive(self, subscription: _Subscription) -> list[list[_Part]]:
         messages: list[list[_Part]] = []
         receive = subscription.socket.recv
         try:
@@ -267,7 +323,7 @@ class ZmqReceiver:
                 messages.append(parts)
         except zmq.Again:
             pass
-        self._offer(subscription, messages)
+        return messages
 
     def _offer(self, subscription: _Subscription, messages: list[list[_Part]]) -> None:
         """Hand over live messages; at a gap, ask for a replay or give the missing ones up."""
@@ -336,26 +392,62 @@ class ZmqReceiver:
                 return
             if not self._catalog.verify(publisher, head):
                 # Another stream: what follows is its tail only, so ask for it from its start.
-                waiting = replay.waiting
-                self._close(replay.socket)
-                self._start_replay(subscription, 0, is_verifying=False, waiting=waiting)
+                self._replay_again(subscription, 0)
                 return
         replay.has_answered = replay.has_answered or bool(messages)
         while messages:
-            consumed, outcome, _, last = self._catalog.take(publisher, messages, replayed=True)
+            consumed, outcome, first, last = self._catalog.take(publisher, messages, replayed=True)
             if outcome != "gap":
                 break
-            # The engine's ring begins later than what was asked for.
+            if self._has_progressed(subscription, replay):
+                # The engine's queue overflowed in the middle of its answer: ask for the rest again.
+                self._replay_again(subscription, first)
+                return
+            # The engine's ring begins later than what was asked for. What came live meanwhile is
+            # not missing, whatever the answer says.
+            live = self._first_waiting(subscription, replay)
+            if live is not None and live <= last:
+                self._catalog.give_up(publisher, live)
+                replay.first = live
+                self._end_replay(subscription, None)
+                return
             self._catalog.give_up(publisher, last + 1)
+            replay.first = last + 1
             messages = messages[consumed:]
         if is_over:
             self._end_replay(subscription, None)
+
+    def _has_progressed(self, subscription: _Subscription, replay: _Replay) -> bool:
+        """Has it brought anything that was wanted? Then asking again ends some time."""
+        position = self._catalog.position(subscription.publisher)
+        return position is not None and position[0] > replay.first + replay.is_verifying
+
+    def _replay_again(self, subscription: _Subscription, first: int) -> None:
+        replay = subscription.replay
+        if replay is not None:
+            self._close(replay.socket)
+            self._start_replay(subscription, first, is_verifying=False, waiting=replay.waiting)
+
+    def _first_waiting(self, subscription: _Subscription, replay: _Replay) -> int | None:
+        """Number of the first live frame that waits for the end of the replay."""
+        if not replay.waiting:
+            replay.waiting.extend(self._receive(subscription))
+        for parts in replay.waiting:
+            number = bytes(parts[-2]) if len(parts) > 1 else b""
+            if len(number) == _SEQUENCE_BYTES:
+                return int.from_bytes(number, "big")
+        return None
 
     def _give_up_late_replays(self) -> None:
         now = time.monotonic()
         for subscription in list(self._subscriptions.values()):
             if subscription.replay is not None and subscription.replay.deadline <= now:
                 timeout_s = self._options.replay_timeout_s
+                if self._has_progressed(subscription, subscription.replay):
+                    # The end of the answer was lost when the engine's queue overflowed.
+                    position = self._catalog.position(subscription.publisher)
+                    self._replay_again(subscription, position[0] if position else 0)
+                    continue
                 message = f"{subscription.replay_endpoint} sent nothing for {timeout_s:g} s"
                 self._end_replay(subscription, message)
 
@@ -374,14 +466,19 @@ class ZmqReceiver:
                 replay.first,
                 error,
             )
-            self._catalog.set_status(publisher, "active", f"replay failed: {error}")
+            status = "active" if subscription.is_connected else "pending"
+            self._catalog.set_status(publisher, status, f"replay failed: {error}")
         messages = replay.waiting
         while messages:
-            consumed, outcome, _, last = self._catalog.take(publisher, messages)
+            consumed, outcome, first, last = self._catalog.take(publisher, messages)
             if outcome != "gap":
                 break
-            self._catalog.give_up(publisher, last + 1)
             messages = messages[consumed:]
+            if first > replay.first:
+                # Not what this replay could not bring: the rest may come when it is asked for.
+                self._start_replay(subscription, first, is_verifying=False, waiting=messages)
+                return
+            self._catalog.give_up(publisher, last + 1)
         self._resume(subscription)
         if subscription.wants_verify:
             subscription.wants_verify = False

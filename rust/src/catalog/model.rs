@@ -28,11 +28,13 @@ pub struct ModelIndex {
     pub index: Box<dyn BlockIndex>,
     /// 0 = not known yet: the first stored event or the engine's metrics tell.
     block_size: AtomicU32,
+    /// What the operator set for every publisher to come; 0 = nothing.
+    given_block_size: u32,
 }
 
 impl ModelIndex {
-    pub(super) fn new(key: ModelKey, block_size: u32, index: Box<dyn BlockIndex>) -> Self {
-        Self { key, index, block_size: AtomicU32::new(block_size) }
+    pub(super) fn new(key: ModelKey, given_block_size: u32, index: Box<dyn BlockIndex>) -> Self {
+        Self { key, index, block_size: AtomicU32::new(given_block_size), given_block_size }
     }
 
     /// Tokens in a block; `None` while no engine has told.
@@ -42,6 +44,11 @@ impl ModelIndex {
             0 => None,
             size => Some(size),
         }
+    }
+
+    /// Nobody publishes for this index any more, and it is empty: what comes next may differ.
+    pub(super) fn forget_block_size(&self) {
+        self.block_size.store(self.given_block_size, Ordering::Relaxed);
     }
 
     /// Learn the block size if it is unknown; returns the size that now holds.

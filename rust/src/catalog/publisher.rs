@@ -182,10 +182,9 @@ impl Publisher {
     /// Give up on missing batches: the stream goes on at `sequence`.
     pub fn give_up(&self, sequence: u64) {
         let mut state = self.state.lock();
-        if let Some(missing) = sequence.checked_sub(state.stream.next()).filter(|n| *n > 0) {
-            add(&self.counters.lost_batches, missing);
-            state.stream.skip_to(sequence);
-        }
+        let before = state.stream.lost();
+        state.stream.skip_to(sequence);
+        add(&self.counters.lost_batches, state.stream.lost() - before);
     }
 
     /// After a new connection: is this still the stream that was applied so far?

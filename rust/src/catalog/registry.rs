@@ -98,7 +98,8 @@ impl Catalog {
         }
     }
 
-    /// The index of `key`, made when it is not there yet.
+    /// The index of `key`, made when it is not there yet. A block size given with the first call holds
+    /// as long as the index; without one it is learned, and forgotten with the last publisher.
     ///
     /// # Errors
     /// `Conflict` when the index has another block size; `Overloaded` at the limit of models.
@@ -107,7 +108,7 @@ impl Catalog {
         key: &ModelKey,
         block_size: Option<u32>,
     ) -> Result<Arc<ModelIndex>> {
-        self.model_in(&mut self.tables.write(), key, block_size)
+        self.model_in(&mut self.tables.write(), key, block_size, block_size)
     }
 
     fn model_in(
@@ -115,6 +116,7 @@ impl Catalog {
         tables: &mut Tables,
         key: &ModelKey,
         block_size: Option<u32>,
+        given: Option<u32>,
     ) -> Result<Arc<ModelIndex>> {
         if let Some(model) = tables.models.get(key) {
             if let Some(size) = block_size {
@@ -143,8 +145,10 @@ impl Catalog {
             expected_blocks: EXPECTED_BLOCKS,
             hash_seed: rand::random(),
         });
-        let model =
-            Arc::new(ModelIndex::new(key.clone(), block_size.unwrap_or(0), Box::new(index)));
+        let model = Arc::new(ModelIndex::new(key.clone(), given.unwrap_or(0), Box::new(index)));
+        if let Some(size) = block_size {
+            model.learn_block_size(size);
+        }
         tables.models.insert(key.clone(), Arc::clone(&model));
         Ok(model)
     }
@@ -187,7 +191,7 @@ impl Catalog {
                 self.options.max_publishers
             )));
         }
-        let model = self.model_in(&mut tables, &key, block_size)?;
+        let model = self.model_in(&mut tables, &key, block_size, None)?;
         // Relaxed: the table's lock orders everything else.
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let publisher = Arc::new(Publisher::new(
@@ -236,6 +240,11 @@ impl Catalog {
             tables.workers.remove(&publisher.worker);
             publisher.close();
             self.commands.push(Command::Unsubscribe { publisher: publisher.id });
+            let key = &publisher.model.key;
+            if !tables.publishers.values().any(|other| other.model.key == *key) {
+                // The next one to register may have another block size.
+                publisher.model.forget_block_size();
+            }
         }
         Ok(gone.len())
     }

@@ -6,7 +6,7 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyList, PySequence};
+use pyo3::types::{PyByteArray, PyBytes, PyList, PySequence, PyString};
 
 use super::error::raise;
 use crate::error::Error;
@@ -55,6 +55,14 @@ impl Buffer {
             return None;
         }
         Some(Self { raw })
+    }
+
+    fn check_flat(&self, name: &str, py: Python<'_>) -> PyResult<()> {
+        if self.raw.ndim == 1 {
+            return Ok(());
+        }
+        let message = format!("{name} must have one dimension, got {}", self.raw.ndim);
+        Err(raise(py, &Error::invalid(message)))
     }
 
     /// The native type code, without an explicit native byte order; `None` for anything else.
@@ -161,7 +169,9 @@ pub(super) fn tokens(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Integers
         let copied = from_list(name, list, |value| u32::try_from(value).ok())?;
         return Ok(Integers { buffer: None, copied });
     }
+    refuse_other_shapes(name, object)?;
     if let Some(buffer) = Buffer::of(object) {
+        buffer.check_flat(name, object.py())?;
         let size = buffer.raw.itemsize as usize;
         let refuse = |at: usize, value: String| out_of_range(object.py(), name, at, &value);
         macro_rules! converted {
@@ -207,7 +217,9 @@ pub(super) fn hashes(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Integers
         let copied = from_list(name, list, bits)?;
         return Ok(Integers { buffer: None, copied });
     }
+    refuse_other_shapes(name, object)?;
     if let Some(buffer) = Buffer::of(object) {
+        buffer.check_flat(name, object.py())?;
         let is_aligned = (buffer.raw.buf as usize).is_multiple_of(8);
         if matches!(buffer.kind(), Some(b'q' | b'Q' | b'l' | b'L'))
             && buffer.raw.itemsize == 8
@@ -217,6 +229,21 @@ pub(super) fn hashes(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Integers
         }
     }
     Ok(Integers { buffer: None, copied: from_sequence(name, object, bits)? })
+}
+
+/// Text and raw bytes are sequences too, but never of token ids: whoever passes them means something else.
+fn refuse_other_shapes(name: &str, object: &Bound<'_, PyAny>) -> PyResult<()> {
+    if object.is_instance_of::<PyString>()
+        || object.is_instance_of::<PyBytes>()
+        || object.is_instance_of::<PyByteArray>()
+    {
+        let message = format!(
+            "{name} must be a list, an array or a buffer of integers, got {}",
+            object.get_type().name()?
+        );
+        return Err(raise(object.py(), &Error::invalid(message)));
+    }
+    Ok(())
 }
 
 fn out_of_range(py: Python<'_>, name: &str, at: usize, value: &str) -> PyErr {

@@ -62,7 +62,7 @@ impl Catalog {
         // Messages are [.., sequence, payload]: engines differ in what they put before.
         let all = messages.len();
         let mut owned: Vec<(usize, u64, Bytes<'_>)> = Vec::with_capacity(all);
-        let mut malformed = 0_u64;
+        let mut malformed = Vec::new();
         for (at, message) in messages.iter().enumerate() {
             let parts = message.cast_into::<PyList>()?;
             let len = parts.len();
@@ -73,7 +73,7 @@ impl Catalog {
             });
             match frame {
                 Some(Ok(frame)) => owned.push(frame),
-                _ => malformed += 1,
+                _ => malformed.push(at),
             }
         }
         let frames: Vec<(usize, u64, &[u8])> = owned
@@ -81,7 +81,11 @@ impl Catalog {
             .map(|(at, sequence, payload)| (*at, *sequence, payload.as_slice()))
             .collect();
         let verdict = py.detach(|| {
-            publisher.count_malformed_messages(malformed);
+            // Only those before the message that is to be offered again.
+            let count = |end: usize| {
+                let passed = malformed.iter().filter(|at| **at < end).count();
+                publisher.count_malformed_messages(passed as u64);
+            };
             for (at, sequence, payload) in frames {
                 let outcome = if replayed {
                     publisher.replayed(sequence, payload)
@@ -90,10 +94,14 @@ impl Catalog {
                 };
                 match outcome {
                     FrameOutcome::Applied | FrameOutcome::Duplicate => {}
-                    FrameOutcome::Gap { from, to } => return (at, "gap", from, to),
+                    FrameOutcome::Gap { from, to } => {
+                        count(at);
+                        return (at, "gap", from, to);
+                    }
                     FrameOutcome::Closed => return (at, "closed", 0, 0),
                 }
             }
+            count(all);
             (all, "applied", 0, 0)
         });
         Ok((verdict.0, verdict.1.to_owned(), verdict.2, verdict.3))

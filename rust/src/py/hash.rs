@@ -12,7 +12,7 @@ use crate::hash;
 pub(super) fn compute_block_hash_for_seq(
     py: Python<'_>,
     #[pyo3(from_py_with = raw)] tokens: Bound<'_, PyAny>,
-    kv_block_size: i64,
+    kv_block_size: &Bound<'_, PyAny>,
     lora_name: Option<&str>,
     cache_salt: Option<&str>,
     is_eagle: bool,
@@ -44,9 +44,11 @@ pub(super) fn item_hash(identifier: &str) -> u64 {
     hash::item_hash(identifier)
 }
 
-pub(super) fn block_size(py: Python<'_>, value: i64) -> PyResult<u32> {
-    u32::try_from(value).ok().filter(|size| *size > 0).ok_or_else(|| {
-        raise(py, &Error::invalid(format!("kv_block_size must be in 1..=4294967295, got {value}")))
+fn block_size(py: Python<'_>, value: &Bound<'_, PyAny>) -> PyResult<u32> {
+    value.extract::<u32>().ok().filter(|size| *size > 0).ok_or_else(|| {
+        let message =
+            format!("kv_block_size must be a whole number in 1..=4294967295, got {value}");
+        raise(py, &Error::invalid(message))
     })
 }
 

@@ -272,6 +272,10 @@ impl Fleet {
                 members.remove(&engine.id);
             });
             Self::drop_unserved(tables, &pool);
+            if pool.members().all().next().is_none() {
+                // Engines that come back may have another block size: they begin anew.
+                tables.pools.remove(&name);
+            }
         }
         tracing::info!(worker = engine.id, url = engine.base, model = name, "worker left");
     }

@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::body::{Body, Bytes};
@@ -36,6 +36,10 @@ impl Default for IndexerOptions {
     }
 }
 
+/// A refused body is read up to this size and time before the connection is closed.
+const REFUSED_BYTES_MAX: usize = 64 * 1024 * 1024;
+const DISCARD_TIME: Duration = Duration::from_millis(500);
+
 struct App {
     catalog: Arc<Catalog>,
     options: IndexerOptions,
@@ -63,8 +67,12 @@ impl IndexerApp {
             .route("/query", post(query))
             .route("/query_by_hash", post(query_by_hash))
             .route("/dump", get(dump))
-            .fallback(async || Reject::new(StatusCode::NOT_FOUND, "no such path").plain())
-            .method_not_allowed_fallback(async || {
+            .fallback(async |body: Body| {
+                discard(body, REFUSED_BYTES_MAX).await;
+                Reject::new(StatusCode::NOT_FOUND, "no such path").plain()
+            })
+            .method_not_allowed_fallback(async |body: Body| {
+                discard(body, REFUSED_BYTES_MAX).await;
                 Reject::new(StatusCode::METHOD_NOT_ALLOWED, "this path takes another method")
                     .plain()
             })
@@ -93,9 +101,12 @@ impl App {
 
     async fn read<T: DeserializeOwned>(&self, body: Body) -> Result<T, Reject> {
         let limit = self.options.max_body_bytes;
-        let bytes: Bytes = match Limited::new(body, limit).collect().await {
+        let mut body = body;
+        let bytes: Bytes = match Limited::new(&mut body, limit).collect().await {
             Ok(collected) => collected.to_bytes(),
             Err(error) if error.downcast_ref::<LengthLimitError>().is_some() => {
+                // Many clients look for the answer only when they have sent everything.
+                discard(body, REFUSED_BYTES_MAX).await;
                 let message = format!("the body is larger than the limit of {limit} bytes");
                 return Err(Reject::new(StatusCode::PAYLOAD_TOO_LARGE, message));
             }
@@ -105,8 +116,14 @@ impl App {
         if bytes.trim_ascii_start().first() == Some(&b'[') {
             return Err(Reject::bad_request("invalid request body: a list instead of an object"));
         }
-        serde_json::from_slice(&bytes)
-            .map_err(|error| Reject::bad_request(format!("invalid request body: {error}")))
+        let refuse = |error: &dyn std::fmt::Display| {
+            Reject::bad_request(format!("invalid request body: {error}"))
+        };
+        let mut json = serde_json::Deserializer::from_slice(&bytes);
+        let request =
+            serde_path_to_error::deserialize(&mut json).map_err(|error| refuse(&error))?;
+        json.end().map_err(|error| refuse(&error))?;
+        Ok(request)
     }
 
     fn find(&self, model: &ModelIndex, locals: &[u64]) -> Response {
@@ -124,6 +141,14 @@ impl App {
         });
         json_response(StatusCode::OK, &answer)
     }
+}
+
+/// Read on for a moment, so that a client that is still sending gets its answer and a kept connection
+/// stays in step.
+async fn discard(body: Body, limit: usize) {
+    let rest = Limited::new(body, limit).collect();
+    // Whoever sends more, or takes longer, gets a closed connection.
+    let _ = tokio::time::timeout(DISCARD_TIME, rest).await;
 }
 
 fn json_response(status: StatusCode, body: &impl Serialize) -> Response {
