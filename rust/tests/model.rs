@@ -109,6 +109,8 @@ impl Pair {
             for name in 0..8 {
                 let seed = self.index.parent_seed(worker, name);
                 assert_eq!(seed, self.twin.parent_seed(worker, name));
+                let held = self.index.held_block(worker, name);
+                assert_eq!(held, self.twin.held_block(worker, name));
             }
         }
         for query in queries {

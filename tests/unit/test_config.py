@@ -78,11 +78,11 @@ def test_main_refuses_with_status_2(capsys):
     workers = "1=tcp://127.0.0.1:1,1=tcp://127.0.0.1:2"
     assert main(["--workers", workers, "--block-size", "4"]) == 2
     assert "instance_id 1 dp_rank 0 is registered already" in capsys.readouterr().err
+    assert main(["--workers", "1=udp://127.0.0.1:1", "--block-size", "4"]) == 2
+    assert "endpoint must be tcp://host:port" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "workers", [f"{2**64}=tcp://127.0.0.1:1", f"1:{2**32}=tcp://127.0.0.1:1", "1=udp://127.0.0.1:1"]
-)
+@pytest.mark.parametrize("workers", [f"{2**64}=tcp://127.0.0.1:1", f"1:{2**32}=tcp://127.0.0.1:1"])
 def test_workers_that_cannot_be_registered_are_refused_by_name(workers):
     with pytest.raises(ConfigError):
         parse_workers(workers)

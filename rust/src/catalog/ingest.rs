@@ -62,6 +62,9 @@ impl Ingest<'_> {
         let Some(tier) = tier_of(event.medium.as_deref()) else {
             return add(&self.counters.unknown_medium, 1);
         };
+        if event.token_ids.is_empty() && event.block_size == 0 {
+            return self.copy(event, tier);
+        }
         let blocks = event.block_hashes.len();
         let expected_tokens = blocks.checked_mul(event.block_size as usize);
         if event.block_size == 0 || expected_tokens != Some(event.token_ids.len()) {
@@ -103,6 +106,23 @@ impl Ingest<'_> {
             Some(Rejection::SlotsExhausted) => {
                 add(&self.counters.refused_blocks, blocks.len() as u64);
             }
+        }
+    }
+
+    /// Offloading connectors name the blocks that they copied to a tier, without their tokens: the worker
+    /// holds them elsewhere, which tells what they are.
+    fn copy(&mut self, event: &Stored, tier: Tier) {
+        let index = &self.model.index;
+        add(&self.counters.stored, 1);
+        add(&self.counters.stored_blocks, event.block_hashes.len() as u64);
+        for name in &event.block_hashes {
+            let Some(held) = index.held_block(self.worker, *name) else {
+                add(&self.counters.orphaned, 1);
+                continue;
+            };
+            let parent = held.parent_chain.map(Parent::Chain);
+            let outcome = index.store(self.worker, tier, parent, held.seed, &[held.block]);
+            add(&self.counters.refused_blocks, u64::from(outcome.refused));
         }
     }
 

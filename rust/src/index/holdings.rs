@@ -98,6 +98,11 @@ impl Holdings {
         }
     }
 
+    /// Chain hash and seed of a name that is held.
+    pub fn find_held(&self, name: u64) -> Option<(u64, u64)> {
+        self.names.get(&name).map(|chain| (*chain, self.mark(name).seed))
+    }
+
     /// Holds a block. `room` is how many memberships may still be added; it is kept up to date.
     pub fn put(
         &mut self,

@@ -37,8 +37,8 @@ pub use matches::{Match, Matches};
 pub use oracle::OracleIndex;
 pub use radix::RadixIndex;
 pub use types::{
-    Block, CountMode, DEFAULT_SEED, DumpBlock, IndexStats, Limits, MAX_WORKERS, Options, Parent,
-    Rejection, RemoveOutcome, StoreOutcome,
+    Block, CountMode, DEFAULT_SEED, DumpBlock, HeldBlock, IndexStats, Limits, MAX_WORKERS, Options,
+    Parent, Rejection, RemoveOutcome, StoreOutcome,
 };
 
 /// What every block index answers. Implemented by [`RadixIndex`] and its twin [`OracleIndex`].
@@ -120,6 +120,9 @@ pub trait BlockIndex: Send + Sync {
 
     /// The seed of a block that `worker` holds, or held until lately, under `engine_hash`.
     fn parent_seed(&self, worker: Worker, engine_hash: u64) -> Option<u64>;
+
+    /// What `worker` holds in any tier under `engine_hash`: enough to store it in another tier.
+    fn held_block(&self, worker: Worker, engine_hash: u64) -> Option<HeldBlock>;
 
     /// The known workers, ascending.
     fn workers(&self) -> Vec<Worker>;

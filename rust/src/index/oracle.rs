@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 
 use super::matches::{Match, Matches};
 use super::types::{
-    Block, CountMode, DumpBlock, IndexStats, MAX_WORKERS, Options, Parent, Rejection,
+    Block, CountMode, DumpBlock, HeldBlock, IndexStats, MAX_WORKERS, Options, Parent, Rejection,
     RemoveOutcome, StoreOutcome,
 };
 use super::{BlockIndex, chain};
@@ -263,6 +263,13 @@ impl BlockIndex for OracleIndex {
     fn parent_seed(&self, worker: Worker, engine_hash: u64) -> Option<u64> {
         let state = self.state.lock();
         state.workers.get(&worker)?.locate(engine_hash).map(|(_, seed)| seed)
+    }
+
+    fn held_block(&self, worker: Worker, engine_hash: u64) -> Option<HeldBlock> {
+        let state = self.state.lock();
+        let name = state.workers.get(&worker)?.names.get(&engine_hash)?;
+        let block = Block { engine_hash, local_hash: name.local };
+        Some(HeldBlock { block, parent_chain: name.parent, seed: name.seed })
     }
 
     fn workers(&self) -> Vec<Worker> {

@@ -14,8 +14,8 @@ use super::matches::{Match, Matches};
 use super::nodes::{Mix, Nodes};
 use super::slots::Slots;
 use super::types::{
-    Block, DumpBlock, IndexStats, MAX_WORKERS, Options, Parent, Rejection, RemoveOutcome,
-    StoreOutcome,
+    Block, DumpBlock, HeldBlock, IndexStats, MAX_WORKERS, Options, Parent, Rejection,
+    RemoveOutcome, StoreOutcome,
 };
 use super::walk::Chains;
 use super::{BlockIndex, chain, dump};
@@ -313,6 +313,14 @@ impl BlockIndex for RadixIndex {
         let cell = self.slots.find(worker)?;
         let guard = cell.holdings.lock();
         guard.as_ref()?.locate(engine_hash).map(|(_, seed)| seed)
+    }
+
+    fn held_block(&self, worker: Worker, engine_hash: u64) -> Option<HeldBlock> {
+        let cell = self.slots.find(worker)?;
+        let guard = cell.holdings.lock();
+        let (chain, seed) = guard.as_ref()?.find_held(engine_hash)?;
+        let (parent_chain, local_hash) = Nodes::content(&self.nodes.pin(), chain)?;
+        Some(HeldBlock { block: Block { engine_hash, local_hash }, parent_chain, seed })
     }
 
     fn workers(&self) -> Vec<Worker> {

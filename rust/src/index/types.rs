@@ -114,6 +114,17 @@ pub struct RemoveOutcome {
     pub unknown: u32,
 }
 
+/// A block that a worker holds, and where it hangs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct HeldBlock {
+    /// The engine's name and the local hash.
+    pub block: Block,
+    /// Chain hash of the parent; `None` at a prompt's start.
+    pub parent_chain: Option<u64>,
+    /// Identity seed of the local hash.
+    pub seed: u64,
+}
+
 /// One membership, as a dump carries it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct DumpBlock {
