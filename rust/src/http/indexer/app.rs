@@ -116,14 +116,14 @@ impl App {
         if bytes.trim_ascii_start().first() == Some(&b'[') {
             return Err(Reject::bad_request("invalid request body: a list instead of an object"));
         }
-        let refuse = |error: &dyn std::fmt::Display| {
-            Reject::bad_request(format!("invalid request body: {error}"))
-        };
-        let mut json = serde_json::Deserializer::from_slice(&bytes);
-        let request =
-            serde_path_to_error::deserialize(&mut json).map_err(|error| refuse(&error))?;
-        json.end().map_err(|error| refuse(&error))?;
-        Ok(request)
+        serde_json::from_slice(&bytes).map_err(|error| {
+            // Second, slower pass, for the name of the field at fault.
+            let mut json = serde_json::Deserializer::from_slice(&bytes);
+            match serde_path_to_error::deserialize::<_, T>(&mut json) {
+                Err(error) => Reject::bad_request(format!("invalid request body: {error}")),
+                Ok(_) => Reject::bad_request(format!("invalid request body: {error}")),
+            }
+        })
     }
 
     fn find(&self, model: &ModelIndex, locals: &[u64]) -> Response {
