@@ -433,7 +433,8 @@ class ZmqReceiver:
         if not replay.waiting:
             replay.waiting.extend(self._receive(subscription))
         for parts in replay.waiting:
-            number = bytes(parts[-2]) if len(parts) > 1 else b""
+            part = parts[-2] if len(parts) > 1 else b""
+            number = part.bytes if isinstance(part, zmq.Frame) else part
             if len(number) == _SEQUENCE_BYTES:
                 return int.from_bytes(number, "big")
         return None
