@@ -132,10 +132,6 @@ def measure(run, client, engines, mode, *, seed, salt=None):
         prompt += usage["prompt_tokens"]
         cached += reused
         asked += 1
-        if int(headers["x-kvflash-overlap-blocks"]) * BLOCK_SIZE != reused and mode == "kv":
-            print(
-                asked, headers["x-kvflash-worker"], headers["x-kvflash-overlap-blocks"], reused / 32
-            )
         agreed += int(headers["x-kvflash-overlap-blocks"]) * BLOCK_SIZE == reused
         talk.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
     text = frontend.get("/metrics").decode()
