@@ -50,11 +50,13 @@ fuzz:
 	cd fuzz && RUSTC_BOOTSTRAP=1 cargo fuzz run decode_batch -- -max_total_time=$(or $(SECONDS),300)
 
 soak: dev
-	cargo test --release --quiet -- --ignored soak
-	$(BIN)/python -m pytest benches/soak -q
+	KVFLASH_STRESS_SECONDS=30 KVFLASH_MODEL_EVENTS=12000 cargo test --release --quiet --test stress --test model
+	KVFLASH_SOAK_BLOCKS=100000000 $(BIN)/python -m pytest benches/soak -s --timeout 0
 
+# Needs wrk and nginx; installs the other systems on first use.
 peers: dev
 	$(BIN)/python benches/peers/routers.py
+	$(BIN)/python benches/peers/indexer.py
 
 clean:
 	rm -rf $(VENV) dist
