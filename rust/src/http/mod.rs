@@ -1,5 +1,6 @@
 //! Doors over HTTP: the indexer's API and the OpenAI-compatible frontend. tokio lives here.
 
+mod body;
 pub mod frontend;
 pub mod indexer;
 mod metrics;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use axum::Router;
 use axum::body::Body;
@@ -10,11 +10,12 @@ use axum::extract::{OriginalUri, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, header};
 use axum::response::Response;
 use axum::routing::{get, post};
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use http_body::Body as _;
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
 
+use super::super::body::{self, Unreadable};
 use super::super::metrics::{CommonMetrics, RequestLabel};
 use super::super::{Reject, Shutdown};
 use super::admin;
@@ -33,9 +34,6 @@ use crate::error::{Error, Result};
 use crate::ids::InstanceId;
 use crate::router::Booking;
 use crate::text::{CacheOptions, TextModel, TextOptions};
-
-/// Time for which a refused body is still read.
-const DISCARD_TIME: Duration = Duration::from_millis(500);
 
 pub(super) static WORKER_HEADER: HeaderName = HeaderName::from_static("x-kvflash-worker");
 pub(super) static OVERLAP_HEADER: HeaderName = HeaderName::from_static("x-kvflash-overlap-blocks");
@@ -187,54 +185,24 @@ impl App {
         if body.size_hint().lower() > limit as u64 {
             return Err(too_large());
         }
-        let whole = async {
-            let mut first = Bytes::new();
-            let mut more = BytesMut::new();
-            while let Some(frame) = body.frame().await {
-                let Ok(frame) = frame else {
-                    let message = "the body ended before its declared length";
-                    return Err(Reject::bad_request(message));
-                };
-                let Ok(chunk) = frame.into_data() else { continue };
-                if first.len() + more.len() + chunk.len() > limit {
-                    return Err(too_large());
-                }
-                if first.is_empty() {
-                    first = chunk;
-                } else {
-                    more.extend_from_slice(&chunk);
-                }
+        match tokio::time::timeout(timeout, body::read(&mut body, limit)).await {
+            Ok(Ok(bytes)) => Ok(bytes),
+            Ok(Err(Unreadable::TooLarge)) => {
+                body::discard(&mut body).await;
+                Err(too_large())
             }
-            if more.is_empty() {
-                // Nearly every body is one chunk: no copy.
-                return Ok(first);
+            Ok(Err(Unreadable::CutOff)) => {
+                Err(Reject::bad_request("the body ended before its declared length"))
             }
-            let mut whole = BytesMut::with_capacity(first.len() + more.len());
-            whole.extend_from_slice(&first);
-            whole.extend_from_slice(&more);
-            Ok(whole.freeze())
-        };
-        let outcome = tokio::time::timeout(timeout, whole).await.unwrap_or_else(|_| {
-            Err(Reject::new(
+            Err(_) => Err(Reject::new(
                 StatusCode::REQUEST_TIMEOUT,
                 format!(
                     "the body did not arrive within {} s (--body-timeout)",
                     timeout.as_secs_f64()
                 ),
-            ))
-        });
-        if outcome.as_ref().is_err_and(|reject| reject.status == StatusCode::PAYLOAD_TOO_LARGE) {
-            discard(&mut body).await;
+            )),
         }
-        outcome
     }
-}
-
-/// Read on for a moment: many clients look for the answer only when they have sent everything.
-async fn discard(body: &mut Body) {
-    let rest = async { while let Some(Ok(_)) = body.frame().await {} };
-    // Whoever is still sending then gets a closed connection.
-    let _ = tokio::time::timeout(DISCARD_TIME, rest).await;
 }
 
 /// A request from its head to its answer's head; the [`Relay`] goes on from there.

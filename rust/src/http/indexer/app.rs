@@ -2,18 +2,18 @@
 
 use std::cell::RefCell;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use axum::Router;
-use axum::body::{Body, Bytes};
+use axum::body::Body;
 use axum::extract::{Query as UrlQuery, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use http_body_util::{BodyExt, LengthLimitError, Limited};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::super::Reject;
+use super::super::body::{self, Unreadable};
 use super::super::metrics::{CommonMetrics, RequestLabel};
 use super::answer::{QueryAnswer, worker_entries};
 use super::request::{Query, QueryByHash, Register, Unregister};
@@ -35,10 +35,6 @@ impl Default for IndexerOptions {
         Self { max_body_bytes: 8 * 1024 * 1024 }
     }
 }
-
-/// A refused body is read up to this size and time before the connection is closed.
-const REFUSED_BYTES_MAX: usize = 64 * 1024 * 1024;
-const DISCARD_TIME: Duration = Duration::from_millis(500);
 
 struct App {
     catalog: Arc<Catalog>,
@@ -67,12 +63,12 @@ impl IndexerApp {
             .route("/query", post(query))
             .route("/query_by_hash", post(query_by_hash))
             .route("/dump", get(dump))
-            .fallback(async |body: Body| {
-                discard(body, REFUSED_BYTES_MAX).await;
+            .fallback(async |mut body: Body| {
+                body::discard(&mut body).await;
                 Reject::new(StatusCode::NOT_FOUND, "no such path").plain()
             })
-            .method_not_allowed_fallback(async |body: Body| {
-                discard(body, REFUSED_BYTES_MAX).await;
+            .method_not_allowed_fallback(async |mut body: Body| {
+                body::discard(&mut body).await;
                 Reject::new(StatusCode::METHOD_NOT_ALLOWED, "this path takes another method")
                     .plain()
             })
@@ -99,18 +95,18 @@ impl App {
         response
     }
 
-    async fn read<T: DeserializeOwned>(&self, body: Body) -> Result<T, Reject> {
+    async fn read<T: DeserializeOwned>(&self, mut body: Body) -> Result<T, Reject> {
         let limit = self.options.max_body_bytes;
-        let mut body = body;
-        let bytes: Bytes = match Limited::new(&mut body, limit).collect().await {
-            Ok(collected) => collected.to_bytes(),
-            Err(error) if error.downcast_ref::<LengthLimitError>().is_some() => {
-                // Many clients look for the answer only when they have sent everything.
-                discard(body, REFUSED_BYTES_MAX).await;
+        let bytes = match body::read(&mut body, limit).await {
+            Ok(bytes) => bytes,
+            Err(Unreadable::TooLarge) => {
+                body::discard(&mut body).await;
                 let message = format!("the body is larger than the limit of {limit} bytes");
                 return Err(Reject::new(StatusCode::PAYLOAD_TOO_LARGE, message));
             }
-            Err(_) => return Err(Reject::bad_request("the body ended before its declared length")),
+            Err(Unreadable::CutOff) => {
+                return Err(Reject::bad_request("the body ended before its declared length"));
+            }
         };
         // Derived readers would take a list too, field by field.
         if bytes.trim_ascii_start().first() == Some(&b'[') {
@@ -141,14 +137,6 @@ impl App {
         });
         json_response(StatusCode::OK, &answer)
     }
-}
-
-/// Read on for a moment, so that a client that is still sending gets its answer and a kept connection
-/// stays in step.
-async fn discard(body: Body, limit: usize) {
-    let rest = Limited::new(body, limit).collect();
-    // Whoever sends more, or takes longer, gets a closed connection.
-    let _ = tokio::time::timeout(DISCARD_TIME, rest).await;
 }
 
 fn json_response(status: StatusCode, body: &impl Serialize) -> Response {
