@@ -1,9 +1,10 @@
 //! The answer to a query: owned by the caller, used again and again.
 
-use super::walk::Scratch;
 use crate::ids::Worker;
 
-/// How much of a prompt one worker holds. Unit: leading blocks; each figure includes the one before.
+/// How much of a prompt one worker holds. Unit: leading blocks.
+///
+/// The tiers add up: each figure includes the one before it. `predicted` stands for itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Match {
     /// Who.
@@ -16,6 +17,8 @@ pub struct Match {
     pub disk: u32,
     /// Blocks reached when shared storage goes on where local disk ends.
     pub external: u32,
+    /// Leading blocks predicted on the device; not a fact.
+    pub predicted: u32,
 }
 
 /// The matches of one query, and the room that finding them takes.
@@ -25,7 +28,6 @@ pub struct Match {
 #[derive(Debug, Default)]
 pub struct Matches {
     pub(super) found: Vec<Match>,
-    pub(super) scratch: Scratch,
 }
 
 impl Matches {
@@ -34,7 +36,7 @@ impl Matches {
         Self::default()
     }
 
-    /// Workers with at least one block in any tier, in no order.
+    /// Workers with at least one block in any tier or predicted, in no order.
     pub fn as_slice(&self) -> &[Match] {
         &self.found
     }
@@ -52,6 +54,21 @@ impl Matches {
     /// Puts the matches in ascending order of worker.
     pub fn sort(&mut self) {
         self.found.sort_unstable_by_key(|found| found.worker);
+    }
+
+    /// Leaves the `count` deepest matches on the device, deepest first; ties in ascending order of worker.
+    ///
+    /// # Cost
+    /// O(matches + count log count).
+    pub fn keep_top(&mut self, count: usize) {
+        let key = |found: &Match| (std::cmp::Reverse(found.device), found.worker);
+        if count < self.found.len() {
+            if count > 0 {
+                self.found.select_nth_unstable_by_key(count - 1, key);
+            }
+            self.found.truncate(count);
+        }
+        self.found.sort_unstable_by_key(key);
     }
 
     /// Counts, per depth, the workers that hold at least that many leading blocks on the device.

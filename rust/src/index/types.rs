@@ -1,6 +1,6 @@
 //! The words of the index: what goes in, what comes out, what is counted.
 
-use crate::ids::{Tier, Worker};
+use crate::ids::Tier;
 
 /// Seed of local hashes that carry neither a LoRA adapter nor a cache salt.
 pub const DEFAULT_SEED: u64 = crate::hash::SEED;
@@ -17,15 +17,6 @@ pub struct Block {
     pub local_hash: u64,
 }
 
-/// The block before the first one of a stored event.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Parent {
-    /// By the engine's name; the worker must hold it, or have held it until lately.
-    Engine(u64),
-    /// By chain hash, known from a dump; it need not be held by anyone.
-    Chain(u64),
-}
-
 /// What a second store of the same name means.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum CountMode {
@@ -39,21 +30,32 @@ pub enum CountMode {
     Copies,
 }
 
-/// What the index may grow to.
+/// What the index may grow to, and what happens there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Most memberships (worker, tier, name) in the index; 0 means no limit.
+    /// Most memberships (worker, tier, name) in the index; 0 means no limit. Stores beyond it are refused.
     pub max_blocks: usize,
     /// Most workers; at most [`MAX_WORKERS`].
     pub max_workers: usize,
-    /// Evicted names each worker may still name as parents. The cap is this or an eighth of the
-    /// names the worker holds, whichever is more; the oldest go first.
-    pub min_ghosts: usize,
+    /// Most blocks (facts and predictions each) that one worker keeps; 0 means no limit. Beyond it its
+    /// least recently stored ones go, deepest first.
+    pub capacity_blocks: usize,
+    /// Bytes the index may occupy; 0 means no limit. From 15/16 of it on, the least recently stored blocks
+    /// of all workers go, deepest first.
+    pub max_bytes: usize,
+    /// How long a prediction stands, in milliseconds; 0 means until it is pushed out.
+    pub predicted_ttl_ms: u64,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { max_blocks: 0, max_workers: MAX_WORKERS, min_ghosts: 1024 }
+        Self {
+            max_blocks: 0,
+            max_workers: MAX_WORKERS,
+            capacity_blocks: 0,
+            max_bytes: 0,
+            predicted_ttl_ms: 0,
+        }
     }
 }
 
@@ -64,9 +66,6 @@ pub struct Options {
     pub count_mode: CountMode,
     /// What the index may grow to.
     pub limits: Limits,
-    /// Distinct blocks for which room is made at once (9 to 18 bytes each); it grows beyond. Growing moves
-    /// every entry to a larger table, which costs events up to half of their speed meanwhile.
-    pub expected_blocks: usize,
     /// Keys the hash tables, so that nobody outside can aim prompts at one bucket. Changes no answer.
     pub hash_seed: u64,
 }
@@ -74,7 +73,7 @@ pub struct Options {
 /// Why a stored event was rejected as a whole. Nothing of it was kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Rejection {
-    /// The worker neither holds the parent nor held it lately.
+    /// The worker does not hold the parent in any tier.
     Orphan,
     /// A block is its own parent, or appears twice in the event.
     SelfReference,
@@ -91,7 +90,8 @@ pub struct StoreOutcome {
     pub duplicates: u32,
     /// Blocks whose name stood for other content, which was released.
     pub moved: u32,
-    /// Blocks refused because [`Limits::max_blocks`] is reached.
+    /// Blocks refused because [`Limits::max_blocks`] is reached: the first one that found no room and
+    /// all behind it.
     pub refused: u32,
     /// Set when the event was rejected as a whole.
     pub rejected: Option<Rejection>,
@@ -114,36 +114,55 @@ pub struct RemoveOutcome {
     pub unknown: u32,
 }
 
-/// A block that a worker holds, and where it hangs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct HeldBlock {
-    /// The engine's name and the local hash.
-    pub block: Block,
-    /// Chain hash of the parent; `None` at a prompt's start.
-    pub parent_chain: Option<u64>,
-    /// Identity seed of the local hash.
-    pub seed: u64,
+/// What became of the names that a worker copied to another tier: one of the four for each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct CopyOutcome {
+    /// Names now held in that tier that were not.
+    pub added: u32,
+    /// Names held there already.
+    pub duplicates: u32,
+    /// Names refused because [`Limits::max_blocks`] is reached.
+    pub refused: u32,
+    /// Names the worker holds in no tier.
+    pub unknown: u32,
 }
 
-/// One membership, as a dump carries it.
+/// One name that a worker holds in one tier, with the content it stands for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct DumpBlock {
-    /// Who holds the block.
-    pub worker: Worker,
-    /// Where.
-    pub tier: Tier,
-    /// A name of the parent; `None` at a prompt's start and where the worker does not hold the parent.
-    pub parent_engine: Option<u64>,
-    /// Chain hash of the parent; `None` only at a prompt's start.
-    pub parent_chain: Option<u64>,
+pub struct Membership {
+    /// Chain hash of the block: equal means equal prompt up to its end.
+    pub chain: u64,
     /// The engine's name of the block.
     pub engine_hash: u64,
-    /// Hash of the block's own tokens and identity.
-    pub local_hash: u64,
-    /// Identity seed of the local hash.
+    /// Where it is held.
+    pub tier: Tier,
+    /// Identity seed of its prompt.
     pub seed: u64,
     /// How often it must be removed; 1 unless [`CountMode::Copies`].
     pub copies: u32,
+}
+
+/// One step of a dump. Played in order into an empty index, a worker's steps make it hold the same.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DumpEvent {
+    /// A contiguous chain is held.
+    Stored {
+        /// Where.
+        tier: Tier,
+        /// Name of the block before the first; `None` at a prompt's start.
+        parent: Option<u64>,
+        /// Identity seed.
+        seed: u64,
+        /// The blocks in order.
+        blocks: Vec<Block>,
+    },
+    /// Blocks that were only stored so that others find their place are let go again.
+    Removed {
+        /// Where.
+        tier: Tier,
+        /// Names.
+        names: Vec<u64>,
+    },
 }
 
 /// Sizes and counters of an index; counters only grow.
@@ -157,6 +176,8 @@ pub struct IndexStats {
     pub unique_blocks: usize,
     /// Names held, counted per worker and tier.
     pub memberships: usize,
+    /// Predicted blocks, counted per worker.
+    pub predicted: usize,
     /// Stored events rejected: parent unknown.
     pub orphans_total: u64,
     /// Stored events rejected: a block is its own ancestor or repeated.
@@ -171,6 +192,10 @@ pub struct IndexStats {
     pub duplicate_blocks_total: u64,
     /// Blocks whose name changed its meaning.
     pub moved_blocks_total: u64,
-    /// Bytes the index occupies, added up from its tables' capacities; an estimate, 0 for the oracle.
-    pub estimated_bytes: usize,
+    /// Blocks and predictions pushed out by a limit.
+    pub evicted_blocks_total: u64,
+    /// Predictions that ran out.
+    pub expired_blocks_total: u64,
+    /// Bytes the index occupies, added up from what it asked of the allocator; 0 for the oracle.
+    pub bytes: usize,
 }
