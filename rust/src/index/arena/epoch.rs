@@ -27,6 +27,7 @@ use std::collections::VecDeque;
 use std::marker::PhantomData;
 use std::ptr;
 
+use super::sync::Padded;
 use super::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
 use super::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, fence};
 
@@ -52,10 +53,6 @@ pub struct Epochs {
     #[cfg(loom)]
     is_fenced: bool,
 }
-
-/// On lines of its own: two of them, because processors fetch lines in pairs.
-#[repr(align(128))]
-struct Padded<T>(T);
 
 struct Page {
     slots: [Padded<Slot>; PAGE_SLOTS],
@@ -356,7 +353,7 @@ pub struct Retired<T> {
 
 impl<T> Retired<T> {
     /// An empty queue keeps room for this many items.
-    const KEPT: usize = 64;
+    const KEPT: usize = 16;
 
     /// Nothing retired, nothing allocated.
     pub const fn new() -> Self {
@@ -436,5 +433,6 @@ impl<T> Default for Retired<T> {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(not(loom))]
+#[cfg(test)]
 mod tests;

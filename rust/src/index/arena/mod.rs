@@ -15,5 +15,7 @@
 //! [`epoch`] only, where a store and a later load of different words must not pass each other.
 //! `rust/loom` explores the interleavings of these protocols.
 
+mod array;
+pub mod edges;
 pub mod epoch;
 mod sync;
