@@ -32,7 +32,7 @@ fn beside_a_reader(
     change: fn(&Edges, &mut Writing),
 ) {
     for seed in 0..seeds {
-        let faults = explore(2, move |faults| {
+        let faults = explore(3, move |faults| {
             let (edges, mut writing) = Edges::new(seed);
             before.iter().for_each(|&child| insert(&edges, &mut writing, child));
             edges.collect(&mut writing);
@@ -81,7 +81,7 @@ fn while_segments_shrink_and_merge() {
 fn what_was_inserted_before_is_found() {
     use loom::sync::atomic::AtomicBool;
     use loom::sync::atomic::Ordering::{Acquire, Release};
-    let faults = explore(2, |faults| {
+    let faults = explore(3, |faults| {
         let (edges, mut writing) = Edges::new(0);
         insert(&edges, &mut writing, 1);
         let shared = Arc::new((edges, AtomicBool::new(false)));

@@ -41,8 +41,7 @@ fn explore(
         let faults = faults.clone();
         move || model(faults.clone())
     });
-    let found = faults.0.lock().unwrap().clone();
-    found
+    faults.0.lock().unwrap().clone()
 }
 
 const NONE: BTreeSet<&str> = BTreeSet::new();
