@@ -204,6 +204,10 @@ impl Epochs {
 
 impl Drop for Epochs {
     fn drop(&mut self) {
+        if cfg!(loom) {
+            // Loom ends statics before the threads' own values, which give back their slots.
+            return;
+        }
         // Relaxed: `&mut self` proves that readers, which borrow the domain, are gone.
         let mut page = self.first.load(Relaxed);
         while !page.is_null() {
@@ -242,24 +246,14 @@ impl<'e> Reader<'e> {
     fn publish(&self) {
         // Acquire: see the proof, "It sees e > t".
         let epoch = self.epochs.global.0.load(Acquire);
-        #[cfg(all(target_arch = "x86_64", not(loom), not(miri)))]
-        {
-            // An exchange is a full barrier on this processor, and cheaper than its fence instruction.
-            // It does not count as a fence in the language's model, so the compiler is told as well.
-            self.slot.epoch.swap(epoch, SeqCst);
-            std::sync::atomic::compiler_fence(SeqCst);
+        // Release: a writer that sees this pin sees the end of the one before.
+        self.slot.epoch.store(epoch, Release);
+        #[cfg(loom)]
+        if !self.epochs.is_fenced {
+            return;
         }
-        #[cfg(not(all(target_arch = "x86_64", not(loom), not(miri))))]
-        {
-            // Release: a writer that sees this pin sees the end of the one before.
-            self.slot.epoch.store(epoch, Release);
-            #[cfg(loom)]
-            if !self.epochs.is_fenced {
-                return;
-            }
-            // The reader's fence R of the proof above.
-            fence(SeqCst);
-        }
+        // The reader's fence R of the proof above.
+        fence(SeqCst);
     }
 }
 
