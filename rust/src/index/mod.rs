@@ -21,6 +21,7 @@ mod tests;
 
 pub use matches::{Match, Matches};
 pub use oracle::OracleIndex;
+pub use oracle::OracleIndex as RadixIndex; // TEMP: until the trie is here.
 pub use types::{
     Block, CopyOutcome, CountMode, DEFAULT_SEED, DumpEvent, IndexStats, Limits, MAX_WORKERS,
     Membership, Options, Rejection, RemoveOutcome, StoreOutcome,
