@@ -237,6 +237,7 @@ class Indexer:
         threads: int = 4,
         max_body_bytes: int = 8_388_608,
         max_blocks: int = 33_554_432,
+        index_memory_bytes: int = 0,
         drain_timeout_s: float = 5.0,
     ) -> Indexer: ...
     @property
@@ -293,6 +294,7 @@ class Frontend:
         max_workers: int = 4_096,
         max_attempts: int = 5,
         max_blocks: int = 33_554_432,
+        index_memory_bytes: int = 0,
         body_timeout_s: float = 60.0,
         connect_timeout_s: float = 2.0,
         first_byte_timeout_s: float = 600.0,

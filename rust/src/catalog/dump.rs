@@ -70,9 +70,16 @@ pub fn apply_router_event(index: &dyn BlockIndex, event: &RouterEvent) -> Result
                 .iter()
                 .map(|block| Block { engine_hash: block.block_hash, local_hash: block.tokens_hash })
                 .collect();
-            store_blocks(index, worker, event.storage_tier, stored.parent_hash, stored.seed, &blocks)
-                .map(|_| ())
-                .map_err(|error| Error::invalid(format!("event {}: {error}", event.event.event_id)))
+            store_blocks(
+                index,
+                worker,
+                event.storage_tier,
+                stored.parent_hash,
+                stored.seed,
+                &blocks,
+            )
+            .map(|_| ())
+            .map_err(|error| Error::invalid(format!("event {}: {error}", event.event.event_id)))
         }
         EventData::Removed(removed) => {
             index.remove(worker, event.storage_tier, &removed.block_hashes);

@@ -174,6 +174,10 @@ pub(super) struct Room<T> {
     _element: PhantomData<T>,
 }
 
+// SAFETY: threads share the address only, of memory that is exported until the room is dropped, which
+// its owner does with the GIL held. Who writes there meanwhile races, as with any buffer.
+unsafe impl<T: Sync> Sync for Room<T> {}
+
 impl Room<u32> {
     /// # Errors
     /// `InvalidArgumentError` for anything but a writable flat buffer of unsigned 32-bit integers.

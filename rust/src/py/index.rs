@@ -64,8 +64,9 @@ pub(super) fn block_size(py: Python<'_>, size: u32) -> PyResult<u32> {
 /// A tier by the name routers give it, or by an engine's medium.
 pub(super) fn tier(py: Python<'_>, name: &str) -> PyResult<Tier> {
     Tier::from_name(name).or_else(|| Tier::from_medium(name)).ok_or_else(|| {
-        let message =
-            format!("tier must be device, host_pinned, disk, external or an engine's medium, got {name:?}");
+        let message = format!(
+            "tier must be device, host_pinned, disk, external or an engine's medium, got {name:?}"
+        );
         raise(py, &Error::invalid(message))
     })
 }

@@ -6,7 +6,7 @@ use pyo3::types::{PyDict, PyList};
 
 use super::buffer::{Room, hashes};
 use super::error::{OrRaise, raise};
-use super::index::{self, token_ids};
+use super::index;
 use super::overlap::{OverlapScores, facts};
 use super::query::{SHORT_TOKENS, Shape, detached, matches};
 use crate::catalog::{apply_router_event, dump_events, store_blocks};
@@ -14,7 +14,7 @@ use crate::codec::router::RouterEvent;
 use crate::error::{Error, Result};
 use crate::hash;
 use crate::ids::{InstanceId, Worker};
-use crate::index::{Block, BlockIndex, CountMode, Limits, Options, RadixIndex};
+use crate::index::{Block, BlockIndex, CountMode, Limits, Match, Options, RadixIndex};
 
 /// Which worker holds which blocks, by what engines report.
 #[pyclass(frozen, module = "kvflash._core")]
@@ -69,7 +69,12 @@ impl KvIndexer {
         self.block_size
     }
 
-    fn apply_event(&self, py: Python<'_>, worker_id: u64, kv_cache_event_bytes: &[u8]) -> PyResult<()> {
+    fn apply_event(
+        &self,
+        py: Python<'_>,
+        worker_id: u64,
+        kv_cache_event_bytes: &[u8],
+    ) -> PyResult<()> {
         py.detach(|| index::apply_event(&self.index, worker_id, kv_cache_event_bytes)).or_raise(py)
     }
 
@@ -115,8 +120,9 @@ impl KvIndexer {
         let (names, locals) = (names.as_slice(), locals.as_slice());
         if names.len() != locals.len() {
             let (names, locals) = (names.len(), locals.len());
-            let message =
-                format!("block_hashes and local_hashes must be of one length, got {names} and {locals}");
+            let message = format!(
+                "block_hashes and local_hashes must be of one length, got {names} and {locals}"
+            );
             return Err(raise(py, &Error::invalid(message)));
         }
         let seed = hash::identity_seed(lora_name, cache_salt);
@@ -169,7 +175,7 @@ impl KvIndexer {
         cache_salt: Option<&str>,
     ) -> PyResult<OverlapScores> {
         let shape = Shape::new(self.block_size, lora_name, cache_salt);
-        let ids = self::token_ids(token_ids)?;
+        let ids = index::token_ids(token_ids)?;
         let ids: &[u32] = &ids.as_slice();
         Ok(detached(py, ids.len() > SHORT_TOKENS, || shape.overlaps(&self.index, ids, facts)))
     }
@@ -183,7 +189,8 @@ impl KvIndexer {
         cache_salt: Option<&str>,
     ) -> PyResult<Vec<OverlapScores>> {
         let shape = Shape::new(self.block_size, lora_name, cache_salt);
-        let ids = requests.iter().map(|one| token_ids(&one)).collect::<PyResult<Vec<_>>>()?;
+        let ids =
+            requests.iter().map(|one| index::token_ids(&one)).collect::<PyResult<Vec<_>>>()?;
         let ids: Vec<_> = ids.iter().map(|one| one.as_slice()).collect();
         Ok(py.detach(|| ids.iter().map(|one| shape.overlaps(&self.index, one, facts)).collect()))
     }
@@ -218,7 +225,18 @@ impl KvIndexer {
         let depths = Room::<u32>::of("depths", depths)?;
         let room = ids.len().min(ranks.len()).min(depths.len());
         Ok(matches(py, &self.index, locals.as_slice(), false, |found| {
-            found.keep_on_device(room)
+            let held = |found: &&Match| found.device > 0;
+            if found.as_slice().iter().filter(held).count() > room {
+                found.keep_top(room);
+            }
+            let mut count = 0;
+            for found in found.as_slice().iter().filter(held) {
+                ids.write(count, found.worker.instance_id);
+                ranks.write(count, found.worker.dp_rank);
+                depths.write(count, found.device);
+                count += 1;
+            }
+            count
         }))
     }
 
