@@ -174,8 +174,8 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
         parse=memory_limit,
         default=0,
         metavar="SIZE",
-        summary="memory that one model and tenant's index may occupy, such as 8GiB, 512MiB or plain "
-        "bytes, 0 = no limit; near it the least recently stored blocks go",
+        summary="memory that the index of one model and tenant may occupy, such as 8GiB, 512MiB or "
+        "plain bytes, 0 = no limit; near it the least recently stored blocks go",
     )
     for name, default, summary in (
         ("--body-timeout", 60.0, "seconds in which a request's body must arrive"),
