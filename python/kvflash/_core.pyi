@@ -256,7 +256,7 @@ class KvIndexer:
             How many: all.
 
         Raises:
-            DecodeError: Not such an event; names its place in the list. The ones before it are kept.
+            DecodeError: Not such an event; names its place in the list. Those before it stay.
             InvalidArgumentError: As apply_event; the same.
         """
 

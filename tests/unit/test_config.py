@@ -8,6 +8,7 @@ import pytest
 
 from kvflash.config import Flags, bounded_float, bounded_int, byte_count
 from kvflash.errors import ConfigError
+from kvflash.frontend import args as frontend
 from kvflash.indexer.app import main
 from kvflash.indexer.args import WorkerEntry, parse_args, parse_workers
 
@@ -36,7 +37,12 @@ def test_defaults_are_the_published_ones():
 @pytest.mark.parametrize("parse", [parse_args, frontend.parse_args])
 def test_index_memory_is_a_size_or_nothing(parse, monkeypatch, capsys):
     assert parse([]).index_memory == 0
-    for text, size in (("8GiB", 8 << 30), ("512MiB", 512 << 20), ("8000000000", 8 * 10**9), ("0", 0)):
+    for text, size in (
+        ("8GiB", 8 << 30),
+        ("512MiB", 512 << 20),
+        ("8000000000", 8 * 10**9),
+        ("0", 0),
+    ):
         assert parse(["--index-memory", text]).index_memory == size
         monkeypatch.setenv("KVFLASH_INDEX_MEMORY", text)
         assert parse([]).index_memory == size

@@ -278,6 +278,12 @@ pub(super) fn tokens(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Integers
                 let slice = unsafe { buffer.as_slice::<$type>() };
                 match slice {
                     Some(slice) => {
+                        // All at once first, as vectors: nobody asks for the place of a fault then.
+                        if slice.iter().fold(true, |fit, &value| fit & u32::try_from(value).is_ok())
+                        {
+                            let copied = slice.iter().map(|&value| value as u32).collect();
+                            return Ok(Integers { buffer: None, copied });
+                        }
                         let mut copied = Vec::with_capacity(slice.len());
                         for (at, value) in slice.iter().enumerate() {
                             let token = u32::try_from(*value);

@@ -62,12 +62,8 @@ pub(super) fn compute_block_hash_array<'py>(
         detached(py, ids.len() > SHORT_TOKENS, || {
             hash::write_local_hashes(ids, block_size, is_eagle, seed, slice);
         });
-        return Ok(PyMemoryView::from(object)?.get_item(PySlice::new(
-            py,
-            0,
-            blocks as isize,
-            1,
-        ))?);
+        let written = PySlice::new(py, 0, blocks as isize, 1);
+        return PyMemoryView::from(object)?.get_item(written);
     }
     let bytes = PyBytes::new_with(py, blocks * size_of::<u64>(), |bytes| {
         detached(py, ids.len() > SHORT_TOKENS, || {
