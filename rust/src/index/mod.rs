@@ -11,6 +11,7 @@
 
 use crate::ids::{InstanceId, Tier, Worker};
 
+mod check;
 mod matches;
 pub mod oracle;
 mod types;
