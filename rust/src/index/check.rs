@@ -1,5 +1,6 @@
 //! What a stored event must satisfy by itself, whatever is held.
 
+<<<<<<< HEAD
 use super::types::Block;
 
 /// Up to here comparing all pairs costs less than filling a table.
@@ -61,6 +62,28 @@ impl Repetitions {
 /// [`Repetitions::is_self_referencing`], once.
 pub(super) fn is_self_referencing(parent: Option<u64>, blocks: &[Block]) -> bool {
     Repetitions::default().is_self_referencing(parent, blocks)
+=======
+use hashbrown::HashSet;
+
+use super::types::Block;
+
+/// Up to here comparing all pairs costs less than filling a set.
+const PAIRWISE_MAX: usize = 32;
+
+/// Whether a block of the event is its own parent: named as `parent`, or named twice.
+///
+/// # Cost
+/// O(blocks); up to 32 of them without allocating.
+pub(super) fn is_self_referencing(parent: Option<u64>, blocks: &[Block]) -> bool {
+    if parent.is_some_and(|parent| occurs(parent, blocks)) {
+        return true;
+    }
+    if blocks.len() <= PAIRWISE_MAX {
+        return (1..blocks.len()).any(|at| occurs(blocks[at].engine_hash, &blocks[..at]));
+    }
+    let mut seen = HashSet::with_capacity(blocks.len());
+    !blocks.iter().all(|block| seen.insert(block.engine_hash))
+>>>>>>> oracle
 }
 
 /// Looks at all of `blocks`, hit or not: without a way out the loop runs in vectors.

@@ -348,9 +348,9 @@ mod tests {
                     }
                 }
             }
-            for (bucket, passed) in segment.buckets.iter().zip(passed) {
-                let overflow = usize::from(bucket.overflow());
-                assert!(overflow == passed || bucket.overflow() == OVERFLOW_MAX);
+            for (count, passed) in segment.counts.iter().zip(passed) {
+                let overflow = usize::from(count.overflow);
+                assert!(overflow == passed || count.overflow == OVERFLOW_MAX);
             }
             assert_eq!(segment.len as usize, len);
             assert!(!segment.is_load_above(len, LOAD_MAX));
