@@ -1,7 +1,7 @@
 //! The answer to a query: owned by the caller, used again and again.
 
 use super::trie::Scratch;
-use crate::ids::Worker;
+use crate::ids::{InstanceId, Worker};
 
 /// How much of a prompt one worker holds. Unit: leading blocks.
 ///
@@ -20,6 +20,51 @@ pub struct Match {
     pub external: u32,
     /// Leading blocks predicted on the device; not a fact.
     pub predicted: u32,
+}
+
+impl Match {
+    #[inline]
+    pub(super) fn on_device(worker: Worker, depth: u32) -> Self {
+        Self { worker, device: depth, host: depth, disk: depth, external: depth, predicted: 0 }
+    }
+}
+
+/// How many leading blocks of a prompt one worker holds on the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Depth {
+    /// Instance of the worker.
+    pub instance_id: InstanceId,
+    /// Its data-parallel rank.
+    pub dp_rank: u32,
+    /// Leading blocks; at least 1.
+    pub blocks: u32,
+}
+
+impl Depth {
+    #[inline]
+    pub(super) fn new(Worker { instance_id, dp_rank }: Worker, blocks: u32) -> Self {
+        Self { instance_id, dp_rank, blocks }
+    }
+}
+
+/// The answer of [`RadixIndex::find_depths`](super::RadixIndex::find_depths), and its room. Keep one per
+/// thread, as [`Matches`].
+#[derive(Debug, Default)]
+pub struct Depths {
+    pub(super) found: Vec<Depth>,
+    pub(super) scratch: Scratch,
+}
+
+impl Depths {
+    /// No matches yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Workers with at least one block, in no order.
+    pub fn as_slice(&self) -> &[Depth] {
+        &self.found
+    }
 }
 
 /// The matches of one query, and the room that finding them takes.

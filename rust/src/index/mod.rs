@@ -21,7 +21,7 @@ mod types;
 #[cfg(test)]
 mod tests;
 
-pub use matches::{Match, Matches};
+pub use matches::{Depth, Depths, Match, Matches};
 pub use oracle::OracleIndex;
 pub use trie::RadixIndex;
 pub use types::{

@@ -44,6 +44,8 @@ impl Writer {
             + self.suspects.allocation_size()
             + self.repetitions.bytes()
             + self.seeds.allocation_size()
+            + self.scattered.allocation_size()
+            + self.scattered.values().map(|list| list.capacity() * 2).sum::<usize>()
             + self.expiries.capacity() * size_of::<(u64, u16, RunId)>()
             + self.fresh.allocation_size()
             + self.fresh.values().map(|fresh| fresh.capacity() * 16).sum::<usize>()
@@ -141,7 +143,7 @@ impl Writer {
         for id in members {
             let member = self.members.get(*id);
             let plane = self.slot(member.slot).plane;
-            wholes += u32::from(member.is_whole);
+            wholes += u32::from(plane != Plane::Predicted && member.is_whole());
             if plane == Plane::Predicted {
                 expected.set_prefix(member.slot, member.spans.lead());
                 continue;
@@ -151,11 +153,12 @@ impl Writer {
                 held[usize::from(start)..usize::from(end)].fill(true);
             }
             if plane.is_prefix() {
-                assert_eq!(member.is_whole, usize::from(member.spans.lead()) == len);
-                let cut = if member.is_whole { WHOLE } else { member.spans.lead() };
+                assert_eq!(member.is_whole(), usize::from(member.spans.lead()) == len);
+                let cut = if member.is_whole() { WHOLE } else { member.spans.lead() };
                 expected.set_prefix(member.slot, cut);
-                let behind = member.spans.iter().filter(|(start, _)| *start > 0);
-                expected.set_stretches(member.slot, behind);
+                let is_scattered = usize::from(member.spans.lead()) != member.spans.len();
+                let list = self.scattered.get(&run);
+                assert_eq!(list.is_some_and(|list| list.contains(&member.slot)), is_scattered);
             } else {
                 expected.set_stretches(member.slot, member.spans.iter());
             }

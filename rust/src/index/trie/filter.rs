@@ -442,7 +442,7 @@ mod tests {
             filter.insert(42);
         }
         check(&filter);
-        assert!(filter.bytes() < 5 * filter.len(), "copies must not grow the filter without end");
+        assert!(filter.bytes() < 7 * filter.len(), "copies must not grow the filter without end");
         assert!(others.iter().all(|&name| filter.contains(name)));
         for _ in 0..20_000 {
             assert!(filter.remove(42));
@@ -458,7 +458,8 @@ mod tests {
         assert!(!filter.contains(1) && !filter.remove(1));
         assert_eq!(filter.bytes(), 0);
         assert!(!filter.insert_new(1) && filter.insert_new(1));
-        assert_eq!(filter.bytes(), SEGMENTS * size_of::<Segment>() + size_of::<Bucket>());
+        let one = size_of::<Bucket>() + size_of::<Count>();
+        assert_eq!(filter.bytes(), SEGMENTS * size_of::<Segment>() + one);
         assert!(filter.remove(1) && filter.remove(1) && !filter.remove(1));
         assert_eq!(filter.bytes(), 0);
     }

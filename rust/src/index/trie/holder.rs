@@ -9,6 +9,7 @@ use super::run::{ColumnId, Loc, NO_COLUMN};
 use super::seats::{NONE, Plane};
 use super::spans::Spans;
 use crate::ids::Worker;
+use crate::index::arena::cover::WHOLE;
 use crate::index::arena::runs::RunId;
 
 pub(super) type MemberId = u32;
@@ -21,8 +22,10 @@ pub(super) struct Member {
     pub slot: u16,
     pub column: ColumnId,
     pub spans: Spans,
-    /// Whether the cover says so.
-    pub is_whole: bool,
+    /// What the cover says: 0 is nothing.
+    pub cut: u16,
+    /// Whether it is on the list of members whose blocks the cover does not tell.
+    pub is_scattered: bool,
     /// Members of the same slot on runs that hang on this one: these go first.
     pub kids: u32,
     /// Neighbours in the slot's order of use.
@@ -32,6 +35,13 @@ pub(super) struct Member {
     pub used: u32,
 }
 
+impl Member {
+    /// Whether the cover says that it has its run whole.
+    pub fn is_whole(&self) -> bool {
+        self.cut == WHOLE
+    }
+}
+
 impl Default for Member {
     fn default() -> Self {
         Self {
@@ -39,7 +49,8 @@ impl Default for Member {
             slot: NONE,
             column: NO_COLUMN,
             spans: Spans::default(),
-            is_whole: false,
+            cut: 0,
+            is_scattered: false,
             kids: 0,
             older: NO_MEMBER,
             newer: NO_MEMBER,

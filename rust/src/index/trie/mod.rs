@@ -16,7 +16,7 @@ use super::BlockIndex;
 use super::arena::edges::Edges;
 use super::arena::epoch::pin;
 use super::arena::runs::Runs;
-use super::matches::Matches;
+use super::matches::{Depths, Matches};
 use super::types::{
     Block, CopyOutcome, DumpEvent, IndexStats, Membership, Options, RemoveOutcome, StoreOutcome,
 };
@@ -80,6 +80,17 @@ impl RadixIndex {
     /// When the index is not consistent.
     pub fn audit(&self) {
         self.writer.lock().audit();
+    }
+
+    /// Like [`BlockIndex::find_matches`], for those who ask for the device only: a third of the output,
+    /// which is most of the time when hundreds of workers match.
+    ///
+    /// # Consistency
+    /// As [`BlockIndex::find_matches`].
+    pub fn find_depths(&self, locals: &[u64], out: &mut Depths) {
+        let pin = pin();
+        let Depths { found, scratch } = out;
+        self.shared.find_depths(&pin, locals, scratch, found);
     }
 
     fn find(&self, prompt: &[u64], only_who: bool, out: &mut Matches) {

@@ -47,13 +47,15 @@ struct Seat {
     instance: AtomicU64,
     /// dp rank, home slot, plane.
     rest: AtomicU64,
-    /// Slots of the lower tiers, 16 bits each; kept at the home.
-    lower: AtomicU64,
 }
+
+type Lower = OnceLock<Box<[AtomicU64; PAGE]>>;
 
 /// All slots, as readers see them.
 pub(super) struct Seats {
     pages: Box<[OnceLock<Box<[Seat; PAGE]>>]>,
+    /// By home: the slots of the tiers below the device, 16 bits each.
+    lower_pages: Box<[Lower]>,
     /// Behind the highest slot ever given.
     opened: AtomicU32,
     /// Slots of other planes than the device: queries look for them only when there are any.
@@ -75,6 +77,7 @@ impl Seats {
     pub fn new() -> Self {
         Self {
             pages: (0..=usize::from(u16::MAX) / PAGE).map(|_| OnceLock::new()).collect(),
+            lower_pages: (0..=usize::from(u16::MAX) / PAGE).map(|_| OnceLock::new()).collect(),
             opened: AtomicU32::new(0),
             others: AtomicU32::new(0),
             lower: AtomicU32::new(0),
@@ -85,6 +88,12 @@ impl Seats {
         let page = &self.pages[usize::from(slot) / PAGE];
         let page = page.get_or_init(|| Box::new(std::array::from_fn(|_| Seat::default())));
         &page[usize::from(slot) % PAGE]
+    }
+
+    fn lower_of(&self, home: u16) -> &AtomicU64 {
+        let page = &self.lower_pages[usize::from(home) / PAGE];
+        let none = || Box::new(std::array::from_fn(|_| AtomicU64::new(NO_LOWER)));
+        &page.get_or_init(none)[usize::from(home) % PAGE]
     }
 
     /// Words of a set of all slots.
@@ -100,6 +109,14 @@ impl Seats {
     /// Whether anyone has lower tiers.
     pub fn has_lower(&self) -> bool {
         self.lower.load(Relaxed) > 0
+    }
+
+    /// The worker of a slot, which must be its home: all slots are while [`Seats::has_others`] says no.
+    #[inline]
+    pub fn worker(&self, slot: u16) -> Worker {
+        let seat = self.seat(slot);
+        // Relaxed: as in `owner`.
+        Worker::new(seat.instance.load(Relaxed), seat.rest.load(Relaxed) as u32)
     }
 
     /// What a slot stands for. The slot must have been met in a cover under the pin that still holds.
@@ -118,7 +135,7 @@ impl Seats {
 
     /// The slots of the tiers below the device of the worker at `home`.
     pub fn lower_slots(&self, home: u16) -> Option<[u16; 3]> {
-        match self.seat(home).lower.load(Acquire) {
+        match self.lower_of(home).load(Acquire) {
             NO_LOWER => None,
             slots => Some([0, 16, 32].map(|shift| (slots >> shift) as u16)),
         }
@@ -132,7 +149,9 @@ impl Seats {
             u64::from(worker.dp_rank) | u64::from(home) << 32 | (plane.number() as u64) << 48;
         seat.rest.store(rest, Relaxed);
         if slot == home {
-            seat.lower.store(NO_LOWER, Relaxed);
+            if self.lower_pages[usize::from(slot) / PAGE].get().is_some() {
+                self.lower_of(slot).store(NO_LOWER, Relaxed);
+            }
         } else {
             self.others.fetch_add(1, Relaxed);
         }
@@ -140,7 +159,7 @@ impl Seats {
             && tier != Tier::Device
         {
             let shift = 16 * (tier as usize - 1);
-            let at_home = &self.seat(home).lower;
+            let at_home = self.lower_of(home);
             let others = at_home.load(Relaxed) & !(0xffff << shift);
             at_home.store(others | u64::from(slot) << shift, Release);
             self.lower.fetch_add(1, Relaxed);
@@ -161,6 +180,10 @@ impl Seats {
 
     pub fn bytes(&self) -> usize {
         let pages = self.pages.iter().filter(|page| page.get().is_some()).count();
-        size_of_val(&*self.pages) + pages * PAGE * size_of::<Seat>()
+        let lower = self.lower_pages.iter().filter(|page| page.get().is_some()).count();
+        size_of_val(&*self.pages)
+            + size_of_val(&*self.lower_pages)
+            + pages * PAGE * size_of::<Seat>()
+            + lower * PAGE * size_of::<AtomicU64>()
     }
 }

@@ -41,10 +41,18 @@ impl Spans {
     }
 
     pub fn contains(&self, at: u16) -> bool {
-        if self.more.is_none() {
-            return self.first.0 <= at && at < self.first.1;
+        self.around(at).is_some()
+    }
+
+    /// The stretch that block `at` is in.
+    fn around(&self, at: u16) -> Option<(u16, u16)> {
+        let is_in = |(start, end): &(u16, u16)| *start <= at && at < *end;
+        if is_in(&self.first) {
+            return Some(self.first);
         }
-        self.iter().any(|(start, end)| start <= at && at < end)
+        let more = self.more.as_ref()?;
+        let next = more.partition_point(|(_, end)| *end <= at);
+        more.get(next).filter(|stretch| is_in(stretch)).copied()
     }
 
     /// Whether any block of `start..end` is there.
@@ -54,12 +62,12 @@ impl Spans {
 
     /// The start of the stretch that block `at` is in.
     pub fn start_of(&self, at: u16) -> u16 {
-        self.iter().find(|(start, end)| *start <= at && at < *end).map_or(at, |(start, _)| start)
+        self.around(at).map_or(at, |(start, _)| start)
     }
 
     /// The end of the stretch that block `at` is in.
     pub fn end_of(&self, at: u16) -> u16 {
-        self.iter().find(|(start, end)| *start <= at && at < *end).map_or(at, |(_, end)| end)
+        self.around(at).map_or(at, |(_, end)| end)
     }
 
     pub fn add(&mut self, start: u16, end: u16) {
@@ -95,6 +103,30 @@ impl Spans {
                 self.first = (0, 0);
             }
             return;
+        }
+        if let Some(more) = &mut self.more
+            && start >= to
+        {
+            // Within one of the later stretches, as nearly always: cut it in place.
+            let at = more.partition_point(|(_, end)| *end <= start);
+            if let Some((from, to)) = more.get(at).copied()
+                && from <= start
+                && end <= to
+            {
+                match (from < start, end < to) {
+                    (true, true) => {
+                        more[at].1 = start;
+                        more.insert(at + 1, (end, to));
+                    }
+                    (true, false) => more[at].1 = start,
+                    (false, true) => more[at].0 = end,
+                    (false, false) => _ = more.remove(at),
+                }
+                if more.is_empty() {
+                    self.more = None;
+                }
+                return;
+            }
         }
         let left = self
             .iter()
@@ -133,7 +165,7 @@ mod tests {
             let is = |at: u16| set[at as usize];
             assert!((0..24).all(|at| spans.contains(at) == is(at)), "{spans:?}");
             assert_eq!(spans.len(), set.iter().filter(|is| **is).count());
-            assert_eq!(spans.is_empty(), spans.len() == 0);
+            assert_eq!(spans.is_empty(), !set.contains(&true));
             assert_eq!(usize::from(spans.lead()), set.iter().take_while(|is| **is).count());
             let end = set.iter().rposition(|is| *is).map_or(0, |at| at + 1);
             assert_eq!(usize::from(spans.end()), end);

@@ -6,20 +6,26 @@ use crate::ids::Tier;
 use crate::index::arena::cover::{Cover, Prefix, WHOLE, each_bit};
 use crate::index::arena::epoch::Pin;
 use crate::index::arena::runs::{ROOT, RunId};
-use crate::index::matches::Match;
+use crate::index::matches::{Depth, Match};
 
 /// What a walk needs beside its answer; kept between queries so that none allocates.
 #[derive(Debug, Default)]
 pub(in crate::index) struct Scratch {
+    track: Track,
+    /// Slots and how far they got.
+    found: Vec<(u16, u32)>,
+    /// Home slot -> place in the answer, where it is that slot's.
+    places: Vec<u32>,
+    homes: Vec<u16>,
+}
+
+#[derive(Debug, Default)]
+struct Track {
     /// Slots that cover every block so far, and those of the run being looked at.
     alive: Vec<u64>,
     next: Vec<u64>,
-    /// Slots and how far they got.
-    found: Vec<(u16, u32)>,
     /// Runs of the walk: number, blocks before it, blocks of it.
     path: Vec<(RunId, u32, u32)>,
-    /// Home slot -> place in the answer, where it is that slot's.
-    places: Vec<u32>,
 }
 
 /// How many leading labels are equal.
@@ -56,10 +62,17 @@ impl Shared {
         self.edges.find(pin, run, offset, first, is_child)
     }
 
-    /// Walks the device and the predictions. Fills `found` with every slot that covers a first block.
-    fn walk(&self, pin: &Pin<'_>, prompt: &[u64], only_who: bool, scratch: &mut Scratch) {
-        let Scratch { alive, next, found, path, .. } = scratch;
-        found.clear();
+    /// Walks the device and the predictions. Emits every slot that covers a first block, and how many.
+    #[inline]
+    fn walk(
+        &self,
+        pin: &Pin<'_>,
+        prompt: &[u64],
+        only_who: bool,
+        track: &mut Track,
+        mut emit: impl FnMut(u16, u32),
+    ) {
+        let Track { alive, next, path } = track;
         path.clear();
         let Some(mut run) = prompt.first().and_then(|first| self.child(pin, ROOT, 0, *first))
         else {
@@ -98,7 +111,7 @@ impl Shared {
                 if cut >= matched && goes_on {
                     next[word] |= bit;
                 } else {
-                    found.push((slot, (before + cut.min(matched)) as u32));
+                    emit(slot, (before + cut.min(matched)) as u32);
                 }
             };
             match cover {
@@ -115,7 +128,7 @@ impl Shared {
                             if stays {
                                 next[at] |= here;
                             } else {
-                                each_bit(at, here, |slot| found.push((slot, depth)));
+                                each_bit(at, here, |slot| emit(slot, depth));
                             }
                         }
                     }
@@ -123,7 +136,7 @@ impl Shared {
             }
             if !is_first {
                 for (at, word) in alive.iter().enumerate() {
-                    each_bit(at, *word, |slot| found.push((slot, before as u32)));
+                    each_bit(at, *word, |slot| emit(slot, before as u32));
                 }
             }
             std::mem::swap(alive, next);
@@ -141,7 +154,7 @@ impl Shared {
                     if only_who && left == 1 {
                         // At least one deeper than all others, which is all that is asked for.
                         for (at, word) in alive.iter().enumerate() {
-                            each_bit(at, *word, |slot| found.push((slot, before as u32)));
+                            each_bit(at, *word, |slot| emit(slot, before as u32));
                         }
                         return;
                     }
@@ -160,35 +173,51 @@ impl Shared {
         out: &mut Vec<Match>,
     ) {
         out.clear();
-        self.walk(pin, prompt, only_who, scratch);
-        if !self.seats.has_others() {
-            out.extend(scratch.found.iter().map(|(slot, depth)| {
-                let worker = self.seats.owner(*slot).worker;
-                Match {
-                    worker,
-                    device: *depth,
-                    host: *depth,
-                    disk: *depth,
-                    external: *depth,
-                    predicted: 0,
-                }
-            }));
-        } else {
+        if self.seats.has_others() {
+            let Scratch { track, found, .. } = scratch;
+            found.clear();
+            self.walk(pin, prompt, only_who, track, |slot, depth| found.push((slot, depth)));
             self.gather(pin, only_who, scratch, out);
+        } else {
+            self.walk(pin, prompt, only_who, &mut scratch.track, |slot, depth| {
+                let worker = self.seats.worker(slot);
+                out.push(Match::on_device(worker, depth));
+            });
         }
         if only_who {
             cut_last(out);
         }
     }
 
+    /// Finds how many leading blocks each worker holds on the device.
+    pub(super) fn find_depths(
+        &self,
+        pin: &Pin<'_>,
+        prompt: &[u64],
+        scratch: &mut Scratch,
+        out: &mut Vec<Depth>,
+    ) {
+        out.clear();
+        if self.seats.has_others() {
+            let mut matches = Vec::new();
+            self.find(pin, prompt, false, scratch, &mut matches);
+            let held = matches.iter().filter(|found| found.device > 0);
+            out.extend(held.map(|found| Depth::new(found.worker, found.device)));
+            return;
+        }
+        self.walk(pin, prompt, false, &mut scratch.track, |slot, blocks| {
+            out.push(Depth::new(self.seats.worker(slot), blocks));
+        });
+    }
+
     /// Puts together what was found of each worker in its planes.
     fn gather(&self, pin: &Pin<'_>, only_who: bool, scratch: &mut Scratch, out: &mut Vec<Match>) {
-        let Scratch { found, path, places, .. } = scratch;
+        let Scratch { track: Track { path, .. }, found, places, homes } = scratch;
+        homes.clear();
         places.resize(self.seats.words() * 64, 0);
         // Slots opened from here on are left for the next query.
         let known = places.len();
-        let mut homes: smallvec::SmallVec<[u16; 32]> = smallvec::SmallVec::new();
-        let mut place = |home: u16, out: &mut Vec<Match>| {
+        let mut place = |home: u16, homes: &mut Vec<u16>, out: &mut Vec<Match>| {
             let at = places[usize::from(home)] as usize;
             // Left over from another query, the place is not this home's.
             if homes.get(at) == Some(&home) {
@@ -197,7 +226,7 @@ impl Shared {
             places[usize::from(home)] = out.len() as u32;
             homes.push(home);
             let worker = self.seats.owner(home).worker;
-            out.push(Match { worker, device: 0, host: 0, disk: 0, external: 0, predicted: 0 });
+            out.push(Match::on_device(worker, 0));
             out.len() - 1
         };
         for (slot, depth) in found.iter() {
@@ -206,11 +235,11 @@ impl Shared {
                 _ if usize::from(owner.home) >= known => {}
                 Plane::Predicted if only_who => {}
                 Plane::Predicted => {
-                    let at = place(owner.home, out);
+                    let at = place(owner.home, homes, out);
                     out[at].predicted = *depth;
                 }
                 Plane::Held(_) => {
-                    let at = place(owner.home, out);
+                    let at = place(owner.home, homes, out);
                     let depth = *depth;
                     let all = &mut out[at];
                     (all.device, all.host, all.disk, all.external) = (depth, depth, depth, depth);
@@ -222,7 +251,7 @@ impl Shared {
                 let owner = self.seats.owner(stretch.slot);
                 let is_known = usize::from(owner.home) < known;
                 if stretch.start == 0 && !owner.plane.is_prefix() && is_known {
-                    place(owner.home, out);
+                    place(owner.home, homes, out);
                 }
             }
             for at in 0..out.len() {

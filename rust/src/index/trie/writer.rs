@@ -49,6 +49,9 @@ pub(super) struct Writer {
     /// Of runs whose prompts carry an identity.
     pub(super) seeds: HashMap<RunId, u64, Mix>,
     pub(super) counters: IndexStats,
+    /// Runs of which the cover does not tell all that is held on the device, with the slots that have
+    /// blocks behind holes.
+    pub(super) scattered: HashMap<RunId, Vec<u16>, Mix>,
     pub(super) now_ms: u64,
     /// When predictions run out, oldest first.
     pub(super) expiries: VecDeque<(u64, u16, RunId)>,
@@ -137,6 +140,7 @@ impl Writer {
             suspects: HashSet::with_hasher(mix),
             seeds: HashMap::with_hasher(mix),
             counters: IndexStats::default(),
+            scattered: HashMap::with_hasher(mix),
             now_ms: 0,
             expiries: VecDeque::new(),
             fresh: HashMap::with_hasher(mix),
@@ -534,7 +538,7 @@ impl Writer {
         }
         // Whoever covers the run whole would cover what is added, too.
         let member = self.slot(slot).members.get(&run).map(|id| self.members.get(*id));
-        let own = u32::from(member.is_some_and(|member| member.is_whole));
+        let own = u32::from(member.is_some_and(Member::is_whole));
         self.metas.get(run).wholes == own
     }
 
@@ -849,50 +853,62 @@ impl Writer {
         let plane = self.slots[usize::from(slot)].as_ref().expect("a member's slot").plane;
         let len = self.shared.runs.peek(&self.runs, run).labels().len() as u16;
         let meta = self.metas.get_mut(run);
-        let is_whole = plane == Plane::Held(Tier::Device) && member.spans.lead() == len;
-        if is_whole && member.is_whole {
-            // Said already, and true of what was added since.
-            self.counters.unique_blocks += u32::from(len) as usize - meta.held as usize;
-            meta.held = u32::from(len);
+        let lead = member.spans.lead();
+        let is_device = plane == Plane::Held(Tier::Device);
+        let cut = if is_device && lead == len { WHOLE } else { lead };
+        let old = std::mem::replace(&mut member.cut, if plane.is_prefix() { cut } else { 0 });
+        meta.wholes += u32::from(is_device && cut == WHOLE);
+        meta.wholes -= u32::from(is_device && old == WHOLE);
+        let is_scattered = is_device && usize::from(lead) != member.spans.len();
+        if is_scattered != member.is_scattered {
+            member.is_scattered = is_scattered;
+            let list = self.scattered.entry(run).or_default();
+            if is_scattered {
+                list.push(slot);
+            } else {
+                list.retain(|other| *other != slot);
+                if list.is_empty() {
+                    self.scattered.remove(&run);
+                }
+            }
+        }
+        if !plane.is_prefix() || cut != old {
+            let spans = &member.spans;
+            self.shared.runs.cover(&mut self.runs, run, &mut self.scratch, |entries| {
+                if plane.is_prefix() {
+                    entries.set_prefix(slot, cut);
+                } else {
+                    entries.set_stretches(slot, spans.iter());
+                }
+            });
+        }
+        if plane == Plane::Predicted {
             return;
         }
-        meta.wholes -= u32::from(member.is_whole);
-        meta.wholes += u32::from(is_whole);
-        member.is_whole = is_whole;
-        let spans = &member.spans;
-        self.shared.runs.cover(&mut self.runs, run, &mut self.scratch, |entries| {
-            if plane.is_prefix() {
-                entries.set_prefix(slot, if is_whole { WHOLE } else { spans.lead() });
-            }
-            if !plane.is_prefix() {
-                entries.set_stretches(slot, spans.iter());
-            } else if plane != Plane::Predicted
-                && (!spans.is_one() || !entries.stretches.is_empty() || spans.lead() == 0)
-            {
-                // Queries don't look at these; they tell what is held behind holes.
-                entries.set_stretches(slot, spans.iter().filter(|(start, _)| *start > 0));
-            }
-        });
-        let held = self.held_of(len);
+        let held = if meta.holders == 1 { member.spans.len() } else { self.held_of(run, len) };
         let meta = self.metas.get_mut(run);
-        self.counters.unique_blocks += held as usize;
+        self.counters.unique_blocks += held;
         self.counters.unique_blocks -= meta.held as usize;
-        meta.held = held;
+        meta.held = held as u32;
     }
 
-    /// How many blocks of a run of `len` the entries that were just published hold, predictions aside.
-    fn held_of(&self, len: u16) -> u32 {
-        let is_fact = |slot: u16| {
-            self.slots[usize::from(slot)].as_ref().is_some_and(|s| s.plane != Plane::Predicted)
-        };
+    /// How many blocks of a run of `len` anybody holds, predictions aside.
+    fn held_of(&mut self, run: RunId, len: u16) -> usize {
+        self.shared.runs.peek(&self.runs, run).cover().decode(&mut self.scratch);
+        let is_fact = |slot: u16| self.slot(slot).plane != Plane::Predicted;
         let Entries { prefixes, stretches } = &self.scratch;
         let has_predictions = self.counters.predicted > 0;
         let cuts = prefixes.iter().filter(|p| !has_predictions || is_fact(p.slot)).map(|p| p.cut);
         let lead = cuts.max().unwrap_or(0).min(len);
-        if stretches.is_empty() {
-            return u32::from(lead);
+        let scattered = self.scattered.get(&run);
+        if stretches.is_empty() && scattered.is_none() {
+            return lead.into();
         }
         let mut spans: Vec<(u16, u16)> = stretches.iter().map(|s| (s.start, s.end)).collect();
+        for slot in scattered.into_iter().flatten() {
+            let id = self.slot(*slot).members[&run];
+            spans.extend(self.members.get(id).spans.iter());
+        }
         spans.sort_unstable();
         let (mut held, mut end) = (lead, lead);
         for (from, to) in spans {
@@ -901,7 +917,7 @@ impl Writer {
                 end = to;
             }
         }
-        u32::from(held)
+        held.into()
     }
 
     // ---- members
@@ -929,8 +945,9 @@ impl Writer {
     /// Takes out a member that has no blocks any more; readers do not see it already.
     fn drop_member(&mut self, id: MemberId) {
         self.unlink(id);
-        let Member { run, slot, column, is_whole, kids, spans, .. } = self.members.take(id);
-        debug_assert!(spans.is_empty());
+        let Member { run, slot, column, cut, is_scattered, kids, spans, .. } =
+            self.members.take(id);
+        debug_assert!(spans.is_empty() && cut == 0 && !is_scattered, "it covers nothing");
         self.fresh.remove(&id);
         let (parent, _) = self.shared.runs.peek(&self.runs, run).place();
         let state = self.slots[usize::from(slot)].as_mut().expect("a member's slot");
@@ -951,7 +968,6 @@ impl Writer {
                 }
             }
         }
-        debug_assert!(!is_whole, "what has no blocks covers nothing");
         let meta = self.metas.get_mut(run);
         meta.holders -= 1;
         if meta.holders == 0 {
