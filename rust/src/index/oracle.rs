@@ -1,35 +1,74 @@
 //! The dumb twin: plain collections, one lock, every answer worked out from its definition.
 //!
-//! For tests only. It shares types with the index and nothing else: no sets of holders, no table of
-//! blocks, no counters of names, so that a mistake must be made twice to go unseen.
+//! For tests only. It shares types with the index and nothing else: no runs, no intervals, no
+//! ladder of look-ups, no counters of names, so that a mistake must be made twice to go unseen.
+//! It knows neither [`super::Limits::capacity_blocks`] nor [`super::Limits::max_bytes`]: what goes
+//! there depends on how the index lies in memory.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use parking_lot::Mutex;
 
+use super::BlockIndex;
 use super::matches::{Match, Matches};
 use super::types::{
-    Block, CountMode, DumpBlock, HeldBlock, IndexStats, MAX_WORKERS, Options, Parent, Rejection,
-    RemoveOutcome, StoreOutcome,
+    Block, CopyOutcome, CountMode, DumpEvent, IndexStats, MAX_WORKERS, Membership, Options,
+    Rejection, RemoveOutcome, StoreOutcome,
 };
-use super::{BlockIndex, chain};
 use crate::ids::{InstanceId, Tier, Worker};
 
-/// What a name stands for.
-#[derive(Clone)]
-struct Name {
-    chain: u64,
-    parent: Option<u64>,
+/// A path of local hashes from the root, by the number it got when it was first named.
+type Content = usize;
+
+/// What path a number stands for, one step at a time.
+struct Step {
+    parent: Option<Content>,
     local: u64,
+    chain: u64,
+}
+
+/// All paths that were ever named. Nothing is forgotten: a parent's number is below its children's.
+#[derive(Default)]
+struct Paths {
+    steps: Vec<Step>,
+    children: BTreeMap<(Option<Content>, u64), Content>,
+}
+
+impl Paths {
+    fn extend(&mut self, parent: Option<Content>, local: u64) -> Content {
+        *self.children.entry((parent, local)).or_insert_with(|| {
+            let chain = crate::hash::extend(parent.map(|at| self.steps[at].chain), local);
+            self.steps.push(Step { parent, local, chain });
+            self.steps.len() - 1
+        })
+    }
+
+    /// The contents of a prompt's blocks, as far as anybody ever named them.
+    fn follow(&self, locals: &[u64]) -> Vec<Content> {
+        let mut parent = None;
+        let step = |local: &u64| {
+            parent = Some(*self.children.get(&(parent, *local))?);
+            parent
+        };
+        locals.iter().map_while(step).collect()
+    }
+}
+
+/// What a worker's name stands for, and how often it is held where.
+struct Name {
+    content: Content,
     seed: u64,
     copies: BTreeMap<Tier, u32>,
 }
 
+/// What one worker holds, and what is predicted of it.
 #[derive(Default)]
 struct Held {
     names: BTreeMap<u64, Name>,
-    /// Name, chain hash, seed; oldest first.
-    ghosts: Vec<(u64, u64, u64)>,
+    /// The same names by content, to find them.
+    places: BTreeSet<(Content, u64)>,
+    /// When each prediction ends; `None` is never.
+    predicted: BTreeMap<Content, Option<u64>>,
 }
 
 impl Held {
@@ -37,25 +76,52 @@ impl Held {
         self.names.values().map(|name| name.copies.len()).sum()
     }
 
-    fn holds(&self, chain: u64, tier: Tier) -> bool {
-        self.names.values().any(|name| name.chain == chain && name.copies.contains_key(&tier))
+    fn names_of(&self, content: Content) -> impl Iterator<Item = u64> {
+        self.places.range((content, 0)..=(content, u64::MAX)).map(|place| place.1)
     }
 
-    fn locate(&self, name: u64) -> Option<(u64, u64)> {
-        let ghost = || self.ghosts.iter().find(|g| g.0 == name).map(|g| (g.1, g.2));
-        self.names.get(&name).map(|n| (n.chain, n.seed)).or_else(ghost)
+    fn holds(&self, content: Content, tier: Tier) -> bool {
+        self.names_of(content).any(|name| self.names[&name].copies.contains_key(&tier))
+    }
+
+    fn put(&mut self, hash: u64, name: Name) {
+        self.places.insert((name.content, hash));
+        self.names.insert(hash, name);
+    }
+
+    fn let_go(&mut self, hash: u64) {
+        if let Some(name) = self.names.remove(&hash) {
+            self.places.remove(&(name.content, hash));
+        }
     }
 }
 
 #[derive(Default)]
 struct State {
+    paths: Paths,
     workers: BTreeMap<Worker, Held>,
     counters: IndexStats,
+    now_ms: u64,
 }
 
 impl State {
     fn memberships(&self) -> usize {
         self.workers.values().map(Held::memberships).sum()
+    }
+
+    fn is_full(&self, options: &Options) -> bool {
+        let max_blocks = options.limits.max_blocks;
+        max_blocks > 0 && self.memberships() >= max_blocks
+    }
+
+    /// Makes `worker` known; false when there are too many already.
+    fn admit(&mut self, worker: Worker, options: &Options) -> bool {
+        let max_workers = options.limits.max_workers.min(MAX_WORKERS);
+        if !self.workers.contains_key(&worker) && self.workers.len() >= max_workers {
+            return false;
+        }
+        self.workers.entry(worker).or_default();
+        true
     }
 }
 
@@ -71,38 +137,6 @@ impl OracleIndex {
     pub fn new(options: Options) -> Self {
         Self { options, state: Mutex::default() }
     }
-
-    /// Whether `worker` holds the block `chain` in `tier`.
-    pub fn holds(&self, worker: Worker, tier: Tier, chain: u64) -> bool {
-        self.state.lock().workers.get(&worker).is_some_and(|held| held.holds(chain, tier))
-    }
-
-    fn find(&self, chains: &[u64], out: &mut Matches) {
-        let state = self.state.lock();
-        out.found.clear();
-        for (&worker, held) in &state.workers {
-            let mut reach = [0_u32; 4];
-            let mut depth = 0;
-            for tier in Tier::ALL {
-                while depth < chains.len() && held.holds(chains[depth], tier) {
-                    depth += 1;
-                }
-                reach[tier as usize] = depth as u32;
-            }
-            let [device, host, disk, external] = reach;
-            if external > 0 {
-                out.found.push(Match { worker, device, host, disk, external });
-            }
-        }
-    }
-}
-
-fn chains(locals: &[u64]) -> Vec<u64> {
-    let mut chains: Vec<u64> = Vec::new();
-    for &local in locals {
-        chains.push(chain(chains.last().copied(), local));
-    }
-    chains
 }
 
 impl BlockIndex for OracleIndex {
@@ -110,7 +144,7 @@ impl BlockIndex for OracleIndex {
         &self,
         worker: Worker,
         tier: Tier,
-        parent: Option<Parent>,
+        parent: Option<u64>,
         seed: u64,
         blocks: &[Block],
     ) -> StoreOutcome {
@@ -118,74 +152,86 @@ impl BlockIndex for OracleIndex {
         if blocks.is_empty() {
             return StoreOutcome::default();
         }
-        let mut in_event: Vec<u64> = blocks.iter().map(|b| b.engine_hash).collect();
-        if let Some(Parent::Engine(parent)) = parent {
-            in_event.push(parent);
-        }
+        let in_event: Vec<u64> = blocks.iter().map(|b| b.engine_hash).chain(parent).collect();
         if in_event.iter().collect::<BTreeSet<_>>().len() < in_event.len() {
             state.counters.self_references_total += 1;
             return StoreOutcome::because_of(Rejection::SelfReference);
         }
-        let mut parent = match parent {
-            None => None,
-            Some(Parent::Chain(chain)) => Some(chain),
-            Some(Parent::Engine(name)) => {
-                let known = state.workers.get(&worker).and_then(|held| held.locate(name));
-                let Some((chain, _)) = known else {
-                    state.counters.orphans_total += 1;
-                    return StoreOutcome::because_of(Rejection::Orphan);
-                };
-                Some(chain)
-            }
-        };
-        let max_workers = self.options.limits.max_workers.min(MAX_WORKERS);
-        if !state.workers.contains_key(&worker) && state.workers.len() >= max_workers {
+        let named = |name| Some(state.workers.get(&worker)?.names.get(&name)?.content);
+        let mut content = parent.and_then(named);
+        if parent.is_some() && content.is_none() {
+            state.counters.orphans_total += 1;
+            return StoreOutcome::because_of(Rejection::Orphan);
+        }
+        if !state.admit(worker, &self.options) {
             state.counters.slots_exhausted_total += 1;
             return StoreOutcome::because_of(Rejection::SlotsExhausted);
         }
-        state.workers.entry(worker).or_default();
 
         let mut outcome = StoreOutcome::default();
-        for block in blocks {
-            let chain = chain(parent, block.local_hash);
-            let max_blocks = self.options.limits.max_blocks;
-            let is_full = max_blocks > 0 && state.memberships() >= max_blocks;
+        for (at, block) in blocks.iter().enumerate() {
+            let own = state.paths.extend(content, block.local_hash);
+            content = Some(own);
+            let is_full = state.is_full(&self.options);
             let held = state.workers.entry(worker).or_default();
-            let fresh = Name {
-                chain,
-                parent,
-                local: block.local_hash,
-                seed,
-                copies: BTreeMap::from([(tier, 1)]),
-            };
+            let fresh = Name { content: own, seed, copies: BTreeMap::from([(tier, 1)]) };
             match held.names.get_mut(&block.engine_hash) {
-                Some(name) if name.chain != chain => {
-                    *name = fresh;
+                Some(name) if name.content != own => {
+                    held.let_go(block.engine_hash);
+                    held.put(block.engine_hash, fresh);
                     outcome.moved += 1;
                 }
                 Some(name) if name.copies.contains_key(&tier) => {
                     if self.options.count_mode == CountMode::Copies {
                         *name.copies.entry(tier).or_default() += 1;
                     }
-                    name.seed = seed;
                     outcome.duplicates += 1;
                 }
-                _ if is_full => outcome.refused += 1,
+                _ if is_full => {
+                    outcome.refused = (blocks.len() - at) as u32;
+                    break;
+                }
                 Some(name) => {
                     name.copies.insert(tier, 1);
-                    name.seed = seed;
                     outcome.added += 1;
                 }
                 None => {
-                    held.names.insert(block.engine_hash, fresh);
-                    held.ghosts.retain(|ghost| ghost.0 != block.engine_hash);
+                    held.put(block.engine_hash, fresh);
                     outcome.added += 1;
                 }
             }
-            parent = Some(chain);
         }
         state.counters.duplicate_blocks_total += u64::from(outcome.duplicates);
         state.counters.moved_blocks_total += u64::from(outcome.moved);
+        state.counters.refused_blocks_total += u64::from(outcome.refused);
+        outcome
+    }
+
+    fn copy(&self, worker: Worker, tier: Tier, engine_hashes: &[u64]) -> CopyOutcome {
+        let mut state = self.state.lock();
+        let mut outcome = CopyOutcome::default();
+        for hash in engine_hashes {
+            let is_full = state.is_full(&self.options);
+            let held = state.workers.get_mut(&worker);
+            let Some(name) = held.and_then(|held| held.names.get_mut(hash)) else {
+                outcome.unknown += 1;
+                continue;
+            };
+            match name.copies.get_mut(&tier) {
+                Some(copies) => {
+                    if self.options.count_mode == CountMode::Copies {
+                        *copies += 1;
+                    }
+                    outcome.duplicates += 1;
+                }
+                None if is_full => outcome.refused += 1,
+                None => {
+                    name.copies.insert(tier, 1);
+                    outcome.added += 1;
+                }
+            }
+        }
+        state.counters.duplicate_blocks_total += u64::from(outcome.duplicates);
         state.counters.refused_blocks_total += u64::from(outcome.refused);
         outcome
     }
@@ -196,26 +242,21 @@ impl BlockIndex for OracleIndex {
         let mut nobody = Held::default();
         let held = state.workers.get_mut(&worker).unwrap_or(&mut nobody);
         for &hash in engine_hashes {
-            let name = held.names.get_mut(&hash);
-            let Some(copies) = name.and_then(|name| name.copies.get_mut(&tier)) else {
+            let name = held.names.get_mut(&hash).filter(|name| name.copies.contains_key(&tier));
+            let Some(name) = name else {
                 outcome.unknown += 1;
                 continue;
             };
+            let copies = name.copies.entry(tier).or_default();
             *copies -= 1;
             if *copies > 0 {
                 outcome.kept += 1;
                 continue;
             }
             outcome.removed += 1;
-            held.names.entry(hash).and_modify(|name| _ = name.copies.remove(&tier));
-            let gone = held.names.get(&hash).filter(|name| name.copies.is_empty()).cloned();
-            if let Some(gone) = gone {
-                held.names.remove(&hash);
-                held.ghosts.push((hash, gone.chain, gone.seed));
-                let cap = self.options.limits.min_ghosts.max(held.names.len() / 8);
-                while held.ghosts.len() > cap {
-                    held.ghosts.remove(0);
-                }
+            name.copies.remove(&tier);
+            if name.copies.is_empty() {
+                held.let_go(hash);
             }
         }
         state.counters.unknown_removals_total += u64::from(outcome.unknown);
@@ -238,38 +279,73 @@ impl BlockIndex for OracleIndex {
         before - state.workers.len()
     }
 
+    fn predict(&self, worker: Worker, _seed: u64, locals: &[u64]) -> usize {
+        let mut state = self.state.lock();
+        if locals.is_empty() || !state.admit(worker, &self.options) {
+            return 0;
+        }
+        let ttl_ms = self.options.limits.predicted_ttl_ms;
+        let end_ms = (ttl_ms > 0).then(|| state.now_ms.saturating_add(ttl_ms));
+        let (mut content, mut fresh) = (None, 0);
+        for &local in locals {
+            let own = state.paths.extend(content, local);
+            let held = state.workers.entry(worker).or_default();
+            fresh += usize::from(held.predicted.insert(own, end_ms).is_none());
+            content = Some(own);
+        }
+        fresh
+    }
+
+    fn advance_to(&self, now_ms: u64) -> usize {
+        let mut state = self.state.lock();
+        state.now_ms = state.now_ms.max(now_ms);
+        let now_ms = state.now_ms;
+        let mut gone = 0;
+        for held in state.workers.values_mut() {
+            let before = held.predicted.len();
+            held.predicted.retain(|_, end_ms| end_ms.is_none_or(|end_ms| end_ms > now_ms));
+            gone += before - held.predicted.len();
+        }
+        state.counters.expired_blocks_total += gone as u64;
+        gone
+    }
+
     fn find_matches(&self, locals: &[u64], out: &mut Matches) {
-        self.find(&chains(locals), out);
+        let state = self.state.lock();
+        let prompt = state.paths.follow(locals);
+        out.found.clear();
+        for (&worker, held) in &state.workers {
+            let mut reach = [0_u32; 4];
+            let mut depth = 0;
+            for tier in Tier::ALL {
+                let on = prompt[depth..].iter().take_while(|content| held.holds(**content, tier));
+                depth += on.count();
+                reach[tier as usize] = depth as u32;
+            }
+            let [device, host, disk, external] = reach;
+            let is_predicted = |content: &&Content| held.predicted.contains_key(*content);
+            let predicted = prompt.iter().take_while(is_predicted).count() as u32;
+            if external > 0 || predicted > 0 {
+                out.found.push(Match { worker, device, host, disk, external, predicted });
+            }
+        }
     }
 
     fn find_matches_early_exit(&self, locals: &[u64], out: &mut Matches) {
-        self.find(&chains(locals), out);
+        self.find_matches(locals, out);
         // The walk stops behind the first block that exactly one worker still holds.
         let holders = |depth: u32| out.found.iter().filter(|m| m.device >= depth).count();
-        let stop = (1..=locals.len() as u32).find(|depth| holders(*depth) == 1);
+        let stop = (1..=locals.len() as u32).find(|depth| holders(*depth) <= 1);
         for found in &mut out.found {
-            found.device = found.device.min(stop.unwrap_or(u32::MAX));
-            found.host = found.device;
-            found.disk = found.device;
-            found.external = found.device;
+            let device = found.device.min(stop.unwrap_or(u32::MAX));
+            let (host, disk, external) = (device, device, device);
+            *found = Match { device, host, disk, external, predicted: 0, ..*found };
         }
         out.found.retain(|found| found.device > 0);
     }
 
-    fn find_matches_by_sequence(&self, chains: &[u64], out: &mut Matches) {
-        self.find(chains, out);
-    }
-
     fn parent_seed(&self, worker: Worker, engine_hash: u64) -> Option<u64> {
-        let state = self.state.lock();
-        state.workers.get(&worker)?.locate(engine_hash).map(|(_, seed)| seed)
-    }
-
-    fn held_block(&self, worker: Worker, engine_hash: u64) -> Option<HeldBlock> {
-        let state = self.state.lock();
-        let name = state.workers.get(&worker)?.names.get(&engine_hash)?;
-        let block = Block { engine_hash, local_hash: name.local };
-        Some(HeldBlock { block, parent_chain: name.parent, seed: name.seed })
+        Some(self.state.lock().workers.get(&worker)?.names.get(&engine_hash)?.seed)
     }
 
     fn workers(&self) -> Vec<Worker> {
@@ -280,56 +356,83 @@ impl BlockIndex for OracleIndex {
         self.state.lock().workers.get(&worker).map_or(0, Held::memberships)
     }
 
-    fn dump_worker(&self, worker: Worker) -> Vec<DumpBlock> {
+    fn memberships(&self, worker: Worker) -> Vec<Membership> {
+        let state = self.state.lock();
+        let names = state.workers.get(&worker).into_iter().flat_map(|held| &held.names);
+        let mut memberships = Vec::new();
+        for (&engine_hash, Name { content, seed, copies }) in names {
+            let (chain, seed) = (state.paths.steps[*content].chain, *seed);
+            memberships.extend(copies.iter().map(|(&tier, &copies)| Membership {
+                chain,
+                engine_hash,
+                tier,
+                seed,
+                copies,
+            }));
+        }
+        memberships.sort_unstable();
+        memberships
+    }
+
+    fn dump_worker(&self, worker: Worker) -> Vec<DumpEvent> {
         let state = self.state.lock();
         let Some(held) = state.workers.get(&worker) else { return Vec::new() };
-        let held_as = |chain: u64| {
-            held.names.iter().filter(|(_, n)| n.chain == chain).map(|(hash, _)| *hash).min()
-        };
-        // Generation by generation: a block is due when its parent was emitted or is not held.
-        let mut due: BTreeMap<(u64, u64), Name> = BTreeMap::new();
-        let mut waiting: BTreeMap<(u64, u64), Name> =
-            held.names.iter().map(|(hash, name)| ((name.chain, *hash), name.clone())).collect();
-        let mut emitted: BTreeSet<u64> = BTreeSet::new();
-        let mut blocks = Vec::new();
-        while !waiting.is_empty() {
-            waiting.retain(|key, name| {
-                let parent = name.parent.filter(|parent| held_as(*parent).is_some());
-                let is_due = parent.is_none_or(|parent| emitted.contains(&parent));
-                if is_due {
-                    due.insert(*key, name.clone());
-                }
-                !is_due
-            });
-            for ((chain, hash), name) in std::mem::take(&mut due) {
-                emitted.insert(chain);
-                blocks.extend(name.copies.iter().map(|(&tier, &copies)| DumpBlock {
-                    worker,
-                    tier,
-                    parent_engine: name.parent.and_then(held_as),
-                    parent_chain: name.parent,
-                    engine_hash: hash,
-                    local_hash: name.local,
-                    seed: name.seed,
-                    copies,
-                }));
+        let steps = &state.paths.steps;
+        // Everything held, and what lies between it and the root.
+        let mut wanted: BTreeMap<Content, u64> = BTreeMap::new();
+        for name in held.names.values() {
+            let mut above = Some(name.content);
+            while let Some(content) = above.filter(|content| !wanted.contains_key(content)) {
+                wanted.insert(content, name.seed);
+                above = steps[content].parent;
             }
         }
-        blocks
+        let mut events = Vec::new();
+        let mut called: BTreeMap<Content, u64> = BTreeMap::new();
+        let mut fillers: BTreeSet<u64> = BTreeSet::new();
+        // In the order of their numbers: parents first.
+        for (content, seed) in wanted {
+            let Step { parent, local, chain } = steps[content];
+            let parent = parent.map(|parent| called[&parent]);
+            let mut emit = |tier, engine_hash| {
+                let blocks = vec![Block { engine_hash, local_hash: local }];
+                events.push(DumpEvent::Stored { tier, parent, seed, blocks });
+            };
+            for hash in held.names_of(content) {
+                for (&tier, &copies) in &held.names[&hash].copies {
+                    (0..copies).for_each(|_| emit(tier, hash));
+                }
+                called.entry(content).or_insert(hash);
+            }
+            called.entry(content).or_insert_with(|| {
+                let mut filler = !chain;
+                while held.names.contains_key(&filler) || !fillers.insert(filler) {
+                    filler = filler.wrapping_add(1);
+                }
+                emit(Tier::Device, filler);
+                filler
+            });
+        }
+        if !fillers.is_empty() {
+            let names = fillers.into_iter().collect();
+            events.push(DumpEvent::Removed { tier: Tier::Device, names });
+        }
+        events
     }
 
     fn stats(&self) -> IndexStats {
         let state = self.state.lock();
-        let all = || state.workers.values().flat_map(|held| held.names.values());
-        let holder = |held: &Held| {
-            let tiers = held.names.values().flat_map(|n| n.copies.keys().copied());
-            tiers.collect::<BTreeSet<Tier>>().len()
+        let names = || state.workers.values().flat_map(|held| held.names.values());
+        let tiers = |held: &Held| {
+            let tiers = held.names.values().flat_map(|name| name.copies.keys());
+            tiers.collect::<BTreeSet<_>>().len()
         };
         IndexStats {
             workers: state.workers.len(),
-            holders: state.workers.values().map(holder).sum(),
-            unique_blocks: all().map(|name| name.chain).collect::<BTreeSet<_>>().len(),
+            holders: state.workers.values().map(tiers).sum(),
+            unique_blocks: names().map(|name| name.content).collect::<BTreeSet<_>>().len(),
             memberships: state.memberships(),
+            predicted: state.workers.values().map(|held| held.predicted.len()).sum(),
             ..state.counters
         }
     }
