@@ -15,6 +15,8 @@ pub trait Backend: Sized + Send + Sync + 'static {
     type Out: Default;
     /// Whether [`Backend::apply`] returns before the event took effect.
     const QUEUED: bool;
+    /// Whether [`Backend::sweep`] does anything.
+    const SWEEPS: bool = false;
     /// Whether answers are right: false for the one that only shows what the harness costs.
     const ANSWERS: bool = true;
 
@@ -32,6 +34,9 @@ pub trait Backend: Sized + Send + Sync + 'static {
 
     /// Waits until all events handed over took effect.
     fn drain(&self);
+
+    /// Does now what the index does some time or other: for the sizes of those that put it off.
+    fn sweep(&self) {}
 
     /// Asks in the way that is cheapest for the index; the answer's [`fold`] over all workers.
     fn ask(&self, prompt: &Self::Prompt, out: &mut Self::Out) -> u64;

@@ -135,8 +135,7 @@ fn one(backends: &[Entry], options: &Options) -> io::Result<()> {
     if mode.counts {
         heap::count();
     }
-    let mut trial =
-        Trial { blocks: number(options, "blocks", 10_000_000)?, ..Trial::default() };
+    let mut trial = Trial { blocks: number(options, "blocks", 10_000_000)?, ..Trial::default() };
     if mode.needs_corpus {
         trial.corpus = file::read(Path::new(text(options, "corpus")?))?;
     }

@@ -243,14 +243,18 @@ impl Corpus {
                 }
                 Some(EventView::Removed { worker, names }) => {
                     for name in names {
-                        assert!(held[worker as usize].remove(name), "an engine evicts what it held");
+                        assert!(
+                            held[worker as usize].remove(name),
+                            "an engine evicts what it held"
+                        );
                     }
                 }
                 Some(EventView::Cleared { worker }) => held[worker as usize].clear(),
                 None => asked = self.items[at].start,
             }
             if (at + 1) % every == 0 {
-                for query in [asked, dice.below(self.queries.len()), dice.below(self.queries.len())] {
+                for query in [asked, dice.below(self.queries.len()), dice.below(self.queries.len())]
+                {
                     let answer = self.answer(query, &held, recipe.names);
                     self.checks.push(Check { after: at + 1, query, answer });
                 }
@@ -280,7 +284,9 @@ impl Corpus {
                 let blocks = &self.blocks[start..start + len];
                 Some(EventView::Stored { worker, parent, blocks })
             }
-            Kind::Removed => Some(EventView::Removed { worker, names: &self.names[start..start + len] }),
+            Kind::Removed => {
+                Some(EventView::Removed { worker, names: &self.names[start..start + len] })
+            }
             Kind::Asked => None,
         }
     }

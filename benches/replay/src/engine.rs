@@ -80,7 +80,8 @@ impl Engine {
         self.admit(&mut act);
         let mut at = 0;
         while at < self.running.len() {
-            if self.running[at].at < self.running[at].job.blocks.len() && self.decode(at, &mut act) {
+            if self.running[at].at < self.running[at].job.blocks.len() && self.decode(at, &mut act)
+            {
                 at += 1;
             } else {
                 self.finish(at);

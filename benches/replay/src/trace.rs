@@ -49,8 +49,7 @@ impl Dice {
 
     /// Log-normal: half of them below `median`.
     fn log_normal(&mut self, median: f64, sigma: f64) -> f64 {
-        let normal =
-            (-2.0 * self.unit().ln()).sqrt() * (std::f64::consts::TAU * self.unit()).cos();
+        let normal = (-2.0 * self.unit().ln()).sqrt() * (std::f64::consts::TAU * self.unit()).cos();
         median * (sigma * normal).exp()
     }
 
@@ -106,11 +105,7 @@ pub fn generate(requests: usize, seed: u64) -> Vec<Request> {
             ids.push(next_id);
             next_id += 1;
         }
-        made.push(Request {
-            input_length: input,
-            output_length: output,
-            hash_ids: ids.clone(),
-        });
+        made.push(Request { input_length: input, output_length: output, hash_ids: ids.clone() });
         // An id that was not full stands for other tokens once more is said.
         ids.truncate((input / ID_TOKENS) as usize);
         *tokens = input + output;

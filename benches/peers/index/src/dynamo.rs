@@ -48,6 +48,7 @@ impl<T: Structure, const THREADS: usize> Backend for Pool<T, THREADS> {
     type Prompt = Vec<LocalBlockHash>;
     type Out = ();
     const QUEUED: bool = true;
+    const SWEEPS: bool = true;
 
     fn new(_: u32) -> Self {
         Self(ThreadPoolIndexer::new(T::new(), THREADS, 128))
@@ -87,6 +88,10 @@ impl<T: Structure, const THREADS: usize> Backend for Pool<T, THREADS> {
 
     fn drain(&self) {
         pollster::block_on(self.0.flush_and_wait()).expect("its threads live");
+    }
+
+    fn sweep(&self) {
+        self.0.backend().run_cleanup_task();
     }
 
     fn ask(&self, prompt: &Self::Prompt, (): &mut ()) -> u64 {

@@ -10,6 +10,16 @@ use crate::scenes;
 /// Bytes per membership at 100 even points of the corpus, on average; then what is left when everything
 /// was removed.
 pub fn bytes<B: Backend>(trial: &Trial) -> Figures {
+    let mut figures = Figures::default();
+    round::<B>(trial, false, "", &mut figures);
+    if B::SWEEPS {
+        // The best case of those that clean up later: at every point it has just been done.
+        round::<B>(trial, true, "swept_", &mut figures);
+    }
+    figures
+}
+
+fn round<B: Backend>(trial: &Trial, sweeps: bool, prefix: &str, figures: &mut Figures) {
     let corpus = &trial.corpus;
     let held_at_end = corpus.held_at_end();
     let count = corpus.events().count();
@@ -18,6 +28,13 @@ pub fn bytes<B: Backend>(trial: &Trial) -> Figures {
     let base = heap::live();
     let backend = B::new(corpus.workers);
     let empty = heap::live() - base;
+    let settle = || {
+        backend.drain();
+        if sweeps {
+            backend.sweep();
+        }
+        heap::live() - base
+    };
     let (mut held, mut total, mut points, mut most) = (0_isize, 0.0, 0, 0_isize);
     for (at, view) in corpus.events().enumerate() {
         match view {
@@ -28,23 +45,21 @@ pub fn bytes<B: Backend>(trial: &Trial) -> Figures {
         // Made one by one: a queue of events is no part of an index.
         backend.apply(backend.event(view));
         if (at + 1) % (count / 100).max(1) == 0 && points < 100 {
-            backend.drain();
-            let live = heap::live() - base;
+            let live = settle();
             most = most.max(live);
             total += live as f64 / held as f64;
             points += 1;
         }
     }
-    backend.drain();
-    let mut figures = Figures::default();
-    figures.note("bytes_per_membership", total / f64::from(points));
-    let end = heap::live() - base;
-    figures.note("bytes_per_membership_end", end as f64 / held as f64);
-    figures.note("resident_per_membership_end", (resident_bytes() - resident) / held as f64);
-    figures.note("memberships_end", held as f64);
-    figures.note("mb_end", end as f64 / 1e6);
-    figures.note("mb_most", most as f64 / 1e6);
-    figures.note("mb_peak", (heap::peak() - base) as f64 / 1e6);
+    let end = settle();
+    let mut note = |name: &str, figure| figures.note(&format!("{prefix}{name}"), figure);
+    note("bytes_per_membership", total / f64::from(points));
+    note("bytes_per_membership_end", end as f64 / held as f64);
+    note("resident_per_membership_end", (resident_bytes() - resident) / held as f64);
+    note("memberships_end", held as f64);
+    note("mb_end", end as f64 / 1e6);
+    note("mb_most", most as f64 / 1e6);
+    note("mb_peak", (heap::peak() - base) as f64 / 1e6);
     for (worker, names) in held_at_end.iter().enumerate() {
         for names in names.rchunks(64) {
             let names: Vec<u64> = names.iter().rev().copied().collect();
@@ -53,9 +68,8 @@ pub fn bytes<B: Backend>(trial: &Trial) -> Figures {
         }
         backend.drain();
     }
-    figures.note("mb_after_removal", (heap::live() - base) as f64 / 1e6);
-    figures.note("mb_empty", empty as f64 / 1e6);
-    figures
+    note("mb_after_removal", settle() as f64 / 1e6);
+    note("mb_empty", empty as f64 / 1e6);
 }
 
 /// What one more worker costs that holds what others hold already: runs of 64 blocks.

@@ -5,7 +5,7 @@ use std::time::Instant;
 use super::{Trial, filled};
 use crate::backend::Backend;
 use crate::corpus::EventView;
-use crate::figures::{Figures, cpu_ns, median};
+use crate::figures::{Figures, median, process_ns};
 use crate::scenes;
 
 /// Times that a timed part is repeated on a new index; the median counts.
@@ -46,7 +46,7 @@ fn closed_loop<B: Backend>(
 ) -> (B, f64, f64) {
     let backend = B::new(trial.corpus.workers);
     let events: Vec<B::Event> = trial.corpus.events().map(|view| backend.event(view)).collect();
-    let spent = cpu_ns();
+    let spent = process_ns();
     let started = Instant::now();
     let mut last = started;
     let clocked = size_of_val(&observe) > 0;
@@ -60,7 +60,7 @@ fn closed_loop<B: Backend>(
     }
     backend.drain();
     let seconds = started.elapsed().as_secs_f64();
-    let spent = cpu_ns() - spent;
+    let spent = process_ns() - spent;
     (backend, seconds, spent)
 }
 
@@ -68,7 +68,7 @@ fn closed_loop<B: Backend>(
 pub fn appends<B: Backend>(_: &Trial) -> Figures {
     const WORKERS: u32 = 16;
     let (begin, appends) = scenes::decoding(WORKERS, 1_024, 256);
-    let mut rates = Vec::new();
+    let (mut rates, mut cpu) = (Vec::new(), Vec::new());
     for _ in 0..ROUNDS {
         let backend = B::new(WORKERS);
         for step in &begin {
@@ -77,15 +77,17 @@ pub fn appends<B: Backend>(_: &Trial) -> Figures {
         backend.drain();
         let events: Vec<B::Event> = appends.iter().map(|s| backend.event(s.view())).collect();
         let count = events.len() as f64;
-        let started = Instant::now();
+        let (spent, started) = (process_ns(), Instant::now());
         for event in events {
             backend.apply(event);
         }
         backend.drain();
         rates.push(count / started.elapsed().as_secs_f64() / 1e6);
+        cpu.push((process_ns() - spent) / count);
     }
     let mut figures = Figures::default();
     figures.note("million_events_per_s", median(rates));
+    figures.note("cpu_ns_per_event", median(cpu));
     figures
 }
 
@@ -96,22 +98,24 @@ pub fn removals<B: Backend>(trial: &Trial) -> Figures {
     let held = trial.corpus.held_at_end();
     let removals = scenes::random_removals(&held, BATCH, 7);
     let names: usize = removals.iter().map(|removal| removal.1.len()).sum();
-    let mut rates = Vec::new();
+    let (mut rates, mut cpu) = (Vec::new(), Vec::new());
     for _ in 0..3 {
         let (backend, _) = filled::<B>(&trial.corpus, 1.0);
         let view = |removal: &(u32, Vec<u64>)| {
             backend.event(EventView::Removed { worker: removal.0, names: &removal.1 })
         };
         let events: Vec<B::Event> = removals.iter().map(view).collect();
-        let started = Instant::now();
+        let (spent, started) = (process_ns(), Instant::now());
         for event in events {
             backend.apply(event);
         }
         backend.drain();
+        cpu.push((process_ns() - spent) / names as f64);
         rates.push(names as f64 / started.elapsed().as_secs_f64() / 1e6);
     }
     let mut figures = Figures::default();
     figures.note("names", names as f64);
     figures.note("million_blocks_per_s", median(rates));
+    figures.note("cpu_ns_per_block", median(cpu));
     figures
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::{Trial, filled, prompts};
 use crate::backend::Backend;
 use crate::corpus::EventView;
-use crate::figures::{Figures, median};
+use crate::figures::{Figures, median, thread_ns};
 use crate::scenes;
 
 /// How long each way of asking is timed, at least.
@@ -47,8 +47,8 @@ fn both_ways<B: Backend>(backend: &B, prompts: &[B::Prompt], figures: &mut Figur
     timed("map", prompts, figures, |prompt| backend.ask_map(prompt, &mut out));
 }
 
-/// Nanoseconds per prompt over whole passes (median of the passes), then the spread of single ones, in
-/// which the clock's own cost is contained.
+/// Nanoseconds of processor time per prompt over whole passes (median of the passes), then the spread of
+/// single ones by the clock on the wall, whose own cost is contained.
 fn timed<P>(name: &str, prompts: &[P], figures: &mut Figures, mut ask: impl FnMut(&P) -> u64) {
     // Few prompts are asked often, so that the clock does not weigh.
     let times = 2_000_usize.div_ceil(prompts.len());
@@ -63,9 +63,9 @@ fn timed<P>(name: &str, prompts: &[P], figures: &mut Figures, mut ask: impl FnMu
     pass();
     let (mut passes, started) = (Vec::new(), Instant::now());
     while started.elapsed() < AT_LEAST || passes.len() < 5 {
-        let started = Instant::now();
+        let spent = thread_ns();
         pass();
-        passes.push(started.elapsed().as_nanos() as f64 / (times * prompts.len()) as f64);
+        passes.push((thread_ns() - spent) / (times * prompts.len()) as f64);
     }
     figures.note(&format!("{name}_ns"), median(passes));
     let mut samples = Vec::with_capacity(times * prompts.len());
