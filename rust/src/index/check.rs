@@ -1,5 +1,68 @@
 //! What a stored event must satisfy by itself, whatever is held.
 
+<<<<<<< HEAD
+use super::types::Block;
+
+/// Up to here comparing all pairs costs less than filling a table.
+const PAIRWISE_MAX: usize = 16;
+
+/// Finds names that come twice; keeps its table between events, so that none allocates.
+#[derive(Debug, Default)]
+pub(super) struct Repetitions {
+    /// Name and the round that put it there; a power of two, or empty.
+    table: Vec<(u64, u32)>,
+    round: u32,
+}
+
+impl Repetitions {
+    /// Whether a block of the event is its own parent: named as `parent`, or named twice.
+    ///
+    /// # Cost
+    /// O(blocks).
+    pub fn is_self_referencing(&mut self, parent: Option<u64>, blocks: &[Block]) -> bool {
+        if parent.is_some_and(|parent| occurs(parent, blocks)) {
+            return true;
+        }
+        if blocks.len() <= PAIRWISE_MAX {
+            return (1..blocks.len()).any(|at| occurs(blocks[at].engine_hash, &blocks[..at]));
+        }
+        let places = (blocks.len() * 2).next_power_of_two();
+        if self.table.len() < places || self.round == u32::MAX {
+            self.table = vec![(0, 0); places];
+            self.round = 0;
+        }
+        self.round += 1;
+        let mask = self.table.len() - 1;
+        blocks.iter().any(|block| !self.put(block.engine_hash, mask))
+    }
+
+    /// False if the name was put in this round already.
+    fn put(&mut self, name: u64, mask: usize) -> bool {
+        // Names that were aimed at one place cost a walk as long as the event, no more.
+        let mut at = (name.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as usize & mask;
+        loop {
+            let place = &mut self.table[at];
+            if place.1 != self.round {
+                *place = (name, self.round);
+                return true;
+            }
+            if place.0 == name {
+                return false;
+            }
+            at = (at + 1) & mask;
+        }
+    }
+
+    /// Bytes on the heap.
+    pub fn bytes(&self) -> usize {
+        self.table.capacity() * size_of::<(u64, u32)>()
+    }
+}
+
+/// [`Repetitions::is_self_referencing`], once.
+pub(super) fn is_self_referencing(parent: Option<u64>, blocks: &[Block]) -> bool {
+    Repetitions::default().is_self_referencing(parent, blocks)
+=======
 use hashbrown::HashSet;
 
 use super::types::Block;
@@ -20,6 +83,7 @@ pub(super) fn is_self_referencing(parent: Option<u64>, blocks: &[Block]) -> bool
     }
     let mut seen = HashSet::with_capacity(blocks.len());
     !blocks.iter().all(|block| seen.insert(block.engine_hash))
+>>>>>>> oracle
 }
 
 /// Looks at all of `blocks`, hit or not: without a way out the loop runs in vectors.

@@ -11,7 +11,10 @@
 
 use crate::ids::{InstanceId, Tier, Worker};
 
+<<<<<<< HEAD
 mod arena;
+=======
+>>>>>>> oracle
 mod check;
 mod matches;
 pub mod oracle;

@@ -41,7 +41,8 @@ impl Writer {
             + workers.map(|worker| size_of_val(&**worker) + worker.bytes()).sum::<usize>()
             + self.slots.capacity() * 8
             + self.workers.capacity() * 8
-            + self.suspects.capacity() * 9
+            + self.suspects.allocation_size()
+            + self.repetitions.bytes()
             + self.seeds.allocation_size()
             + self.expiries.capacity() * size_of::<(u64, u16, RunId)>()
             + self.fresh.allocation_size()
