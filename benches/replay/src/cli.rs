@@ -40,9 +40,7 @@ pub fn entry<B: Backend>(name: &'static str) -> Entry {
 /// The backends of this crate.
 pub fn own_backends() -> Vec<Entry> {
     vec![
-        #[cfg(feature = "current")]
         entry::<backends::Kvflash>("kvflash"),
-        #[cfg(feature = "current")]
         entry::<backends::Current<backends::Copies>>("kvflash-copies"),
         entry::<backends::Previous>("previous"),
         entry::<backends::Null>("null"),

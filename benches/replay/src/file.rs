@@ -121,3 +121,50 @@ impl Words<'_> {
 fn bad(what: &str) -> Error {
     Error::new(ErrorKind::InvalidData, format!("corpus: {what}"))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::corpus::{EventView, Names, Recipe};
+    use crate::trace;
+
+    fn small(names: Names) -> Corpus {
+        let recipe = Recipe { workers: 3, capacity_blocks: 900, names, ..Recipe::default() };
+        Corpus::build(&trace::generate(400, 7), &recipe)
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let path = std::env::temp_dir().join(format!("kvflash-corpus-{}", std::process::id()));
+        let corpus = small(Names::Agree);
+        write(&corpus, &path).expect("it can be written");
+        assert_eq!(read(&path).expect("it can be read"), corpus);
+        let mut bytes = fs::read(&path).expect("it is there");
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        fs::write(&path, &bytes).expect("it can be written");
+        assert!(read(&path).is_err(), "a damaged file is refused");
+        fs::remove_file(&path).expect("it is there");
+    }
+
+    #[test]
+    fn a_corpus_has_everything_in_it() {
+        for names in [Names::Agree, Names::Differ] {
+            let corpus = small(names);
+            let removed = corpus.events().filter(|e| matches!(e, EventView::Removed { .. }));
+            assert!(removed.count() > 100, "engines run full");
+            assert!(corpus.checks.len() >= 300);
+            let deep = corpus.checks.iter().flat_map(|check| &check.answer).filter(|at| at.1 > 4);
+            assert!(deep.count() > 100, "prompts are found beyond the system prompt");
+            let held: usize = corpus.held_at_end().iter().map(Vec::len).sum();
+            assert!(held <= 3 * 900 && held > 3 * 700);
+        }
+    }
+
+    #[test]
+    fn one_id_is_equal_blocks_in_a_row() {
+        let corpus = small(Names::Agree);
+        let first = corpus.query(0);
+        assert!(first.len() >= 4 && first[..4].iter().all(|local| *local == first[0]));
+    }
+}

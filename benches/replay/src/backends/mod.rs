@@ -1,11 +1,9 @@
 //! The indexes of this repository, ready to be measured.
 
-#[cfg(feature = "current")]
 mod current;
 mod null;
 mod previous;
 
-#[cfg(feature = "current")]
 pub use current::{Copies, Current, Kvflash, Set};
 pub use null::Null;
 pub use previous::Previous;
