@@ -76,12 +76,6 @@ impl RadixIndex {
         }
     }
 
-    /// Whether queries walk the lower tiers.
-    #[cfg(test)]
-    pub(super) fn nodes_have_lower(&self) -> bool {
-        self.nodes.has_lower()
-    }
-
     /// Sets up to `wanted` memberships aside; returns how many there is room for.
     fn reserve(&self, wanted: usize) -> usize {
         let max = self.options.limits.max_blocks;

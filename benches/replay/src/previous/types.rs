@@ -171,6 +171,6 @@ pub struct IndexStats {
     pub duplicate_blocks_total: u64,
     /// Blocks whose name changed its meaning.
     pub moved_blocks_total: u64,
-    /// Bytes the index occupies, added up from its tables' capacities; an estimate, 0 for the oracle.
+    /// Bytes the index occupies, added up from its tables' capacities; an estimate.
     pub estimated_bytes: usize,
 }
