@@ -1,6 +1,5 @@
 //! What a stored event must satisfy by itself, whatever is held.
 
-<<<<<<< HEAD
 use super::types::Block;
 
 /// Up to here comparing all pairs costs less than filling a table.
@@ -59,33 +58,6 @@ impl Repetitions {
     }
 }
 
-/// [`Repetitions::is_self_referencing`], once.
-pub(super) fn is_self_referencing(parent: Option<u64>, blocks: &[Block]) -> bool {
-    Repetitions::default().is_self_referencing(parent, blocks)
-=======
-use hashbrown::HashSet;
-
-use super::types::Block;
-
-/// Up to here comparing all pairs costs less than filling a set.
-const PAIRWISE_MAX: usize = 32;
-
-/// Whether a block of the event is its own parent: named as `parent`, or named twice.
-///
-/// # Cost
-/// O(blocks); up to 32 of them without allocating.
-pub(super) fn is_self_referencing(parent: Option<u64>, blocks: &[Block]) -> bool {
-    if parent.is_some_and(|parent| occurs(parent, blocks)) {
-        return true;
-    }
-    if blocks.len() <= PAIRWISE_MAX {
-        return (1..blocks.len()).any(|at| occurs(blocks[at].engine_hash, &blocks[..at]));
-    }
-    let mut seen = HashSet::with_capacity(blocks.len());
-    !blocks.iter().all(|block| seen.insert(block.engine_hash))
->>>>>>> oracle
-}
-
 /// Looks at all of `blocks`, hit or not: without a way out the loop runs in vectors.
 fn occurs(name: u64, blocks: &[Block]) -> bool {
     blocks.iter().fold(false, |found, block| found | (block.engine_hash == name))
@@ -101,19 +73,23 @@ mod tests {
 
     #[test]
     fn repetitions_are_found_wherever_they_are() {
-        for len in [1, 2, 3, 31, 32, 33, 34, 200] {
+        let mut seen = Repetitions::default();
+        for len in [1, 2, 3, 15, 16, 17, 31, 32, 33, 34, 200] {
             let clean = blocks(0..len);
-            assert!(!is_self_referencing(None, &clean));
-            assert!(!is_self_referencing(Some(len), &clean));
+            assert!(!seen.is_self_referencing(None, &clean));
+            assert!(!seen.is_self_referencing(Some(len), &clean));
             for at in 0..len {
-                assert!(is_self_referencing(Some(at), &clean), "{at} of {len} is the parent");
+                assert!(seen.is_self_referencing(Some(at), &clean), "{at} of {len} is the parent");
                 for other in [0, len / 2, len - 1].into_iter().filter(|other| *other != at) {
                     let mut twice = clean.clone();
                     twice[at as usize].engine_hash = other;
-                    assert!(is_self_referencing(None, &twice), "{other} again at {at} of {len}");
+                    assert!(
+                        seen.is_self_referencing(None, &twice),
+                        "{other} again at {at} of {len}"
+                    );
                 }
             }
         }
-        assert!(!is_self_referencing(Some(0), &[]));
+        assert!(!seen.is_self_referencing(Some(0), &[]));
     }
 }

@@ -11,10 +11,7 @@
 
 use crate::ids::{InstanceId, Tier, Worker};
 
-<<<<<<< HEAD
 mod arena;
-=======
->>>>>>> oracle
 mod check;
 mod matches;
 pub mod oracle;

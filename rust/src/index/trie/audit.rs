@@ -106,6 +106,8 @@ impl Writer {
             unique += self.audit_run(*run, members);
         }
         assert_eq!(self.counters.unique_blocks, unique);
+        let hanging: u32 = (0..self.runs_end()).map(|run| self.metas.get(run).kids).sum();
+        assert_eq!(self.shared.edges.len(&self.edges), hanging as usize, "an edge for each run");
         for state in self.workers.iter().flatten() {
             let Some(dense) = &state.dense else { continue };
             let mut count = 0;

@@ -260,7 +260,8 @@ impl NameFilter {
 
     /// Bytes allocated.
     pub(super) fn bytes(&self) -> usize {
-        self.segments.capacity() * size_of::<Segment>() + self.buckets * (size_of::<Bucket>() + size_of::<Count>())
+        self.segments.capacity() * size_of::<Segment>()
+            + self.buckets * (size_of::<Bucket>() + size_of::<Count>())
     }
 
     fn add(&mut self, slot: usize, fingerprint: u32) {

@@ -151,6 +151,11 @@ impl Writer {
         }
     }
 
+    /// Behind the highest number of a run that has ever been.
+    pub(super) fn runs_end(&self) -> RunId {
+        self.metas.end()
+    }
+
     // ---- workers and slots
 
     pub(super) fn worker(&self, number: u32) -> &WorkerState {
