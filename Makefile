@@ -42,6 +42,7 @@ test: lint
 
 bench: dev
 	$(BIN)/python -m pytest benches --benchmark-only $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest benches/test_index_gates.py $(PYTEST_FLAGS)
 
 wheel: $(VENV)/.ready
 	$(BIN)/maturin build --release --out dist
@@ -61,6 +62,7 @@ soak: dev
 peers: dev
 	$(BIN)/python benches/peers/routers.py
 	$(BIN)/python benches/peers/indexer.py
+	$(BIN)/python benches/peers/index.py
 
 clean:
 	rm -rf $(VENV) dist

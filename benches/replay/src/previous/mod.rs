@@ -1,3 +1,5 @@
+//! The block index before the run trie, kept to measure what the trie is worth. Not maintained.
+//!
 //! Which worker holds which blocks: for a prompt, how many leading blocks does each worker hold.
 //!
 //! A *block* is known by its chain hash: the local hash of its tokens folded over the chain hash of
@@ -7,15 +9,14 @@
 //!
 //! The room, bottom up: `holders` (an immutable set of workers), `nodes` (chain hash -> who
 //! holds it, lock-free), `holdings` with `ghosts` (what one worker calls its blocks),
-//! `slots` (worker <-> dense number), `walk` (the query), `radix` (the product),
-//! [`oracle`] (its deliberately dumb twin, for tests).
+//! `slots` (worker <-> dense number), `walk` (the query), `radix` (what ties them).
 //!
 //! What a worker *holds* is a set of blocks, and holes are legal: evicting the middle of a chain
 //! leaves the rest held. What a prompt *scores* is the leading contiguous part only, so a block
 //! behind a hole earns nothing until the hole is stored again.
 
-use crate::hash::extend as chain;
-use crate::ids::{InstanceId, Tier, Worker};
+use kvflash::hash::extend as chain;
+use kvflash::ids::{InstanceId, Tier, Worker};
 
 mod dump;
 mod ghosts;
@@ -23,25 +24,20 @@ mod holders;
 mod holdings;
 mod matches;
 mod nodes;
-pub mod oracle;
 mod radix;
 mod slots;
 mod types;
 mod walk;
 
-#[cfg(test)]
-mod tests;
-
 pub use dump::restore;
 pub use matches::{Match, Matches};
-pub use oracle::OracleIndex;
 pub use radix::RadixIndex;
 pub use types::{
     Block, CountMode, DEFAULT_SEED, DumpBlock, HeldBlock, IndexStats, Limits, MAX_WORKERS, Options,
     Parent, Rejection, RemoveOutcome, StoreOutcome,
 };
 
-/// What every block index answers. Implemented by [`RadixIndex`] and its twin [`OracleIndex`].
+/// What every block index answers. Implemented by [`RadixIndex`].
 ///
 /// # Consistency
 /// Calls that change one worker take effect one after the other; a query sees every change whose

@@ -19,7 +19,7 @@ use super::types::{
 };
 use super::walk::Chains;
 use super::{BlockIndex, chain, dump};
-use crate::ids::{InstanceId, Tier, Worker};
+use kvflash::ids::{InstanceId, Tier, Worker};
 
 /// Events up to this many blocks are searched for repetitions pair by pair, longer ones by a set.
 const PAIRWISE_BLOCKS: usize = 32;
@@ -74,12 +74,6 @@ impl RadixIndex {
             reserved: AtomicUsize::new(0),
             options,
         }
-    }
-
-    /// Whether queries walk the lower tiers.
-    #[cfg(test)]
-    pub(super) fn nodes_have_lower(&self) -> bool {
-        self.nodes.has_lower()
     }
 
     /// Sets up to `wanted` memberships aside; returns how many there is room for.

@@ -1,9 +1,9 @@
 //! The words of the index: what goes in, what comes out, what is counted.
 
-use crate::ids::{Tier, Worker};
+use kvflash::ids::{Tier, Worker};
 
 /// Seed of local hashes that carry neither a LoRA adapter nor a cache salt.
-pub const DEFAULT_SEED: u64 = crate::hash::SEED;
+pub const DEFAULT_SEED: u64 = kvflash::hash::SEED;
 
 /// The most workers one index can number.
 pub const MAX_WORKERS: usize = 65_535;
@@ -171,6 +171,6 @@ pub struct IndexStats {
     pub duplicate_blocks_total: u64,
     /// Blocks whose name changed its meaning.
     pub moved_blocks_total: u64,
-    /// Bytes the index occupies, added up from its tables' capacities; an estimate, 0 for the oracle.
+    /// Bytes the index occupies, added up from its tables' capacities; an estimate.
     pub estimated_bytes: usize,
 }

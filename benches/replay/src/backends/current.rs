@@ -1,0 +1,100 @@
+//! The index as it is.
+
+use std::marker::PhantomData;
+
+use kvflash::ids::{Tier, Worker};
+use kvflash::index::{
+    Block, BlockIndex, CountMode, DEFAULT_SEED, Limits, Matches, Options, RadixIndex,
+};
+use rustc_hash::FxHashMap;
+
+use super::{Owned, number};
+use crate::backend::{Backend, fold};
+use crate::corpus::EventView;
+
+/// How an index counts; a type, so that each way is a backend of its own.
+pub trait Mode: Send + Sync + 'static {
+    /// The way.
+    const MODE: CountMode;
+}
+
+/// A second store means nothing.
+pub struct Set;
+
+/// A second store is a second copy.
+pub struct Copies;
+
+impl Mode for Set {
+    const MODE: CountMode = CountMode::Set;
+}
+
+impl Mode for Copies {
+    const MODE: CountMode = CountMode::Copies;
+}
+
+/// `kvflash::index::RadixIndex`.
+pub struct Current<M> {
+    index: RadixIndex,
+    mode: PhantomData<M>,
+}
+
+/// As the router uses it.
+pub type Kvflash = Current<Set>;
+
+impl<M: Mode> Backend for Current<M> {
+    type Event = Owned<Block>;
+    type Prompt = Vec<u64>;
+    type Out = Matches;
+    const QUEUED: bool = false;
+
+    fn new(_: u32) -> Self {
+        let options =
+            Options { count_mode: M::MODE, limits: Limits::default(), hash_seed: 0x5EED_CAFE };
+        Self { index: RadixIndex::new(options), mode: PhantomData }
+    }
+
+    fn event(&self, view: EventView<'_>) -> Self::Event {
+        Owned::of(view, |engine_hash, local_hash| Block { engine_hash, local_hash })
+    }
+
+    fn prompt(&self, locals: &[u64]) -> Self::Prompt {
+        locals.to_vec()
+    }
+
+    fn apply(&self, event: Self::Event) {
+        match event {
+            Owned::Stored { worker, parent, blocks } => {
+                self.index.store(worker, Tier::Device, parent, DEFAULT_SEED, &blocks);
+            }
+            Owned::Removed { worker, names } => {
+                self.index.remove(worker, Tier::Device, &names);
+            }
+            Owned::Cleared { worker } => {
+                self.index.clear(worker);
+            }
+        }
+    }
+
+    fn drain(&self) {}
+
+    fn ask(&self, prompt: &Self::Prompt, out: &mut Matches) -> u64 {
+        self.index.find_matches(prompt, out);
+        let parts = out.as_slice().iter().map(|at| fold(at.worker.instance_id, at.device));
+        parts.fold(0, u64::wrapping_add)
+    }
+
+    fn ask_map(&self, prompt: &Self::Prompt, out: &mut Matches) -> u64 {
+        self.index.find_matches(prompt, out);
+        let map: FxHashMap<Worker, u32> =
+            out.as_slice().iter().map(|at| (at.worker, at.device)).collect();
+        let parts = map.iter().map(|(worker, &depth)| fold(worker.instance_id, depth));
+        parts.fold(0, u64::wrapping_add)
+    }
+
+    fn answer(&self, prompt: &Self::Prompt) -> Vec<(u32, u32)> {
+        let mut out = Matches::new();
+        self.index.find_matches(prompt, &mut out);
+        out.sort();
+        out.as_slice().iter().map(|at| (number(at.worker), at.device)).collect()
+    }
+}

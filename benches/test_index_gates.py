@@ -1,0 +1,104 @@
+"""Ratios between the index and the one before it, measured side by side: ``make bench``.
+
+Speed is processor time, which does not see what else the machine does. Every figure is the median
+of trials in fresh processes that take turns. KVFLASH_TRACE names a trace to replay instead of the
+generated one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "replay"))
+from replay import HERE, Harness, build
+
+TRACE = os.environ.get("KVFLASH_TRACE")
+BOTH = ["kvflash", "previous"]
+
+pytestmark = pytest.mark.timeout(3_600)
+
+
+@pytest.fixture(scope="module")
+def harness():
+    return Harness(build(HERE, "replay"))
+
+
+@pytest.fixture(scope="module")
+def corpus(harness):
+    return harness.corpus(TRACE, workers=16)
+
+
+def ratio(rows, figure):
+    """How many times the previous index' figure is that of the current one."""
+    return rows["previous"][figure] / rows["kvflash"][figure]
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"workers": 16},
+        {"workers": 16, "capacity": 4_096},
+        {"workers": 16, "names": "differ"},
+        {"workers": 64, "factor": 4, "requests": 4_000},
+    ],
+    ids=lambda recipe: " ".join(f"{name}={value}" for name, value in recipe.items()),
+)
+@pytest.mark.parametrize("backend", ["kvflash", "kvflash-copies", "previous"])
+def test_answers_are_exact(harness, recipe, backend):
+    corpus = harness.corpus(None, **recipe)
+    figures = harness.compare([backend], "check", corpus, trials=1)[backend]
+    assert figures["queries"] >= 300 and figures["depths"] >= 1_000
+    assert figures["wrong_queries"] == figures["over_depths"] == figures["under_depths"] == 0
+
+
+def test_the_harness_costs_little(harness, corpus):
+    rows = harness.compare(["kvflash", "null"], "events", corpus)
+    cost = rows["null"]["cpu_ns_per_event"] / rows["kvflash"]["cpu_ns_per_event"]
+    assert cost < 0.15, "the harness' own share of what it measures"
+
+
+def test_events_are_fast(harness, corpus):
+    rows = harness.compare(BOTH, "events", corpus)
+    assert ratio(rows, "cpu_ns_per_event") >= 2
+
+
+def test_decode_appends_are_fast(harness):
+    assert ratio(harness.compare(BOTH, "appends"), "cpu_ns_per_event") >= 2
+
+
+def test_reads_are_fast(harness, corpus):
+    rows = harness.compare(BOTH, "reads", corpus)
+    assert rows["kvflash"]["matched_workers_mean"] == rows["previous"]["matched_workers_mean"] > 1
+    assert ratio(rows, "native_ns") >= 1.5
+    assert ratio(rows, "map_ns") >= 1.5
+
+
+def test_reads_of_what_many_hold_are_fast(harness):
+    rows = harness.compare(BOTH, "matched")
+    assert rows["kvflash"]["matched_workers"] == rows["previous"]["matched_workers"] == 1_000
+    assert ratio(rows, "native_ns") >= 1.5
+
+
+def test_memory_is_small(harness, corpus):
+    rows = harness.compare(BOTH, "bytes", corpus, trials=1)
+    now = rows["kvflash"]
+    assert now["memberships_end"] > 100_000
+    assert ratio(rows, "bytes_per_membership") >= 2
+    assert now["bytes_per_membership"] <= 32
+    assert now["mb_peak"] <= 1.25 * now["mb_most"]
+    assert now["mb_after_removal"] < 0.5 * now["mb_most"]
+
+
+def test_one_more_sharer_is_cheap(harness):
+    rows = harness.compare(BOTH, "sharer", trials=1)
+    assert ratio(rows, "bytes_per_block_2_to_16") >= 4
+    assert rows["kvflash"]["bytes_per_block_2_to_16"] <= 2
+
+
+def test_clearing_depends_on_runs_not_blocks(harness):
+    rows = harness.compare(BOTH, "clear", trials=1, blocks=2_000_000)
+    assert ratio(rows, "clear_median_us") >= 4
