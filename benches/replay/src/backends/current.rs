@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 
 use kvflash::ids::{Tier, Worker};
 use kvflash::index::{
-    Block, BlockIndex, CountMode, DEFAULT_SEED, Limits, Matches, Options, RadixIndex,
+    Block, BlockIndex, CountMode, DEFAULT_SEED, Depth, Depths, Limits, Matches, Options, RadixIndex,
 };
 use rustc_hash::FxHashMap;
 
@@ -44,7 +44,7 @@ pub type Kvflash = Current<Set>;
 impl<M: Mode> Backend for Current<M> {
     type Event = Owned<Block>;
     type Prompt = Vec<u64>;
-    type Out = Matches;
+    type Out = Depths;
     const QUEUED: bool = false;
 
     fn new(_: u32) -> Self {
@@ -77,16 +77,17 @@ impl<M: Mode> Backend for Current<M> {
 
     fn drain(&self) {}
 
-    fn ask(&self, prompt: &Self::Prompt, out: &mut Matches) -> u64 {
-        self.index.find_matches(prompt, out);
-        let parts = out.as_slice().iter().map(|at| fold(at.worker.instance_id, at.device));
+    fn ask(&self, prompt: &Self::Prompt, out: &mut Depths) -> u64 {
+        self.index.find_depths(prompt, out);
+        let parts = out.as_slice().iter().map(|at| fold(at.instance_id, at.blocks));
         parts.fold(0, u64::wrapping_add)
     }
 
-    fn ask_map(&self, prompt: &Self::Prompt, out: &mut Matches) -> u64 {
-        self.index.find_matches(prompt, out);
+    fn ask_map(&self, prompt: &Self::Prompt, out: &mut Depths) -> u64 {
+        self.index.find_depths(prompt, out);
+        let worker = |at: &Depth| Worker::new(at.instance_id, at.dp_rank);
         let map: FxHashMap<Worker, u32> =
-            out.as_slice().iter().map(|at| (at.worker, at.device)).collect();
+            out.as_slice().iter().map(|at| (worker(at), at.blocks)).collect();
         let parts = map.iter().map(|(worker, &depth)| fold(worker.instance_id, depth));
         parts.fold(0, u64::wrapping_add)
     }

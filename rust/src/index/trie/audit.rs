@@ -11,7 +11,8 @@ use crate::index::arena::runs::{ROOT, RunId, Runs};
 use crate::index::types::IndexStats;
 
 impl Writer {
-    pub fn stats(&self) -> IndexStats {
+    pub fn stats(&mut self) -> IndexStats {
+        self.count_held();
         let slots = || self.slots.iter().flatten();
         IndexStats {
             workers: self.numbers.len(),
@@ -44,6 +45,7 @@ impl Writer {
             + self.suspects.allocation_size()
             + self.repetitions.bytes()
             + self.seeds.allocation_size()
+            + self.uncounted.capacity() * size_of::<RunId>()
             + self.scattered.allocation_size()
             + self.scattered.values().map(|list| list.capacity() * 2).sum::<usize>()
             + self.expiries.capacity() * size_of::<(u64, u16, RunId)>()
@@ -52,7 +54,8 @@ impl Writer {
     }
 
     /// See [`super::RadixIndex::audit`].
-    pub(super) fn audit(&self) {
+    pub(super) fn audit(&mut self) {
+        self.count_held();
         let mut holders: BTreeMap<RunId, Vec<MemberId>> = BTreeMap::new();
         let (mut memberships, mut predicted) = (0, 0);
         for (number, slot) in self.slots.iter().enumerate() {

@@ -14,8 +14,8 @@ use crate::index::arena::runs::{ROOT, RunId};
 use crate::index::types::Block;
 
 /// Blocks that may be searched on credit: what a worker holds, times this, plus [`SEARCH_GRACE`].
-const SEARCH_TIMES: usize = 16;
-const SEARCH_GRACE: usize = 65_536;
+const SEARCH_TIMES: usize = 4;
+const SEARCH_GRACE: usize = 16_384;
 
 /// How many names ahead the filter's lines are fetched.
 const AHEAD: usize = 8;

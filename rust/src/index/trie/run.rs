@@ -39,8 +39,10 @@ pub(super) struct RunMeta {
     pub holders: u32,
     /// Members whose cover is published as whole: blocks can be added in place for one of them only.
     pub wholes: u32,
-    /// Blocks that anybody holds, predictions aside.
+    /// Blocks that anybody holds, predictions aside; as far as counted.
     pub held: u32,
+    /// Whether `held` is out of date.
+    pub is_uncounted: bool,
 }
 
 impl RunMeta {

@@ -25,6 +25,9 @@ use crate::index::types::{
 /// Things that may wait for readers before the writer asks whether they still must.
 const COLLECT_FROM: usize = 64;
 
+/// Runs whose distinct blocks may be left uncounted.
+const UNCOUNTED_MOST: usize = 4_096;
+
 /// A worker's search debt is paid off at this many blocks for each block of its events.
 const SEARCH_CREDIT: usize = 128;
 
@@ -65,6 +68,8 @@ pub(super) struct Writer {
     pub(super) column_bytes: usize,
     /// Runs that may have lost their last holder.
     idle: Vec<RunId>,
+    /// Runs whose distinct blocks are not counted yet.
+    pub(super) uncounted: Vec<RunId>,
     /// The member that blocks are just being added to: it stays, even if a name that moves empties it.
     busy: MemberId,
     doubtful: Vec<(u64, usize)>,
@@ -148,6 +153,7 @@ impl Writer {
             until_bytes: 0,
             column_bytes: 0,
             idle: Vec::new(),
+            uncounted: Vec::new(),
             busy: NO_MEMBER,
             doubtful: Vec::new(),
             scratch: Entries::default(),
@@ -346,6 +352,11 @@ impl Writer {
         while at < names.len() {
             let name = names[at];
             at += 1;
+            if let Some(found) = self.let_go_dense(slot, name) {
+                outcome.removed += u32::from(found);
+                outcome.unknown += u32::from(!found);
+                continue;
+            }
             let expected = hint.take().filter(|loc| self.is_named(slot, *loc, name));
             let Some(loc) = expected.or_else(|| self.locate_in(slot, name)) else {
                 outcome.unknown += 1;
@@ -777,29 +788,59 @@ impl Writer {
         true
     }
 
+    /// Lets go of a name of a worker whose table of names tells all there is to know: one tier, one copy and
+    /// one name for each block. `None` when it does not; otherwise whether the name was held.
+    fn let_go_dense(&mut self, slot: u16, name: u64) -> Option<bool> {
+        let state = self.slot(slot);
+        let is_plain = state.copies.is_empty() && state.extra.is_empty();
+        let number = state.worker;
+        let worker = self.worker_mut(number);
+        let dense = worker.dense.as_mut()?;
+        let others = &worker.slots[1..4];
+        if !is_plain || slot != worker.slots[0] || others.iter().any(|other| *other != NONE) {
+            return None;
+        }
+        let Some(Loc { run, offset }) = dense.remove(&name) else { return Some(false) };
+        self.uncover(slot, run, offset as u16, offset as u16 + 1);
+        Some(true)
+    }
+
     /// Takes blocks of a run, all of which the slot has, from it.
     pub(super) fn uncover(&mut self, slot: u16, run: RunId, start: u16, end: u16) {
         let id = self.slot(slot).members[&run];
-        let member = self.members.get(id);
-        let old_end = usize::from(member.spans.end());
-        let old_tail = self.name_at(member, old_end - 1);
         let member = self.members.get_mut(id);
-        let before = member.spans.len();
+        let (old_end, old_lead) = (member.spans.end(), member.spans.lead());
+        let before = if cfg!(debug_assertions) { member.spans.len() } else { 0 };
         member.spans.remove(start, end);
         debug_assert_eq!(member.spans.len() + usize::from(end - start), before);
         let is_empty = member.spans.is_empty();
-        let new_end = usize::from(member.spans.end());
+        let (new_end, new_lead) = (member.spans.end(), member.spans.lead());
         self.account(slot, usize::from(end - start), false);
-        if new_end != old_end
-            && let Some(tail) = old_tail
-        {
+        if new_end != old_end {
+            let member = self.members.get(id);
+            let old_tail = self.name_at(member, usize::from(old_end) - 1);
             let new_tail =
-                if is_empty { None } else { self.name_at(self.members.get(id), new_end - 1) };
+                if is_empty { None } else { self.name_at(member, usize::from(new_end) - 1) };
             let tails = &mut self.slot_mut(slot).tails;
-            tails.remove(&tail);
+            if let Some(tail) = old_tail {
+                tails.remove(&tail);
+            }
             if let Some(tail) = new_tail {
                 tails.insert(tail, id);
             }
+        }
+        let member = self.members.get(id);
+        let meta = self.metas.get_mut(run);
+        if old_lead == new_lead
+            && member.is_scattered
+            && meta.holders == 1
+            && !is_empty
+            && end < new_end
+        {
+            // A hole behind holes: readers see nothing of it.
+            meta.held -= u32::from(end - start);
+            self.counters.unique_blocks -= usize::from(end - start);
+            return;
         }
         self.publish(id);
         if is_empty && id != self.busy {
@@ -885,11 +926,36 @@ impl Writer {
         if plane == Plane::Predicted {
             return;
         }
-        let held = if meta.holders == 1 { member.spans.len() } else { self.held_of(run, len) };
+        let meta = self.metas.get_mut(run);
+        if meta.holders == 1 {
+            let held = self.members.get(id).spans.len();
+            self.set_held(run, held);
+        } else if !meta.is_uncounted {
+            meta.is_uncounted = true;
+            self.uncounted.push(run);
+            if self.uncounted.len() > UNCOUNTED_MOST {
+                self.count_held();
+            }
+        }
+    }
+
+    fn set_held(&mut self, run: RunId, held: usize) {
         let meta = self.metas.get_mut(run);
         self.counters.unique_blocks += held;
         self.counters.unique_blocks -= meta.held as usize;
         meta.held = held as u32;
+    }
+
+    /// Brings the count of distinct blocks up to date: where several share a run, that is put off.
+    pub(super) fn count_held(&mut self) {
+        for run in std::mem::take(&mut self.uncounted) {
+            // A run that is gone was counted then.
+            if std::mem::take(&mut self.metas.get_mut(run).is_uncounted) {
+                let len = self.shared.runs.peek(&self.runs, run).labels().len() as u16;
+                let held = self.held_of(run, len);
+                self.set_held(run, held);
+            }
+        }
     }
 
     /// How many blocks of a run of `len` anybody holds, predictions aside.
@@ -997,7 +1063,8 @@ impl Writer {
                     // Listed twice, and gone already.
                     break;
                 }
-                debug_assert!(meta.held == 0 && meta.wholes == 0);
+                debug_assert!(meta.wholes == 0);
+                self.set_held(run, 0);
                 self.forget_names(run);
                 self.seeds.remove(&run);
                 self.shared.runs.remove(&mut self.runs, run);
