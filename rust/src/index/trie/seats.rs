@@ -111,12 +111,38 @@ impl Seats {
         self.lower.load(Relaxed) > 0
     }
 
-    /// The worker of a slot, which must be its home: all slots are while [`Seats::has_others`] says no.
+    /// Appends what `make` makes of the workers of the slots in the `at`th word of a set. All must be homes,
+    /// as all slots are while [`Seats::has_others`] says no.
     #[inline]
-    pub fn worker(&self, slot: u16) -> Worker {
-        let seat = self.seat(slot);
-        // Relaxed: as in `owner`.
-        Worker::new(seat.instance.load(Relaxed), seat.rest.load(Relaxed) as u32)
+    pub fn each_worker<T: Copy>(
+        &self,
+        at: usize,
+        mut word: u64,
+        out: &mut Vec<T>,
+        make: impl Fn(Worker) -> T,
+    ) {
+        let first = (at * 64) as u16;
+        self.seat(first);
+        let Some(page) = self.pages[usize::from(first) / PAGE].get() else { return };
+        let seats = &page[usize::from(first) % PAGE..][..64];
+        let worker = |bit: u32| {
+            let seat = &seats[bit as usize % 64];
+            // Relaxed: as in `owner`.
+            let rest = seat.rest.load(Relaxed);
+            make(Worker::new(seat.instance.load(Relaxed), rest as u32))
+        };
+        if word == u64::MAX {
+            // All of a large fleet: in a row, without looking at bits.
+            out.extend((0..64).map(worker));
+            return;
+        }
+        // Room for all at once: a loop of pushes would look at the length each time.
+        let old = out.len();
+        out.resize(old + word.count_ones() as usize, worker(0));
+        for place in &mut out[old..] {
+            *place = worker(word.trailing_zeros());
+            word &= word - 1;
+        }
     }
 
     /// What a slot stands for. The slot must have been met in a cover under the pin that still holds.

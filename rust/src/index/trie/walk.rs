@@ -62,7 +62,8 @@ impl Shared {
         self.edges.find(pin, run, offset, first, is_child)
     }
 
-    /// Walks the device and the predictions. Emits every slot that covers a first block, and how many.
+    /// Walks the device and the predictions. Emits every slot that covers a first block, and how many: as
+    /// a word of a set of slots, with its place in the set, and the depth of all in it.
     #[inline]
     fn walk(
         &self,
@@ -70,7 +71,7 @@ impl Shared {
         prompt: &[u64],
         only_who: bool,
         track: &mut Track,
-        mut emit: impl FnMut(u16, u32),
+        mut emit: impl FnMut(usize, u64, u32),
     ) {
         let Track { alive, next, path } = track;
         path.clear();
@@ -111,7 +112,7 @@ impl Shared {
                 if cut >= matched && goes_on {
                     next[word] |= bit;
                 } else {
-                    emit(slot, (before + cut.min(matched)) as u32);
+                    emit(word, bit, (before + cut.min(matched)) as u32);
                 }
             };
             match cover {
@@ -127,8 +128,8 @@ impl Shared {
                             alive[at] &= !word;
                             if stays {
                                 next[at] |= here;
-                            } else {
-                                each_bit(at, here, |slot| emit(slot, depth));
+                            } else if here != 0 {
+                                emit(at, here, depth);
                             }
                         }
                     }
@@ -136,7 +137,9 @@ impl Shared {
             }
             if !is_first {
                 for (at, word) in alive.iter().enumerate() {
-                    each_bit(at, *word, |slot| emit(slot, before as u32));
+                    if *word != 0 {
+                        emit(at, *word, before as u32);
+                    }
                 }
             }
             std::mem::swap(alive, next);
@@ -154,7 +157,9 @@ impl Shared {
                     if only_who && left == 1 {
                         // At least one deeper than all others, which is all that is asked for.
                         for (at, word) in alive.iter().enumerate() {
-                            each_bit(at, *word, |slot| emit(slot, before as u32));
+                            if *word != 0 {
+                                emit(at, *word, before as u32);
+                            }
                         }
                         return;
                     }
@@ -176,12 +181,13 @@ impl Shared {
         if self.seats.has_others() {
             let Scratch { track, found, .. } = scratch;
             found.clear();
-            self.walk(pin, prompt, only_who, track, |slot, depth| found.push((slot, depth)));
+            self.walk(pin, prompt, only_who, track, |at, word, depth| {
+                each_bit(at, word, |slot| found.push((slot, depth)));
+            });
             self.gather(pin, only_who, scratch, out);
         } else {
-            self.walk(pin, prompt, only_who, &mut scratch.track, |slot, depth| {
-                let worker = self.seats.worker(slot);
-                out.push(Match::on_device(worker, depth));
+            self.walk(pin, prompt, only_who, &mut scratch.track, |at, word, depth| {
+                self.seats.each_worker(at, word, out, |worker| Match::on_device(worker, depth));
             });
         }
         if only_who {
@@ -205,8 +211,8 @@ impl Shared {
             out.extend(held.map(|found| Depth::new(found.worker, found.device)));
             return;
         }
-        self.walk(pin, prompt, false, &mut scratch.track, |slot, blocks| {
-            out.push(Depth::new(self.seats.worker(slot), blocks));
+        self.walk(pin, prompt, false, &mut scratch.track, |at, word, blocks| {
+            self.seats.each_worker(at, word, out, |worker| Depth::new(worker, blocks));
         });
     }
 

@@ -15,7 +15,7 @@ use crate::ids::{Tier, Worker};
 use crate::index::arena::cover::{Entries, WHOLE};
 use crate::index::arena::edges;
 use crate::index::arena::epoch::{Retired, epochs, pin};
-use crate::index::arena::runs::{MAX_RUN, ROOT, RunId, Runs, RunsWriting};
+use crate::index::arena::runs::{MAX_RUN, ROOT, RunId, Runs, RunsWriting, prefetch};
 use crate::index::check::Repetitions;
 use crate::index::types::{
     Block, CopyOutcome, CountMode, DEFAULT_SEED, IndexStats, MAX_WORKERS, Options, Rejection,
@@ -27,6 +27,9 @@ const COLLECT_FROM: usize = 64;
 
 /// Runs whose distinct blocks may be left uncounted.
 const UNCOUNTED_MOST: usize = 4_096;
+
+/// Names of a dense worker that are looked up at once.
+const DENSE_CHUNK: usize = 16;
 
 /// A worker's search debt is paid off at this many blocks for each block of its events.
 const SEARCH_CREDIT: usize = 128;
@@ -350,13 +353,16 @@ impl Writer {
         let mut hint = None;
         let mut at = 0;
         while at < names.len() {
-            let name = names[at];
-            at += 1;
-            if let Some(found) = self.let_go_dense(slot, name) {
-                outcome.removed += u32::from(found);
-                outcome.unknown += u32::from(!found);
+            if self.is_plain_dense(slot) {
+                let chunk = &names[at..names.len().min(at + DENSE_CHUNK)];
+                let removed = self.let_go_dense(slot, chunk);
+                outcome.removed += removed;
+                outcome.unknown += chunk.len() as u32 - removed;
+                at += chunk.len();
                 continue;
             }
+            let name = names[at];
+            at += 1;
             let expected = hint.take().filter(|loc| self.is_named(slot, *loc, name));
             let Some(loc) = expected.or_else(|| self.locate_in(slot, name)) else {
                 outcome.unknown += 1;
@@ -788,21 +794,46 @@ impl Writer {
         true
     }
 
-    /// Lets go of a name of a worker whose table of names tells all there is to know: one tier, one copy and
-    /// one name for each block. `None` when it does not; otherwise whether the name was held.
-    fn let_go_dense(&mut self, slot: u16, name: u64) -> Option<bool> {
+    /// Whether a worker's table of names tells all there is to know of the slot: one tier, one copy and one
+    /// name for each block.
+    fn is_plain_dense(&self, slot: u16) -> bool {
         let state = self.slot(slot);
-        let is_plain = state.copies.is_empty() && state.extra.is_empty();
+        let WorkerState { slots, dense, .. } = self.worker(state.worker);
+        dense.is_some()
+            && state.copies.is_empty()
+            && state.extra.is_empty()
+            && slot == slots[0]
+            && slots[1..4].iter().all(|other| *other == NONE)
+    }
+
+    /// Lets go of names of which [`Writer::is_plain_dense`] is true. Returns how many were held.
+    fn let_go_dense(&mut self, slot: u16, names: &[u64]) -> u32 {
+        let state = self.slot(slot);
         let number = state.worker;
-        let worker = self.worker_mut(number);
-        let dense = worker.dense.as_mut()?;
-        let others = &worker.slots[1..4];
-        if !is_plain || slot != worker.slots[0] || others.iter().any(|other| *other != NONE) {
-            return None;
+        let Some(dense) = &self.worker(number).dense else { return 0 };
+        // Names come in no order: each is a walk to memory. First all walks side by side, then the work.
+        let mut found = [None; DENSE_CHUNK];
+        for (found, name) in found.iter_mut().zip(names) {
+            *found = dense.get(name).copied();
         }
-        let Some(Loc { run, offset }) = dense.remove(&name) else { return Some(false) };
-        self.uncover(slot, run, offset as u16, offset as u16 + 1);
-        Some(true)
+        let mut ids = [NO_MEMBER; DENSE_CHUNK];
+        for (id, loc) in ids.iter_mut().zip(&found) {
+            *id = loc.and_then(|loc| state.members.get(&loc.run).copied()).unwrap_or(NO_MEMBER);
+        }
+        for id in ids.iter().filter(|id| **id != NO_MEMBER) {
+            prefetch(self.members.get(*id));
+        }
+        let mut removed = 0;
+        for name in names {
+            // Again: a name may come twice.
+            let dense = self.worker_mut(number).dense.as_mut();
+            let Some(Loc { run, offset }) = dense.and_then(|dense| dense.remove(name)) else {
+                continue;
+            };
+            self.uncover(slot, run, offset as u16, offset as u16 + 1);
+            removed += 1;
+        }
+        removed
     }
 
     /// Takes blocks of a run, all of which the slot has, from it.
