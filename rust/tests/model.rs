@@ -137,9 +137,9 @@ fn run_engines(seed: u64, eviction: Eviction, calls: Calls) {
     let (alphabet, longest) = (2 + seed % 3, len.end - 1);
     let prompts = Prompts::grow(&mut rng, 12, len, alphabet);
     let worker = |n: u32| Worker::new(u64::from(n / 2), n % 2);
-    let capacity = (longest / 2 * 3).max(40);
-    let engine = |n| Engine::new(worker(n), eviction, calls, capacity).offloading(n >= 3);
-    let mut engines: Vec<Engine> = (0..5).map(engine).collect();
+    let capacity = longest.max(40);
+    let engine = |n| Engine::new(worker(n), eviction, calls, capacity).offloading(n >= 2);
+    let mut engines: Vec<Engine> = (0..4).map(engine).collect();
     let plan = Plan { seed, options: Options::default(), events: events() / 6, compare_every: 4 };
     let next = |rng: &mut SmallRng| {
         let prompt = prompts.prompt(rng);
@@ -187,7 +187,7 @@ fn a_crowd_on_one_prompt() {
         let plan = Plan {
             seed,
             options: options(CountMode::Set, short_lived()),
-            events: events() / 4,
+            events: events() / 3,
             compare_every: 64,
         };
         let next = |rng: &mut SmallRng| streams::crowded(rng, 240, &prompts.all[0]);
@@ -201,6 +201,7 @@ fn a_crowd_on_one_prompt() {
 #[test]
 fn a_very_long_chain() {
     const LEN: usize = 20_480;
+    const FORK: usize = LEN / 2 - 239;
     let mut rng = SmallRng::seed_from_u64(80);
     // The same block many times in a row, too.
     let locals: Vec<u64> = (0..LEN as u64).map(|at| if at % 1_000 < 20 { 7 } else { at }).collect();
@@ -228,13 +229,13 @@ fn a_very_long_chain() {
     pair.compare_query(&locals, 1);
     assert_eq!((pair.seen.most_matches, pair.seen.deepest as usize), (3, LEN));
 
-    let mut holes: Vec<usize> = (0..12).map(|_| rng.random_range(5_000..LEN - 1)).collect();
+    let mut holes: Vec<usize> = (0..12).map(|_| rng.random_range(LEN / 4..LEN - 1)).collect();
     for &at in &holes {
         pair.play(&removed(c, &mut [at].into_iter()));
         pair.compare_query(&locals, 61);
     }
     pair.compare(&[]);
-    pair.compare_replayed(&[locals[..6_000].to_vec()]);
+    pair.compare_replayed(&[locals[..LEN / 4].to_vec()]);
     holes.shuffle(&mut rng);
     for &at in &holes {
         pair.play(&stored(c, at, at + 1));
@@ -243,14 +244,14 @@ fn a_very_long_chain() {
     pair.compare(&[]);
 
     // Another way to go on, from the middle of everything; then eviction from the tail.
-    let mut branch = locals[..10_001].to_vec();
+    let mut branch = locals[..FORK].to_vec();
     branch.extend(1..=300_u64);
     let blocks = (0..300).map(|n| Block { engine_hash: 1 << 50 | n, local_hash: n + 1 }).collect();
-    let parent = Some(name(a, 10_000));
+    let parent = Some(name(a, FORK - 1));
     pair.play(&Op::Store { worker: a, tier: Tier::Device, parent, blocks });
     pair.compare_query(&branch, 7);
     for worker in [a, c] {
-        for to in [20_000, 10_300, 10_000, 9_999, 130] {
+        for to in [LEN - 480, FORK + 300, FORK, FORK - 1, 130] {
             let held = pair.twin.blocks(worker);
             pair.play(&removed(worker, &mut (to..held.min(LEN)).rev()));
             pair.compare_query(&locals, 97);
