@@ -7,9 +7,9 @@ export CARGO_TARGET_DIR ?= $(HOME)/.cache/kvflash/target
 PROFILE ?= fast
 PYTEST_FLAGS ?=
 
-.PHONY: help demo test lint bench dev wheel fuzz soak peers clean
+.PHONY: help demo test lint bench dev wheel fuzz loom soak peers clean
 help:
-	@echo "make demo | test | lint | bench | dev | wheel | fuzz | soak | peers | clean"
+	@echo "make demo | test | lint | bench | dev | wheel | fuzz | loom | soak | peers | clean"
 
 $(VENV)/.ready:
 	$(PYTHON) -m venv $(VENV)
@@ -48,6 +48,10 @@ wheel: $(VENV)/.ready
 
 fuzz:
 	cd fuzz && RUSTC_BOOTSTRAP=1 cargo fuzz run decode_batch -- -max_total_time=$(or $(SECONDS),300)
+
+# Every interleaving of the index's shared memory that few preemptions can bring about.
+loom:
+	cargo test --release --quiet --manifest-path rust/loom/Cargo.toml
 
 soak: dev
 	KVFLASH_STRESS_SECONDS=30 KVFLASH_MODEL_EVENTS=12000 cargo test --release --quiet --test stress --test model

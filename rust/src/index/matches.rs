@@ -1,5 +1,6 @@
 //! The answer to a query: owned by the caller, used again and again.
 
+use super::trie::Scratch;
 use crate::ids::Worker;
 
 /// How much of a prompt one worker holds. Unit: leading blocks.
@@ -28,6 +29,7 @@ pub struct Match {
 #[derive(Debug, Default)]
 pub struct Matches {
     pub(super) found: Vec<Match>,
+    pub(super) scratch: Scratch,
 }
 
 impl Matches {

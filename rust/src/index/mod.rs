@@ -11,9 +11,11 @@
 
 use crate::ids::{InstanceId, Tier, Worker};
 
+mod arena;
 mod check;
 mod matches;
 pub mod oracle;
+mod trie;
 mod types;
 
 #[cfg(test)]
@@ -21,6 +23,7 @@ mod tests;
 
 pub use matches::{Match, Matches};
 pub use oracle::OracleIndex;
+pub use trie::RadixIndex;
 pub use types::{
     Block, CopyOutcome, CountMode, DEFAULT_SEED, DumpEvent, IndexStats, Limits, MAX_WORKERS,
     Membership, Options, Rejection, RemoveOutcome, StoreOutcome,

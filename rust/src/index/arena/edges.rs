@@ -1,0 +1,209 @@
+//! The children of runs: (parent run, offset, first local hash) leads to the run that continues there.
+//!
+//! Only the children are stored, eight bytes each: 32 bits of the key's hash, the *tag*, and the
+//! child's number. Whether a child with the right tag is the one that was asked for is seen in the
+//! child itself, where the caller looks anyway.
+//!
+//! Extendible hashing: the tag's leading bits choose a place in the directory, which leads to a segment
+//! of cache-line buckets, of which the tag's last bits choose one. A segment that is full is split by
+//! one more leading bit; the others stay where they are, so no insert ever waits for a whole rehash.
+
+use std::cell::UnsafeCell;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use super::array::AtomicArray;
+use super::epoch::{Pin, epochs};
+use super::sync::Padded;
+use turn::{Books, Garbage, Segments, Turn, place_of};
+
+mod segment;
+mod turn;
+
+#[cfg(not(loom))]
+#[cfg(test)]
+mod tests;
+
+/// The table: any number of readers, and whoever has its [`Writing`].
+///
+/// # Consistency
+/// A reader finds an entry that was inserted before it came and is not removed while it looks. Of one
+/// that comes or goes meanwhile it may see either state; it can be offered a child that was removed
+/// since, which is why it must ask the child.
+pub struct Edges {
+    directory: AtomicArray<Segments>,
+    keys: [u64; 3],
+    /// Which [`Writing`] belongs to this table.
+    id: u64,
+    /// Touched with the right [`Writing`] in hand only; away from what readers read.
+    books: Padded<UnsafeCell<Books>>,
+}
+
+// Safety: `books` is reached through `&mut Writing` (alone), or `&Writing` (reading), of which each
+// table has one; the rest is atomic or never changes. What it owns can be freed on any thread.
+unsafe impl Sync for Edges {}
+
+/// The right to change one table: made with it, and there is no other.
+pub struct Writing {
+    id: u64,
+}
+
+fn fold(a: u64, b: u64) -> u64 {
+    let product = u128::from(a) * u128::from(b);
+    product as u64 ^ (product >> 64) as u64
+}
+
+/// Three keys of a seed that may be 0: steps of a Weyl sequence, scrambled.
+fn keys(hash_seed: u64) -> [u64; 3] {
+    const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+    [1, 2, 3].map(|step| {
+        let mixed = fold(hash_seed ^ STEP, 0xa076_1d64_78bd_642f) ^ hash_seed;
+        let state = mixed.wrapping_add(STEP.wrapping_mul(step));
+        let state = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let state = (state ^ (state >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (state ^ (state >> 31)) | 1
+    })
+}
+
+impl Edges {
+    /// An empty table, and the right to change it. `hash_seed` keys the hash, so that nobody outside can
+    /// aim entries at one bucket.
+    pub fn new(hash_seed: u64) -> (Self, Writing) {
+        static NEXT_ID: AtomicU64 = AtomicU64::new(0);
+        // Relaxed: all that matters is that no two are equal.
+        let id = NEXT_ID.fetch_add(1, Relaxed);
+        let (directory, books) = Books::open();
+        let books = Padded(UnsafeCell::new(books));
+        (Self { directory, keys: keys(hash_seed), id, books }, Writing { id })
+    }
+
+    /// The child at (`parent`, `offset`, `local`): of those with its tag, the first that `is_child` takes.
+    ///
+    /// # Consistency
+    /// See [`Edges`].
+    ///
+    /// # Cost
+    /// Two cache misses in a large table, beside those of `is_child`, which is called once for a child
+    /// that is there and hardly ever for one that is not.
+    #[inline]
+    pub fn find(
+        &self,
+        pin: &Pin<'_>,
+        parent: u32,
+        offset: u32,
+        local: u64,
+        is_child: impl FnMut(u32) -> bool,
+    ) -> Option<u32> {
+        let tag = self.tag(parent, offset, local);
+        segment::find(self.segment(pin, tag), tag, is_child)
+    }
+
+    /// Asks the processor for the line that [`Edges::find`] will look at first.
+    #[inline]
+    pub fn prefetch(&self, pin: &Pin<'_>, parent: u32, offset: u32, local: u64) {
+        let tag = self.tag(parent, offset, local);
+        let bucket = segment::bucket_of(self.segment(pin, tag), tag, 0);
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+            // Safety: a hint, whatever the address; and it is one of a bucket.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(bucket).cast()) };
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = bucket;
+    }
+
+    /// Enters `child`, which must not be 0. The caller has looked: no equal key is there.
+    ///
+    /// # Cost
+    /// O(1); now and then the copy of a segment of 4 KiB, rarely of the directory.
+    ///
+    /// # Panics
+    /// If `writing` is another table's.
+    pub fn insert(&self, writing: &mut Writing, parent: u32, offset: u32, local: u64, child: u32) {
+        assert!(child != 0, "child 0 means none");
+        let tag = self.tag(parent, offset, local);
+        self.turn(writing).insert(tag, child);
+    }
+
+    /// Takes `child` out. False if it is not there.
+    ///
+    /// # Cost
+    /// As [`Edges::insert`].
+    ///
+    /// # Panics
+    /// If `writing` is another table's.
+    pub fn remove(
+        &self,
+        writing: &mut Writing,
+        parent: u32,
+        offset: u32,
+        local: u64,
+        child: u32,
+    ) -> bool {
+        let tag = self.tag(parent, offset, local);
+        self.turn(writing).remove(tag, child)
+    }
+
+    /// Frees what was replaced and no reader can be looking at any more. For now and then.
+    ///
+    /// # Cost
+    /// As [`super::epoch::Retired::collect`].
+    pub fn collect(&self, writing: &mut Writing) {
+        let Books { retired, allocated, .. } = self.turn(writing).books;
+        retired.collect(epochs(), |garbage: Garbage| {
+            // Safety: it was replaced before it was retired, by a turn, and once; readers pin in this
+            // domain, so none is left that came before.
+            *allocated -= unsafe { garbage.free() };
+        });
+    }
+
+    /// Entries.
+    pub fn len(&self, writing: &Writing) -> usize {
+        self.read_books(writing).len
+    }
+
+    /// Bytes asked of the allocator, those of replaced parts that still wait for readers included.
+    pub fn bytes(&self, writing: &Writing) -> usize {
+        self.read_books(writing).bytes()
+    }
+
+    #[inline]
+    fn tag(&self, parent: u32, offset: u32, local: u64) -> u32 {
+        let [first, second, third] = self.keys;
+        let place = u64::from(parent) << 32 | u64::from(offset);
+        (fold(fold(local ^ first, place ^ second), third) >> 32) as u32
+    }
+
+    #[inline]
+    fn segment<'p>(&self, pin: &'p Pin<'_>, tag: u32) -> &'p [segment::Bucket] {
+        let directory = self.directory.load(pin);
+        directory[place_of(directory, tag)].load(pin)
+    }
+
+    fn turn<'w>(&'w self, writing: &'w mut Writing) -> Turn<'w> {
+        assert_eq!(writing.id, self.id, "the right to write to another table");
+        // Safety: there is one `Writing` with this id, and `'w` borrows it alone.
+        Turn { directory: &self.directory, books: unsafe { &mut *self.books.0.get() } }
+    }
+
+    fn read_books<'w>(&'w self, writing: &'w Writing) -> &'w Books {
+        assert_eq!(writing.id, self.id, "the right to write to another table");
+        // Safety: there is one `Writing` with this id, so nobody has it alone while `'w` shares it.
+        unsafe { &*self.books.0.get() }
+    }
+}
+
+impl Drop for Edges {
+    fn drop(&mut self) {
+        let books = self.books.0.get_mut();
+        let turn = Turn { directory: &self.directory, books };
+        let mut all = turn.everything();
+        turn.books.retired.drain_all(|garbage| all.push(garbage));
+        for garbage in all {
+            // Safety: `&mut self` proves that no reader is in the table; `everything` is what is current,
+            // the others were replaced, so nothing is there twice.
+            turn.books.allocated -= unsafe { garbage.free() };
+        }
+        debug_assert_eq!(turn.books.allocated, 0);
+    }
+}

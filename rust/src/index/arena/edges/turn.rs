@@ -1,0 +1,326 @@
+//! The writer's turn: entries come and go, segments split, grow, merge and shrink.
+//!
+//! Nothing is changed in shape where readers can be: new segments and directories are filled first,
+//! then published, and the old ones retired as they were.
+
+use super::super::array::{Array, AtomicArray};
+use super::super::epoch::Retired;
+use super::segment::{self, Bucket, SLOTS};
+
+/// Segments split from this size on, smaller ones double: 64 buckets, a page.
+const SEGMENT_BITS: u32 = if cfg!(loom) { 1 } else { 6 };
+
+/// An entry that has to pass more buckets than this makes a segment that is half full split.
+const PASSED_MAX: usize = 6;
+
+/// The directory is doubled for one segment's sake only while it has at most this many places per
+/// segment: tags that clash make a larger segment instead.
+const PLACES_PER_SEGMENT_MAX: usize = 8;
+
+pub type Segments = AtomicArray<Bucket>;
+
+/// What the writer knows of the segment that a place of the directory leads to.
+#[derive(Clone, Copy)]
+struct Place {
+    /// Leading bits that the tags of its entries share.
+    depth: u32,
+    /// Entries; kept at the first of a segment's places only.
+    count: u32,
+}
+
+/// What was replaced.
+pub enum Garbage {
+    Segment(Array<Bucket>),
+    Directory(Array<Segments>),
+}
+
+impl Garbage {
+    /// Frees it and returns how many bytes that were.
+    ///
+    /// # Safety
+    /// As [`Array::free`].
+    pub unsafe fn free(self) -> usize {
+        match self {
+            Self::Segment(array) => {
+                let bytes = array.bytes();
+                // Safety: the caller's promise.
+                unsafe { array.free() };
+                bytes
+            }
+            Self::Directory(array) => {
+                let bytes = array.bytes();
+                // Safety: the caller's promise.
+                unsafe { array.free() };
+                bytes
+            }
+        }
+    }
+}
+
+/// What only the writer reads and writes.
+pub struct Books {
+    places: Vec<Place>,
+    pub len: usize,
+    segments: usize,
+    /// Segments that have one place only: while there are any, the directory can't be halved.
+    deepest: usize,
+    /// Bytes of all arrays, retired ones included.
+    pub allocated: usize,
+    pub retired: Retired<Garbage>,
+}
+
+impl Books {
+    /// A table of one bucket.
+    pub fn open() -> (AtomicArray<Segments>, Self) {
+        let segment = Array::allocate(0, |_| Bucket::vacant());
+        let directory = Array::allocate(0, |_| AtomicArray::new(segment));
+        let books = Self {
+            places: vec![Place { depth: 0, count: 0 }],
+            len: 0,
+            segments: 1,
+            deepest: 1,
+            allocated: segment.bytes() + directory.bytes(),
+            retired: Retired::new(),
+        };
+        (AtomicArray::new(directory), books)
+    }
+
+    /// Bytes of everything that was asked of the allocator.
+    pub fn bytes(&self) -> usize {
+        self.allocated + self.places.capacity() * size_of::<Place>() + self.retired.bytes()
+    }
+
+    /// Logarithm of the directory's length.
+    fn bits(&self) -> u32 {
+        self.places.len().trailing_zeros()
+    }
+
+    /// First place of the segment at `at`, and how many it has.
+    fn range(&self, at: usize) -> (usize, usize) {
+        let width = 1 << (self.bits() - self.places[at].depth);
+        (at & !(width - 1), width)
+    }
+
+    fn new_segment(
+        &mut self,
+        bits: u32,
+        entries: impl Iterator<Item = (u32, u32)>,
+    ) -> Array<Bucket> {
+        let array = Array::allocate(bits, |_| Bucket::vacant());
+        self.allocated += array.bytes();
+        // Safety: freed by nobody before it is published and retired.
+        let buckets: &[Bucket] = unsafe { array.as_slice() };
+        for (tag, child) in entries {
+            let vacancy = segment::vacancy(buckets, tag).expect("sized for its entries");
+            segment::fill(buckets, tag, child, vacancy);
+        }
+        array
+    }
+}
+
+/// The place of `tag` in a directory: its leading bits.
+#[inline]
+pub fn place_of<T>(directory: &[T], tag: u32) -> usize {
+    ((u64::from(tag) << directory.len().trailing_zeros()) >> 32) as usize
+}
+
+/// The tag's bit behind the first `depth`: it decides which half of a split segment an entry goes to.
+fn is_upper(tag: u32, depth: u32) -> bool {
+    (u64::from(tag) << depth) >> 31 & 1 == 1
+}
+
+/// Exclusive use of a table's writing side. Nothing is freed during a turn, so what it looks at stays.
+pub struct Turn<'w> {
+    pub directory: &'w AtomicArray<Segments>,
+    pub books: &'w mut Books,
+}
+
+impl<'w> Turn<'w> {
+    fn places(&self) -> &'w [Segments] {
+        // Safety: only `Edges::collect` and its Drop free, which `'w` excludes.
+        unsafe { self.directory.current().as_slice() }
+    }
+
+    fn segment(&self, at: usize) -> (Array<Bucket>, &'w [Bucket]) {
+        let array = self.places()[at].current();
+        // Safety: as in `places`.
+        (array, unsafe { array.as_slice() })
+    }
+
+    /// All that is current, for the table's end.
+    pub fn everything(&self) -> Vec<Garbage> {
+        let mut all = vec![Garbage::Directory(self.directory.current())];
+        let mut at = 0;
+        while at < self.books.places.len() {
+            all.push(Garbage::Segment(self.segment(at).0));
+            at += self.books.range(at).1;
+        }
+        all
+    }
+
+    /// Enters `child` under `tag`.
+    pub fn insert(&mut self, tag: u32, child: u32) {
+        loop {
+            let at = place_of(self.places(), tag);
+            let (first, _) = self.books.range(at);
+            let (_, buckets) = self.segment(at);
+            let place = &mut self.books.places[first];
+            if let Some(vacancy) = segment::vacancy(buckets, tag) {
+                let (count, room) = (place.count as usize + 1, buckets.len() * SLOTS);
+                let is_long = vacancy.passed > PASSED_MAX && count > room / 2;
+                if count <= room - room / 6 && !is_long {
+                    segment::fill(buckets, tag, child, vacancy);
+                    place.count += 1;
+                    self.books.len += 1;
+                    return;
+                }
+            }
+            self.make_room(first);
+        }
+    }
+
+    /// Takes `child` under `tag` out. False if it is not there.
+    pub fn remove(&mut self, tag: u32, child: u32) -> bool {
+        let at = place_of(self.places(), tag);
+        let is_removed = segment::remove(self.segment(at).1, tag, child);
+        if is_removed {
+            let (first, _) = self.books.range(at);
+            self.books.places[first].count -= 1;
+            self.books.len -= 1;
+            while self.save_room(place_of(self.places(), tag)) {}
+        }
+        is_removed
+    }
+
+    /// Splits the segment at `first`, or doubles it where a split would not part its entries.
+    fn make_room(&mut self, first: usize) {
+        let Place { depth, count } = self.books.places[first];
+        let (array, buckets) = self.segment(first);
+        let upper =
+            segment::entries(buckets).filter(|&(tag, _)| is_upper(tag, depth)).count() as u32;
+        let parts = upper.min(count - upper) * 8 >= count;
+        let places = self.books.places.len();
+        let is_payable =
+            depth < self.books.bits() || places * 2 <= self.books.segments * PLACES_PER_SEGMENT_MAX;
+        if array.bits() >= SEGMENT_BITS && depth < u32::BITS && parts && is_payable {
+            self.split(first, upper);
+        } else {
+            self.resize(first, array.bits() + 1);
+        }
+    }
+
+    /// Undoes what fewer entries no longer need. False when there is nothing to undo.
+    fn save_room(&mut self, at: usize) -> bool {
+        let (first, width) = self.books.range(at);
+        let Place { depth, count } = self.books.places[first];
+        let bits = self.segment(first).0.bits();
+        let room = SLOTS << bits;
+        let bits_min = if depth == 0 { 0 } else { SEGMENT_BITS };
+        if bits > bits_min {
+            let is_sparse = count as usize * 5 <= room;
+            if is_sparse {
+                self.resize(first, bits - 1);
+            }
+            return is_sparse;
+        }
+        let buddy = first ^ width;
+        if depth == 0 || self.books.places[buddy].depth != depth {
+            return false;
+        }
+        let both = (count + self.books.places[buddy].count) as usize;
+        let is_sparse = self.segment(buddy).0.bits() == bits && both * 2 <= room;
+        if is_sparse {
+            self.merge(first.min(buddy), both as u32);
+        }
+        is_sparse
+    }
+
+    /// Puts the segment at `first` into one of another size.
+    fn resize(&mut self, first: usize, bits: u32) {
+        let (old, buckets) = self.segment(first);
+        let new = self.books.new_segment(bits, segment::entries(buckets));
+        let (_, width) = self.books.range(first);
+        self.replace(first, width, new, self.books.places[first]);
+        self.books.retired.push(Garbage::Segment(old));
+    }
+
+    fn split(&mut self, first: usize, upper: u32) {
+        let Place { depth, count } = self.books.places[first];
+        let (old, buckets) = self.segment(first);
+        let mut first = first;
+        if depth == self.books.bits() {
+            self.double_directory();
+            first *= 2;
+        }
+        let half = self.books.range(first).1 / 2;
+        for (is_upper_half, count) in [(false, count - upper), (true, upper)] {
+            let entries =
+                segment::entries(buckets).filter(|&(tag, _)| is_upper(tag, depth) == is_upper_half);
+            let new = self.books.new_segment(segment_bits(count as usize), entries);
+            let start = first + if is_upper_half { half } else { 0 };
+            self.replace(start, half, new, Place { depth: depth + 1, count });
+        }
+        self.books.retired.push(Garbage::Segment(old));
+        self.books.segments += 1;
+        if half == 1 {
+            self.books.deepest += 2;
+        }
+    }
+
+    /// Makes one segment of the two that begin at `first`.
+    fn merge(&mut self, first: usize, count: u32) {
+        let (_, width) = self.books.range(first);
+        let depth = self.books.places[first].depth;
+        let ((lower, low), (upper, high)) = (self.segment(first), self.segment(first + width));
+        let entries = segment::entries(low).chain(segment::entries(high));
+        let new = self.books.new_segment(SEGMENT_BITS, entries);
+        self.replace(first, width * 2, new, Place { depth: depth - 1, count });
+        self.books.retired.push(Garbage::Segment(lower));
+        self.books.retired.push(Garbage::Segment(upper));
+        self.books.segments -= 1;
+        if width == 1 {
+            self.books.deepest -= 2;
+            while self.books.deepest == 0 {
+                self.halve_directory();
+            }
+        }
+    }
+
+    /// Publishes a segment at `width` places. Readers may meet the old one at some of them meanwhile:
+    /// it holds the same entries, and changes of this turn come later.
+    fn replace(&mut self, first: usize, width: usize, new: Array<Bucket>, place: Place) {
+        let places = self.places();
+        self.books.places[first..first + width].fill(place);
+        places[first..first + width].iter().for_each(|place| place.publish(new));
+    }
+
+    fn double_directory(&mut self) {
+        self.resize_directory(self.books.bits() + 1, |at| at / 2);
+        // No segment has one place only, until the split that this is for.
+        self.books.deepest = 0;
+    }
+
+    fn halve_directory(&mut self) {
+        self.resize_directory(self.books.bits() - 1, |at| at * 2);
+        let bits = self.books.bits();
+        self.books.deepest = self.books.places.iter().filter(|place| place.depth == bits).count();
+    }
+
+    fn resize_directory(&mut self, bits: u32, old_place: impl Fn(usize) -> usize) {
+        let (old, places) = (self.directory.current(), self.places());
+        let new = Array::allocate(bits, |at| AtomicArray::new(places[old_place(at)].current()));
+        self.books.allocated += new.bytes();
+        self.books.places = (0..1 << bits).map(|at| self.books.places[old_place(at)]).collect();
+        self.directory.publish(new);
+        self.books.retired.push(Garbage::Directory(old));
+    }
+}
+
+/// The size of a segment that half of a split goes to: at most three quarters full.
+fn segment_bits(count: usize) -> u32 {
+    let mut bits = SEGMENT_BITS;
+    while count * 4 > (SLOTS << bits) * 3 {
+        bits += 1;
+    }
+    bits
+}

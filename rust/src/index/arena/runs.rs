@@ -1,0 +1,390 @@
+//! Runs as readers see them: labels, place in the tree, cover.
+//!
+//! One writer (it owns [`RunsWriting`]), any number of readers under a pin. What a reader can meet
+//! changes in three ways only: labels are added behind the published length, an array of labels is
+//! replaced by a longer copy of itself, and the cover word is replaced. Runs and arrays that leave are
+//! freed when every pin that could have met them is gone.
+//!
+//! # Consistency
+//! A reader loads the length, then the labels, then the cover. The writer adds labels before it raises the
+//! length, and narrows the cover of others before it raises the length. So *whole* in a cover that was
+//! loaded after a length covers at least that length; lengths never shrink.
+
+use std::marker::PhantomData;
+use std::mem::MaybeUninit;
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::*};
+
+use super::cover::{self, Cover, Entries};
+use super::epoch::{Epochs, Pin, Retired};
+
+/// Number of a run; [`ROOT`] is the empty run that all prompts begin at.
+pub(in crate::index) type RunId = u32;
+
+/// The run without blocks above all others.
+pub(in crate::index) const ROOT: RunId = 0;
+
+/// Most blocks of a run; longer chains go on in a child.
+pub(in crate::index) const MAX_RUN: usize = 16_384;
+
+const PAGE_BITS: u32 = 9;
+const PAGE: usize = 1 << PAGE_BITS;
+
+/// One run. The parent and the place where it hangs are set before anyone can find it.
+#[repr(C, align(32))]
+struct Header {
+    labels: AtomicPtr<u64>,
+    cover: AtomicU64,
+    len: AtomicU32,
+    /// Room of the array of labels; the writer's.
+    room: AtomicU32,
+    parent: AtomicU32,
+    attach: AtomicU32,
+}
+
+type Page = [Header; PAGE];
+
+struct Table(Box<[AtomicPtr<Page>]>);
+
+/// All runs.
+pub(in crate::index) struct Runs {
+    table: AtomicPtr<Table>,
+}
+
+enum Garbage {
+    Labels(*mut u64, u32),
+    Cover(u64),
+    Run(RunId),
+    Table(*mut Table),
+}
+
+/// The writer's side of [`Runs`].
+pub(in crate::index) struct RunsWriting {
+    free: Vec<RunId>,
+    next: RunId,
+    retired: Retired<Garbage>,
+    bytes: usize,
+}
+
+// Safety: the pointers in the garbage are owned by it, and what they point to is plain words.
+unsafe impl Send for RunsWriting {}
+// Safety: shared state is atomics; the arrays behind the pointers are shared as the room's doc says.
+unsafe impl Sync for Runs {}
+// Safety: as above; nothing belongs to a thread.
+unsafe impl Send for Runs {}
+
+fn new_labels(room: u32) -> *mut u64 {
+    Box::into_raw(Box::<[u64]>::new_uninit_slice(room as usize)).cast()
+}
+
+/// # Safety
+/// `labels` came from [`new_labels`] with this `room`, and nobody reads it any more.
+unsafe fn free_labels(labels: *mut u64, room: u32) {
+    let whole =
+        std::ptr::slice_from_raw_parts_mut(labels.cast::<MaybeUninit<u64>>(), room as usize);
+    // Safety: the caller's promise.
+    drop(unsafe { Box::from_raw(whole) });
+}
+
+/// A run under a pin.
+#[derive(Clone, Copy)]
+pub(in crate::index) struct Run<'a>(&'a Header);
+
+impl<'a> Run<'a> {
+    /// Labels published so far. To be loaded before [`Run::cover`].
+    #[inline]
+    pub fn labels(self) -> &'a [u64] {
+        let len = self.0.len.load(Acquire) as usize;
+        let labels = self.0.labels.load(Acquire);
+        if len == 0 {
+            return &[];
+        }
+        debug_assert!(!labels.is_null());
+        // Safety: the array was published before the length that was loaded, or is a longer copy of that
+        // one; its first `len` words never change; it lives as long as the pin behind `'a`.
+        unsafe { std::slice::from_raw_parts(labels, len) }
+    }
+
+    /// Who covers how much.
+    #[inline]
+    pub fn cover(self) -> Cover<'a> {
+        // Safety: `encode` made the word; its block lives as long as the pin behind `'a`.
+        unsafe { Cover::read(self.0.cover.load(Acquire), PhantomData) }
+    }
+
+    /// The run this one hangs on, and behind how many of its blocks.
+    #[inline]
+    pub fn place(self) -> (RunId, u32) {
+        (self.0.parent.load(Relaxed), self.0.attach.load(Relaxed))
+    }
+
+    /// Whether this is the run that `(parent, attach)` continues with at `first`.
+    #[inline]
+    pub fn is_at(self, parent: RunId, attach: u32, first: u64) -> bool {
+        self.place() == (parent, attach) && self.labels().first() == Some(&first)
+    }
+
+    /// Fetches what a walk needs of the run into the cache.
+    #[inline]
+    pub fn prefetch(self) {
+        prefetch(self.0.labels.load(Relaxed).cast_const());
+    }
+}
+
+#[inline]
+fn prefetch(at: *const u64) {
+    #[cfg(target_arch = "x86_64")]
+    // Safety: a prefetch of any address is harmless.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(at.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
+}
+
+impl Runs {
+    pub fn new() -> (Self, RunsWriting) {
+        let table = Box::into_raw(Box::new(Table(Box::default())));
+        let retired = Retired::new();
+        let writing = RunsWriting { free: Vec::new(), next: ROOT + 1, retired, bytes: 0 };
+        (Self { table: AtomicPtr::new(table) }, writing)
+    }
+
+    /// The run `id`, which was met under `pin`.
+    #[inline]
+    pub fn get<'a>(&'a self, _pin: &'a Pin<'_>, id: RunId) -> Run<'a> {
+        Run(self.header(id))
+    }
+
+    /// For the writer, which needs no pin: only it frees.
+    #[inline]
+    pub fn peek<'a>(&'a self, _writing: &'a RunsWriting, id: RunId) -> Run<'a> {
+        Run(self.header(id))
+    }
+
+    #[inline]
+    fn header(&self, id: RunId) -> &Header {
+        // Safety: the table and its pages live until they are retired, which for pages is never before
+        // `self` is dropped and for the table not before the pin is gone.
+        let table = unsafe { &(*self.table.load(Acquire)).0 };
+        let page = table[(id >> PAGE_BITS) as usize].load(Acquire);
+        debug_assert!(!page.is_null(), "run {id} has a page");
+        // Safety: ids are given out after their page was published.
+        unsafe { &(*page)[id as usize % PAGE] }
+    }
+
+    /// Makes a run that nobody can find yet.
+    pub fn add(
+        &self,
+        writing: &mut RunsWriting,
+        (parent, attach): (RunId, u32),
+        labels: impl ExactSizeIterator<Item = u64>,
+    ) -> RunId {
+        let id = writing.free.pop().unwrap_or_else(|| {
+            let id = writing.next;
+            writing.next = id.checked_add(1).expect("fewer than 2^32 runs fit into memory");
+            id
+        });
+        self.make_page(writing, id);
+        let header = self.header(id);
+        debug_assert!(labels.len() <= MAX_RUN && header.len.load(Relaxed) == 0);
+        header.parent.store(parent, Relaxed);
+        header.attach.store(attach, Relaxed);
+        self.append(writing, id, labels);
+        id
+    }
+
+    /// Adds labels behind those of a run.
+    pub fn append(
+        &self,
+        writing: &mut RunsWriting,
+        id: RunId,
+        more: impl ExactSizeIterator<Item = u64>,
+    ) {
+        let header = self.header(id);
+        let len = header.len.load(Relaxed) as usize;
+        let mut room = header.room.load(Relaxed);
+        let new_len = len + more.len();
+        assert!(new_len <= MAX_RUN, "a run of {new_len} blocks");
+        let mut labels = header.labels.load(Relaxed);
+        if new_len > room as usize {
+            // A first array fits exactly; those that grow, block by block, get an eighth more.
+            let spare = if room == 0 { 0 } else { (len / 8).clamp(4, 512) };
+            let larger = (new_len + spare).min(MAX_RUN) as u32;
+            let fresh = new_labels(larger);
+            if room > 0 {
+                // Safety: the old array has `len` words that nobody writes, the new one is larger.
+                unsafe { std::ptr::copy_nonoverlapping(labels, fresh, len) };
+                writing.retired.push(Garbage::Labels(labels, room));
+            }
+            writing.bytes += larger as usize * 8;
+            (labels, room) = (fresh, larger);
+        }
+        for (at, label) in (len..).zip(more) {
+            // Safety: `at` is below the room of the array and not below the published length, so no
+            // reader looks there.
+            unsafe { labels.add(at).write(label) };
+        }
+        if labels != header.labels.load(Relaxed) {
+            header.room.store(room, Relaxed);
+            header.labels.store(labels, Release);
+        }
+        header.len.store(new_len as u32, Release);
+    }
+
+    /// Changes who covers a run; `scratch` is for the change.
+    pub fn cover(
+        &self,
+        writing: &mut RunsWriting,
+        id: RunId,
+        scratch: &mut Entries,
+        change: impl FnOnce(&mut Entries),
+    ) {
+        let header = self.header(id);
+        let old = header.cover.load(Relaxed);
+        // Safety: the writer alone frees, and has not.
+        unsafe { Cover::read(old, PhantomData) }.decode(scratch);
+        change(scratch);
+        let new = cover::encode(scratch);
+        // Safety: as above; the new one was just made.
+        writing.bytes += unsafe { cover::heap_bytes(new) };
+        header.cover.store(new, Release);
+        writing.retire_cover(old);
+    }
+
+    /// Takes out a run that nobody can find any more and nobody covers.
+    pub fn remove(&self, writing: &mut RunsWriting, id: RunId) {
+        writing.retired.push(Garbage::Run(id));
+    }
+
+    /// Frees what no reader can see any more.
+    pub fn collect(&self, writing: &mut RunsWriting, epochs: &Epochs) {
+        let RunsWriting { free, retired, bytes, .. } = writing;
+        let mut left = 0;
+        retired.collect(epochs, |garbage| left += self.discard(garbage, free));
+        *bytes -= left;
+    }
+
+    /// Things that wait for readers.
+    pub fn waiting(writing: &RunsWriting) -> usize {
+        writing.retired.len()
+    }
+
+    /// Bytes asked of the allocator and not given back.
+    pub fn bytes(writing: &RunsWriting) -> usize {
+        writing.bytes
+            + writing.free.capacity() * size_of::<RunId>()
+            + writing.retired.len() * size_of::<(u64, Garbage)>()
+    }
+
+    /// Returns the bytes given back.
+    fn discard(&self, garbage: Garbage, free: &mut Vec<RunId>) -> usize {
+        match garbage {
+            Garbage::Labels(labels, room) => {
+                // Safety: replaced before it was retired, and no pin is left that saw it.
+                unsafe { free_labels(labels, room) };
+                room as usize * 8
+            }
+            Garbage::Cover(word) => {
+                // Safety: as above.
+                unsafe {
+                    let bytes = cover::heap_bytes(word);
+                    cover::free(word);
+                    bytes
+                }
+            }
+            Garbage::Run(id) => {
+                let header = self.header(id);
+                let room = header.room.swap(0, Relaxed);
+                let labels = header.labels.swap(null_mut(), Relaxed);
+                header.len.store(0, Relaxed);
+                let word = header.cover.swap(0, Relaxed);
+                free.push(id);
+                self.discard(Garbage::Cover(word), free)
+                    + if room > 0 { self.discard(Garbage::Labels(labels, room), free) } else { 0 }
+            }
+            Garbage::Table(table) => {
+                // Safety: as above; its pages live on in the table that replaced it.
+                let table = unsafe { Box::from_raw(table) };
+                size_of_val(&*table.0)
+            }
+        }
+    }
+
+    fn make_page(&self, writing: &mut RunsWriting, id: RunId) {
+        let page = (id >> PAGE_BITS) as usize;
+        let old = self.table.load(Relaxed);
+        // Safety: only the writer replaces the table, and it has not been freed.
+        let pages = unsafe { &(*old).0 };
+        if page >= pages.len() {
+            let larger = (page + 1).max(pages.len() + pages.len() / 4).max(4);
+            let copy = (0..larger).map(|at| {
+                AtomicPtr::new(pages.get(at).map_or(null_mut(), |page| page.load(Relaxed)))
+            });
+            let table = Table(copy.collect());
+            writing.bytes += size_of_val(&*table.0);
+            self.table.store(Box::into_raw(Box::new(table)), Release);
+            writing.retired.push(Garbage::Table(old));
+        }
+        // Safety: just checked or replaced.
+        let place = unsafe { &(&(*self.table.load(Relaxed)).0)[page] };
+        if place.load(Relaxed).is_null() {
+            let header = || Header {
+                labels: AtomicPtr::new(null_mut()),
+                cover: AtomicU64::new(0),
+                len: AtomicU32::new(0),
+                room: AtomicU32::new(0),
+                parent: AtomicU32::new(0),
+                attach: AtomicU32::new(0),
+            };
+            let fresh: Box<Page> = Box::new(std::array::from_fn(|_| header()));
+            writing.bytes += size_of::<Page>();
+            place.store(Box::into_raw(fresh), Release);
+        }
+    }
+}
+
+impl RunsWriting {
+    fn retire_cover(&mut self, word: u64) {
+        if word != 0 && word & 1 == 0 {
+            self.retired.push(Garbage::Cover(word));
+        }
+    }
+}
+
+impl Drop for Runs {
+    fn drop(&mut self) {
+        // Safety: `&mut self`: no reader is left; made by `Box::into_raw`.
+        let table = unsafe { Box::from_raw(*self.table.get_mut()) };
+        for page in table.0.iter().map(|page| page.load(Relaxed)).filter(|page| !page.is_null()) {
+            // Safety: as above; each page is in the last table once.
+            for header in &mut *unsafe { Box::from_raw(page) } {
+                // Safety: as above; whatever a header still has is in no garbage.
+                unsafe {
+                    cover::free(*header.cover.get_mut());
+                    let room = *header.room.get_mut();
+                    if room > 0 {
+                        free_labels(*header.labels.get_mut(), room);
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl Drop for RunsWriting {
+    /// Goes when its [`Runs`] go, with the index: no reader is left.
+    fn drop(&mut self) {
+        self.retired.drain_all(|garbage| match garbage {
+            // Safety: replaced before they were retired, so in no header; nobody reads them any more.
+            Garbage::Labels(labels, room) => unsafe { free_labels(labels, room) },
+            // Safety: as above.
+            Garbage::Cover(word) => unsafe { cover::free(word) },
+            // Safety: as above; its pages are in the table that replaced it.
+            Garbage::Table(table) => drop(unsafe { Box::from_raw(table) }),
+            // Its header still has what it owns.
+            Garbage::Run(_) => {}
+        });
+    }
+}

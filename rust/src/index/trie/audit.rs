@@ -1,0 +1,174 @@
+//! Sizes of the index, and the check of everything that is kept twice.
+
+use std::collections::BTreeMap;
+
+use super::holder::{MemberId, NO_MEMBER};
+use super::run::Loc;
+use super::seats::Plane;
+use super::writer::Writer;
+use crate::index::arena::cover::{Entries, WHOLE};
+use crate::index::arena::runs::{ROOT, RunId, Runs};
+use crate::index::types::IndexStats;
+
+impl Writer {
+    pub fn stats(&self) -> IndexStats {
+        let slots = || self.slots.iter().flatten();
+        IndexStats {
+            workers: self.numbers.len(),
+            holders: slots().filter(|s| s.held > 0 && s.plane != Plane::Predicted).count(),
+            bytes: self.bytes(),
+            ..self.counters
+        }
+    }
+
+    /// Bytes of what grows with blocks; cheap.
+    pub(super) fn shared_bytes(&self) -> usize {
+        Runs::bytes(&self.runs)
+            + self.shared.edges.bytes(&self.edges)
+            + self.filter.bytes()
+            + self.metas.bytes()
+            + self.members.bytes()
+            + self.column_bytes
+    }
+
+    /// Bytes asked of the allocator and not given back.
+    pub(super) fn bytes(&self) -> usize {
+        let slots = self.slots.iter().flatten();
+        let workers = self.workers.iter().flatten();
+        self.shared_bytes()
+            + self.shared.seats.bytes()
+            + slots.map(|slot| size_of_val(&**slot) + slot.bytes()).sum::<usize>()
+            + workers.map(|worker| size_of_val(&**worker) + worker.bytes()).sum::<usize>()
+            + self.slots.capacity() * 8
+            + self.workers.capacity() * 8
+            + self.suspects.capacity() * 9
+            + self.seeds.allocation_size()
+            + self.expiries.capacity() * size_of::<(u64, u16, RunId)>()
+            + self.fresh.allocation_size()
+            + self.fresh.values().map(|fresh| fresh.capacity() * 16).sum::<usize>()
+    }
+
+    /// See [`super::RadixIndex::audit`].
+    pub(super) fn audit(&self) {
+        let mut holders: BTreeMap<RunId, Vec<MemberId>> = BTreeMap::new();
+        let (mut memberships, mut predicted) = (0, 0);
+        for (number, slot) in self.slots.iter().enumerate() {
+            let Some(slot) = slot else { continue };
+            let own = number as u16;
+            let mut held = slot.extra.len();
+            let mut tails = 0;
+            let mut kids: BTreeMap<RunId, u32> = BTreeMap::new();
+            for (run, id) in &slot.members {
+                let member = self.members.get(*id);
+                assert_eq!((member.run, member.slot), (*run, own));
+                assert!(!member.spans.is_empty(), "a member without blocks");
+                holders.entry(*run).or_default().push(*id);
+                held += member.spans.len();
+                if slot.plane != Plane::Predicted {
+                    let tail = self.name_at(member, usize::from(member.spans.end()) - 1);
+                    assert_eq!(tail.and_then(|tail| slot.tails.get(&tail)), Some(id), "a tail");
+                    tails += 1;
+                }
+                let (parent, _) = self.shared.runs.peek(&self.runs, *run).place();
+                if parent != ROOT {
+                    *kids.entry(parent).or_default() += 1;
+                }
+            }
+            assert_eq!(slot.tails.len(), tails);
+            assert_eq!(slot.held, held);
+            for (run, count) in &kids {
+                let kept = match slot.members.get(run) {
+                    Some(id) => self.members.get(*id).kids,
+                    None => slot.waiting.get(run).copied().unwrap_or(0),
+                };
+                assert_eq!(kept, *count, "members on runs that hang on run {run}");
+            }
+            let waiting = slot.waiting.keys().filter(|run| !kids.contains_key(run)).count();
+            assert_eq!(waiting, 0, "nobody waits for a run without kids");
+            match slot.plane {
+                Plane::Predicted => predicted += held,
+                Plane::Held(_) => memberships += held,
+            }
+            if slot.oldest != NO_MEMBER {
+                let (mut at, mut count) = (slot.oldest, 0);
+                while at != NO_MEMBER {
+                    count += 1;
+                    at = self.members.get(at).newer;
+                }
+                assert_eq!(count, slot.members.len(), "the order of use has all");
+            }
+        }
+        assert_eq!(self.counters.memberships, memberships);
+        assert_eq!(self.counters.predicted, predicted);
+        let mut unique = 0;
+        for (run, members) in &holders {
+            unique += self.audit_run(*run, members);
+        }
+        assert_eq!(self.counters.unique_blocks, unique);
+        for state in self.workers.iter().flatten() {
+            let Some(dense) = &state.dense else { continue };
+            let mut count = 0;
+            for slot in state.fact_slots() {
+                for (run, id) in &self.slot(slot).members {
+                    let member = self.members.get(*id);
+                    for offset in member.spans.iter().flat_map(|(start, end)| start..end) {
+                        let name = self.name_at(member, offset.into()).expect("facts have names");
+                        let loc = Loc { run: *run, offset: offset.into() };
+                        assert_eq!(dense.get(&name), Some(&loc), "a worker's table of names");
+                        count += 1;
+                    }
+                }
+            }
+            assert!(
+                dense.len()
+                    <= count + state.fact_slots().map(|s| self.slot(s).extra.len()).sum::<usize>()
+            );
+        }
+    }
+
+    /// Returns how many blocks of the run are held.
+    fn audit_run(&self, run: RunId, members: &[MemberId]) -> usize {
+        let meta = self.metas.get(run);
+        let at = self.shared.runs.peek(&self.runs, run);
+        let len = at.labels().len();
+        assert_eq!(meta.holders as usize, members.len());
+        let mut expected = Entries::default();
+        let (mut wholes, mut held) = (0, vec![false; len]);
+        let mut users: BTreeMap<u16, u32> = BTreeMap::new();
+        for id in members {
+            let member = self.members.get(*id);
+            let plane = self.slot(member.slot).plane;
+            wholes += u32::from(member.is_whole);
+            if plane == Plane::Predicted {
+                expected.set_prefix(member.slot, member.spans.lead());
+                continue;
+            }
+            *users.entry(member.column).or_default() += 1;
+            for (start, end) in member.spans.iter() {
+                held[usize::from(start)..usize::from(end)].fill(true);
+            }
+            if plane.is_prefix() {
+                assert_eq!(member.is_whole, usize::from(member.spans.lead()) == len);
+                let cut = if member.is_whole { WHOLE } else { member.spans.lead() };
+                expected.set_prefix(member.slot, cut);
+                let behind = member.spans.iter().filter(|(start, _)| *start > 0);
+                expected.set_stretches(member.slot, behind);
+            } else {
+                expected.set_stretches(member.slot, member.spans.iter());
+            }
+        }
+        let mut published = Entries::default();
+        at.cover().decode(&mut published);
+        assert_eq!(published, expected, "the cover of run {run}");
+        assert_eq!(meta.wholes, wholes);
+        for (id, column) in meta.columns() {
+            assert_eq!(column.users, users.get(&id).copied().unwrap_or(0), "users of a column");
+            for name in column.names.iter().filter(|name| **name != 0) {
+                assert!(self.filter.contains(*name), "the filter knows every name");
+            }
+        }
+        let held = held.iter().filter(|held| **held).count();
+        assert_eq!(meta.held as usize, held);
+        held
+    }
+}

@@ -1,0 +1,500 @@
+//! An approximate multiset of names: it may take a stranger for a member, never a member for a stranger.
+//!
+//! Hash bits 63..54 choose one of [`SEGMENTS`] segments, bits 53..30 are the *fingerprint*, all that is
+//! kept of a name. A segment is a ring of cache-line buckets. A fingerprint lies in the first bucket
+//! with room from its *home* on, and its home follows from the fingerprint alone: a segment is resized
+//! without the names, and no other segment is touched.
+
+/// Segments of the directory; a resize moves one segment, so it costs 1/1024 of the whole.
+const SEGMENTS: usize = 1 << SEGMENT_BITS;
+const SEGMENT_BITS: u32 = 10;
+const FINGERPRINT_BITS: u32 = 24;
+
+/// Fingerprints in a bucket: 16 low bits and 8 high bits each leave one byte of the line to count in.
+const ENTRIES: usize = 21;
+/// Lanes of 16 bits in a bucket: 21 low parts, then 21 high parts and the count in pairs.
+const LANES: usize = 32;
+/// An `overflow` that got here no longer knows how many it counted, and stays until the next resize.
+const OVERFLOW_MAX: u8 = u8::MAX;
+
+/// Percent of the entries' room above which a segment grows. Fuller rings spill over several buckets.
+const LOAD_MAX: usize = 88;
+/// Percent below which it shrinks: half, so that growing and shrinking never alternate.
+const LOAD_MIN: usize = LOAD_MAX / 2;
+/// Percent after shrinking: a third away from either end.
+const LOAD_SHRUNK: usize = 66;
+/// A segment of no more buckets than this keeps them until its last name leaves.
+const BUCKETS_KEPT: usize = 4;
+
+/// 64 bytes: the low lanes of up to [`ENTRIES`] fingerprints, packed at the front, and their high bytes.
+///
+/// A free lane is 0, which no fingerprint has as its low part: so the bucket needs no length.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Bucket {
+    lanes: [u16; LANES],
+}
+
+impl Bucket {
+    const EMPTY: Self = Self { lanes: [0; LANES] };
+
+    /// A bit for every entry whose low part is `low`. No branch, so that it becomes three vector compares;
+    /// halves of 16 bits, or a search that stops at the first, do not.
+    #[inline]
+    fn matches(&self, low: u16) -> u32 {
+        let mut matches = 0;
+        for (entry, &lane) in self.lanes[..ENTRIES].iter().enumerate() {
+            matches |= u32::from(lane == low) << entry;
+        }
+        matches
+    }
+
+    /// Which entry equals `fingerprint`.
+    #[inline]
+    fn find(&self, fingerprint: u32) -> Option<usize> {
+        let high = (fingerprint >> 16) as u8;
+        let mut candidates = self.matches(fingerprint as u16);
+        while candidates != 0 {
+            let entry = candidates.trailing_zeros() as usize;
+            if self.byte(entry) == high {
+                return Some(entry);
+            }
+            candidates &= candidates - 1;
+        }
+        None
+    }
+
+    #[inline]
+    fn is_full(&self) -> bool {
+        self.lanes[ENTRIES - 1] != 0
+    }
+
+    #[inline]
+    fn len(&self) -> usize {
+        let free = self.matches(0);
+        if free == 0 { ENTRIES } else { free.trailing_zeros() as usize }
+    }
+
+    fn entry(&self, entry: usize) -> u32 {
+        u32::from(self.byte(entry)) << 16 | u32::from(self.lanes[entry])
+    }
+
+    fn set_entry(&mut self, entry: usize, fingerprint: u32) {
+        self.lanes[entry] = fingerprint as u16;
+        self.set_byte(entry, (fingerprint >> 16) as u8);
+    }
+
+    /// How many entries with their home here or earlier lie beyond this bucket: 0 ends every search.
+    #[inline]
+    fn overflow(&self) -> u8 {
+        self.byte(ENTRIES)
+    }
+
+    /// Counts one more entry that lies beyond; true if the count was lost by it.
+    #[inline]
+    fn raise_overflow(&mut self) -> bool {
+        let overflow = self.overflow();
+        self.set_byte(ENTRIES, overflow.saturating_add(1));
+        overflow == OVERFLOW_MAX - 1
+    }
+
+    fn lower_overflow(&mut self) {
+        let overflow = self.overflow();
+        debug_assert!(overflow > 0, "an entry was found beyond a bucket that let none pass");
+        if overflow != OVERFLOW_MAX {
+            self.set_byte(ENTRIES, overflow.saturating_sub(1));
+        }
+    }
+
+    #[inline]
+    fn byte(&self, at: usize) -> u8 {
+        (self.lanes[ENTRIES + at / 2] >> (at % 2 * 8)) as u8
+    }
+
+    #[inline]
+    fn set_byte(&mut self, at: usize, byte: u8) {
+        let shift = at % 2 * 8;
+        let lane = &mut self.lanes[ENTRIES + at / 2];
+        *lane = *lane & !(0xff << shift) | u16::from(byte) << shift;
+    }
+}
+
+/// A ring of buckets for the names of one directory slot.
+#[derive(Clone, Default)]
+struct Segment {
+    buckets: Box<[Bucket]>,
+    /// Entries in all buckets.
+    len: u32,
+}
+
+impl Segment {
+    #[inline]
+    fn home(&self, fingerprint: u32) -> usize {
+        ((u64::from(fingerprint) * self.buckets.len() as u64) >> FINGERPRINT_BITS) as usize
+    }
+
+    #[inline]
+    fn next(&self, bucket: usize) -> usize {
+        if bucket + 1 == self.buckets.len() { 0 } else { bucket + 1 }
+    }
+
+    /// Where an entry equal to `fingerprint` lies: bucket and place in it.
+    #[inline]
+    fn find(&self, fingerprint: u32) -> Option<(usize, usize)> {
+        let mut at = self.home(fingerprint);
+        // Once around at most: buckets that lost count say "go on" for ever.
+        for _ in 0..self.buckets.len() {
+            let bucket = &self.buckets[at];
+            if let Some(entry) = bucket.find(fingerprint) {
+                return Some((at, entry));
+            }
+            if bucket.overflow() == 0 {
+                return None;
+            }
+            at = self.next(at);
+        }
+        None
+    }
+
+    /// Places an entry; there must be room. True if a bucket lost count of what passed it.
+    #[inline]
+    fn place(&mut self, fingerprint: u32) -> bool {
+        let mut at = self.home(fingerprint);
+        let mut is_count_lost = false;
+        while self.buckets[at].is_full() {
+            is_count_lost |= self.buckets[at].raise_overflow();
+            at = self.next(at);
+        }
+        let bucket = &mut self.buckets[at];
+        bucket.set_entry(bucket.len(), fingerprint);
+        is_count_lost
+    }
+
+    /// Takes out one entry equal to `fingerprint`: any is as good, since equal ones share their home.
+    fn take(&mut self, fingerprint: u32) -> bool {
+        let Some((found, entry)) = self.find(fingerprint) else { return false };
+        let mut at = self.home(fingerprint);
+        while at != found {
+            self.buckets[at].lower_overflow();
+            at = self.next(at);
+        }
+        let bucket = &mut self.buckets[found];
+        let last = bucket.len() - 1;
+        bucket.set_entry(entry, bucket.entry(last));
+        bucket.set_entry(last, 0);
+        self.len -= 1;
+        true
+    }
+
+    #[inline]
+    fn is_load_above(&self, len: usize, percent: usize) -> bool {
+        len * 100 > self.buckets.len() * ENTRIES * percent
+    }
+
+    /// Buckets after the next growth, an eighth to a quarter more: the directory slot decides how much, so
+    /// that segments of equal fill do not all grow within the same few inserts.
+    fn grown(&self, slot: usize) -> usize {
+        let len = self.buckets.len();
+        len + (len * (SEGMENTS + slot) / (8 * SEGMENTS)).max(1)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn resize(&mut self, buckets: usize) {
+        let old = std::mem::replace(&mut self.buckets, vec![Bucket::EMPTY; buckets].into());
+        // Reading lengths from lanes just written, all at once, would stall on every store.
+        let mut lens = vec![0_u8; buckets];
+        for bucket in &old {
+            for entry in 0..bucket.len() {
+                let fingerprint = bucket.entry(entry);
+                let mut at = self.home(fingerprint);
+                while usize::from(lens[at]) == ENTRIES {
+                    // A count lost here comes of many equal names, which no size spreads.
+                    self.buckets[at].raise_overflow();
+                    at = self.next(at);
+                }
+                self.buckets[at].set_entry(usize::from(lens[at]), fingerprint);
+                lens[at] += 1;
+            }
+        }
+    }
+}
+
+/// An approximate multiset of 64-bit names, for one writer.
+///
+/// # Consistency
+/// A name inserted more often than removed is always found, provided that every removed name had been
+/// inserted. Any other name is found with a probability of about `len / 2^34`.
+///
+/// # Cost
+/// About 3.8 bytes a name (up to 7 after removals) and 24 KiB; nothing when empty. A call touches one or
+/// two cache lines beside the directory. An insert or a remove may also resize one segment: 1/1024 of the
+/// names move. Hundreds of copies of one name lie in a row, and slow down the names with their home there.
+pub(super) struct NameFilter {
+    /// Empty, or [`SEGMENTS`] long.
+    segments: Vec<Segment>,
+    len: usize,
+    /// Buckets of all segments.
+    buckets: usize,
+    key: u64,
+    multiplier: u64,
+}
+
+impl NameFilter {
+    /// An empty filter, without an allocation; `hash_seed` keys the hash, so that nobody outside can aim
+    /// names at one bucket.
+    pub(super) fn new(hash_seed: u64) -> Self {
+        let key = fold(hash_seed ^ 0x6a09_e667_f3bc_c908, 0xbb67_ae85_84ca_a73b);
+        // Odd, or low bits of the name would be lost.
+        let multiplier = fold(key ^ 0x3c6e_f372_fe94_f82b, 0xa54f_f53a_5f1d_36f1) | 1;
+        Self { segments: Vec::new(), len: 0, buckets: 0, key, multiplier }
+    }
+
+    /// Whether `name` may be in the filter.
+    #[inline]
+    pub(super) fn contains(&self, name: u64) -> bool {
+        let (slot, fingerprint) = self.locate(name);
+        self.segments.get(slot).is_some_and(|segment| segment.find(fingerprint).is_some())
+    }
+
+    /// Adds one copy of `name`.
+    pub(super) fn insert(&mut self, name: u64) {
+        let (slot, fingerprint) = self.locate(name);
+        self.add(slot, fingerprint);
+    }
+
+    /// Adds one copy of `name`, and says whether the filter may have held one before: `contains` and
+    /// `insert` for the price of one walk to memory.
+    pub(super) fn insert_new(&mut self, name: u64) -> bool {
+        let (slot, fingerprint) = self.locate(name);
+        let was_held = self.segments.get(slot).is_some_and(|it| it.find(fingerprint).is_some());
+        self.add(slot, fingerprint);
+        was_held
+    }
+
+    /// Takes out one copy of `name`. False if there was none: then nothing changed, and the caller's books
+    /// are wrong.
+    pub(super) fn remove(&mut self, name: u64) -> bool {
+        let (slot, fingerprint) = self.locate(name);
+        let Some(segment) = self.segments.get_mut(slot) else { return false };
+        if !segment.take(fingerprint) {
+            return false;
+        }
+        self.len -= 1;
+        let (len, before) = (segment.len as usize, segment.buckets.len());
+        if self.len == 0 {
+            self.segments = Vec::new();
+            self.buckets = 0;
+        } else if len == 0 || before > BUCKETS_KEPT && !segment.is_load_above(len, LOAD_MIN) {
+            segment.resize((len * 100).div_ceil(ENTRIES * LOAD_SHRUNK));
+            self.buckets -= before - segment.buckets.len();
+        }
+        true
+    }
+
+    /// Names in the filter, copies counted.
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Bytes allocated.
+    pub(super) fn bytes(&self) -> usize {
+        self.segments.capacity() * size_of::<Segment>() + self.buckets * size_of::<Bucket>()
+    }
+
+    fn add(&mut self, slot: usize, fingerprint: u32) {
+        if self.segments.is_empty() {
+            self.segments = vec![Segment::default(); SEGMENTS];
+        }
+        let segment = &mut self.segments[slot];
+        let before = segment.buckets.len();
+        let len = segment.len as usize + 1;
+        if segment.is_load_above(len, LOAD_MAX) {
+            segment.resize(segment.grown(slot));
+        }
+        // Room helps against lost counts, but not against equal names: below this load it would be
+        // wasted, and the segment soon shrink again.
+        if segment.place(fingerprint) && segment.is_load_above(len, LOAD_SHRUNK) {
+            segment.resize(segment.grown(slot));
+        }
+        segment.len += 1;
+        self.len += 1;
+        self.buckets += segment.buckets.len() - before;
+    }
+
+    /// Directory slot and fingerprint of a name.
+    #[inline]
+    fn locate(&self, name: u64) -> (usize, u32) {
+        // The second round is for the top bits, which the first leaves poor in the names' own top bits.
+        let hash = fold(fold(name ^ self.key, self.multiplier), 0x9e37_79b9_7f4a_7c15);
+        let slot = hash >> (u64::BITS - SEGMENT_BITS);
+        let bits = (hash << SEGMENT_BITS >> (u64::BITS - FINGERPRINT_BITS)) as u32;
+        // A low part of 0 marks a free lane; sharing 1 costs one stranger in 65,536 a second chance.
+        (slot as usize, if bits as u16 == 0 { bits | 1 } else { bits })
+    }
+}
+
+/// Both halves of the 128-bit product, folded into one.
+#[inline]
+fn fold(value: u64, multiplier: u64) -> u64 {
+    let wide = u128::from(value) * u128::from(multiplier);
+    wide as u64 ^ (wide >> 64) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use super::*;
+
+    /// A fixed sequence of random numbers.
+    struct Random(u64);
+
+    impl Random {
+        fn next(&mut self) -> u64 {
+            self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let mixed = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+            mixed ^ mixed >> 31
+        }
+
+        fn below(&mut self, bound: usize) -> usize {
+            (self.next() % bound as u64) as usize
+        }
+    }
+
+    /// Looks at every bucket: what is counted is what is there, and every count of passers-by is exact
+    /// unless it was lost.
+    fn check(filter: &NameFilter) {
+        assert!(filter.segments.is_empty() || filter.segments.len() == SEGMENTS);
+        assert_eq!(filter.segments.is_empty(), filter.len == 0);
+        let (mut entries, mut bytes) = (0, filter.segments.len() * size_of::<Segment>());
+        for segment in &filter.segments {
+            bytes += std::mem::size_of_val(&*segment.buckets);
+            let mut passed = vec![0_usize; segment.buckets.len()];
+            let mut len = 0;
+            for (at, bucket) in segment.buckets.iter().enumerate() {
+                assert!(bucket.lanes[bucket.len()..ENTRIES].iter().all(|&lane| lane == 0));
+                len += bucket.len();
+                for entry in 0..bucket.len() {
+                    let mut home = segment.home(bucket.entry(entry));
+                    while home != at {
+                        passed[home] += 1;
+                        home = segment.next(home);
+                    }
+                }
+            }
+            for (bucket, passed) in segment.buckets.iter().zip(passed) {
+                let overflow = usize::from(bucket.overflow());
+                assert!(overflow == passed || bucket.overflow() == OVERFLOW_MAX);
+            }
+            assert_eq!(segment.len as usize, len);
+            assert!(!segment.is_load_above(len, LOAD_MAX));
+            entries += len;
+        }
+        assert_eq!(filter.len(), entries);
+        assert_eq!(filter.bytes(), bytes);
+    }
+
+    #[test]
+    fn answers_like_a_multiset_through_growth_and_shrinking() {
+        for seed in 0..4 {
+            let mut random = Random(seed);
+            let mut filter = NameFilter::new(seed);
+            let mut model: HashMap<u64, usize> = HashMap::new();
+            let mut held: Vec<u64> = Vec::new();
+            let (mut steps, mut peak) = (0, 0);
+            // Tides: each phase inserts with another probability, of 16.
+            for chance in [15, 2, 12, 1, 14, 8, 0] {
+                for _ in 0..60_000 {
+                    steps += 1;
+                    if held.is_empty() || random.below(16) < chance {
+                        // One in four is a copy of a name already held.
+                        let copy = !held.is_empty() && random.below(4) == 0;
+                        let at = if copy { random.below(held.len()) } else { 0 };
+                        let name = if copy { held[at] } else { random.next() };
+                        let is_member = model.contains_key(&name);
+                        if random.below(2) == 0 {
+                            filter.insert(name);
+                        } else {
+                            assert!(filter.insert_new(name) || !is_member);
+                        }
+                        *model.entry(name).or_default() += 1;
+                        held.push(name);
+                    } else {
+                        let at = random.below(held.len());
+                        let name = held.swap_remove(at);
+                        assert!(filter.remove(name));
+                        let copies = model.get_mut(&name).expect("held names are in the model");
+                        *copies -= 1;
+                        if *copies == 0 {
+                            model.remove(&name);
+                        }
+                    }
+                    assert_eq!(filter.len(), held.len());
+                    if let Some(&name) = held.last() {
+                        assert!(filter.contains(name));
+                    }
+                    peak = peak.max(filter.len());
+                }
+                check(&filter);
+                assert!(model.keys().all(|&name| filter.contains(name)));
+            }
+            assert!(steps == 420_000 && peak > 50_000, "too little was tried: {steps}, {peak}");
+            for name in held {
+                assert!(filter.remove(name));
+            }
+            check(&filter);
+            assert_eq!((filter.len(), filter.bytes()), (0, 0));
+        }
+    }
+
+    #[test]
+    fn takes_few_strangers_for_members() {
+        // Random, consecutive and high-bits-only names must spread alike.
+        let spreads: [fn(u64) -> u64; 3] = [|i| Random(i).next(), |i| i, |i| i << 40];
+        for spread in spreads {
+            let mut filter = NameFilter::new(7);
+            let count = 1_000_000;
+            (0..count).for_each(|i| filter.insert(spread(i)));
+            assert!((0..count).all(|i| filter.contains(spread(i))));
+            let taken = (count..3 * count).filter(|&i| filter.contains(spread(i))).count();
+            // 2 million x 1 million / 2^34 expected: 116, give or take 11 (one standard deviation).
+            assert!((60..180).contains(&taken), "{taken} of 2 million");
+            check(&filter);
+            let bytes = filter.bytes() as f64 / count as f64;
+            assert!((3.4..4.2).contains(&bytes), "{bytes} bytes a name");
+        }
+    }
+
+    #[test]
+    fn survives_thousands_of_copies_of_one_name() {
+        let mut filter = NameFilter::new(1);
+        let mut random = Random(1);
+        let others: Vec<u64> = (0..100_000).map(|_| random.next()).collect();
+        others.iter().for_each(|&name| filter.insert(name));
+        for _ in 0..20_000 {
+            filter.insert(42);
+        }
+        check(&filter);
+        assert!(filter.bytes() < 5 * filter.len(), "copies must not grow the filter without end");
+        assert!(others.iter().all(|&name| filter.contains(name)));
+        for _ in 0..20_000 {
+            assert!(filter.remove(42));
+        }
+        assert!(!filter.remove(42) && !filter.contains(42));
+        assert!(others.iter().all(|&name| filter.remove(name)));
+        assert_eq!((filter.len(), filter.bytes()), (0, 0));
+    }
+
+    #[test]
+    fn costs_nothing_while_empty() {
+        let mut filter = NameFilter::new(0);
+        assert!(!filter.contains(1) && !filter.remove(1));
+        assert_eq!(filter.bytes(), 0);
+        assert!(!filter.insert_new(1) && filter.insert_new(1));
+        assert_eq!(filter.bytes(), SEGMENTS * size_of::<Segment>() + size_of::<Bucket>());
+        assert!(filter.remove(1) && filter.remove(1) && !filter.remove(1));
+        assert_eq!(filter.bytes(), 0);
+    }
+}

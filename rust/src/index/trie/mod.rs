@@ -1,0 +1,172 @@
+//! The index: a tree of runs that readers walk without waiting, and one writer behind a lock.
+//!
+//! A *run* is a stretch of a chain without choices: its labels (local hashes) lie in one array, and what
+//! branches off hangs on it as a child, at any offset; runs are never split or merged, so a block never
+//! changes its place. Who has how much of a run is one word ([`cover`](super::arena::cover)).
+//!
+//! The room: `walk` (the query), `writer` (events), `names` (from an engine's name to a block), `filter`
+//! (names that anyone has), `limits` (eviction and age), `dump`, `seats` (worker <-> slot), `holder`,
+//! `run`, `spans`, `paged` (what the writer keeps).
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::BlockIndex;
+use super::arena::edges::Edges;
+use super::arena::epoch::pin;
+use super::arena::runs::Runs;
+use super::matches::Matches;
+use super::types::{
+    Block, CopyOutcome, DumpEvent, IndexStats, Membership, Options, RemoveOutcome, StoreOutcome,
+};
+use crate::ids::{InstanceId, Tier, Worker};
+
+mod audit;
+mod dump;
+mod filter;
+mod holder;
+mod limits;
+mod names;
+mod paged;
+mod run;
+mod seats;
+mod spans;
+mod walk;
+mod writer;
+
+pub(super) use walk::Scratch;
+use writer::Writer;
+
+/// What readers and the writer share.
+struct Shared {
+    runs: Runs,
+    edges: Edges,
+    seats: seats::Seats,
+}
+
+/// The block index: exact, concurrent, readers never wait.
+///
+/// # Cost
+/// 16 bytes a block and about as much again for each (worker, run), measured figures are in the
+/// benches' RESULTS; what an index occupies now is [`IndexStats::bytes`].
+pub struct RadixIndex {
+    shared: Arc<Shared>,
+    writer: Mutex<Writer>,
+}
+
+impl Default for RadixIndex {
+    fn default() -> Self {
+        Self::new(Options::default())
+    }
+}
+
+impl RadixIndex {
+    /// An empty index.
+    pub fn new(options: Options) -> Self {
+        let (runs, runs_writing) = Runs::new();
+        let (edges, edges_writing) = Edges::new(options.hash_seed);
+        let shared = Arc::new(Shared { runs, edges, seats: seats::Seats::new() });
+        let writer = Writer::new(Arc::clone(&shared), runs_writing, edges_writing, options);
+        Self { shared, writer: Mutex::new(writer) }
+    }
+
+    /// Checks everything that is kept twice against each other.
+    ///
+    /// # Cost
+    /// O(blocks), under the writer's lock: for tests.
+    ///
+    /// # Panics
+    /// When the index is not consistent.
+    pub fn audit(&self) {
+        self.writer.lock().audit();
+    }
+
+    fn find(&self, prompt: &[u64], only_who: bool, out: &mut Matches) {
+        let pin = pin();
+        let Matches { found, scratch } = out;
+        self.shared.find(&pin, prompt, only_who, scratch, found);
+    }
+}
+
+impl BlockIndex for RadixIndex {
+    fn store(
+        &self,
+        worker: Worker,
+        tier: Tier,
+        parent: Option<u64>,
+        seed: u64,
+        blocks: &[Block],
+    ) -> StoreOutcome {
+        self.writer.lock().store(worker, tier, parent, seed, blocks)
+    }
+
+    fn copy(&self, worker: Worker, tier: Tier, engine_hashes: &[u64]) -> CopyOutcome {
+        self.writer.lock().copy(worker, tier, engine_hashes)
+    }
+
+    fn remove(&self, worker: Worker, tier: Tier, engine_hashes: &[u64]) -> RemoveOutcome {
+        self.writer.lock().remove(worker, tier, engine_hashes)
+    }
+
+    fn clear(&self, worker: Worker) -> usize {
+        self.writer.lock().clear(worker)
+    }
+
+    fn remove_worker(&self, worker: Worker) -> bool {
+        self.writer.lock().remove_worker(worker)
+    }
+
+    fn remove_instance(&self, instance_id: InstanceId) -> usize {
+        let mut writer = self.writer.lock();
+        let all = Worker::new(instance_id, 0)..=Worker::new(instance_id, u32::MAX);
+        let ranks: Vec<Worker> = writer.numbers.range(all).map(|(worker, _)| *worker).collect();
+        ranks.iter().filter(|worker| writer.remove_worker(**worker)).count()
+    }
+
+    fn predict(&self, worker: Worker, seed: u64, locals: &[u64]) -> usize {
+        self.writer.lock().predict(worker, seed, locals)
+    }
+
+    fn advance_to(&self, now_ms: u64) -> usize {
+        self.writer.lock().advance_to(now_ms)
+    }
+
+    fn find_matches(&self, locals: &[u64], out: &mut Matches) {
+        self.find(locals, false, out);
+    }
+
+    fn find_matches_early_exit(&self, locals: &[u64], out: &mut Matches) {
+        self.find(locals, true, out);
+    }
+
+    fn parent_seed(&self, worker: Worker, engine_hash: u64) -> Option<u64> {
+        let mut writer = self.writer.lock();
+        let number = writer.numbers.get(&worker).copied()?;
+        let loc = writer.locate(number, engine_hash)?;
+        Some(writer.seed_of(loc.run))
+    }
+
+    fn workers(&self) -> Vec<Worker> {
+        self.writer.lock().numbers.keys().copied().collect()
+    }
+
+    fn blocks(&self, worker: Worker) -> usize {
+        let writer = self.writer.lock();
+        let number = writer.numbers.get(&worker);
+        let slots = number.map(|number| writer.worker(*number).fact_slots());
+        slots.into_iter().flatten().map(|slot| writer.slot(slot).held).sum()
+    }
+
+    fn memberships(&self, worker: Worker) -> Vec<Membership> {
+        self.writer.lock().memberships(worker)
+    }
+
+    fn dump_worker(&self, worker: Worker) -> Vec<DumpEvent> {
+        self.writer.lock().dump(worker)
+    }
+
+    fn stats(&self) -> IndexStats {
+        self.writer.lock().stats()
+    }
+}

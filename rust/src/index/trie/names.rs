@@ -1,0 +1,349 @@
+//! What workers call blocks, and the way back from a name to its block.
+//!
+//! There is no table of all names. A run keeps columns of names beside its labels, and a member says
+//! which column its holder goes by. From a name to its place leads a ladder: the caller's own guess, the
+//! last blocks of the holder's members, blocks it hung others on, further names of blocks, and as the
+//! last resort a search through what it holds. Each rung is checked against the column, so a wrong hint
+//! costs time only. Before the search, a filter of all names in the tree tells most of those that nobody
+//! has. A worker that needs the search too often gets a table of its own, and keeps it.
+
+use super::holder::{Member, MemberId};
+use super::run::{Column, ColumnId, Loc, NO_COLUMN};
+use super::writer::Writer;
+use crate::index::arena::runs::{ROOT, RunId};
+use crate::index::types::Block;
+
+/// Blocks that may be searched on credit: what a worker holds, times this, plus [`SEARCH_GRACE`].
+const SEARCH_TIMES: usize = 16;
+const SEARCH_GRACE: usize = 65_536;
+
+/// Columns that a new member is compared with before it gets one of its own.
+const COLUMNS_COMPARED: usize = 64;
+
+/// Whether `name` is among `names`, in chunks that the compiler turns into vector instructions.
+fn search(names: &[u64], name: u64) -> Option<usize> {
+    let mut at = 0;
+    for chunk in names.chunks(16) {
+        if chunk.iter().fold(false, |found, other| found | (*other == name)) {
+            return chunk.iter().position(|other| *other == name).map(|within| at + within);
+        }
+        at += chunk.len();
+    }
+    None
+}
+
+impl Writer {
+    /// What a member calls a block; `None` for predictions.
+    pub(super) fn name_at(&self, member: &Member, offset: usize) -> Option<u64> {
+        if member.column == NO_COLUMN {
+            return None;
+        }
+        self.metas.get(member.run).column(member.column).names.get(offset).copied()
+    }
+
+    pub(super) fn label(&self, loc: Loc) -> u64 {
+        self.shared.runs.peek(&self.runs, loc.run).labels()[loc.offset as usize]
+    }
+
+    /// The block before the one at `loc`, if there is one.
+    pub(super) fn before(&self, loc: Loc) -> Option<Loc> {
+        if loc.offset > 0 {
+            return Some(Loc { run: loc.run, offset: loc.offset - 1 });
+        }
+        let (run, attach) = self.shared.runs.peek(&self.runs, loc.run).place();
+        (run != ROOT && attach > 0).then(|| Loc { run, offset: attach - 1 })
+    }
+
+    /// Whether the slot has the block at `loc` and calls it `name` in the first place.
+    pub(super) fn is_named(&self, slot: u16, loc: Loc, name: u64) -> bool {
+        self.slot(slot).members.get(&loc.run).is_some_and(|id| {
+            let member = self.members.get(*id);
+            member.spans.contains(loc.offset as u16)
+                && self.name_at(member, loc.offset as usize) == Some(name)
+        })
+    }
+
+    /// Where the worker holds what it calls `name`, in any tier.
+    pub(super) fn locate(&mut self, number: u32, name: u64) -> Option<Loc> {
+        self.worker(number).fact_slots().find_map(|slot| self.locate_in(slot, name))
+    }
+
+    /// Where the slot holds what its worker calls `name`.
+    pub(super) fn locate_in(&mut self, slot: u16, name: u64) -> Option<Loc> {
+        let state = self.slot(slot);
+        if let Some(id) = state.tails.get(&name) {
+            let member = self.members.get(*id);
+            let loc = Loc { run: member.run, offset: u32::from(member.spans.end()) - 1 };
+            debug_assert!(self.is_named(slot, loc, name), "tails are kept exact");
+            return Some(loc);
+        }
+        if !state.extra.is_empty()
+            && let Some(loc) = state.extra.find(name)
+        {
+            return Some(loc);
+        }
+        let worker = self.worker(state.worker);
+        if let Some(dense) = &worker.dense {
+            return dense.get(&name).copied().filter(|loc| self.is_named(slot, *loc, name));
+        }
+        if let Some(loc) = worker.anchors.get(&name)
+            && self.is_named(slot, *loc, name)
+        {
+            return Some(*loc);
+        }
+        if !self.may_be_known(name) {
+            return None;
+        }
+        self.search(slot, name)
+    }
+
+    fn search(&mut self, slot: u16, name: u64) -> Option<Loc> {
+        let state = self.slot(slot);
+        let number = state.worker;
+        let mut searched = 0;
+        let found = state.members.iter().find_map(|(run, id)| {
+            let member = self.members.get(*id);
+            if member.column == NO_COLUMN {
+                return None;
+            }
+            let names = &self.metas.get(*run).column(member.column).names;
+            member.spans.iter().find_map(|(start, end)| {
+                let (start, end) = (usize::from(start), usize::from(end));
+                // What is small costs a miss of the cache all the same.
+                searched += end - start + 64;
+                let offset = (start + search(&names[start..end], name)?) as u32;
+                Some(Loc { run: *run, offset })
+            })
+        });
+        let held = state.held;
+        let worker = self.worker_mut(number);
+        worker.search_debt += searched;
+        if worker.search_debt > SEARCH_TIMES * held + SEARCH_GRACE {
+            self.densify(number);
+        }
+        found
+    }
+
+    /// Gives a worker a table of all its names.
+    pub(super) fn densify(&mut self, number: u32) {
+        let slots = self.worker(number).fact_slots();
+        let held = slots.map(|slot| self.slot(slot).held).sum();
+        let mut dense = hashbrown::HashMap::with_capacity_and_hasher(held, self.mix);
+        for slot in self.worker(number).fact_slots() {
+            dense.extend(self.slot(slot).extra.iter());
+            for (run, id) in &self.slot(slot).members {
+                let member = self.members.get(*id);
+                for (start, end) in member.spans.iter() {
+                    for offset in start..end {
+                        if let Some(name) = self.name_at(member, usize::from(offset)) {
+                            dense.insert(name, Loc { run: *run, offset: offset.into() });
+                        }
+                    }
+                }
+            }
+        }
+        let worker = self.worker_mut(number);
+        worker.dense = Some(dense);
+        worker.anchors = hashbrown::HashMap::with_hasher(worker.anchors.hasher().to_owned());
+        tracing::debug!(
+            worker = %worker.worker,
+            "the worker evicts blocks in no order: a table of its names is kept from now on"
+        );
+    }
+
+    // ---- the filter
+
+    /// False when nobody has the name; true means perhaps. 0 fills gaps in columns and is not noted.
+    fn may_be_known(&self, name: u64) -> bool {
+        name == 0 || self.filter.contains(name)
+    }
+
+    fn is_suspect(&self, name: u64) -> bool {
+        name == 0 || (!self.suspects.is_empty() && self.suspects.contains(&name))
+    }
+
+    /// Notes a name that gets one more place in the tree; tells whether it may have had one before.
+    fn note(&mut self, name: u64) -> bool {
+        let is_known = self.may_be_known(name);
+        if name != 0 {
+            self.filter.insert(name);
+        }
+        if is_known && name != 0 {
+            self.suspects.insert(name);
+            // Mistakes of the filter stay behind; they must not pile up.
+            if self.suspects.len() > 4_096 + self.filter.len() / 64 {
+                let filter = &self.filter;
+                self.suspects.retain(|name| filter.contains(*name));
+            }
+        }
+        is_known
+    }
+
+    fn forget(&mut self, name: u64) {
+        if name == 0 {
+            return;
+        }
+        let was_there = self.filter.remove(name);
+        debug_assert!(was_there, "what is forgotten was noted");
+        if !self.suspects.is_empty() && self.suspects.contains(&name) && !self.may_be_known(name) {
+            self.suspects.remove(&name);
+        }
+    }
+
+    /// A further name of a block: always worth a search when it comes again.
+    pub(super) fn note_extra(&mut self, name: u64) {
+        self.note(name);
+    }
+
+    pub(super) fn forget_extra(&mut self, name: u64) {
+        self.forget(name);
+    }
+
+    // ---- columns
+
+    /// Names blocks from `start` on, which the member does not have yet. Appends to `doubtful` the names
+    /// that the worker may hold elsewhere, with their offsets.
+    pub(super) fn assign(
+        &mut self,
+        id: MemberId,
+        start: usize,
+        blocks: &[Block],
+        doubtful: &mut Vec<(u64, usize)>,
+    ) {
+        let Member { run, column, .. } = *self.members.get(id);
+        let column = if column == NO_COLUMN {
+            let column = self.join_column(run, start, blocks);
+            self.members.get_mut(id).column = column;
+            column
+        } else {
+            column
+        };
+        let names = &self.metas.get(run).column(column).names;
+        let known = names.len().saturating_sub(start).min(blocks.len());
+        let differs = |(name, block): (&u64, &Block)| *name != block.engine_hash;
+        let is_same = known == 0 || !names[start..start + known].iter().zip(blocks).any(differs);
+        for (block, at) in blocks[..known].iter().zip(start..) {
+            if self.is_suspect(block.engine_hash) {
+                doubtful.push((block.engine_hash, at));
+            }
+        }
+        if !is_same {
+            let column = self.own_column(id);
+            for (at, block) in blocks[..known].iter().enumerate() {
+                let old = self.metas.get(run).column(column).names[start + at];
+                if old != block.engine_hash {
+                    if self.note(block.engine_hash) {
+                        doubtful.push((block.engine_hash, start + at));
+                    }
+                    self.metas.get_mut(run).column_mut(column).names[start + at] =
+                        block.engine_hash;
+                    self.forget(old);
+                }
+            }
+        }
+        if known < blocks.len() {
+            let column = self.members.get(id).column;
+            for (block, at) in blocks.iter().zip(start..).skip(known) {
+                if self.note(block.engine_hash) {
+                    doubtful.push((block.engine_hash, at));
+                }
+            }
+            let column = self.metas.get_mut(run).column_mut(column);
+            let room = column.names.capacity();
+            if column.names.len() < start {
+                // Blocks that this holder does not have: nothing asks for their names.
+                column.names.resize(start, 0);
+            }
+            column.extend(blocks[known..].iter().map(|block| block.engine_hash));
+            self.column_bytes += (column.names.capacity() - room) * size_of::<u64>();
+        }
+    }
+
+    /// Changes what a member calls one block.
+    pub(super) fn rename(&mut self, id: MemberId, offset: usize, name: u64) {
+        let column = self.own_column(id);
+        let Member { run, slot, .. } = *self.members.get(id);
+        self.note(name);
+        let names = &mut self.metas.get_mut(run).column_mut(column).names;
+        let old = std::mem::replace(&mut names[offset], name);
+        self.forget(old);
+        if usize::from(self.members.get(id).spans.end()) == offset + 1 {
+            let tails = &mut self.slot_mut(slot).tails;
+            tails.remove(&old);
+            tails.insert(name, id);
+        }
+    }
+
+    /// A column in which blocks from `start` on can have these names; counts one more user of it.
+    fn join_column(&mut self, run: RunId, start: usize, blocks: &[Block]) -> ColumnId {
+        let fits = |column: &Column| {
+            let names = &column.names;
+            names.len() >= start
+                && names[start..].iter().zip(blocks).all(|(name, b)| *name == b.engine_hash)
+        };
+        let meta = self.metas.get(run);
+        let found = meta
+            .columns()
+            .take(COLUMNS_COMPARED)
+            // An unused column beside used ones is a number to be given again.
+            .find(|(id, column)| (*id == 0 || column.users > 0) && fits(column))
+            .map(|(id, _)| id);
+        let column = found.unwrap_or_else(|| self.new_column(run));
+        self.metas.get_mut(run).column_mut(column).users += 1;
+        column
+    }
+
+    fn new_column(&mut self, run: RunId) -> ColumnId {
+        let meta = self.metas.get_mut(run);
+        let list = meta.list_bytes();
+        let column = meta.new_column().expect("fewer holders than columns");
+        self.column_bytes += meta.list_bytes() - list;
+        column
+    }
+
+    /// Makes sure that a member's column is its own.
+    fn own_column(&mut self, id: MemberId) -> ColumnId {
+        let Member { run, column, .. } = *self.members.get(id);
+        if self.metas.get(run).column(column).users == 1 {
+            return column;
+        }
+        let names = self.metas.get(run).column(column).names.clone();
+        for name in &names {
+            // Known at this very place: no reason for suspicion.
+            if *name != 0 {
+                self.filter.insert(*name);
+            }
+        }
+        self.column_bytes += names.capacity() * size_of::<u64>();
+        let own = self.new_column(run);
+        let meta = self.metas.get_mut(run);
+        meta.column_mut(column).users -= 1;
+        let own_column = meta.column_mut(own);
+        own_column.names = names;
+        own_column.users = 1;
+        self.members.get_mut(id).column = own;
+        own
+    }
+
+    /// A member goes by this column no more.
+    pub(super) fn leave_column(&mut self, run: RunId, column: ColumnId) {
+        let left = self.metas.get_mut(run).column_mut(column);
+        left.users -= 1;
+        if left.users == 0 {
+            let names = std::mem::take(&mut left.names);
+            names.iter().for_each(|name| self.forget(*name));
+            let meta = self.metas.get_mut(run);
+            let list = meta.list_bytes();
+            meta.trim();
+            self.column_bytes -= names.capacity() * size_of::<u64>() + list - meta.list_bytes();
+        }
+    }
+
+    /// The run goes: its names with it.
+    pub(super) fn forget_names(&mut self, run: RunId) {
+        let meta = std::mem::take(self.metas.get_mut(run));
+        debug_assert!(
+            meta.columns().all(|(_, column)| column.users == 0 && column.names.is_empty())
+        );
+    }
+}

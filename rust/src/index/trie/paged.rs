@@ -1,0 +1,57 @@
+//! Values by number, in pages: growing moves nothing.
+
+const PAGE: usize = 256;
+
+/// A table of values by small numbers; numbers given back are given again.
+pub(super) struct Slab<T> {
+    pages: Vec<Box<[T]>>,
+    free: Vec<u32>,
+    next: u32,
+}
+
+impl<T: Default> Slab<T> {
+    pub fn new() -> Self {
+        Self { pages: Vec::new(), free: Vec::new(), next: 0 }
+    }
+
+    /// Puts a value in; returns its number.
+    pub fn add(&mut self, value: T) -> u32 {
+        let at = self.free.pop().unwrap_or_else(|| {
+            self.next += 1;
+            self.next - 1
+        });
+        *self.get_or_grow(at) = value;
+        at
+    }
+
+    /// Takes the value of a number that is given back.
+    pub fn take(&mut self, at: u32) -> T {
+        self.free.push(at);
+        std::mem::take(self.get_mut(at))
+    }
+
+    #[inline]
+    pub fn get(&self, at: u32) -> &T {
+        &self.pages[at as usize / PAGE][at as usize % PAGE]
+    }
+
+    #[inline]
+    pub fn get_mut(&mut self, at: u32) -> &mut T {
+        &mut self.pages[at as usize / PAGE][at as usize % PAGE]
+    }
+
+    /// The value of a number that the caller gives out.
+    pub fn get_or_grow(&mut self, at: u32) -> &mut T {
+        while self.pages.len() <= at as usize / PAGE {
+            self.pages.push((0..PAGE).map(|_| T::default()).collect());
+        }
+        self.get_mut(at)
+    }
+
+    /// Bytes asked of the allocator, without what the values own.
+    pub fn bytes(&self) -> usize {
+        self.pages.len() * PAGE * size_of::<T>()
+            + self.pages.capacity() * size_of::<Box<[T]>>()
+            + self.free.capacity() * size_of::<u32>()
+    }
+}

@@ -1,0 +1,166 @@
+//! Slot <-> worker and plane: the dense numbers by which covers know holders.
+//!
+//! A worker's device slot is its *home*, under which a query gathers what it finds of the others. A slot is
+//! given again only when no query is left that could have met its last owner, so a reader that stays
+//! under one pin never takes one worker for another.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
+
+use crate::ids::{Tier, Worker};
+
+const PAGE: usize = 256;
+/// No slot.
+pub(super) const NONE: u16 = u16::MAX;
+
+/// What a slot's cover means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Plane {
+    /// Facts of a tier.
+    Held(Tier),
+    /// Predictions.
+    Predicted,
+}
+
+impl Plane {
+    pub const COUNT: usize = 5;
+
+    pub fn number(self) -> usize {
+        match self {
+            Self::Held(tier) => tier as usize,
+            Self::Predicted => 4,
+        }
+    }
+
+    pub fn of(number: usize) -> Self {
+        Tier::ALL.get(number).map_or(Self::Predicted, |tier| Self::Held(*tier))
+    }
+
+    /// Whether queries walk the plane from the prompt's start.
+    pub fn is_prefix(self) -> bool {
+        matches!(self, Self::Held(Tier::Device) | Self::Predicted)
+    }
+}
+
+#[derive(Default)]
+struct Seat {
+    instance: AtomicU64,
+    /// dp rank, home slot, plane.
+    rest: AtomicU64,
+    /// Slots of the lower tiers, 16 bits each; kept at the home.
+    lower: AtomicU64,
+}
+
+/// All slots, as readers see them.
+pub(super) struct Seats {
+    pages: Box<[OnceLock<Box<[Seat; PAGE]>>]>,
+    /// Behind the highest slot ever given.
+    opened: AtomicU32,
+    /// Slots of other planes than the device: queries look for them only when there are any.
+    others: AtomicU32,
+    lower: AtomicU32,
+}
+
+/// What a slot stands for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Owner {
+    pub worker: Worker,
+    pub home: u16,
+    pub plane: Plane,
+}
+
+const NO_LOWER: u64 = u64::MAX;
+
+impl Seats {
+    pub fn new() -> Self {
+        Self {
+            pages: (0..=usize::from(u16::MAX) / PAGE).map(|_| OnceLock::new()).collect(),
+            opened: AtomicU32::new(0),
+            others: AtomicU32::new(0),
+            lower: AtomicU32::new(0),
+        }
+    }
+
+    fn seat(&self, slot: u16) -> &Seat {
+        let page = &self.pages[usize::from(slot) / PAGE];
+        let page = page.get_or_init(|| Box::new(std::array::from_fn(|_| Seat::default())));
+        &page[usize::from(slot) % PAGE]
+    }
+
+    /// Words of a set of all slots.
+    pub fn words(&self) -> usize {
+        (self.opened.load(Acquire) as usize).div_ceil(64)
+    }
+
+    /// Whether anything but device blocks is kept of anyone.
+    pub fn has_others(&self) -> bool {
+        self.others.load(Relaxed) > 0
+    }
+
+    /// Whether anyone has lower tiers.
+    pub fn has_lower(&self) -> bool {
+        self.lower.load(Relaxed) > 0
+    }
+
+    /// What a slot stands for. The slot must have been met in a cover under the pin that still holds.
+    #[inline]
+    pub fn owner(&self, slot: u16) -> Owner {
+        let seat = self.seat(slot);
+        // Relaxed: written before the slot's first cover was published, and not again before all pins that
+        // could have met that are gone.
+        let rest = seat.rest.load(Relaxed);
+        Owner {
+            worker: Worker::new(seat.instance.load(Relaxed), rest as u32),
+            home: (rest >> 32) as u16,
+            plane: Plane::of((rest >> 48) as usize),
+        }
+    }
+
+    /// The slots of the tiers below the device of the worker at `home`.
+    pub fn lower_slots(&self, home: u16) -> Option<[u16; 3]> {
+        match self.seat(home).lower.load(Acquire) {
+            NO_LOWER => None,
+            slots => Some([0, 16, 32].map(|shift| (slots >> shift) as u16)),
+        }
+    }
+
+    /// The writer gives a slot away.
+    pub fn give(&self, slot: u16, worker: Worker, home: u16, plane: Plane) {
+        let seat = self.seat(slot);
+        seat.instance.store(worker.instance_id, Relaxed);
+        let rest =
+            u64::from(worker.dp_rank) | u64::from(home) << 32 | (plane.number() as u64) << 48;
+        seat.rest.store(rest, Relaxed);
+        if slot == home {
+            seat.lower.store(NO_LOWER, Relaxed);
+        } else {
+            self.others.fetch_add(1, Relaxed);
+        }
+        if let Plane::Held(tier) = plane
+            && tier != Tier::Device
+        {
+            let shift = 16 * (tier as usize - 1);
+            let at_home = &self.seat(home).lower;
+            let others = at_home.load(Relaxed) & !(0xffff << shift);
+            at_home.store(others | u64::from(slot) << shift, Release);
+            self.lower.fetch_add(1, Relaxed);
+        }
+        self.opened.fetch_max(u32::from(slot) + 1, Release);
+    }
+
+    /// The writer takes a slot back; it may be given again when no reader is left that met it.
+    pub fn take_back(&self, slot: u16) {
+        let Owner { home, plane, .. } = self.owner(slot);
+        if slot != home {
+            self.others.fetch_sub(1, Relaxed);
+        }
+        if !plane.is_prefix() {
+            self.lower.fetch_sub(1, Relaxed);
+        }
+    }
+
+    pub fn bytes(&self) -> usize {
+        let pages = self.pages.iter().filter(|page| page.get().is_some()).count();
+        size_of_val(&*self.pages) + pages * PAGE * size_of::<Seat>()
+    }
+}
