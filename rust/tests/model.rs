@@ -187,7 +187,7 @@ fn a_crowd_on_one_prompt() {
         let plan = Plan {
             seed,
             options: options(CountMode::Set, short_lived()),
-            events: events() / 3,
+            events: events() / 6,
             compare_every: 64,
         };
         let next = |rng: &mut SmallRng| streams::crowded(rng, 240, &prompts.all[0]);

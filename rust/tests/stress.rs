@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use kvflash::ids::{Tier, Worker};
 use kvflash::index::{
-    Block, BlockIndex, CountMode, Limits, Match, Matches, Options, OracleIndex, Parent, RadixIndex,
+    Block, BlockIndex, CountMode, Limits, Match, Matches, Options, OracleIndex, RadixIndex, replay,
 };
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
@@ -64,7 +64,7 @@ fn slice(from: u64, to: u64) -> Vec<Block> {
 }
 
 fn store(index: &dyn BlockIndex, worker: Worker, tier: Tier, from: u64, to: u64) {
-    let parent = (from > 0).then(|| Parent::Engine(1_000 + from - 1));
+    let parent = (from > 0).then(|| 1_000 + from - 1);
     let outcome = index.store(worker, tier, parent, 1337, &slice(from, to));
     assert_eq!(outcome.rejected, None);
 }
