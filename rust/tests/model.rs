@@ -178,7 +178,7 @@ fn lost_removals_make_names_move() {
 /// More workers than a machine word has bits, and than any short list holds, on one prompt.
 #[test]
 fn a_crowd_on_one_prompt() {
-    for seed in seeds(70) {
+    for (seed, do_agree) in seeds(70).flat_map(|seed| [(seed, true), (seed + 1, false)]) {
         let mut rng = SmallRng::seed_from_u64(seed);
         let prompts = Prompts::grow(&mut rng, 1, 40..41, 3);
         let mut beside = prompts.all[0].clone();
@@ -190,7 +190,7 @@ fn a_crowd_on_one_prompt() {
             events: events() / 6,
             compare_every: 64,
         };
-        let next = |rng: &mut SmallRng| streams::crowded(rng, 240, &prompts.all[0]);
+        let next = |rng: &mut SmallRng| streams::crowded(rng, 240, &prompts.all[0], do_agree);
         let seen = run(plan, next, |_| asked.clone());
         assert!(seen.most_matches > 150 && seen.deepest == 40, "{seen:?}");
         assert!(seen.lower > 0 && seen.foretold > 0, "{seen:?}");

@@ -351,15 +351,17 @@ impl Engine {
     }
 }
 
-/// Very many workers that hold one prompt to different depths, with holes here and there.
-pub fn crowded(rng: &mut SmallRng, workers: u64, prompt: &[u64]) -> Op {
+/// Very many workers that hold one prompt to different depths, with holes here and there. They name
+/// blocks alike, or each in a way of its own.
+pub fn crowded(rng: &mut SmallRng, workers: u64, prompt: &[u64], do_agree: bool) -> Op {
     let worker = Worker::new(rng.random_range(0..workers), 0);
     // Depths are drawn to have both many equal ones and many different ones.
     let depth = match rng.random() {
         true => prompt.len(),
         false => rng.random_range(1..=prompt.len()),
     };
-    let name = |at: usize| 5_000 + at as u64;
+    let dialect = if do_agree { 0 } else { worker.instance_id * 1_000 };
+    let name = |at: usize| 5_000 + dialect + at as u64;
     let (tier, from) = (Tier::Device, rng.random_range(0..depth));
     match rng.random_range(0..20) {
         0..10 => {
