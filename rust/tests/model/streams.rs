@@ -373,7 +373,14 @@ pub fn crowded(rng: &mut SmallRng, workers: u64, prompt: &[u64], do_agree: bool)
             Op::Remove { worker, tier, names }
         }
         12..14 => Op::Remove { worker, tier, names: vec![name(from)] },
-        14..17 => Op::Copy { worker, tier: Tier::Host, names: (from..depth).map(name).collect() },
+        14 => {
+            // Goes on in host memory, from somewhere on the device.
+            let block = |at| Block { engine_hash: name(at), local_hash: prompt[at] };
+            let parent = from.checked_sub(1).map(name);
+            let blocks = (from..prompt.len()).map(block).collect();
+            Op::Store { worker, tier: Tier::Host, parent, blocks }
+        }
+        15 | 16 => Op::Copy { worker, tier: Tier::Host, names: (from..depth).map(name).collect() },
         17 => Op::Predict { worker, locals: prompt[..depth].to_vec() },
         18 => Op::Advance(1),
         _ => match rng.random() {
