@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 
 use kvflash::ids::{Tier, Worker};
 use kvflash::index::{
-    Block, BlockIndex, CountMode, Limits, Match, Matches, Options, OracleIndex, RadixIndex,
+    Block, BlockIndex, CountMode, Limits, Match, Matches, Membership, Options, OracleIndex,
+    RadixIndex, replay,
 };
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
@@ -105,7 +106,8 @@ fn readers_see_depths_that_were_there() {
     {
         let index = RadixIndex::new(options);
         let (clock, stop) = (AtomicU64::new(0), AtomicBool::new(false));
-        let start = Barrier::new(WRITERS + READERS);
+        // The last writer predicts instead of storing.
+        let start = Barrier::new(WRITERS + 1 + READERS);
         let tick = || clock.fetch_add(1, SeqCst);
         let (logs, reads) = thread::scope(|scope| {
             let writer = |n: usize| {
@@ -117,8 +119,17 @@ fn readers_see_depths_that_were_there() {
                     start.wait();
                     while !stop.load(SeqCst) {
                         let to = rng.random_range(0..=PROMPT);
-                        let began = tick();
-                        if to == 0 && rng.random() {
+                        let mut began = tick();
+                        if n == WRITERS {
+                            // Predictions only end all at once: a shorter one needs a clear first.
+                            if to < depth {
+                                index.clear(worker);
+                                let cleared = tick();
+                                log.push((began, cleared, depth as u32, 0));
+                                (began, depth) = (cleared, 0);
+                            }
+                            index.predict(worker, 1337, &prompt(to));
+                        } else if to == 0 && rng.random() {
                             index.clear(worker);
                         } else if to < depth {
                             remove(index, worker, Tier::Device, to, depth);
@@ -147,7 +158,7 @@ fn readers_see_depths_that_were_there() {
                     reads
                 }
             };
-            let writers: Vec<_> = (0..WRITERS).map(|n| scope.spawn(writer(n))).collect();
+            let writers: Vec<_> = (0..=WRITERS).map(|n| scope.spawn(writer(n))).collect();
             let readers: Vec<_> = (0..READERS).map(|_| scope.spawn(reader())).collect();
             thread::sleep(span());
             stop.store(true, SeqCst);
@@ -162,7 +173,7 @@ fn readers_see_depths_that_were_there() {
         for (began, ended, found) in &reads {
             for (n, log) in logs.iter().enumerate() {
                 let mine = found.iter().find(|m| m.worker == Worker::new(n as u64, 0));
-                let depth = mine.map_or(0, |m| m.device);
+                let depth = mine.map_or(0, |m| if n == WRITERS { m.predicted } else { m.device });
                 let (least, most) = bounds(log, *began, *ended);
                 beside_writes += usize::from(least < most);
                 assert!(least <= depth && depth <= most, "{least} <= {depth} <= {most}");
@@ -173,7 +184,7 @@ fn readers_see_depths_that_were_there() {
         index.find_matches(&prompt(PROMPT), &mut out);
         out.sort();
         let at_rest: BTreeMap<Worker, u32> =
-            out.as_slice().iter().map(|m| (m.worker, m.device)).collect();
+            out.as_slice().iter().map(|m| (m.worker, m.device.max(m.predicted))).collect();
         for (n, log) in logs.iter().enumerate() {
             let last = log.last().map_or(0, |call| call.3);
             assert_eq!(at_rest.get(&Worker::new(n as u64, 0)).copied().unwrap_or(0), last);
@@ -196,7 +207,13 @@ fn at_rest_the_index_equals_its_twin() {
             match rng.random_range(0..200) {
                 0 => _ = index.clear(worker),
                 1 => _ = index.remove_worker(worker),
-                2..90 => {
+                2..8 => {
+                    let len = rng.random_range(1..7);
+                    let locals: Vec<u64> = (0..len).map(|_| rng.random_range(1..3)).collect();
+                    index.predict(worker, 1337, &locals);
+                }
+                8..16 => _ = index.copy(worker, tier, &[name(&mut rng), name(&mut rng)]),
+                16..90 => {
                     let names: Vec<u64> = (0..3).map(|_| name(&mut rng)).collect();
                     index.remove(worker, tier, &names);
                 }
@@ -221,7 +238,13 @@ fn at_rest_the_index_equals_its_twin() {
             while !stop.load(SeqCst) {
                 index.find_matches(&[1, 1, 2, 1, 2], &mut out);
                 assert!(out.as_slice().iter().all(|m| m.device <= m.host && m.external <= 5));
-                index.dump_worker(Worker::new(0, 1));
+                // Whatever the moment, a dump makes sense by itself.
+                let copy = OracleIndex::new(options);
+                for event in index.dump_worker(Worker::new(0, 1)) {
+                    let outcome = replay(&copy, Worker::new(0, 1), &event);
+                    assert_eq!((outcome.rejected, outcome.moved), (None, 0), "{event:?}");
+                }
+                index.memberships(Worker::new(1, 1));
                 index.stats();
                 read += 1;
             }
@@ -239,13 +262,13 @@ fn at_rest_the_index_equals_its_twin() {
     });
     assert!(read > 10);
     (0..4).for_each(|n| script(&twin, n, events));
+    index.audit();
     assert_eq!(index.workers(), twin.workers());
-    let mut held = 0;
-    for worker in twin.workers() {
-        assert_eq!(index.memberships(worker), twin.memberships(worker));
-        held += twin.memberships(worker).len();
-    }
-    assert!(held > 20, "{held}");
+    let all = |index: &dyn BlockIndex| -> Vec<Membership> {
+        index.workers().iter().flat_map(|worker| index.memberships(*worker)).collect()
+    };
+    assert_eq!(all(&index), all(&twin));
+    assert!(all(&index).len() > 20);
     let (mut mine, mut theirs) = (Matches::new(), Matches::new());
     for query in 0..64_u64 {
         let locals: Vec<u64> = (0..6).map(|bit| 1 + (query >> bit & 1)).collect();
@@ -279,6 +302,7 @@ fn a_recycled_slot_never_credits_another_worker() {
                     mine.store(worker.instance_id, SeqCst);
                     let tier = Tier::ALL[worker.instance_id as usize / 7 % 2];
                     store(index, worker, tier, 0, held(worker));
+                    index.predict(worker, 1337, &prompt(held(worker)));
                     if worker.instance_id.is_multiple_of(3) {
                         remove(index, worker, tier, 0, held(worker));
                         store(index, worker, tier, 0, held(worker));
@@ -286,8 +310,8 @@ fn a_recycled_slot_never_credits_another_worker() {
                     // What its slot's last owner left behind, or takes away late, shows here.
                     index.find_matches(&query, &mut out);
                     let own = out.as_slice().iter().find(|found| found.worker == worker);
-                    let own = own.map(|found| u64::from(found.external));
-                    assert_eq!(own, Some(held(worker)));
+                    let own = own.map(|m| (u64::from(m.external), u64::from(m.predicted)));
+                    assert_eq!(own, Some((held(worker), held(worker))));
                     assert!(index.remove_worker(worker));
                 }
             });
@@ -301,7 +325,8 @@ fn a_recycled_slot_never_credits_another_worker() {
                     let newest = next.load(SeqCst);
                     for found in out.as_slice() {
                         let id = found.worker.instance_id;
-                        assert!(u64::from(found.external) <= held(found.worker), "{found:?}");
+                        let most = u64::from(found.external.max(found.predicted));
+                        assert!(most <= held(found.worker), "{found:?}");
                         assert!(oldest <= id && id < newest, "{oldest} <= {id} < {newest}");
                         seen.fetch_add(1, SeqCst);
                     }
@@ -318,14 +343,15 @@ fn a_recycled_slot_never_credits_another_worker() {
     assert!(next.load(SeqCst) > 200, "slots were reused too seldom to prove anything");
     let stats = index.stats();
     assert_eq!((stats.workers, stats.unique_blocks, stats.memberships), (0, 0, 0));
-    assert_eq!(stats.slots_exhausted_total, 0);
+    assert_eq!((stats.slots_exhausted_total, stats.predicted), (0, 0));
+    index.audit();
 }
 
 /// One worker that is removed and comes back, fed by two threads: never credited twice, and nothing
 /// stays when it is gone.
 #[test]
 fn a_worker_that_comes_back_has_one_seat() {
-    let index = RadixIndex::new(Options::default());
+    let index = RadixIndex::default();
     let (worker, stop) = (Worker::new(1, 0), AtomicBool::new(false));
     let reads = AtomicUsize::new(0);
     thread::scope(|scope| {
@@ -354,9 +380,68 @@ fn a_worker_that_comes_back_has_one_seat() {
         stop.store(true, SeqCst);
     });
     assert!(reads.load(SeqCst) > 100);
+    index.audit();
     index.remove_worker(worker);
     let stats = index.stats();
     assert_eq!((stats.unique_blocks, stats.memberships), (0, 0));
+}
+
+/// Predictions come, are renewed and run out while others read: none is seen beyond what was
+/// predicted, and every one ends.
+#[test]
+fn predictions_run_out_beside_readers() {
+    const TTL_MS: u64 = 5;
+    let limits = Limits { predicted_ttl_ms: TTL_MS, ..Limits::default() };
+    let index = RadixIndex::new(Options { limits, ..Options::default() });
+    let (now_ms, stop) = (AtomicU64::new(0), AtomicBool::new(false));
+    let (predicted, seen, unseen) = (AtomicU64::new(0), AtomicUsize::new(0), AtomicUsize::new(0));
+    // Worker n's prompts are never longer than this.
+    let longest = |n: u64| n * 7 + 3;
+    thread::scope(|scope| {
+        for thread in 0..WRITERS as u64 {
+            let (index, stop, predicted) = (&index, &stop, &predicted);
+            scope.spawn(move || {
+                let mut rng = SmallRng::seed_from_u64(thread);
+                while !stop.load(SeqCst) {
+                    let n = rng.random_range(0..8);
+                    let len = rng.random_range(1..=longest(n));
+                    let fresh = index.predict(Worker::new(n, 0), 1337, &prompt(len));
+                    predicted.fetch_add(fresh as u64, SeqCst);
+                }
+            });
+        }
+        scope.spawn(|| {
+            while !stop.load(SeqCst) {
+                index.advance_to(now_ms.fetch_add(1, SeqCst) + 1);
+                // Some time between two ticks, for others to come in.
+                (0..200).for_each(|_| std::hint::spin_loop());
+            }
+        });
+        for _ in 0..READERS {
+            scope.spawn(|| {
+                let (query, mut out) = (prompt(LONG), Matches::new());
+                while !stop.load(SeqCst) {
+                    index.find_matches(&query, &mut out);
+                    for found in out.as_slice() {
+                        assert_eq!(found.external, 0, "a prediction is no fact");
+                        let most = longest(found.worker.instance_id);
+                        assert!(0 < found.predicted && u64::from(found.predicted) <= most);
+                    }
+                    seen.fetch_add(out.len(), SeqCst);
+                    unseen.fetch_add(8 - out.len(), SeqCst);
+                }
+            });
+        }
+        thread::sleep(span());
+        stop.store(true, SeqCst);
+    });
+    assert!(seen.load(SeqCst) > 100 && unseen.load(SeqCst) > 100, "{seen:?} {unseen:?}");
+    index.audit();
+    index.advance_to(now_ms.load(SeqCst) + TTL_MS);
+    let stats = index.stats();
+    assert_eq!((stats.predicted, stats.unique_blocks), (0, 0));
+    assert_eq!(stats.expired_blocks_total, predicted.load(SeqCst), "each ends once");
+    index.audit();
 }
 
 /// However many workers store at once, the limit holds.
@@ -385,13 +470,14 @@ fn the_limit_holds_under_concurrent_stores() {
     let stats = index.stats();
     assert!((76..=100).contains(&stats.memberships), "{stats:?}");
     assert!(stats.refused_blocks_total >= 92, "{stats:?}");
+    index.audit();
 }
 
 /// All workers store, then all drop the same blocks, at the same moment: no bit is lost, no block
 /// stays without a holder.
 #[test]
 fn workers_meet_on_the_same_blocks() {
-    let index = RadixIndex::new(Options::default());
+    let index = RadixIndex::default();
     let (barrier, stop) = (Barrier::new(WRITERS), AtomicBool::new(false));
     let rounds = AtomicUsize::new(0);
     // Counted, not asserted on the spot: a thread that panics would leave the others waiting.
@@ -430,14 +516,16 @@ fn workers_meet_on_the_same_blocks() {
     });
     assert_eq!((lost.into_inner(), left.into_inner()), (0, 0), "of {rounds:?} rounds");
     assert!(rounds.load(SeqCst) > 50, "{rounds:?}");
+    index.audit();
 }
 
 /// A caller that keeps its [`Matches`] pays for memory once, in every form of holder set and tier.
 #[test]
 fn warm_queries_allocate_nothing() {
-    let index = RadixIndex::new(Options::default());
+    let index = RadixIndex::default();
     for n in 0..300 {
         store(&index, Worker::new(n, 0), Tier::ALL[n as usize % 3], 0, n % LONG + 1);
+        index.predict(Worker::new(n / 2, 0), 1337, &prompt(n + 1));
     }
     let (query, mut out, mut counts) = (prompt(LONG), Matches::new(), Vec::new());
     let mut ask = |index: &RadixIndex| {

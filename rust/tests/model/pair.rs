@@ -307,7 +307,7 @@ fn number(variable: &str) -> Option<usize> {
 
 /// How many events a stream of cheap ones plays.
 pub fn events() -> usize {
-    number("KVFLASH_MODEL_EVENTS").unwrap_or(2_000)
+    number("KVFLASH_MODEL_EVENTS").unwrap_or(6_000)
 }
 
 /// Distinct seeds for the stream that a test calls `first`.

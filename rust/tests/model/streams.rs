@@ -172,7 +172,7 @@ pub fn slice_op(
         48..53 => Op::Copy { worker, tier, names: names() },
         53..86 => Op::Remove { worker, tier, names: names() },
         86..92 => Op::Predict { worker, locals: locals[..at.end].to_vec() },
-        92..97 => Op::Advance(at.len() as i64),
+        92..97 => Op::Advance(5 * at.len() as i64),
         97 | 98 => Op::Clear(worker),
         _ => Op::RemoveWorker(worker),
     }
@@ -307,7 +307,8 @@ impl Engine {
             blocks.push(Block { engine_hash, local_hash });
         }
         // In one event, or block by block as they are decoded, or in between.
-        let most = *[1, 7, blocks.len()].choose(rng).unwrap_or(&1);
+        let few = if blocks.len() < 16 { 1 } else { 32 };
+        let most = *[few, 7, blocks.len()].choose(rng).unwrap_or(&1);
         for event in blocks.chunks(most.max(1)) {
             let (worker, tier) = (self.worker, Tier::Device);
             self.due.push_back(Op::Store { worker, tier, parent, blocks: event.to_vec() });
@@ -350,27 +351,36 @@ impl Engine {
     }
 }
 
-/// Very many workers that hold one prompt to different depths, with holes here and there.
-pub fn crowded(rng: &mut SmallRng, workers: u64, prompt: &[u64]) -> Op {
+/// Very many workers that hold one prompt to different depths, with holes here and there. They name
+/// blocks alike, or each in a way of its own.
+pub fn crowded(rng: &mut SmallRng, workers: u64, prompt: &[u64], do_agree: bool) -> Op {
     let worker = Worker::new(rng.random_range(0..workers), 0);
     // Depths are drawn to have both many equal ones and many different ones.
     let depth = match rng.random() {
         true => prompt.len(),
         false => rng.random_range(1..=prompt.len()),
     };
-    let name = |at: usize| 5_000 + at as u64;
+    let dialect = if do_agree { 0 } else { worker.instance_id * 1_000 };
+    let name = |at: usize| 5_000 + dialect + at as u64;
     let (tier, from) = (Tier::Device, rng.random_range(0..depth));
     match rng.random_range(0..20) {
         0..10 => {
             let block = |at| Block { engine_hash: name(at), local_hash: prompt[at] };
             Op::Store { worker, tier, parent: None, blocks: (0..depth).map(block).collect() }
         }
-        10..13 => {
+        10..12 => {
             let names = (from..prompt.len()).rev().map(name).collect();
             Op::Remove { worker, tier, names }
         }
-        13..16 => Op::Remove { worker, tier, names: vec![name(from)] },
-        16 => Op::Copy { worker, tier: Tier::Host, names: (from..depth).map(name).collect() },
+        12..14 => Op::Remove { worker, tier, names: vec![name(from)] },
+        14 => {
+            // Goes on in host memory, from somewhere on the device.
+            let block = |at| Block { engine_hash: name(at), local_hash: prompt[at] };
+            let parent = from.checked_sub(1).map(name);
+            let blocks = (from..prompt.len()).map(block).collect();
+            Op::Store { worker, tier: Tier::Host, parent, blocks }
+        }
+        15 | 16 => Op::Copy { worker, tier: Tier::Host, names: (from..depth).map(name).collect() },
         17 => Op::Predict { worker, locals: prompt[..depth].to_vec() },
         18 => Op::Advance(1),
         _ => match rng.random() {
