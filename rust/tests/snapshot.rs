@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use kvflash::ids::{Tier, Worker};
 use kvflash::index::snapshot::{
@@ -407,8 +408,10 @@ fn saved_beside_a_writer() {
                 *depth = to;
             }
         });
-        let mut blocks = 0;
-        for _ in 0..150 {
+        let (mut blocks, mut saves) = (0, 0);
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while (blocks < 100_000 || saves < 100) && Instant::now() < deadline {
+            saves += 1;
             let bytes = saved(&index);
             let copy = RadixIndex::default();
             assert!(loaded(&copy, &bytes).unwrap().lost.is_empty());
@@ -422,7 +425,7 @@ fn saved_beside_a_writer() {
             }
         }
         stop.store(true, Ordering::Relaxed);
-        assert!(blocks > 10_000, "{blocks}");
+        assert!(blocks >= 100_000, "{blocks} in {saves}");
     });
 }
 
