@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -360,15 +361,28 @@ def wait_for_sequence(http: Http, instance: int, sequence: int, rank: int = 0) -
 
 def dumped_blocks(http: Http, model: str = "m:default") -> set[tuple[int, int, str, int, int]]:
     """What GET /dump says is held: (instance, rank, tier, name, sequence hash)."""
-    facts, places = set(), {}
-    for event in http.get("/dump")[model]["events"]:
+    return played(http.get("/dump")[model]["events"])
+
+
+def played(events: Iterable[dict[str, Any]]) -> set[tuple[int, int, str, int, int]]:
+    """What is held after these router events: (instance, rank, tier, name, sequence hash)."""
+    copies: Counter[tuple[int, int, str, int, int]] = Counter()
+    places: dict[tuple[int, int, int], int] = {}
+    for event in events:
         worker = (event["worker_id"], event["event"]["dp_rank"])
-        data = event["event"]["data"]["stored"]
-        parent = data.get("parent_sequence_hash")
-        if data["parent_hash"] is not None:
-            parent = places[(*worker, data["parent_hash"])]
-        for block in data["blocks"]:
+        tier = event.get("storage_tier", "device")
+        data = event["event"]["data"]
+        if "removed" in data:
+            for name in data["removed"]["block_hashes"]:
+                fact = (*worker, tier, name, places[(*worker, name)])
+                assert copies[fact] > 0, f"{fact} is removed and not held"
+                copies[fact] -= 1
+            continue
+        stored = data["stored"]
+        parent = None if stored["parent_hash"] is None else places[(*worker, stored["parent_hash"])]
+        for block in stored["blocks"]:
             chain = [block["tokens_hash"]] if parent is None else [parent, block["tokens_hash"]]
-            parent = places[(*worker, block["block_hash"])] = compute_sequence_hashes(chain)[-1]
-            facts.add((*worker, event.get("storage_tier", "device"), block["block_hash"], parent))
-    return facts
+            name = block["block_hash"]
+            parent = places[(*worker, name)] = compute_sequence_hashes(chain)[-1]
+            copies[(*worker, tier, name, parent)] += 1
+    return set(+copies)

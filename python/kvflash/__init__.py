@@ -1,9 +1,12 @@
 """kvflash: a KV-cache-aware router for LLM engines."""
 
 from kvflash._core import (
+    ApproxKvIndexer,
+    KvIndexer,
     OverlapScores,
     RadixTree,
     Tokenizer,
+    compute_block_hash_array,
     compute_block_hash_for_seq,
     compute_sequence_hashes,
 )
@@ -21,11 +24,13 @@ from kvflash.errors import (
 )
 
 __all__ = [
+    "ApproxKvIndexer",
     "ClosedError",
     "ConfigError",
     "ConflictError",
     "DecodeError",
     "InvalidArgumentError",
+    "KvIndexer",
     "KvflashError",
     "NoWorkerError",
     "NotFoundError",
@@ -34,6 +39,7 @@ __all__ = [
     "RadixTree",
     "Tokenizer",
     "TransportError",
+    "compute_block_hash_array",
     "compute_block_hash_for_seq",
     "compute_sequence_hashes",
 ]

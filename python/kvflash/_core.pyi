@@ -1,18 +1,21 @@
 """The Rust core. This file is its reference manual; ``stubtest`` compares it with the binary."""
 
 import os
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Literal, final
 
 from typing_extensions import Buffer
 
 __all__ = [
+    "ApproxKvIndexer",
     "Catalog",
     "Frontend",
     "Indexer",
+    "KvIndexer",
     "OverlapScores",
     "RadixTree",
     "Tokenizer",
+    "compute_block_hash_array",
     "compute_block_hash_for_seq",
     "compute_sequence_hashes",
     "init_logging",
@@ -59,8 +62,41 @@ def compute_block_hash_for_seq(
     Raises:
         InvalidArgumentError: A token outside u32, by index and value, or block size below 1.
 
-    Cost: O(tokens); releases the GIL while hashing.
+    Cost: O(tokens); releases the GIL while hashing. Making the list takes longer than hashing: see
+        compute_block_hash_array.
     Source: XXH3-64, seed 1337, over little-endian u32 tokens, as NVIDIA Dynamo's router hashes.
+    """
+
+def compute_block_hash_array(
+    tokens: _Integers,
+    kv_block_size: int,
+    *,
+    lora_name: str | None = None,
+    cache_salt: str | None = None,
+    is_eagle: bool = False,
+    out: Buffer | None = None,
+) -> memoryview:
+    """Hash the full blocks of a prompt into memory instead of a list.
+
+    Args:
+        tokens: As for compute_block_hash_for_seq, and so are the other arguments.
+        kv_block_size: Tokens in a block.
+        lora_name: LoRA adapter that the prompt is for; part of the hash.
+        cache_salt: Cache salt of the prompt; part of the hash.
+        is_eagle: Each block also covers the token after it, as EAGLE engines hash.
+        out: Writable, contiguous buffer of u64 (numpy uint64, array "Q") with room for all hashes,
+            to be used again from call to call; new memory when not given.
+
+    Returns:
+        Local block hashes as a view of u64: of the beginning of ``out``, or of new read-only bytes.
+        ``numpy.asarray`` and all functions here take it without a copy.
+
+    Raises:
+        InvalidArgumentError: A token outside u32, block size below 1, or an ``out`` that is too
+            short, of another type, read-only, or in the same memory as the tokens.
+
+    Cost: O(tokens), some gigatokens a second from a buffer of u32; releases the GIL for long
+        prompts.
     """
 
 def compute_sequence_hashes(block_hashes: _Integers) -> list[int]:
@@ -81,21 +117,42 @@ def item_hash(identifier: str) -> int:
 
 @final
 class OverlapScores:
-    """How many leading blocks of a prompt each worker holds."""
+    """How many leading blocks of a prompt each worker holds.
+
+    A snapshot. The dictionaries are built when they are read, anew each time: keep what you use
+    twice.
+
+    It can be awaited and is its own result, since the published classes answer coroutines: nothing
+    here ever waits, ``index.find_matches(...)`` and ``await index.find_matches(...)`` are the same.
+    """
 
     @property
     def scores(self) -> dict[tuple[int, int], int]:
-        """Blocks by (worker id, dp rank); workers without any are left out."""
+        """Blocks on the device by (worker id, dp rank); workers without any are left out.
+
+        Of an ApproxKvIndexer: blocks predicted.
+        """
+
+    @property
+    def tier_scores(self) -> dict[tuple[int, int], tuple[int, int, int, int]]:
+        """Blocks by (worker id, dp rank) as (device, host, disk, external).
+
+        Each figure includes the one before it: host memory goes on where the device ends, and so
+        on.
+        """
 
     @property
     def frequencies(self) -> list[int]:
         """Per depth, the number of workers that hold at least so many leading blocks."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Workers in ``scores``."""
+
+    def __await__(self) -> Generator[Any, None, OverlapScores]: ...
 
 @final
 class RadixTree:
-    """Which worker holds which blocks.
+    """Which worker holds which blocks, by hashes only; KvIndexer is the same with a block size.
 
     Consistency: a query sees every event whose call returned before it began; it never waits for
     writers. Safe to use from many threads.
@@ -112,7 +169,8 @@ class RadixTree:
         Raises:
             InvalidArgumentError: A hash outside 64 bits, by index and value.
 
-        Cost: one probe a block up to the deepest match; releases the GIL.
+        Cost: one probe per branching point, a comparison of the blocks; releases the GIL for long
+            prompts.
         """
 
     def apply_event(self, worker_id: int, kv_cache_event_bytes: bytes) -> None:
@@ -136,10 +194,281 @@ class RadixTree:
         """Drop the blocks of an instance (or one rank), which stays known. Returns how many."""
 
     def dump_tree_as_events(self) -> list[str]:
-        """All blocks as JSON router events, one block each, parents before children."""
+        """Everything held as JSON router events, which fill an empty tree alike.
+
+        Chains come as stored events. A block that is not held but has to be told, so that others
+        find their place, is stored and then removed by an event at its worker's end.
+        """
 
     def block_count(self, worker_id: int, dp_rank: int) -> int:
         """Blocks that a worker holds, all tiers."""
+
+@final
+class KvIndexer:
+    """Which worker holds which blocks, by what engines report.
+
+    Has the names of NVIDIA Dynamo's class of this name. Its methods are plain ones, since they
+    never wait for anything; answers of queries can be awaited all the same (see OverlapScores).
+
+    Consistency: a query sees every change whose call returned before it began; it never waits for
+    writers. Safe to use from many threads.
+    """
+
+    def __new__(
+        cls,
+        block_size: int,
+        *,
+        count_mode: Literal["copies", "set"] = "copies",
+        max_blocks: int = 0,
+        capacity_blocks: int = 0,
+        max_bytes: int = 0,
+    ) -> KvIndexer:
+        """An empty index.
+
+        Args:
+            block_size: Tokens in a block of the engines.
+            count_mode: What a second store of a name means: ``copies``: it is held until it was
+                removed as often, as vLLM publishes; ``set``: nothing.
+            max_blocks: Blocks that the index may hold; beyond it stores are refused. 0: no limit.
+            capacity_blocks: Blocks that one worker keeps; beyond it its least recently stored ones
+                go. 0: no limit.
+            max_bytes: Memory that the index may occupy; near it the least recently stored blocks of
+                all workers go. 0: no limit.
+
+        Raises:
+            InvalidArgumentError: Block size 0, or another count mode.
+        """
+
+    def block_size(self) -> int:
+        """Tokens in a block."""
+
+    def apply_event(self, worker_id: int, kv_cache_event_bytes: bytes) -> None:
+        """Apply one event of a worker; see RadixTree.apply_event."""
+
+    def apply_events(self, events: Sequence[str | bytes]) -> int:
+        """Apply router events in order, with one release of the GIL.
+
+        Args:
+            events: JSON as ``dump_tree_as_events`` and GET /dump give them: ``{"worker_id",
+                "event", "storage_tier"}``.
+
+        Returns:
+            How many: all.
+
+        Raises:
+            DecodeError: Not such an event; names its place in the list. Those before it stay.
+            InvalidArgumentError: As apply_event; the same.
+        """
+
+    def store(
+        self,
+        worker_id: int,
+        block_hashes: _Integers,
+        local_hashes: _Integers,
+        parent_hash: int | None = None,
+        dp_rank: int = 0,
+        tier: str = "device",
+        *,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+    ) -> int:
+        """Record that a worker holds a chain of blocks.
+
+        Args:
+            worker_id: The engine instance.
+            block_hashes: The engine's names of the blocks, in prompt order; 64 bits.
+            local_hashes: Local block hashes; as many.
+            parent_hash: The engine's name of the block before the first; None at a prompt's start.
+            dp_rank: Data-parallel rank within the instance.
+            tier: device, host_pinned, disk, external, or an engine's word for one of them.
+            lora_name: Adapter that the local hashes were made with; dumps carry it.
+            cache_salt: Salt that they were made with; dumps carry it.
+
+        Returns:
+            Blocks that were not held under these names before.
+
+        Raises:
+            InvalidArgumentError: Lists of different length, an unknown parent, a block named twice;
+                nothing is kept.
+
+        Cost: O(blocks); releases the GIL. Buffers of 64-bit integers are not copied.
+        """
+
+    def remove(
+        self, worker_id: int, block_hashes: _Integers, dp_rank: int = 0, tier: str = "device"
+    ) -> int:
+        """Record that a worker evicted blocks, by its names; unknown ones are skipped.
+
+        Returns:
+            Blocks that were held and no longer are.
+        """
+
+    def find_matches(self, local_hashes: _Integers, early_exit: bool = False) -> OverlapScores:
+        """Count, per worker, the leading blocks that it holds.
+
+        Args:
+            local_hashes: Local block hashes in prompt order.
+            early_exit: Stop as soon as one worker is left and report the depth reached by then.
+
+        Raises:
+            InvalidArgumentError: A hash outside 64 bits, by index and value.
+
+        Cost: one probe per branching point, a comparison of the blocks; releases the GIL for long
+            prompts.
+        """
+
+    def find_matches_for_request(
+        self,
+        token_ids: _Integers,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+    ) -> OverlapScores:
+        """Hash a prompt and count, per worker, the leading blocks that it holds.
+
+        Args:
+            token_ids: Token ids, u32; buffers of unsigned 32-bit integers are not copied.
+            lora_name: LoRA adapter that the prompt is for.
+            cache_salt: Cache salt of the prompt.
+
+        Raises:
+            InvalidArgumentError: A token outside u32, by index and value.
+
+        Cost: O(tokens), then as find_matches; releases the GIL for long prompts.
+        """
+
+    def find_many(
+        self,
+        requests: list[_Integers],
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+    ) -> list[OverlapScores]:
+        """As find_matches_for_request for many prompts, with one release of the GIL."""
+
+    def top(self, local_hashes: _Integers, k: int) -> list[tuple[int, int, int]]:
+        """The ``k`` workers with the deepest match: (worker id, dp rank, blocks).
+
+        Deepest first, ties in ascending order of worker; device only.
+        """
+
+    def find_matches_into(
+        self, local_hashes: _Integers, worker_ids: Buffer, dp_ranks: Buffer, depths: Buffer
+    ) -> int:
+        """As find_matches, into the caller's memory: no object is made.
+
+        Args:
+            local_hashes: Local block hashes in prompt order.
+            worker_ids: Writable, contiguous buffer of u64 for the instances.
+            dp_ranks: The same of u32 for their ranks.
+            depths: The same of u32 for the leading blocks on the device.
+
+        Returns:
+            Entries written, in no order. When the shortest buffer has no room for all matches, the
+            deepest ones are written.
+
+        Raises:
+            InvalidArgumentError: A buffer of another type, or a read-only one.
+        """
+
+    def remove_worker(self, worker_id: int) -> int:
+        """Forget all ranks of an instance. Returns how many there were."""
+
+    def clear_all_blocks(self, worker_id: int, dp_rank: int | None = None) -> int:
+        """Drop the blocks of an instance (or one rank), which stays known. Returns how many."""
+
+    def dump_tree_as_events(self) -> list[str]:
+        """Everything held as JSON router events; see RadixTree. ``apply_events`` takes them."""
+
+    def workers(self) -> list[tuple[int, int]]:
+        """Known workers as (worker id, dp rank), ascending."""
+
+    def block_count(self, worker_id: int, dp_rank: int = 0) -> int:
+        """Blocks that a worker holds, all tiers."""
+
+    def stats(self) -> dict[str, int]:
+        """Sizes and counters; those that only grow end in ``_total``, ``bytes`` is its memory."""
+
+@final
+class ApproxKvIndexer:
+    """Which worker probably holds which blocks, by where requests were sent.
+
+    For engines that publish no events. A block counts for ``ttl_s`` seconds from the last request
+    with it that was sent to the worker; asking does not prolong it. What the engine evicted
+    meanwhile is not known. Methods never wait; answers can be awaited all the same (see
+    OverlapScores).
+
+    Consistency: a query sees every decision whose call returned before it began, and none that had
+    run out by then. Safe to use from many threads.
+    """
+
+    def __new__(
+        cls,
+        block_size: int,
+        ttl_s: float = 120.0,
+        *,
+        capacity_blocks: int = 0,
+        clock: Callable[[], float] | None = None,
+    ) -> ApproxKvIndexer:
+        """An empty index.
+
+        Args:
+            block_size: Tokens in a block of the engines.
+            ttl_s: Seconds for which a prediction stands; from 0.001.
+            capacity_blocks: Blocks predicted of one worker at a time; beyond it the oldest ones go.
+                0: no limit.
+            clock: Returns seconds and does not go back, for tests and simulations; the machine's
+                monotonic clock when not given.
+
+        Raises:
+            InvalidArgumentError: Block size 0, or a time out of range.
+        """
+
+    def block_size(self) -> int:
+        """Tokens in a block."""
+
+    def process_routing_decision_for_request(
+        self,
+        token_ids: _Integers,
+        worker_id: int,
+        dp_rank: int = 0,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+    ) -> int:
+        """Note that a request was sent to a worker, which will soon hold its prompt.
+
+        Returns:
+            Blocks that were not predicted of it before.
+
+        Raises:
+            InvalidArgumentError: A token outside u32, by index and value.
+        """
+
+    def find_matches(self, local_hashes: _Integers, early_exit: bool = False) -> OverlapScores:
+        """Count, per worker, the leading blocks predicted.
+
+        Args:
+            local_hashes: Local block hashes in prompt order.
+            early_exit: Changes nothing here.
+        """
+
+    def find_matches_for_request(
+        self,
+        token_ids: _Integers,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+    ) -> OverlapScores:
+        """Hash a prompt and count, per worker, the leading blocks predicted."""
+
+    def remove_worker(self, worker_id: int) -> int:
+        """Forget all ranks of an instance. Returns how many there were."""
+
+    def clear_all_blocks(self, worker_id: int, dp_rank: int | None = None) -> None:
+        """Drop the predictions of an instance (or one rank), which stays known."""
+
+    def workers(self) -> list[tuple[int, int]]:
+        """Known workers as (worker id, dp rank), ascending."""
+
+    def stats(self) -> dict[str, int]:
+        """Sizes and counters, as KvIndexer.stats; ``predicted`` counts blocks per worker."""
 
 @final
 class Tokenizer:
@@ -237,6 +566,7 @@ class Indexer:
         threads: int = 4,
         max_body_bytes: int = 8_388_608,
         max_blocks: int = 33_554_432,
+        index_memory_bytes: int = 0,
         drain_timeout_s: float = 5.0,
     ) -> Indexer: ...
     @property
@@ -293,6 +623,7 @@ class Frontend:
         max_workers: int = 4_096,
         max_attempts: int = 5,
         max_blocks: int = 33_554_432,
+        index_memory_bytes: int = 0,
         body_timeout_s: float = 60.0,
         connect_timeout_s: float = 2.0,
         first_byte_timeout_s: float = 600.0,

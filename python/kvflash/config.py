@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-__all__ = ["Flags", "bounded_float", "bounded_int", "byte_count"]
+__all__ = ["Flags", "bounded_float", "bounded_int", "byte_count", "memory_limit"]
 
 _T = TypeVar("_T")
 
@@ -59,6 +59,25 @@ def byte_count(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be a size such as 512MiB or 8000000, got {text!r}")
+    return value
+
+
+def memory_limit(text: str) -> int:
+    """Parse a memory limit: 0 for none, or a size of at least 1 MiB; unit bytes.
+
+    Nothing useful fits in less, so that ``8`` is rather a forgotten unit than a limit.
+    """
+    if text.strip() == "0":
+        return 0
+    try:
+        value = byte_count(text)
+    except argparse.ArgumentTypeError:
+        value = 0
+    if not 2**20 <= value < 2**63:
+        raise argparse.ArgumentTypeError(
+            f"must be 0 for no limit or a size of at least 1MiB, such as 8GiB, 512MiB or "
+            f"8000000000, got {text!r}"
+        )
     return value
 
 

@@ -11,7 +11,7 @@ use std::thread;
 use std::time::Instant;
 
 use kvflash::ids::{Tier, Worker};
-use kvflash::index::{Block, BlockIndex, DEFAULT_SEED, Matches, Parent, RadixIndex};
+use kvflash::index::{Block, BlockIndex, DEFAULT_SEED, Matches, Options, RadixIndex};
 use rand::rngs::SmallRng;
 use rand::{Rng, RngCore, SeedableRng};
 
@@ -61,7 +61,7 @@ fn store(index: &RadixIndex, worker: Worker, tier: Tier, locals: &[u64], salt: u
 
 /// `prompts` prompts of `blocks` blocks; `sharers` of `workers` hold each of them to some depth.
 fn fill(workers: u64, sharers: u64, prompts: usize, blocks: usize) -> (RadixIndex, Vec<Vec<u64>>) {
-    let (index, mut rng) = (RadixIndex::default(), SmallRng::seed_from_u64(1));
+    let (index, mut rng) = (RadixIndex::new(Options::default()), SmallRng::seed_from_u64(1));
     let prompts: Vec<Vec<u64>> = (0..prompts).map(|_| prompt(&mut rng, blocks)).collect();
     for prompt in &prompts {
         let first = rng.random_range(0..workers);
@@ -103,7 +103,7 @@ fn queries() {
 
 fn events() {
     let mut rng = SmallRng::seed_from_u64(2);
-    let (index, worker) = (RadixIndex::default(), Worker::new(1, 0));
+    let (index, worker) = (RadixIndex::new(Options::default()), Worker::new(1, 0));
     let calls = 200;
     let batches: Vec<Vec<Block>> = (0..ROUNDS * calls)
         .map(|_| {
@@ -113,20 +113,20 @@ fn events() {
         })
         .collect();
     let stored = time(calls, |n| {
-        let parent = (n % 8 > 0).then(|| Parent::Engine(batches[n - 1][7].engine_hash));
+        let parent = (n % 8 > 0).then(|| batches[n - 1][7].engine_hash);
         let outcome = index.store(worker, Tier::Device, parent, DEFAULT_SEED, &batches[n]);
         assert_eq!(outcome.added, 8);
     });
     let shared = time(calls, |n| {
-        let parent = (n % 8 > 0).then(|| Parent::Engine(batches[n - 1][7].engine_hash));
+        let parent = (n % 8 > 0).then(|| batches[n - 1][7].engine_hash);
         let outcome =
             index.store(Worker::new(2, 0), Tier::Device, parent, DEFAULT_SEED, &batches[n]);
         assert_eq!(outcome.added, 8);
     });
     let blocks = ROUNDS * calls * 8;
     println!(
-        "{blocks} blocks held twice: {} estimated bytes each",
-        index.stats().estimated_bytes / blocks
+        "{blocks} blocks held twice: {} bytes each by the index's own count",
+        index.stats().bytes / blocks
     );
     let removed = time(calls, |n| {
         let names: Vec<u64> = batches[n].iter().rev().map(|b| b.engine_hash).collect();
@@ -155,11 +155,11 @@ fn bytes(sharers: u64) {
     let stats = index.stats();
     let resident = resident_bytes().saturating_sub(before + prompt_bytes);
     println!(
-        "{} blocks, {} memberships: {} resident bytes a membership, {} estimated",
+        "{} blocks, {} memberships: {} resident bytes a membership, {} by the index's own count",
         stats.unique_blocks,
         stats.memberships,
         resident / stats.memberships,
-        stats.estimated_bytes / stats.memberships
+        stats.bytes / stats.memberships
     );
 }
 

@@ -45,6 +45,21 @@ impl Tier {
     /// All tiers, nearest first.
     pub const ALL: [Tier; 4] = [Tier::Device, Tier::Host, Tier::Disk, Tier::External];
 
+    /// The name by which routers tell each other of the tier.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Tier::Device => "device",
+            Tier::Host => "host_pinned",
+            Tier::Disk => "disk",
+            Tier::External => "external",
+        }
+    }
+
+    /// The tier of that [`name`](Self::name).
+    pub fn from_name(name: &str) -> Option<Tier> {
+        Tier::ALL.into_iter().find(|tier| tier.name() == name)
+    }
+
     /// The tier that an engine's medium name means; `None` for a name nobody has published yet
     /// (the event is then skipped and counted: unknown input never earns credit).
     ///

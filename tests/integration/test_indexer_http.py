@@ -9,12 +9,18 @@ import socket
 
 import pytest
 
-from kvflash import RadixTree, compute_block_hash_for_seq, compute_sequence_hashes
+from kvflash import (
+    KvIndexer,
+    RadixTree,
+    compute_block_hash_for_seq,
+    compute_sequence_hashes,
+)
 from service import (
     EmbeddedIndexer,
     Engine,
     batch,
     cleared,
+    dumped_blocks,
     listener,
     removed,
     stored,
@@ -773,7 +779,7 @@ def test_a_dump_round_trips_by_worker(http, engine, model):
     assert tree.find_matches(compute_block_hash_for_seq(ids, SIZE)).scores[1, 0] == 8
 
 
-def test_a_dump_says_tiers_and_orphans(http, engine, model):
+def test_a_dump_says_tiers_and_what_lies_behind_a_hole(http, engine, model):
     made = engine(replay=False)
     register(http, made, model)
     publish(
@@ -785,13 +791,29 @@ def test_a_dump_says_tiers_and_orphans(http, engine, model):
         stored([4], IDS[12:16], 3, block_size=SIZE, medium="EXTERNAL"),
         removed([1]),
     )
-    events = http.get("/dump")[f"{model}:default"]["events"]
-    assert [event.get("storage_tier") for event in events] == ["host_pinned", "disk", "external"]
-    first = events[0]["event"]["data"]["stored"]
     chain = compute_sequence_hashes(compute_block_hash_for_seq(IDS, SIZE))
-    assert (first["parent_hash"], first["parent_sequence_hash"]) == (None, chain[0])
-    assert events[1]["event"]["data"]["stored"]["parent_hash"] == 2
-    assert [event["event"]["event_id"] for event in events] == [0, 1, 2]
+    assert dumped_blocks(http, f"{model}:default") == {
+        (1, 0, "host_pinned", 2, chain[1]),
+        (1, 0, "disk", 3, chain[2]),
+        (1, 0, "external", 4, chain[3]),
+    }
+    events = http.get("/dump")[f"{model}:default"]["events"]
+    assert [event["event"]["event_id"] for event in events] == list(range(len(events)))
+    assert "removed" in events[-1]["event"]["data"], "what only marked a place goes last"
+
+
+def test_a_salted_chain_goes_on_after_a_load(http, engine, model):
+    """Engines name the salt with the first block only: the dump has to keep whose chain it is."""
+    made = engine(replay=False)
+    register(http, made, model)
+    publish(http, made, stored([1, 2], IDS[:8], block_size=SIZE, cache_salt="tenant"))
+    events = http.get("/dump")[f"{model}:default"]["events"]
+    seeds = {event["event"]["data"]["stored"]["seed"] for event in events}
+    assert len(seeds) == 1
+    index = KvIndexer(SIZE)
+    assert index.apply_events([json.dumps(event) for event in events]) == len(events) >= 1
+    again = map(json.loads, index.dump_tree_as_events())
+    assert {event["event"]["data"]["stored"]["seed"] for event in again} == seeds
 
 
 def test_an_index_without_workers_dumps_nothing(http, engine, model):

@@ -8,6 +8,7 @@ import pytest
 
 from kvflash.config import Flags, bounded_float, bounded_int, byte_count
 from kvflash.errors import ConfigError
+from kvflash.frontend import args as frontend
 from kvflash.indexer.app import main
 from kvflash.indexer.args import WorkerEntry, parse_args, parse_workers
 
@@ -31,6 +32,31 @@ def test_defaults_are_the_published_ones():
     assert (args.host, args.port, args.threads) == ("0.0.0.0", 8090, 4)
     assert (args.model_name, args.tenant_id, args.block_size) == ("default", "default", None)
     assert (args.workers, args.max_blocks, args.max_body_bytes) == ((), 1 << 25, 8 << 20)
+
+
+@pytest.mark.parametrize("parse", [parse_args, frontend.parse_args])
+def test_index_memory_is_a_size_or_nothing(parse, monkeypatch, capsys):
+    assert parse([]).index_memory == 0
+    for text, size in (
+        ("8GiB", 8 << 30),
+        ("512MiB", 512 << 20),
+        ("8000000000", 8 * 10**9),
+        ("0", 0),
+    ):
+        assert parse(["--index-memory", text]).index_memory == size
+        monkeypatch.setenv("KVFLASH_INDEX_MEMORY", text)
+        assert parse([]).index_memory == size
+    monkeypatch.delenv("KVFLASH_INDEX_MEMORY")
+    for text in ("8", "-1", "much", "", "8TiBs", "1000KiB", "1e30"):
+        with pytest.raises(SystemExit):
+            parse([f"--index-memory={text}"])
+        error = capsys.readouterr().err
+        assert "--index-memory: must be 0 for no limit or a size of at least 1MiB" in error
+        assert repr(text) in error
+    monkeypatch.setenv("KVFLASH_INDEX_MEMORY", "8")
+    with pytest.raises(SystemExit):
+        parse([])
+    assert "KVFLASH_INDEX_MEMORY: must be 0 for no limit" in capsys.readouterr().err
 
 
 def test_workers_are_read_as_published():

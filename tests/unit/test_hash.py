@@ -12,7 +12,12 @@ from array import array
 import numpy as np
 import pytest
 
-from kvflash import InvalidArgumentError, compute_block_hash_for_seq, compute_sequence_hashes
+from kvflash import (
+    InvalidArgumentError,
+    compute_block_hash_array,
+    compute_block_hash_for_seq,
+    compute_sequence_hashes,
+)
 from kvflash._core import item_hash
 from service import VECTORS
 
@@ -396,3 +401,64 @@ def test_the_gil_is_free_while_a_buffer_is_hashed():
         is_over.set()
         thread.join()
     assert during > 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_hashes_into_memory_are_the_hashes_of_the_list(form):
+    room = np.zeros(4_096, np.uint64)
+    seen = 0
+    for ids, block_size, identity, wanted, _ in prompts():
+        given = FORMS[form](ids)
+        hashes = compute_block_hash_array(given, block_size, **identity)
+        assert hashes.tolist() == wanted
+        assert (hashes.format, hashes.itemsize, hashes.readonly) == ("Q", 8, True)
+        assert np.asarray(hashes).dtype == np.uint64
+        written = compute_block_hash_array(given, block_size, out=room, **identity)
+        assert written.tolist() == room[: len(wanted)].tolist() == wanted
+        seen += len(wanted)
+    assert seen >= 13
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 59, 60, 61, 64, 128, 2048])
+def test_long_blocks_are_hashed_alike_alone_and_in_a_row(block_size):
+    """XXH3 changes its way at 240 bytes, and the row has a shortcut there."""
+    ids = np.random.default_rng(block_size).integers(0, 2**32, 5 * block_size + 1, dtype=np.uint32)
+    for identity in ({}, {"cache_salt": "s"}, {"is_eagle": True}):
+        extra = 1 if identity.get("is_eagle") else 0
+        wanted = [
+            compute_block_hash_array(ids[at : at + block_size + extra], block_size, **identity)[0]
+            for at in range(0, 5 * block_size, block_size)
+        ]
+        row = ids[: 5 * block_size + extra]
+        assert compute_block_hash_array(row, block_size, **identity).tolist() == wanted
+        assert compute_block_hash_for_seq(row, block_size, **identity) == wanted
+
+
+def test_the_callers_memory_is_used_as_far_as_needed():
+    out = array("Q", [7] * 4)
+    view = compute_block_hash_array([1, 2, 3, 4], 2, out=out)
+    assert (len(view), out[2:]) == (2, array("Q", [7, 7]))
+    out[0] = 5
+    assert view[0] == 5
+    assert len(compute_block_hash_array([], 2, out=out)) == 0
+    assert len(compute_block_hash_array([], 2)) == 0
+
+
+def test_memory_that_will_not_do_is_refused():
+    ids = np.arange(8, dtype=np.uint32)
+    for wrong, why in (
+        (np.zeros(1, np.uint64), "out must have room for 2 hashes, got 1"),
+        (np.zeros(2, np.int64), "out must be a writable flat buffer of uint64"),
+        (np.zeros(4, np.uint64)[::2], "out must be a writable flat buffer of uint64"),
+        (bytes(16), "out must be a writable flat buffer of uint64"),
+        ([0, 0], "out must be a writable flat buffer of uint64"),
+        (ids.view(np.uint64), "out must not share memory with the tokens"),
+        (ids.view(np.uint64)[1:], "out must not share memory with the tokens"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=why):
+            compute_block_hash_array(ids, 4, out=wrong)
+    assert ids.tolist() == list(range(8))
+    with pytest.raises(InvalidArgumentError, match=r"tokens\[1\]"):
+        compute_block_hash_array([1, -1], 1)
+    with pytest.raises(InvalidArgumentError, match="kv_block_size"):
+        compute_block_hash_array([1, 2], 0)

@@ -38,6 +38,7 @@ def make_frontend(args: FrontendArgs) -> Frontend:
         max_workers=args.max_workers,
         max_attempts=args.max_attempts,
         max_blocks=args.max_blocks,
+        index_memory_bytes=args.index_memory,
         body_timeout_s=args.body_timeout,
         connect_timeout_s=args.connect_timeout,
         first_byte_timeout_s=args.first_byte_timeout,

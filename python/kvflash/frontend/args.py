@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvflash.config import Flags, add_common, bounded_float, bounded_int, byte_count
+from kvflash.config import (
+    Flags,
+    add_common,
+    bounded_float,
+    bounded_int,
+    byte_count,
+    memory_limit,
+)
 
 __all__ = ["FrontendArgs", "parse_args"]
 
@@ -38,6 +45,7 @@ class FrontendArgs:
     max_workers: int
     max_attempts: int
     max_blocks: int
+    index_memory: int
     body_timeout: float
     connect_timeout: float
     first_byte_timeout: float
@@ -160,6 +168,14 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
         parse=bounded_int(0, 2**48),
         default=33_554_432,
         summary="blocks that one model's index may hold, 0 = no limit",
+    )
+    flags.add(
+        "--index-memory",
+        parse=memory_limit,
+        default=0,
+        metavar="SIZE",
+        summary="memory that the index of one model and tenant may occupy, such as 8GiB, 512MiB or "
+        "plain bytes, 0 = no limit; near it the least recently stored blocks go",
     )
     for name, default, summary in (
         ("--body-timeout", 60.0, "seconds in which a request's body must arrive"),

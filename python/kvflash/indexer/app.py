@@ -19,7 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse_args(argv)
         start_logging(args.log_level, args.log_format)
         indexer = Indexer(
-            threads=args.threads, max_body_bytes=args.max_body_bytes, max_blocks=args.max_blocks
+            threads=args.threads,
+            max_body_bytes=args.max_body_bytes,
+            max_blocks=args.max_blocks,
+            index_memory_bytes=args.index_memory,
         )
         for worker in args.workers:
             indexer.register(

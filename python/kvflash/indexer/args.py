@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvflash.config import Flags, add_common, bounded_int, byte_count
+from kvflash.config import Flags, add_common, bounded_int, byte_count, memory_limit
 from kvflash.errors import ConfigError
 
 __all__ = ["IndexerArgs", "WorkerEntry", "parse_args", "parse_workers"]
@@ -35,6 +35,7 @@ class IndexerArgs:
     workers: tuple[WorkerEntry, ...]
     max_body_bytes: int
     max_blocks: int
+    index_memory: int
 
 
 def parse_workers(text: str) -> tuple[WorkerEntry, ...]:
@@ -101,6 +102,14 @@ def parse_args(argv: Sequence[str] | None = None) -> IndexerArgs:
         default=33_554_432,
         summary="blocks that one model's index may hold, 0 = no limit; beyond it stores are "
         "refused and counted",
+    )
+    flags.add(
+        "--index-memory",
+        parse=memory_limit,
+        default=0,
+        metavar="SIZE",
+        summary="memory that the index of one model and tenant may occupy, such as 8GiB, 512MiB or "
+        "plain bytes, 0 = no limit; near it the least recently stored blocks go",
     )
     args = flags.parse(argv)
     workers = parse_workers(args.workers)

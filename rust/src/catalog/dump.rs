@@ -1,51 +1,66 @@
 //! The index as router events: what a dump says, and what a reader of one does with it.
 
-use crate::codec::router::{EventData, KvEvent, RouterEvent, StoredBlock, StoredBlocks};
+use crate::codec::router::{
+    EventData, KvEvent, RemovedBlocks, RouterEvent, StoredBlock, StoredBlocks,
+};
 use crate::error::{Error, Result};
-use crate::ids::Worker;
-use crate::index::{Block, BlockIndex, DEFAULT_SEED, DumpBlock, Parent};
+use crate::ids::{Tier, Worker};
+use crate::index::{Block, BlockIndex, DumpEvent, StoreOutcome};
 
-impl DumpBlock {
-    fn into_event(self, event_id: u64) -> RouterEvent {
-        let is_orphan = self.parent_engine.is_none() && self.parent_chain.is_some();
-        let block = StoredBlock {
-            block_hash: self.engine_hash,
-            tokens_hash: self.local_hash,
-            mm_extra_info: None,
-        };
-        let data = EventData::Stored(StoredBlocks {
-            parent_hash: self.parent_engine,
-            parent_sequence_hash: if is_orphan { self.parent_chain } else { None },
-            blocks: vec![block],
-        });
-        RouterEvent {
-            worker_id: self.worker.instance_id,
-            event: KvEvent { event_id, data, dp_rank: self.worker.dp_rank },
-            storage_tier: self.tier,
-        }
-    }
-}
-
-/// Everything `index` holds, as one-block stored events, parents before children; a block that is held
-/// twice comes twice. Event ids count from 0.
+/// Everything `index` holds, as events: into an empty index, in order, they make it hold the same.
+/// Event ids count from 0.
 ///
 /// # Consistency
 /// Each worker at a moment of its own.
+///
+/// # Cost
+/// One worker's blocks in memory at a time.
 pub fn dump_events(index: &dyn BlockIndex) -> impl Iterator<Item = RouterEvent> + '_ {
     index
         .workers()
         .into_iter()
-        .flat_map(|worker| index.dump_worker(worker))
-        .flat_map(|block| std::iter::repeat_n(block, block.copies.max(1) as usize))
-        .enumerate()
-        .map(|(event_id, block)| block.into_event(event_id as u64))
+        .flat_map(|worker| dump_worker(index, worker))
+        .zip(0..)
+        .map(|(event, event_id)| event.numbered(event_id))
+}
+
+/// What `worker` holds, as in [`dump_events`]; every event has the id 0.
+pub fn dump_worker(
+    index: &dyn BlockIndex,
+    worker: Worker,
+) -> impl ExactSizeIterator<Item = RouterEvent> + use<> {
+    index.dump_worker(worker).into_iter().map(move |event| router_event(worker, event))
+}
+
+fn router_event(worker: Worker, event: DumpEvent) -> RouterEvent {
+    let (storage_tier, data) = match event {
+        DumpEvent::Stored { tier, parent, seed, blocks } => {
+            let blocks = blocks
+                .into_iter()
+                .map(|block| StoredBlock {
+                    block_hash: block.engine_hash,
+                    tokens_hash: block.local_hash,
+                    mm_extra_info: None,
+                })
+                .collect();
+            (tier, EventData::Stored(StoredBlocks { parent_hash: parent, blocks, seed }))
+        }
+        DumpEvent::Removed { tier, names } => {
+            (tier, EventData::Removed(RemovedBlocks { block_hashes: names }))
+        }
+    };
+    RouterEvent {
+        worker_id: worker.instance_id,
+        event: KvEvent { event_id: 0, data, dp_rank: worker.dp_rank },
+        storage_tier,
+    }
 }
 
 /// Apply one router event.
 ///
 /// # Errors
-/// `InvalidArgument` for a stored event whose parent is not known, or that names a block twice;
-/// nothing of it is kept.
+/// `InvalidArgument` for a stored event whose parent is not held, that names a block twice, or of one
+/// worker too many; nothing of it is kept.
 pub fn apply_router_event(index: &dyn BlockIndex, event: &RouterEvent) -> Result<()> {
     let worker: Worker = event.worker();
     match &event.event.data {
@@ -55,19 +70,16 @@ pub fn apply_router_event(index: &dyn BlockIndex, event: &RouterEvent) -> Result
                 .iter()
                 .map(|block| Block { engine_hash: block.block_hash, local_hash: block.tokens_hash })
                 .collect();
-            let parent = match (stored.parent_hash, stored.parent_sequence_hash) {
-                (Some(parent), _) => Some(Parent::Engine(parent)),
-                (None, Some(chain)) => Some(Parent::Chain(chain)),
-                (None, None) => None,
-            };
-            let outcome = index.store(worker, event.storage_tier, parent, DEFAULT_SEED, &blocks);
-            match outcome.rejected {
-                None => Ok(()),
-                Some(cause) => Err(Error::invalid(format!(
-                    "stored event {} of worker {worker} rejected: {cause:?}",
-                    event.event.event_id
-                ))),
-            }
+            store_blocks(
+                index,
+                worker,
+                event.storage_tier,
+                stored.parent_hash,
+                stored.seed,
+                &blocks,
+            )
+            .map(|_| ())
+            .map_err(|error| Error::invalid(format!("event {}: {error}", event.event.event_id)))
         }
         EventData::Removed(removed) => {
             index.remove(worker, event.storage_tier, &removed.block_hashes);
@@ -77,5 +89,28 @@ pub fn apply_router_event(index: &dyn BlockIndex, event: &RouterEvent) -> Result
             index.clear(worker);
             Ok(())
         }
+    }
+}
+
+/// Store a chain for somebody who wants to know when it is rejected.
+///
+/// # Errors
+/// As [`apply_router_event`].
+pub fn store_blocks(
+    index: &dyn BlockIndex,
+    worker: Worker,
+    tier: Tier,
+    parent: Option<u64>,
+    seed: u64,
+    blocks: &[Block],
+) -> Result<StoreOutcome> {
+    let outcome = index.store(worker, tier, parent, seed, blocks);
+    match outcome.rejected {
+        None => Ok(outcome),
+        Some(cause) => Err(Error::invalid(format!(
+            "{} blocks of worker {worker} after {} rejected: {cause:?}",
+            blocks.len(),
+            parent.map_or_else(|| "nothing".to_owned(), |name| format!("block {name}")),
+        ))),
     }
 }

@@ -5,7 +5,7 @@ use super::model::ModelIndex;
 use crate::event::{Batch, Event, ExtraKey, Removed, Stored};
 use crate::hash;
 use crate::ids::{Tier, Worker};
-use crate::index::{Block, Parent, Rejection};
+use crate::index::{Block, Rejection};
 
 /// Cache groups of hybrid models. Credit follows one group: the first one that describes reuse of
 /// the whole prompt. The others' blocks have the same hashes, so mixing them would earn false credit.
@@ -88,13 +88,7 @@ impl Ingest<'_> {
             return add(&self.counters.identity_conflict, 1);
         };
         let blocks = self.blocks(event, seed);
-        let outcome = self.model.index.store(
-            self.worker,
-            tier,
-            event.parent.map(Parent::Engine),
-            seed,
-            &blocks,
-        );
+        let outcome = self.model.index.store(self.worker, tier, event.parent, seed, &blocks);
         add(&self.counters.refused_blocks, u64::from(outcome.refused));
         match outcome.rejected {
             None => {
@@ -112,18 +106,11 @@ impl Ingest<'_> {
     /// Offloading connectors name the blocks that they copied to a tier, without their tokens: the worker
     /// holds them elsewhere, which tells what they are.
     fn copy(&mut self, event: &Stored, tier: Tier) {
-        let index = &self.model.index;
+        let outcome = self.model.index.copy(self.worker, tier, &event.block_hashes);
         add(&self.counters.stored, 1);
         add(&self.counters.stored_blocks, event.block_hashes.len() as u64);
-        for name in &event.block_hashes {
-            let Some(held) = index.held_block(self.worker, *name) else {
-                add(&self.counters.orphaned, 1);
-                continue;
-            };
-            let parent = held.parent_chain.map(Parent::Chain);
-            let outcome = index.store(self.worker, tier, parent, held.seed, &[held.block]);
-            add(&self.counters.refused_blocks, u64::from(outcome.refused));
-        }
+        add(&self.counters.orphaned, u64::from(outcome.unknown));
+        add(&self.counters.refused_blocks, u64::from(outcome.refused));
     }
 
     fn remove(&mut self, event: &Removed) {

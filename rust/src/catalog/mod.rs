@@ -13,7 +13,7 @@ mod registry;
 
 pub use command::{Command, CommandQueue};
 pub use counters::{EventCounters, EventCounts};
-pub use dump::{apply_router_event, dump_events};
+pub use dump::{apply_router_event, dump_events, dump_worker, store_blocks};
 pub use model::{ModelIndex, ModelKey};
 pub use publisher::{FrameOutcome, ListenerStatus, Publisher, PublisherId, PublisherView};
 pub use registry::{Catalog, CatalogOptions, Registration};

@@ -18,9 +18,6 @@ use crate::index::{self, CountMode, RadixIndex};
 /// Default limit of one index: 32 Mi blocks, about 4 GiB when no two workers share any.
 pub const DEFAULT_MAX_BLOCKS: usize = 33_554_432;
 
-/// Room that a new index starts with: sixteen workers of sixteen thousand blocks each.
-const EXPECTED_BLOCKS: usize = 262_144;
-
 /// Limits of a catalog.
 #[derive(Debug, Clone)]
 pub struct CatalogOptions {
@@ -30,6 +27,8 @@ pub struct CatalogOptions {
     pub max_models: usize,
     /// Blocks (memberships) that one index may hold; 0 = no limit. Beyond it stores are refused and counted.
     pub max_blocks: usize,
+    /// Bytes that one index may occupy; 0 = no limit. Near it the least recently stored blocks go.
+    pub index_memory_bytes: usize,
     /// Limits of one event frame.
     pub frame: codec::Limits,
 }
@@ -40,6 +39,7 @@ impl Default for CatalogOptions {
             max_publishers: 65_536,
             max_models: 4_096,
             max_blocks: DEFAULT_MAX_BLOCKS,
+            index_memory_bytes: 0,
             frame: codec::Limits::default(),
         }
     }
@@ -140,9 +140,9 @@ impl Catalog {
             count_mode: CountMode::Copies,
             limits: index::Limits {
                 max_blocks: self.options.max_blocks,
+                max_bytes: self.options.index_memory_bytes,
                 ..index::Limits::default()
             },
-            expected_blocks: EXPECTED_BLOCKS,
             hash_seed: rand::random(),
         });
         let model = Arc::new(ModelIndex::new(key.clone(), given.unwrap_or(0), Box::new(index)));

@@ -50,17 +50,17 @@ pub enum EventData {
 }
 
 /// A contiguous chain of blocks that became reusable.
-#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StoredBlocks {
     /// The engine's name of the block before the first one; `None` at the start of a prompt.
     #[serde(default, with = "hash::optional")]
     pub parent_hash: Option<u64>,
-    /// Sequence hash of the block before the first one, where the sender knows it. Left out when
-    /// not; other routers ignore it.
-    #[serde(default, skip_serializing_if = "Option::is_none", with = "hash::optional")]
-    pub parent_sequence_hash: Option<u64>,
     /// The blocks in chain order.
     pub blocks: Vec<StoredBlock>,
+    /// Identity seed of the local hashes, so that a chain which is continued after a load keeps
+    /// its salt. Left out for prompts without adapter and salt; other routers ignore it.
+    #[serde(default = "seed::default", skip_serializing_if = "seed::is_default", with = "seed")]
+    pub seed: u64,
 }
 
 /// One block that became reusable.
@@ -97,6 +97,12 @@ impl RouterEvent {
     /// Writes the event on one line.
     pub fn to_json(&self) -> String {
         serde_json::to_string(self).expect("numbers and text-keyed maps only, nothing can fail")
+    }
+
+    /// The same event at another place in the order.
+    pub fn numbered(mut self, event_id: u64) -> Self {
+        self.event.event_id = event_id;
+        self
     }
 
     /// The worker that holds the blocks.
@@ -202,6 +208,31 @@ mod hash {
     }
 }
 
+/// Identity seeds: absent and null mean no identity.
+mod seed {
+    use serde::de::Deserializer;
+    use serde::ser::Serializer;
+
+    use super::hash;
+    use crate::hash::SEED;
+
+    pub(super) fn default() -> u64 {
+        SEED
+    }
+
+    pub(super) fn is_default(seed: &u64) -> bool {
+        *seed == SEED
+    }
+
+    pub(super) fn serialize<S: Serializer>(seed: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_u64(*seed)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+        hash::optional::deserialize(deserializer).map(|seed| seed.unwrap_or(SEED))
+    }
+}
+
 /// Tiers by the names that routers exchange.
 mod tier {
     use serde::Deserialize;
@@ -209,13 +240,6 @@ mod tier {
     use serde::ser::Serializer;
 
     use crate::ids::Tier;
-
-    const NAMES: [(&str, Tier); 4] = [
-        ("device", Tier::Device),
-        ("host_pinned", Tier::Host),
-        ("disk", Tier::Disk),
-        ("external", Tier::External),
-    ];
 
     pub(super) fn device() -> Tier {
         Tier::Device
@@ -226,16 +250,14 @@ mod tier {
     }
 
     pub(super) fn serialize<S: Serializer>(tier: &Tier, serializer: S) -> Result<S::Ok, S::Error> {
-        let name = NAMES.iter().find(|(_, named)| named == tier).expect("every tier has a name");
-        serializer.serialize_str(name.0)
+        serializer.serialize_str(tier.name())
     }
 
     pub(super) fn deserialize<'de, D: Deserializer<'de>>(
         deserializer: D,
     ) -> Result<Tier, D::Error> {
         let name = std::borrow::Cow::<'de, str>::deserialize(deserializer)?;
-        let tier = NAMES.iter().find(|(known, _)| *known == name).map(|&(_, tier)| tier);
-        tier.ok_or_else(|| {
+        Tier::from_name(&name).ok_or_else(|| {
             D::Error::custom(format!(
                 "storage_tier must be device, host_pinned, disk or external, not {name:?}"
             ))
@@ -258,7 +280,7 @@ mod tests {
         assert_eq!(event.event.event_id, 7);
         assert_eq!(event.storage_tier, Tier::Device);
         let EventData::Stored(stored) = &event.event.data else { panic!("{event:?}") };
-        assert_eq!((stored.parent_hash, stored.parent_sequence_hash), (None, None));
+        assert_eq!((stored.parent_hash, stored.seed), (None, crate::hash::SEED));
         let block = StoredBlock { block_hash: 100, tokens_hash: 11, mm_extra_info: None };
         assert_eq!(stored.blocks, [block]);
         assert_eq!(event.to_json(), STORED);
@@ -302,6 +324,24 @@ mod tests {
     }
 
     #[test]
+    fn an_identity_is_said_only_where_there_is_one() {
+        let seed = crate::hash::identity_seed(None, Some("tenant"));
+        let salted = STORED.replace("}]}}", &format!("}}],\"seed\":{seed}}}}}"));
+        assert_ne!(salted, STORED);
+        let event = RouterEvent::from_json(salted.as_bytes()).unwrap();
+        let EventData::Stored(stored) = &event.event.data else { panic!("{event:?}") };
+        assert_eq!(stored.seed, seed);
+        assert_eq!(event.to_json(), salted);
+        // Null, as others write what they do not know, and a signed one.
+        for (written, meant) in [("null", crate::hash::SEED), ("-1", u64::MAX)] {
+            let json = salted.replace(&seed.to_string(), written);
+            let event = RouterEvent::from_json(json.as_bytes()).unwrap();
+            let EventData::Stored(stored) = event.event.data else { panic!() };
+            assert_eq!(stored.seed, meant);
+        }
+    }
+
+    #[test]
     fn errors_name_the_place() {
         let json = b"[\n{\"worker_id\": true}]";
         let Err(Error::Decode { offset, reason }) = events_from_json(json) else { panic!() };
@@ -331,11 +371,12 @@ mod tests {
         );
         let blocks = prop::collection::vec(block, 0..5);
         prop_oneof![
-            (any::<Option<u64>>(), any::<Option<u64>>(), blocks).prop_map(
-                |(parent_hash, parent_sequence_hash, blocks)| {
-                    EventData::Stored(StoredBlocks { parent_hash, parent_sequence_hash, blocks })
-                }
-            ),
+            (any::<Option<u64>>(), prop_oneof![Just(crate::hash::SEED), any::<u64>()], blocks)
+                .prop_map(|(parent_hash, seed, blocks)| EventData::Stored(StoredBlocks {
+                    parent_hash,
+                    blocks,
+                    seed
+                })),
             any::<Vec<u64>>()
                 .prop_map(|block_hashes| EventData::Removed(RemovedBlocks { block_hashes })),
             Just(EventData::Cleared),

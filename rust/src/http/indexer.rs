@@ -2,6 +2,7 @@
 
 mod answer;
 mod app;
+mod dump;
 mod request;
 
 pub use app::{IndexerApp, IndexerOptions};

@@ -1,6 +1,7 @@
 //! Prometheus text for both services: what a process counts, and what is read at scrape time.
 
 use std::sync::Mutex;
+use std::sync::atomic::Ordering;
 
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
@@ -42,6 +43,8 @@ pub(super) struct CommonMetrics {
     blocks: Family<ModelLabel, Gauge>,
     unique_blocks: Family<ModelLabel, Gauge>,
     index_bytes: Family<ModelLabel, Gauge>,
+    evicted_blocks: Family<ModelLabel, Counter>,
+    predicted_blocks: Family<ModelLabel, Gauge>,
     workers: Family<ModelLabel, Gauge>,
 }
 
@@ -62,6 +65,8 @@ impl CommonMetrics {
             blocks: Family::default(),
             unique_blocks: Family::default(),
             index_bytes: Family::default(),
+            evicted_blocks: Family::default(),
+            predicted_blocks: Family::default(),
             workers: Family::default(),
         };
         registry.register("requests", "HTTP requests answered", metrics.requests.clone());
@@ -88,9 +93,19 @@ impl CommonMetrics {
         );
         registry.register_with_unit(
             "index",
-            "Memory of the index, estimated from its contents",
+            "Memory of the index",
             Unit::Bytes,
             metrics.index_bytes.clone(),
+        );
+        registry.register(
+            "index_evicted_blocks",
+            "Blocks that the index let go at a limit, though their workers may hold them still",
+            metrics.evicted_blocks.clone(),
+        );
+        registry.register(
+            "index_predicted_blocks",
+            "Blocks that workers are predicted to hold soon",
+            metrics.predicted_blocks.clone(),
         );
         registry.register(
             "index_workers",
@@ -122,7 +137,11 @@ impl CommonMetrics {
             let stats = model.index.stats();
             self.blocks.get_or_create(&label).set(stats.memberships as i64);
             self.unique_blocks.get_or_create(&label).set(stats.unique_blocks as i64);
-            self.index_bytes.get_or_create(&label).set(stats.estimated_bytes as i64);
+            self.index_bytes.get_or_create(&label).set(stats.bytes as i64);
+            // The index counts; what is scraped is its count of now.
+            let evicted = self.evicted_blocks.get_or_create(&label);
+            evicted.inner().store(stats.evicted_blocks_total, Ordering::Relaxed);
+            self.predicted_blocks.get_or_create(&label).set(stats.predicted as i64);
             self.workers.get_or_create(&label).set(stats.workers as i64);
         }
         let mut text = String::with_capacity(16 * 1024);

@@ -1,25 +1,61 @@
 //! What a stored event must satisfy by itself, whatever is held.
 
-use hashbrown::HashSet;
-
 use super::types::Block;
 
-/// Up to here comparing all pairs costs less than filling a set.
-const PAIRWISE_MAX: usize = 32;
+/// Up to here comparing all pairs costs less than filling a table.
+const PAIRWISE_MAX: usize = 16;
 
-/// Whether a block of the event is its own parent: named as `parent`, or named twice.
-///
-/// # Cost
-/// O(blocks); up to 32 of them without allocating.
-pub(super) fn is_self_referencing(parent: Option<u64>, blocks: &[Block]) -> bool {
-    if parent.is_some_and(|parent| occurs(parent, blocks)) {
-        return true;
+/// Finds names that come twice; keeps its table between events, so that none allocates.
+#[derive(Debug, Default)]
+pub(super) struct Repetitions {
+    /// Name and the round that put it there; a power of two, or empty.
+    table: Vec<(u64, u32)>,
+    round: u32,
+}
+
+impl Repetitions {
+    /// Whether a block of the event is its own parent: named as `parent`, or named twice.
+    ///
+    /// # Cost
+    /// O(blocks).
+    pub fn is_self_referencing(&mut self, parent: Option<u64>, blocks: &[Block]) -> bool {
+        if parent.is_some_and(|parent| occurs(parent, blocks)) {
+            return true;
+        }
+        if blocks.len() <= PAIRWISE_MAX {
+            return (1..blocks.len()).any(|at| occurs(blocks[at].engine_hash, &blocks[..at]));
+        }
+        let places = (blocks.len() * 2).next_power_of_two();
+        if self.table.len() < places || self.round == u32::MAX {
+            self.table = vec![(0, 0); places];
+            self.round = 0;
+        }
+        self.round += 1;
+        let mask = self.table.len() - 1;
+        blocks.iter().any(|block| !self.put(block.engine_hash, mask))
     }
-    if blocks.len() <= PAIRWISE_MAX {
-        return (1..blocks.len()).any(|at| occurs(blocks[at].engine_hash, &blocks[..at]));
+
+    /// False if the name was put in this round already.
+    fn put(&mut self, name: u64, mask: usize) -> bool {
+        // Names that were aimed at one place cost a walk as long as the event, no more.
+        let mut at = (name.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as usize & mask;
+        loop {
+            let place = &mut self.table[at];
+            if place.1 != self.round {
+                *place = (name, self.round);
+                return true;
+            }
+            if place.0 == name {
+                return false;
+            }
+            at = (at + 1) & mask;
+        }
     }
-    let mut seen = HashSet::with_capacity(blocks.len());
-    !blocks.iter().all(|block| seen.insert(block.engine_hash))
+
+    /// Bytes on the heap.
+    pub fn bytes(&self) -> usize {
+        self.table.capacity() * size_of::<(u64, u32)>()
+    }
 }
 
 /// Looks at all of `blocks`, hit or not: without a way out the loop runs in vectors.
@@ -37,19 +73,23 @@ mod tests {
 
     #[test]
     fn repetitions_are_found_wherever_they_are() {
-        for len in [1, 2, 3, 31, 32, 33, 34, 200] {
+        let mut seen = Repetitions::default();
+        for len in [1, 2, 3, 15, 16, 17, 31, 32, 33, 34, 200] {
             let clean = blocks(0..len);
-            assert!(!is_self_referencing(None, &clean));
-            assert!(!is_self_referencing(Some(len), &clean));
+            assert!(!seen.is_self_referencing(None, &clean));
+            assert!(!seen.is_self_referencing(Some(len), &clean));
             for at in 0..len {
-                assert!(is_self_referencing(Some(at), &clean), "{at} of {len} is the parent");
+                assert!(seen.is_self_referencing(Some(at), &clean), "{at} of {len} is the parent");
                 for other in [0, len / 2, len - 1].into_iter().filter(|other| *other != at) {
                     let mut twice = clean.clone();
                     twice[at as usize].engine_hash = other;
-                    assert!(is_self_referencing(None, &twice), "{other} again at {at} of {len}");
+                    assert!(
+                        seen.is_self_referencing(None, &twice),
+                        "{other} again at {at} of {len}"
+                    );
                 }
             }
         }
-        assert!(!is_self_referencing(Some(0), &[]));
+        assert!(!seen.is_self_referencing(Some(0), &[]));
     }
 }

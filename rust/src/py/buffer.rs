@@ -1,8 +1,9 @@
 //! Integers out of Python: any list, or any buffer (array, numpy, memoryview) without copying where its
-//! layout allows.
+//! layout allows. And back into buffers that the caller brought.
 
 use std::borrow::Cow;
 use std::ffi::{CStr, c_char, c_int, c_void};
+use std::marker::PhantomData;
 
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -31,6 +32,7 @@ struct RawBuffer {
 }
 
 const CONTIGUOUS_WITH_FORMAT: c_int = 0x0008 | 0x0010 | 0x0020 | 0x0004;
+const WRITABLE: c_int = 0x0001;
 
 unsafe extern "C" {
     fn PyObject_GetBuffer(obj: *mut ffi::PyObject, view: *mut RawBuffer, flags: c_int) -> c_int;
@@ -45,11 +47,14 @@ pub(super) struct Buffer {
 impl Buffer {
     /// `None` when the object has no contiguous buffer.
     fn of(object: &Bound<'_, PyAny>) -> Option<Self> {
+        Self::with_flags(object, CONTIGUOUS_WITH_FORMAT)
+    }
+
+    fn with_flags(object: &Bound<'_, PyAny>, flags: c_int) -> Option<Self> {
         // SAFETY: all-zero is a valid RawBuffer (pointers and integers), which the call overwrites.
         let mut raw: Box<RawBuffer> = Box::new(unsafe { std::mem::zeroed() });
         // SAFETY: the GIL is held (Bound), `object` lives, and `raw` has the layout the call fills.
-        let status =
-            unsafe { PyObject_GetBuffer(object.as_ptr(), &mut *raw, CONTIGUOUS_WITH_FORMAT) };
+        let status = unsafe { PyObject_GetBuffer(object.as_ptr(), &mut *raw, flags) };
         if status != 0 {
             let _ = PyErr::take(object.py());
             return None;
@@ -163,6 +168,99 @@ impl Integers<u64> {
     }
 }
 
+/// Memory of the caller's to write unsigned integers to, exported as long as this lives.
+pub(super) struct Room<T> {
+    buffer: Buffer,
+    _element: PhantomData<T>,
+}
+
+// SAFETY: threads share the address only, of memory that is exported until the room is dropped, which
+// its owner does with the GIL held. Who writes there meanwhile races, as with any buffer.
+unsafe impl<T: Sync> Sync for Room<T> {}
+
+impl Room<u32> {
+    /// # Errors
+    /// `InvalidArgumentError` for anything but a writable flat buffer of unsigned 32-bit integers.
+    pub fn of(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        room(name, object, "uint32", b"IL")
+    }
+}
+
+impl Room<u64> {
+    /// # Errors
+    /// `InvalidArgumentError` for anything but a writable flat buffer of unsigned 64-bit integers.
+    pub fn of(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        room(name, object, "uint64", b"QL")
+    }
+
+    /// The elements, for a writer that runs without the GIL.
+    ///
+    /// # Errors
+    /// `InvalidArgumentError` when they lie in the same memory as `input`.
+    pub fn as_mut_slice(
+        &mut self,
+        name: &str,
+        input: &[u32],
+        py: Python<'_>,
+    ) -> PyResult<&mut [u64]> {
+        let len = self.len();
+        if len == 0 {
+            return Ok(&mut []);
+        }
+        let start = self.buffer.raw.buf as usize;
+        let others = input.as_ptr_range();
+        if start < others.end as usize && (others.start as usize) < start + len * 8 {
+            let message = format!("{name} must not share memory with the tokens");
+            return Err(raise(py, &Error::invalid(message)));
+        }
+        // SAFETY: `room` checked format, size and alignment; the buffer is writable, contiguous and
+        // exported while `self` lives; `input`, the only other view here, is elsewhere (checked).
+        // Python code that touches it meanwhile would race, as with any buffer.
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.buffer.raw.buf.cast(), len) })
+    }
+}
+
+impl<T: Copy> Room<T> {
+    pub fn len(&self) -> usize {
+        self.buffer.raw.len as usize / size_of::<T>()
+    }
+
+    /// Writes an element; those beyond the end are dropped.
+    pub fn write(&self, at: usize, value: T) {
+        if at < self.len() {
+            // SAFETY: within the buffer, which `room` found writable and aligned; no reference to
+            // its elements is ever made, so that two rooms may lie in one memory.
+            unsafe { self.buffer.raw.buf.cast::<T>().add(at).write(value) };
+        }
+    }
+}
+
+fn room<T>(name: &str, object: &Bound<'_, PyAny>, form: &str, kinds: &[u8]) -> PyResult<Room<T>> {
+    let refuse = |why: String| {
+        let message = format!("{name} must be a writable flat buffer of {form}, {why}");
+        raise(object.py(), &Error::invalid(message))
+    };
+    let Some(buffer) = Buffer::with_flags(object, CONTIGUOUS_WITH_FORMAT | WRITABLE) else {
+        let kind = object.get_type().name()?;
+        return Err(refuse(format!("got {kind} that is not writable or not contiguous")));
+    };
+    let size = buffer.raw.itemsize as usize;
+    if buffer.raw.ndim != 1
+        || size != size_of::<T>()
+        || !buffer.kind().is_some_and(|kind| kinds.contains(&kind))
+    {
+        let kind = buffer.kind().map_or('?', char::from);
+        return Err(refuse(format!(
+            "got {} dimensions of format {kind:?} with {size} bytes",
+            buffer.raw.ndim
+        )));
+    }
+    if !(buffer.raw.buf as usize).is_multiple_of(align_of::<T>()) {
+        return Err(refuse("got one that is not aligned".to_owned()));
+    }
+    Ok(Room { buffer, _element: PhantomData })
+}
+
 /// Token ids: u32; anything outside is refused by index and value.
 pub(super) fn tokens(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Integers<u32>> {
     if let Ok(list) = object.cast::<PyList>() {
@@ -180,6 +278,12 @@ pub(super) fn tokens(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Integers
                 let slice = unsafe { buffer.as_slice::<$type>() };
                 match slice {
                     Some(slice) => {
+                        // All at once first, as vectors: nobody asks for the place of a fault then.
+                        if slice.iter().fold(true, |fit, &value| fit & u32::try_from(value).is_ok())
+                        {
+                            let copied = slice.iter().map(|&value| value as u32).collect();
+                            return Ok(Integers { buffer: None, copied });
+                        }
                         let mut copied = Vec::with_capacity(slice.len());
                         for (at, value) in slice.iter().enumerate() {
                             let token = u32::try_from(*value);
@@ -247,7 +351,7 @@ fn refuse_other_shapes(name: &str, object: &Bound<'_, PyAny>) -> PyResult<()> {
 }
 
 fn out_of_range(py: Python<'_>, name: &str, at: usize, value: &str) -> PyErr {
-    let limit = if name == "block_hashes" { "64 bits" } else { "0..=4294967295" };
+    let limit = if name.ends_with("hashes") { "64 bits" } else { "0..=4294967295" };
     raise(py, &Error::invalid(format!("{name}[{at}] must be an integer in {limit}, got {value}")))
 }
 

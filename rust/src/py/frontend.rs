@@ -32,7 +32,7 @@ impl Frontend {
         track_active_blocks=true, assume_kv_reuse=true, active_request_expiry_s=300.0, seed=None,
         tokenizer=None, tokenizer_cache_bytes=268_435_456, worker_api_key=None, threads=2, max_body_bytes=33_554_432,
         max_concurrent_requests=4_096, max_workers=4_096, max_attempts=5, max_blocks=33_554_432,
-        body_timeout_s=60.0, connect_timeout_s=2.0, first_byte_timeout_s=600.0,
+        index_memory_bytes=0, body_timeout_s=60.0, connect_timeout_s=2.0, first_byte_timeout_s=600.0,
         tokenize_timeout_s=2.0, health_interval_s=2.0, drain_timeout_s=30.0
     ))]
     #[allow(clippy::too_many_arguments)]
@@ -55,6 +55,7 @@ impl Frontend {
         max_workers: usize,
         max_attempts: usize,
         max_blocks: usize,
+        index_memory_bytes: usize,
         body_timeout_s: f64,
         connect_timeout_s: f64,
         first_byte_timeout_s: f64,
@@ -92,7 +93,7 @@ impl Frontend {
         };
         let drain = seconds(py, "--drain-timeout", drain_timeout_s)?;
         let clock = Arc::new(SystemClock::default());
-        let limits = CatalogOptions { max_blocks, ..CatalogOptions::default() };
+        let limits = CatalogOptions { max_blocks, index_memory_bytes, ..CatalogOptions::default() };
         let catalog = Arc::new(catalog::Catalog::new(limits, clock.clone()));
         py.detach(|| {
             let shutdown = Shutdown::default();

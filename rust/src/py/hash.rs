@@ -1,9 +1,12 @@
 //! Hashes of token blocks.
 
+use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyMemoryView, PySlice};
 
-use super::buffer::{hashes, tokens};
+use super::buffer::{Room, hashes, tokens};
 use super::error::raise;
+use super::query::{SHORT_TOKENS, detached};
 use crate::error::Error;
 use crate::hash;
 
@@ -29,6 +32,55 @@ pub(super) fn compute_block_hash_for_seq(
             hash::local_hashes(slice, block_size, seed)
         }
     }))
+}
+
+/// As above into memory: the caller's, or new bytes that numpy takes without a copy. Making a list
+/// of Python integers takes several times as long as hashing.
+#[pyfunction]
+#[pyo3(signature = (tokens, kv_block_size, *, lora_name=None, cache_salt=None, is_eagle=false, out=None))]
+pub(super) fn compute_block_hash_array<'py>(
+    py: Python<'py>,
+    tokens: &Bound<'py, PyAny>,
+    kv_block_size: &Bound<'py, PyAny>,
+    lora_name: Option<&str>,
+    cache_salt: Option<&str>,
+    is_eagle: bool,
+    out: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let block_size = block_size(py, kv_block_size)?;
+    let ids = self::tokens("tokens", tokens)?;
+    let ids: &[u32] = &ids.as_slice();
+    let seed = hash::identity_seed(lora_name, cache_salt);
+    let blocks = hash::block_count(ids.len(), block_size, is_eagle);
+    if let Some(object) = out {
+        let mut room = Room::<u64>::of("out", object)?;
+        if room.len() < blocks {
+            let message = format!("out must have room for {blocks} hashes, got {}", room.len());
+            return Err(raise(py, &Error::invalid(message)));
+        }
+        let slice = room.as_mut_slice("out", ids, py)?;
+        detached(py, ids.len() > SHORT_TOKENS, || {
+            hash::write_local_hashes(ids, block_size, is_eagle, seed, slice);
+        });
+        let written = PySlice::new(py, 0, blocks as isize, 1);
+        return PyMemoryView::from(object)?.get_item(written);
+    }
+    let bytes = PyBytes::new_with(py, blocks * size_of::<u64>(), |bytes| {
+        detached(py, ids.len() > SHORT_TOKENS, || {
+            match bytemuck::try_cast_slice_mut::<u8, u64>(bytes) {
+                Ok(slice) => {
+                    hash::write_local_hashes(ids, block_size, is_eagle, seed, slice);
+                }
+                Err(_) => {
+                    let mut hashes = vec![0; blocks];
+                    hash::write_local_hashes(ids, block_size, is_eagle, seed, &mut hashes);
+                    bytes.copy_from_slice(bytemuck::cast_slice(&hashes));
+                }
+            }
+        });
+        Ok(())
+    })?;
+    PyMemoryView::from(bytes.as_any())?.call_method1(intern!(py, "cast"), (intern!(py, "Q"),))
 }
 
 #[pyfunction]

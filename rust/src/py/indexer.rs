@@ -26,15 +26,20 @@ pub(super) struct Indexer {
 #[pymethods]
 impl Indexer {
     #[new]
-    #[pyo3(signature = (*, threads=4, max_body_bytes=8_388_608, max_blocks=33_554_432, drain_timeout_s=5.0))]
+    #[pyo3(signature = (
+        *, threads=4, max_body_bytes=8_388_608, max_blocks=33_554_432, index_memory_bytes=0,
+        drain_timeout_s=5.0
+    ))]
     fn new(
         py: Python<'_>,
         threads: usize,
         max_body_bytes: usize,
         max_blocks: usize,
+        index_memory_bytes: usize,
         drain_timeout_s: f64,
     ) -> PyResult<Self> {
-        let options = CatalogOptions { max_blocks, ..CatalogOptions::default() };
+        let options =
+            CatalogOptions { max_blocks, index_memory_bytes, ..CatalogOptions::default() };
         let drain = seconds(py, "--drain-timeout", drain_timeout_s)?;
         Ok(Self {
             catalog: Arc::new(catalog::Catalog::new(options, Arc::new(SystemClock::default()))),

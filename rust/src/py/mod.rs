@@ -1,12 +1,17 @@
 //! The fence to Python: releases the GIL, calls, converts, nothing else. One class a file.
 
+mod approx_kv_indexer;
 mod buffer;
 mod catalog;
 mod error;
 mod frontend;
 mod hash;
+mod index;
 mod indexer;
+mod kv_indexer;
 mod log;
+mod overlap;
+mod query;
 mod radix_tree;
 mod service;
 mod tokenizer;
@@ -15,17 +20,25 @@ mod tokenizer;
 #[pyo3::pymodule]
 mod _core {
     #[pymodule_export]
+    use super::approx_kv_indexer::ApproxKvIndexer;
+    #[pymodule_export]
     use super::catalog::Catalog;
     #[pymodule_export]
     use super::frontend::Frontend;
     #[pymodule_export]
-    use super::hash::{compute_block_hash_for_seq, compute_sequence_hashes, item_hash};
+    use super::hash::{
+        compute_block_hash_array, compute_block_hash_for_seq, compute_sequence_hashes, item_hash,
+    };
     #[pymodule_export]
     use super::indexer::Indexer;
     #[pymodule_export]
+    use super::kv_indexer::KvIndexer;
+    #[pymodule_export]
     use super::log::init_logging;
     #[pymodule_export]
-    use super::radix_tree::{OverlapScores, RadixTree};
+    use super::overlap::OverlapScores;
+    #[pymodule_export]
+    use super::radix_tree::RadixTree;
     #[pymodule_export]
     use super::tokenizer::Tokenizer;
 }

@@ -117,7 +117,7 @@ impl Plan {
         let locals = hash::local_hashes(tokens, block_size, seed);
         hash::sequence_hashes_into(&locals, &mut self.sequence_hashes);
         MATCHES.with_borrow_mut(|matches| {
-            pool.index.index.find_matches_by_sequence(&self.sequence_hashes, matches);
+            pool.index.index.find_matches(&locals, matches);
             let on_device = matches.as_slice().iter().filter(|found| found.device > 0);
             self.overlaps.extend(on_device.map(|found| (found.worker, found.device)));
         });

@@ -178,12 +178,12 @@ mod tests {
     #[test]
     fn answer_is_in_tokens_with_zeros_for_the_registered_rest() {
         use crate::ids::Tier;
-        use crate::index::{Block, BlockIndex, DEFAULT_SEED, Options, OracleIndex, Parent};
+        use crate::index::{Block, BlockIndex, DEFAULT_SEED, Options, OracleIndex};
 
         let index = OracleIndex::new(Options::default());
         let block = |n: u64| Block { engine_hash: n, local_hash: n };
         let store = |worker, tier, parent: Option<u64>, blocks: &[Block]| {
-            index.store(worker, tier, parent.map(Parent::Engine), DEFAULT_SEED, blocks);
+            index.store(worker, tier, parent, DEFAULT_SEED, blocks);
         };
         store(Worker::new(1, 0), Tier::Device, None, &[block(1), block(2)]);
         store(Worker::new(1, 0), Tier::Host, Some(2), &[block(3)]);

@@ -16,9 +16,9 @@ use super::super::Reject;
 use super::super::body::{self, Unreadable};
 use super::super::metrics::{CommonMetrics, RequestLabel};
 use super::answer::{QueryAnswer, worker_entries};
+use super::dump::dump_body;
 use super::request::{Query, QueryByHash, Register, Unregister};
-use crate::catalog::{Catalog, ModelIndex, ModelKey, Registration, dump_events};
-use crate::codec::router::RouterEvent;
+use crate::catalog::{Catalog, ModelIndex, ModelKey, Registration};
 use crate::hash;
 use crate::ids::Worker;
 use crate::index::Matches;
@@ -207,16 +207,6 @@ async fn query_by_hash(State(app): State<Arc<App>>, body: Body) -> Response {
 }
 
 async fn dump(State(app): State<Arc<App>>) -> Response {
-    #[derive(Serialize)]
-    struct ModelDump {
-        block_size: Option<u32>,
-        events: Vec<RouterEvent>,
-    }
-    let mut models = std::collections::BTreeMap::new();
-    for model in app.catalog.models() {
-        let events = dump_events(model.index.as_ref()).collect();
-        let dump = ModelDump { block_size: model.block_size(), events };
-        models.insert(model.key.to_string(), dump);
-    }
-    json_response(StatusCode::OK, &models)
+    let body = dump_body(app.catalog.models());
+    (StatusCode::OK, [(header::CONTENT_TYPE, "application/json")], body).into_response()
 }

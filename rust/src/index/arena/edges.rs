@@ -97,21 +97,6 @@ impl Edges {
         segment::find(self.segment(pin, tag), tag, is_child)
     }
 
-    /// Asks the processor for the line that [`Edges::find`] will look at first.
-    #[inline]
-    pub fn prefetch(&self, pin: &Pin<'_>, parent: u32, offset: u32, local: u64) {
-        let tag = self.tag(parent, offset, local);
-        let bucket = segment::bucket_of(self.segment(pin, tag), tag, 0);
-        #[cfg(target_arch = "x86_64")]
-        {
-            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            // Safety: a hint, whatever the address; and it is one of a bucket.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(bucket).cast()) };
-        }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = bucket;
-    }
-
     /// Enters `child`, which must not be 0. The caller has looked: no equal key is there.
     ///
     /// # Cost

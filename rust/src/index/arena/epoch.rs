@@ -411,6 +411,7 @@ impl<T> Retired<T> {
     }
 
     /// Whether everything is freed.
+    #[cfg(any(test, loom))]
     pub fn is_empty(&self) -> bool {
         self.items.is_empty()
     }

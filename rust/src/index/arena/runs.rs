@@ -131,8 +131,9 @@ impl<'a> Run<'a> {
     }
 }
 
+/// Fetches the line at an address, which may be any, into the cache.
 #[inline]
-fn prefetch(at: *const u64) {
+pub(in crate::index) fn prefetch<T>(at: *const T) {
     #[cfg(target_arch = "x86_64")]
     // Safety: a prefetch of any address is harmless.
     unsafe {

@@ -41,7 +41,8 @@ impl Writer {
             + workers.map(|worker| size_of_val(&**worker) + worker.bytes()).sum::<usize>()
             + self.slots.capacity() * 8
             + self.workers.capacity() * 8
-            + self.suspects.capacity() * 9
+            + self.suspects.allocation_size()
+            + self.repetitions.bytes()
             + self.seeds.allocation_size()
             + self.expiries.capacity() * size_of::<(u64, u16, RunId)>()
             + self.fresh.allocation_size()
@@ -105,6 +106,8 @@ impl Writer {
             unique += self.audit_run(*run, members);
         }
         assert_eq!(self.counters.unique_blocks, unique);
+        let hanging: u32 = (0..self.runs_end()).map(|run| self.metas.get(run).kids).sum();
+        assert_eq!(self.shared.edges.len(&self.edges), hanging as usize, "an edge for each run");
         for state in self.workers.iter().flatten() {
             let Some(dense) = &state.dense else { continue };
             let mut count = 0;

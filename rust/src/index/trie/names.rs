@@ -17,6 +17,9 @@ use crate::index::types::Block;
 const SEARCH_TIMES: usize = 16;
 const SEARCH_GRACE: usize = 65_536;
 
+/// How many names ahead the filter's lines are fetched.
+const AHEAD: usize = 8;
+
 /// Columns that a new member is compared with before it gets one of its own.
 const COLUMNS_COMPARED: usize = 64;
 
@@ -164,11 +167,11 @@ impl Writer {
 
     /// Notes a name that gets one more place in the tree; tells whether it may have had one before.
     fn note(&mut self, name: u64) -> bool {
-        let is_known = self.may_be_known(name);
-        if name != 0 {
-            self.filter.insert(name);
+        if name == 0 {
+            return true;
         }
-        if is_known && name != 0 {
+        let is_known = self.filter.insert_new(name);
+        if is_known {
             self.suspects.insert(name);
             // Mistakes of the filter stay behind; they must not pile up.
             if self.suspects.len() > 4_096 + self.filter.len() / 64 {
@@ -244,6 +247,9 @@ impl Writer {
         if known < blocks.len() {
             let column = self.members.get(id).column;
             for (block, at) in blocks.iter().zip(start..).skip(known) {
+                if let Some(later) = blocks.get(at - start + AHEAD) {
+                    self.filter.prefetch(later.engine_hash);
+                }
                 if self.note(block.engine_hash) {
                     doubtful.push((block.engine_hash, at));
                 }
@@ -331,7 +337,12 @@ impl Writer {
         left.users -= 1;
         if left.users == 0 {
             let names = std::mem::take(&mut left.names);
-            names.iter().for_each(|name| self.forget(*name));
+            for (at, name) in names.iter().enumerate() {
+                if let Some(later) = names.get(at + AHEAD) {
+                    self.filter.prefetch(*later);
+                }
+                self.forget(*name);
+            }
             let meta = self.metas.get_mut(run);
             let list = meta.list_bytes();
             meta.trim();

@@ -48,6 +48,11 @@ impl<T: Default> Slab<T> {
         self.get_mut(at)
     }
 
+    /// Behind the highest number there is a place for.
+    pub fn end(&self) -> u32 {
+        (self.pages.len() * PAGE) as u32
+    }
+
     /// Bytes asked of the allocator, without what the values own.
     pub fn bytes(&self) -> usize {
         self.pages.len() * PAGE * size_of::<T>()

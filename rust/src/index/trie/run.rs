@@ -31,6 +31,7 @@ impl Column {
 #[derive(Debug, Default)]
 pub(super) struct RunMeta {
     first: Column,
+    #[expect(clippy::box_collection, reason = "hardly any run has others: a word, not three")]
     others: Option<Box<Vec<Column>>>,
     /// Runs that hang on this one.
     pub kids: u32,
@@ -96,12 +97,6 @@ impl RunMeta {
         self.others
             .as_ref()
             .map_or(0, |others| size_of::<Vec<Column>>() + others.capacity() * size_of::<Column>())
-    }
-
-    /// Bytes on the heap.
-    pub fn bytes(&self) -> usize {
-        let names = |(_, column): (ColumnId, &Column)| column.names.capacity() * size_of::<u64>();
-        self.list_bytes() + self.columns().map(names).sum::<usize>()
     }
 }
 

@@ -1,9 +1,9 @@
 //! The writer: one at a time, behind the index's lock.
 
-use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use hashbrown::HashMap;
+use hashbrown::{HashMap, HashSet};
 
 use super::Shared;
 use super::filter::NameFilter;
@@ -16,7 +16,7 @@ use crate::index::arena::cover::{Entries, WHOLE};
 use crate::index::arena::edges;
 use crate::index::arena::epoch::{Retired, epochs, pin};
 use crate::index::arena::runs::{MAX_RUN, ROOT, RunId, Runs, RunsWriting};
-use crate::index::check::is_self_referencing;
+use crate::index::check::Repetitions;
 use crate::index::types::{
     Block, CopyOutcome, CountMode, DEFAULT_SEED, IndexStats, MAX_WORKERS, Options, Rejection,
     RemoveOutcome, StoreOutcome,
@@ -45,7 +45,7 @@ pub(super) struct Writer {
     pub(super) filter: NameFilter,
     /// Names that may stand at two places of the tree, for two workers or by mistake of the filter: for
     /// these, and only these, a worker is searched when it stores them.
-    pub(super) suspects: HashSet<u64>,
+    pub(super) suspects: HashSet<u64, Mix>,
     /// Of runs whose prompts carry an identity.
     pub(super) seeds: HashMap<RunId, u64, Mix>,
     pub(super) counters: IndexStats,
@@ -66,6 +66,7 @@ pub(super) struct Writer {
     busy: MemberId,
     doubtful: Vec<(u64, usize)>,
     scratch: Entries,
+    pub(super) repetitions: Repetitions,
 }
 
 /// A chain to place: with names, or only predicted.
@@ -133,7 +134,7 @@ impl Writer {
             workers: Vec::new(),
             numbers: BTreeMap::new(),
             filter: NameFilter::new(options.hash_seed),
-            suspects: HashSet::new(),
+            suspects: HashSet::with_hasher(mix),
             seeds: HashMap::with_hasher(mix),
             counters: IndexStats::default(),
             now_ms: 0,
@@ -146,7 +147,13 @@ impl Writer {
             busy: NO_MEMBER,
             doubtful: Vec::new(),
             scratch: Entries::default(),
+            repetitions: Repetitions::default(),
         }
+    }
+
+    /// Behind the highest number of a run that has ever been.
+    pub(super) fn runs_end(&self) -> RunId {
+        self.metas.end()
     }
 
     // ---- workers and slots
@@ -246,7 +253,7 @@ impl Writer {
         if blocks.is_empty() {
             return StoreOutcome::default();
         }
-        if is_self_referencing(parent, blocks) {
+        if self.repetitions.is_self_referencing(parent, blocks) {
             return self.reject(Rejection::SelfReference);
         }
         let place = match parent {

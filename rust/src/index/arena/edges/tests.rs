@@ -46,7 +46,6 @@ fn asks_the_child_and_tells_keys_apart() {
     let (edges, mut writing) = Edges::new(7);
     edges.insert(&mut writing, 1, 2, 3, 11);
     let pin = pin();
-    edges.prefetch(&pin, 1, 2, 3);
     assert_eq!(edges.find(&pin, 1, 2, 3, |child| child == 11), Some(11));
     assert_eq!(edges.find(&pin, 1, 2, 3, |_| false), None);
     for (parent, offset, local) in [(2, 1, 3), (1, 3, 2), (1, 2, 4), (0, 2, 3)] {

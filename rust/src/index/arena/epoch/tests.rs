@@ -26,7 +26,7 @@ fn slots_used(epochs: &Epochs) -> usize {
 #[test]
 fn frees_at_once_without_readers_and_in_order() {
     let (epochs, mut retired) = (Epochs::new(), Retired::new());
-    assert_eq!(freed(&mut retired, &epochs), []);
+    assert_eq!(freed(&mut retired, &epochs), [0_u32; 0]);
     retired.push(1);
     retired.push(2);
     assert_eq!(retired.len(), 2);
@@ -40,12 +40,12 @@ fn keeps_what_a_pin_may_see_and_nothing_else() {
     let (early, late) = (epochs.enroll(), epochs.enroll());
     retired.push(1);
     let old = early.pin();
-    assert_eq!(freed(&mut retired, &epochs), []);
+    assert_eq!(freed(&mut retired, &epochs), [0_u32; 0]);
     retired.push(2);
-    assert_eq!(freed(&mut retired, &epochs), []);
+    assert_eq!(freed(&mut retired, &epochs), [0_u32; 0]);
     let young = late.pin();
     retired.push(3);
-    assert_eq!(freed(&mut retired, &epochs), []);
+    assert_eq!(freed(&mut retired, &epochs), [0_u32; 0]);
     drop(old);
     assert_eq!(freed(&mut retired, &epochs), [1, 2], "a pin holds back later items only");
     drop(young);
@@ -58,10 +58,14 @@ fn nested_pins_stay_as_old_as_the_first() {
     let reader = epochs.enroll();
     let outer = reader.pin();
     retired.push(1);
-    assert_eq!(freed(&mut retired, &epochs), []);
+    assert_eq!(freed(&mut retired, &epochs), [0_u32; 0]);
     let inner = reader.pin();
     drop(outer);
-    assert_eq!(freed(&mut retired, &epochs), [], "the pin that is left is as old as the outer");
+    assert_eq!(
+        freed(&mut retired, &epochs),
+        [0_u32; 0],
+        "the pin that is left is as old as the outer"
+    );
     drop(inner);
     assert_eq!(freed(&mut retired, &epochs), [1]);
 }
@@ -90,7 +94,7 @@ fn pages_grow_and_every_slot_counts() {
     for reader in &readers {
         let pin = reader.pin();
         retired.push(7);
-        assert_eq!(freed(&mut retired, &epochs), []);
+        assert_eq!(freed(&mut retired, &epochs), [0_u32; 0]);
         drop(pin);
         assert_eq!(freed(&mut retired, &epochs), [7]);
     }
@@ -107,7 +111,7 @@ fn threads_of_the_process_pin_in_one_domain() {
     });
     wait_entered.recv().expect("the thread sends");
     retired.push(1);
-    assert_eq!(freed(&mut retired, epochs()), []);
+    assert_eq!(freed(&mut retired, epochs()), [0_u32; 0]);
     leave.send(()).expect("the thread waits");
     thread.join().expect("the thread does not panic");
     // Other tests pin in this domain too, but none for ever.

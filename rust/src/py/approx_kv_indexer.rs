@@ -1,0 +1,152 @@
+//! The index for engines without events: it believes that a worker holds what was sent there lately.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use super::buffer::hashes;
+use super::error::raise;
+use super::index;
+use super::overlap::{OverlapScores, predictions};
+use super::query::{SHORT_TOKENS, Shape, detached, matches};
+use crate::clock::{Clock, SystemClock};
+use crate::error::Error;
+use crate::ids::Worker;
+use crate::index::{BlockIndex, Limits, Options, RadixIndex};
+
+/// Which worker probably holds which blocks, by where requests were sent.
+#[pyclass(frozen, module = "kvflash._core")]
+pub(super) struct ApproxKvIndexer {
+    index: RadixIndex,
+    block_size: u32,
+    time: Time,
+}
+
+/// The caller's clock, or the machine's, told to the index when it moves.
+struct Time {
+    system: SystemClock,
+    given: Option<Py<PyAny>>,
+    /// The index has let go of what was too old by then.
+    told_ms: AtomicU64,
+}
+
+impl Time {
+    fn tell(&self, py: Python<'_>, index: &dyn BlockIndex) -> PyResult<()> {
+        let now_ms = match &self.given {
+            None => self.system.now_ms(),
+            Some(clock) => {
+                let seconds: f64 = clock.bind(py).call0()?.extract()?;
+                if !(seconds.is_finite() && seconds >= 0.0) {
+                    let message =
+                        format!("clock must return finite seconds of at least 0, got {seconds}");
+                    return Err(raise(py, &Error::invalid(message)));
+                }
+                (seconds * 1_000.0) as u64
+            }
+        };
+        // Acquire and Release: who sees the time told sees also that the old ones are gone. A clock that
+        // goes back is taken to stand.
+        if now_ms > self.told_ms.load(Ordering::Acquire) {
+            py.detach(|| index.advance_to(now_ms));
+            self.told_ms.fetch_max(now_ms, Ordering::Release);
+        }
+        Ok(())
+    }
+}
+
+#[pymethods]
+impl ApproxKvIndexer {
+    #[new]
+    #[pyo3(signature = (block_size, ttl_s=120.0, *, capacity_blocks=0, clock=None))]
+    fn new(
+        py: Python<'_>,
+        block_size: u32,
+        ttl_s: f64,
+        capacity_blocks: usize,
+        clock: Option<Py<PyAny>>,
+    ) -> PyResult<Self> {
+        let block_size = index::block_size(py, block_size)?;
+        if !(0.001..=1e12).contains(&ttl_s) {
+            let message = format!("ttl_s must be seconds in 0.001..=1e12, got {ttl_s}");
+            return Err(raise(py, &Error::invalid(message)));
+        }
+        let predicted_ttl_ms = (ttl_s * 1_000.0) as u64;
+        let limits = Limits { predicted_ttl_ms, capacity_blocks, ..Limits::default() };
+        let options = Options { limits, hash_seed: rand::random(), ..Options::default() };
+        let (system, told_ms) = (SystemClock::default(), AtomicU64::new(0));
+        let time = Time { system, given: clock, told_ms };
+        Ok(Self { index: RadixIndex::new(options), block_size, time })
+    }
+
+    fn block_size(&self) -> u32 {
+        self.block_size
+    }
+
+    #[pyo3(signature = (token_ids, worker_id, dp_rank=0, lora_name=None, cache_salt=None))]
+    fn process_routing_decision_for_request(
+        &self,
+        py: Python<'_>,
+        token_ids: &Bound<'_, PyAny>,
+        worker_id: u64,
+        dp_rank: u32,
+        lora_name: Option<&str>,
+        cache_salt: Option<&str>,
+    ) -> PyResult<usize> {
+        let shape = Shape::new(self.block_size, lora_name, cache_salt);
+        let ids = index::token_ids(token_ids)?;
+        let ids: &[u32] = &ids.as_slice();
+        let worker = Worker::new(worker_id, dp_rank);
+        self.time.tell(py, &self.index)?;
+        Ok(py.detach(|| shape.hashed(ids, |locals| self.index.predict(worker, shape.seed, locals))))
+    }
+
+    #[pyo3(signature = (local_hashes, early_exit=false))]
+    fn find_matches(
+        &self,
+        py: Python<'_>,
+        local_hashes: &Bound<'_, PyAny>,
+        early_exit: bool,
+    ) -> PyResult<OverlapScores> {
+        // Accepted for those who pass it everywhere; predictions are counted in full.
+        let _ = early_exit;
+        let locals = hashes("local_hashes", local_hashes)?;
+        self.time.tell(py, &self.index)?;
+        Ok(matches(py, &self.index, locals.as_slice(), false, |found| {
+            OverlapScores::of(found.as_slice(), predictions)
+        }))
+    }
+
+    #[pyo3(signature = (token_ids, lora_name=None, cache_salt=None))]
+    fn find_matches_for_request(
+        &self,
+        py: Python<'_>,
+        token_ids: &Bound<'_, PyAny>,
+        lora_name: Option<&str>,
+        cache_salt: Option<&str>,
+    ) -> PyResult<OverlapScores> {
+        let shape = Shape::new(self.block_size, lora_name, cache_salt);
+        let ids = index::token_ids(token_ids)?;
+        let ids: &[u32] = &ids.as_slice();
+        self.time.tell(py, &self.index)?;
+        Ok(detached(py, ids.len() > SHORT_TOKENS, || shape.overlaps(&self.index, ids, predictions)))
+    }
+
+    fn remove_worker(&self, py: Python<'_>, worker_id: u64) -> usize {
+        py.detach(|| self.index.remove_instance(worker_id))
+    }
+
+    #[pyo3(signature = (worker_id, dp_rank=None))]
+    fn clear_all_blocks(&self, py: Python<'_>, worker_id: u64, dp_rank: Option<u32>) {
+        py.detach(|| index::clear(&self.index, worker_id, dp_rank));
+    }
+
+    fn workers(&self, py: Python<'_>) -> Vec<(u64, u32)> {
+        py.detach(|| index::workers(&self.index))
+    }
+
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        self.time.tell(py, &self.index)?;
+        index::stats(py, &self.index)
+    }
+}

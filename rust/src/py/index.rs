@@ -1,0 +1,72 @@
+//! What the classes over an index have in common.
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use super::buffer::{Integers, tokens};
+use super::error::raise;
+use crate::catalog::apply_router_event;
+use crate::codec::router::{KvEvent, RouterEvent};
+use crate::error::{Error, Result};
+use crate::hash;
+use crate::ids::{InstanceId, Tier, Worker};
+use crate::index::{BlockIndex, IndexStats};
+
+/// Applies an engine's event as JSON, on the device.
+pub(super) fn apply_event(index: &dyn BlockIndex, worker_id: u64, json: &[u8]) -> Result<()> {
+    let event: KvEvent = serde_json::from_slice(json)
+        .map_err(|error| Error::decode(error.column(), error.to_string()))?;
+    apply_router_event(index, &RouterEvent { worker_id, event, storage_tier: Tier::Device })
+}
+
+/// Clears an instance, or one rank of it.
+pub(super) fn clear(index: &dyn BlockIndex, id: InstanceId, dp_rank: Option<u32>) -> usize {
+    match dp_rank {
+        Some(rank) => index.clear(Worker::new(id, rank)),
+        None => index
+            .workers()
+            .into_iter()
+            .filter(|worker| worker.instance_id == id)
+            .map(|worker| index.clear(worker))
+            .sum(),
+    }
+}
+
+pub(super) fn workers(index: &dyn BlockIndex) -> Vec<(u64, u32)> {
+    index.workers().into_iter().map(|worker| (worker.instance_id, worker.dp_rank)).collect()
+}
+
+pub(super) fn stats<'py>(py: Python<'py>, index: &dyn BlockIndex) -> PyResult<Bound<'py, PyDict>> {
+    // All fields by name: one that is added to the index does not compile until it is told here.
+    macro_rules! dict {
+        ($stats:expr; $($field:ident),* $(,)?) => {{
+            let IndexStats { $($field),* } = $stats;
+            let dict = PyDict::new(py);
+            $(dict.set_item(stringify!($field), $field)?;)*
+            Ok(dict)
+        }};
+    }
+    dict!(py.detach(|| index.stats());
+        workers, holders, unique_blocks, memberships, predicted, orphans_total, self_references_total,
+        slots_exhausted_total, refused_blocks_total, unknown_removals_total, duplicate_blocks_total,
+        moved_blocks_total, evicted_blocks_total, expired_blocks_total, bytes,
+    )
+}
+
+pub(super) fn token_ids(object: &Bound<'_, PyAny>) -> PyResult<Integers<u32>> {
+    tokens("token_ids", object)
+}
+
+pub(super) fn block_size(py: Python<'_>, size: u32) -> PyResult<u32> {
+    hash::check_block_size(size).map_err(|error| raise(py, &error))
+}
+
+/// A tier by the name routers give it, or by an engine's medium.
+pub(super) fn tier(py: Python<'_>, name: &str) -> PyResult<Tier> {
+    Tier::from_name(name).or_else(|| Tier::from_medium(name)).ok_or_else(|| {
+        let message = format!(
+            "tier must be device, host_pinned, disk, external or an engine's medium, got {name:?}"
+        );
+        raise(py, &Error::invalid(message))
+    })
+}

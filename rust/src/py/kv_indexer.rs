@@ -1,0 +1,273 @@
+//! The index with a block size: events in, overlaps of prompts out.
+
+use pyo3::prelude::*;
+use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
+use pyo3::types::{PyDict, PyList};
+
+use super::buffer::{Room, hashes};
+use super::error::{OrRaise, raise};
+use super::index;
+use super::overlap::{OverlapScores, facts};
+use super::query::{SHORT_TOKENS, Shape, detached, matches};
+use crate::catalog::{apply_router_event, dump_events, store_blocks};
+use crate::codec::router::RouterEvent;
+use crate::error::{Error, Result};
+use crate::hash;
+use crate::ids::{InstanceId, Worker};
+use crate::index::{Block, BlockIndex, CountMode, Limits, Match, Options, RadixIndex};
+
+/// Which worker holds which blocks, by what engines report.
+#[pyclass(frozen, module = "kvflash._core")]
+pub(super) struct KvIndexer {
+    index: RadixIndex,
+    block_size: u32,
+}
+
+/// A router event's JSON, as a dump gives it or as it came over a wire.
+#[derive(FromPyObject)]
+enum Json {
+    Text(PyBackedStr),
+    Bytes(PyBackedBytes),
+}
+
+impl Json {
+    fn as_bytes(&self) -> &[u8] {
+        match self {
+            Self::Text(text) => text.as_bytes(),
+            Self::Bytes(bytes) => bytes,
+        }
+    }
+}
+
+#[pymethods]
+impl KvIndexer {
+    #[new]
+    #[pyo3(signature = (block_size, *, count_mode="copies", max_blocks=0, capacity_blocks=0, max_bytes=0))]
+    fn new(
+        py: Python<'_>,
+        block_size: u32,
+        count_mode: &str,
+        max_blocks: usize,
+        capacity_blocks: usize,
+        max_bytes: usize,
+    ) -> PyResult<Self> {
+        let block_size = index::block_size(py, block_size)?;
+        let count_mode = match count_mode {
+            "copies" => CountMode::Copies,
+            "set" => CountMode::Set,
+            other => {
+                let message = format!("count_mode must be \"copies\" or \"set\", got {other:?}");
+                return Err(raise(py, &Error::invalid(message)));
+            }
+        };
+        let limits = Limits { max_blocks, capacity_blocks, max_bytes, ..Limits::default() };
+        let options = Options { count_mode, limits, hash_seed: rand::random() };
+        Ok(Self { index: RadixIndex::new(options), block_size })
+    }
+
+    fn block_size(&self) -> u32 {
+        self.block_size
+    }
+
+    fn apply_event(
+        &self,
+        py: Python<'_>,
+        worker_id: u64,
+        kv_cache_event_bytes: &[u8],
+    ) -> PyResult<()> {
+        py.detach(|| index::apply_event(&self.index, worker_id, kv_cache_event_bytes)).or_raise(py)
+    }
+
+    fn apply_events(&self, py: Python<'_>, events: Vec<Json>) -> PyResult<usize> {
+        py.detach(|| {
+            for (at, json) in events.iter().enumerate() {
+                let apply = || -> Result<()> {
+                    apply_router_event(&self.index, &RouterEvent::from_json(json.as_bytes())?)
+                };
+                apply().map_err(|error| match error {
+                    Error::Decode { offset, reason } => {
+                        Error::decode(offset, format!("events[{at}]: {reason}"))
+                    }
+                    other => Error::invalid(format!("events[{at}]: {other}")),
+                })?;
+            }
+            Ok(events.len())
+        })
+        .or_raise(py)
+    }
+
+    #[pyo3(signature = (
+        worker_id, block_hashes, local_hashes, parent_hash=None, dp_rank=0, tier="device", *,
+        lora_name=None, cache_salt=None
+    ))]
+    #[allow(clippy::too_many_arguments)]
+    fn store(
+        &self,
+        py: Python<'_>,
+        worker_id: u64,
+        block_hashes: &Bound<'_, PyAny>,
+        local_hashes: &Bound<'_, PyAny>,
+        parent_hash: Option<&Bound<'_, PyAny>>,
+        dp_rank: u32,
+        tier: &str,
+        lora_name: Option<&str>,
+        cache_salt: Option<&str>,
+    ) -> PyResult<u32> {
+        let (worker, tier) = (Worker::new(worker_id, dp_rank), index::tier(py, tier)?);
+        let names = hashes("block_hashes", block_hashes)?;
+        let locals = hashes("local_hashes", local_hashes)?;
+        let parent = parent_hash.map(|name| one_hash(py, name)).transpose()?;
+        let (names, locals) = (names.as_slice(), locals.as_slice());
+        if names.len() != locals.len() {
+            let (names, locals) = (names.len(), locals.len());
+            let message = format!(
+                "block_hashes and local_hashes must be of one length, got {names} and {locals}"
+            );
+            return Err(raise(py, &Error::invalid(message)));
+        }
+        let seed = hash::identity_seed(lora_name, cache_salt);
+        py.detach(|| {
+            let blocks: Vec<Block> = names
+                .iter()
+                .zip(locals)
+                .map(|(&engine_hash, &local_hash)| Block { engine_hash, local_hash })
+                .collect();
+            let outcome = store_blocks(&self.index, worker, tier, parent, seed, &blocks)?;
+            Ok(outcome.added + outcome.moved)
+        })
+        .or_raise(py)
+    }
+
+    #[pyo3(signature = (worker_id, block_hashes, dp_rank=0, tier="device"))]
+    fn remove(
+        &self,
+        py: Python<'_>,
+        worker_id: u64,
+        block_hashes: &Bound<'_, PyAny>,
+        dp_rank: u32,
+        tier: &str,
+    ) -> PyResult<u32> {
+        let (worker, tier) = (Worker::new(worker_id, dp_rank), index::tier(py, tier)?);
+        let names = hashes("block_hashes", block_hashes)?;
+        let names = names.as_slice();
+        Ok(py.detach(|| self.index.remove(worker, tier, names).removed))
+    }
+
+    #[pyo3(signature = (local_hashes, early_exit=false))]
+    fn find_matches(
+        &self,
+        py: Python<'_>,
+        local_hashes: &Bound<'_, PyAny>,
+        early_exit: bool,
+    ) -> PyResult<OverlapScores> {
+        let locals = hashes("local_hashes", local_hashes)?;
+        Ok(matches(py, &self.index, locals.as_slice(), early_exit, |found| {
+            OverlapScores::of(found.as_slice(), facts)
+        }))
+    }
+
+    #[pyo3(signature = (token_ids, lora_name=None, cache_salt=None))]
+    fn find_matches_for_request(
+        &self,
+        py: Python<'_>,
+        token_ids: &Bound<'_, PyAny>,
+        lora_name: Option<&str>,
+        cache_salt: Option<&str>,
+    ) -> PyResult<OverlapScores> {
+        let shape = Shape::new(self.block_size, lora_name, cache_salt);
+        let ids = index::token_ids(token_ids)?;
+        let ids: &[u32] = &ids.as_slice();
+        Ok(detached(py, ids.len() > SHORT_TOKENS, || shape.overlaps(&self.index, ids, facts)))
+    }
+
+    #[pyo3(signature = (requests, lora_name=None, cache_salt=None))]
+    fn find_many(
+        &self,
+        py: Python<'_>,
+        requests: &Bound<'_, PyList>,
+        lora_name: Option<&str>,
+        cache_salt: Option<&str>,
+    ) -> PyResult<Vec<OverlapScores>> {
+        let shape = Shape::new(self.block_size, lora_name, cache_salt);
+        let ids =
+            requests.iter().map(|one| index::token_ids(&one)).collect::<PyResult<Vec<_>>>()?;
+        let ids: Vec<_> = ids.iter().map(|one| one.as_slice()).collect();
+        Ok(py.detach(|| ids.iter().map(|one| shape.overlaps(&self.index, one, facts)).collect()))
+    }
+
+    fn top(
+        &self,
+        py: Python<'_>,
+        local_hashes: &Bound<'_, PyAny>,
+        k: usize,
+    ) -> PyResult<Vec<(u64, u32, u32)>> {
+        let locals = hashes("local_hashes", local_hashes)?;
+        Ok(matches(py, &self.index, locals.as_slice(), false, |found| {
+            found.keep_top(k);
+            let deepest = found.as_slice().iter().filter(|found| found.device > 0);
+            deepest
+                .map(|found| (found.worker.instance_id, found.worker.dp_rank, found.device))
+                .collect()
+        }))
+    }
+
+    fn find_matches_into(
+        &self,
+        py: Python<'_>,
+        local_hashes: &Bound<'_, PyAny>,
+        worker_ids: &Bound<'_, PyAny>,
+        dp_ranks: &Bound<'_, PyAny>,
+        depths: &Bound<'_, PyAny>,
+    ) -> PyResult<usize> {
+        let locals = hashes("local_hashes", local_hashes)?;
+        let ids = Room::<u64>::of("worker_ids", worker_ids)?;
+        let ranks = Room::<u32>::of("dp_ranks", dp_ranks)?;
+        let depths = Room::<u32>::of("depths", depths)?;
+        let room = ids.len().min(ranks.len()).min(depths.len());
+        Ok(matches(py, &self.index, locals.as_slice(), false, |found| {
+            let held = |found: &&Match| found.device > 0;
+            if found.as_slice().iter().filter(held).count() > room {
+                found.keep_top(room);
+            }
+            let mut count = 0;
+            for found in found.as_slice().iter().filter(held) {
+                ids.write(count, found.worker.instance_id);
+                ranks.write(count, found.worker.dp_rank);
+                depths.write(count, found.device);
+                count += 1;
+            }
+            count
+        }))
+    }
+
+    fn remove_worker(&self, py: Python<'_>, worker_id: u64) -> usize {
+        py.detach(|| self.index.remove_instance(worker_id))
+    }
+
+    #[pyo3(signature = (worker_id, dp_rank=None))]
+    fn clear_all_blocks(&self, py: Python<'_>, worker_id: u64, dp_rank: Option<u32>) -> usize {
+        py.detach(|| index::clear(&self.index, worker_id, dp_rank))
+    }
+
+    fn dump_tree_as_events(&self, py: Python<'_>) -> Vec<String> {
+        py.detach(|| dump_events(&self.index).map(|event| event.to_json()).collect())
+    }
+
+    fn workers(&self, py: Python<'_>) -> Vec<(InstanceId, u32)> {
+        py.detach(|| index::workers(&self.index))
+    }
+
+    #[pyo3(signature = (worker_id, dp_rank=0))]
+    fn block_count(&self, py: Python<'_>, worker_id: u64, dp_rank: u32) -> usize {
+        py.detach(|| self.index.blocks(Worker::new(worker_id, dp_rank)))
+    }
+
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        index::stats(py, &self.index)
+    }
+}
+
+fn one_hash(py: Python<'_>, value: &Bound<'_, PyAny>) -> PyResult<u64> {
+    let list = PyList::new(py, [value])?;
+    hashes("parent_hash", list.as_any()).map(|one| one.as_slice()[0])
+}

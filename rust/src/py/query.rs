@@ -1,0 +1,87 @@
+//! How Python's queries run: buffers of the thread, and the GIL given up where it pays.
+
+use std::cell::RefCell;
+
+use pyo3::prelude::*;
+
+use super::overlap::OverlapScores;
+use crate::hash;
+use crate::index::{BlockIndex, Match, Matches};
+
+/// Tokens that are hashed in a microsecond or two: giving up the GIL for less costs more than it
+/// frees, and other threads may keep it for milliseconds.
+pub(super) const SHORT_TOKENS: usize = 8_192;
+/// Blocks that are walked in about that time.
+pub(super) const SHORT_BLOCKS: usize = 256;
+
+thread_local! {
+    // Grown to the thread's largest query and reused by the next.
+    static LOCALS: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+    static MATCHES: RefCell<Matches> = RefCell::default();
+}
+
+/// Runs `work`, without the GIL when it `is_long`.
+pub(super) fn detached<T: Send>(
+    py: Python<'_>,
+    is_long: bool,
+    work: impl FnOnce() -> T + Send,
+) -> T {
+    if is_long { py.detach(work) } else { work() }
+}
+
+/// What `read` makes of the matches of `locals`.
+pub(super) fn matches<T: Send>(
+    py: Python<'_>,
+    index: &dyn BlockIndex,
+    locals: &[u64],
+    early_exit: bool,
+    read: impl FnOnce(&mut Matches) -> T + Send,
+) -> T {
+    detached(py, locals.len() > SHORT_BLOCKS, || {
+        MATCHES.with_borrow_mut(|matches| {
+            if early_exit {
+                index.find_matches_early_exit(locals, matches);
+            } else {
+                index.find_matches(locals, matches);
+            }
+            read(matches)
+        })
+    })
+}
+
+/// Identity and block size of a prompt.
+#[derive(Clone, Copy)]
+pub(super) struct Shape {
+    pub block_size: u32,
+    pub seed: u64,
+}
+
+impl Shape {
+    pub fn new(block_size: u32, lora_name: Option<&str>, cache_salt: Option<&str>) -> Self {
+        Self { block_size, seed: hash::identity_seed(lora_name, cache_salt) }
+    }
+
+    /// Hashes `tokens` into the thread's buffer for `work`.
+    pub fn hashed<T>(self, tokens: &[u32], work: impl FnOnce(&[u64]) -> T) -> T {
+        LOCALS.with_borrow_mut(|locals| {
+            locals.clear();
+            hash::local_hashes_into(tokens, self.block_size, self.seed, locals);
+            work(locals)
+        })
+    }
+
+    /// The overlaps of a prompt; runs without Python.
+    pub fn overlaps(
+        self,
+        index: &dyn BlockIndex,
+        tokens: &[u32],
+        counted: fn(&Match) -> Match,
+    ) -> OverlapScores {
+        self.hashed(tokens, |locals| {
+            MATCHES.with_borrow_mut(|matches| {
+                index.find_matches(locals, matches);
+                OverlapScores::of(matches.as_slice(), counted)
+            })
+        })
+    }
+}
