@@ -50,7 +50,7 @@ fn held(index: &dyn BlockIndex) -> Held {
 
 /// The seed that a prompt with this first block was hashed with: identity belongs to the content.
 fn seed_of(first: u64) -> u64 {
-    if first % 3 == 0 { 1337 } else { first }
+    if first.is_multiple_of(3) { 1337 } else { first }
 }
 
 /// Random events: all tiers, copies, further names, moved names, holes, predictions.
@@ -119,7 +119,7 @@ fn what_is_saved_comes_back() {
     let (mut memberships, mut holes, mut matches) = (0, 0, 0);
     for seed in 0..60 {
         let mut rng = SmallRng::seed_from_u64(seed);
-        let mode = if seed % 2 == 0 { CountMode::Set } else { CountMode::Copies };
+        let mode = if seed.is_multiple_of(2) { CountMode::Set } else { CountMode::Copies };
         let index = RadixIndex::new(options(mode));
         play(&index, &mut rng, 40 * (1 + seed as usize % 8), 8 + seed);
         let bytes = saved(&index);

@@ -40,6 +40,7 @@ pub(super) struct Copied {
 }
 
 /// A run that something of the worker is in or below.
+#[derive(Clone, Copy)]
 struct Path {
     depth: u32,
     run: RunId,
@@ -129,89 +130,115 @@ impl Copied {
     pub fn events(mut self, shared: &Shared, pin: &Pin<'_>) -> Vec<DumpEvent> {
         self.parts.sort_unstable();
         let paths = self.paths(shared, pin);
-        let parts_of: HashMap<RunId, (usize, usize)> =
-            paths.iter().map(|path| (path.run, path.parts)).collect();
-        let extra: BTreeMap<Loc, Vec<(Tier, u64)>> =
-            self.extra.iter().fold(BTreeMap::new(), |mut all, ((loc, tier), name)| {
-                all.entry(*loc).or_insert_with(Vec::new).push((*tier, *name));
-                all
-            });
-        let copies: HashMap<(Tier, u64), u32> = self.copies.iter().copied().collect();
-        let (mut events, mut fillers) = (Vec::with_capacity(self.parts.len()), Vec::new());
-        let mut bounds: Vec<u32> = Vec::new();
-        for Path { run, parent, attach, needed, parts, .. } in paths {
-            let labels = shared.runs.get(pin, run).labels();
-            let seed = self.seeds.get(&run).copied().unwrap_or(DEFAULT_SEED);
-            let parts = &self.parts[parts.0..parts.1];
-            let above = attach.checked_sub(1).filter(|_| parent != ROOT).map(|before| {
-                let parts = parts_of[&parent];
-                self.call(parent, &self.parts[parts.0..parts.1], before)
-            });
-            let before = |offset: u32| match offset {
-                0 => above,
-                offset => Some(self.call(run, parts, offset - 1)),
-            };
-            // Between these bounds the same tiers have all or none.
-            bounds.clear();
-            bounds.extend([0, needed]);
-            bounds.extend(parts.iter().flat_map(|p| [u32::from(p.start), u32::from(p.end)]));
-            bounds.sort_unstable();
-            bounds.dedup();
-            for stretch in bounds.windows(2) {
-                let (start, end) = (stretch[0], stretch[1]);
-                let labels = &labels[start as usize..end as usize];
-                let mut store = |tier, names: &[u64]| {
-                    let block = |(name, label): (&u64, &u64)| Block {
-                        engine_hash: *name,
-                        local_hash: *label,
-                    };
-                    let blocks = names.iter().zip(labels).map(block).collect();
-                    events.push(DumpEvent::Stored { tier, parent: before(start), seed, blocks });
-                };
-                let is_there =
-                    |part: &&Part| u32::from(part.start) <= start && end <= u32::from(part.end);
-                let mut is_held = false;
-                for part in parts.iter().filter(is_there) {
-                    let at = part.at + start as usize - usize::from(part.start);
-                    store(part.tier, &self.names[at..at + labels.len()]);
-                    is_held = true;
-                }
-                if !is_held {
-                    let from = fillers.len();
-                    fillers.extend((start..end).map(|offset| self.call(run, &[], offset)));
-                    store(Tier::Device, &fillers[from..]);
-                }
-            }
-            if extra.is_empty() && copies.is_empty() {
-                continue;
-            }
-            for part in parts {
-                for offset in part.start..part.end {
-                    let loc = Loc { run, offset: offset.into() };
-                    let own = self.names[part.at + usize::from(offset - part.start)];
-                    let others = extra.get(&loc).into_iter().flatten();
-                    let others = others.filter(|(tier, _)| *tier == part.tier);
-                    let others = others.map(|(_, name)| (*name, 1));
-                    for (name, first) in std::iter::once((own, 0)).chain(others) {
-                        let times =
-                            copies.get(&(part.tier, name)).copied().unwrap_or(1) - 1 + first;
-                        let block =
-                            Block { engine_hash: name, local_hash: labels[usize::from(offset)] };
-                        let again = DumpEvent::Stored {
-                            tier: part.tier,
-                            parent: before(offset.into()),
-                            seed,
-                            blocks: vec![block],
-                        };
-                        events.extend(std::iter::repeat_n(again, times as usize));
-                    }
-                }
-            }
+        let mut extra: BTreeMap<Loc, Vec<(Tier, u64)>> = BTreeMap::new();
+        for ((loc, tier), name) in &self.extra {
+            extra.entry(*loc).or_default().push((*tier, *name));
         }
+        let mut dump = Dump {
+            parts_of: paths.iter().map(|path| (path.run, path.parts)).collect(),
+            extra,
+            copies: self.copies.iter().copied().collect(),
+            events: Vec::with_capacity(self.parts.len()),
+            fillers: Vec::new(),
+            bounds: Vec::new(),
+            copied: &self,
+        };
+        for path in paths {
+            let labels = shared.runs.get(pin, path.run).labels();
+            dump.add_run(path, labels);
+        }
+        let Dump { mut events, mut fillers, .. } = dump;
         if !fillers.is_empty() {
             fillers.reverse();
             events.push(DumpEvent::Removed { tier: Tier::Device, names: fillers });
         }
         events
+    }
+}
+
+/// A dump that is being written.
+struct Dump<'a> {
+    copied: &'a Copied,
+    /// Of runs and those above them, as indices of [`Copied::parts`].
+    parts_of: HashMap<RunId, (usize, usize)>,
+    extra: BTreeMap<Loc, Vec<(Tier, u64)>>,
+    copies: HashMap<(Tier, u64), u32>,
+    events: Vec<DumpEvent>,
+    /// Names of blocks that are stored only so that others find their place.
+    fillers: Vec<u64>,
+    bounds: Vec<u32>,
+}
+
+impl<'a> Dump<'a> {
+    fn parts(&self, run: RunId) -> &'a [Part] {
+        let (from, to) = self.parts_of[&run];
+        &self.copied.parts[from..to]
+    }
+
+    /// What the block before the one at `offset` is called.
+    fn before(&self, path: &Path, offset: u32) -> Option<u64> {
+        let Path { run, parent, attach, .. } = *path;
+        let (run, at) = if offset > 0 { (run, offset) } else { (parent, attach) };
+        let before = at.checked_sub(1).filter(|_| run != ROOT)?;
+        Some(self.copied.call(run, self.parts(run), before))
+    }
+
+    /// Stores what is held of a run, and what is needed of it besides.
+    fn add_run(&mut self, path: Path, labels: &[u64]) {
+        let parts = self.parts(path.run);
+        // Between these bounds the same tiers have all or none.
+        let mut bounds = std::mem::take(&mut self.bounds);
+        bounds.clear();
+        bounds.extend([0, path.needed]);
+        bounds.extend(parts.iter().flat_map(|p| [u32::from(p.start), u32::from(p.end)]));
+        bounds.sort_unstable();
+        bounds.dedup();
+        for stretch in bounds.windows(2) {
+            let (start, end) = (stretch[0], stretch[1]);
+            let is_there =
+                |part: &&Part| u32::from(part.start) <= start && end <= u32::from(part.end);
+            let mut is_held = false;
+            for part in parts.iter().filter(is_there) {
+                let at = part.at + start as usize - usize::from(part.start);
+                let names = &self.copied.names[at..][..(end - start) as usize];
+                self.store(&path, part.tier, start, names, labels);
+                is_held = true;
+            }
+            if !is_held {
+                let name = |offset| self.copied.call(path.run, &[], offset);
+                let names: Vec<u64> = (start..end).map(name).collect();
+                self.store(&path, Tier::Device, start, &names, labels);
+                self.fillers.extend(names);
+            }
+        }
+        self.bounds = bounds;
+        if !self.extra.is_empty() || !self.copies.is_empty() {
+            parts.iter().for_each(|part| self.add_again(&path, part, labels));
+        }
+    }
+
+    /// Stores what is held more than once, or under further names.
+    fn add_again(&mut self, path: &Path, part: &Part, labels: &[u64]) {
+        for (nth, offset) in (part.start..part.end).enumerate() {
+            let offset = u32::from(offset);
+            let mut again = vec![(self.copied.names[part.at + nth], 0)];
+            let others = self.extra.get(&Loc { run: path.run, offset }).into_iter().flatten();
+            let others = others.filter(|(tier, _)| *tier == part.tier);
+            again.extend(others.map(|(_, name)| (*name, 1)));
+            for (name, first) in again {
+                let times = self.copies.get(&(part.tier, name)).copied().unwrap_or(1) - 1 + first;
+                for _ in 0..times {
+                    self.store(path, part.tier, offset, &[name], labels);
+                }
+            }
+        }
+    }
+
+    fn store(&mut self, path: &Path, tier: Tier, start: u32, names: &[u64], labels: &[u64]) {
+        let block = |(name, label): (&u64, &u64)| Block { engine_hash: *name, local_hash: *label };
+        let blocks = names.iter().zip(&labels[start as usize..]).map(block).collect();
+        let seed = self.copied.seeds.get(&path.run).copied().unwrap_or(DEFAULT_SEED);
+        let parent = self.before(path, start);
+        self.events.push(DumpEvent::Stored { tier, parent, seed, blocks });
     }
 }
