@@ -48,7 +48,9 @@ wheel: $(VENV)/.ready
 	$(BIN)/maturin build --release --out dist
 
 fuzz:
-	cd fuzz && RUSTC_BOOTSTRAP=1 cargo fuzz run decode_batch -- -max_total_time=$(or $(SECONDS),300)
+	cd fuzz && for target in decode_batch load_snapshot; do \
+		RUSTC_BOOTSTRAP=1 cargo fuzz run $$target -- -max_total_time=$(or $(SECONDS),300) || exit 1; \
+	done
 
 # Every interleaving of the index's shared memory that few preemptions can bring about.
 loom:

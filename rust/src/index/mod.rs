@@ -15,6 +15,7 @@ mod arena;
 mod check;
 mod matches;
 pub mod oracle;
+pub mod snapshot;
 mod trie;
 mod types;
 
@@ -156,10 +157,11 @@ pub trait BlockIndex: Send + Sync {
     /// Events that make an empty index hold what `worker` holds now. See [`DumpEvent`].
     ///
     /// # Consistency
-    /// One moment: events wait meanwhile.
+    /// One moment.
     ///
     /// # Cost
-    /// As [`BlockIndex::memberships`].
+    /// O(n) for the worker's n blocks and the length of their prompts, 32 bytes of memory a block. Events
+    /// of all workers wait while the names are copied, some nanoseconds a block.
     fn dump_worker(&self, worker: Worker) -> Vec<DumpEvent>;
 
     /// Sizes and counters.

@@ -1,16 +1,14 @@
-//! What a worker holds, written out: as a list, and as events that make an empty index hold the same.
+//! What a worker holds, written out as a list, or copied for a dump.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
+use super::events::{Copied, Part};
 use super::run::Loc;
 use super::writer::Writer;
 use crate::hash::extend;
 use crate::ids::{Tier, Worker};
 use crate::index::arena::runs::{ROOT, RunId};
-use crate::index::types::{Block, DEFAULT_SEED, DumpEvent, Membership};
-
-/// Fillers get names that no engine has, but by a chance of 2^-64 each.
-const FILLER: u64 = 0x6b76_666c_6173_6821;
+use crate::index::types::{DEFAULT_SEED, Membership};
 
 /// The runs that a worker has blocks of and those above them, parents first; with each, behind how many
 /// of its blocks something of the worker is.
@@ -111,87 +109,41 @@ impl Writer {
         self.seeds.get(&run).copied().unwrap_or(DEFAULT_SEED)
     }
 
-    pub fn dump(&self, worker: Worker) -> Vec<DumpEvent> {
-        let Some(&number) = self.numbers.get(&worker) else { return Vec::new() };
-        let paths = self.paths(number);
-        let slots: Vec<u16> = self.worker(number).fact_slots().collect();
-        let (mut events, mut fillers) = (Vec::new(), Vec::new());
-        // What the last needed blocks of runs are called in the dump.
-        let mut called: BTreeMap<RunId, Vec<u64>> = BTreeMap::new();
-        for (run, needed) in &paths {
-            let at = self.shared.runs.peek(&self.runs, *run);
-            let (above, attach) = at.place();
-            let above = (attach as usize).checked_sub(1).map(|before| called[&above][before]);
-            let seed = self.seed_of(*run);
-            let mut names: Vec<u64> = Vec::with_capacity(*needed);
-            // Between these bounds the same tiers have all or none.
-            let mut bounds = BTreeSet::from([0, *needed]);
-            let members: Vec<_> = slots
-                .iter()
-                .filter_map(|slot| {
-                    Some((*slot, self.members.get(*self.slot(*slot).members.get(run)?)))
-                })
-                .collect();
-            for (start, end) in members.iter().flat_map(|(_, member)| member.spans.iter()) {
-                bounds.extend([usize::from(start), usize::from(end)]);
-            }
-            let bounds: Vec<usize> = bounds.into_iter().collect();
-            for part in bounds.windows(2) {
-                let (start, end) = (part[0], part[1]);
-                let parent = if start == 0 { above } else { Some(names[start - 1]) };
-                let store = |tier, named: &[u64]| {
-                    let blocks = named
-                        .iter()
-                        .zip(&at.labels()[start..end])
-                        .map(|(name, label)| Block { engine_hash: *name, local_hash: *label });
-                    DumpEvent::Stored { tier, parent, seed, blocks: blocks.collect() }
-                };
-                for (slot, member) in &members {
-                    if !member.spans.contains(start as u16) {
-                        continue;
-                    }
-                    let named: Vec<u64> =
-                        (start..end).filter_map(|at| self.name_at(member, at)).collect();
-                    events.push(store(Tier::ALL[self.slot(*slot).plane.number()], &named));
-                    if names.len() == start {
-                        names.extend(named);
-                    }
-                }
-                if names.len() == start {
-                    let filler = |at: usize| FILLER ^ (u64::from(*run) << 20 | at as u64);
-                    let named: Vec<u64> = (start..end).map(filler).collect();
-                    events.push(store(Tier::Device, &named));
-                    fillers.extend_from_slice(&named);
-                    names.extend(named);
+    /// Room that a copy of what `worker` holds will need.
+    pub fn measure(&self, worker: Worker) -> (usize, usize) {
+        let slots = self.numbers.get(&worker).map(|number| self.worker(*number).fact_slots());
+        let sizes = slots.into_iter().flatten().map(|slot| self.slot(slot));
+        sizes.fold((0, 0), |(parts, names), slot| (parts + slot.members.len(), names + slot.held))
+    }
+
+    /// Copies what `worker` holds, as it is: names, and where they belong. Labels are left to be read
+    /// later, under a pin that is older than the copy.
+    pub fn copy_of(&self, worker: Worker, copied: &mut Copied) {
+        let Some(&number) = self.numbers.get(&worker) else { return };
+        for slot in self.worker(number).fact_slots() {
+            let state = self.slot(slot);
+            let tier = Tier::ALL[state.plane.number()];
+            for (run, id) in &state.members {
+                let member = self.members.get(*id);
+                let column = &self.metas.get(*run).column(member.column).names;
+                for (start, end) in member.spans.iter() {
+                    let at = copied.names.len();
+                    copied.names.extend_from_slice(&column[usize::from(start)..usize::from(end)]);
+                    copied.parts.push(Part { run: *run, tier, start, end, at });
                 }
             }
-            for (slot, member) in &members {
-                let state = self.slot(*slot);
-                if state.copies.is_empty() && state.extra.is_empty() {
-                    continue;
-                }
-                let tier = Tier::ALL[state.plane.number()];
-                for offset in member.spans.iter().flat_map(|(start, end)| start..end) {
-                    let offset = usize::from(offset);
-                    let loc = Loc { run: *run, offset: offset as u32 };
-                    let parent = if offset == 0 { above } else { Some(names[offset - 1]) };
-                    let extra = state.extra.all_at(loc).map(|name| (name, 1));
-                    let own = self.name_at(member, offset).map(|name| (name, 0));
-                    for (name, first) in own.into_iter().chain(extra) {
-                        let times = state.copies.get(&name).copied().unwrap_or(1) - 1 + first;
-                        let block = Block { engine_hash: name, local_hash: at.labels()[offset] };
-                        let blocks = vec![block];
-                        let again = DumpEvent::Stored { tier, parent, seed, blocks };
-                        events.extend(std::iter::repeat_n(again, times as usize));
-                    }
+            copied.extra.extend(state.extra.iter().map(|(name, loc)| ((loc, tier), name)));
+            copied.copies.extend(state.copies.iter().map(|(name, n)| ((tier, *name), *n)));
+            if self.seeds.is_empty() {
+                continue;
+            }
+            // Runs between those held and the root have seeds of their own.
+            for run in state.members.keys().chain(state.waiting.keys()) {
+                let mut run = *run;
+                while run != ROOT && copied.seeds.insert(run, self.seed_of(run)).is_none() {
+                    run = self.shared.runs.peek(&self.runs, run).place().0;
                 }
             }
-            called.insert(*run, names);
         }
-        if !fillers.is_empty() {
-            fillers.reverse();
-            events.push(DumpEvent::Removed { tier: Tier::Device, names: fillers });
-        }
-        events
     }
 }

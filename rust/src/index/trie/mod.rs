@@ -5,8 +5,8 @@
 //! changes its place. Who has how much of a run is one word ([`cover`](super::arena::cover)).
 //!
 //! The room: `walk` (the query), `writer` (events), `names` (from an engine's name to a block), `filter`
-//! (names that anyone has), `limits` (eviction and age), `dump`, `seats` (worker <-> slot), `holder`,
-//! `run`, `spans`, `paged` (what the writer keeps).
+//! (names that anyone has), `limits` (eviction and age), `dump` and `events` (what a worker holds,
+//! written out), `seats` (worker <-> slot), `holder`, `run`, `spans`, `paged` (what the writer keeps).
 
 use std::sync::Arc;
 
@@ -24,6 +24,7 @@ use crate::ids::{InstanceId, Tier, Worker};
 
 mod audit;
 mod dump;
+mod events;
 mod filter;
 mod holder;
 mod limits;
@@ -35,6 +36,7 @@ mod spans;
 mod walk;
 mod writer;
 
+use events::Copied;
 pub(super) use walk::Scratch;
 use writer::Writer;
 
@@ -174,7 +176,12 @@ impl BlockIndex for RadixIndex {
     }
 
     fn dump_worker(&self, worker: Worker) -> Vec<DumpEvent> {
-        self.writer.lock().dump(worker)
+        // Not under the lock: making room, and making events. The pin keeps what the copy speaks of.
+        let pin = pin();
+        let room = self.writer.lock().measure(worker);
+        let mut copied = Copied::with_room(room);
+        self.writer.lock().copy_of(worker, &mut copied);
+        copied.events(&self.shared, &pin)
     }
 
     fn stats(&self) -> IndexStats {

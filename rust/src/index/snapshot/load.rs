@@ -1,0 +1,254 @@
+//! Reading a snapshot: nothing is believed, and nothing is applied before it was checked.
+
+use std::io::Read;
+
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::format::{HEAD_BYTES, SECTION_BYTES, STEP_BYTES, Section, Step, column, decode_head};
+use super::source::Source;
+use super::{Cause, Expected, LoadError, Loaded, Lost, Meta, Restored};
+use crate::ids::{Tier, Worker};
+use crate::index::BlockIndex;
+use crate::index::types::Block;
+
+/// Reads a snapshot into `index`, section by section, and no further than its last one.
+///
+/// A section is applied when it is whole and valid, and taken back when the index does not take all of
+/// it. A damaged one costs its worker only. Workers that hold blocks already are left as they are: load
+/// before events of the snapshot's workers come in.
+///
+/// # Errors
+/// When the head is no snapshot's, is damaged, or is not as `expected`. Then nothing was applied.
+///
+/// # Consistency
+/// Queries and events of other workers go on meanwhile; a worker's blocks appear step by step.
+///
+/// # Cost
+/// O(blocks), and memory for the largest section. Never more memory than a small multiple of the bytes
+/// that came.
+pub fn load(
+    index: &dyn BlockIndex,
+    from: &mut impl Read,
+    expected: &Expected<'_>,
+) -> Result<Loaded, LoadError> {
+    let mut source = Source::new(from);
+    let (meta, workers) = head(&mut source)?;
+    check(&meta, expected)?;
+    let mut loaded = Loaded { meta, workers: Vec::new(), lost: Vec::new(), cut: false };
+    let mut blocks = Vec::new();
+    let mut next = 0;
+    while next < workers.len() {
+        match section(&mut source, &workers, next) {
+            Ok(Found { section, skipped }) => {
+                let lost = workers[next..next + skipped].iter();
+                let lost = lost.map(|worker| Lost { worker: *worker, cause: Cause::Header });
+                loaded.lost.extend(lost);
+                next += skipped;
+                if section.body_bytes().is_none() {
+                    let cause = Cause::Invalid("a section's length");
+                    loaded.lost.push(Lost { worker: section.worker, cause });
+                    // Where the next one begins has to be found.
+                    next += 1;
+                    continue;
+                }
+                match body(index, &mut source, &section, &mut blocks) {
+                    Ok(restored) => loaded.workers.push(restored),
+                    Err(cause @ (Cause::Cut | Cause::Unreadable(_))) => {
+                        lose_rest(&mut loaded, &workers[next..], cause);
+                        break;
+                    }
+                    Err(cause) => loaded.lost.push(Lost { worker: section.worker, cause }),
+                }
+                next += 1;
+            }
+            Err(cause) => {
+                lose_rest(&mut loaded, &workers[next..], cause);
+                break;
+            }
+        }
+    }
+    Ok(loaded)
+}
+
+fn lose_rest(loaded: &mut Loaded, workers: &[Worker], cause: Cause) {
+    loaded.cut |= cause == Cause::Cut;
+    let lost = workers.iter().map(|worker| Lost { worker: *worker, cause: cause.clone() });
+    loaded.lost.extend(lost);
+}
+
+fn head(source: &mut Source<impl Read>) -> Result<(Meta, Vec<Worker>), LoadError> {
+    let fields = source.peek(HEAD_BYTES as u64)?.first_chunk().ok_or(LoadError::Cut)?;
+    let head = decode_head(fields)?;
+    let len = HEAD_BYTES + head.rest_bytes();
+    let bytes = source.peek(len as u64)?;
+    if bytes.len() < len {
+        return Err(LoadError::Cut);
+    }
+    let decoded = head.decode_rest(bytes)?;
+    source.advance(len);
+    Ok(decoded)
+}
+
+fn check(meta: &Meta, expected: &Expected<'_>) -> Result<(), LoadError> {
+    if let Some(block_size) = expected.block_size
+        && block_size != meta.block_size
+    {
+        let (expected, found) = (block_size.to_string(), meta.block_size.to_string());
+        return Err(LoadError::Field { field: "block size", expected, found });
+    }
+    if let Some(key) = expected.key
+        && key != meta.key
+    {
+        let [expected, found] = [key, &meta.key].map(|key| key.escape_ascii().to_string());
+        return Err(LoadError::Field { field: "key", expected, found });
+    }
+    Ok(())
+}
+
+struct Found {
+    section: Section,
+    /// Workers before it whose sections were not found.
+    skipped: usize,
+}
+
+/// Goes behind the header of the next section there is.
+fn section(
+    source: &mut Source<impl Read>,
+    workers: &[Worker],
+    next: usize,
+) -> Result<Found, Cause> {
+    let is_next = |section: &Section| {
+        section.number >= next && workers.get(section.number) == Some(&section.worker)
+    };
+    let unreadable = |error: std::io::Error| Cause::Unreadable(error.kind());
+    let bytes = source.peek(SECTION_BYTES as u64).map_err(unreadable)?;
+    let Some(header) = bytes.first_chunk() else { return Err(Cause::Cut) };
+    let mut found = Section::decode(header).filter(is_next);
+    if found.is_none() {
+        if !source.find(is_next).map_err(unreadable)? {
+            return Err(Cause::Header);
+        }
+        let bytes = source.peek(SECTION_BYTES as u64).map_err(unreadable)?;
+        found = bytes.first_chunk().and_then(Section::decode);
+    }
+    source.advance(SECTION_BYTES);
+    let section = found.ok_or(Cause::Header)?;
+    Ok(Found { section, skipped: section.number - next })
+}
+
+/// Checks the body of a section and applies it.
+fn body(
+    index: &dyn BlockIndex,
+    source: &mut Source<impl Read>,
+    section: &Section,
+    blocks: &mut Vec<Block>,
+) -> Result<Restored, Cause> {
+    let len = section.body_bytes().ok_or(Cause::Invalid("a section's length"))?;
+    let body = source.peek(len).map_err(|error| Cause::Unreadable(error.kind()))?;
+    if (body.len() as u64) < len {
+        return Err(Cause::Cut);
+    }
+    let outcome = Body::new(body, section).and_then(|body| body.apply(index, section, blocks));
+    let len = body.len();
+    source.advance(len);
+    outcome
+}
+
+/// A body whose lengths fit together.
+struct Body<'a> {
+    steps: &'a [[u8; STEP_BYTES]],
+    names: &'a [u8],
+    labels: &'a [u8],
+}
+
+impl<'a> Body<'a> {
+    /// `body` is as long as the header says.
+    fn new(body: &'a [u8], section: &Section) -> Result<Self, Cause> {
+        let found = xxh3_64(body);
+        if found != section.checksum {
+            return Err(Cause::Checksum { expected: section.checksum, found });
+        }
+        // Parts of a body that is in memory.
+        let (steps, columns) = body.split_at(section.steps as usize * STEP_BYTES);
+        let (names, labels) = columns.split_at(section.names as usize * 8);
+        let steps = steps.as_chunks().0;
+        let (mut named, mut labelled) = (0_u64, 0_u64);
+        for step in steps {
+            let step = Step::decode(step).map_err(Cause::Invalid)?;
+            named += u64::from(step.len);
+            labelled += u64::from(step.len) * u64::from(step.is_stored);
+        }
+        if (named, labelled) != (section.names, section.labels) {
+            return Err(Cause::Invalid("blocks of the steps and of the section differ"));
+        }
+        Ok(Self { steps, names, labels })
+    }
+
+    fn apply(
+        &self,
+        index: &dyn BlockIndex,
+        section: &Section,
+        blocks: &mut Vec<Block>,
+    ) -> Result<Restored, Cause> {
+        let worker = section.worker;
+        match index.blocks(worker) {
+            0 => {}
+            held => return Err(Cause::Held(held)),
+        }
+        if let Err(cause) = self.play(index, worker, blocks) {
+            index.remove_worker(worker);
+            return Err(cause);
+        }
+        Ok(Restored { worker, cursor: section.cursor, blocks: index.blocks(worker) })
+    }
+
+    fn play(
+        &self,
+        index: &dyn BlockIndex,
+        worker: Worker,
+        blocks: &mut Vec<Block>,
+    ) -> Result<(), Cause> {
+        let (mut names, mut labels) = (self.names, self.labels);
+        for step in self.steps {
+            let step = Step::decode(step).map_err(Cause::Invalid)?;
+            let own = names.split_off(..step.len as usize * 8).unwrap_or_default();
+            if !step.is_stored {
+                let removed: Vec<u64> = column(own).collect();
+                index.remove(worker, step.tier, &removed);
+                continue;
+            }
+            let own_labels = labels.split_off(..step.len as usize * 8).unwrap_or_default();
+            let pairs = column(own).zip(column(own_labels));
+            blocks.clear();
+            blocks.extend(pairs.map(|(engine_hash, local_hash)| Block { engine_hash, local_hash }));
+            store(index, worker, step.tier, &step, blocks)?;
+        }
+        Ok(())
+    }
+}
+
+fn store(
+    index: &dyn BlockIndex,
+    worker: Worker,
+    tier: Tier,
+    step: &Step,
+    blocks: &[Block],
+) -> Result<(), Cause> {
+    use crate::index::types::Rejection;
+    let outcome = index.store(worker, tier, step.parent, step.seed, blocks);
+    match outcome.rejected {
+        Some(Rejection::Orphan) => return Err(Cause::Refused("the parent of a step is not held")),
+        Some(Rejection::SelfReference) => {
+            return Err(Cause::Invalid("a step in which a block is its own ancestor"));
+        }
+        Some(Rejection::SlotsExhausted) => return Err(Cause::Refused("no more workers")),
+        None => {}
+    }
+    if outcome.refused > 0 {
+        return Err(Cause::Refused("no more blocks"));
+    }
+    if outcome.moved > 0 {
+        return Err(Cause::Invalid("a name with two meanings"));
+    }
+    Ok(())
+}

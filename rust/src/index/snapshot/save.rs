@@ -1,0 +1,165 @@
+//! Writing a snapshot, one worker after the other.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::format::{MAX_KEY_BYTES, STEP_BYTES, Section, Step, encode_head};
+use super::{Cursor, Meta, Saved};
+use crate::ids::Worker;
+use crate::index::BlockIndex;
+use crate::index::types::{Block, DumpEvent};
+
+/// Writes what `index` holds, in facts: predictions are not saved.
+///
+/// `cursor` is asked for each worker before what it holds is copied, so that a cursor is never newer
+/// than its blocks. It must name a batch whose effect on the index is complete. Batches that came in
+/// between are in the copy, and played again after a load; for sets of blocks that is harmless. With
+/// [`CountMode::Copies`](crate::index::CountMode::Copies) their blocks would be counted twice: hold the
+/// worker's events back between its `cursor` and the next worker's, or give none.
+///
+/// # Errors
+/// [`io::ErrorKind::InvalidInput`] when a key is too long or blocks too many for the format; else what
+/// `out` says.
+///
+/// # Consistency
+/// Each worker as it was at one moment; workers at different ones. Queries go on; events wait while the
+/// names of one worker are copied ([`BlockIndex::dump_worker`]).
+///
+/// # Cost
+/// 16 bytes a block, and memory for two copies of the largest worker.
+pub fn save(
+    index: &dyn BlockIndex,
+    meta: &Meta,
+    cursor: impl Fn(Worker) -> Option<Cursor>,
+    out: &mut impl Write,
+) -> io::Result<Saved> {
+    if meta.key.len() > MAX_KEY_BYTES {
+        let message = format!("key of {} bytes, at most {MAX_KEY_BYTES}", meta.key.len());
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+    }
+    let workers = index.workers();
+    let head = encode_head(meta, &workers);
+    out.write_all(&head)?;
+    let mut saved = Saved { workers: workers.len(), blocks: 0, bytes: head.len() as u64 };
+    let mut body = Vec::new();
+    for (number, worker) in workers.into_iter().enumerate() {
+        let cursor = cursor(worker);
+        let events = index.dump_worker(worker);
+        let (names, labels) = encode_body(&events, &mut body)?;
+        let steps = events.len() as u64;
+        drop(events);
+        let checksum = xxh3_64(&body);
+        let section = Section { number, worker, cursor, steps, names, labels, checksum };
+        let header = section.encode();
+        out.write_all(&header)?;
+        out.write_all(&body)?;
+        saved.blocks += labels;
+        saved.bytes += (header.len() + body.len()) as u64;
+    }
+    out.flush()?;
+    Ok(saved)
+}
+
+/// Writes steps, then names, then labels. Returns how many of the last two.
+fn encode_body(events: &[DumpEvent], body: &mut Vec<u8>) -> io::Result<(u64, u64)> {
+    let (mut names, mut labels) = (0, 0);
+    for event in events {
+        match event {
+            DumpEvent::Stored { blocks, .. } => {
+                names += blocks.len();
+                labels += blocks.len();
+            }
+            DumpEvent::Removed { names: removed, .. } => names += removed.len(),
+        }
+    }
+    body.clear();
+    body.reserve(events.len() * STEP_BYTES + (names + labels) * 8);
+    for event in events {
+        let (is_stored, tier, parent, seed, len) = match event {
+            DumpEvent::Stored { tier, parent, seed, blocks } => {
+                (true, *tier, *parent, *seed, blocks.len())
+            }
+            DumpEvent::Removed { tier, names } => (false, *tier, None, 0, names.len()),
+        };
+        let len = u32::try_from(len).map_err(|_| {
+            io::Error::new(io::ErrorKind::InvalidInput, format!("a step of {len} blocks"))
+        })?;
+        Step { is_stored, tier, len, parent, seed }.encode(body);
+    }
+    let name = |block: &Block| block.engine_hash.to_le_bytes();
+    for event in events {
+        match event {
+            DumpEvent::Stored { blocks, .. } => body.extend(blocks.iter().flat_map(name)),
+            DumpEvent::Removed { names, .. } => {
+                body.extend(names.iter().flat_map(|name| name.to_le_bytes()));
+            }
+        }
+    }
+    let label = |block: &Block| block.local_hash.to_le_bytes();
+    for event in events {
+        if let DumpEvent::Stored { blocks, .. } = event {
+            body.extend(blocks.iter().flat_map(label));
+        }
+    }
+    Ok((names as u64, labels as u64))
+}
+
+/// Writes a snapshot to `path`, or nothing: whoever reads `path` meets the old snapshot or the new one,
+/// whole, also when the machine stops in between.
+///
+/// It is written to a file beside it first, `<name>.<process>-<n>.partial`, which is left behind only by
+/// a process that is killed.
+///
+/// # Errors
+/// As [`save`], or what the file system says. `path` is as it was then.
+pub fn save_to_path(
+    index: &dyn BlockIndex,
+    meta: &Meta,
+    cursor: impl Fn(Worker) -> Option<Cursor>,
+    path: &Path,
+) -> io::Result<Saved> {
+    static NUMBER: AtomicU32 = AtomicU32::new(0);
+    let Some(name) = path.file_name() else {
+        let message = format!("{} names no file", path.display());
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+    };
+    // Relaxed: it only has to differ from call to call.
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+    let mut partial = name.to_owned();
+    partial.push(format!(".{}-{number}.partial", std::process::id()));
+    let partial = Partial(path.with_file_name(partial));
+    let mut file = OpenOptions::new().write(true).create(true).truncate(true).open(&partial.0)?;
+    let saved = save(index, meta, cursor, &mut file)?;
+    file.sync_all()?;
+    drop(file);
+    fs::rename(&partial.0, path)?;
+    std::mem::forget(partial);
+    sync_folder(path)?;
+    Ok(saved)
+}
+
+/// A file that goes unless it was renamed.
+struct Partial(PathBuf);
+
+impl Drop for Partial {
+    fn drop(&mut self) {
+        // On the way out with an error already; what is left is only a file.
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+/// Makes a rename last.
+#[cfg(unix)]
+fn sync_folder(path: &Path) -> io::Result<()> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
+}
+
+#[cfg(not(unix))]
+fn sync_folder(_: &Path) -> io::Result<()> {
+    Ok(())
+}
