@@ -10,7 +10,7 @@
 
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::BlockIndex;
 use super::arena::edges::Edges;
@@ -73,6 +73,15 @@ impl RadixIndex {
         Self { shared, writer: Mutex::new(writer) }
     }
 
+    /// Looks at what the writer knows. Writers that wait meanwhile come next: who only looks, even all the
+    /// time, must not keep events waiting.
+    fn look<R>(&self, at: impl FnOnce(&mut Writer) -> R) -> R {
+        let mut writer = self.writer.lock();
+        let seen = at(&mut writer);
+        MutexGuard::unlock_fair(writer);
+        seen
+    }
+
     /// Checks everything that is kept twice against each other.
     ///
     /// # Cost
@@ -81,7 +90,7 @@ impl RadixIndex {
     /// # Panics
     /// When the index is not consistent.
     pub fn audit(&self) {
-        self.writer.lock().audit();
+        self.look(|writer| writer.audit());
     }
 
     /// Like [`BlockIndex::find_matches`], for those who ask for the device only: a third of the output,
@@ -161,30 +170,35 @@ impl BlockIndex for RadixIndex {
     }
 
     fn workers(&self) -> Vec<Worker> {
-        self.writer.lock().numbers.keys().copied().collect()
+        self.look(|writer| {
+            let mut workers: Vec<Worker> = writer.numbers.keys().copied().collect();
+            workers.sort_unstable();
+            workers
+        })
     }
 
     fn blocks(&self, worker: Worker) -> usize {
-        let writer = self.writer.lock();
-        let number = writer.numbers.get(&worker);
-        let slots = number.map(|number| writer.worker(*number).fact_slots());
-        slots.into_iter().flatten().map(|slot| writer.slot(slot).held).sum()
+        self.look(|writer| {
+            let number = writer.numbers.get(&worker);
+            let slots = number.map(|number| writer.worker(*number).fact_slots());
+            slots.into_iter().flatten().map(|slot| writer.slot(slot).held).sum()
+        })
     }
 
     fn memberships(&self, worker: Worker) -> Vec<Membership> {
-        self.writer.lock().memberships(worker)
+        self.look(|writer| writer.memberships(worker))
     }
 
     fn dump_worker(&self, worker: Worker) -> Vec<DumpEvent> {
         // Not under the lock: making room, and making events. The pin keeps what the copy speaks of.
         let pin = pin();
-        let room = self.writer.lock().measure(worker);
+        let room = self.look(|writer| writer.measure(worker));
         let mut copied = Copied::with_room(room);
-        self.writer.lock().copy_of(worker, &mut copied);
+        self.look(|writer| writer.copy_of(worker, &mut copied));
         copied.events(&self.shared, &pin)
     }
 
     fn stats(&self) -> IndexStats {
-        self.writer.lock().stats()
+        self.look(Writer::stats)
     }
 }
