@@ -5,6 +5,9 @@ use super::types::Block;
 /// Up to here comparing all pairs costs less than filling a table.
 const PAIRWISE_MAX: usize = 16;
 
+/// Larger tables, of events of thousands of blocks, are not kept.
+const PLACES_KEPT: usize = 4_096;
+
 /// Finds names that come twice; keeps its table between events, so that none allocates.
 #[derive(Debug, Default)]
 pub(super) struct Repetitions {
@@ -32,7 +35,11 @@ impl Repetitions {
         }
         self.round += 1;
         let mask = self.table.len() - 1;
-        blocks.iter().any(|block| !self.put(block.engine_hash, mask))
+        let is_repeated = blocks.iter().any(|block| !self.put(block.engine_hash, mask));
+        if self.table.len() > PLACES_KEPT {
+            *self = Self::default();
+        }
+        is_repeated
     }
 
     /// False if the name was put in this round already.

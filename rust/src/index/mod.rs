@@ -27,7 +27,7 @@ pub use oracle::OracleIndex;
 pub use trie::RadixIndex;
 pub use types::{
     Block, CopyOutcome, CountMode, DEFAULT_SEED, DumpEvent, IndexStats, Limits, MAX_WORKERS,
-    Membership, Options, Rejection, RemoveOutcome, StoreOutcome,
+    Membership, MemoryReport, Options, Rejection, RemoveOutcome, StoreOutcome,
 };
 
 /// What every block index answers. Implemented by [`RadixIndex`] and its twin [`OracleIndex`].

@@ -40,11 +40,17 @@ pub struct Limits {
     /// Most blocks (facts and predictions each) that one worker keeps; 0 means no limit. Beyond it its
     /// least recently stored ones go, deepest first.
     pub capacity_blocks: usize,
-    /// Bytes the index may occupy; 0 means no limit. From 15/16 of it on, the least recently stored blocks
-    /// of all workers go, deepest first.
+    /// Bytes the index may occupy; 0 means no limit, and less than [`Limits::MAX_BYTES_LEAST`] means that.
+    /// From 15/16 of it on, the least recently stored blocks of all workers go, deepest first. What finds
+    /// no room even so, because readers hold back what went, is refused.
     pub max_bytes: usize,
     /// How long a prediction stands, in milliseconds; 0 means until it is pushed out.
     pub predicted_ttl_ms: u64,
+}
+
+impl Limits {
+    /// The smallest budget in bytes: tables come in pages, and some of each must fit.
+    pub const MAX_BYTES_LEAST: usize = 512 * 1024;
 }
 
 impl Default for Limits {
@@ -90,8 +96,8 @@ pub struct StoreOutcome {
     pub duplicates: u32,
     /// Blocks whose name stood for other content, which was released.
     pub moved: u32,
-    /// Blocks refused because [`Limits::max_blocks`] is reached: the first one that found no room and
-    /// all behind it.
+    /// Blocks refused because [`Limits::max_blocks`] is reached, or [`Limits::max_bytes`] leaves no room:
+    /// the first one that found none and all behind it.
     pub refused: u32,
     /// Set when the event was rejected as a whole.
     pub rejected: Option<Rejection>,
@@ -121,7 +127,7 @@ pub struct CopyOutcome {
     pub added: u32,
     /// Names held there already.
     pub duplicates: u32,
-    /// Names refused because [`Limits::max_blocks`] is reached.
+    /// Names refused because [`Limits::max_blocks`] or [`Limits::max_bytes`] leaves no room.
     pub refused: u32,
     /// Names the worker holds in no tier.
     pub unknown: u32,
@@ -198,4 +204,55 @@ pub struct IndexStats {
     pub expired_blocks_total: u64,
     /// Bytes the index occupies, added up from what it asked of the allocator; 0 for the oracle.
     pub bytes: usize,
+}
+
+/// What an index occupies, in bytes asked of the allocator.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct MemoryReport {
+    /// Local hashes of blocks.
+    pub labels: usize,
+    /// Records of runs: what readers see, and what the writer knows.
+    pub run_headers: usize,
+    /// Who holds how much of a run, where a word is too short for it.
+    pub covers: usize,
+    /// The table of runs that hang on runs.
+    pub edges: usize,
+    /// Engines' names of blocks.
+    pub names: usize,
+    /// The filter of all names.
+    pub filter: usize,
+    /// Records of (worker, tier, run).
+    pub members: usize,
+    /// Records of workers: their tables of runs and last blocks, further names, copies.
+    pub workers: usize,
+    /// Tables of workers' numbers, readers' and the writer's.
+    pub slots: usize,
+    /// When predictions run out.
+    pub ages: usize,
+    /// What was let go and waits until no reader can be looking at it.
+    pub garbage: usize,
+    /// Tables that belong to none of these.
+    pub others: usize,
+    /// All of the above.
+    pub total: usize,
+    /// Of labels and names: room in arrays that is not used yet.
+    pub slack: usize,
+}
+
+impl MemoryReport {
+    /// The sum of the parts.
+    pub fn parts(&self) -> usize {
+        self.labels
+            + self.run_headers
+            + self.covers
+            + self.edges
+            + self.names
+            + self.filter
+            + self.members
+            + self.workers
+            + self.slots
+            + self.ages
+            + self.garbage
+            + self.others
+    }
 }

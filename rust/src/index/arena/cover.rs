@@ -50,6 +50,12 @@ impl Entries {
         }
     }
 
+    /// Bytes on the heap.
+    pub fn bytes(&self) -> usize {
+        self.prefixes.capacity() * size_of::<Prefix>()
+            + self.stretches.capacity() * size_of::<Stretch>()
+    }
+
     /// Sets the stretches of `slot`.
     pub fn set_stretches(&mut self, slot: u16, stretches: impl Iterator<Item = (u16, u16)>) {
         self.stretches.retain(|entry| entry.slot != slot);

@@ -134,11 +134,13 @@ impl Edges {
     /// # Cost
     /// As [`super::epoch::Retired::collect`].
     pub fn collect(&self, writing: &mut Writing) {
-        let Books { retired, allocated, .. } = self.turn(writing).books;
+        let Books { retired, allocated, waiting, .. } = self.turn(writing).books;
         retired.collect(epochs(), |garbage: Garbage| {
             // Safety: it was replaced before it was retired, by a turn, and once; readers pin in this
             // domain, so none is left that came before.
-            *allocated -= unsafe { garbage.free() };
+            let bytes = unsafe { garbage.free() };
+            *allocated -= bytes;
+            *waiting -= bytes;
         });
     }
 
@@ -150,6 +152,12 @@ impl Edges {
     /// Bytes asked of the allocator, those of replaced parts that still wait for readers included.
     pub fn bytes(&self, writing: &Writing) -> usize {
         self.read_books(writing).bytes()
+    }
+
+    /// Of those, what waits for readers, with the queue it waits in.
+    pub fn waiting_bytes(&self, writing: &Writing) -> usize {
+        let books = self.read_books(writing);
+        books.waiting + books.retired.bytes()
     }
 
     #[inline]

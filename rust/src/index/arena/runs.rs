@@ -63,7 +63,18 @@ pub(in crate::index) struct RunsWriting {
     free: Vec<RunId>,
     next: RunId,
     retired: Retired<Garbage>,
-    bytes: usize,
+    parts: Parts,
+}
+
+/// Bytes by what they are for; see [`Runs::report`].
+#[derive(Debug, Clone, Copy, Default)]
+pub(in crate::index) struct Parts {
+    pub labels: usize,
+    pub covers: usize,
+    /// Pages of headers, and the table of pages.
+    pub headers: usize,
+    /// Of the above, replaced or let go, but readers may still be looking; and the queue they wait in.
+    pub waiting: usize,
 }
 
 // Safety: the pointers in the garbage are owned by it, and what they point to is plain words.
@@ -148,7 +159,8 @@ impl Runs {
     pub fn new() -> (Self, RunsWriting) {
         let table = Box::into_raw(Box::new(Table(Box::default())));
         let retired = Retired::new();
-        let writing = RunsWriting { free: Vec::new(), next: ROOT + 1, retired, bytes: 0 };
+        let parts = Parts { headers: size_of::<Table>(), ..Parts::default() };
+        let writing = RunsWriting { free: Vec::new(), next: ROOT + 1, retired, parts };
         (Self { table: AtomicPtr::new(table) }, writing)
     }
 
@@ -218,8 +230,10 @@ impl Runs {
                 // Safety: the old array has `len` words that nobody writes, the new one is larger.
                 unsafe { std::ptr::copy_nonoverlapping(labels, fresh, len) };
                 writing.retired.push(Garbage::Labels(labels, room));
+                writing.parts.labels -= room as usize * 8;
+                writing.parts.waiting += room as usize * 8;
             }
-            writing.bytes += larger as usize * 8;
+            writing.parts.labels += larger as usize * 8;
             (labels, room) = (fresh, larger);
         }
         for (at, label) in (len..).zip(more) {
@@ -249,22 +263,32 @@ impl Runs {
         change(scratch);
         let new = cover::encode(scratch);
         // Safety: as above; the new one was just made.
-        writing.bytes += unsafe { cover::heap_bytes(new) };
+        writing.parts.covers += unsafe { cover::heap_bytes(new) };
         header.cover.store(new, Release);
-        writing.retire_cover(old);
+        if old != 0 && old & 1 == 0 {
+            // Safety: as above.
+            writing.parts.retire_cover(unsafe { cover::heap_bytes(old) });
+            writing.retired.push(Garbage::Cover(old));
+        }
     }
 
     /// Takes out a run that nobody can find any more and nobody covers.
     pub fn remove(&self, writing: &mut RunsWriting, id: RunId) {
+        let header = self.header(id);
+        let labels = header.room.load(Relaxed) as usize * 8;
+        writing.parts.labels -= labels;
+        writing.parts.waiting += labels;
+        // Safety: the writer alone frees, and has not.
+        writing.parts.retire_cover(unsafe { cover::heap_bytes(header.cover.load(Relaxed)) });
         writing.retired.push(Garbage::Run(id));
     }
 
     /// Frees what no reader can see any more.
     pub fn collect(&self, writing: &mut RunsWriting, epochs: &Epochs) {
-        let RunsWriting { free, retired, bytes, .. } = writing;
+        let RunsWriting { free, retired, parts, .. } = writing;
         let mut left = 0;
         retired.collect(epochs, |garbage| left += self.discard(garbage, free));
-        *bytes -= left;
+        parts.waiting -= left;
     }
 
     /// Things that wait for readers.
@@ -274,9 +298,41 @@ impl Runs {
 
     /// Bytes asked of the allocator and not given back.
     pub fn bytes(writing: &RunsWriting) -> usize {
-        writing.bytes
-            + writing.free.capacity() * size_of::<RunId>()
-            + writing.retired.len() * size_of::<(u64, Garbage)>()
+        let Parts { labels, covers, headers, waiting } = Self::report(writing);
+        labels + covers + headers + waiting
+    }
+
+    /// Bytes that wait for readers, with the queue they wait in.
+    pub fn waiting_bytes(writing: &RunsWriting) -> usize {
+        writing.parts.waiting + writing.retired.bytes()
+    }
+
+    /// The same part by part.
+    pub fn report(writing: &RunsWriting) -> Parts {
+        Parts {
+            headers: writing.parts.headers + writing.free.capacity() * size_of::<RunId>(),
+            waiting: Self::waiting_bytes(writing),
+            ..writing.parts
+        }
+    }
+
+    /// Bytes that adding `more` runs may cost at once.
+    pub fn growth(writing: &RunsWriting, more: usize) -> usize {
+        let fresh = more.saturating_sub(writing.free.len());
+        let next = writing.next as usize;
+        let pages = (next + fresh).div_ceil(PAGE) - (next.max(2) - 1).div_ceil(PAGE);
+        // The table of pages grows by a quarter, and the old one waits.
+        let lists = next.div_ceil(PAGE) * 16 + writing.free.len() * size_of::<RunId>();
+        if fresh > 0 { pages * size_of::<Page>() + 2 * lists + 64 } else { 0 }
+    }
+
+    /// Bytes of labels' arrays that are not used yet.
+    pub fn slack(&self, writing: &RunsWriting) -> usize {
+        let slack = |id| {
+            let header = self.header(id);
+            header.room.load(Relaxed).saturating_sub(header.len.load(Relaxed)) as usize * 8
+        };
+        (ROOT + 1..writing.next).map(slack).sum()
     }
 
     /// Returns the bytes given back.
@@ -308,7 +364,7 @@ impl Runs {
             Garbage::Table(table) => {
                 // Safety: as above; its pages live on in the table that replaced it.
                 let table = unsafe { Box::from_raw(table) };
-                size_of_val(&*table.0)
+                size_of::<Table>() + size_of_val(&*table.0)
             }
         }
     }
@@ -324,7 +380,10 @@ impl Runs {
                 AtomicPtr::new(pages.get(at).map_or(null_mut(), |page| page.load(Relaxed)))
             });
             let table = Table(copy.collect());
-            writing.bytes += size_of_val(&*table.0);
+            let old_bytes = size_of::<Table>() + size_of_val(&**pages);
+            writing.parts.headers += size_of::<Table>() + size_of_val(&*table.0);
+            writing.parts.headers -= old_bytes;
+            writing.parts.waiting += old_bytes;
             self.table.store(Box::into_raw(Box::new(table)), Release);
             writing.retired.push(Garbage::Table(old));
         }
@@ -340,17 +399,16 @@ impl Runs {
                 attach: AtomicU32::new(0),
             };
             let fresh: Box<Page> = Box::new(std::array::from_fn(|_| header()));
-            writing.bytes += size_of::<Page>();
+            writing.parts.headers += size_of::<Page>();
             place.store(Box::into_raw(fresh), Release);
         }
     }
 }
 
-impl RunsWriting {
-    fn retire_cover(&mut self, word: u64) {
-        if word != 0 && word & 1 == 0 {
-            self.retired.push(Garbage::Cover(word));
-        }
+impl Parts {
+    fn retire_cover(&mut self, bytes: usize) {
+        self.covers -= bytes;
+        self.waiting += bytes;
     }
 }
 

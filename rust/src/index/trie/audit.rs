@@ -7,7 +7,7 @@ use super::run::Loc;
 use super::seats::Plane;
 use super::writer::Writer;
 use crate::index::arena::cover::{Entries, WHOLE};
-use crate::index::arena::runs::{ROOT, RunId, Runs};
+use crate::index::arena::runs::{ROOT, RunId};
 use crate::index::types::IndexStats;
 
 impl Writer {
@@ -20,37 +20,6 @@ impl Writer {
             bytes: self.bytes(),
             ..self.counters
         }
-    }
-
-    /// Bytes of what grows with blocks; cheap.
-    pub(super) fn shared_bytes(&self) -> usize {
-        Runs::bytes(&self.runs)
-            + self.shared.edges.bytes(&self.edges)
-            + self.filter.bytes()
-            + self.metas.bytes()
-            + self.members.bytes()
-            + self.column_bytes
-    }
-
-    /// Bytes asked of the allocator and not given back.
-    pub(super) fn bytes(&self) -> usize {
-        let slots = self.slots.iter().flatten();
-        let workers = self.workers.iter().flatten();
-        self.shared_bytes()
-            + self.shared.seats.bytes()
-            + slots.map(|slot| size_of_val(&**slot) + slot.bytes()).sum::<usize>()
-            + workers.map(|worker| size_of_val(&**worker) + worker.bytes()).sum::<usize>()
-            + self.slots.capacity() * 8
-            + self.workers.capacity() * 8
-            + self.suspects.allocation_size()
-            + self.repetitions.bytes()
-            + self.seeds.allocation_size()
-            + self.uncounted.capacity() * size_of::<RunId>()
-            + self.scattered.allocation_size()
-            + self.scattered.values().map(|list| list.capacity() * 2).sum::<usize>()
-            + self.expiries.capacity() * size_of::<(u64, u16, RunId)>()
-            + self.fresh.allocation_size()
-            + self.fresh.values().map(|fresh| fresh.capacity() * 16).sum::<usize>()
     }
 
     /// See [`super::RadixIndex::audit`].
@@ -95,14 +64,6 @@ impl Writer {
                 Plane::Predicted => predicted += held,
                 Plane::Held(_) => memberships += held,
             }
-            if slot.oldest != NO_MEMBER {
-                let (mut at, mut count) = (slot.oldest, 0);
-                while at != NO_MEMBER {
-                    count += 1;
-                    at = self.members.get(at).newer;
-                }
-                assert_eq!(count, slot.members.len(), "the order of use has all");
-            }
         }
         assert_eq!(self.counters.memberships, memberships);
         assert_eq!(self.counters.predicted, predicted);
@@ -113,6 +74,8 @@ impl Writer {
         assert_eq!(self.counters.unique_blocks, unique);
         let hanging: u32 = (0..self.runs_end()).map(|run| self.metas.get(run).kids).sum();
         assert_eq!(self.shared.edges.len(&self.edges), hanging as usize, "an edge for each run");
+        self.audit_order();
+        self.audit_bytes();
         for state in self.workers.iter().flatten() {
             let Some(dense) = &state.dense else { continue };
             let mut count = 0;
@@ -131,6 +94,55 @@ impl Writer {
                 dense.len()
                     <= count + state.fact_slots().map(|s| self.slot(s).extra.len()).sum::<usize>()
             );
+        }
+    }
+
+    /// Each lane lists its members, oldest first, but for those that wait for what hangs on them.
+    fn audit_order(&self) {
+        if !self.keeps_order() {
+            return;
+        }
+        for slot in (0..self.slots.len() as u16).filter(|s| self.slots[usize::from(*s)].is_some()) {
+            for (run, id) in &self.slot(slot).members {
+                let member = self.members.get(*id);
+                assert!(!member.is_parked || self.floor(slot, *run) > 0, "it waits for something");
+                assert_eq!(member.kids > 0, member.floor > 0);
+                let (parent, attach) = self.shared.runs.peek(&self.runs, *run).place();
+                if let Some(parent) = self.slot(slot).members.get(&parent) {
+                    assert!(u32::from(self.members.get(*parent).floor) >= attach);
+                }
+            }
+            let mut lane: Vec<MemberId> = Vec::new();
+            let mut at = self.ends(self.lane_of(slot)).map_or(NO_MEMBER, |ends| ends.oldest);
+            while at != NO_MEMBER {
+                assert!(!self.members.get(at).is_parked);
+                lane.push(at);
+                at = self.members.get(at).newer;
+            }
+            assert!(lane.is_sorted_by_key(|id| self.members.get(*id).used), "oldest first");
+            let all = self.siblings(slot).flat_map(|slot| self.slot(slot).members.values());
+            let listed = all.filter(|id| !self.members.get(**id).is_parked).count();
+            assert_eq!(listed, lane.len(), "the order of use has all");
+        }
+    }
+
+    fn audit_bytes(&self) {
+        let report = self.memory_report();
+        assert_eq!(report.parts(), report.total);
+        let columns: usize = self.metas.all().map(|meta| meta.bytes()).sum();
+        assert_eq!(self.column_bytes, columns);
+        let spans: usize = self.members.all().map(|member| member.spans.heap_bytes()).sum();
+        assert_eq!(self.span_bytes, spans);
+        if self.options.limits.max_bytes > 0 {
+            assert_eq!(self.bytes_now(), self.bytes(), "what is counted along the way");
+        }
+        let slots = self.slots.iter().flatten();
+        let slots = slots.filter(|slot| slot.plane == Plane::Predicted);
+        if self.options.limits.predicted_ttl_ms > 0 {
+            self.ages.audit_all(slots.clone().map(|slot| slot.members.len()).sum());
+            for id in slots.flat_map(|slot| slot.members.values()) {
+                self.ages.audit(*id, self.members.get(*id).spans.end());
+            }
         }
     }
 

@@ -1,10 +1,11 @@
 //! What the writer keeps of each worker, of each of its planes, and of each (plane, run).
 
-use std::collections::BTreeMap;
 use std::hash::{BuildHasher, Hasher};
 
 use hashbrown::HashMap;
 
+use super::order::Ends;
+use super::report::{map_growth, shrink_map};
 use super::run::{ColumnId, Loc, NO_COLUMN};
 use super::seats::{NONE, Plane};
 use super::spans::Spans;
@@ -28,11 +29,14 @@ pub(super) struct Member {
     pub is_scattered: bool,
     /// Members of the same slot on runs that hang on this one: these go first.
     pub kids: u32,
-    /// Neighbours in the slot's order of use.
+    /// Where the deepest of those hangs, or deeper; 0 when there is none.
+    pub floor: u16,
+    /// Neighbours in the order of use, of which it is no part while `is_parked`.
     pub older: MemberId,
     pub newer: MemberId,
+    pub is_parked: bool,
     /// When it was used last, in the index's own count.
-    pub used: u32,
+    pub used: u64,
 }
 
 impl Member {
@@ -52,21 +56,34 @@ impl Default for Member {
             cut: 0,
             is_scattered: false,
             kids: 0,
+            floor: 0,
             older: NO_MEMBER,
             newer: NO_MEMBER,
+            is_parked: false,
             used: 0,
         }
     }
 }
 
-/// Names beyond the first that a slot has for a block.
-#[derive(Debug, Default)]
+/// Names beyond the first that a slot has for a block; those of one block form a list.
+#[derive(Debug)]
 pub(super) struct Extra {
-    by_name: BTreeMap<u64, Loc>,
-    by_loc: BTreeMap<(Loc, u64), ()>,
+    by_name: HashMap<u64, Further, Mix>,
+    first: HashMap<Loc, u64, Mix>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Further {
+    loc: Loc,
+    before: Option<u64>,
+    next: Option<u64>,
 }
 
 impl Extra {
+    pub fn new(mix: Mix) -> Self {
+        Self { by_name: HashMap::with_hasher(mix), first: HashMap::with_hasher(mix) }
+    }
+
     pub fn is_empty(&self) -> bool {
         self.by_name.is_empty()
     }
@@ -76,36 +93,60 @@ impl Extra {
     }
 
     pub fn find(&self, name: u64) -> Option<Loc> {
-        self.by_name.get(&name).copied()
+        self.by_name.get(&name).map(|further| further.loc)
     }
 
     pub fn iter(&self) -> impl Iterator<Item = (u64, Loc)> + '_ {
-        self.by_name.iter().map(|(name, loc)| (*name, *loc))
+        self.by_name.iter().map(|(name, further)| (*name, further.loc))
     }
 
     /// A further name of the block.
     pub fn at(&self, loc: Loc) -> Option<u64> {
-        self.all_at(loc).next()
+        self.first.get(&loc).copied()
     }
 
     pub fn all_at(&self, loc: Loc) -> impl Iterator<Item = u64> + '_ {
-        self.by_loc.range((loc, 0)..=(loc, u64::MAX)).map(|((_, name), ())| *name)
+        std::iter::successors(self.at(loc), |name| self.by_name.get(name)?.next)
     }
 
+    /// Adds a name that is not there.
     pub fn add(&mut self, name: u64, loc: Loc) {
-        self.by_name.insert(name, loc);
-        self.by_loc.insert((loc, name), ());
+        let next = self.first.insert(loc, name);
+        if let Some(next) = next.and_then(|next| self.by_name.get_mut(&next)) {
+            next.before = Some(name);
+        }
+        let old = self.by_name.insert(name, Further { loc, before: None, next });
+        debug_assert!(old.is_none());
     }
 
     pub fn remove(&mut self, name: u64) {
-        if let Some(loc) = self.by_name.remove(&name) {
-            self.by_loc.remove(&(loc, name));
+        let Some(Further { loc, before, next }) = self.by_name.remove(&name) else { return };
+        if let Some(next) = next.and_then(|next| self.by_name.get_mut(&next)) {
+            next.before = before;
+        }
+        match (before, next) {
+            (Some(before), _) => {
+                if let Some(before) = self.by_name.get_mut(&before) {
+                    before.next = next;
+                }
+            }
+            (None, Some(next)) => _ = self.first.insert(loc, next),
+            (None, None) => _ = self.first.remove(&loc),
         }
     }
 
-    /// An estimate: B-tree nodes are about two thirds full.
+    pub fn tidy(&mut self) {
+        shrink_map(&mut self.by_name);
+        shrink_map(&mut self.first);
+    }
+
     pub fn bytes(&self) -> usize {
-        self.by_name.len() * (16 + 24) * 3 / 2
+        self.by_name.allocation_size() + self.first.allocation_size()
+    }
+
+    /// Bytes that `more` names may cost at once.
+    pub fn growth(&self, more: usize) -> usize {
+        map_growth(&self.by_name, more) + map_growth(&self.first, more)
     }
 }
 
@@ -125,9 +166,6 @@ pub(super) struct Slot {
     pub waiting: HashMap<RunId, u32, Mix>,
     /// Names held (predictions: blocks).
     pub held: usize,
-    /// Ends of the order of use.
-    pub oldest: MemberId,
-    pub newest: MemberId,
 }
 
 impl Slot {
@@ -138,12 +176,19 @@ impl Slot {
             members: HashMap::with_hasher(mix),
             tails: HashMap::with_hasher(mix),
             copies: HashMap::with_hasher(mix),
-            extra: Extra::default(),
+            extra: Extra::new(mix),
             waiting: HashMap::with_hasher(mix),
             held: 0,
-            oldest: NO_MEMBER,
-            newest: NO_MEMBER,
         }
+    }
+
+    /// Gives back what few entries no longer need.
+    pub fn tidy(&mut self) {
+        shrink_map(&mut self.members);
+        shrink_map(&mut self.tails);
+        shrink_map(&mut self.copies);
+        shrink_map(&mut self.waiting);
+        self.extra.tidy();
     }
 
     pub fn bytes(&self) -> usize {
@@ -165,6 +210,12 @@ pub(super) struct WorkerState {
     pub anchors: HashMap<u64, Loc, Mix>,
     /// Every name, for workers that name blocks in no order.
     pub dense: Option<HashMap<u64, Loc, Mix>>,
+    /// Whether it is to get that table when there is room.
+    pub wants_dense: bool,
+    /// Its lanes of facts and of predictions.
+    pub order: [Ends; 2],
+    /// Its bytes when they were counted last.
+    pub counted: usize,
     /// Blocks searched for names in vain effort, less those that events have paid for.
     pub search_debt: usize,
 }
@@ -176,6 +227,9 @@ impl WorkerState {
             slots: [NONE; Plane::COUNT],
             anchors: HashMap::with_hasher(mix),
             dense: None,
+            wants_dense: false,
+            order: Default::default(),
+            counted: 0,
             search_debt: 0,
         }
     }
@@ -184,6 +238,14 @@ impl WorkerState {
     pub fn fact_slots(&self) -> impl Iterator<Item = u16> + use<> {
         let slots = self.slots;
         slots.into_iter().take(4).filter(|slot| *slot != NONE)
+    }
+
+    /// Gives back what few entries no longer need.
+    pub fn tidy(&mut self) {
+        shrink_map(&mut self.anchors);
+        if let Some(dense) = &mut self.dense {
+            shrink_map(dense);
+        }
     }
 
     pub fn bytes(&self) -> usize {

@@ -1,163 +1,83 @@
-//! What keeps the index within its limits: the order of use, eviction leaf first, predictions that age.
+//! What keeps the index within its limits: blocks per worker, and bytes of the whole.
+//!
+//! Blocks are counted after an event, bytes before it as well: a stored event comes in pieces, each of
+//! which is let in only when it fits. So an event may be larger than everything else, and readers may
+//! hold back the freeing of what was let go: what then finds no room is refused, never kept.
 
-use super::holder::{Member, MemberId, NO_MEMBER};
+use super::order::Lane;
+use super::paged::Slab;
+use super::report::map_growth;
+use super::run::Loc;
 use super::seats::Plane;
 use super::writer::Writer;
+use crate::index::arena::runs::{MAX_RUN, Runs};
+use crate::index::types::{CountMode, Limits};
 
-/// Blocks that leave one member at a time when bytes run short.
-const BITE: usize = 1_024;
+/// Bytes of a new worker: its records, and a page of seats.
+const WORKER_BYTES: usize = 12 * 1024;
+
+/// Bytes that the tables of child runs and of names may grow by with one piece of an event, beside what
+/// each block takes there.
+const TABLE_BYTES: usize = 16 * 1024;
+
+/// How often the writer looks whether readers have gone on: a query takes microseconds, unless its
+/// thread was put to sleep.
+const WAITS: usize = 200;
 
 impl Writer {
-    fn keeps_order(&self) -> bool {
-        let limits = &self.options.limits;
-        limits.capacity_blocks > 0 || limits.max_bytes > 0
+    /// The bytes that the index may occupy.
+    fn budget(&self) -> Option<usize> {
+        let max = self.options.limits.max_bytes;
+        (max > 0).then(|| max.max(Limits::MAX_BYTES_LEAST))
     }
 
-    /// Puts a new member in its slot's order of use.
-    pub(super) fn link(&mut self, id: MemberId) {
-        if !self.keeps_order() {
-            return;
-        }
-        self.clock = self.clock.wrapping_add(1);
-        let used = self.clock;
-        let slot = self.members.get(id).slot;
-        let state = self.slot_mut(slot);
-        let newest = std::mem::replace(&mut state.newest, id);
-        if newest == NO_MEMBER {
-            state.oldest = id;
-        } else {
-            self.members.get_mut(newest).newer = id;
-        }
-        let member = self.members.get_mut(id);
-        (member.older, member.newer, member.used) = (newest, NO_MEMBER, used);
+    /// Bytes that eviction aims at: what comes next has room, and is not what evicts again.
+    fn calm(budget: usize) -> usize {
+        budget - budget / 16
     }
 
-    /// Takes a member out of its slot's order of use.
-    pub(super) fn unlink(&mut self, id: MemberId) {
-        if !self.keeps_order() {
-            return;
-        }
-        let Member { slot, older, newer, .. } = *self.members.get(id);
-        match older {
-            NO_MEMBER => self.slot_mut(slot).oldest = newer,
-            older => self.members.get_mut(older).newer = newer,
-        }
-        match newer {
-            NO_MEMBER => self.slot_mut(slot).newest = older,
-            newer => self.members.get_mut(newer).older = older,
-        }
+    /// Blocks that are placed before bytes are looked at again.
+    pub(super) fn piece(&self) -> usize {
+        self.budget().map_or(usize::MAX, |budget| (budget / 16_384).clamp(16, 1_024))
     }
 
-    /// A member was used now.
-    pub(super) fn touch(&mut self, id: MemberId) {
-        if self.keeps_order() {
-            self.unlink(id);
-            self.link(id);
-        }
+    /// Longest run to make. A run is freed as a whole only, and growing one leaves a copy of it to
+    /// readers: neither may be much of the budget.
+    pub(super) fn longest_run(&self) -> usize {
+        self.budget().map_or(MAX_RUN, |budget| (budget / 1_024).clamp(64, MAX_RUN))
     }
+
+    // ---- blocks
 
     /// Lets go of what is too much, after something was added to `slot`.
-    pub(super) fn keep_limits(&mut self, slot: u16) {
-        let limits = self.options.limits;
-        if limits.capacity_blocks > 0 {
-            self.keep_capacity(slot, limits.capacity_blocks);
-        }
-        if limits.max_bytes > 0 {
-            self.keep_bytes(limits.max_bytes);
-        }
-    }
-
-    fn keep_capacity(&mut self, slot: u16, capacity: usize) {
-        let plane = self.slot(slot).plane;
-        if plane == Plane::Predicted {
-            self.shrink_slot(slot, capacity);
+    pub(super) fn keep_capacity(&mut self, slot: u16) {
+        let capacity = self.options.limits.capacity_blocks;
+        if capacity == 0 {
             return;
         }
-        // Facts of all tiers count together; the tier that was just added to gives way.
-        let worker = self.worker(self.slot(slot).worker);
-        let held: usize = worker.fact_slots().map(|slot| self.slot(slot).held).sum();
-        let most = self.slot(slot).held.saturating_sub(held.saturating_sub(capacity));
-        self.shrink_slot(slot, most);
-    }
-
-    fn shrink_slot(&mut self, slot: u16, most: usize) {
-        while self.slot(slot).held > most {
-            let excess = self.slot(slot).held - most;
-            if self.evict(slot, excess) == 0 {
-                return;
+        let lane = self.lane_of(slot);
+        loop {
+            let held: usize = self.siblings(slot).map(|slot| self.slot(slot).held).sum();
+            if held <= capacity || self.evict(lane, held - capacity) == 0 {
+                break;
             }
         }
         self.finish();
     }
 
-    fn keep_bytes(&mut self, max: usize) {
-        // Before the limit, so that what is added next has room.
-        let most = max - max / 16;
-        // Counting costs a look at each worker: not for every event.
-        self.until_bytes = self.until_bytes.saturating_sub(1);
-        if self.until_bytes > 0 && self.shared_bytes() <= most {
-            return;
-        }
-        self.until_bytes = 256;
-        let mut bytes = self.bytes();
-        while bytes > most {
-            let oldest = self
-                .slots
-                .iter()
-                .flatten()
-                .filter(|slot| slot.oldest != NO_MEMBER)
-                .map(|slot| self.members.get(slot.oldest))
-                .min_by_key(|member| member.used.wrapping_sub(self.clock))
-                .map(|member| member.slot);
-            let Some(slot) = oldest else { break };
-            let mut evicted = 0;
-            while evicted < BITE {
-                match self.evict(slot, BITE - evicted) {
-                    0 => break,
-                    blocks => evicted += blocks,
-                }
-            }
-            self.finish();
-            self.collect();
-            let left = self.bytes();
-            if evicted == 0 && left >= bytes {
-                // What is left belongs to readers of this moment.
-                break;
-            }
-            bytes = left;
-        }
-    }
-
-    /// Lets the least recently used blocks of a slot go, up to `most`, from the end of a chain and never
+    /// Lets the least recently used blocks of a lane go, up to `most`, from the end of a chain and never
     /// below what hangs on it. Returns how many went; 0 when there is none.
-    fn evict(&mut self, slot: u16, most: usize) -> usize {
-        // A member that others hang on was used at least as lately as those: it moves behind them.
-        let mut turns = self.slot(slot).members.len();
-        let id = loop {
-            let id = self.slot(slot).oldest;
-            if id == NO_MEMBER || turns == 0 {
-                return 0;
-            }
-            if self.members.get(id).kids == 0 {
-                break id;
-            }
-            self.touch(id);
-            turns -= 1;
-        };
-        let member = self.members.get(id);
-        let run = member.run;
-        let end = member.spans.end();
-        let start = member.spans.start_of(end - 1);
-        let from = start.max(end - (usize::from(end - start).min(most)) as u16);
-        let blocks = usize::from(end - from);
+    fn evict(&mut self, lane: Lane, most: usize) -> usize {
+        let Some(leaf) = self.leaf(lane) else { return 0 };
+        let (slot, run, end) = (leaf.slot, leaf.run, leaf.end);
+        let from = end - usize::from(end - leaf.from).min(most) as u16;
         let before = self.slot(slot).held;
+        let id = self.slot(slot).members[&run];
         self.drop_names(slot, run, from, end);
+        self.ages.cut(id, from);
         self.uncover(slot, run, from, end);
-        if let Some(fresh) = self.fresh.get_mut(&id) {
-            fresh.retain(|(end, _)| *end <= from);
-        }
         let gone = before - self.slot(slot).held;
-        debug_assert!(gone >= blocks);
+        debug_assert!(gone >= usize::from(end - from));
         self.counters.evicted_blocks_total += gone as u64;
         gone
     }
@@ -171,7 +91,7 @@ impl Writer {
             return;
         }
         for offset in start..end {
-            let loc = super::run::Loc { run, offset: offset.into() };
+            let loc = Loc { run, offset: offset.into() };
             let extra: Vec<u64> = self.slot(slot).extra.all_at(loc).collect();
             for name in &extra {
                 self.slot_mut(slot).extra.remove(*name);
@@ -182,10 +102,11 @@ impl Writer {
             let own = self.name_at(self.members.get(id), offset.into());
             for name in own.into_iter().chain(extra) {
                 self.slot_mut(slot).copies.remove(&name);
-                let elsewhere = self
-                    .worker(number)
-                    .fact_slots()
-                    .any(|other| other != slot && self.is_named(other, loc, name));
+                let elsewhere = self.worker(number).fact_slots().any(|other| {
+                    other != slot
+                        && (self.is_named(other, loc, name)
+                            || self.slot(other).extra.find(name) == Some(loc))
+                });
                 if !elsewhere && let Some(dense) = &mut self.worker_mut(number).dense {
                     dense.remove(&name);
                 }
@@ -193,53 +114,132 @@ impl Writer {
         }
     }
 
-    // ---- age
+    // ---- bytes
 
-    /// Predictions of a member's blocks up to `end` count from now.
-    pub(super) fn refresh(&mut self, id: MemberId, end: u16) {
-        let ttl = self.options.limits.predicted_ttl_ms;
-        if ttl == 0 {
-            return;
+    /// Makes room for `blocks` more of a slot. False when there is none: what is left is in use, or readers
+    /// hold it back.
+    pub(super) fn make_room(&mut self, slot: u16, blocks: usize) -> bool {
+        let Some(budget) = self.budget() else { return true };
+        let need = self.need(slot, blocks);
+        self.fit(need, budget)
+    }
+
+    /// Makes room for the records of one more worker.
+    pub(super) fn make_room_for_worker(&mut self) -> bool {
+        let Some(budget) = self.budget() else { return true };
+        let lists = (self.workers.capacity() + self.slots.capacity()) * size_of::<usize>();
+        let need = WORKER_BYTES + lists + map_growth(&self.numbers, 1);
+        self.fit(need, budget)
+    }
+
+    fn fit(&mut self, need: usize, budget: usize) -> bool {
+        // Letting go costs a little, too: that much is never given away.
+        let most = (budget - budget / 64).saturating_sub(need);
+        self.shrink_to(most.min(Self::calm(budget)));
+        self.wait_for(most)
+    }
+
+    /// Waits, not for long, until readers leave what was let go and `most` bytes are not exceeded.
+    fn wait_for(&mut self, most: usize) -> bool {
+        for _ in 0..WAITS {
+            if self.bytes_now() <= most || self.bytes_live() > most {
+                break;
+            }
+            std::thread::yield_now();
+            self.collect();
         }
-        let expires = self.now_ms.saturating_add(ttl);
-        let Member { run, slot, .. } = *self.members.get(id);
-        let fresh = self.fresh.entry(id).or_default();
-        let is_same = fresh.first().is_some_and(|(_, at)| *at == expires);
-        fresh.retain(|(until, _)| *until > end);
-        fresh.insert(0, (end, expires));
-        if !is_same {
-            self.expiries.push_back((expires, slot, run));
+        self.bytes_now() <= most
+    }
+
+    /// Counts a worker after an event, and lets go of what is too much.
+    pub(super) fn settle(&mut self, number: u32) {
+        let Some(budget) = self.budget() else { return };
+        self.recount(number);
+        self.shrink_to(Self::calm(budget));
+        self.wait_for(budget);
+        if self.worker(number).wants_dense {
+            self.densify_within(number, budget);
         }
     }
 
-    /// Lets go of predictions that are too old at `now_ms`.
-    pub fn advance_to(&mut self, now_ms: u64) -> usize {
-        self.now_ms = self.now_ms.max(now_ms);
-        let mut expired = 0;
-        while let Some((at, slot, run)) = self.expiries.front().copied() {
-            if at > self.now_ms {
-                break;
+    /// Gives a worker its table of names, for which others may have to go.
+    fn densify_within(&mut self, number: u32, budget: usize) {
+        self.worker_mut(number).wants_dense = false;
+        loop {
+            // What goes may be what the table would be of: a little at a time.
+            let most = Self::calm(budget).saturating_sub(self.dense_bytes(number));
+            if self.bytes_now() <= most {
+                self.densify(number);
+                self.recount(number);
+                return;
             }
-            self.expiries.pop_front();
-            let Some(state) = self.slots[usize::from(slot)].as_ref() else { continue };
-            let Some(&id) = state.members.get(&run).filter(|_| state.plane == Plane::Predicted)
-            else {
-                continue;
-            };
-            let now_ms = self.now_ms;
-            let Some(fresh) = self.fresh.get_mut(&id) else { continue };
-            while fresh.last().is_some_and(|(_, at)| *at <= now_ms) {
-                fresh.pop();
+            let live = self.bytes_live();
+            if live <= most {
+                // Readers hold back what went: the next search asks again.
+                return;
             }
-            let until = fresh.last().map_or(0, |(end, _)| *end);
-            let end = self.members.get(id).spans.end();
-            if until < end {
-                expired += usize::from(end - until);
-                self.uncover(slot, run, until, end);
+            self.shrink_to(most.max(live - live / 16));
+            if self.bytes_live() >= live {
+                return;
             }
         }
-        self.counters.expired_blocks_total += expired as u64;
-        self.finish();
-        expired
+    }
+
+    /// What `blocks` more of a slot may cost at once, at the most.
+    fn need(&self, slot: u16, blocks: usize) -> usize {
+        let state = self.slot(slot);
+        let worker = self.worker(state.worker);
+        let counts = self.options.count_mode == CountMode::Copies;
+        // Labels and names, a longer copy of each array, the tables of names and of child runs.
+        let arrays = blocks * 32 + self.longest_run() * size_of::<u64>() * 3;
+        let dense = worker.dense.as_ref().map_or(0, |dense| map_growth(dense, blocks));
+        let maps = map_growth(&state.members, blocks)
+            + map_growth(&state.tails, blocks)
+            + map_growth(&state.waiting, blocks)
+            + if counts { map_growth(&state.copies, blocks) } else { 0 }
+            + map_growth(&worker.anchors, blocks)
+            + map_growth(&self.seeds, 1)
+            + map_growth(&self.scattered, blocks)
+            + state.extra.growth(blocks)
+            + if state.plane == Plane::Predicted { self.ages.growth(blocks) } else { 0 };
+        let pages = Slab::growth(&self.members, blocks) + Runs::growth(&self.runs, blocks);
+        let metas = if Runs::growth(&self.runs, blocks) > 0 { self.metas.page_bytes() } else { 0 };
+        arrays + dense + maps + pages + metas + TABLE_BYTES
+    }
+
+    /// Lets the least recently used blocks of all workers go until no more than `most` bytes are in use.
+    fn shrink_to(&mut self, most: usize) {
+        if self.bytes_now() <= most {
+            return;
+        }
+        self.collect();
+        if self.bytes_now() <= most {
+            return;
+        }
+        // A little more than asked, or each event would have to.
+        let most = most - most / 64;
+        while self.bytes_live() > most {
+            let Some(lane) = self.oldest_lane() else { break };
+            self.evict(lane, usize::MAX);
+            self.finish();
+            self.recount(lane / 2);
+        }
+        self.collect();
+    }
+
+    /// Bytes in use, without those that only wait for readers.
+    fn bytes_live(&self) -> usize {
+        let waiting =
+            Runs::waiting_bytes(&self.runs) + self.shared.edges.waiting_bytes(&self.edges);
+        self.bytes_now() - waiting
+    }
+
+    /// Whether the worker still holds the block before `place`, where an event goes on.
+    pub(super) fn is_open(&self, slot: u16, place: Loc) -> bool {
+        let Some(offset) = place.offset.checked_sub(1) else { return true };
+        self.siblings(slot).any(|slot| {
+            let id = self.slot(slot).members.get(&place.run);
+            id.is_some_and(|id| self.members.get(*id).spans.contains(offset as u16))
+        })
     }
 }

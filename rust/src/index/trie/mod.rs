@@ -5,8 +5,9 @@
 //! changes its place. Who has how much of a run is one word ([`cover`](super::arena::cover)).
 //!
 //! The room: `walk` (the query), `writer` (events), `names` (from an engine's name to a block), `filter`
-//! (names that anyone has), `limits` (eviction and age), `dump` and `events` (what a worker holds,
-//! written out), `seats` (worker <-> slot), `holder`, `run`, `spans`, `paged` (what the writer keeps).
+//! (names that anyone has), `limits` (eviction), `order` (of use), `ages` (of predictions), `report`
+//! (bytes), `dump` and `events` (what a worker holds, written out), `seats` (worker <-> slot), `holder`,
+//! `run`, `spans`, `paged` (what the writer keeps).
 
 use std::sync::Arc;
 
@@ -18,10 +19,12 @@ use super::arena::epoch::pin;
 use super::arena::runs::Runs;
 use super::matches::{Depths, Matches};
 use super::types::{
-    Block, CopyOutcome, DumpEvent, IndexStats, Membership, Options, RemoveOutcome, StoreOutcome,
+    Block, CopyOutcome, DumpEvent, IndexStats, Membership, MemoryReport, Options, RemoveOutcome,
+    StoreOutcome,
 };
 use crate::ids::{InstanceId, Tier, Worker};
 
+mod ages;
 mod audit;
 mod dump;
 mod events;
@@ -29,7 +32,9 @@ mod filter;
 mod holder;
 mod limits;
 mod names;
+mod order;
 mod paged;
+mod report;
 mod run;
 mod seats;
 mod spans;
@@ -104,6 +109,14 @@ impl RadixIndex {
         self.shared.find_depths(&pin, locals, scratch, found);
     }
 
+    /// What the index occupies, part by part.
+    ///
+    /// # Cost
+    /// O(runs), under the writer's lock; [`IndexStats::bytes`] is cheaper.
+    pub fn memory_report(&self) -> MemoryReport {
+        self.writer.lock().memory_report()
+    }
+
     fn find(&self, prompt: &[u64], only_who: bool, out: &mut Matches) {
         let pin = pin();
         let Matches { found, scratch } = out;
@@ -141,8 +154,8 @@ impl BlockIndex for RadixIndex {
 
     fn remove_instance(&self, instance_id: InstanceId) -> usize {
         let mut writer = self.writer.lock();
-        let all = Worker::new(instance_id, 0)..=Worker::new(instance_id, u32::MAX);
-        let ranks: Vec<Worker> = writer.numbers.range(all).map(|(worker, _)| *worker).collect();
+        let workers = writer.numbers.keys().copied();
+        let ranks: Vec<Worker> = workers.filter(|w| w.instance_id == instance_id).collect();
         ranks.iter().filter(|worker| writer.remove_worker(**worker)).count()
     }
 

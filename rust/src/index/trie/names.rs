@@ -8,6 +8,7 @@
 //! has. A worker that needs the search too often gets a table of its own, and keeps it.
 
 use super::holder::{Member, MemberId};
+use super::report::shrink_set;
 use super::run::{Column, ColumnId, Loc, NO_COLUMN};
 use super::writer::Writer;
 use crate::index::arena::runs::{ROOT, RunId};
@@ -122,15 +123,29 @@ impl Writer {
         let worker = self.worker_mut(number);
         worker.search_debt += searched;
         if worker.search_debt > SEARCH_TIMES * held + SEARCH_GRACE {
-            self.densify(number);
+            // With a budget of bytes that must wait until others may go.
+            match self.options.limits.max_bytes {
+                0 => self.densify(number),
+                _ => self.worker_mut(number).wants_dense = true,
+            }
         }
         found
     }
 
+    /// Bytes of a table of all names of a worker.
+    pub(super) fn dense_bytes(&self, number: u32) -> usize {
+        let buckets = (self.held(number) * 8 / 7 + 1).next_power_of_two();
+        buckets * (size_of::<(u64, Loc)>() + 1) + 16
+    }
+
+    /// Names held by a worker, counted per tier.
+    fn held(&self, number: u32) -> usize {
+        self.worker(number).fact_slots().map(|slot| self.slot(slot).held).sum()
+    }
+
     /// Gives a worker a table of all its names.
     pub(super) fn densify(&mut self, number: u32) {
-        let slots = self.worker(number).fact_slots();
-        let held = slots.map(|slot| self.slot(slot).held).sum();
+        let held = self.held(number);
         let mut dense = hashbrown::HashMap::with_capacity_and_hasher(held, self.mix);
         for slot in self.worker(number).fact_slots() {
             dense.extend(self.slot(slot).extra.iter());
@@ -177,6 +192,7 @@ impl Writer {
             if self.suspects.len() > 4_096 + self.filter.len() / 64 {
                 let filter = &self.filter;
                 self.suspects.retain(|name| filter.contains(*name));
+                shrink_set(&mut self.suspects);
             }
         }
         is_known
@@ -190,6 +206,7 @@ impl Writer {
         debug_assert!(was_there, "what is forgotten was noted");
         if !self.suspects.is_empty() && self.suspects.contains(&name) && !self.may_be_known(name) {
             self.suspects.remove(&name);
+            shrink_set(&mut self.suspects);
         }
     }
 

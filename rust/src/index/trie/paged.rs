@@ -53,6 +53,24 @@ impl<T: Default> Slab<T> {
         (self.pages.len() * PAGE) as u32
     }
 
+    /// Every value there is room for, empty ones too.
+    pub fn all(&self) -> impl Iterator<Item = &T> {
+        self.pages.iter().flatten()
+    }
+
+    /// Bytes of one page.
+    pub fn page_bytes(&self) -> usize {
+        PAGE * size_of::<T>()
+    }
+
+    /// Bytes that adding `more` values may cost at once.
+    pub fn growth(&self, more: usize) -> usize {
+        let fresh = more.saturating_sub(self.free.len());
+        let pages = (self.next as usize + fresh).div_ceil(PAGE).saturating_sub(self.pages.len());
+        let lists = self.pages.len() * size_of::<Box<[T]>>() + self.free.len() * size_of::<u32>();
+        pages * self.page_bytes() + if pages > 0 { 2 * lists } else { 0 }
+    }
+
     /// Bytes asked of the allocator, without what the values own.
     pub fn bytes(&self) -> usize {
         self.pages.len() * PAGE * size_of::<T>()

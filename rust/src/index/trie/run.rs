@@ -100,6 +100,12 @@ impl RunMeta {
             .as_ref()
             .map_or(0, |others| size_of::<Vec<Column>>() + others.capacity() * size_of::<Column>())
     }
+
+    /// Bytes on the heap.
+    pub fn bytes(&self) -> usize {
+        let names = |(_, column): (ColumnId, &Column)| column.names.capacity() * size_of::<u64>();
+        self.list_bytes() + self.columns().map(names).sum::<usize>()
+    }
 }
 
 /// Where a block is: run and offset.

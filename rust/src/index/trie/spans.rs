@@ -136,6 +136,14 @@ impl Spans {
         self.first = if all.is_empty() { (0, 0) } else { all.remove(0) };
         self.more = (!all.is_empty()).then(|| Box::new(all));
     }
+
+    /// Bytes on the heap.
+    #[inline]
+    pub fn heap_bytes(&self) -> usize {
+        self.more.as_ref().map_or(0, |more| {
+            size_of::<Vec<(u16, u16)>>() + more.capacity() * size_of::<(u16, u16)>()
+        })
+    }
 }
 
 #[cfg(test)]

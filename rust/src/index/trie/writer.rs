@@ -1,21 +1,23 @@
 //! The writer: one at a time, behind the index's lock.
 
-use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use hashbrown::{HashMap, HashSet};
 
 use super::Shared;
+use super::ages::Ages;
 use super::filter::NameFilter;
-use super::holder::{Member, MemberId, Mix, NO_MEMBER, Slot, WorkerState};
+use super::holder::{Extra, Member, MemberId, Mix, NO_MEMBER, Slot, WorkerState};
+use super::order::Order;
 use super::paged::Slab;
+use super::report::shrink_map;
 use super::run::{Loc, NO_COLUMN, RunMeta};
 use super::seats::{NONE, Plane};
 use crate::ids::{Tier, Worker};
 use crate::index::arena::cover::{Entries, WHOLE};
 use crate::index::arena::edges;
 use crate::index::arena::epoch::{Retired, epochs, pin};
-use crate::index::arena::runs::{MAX_RUN, ROOT, RunId, Runs, RunsWriting, prefetch};
+use crate::index::arena::runs::{ROOT, RunId, Runs, RunsWriting, prefetch};
 use crate::index::check::Repetitions;
 use crate::index::types::{
     Block, CopyOutcome, CountMode, DEFAULT_SEED, IndexStats, MAX_WORKERS, Options, Rejection,
@@ -34,6 +36,9 @@ const DENSE_CHUNK: usize = 16;
 /// A worker's search debt is paid off at this many blocks for each block of its events.
 const SEARCH_CREDIT: usize = 128;
 
+/// The run of a place that an event's blocks can't be added at.
+const NOWHERE: RunId = RunId::MAX;
+
 /// Everything the writer knows. Readers see what it publishes in [`Shared`].
 pub(super) struct Writer {
     pub(super) shared: Arc<Shared>,
@@ -47,7 +52,7 @@ pub(super) struct Writer {
     free_slots: Vec<u16>,
     retired_slots: Retired<u16>,
     pub(super) workers: Vec<Option<Box<WorkerState>>>,
-    pub(super) numbers: BTreeMap<Worker, u32>,
+    pub(super) numbers: HashMap<Worker, u32, Mix>,
     pub(super) filter: NameFilter,
     /// Names that may stand at two places of the tree, for two workers or by mistake of the filter: for
     /// these, and only these, a worker is searched when it stores them.
@@ -59,16 +64,18 @@ pub(super) struct Writer {
     /// blocks behind holes.
     pub(super) scattered: HashMap<RunId, Vec<u16>, Mix>,
     pub(super) now_ms: u64,
-    /// When predictions run out, oldest first.
-    pub(super) expiries: VecDeque<(u64, u16, RunId)>,
-    /// Per predicted member: up to which block which expiry holds; later ends expire earlier.
-    pub(super) fresh: HashMap<MemberId, Vec<(u16, u64)>, Mix>,
-    /// Counts what was used, for the order of use.
-    pub(super) clock: u32,
-    /// Events until bytes are counted again.
-    pub(super) until_bytes: u32,
+    pub(super) ages: Ages,
+    pub(super) order: Order,
     /// Bytes of columns of names.
     pub(super) column_bytes: usize,
+    /// Bytes of stretches beyond each member's first.
+    pub(super) span_bytes: usize,
+    /// Bytes of the lists in `scattered`.
+    pub(super) scattered_bytes: usize,
+    /// Bytes of the seats.
+    pub(super) seat_bytes: usize,
+    /// Bytes of workers' own records, as counted last.
+    pub(super) worker_bytes: usize,
     /// Runs that may have lost their last holder.
     idle: Vec<RunId>,
     /// Runs whose distinct blocks are not counted yet.
@@ -131,6 +138,7 @@ impl Writer {
         options: Options,
     ) -> Self {
         let mix = Mix::new(options.hash_seed);
+        let seat_bytes = shared.seats.bytes();
         Self {
             shared,
             options,
@@ -143,18 +151,20 @@ impl Writer {
             free_slots: Vec::new(),
             retired_slots: Retired::new(),
             workers: Vec::new(),
-            numbers: BTreeMap::new(),
+            numbers: HashMap::with_hasher(mix),
             filter: NameFilter::new(options.hash_seed),
             suspects: HashSet::with_hasher(mix),
             seeds: HashMap::with_hasher(mix),
             counters: IndexStats::default(),
             scattered: HashMap::with_hasher(mix),
             now_ms: 0,
-            expiries: VecDeque::new(),
-            fresh: HashMap::with_hasher(mix),
-            clock: 0,
-            until_bytes: 0,
+            ages: Ages::new(),
+            order: Order::default(),
             column_bytes: 0,
+            span_bytes: 0,
+            scattered_bytes: 0,
+            seat_bytes,
+            worker_bytes: 0,
             idle: Vec::new(),
             uncounted: Vec::new(),
             busy: NO_MEMBER,
@@ -206,6 +216,9 @@ impl Writer {
         if self.numbers.len() >= self.options.limits.max_workers.min(MAX_WORKERS) {
             return None;
         }
+        if !self.make_room_for_worker() {
+            return None;
+        }
         let home = self.free_slot()?;
         let mut state = WorkerState::new(worker, self.mix);
         state.slots[Plane::Held(Tier::Device).number()] = home;
@@ -228,6 +241,7 @@ impl Writer {
     fn open(&mut self, slot: u16, worker: Worker, home: u16, number: u32, plane: Plane) {
         self.slots[usize::from(slot)] = Some(Box::new(Slot::new(number, plane, self.mix)));
         self.shared.seats.give(slot, worker, home, plane);
+        self.seat_bytes = self.shared.seats.bytes();
     }
 
     fn slot_or_new(&mut self, number: u32, plane: Plane) -> Option<u16> {
@@ -269,7 +283,7 @@ impl Writer {
         if self.repetitions.is_self_referencing(parent, blocks) {
             return self.reject(Rejection::SelfReference);
         }
-        let place = match parent {
+        let mut place = match parent {
             None => Loc { run: ROOT, offset: 0 },
             Some(name) => {
                 let number = self.numbers.get(&worker).copied();
@@ -287,13 +301,18 @@ impl Writer {
         };
         let state = self.worker_mut(number);
         state.search_debt = state.search_debt.saturating_sub(blocks.len() * SEARCH_CREDIT);
+        // What an event follows must not be what makes room for it.
+        self.touch_before(slot, place);
         let mut outcome = StoreOutcome::default();
-        self.place(slot, place, seed, Chain::Named(blocks), &mut outcome);
+        for piece in blocks.chunks(self.piece()) {
+            place = self.place_piece(slot, place, seed, Chain::Named(piece), &mut outcome);
+        }
         self.counters.duplicate_blocks_total += u64::from(outcome.duplicates);
         self.counters.moved_blocks_total += u64::from(outcome.moved);
         self.counters.refused_blocks_total += u64::from(outcome.refused);
         self.finish();
-        self.keep_limits(slot);
+        self.keep_capacity(slot);
+        self.settle(number);
         outcome
     }
 
@@ -304,10 +323,13 @@ impl Writer {
         let Some(number) = self.worker_or_new(worker) else { return 0 };
         let Some(slot) = self.slot_or_new(number, Plane::Predicted) else { return 0 };
         let mut outcome = StoreOutcome::default();
-        let root = Loc { run: ROOT, offset: 0 };
-        self.place(slot, root, seed, Chain::Plain(locals), &mut outcome);
+        let mut place = Loc { run: ROOT, offset: 0 };
+        for piece in locals.chunks(self.piece()) {
+            place = self.place_piece(slot, place, seed, Chain::Plain(piece), &mut outcome);
+        }
         self.finish();
-        self.keep_limits(slot);
+        self.keep_capacity(slot);
+        self.settle(number);
         outcome.added as usize
     }
 
@@ -324,6 +346,12 @@ impl Writer {
                 outcome.refused += 1;
                 continue;
             };
+            let behind = Loc { offset: loc.offset + 1, ..loc };
+            if !self.make_room(slot, 1) || !self.is_open(slot, behind) {
+                outcome.refused += 1;
+                self.counters.refused_blocks_total += 1;
+                continue;
+            }
             let local_hash = self.label(loc);
             let mut stored = StoreOutcome::default();
             let block = Block { engine_hash: *name, local_hash };
@@ -334,7 +362,8 @@ impl Writer {
             self.counters.duplicate_blocks_total += u64::from(stored.duplicates);
             self.counters.refused_blocks_total += u64::from(stored.refused);
             self.finish();
-            self.keep_limits(slot);
+            self.keep_capacity(slot);
+            self.settle(number);
         }
         outcome
     }
@@ -402,12 +431,15 @@ impl Writer {
         }
         self.counters.unknown_removals_total += u64::from(outcome.unknown);
         self.finish();
+        self.recount(number);
+        self.settle(number);
         outcome
     }
 
     /// Drops everything of a worker; returns its memberships.
     pub fn clear(&mut self, worker: Worker) -> usize {
         let Some(&number) = self.numbers.get(&worker) else { return 0 };
+        let mix = self.mix;
         let mut dropped = 0;
         for (plane, slot) in self.worker(number).slots.into_iter().enumerate() {
             if slot == NONE {
@@ -417,7 +449,7 @@ impl Writer {
             if Plane::of(plane) != Plane::Predicted {
                 dropped += state.held;
             }
-            let extra = std::mem::take(&mut state.extra).len();
+            let extra = std::mem::replace(&mut state.extra, Extra::new(mix)).len();
             state.held -= extra;
             self.counters.memberships -= extra;
             let state = self.slot_mut(slot);
@@ -426,6 +458,7 @@ impl Writer {
             for id in members {
                 // The names of the last blocks go with the slot's others below.
                 let spans = std::mem::take(&mut self.members.get_mut(id).spans);
+                self.span_bytes -= spans.heap_bytes();
                 self.account(slot, spans.len(), false);
                 self.publish(id);
                 self.drop_member(id);
@@ -436,10 +469,12 @@ impl Writer {
             **self.slots[usize::from(slot)].as_mut().expect("looked at above") =
                 Slot::new(number, plane, self.mix);
         }
-        let slots = self.worker(number).slots;
-        *self.worker_mut(number) = WorkerState::new(worker, self.mix);
-        self.worker_mut(number).slots = slots;
+        let WorkerState { slots, order, counted, .. } = *self.worker(number);
+        let fresh = WorkerState { slots, order, counted, ..WorkerState::new(worker, self.mix) };
+        *self.worker_mut(number) = fresh;
         self.finish();
+        self.recount(number);
+        self.settle(number);
         dropped
     }
 
@@ -447,6 +482,8 @@ impl Writer {
         self.clear(worker);
         let Some(number) = self.numbers.remove(&worker) else { return false };
         let state = self.workers[number as usize].take().expect("a known worker has a state");
+        shrink_map(&mut self.numbers);
+        self.worker_bytes -= state.counted;
         for slot in state.slots.into_iter().filter(|slot| *slot != NONE) {
             self.slots[usize::from(slot)] = None;
             self.shared.seats.take_back(slot);
@@ -458,7 +495,31 @@ impl Writer {
 
     // ---- placing chains
 
-    /// Walks down from `place` along what is there, and adds what is not.
+    /// Places a part of an event at `place`, or nothing when that is [`NOWHERE`]. Returns where the next
+    /// part goes on.
+    fn place_piece(
+        &mut self,
+        slot: u16,
+        place: Loc,
+        seed: u64,
+        chain: Chain<'_>,
+        outcome: &mut StoreOutcome,
+    ) -> Loc {
+        let nowhere = Loc { run: NOWHERE, offset: 0 };
+        let may_go_on = place.run != NOWHERE && outcome.refused == 0;
+        if !may_go_on || !self.make_room(slot, chain.len()) || !self.is_open(slot, place) {
+            outcome.refused += chain.len() as u32;
+            return nowhere;
+        }
+        let place = self.place(slot, place, seed, chain, outcome);
+        if self.options.limits.max_bytes > 0 {
+            self.recount(self.slot(slot).worker);
+        }
+        place
+    }
+
+    /// Walks down from `place` along what is there, and adds what is not. Returns the place behind the
+    /// last block.
     fn place(
         &mut self,
         slot: u16,
@@ -466,7 +527,7 @@ impl Writer {
         seed: u64,
         chain: Chain<'_>,
         outcome: &mut StoreOutcome,
-    ) {
+    ) -> Loc {
         let Loc { mut run, offset } = place;
         let mut offset = offset as usize;
         let mut at = 0;
@@ -479,7 +540,7 @@ impl Writer {
                     let taken = self.cover(slot, loc, rest.part(0, same), outcome);
                     if taken < same {
                         outcome.refused += (rest.len() - taken) as u32;
-                        return;
+                        break;
                     }
                     at += same;
                     offset += same;
@@ -495,10 +556,11 @@ impl Writer {
             let room = self.room_for(slot, rest);
             if room == 0 {
                 outcome.refused += rest.len() as u32;
-                return;
+                break;
             }
             let can_append = self.can_append(slot, run, offset);
-            let most = if can_append { MAX_RUN - offset } else { MAX_RUN };
+            let longest = self.longest_run();
+            let most = if can_append { longest - offset } else { longest };
             let more = rest.part(0, rest.len().min(room).min(most));
             if can_append {
                 self.shared.runs.append(&mut self.runs, run, more.labels());
@@ -513,6 +575,7 @@ impl Writer {
             at += more.len();
             offset += more.len();
         }
+        Loc { run, offset: offset as u32 }
     }
 
     /// How many of the chain's blocks may be added. A name that stands for something else frees its own
@@ -546,7 +609,7 @@ impl Writer {
     }
 
     fn can_append(&self, slot: u16, run: RunId, offset: usize) -> bool {
-        if run == ROOT || offset >= MAX_RUN {
+        if run == ROOT || offset >= self.longest_run() {
             return false;
         }
         let len = self.shared.runs.peek(&self.runs, run).labels().len();
@@ -624,7 +687,9 @@ impl Writer {
         let id = self.member_or_new(slot, loc.run);
         let member = self.members.get_mut(id);
         let before = member.spans.len();
+        let heap = member.spans.heap_bytes();
         member.spans.add(loc.offset as u16, end);
+        self.span_bytes = self.span_bytes + member.spans.heap_bytes() - heap;
         let added = member.spans.len() - before;
         if added > 0 {
             self.account(slot, added, true);
@@ -842,7 +907,9 @@ impl Writer {
         let member = self.members.get_mut(id);
         let (old_end, old_lead) = (member.spans.end(), member.spans.lead());
         let before = if cfg!(debug_assertions) { member.spans.len() } else { 0 };
+        let heap = member.spans.heap_bytes();
         member.spans.remove(start, end);
+        self.span_bytes = self.span_bytes + member.spans.heap_bytes() - heap;
         debug_assert_eq!(member.spans.len() + usize::from(end - start), before);
         let is_empty = member.spans.is_empty();
         let (new_end, new_lead) = (member.spans.end(), member.spans.lead());
@@ -886,7 +953,9 @@ impl Writer {
         let old_tail =
             if member.spans.is_empty() { None } else { self.name_at(member, old_end - 1) };
         let member = self.members.get_mut(id);
+        let heap = member.spans.heap_bytes();
         member.spans.add(start, end);
+        self.span_bytes = self.span_bytes + member.spans.heap_bytes() - heap;
         let new_end = usize::from(member.spans.end());
         self.account(slot, usize::from(end - start), true);
         if new_end != old_end {
@@ -935,13 +1004,18 @@ impl Writer {
         if is_scattered != member.is_scattered {
             member.is_scattered = is_scattered;
             let list = self.scattered.entry(run).or_default();
+            let room = list.capacity();
             if is_scattered {
                 list.push(slot);
             } else {
                 list.retain(|other| *other != slot);
-                if list.is_empty() {
-                    self.scattered.remove(&run);
-                }
+                list.shrink_to(list.len() * 2);
+            }
+            let (is_empty, new_room) = (list.is_empty(), list.capacity());
+            self.scattered_bytes = self.scattered_bytes + new_room * 2 - room * 2;
+            if is_empty {
+                self.scattered.remove(&run);
+                shrink_map(&mut self.scattered);
             }
         }
         if !plane.is_prefix() || cut != old {
@@ -1024,13 +1098,19 @@ impl Writer {
             return *id;
         }
         let kids = self.slot_mut(slot).waiting.remove(&run).unwrap_or(0);
-        let id = self.members.add(Member { run, slot, kids, ..Member::default() });
-        let (parent, _) = self.shared.runs.peek(&self.runs, run).place();
+        // Where those hang was not noted.
+        let floor = if kids > 0 { u16::MAX } else { 0 };
+        let id = self.members.add(Member { run, slot, kids, floor, ..Member::default() });
+        let (parent, attach) = self.shared.runs.peek(&self.runs, run).place();
         let state = self.slots[usize::from(slot)].as_mut().expect("a slot that is given");
         state.members.insert(run, id);
         if parent != ROOT {
             match state.members.get(&parent) {
-                Some(parent) => self.members.get_mut(*parent).kids += 1,
+                Some(parent) => {
+                    let parent = self.members.get_mut(*parent);
+                    parent.kids += 1;
+                    parent.floor = parent.floor.max(attach as u16);
+                }
                 None => *state.waiting.entry(parent).or_insert(0) += 1,
             }
         }
@@ -1041,11 +1121,11 @@ impl Writer {
 
     /// Takes out a member that has no blocks any more; readers do not see it already.
     fn drop_member(&mut self, id: MemberId) {
-        self.unlink(id);
+        let turn = self.unlink(id);
         let Member { run, slot, column, cut, is_scattered, kids, spans, .. } =
             self.members.take(id);
         debug_assert!(spans.is_empty() && cut == 0 && !is_scattered, "it covers nothing");
-        self.fresh.remove(&id);
+        self.ages.forget(id);
         let (parent, _) = self.shared.runs.peek(&self.runs, run).place();
         let state = self.slots[usize::from(slot)].as_mut().expect("a member's slot");
         state.members.remove(&run);
@@ -1054,7 +1134,11 @@ impl Writer {
         }
         if parent != ROOT {
             match state.members.get(&parent) {
-                Some(parent) => self.members.get_mut(*parent).kids -= 1,
+                Some(parent) => {
+                    let parent = self.members.get_mut(*parent);
+                    parent.kids -= 1;
+                    parent.floor = if parent.kids > 0 { parent.floor } else { 0 };
+                }
                 None => {
                     if let Some(count) = state.waiting.get_mut(&parent) {
                         *count -= 1;
@@ -1065,6 +1149,7 @@ impl Writer {
                 }
             }
         }
+        self.unpark(slot, parent, turn);
         let meta = self.metas.get_mut(run);
         meta.holders -= 1;
         if meta.holders == 0 {
@@ -1097,7 +1182,9 @@ impl Writer {
                 debug_assert!(meta.wholes == 0);
                 self.set_held(run, 0);
                 self.forget_names(run);
-                self.seeds.remove(&run);
+                if self.seeds.remove(&run).is_some() {
+                    shrink_map(&mut self.seeds);
+                }
                 self.shared.runs.remove(&mut self.runs, run);
                 self.metas.get_mut(parent).kids -= 1;
                 run = parent;
@@ -1106,6 +1193,17 @@ impl Writer {
         if Runs::waiting(&self.runs) >= COLLECT_FROM {
             self.collect();
         }
+    }
+
+    /// Bytes of lists that are kept between events.
+    pub(super) fn list_bytes(&self) -> usize {
+        self.free_slots.capacity() * size_of::<u16>()
+            + self.retired_slots.bytes()
+            + self.idle.capacity() * size_of::<RunId>()
+            + self.doubtful.capacity() * size_of::<(u64, usize)>()
+            + self.uncounted.capacity() * size_of::<RunId>()
+            + self.repetitions.bytes()
+            + self.scratch.bytes()
     }
 
     pub(super) fn collect(&mut self) {

@@ -66,6 +66,8 @@ pub struct Books {
     deepest: usize,
     /// Bytes of all arrays, retired ones included.
     pub allocated: usize,
+    /// Those of retired ones.
+    pub waiting: usize,
     pub retired: Retired<Garbage>,
 }
 
@@ -80,6 +82,7 @@ impl Books {
             segments: 1,
             deepest: 1,
             allocated: segment.bytes() + directory.bytes(),
+            waiting: 0,
             retired: Retired::new(),
         };
         (AtomicArray::new(directory), books)
@@ -88,6 +91,14 @@ impl Books {
     /// Bytes of everything that was asked of the allocator.
     pub fn bytes(&self) -> usize {
         self.allocated + self.places.capacity() * size_of::<Place>() + self.retired.bytes()
+    }
+
+    fn retire(&mut self, garbage: Garbage) {
+        self.waiting += match &garbage {
+            Garbage::Segment(array) => array.bytes(),
+            Garbage::Directory(array) => array.bytes(),
+        };
+        self.retired.push(garbage);
     }
 
     /// Logarithm of the directory's length.
@@ -241,7 +252,7 @@ impl<'w> Turn<'w> {
         let new = self.books.new_segment(bits, segment::entries(buckets));
         let (_, width) = self.books.range(first);
         self.replace(first, width, new, self.books.places[first]);
-        self.books.retired.push(Garbage::Segment(old));
+        self.books.retire(Garbage::Segment(old));
     }
 
     fn split(&mut self, first: usize, upper: u32) {
@@ -260,7 +271,7 @@ impl<'w> Turn<'w> {
             let start = first + if is_upper_half { half } else { 0 };
             self.replace(start, half, new, Place { depth: depth + 1, count });
         }
-        self.books.retired.push(Garbage::Segment(old));
+        self.books.retire(Garbage::Segment(old));
         self.books.segments += 1;
         if half == 1 {
             self.books.deepest += 2;
@@ -275,8 +286,8 @@ impl<'w> Turn<'w> {
         let entries = segment::entries(low).chain(segment::entries(high));
         let new = self.books.new_segment(SEGMENT_BITS, entries);
         self.replace(first, width * 2, new, Place { depth: depth - 1, count });
-        self.books.retired.push(Garbage::Segment(lower));
-        self.books.retired.push(Garbage::Segment(upper));
+        self.books.retire(Garbage::Segment(lower));
+        self.books.retire(Garbage::Segment(upper));
         self.books.segments -= 1;
         if width == 1 {
             self.books.deepest -= 2;
@@ -312,7 +323,7 @@ impl<'w> Turn<'w> {
         self.books.allocated += new.bytes();
         self.books.places = (0..1 << bits).map(|at| self.books.places[old_place(at)]).collect();
         self.directory.publish(new);
-        self.books.retired.push(Garbage::Directory(old));
+        self.books.retire(Garbage::Directory(old));
     }
 }
 

@@ -1,0 +1,235 @@
+//! Predictions that run out.
+//!
+//! A prediction begins at a prompt's start, so of one run the blocks in front were predicted at least as
+//! lately as those behind: per member a few steps tell up to which block what holds. Each member is
+//! noted in the queue once, at or before the time its last block runs out.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use super::holder::MemberId;
+use super::paged::Slab;
+use super::writer::Writer;
+
+/// Notes of members that went which are kept before anyone looks for them.
+const NOTES_KEPT: usize = 64;
+
+/// Up to `end`, blocks run out at `at_ms`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Step {
+    at_ms: u64,
+    end: u16,
+}
+
+/// When a member's blocks run out. The last step; others end before it and run out later.
+#[derive(Debug, Default)]
+struct Age {
+    at_ms: u64,
+    #[expect(clippy::box_collection, reason = "nearly always none: a word, not three")]
+    before: Option<Box<Vec<Step>>>,
+    /// Under which time the member is noted in the queue; its low half tells enough.
+    noted: u32,
+    /// 0 when nothing is kept.
+    end: u16,
+}
+
+impl Age {
+    fn heap_bytes(&self) -> usize {
+        self.before
+            .as_ref()
+            .map_or(0, |before| size_of::<Vec<Step>>() + before.capacity() * size_of::<Step>())
+    }
+
+    /// All steps, from the last to the first.
+    fn steps(&self) -> impl Iterator<Item = Step> + '_ {
+        let last = Step { at_ms: self.at_ms, end: self.end };
+        let last = (last.end > 0).then_some(last);
+        last.into_iter().chain(self.before.iter().flat_map(|b| b.iter().rev().copied()))
+    }
+
+    /// Sets the steps, which come as [`Age::steps`] gives them; none means that nothing is kept.
+    fn set(&mut self, mut steps: Vec<Step>) {
+        let Step { at_ms, end } = steps.first().copied().unwrap_or(Step { at_ms: 0, end: 0 });
+        (self.at_ms, self.end) = (at_ms, end);
+        steps.reverse();
+        steps.pop();
+        steps.shrink_to_fit();
+        self.before = (!steps.is_empty()).then(|| Box::new(steps));
+    }
+}
+
+/// All predictions' ages.
+pub(super) struct Ages {
+    by_member: Slab<Age>,
+    /// Members of which anything is kept.
+    len: usize,
+    queue: BinaryHeap<Reverse<(u64, MemberId)>>,
+    /// Bytes of steps beyond each member's last.
+    step_bytes: usize,
+}
+
+impl Ages {
+    pub fn new() -> Self {
+        Self { by_member: Slab::new(), len: 0, queue: BinaryHeap::new(), step_bytes: 0 }
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.by_member.bytes()
+            + self.queue.capacity() * size_of::<(u64, MemberId)>()
+            + self.step_bytes
+    }
+
+    /// Bytes that `more` members may cost at once.
+    pub fn growth(&self, more: usize) -> usize {
+        let pages = more.div_ceil(256) + 1;
+        let queue = self.queue.capacity() * size_of::<(u64, MemberId)>();
+        let is_full = self.queue.capacity() - self.queue.len() < more;
+        pages * self.by_member.page_bytes() + if is_full { 2 * queue + more * 32 } else { 0 }
+    }
+
+    /// Changes what is kept of a member, keeping count.
+    fn change(&mut self, id: MemberId, change: impl FnOnce(&mut Age)) {
+        let age = self.by_member.get_or_grow(id);
+        let (bytes, was_kept) = (age.heap_bytes(), age.end > 0);
+        change(age);
+        self.step_bytes = self.step_bytes + age.heap_bytes() - bytes;
+        self.len = self.len + usize::from(age.end > 0) - usize::from(was_kept);
+    }
+
+    fn is_kept(&self, id: MemberId) -> bool {
+        id < self.by_member.end() && self.by_member.get(id).end > 0
+    }
+
+    /// Predicts a member's blocks up to `end`, until `at_ms`.
+    fn renew(&mut self, id: MemberId, end: u16, at_ms: u64) {
+        let is_new = !self.is_kept(id);
+        self.change(id, |age| {
+            if age.before.is_none() && age.end <= end {
+                (age.at_ms, age.end) = (at_ms, end);
+            } else {
+                let mut steps: Vec<Step> = age.steps().filter(|step| step.end > end).collect();
+                if steps.last().is_none_or(|later| later.at_ms != at_ms) {
+                    steps.push(Step { at_ms, end });
+                }
+                age.set(steps);
+            }
+            if is_new {
+                age.noted = at_ms as u32;
+            }
+        });
+        if is_new {
+            self.queue.push(Reverse((at_ms, id)));
+            self.forget_notes();
+        }
+    }
+
+    /// The member has no blocks from `end` on any more.
+    pub fn cut(&mut self, id: MemberId, end: u16) {
+        if !self.is_kept(id) {
+            return;
+        }
+        self.change(id, |age| {
+            // Of the steps that reach beyond, the one that runs out last holds up to the cut.
+            let mut steps: Vec<Step> = age.steps().collect();
+            let beyond = steps.iter().take_while(|step| step.end > end).count();
+            let covers = steps.get(beyond).map_or(0, |next| next.end);
+            let at_ms = steps[..beyond].last().map_or(0, |step| step.at_ms);
+            steps.drain(..beyond);
+            if covers < end && beyond > 0 {
+                steps.insert(0, Step { at_ms, end });
+            }
+            age.set(steps);
+        });
+        self.forget_notes();
+    }
+
+    /// The member goes.
+    pub fn forget(&mut self, id: MemberId) {
+        self.cut(id, 0);
+    }
+
+    /// Members that went stay noted until their time: they must not pile up.
+    fn forget_notes(&mut self) {
+        if self.queue.len() <= 2 * self.len + NOTES_KEPT {
+            return;
+        }
+        let mut notes = std::mem::take(&mut self.queue).into_vec();
+        notes.retain(|Reverse((at_ms, id))| {
+            self.is_kept(*id) && self.by_member.get(*id).noted == *at_ms as u32
+        });
+        notes.sort_unstable();
+        notes.dedup();
+        notes.shrink_to_fit();
+        self.queue = notes.into();
+    }
+
+    /// A member some of whose blocks ran out by `now_ms`, with how many are left.
+    fn next_over(&mut self, now_ms: u64) -> Option<(MemberId, u16)> {
+        loop {
+            let Reverse((at_ms, id)) = *self.queue.peek()?;
+            if at_ms > now_ms {
+                return None;
+            }
+            self.queue.pop();
+            // A note may be of the number's last owner, or older than the last prediction.
+            if !self.is_kept(id) || self.by_member.get(id).noted != at_ms as u32 {
+                continue;
+            }
+            let age = self.by_member.get_mut(id);
+            let left = age.steps().find(|step| step.at_ms > now_ms);
+            let Some(step) = left else { return Some((id, 0)) };
+            age.noted = step.at_ms as u32;
+            let is_over = step.end < age.end;
+            self.queue.push(Reverse((step.at_ms, id)));
+            if is_over {
+                return Some((id, step.end));
+            }
+        }
+    }
+
+    /// Checks one member against its blocks.
+    pub fn audit(&self, id: MemberId, end: u16) {
+        let age = self.by_member.get(id);
+        assert_eq!(age.end, end, "the last step ends with the blocks");
+        let steps: Vec<Step> = age.steps().collect();
+        assert!(steps.windows(2).all(|w| w[0].end > w[1].end && w[0].at_ms < w[1].at_ms));
+        let is_noted = |note: &Reverse<(u64, MemberId)>| {
+            note.0.1 == id && note.0.0 as u32 == age.noted && note.0.0 <= age.at_ms
+        };
+        assert!(self.queue.iter().any(is_noted), "every prediction comes to its end");
+    }
+
+    /// Checks the whole against the number of predicted members.
+    pub fn audit_all(&self, members: usize) {
+        assert_eq!(self.len, members);
+        assert_eq!(self.step_bytes, self.by_member.all().map(Age::heap_bytes).sum::<usize>());
+        assert!(self.queue.len() <= 2 * self.len + NOTES_KEPT + 1);
+    }
+}
+
+impl Writer {
+    /// Predictions of a member's blocks up to `end` count from now.
+    pub(super) fn refresh(&mut self, id: MemberId, end: u16) {
+        let ttl = self.options.limits.predicted_ttl_ms;
+        if ttl > 0 {
+            self.ages.renew(id, end, self.now_ms.saturating_add(ttl));
+        }
+    }
+
+    /// Lets go of predictions that are too old at `now_ms`.
+    pub fn advance_to(&mut self, now_ms: u64) -> usize {
+        self.now_ms = self.now_ms.max(now_ms);
+        let mut expired = 0;
+        while let Some((id, until)) = self.ages.next_over(self.now_ms) {
+            let member = self.members.get(id);
+            let (slot, run, end) = (member.slot, member.run, member.spans.end());
+            expired += usize::from(end - until);
+            self.ages.cut(id, until);
+            self.uncover(slot, run, until, end);
+            self.recount(self.slot(slot).worker);
+        }
+        self.counters.expired_blocks_total += expired as u64;
+        self.finish();
+        expired
+    }
+}
