@@ -114,7 +114,7 @@ impl RadixIndex {
     /// # Cost
     /// O(runs), under the writer's lock; [`IndexStats::bytes`] is cheaper.
     pub fn memory_report(&self) -> MemoryReport {
-        self.writer.lock().memory_report()
+        self.look(|writer| writer.memory_report())
     }
 
     fn find(&self, prompt: &[u64], only_who: bool, out: &mut Matches) {
