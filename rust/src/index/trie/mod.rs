@@ -55,8 +55,9 @@ struct Shared {
 /// The block index: exact, concurrent, readers never wait.
 ///
 /// # Cost
-/// 16 bytes a block and about as much again for each (worker, run), measured figures are in the
-/// benches' RESULTS; what an index occupies now is [`IndexStats::bytes`].
+/// A block takes 16 bytes and its place in the filter of names, once for all workers that name it alike;
+/// each (worker, run) takes a record. Measured figures are in the benches' RESULTS; what an index
+/// occupies now is [`IndexStats::bytes`].
 pub struct RadixIndex {
     shared: Arc<Shared>,
     writer: Mutex<Writer>,
