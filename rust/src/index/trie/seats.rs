@@ -60,6 +60,8 @@ pub(super) struct Seats {
     opened: AtomicU32,
     /// Slots of other planes than the device: queries look for them only when there are any.
     others: AtomicU32,
+    /// How many of those there have ever been.
+    others_given: AtomicU32,
     lower: AtomicU32,
 }
 
@@ -80,6 +82,7 @@ impl Seats {
             lower_pages: (0..=usize::from(u16::MAX) / PAGE).map(|_| OnceLock::new()).collect(),
             opened: AtomicU32::new(0),
             others: AtomicU32::new(0),
+            others_given: AtomicU32::new(0),
             lower: AtomicU32::new(0),
         }
     }
@@ -101,9 +104,17 @@ impl Seats {
         (self.opened.load(Acquire) as usize).div_ceil(64)
     }
 
-    /// Whether anything but device blocks is kept of anyone.
-    pub fn has_others(&self) -> bool {
-        self.others.load(Relaxed) > 0
+    /// A mark to ask [`Seats::are_homes_since`] with, if nothing but device blocks is kept of anyone.
+    #[inline]
+    pub fn are_homes(&self) -> Option<u32> {
+        let mark = self.others_given.load(Acquire);
+        (self.others.load(Acquire) == 0).then_some(mark)
+    }
+
+    /// Whether all slots that were met since the mark was taken are homes.
+    #[inline]
+    pub fn are_homes_since(&self, mark: u32) -> bool {
+        self.others_given.load(Acquire) == mark
     }
 
     /// Whether anyone has lower tiers.
@@ -112,7 +123,7 @@ impl Seats {
     }
 
     /// Appends what `make` makes of the workers of the slots in the `at`th word of a set. All must be homes,
-    /// as all slots are while [`Seats::has_others`] says no.
+    /// as all slots are while [`Seats::are_homes`] gives marks.
     #[inline]
     pub fn each_worker<T: Copy>(
         &self,
@@ -179,7 +190,9 @@ impl Seats {
                 self.lower_of(slot).store(NO_LOWER, Relaxed);
             }
         } else {
-            self.others.fetch_add(1, Relaxed);
+            // Before the slot's first cover is published: whoever meets it finds the mark changed.
+            self.others_given.fetch_add(1, Release);
+            self.others.fetch_add(1, Release);
         }
         if let Plane::Held(tier) = plane
             && tier != Tier::Device
@@ -197,7 +210,8 @@ impl Seats {
     pub fn take_back(&self, slot: u16) {
         let Owner { home, plane, .. } = self.owner(slot);
         if slot != home {
-            self.others.fetch_sub(1, Relaxed);
+            // After its last cover went.
+            self.others.fetch_sub(1, Release);
         }
         if !plane.is_prefix() {
             self.lower.fetch_sub(1, Relaxed);

@@ -178,17 +178,21 @@ impl Shared {
         out: &mut Vec<Match>,
     ) {
         out.clear();
-        if self.seats.has_others() {
+        let mut is_done = false;
+        if let Some(mark) = self.seats.are_homes() {
+            self.walk(pin, prompt, only_who, &mut scratch.track, |at, word, depth| {
+                self.seats.each_worker(at, word, out, |worker| Match::on_device(worker, depth));
+            });
+            is_done = self.seats.are_homes_since(mark);
+        }
+        if !is_done {
+            out.clear();
             let Scratch { track, found, .. } = scratch;
             found.clear();
             self.walk(pin, prompt, only_who, track, |at, word, depth| {
                 each_bit(at, word, |slot| found.push((slot, depth)));
             });
             self.gather(pin, only_who, scratch, out);
-        } else {
-            self.walk(pin, prompt, only_who, &mut scratch.track, |at, word, depth| {
-                self.seats.each_worker(at, word, out, |worker| Match::on_device(worker, depth));
-            });
         }
         if only_who {
             cut_last(out);
@@ -204,15 +208,23 @@ impl Shared {
         out: &mut Vec<Depth>,
     ) {
         out.clear();
-        if self.seats.has_others() {
-            let mut matches = Vec::new();
-            self.find(pin, prompt, false, scratch, &mut matches);
-            let held = matches.iter().filter(|found| found.device > 0);
-            out.extend(held.map(|found| Depth::new(found.worker, found.device)));
-            return;
+        if let Some(mark) = self.seats.are_homes() {
+            self.walk(pin, prompt, false, &mut scratch.track, |at, word, blocks| {
+                self.seats.each_worker(at, word, out, |worker| Depth::new(worker, blocks));
+            });
+            if self.seats.are_homes_since(mark) {
+                return;
+            }
+            out.clear();
         }
-        self.walk(pin, prompt, false, &mut scratch.track, |at, word, blocks| {
-            self.seats.each_worker(at, word, out, |worker| Depth::new(worker, blocks));
+        let Scratch { track, .. } = scratch;
+        self.walk(pin, prompt, false, track, |at, word, blocks| {
+            each_bit(at, word, |slot| {
+                let owner = self.seats.owner(slot);
+                if owner.plane == Plane::Held(Tier::Device) {
+                    out.push(Depth::new(owner.worker, blocks));
+                }
+            });
         });
     }
 

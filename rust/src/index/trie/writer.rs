@@ -940,6 +940,7 @@ impl Writer {
         if old_lead == new_lead
             && member.is_scattered
             && meta.holders == 1
+            && !meta.is_uncounted
             && !is_empty
             && end < new_end
         {
