@@ -400,9 +400,9 @@ class KvIndexer:
         """Take in what a file says, before events of its workers are applied.
 
         Returns:
-            ``workers`` and ``blocks`` that were loaded; ``lost``: (worker id, dp rank, cause) of each
-            worker of which nothing was taken: its part is damaged or cut off, the index refused it, or
-            it holds blocks already; ``cut``: whether the file ended early; ``created_ms``: when it was
+            ``workers`` and ``blocks`` that were loaded; ``lost``: (worker id, dp rank, cause) of
+            workers of which nothing was taken: damaged, cut off, refused by the index, or holding
+            blocks already; ``cut``: whether the file ended early; ``created_ms``: when it was
             saved, in milliseconds since 1970.
 
         Raises:

@@ -40,12 +40,11 @@ pub(super) fn restore<'py>(
     path: &Path,
 ) -> PyResult<Bound<'py, PyDict>> {
     let expected = Expected { block_size: Some(block_size), key: None };
-    let loaded = py
-        .detach(|| load(index, &mut File::open(path)?, &expected))
-        .map_err(|error| match error {
-            LoadError::Io(error) => failed(py, &error, path),
-            other => raise(py, &Error::invalid(format!("path {}: {other}", path.display()))),
-        })?;
+    let loaded = py.detach(|| load(index, &mut File::open(path)?, &expected));
+    let loaded = loaded.map_err(|error| match error {
+        LoadError::Io(error) => failed(py, &error, path),
+        other => raise(py, &Error::invalid(format!("path {}: {other}", path.display()))),
+    })?;
     told(py, &loaded)
 }
 
