@@ -10,9 +10,13 @@ use crate::index::arena::cover::{Entries, WHOLE};
 use crate::index::arena::runs::{ROOT, RunId};
 use crate::index::types::IndexStats;
 
+/// Names left behind by runs that a look at the sizes forgets: a few milliseconds' worth.
+const FORGET_PER_LOOK: usize = 65_536;
+
 impl Writer {
     pub fn stats(&mut self) -> IndexStats {
         self.count_held();
+        self.forget_left(FORGET_PER_LOOK);
         let slots = || self.slots.iter().flatten();
         IndexStats {
             workers: self.numbers.len(),

@@ -206,8 +206,6 @@ pub(super) struct WorkerState {
     pub worker: Worker,
     /// By [`Plane::number`]; [`NONE`] where nothing was ever held.
     pub slots: [u16; Plane::COUNT],
-    /// Blocks that others hang on, as this worker calls them; hints, some may be wrong.
-    pub anchors: HashMap<u64, Loc, Mix>,
     /// Every name, for workers that name blocks in no order.
     pub dense: Option<HashMap<u64, Loc, Mix>>,
     /// Whether it is to get that table when there is room.
@@ -221,11 +219,10 @@ pub(super) struct WorkerState {
 }
 
 impl WorkerState {
-    pub fn new(worker: Worker, mix: Mix) -> Self {
+    pub fn new(worker: Worker) -> Self {
         Self {
             worker,
             slots: [NONE; Plane::COUNT],
-            anchors: HashMap::with_hasher(mix),
             dense: None,
             wants_dense: false,
             order: Default::default(),
@@ -242,14 +239,13 @@ impl WorkerState {
 
     /// Gives back what few entries no longer need.
     pub fn tidy(&mut self) {
-        shrink_map(&mut self.anchors);
         if let Some(dense) = &mut self.dense {
             shrink_map(dense);
         }
     }
 
     pub fn bytes(&self) -> usize {
-        self.anchors.allocation_size() + self.dense.as_ref().map_or(0, HashMap::allocation_size)
+        self.dense.as_ref().map_or(0, HashMap::allocation_size)
     }
 }
 

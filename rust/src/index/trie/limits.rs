@@ -197,7 +197,7 @@ impl Writer {
             + map_growth(&state.tails, blocks)
             + map_growth(&state.waiting, blocks)
             + if counts { map_growth(&state.copies, blocks) } else { 0 }
-            + map_growth(&worker.anchors, blocks)
+            + map_growth(&self.anchors, blocks)
             + map_growth(&self.seeds, 1)
             + map_growth(&self.scattered, blocks)
             + state.extra.growth(blocks)

@@ -55,8 +55,9 @@ struct Shared {
 /// The block index: exact, concurrent, readers never wait.
 ///
 /// # Cost
-/// 16 bytes a block and about as much again for each (worker, run), measured figures are in the
-/// benches' RESULTS; what an index occupies now is [`IndexStats::bytes`].
+/// A block takes 16 bytes and its place in the filter of names, once for all workers that name it alike;
+/// each (worker, run) takes a record. Measured figures are in the benches' RESULTS; what an index
+/// occupies now is [`IndexStats::bytes`].
 pub struct RadixIndex {
     shared: Arc<Shared>,
     writer: Mutex<Writer>,
@@ -114,7 +115,7 @@ impl RadixIndex {
     /// # Cost
     /// O(runs), under the writer's lock; [`IndexStats::bytes`] is cheaper.
     pub fn memory_report(&self) -> MemoryReport {
-        self.writer.lock().memory_report()
+        self.look(|writer| writer.memory_report())
     }
 
     fn find(&self, prompt: &[u64], only_who: bool, out: &mut Matches) {

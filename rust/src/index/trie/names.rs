@@ -21,6 +21,9 @@ const SEARCH_GRACE: usize = 16_384;
 /// How many names ahead the filter's lines are fetched.
 const AHEAD: usize = 8;
 
+/// Columns up to this long are forgotten with their run; longer ones in the course of later events.
+const FORGET_AT_ONCE: usize = 32;
+
 /// Columns that a new member is compared with before it gets one of its own.
 const COLUMNS_COMPARED: usize = 64;
 
@@ -90,7 +93,7 @@ impl Writer {
         if let Some(dense) = &worker.dense {
             return dense.get(&name).copied().filter(|loc| self.is_named(slot, *loc, name));
         }
-        if let Some(loc) = worker.anchors.get(&name)
+        if let Some(loc) = self.anchors.get(&name)
             && self.is_named(slot, *loc, name)
         {
             return Some(*loc);
@@ -162,7 +165,6 @@ impl Writer {
         }
         let worker = self.worker_mut(number);
         worker.dense = Some(dense);
-        worker.anchors = hashbrown::HashMap::with_hasher(worker.anchors.hasher().to_owned());
         tracing::debug!(
             worker = %worker.worker,
             "the worker evicts blocks in no order: a table of its names is kept from now on"
@@ -353,17 +355,53 @@ impl Writer {
         let left = self.metas.get_mut(run).column_mut(column);
         left.users -= 1;
         if left.users == 0 {
-            let names = std::mem::take(&mut left.names);
-            for (at, name) in names.iter().enumerate() {
-                if let Some(later) = names.get(at + AHEAD) {
-                    self.filter.prefetch(*later);
-                }
-                self.forget(*name);
-            }
+            let mut names = std::mem::take(&mut left.names);
             let meta = self.metas.get_mut(run);
             let list = meta.list_bytes();
             meta.trim();
             self.column_bytes -= names.capacity() * size_of::<u64>() + list - meta.list_bytes();
+            // With a budget, memory must be free when eviction asks for it.
+            if names.len() > FORGET_AT_ONCE && self.options.limits.max_bytes == 0 {
+                self.left_bytes += names.capacity() * size_of::<u64>();
+                self.left.push(names);
+            } else {
+                self.forget_last(&mut names, usize::MAX);
+            }
+        }
+    }
+
+    /// Takes up to `most` names from the end of a list, and forgets them. Returns how many.
+    fn forget_last(&mut self, names: &mut Vec<u64>, most: usize) -> usize {
+        let keep = names.len().saturating_sub(most);
+        let gone = names.len() - keep;
+        while names.len() > keep {
+            if let Some(later) = names.len().checked_sub(AHEAD) {
+                self.filter.prefetch(names[later]);
+            }
+            if let Some(name) = names.pop() {
+                self.forget(name);
+            }
+        }
+        gone
+    }
+
+    /// Forgets up to `most` of the names that runs left behind: the filter takes them for known until then,
+    /// which costs searches, no mistakes.
+    pub(super) fn forget_left(&mut self, most: usize) {
+        let mut credit = most;
+        while credit > 0 {
+            let Some(mut names) = self.left.pop() else {
+                if self.left.capacity() > 64 {
+                    self.left = Vec::new();
+                }
+                return;
+            };
+            credit -= self.forget_last(&mut names, credit);
+            if names.is_empty() {
+                self.left_bytes -= names.capacity() * size_of::<u64>();
+            } else {
+                self.left.push(names);
+            }
         }
     }
 

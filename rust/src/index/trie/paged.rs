@@ -48,6 +48,11 @@ impl<T: Default> Slab<T> {
         self.get_mut(at)
     }
 
+    /// Values that are in.
+    pub fn len(&self) -> usize {
+        self.next as usize - self.free.len()
+    }
+
     /// Behind the highest number there is a place for.
     pub fn end(&self) -> u32 {
         (self.pages.len() * PAGE) as u32

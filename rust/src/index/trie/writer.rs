@@ -27,6 +27,9 @@ use crate::index::types::{
 /// Things that may wait for readers before the writer asks whether they still must.
 const COLLECT_FROM: usize = 64;
 
+/// Names left behind by runs that each event forgets some of.
+const FORGET_PER_EVENT: usize = 128;
+
 /// Runs whose distinct blocks may be left uncounted.
 const UNCOUNTED_MOST: usize = 4_096;
 
@@ -68,6 +71,11 @@ pub(super) struct Writer {
     pub(super) order: Order,
     /// Bytes of columns of names.
     pub(super) column_bytes: usize,
+    /// Blocks that others hang on, by a name of theirs: hints, some may be wrong.
+    pub(super) anchors: HashMap<u64, Loc, Mix>,
+    /// Names that runs left behind, still to be forgotten, and the bytes of these lists.
+    pub(super) left: Vec<Vec<u64>>,
+    pub(super) left_bytes: usize,
     /// Bytes of stretches beyond each member's first.
     pub(super) span_bytes: usize,
     /// Bytes of the lists in `scattered`.
@@ -161,6 +169,9 @@ impl Writer {
             ages: Ages::new(),
             order: Order::default(),
             column_bytes: 0,
+            anchors: HashMap::with_hasher(mix),
+            left: Vec::new(),
+            left_bytes: 0,
             span_bytes: 0,
             scattered_bytes: 0,
             seat_bytes,
@@ -220,7 +231,7 @@ impl Writer {
             return None;
         }
         let home = self.free_slot()?;
-        let mut state = WorkerState::new(worker, self.mix);
+        let mut state = WorkerState::new(worker);
         state.slots[Plane::Held(Tier::Device).number()] = home;
         let state = Some(Box::new(state));
         let number = match self.workers.iter().position(Option::is_none) {
@@ -470,7 +481,7 @@ impl Writer {
                 Slot::new(number, plane, self.mix);
         }
         let WorkerState { slots, order, counted, .. } = *self.worker(number);
-        let fresh = WorkerState { slots, order, counted, ..WorkerState::new(worker, self.mix) };
+        let fresh = WorkerState { slots, order, counted, ..WorkerState::new(worker) };
         *self.worker_mut(number) = fresh;
         self.finish();
         self.recount(number);
@@ -646,17 +657,14 @@ impl Writer {
     /// branch off there name that block as their parent.
     fn hang(&mut self, slot: u16, run: RunId, offset: u32) {
         let Some(offset) = offset.checked_sub(1).filter(|_| run != ROOT) else { return };
-        let state = self.slot(slot);
-        let number = state.worker;
-        let Some(id) = state.members.get(&run) else { return };
+        let Some(id) = self.slot(slot).members.get(&run) else { return };
         let loc = Loc { run, offset };
         let Some(name) = self.name_at(self.members.get(*id), offset as usize) else { return };
-        let most = 64 + 2 * state.members.len();
-        let anchors = &mut self.worker_mut(number).anchors;
-        if anchors.len() >= most {
-            anchors.clear();
+        let most = 64 + 2 * self.members.len();
+        if self.anchors.len() >= most {
+            self.anchors = HashMap::with_hasher(self.mix);
         }
-        anchors.insert(name, loc);
+        self.anchors.insert(name, loc);
     }
 
     /// Covers blocks that are in the tree. Returns how many there was room for.
@@ -1190,6 +1198,7 @@ impl Writer {
                 run = parent;
             }
         }
+        self.forget_left(FORGET_PER_EVENT);
         if Runs::waiting(&self.runs) >= COLLECT_FROM {
             self.collect();
         }
@@ -1200,6 +1209,9 @@ impl Writer {
         self.free_slots.capacity() * size_of::<u16>()
             + self.retired_slots.bytes()
             + self.idle.capacity() * size_of::<RunId>()
+            + self.anchors.allocation_size()
+            + self.left.capacity() * size_of::<Vec<u64>>()
+            + self.left_bytes
             + self.doubtful.capacity() * size_of::<(u64, usize)>()
             + self.uncounted.capacity() * size_of::<RunId>()
             + self.repetitions.bytes()
