@@ -233,7 +233,7 @@ class KvIndexer:
             capacity_blocks: Blocks that one worker keeps; beyond it its least recently stored ones
                 go. 0: no limit.
             max_bytes: Memory that the index may occupy; near it the least recently stored blocks of
-                all workers go. 0: no limit.
+                all workers go. 0: no limit; less than 512 KiB counts as that.
 
         Raises:
             InvalidArgumentError: Block size 0, or another count mode.
@@ -377,6 +377,41 @@ class KvIndexer:
 
     def dump_tree_as_events(self) -> list[str]:
         """Everything held as JSON router events; see RadixTree. ``apply_events`` takes them."""
+
+    def save_snapshot(self, path: str | os.PathLike[str]) -> dict[str, int]:
+        """Write everything held to a file, whole or not at all.
+
+        It is written beside ``path`` first and then renamed over it.
+
+        Returns:
+            ``workers``, ``blocks`` and ``bytes`` written.
+
+        Raises:
+            OSError: What the file system says; ``path`` is as it was.
+            InvalidArgumentError: ``path`` names no file.
+
+        Consistency: each worker as it was at one moment, workers at different ones. Queries go on;
+            events wait while the names of one worker are copied.
+
+        Cost: 16 bytes a block, and memory for two copies of the largest worker; releases the GIL.
+        """
+
+    def load_snapshot(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Take in what a file says, before events of its workers are applied.
+
+        Returns:
+            ``workers`` and ``blocks`` that were loaded; ``lost``: (worker id, dp rank, cause) of
+            workers of which nothing was taken: damaged, cut off, refused by the index, or holding
+            blocks already; ``cut``: whether the file ended early; ``created_ms``: when it was
+            saved, in milliseconds since 1970.
+
+        Raises:
+            InvalidArgumentError: No snapshot, a damaged head, another version or block size; names
+                field, expected and found. Nothing is loaded.
+            OSError: What the file system says.
+
+        Cost: O(blocks), and memory for the largest worker; releases the GIL.
+        """
 
     def workers(self) -> list[tuple[int, int]]:
         """Known workers as (worker id, dp rank), ascending."""

@@ -136,7 +136,9 @@ def test_what_was_dropped_is_replayed(http, engine, topic_in_replay):
     assert made.asked == [0, 2]
     assert dumped_blocks(http) == held.facts
     events = counts(http)
-    assert (events["gap_batches"], events["repaired_batches"]) == (3, 5)
+    assert events["gap_batches"] == 3
+    # The last batch comes with the replay, or by itself when that was quicker than the engine.
+    assert events["repaired_batches"] in (4, 5)
     assert (events["batches"], events["lost_batches"], events["restarts"]) == (7, 0, 0)
 
 

@@ -1,5 +1,7 @@
 //! The index with a block size: events in, overlaps of prompts out.
 
+use std::path::PathBuf;
+
 use pyo3::prelude::*;
 use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
 use pyo3::types::{PyDict, PyList};
@@ -9,6 +11,7 @@ use super::error::{OrRaise, raise};
 use super::index;
 use super::overlap::{OverlapScores, facts};
 use super::query::{SHORT_TOKENS, Shape, detached, matches};
+use super::snapshot;
 use crate::catalog::{apply_router_event, dump_events, store_blocks};
 use crate::codec::router::RouterEvent;
 use crate::error::{Error, Result};
@@ -251,6 +254,14 @@ impl KvIndexer {
 
     fn dump_tree_as_events(&self, py: Python<'_>) -> Vec<String> {
         py.detach(|| dump_events(&self.index).map(|event| event.to_json()).collect())
+    }
+
+    fn save_snapshot<'py>(&self, py: Python<'py>, path: PathBuf) -> PyResult<Bound<'py, PyDict>> {
+        snapshot::save(py, &self.index, self.block_size, &path)
+    }
+
+    fn load_snapshot<'py>(&self, py: Python<'py>, path: PathBuf) -> PyResult<Bound<'py, PyDict>> {
+        snapshot::restore(py, &self.index, self.block_size, &path)
     }
 
     fn workers(&self, py: Python<'_>) -> Vec<(InstanceId, u32)> {

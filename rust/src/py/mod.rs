@@ -14,6 +14,7 @@ mod overlap;
 mod query;
 mod radix_tree;
 mod service;
+mod snapshot;
 mod tokenizer;
 
 /// The extension module `kvflash._core`; `_core.pyi` is its manual.

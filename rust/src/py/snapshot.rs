@@ -1,0 +1,78 @@
+//! Snapshots of an index at a path: files and clocks on one side, plain dictionaries on the other.
+
+use std::fs::File;
+use std::io;
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use pyo3::exceptions::PyOSError;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use super::error::raise;
+use crate::error::Error;
+use crate::index::BlockIndex;
+use crate::index::snapshot::{Expected, LoadError, Loaded, Meta, load, save_to_path};
+
+pub(super) fn save<'py>(
+    py: Python<'py>,
+    index: &dyn BlockIndex,
+    block_size: u32,
+    path: &Path,
+) -> PyResult<Bound<'py, PyDict>> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let meta = Meta { block_size, created_ms: now.as_millis() as u64, key: Vec::new() };
+    // No cursors: whose events come by calls knows himself where they stand.
+    let saved = py
+        .detach(|| save_to_path(index, &meta, |_| None, path))
+        .map_err(|error| failed(py, &error, path))?;
+    let dict = PyDict::new(py);
+    dict.set_item("workers", saved.workers)?;
+    dict.set_item("blocks", saved.blocks)?;
+    dict.set_item("bytes", saved.bytes)?;
+    Ok(dict)
+}
+
+pub(super) fn restore<'py>(
+    py: Python<'py>,
+    index: &dyn BlockIndex,
+    block_size: u32,
+    path: &Path,
+) -> PyResult<Bound<'py, PyDict>> {
+    let expected = Expected { block_size: Some(block_size), key: None };
+    let loaded = py.detach(|| load(index, &mut File::open(path)?, &expected));
+    let loaded = loaded.map_err(|error| match error {
+        LoadError::Io(error) => failed(py, &error, path),
+        other => raise(py, &Error::invalid(format!("path {}: {other}", path.display()))),
+    })?;
+    told(py, &loaded)
+}
+
+fn told<'py>(py: Python<'py>, loaded: &Loaded) -> PyResult<Bound<'py, PyDict>> {
+    let blocks: usize = loaded.workers.iter().map(|restored| restored.blocks).sum();
+    let lost: Vec<(u64, u32, String)> = loaded
+        .lost
+        .iter()
+        .map(|lost| (lost.worker.instance_id, lost.worker.dp_rank, lost.cause.to_string()))
+        .collect();
+    let dict = PyDict::new(py);
+    dict.set_item("workers", loaded.workers.len())?;
+    dict.set_item("blocks", blocks)?;
+    dict.set_item("lost", lost)?;
+    dict.set_item("cut", loaded.cut)?;
+    dict.set_item("created_ms", loaded.meta.created_ms)?;
+    Ok(dict)
+}
+
+/// What the file system says, as Python says it; what was refused before it was asked, as a bad call.
+fn failed(py: Python<'_>, error: &io::Error, path: &Path) -> PyErr {
+    let mut text = error.to_string();
+    let Some(code) = error.raw_os_error() else {
+        return raise(py, &Error::invalid(format!("path {}: {text}", path.display())));
+    };
+    // Python says the number itself, and makes a FileNotFoundError and its like of it.
+    if let Some(said) = text.strip_suffix(&format!(" (os error {code})")) {
+        text = said.to_owned();
+    }
+    PyOSError::new_err((code, text, path.as_os_str().to_owned()))
+}
