@@ -2,6 +2,7 @@
 //! event, what an index says it occupies against an allocator that counts.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use kvflash::ids::{Tier, Worker};
 use kvflash::index::{
@@ -26,7 +27,12 @@ static ALLOCATOR: Counting = Counting;
 const SEED: u64 = 1337;
 
 /// Readers hold back what any index lets go: they don't run beside tests of what settles.
-static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn alone() -> MutexGuard<'static, ()> {
+    // A test that failed leaves nothing behind that another would see.
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 fn worker(id: u64) -> Worker {
     Worker::new(id / 2, (id % 2) as u32)
@@ -157,6 +163,7 @@ fn play(
 
 #[test]
 fn capacity_holds_after_every_event() {
+    let _alone = alone();
     let (mut evicted, mut expired, mut whole, mut cut) = (0, 0, 0, 0);
     for seed in 0..12 {
         let mut rng = SmallRng::seed_from_u64(seed);
@@ -206,6 +213,7 @@ fn capacity_holds_after_every_event() {
 
 #[test]
 fn what_was_used_last_stays_longest() {
+    let _alone = alone();
     let limits = Limits { capacity_blocks: 30, ..Limits::default() };
     let index = RadixIndex::new(limited(limits));
     let who = worker(0);
@@ -243,6 +251,7 @@ fn what_was_used_last_stays_longest() {
 /// A run that others hang on: its end may go, and what they hang on goes after the last of them.
 #[test]
 fn nothing_goes_below_what_is_held() {
+    let _alone = alone();
     let limits = Limits { capacity_blocks: 40, ..Limits::default() };
     let index = RadixIndex::new(limited(limits));
     let who = worker(0);
@@ -284,6 +293,7 @@ fn nothing_goes_below_what_is_held() {
 /// Ages against the twin, to the block; and a prediction that is repeated costs nothing more.
 #[test]
 fn predictions_end_to_the_millisecond() {
+    let _alone = alone();
     for seed in 0..20 {
         let mut rng = SmallRng::seed_from_u64(seed);
         let prompts = prompts(&mut rng, 10, [6, 60, 300][seed as usize % 3]);
@@ -310,6 +320,7 @@ fn predictions_end_to_the_millisecond() {
 
 #[test]
 fn repeated_predictions_do_not_pile_up() {
+    let _alone = alone();
     let limits = Limits { predicted_ttl_ms: 1 << 40, capacity_blocks: 1_000, ..Limits::default() };
     let index = RadixIndex::new(limited(limits));
     let prompt: Vec<u64> = (0..50).collect();
@@ -338,6 +349,7 @@ fn repeated_predictions_do_not_pile_up() {
 /// What limits cost beside the blocks themselves: at runs of 50 blocks, with everything switched on.
 #[test]
 fn order_and_age_cost_less_than_two_bytes_a_block() {
+    let _alone = alone();
     let bytes = |limits: Limits, predict: bool| {
         let index = RadixIndex::new(limited(limits));
         for prompt in 0..4_000_u64 {

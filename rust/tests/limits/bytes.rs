@@ -85,6 +85,7 @@ fn warm() {
 
 #[test]
 fn what_it_says_it_occupies_is_what_it_asked_for() {
+    let _alone = alone();
     warm();
     for (seed, limits) in [
         (1, Limits::default()),
@@ -118,6 +119,7 @@ fn what_it_says_it_occupies_is_what_it_asked_for() {
 
 #[test]
 fn a_budget_of_bytes_holds_after_every_event() {
+    let _alone = alone();
     warm();
     for (seed, budget, most) in
         [(1, 64 << 10, 40), (2, 1 << 20, 100), (3, 4 << 20, 1_000), (4, 10 << 20, 300)]
@@ -159,6 +161,7 @@ fn a_budget_of_bytes_holds_after_every_event() {
 /// What one event brings may be larger than everything.
 #[test]
 fn events_of_65_536_blocks_fit_any_budget() {
+    let _alone = alone();
     warm();
     for budget in [64 << 10, 1 << 20, 10 << 20] {
         let limits = Limits { max_bytes: budget, ..Limits::default() };
@@ -189,6 +192,7 @@ fn events_of_65_536_blocks_fit_any_budget() {
 /// Idle workers' blocks go before those of busy ones, whoever has more.
 #[test]
 fn the_idle_give_way() {
+    let _alone = alone();
     let limits = Limits { max_bytes: 4 << 20, ..Limits::default() };
     let index = RadixIndex::new(limited(limits));
     let store = |who: u64, round: u64| {
@@ -220,7 +224,7 @@ fn the_idle_give_way() {
 /// refused.
 #[test]
 fn readers_that_hold_pins_cost_no_more_bytes() {
-    let _alone = ALONE.lock();
+    let _alone = alone();
     let budget = 3 << 20;
     let limits = Limits { max_bytes: budget, ..Limits::default() };
     let index = RadixIndex::new(limited(limits));

@@ -19,7 +19,6 @@ fn resident() -> usize {
 
 /// Engines evict by themselves when `held` are held.
 fn churn(limits: Limits, held: Option<usize>, name: &str) {
-    let _alone = ALONE.lock();
     const EVENT: u64 = 52;
     const WORKERS: u64 = 8;
     let total = blocks();
@@ -75,15 +74,18 @@ fn churn(limits: Limits, held: Option<usize>, name: &str) {
 
 #[test]
 fn churn_through_a_capacity() {
+    let _alone = alone();
     churn(Limits { capacity_blocks: 8_000, ..Limits::default() }, None, "capacity");
 }
 
 #[test]
 fn churn_through_a_budget() {
+    let _alone = alone();
     churn(Limits { max_bytes: 3 << 20, ..Limits::default() }, None, "budget");
 }
 
 #[test]
 fn churn_of_engines_that_evict() {
+    let _alone = alone();
     churn(Limits::default(), Some(8_000), "engines");
 }

@@ -1,0 +1,354 @@
+//! Blocks come: down along what is there, and what nobody has is added.
+
+use hashbrown::HashMap;
+
+use super::{Chain, NOWHERE, Writer};
+use crate::index::arena::epoch::pin;
+use crate::index::arena::runs::{ROOT, RunId};
+use crate::index::trie::holder::{Member, MemberId, NO_MEMBER};
+use crate::index::trie::run::{Loc, RunMeta};
+use crate::index::types::{Block, CountMode, DEFAULT_SEED, StoreOutcome};
+
+impl Writer {
+    /// Places a part of an event at `place`, or nothing when that is [`NOWHERE`]. Returns where the next
+    /// part goes on.
+    pub(in crate::index::trie) fn place_piece(
+        &mut self,
+        slot: u16,
+        place: Loc,
+        seed: u64,
+        chain: Chain<'_>,
+        outcome: &mut StoreOutcome,
+    ) -> Loc {
+        let nowhere = Loc { run: NOWHERE, offset: 0 };
+        let may_go_on = place.run != NOWHERE && outcome.refused == 0;
+        if !may_go_on || !self.make_room(slot, chain.len()) || !self.is_open(slot, place) {
+            outcome.refused += chain.len() as u32;
+            return nowhere;
+        }
+        let place = self.place(slot, place, seed, chain, outcome);
+        if self.options.limits.max_bytes > 0 {
+            self.recount(self.slot(slot).worker);
+        }
+        place
+    }
+
+    /// Walks down from `place` along what is there, and adds what is not. Returns the place behind the
+    /// last block.
+    pub(in crate::index::trie) fn place(
+        &mut self,
+        slot: u16,
+        place: Loc,
+        seed: u64,
+        chain: Chain<'_>,
+        outcome: &mut StoreOutcome,
+    ) -> Loc {
+        let Loc { mut run, offset } = place;
+        let mut offset = offset as usize;
+        let mut at = 0;
+        while at < chain.len() {
+            let rest = chain.part(at, chain.len());
+            if run != ROOT {
+                let same = rest.common(&self.shared.runs.peek(&self.runs, run).labels()[offset..]);
+                if same > 0 {
+                    let loc = Loc { run, offset: offset as u32 };
+                    let taken = self.cover(slot, loc, rest.part(0, same), outcome);
+                    if taken < same {
+                        outcome.refused += (rest.len() - taken) as u32;
+                        break;
+                    }
+                    at += same;
+                    offset += same;
+                    continue;
+                }
+            }
+            if let Some(child) = self.child(run, offset as u32, rest.label(0)) {
+                self.hang(slot, run, offset as u32);
+                (run, offset) = (child, 0);
+                continue;
+            }
+            // From here on nobody has it.
+            let room = self.room_for(slot, rest);
+            if room == 0 {
+                outcome.refused += rest.len() as u32;
+                break;
+            }
+            let can_append = self.can_append(slot, run, offset);
+            let longest = self.longest_run();
+            let most = if can_append { longest - offset } else { longest };
+            let more = rest.part(0, rest.len().min(room).min(most));
+            if can_append {
+                self.shared.runs.append(&mut self.runs, run, more.labels());
+            } else {
+                self.hang(slot, run, offset as u32);
+                run = self.add_child(run, offset as u32, seed, more);
+                offset = 0;
+            }
+            let loc = Loc { run, offset: offset as u32 };
+            let taken = self.cover(slot, loc, more, outcome);
+            debug_assert_eq!(taken, more.len(), "room was made sure of");
+            at += more.len();
+            offset += more.len();
+        }
+        Loc { run, offset: offset as u32 }
+    }
+
+    /// How many of the chain's blocks may be added. A name that stands for something else frees its own
+    /// room, so where it is tight each block is looked at.
+    pub(in crate::index::trie) fn room_for(&mut self, slot: u16, chain: Chain<'_>) -> usize {
+        let max = self.options.limits.max_blocks;
+        let Chain::Named(blocks) = chain else { return chain.len() };
+        if max == 0 {
+            return blocks.len();
+        }
+        let mut room = max.saturating_sub(self.counters.memberships);
+        if room >= blocks.len() {
+            return blocks.len();
+        }
+        let number = self.slot(slot).worker;
+        let mut taken = 0;
+        for block in blocks {
+            room += self.tiers_of(number, block.engine_hash);
+            if room == 0 {
+                break;
+            }
+            room -= 1;
+            taken += 1;
+        }
+        taken
+    }
+
+    pub(in crate::index::trie) fn tiers_of(&mut self, number: u32, name: u64) -> usize {
+        let slots = self.worker(number).fact_slots();
+        slots.filter(|slot| self.locate_in(*slot, name).is_some()).count()
+    }
+
+    pub(in crate::index::trie) fn can_append(&self, slot: u16, run: RunId, offset: usize) -> bool {
+        if run == ROOT || offset >= self.longest_run() {
+            return false;
+        }
+        let len = self.shared.runs.peek(&self.runs, run).labels().len();
+        if offset != len {
+            return false;
+        }
+        // Whoever covers the run whole would cover what is added, too.
+        let member = self.slot(slot).members.get(&run).map(|id| self.members.get(*id));
+        let own = u32::from(member.is_some_and(Member::is_whole));
+        self.metas.get(run).wholes == own
+    }
+
+    pub(in crate::index::trie) fn child(
+        &self,
+        run: RunId,
+        offset: u32,
+        first: u64,
+    ) -> Option<RunId> {
+        let pin = pin();
+        self.shared.child(&pin, run, offset, first)
+    }
+
+    pub(in crate::index::trie) fn add_child(
+        &mut self,
+        parent: RunId,
+        offset: u32,
+        seed: u64,
+        chain: Chain<'_>,
+    ) -> RunId {
+        let place = (parent, offset);
+        let run = self.shared.runs.add(&mut self.runs, place, chain.labels());
+        let first = chain.label(0);
+        self.shared.edges.insert(&mut self.edges, parent, offset, first, run);
+        *self.metas.get_or_grow(run) = RunMeta::default();
+        self.metas.get_or_grow(parent).kids += 1;
+        if seed != DEFAULT_SEED {
+            self.seeds.insert(run, seed);
+        }
+        // Nobody covers it yet.
+        self.idle.push(run);
+        run
+    }
+
+    /// Notes that something of this worker hangs behind block `offset - 1` of a run: its next prompts that
+    /// branch off there name that block as their parent.
+    pub(in crate::index::trie) fn hang(&mut self, slot: u16, run: RunId, offset: u32) {
+        let Some(offset) = offset.checked_sub(1).filter(|_| run != ROOT) else { return };
+        let Some(id) = self.slot(slot).members.get(&run) else { return };
+        let loc = Loc { run, offset };
+        let Some(name) = self.name_at(self.members.get(*id), offset as usize) else { return };
+        let most = 64 + 2 * self.members.len();
+        if self.anchors.len() >= most {
+            self.anchors = HashMap::with_hasher(self.mix);
+        }
+        self.anchors.insert(name, loc);
+    }
+
+    /// Covers blocks that are in the tree. Returns how many there was room for.
+    pub(in crate::index::trie) fn cover(
+        &mut self,
+        slot: u16,
+        loc: Loc,
+        chain: Chain<'_>,
+        outcome: &mut StoreOutcome,
+    ) -> usize {
+        match chain {
+            Chain::Named(blocks) => {
+                let refused = outcome.refused;
+                let taken = self.cover_named(slot, loc, blocks, outcome);
+                // The caller counts what it could not place.
+                outcome.refused = refused;
+                taken
+            }
+            Chain::Plain(locals) => {
+                let end = loc.offset as usize + locals.len();
+                outcome.added += self.cover_predicted(slot, loc, end as u16) as u32;
+                locals.len()
+            }
+        }
+    }
+
+    pub(in crate::index::trie) fn cover_predicted(
+        &mut self,
+        slot: u16,
+        loc: Loc,
+        end: u16,
+    ) -> usize {
+        let id = self.member_or_new(slot, loc.run);
+        let member = self.members.get_mut(id);
+        let before = member.spans.len();
+        let heap = member.spans.heap_bytes();
+        member.spans.add(loc.offset as u16, end);
+        self.span_bytes = self.span_bytes + member.spans.heap_bytes() - heap;
+        let added = member.spans.len() - before;
+        if added > 0 {
+            self.account(slot, added, true);
+            self.publish(id);
+        }
+        self.touch(id);
+        self.refresh(id, end);
+        added
+    }
+
+    /// Covers `blocks`, whose labels are those at `loc`, under their names.
+    pub(in crate::index::trie) fn cover_named(
+        &mut self,
+        slot: u16,
+        loc: Loc,
+        blocks: &[Block],
+        outcome: &mut StoreOutcome,
+    ) -> usize {
+        let id = self.member_or_new(slot, loc.run);
+        self.busy = id;
+        let (start, end) = (loc.offset as usize, loc.offset as usize + blocks.len());
+        let max = self.options.limits.max_blocks;
+        let has_room = max == 0 || self.counters.memberships + blocks.len() <= max;
+        let number = self.slot(slot).worker;
+        let is_new = !self.members.get(id).spans.meets(start as u16, end as u16);
+        let is_dense = self.worker(number).dense.is_some();
+        let taken = if is_new && has_room && !is_dense {
+            let mut doubtful = std::mem::take(&mut self.doubtful);
+            doubtful.clear();
+            self.assign(id, start, blocks, &mut doubtful);
+            let mut moved = 0;
+            for (name, offset) in &doubtful {
+                let loc = Loc { run: loc.run, offset: *offset as u32 };
+                moved += u32::from(self.release_elsewhere(number, *name, loc));
+            }
+            self.doubtful = doubtful;
+            outcome.moved += moved;
+            outcome.added += blocks.len() as u32 - moved;
+            self.grow(slot, id, start as u16, end as u16);
+            // The searches for doubtful names may have been what made it dense.
+            if let Some(dense) = &mut self.worker_mut(number).dense {
+                let at = |offset| Loc { run: loc.run, offset };
+                dense.extend(blocks.iter().zip(loc.offset..).map(|(b, o)| (b.engine_hash, at(o))));
+            }
+            blocks.len()
+        } else {
+            let mut taken = 0;
+            for (at, block) in blocks.iter().enumerate() {
+                if !self.cover_one(slot, id, start + at, *block, outcome) {
+                    outcome.refused += (blocks.len() - at) as u32;
+                    break;
+                }
+                taken += 1;
+            }
+            taken
+        };
+        self.busy = NO_MEMBER;
+        if self.members.get(id).spans.is_empty() {
+            self.drop_member(id);
+        } else {
+            self.touch(id);
+        }
+        taken
+    }
+
+    /// Covers one block, whatever the slot has there. False when there is no room for it.
+    pub(in crate::index::trie) fn cover_one(
+        &mut self,
+        slot: u16,
+        id: MemberId,
+        offset: usize,
+        block: Block,
+        outcome: &mut StoreOutcome,
+    ) -> bool {
+        let name = block.engine_hash;
+        let run = self.members.get(id).run;
+        let loc = Loc { run, offset: offset as u32 };
+        let number = self.slot(slot).worker;
+        let has_block = self.members.get(id).spans.contains(offset as u16);
+        let is_held = (has_block && self.name_at(self.members.get(id), offset) == Some(name))
+            || self.slot(slot).extra.find(name) == Some(loc);
+        if is_held {
+            outcome.duplicates += 1;
+            if self.options.count_mode == CountMode::Copies {
+                let copies = self.slot_mut(slot).copies.entry(name).or_insert(1);
+                *copies = copies.saturating_add(1);
+            }
+            return true;
+        }
+        let is_moved = self.release_elsewhere(number, name, loc);
+        let max = self.options.limits.max_blocks;
+        if max > 0 && self.counters.memberships >= max {
+            return false;
+        }
+        if is_moved {
+            outcome.moved += 1;
+        } else {
+            outcome.added += 1;
+        }
+        if has_block {
+            self.note_extra(name);
+            let state = self.slot_mut(slot);
+            state.extra.add(name, loc);
+            self.account(slot, 1, true);
+        } else {
+            let mut doubtful = Vec::new();
+            self.assign(id, offset, &[block], &mut doubtful);
+            self.grow(slot, id, offset as u16, offset as u16 + 1);
+        }
+        if let Some(dense) = &mut self.worker_mut(number).dense {
+            dense.insert(name, loc);
+        }
+        true
+    }
+
+    /// Lets go of `name` in all tiers if the worker holds it anywhere but at `own`. Says whether it did.
+    pub(in crate::index::trie) fn release_elsewhere(
+        &mut self,
+        number: u32,
+        name: u64,
+        own: Loc,
+    ) -> bool {
+        if self.locate(number, name).is_none_or(|loc| loc == own) {
+            return false;
+        }
+        for slot in self.worker(number).fact_slots() {
+            if let Some(loc) = self.locate_in(slot, name) {
+                self.slot_mut(slot).copies.remove(&name);
+                self.let_go(slot, loc, name);
+            }
+        }
+        true
+    }
+}

@@ -1,0 +1,283 @@
+//! Blocks go, and what readers and counts are told when they do.
+
+use super::{DENSE_CHUNK, UNCOUNTED_MOST, Writer};
+use crate::ids::Tier;
+use crate::index::arena::cover::{Entries, WHOLE};
+use crate::index::arena::runs::{RunId, prefetch};
+use crate::index::trie::holder::{MemberId, NO_MEMBER, WorkerState};
+use crate::index::trie::report::shrink_map;
+use crate::index::trie::run::Loc;
+use crate::index::trie::seats::{NONE, Plane};
+
+impl Writer {
+    /// Lets go of one copy of a name; false when others are left.
+    pub(in crate::index::trie) fn let_go(&mut self, slot: u16, loc: Loc, name: u64) -> bool {
+        let state = self.slot_mut(slot);
+        if !state.copies.is_empty()
+            && let Some(copies) = state.copies.get_mut(&name)
+        {
+            *copies -= 1;
+            if *copies <= 1 {
+                state.copies.remove(&name);
+            }
+            return false;
+        }
+        if state.extra.find(name).is_some() {
+            state.extra.remove(name);
+            self.forget_extra(name);
+            self.account(slot, 1, false);
+        } else if let Some(other) = state.extra.at(loc) {
+            // The block stays, under its other name.
+            state.extra.remove(other);
+            let id = state.members[&loc.run];
+            self.rename(id, loc.offset as usize, other);
+            self.forget_extra(other);
+            self.account(slot, 1, false);
+        } else {
+            self.uncover(slot, loc.run, loc.offset as u16, loc.offset as u16 + 1);
+        }
+        let number = self.slot(slot).worker;
+        if self.worker(number).dense.is_some() {
+            let is_left = self.worker(number).fact_slots().any(|slot| {
+                self.is_named(slot, loc, name) || self.slot(slot).extra.find(name).is_some()
+            });
+            if !is_left && let Some(dense) = &mut self.worker_mut(number).dense {
+                dense.remove(&name);
+            }
+        }
+        true
+    }
+
+    /// Whether a worker's table of names tells all there is to know of the slot: one tier, one copy and one
+    /// name for each block.
+    pub(in crate::index::trie) fn is_plain_dense(&self, slot: u16) -> bool {
+        let state = self.slot(slot);
+        let WorkerState { slots, dense, .. } = self.worker(state.worker);
+        dense.is_some()
+            && state.copies.is_empty()
+            && state.extra.is_empty()
+            && slot == slots[0]
+            && slots[1..4].iter().all(|other| *other == NONE)
+    }
+
+    /// Lets go of names of which [`Writer::is_plain_dense`] is true. Returns how many were held.
+    pub(in crate::index::trie) fn let_go_dense(&mut self, slot: u16, names: &[u64]) -> u32 {
+        let state = self.slot(slot);
+        let number = state.worker;
+        let Some(dense) = &self.worker(number).dense else { return 0 };
+        // Names come in no order: each is a walk to memory. First all walks side by side, then the work.
+        let mut found = [None; DENSE_CHUNK];
+        for (found, name) in found.iter_mut().zip(names) {
+            *found = dense.get(name).copied();
+        }
+        let mut ids = [NO_MEMBER; DENSE_CHUNK];
+        for (id, loc) in ids.iter_mut().zip(&found) {
+            *id = loc.and_then(|loc| state.members.get(&loc.run).copied()).unwrap_or(NO_MEMBER);
+        }
+        for id in ids.iter().filter(|id| **id != NO_MEMBER) {
+            prefetch(self.members.get(*id));
+        }
+        let mut removed = 0;
+        for name in names {
+            // Again: a name may come twice.
+            let dense = self.worker_mut(number).dense.as_mut();
+            let Some(Loc { run, offset }) = dense.and_then(|dense| dense.remove(name)) else {
+                continue;
+            };
+            self.uncover(slot, run, offset as u16, offset as u16 + 1);
+            removed += 1;
+        }
+        removed
+    }
+
+    /// Takes blocks of a run, all of which the slot has, from it.
+    pub(in crate::index::trie) fn uncover(&mut self, slot: u16, run: RunId, start: u16, end: u16) {
+        let id = self.slot(slot).members[&run];
+        let member = self.members.get_mut(id);
+        let (old_end, old_lead) = (member.spans.end(), member.spans.lead());
+        let before = if cfg!(debug_assertions) { member.spans.len() } else { 0 };
+        let heap = member.spans.heap_bytes();
+        member.spans.remove(start, end);
+        self.span_bytes = self.span_bytes + member.spans.heap_bytes() - heap;
+        debug_assert_eq!(member.spans.len() + usize::from(end - start), before);
+        let is_empty = member.spans.is_empty();
+        let (new_end, new_lead) = (member.spans.end(), member.spans.lead());
+        self.account(slot, usize::from(end - start), false);
+        if new_end != old_end {
+            let member = self.members.get(id);
+            let old_tail = self.name_at(member, usize::from(old_end) - 1);
+            let new_tail =
+                if is_empty { None } else { self.name_at(member, usize::from(new_end) - 1) };
+            let tails = &mut self.slot_mut(slot).tails;
+            if let Some(tail) = old_tail {
+                tails.remove(&tail);
+            }
+            if let Some(tail) = new_tail {
+                tails.insert(tail, id);
+            }
+        }
+        let member = self.members.get(id);
+        let meta = self.metas.get_mut(run);
+        if old_lead == new_lead
+            && member.is_scattered
+            && meta.holders == 1
+            && !meta.is_uncounted
+            && !is_empty
+            && end < new_end
+        {
+            // A hole behind holes: readers see nothing of it.
+            meta.held -= u32::from(end - start);
+            self.counters.unique_blocks -= usize::from(end - start);
+            return;
+        }
+        self.publish(id);
+        if is_empty && id != self.busy {
+            self.drop_member(id);
+        }
+    }
+
+    /// Adds blocks, whose names are set, to a member.
+    pub(in crate::index::trie) fn grow(&mut self, slot: u16, id: MemberId, start: u16, end: u16) {
+        let member = self.members.get(id);
+        let old_end = usize::from(member.spans.end());
+        let old_tail =
+            if member.spans.is_empty() { None } else { self.name_at(member, old_end - 1) };
+        let member = self.members.get_mut(id);
+        let heap = member.spans.heap_bytes();
+        member.spans.add(start, end);
+        self.span_bytes = self.span_bytes + member.spans.heap_bytes() - heap;
+        let new_end = usize::from(member.spans.end());
+        self.account(slot, usize::from(end - start), true);
+        if new_end != old_end {
+            let new_tail = self.name_at(self.members.get(id), new_end - 1);
+            let tails = &mut self.slot_mut(slot).tails;
+            if let Some(tail) = old_tail {
+                tails.remove(&tail);
+            }
+            if let Some(tail) = new_tail {
+                tails.insert(tail, id);
+            }
+        }
+        self.publish(id);
+    }
+
+    /// Counts blocks that a slot gained or lost.
+    pub(in crate::index::trie) fn account(&mut self, slot: u16, blocks: usize, is_gain: bool) {
+        let state = self.slots[usize::from(slot)].as_mut().expect("a slot that is given");
+        let total = match state.plane {
+            Plane::Held(_) => &mut self.counters.memberships,
+            Plane::Predicted => &mut self.counters.predicted,
+        };
+        if is_gain {
+            state.held += blocks;
+            *total += blocks;
+        } else {
+            state.held -= blocks;
+            *total -= blocks;
+        }
+    }
+
+    /// Shows readers what a member covers of its run now.
+    pub(in crate::index::trie) fn publish(&mut self, id: MemberId) {
+        let member = self.members.get_mut(id);
+        let (run, slot) = (member.run, member.slot);
+        let plane = self.slots[usize::from(slot)].as_ref().expect("a member's slot").plane;
+        let len = self.shared.runs.peek(&self.runs, run).labels().len() as u16;
+        let meta = self.metas.get_mut(run);
+        let lead = member.spans.lead();
+        let is_device = plane == Plane::Held(Tier::Device);
+        let cut = if is_device && lead == len { WHOLE } else { lead };
+        let old = std::mem::replace(&mut member.cut, if plane.is_prefix() { cut } else { 0 });
+        meta.wholes += u32::from(is_device && cut == WHOLE);
+        meta.wholes -= u32::from(is_device && old == WHOLE);
+        let is_scattered = is_device && usize::from(lead) != member.spans.len();
+        if is_scattered != member.is_scattered {
+            member.is_scattered = is_scattered;
+            let list = self.scattered.entry(run).or_default();
+            let room = list.capacity();
+            if is_scattered {
+                list.push(slot);
+            } else {
+                list.retain(|other| *other != slot);
+                list.shrink_to(list.len() * 2);
+            }
+            let (is_empty, new_room) = (list.is_empty(), list.capacity());
+            self.scattered_bytes = self.scattered_bytes + new_room * 2 - room * 2;
+            if is_empty {
+                self.scattered.remove(&run);
+                shrink_map(&mut self.scattered);
+            }
+        }
+        if !plane.is_prefix() || cut != old {
+            let spans = &member.spans;
+            self.shared.runs.cover(&mut self.runs, run, &mut self.scratch, |entries| {
+                if plane.is_prefix() {
+                    entries.set_prefix(slot, cut);
+                } else {
+                    entries.set_stretches(slot, spans.iter());
+                }
+            });
+        }
+        if plane == Plane::Predicted {
+            return;
+        }
+        let meta = self.metas.get_mut(run);
+        if meta.holders == 1 {
+            let held = self.members.get(id).spans.len();
+            self.set_held(run, held);
+        } else if !meta.is_uncounted {
+            meta.is_uncounted = true;
+            self.uncounted.push(run);
+            if self.uncounted.len() > UNCOUNTED_MOST {
+                self.count_held();
+            }
+        }
+    }
+
+    pub(in crate::index::trie) fn set_held(&mut self, run: RunId, held: usize) {
+        let meta = self.metas.get_mut(run);
+        self.counters.unique_blocks += held;
+        self.counters.unique_blocks -= meta.held as usize;
+        meta.held = held as u32;
+    }
+
+    /// Brings the count of distinct blocks up to date: where several share a run, that is put off.
+    pub(in crate::index::trie) fn count_held(&mut self) {
+        for run in std::mem::take(&mut self.uncounted) {
+            // A run that is gone was counted then.
+            if std::mem::take(&mut self.metas.get_mut(run).is_uncounted) {
+                let len = self.shared.runs.peek(&self.runs, run).labels().len() as u16;
+                let held = self.held_of(run, len);
+                self.set_held(run, held);
+            }
+        }
+    }
+
+    /// How many blocks of a run of `len` anybody holds, predictions aside.
+    pub(in crate::index::trie) fn held_of(&mut self, run: RunId, len: u16) -> usize {
+        self.shared.runs.peek(&self.runs, run).cover().decode(&mut self.scratch);
+        let is_fact = |slot: u16| self.slot(slot).plane != Plane::Predicted;
+        let Entries { prefixes, stretches } = &self.scratch;
+        let has_predictions = self.counters.predicted > 0;
+        let cuts = prefixes.iter().filter(|p| !has_predictions || is_fact(p.slot)).map(|p| p.cut);
+        let lead = cuts.max().unwrap_or(0).min(len);
+        let scattered = self.scattered.get(&run);
+        if stretches.is_empty() && scattered.is_none() {
+            return lead.into();
+        }
+        let mut spans: Vec<(u16, u16)> = stretches.iter().map(|s| (s.start, s.end)).collect();
+        for slot in scattered.into_iter().flatten() {
+            let id = self.slot(*slot).members[&run];
+            spans.extend(self.members.get(id).spans.iter());
+        }
+        spans.sort_unstable();
+        let (mut held, mut end) = (lead, lead);
+        for (from, to) in spans {
+            if to > end {
+                held += to - from.max(end);
+                end = to;
+            }
+        }
+        held.into()
+    }
+}
