@@ -378,3 +378,33 @@ fn order_and_age_cost_less_than_two_bytes_a_block() {
         assert!(cost < 2.0, "{cost} bytes a block");
     }
 }
+
+#[test]
+fn bytes_come_back_when_everything_goes() {
+    let _alone = alone();
+    let index = RadixIndex::default();
+    let fill = |index: &RadixIndex| {
+        for id in 0..40 {
+            let start = if id < 20 { 1 } else { id };
+            let locals: Vec<u64> = (start..start + 200).collect();
+            index.store(worker(id), Tier::Device, None, SEED, &named(&locals, 1));
+            index.predict(worker(id), SEED, &locals);
+        }
+        index.store(worker(0), Tier::Disk, None, SEED, &named(&[1], 1));
+        let full = index.stats().bytes;
+        (0..40).for_each(|id| _ = index.remove_worker(worker(id)));
+        assert_eq!(index.stats().unique_blocks, 0);
+        full
+    };
+    // Which numbers are given again differs from round to round, and pages with it; it must not grow.
+    let rounds = |index: &RadixIndex| {
+        let round = |_| (fill(index), index.stats().bytes);
+        let all: Vec<(usize, usize)> = (0..40).map(round).collect();
+        all.into_iter().fold((0, 0), |most, round| (most.0.max(round.0), most.1.max(round.1)))
+    };
+    let (full, empty) = rounds(&index);
+    assert!(full > empty + 20 * 200 * 16, "{full} -> {empty}");
+    let (again, left) = rounds(&index);
+    assert!(again <= full + full / 20, "{full} -> {again}");
+    assert!(left <= empty + empty / 20, "{empty} -> {left}");
+}

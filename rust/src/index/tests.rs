@@ -369,35 +369,6 @@ fn a_dump_with_holes_replays_to_the_same_answers() {
 }
 
 #[test]
-fn bytes_come_back_when_everything_goes() {
-    let index = RadixIndex::default();
-    let fill = |index: &RadixIndex| {
-        for worker in 0..40 {
-            let start = if worker < 20 { 1 } else { worker };
-            let ids: Vec<u64> = (start..start + 200).collect();
-            store(index, Worker::new(worker, 0), &ids, None);
-            index.predict(Worker::new(worker, 0), DEFAULT_SEED, &ids);
-        }
-        index.store(W, Tier::Disk, None, 0, &blocks(&[1]));
-        let full = index.stats().bytes;
-        (0..40).for_each(|worker| _ = index.remove_worker(Worker::new(worker, 0)));
-        assert_eq!(index.stats().unique_blocks, 0);
-        full
-    };
-    // Which numbers are given again differs from round to round, and pages with it; it must not grow.
-    let rounds = |index: &RadixIndex| {
-        let round = |_| (fill(index), index.stats().bytes);
-        let all: Vec<(usize, usize)> = (0..40).map(round).collect();
-        all.into_iter().fold((0, 0), |most, round| (most.0.max(round.0), most.1.max(round.1)))
-    };
-    let (full, empty) = rounds(&index);
-    assert!(full > empty + 20 * 200 * 16, "{full} -> {empty}");
-    let (again, left) = rounds(&index);
-    assert!(again <= full + full / 20, "{full} -> {again}");
-    assert!(left <= empty + empty / 20, "{empty} -> {left}");
-}
-
-#[test]
 fn a_worker_keeps_no_more_than_its_capacity() {
     let limits = Limits { capacity_blocks: 100, ..Limits::default() };
     let (index, twin) = (
