@@ -9,7 +9,7 @@ use super::buffer::hashes;
 use super::error::raise;
 use super::index;
 use super::overlap::{OverlapScores, predictions};
-use super::query::{SHORT_TOKENS, Shape, detached, matches};
+use super::query::{SHORT_TOKENS, Shape, detached, overlaps};
 use crate::clock::{Clock, SystemClock};
 use crate::error::Error;
 use crate::ids::Worker;
@@ -112,9 +112,7 @@ impl ApproxKvIndexer {
         let _ = early_exit;
         let locals = hashes("local_hashes", local_hashes)?;
         self.time.tell(py, &self.index)?;
-        Ok(matches(py, &self.index, locals.as_slice(), false, |found| {
-            OverlapScores::of(found.as_slice(), predictions)
-        }))
+        Ok(overlaps(py, &self.index, locals.as_slice(), false, predictions))
     }
 
     #[pyo3(signature = (token_ids, lora_name=None, cache_salt=None))]

@@ -10,7 +10,7 @@ use super::buffer::{Room, hashes};
 use super::error::{OrRaise, raise};
 use super::index;
 use super::overlap::{OverlapScores, facts};
-use super::query::{SHORT_TOKENS, Shape, detached, matches};
+use super::query::{SHORT_TOKENS, Shape, detached, matches, overlaps};
 use super::snapshot;
 use crate::catalog::{apply_router_event, dump_events, store_blocks};
 use crate::codec::router::RouterEvent;
@@ -164,9 +164,7 @@ impl KvIndexer {
         early_exit: bool,
     ) -> PyResult<OverlapScores> {
         let locals = hashes("local_hashes", local_hashes)?;
-        Ok(matches(py, &self.index, locals.as_slice(), early_exit, |found| {
-            OverlapScores::of(found.as_slice(), facts)
-        }))
+        Ok(overlaps(py, &self.index, locals.as_slice(), early_exit, facts))
     }
 
     #[pyo3(signature = (token_ids, lora_name=None, cache_salt=None))]

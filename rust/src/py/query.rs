@@ -49,6 +49,17 @@ pub(super) fn matches<T: Send>(
     })
 }
 
+/// The overlaps of `locals`; `counted` says what of a match counts.
+pub(super) fn overlaps(
+    py: Python<'_>,
+    index: &dyn BlockIndex,
+    locals: &[u64],
+    early_exit: bool,
+    counted: fn(&Match) -> Match,
+) -> OverlapScores {
+    matches(py, index, locals, early_exit, |found| OverlapScores::of(found.as_slice(), counted))
+}
+
 /// Identity and block size of a prompt.
 #[derive(Clone, Copy)]
 pub(super) struct Shape {

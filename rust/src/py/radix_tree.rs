@@ -6,7 +6,7 @@ use super::buffer::hashes;
 use super::error::OrRaise;
 use super::index;
 use super::overlap::{OverlapScores, facts};
-use super::query::matches;
+use super::query::overlaps;
 use crate::ids::Worker;
 use crate::index::{BlockIndex, Options, RadixIndex};
 
@@ -31,9 +31,7 @@ impl RadixTree {
         early_exit: bool,
     ) -> PyResult<OverlapScores> {
         let locals = hashes("block_hashes", sequence)?;
-        Ok(matches(py, &self.index, locals.as_slice(), early_exit, |found| {
-            OverlapScores::of(found.as_slice(), facts)
-        }))
+        Ok(overlaps(py, &self.index, locals.as_slice(), early_exit, facts))
     }
 
     fn apply_event(

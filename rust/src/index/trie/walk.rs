@@ -48,6 +48,12 @@ pub(super) fn common(labels: &[u64], prompt: &[u64]) -> usize {
     at
 }
 
+/// Calls `see` with every word of a set that has a bit set, and its place.
+#[inline]
+fn each_word(set: &[u64], mut see: impl FnMut(usize, u64)) {
+    set.iter().enumerate().filter(|(_, word)| **word != 0).for_each(|(at, word)| see(at, *word));
+}
+
 impl Shared {
     /// The child of `(run, offset)` that begins with `first`.
     #[inline]
@@ -136,11 +142,7 @@ impl Shared {
                 }
             }
             if !is_first {
-                for (at, word) in alive.iter().enumerate() {
-                    if *word != 0 {
-                        emit(at, *word, before as u32);
-                    }
-                }
+                each_word(alive, |at, word| emit(at, word, before as u32));
             }
             std::mem::swap(alive, next);
             next.fill(0);
@@ -156,11 +158,7 @@ impl Shared {
                     }
                     if only_who && left == 1 {
                         // At least one deeper than all others, which is all that is asked for.
-                        for (at, word) in alive.iter().enumerate() {
-                            if *word != 0 {
-                                emit(at, *word, before as u32);
-                            }
-                        }
+                        each_word(alive, |at, word| emit(at, word, before as u32));
                         return;
                     }
                 }

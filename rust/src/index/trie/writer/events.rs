@@ -11,7 +11,7 @@ use crate::index::trie::seats::{NONE, Plane};
 use crate::index::types::{Block, CopyOutcome, Rejection, RemoveOutcome, StoreOutcome};
 
 impl Writer {
-    pub(in crate::index::trie) fn reject(&mut self, cause: Rejection) -> StoreOutcome {
+    fn reject(&mut self, cause: Rejection) -> StoreOutcome {
         let counter = match cause {
             Rejection::Orphan => &mut self.counters.orphans_total,
             Rejection::SelfReference => &mut self.counters.self_references_total,
@@ -117,12 +117,12 @@ impl Writer {
             let local_hash = self.label(loc);
             let mut stored = StoreOutcome::default();
             let block = Block { engine_hash: *name, local_hash };
-            self.cover_named(slot, loc, &[block], &mut stored);
+            let refused = 1 - self.cover_named(slot, loc, &[block], &mut stored) as u32;
             outcome.added += stored.added;
             outcome.duplicates += stored.duplicates;
-            outcome.refused += stored.refused;
+            outcome.refused += refused;
             self.counters.duplicate_blocks_total += u64::from(stored.duplicates);
-            self.counters.refused_blocks_total += u64::from(stored.refused);
+            self.counters.refused_blocks_total += u64::from(refused);
             self.finish();
             self.keep_capacity(slot);
             self.settle(number);

@@ -6,7 +6,7 @@ use crate::index::trie::holder::{Member, MemberId};
 use crate::index::trie::run::NO_COLUMN;
 
 impl Writer {
-    pub(in crate::index::trie) fn member_or_new(&mut self, slot: u16, run: RunId) -> MemberId {
+    pub(super) fn member_or_new(&mut self, slot: u16, run: RunId) -> MemberId {
         if let Some(id) = self.slot(slot).members.get(&run) {
             return *id;
         }
@@ -33,7 +33,7 @@ impl Writer {
     }
 
     /// Takes out a member that has no blocks any more; readers do not see it already.
-    pub(in crate::index::trie) fn drop_member(&mut self, id: MemberId) {
+    pub(super) fn drop_member(&mut self, id: MemberId) {
         let turn = self.unlink(id);
         let Member { run, slot, column, cut, is_scattered, kids, spans, .. } =
             self.members.take(id);

@@ -12,7 +12,7 @@ use crate::index::types::{Block, CountMode, DEFAULT_SEED, StoreOutcome};
 impl Writer {
     /// Places a part of an event at `place`, or nothing when that is [`NOWHERE`]. Returns where the next
     /// part goes on.
-    pub(in crate::index::trie) fn place_piece(
+    pub(super) fn place_piece(
         &mut self,
         slot: u16,
         place: Loc,
@@ -95,7 +95,7 @@ impl Writer {
 
     /// How many of the chain's blocks may be added. A name that stands for something else frees its own
     /// room, so where it is tight each block is looked at.
-    pub(in crate::index::trie) fn room_for(&mut self, slot: u16, chain: Chain<'_>) -> usize {
+    fn room_for(&mut self, slot: u16, chain: Chain<'_>) -> usize {
         let max = self.options.limits.max_blocks;
         let Chain::Named(blocks) = chain else { return chain.len() };
         if max == 0 {
@@ -118,12 +118,12 @@ impl Writer {
         taken
     }
 
-    pub(in crate::index::trie) fn tiers_of(&mut self, number: u32, name: u64) -> usize {
+    fn tiers_of(&mut self, number: u32, name: u64) -> usize {
         let slots = self.worker(number).fact_slots();
         slots.filter(|slot| self.locate_in(*slot, name).is_some()).count()
     }
 
-    pub(in crate::index::trie) fn can_append(&self, slot: u16, run: RunId, offset: usize) -> bool {
+    fn can_append(&self, slot: u16, run: RunId, offset: usize) -> bool {
         if run == ROOT || offset >= self.longest_run() {
             return false;
         }
@@ -147,13 +147,7 @@ impl Writer {
         self.shared.child(&pin, run, offset, first)
     }
 
-    pub(in crate::index::trie) fn add_child(
-        &mut self,
-        parent: RunId,
-        offset: u32,
-        seed: u64,
-        chain: Chain<'_>,
-    ) -> RunId {
+    fn add_child(&mut self, parent: RunId, offset: u32, seed: u64, chain: Chain<'_>) -> RunId {
         let place = (parent, offset);
         let run = self.shared.runs.add(&mut self.runs, place, chain.labels());
         let first = chain.label(0);
@@ -170,7 +164,7 @@ impl Writer {
 
     /// Notes that something of this worker hangs behind block `offset - 1` of a run: its next prompts that
     /// branch off there name that block as their parent.
-    pub(in crate::index::trie) fn hang(&mut self, slot: u16, run: RunId, offset: u32) {
+    fn hang(&mut self, slot: u16, run: RunId, offset: u32) {
         let Some(offset) = offset.checked_sub(1).filter(|_| run != ROOT) else { return };
         let Some(id) = self.slot(slot).members.get(&run) else { return };
         let loc = Loc { run, offset };
@@ -191,13 +185,7 @@ impl Writer {
         outcome: &mut StoreOutcome,
     ) -> usize {
         match chain {
-            Chain::Named(blocks) => {
-                let refused = outcome.refused;
-                let taken = self.cover_named(slot, loc, blocks, outcome);
-                // The caller counts what it could not place.
-                outcome.refused = refused;
-                taken
-            }
+            Chain::Named(blocks) => self.cover_named(slot, loc, blocks, outcome),
             Chain::Plain(locals) => {
                 let end = loc.offset as usize + locals.len();
                 outcome.added += self.cover_predicted(slot, loc, end as u16) as u32;
@@ -206,19 +194,11 @@ impl Writer {
         }
     }
 
-    pub(in crate::index::trie) fn cover_predicted(
-        &mut self,
-        slot: u16,
-        loc: Loc,
-        end: u16,
-    ) -> usize {
+    fn cover_predicted(&mut self, slot: u16, loc: Loc, end: u16) -> usize {
         let id = self.member_or_new(slot, loc.run);
-        let member = self.members.get_mut(id);
-        let before = member.spans.len();
-        let heap = member.spans.heap_bytes();
-        member.spans.add(loc.offset as u16, end);
-        self.span_bytes = self.span_bytes + member.spans.heap_bytes() - heap;
-        let added = member.spans.len() - before;
+        let before = self.members.get(id).spans.len();
+        self.reshape(id, |spans| spans.add(loc.offset as u16, end));
+        let added = self.members.get(id).spans.len() - before;
         if added > 0 {
             self.account(slot, added, true);
             self.publish(id);
@@ -228,8 +208,9 @@ impl Writer {
         added
     }
 
-    /// Covers `blocks`, whose labels are those at `loc`, under their names.
-    pub(in crate::index::trie) fn cover_named(
+    /// Covers `blocks`, whose labels are those at `loc`, under their names. Returns how many there was room
+    /// for; the caller counts the others.
+    pub(super) fn cover_named(
         &mut self,
         slot: u16,
         loc: Loc,
@@ -267,7 +248,6 @@ impl Writer {
             let mut taken = 0;
             for (at, block) in blocks.iter().enumerate() {
                 if !self.cover_one(slot, id, start + at, *block, outcome) {
-                    outcome.refused += (blocks.len() - at) as u32;
                     break;
                 }
                 taken += 1;
@@ -284,7 +264,7 @@ impl Writer {
     }
 
     /// Covers one block, whatever the slot has there. False when there is no room for it.
-    pub(in crate::index::trie) fn cover_one(
+    fn cover_one(
         &mut self,
         slot: u16,
         id: MemberId,
@@ -334,12 +314,7 @@ impl Writer {
     }
 
     /// Lets go of `name` in all tiers if the worker holds it anywhere but at `own`. Says whether it did.
-    pub(in crate::index::trie) fn release_elsewhere(
-        &mut self,
-        number: u32,
-        name: u64,
-        own: Loc,
-    ) -> bool {
+    fn release_elsewhere(&mut self, number: u32, name: u64, own: Loc) -> bool {
         if self.locate(number, name).is_none_or(|loc| loc == own) {
             return false;
         }

@@ -8,10 +8,11 @@ use crate::index::trie::holder::{MemberId, NO_MEMBER, WorkerState};
 use crate::index::trie::report::shrink_map;
 use crate::index::trie::run::Loc;
 use crate::index::trie::seats::{NONE, Plane};
+use crate::index::trie::spans::Spans;
 
 impl Writer {
     /// Lets go of one copy of a name; false when others are left.
-    pub(in crate::index::trie) fn let_go(&mut self, slot: u16, loc: Loc, name: u64) -> bool {
+    pub(super) fn let_go(&mut self, slot: u16, loc: Loc, name: u64) -> bool {
         let state = self.slot_mut(slot);
         if !state.copies.is_empty()
             && let Some(copies) = state.copies.get_mut(&name)
@@ -50,7 +51,7 @@ impl Writer {
 
     /// Whether a worker's table of names tells all there is to know of the slot: one tier, one copy and one
     /// name for each block.
-    pub(in crate::index::trie) fn is_plain_dense(&self, slot: u16) -> bool {
+    pub(super) fn is_plain_dense(&self, slot: u16) -> bool {
         let state = self.slot(slot);
         let WorkerState { slots, dense, .. } = self.worker(state.worker);
         dense.is_some()
@@ -61,7 +62,7 @@ impl Writer {
     }
 
     /// Lets go of names of which [`Writer::is_plain_dense`] is true. Returns how many were held.
-    pub(in crate::index::trie) fn let_go_dense(&mut self, slot: u16, names: &[u64]) -> u32 {
+    pub(super) fn let_go_dense(&mut self, slot: u16, names: &[u64]) -> u32 {
         let state = self.slot(slot);
         let number = state.worker;
         let Some(dense) = &self.worker(number).dense else { return 0 };
@@ -93,29 +94,15 @@ impl Writer {
     /// Takes blocks of a run, all of which the slot has, from it.
     pub(in crate::index::trie) fn uncover(&mut self, slot: u16, run: RunId, start: u16, end: u16) {
         let id = self.slot(slot).members[&run];
-        let member = self.members.get_mut(id);
-        let (old_end, old_lead) = (member.spans.end(), member.spans.lead());
-        let before = if cfg!(debug_assertions) { member.spans.len() } else { 0 };
-        let heap = member.spans.heap_bytes();
-        member.spans.remove(start, end);
-        self.span_bytes = self.span_bytes + member.spans.heap_bytes() - heap;
-        debug_assert_eq!(member.spans.len() + usize::from(end - start), before);
-        let is_empty = member.spans.is_empty();
-        let (new_end, new_lead) = (member.spans.end(), member.spans.lead());
+        let old_lead = self.members.get(id).spans.lead();
+        self.reshape(id, |spans| {
+            let before = if cfg!(debug_assertions) { spans.len() } else { 0 };
+            spans.remove(start, end);
+            debug_assert_eq!(spans.len() + usize::from(end - start), before);
+        });
         self.account(slot, usize::from(end - start), false);
-        if new_end != old_end {
-            let member = self.members.get(id);
-            let old_tail = self.name_at(member, usize::from(old_end) - 1);
-            let new_tail =
-                if is_empty { None } else { self.name_at(member, usize::from(new_end) - 1) };
-            let tails = &mut self.slot_mut(slot).tails;
-            if let Some(tail) = old_tail {
-                tails.remove(&tail);
-            }
-            if let Some(tail) = new_tail {
-                tails.insert(tail, id);
-            }
-        }
+        let spans = &self.members.get(id).spans;
+        let (is_empty, new_end, new_lead) = (spans.is_empty(), spans.end(), spans.lead());
         let member = self.members.get(id);
         let meta = self.metas.get_mut(run);
         if old_lead == new_lead
@@ -137,28 +124,34 @@ impl Writer {
     }
 
     /// Adds blocks, whose names are set, to a member.
-    pub(in crate::index::trie) fn grow(&mut self, slot: u16, id: MemberId, start: u16, end: u16) {
-        let member = self.members.get(id);
-        let old_end = usize::from(member.spans.end());
-        let old_tail =
-            if member.spans.is_empty() { None } else { self.name_at(member, old_end - 1) };
-        let member = self.members.get_mut(id);
-        let heap = member.spans.heap_bytes();
-        member.spans.add(start, end);
-        self.span_bytes = self.span_bytes + member.spans.heap_bytes() - heap;
-        let new_end = usize::from(member.spans.end());
+    pub(super) fn grow(&mut self, slot: u16, id: MemberId, start: u16, end: u16) {
+        self.reshape(id, |spans| spans.add(start, end));
         self.account(slot, usize::from(end - start), true);
-        if new_end != old_end {
-            let new_tail = self.name_at(self.members.get(id), new_end - 1);
-            let tails = &mut self.slot_mut(slot).tails;
-            if let Some(tail) = old_tail {
-                tails.remove(&tail);
-            }
-            if let Some(tail) = new_tail {
-                tails.insert(tail, id);
-            }
-        }
         self.publish(id);
+    }
+
+    /// Changes which blocks a member has, and what is kept of that beside it: the bytes of its list, and the
+    /// name of its last block.
+    pub(super) fn reshape(&mut self, id: MemberId, change: impl FnOnce(&mut Spans)) {
+        let member = self.members.get_mut(id);
+        let (slot, old_end) = (member.slot, member.spans.end());
+        let heap = member.spans.heap_bytes();
+        change(&mut member.spans);
+        self.span_bytes = self.span_bytes + member.spans.heap_bytes() - heap;
+        let new_end = member.spans.end();
+        if new_end == old_end {
+            return;
+        }
+        let member = self.members.get(id);
+        let tail = |end: u16| self.name_at(member, usize::from(end.checked_sub(1)?));
+        let (old_tail, new_tail) = (tail(old_end), tail(new_end));
+        let tails = &mut self.slot_mut(slot).tails;
+        if let Some(tail) = old_tail {
+            tails.remove(&tail);
+        }
+        if let Some(tail) = new_tail {
+            tails.insert(tail, id);
+        }
     }
 
     /// Counts blocks that a slot gained or lost.
@@ -178,7 +171,7 @@ impl Writer {
     }
 
     /// Shows readers what a member covers of its run now.
-    pub(in crate::index::trie) fn publish(&mut self, id: MemberId) {
+    pub(super) fn publish(&mut self, id: MemberId) {
         let member = self.members.get_mut(id);
         let (run, slot) = (member.run, member.slot);
         let plane = self.slots[usize::from(slot)].as_ref().expect("a member's slot").plane;
@@ -234,7 +227,7 @@ impl Writer {
         }
     }
 
-    pub(in crate::index::trie) fn set_held(&mut self, run: RunId, held: usize) {
+    pub(super) fn set_held(&mut self, run: RunId, held: usize) {
         let meta = self.metas.get_mut(run);
         self.counters.unique_blocks += held;
         self.counters.unique_blocks -= meta.held as usize;
@@ -254,7 +247,7 @@ impl Writer {
     }
 
     /// How many blocks of a run of `len` anybody holds, predictions aside.
-    pub(in crate::index::trie) fn held_of(&mut self, run: RunId, len: u16) -> usize {
+    fn held_of(&mut self, run: RunId, len: u16) -> usize {
         self.shared.runs.peek(&self.runs, run).cover().decode(&mut self.scratch);
         let is_fact = |slot: u16| self.slot(slot).plane != Plane::Predicted;
         let Entries { prefixes, stretches } = &self.scratch;
