@@ -201,7 +201,9 @@ class Engine:
         topic_in_replay: bool = True,
         ring: int = 10_000,
         endpoint: str = "tcp://127.0.0.1:*",
+        is_shared: bool = False,
     ) -> None:
+        self._is_shared = is_shared
         self._context: zmq.Context[Any] = zmq.Context()
         self._topic_in_replay = topic_in_replay
         self._ring_messages = ring
@@ -220,6 +222,8 @@ class Engine:
         self.sequence = 0
         self.ring: list[tuple[int, bytes]] = []
         self.pub = self._context.socket(zmq.XPUB)
+        # Tell of every subscriber, not of the first one only.
+        self.pub.setsockopt(zmq.XPUB_VERBOSE, self._is_shared)
         self.endpoint = self._bind(self.pub, self.endpoint)
         if self._has_replay:
             self.start_replay()
@@ -315,8 +319,16 @@ class Engine:
 class EmbeddedIndexer:
     """The indexer and its transport in this process, with limits of the test's choice."""
 
-    def __init__(self, options: ZmqOptions | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        options: ZmqOptions | None = None,
+        *,
+        workers: Iterable[dict[str, Any]] = (),
+        **settings: Any,
+    ) -> None:
         self.indexer = Indexer(threads=2, drain_timeout_s=0.5, **settings)
+        for worker in workers:
+            self.indexer.register(**worker)
         self.catalog = self.indexer.catalog
         self.receiver = ZmqReceiver(self.catalog, options)
         self.receiver.start()
@@ -329,11 +341,7 @@ class EmbeddedIndexer:
         while not self._is_stopped.is_set():
             order = self.catalog.next_order(0.02)
             if order is not None:
-                kind, publisher, endpoint, replay_endpoint = order
-                if kind == "subscribe":
-                    self.receiver.subscribe(publisher, endpoint, replay_endpoint)
-                else:
-                    self.receiver.unsubscribe(publisher)
+                self.receiver.obey(order)
 
     def close(self) -> None:
         self.http.close()

@@ -547,8 +547,10 @@ class Catalog:
         """Wait for the next order.
 
         Returns:
-            ``("subscribe", publisher, endpoint, replay_endpoint)``,
-            ``("unsubscribe", publisher, "", None)`` or None after ``timeout_s`` seconds.
+            ``("subscribe", publisher, endpoint, replay_endpoint)``; the same with ``"hold"``:
+            connect, but read nothing before ``("resume", publisher, "", None)``;
+            ``("pause", publisher, "", None)``: read no more; ``("unsubscribe", publisher, "",
+            None)``; or None after ``timeout_s`` seconds.
         """
 
     def take(
@@ -602,8 +604,25 @@ class Indexer:
         max_body_bytes: int = 8_388_608,
         max_blocks: int = 33_554_432,
         index_memory_bytes: int = 0,
+        peers: Sequence[str] = ...,
+        min_initial_workers: int = 0,
+        test_endpoints: bool = False,
         drain_timeout_s: float = 5.0,
-    ) -> Indexer: ...
+    ) -> Indexer:
+        """Make a service that does not listen yet.
+
+        Args:
+            threads: Threads that serve.
+            max_body_bytes: Largest request body.
+            max_blocks: Blocks that one index may hold; 0 = no limit.
+            index_memory_bytes: Memory that one index may occupy, bytes; 0 = no limit.
+            peers: Peers to recover from, ``http://host:port``: the first healthy one serves.
+                Engines are not read before that is over.
+            min_initial_workers: Workers that must have registered before GET /ready says so.
+            test_endpoints: Serve POST /test/pause_listener and /test/resume_listener.
+            drain_timeout_s: Time that open requests get at the stop, seconds.
+        """
+
     @property
     def catalog(self) -> Catalog: ...
     def start(self, host: str, port: int) -> int:

@@ -79,12 +79,7 @@ def run_until_stopped(service: Service, *, host: str, port: int, name: str) -> N
     catalog = service.catalog
     while not is_stopped:
         order = catalog.next_order(0.2)
-        if order is None:
-            continue
-        kind, publisher, endpoint, replay_endpoint = order
-        if kind == "subscribe":
-            receiver.subscribe(publisher, endpoint, replay_endpoint)
-        else:
-            receiver.unsubscribe(publisher)
+        if order is not None:
+            receiver.obey(order)
     service.stop()
     receiver.stop()

@@ -101,6 +101,33 @@ impl Stream {
         self.gap_at = None;
     }
 
+    /// Goes on behind batch `sequence`, which was applied before by somebody whose word counts: an
+    /// earlier registration, or another replica whose blocks were taken over.
+    ///
+    /// `heard` says that it came live over a subscription of ours, so that a live number up to it is a
+    /// restart; without it such numbers are duplicates that were still on their way.
+    pub fn resume(&mut self, sequence: u64, payload_hash: Option<u64>, heard: bool) {
+        self.reset();
+        if sequence == END_OF_REPLAY {
+            return;
+        }
+        self.next = sequence + 1;
+        self.last = Some((sequence, payload_hash));
+        self.last_live = heard.then_some(sequence);
+    }
+
+    /// Whether a frame that was called a duplicate is none: it has the number of the batch applied
+    /// last and another payload. Then the publisher restarted, and the machine has reset itself.
+    pub fn contradicts(&mut self, seq: u64, payload_hash: u64) -> bool {
+        let is_other = self.last.is_some_and(|(last, hash)| {
+            last == seq && hash.is_some_and(|hash| hash != payload_hash)
+        });
+        if is_other {
+            self.restart();
+        }
+        is_other
+    }
+
     /// Remembers the payload's hash of the batch that was applied last, for [`Stream::verify`].
     pub fn applied(&mut self, payload_hash: u64) {
         if let Some((_, hash)) = &mut self.last {
@@ -583,5 +610,40 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_stream_goes_on_where_another_replica_stood() {
+        let mut stream = Stream::new();
+        stream.resume(41, Some(7), false);
+        assert_eq!((stream.next(), stream.last()), (42, Some(41)));
+        assert_eq!(stream.live(40), Duplicate);
+        assert_eq!(stream.live(41), Duplicate);
+        assert!(!stream.contradicts(41, 7));
+        assert_eq!(stream.live(42), Apply);
+        assert_eq!(stream.live(3), Restarted);
+    }
+
+    #[test]
+    fn a_duplicate_with_another_payload_is_a_restart() {
+        let mut stream = Stream::new();
+        stream.resume(41, Some(7), false);
+        assert_eq!(stream.live(41), Duplicate);
+        assert!(stream.contradicts(41, 8));
+        assert_eq!((stream.next(), stream.last(), stream.restarts()), (0, None, 1));
+        stream.resume(41, None, false);
+        assert!(!stream.contradicts(41, 8), "nothing is known of the payload");
+        assert!(!stream.contradicts(40, 8), "nothing is known of earlier batches");
+    }
+
+    #[test]
+    fn what_was_heard_before_does_not_come_live_again() {
+        let mut stream = Stream::new();
+        stream.resume(41, Some(7), true);
+        assert_eq!(stream.live(41), Restarted);
+        stream.resume(41, Some(7), true);
+        assert_eq!(stream.live(44), Gap { from: 42, to: 43 });
+        stream.resume(END_OF_REPLAY, None, true);
+        assert_eq!((stream.next(), stream.last()), (0, None));
     }
 }

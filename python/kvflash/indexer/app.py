@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -23,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_body_bytes=args.max_body_bytes,
             max_blocks=args.max_blocks,
             index_memory_bytes=args.index_memory,
+            peers=args.peers,
+            test_endpoints=os.environ.get("KVFLASH_INDEXER_TEST_ENDPOINTS", "") not in ("", "0"),
         )
         for worker in args.workers:
             indexer.register(

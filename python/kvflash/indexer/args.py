@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ class IndexerArgs:
     model_name: str
     tenant_id: str
     workers: tuple[WorkerEntry, ...]
+    peers: tuple[str, ...]
     max_body_bytes: int
     max_blocks: int
     index_memory: int
@@ -58,6 +60,16 @@ def parse_workers(text: str) -> tuple[WorkerEntry, ...]:
             WorkerEntry(instance_id=int(instance), dp_rank=int(rank or "0"), endpoint=endpoint)
         )
     return tuple(entries)
+
+
+def _peers(text: str) -> tuple[str, ...]:
+    peers = tuple(part.strip() for part in text.split(",") if part.strip())
+    for peer in peers:
+        if not peer.startswith("http://") or len(peer) == len("http://"):
+            raise argparse.ArgumentTypeError(
+                f"must be http://host:port of peer indexers, separated by commas, got {peer!r}"
+            )
+    return peers
 
 
 def _is_number(text: str, bits: int) -> bool:
@@ -87,6 +99,13 @@ def parse_args(argv: Sequence[str] | None = None) -> IndexerArgs:
         default="",
         metavar="ID[:DP_RANK]=ENDPOINT,...",
         summary="engines to subscribe to from the start",
+    )
+    flags.add(
+        "--peers",
+        parse=_peers,
+        default=(),
+        metavar="URL,...",
+        summary="indexers to recover from at the start: the first healthy one serves",
     )
     flags.add("--model-name", parse=str, default="default", summary="model of --workers")
     flags.add("--tenant-id", parse=str, default="default", summary="tenant of --workers")

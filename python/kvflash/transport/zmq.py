@@ -85,6 +85,7 @@ class _Subscription:
     is_connected: bool = False
     reconnect_at: float | None = None
     wants_verify: bool = False
+    is_held: bool = False
 
 
 class ZmqReceiver:
@@ -117,9 +118,44 @@ class ZmqReceiver:
         """Start the thread."""
         self._thread.start()
 
-    def subscribe(self, publisher: int, endpoint: str, replay_endpoint: str | None) -> None:
-        """Connect to a publisher; returns at once."""
-        self._order(lambda: self._subscribe(publisher, endpoint, replay_endpoint))
+    def obey(self, order: tuple[str, int, str, str | None]) -> None:
+        """Carry out what :meth:`Catalog.next_order` returned; returns at once."""
+        kind, publisher, endpoint, replay_endpoint = order
+        if kind in ("subscribe", "hold"):
+            is_held = kind == "hold"
+            self.subscribe(publisher, endpoint, replay_endpoint, is_held=is_held)
+        elif kind == "pause":
+            self.pause(publisher)
+        elif kind == "resume":
+            self.resume(publisher)
+        else:
+            self.unsubscribe(publisher)
+
+    def subscribe(
+        self,
+        publisher: int,
+        endpoint: str,
+        replay_endpoint: str | None,
+        *,
+        is_held: bool = False,
+    ) -> None:
+        """Connect to a publisher; returns at once.
+
+        Args:
+            publisher: Its number in the catalog.
+            endpoint: Address of its PUB socket.
+            replay_endpoint: Address of its replay socket, where it has one.
+            is_held: Read nothing before :meth:`resume`; messages wait in the socket.
+        """
+        self._order(lambda: self._subscribe(publisher, endpoint, replay_endpoint, is_held))
+
+    def pause(self, publisher: int) -> None:
+        """Read no more of a publisher; what the socket can't hold meanwhile is a gap later."""
+        self._order(lambda: self._hold(publisher))
+
+    def resume(self, publisher: int) -> None:
+        """Read on; returns at once."""
+        self._order(lambda: self._release(publisher))
 
     def unsubscribe(self, publisher: int) -> None:
         """Close a publisher's sockets; returns at once."""
@@ -200,16 +236,41 @@ class ZmqReceiver:
                 return
             self._call(order)
 
-    def _subscribe(self, publisher: int, endpoint: str, replay_endpoint: str | None) -> None:
+    def _subscribe(
+        self, publisher: int, endpoint: str, replay_endpoint: str | None, is_held: bool
+    ) -> None:
         try:
             socket, monitor = self._open()
         except zmq.ZMQError as error:
             self._catalog.set_status(publisher, "failed", f"can't open a socket: {error}")
             return
-        subscription = _Subscription(publisher, endpoint, replay_endpoint, socket, monitor)
+        subscription = _Subscription(
+            publisher, endpoint, replay_endpoint, socket, monitor, is_held=is_held
+        )
         self._subscriptions[publisher] = subscription
         self._connect(subscription)
         self._resume(subscription)
+
+    def _hold(self, publisher: int) -> None:
+        subscription = self._subscriptions.get(publisher)
+        if subscription is None or subscription.is_held:
+            return
+        subscription.is_held = True
+        self._pause(subscription)
+        self._catalog.set_status(publisher, "paused")
+
+    def _release(self, publisher: int) -> None:
+        subscription = self._subscriptions.get(publisher)
+        if subscription is None or not subscription.is_held:
+            return
+        subscription.is_held = False
+        is_open = subscription.is_connected or subscription.endpoint.startswith("inproc://")
+        self._catalog.set_status(publisher, "active" if is_open else "pending")
+        if subscription.replay is not None:
+            return
+        self._resume(subscription)
+        if subscription.is_connected and subscription.replay_endpoint is not None:
+            self._on_connected(subscription)
 
     def _open(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         options = self._options
@@ -292,6 +353,9 @@ class ZmqReceiver:
                 self._catalog.set_status(subscription.publisher, "pending", message)
 
     def _on_connected(self, subscription: _Subscription) -> None:
+        if subscription.is_held:
+            # What is missing by then is looked for when it reads.
+            return
         if subscription.replay is not None:
             # The repair under way began on the previous connection: check again when it is over.
             subscription.wants_verify = True
@@ -303,7 +367,8 @@ class ZmqReceiver:
         if last is None:
             # Catch up with what was published before the connection.
             self._start_replay(subscription, wanted, is_verifying=False, waiting=[])
-        elif subscription.connections > 1:
+        else:
+            # A new connection, or the first one of a stream that goes on from what is known of it.
             self._start_replay(subscription, last, is_verifying=True, waiting=[])
 
     def _on_stream(self, subscription: _Subscription) -> None:
@@ -490,6 +555,8 @@ class ZmqReceiver:
             self._poller.unregister(subscription.socket)
 
     def _resume(self, subscription: _Subscription) -> None:
+        if subscription.is_held:
+            return
         self._add(subscription.socket, lambda: self._on_stream(subscription))
 
 

@@ -18,6 +18,18 @@ pub enum Command {
         endpoint: String,
         /// Address of the engine's replay socket, where it has one.
         replay_endpoint: Option<String>,
+        /// Connect, but read nothing before [`Command::Resume`]: frames wait in the socket.
+        is_held: bool,
+    },
+    /// Read on.
+    Resume {
+        /// Which publisher.
+        publisher: PublisherId,
+    },
+    /// Stop reading; frames wait in the socket, and what does not fit there is a gap later.
+    Pause {
+        /// Which publisher.
+        publisher: PublisherId,
     },
     /// Close the publisher's sockets; frames of it that are still on the way are ignored.
     Unsubscribe {
@@ -27,7 +39,8 @@ pub enum Command {
 }
 
 /// Orders in the sequence in which they were given. Its length is bounded by registrations:
-/// every registration adds one order and every unregistration another, and the catalog limits both.
+/// every registration adds two orders at most and every unregistration another, and the catalog limits
+/// both; pauses are for tests only.
 #[derive(Debug, Default)]
 pub struct CommandQueue {
     orders: Mutex<VecDeque<Command>>,

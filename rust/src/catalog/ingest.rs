@@ -15,6 +15,14 @@ pub(super) struct Groups {
 }
 
 impl Groups {
+    pub(super) fn crediting(credited: Option<u32>) -> Self {
+        Self { credited }
+    }
+
+    pub(super) fn credited(&self) -> Option<u32> {
+        self.credited
+    }
+
     fn is_credited(&mut self, group_idx: Option<u32>, spec_kind: Option<&str>) -> bool {
         let group = group_idx.unwrap_or(0);
         match spec_kind {

@@ -11,6 +11,7 @@ use super::model::ModelIndex;
 use crate::clock::Clock;
 use crate::codec::{Limits, decode_batch};
 use crate::ids::Worker;
+use crate::index::snapshot::Cursor;
 use crate::stream::{Step, Stream};
 
 /// Ranks that one socket may speak for; batches of further ones are counted as malformed.
@@ -60,7 +61,23 @@ struct State {
     status: ListenerStatus,
     last_error: Option<String>,
     last_event_ms: Option<u64>,
+    /// The stream's place was taken over, but not the blocks that led to it.
+    is_bare: bool,
+    /// The blocks came from a replica that could not say up to which batch.
+    is_unplaced: bool,
     closed: bool,
+}
+
+/// How far a publisher's events went, and for whom: what another replica, or a later registration,
+/// needs in order to go on from there.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Place {
+    /// The last batch applied; `None` when there was none, or nobody knows.
+    pub cursor: Option<Cursor>,
+    /// Ranks that its batches have named, the registered one included.
+    pub ranks: Vec<u32>,
+    /// The cache group that is credited, once an event has named it.
+    pub group: Option<u32>,
 }
 
 /// One engine socket.
@@ -135,6 +152,8 @@ impl Publisher {
                 status: ListenerStatus::Pending,
                 last_error: None,
                 last_event_ms: None,
+                is_bare: false,
+                is_unplaced: false,
                 closed: false,
             }),
         }
@@ -149,8 +168,12 @@ impl Publisher {
         if state.closed {
             return FrameOutcome::Closed;
         }
+        self.settle_unplaced(&mut state, sequence);
         let gaps = state.stream.gaps();
         let mut step = state.stream.live(sequence);
+        if step == Step::Duplicate && state.stream.contradicts(sequence, xxh3_64(payload)) {
+            step = Step::Restarted;
+        }
         if step == Step::Restarted {
             self.forget(&mut state);
             add(&self.counters.restarts, 1);
@@ -175,6 +198,7 @@ impl Publisher {
         if state.closed {
             return FrameOutcome::Closed;
         }
+        self.settle_unplaced(&mut state, sequence);
         let step = state.stream.replayed(sequence);
         self.take(&mut state, step, sequence, payload, true)
     }
@@ -211,8 +235,90 @@ impl Publisher {
                 worker = %self.worker, endpoint = self.endpoint,
                 "engine restarted while disconnected; its blocks are forgotten"
             );
+        } else if state.is_bare {
+            // The same engine as at the last registration, whose blocks went with it: all that the
+            // engine still has is wanted again.
+            state.stream.reset();
+            state.is_bare = false;
+            return false;
         }
         same
+    }
+
+    /// Goes on where an earlier registration of the same engine ended. Its blocks are gone.
+    pub(super) fn return_to(&self, cursor: Cursor) {
+        let mut state = self.state.lock();
+        state.stream.resume(cursor.sequence, cursor.fingerprint, true);
+        state.is_bare = true;
+    }
+
+    /// Takes over what another replica knew: the blocks that `load` brings into the index, and the place
+    /// that it returns.
+    ///
+    /// # Errors
+    /// Says why not; then `load` was not called.
+    ///
+    /// # Consistency
+    /// Its own frames wait meanwhile.
+    pub(super) fn take_over(&self, load: impl FnOnce() -> Place) -> Result<(), &'static str> {
+        let mut state = self.state.lock();
+        if state.closed {
+            return Err("it was unregistered meanwhile");
+        }
+        if state.stream.last().is_some() && !state.is_bare {
+            return Err("its own events are here already");
+        }
+        let place = load();
+        self.go_on(&mut state, &place);
+        Ok(())
+    }
+
+    /// As [`Publisher::take_over`], of blocks that are in the index already.
+    pub(super) fn go_on_from(&self, place: &Place) {
+        self.go_on(&mut self.state.lock(), place);
+    }
+
+    fn go_on(&self, state: &mut State, place: &Place) {
+        for dp_rank in &place.ranks {
+            if !state.ranks.contains(dp_rank) && state.ranks.len() < MAX_RANKS {
+                state.ranks.push(*dp_rank);
+            }
+        }
+        state.groups = Groups::crediting(place.group);
+        state.is_bare = false;
+        state.is_unplaced = place.cursor.is_none();
+        if let Some(cursor) = place.cursor {
+            state.stream.resume(cursor.sequence, cursor.fingerprint, false);
+        }
+    }
+
+    /// Blocks that came without a place in the stream: if the stream can be had from its start they go,
+    /// for they would count twice; else it goes on from its first batch, as nothing tells better.
+    fn settle_unplaced(&self, state: &mut State, sequence: u64) {
+        if !std::mem::take(&mut state.is_unplaced) {
+            return;
+        }
+        if sequence == 0 {
+            for dp_rank in &state.ranks {
+                self.model.index.clear(Worker::new(self.worker.instance_id, *dp_rank));
+            }
+        } else {
+            state.stream.resume(sequence - 1, None, false);
+        }
+    }
+
+    /// Reads place and blocks of one moment: no frame is applied while `read` runs.
+    pub(super) fn hold_still<T>(&self, read: impl FnOnce(Place) -> T) -> T {
+        let state = self.state.lock();
+        read(Self::place(&state))
+    }
+
+    fn place(state: &State) -> Place {
+        let cursor = state
+            .stream
+            .last()
+            .map(|sequence| Cursor { sequence, fingerprint: state.stream.last_payload_hash() });
+        Place { cursor, ranks: state.ranks.clone(), group: state.groups.credited() }
     }
 
     /// The engine's process is known to be another one than before, by other means than its events.
@@ -269,13 +375,15 @@ impl Publisher {
         }
     }
 
-    /// No more frames: drop the blocks of every rank that this socket spoke for.
-    pub(super) fn close(&self) {
+    /// No more frames: drop the blocks of every rank that this socket spoke for. Returns its place.
+    pub(super) fn close(&self) -> Place {
         let mut state = self.state.lock();
         state.closed = true;
+        let place = Self::place(&state);
         for dp_rank in state.ranks.drain(..) {
             self.model.index.remove_worker(Worker::new(self.worker.instance_id, dp_rank));
         }
+        place
     }
 
     fn take(
@@ -300,6 +408,7 @@ impl Publisher {
                 return FrameOutcome::Duplicate;
             }
         }
+        state.is_bare = false;
         state.stream.applied(xxh3_64(payload));
         state.last_event_ms = Some(self.clock.now_ms());
         if is_replay {
@@ -340,6 +449,8 @@ impl Publisher {
             self.model.index.clear(Worker::new(self.worker.instance_id, *dp_rank));
         }
         state.groups = Groups::default();
+        state.is_bare = false;
+        state.is_unplaced = false;
     }
 }
 

@@ -7,8 +7,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::RwLock;
 
 use super::command::{Command, CommandQueue};
+use super::legal::{check_endpoint, check_names};
 use super::model::{ModelIndex, ModelKey};
-use super::publisher::{Publisher, PublisherId};
+use super::past::{Past, PastKind};
+use super::publisher::{ListenerStatus, Place, Publisher, PublisherId};
 use crate::clock::{Clock, SystemClock};
 use crate::codec;
 use crate::error::{Error, Result};
@@ -65,6 +67,10 @@ struct Tables {
     models: HashMap<ModelKey, Arc<ModelIndex>>,
     publishers: BTreeMap<PublisherId, Arc<Publisher>>,
     workers: BTreeMap<Worker, PublisherId>,
+    /// Workers that have no publisher: see [`Past`].
+    past: BTreeMap<Worker, Past>,
+    /// New publishers do not read yet.
+    is_held: bool,
 }
 
 /// All model indexes of a process and the publishers that feed them.
@@ -109,6 +115,16 @@ impl Catalog {
         block_size: Option<u32>,
     ) -> Result<Arc<ModelIndex>> {
         self.model_in(&mut self.tables.write(), key, block_size, block_size)
+    }
+
+    /// The index of `key`, made when it is not there yet; a block size given holds until the last
+    /// publisher goes.
+    pub(super) fn model_for(
+        &self,
+        key: &ModelKey,
+        block_size: Option<u32>,
+    ) -> Result<Arc<ModelIndex>> {
+        self.model_in(&mut self.tables.write(), key, block_size, None)
     }
 
     fn model_in(
@@ -165,9 +181,7 @@ impl Catalog {
         if let Some(replay) = &replay_endpoint {
             check_endpoint("replay_endpoint", replay)?;
         }
-        if key.model_name.is_empty() {
-            return Err(Error::invalid("model_name must not be empty"));
-        }
+        check_names(&key)?;
         if block_size == Some(0) {
             return Err(Error::invalid("block_size must be at least 1, got 0"));
         }
@@ -192,6 +206,7 @@ impl Catalog {
             )));
         }
         let model = self.model_in(&mut tables, &key, block_size, None)?;
+        let past = tables.past.remove(&worker);
         // Relaxed: the table's lock orders everything else.
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let publisher = Arc::new(Publisher::new(
@@ -203,9 +218,27 @@ impl Catalog {
             self.options.frame,
             Arc::clone(&self.clock),
         ));
+        match past {
+            None => {}
+            Some(past) if past.model.key != key => past.drop_blocks(worker.instance_id),
+            Some(past) => match past.kind {
+                PastKind::Recovered { .. } => publisher.go_on_from(&past.place),
+                // Behind another address is another process.
+                PastKind::Left { endpoint: left } if left != endpoint => {}
+                PastKind::Left { .. } => past.place.cursor.into_iter().for_each(|cursor| {
+                    publisher.return_to(cursor);
+                }),
+            },
+        }
         tables.publishers.insert(id, Arc::clone(&publisher));
         tables.workers.insert(worker, id);
-        self.commands.push(Command::Subscribe { publisher: id, endpoint, replay_endpoint });
+        let is_held = tables.is_held;
+        self.commands.push(Command::Subscribe {
+            publisher: id,
+            endpoint,
+            replay_endpoint,
+            is_held,
+        });
         Ok(publisher)
     }
 
@@ -228,7 +261,21 @@ impl Catalog {
             .filter(|p| dp_rank.is_none_or(|rank| p.worker.dp_rank == rank))
             .cloned()
             .collect();
-        if gone.is_empty() {
+        let recovered: Vec<Worker> = tables
+            .past
+            .range(Worker::new(instance_id, 0)..=Worker::new(instance_id, u32::MAX))
+            .filter(|(_, past)| matches!(past.kind, PastKind::Recovered { .. }))
+            .filter(|(_, past)| past.model.key.model_name == model_name)
+            .filter(|(_, past)| tenant_id.is_none_or(|tenant| past.model.key.tenant_id == tenant))
+            .filter(|(worker, _)| dp_rank.is_none_or(|rank| worker.dp_rank == rank))
+            .map(|(worker, _)| *worker)
+            .collect();
+        for worker in &recovered {
+            if let Some(past) = tables.past.remove(worker) {
+                past.drop_blocks(instance_id);
+            }
+        }
+        if gone.is_empty() && recovered.is_empty() {
             let rank = dp_rank.map(|rank| format!(" dp_rank={rank}")).unwrap_or_default();
             let tenant = tenant_id.map(|tenant| format!(" tenant={tenant}")).unwrap_or_default();
             return Err(Error::NotFound(format!(
@@ -238,7 +285,10 @@ impl Catalog {
         for publisher in &gone {
             tables.publishers.remove(&publisher.id);
             tables.workers.remove(&publisher.worker);
-            publisher.close();
+            let place = publisher.close();
+            let kind = PastKind::Left { endpoint: publisher.endpoint.clone() };
+            let past = Past { model: Arc::clone(&publisher.model), place, kind };
+            tables.remember(publisher.worker, past, self.options.max_publishers);
             self.commands.push(Command::Unsubscribe { publisher: publisher.id });
             let key = &publisher.model.key;
             if !tables.publishers.values().any(|other| other.model.key == *key) {
@@ -246,7 +296,84 @@ impl Catalog {
                 publisher.model.forget_block_size();
             }
         }
-        Ok(gone.len())
+        Ok(gone.len() + recovered.len())
+    }
+
+    /// From now on new publishers connect but do not read, until [`Catalog::release`].
+    pub fn hold(&self) {
+        self.tables.write().is_held = true;
+    }
+
+    /// Let all publishers read.
+    pub fn release(&self) {
+        let mut tables = self.tables.write();
+        if std::mem::take(&mut tables.is_held) {
+            for publisher in tables.publishers.keys() {
+                self.commands.push(Command::Resume { publisher: *publisher });
+            }
+        }
+    }
+
+    /// Have the registered rank of an instance stop reading, or read on: for tests of what is lost meanwhile.
+    ///
+    /// # Errors
+    /// `NotFound` for a worker that is not registered; `Conflict` when it is so already.
+    pub fn pause(&self, worker: Worker, is_paused: bool) -> Result<()> {
+        let tables = self.tables.read();
+        let publisher = tables.workers.get(&worker).and_then(|id| tables.publishers.get(id));
+        let Some(publisher) = publisher else {
+            return Err(Error::NotFound(format!(
+                "instance_id {} dp_rank {} is not registered",
+                worker.instance_id, worker.dp_rank
+            )));
+        };
+        if (publisher.view().status == ListenerStatus::Paused) == is_paused {
+            let state = if is_paused { "paused already" } else { "not paused" };
+            return Err(Error::Conflict(format!(
+                "the listener of instance_id {} dp_rank {} is {state}",
+                worker.instance_id, worker.dp_rank
+            )));
+        }
+        let publisher = publisher.id;
+        self.commands.push(if is_paused {
+            Command::Pause { publisher }
+        } else {
+            Command::Resume { publisher }
+        });
+        Ok(())
+    }
+
+    /// Registered publishers.
+    pub fn publisher_count(&self) -> usize {
+        self.tables.read().publishers.len()
+    }
+
+    /// Workers whose blocks came from a peer and that are not registered: model, worker, place, peer.
+    pub fn recovered(&self) -> Vec<(Arc<ModelIndex>, Worker, Place, String)> {
+        let tables = self.tables.read();
+        let recovered = tables.past.iter().filter_map(|(worker, past)| match &past.kind {
+            PastKind::Recovered { peer } => {
+                Some((Arc::clone(&past.model), *worker, past.place.clone(), peer.clone()))
+            }
+            PastKind::Left { .. } => None,
+        });
+        recovered.collect()
+    }
+
+    /// The publisher that is registered as `worker`.
+    pub(super) fn publisher_of(&self, worker: Worker) -> Option<Arc<Publisher>> {
+        let tables = self.tables.read();
+        tables.workers.get(&worker).and_then(|id| tables.publishers.get(id)).cloned()
+    }
+
+    /// Keep `past` for when its worker registers. False when it has registered meanwhile.
+    pub(super) fn remember_recovered(&self, worker: Worker, past: Past) -> bool {
+        let mut tables = self.tables.write();
+        let is_free = !tables.workers.contains_key(&worker);
+        if is_free {
+            tables.remember(worker, past, self.options.max_publishers);
+        }
+        is_free
     }
 
     /// The publisher with this number.
@@ -290,6 +417,19 @@ impl Catalog {
 }
 
 impl Tables {
+    /// At the limit the places of workers that left go first: they cost a replay at worst.
+    fn remember(&mut self, worker: Worker, past: Past, limit: usize) {
+        if self.past.len() >= limit {
+            let left =
+                self.past.iter().find(|(_, past)| matches!(past.kind, PastKind::Left { .. }));
+            match left.map(|(worker, _)| *worker) {
+                Some(other) => drop(self.past.remove(&other)),
+                None => return past.drop_blocks(worker.instance_id),
+            }
+        }
+        self.past.insert(worker, past);
+    }
+
     fn of_instance(&self, instance_id: InstanceId) -> impl Iterator<Item = &Arc<Publisher>> {
         self.workers
             .range(Worker::new(instance_id, 0)..=Worker::new(instance_id, u32::MAX))
@@ -300,55 +440,5 @@ impl Tables {
 impl std::fmt::Debug for Catalog {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Catalog").field("options", &self.options).finish_non_exhaustive()
-    }
-}
-
-/// Check an event endpoint: `tcp://host:port`, `ipc://path` or `inproc://name`.
-///
-/// # Errors
-/// `InvalidArgument`: names the field and says what is legal.
-fn check_endpoint(field: &str, endpoint: &str) -> Result<()> {
-    let legal = match endpoint.split_once("://") {
-        Some(("tcp", address)) => address.rsplit_once(':').is_some_and(|(host, port)| {
-            !host.is_empty() && (port == "*" || port.parse::<u16>().is_ok())
-        }),
-        Some(("ipc" | "inproc", path)) => !path.is_empty(),
-        _ => false,
-    };
-    if legal {
-        return Ok(());
-    }
-    Err(Error::invalid(format!(
-        "{field} must be tcp://host:port, ipc://path or inproc://name, got {endpoint:?}"
-    )))
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn endpoints_follow_the_published_rules() {
-        for good in [
-            "tcp://*:5558",
-            "tcp://127.0.0.1:0",
-            "inproc://x",
-            "ipc:///tmp/a.sock",
-            "tcp://[::1]:5557",
-        ] {
-            assert_eq!(check_endpoint("endpoint", good), Ok(()));
-        }
-        for bad in [
-            "tcp://host",
-            "tcp://:5558",
-            "udp://host:5558",
-            "not-an-endpoint",
-            "tcp://host:99999",
-            "",
-        ] {
-            let error = check_endpoint("endpoint", bad).unwrap_err().to_string();
-            assert!(error.starts_with("endpoint must be"), "{error}");
-        }
     }
 }

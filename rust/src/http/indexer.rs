@@ -3,6 +3,8 @@
 mod answer;
 mod app;
 mod dump;
+mod recover;
 mod request;
+mod startup;
 
 pub use app::{IndexerApp, IndexerOptions};

@@ -39,9 +39,12 @@ impl Catalog {
         let timeout = Duration::try_from_secs_f64(timeout_s.max(0.0)).unwrap_or(Duration::MAX);
         let timeout = timeout.min(Duration::from_secs(3_600));
         py.detach(|| self.inner.commands.next(timeout)).map(|command| match command {
-            Command::Subscribe { publisher, endpoint, replay_endpoint } => {
-                ("subscribe".to_owned(), publisher, endpoint, replay_endpoint)
+            Command::Subscribe { publisher, endpoint, replay_endpoint, is_held } => {
+                let kind = if is_held { "hold" } else { "subscribe" };
+                (kind.to_owned(), publisher, endpoint, replay_endpoint)
             }
+            Command::Resume { publisher } => ("resume".to_owned(), publisher, String::new(), None),
+            Command::Pause { publisher } => ("pause".to_owned(), publisher, String::new(), None),
             Command::Unsubscribe { publisher } => {
                 ("unsubscribe".to_owned(), publisher, String::new(), None)
             }

@@ -28,22 +28,31 @@ impl Indexer {
     #[new]
     #[pyo3(signature = (
         *, threads=4, max_body_bytes=8_388_608, max_blocks=33_554_432, index_memory_bytes=0,
-        drain_timeout_s=5.0
+        peers=Vec::new(), min_initial_workers=0, test_endpoints=false, drain_timeout_s=5.0
     ))]
+    #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         threads: usize,
         max_body_bytes: usize,
         max_blocks: usize,
         index_memory_bytes: usize,
+        peers: Vec<String>,
+        min_initial_workers: usize,
+        test_endpoints: bool,
         drain_timeout_s: f64,
     ) -> PyResult<Self> {
         let options =
             CatalogOptions { max_blocks, index_memory_bytes, ..CatalogOptions::default() };
         let drain = seconds(py, "--drain-timeout", drain_timeout_s)?;
+        let catalog = Arc::new(catalog::Catalog::new(options, Arc::new(SystemClock::default())));
+        if !peers.is_empty() {
+            // Engines that register before the start wait for the recovery, too.
+            catalog.hold();
+        }
         Ok(Self {
-            catalog: Arc::new(catalog::Catalog::new(options, Arc::new(SystemClock::default()))),
-            options: IndexerOptions { max_body_bytes },
+            catalog,
+            options: IndexerOptions { max_body_bytes, peers, min_initial_workers, test_endpoints },
             service: Service::new(threads, Shutdown::default(), drain).or_raise(py)?,
         })
     }
@@ -55,7 +64,9 @@ impl Indexer {
 
     fn start(&self, py: Python<'_>, host: &str, port: u16) -> PyResult<u16> {
         py.detach(|| {
-            let app = IndexerApp::router(Arc::clone(&self.catalog), self.options.clone());
+            let app = self
+                .service
+                .enter(|| IndexerApp::router(Arc::clone(&self.catalog), self.options.clone()))?;
             self.service.start(host, port, app).map(|address| address.port())
         })
         .or_raise(py)

@@ -7,7 +7,7 @@ use std::time::Instant;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{Query as UrlQuery, State};
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
@@ -16,30 +16,49 @@ use super::super::Reject;
 use super::super::body::{self, Unreadable};
 use super::super::metrics::{CommonMetrics, RequestLabel};
 use super::answer::{QueryAnswer, worker_entries};
-use super::dump::dump_body;
-use super::request::{Query, QueryByHash, Register, Unregister};
+use super::dump::{DUMP_TYPE, DumpQuery, Dumps, binary_body, digests, json_body};
+use super::recover::recover;
+use super::request::{Listener, PeerUrl, Query, QueryByHash, Register, Unregister};
+use super::startup::Startup;
 use crate::catalog::{Catalog, ModelIndex, ModelKey, Registration};
+use crate::error::Result as KvResult;
 use crate::hash;
 use crate::ids::Worker;
 use crate::index::Matches;
 
-/// Limits of the indexer's API.
+/// Settings of the indexer's API.
 #[derive(Debug, Clone)]
 pub struct IndexerOptions {
     /// Largest request body, bytes.
     pub max_body_bytes: usize,
+    /// Peers to recover from at the start, `http://host:port`; the first healthy one serves.
+    pub peers: Vec<String>,
+    /// Workers that must have registered before GET /ready says so.
+    pub min_initial_workers: usize,
+    /// Serve POST /test/pause_listener and /test/resume_listener.
+    pub test_endpoints: bool,
 }
 
 impl Default for IndexerOptions {
     fn default() -> Self {
-        Self { max_body_bytes: 8 * 1024 * 1024 }
+        Self {
+            max_body_bytes: 8 * 1024 * 1024,
+            peers: Vec::new(),
+            min_initial_workers: 0,
+            test_endpoints: false,
+        }
     }
 }
+
+/// Header of answers that were given before this replica was ready; its value is `false`.
+const NOT_READY: HeaderName = HeaderName::from_static("x-kvflash-ready");
 
 struct App {
     catalog: Arc<Catalog>,
     options: IndexerOptions,
     metrics: CommonMetrics,
+    startup: Arc<Startup>,
+    dumps: Dumps,
 }
 
 /// The indexer's HTTP service over a catalog.
@@ -47,11 +66,33 @@ pub struct IndexerApp;
 
 impl IndexerApp {
     /// Routes over `catalog`, ready for [`super::super::serve`].
-    pub fn router(catalog: Arc<Catalog>, options: IndexerOptions) -> Router {
+    ///
+    /// With peers, recovery begins here, in the tokio runtime that this is called in. Publishers wait
+    /// for its end, those that registered before too if [`Catalog::hold`] came first.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a peer that is no URL.
+    pub fn router(catalog: Arc<Catalog>, options: IndexerOptions) -> KvResult<Router> {
         let (metrics, registry) = CommonMetrics::new();
         metrics.seal(registry);
-        let app = Arc::new(App { catalog, options, metrics });
-        Router::new()
+        let startup = Arc::new(Startup::new(&options.peers, options.min_initial_workers)?);
+        if !options.peers.is_empty() {
+            catalog.hold();
+            tokio::spawn(recover(Arc::clone(&catalog), Arc::clone(&startup)));
+        }
+        let app = Arc::new(App { catalog, options, metrics, startup, dumps: Dumps::default() });
+        let mut router = Router::new();
+        if app.options.test_endpoints {
+            router = router
+                .route("/test/pause_listener", post(pause_listener))
+                .route("/test/resume_listener", post(resume_listener));
+        }
+        let router = router
+            .route("/ready", get(ready))
+            .route("/register_peer", post(register_peer))
+            .route("/deregister_peer", post(deregister_peer))
+            .route("/peers", get(peers))
+            .route("/digest", get(digest))
             .route("/health", get(async || StatusCode::OK))
             .route(
                 "/metrics",
@@ -72,7 +113,8 @@ impl IndexerApp {
                 Reject::new(StatusCode::METHOD_NOT_ALLOWED, "this path takes another method")
                     .plain()
             })
-            .with_state(app)
+            .with_state(app);
+        Ok(router)
     }
 }
 
@@ -137,6 +179,14 @@ impl App {
         });
         json_response(StatusCode::OK, &answer)
     }
+
+    /// Answers that were given before this replica was ready say so.
+    fn mark(&self, mut response: Response) -> Response {
+        if !self.startup.is_ready(&self.catalog) {
+            response.headers_mut().insert(NOT_READY, HeaderValue::from_static("false"));
+        }
+        response
+    }
 }
 
 fn json_response(status: StatusCode, body: &impl Serialize) -> Response {
@@ -193,7 +243,7 @@ async fn query(State(app): State<Arc<App>>, body: Body) -> Response {
             Some(block_size) => hash::local_hashes(&request.token_ids.0, block_size, seed),
             None => Vec::new(),
         };
-        Ok(app.find(&model, &locals))
+        Ok(app.mark(app.find(&model, &locals)))
     })
     .await
 }
@@ -201,12 +251,78 @@ async fn query(State(app): State<Arc<App>>, body: Body) -> Response {
 async fn query_by_hash(State(app): State<Arc<App>>, body: Body) -> Response {
     app.answer("/query_by_hash", body, |app, request: QueryByHash| {
         let model = app.catalog.model(&request.model_name, &request.tenant_id)?;
-        Ok(app.find(&model, &request.block_hashes.0))
+        Ok(app.mark(app.find(&model, &request.block_hashes.0)))
     })
     .await
 }
 
-async fn dump(State(app): State<Arc<App>>) -> Response {
-    let body = dump_body(app.catalog.models());
-    (StatusCode::OK, [(header::CONTENT_TYPE, "application/json")], body).into_response()
+async fn dump(State(app): State<Arc<App>>, UrlQuery(query): UrlQuery<DumpQuery>) -> Response {
+    let reading = match app.dumps.begin() {
+        Ok(reading) => reading,
+        Err(reject) => return reject.plain(),
+    };
+    let (kind, body) = match query.format.as_deref() {
+        None | Some("json") => ("application/json", json_body(&app.catalog, &query, reading)),
+        Some("snapshot") => (DUMP_TYPE, binary_body(&app.catalog, &query, reading)),
+        Some(other) => {
+            let message = format!("format must be json or snapshot, got {other:?}");
+            return Reject::bad_request(message).plain();
+        }
+    };
+    app.mark((StatusCode::OK, [(header::CONTENT_TYPE, kind)], body).into_response())
+}
+
+async fn digest(State(app): State<Arc<App>>, UrlQuery(query): UrlQuery<DumpQuery>) -> Response {
+    match app.dumps.begin() {
+        Ok(reading) => {
+            app.mark(json_response(StatusCode::OK, &digests(&app.catalog, &query, &reading)))
+        }
+        Err(reject) => reject.plain(),
+    }
+}
+
+async fn ready(State(app): State<Arc<App>>) -> Response {
+    let (is_ready, answer) = app.startup.answer(&app.catalog);
+    if is_ready {
+        return json_response(StatusCode::OK, &answer);
+    }
+    let mut response = json_response(StatusCode::SERVICE_UNAVAILABLE, &answer);
+    response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+    response
+}
+
+async fn register_peer(State(app): State<Arc<App>>, body: Body) -> Response {
+    app.answer("/register_peer", body, |app, request: PeerUrl| {
+        app.startup.add_peer(&request.url)?;
+        Ok(json_response(StatusCode::CREATED, &serde_json::json!({"status": "ok"})))
+    })
+    .await
+}
+
+async fn deregister_peer(State(app): State<Arc<App>>, body: Body) -> Response {
+    app.answer("/deregister_peer", body, |app, request: PeerUrl| {
+        app.startup.remove_peer(&request.url)?;
+        Ok(json_response(StatusCode::OK, &serde_json::json!({"status": "ok"})))
+    })
+    .await
+}
+
+async fn peers(State(app): State<Arc<App>>) -> Response {
+    json_response(StatusCode::OK, &app.startup.peers())
+}
+
+async fn pause_listener(State(app): State<Arc<App>>, body: Body) -> Response {
+    set_paused(&app, "/test/pause_listener", body, true).await
+}
+
+async fn resume_listener(State(app): State<Arc<App>>, body: Body) -> Response {
+    set_paused(&app, "/test/resume_listener", body, false).await
+}
+
+async fn set_paused(app: &App, endpoint: &'static str, body: Body, is_paused: bool) -> Response {
+    app.answer(endpoint, body, |app, request: Listener| {
+        app.catalog.pause(Worker::new(request.instance_id, request.dp_rank), is_paused)?;
+        Ok(json_response(StatusCode::OK, &serde_json::json!({"status": "ok"})))
+    })
+    .await
 }

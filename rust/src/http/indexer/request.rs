@@ -169,6 +169,20 @@ pub(super) struct QueryByHash {
     pub _cache_salt: Option<String>,
 }
 
+/// POST /register_peer, /deregister_peer
+#[derive(Debug, Deserialize)]
+pub(super) struct PeerUrl {
+    pub url: String,
+}
+
+/// POST /test/pause_listener, /test/resume_listener
+#[derive(Debug, Deserialize)]
+pub(super) struct Listener {
+    pub instance_id: u64,
+    #[serde(default)]
+    pub dp_rank: u32,
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {

@@ -31,43 +31,78 @@ pub fn load(
     from: &mut impl Read,
     expected: &Expected<'_>,
 ) -> Result<Loaded, LoadError> {
-    let mut source = Source::new(from);
-    let (meta, workers) = head(&mut source)?;
-    check(&meta, expected)?;
-    let mut loaded = Loaded { meta, workers: Vec::new(), lost: Vec::new(), cut: false };
-    let mut blocks = Vec::new();
-    let mut next = 0;
-    while next < workers.len() {
-        match section(&mut source, &workers, next) {
-            Ok(Found { section, skipped }) => {
-                let lost = workers[next..next + skipped].iter();
-                let lost = lost.map(|worker| Lost { worker: *worker, cause: Cause::Header });
-                loaded.lost.extend(lost);
-                next += skipped;
-                if section.body_bytes().is_none() {
-                    let cause = Cause::Invalid("a section's length");
-                    loaded.lost.push(Lost { worker: section.worker, cause });
-                    // Where the next one begins has to be found.
-                    next += 1;
-                    continue;
-                }
-                match body(index, &mut source, &section, &mut blocks) {
-                    Ok(restored) => loaded.workers.push(restored),
-                    Err(cause @ (Cause::Cut | Cause::Unreadable(_))) => {
-                        lose_rest(&mut loaded, &workers[next..], cause);
-                        break;
+    let snapshot = Reader::open(from)?;
+    check(snapshot.meta(), expected)?;
+    Ok(snapshot.load(index))
+}
+
+/// A snapshot whose head was read and found good, so that the caller can choose by it what to load
+/// it into.
+pub struct Reader<R: Read> {
+    source: Source<R>,
+    meta: Meta,
+    workers: Vec<Worker>,
+}
+
+impl<R: Read> Reader<R> {
+    /// Reads the head.
+    ///
+    /// # Errors
+    /// When it is no snapshot's, or damaged.
+    pub fn open(from: R) -> Result<Self, LoadError> {
+        let mut source = Source::new(from);
+        let (meta, workers) = head(&mut source)?;
+        Ok(Self { source, meta, workers })
+    }
+
+    /// What it says of itself.
+    pub fn meta(&self) -> &Meta {
+        &self.meta
+    }
+
+    /// Whose sections follow.
+    pub fn workers(&self) -> &[Worker] {
+        &self.workers
+    }
+
+    /// Reads the sections into `index`, as [`load`] does.
+    pub fn load(self, index: &dyn BlockIndex) -> Loaded {
+        let Self { mut source, meta, workers } = self;
+        let mut loaded = Loaded { meta, workers: Vec::new(), lost: Vec::new(), cut: false };
+        let mut blocks = Vec::new();
+        let mut next = 0;
+        while next < workers.len() {
+            match section(&mut source, &workers, next) {
+                Ok(Found { section, skipped }) => {
+                    let lost = workers[next..next + skipped].iter();
+                    let lost = lost.map(|worker| Lost { worker: *worker, cause: Cause::Header });
+                    loaded.lost.extend(lost);
+                    next += skipped;
+                    if section.body_bytes().is_none() {
+                        let cause = Cause::Invalid("a section's length");
+                        loaded.lost.push(Lost { worker: section.worker, cause });
+                        // Where the next one begins has to be found.
+                        next += 1;
+                        continue;
                     }
-                    Err(cause) => loaded.lost.push(Lost { worker: section.worker, cause }),
+                    match body(index, &mut source, &section, &mut blocks) {
+                        Ok(restored) => loaded.workers.push(restored),
+                        Err(cause @ (Cause::Cut | Cause::Unreadable(_))) => {
+                            lose_rest(&mut loaded, &workers[next..], cause);
+                            break;
+                        }
+                        Err(cause) => loaded.lost.push(Lost { worker: section.worker, cause }),
+                    }
+                    next += 1;
                 }
-                next += 1;
-            }
-            Err(cause) => {
-                lose_rest(&mut loaded, &workers[next..], cause);
-                break;
+                Err(cause) => {
+                    lose_rest(&mut loaded, &workers[next..], cause);
+                    break;
+                }
             }
         }
+        loaded
     }
-    Ok(loaded)
 }
 
 fn lose_rest(loaded: &mut Loaded, workers: &[Worker], cause: Cause) {

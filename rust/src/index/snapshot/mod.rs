@@ -16,8 +16,8 @@ mod save;
 mod source;
 
 pub use format::{MAX_KEY_BYTES, VERSION};
-pub use load::load;
-pub use save::{save, save_to_path};
+pub use load::{Reader, load};
+pub use save::{save, save_to_path, save_workers};
 
 /// What a snapshot says of itself.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

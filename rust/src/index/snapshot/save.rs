@@ -37,16 +37,30 @@ pub fn save(
     cursor: impl Fn(Worker) -> Option<Cursor>,
     out: &mut impl Write,
 ) -> io::Result<Saved> {
+    save_workers(index, &index.workers(), meta, cursor, out)
+}
+
+/// As [`save`], of these workers only, which must be ascending.
+///
+/// # Errors
+/// As [`save`].
+pub fn save_workers(
+    index: &dyn BlockIndex,
+    workers: &[Worker],
+    meta: &Meta,
+    cursor: impl Fn(Worker) -> Option<Cursor>,
+    out: &mut impl Write,
+) -> io::Result<Saved> {
+    debug_assert!(workers.is_sorted(), "readers find sections by their workers' order");
     if meta.key.len() > MAX_KEY_BYTES {
         let message = format!("key of {} bytes, at most {MAX_KEY_BYTES}", meta.key.len());
         return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
     }
-    let workers = index.workers();
-    let head = encode_head(meta, &workers);
+    let head = encode_head(meta, workers);
     out.write_all(&head)?;
     let mut saved = Saved { workers: workers.len(), blocks: 0, bytes: head.len() as u64 };
     let mut body = Vec::new();
-    for (number, worker) in workers.into_iter().enumerate() {
+    for (number, &worker) in workers.iter().enumerate() {
         let cursor = cursor(worker);
         let events = index.dump_worker(worker);
         let (names, labels) = encode_body(&events, &mut body)?;

@@ -1,0 +1,76 @@
+//! What clients may name: models, tenants, endpoints.
+
+use super::model::ModelKey;
+use crate::error::{Error, Result};
+
+/// Longest name of a model or tenant, in bytes.
+pub const MAX_NAME_BYTES: usize = 1_024;
+
+/// Check the names of a model and its tenant.
+///
+/// # Errors
+/// `InvalidArgument`: names the field and the limit.
+pub(super) fn check_names(key: &ModelKey) -> Result<()> {
+    if key.model_name.is_empty() {
+        return Err(Error::invalid("model_name must not be empty"));
+    }
+    for (field, name) in [("model_name", &key.model_name), ("tenant_id", &key.tenant_id)] {
+        if name.len() > MAX_NAME_BYTES {
+            return Err(Error::invalid(format!(
+                "{field} may have at most {MAX_NAME_BYTES} bytes, got {}",
+                name.len()
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Check an event endpoint: `tcp://host:port`, `ipc://path` or `inproc://name`.
+///
+/// # Errors
+/// `InvalidArgument`: names the field and says what is legal.
+pub(super) fn check_endpoint(field: &str, endpoint: &str) -> Result<()> {
+    let legal = match endpoint.split_once("://") {
+        Some(("tcp", address)) => address.rsplit_once(':').is_some_and(|(host, port)| {
+            !host.is_empty() && (port == "*" || port.parse::<u16>().is_ok())
+        }),
+        Some(("ipc" | "inproc", path)) => !path.is_empty(),
+        _ => false,
+    };
+    if legal {
+        return Ok(());
+    }
+    Err(Error::invalid(format!(
+        "{field} must be tcp://host:port, ipc://path or inproc://name, got {endpoint:?}"
+    )))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn endpoints_follow_the_published_rules() {
+        for good in [
+            "tcp://*:5558",
+            "tcp://127.0.0.1:0",
+            "inproc://x",
+            "ipc:///tmp/a.sock",
+            "tcp://[::1]:5557",
+        ] {
+            assert_eq!(check_endpoint("endpoint", good), Ok(()));
+        }
+        for bad in [
+            "tcp://host",
+            "tcp://:5558",
+            "udp://host:5558",
+            "not-an-endpoint",
+            "tcp://host:99999",
+            "",
+        ] {
+            let error = check_endpoint("endpoint", bad).unwrap_err().to_string();
+            assert!(error.starts_with("endpoint must be"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,429 @@
+//! From one replica to another: what every publisher's worker holds, and up to which batch.
+//!
+//! The binary form is a magic, then parts: a length (8 bytes, little-endian) and a snapshot of one
+//! publisher's workers, whose key says in JSON what they are of; a length of 0 ends it. The JSON form is
+//! the published dump, which other systems' indexers answer with as well.
+
+use std::io::{self, Read};
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+use xxhash_rust::xxh3::Xxh3;
+
+use super::dump::dump_worker;
+use super::legal::check_names;
+use super::model::{ModelIndex, ModelKey};
+use super::past::{Past, PastKind};
+use super::publisher::{Place, Publisher};
+use super::registry::Catalog;
+use crate::codec::router::RouterEvent;
+use crate::error::Error;
+use crate::ids::{InstanceId, Worker};
+use crate::index::snapshot::{Cause, LoadError, Meta, Reader, save_workers};
+
+/// First bytes of the binary form; the last one is its version.
+pub const MAGIC: [u8; 8] = *b"kvfdump\x01";
+
+/// Reasons that a recovery keeps in words; further ones are only counted.
+const REASONS_MAX: usize = 16;
+
+/// What a part's key says, in JSON.
+#[derive(Debug, Serialize, Deserialize)]
+struct Head {
+    model_name: String,
+    tenant_id: String,
+    instance_id: InstanceId,
+    dp_rank: u32,
+    group: Option<u32>,
+}
+
+enum Owner {
+    Publisher(Arc<Publisher>),
+    Recovered(Place),
+}
+
+/// One publisher's share of a model: its own rank, and those that its batches have named.
+pub struct Part {
+    /// The model and tenant.
+    pub model: Arc<ModelIndex>,
+    /// The registered worker.
+    pub worker: Worker,
+    owner: Owner,
+    /// Ranks of the same instance that other publishers are registered for.
+    others: Vec<u32>,
+}
+
+/// All parts of a catalog, by model and worker.
+pub fn parts(catalog: &Catalog) -> Vec<Part> {
+    let publishers = catalog.publishers();
+    let mut parts: Vec<Part> = publishers
+        .iter()
+        .map(|publisher| Part {
+            model: Arc::clone(&publisher.model),
+            worker: publisher.worker,
+            others: Vec::new(),
+            owner: Owner::Publisher(Arc::clone(publisher)),
+        })
+        .collect();
+    parts.extend(catalog.recovered().into_iter().map(|(model, worker, place, _)| Part {
+        model,
+        worker,
+        others: Vec::new(),
+        owner: Owner::Recovered(place),
+    }));
+    parts.sort_by(|a, b| (&a.model.key, a.worker).cmp(&(&b.model.key, b.worker)));
+    // Neighbours of one instance stand side by side.
+    let workers: Vec<Worker> = parts.iter().map(|part| part.worker).collect();
+    for (at, part) in parts.iter_mut().enumerate() {
+        let same = |worker: &&Worker| worker.instance_id == part.worker.instance_id;
+        let before = workers[..at].iter().rev().take_while(same);
+        let after = workers[at + 1..].iter().take_while(same);
+        part.others = before.chain(after).map(|worker| worker.dp_rank).collect();
+    }
+    parts
+}
+
+impl Part {
+    /// Reads place and workers of one moment; the publisher's frames wait meanwhile.
+    fn read<T>(&self, read: impl FnOnce(&Place, &[Worker]) -> T) -> T {
+        let read = |place: Place| {
+            let ranks = place.ranks.iter().filter(|rank| !self.others.contains(rank));
+            let mut workers: Vec<Worker> =
+                ranks.map(|rank| Worker::new(self.worker.instance_id, *rank)).collect();
+            workers.sort_unstable();
+            workers.dedup();
+            read(&place, &workers)
+        };
+        match &self.owner {
+            Owner::Publisher(publisher) => publisher.hold_still(read),
+            Owner::Recovered(place) => read(place.clone()),
+        }
+    }
+
+    /// Its bytes in the binary form, length included.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when it does not fit the format: a step of over 2^32 blocks.
+    ///
+    /// # Cost
+    /// 16 bytes a block; the publisher's frames wait meanwhile.
+    pub fn encode(&self) -> Result<Vec<u8>, Error> {
+        self.read(|place, workers| {
+            let head = Head {
+                model_name: self.model.key.model_name.clone(),
+                tenant_id: self.model.key.tenant_id.clone(),
+                instance_id: self.worker.instance_id,
+                dp_rank: self.worker.dp_rank,
+                group: place.group,
+            };
+            let meta = Meta {
+                block_size: self.model.block_size().unwrap_or(0),
+                created_ms: 0,
+                key: serde_json::to_vec(&head).unwrap_or_default(),
+            };
+            let mut bytes = vec![0; 8];
+            save_workers(self.model.index.as_ref(), workers, &meta, |_| place.cursor, &mut bytes)
+                .map_err(|error| Error::invalid(format!("worker {}: {error}", self.worker)))?;
+            let len = bytes.len() as u64 - 8;
+            bytes[..8].copy_from_slice(&len.to_le_bytes());
+            Ok(bytes)
+        })
+    }
+
+    /// Its events, and what goes with them.
+    pub fn events(&self) -> (Vec<RouterEvent>, Watermark) {
+        self.read(|place, workers| {
+            let index = self.model.index.as_ref();
+            let events = workers.iter().flat_map(|worker| dump_worker(index, *worker)).collect();
+            (events, Watermark::new(self.worker, place, workers))
+        })
+    }
+
+    /// What its workers hold, in a few bytes: equal states have equal digests. Workers that hold nothing
+    /// have none.
+    ///
+    /// # Cost
+    /// O(n log n) and 48 bytes for n blocks of a worker.
+    pub fn digests(&self) -> Vec<Digest> {
+        self.read(|place, workers| {
+            let last_sequence = place.cursor.map(|cursor| cursor.sequence);
+            workers
+                .iter()
+                .map(|worker| (worker, self.model.index.memberships(*worker)))
+                .filter(|(_, held)| !held.is_empty())
+                .map(|(worker, held)| {
+                    let mut hash = Xxh3::new();
+                    for block in &held {
+                        let words = [
+                            block.chain,
+                            block.engine_hash,
+                            block.tier as u64,
+                            block.seed,
+                            u64::from(block.copies),
+                        ];
+                        words.iter().for_each(|word| hash.update(&word.to_le_bytes()));
+                    }
+                    Digest {
+                        worker: *worker,
+                        blocks: held.len(),
+                        digest: hash.digest(),
+                        last_sequence,
+                    }
+                })
+                .collect()
+        })
+    }
+}
+
+/// What one worker holds, in short.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Digest {
+    /// Who.
+    pub worker: Worker,
+    /// Names held, counted per tier.
+    pub blocks: usize,
+    /// XXH3 over what is held, in order.
+    pub digest: u64,
+    /// The last batch of its publisher that is in it.
+    pub last_sequence: Option<u64>,
+}
+
+/// The place of one publisher's stream, as the JSON form says it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Watermark {
+    /// The registered instance.
+    pub instance_id: InstanceId,
+    /// The registered rank.
+    pub dp_rank: u32,
+    /// All ranks that its batches have named.
+    pub dp_ranks: Vec<u32>,
+    /// The last batch that is in the events; `None` when there was none.
+    pub last_sequence: Option<u64>,
+    /// XXH3 of that batch's bytes, in hexadecimal.
+    #[serde(default)]
+    pub fingerprint: Option<String>,
+    /// The cache group that is credited.
+    #[serde(default)]
+    pub group: Option<u32>,
+}
+
+impl Watermark {
+    fn new(worker: Worker, place: &Place, workers: &[Worker]) -> Self {
+        Self {
+            instance_id: worker.instance_id,
+            dp_rank: worker.dp_rank,
+            dp_ranks: workers.iter().map(|worker| worker.dp_rank).collect(),
+            last_sequence: place.cursor.map(|cursor| cursor.sequence),
+            fingerprint: place
+                .cursor
+                .and_then(|cursor| cursor.fingerprint)
+                .map(|hash| format!("{hash:016x}")),
+            group: place.group,
+        }
+    }
+
+    /// As a place to go on from.
+    pub(super) fn place(&self) -> Place {
+        let fingerprint = self.fingerprint.as_deref();
+        let fingerprint = fingerprint.and_then(|hash| u64::from_str_radix(hash, 16).ok());
+        Place {
+            cursor: self
+                .last_sequence
+                .map(|sequence| crate::index::snapshot::Cursor { sequence, fingerprint }),
+            ranks: self.dp_ranks.clone(),
+            group: self.group,
+        }
+    }
+}
+
+/// How far a recovery has come.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct Progress {
+    /// Publishers whose share was taken over.
+    pub publishers: usize,
+    /// Workers that hold blocks now.
+    pub workers: usize,
+    /// Blocks that they hold.
+    pub blocks: usize,
+    /// What was left out, in words; the first ones.
+    pub skipped: Vec<String>,
+    /// How much was left out.
+    pub skipped_count: usize,
+}
+
+impl Progress {
+    /// Something was left out.
+    pub(super) fn skip(&mut self, reason: String) {
+        tracing::warn!(reason, "left out of the recovery");
+        self.skipped_count += 1;
+        if self.skipped.len() < REASONS_MAX {
+            self.skipped.push(reason);
+        }
+    }
+}
+
+/// Why a recovery ended early. What was taken over by then stays.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum TransferError {
+    /// The connection broke, or was too slow.
+    #[error("the peer's dump can't be read: {0}")]
+    Io(#[from] io::Error),
+    /// It ended before its end mark.
+    #[error("the peer's dump ends too early")]
+    Cut,
+    /// It is something else.
+    #[error("the peer's dump is not one: {0}")]
+    NotADump(String),
+}
+
+impl From<LoadError> for TransferError {
+    fn from(error: LoadError) -> Self {
+        match error {
+            LoadError::Io(error) => Self::Io(error),
+            LoadError::Cut => Self::Cut,
+            LoadError::Field { .. } => Self::NotADump(error.to_string()),
+        }
+    }
+}
+
+/// Takes over a dump in the binary form. `tell` hears of every step.
+///
+/// # Errors
+/// See [`TransferError`]; what came whole before stays.
+///
+/// # Consistency
+/// Each publisher's share is of one moment, with the place in its stream of that moment.
+///
+/// # Cost
+/// O(blocks), and memory for the largest worker.
+pub fn restore(
+    catalog: &Catalog,
+    from: &mut dyn Read,
+    peer: &str,
+    tell: &mut dyn FnMut(&Progress),
+) -> Result<Progress, TransferError> {
+    let mut progress = Progress::default();
+    if read_word(from)? != MAGIC {
+        return Err(TransferError::NotADump("it begins with other bytes".to_owned()));
+    }
+    loop {
+        let len = u64::from_le_bytes(read_word(from)?);
+        if len == 0 {
+            return Ok(progress);
+        }
+        let mut part = from.take(len);
+        restore_part(catalog, &mut part, peer, &mut progress)?;
+        // What follows a damaged part is in step again.
+        io::copy(&mut part, &mut io::sink())?;
+        if part.limit() > 0 {
+            return Err(TransferError::Cut);
+        }
+        tell(&progress);
+    }
+}
+
+fn read_word(from: &mut dyn Read) -> Result<[u8; 8], TransferError> {
+    let mut word = [0; 8];
+    match from.read_exact(&mut word) {
+        Ok(()) => Ok(word),
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Err(TransferError::Cut),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn restore_part(
+    catalog: &Catalog,
+    from: &mut dyn Read,
+    peer: &str,
+    progress: &mut Progress,
+) -> Result<(), TransferError> {
+    let snapshot = match Reader::open(from) {
+        Ok(snapshot) => snapshot,
+        // A part that is cut within a whole dump is no end of the dump.
+        Err(LoadError::Io(error)) => return Err(error.into()),
+        Err(error) => return leave_out(progress, error.to_string()),
+    };
+    let head: Head = match serde_json::from_slice(&snapshot.meta().key) {
+        Ok(head) => head,
+        Err(error) => return leave_out(progress, format!("a part whose key is none: {error}")),
+    };
+    let worker = Worker::new(head.instance_id, head.dp_rank);
+    let key = ModelKey { model_name: head.model_name, tenant_id: head.tenant_id };
+    let block_size = Some(snapshot.meta().block_size).filter(|size| *size > 0);
+    let model = match model_of(catalog, &key, block_size) {
+        Ok(model) => model,
+        Err(error) => return leave_out(progress, format!("worker {worker}: {error}")),
+    };
+    let mut ranks: Vec<u32> = snapshot.workers().iter().map(|worker| worker.dp_rank).collect();
+    if !ranks.contains(&worker.dp_rank) {
+        ranks.push(worker.dp_rank);
+    }
+    let mut broken = None;
+    let adopted = adopt(catalog, &model, worker, peer, || {
+        let loaded = snapshot.load(model.index.as_ref());
+        let mut place = Place { cursor: None, ranks, group: head.group };
+        for restored in &loaded.workers {
+            progress.workers += usize::from(restored.blocks > 0);
+            progress.blocks += restored.blocks;
+            if restored.worker == worker {
+                place.cursor = restored.cursor;
+            }
+        }
+        for lost in loaded.lost {
+            if let Cause::Unreadable(kind) = lost.cause {
+                broken = Some(kind);
+            }
+            progress.skip(format!("worker {}: {}", lost.worker, lost.cause));
+        }
+        place
+    });
+    match adopted {
+        Ok(()) => progress.publishers += 1,
+        Err(reason) => progress.skip(format!("worker {worker}: {reason}")),
+    }
+    broken.map_or(Ok(()), |kind| Err(io::Error::from(kind).into()))
+}
+
+/// The dump goes on behind what was left out of it.
+fn leave_out(progress: &mut Progress, reason: String) -> Result<(), TransferError> {
+    progress.skip(reason);
+    Ok(())
+}
+
+pub(super) fn model_of(
+    catalog: &Catalog,
+    key: &ModelKey,
+    block_size: Option<u32>,
+) -> Result<Arc<ModelIndex>, Error> {
+    check_names(key)?;
+    catalog.model_for(key, block_size)
+}
+
+/// Brings the blocks that `load` loads, and the place it returns, to the worker's publisher, or keeps
+/// them until it is registered.
+pub(super) fn adopt(
+    catalog: &Catalog,
+    model: &Arc<ModelIndex>,
+    worker: Worker,
+    peer: &str,
+    load: impl FnOnce() -> Place,
+) -> Result<(), &'static str> {
+    if let Some(publisher) = catalog.publisher_of(worker) {
+        if publisher.model.key != model.key {
+            return Err("it is registered for another model or tenant here");
+        }
+        return publisher.take_over(load);
+    }
+    let place = load();
+    let kind = PastKind::Recovered { peer: peer.to_owned() };
+    let past = Past { model: Arc::clone(model), place: place.clone(), kind };
+    if !catalog.remember_recovered(worker, past) {
+        // It has registered meanwhile, and waits.
+        if let Some(publisher) = catalog.publisher_of(worker) {
+            publisher.go_on_from(&place);
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,214 @@
+//! The JSON form of a dump, read while it comes: the way in for the dumps of other systems' indexers.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::io::Read;
+use std::sync::Arc;
+
+use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
+
+use super::dump::apply_router_event;
+use super::model::{ModelIndex, ModelKey};
+use super::publisher::Place;
+use super::registry::Catalog;
+use super::transfer::{Progress, TransferError, Watermark, adopt, model_of};
+use crate::codec::router::RouterEvent;
+use crate::ids::Worker;
+
+/// Takes over a dump in the JSON form, `{"model:tenant": {"block_size": N, "events": [...]}, ...}`.
+///
+/// A name is split at its last `:`, unless the entry has `model_name` and `tenant_id` before its events.
+/// Workers without a watermark go on from the first batch that comes of them.
+///
+/// # Errors
+/// See [`TransferError`]; what came before stays.
+///
+/// # Cost
+/// O(blocks); one event in memory at a time.
+pub fn restore_json(
+    catalog: &Catalog,
+    from: &mut dyn Read,
+    peer: &str,
+    tell: &mut dyn FnMut(&Progress),
+) -> Result<Progress, TransferError> {
+    let mut progress = Progress::default();
+    let mut json = serde_json::Deserializer::from_reader(from);
+    let dump = Dump { catalog, peer, progress: &mut progress, tell };
+    dump.deserialize(&mut json).map_err(|error| match error.classify() {
+        serde_json::error::Category::Io => TransferError::Io(error.into()),
+        serde_json::error::Category::Eof => TransferError::Cut,
+        _ => TransferError::NotADump(error.to_string()),
+    })?;
+    Ok(progress)
+}
+
+struct Dump<'a> {
+    catalog: &'a Catalog,
+    peer: &'a str,
+    progress: &'a mut Progress,
+    tell: &'a mut dyn FnMut(&Progress),
+}
+
+impl<'de> DeserializeSeed<'de> for Dump<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Dump<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object of models")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(mut self, mut map: A) -> Result<(), A::Error> {
+        while let Some(name) = map.next_key::<String>()? {
+            let mut entry = Entry::new(&mut self, &name);
+            map.next_value_seed(&mut entry)?;
+            entry.finish();
+        }
+        Ok(())
+    }
+}
+
+/// One model of the dump.
+struct Entry<'a, 'b> {
+    dump: &'a mut Dump<'b>,
+    key: ModelKey,
+    block_size: Option<u32>,
+    model: Option<Arc<ModelIndex>>,
+    /// Whether a worker's events are taken: not when it holds something already.
+    workers: HashMap<Worker, bool>,
+    watermarks: Vec<Watermark>,
+}
+
+impl<'a, 'b> Entry<'a, 'b> {
+    fn new(dump: &'a mut Dump<'b>, name: &str) -> Self {
+        let (model_name, tenant_id) = name.rsplit_once(':').unwrap_or((name, "default"));
+        let key = ModelKey { model_name: model_name.to_owned(), tenant_id: tenant_id.to_owned() };
+        let (workers, watermarks) = (HashMap::new(), Vec::new());
+        Self { dump, key, block_size: None, model: None, workers, watermarks }
+    }
+
+    /// The index, made with the first event.
+    fn model(&mut self) -> Option<Arc<ModelIndex>> {
+        if self.model.is_none() && self.workers.is_empty() {
+            match model_of(self.dump.catalog, &self.key, self.block_size) {
+                Ok(model) => self.model = Some(model),
+                Err(error) => self.dump.progress.skip(format!("model {}: {error}", self.key)),
+            }
+        }
+        self.model.clone()
+    }
+
+    fn apply(&mut self, event: &RouterEvent) {
+        let worker = event.worker();
+        let model = self.model();
+        let progress = &mut *self.dump.progress;
+        let is_taken = *self.workers.entry(worker).or_insert_with(|| {
+            let held = model.as_ref().map_or(0, |model| model.index.blocks(worker));
+            if held > 0 {
+                progress.skip(format!("worker {worker}: the worker holds {held} blocks already"));
+            }
+            model.is_some() && held == 0
+        });
+        let Some(model) = model.filter(|_| is_taken) else { return };
+        if let Err(error) = apply_router_event(model.index.as_ref(), event) {
+            progress.skip(format!("worker {worker}: {error}"));
+        }
+    }
+
+    /// Every worker gets its place, or is kept without one.
+    fn finish(mut self) {
+        let Some(model) = self.model.take() else { return };
+        let taken = self.workers.iter().filter(|(_, is_taken)| **is_taken);
+        let mut loose: BTreeMap<Worker, Place> = taken
+            .map(|(worker, _)| (*worker, Place { ranks: vec![worker.dp_rank], ..Place::default() }))
+            .collect();
+        self.dump.progress.workers += loose.len();
+        self.dump.progress.blocks +=
+            loose.keys().map(|worker| model.index.blocks(*worker)).sum::<usize>();
+        let mut placed = Vec::new();
+        for mark in &self.watermarks {
+            let worker = Worker::new(mark.instance_id, mark.dp_rank);
+            let ranks: Vec<Worker> =
+                mark.dp_ranks.iter().map(|rank| Worker::new(mark.instance_id, *rank)).collect();
+            // Where something of it was left out, its place would promise too much.
+            if ranks.iter().all(|rank| self.workers.get(rank).copied().unwrap_or(true)) {
+                ranks.iter().for_each(|rank| drop(loose.remove(rank)));
+                placed.push((worker, mark.place()));
+            }
+        }
+        for (worker, place) in placed.into_iter().chain(loose) {
+            match adopt(self.dump.catalog, &model, worker, self.dump.peer, || place) {
+                Ok(()) => self.dump.progress.publishers += 1,
+                Err(reason) => self.dump.progress.skip(format!("worker {worker}: {reason}")),
+            }
+        }
+        (self.dump.tell)(self.dump.progress);
+    }
+}
+
+impl<'de> DeserializeSeed<'de> for &mut Entry<'_, '_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for &mut Entry<'_, '_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object with block_size and events")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        while let Some(field) = map.next_key::<String>()? {
+            match field.as_str() {
+                "model_name" => self.key.model_name = map.next_value()?,
+                "tenant_id" => self.key.tenant_id = map.next_value()?,
+                "block_size" => {
+                    self.block_size = map.next_value::<Option<u32>>()?.filter(|size| *size > 0);
+                }
+                "events" => map.next_value_seed(Events(&mut *self))?,
+                "watermarks" => self.watermarks = map.next_value()?,
+                "error" => {
+                    let error: String = map.next_value()?;
+                    self.dump.progress.skip(format!("model {}: the peer says: {error}", self.key));
+                }
+                _ => drop(map.next_value::<IgnoredAny>()?),
+            }
+        }
+        Ok(())
+    }
+}
+
+struct Events<'a, 'b, 'c>(&'a mut Entry<'b, 'c>);
+
+impl<'de> DeserializeSeed<'de> for Events<'_, '_, '_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_seq(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Events<'_, '_, '_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list of events")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(), A::Error> {
+        while let Some(event) = seq.next_element::<RouterEvent>()? {
+            self.0.apply(&event);
+        }
+        Ok(())
+    }
+}
