@@ -121,7 +121,7 @@ class Flags:
                     )
             except (argparse.ArgumentTypeError, ValueError) as error:
                 self._parser.error(f"environment variable {variable}: {error}")
-        shown = "" if default is None else f" (default: {default})"
+        shown = "" if default in (None, ()) else f" (default: {default})"
         self._parser.add_argument(
             *names,
             type=parse,

@@ -103,7 +103,7 @@ def parse_args(argv: Sequence[str] | None = None) -> IndexerArgs:
     flags.add(
         "--peers",
         parse=_peers,
-        default=(),
+        default=_peers(""),
         metavar="URL,...",
         summary="indexers to recover from at the start: the first healthy one serves",
     )

@@ -1,0 +1,189 @@
+"""Two replica processes under churn: frames are lost, replicas and an engine killed; at the
+end they hold what the engines hold."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+import zmq
+
+from service import Engine, Http, batch, cleared, dumped_blocks, listener, removed, stored, until
+
+SIZE = 4
+MODEL = "m"
+MODEL_KEY = "m:default"
+
+
+class LossyProxy:
+    """Carries an engine's frames on and loses some of them; its losses are the seed's."""
+
+    def __init__(self, endpoint, seed, share):
+        self.share = share
+        self.lost = 0
+        self._rng = random.Random(seed)
+        self._context = zmq.Context()
+        self._in = self._context.socket(zmq.SUB)
+        self._in.setsockopt(zmq.SUBSCRIBE, b"")
+        self._in.setsockopt(zmq.RECONNECT_IVL, 20)
+        self._in.connect(endpoint)
+        self._out = self._context.socket(zmq.PUB)
+        self._out.setsockopt(zmq.LINGER, 0)
+        port = self._out.bind_to_random_port("tcp://127.0.0.1")
+        self.endpoint = f"tcp://127.0.0.1:{port}"
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self):
+        while not self._stop.is_set():
+            if not self._in.poll(20):
+                continue
+            parts = self._in.recv_multipart()
+            if self._rng.random() < self.share:
+                self.lost += 1
+            else:
+                self._out.send_multipart(parts)
+
+    def close(self):
+        self._stop.set()
+        self._thread.join()
+        self._in.close(0)
+        self._out.close(0)
+        self._context.term()
+
+
+class Churn:
+    """An engine's double that stores and evicts at random, and knows what it holds."""
+
+    def __init__(self, engine, instance, seed):
+        self.engine, self.instance = engine, instance
+        self.held = {}  # name -> parent
+        self._rng = random.Random(seed)
+        self._next = instance * 1_000_000 + 1
+
+    def step(self):
+        rng = self._rng
+        if rng.random() < 0.01:
+            self.held.clear()
+            return self.engine.publish(batch(cleared()))
+        events = []
+        for _ in range(rng.randint(1, 3)):
+            leaves = [name for name in self.held if name not in set(self.held.values())]
+            if len(leaves) > 8 or (leaves and rng.random() < 0.35):
+                gone = rng.choice(leaves)
+                del self.held[gone]
+                events.append(removed([gone]))
+                continue
+            parent = rng.choice([None, *self.held])
+            names = list(range(self._next, self._next + rng.randint(1, 4)))
+            self._next = names[-1] + 1
+            tokens = [name * SIZE + n for name in names for n in range(SIZE)]
+            events.append(stored(names, tokens, parent, block_size=SIZE))
+            for name in names:
+                self.held[name] = parent
+                parent = name
+        return self.engine.publish(batch(*events))
+
+    def restart(self):
+        self.held.clear()
+        self.engine.restart()
+
+
+class Replica:
+    def __init__(self, run, workers, peers=()):
+        flags = ["--port", "0", "--block-size", str(SIZE), "--model-name", MODEL, "--threads", "2"]
+        if peers:
+            flags += ["--peers", ",".join(peers)]
+        self.process = run("kvflash.indexer", "--host", "127.0.0.1", *flags)
+        self.url = self.process.ready()["url"]
+        self.http = Http(self.url)
+        for worker in workers:
+            self.http.post("/register", worker, expect=201)
+        until(lambda: self.http.call("GET", "/ready")[0] == 200, "readiness")
+        for worker in workers:
+            until(
+                lambda worker=worker: (
+                    listener(self.http, worker["instance_id"])["status"] == "active"
+                ),
+                "a connection",
+            )
+
+    def kill(self):
+        self.http.close()
+        self.process.kill()
+
+    def names(self, instance):
+        return {fact[3] for fact in dumped_blocks(self.http, MODEL_KEY) if fact[0] == instance}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_replicas_converge_under_churn_losses_and_kills(run, seed):
+    engines = [Engine(is_shared=True) for _ in range(2)]
+    churns = [Churn(engine, n + 1, seed * 10 + n) for n, engine in enumerate(engines)]
+    proxies = [
+        [LossyProxy(engine.endpoint, seed * 100 + 10 * n + m, 0.05) for m in range(2)]
+        for n, engine in enumerate(engines)
+    ]
+
+    def workers(replica):
+        return [
+            {
+                "instance_id": churn.instance,
+                "endpoint": proxies[n][replica].endpoint,
+                "replay_endpoint": churn.engine.replay_endpoint,
+                "model_name": MODEL,
+                "block_size": SIZE,
+            }
+            for n, churn in enumerate(churns)
+        ]
+
+    def work(steps):
+        for _ in range(steps):
+            for churn in churns:
+                churn.step()
+
+    a = Replica(run, workers(0))
+    work(100)
+    b = Replica(run, workers(1), [a.url])
+    work(100)
+    b.kill()
+    work(50)
+    b = Replica(run, workers(1), [a.url])
+    work(50)
+    churns[0].restart()
+    work(50)
+    a.kill()
+    work(50)
+    a = Replica(run, workers(0), [b.url])
+    work(100)
+
+    assert sum(proxy.lost for pair in proxies for proxy in pair) > 0, "nothing was lost"
+    for proxy in (proxy for pair in proxies for proxy in pair):
+        proxy.share = 0.0
+
+    def converged():
+        # What was lost last shows with the next frame only.
+        for churn in churns:
+            churn.engine.publish(batch())
+        digests = [
+            {(w["instance_id"], w["digest"]) for m in r.http.get("/digest") for w in m["workers"]}
+            for r in (a, b)
+        ]
+        return digests[0] == digests[1] and all(
+            replica.names(churn.instance) == set(churn.held)
+            for replica in (a, b)
+            for churn in churns
+        )
+
+    until(converged, "the replicas to hold what the engines hold")
+    for replica in (a, b):
+        # The other engine took along, when it died, what was still to be repaired.
+        events = listener(replica.http, churns[1].instance)["events"]
+        assert (events["lost_batches"], events["orphaned"]) == (0, 0)
+        replica.kill()
+    for proxy in (proxy for pair in proxies for proxy in pair):
+        proxy.close()
+    for engine in engines:
+        engine.close()
