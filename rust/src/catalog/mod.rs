@@ -10,6 +10,9 @@ mod ingest;
 mod model;
 mod publisher;
 mod registry;
+mod report;
+mod standing;
+mod trust;
 
 pub use command::{Command, CommandQueue};
 pub use counters::{EventCounters, EventCounts};
@@ -17,3 +20,5 @@ pub use dump::{apply_router_event, dump_events, dump_worker, store_blocks};
 pub use model::{ModelIndex, ModelKey};
 pub use publisher::{FrameOutcome, ListenerStatus, Publisher, PublisherId, PublisherView};
 pub use registry::{Catalog, CatalogOptions, Registration};
+pub use report::Report;
+pub use trust::{Code, Codes, Evidence, Reason, Trust, TrustState, findings};

@@ -8,6 +8,8 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::counters::{EventCounters, EventCounts, add};
 use super::ingest::{Groups, Ingest};
 use super::model::ModelIndex;
+use super::standing::Standing;
+use super::trust::{Code, Codes, Evidence};
 use crate::clock::Clock;
 use crate::codec::{Limits, decode_batch};
 use crate::ids::Worker;
@@ -60,6 +62,7 @@ struct State {
     status: ListenerStatus,
     last_error: Option<String>,
     last_event_ms: Option<u64>,
+    standing: Standing,
     closed: bool,
 }
 
@@ -78,6 +81,8 @@ pub struct Publisher {
     pub endpoint: String,
     /// Address of the replay socket.
     pub replay_endpoint: Option<String>,
+    /// Blocks that a rank's device has, where somebody told.
+    pub capacity_blocks: Option<u64>,
     counters: EventCounters,
     limits: Limits,
     clock: Arc<dyn Clock>,
@@ -97,6 +102,8 @@ pub struct PublisherView {
     pub endpoint: String,
     /// Address of the replay socket.
     pub replay_endpoint: Option<String>,
+    /// Blocks that a rank's device has, where somebody told.
+    pub capacity_blocks: Option<u64>,
     /// State of the socket.
     pub status: ListenerStatus,
     /// Last trouble with the socket.
@@ -107,6 +114,8 @@ pub struct PublisherView {
     pub last_event_age_ms: Option<u64>,
     /// Counters.
     pub counts: EventCounts,
+    /// What its trust depends on, without [`Code::OF_INDEX`].
+    pub evidence: Evidence,
 }
 
 impl Publisher {
@@ -116,15 +125,18 @@ impl Publisher {
         model: Arc<ModelIndex>,
         endpoint: String,
         replay_endpoint: Option<String>,
+        capacity_blocks: Option<u64>,
         limits: Limits,
         clock: Arc<dyn Clock>,
     ) -> Self {
+        let standing = Standing::new(model.index.stats().evicted_blocks_total);
         Self {
             id,
             worker,
             model,
             endpoint,
             replay_endpoint,
+            capacity_blocks,
             counters: EventCounters::default(),
             limits,
             clock,
@@ -135,6 +147,7 @@ impl Publisher {
                 status: ListenerStatus::Pending,
                 last_error: None,
                 last_event_ms: None,
+                standing,
                 closed: false,
             }),
         }
@@ -183,8 +196,12 @@ impl Publisher {
     pub fn give_up(&self, sequence: u64) {
         let mut state = self.state.lock();
         let before = state.stream.lost();
+        let is_first = state.stream.last().is_none();
         state.stream.skip_to(sequence);
-        add(&self.counters.lost_batches, state.stream.lost() - before);
+        let lost = state.stream.lost() - before;
+        add(&self.counters.lost_batches, lost);
+        state.standing.gave_up(lost, is_first);
+        self.tell(&mut state);
     }
 
     /// After a new connection: is this still the stream that was applied so far?
@@ -211,7 +228,10 @@ impl Publisher {
                 worker = %self.worker, endpoint = self.endpoint,
                 "engine restarted while disconnected; its blocks are forgotten"
             );
+        } else {
+            state.standing.went_on();
         }
+        self.tell(&mut state);
         same
     }
 
@@ -231,6 +251,13 @@ impl Publisher {
         );
     }
 
+    /// Its blocks came from a peer, which could say up to which batch, or not.
+    pub fn recovered(&self, has_watermark: bool) {
+        let mut state = self.state.lock();
+        state.standing.recovered(has_watermark);
+        self.tell(&mut state);
+    }
+
     /// Sequence number from which a replay would continue the stream, and the last one applied.
     pub fn position(&self) -> (u64, Option<u64>) {
         let state = self.state.lock();
@@ -245,10 +272,34 @@ impl Publisher {
     /// The door reports its socket's state.
     pub fn set_status(&self, status: ListenerStatus, error: Option<String>) {
         let mut state = self.state.lock();
+        let (before, has_position) = (state.status, state.stream.last().is_some());
+        state.standing.socket(before, status, has_position);
         state.status = status;
         if error.is_some() || status == ListenerStatus::Active {
             state.last_error = error;
         }
+        self.tell(&mut state);
+    }
+
+    /// The door asks the engine for batches again.
+    pub fn replay_started(&self) {
+        add(&self.counters.replays, 1);
+    }
+
+    /// A replay is over: it failed, or the engine has sent all it has. `is_empty`: it was asked for
+    /// everything and had nothing.
+    pub fn replay_ended(&self, is_failed: bool, is_empty: bool) {
+        add(&self.counters.failed_replays, u64::from(is_failed));
+        if is_empty {
+            let mut state = self.state.lock();
+            state.standing.found_empty();
+            self.tell(&mut state);
+        }
+    }
+
+    /// Read the counters.
+    pub fn counts(&self) -> EventCounts {
+        self.counters.read()
     }
 
     /// Read everything for a report.
@@ -261,12 +312,42 @@ impl Publisher {
             ranks: state.ranks.clone(),
             endpoint: self.endpoint.clone(),
             replay_endpoint: self.replay_endpoint.clone(),
+            capacity_blocks: self.capacity_blocks,
             status: state.status,
             last_error: state.last_error.clone(),
             last_sequence: state.stream.last(),
             last_event_age_ms: state.last_event_ms.map(|at| now_ms.saturating_sub(at)),
             counts: self.counters.read(),
+            evidence: self.evidence(&state),
         }
+    }
+
+    /// The evidence of a view, with what the index knows: how many blocks it let go in total, and how
+    /// many each rank holds on its device. Tells the log what is newly wrong.
+    pub(super) fn complete(&self, view: &mut PublisherView, evicted: u64, device_blocks: usize) {
+        let mut state = self.state.lock();
+        view.evidence.evicted_blocks = state.standing.evicted_since(evicted);
+        view.evidence.device_blocks = device_blocks;
+        let (error, looked_at) = (view.last_error.as_deref(), Code::OF_INDEX);
+        state.standing.tell(self.worker, &self.endpoint, &view.evidence, error, looked_at);
+    }
+
+    fn evidence(&self, state: &State) -> Evidence {
+        Evidence {
+            has_replay: self.replay_endpoint.is_some(),
+            last_sequence: state.stream.last(),
+            block_size: self.model.block_size(),
+            capacity_blocks: self.capacity_blocks,
+            ..state.standing.evidence(state.status, &self.counters.read())
+        }
+    }
+
+    /// Tells the log what is newly wrong, as far as it needs no look into the index.
+    fn tell(&self, state: &mut State) {
+        let evidence = self.evidence(state);
+        let (error, looked_at) =
+            (state.last_error.as_deref(), Codes::all().without(Code::OF_INDEX));
+        state.standing.tell(self.worker, &self.endpoint, &evidence, error, looked_at);
     }
 
     /// No more frames: drop the blocks of every rank that this socket spoke for.
@@ -292,7 +373,10 @@ impl Publisher {
                 add(&self.counters.duplicate_batches, 1);
                 return FrameOutcome::Duplicate;
             }
-            Step::Gap { from, to } => return FrameOutcome::Gap { from, to },
+            Step::Gap { from, to } => {
+                state.standing.missing(to - from + 1);
+                return FrameOutcome::Gap { from, to };
+            }
             // Not a sequence number at all; or a second restart, which a machine that has just reset itself
             // cannot see.
             Step::Invalid | Step::Restarted => {
@@ -301,6 +385,7 @@ impl Publisher {
             }
         }
         state.stream.applied(xxh3_64(payload));
+        state.standing.went_on();
         state.last_event_ms = Some(self.clock.now_ms());
         if is_replay {
             add(&self.counters.repaired_batches, 1);
@@ -311,6 +396,7 @@ impl Publisher {
                 if !state.ranks.contains(&dp_rank) {
                     if state.ranks.len() == MAX_RANKS {
                         add(&self.counters.malformed, batch.events.len() as u64);
+                        self.tell(state);
                         return FrameOutcome::Applied;
                     }
                     state.ranks.push(dp_rank);
@@ -321,6 +407,8 @@ impl Publisher {
                     counters: &self.counters,
                     worker: Worker::new(self.worker.instance_id, dp_rank),
                     groups: &mut state.groups,
+                    // A rank that clears its cache says nothing about the others.
+                    standing: (state.ranks.len() == 1).then_some(&mut state.standing),
                 }
                 .apply(batch);
             }
@@ -332,6 +420,7 @@ impl Publisher {
                 );
             }
         }
+        self.tell(state);
         FrameOutcome::Applied
     }
 
@@ -340,6 +429,8 @@ impl Publisher {
             self.model.index.clear(Worker::new(self.worker.instance_id, *dp_rank));
         }
         state.groups = Groups::default();
+        let evicted = self.model.index.stats().evicted_blocks_total;
+        state.standing.forgotten(self.counters.read(), evicted);
     }
 }
 

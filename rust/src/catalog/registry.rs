@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::RwLock;
 
 use super::command::{Command, CommandQueue};
+use super::counters::EventCounts;
 use super::model::{ModelIndex, ModelKey};
 use super::publisher::{Publisher, PublisherId};
 use crate::clock::{Clock, SystemClock};
@@ -58,6 +59,8 @@ pub struct Registration {
     pub endpoint: String,
     /// Address of the replay socket.
     pub replay_endpoint: Option<String>,
+    /// Blocks that the device of each of its ranks has, where somebody knows.
+    pub capacity_blocks: Option<u64>,
 }
 
 #[derive(Default)]
@@ -65,6 +68,8 @@ struct Tables {
     models: HashMap<ModelKey, Arc<ModelIndex>>,
     publishers: BTreeMap<PublisherId, Arc<Publisher>>,
     workers: BTreeMap<Worker, PublisherId>,
+    /// Counts of publishers that are registered no more.
+    departed: EventCounts,
 }
 
 /// All model indexes of a process and the publishers that feed them.
@@ -96,6 +101,11 @@ impl Catalog {
             next_id: AtomicU64::new(1),
             commands: CommandQueue::default(),
         }
+    }
+
+    /// Its limits.
+    pub fn options(&self) -> &CatalogOptions {
+        &self.options
     }
 
     /// The index of `key`, made when it is not there yet. A block size given with the first call holds
@@ -160,7 +170,8 @@ impl Catalog {
     /// or the block size is not the index's. `InvalidArgument`: an endpoint, a model name or a block size that
     /// cannot be. `Overloaded`: a limit is reached.
     pub fn register(&self, registration: Registration) -> Result<Arc<Publisher>> {
-        let Registration { worker, key, block_size, endpoint, replay_endpoint } = registration;
+        let Registration { worker, key, block_size, endpoint, replay_endpoint, capacity_blocks } =
+            registration;
         check_endpoint("endpoint", &endpoint)?;
         if let Some(replay) = &replay_endpoint {
             check_endpoint("replay_endpoint", replay)?;
@@ -170,6 +181,9 @@ impl Catalog {
         }
         if block_size == Some(0) {
             return Err(Error::invalid("block_size must be at least 1, got 0"));
+        }
+        if capacity_blocks == Some(0) {
+            return Err(Error::invalid("capacity_blocks must be at least 1, got 0"));
         }
         let mut tables = self.tables.write();
         if tables.workers.contains_key(&worker) {
@@ -200,6 +214,7 @@ impl Catalog {
             model,
             endpoint.clone(),
             replay_endpoint.clone(),
+            capacity_blocks,
             self.options.frame,
             Arc::clone(&self.clock),
         ));
@@ -239,6 +254,7 @@ impl Catalog {
             tables.publishers.remove(&publisher.id);
             tables.workers.remove(&publisher.worker);
             publisher.close();
+            tables.departed.add(&publisher.counts());
             self.commands.push(Command::Unsubscribe { publisher: publisher.id });
             let key = &publisher.model.key;
             if !tables.publishers.values().any(|other| other.model.key == *key) {
@@ -257,6 +273,16 @@ impl Catalog {
     /// All publishers, in the order of registration.
     pub fn publishers(&self) -> Vec<Arc<Publisher>> {
         self.tables.read().publishers.values().cloned().collect()
+    }
+
+    /// What became of events since the start, those of publishers that have left included.
+    pub fn event_counts(&self) -> EventCounts {
+        let tables = self.tables.read();
+        let mut counts = tables.departed;
+        for publisher in tables.publishers.values() {
+            counts.add(&publisher.counts());
+        }
+        counts
     }
 
     /// The index of a model and tenant.
