@@ -587,6 +587,20 @@ class Catalog:
             False when the engine restarted; its blocks are then forgotten already.
         """
 
+    def replay_started(self, publisher: int) -> None:
+        """Count a replay that the engine is asked for."""
+
+    def replay_ended(
+        self, publisher: int, *, is_failed: bool = False, is_empty: bool = False
+    ) -> None:
+        """A replay is over.
+
+        Args:
+            publisher: Whose.
+            is_failed: It brought no answer, or nonsense.
+            is_empty: It was asked for everything, and the engine said that it has nothing.
+        """
+
     def position(self, publisher: int) -> tuple[int, int | None] | None:
         """``(next wanted, last applied)`` sequence number; None when the publisher is gone."""
 

@@ -71,6 +71,7 @@ class _Replay:
     is_verifying: bool
     waiting: list[list[_Part]] = field(default_factory=list)
     has_answered: bool = False
+    has_ended: bool = False
 
 
 @dataclass
@@ -425,6 +426,7 @@ class ZmqReceiver:
         socket.setsockopt(zmq.MAXMSGSIZE, self._options.message_bytes_max)
         replay = _Replay(socket, first, self._replay_deadline(), is_verifying, waiting)
         subscription.replay = replay
+        self._catalog.replay_started(subscription.publisher)
         self._pause(subscription)
         self._add(socket, lambda: self._on_replay(subscription, replay))
         try:
@@ -444,6 +446,7 @@ class ZmqReceiver:
                 parts = replay.socket.recv_multipart(zmq.NOBLOCK)
                 if len(parts) < 2 or parts[-2] == _END_OF_REPLAY or not parts[-1]:
                     is_over = True
+                    replay.has_ended = len(parts) > 1 and parts[-2] == _END_OF_REPLAY
                     break
                 messages.append(parts)
         except zmq.Again:
@@ -524,6 +527,8 @@ class ZmqReceiver:
         subscription.replay = None
         self._close(replay.socket)
         publisher = subscription.publisher
+        is_empty = replay.first == 0 and replay.has_ended and not replay.has_answered
+        self._catalog.replay_ended(publisher, is_failed=error is not None, is_empty=is_empty)
         if error is not None:
             logger.warning(
                 "publisher %d (%s): replay from %d failed: %s",

@@ -29,6 +29,11 @@ macro_rules! counters {
             pub fn add(&mut self, other: &EventCounts) {
                 $(self.$name += other.$name;)*
             }
+
+            /// What came after `earlier`, a reading of the same counters.
+            pub fn since(&self, earlier: &EventCounts) -> Self {
+                Self { $($name: self.$name.saturating_sub(earlier.$name),)* }
+            }
         }
     };
 }
@@ -60,6 +65,8 @@ counters! {
     self_parent,
     /// Stored events whose cache salt contradicts their parent's.
     identity_conflict,
+    /// Blocks stored under a name that stood for other content, which was released.
+    moved_blocks,
     /// Blocks refused because the index is at its limit.
     refused_blocks,
     /// Events on a storage medium that is not known.
@@ -78,6 +85,10 @@ counters! {
     duplicate_batches,
     /// Engine restarts noticed.
     restarts,
+    /// Replays that the engine was asked for.
+    replays,
+    /// Replays that brought no answer, or nonsense.
+    failed_replays,
 }
 
 /// Add `by` to a counter.

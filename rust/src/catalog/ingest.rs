@@ -2,6 +2,7 @@
 
 use super::counters::{EventCounters, add};
 use super::model::ModelIndex;
+use super::standing::Standing;
 use crate::event::{Batch, Event, ExtraKey, Removed, Stored};
 use crate::hash;
 use crate::ids::{Tier, Worker};
@@ -45,6 +46,8 @@ pub(super) struct Ingest<'a> {
     pub(super) counters: &'a EventCounters,
     pub(super) worker: Worker,
     pub(super) groups: &'a mut Groups,
+    /// Of the publisher, where the worker is the only one it speaks for.
+    pub(super) standing: Option<&'a mut Standing>,
 }
 
 impl Ingest<'_> {
@@ -58,6 +61,10 @@ impl Ingest<'_> {
                 Event::Cleared => {
                     self.model.index.clear(self.worker);
                     add(&self.counters.cleared, 1);
+                    if let Some(standing) = &mut self.standing {
+                        let evicted = self.model.index.stats().evicted_blocks_total;
+                        standing.cleared(self.counters.read(), evicted);
+                    }
                 }
             }
         }
@@ -98,6 +105,7 @@ impl Ingest<'_> {
         let blocks = self.blocks(event, seed);
         let outcome = self.model.index.store(self.worker, tier, event.parent, seed, &blocks);
         add(&self.counters.refused_blocks, u64::from(outcome.refused));
+        add(&self.counters.moved_blocks, u64::from(outcome.moved));
         match outcome.rejected {
             None => {
                 add(&self.counters.stored, 1);

@@ -5,13 +5,18 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use xxhash_rust::xxh3::xxh3_64;
 
+mod place;
+
+pub use place::Place;
+
 use super::counters::{EventCounters, EventCounts, add};
 use super::ingest::{Groups, Ingest};
 use super::model::ModelIndex;
+use super::standing::Standing;
+use super::trust::{Code, Codes, Evidence};
 use crate::clock::Clock;
 use crate::codec::{Limits, decode_batch};
 use crate::ids::Worker;
-use crate::index::snapshot::Cursor;
 use crate::stream::{Step, Stream};
 
 /// Ranks that one socket may speak for; batches of further ones are counted as malformed.
@@ -65,19 +70,8 @@ struct State {
     is_bare: bool,
     /// The blocks came from a replica that could not say up to which batch.
     is_unplaced: bool,
+    standing: Standing,
     closed: bool,
-}
-
-/// How far a publisher's events went, and for whom: what another replica, or a later registration,
-/// needs in order to go on from there.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Place {
-    /// The last batch applied; `None` when there was none, or nobody knows.
-    pub cursor: Option<Cursor>,
-    /// Ranks that its batches have named, the registered one included.
-    pub ranks: Vec<u32>,
-    /// The cache group that is credited, once an event has named it.
-    pub group: Option<u32>,
 }
 
 /// One engine socket.
@@ -95,6 +89,8 @@ pub struct Publisher {
     pub endpoint: String,
     /// Address of the replay socket.
     pub replay_endpoint: Option<String>,
+    /// Blocks that a rank's device has, where somebody told.
+    pub capacity_blocks: Option<u64>,
     counters: EventCounters,
     limits: Limits,
     clock: Arc<dyn Clock>,
@@ -114,6 +110,8 @@ pub struct PublisherView {
     pub endpoint: String,
     /// Address of the replay socket.
     pub replay_endpoint: Option<String>,
+    /// Blocks that a rank's device has, where somebody told.
+    pub capacity_blocks: Option<u64>,
     /// State of the socket.
     pub status: ListenerStatus,
     /// Last trouble with the socket.
@@ -124,6 +122,8 @@ pub struct PublisherView {
     pub last_event_age_ms: Option<u64>,
     /// Counters.
     pub counts: EventCounts,
+    /// What its trust depends on, without [`Code::OF_INDEX`].
+    pub evidence: Evidence,
 }
 
 impl Publisher {
@@ -133,15 +133,18 @@ impl Publisher {
         model: Arc<ModelIndex>,
         endpoint: String,
         replay_endpoint: Option<String>,
+        capacity_blocks: Option<u64>,
         limits: Limits,
         clock: Arc<dyn Clock>,
     ) -> Self {
+        let standing = Standing::new(model.index.stats().evicted_blocks_total);
         Self {
             id,
             worker,
             model,
             endpoint,
             replay_endpoint,
+            capacity_blocks,
             counters: EventCounters::default(),
             limits,
             clock,
@@ -154,6 +157,7 @@ impl Publisher {
                 last_event_ms: None,
                 is_bare: false,
                 is_unplaced: false,
+                standing,
                 closed: false,
             }),
         }
@@ -207,8 +211,12 @@ impl Publisher {
     pub fn give_up(&self, sequence: u64) {
         let mut state = self.state.lock();
         let before = state.stream.lost();
+        let is_first = state.stream.last().is_none();
         state.stream.skip_to(sequence);
-        add(&self.counters.lost_batches, state.stream.lost() - before);
+        let lost = state.stream.lost() - before;
+        add(&self.counters.lost_batches, lost);
+        state.standing.gave_up(lost, is_first);
+        self.tell(&mut state);
     }
 
     /// After a new connection: is this still the stream that was applied so far?
@@ -241,84 +249,11 @@ impl Publisher {
             state.stream.reset();
             state.is_bare = false;
             return false;
-        }
-        same
-    }
-
-    /// Goes on where an earlier registration of the same engine ended. Its blocks are gone.
-    pub(super) fn return_to(&self, cursor: Cursor) {
-        let mut state = self.state.lock();
-        state.stream.resume(cursor.sequence, cursor.fingerprint, true);
-        state.is_bare = true;
-    }
-
-    /// Takes over what another replica knew: the blocks that `load` brings into the index, and the place
-    /// that it returns.
-    ///
-    /// # Errors
-    /// Says why not; then `load` was not called.
-    ///
-    /// # Consistency
-    /// Its own frames wait meanwhile.
-    pub(super) fn take_over(&self, load: impl FnOnce() -> Place) -> Result<(), &'static str> {
-        let mut state = self.state.lock();
-        if state.closed {
-            return Err("it was unregistered meanwhile");
-        }
-        if state.stream.last().is_some() && !state.is_bare {
-            return Err("its own events are here already");
-        }
-        let place = load();
-        self.go_on(&mut state, &place);
-        Ok(())
-    }
-
-    /// As [`Publisher::take_over`], of blocks that are in the index already.
-    pub(super) fn go_on_from(&self, place: &Place) {
-        self.go_on(&mut self.state.lock(), place);
-    }
-
-    fn go_on(&self, state: &mut State, place: &Place) {
-        for dp_rank in &place.ranks {
-            if !state.ranks.contains(dp_rank) && state.ranks.len() < MAX_RANKS {
-                state.ranks.push(*dp_rank);
-            }
-        }
-        state.groups = Groups::crediting(place.group);
-        state.is_bare = false;
-        state.is_unplaced = place.cursor.is_none();
-        if let Some(cursor) = place.cursor {
-            state.stream.resume(cursor.sequence, cursor.fingerprint, false);
-        }
-    }
-
-    /// Blocks that came without a place in the stream: if the stream can be had from its start they go,
-    /// for they would count twice; else it goes on from its first batch, as nothing tells better.
-    fn settle_unplaced(&self, state: &mut State, sequence: u64) {
-        if !std::mem::take(&mut state.is_unplaced) {
-            return;
-        }
-        if sequence == 0 {
-            for dp_rank in &state.ranks {
-                self.model.index.clear(Worker::new(self.worker.instance_id, *dp_rank));
-            }
         } else {
-            state.stream.resume(sequence - 1, None, false);
+            state.standing.went_on();
         }
-    }
-
-    /// Reads place and blocks of one moment: no frame is applied while `read` runs.
-    pub(super) fn hold_still<T>(&self, read: impl FnOnce(Place) -> T) -> T {
-        let state = self.state.lock();
-        read(Self::place(&state))
-    }
-
-    fn place(state: &State) -> Place {
-        let cursor = state
-            .stream
-            .last()
-            .map(|sequence| Cursor { sequence, fingerprint: state.stream.last_payload_hash() });
-        Place { cursor, ranks: state.ranks.clone(), group: state.groups.credited() }
+        self.tell(&mut state);
+        same
     }
 
     /// The engine's process is known to be another one than before, by other means than its events.
@@ -351,10 +286,34 @@ impl Publisher {
     /// The door reports its socket's state.
     pub fn set_status(&self, status: ListenerStatus, error: Option<String>) {
         let mut state = self.state.lock();
+        let (before, has_position) = (state.status, state.stream.last().is_some());
+        state.standing.socket(before, status, has_position);
         state.status = status;
         if error.is_some() || status == ListenerStatus::Active {
             state.last_error = error;
         }
+        self.tell(&mut state);
+    }
+
+    /// The door asks the engine for batches again.
+    pub fn replay_started(&self) {
+        add(&self.counters.replays, 1);
+    }
+
+    /// A replay is over: it failed, or the engine has sent all it has. `is_empty`: it was asked for
+    /// everything and had nothing.
+    pub fn replay_ended(&self, is_failed: bool, is_empty: bool) {
+        add(&self.counters.failed_replays, u64::from(is_failed));
+        if is_empty {
+            let mut state = self.state.lock();
+            state.standing.found_empty();
+            self.tell(&mut state);
+        }
+    }
+
+    /// Read the counters.
+    pub fn counts(&self) -> EventCounts {
+        self.counters.read()
     }
 
     /// Read everything for a report.
@@ -367,19 +326,49 @@ impl Publisher {
             ranks: state.ranks.clone(),
             endpoint: self.endpoint.clone(),
             replay_endpoint: self.replay_endpoint.clone(),
+            capacity_blocks: self.capacity_blocks,
             status: state.status,
             last_error: state.last_error.clone(),
             last_sequence: state.stream.last(),
             last_event_age_ms: state.last_event_ms.map(|at| now_ms.saturating_sub(at)),
             counts: self.counters.read(),
+            evidence: self.evidence(&state),
         }
+    }
+
+    /// The evidence of a view, with what the index knows: how many blocks it let go in total, and how
+    /// many each rank holds on its device. Tells the log what is newly wrong.
+    pub(super) fn complete(&self, view: &mut PublisherView, evicted: u64, device_blocks: usize) {
+        let mut state = self.state.lock();
+        view.evidence.evicted_blocks = state.standing.evicted_since(evicted);
+        view.evidence.device_blocks = device_blocks;
+        let (error, looked_at) = (view.last_error.as_deref(), Code::OF_INDEX);
+        state.standing.tell(self.worker, &self.endpoint, &view.evidence, error, looked_at);
+    }
+
+    fn evidence(&self, state: &State) -> Evidence {
+        Evidence {
+            has_replay: self.replay_endpoint.is_some(),
+            last_sequence: state.stream.last(),
+            block_size: self.model.block_size(),
+            capacity_blocks: self.capacity_blocks,
+            ..state.standing.evidence(state.status, &self.counters.read())
+        }
+    }
+
+    /// Tells the log what is newly wrong, as far as it needs no look into the index.
+    fn tell(&self, state: &mut State) {
+        let evidence = self.evidence(state);
+        let (error, looked_at) =
+            (state.last_error.as_deref(), Codes::all().without(Code::OF_INDEX));
+        state.standing.tell(self.worker, &self.endpoint, &evidence, error, looked_at);
     }
 
     /// No more frames: drop the blocks of every rank that this socket spoke for. Returns its place.
     pub(super) fn close(&self) -> Place {
         let mut state = self.state.lock();
         state.closed = true;
-        let place = Self::place(&state);
+        let place = self.place(&state);
         for dp_rank in state.ranks.drain(..) {
             self.model.index.remove_worker(Worker::new(self.worker.instance_id, dp_rank));
         }
@@ -400,7 +389,10 @@ impl Publisher {
                 add(&self.counters.duplicate_batches, 1);
                 return FrameOutcome::Duplicate;
             }
-            Step::Gap { from, to } => return FrameOutcome::Gap { from, to },
+            Step::Gap { from, to } => {
+                state.standing.missing(to - from + 1);
+                return FrameOutcome::Gap { from, to };
+            }
             // Not a sequence number at all; or a second restart, which a machine that has just reset itself
             // cannot see.
             Step::Invalid | Step::Restarted => {
@@ -410,6 +402,7 @@ impl Publisher {
         }
         state.is_bare = false;
         state.stream.applied(xxh3_64(payload));
+        state.standing.went_on();
         state.last_event_ms = Some(self.clock.now_ms());
         if is_replay {
             add(&self.counters.repaired_batches, 1);
@@ -420,6 +413,7 @@ impl Publisher {
                 if !state.ranks.contains(&dp_rank) {
                     if state.ranks.len() == MAX_RANKS {
                         add(&self.counters.malformed, batch.events.len() as u64);
+                        self.tell(state);
                         return FrameOutcome::Applied;
                     }
                     state.ranks.push(dp_rank);
@@ -430,6 +424,8 @@ impl Publisher {
                     counters: &self.counters,
                     worker: Worker::new(self.worker.instance_id, dp_rank),
                     groups: &mut state.groups,
+                    // A rank that clears its cache says nothing about the others.
+                    standing: (state.ranks.len() == 1).then_some(&mut state.standing),
                 }
                 .apply(batch);
             }
@@ -441,6 +437,7 @@ impl Publisher {
                 );
             }
         }
+        self.tell(state);
         FrameOutcome::Applied
     }
 
@@ -451,6 +448,8 @@ impl Publisher {
         state.groups = Groups::default();
         state.is_bare = false;
         state.is_unplaced = false;
+        let evicted = self.model.index.stats().evicted_blocks_total;
+        state.standing.forgotten(self.counters.read(), evicted);
     }
 }
 

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::RwLock;
 
 use super::command::{Command, CommandQueue};
+use super::counters::EventCounts;
 use super::legal::{check_endpoint, check_names};
 use super::model::{ModelIndex, ModelKey};
 use super::past::{Past, PastKind};
@@ -60,6 +61,8 @@ pub struct Registration {
     pub endpoint: String,
     /// Address of the replay socket.
     pub replay_endpoint: Option<String>,
+    /// Blocks that the device of each of its ranks has, where somebody knows.
+    pub capacity_blocks: Option<u64>,
 }
 
 #[derive(Default)]
@@ -71,6 +74,8 @@ struct Tables {
     past: BTreeMap<Worker, Past>,
     /// New publishers do not read yet.
     is_held: bool,
+    /// Counts of publishers that are registered no more.
+    departed: EventCounts,
 }
 
 /// All model indexes of a process and the publishers that feed them.
@@ -102,6 +107,11 @@ impl Catalog {
             next_id: AtomicU64::new(1),
             commands: CommandQueue::default(),
         }
+    }
+
+    /// Its limits.
+    pub fn options(&self) -> &CatalogOptions {
+        &self.options
     }
 
     /// The index of `key`, made when it is not there yet. A block size given with the first call holds
@@ -176,7 +186,8 @@ impl Catalog {
     /// or the block size is not the index's. `InvalidArgument`: an endpoint, a model name or a block size that
     /// cannot be. `Overloaded`: a limit is reached.
     pub fn register(&self, registration: Registration) -> Result<Arc<Publisher>> {
-        let Registration { worker, key, block_size, endpoint, replay_endpoint } = registration;
+        let Registration { worker, key, block_size, endpoint, replay_endpoint, capacity_blocks } =
+            registration;
         check_endpoint("endpoint", &endpoint)?;
         if let Some(replay) = &replay_endpoint {
             check_endpoint("replay_endpoint", replay)?;
@@ -184,6 +195,9 @@ impl Catalog {
         check_names(&key)?;
         if block_size == Some(0) {
             return Err(Error::invalid("block_size must be at least 1, got 0"));
+        }
+        if capacity_blocks == Some(0) {
+            return Err(Error::invalid("capacity_blocks must be at least 1, got 0"));
         }
         let mut tables = self.tables.write();
         if tables.workers.contains_key(&worker) {
@@ -215,6 +229,7 @@ impl Catalog {
             model,
             endpoint.clone(),
             replay_endpoint.clone(),
+            capacity_blocks,
             self.options.frame,
             Arc::clone(&self.clock),
         ));
@@ -289,6 +304,7 @@ impl Catalog {
             let kind = PastKind::Left { endpoint: publisher.endpoint.clone() };
             let past = Past { model: Arc::clone(&publisher.model), place, kind };
             tables.remember(publisher.worker, past, self.options.max_publishers);
+            tables.departed.add(&publisher.counts());
             self.commands.push(Command::Unsubscribe { publisher: publisher.id });
             let key = &publisher.model.key;
             if !tables.publishers.values().any(|other| other.model.key == *key) {
@@ -384,6 +400,16 @@ impl Catalog {
     /// All publishers, in the order of registration.
     pub fn publishers(&self) -> Vec<Arc<Publisher>> {
         self.tables.read().publishers.values().cloned().collect()
+    }
+
+    /// What became of events since the start, those of publishers that have left included.
+    pub fn event_counts(&self) -> EventCounts {
+        let tables = self.tables.read();
+        let mut counts = tables.departed;
+        for publisher in tables.publishers.values() {
+            counts.add(&publisher.counts());
+        }
+        counts
     }
 
     /// The index of a model and tenant.

@@ -36,6 +36,7 @@ struct Head {
     instance_id: InstanceId,
     dp_rank: u32,
     group: Option<u32>,
+    is_inexact: bool,
 }
 
 enum Owner {
@@ -116,6 +117,7 @@ impl Part {
                 instance_id: self.worker.instance_id,
                 dp_rank: self.worker.dp_rank,
                 group: place.group,
+                is_inexact: place.is_inexact,
             };
             let meta = Meta {
                 block_size: self.model.block_size().unwrap_or(0),
@@ -206,6 +208,9 @@ pub struct Watermark {
     /// The cache group that is credited.
     #[serde(default)]
     pub group: Option<u32>,
+    /// What is held is known to be not quite what the engine holds.
+    #[serde(default)]
+    pub is_inexact: bool,
 }
 
 impl Watermark {
@@ -220,6 +225,7 @@ impl Watermark {
                 .and_then(|cursor| cursor.fingerprint)
                 .map(|hash| format!("{hash:016x}")),
             group: place.group,
+            is_inexact: place.is_inexact,
         }
     }
 
@@ -233,6 +239,7 @@ impl Watermark {
                 .map(|sequence| crate::index::snapshot::Cursor { sequence, fingerprint }),
             ranks: self.dp_ranks.clone(),
             group: self.group,
+            is_inexact: self.is_inexact,
         }
     }
 }
@@ -350,7 +357,7 @@ fn restore_part(
         Err(error) => return leave_out(progress, format!("a part whose key is none: {error}")),
     };
     let worker = Worker::new(head.instance_id, head.dp_rank);
-    let key = ModelKey { model_name: head.model_name, tenant_id: head.tenant_id };
+    let key = ModelKey { model_name: head.model_name.clone(), tenant_id: head.tenant_id.clone() };
     let block_size = Some(snapshot.meta().block_size).filter(|size| *size > 0);
     let model = match model_of(catalog, &key, block_size) {
         Ok(model) => model,
@@ -363,7 +370,8 @@ fn restore_part(
     let mut broken = None;
     let adopted = adopt(catalog, &model, worker, peer, || {
         let loaded = snapshot.load(model.index.as_ref());
-        let mut place = Place { cursor: None, ranks, group: head.group };
+        let Head { group, is_inexact, .. } = head;
+        let mut place = Place { cursor: None, ranks, group, is_inexact };
         for restored in &loaded.workers {
             progress.workers += usize::from(restored.blocks > 0);
             progress.blocks += restored.blocks;

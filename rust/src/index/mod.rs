@@ -145,6 +145,12 @@ pub trait BlockIndex: Send + Sync {
     /// O(1) beside the look-up of the worker.
     fn blocks(&self, worker: Worker) -> usize;
 
+    /// Memberships of `worker` in one tier. 0 when it is not known.
+    ///
+    /// # Cost
+    /// O(1) beside the look-up of the worker.
+    fn blocks_in(&self, worker: Worker, tier: Tier) -> usize;
+
     /// Everything `worker` holds, ascending; equal states give equal lists.
     ///
     /// # Consistency

@@ -356,6 +356,12 @@ impl BlockIndex for OracleIndex {
         self.state.lock().workers.get(&worker).map_or(0, Held::memberships)
     }
 
+    fn blocks_in(&self, worker: Worker, tier: Tier) -> usize {
+        let state = self.state.lock();
+        let names = state.workers.get(&worker).into_iter().flat_map(|held| held.names.values());
+        names.filter(|name| name.copies.contains_key(&tier)).count()
+    }
+
     fn memberships(&self, worker: Worker) -> Vec<Membership> {
         let state = self.state.lock();
         let names = state.workers.get(&worker).into_iter().flat_map(|held| &held.names);

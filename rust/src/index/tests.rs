@@ -167,6 +167,8 @@ fn tiers_go_on_where_the_nearer_one_ends() {
         index.store(W, Tier::External, Some(400), seed, &blocks(&ids[4..]));
         let full = Match { worker: W, device: 2, host: 3, disk: 4, external: 6, predicted: 0 };
         assert_eq!(matches(&*index, &ids), [full]);
+        assert_eq!(Tier::ALL.map(|tier| index.blocks_in(W, tier)), [2, 2, 1, 2]);
+        assert_eq!(index.blocks_in(Worker::new(9, 9), Tier::Host), 0, "not known");
         assert_eq!(index.parent_seed(W, 300), Some(seed));
         index.remove(W, Tier::Disk, &[400]);
         let cut = Match { disk: 3, external: 3, ..full };

@@ -131,6 +131,19 @@ impl Catalog {
         Ok(py.detach(|| publisher.verify(first)))
     }
 
+    fn replay_started(&self, publisher: u64) {
+        if let Some(publisher) = self.publisher(publisher) {
+            publisher.replay_started();
+        }
+    }
+
+    #[pyo3(signature = (publisher, *, is_failed=false, is_empty=false))]
+    fn replay_ended(&self, py: Python<'_>, publisher: u64, is_failed: bool, is_empty: bool) {
+        if let Some(publisher) = self.publisher(publisher) {
+            py.detach(|| publisher.replay_ended(is_failed, is_empty));
+        }
+    }
+
     fn position(&self, publisher: u64) -> Option<(u64, Option<u64>)> {
         self.publisher(publisher).map(|publisher| publisher.position())
     }

@@ -91,6 +91,7 @@ impl Indexer {
             block_size: Some(block_size),
             endpoint,
             replay_endpoint,
+            capacity_blocks: None,
         };
         py.detach(|| self.catalog.register(registration)).or_raise(py).map(|_| ())
     }

@@ -194,7 +194,13 @@ impl Pair {
     fn compare_worker(&self, worker: Worker, names: impl IntoIterator<Item = u64>) {
         let (index, twin) = (&self.index, &self.twin);
         assert_eq!(index.blocks(worker), twin.blocks(worker), "{worker}");
-        assert_eq!(index.memberships(worker), twin.memberships(worker), "{worker}");
+        let held = index.memberships(worker);
+        assert_eq!(held, twin.memberships(worker), "{worker}");
+        for tier in Tier::ALL {
+            let in_tier = held.iter().filter(|one| one.tier == tier).count();
+            assert_eq!(index.blocks_in(worker, tier), in_tier, "{worker}, {tier:?}");
+            assert_eq!(twin.blocks_in(worker, tier), in_tier, "{worker}, {tier:?}");
+        }
         for name in names {
             assert_eq!(index.parent_seed(worker, name), twin.parent_seed(worker, name), "{name}");
         }

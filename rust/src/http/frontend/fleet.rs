@@ -246,6 +246,7 @@ impl Fleet {
                 block_size: None,
                 endpoint,
                 replay_endpoint: engine.spec.replay_of(dp_rank),
+                capacity_blocks: None,
             });
             if let Err(error) = registered {
                 // All ranks or none; NotFound only says that the first one failed.

@@ -204,6 +204,7 @@ async fn register(State(app): State<Arc<App>>, body: Body) -> Response {
             block_size: Some(request.block_size),
             endpoint: request.endpoint,
             replay_endpoint: request.replay_endpoint,
+            capacity_blocks: request.capacity_blocks,
         })?;
         Ok(json_response(StatusCode::CREATED, &serde_json::json!({"status": "ok"})))
     })

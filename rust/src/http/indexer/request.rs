@@ -135,6 +135,7 @@ pub(super) struct Register {
     #[serde(default)]
     pub dp_rank: u32,
     pub replay_endpoint: Option<String>,
+    pub capacity_blocks: Option<u64>,
 }
 
 /// POST /unregister

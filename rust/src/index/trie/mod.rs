@@ -42,6 +42,7 @@ mod walk;
 mod writer;
 
 use events::Copied;
+use seats::NONE;
 pub(super) use walk::Scratch;
 use writer::Writer;
 
@@ -196,6 +197,14 @@ impl BlockIndex for RadixIndex {
             let number = writer.numbers.get(&worker);
             let slots = number.map(|number| writer.worker(*number).fact_slots());
             slots.into_iter().flatten().map(|slot| writer.slot(slot).held).sum()
+        })
+    }
+
+    fn blocks_in(&self, worker: Worker, tier: Tier) -> usize {
+        self.look(|writer| {
+            let number = writer.numbers.get(&worker);
+            let slot = number.map(|number| writer.worker(*number).slots[tier as usize]);
+            slot.filter(|slot| *slot != NONE).map_or(0, |slot| writer.slot(slot).held)
         })
     }
 

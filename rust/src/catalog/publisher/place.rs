@@ -1,0 +1,113 @@
+//! Where a publisher's stream stands: handed to another replica, and taken over from one.
+
+use super::super::ingest::Groups;
+use super::super::trust::{self, Code, TrustState};
+use super::{MAX_RANKS, Publisher, State};
+use crate::ids::Worker;
+use crate::index::snapshot::Cursor;
+
+/// How far a publisher's events went, and for whom: what another replica, or a later registration,
+/// needs in order to go on from there.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Place {
+    /// The last batch applied; `None` when there was none, or nobody knows.
+    pub cursor: Option<Cursor>,
+    /// Ranks that its batches have named, the registered one included.
+    pub ranks: Vec<u32>,
+    /// The cache group that is credited, once an event has named it.
+    pub group: Option<u32>,
+    /// What is held is known to be not quite what the engine holds.
+    pub is_inexact: bool,
+}
+
+impl Publisher {
+    /// Goes on where an earlier registration of the same engine ended. Its blocks are gone.
+    pub(in crate::catalog) fn return_to(&self, cursor: Cursor) {
+        let mut state = self.state.lock();
+        state.stream.resume(cursor.sequence, cursor.fingerprint, true);
+        state.is_bare = true;
+    }
+
+    /// Takes over what another replica knew: the blocks that `load` brings into the index, and the place
+    /// that it returns.
+    ///
+    /// # Errors
+    /// Says why not; then `load` was not called.
+    ///
+    /// # Consistency
+    /// Its own frames wait meanwhile.
+    pub(in crate::catalog) fn take_over(
+        &self,
+        load: impl FnOnce() -> Place,
+    ) -> Result<(), &'static str> {
+        let mut state = self.state.lock();
+        if state.closed {
+            return Err("it was unregistered meanwhile");
+        }
+        if state.stream.last().is_some() && !state.is_bare {
+            return Err("its own events are here already");
+        }
+        let place = load();
+        self.go_on(&mut state, &place);
+        Ok(())
+    }
+
+    /// As [`Publisher::take_over`], of blocks that are in the index already.
+    pub(in crate::catalog) fn go_on_from(&self, place: &Place) {
+        self.go_on(&mut self.state.lock(), place);
+    }
+
+    fn go_on(&self, state: &mut State, place: &Place) {
+        for dp_rank in &place.ranks {
+            if !state.ranks.contains(dp_rank) && state.ranks.len() < MAX_RANKS {
+                state.ranks.push(*dp_rank);
+            }
+        }
+        state.groups = Groups::crediting(place.group);
+        state.is_bare = false;
+        state.is_unplaced = place.cursor.is_none();
+        state.standing.recovered(place.cursor.is_some(), !place.is_inexact);
+        if let Some(cursor) = place.cursor {
+            state.stream.resume(cursor.sequence, cursor.fingerprint, false);
+        }
+        self.tell(state);
+    }
+
+    /// Blocks that came without a place in the stream: if the stream can be had from its start they go,
+    /// for they would count twice; else it goes on from its first batch, as nothing tells better.
+    pub(super) fn settle_unplaced(&self, state: &mut State, sequence: u64) {
+        if !std::mem::take(&mut state.is_unplaced) {
+            return;
+        }
+        if sequence == 0 {
+            for dp_rank in &state.ranks {
+                self.model.index.clear(Worker::new(self.worker.instance_id, *dp_rank));
+            }
+            state.standing.recovered(true, true);
+        } else {
+            state.stream.resume(sequence - 1, None, false);
+        }
+    }
+
+    /// Reads place and blocks of one moment: no frame is applied while `read` runs.
+    pub(in crate::catalog) fn hold_still<T>(&self, read: impl FnOnce(Place) -> T) -> T {
+        let state = self.state.lock();
+        read(self.place(&state))
+    }
+
+    pub(super) fn place(&self, state: &State) -> Place {
+        let cursor = state
+            .stream
+            .last()
+            .map(|sequence| Cursor { sequence, fingerprint: state.stream.last_payload_hash() });
+        let findings = trust::findings(&self.evidence(state));
+        // The state of this replica's socket is no matter of what is held.
+        let is_doubt = |code: Code| code.state() == TrustState::Degraded && !code.is_passing();
+        Place {
+            cursor,
+            ranks: state.ranks.clone(),
+            group: state.groups.credited(),
+            is_inexact: findings.iter().any(is_doubt),
+        }
+    }
+}

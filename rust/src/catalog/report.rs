@@ -1,0 +1,51 @@
+//! What is reported of every publisher: its view and its trust.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use super::model::ModelIndex;
+use super::publisher::PublisherView;
+use super::registry::Catalog;
+use super::trust::Trust;
+use crate::ids::{Tier, Worker};
+
+/// A publisher as operators see it.
+#[derive(Debug)]
+pub struct Report {
+    /// What it is and what it did.
+    pub view: PublisherView,
+    /// The index that it feeds.
+    pub model: Arc<ModelIndex>,
+    /// How far the index can be believed about it.
+    pub trust: Trust,
+}
+
+impl Catalog {
+    /// All publishers that `wants` wants, by their model, in the order of registration.
+    ///
+    /// # Cost
+    /// The statistics of each index once, and O(1) a publisher and rank.
+    pub fn reports(&self, wants: impl Fn(&ModelIndex) -> bool) -> Vec<Report> {
+        // By address: every publisher of a model holds the same one.
+        let mut evicted: HashMap<*const ModelIndex, u64> = HashMap::new();
+        self.publishers()
+            .into_iter()
+            .filter(|publisher| wants(&publisher.model))
+            .map(|publisher| {
+                let model = Arc::clone(&publisher.model);
+                let evicted = *evicted
+                    .entry(Arc::as_ptr(&model))
+                    .or_insert_with(|| model.index.stats().evicted_blocks_total);
+                let mut view = publisher.view();
+                let fullest = view.ranks.iter().map(|rank| {
+                    let worker = Worker::new(view.worker.instance_id, *rank);
+                    model.index.blocks_in(worker, Tier::Device)
+                });
+                let device_blocks = fullest.max().unwrap_or(0);
+                publisher.complete(&mut view, evicted, device_blocks);
+                let trust = Trust::of(&view.evidence, view.last_error.as_deref());
+                Report { view, model, trust }
+            })
+            .collect()
+    }
+}

@@ -1,0 +1,158 @@
+//! What a publisher remembers for its trust: since when all was right, and what has been said already.
+
+use super::counters::EventCounts;
+use super::publisher::ListenerStatus;
+use super::trust::{self, Codes, Evidence};
+use crate::ids::Worker;
+
+/// Kept under the publisher's lock.
+#[derive(Debug, Default)]
+pub(super) struct Standing {
+    /// Counts when all was last known to be right.
+    baseline: EventCounts,
+    /// Blocks that the index had let go by then.
+    evicted_before: u64,
+    missing_batches: u64,
+    missed_first_batches: u64,
+    was_connected: bool,
+    is_unverified: bool,
+    is_recovered_without_watermark: bool,
+    is_recovered_inexact: bool,
+    is_known_empty: bool,
+    /// What the log knows of.
+    told: Codes,
+    /// Has it been warned since it was last told that all is right?
+    is_warned: bool,
+}
+
+impl Standing {
+    /// Of a publisher that is registered now, with an index that has let `evicted` blocks go so far.
+    pub fn new(evicted: u64) -> Self {
+        Self { evicted_before: evicted, ..Self::default() }
+    }
+
+    /// All its blocks are forgotten, and a new stream begins.
+    pub fn forgotten(&mut self, now: EventCounts, evicted: u64) {
+        self.right(now, evicted);
+        self.is_known_empty = false;
+    }
+
+    /// The engine cleared its cache. What is wrong with how it publishes stays wrong.
+    pub fn cleared(&mut self, now: EventCounts, evicted: u64) {
+        let EventCounts { batches, stored, block_size_mismatch, .. } = self.baseline;
+        self.right(EventCounts { batches, stored, block_size_mismatch, ..now }, evicted);
+    }
+
+    fn right(&mut self, now: EventCounts, evicted: u64) {
+        self.baseline = now;
+        self.evicted_before = evicted;
+        self.missing_batches = 0;
+        self.missed_first_batches = 0;
+        self.is_unverified = false;
+        self.is_recovered_without_watermark = false;
+        self.is_recovered_inexact = false;
+    }
+
+    /// The socket's state changed; `before` is the one until now, `has_position` whether a batch was applied.
+    pub fn socket(&mut self, before: ListenerStatus, status: ListenerStatus, has_position: bool) {
+        if status != ListenerStatus::Active {
+            return;
+        }
+        if before == ListenerStatus::Pending && self.was_connected && has_position {
+            self.is_unverified = true;
+        }
+        self.was_connected = true;
+    }
+
+    /// A batch was applied, or a replay showed that the stream goes on.
+    pub fn went_on(&mut self) {
+        self.missing_batches = 0;
+        self.is_unverified = false;
+        self.is_known_empty = false;
+    }
+
+    /// These batches are being asked for.
+    pub fn missing(&mut self, batches: u64) {
+        self.missing_batches = batches;
+    }
+
+    /// Batches were given up; `is_first` when none was applied before.
+    pub fn gave_up(&mut self, batches: u64, is_first: bool) {
+        self.missing_batches = 0;
+        if is_first {
+            self.missed_first_batches += batches;
+        }
+    }
+
+    /// A replay from the start brought nothing: the engine has published nothing yet.
+    pub fn found_empty(&mut self) {
+        self.is_known_empty = true;
+    }
+
+    /// Its blocks came from a peer, which could say up to which batch or not, and was exact or not.
+    pub fn recovered(&mut self, has_watermark: bool, is_exact: bool) {
+        self.is_recovered_without_watermark = !has_watermark;
+        self.is_recovered_inexact = !is_exact;
+        self.is_known_empty = false;
+    }
+
+    /// Evidence without what the socket and the index know.
+    pub fn evidence(&self, status: ListenerStatus, now: &EventCounts) -> Evidence {
+        Evidence {
+            status,
+            was_connected: self.was_connected,
+            is_unverified: self.is_unverified,
+            has_replay: false,
+            is_recovered_without_watermark: self.is_recovered_without_watermark,
+            is_recovered_inexact: self.is_recovered_inexact,
+            is_known_empty: self.is_known_empty,
+            last_sequence: None,
+            missing_batches: self.missing_batches,
+            missed_first_batches: self.missed_first_batches,
+            since: now.since(&self.baseline),
+            block_size: None,
+            evicted_blocks: self.evicted_before,
+            device_blocks: 0,
+            capacity_blocks: None,
+        }
+    }
+
+    /// Blocks that the index has let go since all was right, of `evicted` in total.
+    pub fn evicted_since(&self, evicted: u64) -> u64 {
+        evicted.saturating_sub(self.evicted_before)
+    }
+
+    /// Tell the log what is newly wrong among the codes in `looked_at`, and when all is right again.
+    pub fn tell(
+        &mut self,
+        worker: Worker,
+        endpoint: &str,
+        evidence: &Evidence,
+        last_error: Option<&str>,
+        looked_at: Codes,
+    ) {
+        let found = trust::findings(evidence).and(looked_at);
+        let before = self.told;
+        if found == before.and(looked_at) {
+            return;
+        }
+        self.told = before.without(looked_at).or(found);
+        let state = self.told.state();
+        for code in found.without(before).iter() {
+            let reason = trust::explain(code, evidence, last_error);
+            let (code_name, state) = (reason.code, state.name());
+            if code.is_passing() {
+                tracing::debug!(%worker, endpoint, state, code = code_name, "{}", reason.message);
+            } else {
+                self.is_warned = true;
+                tracing::warn!(
+                    %worker, endpoint, state, code = code_name, fix = reason.fix,
+                    "the index is not exact about a worker: {}", reason.message
+                );
+            }
+        }
+        if self.told == Codes::EMPTY && std::mem::take(&mut self.is_warned) {
+            tracing::info!(%worker, endpoint, "the index is exact about a worker again");
+        }
+    }
+}

@@ -1,0 +1,485 @@
+//! How far the index can be believed about a publisher: exact, degraded or stale, with reasons and what to
+//! do about them.
+//!
+//! A pure function of [`Evidence`]. What was seen before the last moment when all was known to be right (a
+//! restart or a clearing of the engine: it then holds nothing, and nothing is held of it) counts no more.
+
+use serde::Serialize;
+
+use super::counters::EventCounts;
+use super::publisher::ListenerStatus;
+
+/// How far the index can be believed about a publisher; later is worse.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TrustState {
+    /// Nothing is known to be wrong. An idle engine publishes nothing, so age alone is no reason.
+    #[default]
+    Exact,
+    /// Some credit is known, or likely, to be missing or wrong.
+    Degraded,
+    /// What is known may be of any age, or means nothing.
+    Stale,
+}
+
+impl TrustState {
+    /// All states, best first.
+    pub const ALL: [Self; 3] = [Self::Exact, Self::Degraded, Self::Stale];
+
+    /// Its name in answers and metrics.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Exact => "exact",
+            Self::Degraded => "degraded",
+            Self::Stale => "stale",
+        }
+    }
+}
+
+macro_rules! codes {
+    ($($(#[$doc:meta])* $variant:ident = $name:literal, $state:ident;)*) => {
+        /// Why a publisher is not exact.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        #[repr(u8)]
+        pub enum Code { $($(#[$doc])* $variant,)* }
+
+        impl Code {
+            /// All codes, as they are listed in answers.
+            pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
+
+            /// Its name in answers and metrics.
+            pub const fn name(self) -> &'static str {
+                match self { $(Self::$variant => $name,)* }
+            }
+
+            /// The state that it alone makes.
+            pub const fn state(self) -> TrustState {
+                match self { $(Self::$variant => TrustState::$state,)* }
+            }
+        }
+    };
+}
+
+codes! {
+    /// The socket cannot work.
+    Failed = "failed", Stale;
+    /// There was no connection since the registration.
+    NeverConnected = "never_connected", Stale;
+    /// There was a connection, and there is none now.
+    Disconnected = "disconnected", Stale;
+    /// Told to stop reading.
+    Paused = "paused", Stale;
+    /// All stored events have another block size than the index.
+    BlockSizeMismatch = "block_size_mismatch", Stale;
+    /// Frames came, and none is an event batch.
+    NothingDecodable = "nothing_decodable", Stale;
+    /// Connected, and never heard of.
+    NoEventsYet = "no_events_yet", Degraded;
+    /// Batches are missing, and are being asked for.
+    CatchingUp = "catching_up", Degraded;
+    /// Batches before the first one that came are not to be had: credit is missing, none is wrong.
+    MissedFirstBatches = "missed_first_batches", Degraded;
+    /// Batches in between are not to be had: evictions in them were missed.
+    LostBatches = "lost_batches", Degraded;
+    /// Connected again, and nothing shows yet that it is the same engine process.
+    UnverifiedReconnect = "unverified_reconnect", Degraded;
+    /// Blocks came from a peer that could not say up to which batch.
+    RecoveredWithoutWatermark = "recovered_without_watermark", Degraded;
+    /// Blocks came from a peer that was not exact about it.
+    RecoveredInexact = "recovered_inexact", Degraded;
+    /// Some frames are no event batch.
+    Undecodable = "undecodable", Degraded;
+    /// Some events contradict themselves.
+    MalformedEvents = "malformed_events", Degraded;
+    /// Some events are of an unknown type.
+    UnknownEvents = "unknown_events", Degraded;
+    /// Some events are on an unknown storage medium.
+    UnknownMedium = "unknown_medium", Degraded;
+    /// Some stored events have another block size than the index.
+    MixedBlockSizes = "mixed_block_sizes", Degraded;
+    /// Stored events had a parent that is not held.
+    OrphanedStores = "orphaned_stores", Degraded;
+    /// Stored events named a block twice, or as its own ancestor.
+    SelfParent = "self_parent", Degraded;
+    /// Stored events whose cache salt contradicts their parent's.
+    IdentityConflict = "identity_conflict", Degraded;
+    /// A name was given to other content.
+    HashReused = "hash_reused", Degraded;
+    /// The index had no room.
+    RefusedBlocks = "refused_blocks", Degraded;
+    /// The index let blocks go at its memory limit.
+    EvictedByLimit = "evicted_by_limit", Degraded;
+    /// More blocks on the device than the device has.
+    OverCapacity = "over_capacity", Degraded;
+}
+
+impl Code {
+    /// Codes that need a look into the index, beside the publisher's own memory.
+    pub(super) const OF_INDEX: Codes =
+        Codes::EMPTY.with(Self::EvictedByLimit).with(Self::OverCapacity);
+
+    /// Part of every healthy start, or over in a moment: not worth a warning.
+    pub(super) const fn is_passing(self) -> bool {
+        matches!(self, Self::NoEventsYet | Self::CatchingUp | Self::UnverifiedReconnect)
+    }
+}
+
+/// A set of codes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Codes(u32);
+
+impl Codes {
+    /// None.
+    pub const EMPTY: Self = Self(0);
+
+    /// All that there are.
+    pub const fn all() -> Self {
+        Self(u32::MAX)
+    }
+
+    /// With one more.
+    #[must_use]
+    pub const fn with(self, code: Code) -> Self {
+        Self(self.0 | 1 << code as u8)
+    }
+
+    /// Is it among them?
+    pub const fn has(self, code: Code) -> bool {
+        self.0 & 1 << code as u8 != 0
+    }
+
+    /// Those that are not in `others`.
+    #[must_use]
+    pub const fn without(self, others: Self) -> Self {
+        Self(self.0 & !others.0)
+    }
+
+    /// Those of both.
+    #[must_use]
+    pub const fn or(self, others: Self) -> Self {
+        Self(self.0 | others.0)
+    }
+
+    /// Those in both.
+    #[must_use]
+    pub const fn and(self, others: Self) -> Self {
+        Self(self.0 & others.0)
+    }
+
+    /// In the order of [`Code::ALL`].
+    pub fn iter(self) -> impl Iterator<Item = Code> {
+        Code::ALL.iter().copied().filter(move |code| self.has(*code))
+    }
+
+    /// The worst state that one of them makes.
+    pub fn state(self) -> TrustState {
+        self.iter().map(Code::state).max().unwrap_or_default()
+    }
+}
+
+/// What is known of a publisher, as far as its trust depends on it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Evidence {
+    /// State of its socket.
+    pub status: ListenerStatus,
+    /// Has it ever been connected since the registration?
+    pub was_connected: bool,
+    /// Connected again, and no frame or replay has shown yet that the stream goes on.
+    pub is_unverified: bool,
+    /// Can lost batches be asked for?
+    pub has_replay: bool,
+    /// Blocks came from a peer that did not say up to which batch.
+    pub is_recovered_without_watermark: bool,
+    /// Blocks came from a peer that was not exact about them.
+    pub is_recovered_inexact: bool,
+    /// The engine's replay said that it has published nothing yet.
+    pub is_known_empty: bool,
+    /// Last batch applied since the start or a restart.
+    pub last_sequence: Option<u64>,
+    /// Batches that are being asked for.
+    pub missing_batches: u64,
+    /// Batches that were not to be had, before the first one that came.
+    pub missed_first_batches: u64,
+    /// Counts since the last moment when all was known to be right.
+    pub since: EventCounts,
+    /// Tokens in a block of the index.
+    pub block_size: Option<u32>,
+    /// Blocks that the index let go at a limit since that moment, whoever's they were.
+    pub evicted_blocks: u64,
+    /// Blocks held on the device by the fullest of its ranks.
+    pub device_blocks: usize,
+    /// Blocks that a rank's device has, where somebody told.
+    pub capacity_blocks: Option<u64>,
+}
+
+/// What speaks against believing the index about this publisher.
+pub fn findings(evidence: &Evidence) -> Codes {
+    use ListenerStatus::{Active, Failed, Paused, Pending};
+    let Evidence { status, since, .. } = *evidence;
+    let is_heard = evidence.last_sequence.is_some() || since.undecodable > 0;
+    let lost_later = since.lost_batches.saturating_sub(evidence.missed_first_batches);
+    let is_deaf = since.block_size_mismatch > 0 && since.stored == 0;
+    let is_garbled = since.undecodable > 0 && since.batches == 0;
+    let is_over = |capacity| evidence.device_blocks as u64 > capacity;
+    let is_silent = status == Active && !is_heard && !evidence.is_known_empty;
+    [
+        (Code::Failed, status == Failed),
+        (Code::NeverConnected, status == Pending && !evidence.was_connected),
+        (Code::Disconnected, status == Pending && evidence.was_connected),
+        (Code::Paused, status == Paused),
+        (Code::BlockSizeMismatch, is_deaf),
+        (Code::NothingDecodable, is_garbled),
+        (Code::NoEventsYet, is_silent && evidence.missing_batches == 0),
+        (Code::CatchingUp, evidence.missing_batches > 0),
+        (Code::MissedFirstBatches, evidence.missed_first_batches > 0),
+        (Code::LostBatches, lost_later > 0),
+        (Code::UnverifiedReconnect, evidence.is_unverified),
+        (Code::RecoveredWithoutWatermark, evidence.is_recovered_without_watermark),
+        (Code::RecoveredInexact, evidence.is_recovered_inexact),
+        (Code::Undecodable, since.undecodable > 0 && !is_garbled),
+        (Code::MalformedEvents, since.malformed > 0),
+        (Code::UnknownEvents, since.unknown_type > 0),
+        (Code::UnknownMedium, since.unknown_medium > 0),
+        (Code::MixedBlockSizes, since.block_size_mismatch > 0 && !is_deaf),
+        (Code::OrphanedStores, since.orphaned > 0),
+        (Code::SelfParent, since.self_parent > 0),
+        (Code::IdentityConflict, since.identity_conflict > 0),
+        (Code::HashReused, since.moved_blocks > 0),
+        (Code::RefusedBlocks, since.refused_blocks > 0),
+        (Code::EvictedByLimit, evidence.evicted_blocks > 0),
+        (Code::OverCapacity, evidence.capacity_blocks.is_some_and(is_over)),
+    ]
+    .into_iter()
+    .filter(|(_, is_so)| *is_so)
+    .fold(Codes::EMPTY, |codes, (code, _)| codes.with(code))
+}
+
+/// Why a publisher is not exact, in words.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Reason {
+    /// Short and stable, for machines: see [`Code`].
+    pub code: &'static str,
+    /// What was seen and what it means for credit.
+    pub message: String,
+    /// What to do.
+    pub fix: &'static str,
+}
+
+/// How far the index can be believed about a publisher, and why not further.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
+pub struct Trust {
+    /// The worst that a reason makes.
+    pub state: TrustState,
+    /// Empty when exact; the gravest first.
+    pub reasons: Vec<Reason>,
+    #[serde(skip)]
+    codes: Codes,
+}
+
+impl Trust {
+    /// Judge by `evidence`; `last_error` is the last trouble with the socket, for the message.
+    pub fn of(evidence: &Evidence, last_error: Option<&str>) -> Self {
+        let codes = findings(evidence);
+        Self {
+            state: codes.state(),
+            codes,
+            reasons: codes.iter().map(|code| explain(code, evidence, last_error)).collect(),
+        }
+    }
+
+    /// The codes of its reasons.
+    pub fn codes(&self) -> Codes {
+        self.codes
+    }
+}
+
+/// A finding in words.
+pub(super) fn explain(code: Code, evidence: &Evidence, last_error: Option<&str>) -> Reason {
+    let message = message(code, evidence, last_error.unwrap_or("no error was reported"));
+    Reason { code: code.name(), message, fix: fix(code, evidence.has_replay) }
+}
+
+fn message(code: Code, evidence: &Evidence, last_error: &str) -> String {
+    let Evidence { since, .. } = evidence;
+    let size = evidence.block_size.unwrap_or(0);
+    match code {
+        Code::Failed => format!("its event socket failed: {last_error}"),
+        Code::NeverConnected => {
+            format!("never connected to its event socket, so nothing is known of it: {last_error}")
+        }
+        Code::Disconnected => format!(
+            "the connection to its event socket is lost, so what is known of it gets older: {last_error}"
+        ),
+        Code::Paused => {
+            "its events are not read at the moment, so what is known of it gets older".to_owned()
+        }
+        Code::BlockSizeMismatch => format!(
+            "none of its {} stored events has the index's block size of {size} tokens: nothing of it can match",
+            since.block_size_mismatch
+        ),
+        Code::NothingDecodable => format!(
+            "{} messages came and none is an event batch: nothing is known of it",
+            since.undecodable
+        ),
+        Code::NoEventsYet => {
+            "connected, but no event came yet: nothing is known of its cache".to_owned()
+        }
+        Code::CatchingUp => format!(
+            "{} batches are missing and are being asked for; later ones wait meanwhile",
+            evidence.missing_batches
+        ),
+        Code::MissedFirstBatches => format!(
+            "{} batches were published before the first one that came: blocks stored in them earn no \
+             credit, none is credited wrongly",
+            evidence.missed_first_batches
+        ),
+        Code::LostBatches => format!(
+            "{} batches were lost: blocks evicted in them are still credited, blocks stored in them are not",
+            since.lost_batches.saturating_sub(evidence.missed_first_batches)
+        ),
+        Code::UnverifiedReconnect => {
+            "connected again, but nothing shows yet that it is the same engine process: if it restarted, \
+             its old blocks are credited wrongly"
+                .to_owned()
+        }
+        Code::RecoveredWithoutWatermark => {
+            "its blocks came from a peer that did not say up to which batch: some may be evicted, some \
+             may be missing"
+                .to_owned()
+        }
+        Code::RecoveredInexact => {
+            "its blocks came from a peer that was not exact about it itself: some may be evicted, some \
+             may be missing"
+                .to_owned()
+        }
+        Code::Undecodable => format!(
+            "{} messages were no event batch and were dropped: blocks evicted in them are still credited",
+            since.undecodable
+        ),
+        Code::MalformedEvents => format!(
+            "{} events contradicted themselves and were dropped: blocks evicted by them are still credited",
+            since.malformed
+        ),
+        Code::UnknownEvents => format!(
+            "{} events of a type that this version does not know were skipped: if they evict, credit is \
+             too high",
+            since.unknown_type
+        ),
+        Code::UnknownMedium => format!(
+            "{} events named a storage medium that this version does not know: blocks there earn no credit",
+            since.unknown_medium
+        ),
+        Code::MixedBlockSizes => format!(
+            "{} of its stored events have another block size than the index's {size} tokens: these blocks \
+             earn no credit",
+            since.block_size_mismatch
+        ),
+        Code::OrphanedStores => format!(
+            "{} stored events continue blocks that are not known here: what they stored earns no credit",
+            since.orphaned
+        ),
+        Code::SelfParent => format!(
+            "{} stored events named a block twice or as its own ancestor and were dropped",
+            since.self_parent
+        ),
+        Code::IdentityConflict => format!(
+            "{} stored events continue blocks of another cache salt and were dropped",
+            since.identity_conflict
+        ),
+        Code::HashReused => format!(
+            "{} blocks were stored under a name that stood for other content: a removal was missed, or \
+             the engine's hashes do not tell its prompts apart",
+            since.moved_blocks
+        ),
+        Code::RefusedBlocks => format!(
+            "{} blocks found no room in the index: they earn no credit",
+            since.refused_blocks
+        ),
+        Code::EvictedByLimit => format!(
+            "the index let {} blocks go at its memory limit: some of this worker's may be among them and \
+             earn no credit",
+            evidence.evicted_blocks
+        ),
+        Code::OverCapacity => format!(
+            "{} blocks are credited on its device, which has {}: removals were missed",
+            evidence.device_blocks,
+            evidence.capacity_blocks.unwrap_or(0)
+        ),
+    }
+}
+
+const fn fix(code: Code, has_replay: bool) -> &'static str {
+    const FORGET: &str = "to be right at once, clear the engine's cache (vLLM in dev mode: POST \
+                          /reset_prefix_cache) or restart it";
+    match code {
+        Code::Failed => "the message names the fault; correct the endpoint and register it again",
+        Code::NeverConnected => {
+            "check that the engine runs with KV events on and that this host reaches the endpoint \
+             (nc -vz HOST PORT); the engine must bind tcp://*:PORT, not 127.0.0.1"
+        }
+        Code::Disconnected => {
+            "it connects again by itself; if the engine is gone for good, POST /unregister"
+        }
+        Code::Paused => "resume the listener",
+        Code::BlockSizeMismatch | Code::MixedBlockSizes => {
+            "start the engine with the index's block size, or register it under a model_name or \
+             tenant_id of its own with its own block_size"
+        }
+        Code::NothingDecodable | Code::Undecodable => {
+            "check that the endpoint is the KV event socket of a vLLM or SGLang engine; if it is, report \
+             engine and version"
+        }
+        Code::MalformedEvents | Code::UnknownEvents | Code::UnknownMedium | Code::SelfParent => {
+            "upgrade kvflash, or report engine and version"
+        }
+        Code::NoEventsYet => {
+            "send the engine a prompt longer than one block; if nothing comes, switch its KV events and \
+             prefix caching on"
+        }
+        Code::CatchingUp => "wait; if it stays, the engine's replay socket does not answer",
+        Code::MissedFirstBatches | Code::OrphanedStores if has_replay => {
+            "it heals as prompts are stored anew; a larger buffer_steps in the engine's \
+             --kv-events-config lets it send more again"
+        }
+        Code::MissedFirstBatches | Code::OrphanedStores => {
+            "register it with its replay_endpoint; else it heals as prompts are stored anew"
+        }
+        Code::LostBatches if has_replay => {
+            "look whether the replay endpoint answers (last_error), give the engine a larger \
+             buffer_steps; to be right at once, clear the engine's cache or restart it"
+        }
+        Code::LostBatches => {
+            "register it with its replay_endpoint; to be right at once, clear the engine's cache or \
+             restart it"
+        }
+        Code::UnverifiedReconnect if has_replay => {
+            "the replay endpoint did not answer: check that it is reachable; the next batch settles it"
+        }
+        Code::UnverifiedReconnect => {
+            "the next batch settles it; with a replay_endpoint it is settled at once"
+        }
+        Code::RecoveredWithoutWatermark => {
+            "run the peers in the same version, or give a replay_endpoint; it ends when the engine clears \
+             its cache or restarts"
+        }
+        Code::RecoveredInexact => {
+            "see GET /workers of that peer for the cause; it ends when the engine clears its cache or \
+             restarts"
+        }
+        Code::IdentityConflict => {
+            "two cache salts share block hashes: check the engine's version and its hash settings"
+        }
+        Code::HashReused => {
+            "use a collision-free hash in the engine (vLLM: --prefix-caching-hash-algo sha256) and a \
+             replay_endpoint"
+        }
+        Code::RefusedBlocks => "raise --max-blocks or --index-memory, or run more indexers",
+        Code::EvictedByLimit => {
+            "raise --index-memory, or run more indexers with fewer engines each"
+        }
+        Code::OverCapacity => FORGET,
+    }
+}
+
+#[cfg(test)]
+mod tests;
