@@ -6,14 +6,17 @@
 mod command;
 mod counters;
 mod dump;
+mod identity;
 mod ingest;
 mod model;
 mod publisher;
 mod registry;
+mod roster;
 
 pub use command::{Command, CommandQueue};
 pub use counters::{EventCounters, EventCounts};
 pub use dump::{apply_router_event, dump_events, dump_worker, store_blocks};
+pub use identity::Identity;
 pub use model::{ModelIndex, ModelKey};
 pub use publisher::{FrameOutcome, ListenerStatus, Publisher, PublisherId, PublisherView};
 pub use registry::{Catalog, CatalogOptions, Registration};

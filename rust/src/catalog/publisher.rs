@@ -119,6 +119,7 @@ impl Publisher {
         limits: Limits,
         clock: Arc<dyn Clock>,
     ) -> Self {
+        model.roster.add(worker);
         Self {
             id,
             worker,
@@ -274,8 +275,25 @@ impl Publisher {
         let mut state = self.state.lock();
         state.closed = true;
         for dp_rank in state.ranks.drain(..) {
-            self.model.index.remove_worker(Worker::new(self.worker.instance_id, dp_rank));
+            self.release(dp_rank);
         }
+    }
+
+    /// Drop the blocks of a rank that only events have named; an event that names it again brings it back.
+    /// Returns whether there was one.
+    pub(super) fn drop_rank(&self, dp_rank: u32) -> bool {
+        let mut state = self.state.lock();
+        let at = state.ranks.iter().position(|rank| *rank == dp_rank);
+        let Some(at) = at.filter(|_| dp_rank != self.worker.dp_rank) else { return false };
+        state.ranks.remove(at);
+        self.release(dp_rank);
+        true
+    }
+
+    fn release(&self, dp_rank: u32) {
+        let worker = Worker::new(self.worker.instance_id, dp_rank);
+        self.model.index.remove_worker(worker);
+        self.model.roster.remove(worker);
     }
 
     fn take(
@@ -314,6 +332,7 @@ impl Publisher {
                         return FrameOutcome::Applied;
                     }
                     state.ranks.push(dp_rank);
+                    self.model.roster.add(Worker::new(self.worker.instance_id, dp_rank));
                 }
                 add(&self.counters.batches, 1);
                 Ingest {

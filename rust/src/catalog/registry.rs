@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::RwLock;
 
 use super::command::{Command, CommandQueue};
+use super::identity::Identity;
 use super::model::{ModelIndex, ModelKey};
 use super::publisher::{Publisher, PublisherId};
 use crate::clock::{Clock, SystemClock};
@@ -58,6 +59,8 @@ pub struct Registration {
     pub endpoint: String,
     /// Address of the replay socket.
     pub replay_endpoint: Option<String>,
+    /// Adapter and salt of its events that name none; the first registration of an index decides.
+    pub identity: Identity,
 }
 
 #[derive(Default)]
@@ -157,10 +160,11 @@ impl Catalog {
     ///
     /// # Errors
     /// `Conflict`: the worker is registered already, its instance belongs to another model or tenant,
-    /// or the block size is not the index's. `InvalidArgument`: an endpoint, a model name or a block size that
+    /// or block size, adapter or salt are not the index's. `InvalidArgument`: an endpoint, a model name or a block size that
     /// cannot be. `Overloaded`: a limit is reached.
     pub fn register(&self, registration: Registration) -> Result<Arc<Publisher>> {
-        let Registration { worker, key, block_size, endpoint, replay_endpoint } = registration;
+        let Registration { worker, key, block_size, endpoint, replay_endpoint, identity } =
+            registration;
         check_endpoint("endpoint", &endpoint)?;
         if let Some(replay) = &replay_endpoint {
             check_endpoint("replay_endpoint", replay)?;
@@ -191,7 +195,11 @@ impl Catalog {
                 self.options.max_publishers
             )));
         }
+        if let Some(model) = tables.models.get(&key) {
+            model.agreement.check(&identity, &key)?;
+        }
         let model = self.model_in(&mut tables, &key, block_size, None)?;
+        model.agreement.settle(identity);
         // Relaxed: the table's lock orders everything else.
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let publisher = Arc::new(Publisher::new(
@@ -209,7 +217,8 @@ impl Catalog {
         Ok(publisher)
     }
 
-    /// Unregister an instance, or one rank of it; its blocks are gone when this returns.
+    /// Unregister an instance, or one rank of it; its blocks are gone when this returns. Of a rank that only
+    /// events have named the listener stays, and brings it back when it names it again.
     ///
     /// # Errors
     /// `NotFound` when nothing fits.
@@ -221,14 +230,17 @@ impl Catalog {
         dp_rank: Option<u32>,
     ) -> Result<usize> {
         let mut tables = self.tables.write();
-        let gone: Vec<Arc<Publisher>> = tables
+        let fitting: Vec<Arc<Publisher>> = tables
             .of_instance(instance_id)
             .filter(|p| p.model.key.model_name == model_name)
             .filter(|p| tenant_id.is_none_or(|tenant| p.model.key.tenant_id == tenant))
-            .filter(|p| dp_rank.is_none_or(|rank| p.worker.dp_rank == rank))
             .cloned()
             .collect();
-        if gone.is_empty() {
+        let (gone, others): (Vec<_>, Vec<_>) =
+            fitting.into_iter().partition(|p| dp_rank.is_none_or(|rank| p.worker.dp_rank == rank));
+        let dropped =
+            others.iter().filter(|p| dp_rank.is_some_and(|rank| p.drop_rank(rank))).count();
+        if gone.is_empty() && dropped == 0 {
             let rank = dp_rank.map(|rank| format!(" dp_rank={rank}")).unwrap_or_default();
             let tenant = tenant_id.map(|tenant| format!(" tenant={tenant}")).unwrap_or_default();
             return Err(Error::NotFound(format!(
@@ -242,11 +254,12 @@ impl Catalog {
             self.commands.push(Command::Unsubscribe { publisher: publisher.id });
             let key = &publisher.model.key;
             if !tables.publishers.values().any(|other| other.model.key == *key) {
-                // The next one to register may have another block size.
+                // The next one to register may have another block size and identity.
                 publisher.model.forget_block_size();
+                publisher.model.agreement.forget();
             }
         }
-        Ok(gone.len())
+        Ok(gone.len() + dropped)
     }
 
     /// The publisher with this number.
@@ -275,17 +288,6 @@ impl Catalog {
         let mut models: Vec<_> = self.tables.read().models.values().cloned().collect();
         models.sort_by(|a, b| a.key.cmp(&b.key));
         models
-    }
-
-    /// Workers registered for a model and tenant, by instance and rank.
-    pub fn workers_of(&self, key: &ModelKey) -> Vec<Worker> {
-        let tables = self.tables.read();
-        tables
-            .workers
-            .iter()
-            .filter(|(_, id)| tables.publishers.get(id).is_some_and(|p| p.model.key == *key))
-            .map(|(worker, _)| *worker)
-            .collect()
     }
 }
 
