@@ -656,12 +656,46 @@ class Indexer:
         tenant_id: str = "default",
         dp_rank: int = 0,
         replay_endpoint: str | None = None,
+        lora_name: str | None = None,
+        additional_salt: str | None = None,
     ) -> None:
         """Register a publisher, as POST /register does.
 
         Raises:
-            ConflictError: Registered already, or another block size.
-            InvalidArgumentError: Block size below 1.
+            ConflictError: Registered already, or another block size, adapter or salt than the
+                index's.
+            InvalidArgumentError: Block size below 1, an endpoint that is none, no model name.
+            OverloadedError: The limit of publishers or models is reached.
+        """
+
+    def unregister(
+        self,
+        instance_id: int,
+        *,
+        model_name: str,
+        tenant_id: str | None = None,
+        dp_rank: int | None = None,
+    ) -> None:
+        """Remove an instance or one rank of it, as POST /unregister does.
+
+        Raises:
+            NotFoundError: Nothing fits.
+        """
+
+    def query(
+        self,
+        token_ids: _Integers,
+        *,
+        model_name: str,
+        tenant_id: str = "default",
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+    ) -> bytes:
+        """The answer of POST /query, as JSON.
+
+        Raises:
+            InvalidArgumentError: A token outside u32, by index.
+            NotFoundError: Unknown model and tenant.
         """
 
     def stop(self) -> None:

@@ -105,10 +105,10 @@ class Flags:
         summary: str,
         metavar: str | None = None,
         choices: Sequence[_T] | None = None,
+        variables: Sequence[str] = (),
     ) -> None:
-        """Add a flag with one value."""
-        variable = self._variable(names[0])
-        text = os.environ.get(variable)
+        """Add a flag with one value; ``variables`` are further names of its variable."""
+        variable, text = self._setting(names[0], variables)
         if text is not None and text.startswith("tcp://") and names[0] == "--port":
             # Kubernetes sets this for pods beside a Service that is named kvflash.
             text = None
@@ -165,6 +165,15 @@ class Flags:
     def error(self, message: str) -> None:
         """Refuse a combination of flags, as the parser refuses a value."""
         self._parser.error(message)
+
+    def _setting(self, name: str, others: Sequence[str]) -> tuple[str, str | None]:
+        """The variable that sets a flag, and its text; refused when two say different things."""
+        variable = self._variable(name)
+        found = {n: os.environ[n] for n in (variable, *others) if n in os.environ}
+        if len(set(found.values())) > 1:
+            said = " and ".join(f"{n}={text}" for n, text in found.items())
+            self._parser.error(f"environment variables contradict each other: {said}")
+        return next(iter(found.items()), (variable, None))
 
     @staticmethod
     def _variable(name: str) -> str:

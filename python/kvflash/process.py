@@ -1,4 +1,4 @@
-"""What every service process does: log, serve, obey signals, end cleanly."""
+"""What every service does: log, serve, receive events, obey signals, end cleanly."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import json
 import logging
 import signal
 import sys
+import threading
 import time
 from types import FrameType
 from typing import Protocol
 
 from kvflash._core import Catalog, init_logging
-from kvflash.transport import ZmqReceiver
+from kvflash.errors import ClosedError
+from kvflash.transport import ZmqOptions, ZmqReceiver
 
-__all__ = ["Service", "run_until_stopped", "start_logging"]
+__all__ = ["FedService", "run_until_stopped", "start_logging"]
 
 logger = logging.getLogger(__name__)
 
 
-class Service(Protocol):
+class Core(Protocol):
     """A service of the core."""
 
     @property
@@ -30,6 +32,98 @@ class Service(Protocol):
 
     def stop(self) -> None:
         """Stop serving."""
+
+
+class Service(Protocol):
+    """What :func:`run_until_stopped` runs."""
+
+    @property
+    def url(self) -> str:
+        """Where it is reached once it has started."""
+
+    def start(self) -> object:
+        """Serve in the background."""
+
+    def stop(self) -> None:
+        """Stop serving."""
+
+
+class FedService:
+    """A core service with the transport that feeds it, in threads of their own.
+
+    Several may live in one process, each with its own sockets. It starts once and stops once.
+
+    Args:
+        core: The service.
+        host: Address to listen on.
+        port: Port to listen on; 0 picks a free one.
+        options: Limits of the transport.
+    """
+
+    def __init__(
+        self, core: Core, *, host: str, port: int, options: ZmqOptions | None = None
+    ) -> None:
+        self._core = core
+        self._host = host
+        self._wanted_port = port
+        self._options = options
+        self._port: int | None = None
+        self._receiver: ZmqReceiver | None = None
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._obey, name="kvflash-orders", daemon=True)
+
+    @property
+    def port(self) -> int:
+        """The bound port.
+
+        Raises:
+            ClosedError: Not started yet.
+        """
+        if self._port is None:
+            raise ClosedError("the service has no port before it is started")
+        return self._port
+
+    @property
+    def url(self) -> str:
+        """Where it is reached from this machine.
+
+        Raises:
+            ClosedError: Not started yet.
+        """
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    def start(self) -> None:
+        """Serve and receive in the background.
+
+        Raises:
+            ConfigError: The address can't be bound.
+            ClosedError: It was started before.
+        """
+        if self._port is not None or self._is_stopped:
+            raise ClosedError("a service starts once; make a new one")
+        self._port = self._core.start(self._host, self._wanted_port)
+        self._receiver = ZmqReceiver(self._core.catalog, self._options)
+        self._receiver.start()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop serving and receiving; open requests get the drain time. Blocks until done."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        self._core.stop()
+        if self._receiver is not None:
+            self._thread.join()
+            self._receiver.stop()
+
+    def _obey(self) -> None:
+        """Open and close the sockets that the catalog orders."""
+        catalog, receiver = self._core.catalog, self._receiver
+        while receiver is not None and not self._is_stopped:
+            order = catalog.next_order(0.1)
+            if order is not None:
+                receiver.obey(order)
 
 
 class _JsonFormatter(logging.Formatter):
@@ -53,7 +147,7 @@ def start_logging(level: str, log_format: str) -> None:
     logging.basicConfig(level=python_level, handlers=[handler])
 
 
-def run_until_stopped(service: Service, *, host: str, port: int, name: str) -> None:
+def run_until_stopped(service: Service, *, name: str) -> None:
     """Serve until SIGTERM or SIGINT; prints one line with the address once it listens.
 
     Raises:
@@ -68,18 +162,9 @@ def run_until_stopped(service: Service, *, host: str, port: int, name: str) -> N
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    bound = service.start(host, port)
-    receiver = ZmqReceiver(service.catalog)
-    receiver.start()
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    print(
-        json.dumps({"event": "ready", "service": name, "url": f"http://{shown}:{bound}"}),
-        flush=True,
-    )
-    catalog = service.catalog
+    service.start()
+    print(json.dumps({"event": "ready", "service": name, "url": service.url}), flush=True)
     while not is_stopped:
-        order = catalog.next_order(0.2)
-        if order is not None:
-            receiver.obey(order)
+        # Handlers run in a pause without ending it.
+        time.sleep(0.1)
     service.stop()
-    receiver.stop()

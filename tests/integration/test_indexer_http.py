@@ -8,6 +8,7 @@ import select
 import socket
 
 import pytest
+from support_indexer import IDS, SIZE, publish, query, register
 
 from kvflash import (
     KvIndexer,
@@ -17,8 +18,6 @@ from kvflash import (
 )
 from service import (
     EmbeddedIndexer,
-    Engine,
-    batch,
     cleared,
     dumped_blocks,
     listener,
@@ -27,69 +26,6 @@ from service import (
     until,
     wait_for_sequence,
 )
-
-SIZE = 4
-IDS = list(range(100, 116))  # four blocks
-
-
-@pytest.fixture(scope="module")
-def embedded():
-    made = EmbeddedIndexer()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def http(embedded):
-    """The module's indexer, emptied of registrations after each test."""
-    yield embedded.http
-    for worker in embedded.http.get("/workers"):
-        body = {"instance_id": worker["instance_id"], "model_name": worker["model_name"]}
-        embedded.http.post("/unregister", body)
-
-
-@pytest.fixture
-def engine():
-    """Makes engines that end with the test."""
-    engines = []
-
-    def make(**settings):
-        engines.append(Engine(**settings))
-        return engines[-1]
-
-    yield make
-    for made in engines:
-        made.close()
-
-
-@pytest.fixture
-def model(request):
-    """A model name of the test's own: an index outlives its workers."""
-    return re.sub(r"\W+", "-", request.node.name)
-
-
-def register(http, engine, model, instance=1, *, is_awaited=True, expect=201, **fields):
-    body = {
-        "instance_id": instance,
-        "endpoint": engine.endpoint,
-        "model_name": model,
-        "block_size": SIZE,
-        **fields,
-    }
-    answer = http.post("/register", body, expect=expect)
-    if is_awaited and expect == 201:
-        engine.wait_for_subscriber()
-    return answer
-
-
-def publish(http, engine, *events, instance=1, rank=0, dp_rank=None):
-    """Publish a batch and wait until it is applied."""
-    sequence = engine.publish(batch(*events, dp_rank=dp_rank))
-    return wait_for_sequence(http, instance, sequence, rank)
-
-
-def query(http, model, ids=IDS, **fields):
-    return http.post("/query", {"token_ids": ids, "model_name": model, **fields})
 
 
 def metric(http, name):
@@ -242,9 +178,9 @@ def test_a_hash_outside_64_bits_is_named_by_index(http, value):
 
 def test_unknown_fields_are_ignored(http, engine, model):
     made = engine(replay=False)
-    register(http, made, model, additional_salt="x", additionalsalt_v2={"a": 1}, later=[1, 2])
+    register(http, made, model, additional_salt_v2={"a": 1}, later=[1, 2])
     publish(http, made, stored([1], IDS[:4], block_size=SIZE))
-    answer = query(http, model, trace={"id": "x"}, additional_salt="y")
+    answer = query(http, model, trace={"id": "x"}, salts=["y"])
     assert answer["scores"] == {"1": {"0": 4}}
     body = {"instance_id": 1, "model_name": model, "why": "done"}
     http.post("/unregister", body)
@@ -641,7 +577,7 @@ def test_a_batch_names_its_rank(http, engine, model):
     assert answer["instances"]["1"]["dp"] == {"2": 4, "7": 8}
     assert answer["frequencies"] == [2, 1]
     publish(http, made, cleared(), rank=2, dp_rank=7)
-    assert query(http, model)["scores"]["1"] == {"2": 4}
+    assert query(http, model)["scores"]["1"] == {"2": 4, "7": 0}
     publish(http, made, stored([1, 2], IDS[:8], block_size=SIZE), rank=2, dp_rank=7)
     # The socket that spoke for the rank takes its blocks along.
     http.post("/unregister", {"instance_id": 1, "model_name": model, "dp_rank": 2})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 import pytest
 
@@ -10,14 +11,15 @@ from kvflash.config import Flags, bounded_float, bounded_int, byte_count
 from kvflash.errors import ConfigError
 from kvflash.frontend import args as frontend
 from kvflash.indexer.app import main
-from kvflash.indexer.args import WorkerEntry, parse_args, parse_workers
+from kvflash.indexer.args import IndexerArgs, WorkerEntry, parse_args, parse_workers
 
 
 @pytest.fixture(autouse=True)
 def _no_settings(monkeypatch):
     """The environment of the caller must not reach in."""
-    for name in ("PORT", "HOST", "THREADS", "WORKERS", "BLOCK_SIZE", "LOG_LEVEL", "MAX_BODY_BYTES"):
-        monkeypatch.delenv(f"KVFLASH_{name}", raising=False)
+    for name in [*os.environ]:
+        if name.startswith(("KVFLASH_", "DYN_")):
+            monkeypatch.delenv(name)
 
 
 def refused(capsys, *argv):
@@ -103,9 +105,13 @@ def test_main_refuses_with_status_2(capsys):
     assert "invalid worker entry '1'" in capsys.readouterr().err
     workers = "1=tcp://127.0.0.1:1,1=tcp://127.0.0.1:2"
     assert main(["--workers", workers, "--block-size", "4"]) == 2
-    assert "instance_id 1 dp_rank 0 is registered already" in capsys.readouterr().err
-    assert main(["--workers", "1=udp://127.0.0.1:1", "--block-size", "4"]) == 2
-    assert "endpoint must be tcp://host:port" in capsys.readouterr().err
+    assert "--workers: instance_id 1 dp_rank 0 is there twice" in capsys.readouterr().err
+    for endpoint in ("udp://127.0.0.1:1", "tcp://host", "host:1", "tcp://h:99999"):
+        assert main(["--workers", f"7:1={endpoint}", "--block-size", "4"]) == 2
+        error = capsys.readouterr().err
+        assert f"--workers: entry '7:1={endpoint}': endpoint must be tcp://host:port" in error
+    assert main(["--workers", "1=tcp://h:1", "--block-size", "4", "--model-name", ""]) == 2
+    assert "--model-name must not be empty" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("workers", [f"{2**64}=tcp://127.0.0.1:1", f"1:{2**32}=tcp://127.0.0.1:1"])
@@ -123,6 +129,10 @@ def test_workers_that_cannot_be_registered_are_refused_by_name(workers):
         (["--threads", "0"], "1..=1024"),
         (["--block-size", "0"], "1..=4294967295"),
         (["--max-body-bytes", "0"], "512MiB"),
+        (["--max-blocks", "-1"], "0..=281474976710656"),
+        (["--min-initial-workers", "65536"], "0..=65535"),
+        (["--min-initial-workers", "-1"], "0..=65535"),
+        (["--min-initial-workers", "two"], "'two'"),
         (["--log-level", "loud"], "loud"),
         (["--log-format", "xml"], "xml"),
         (["--nonsense"], "--nonsense"),
@@ -152,6 +162,50 @@ def test_a_wrong_variable_is_named(name, value, monkeypatch, capsys):
     message = refused(capsys)
     assert name in message
     assert value in message
+
+
+WAIT_VARIABLES = (
+    "KVFLASH_MIN_INITIAL_WORKERS",
+    "KVFLASH_ROUTER_MIN_INITIAL_WORKERS",
+    "DYN_ROUTER_MIN_INITIAL_WORKERS",
+)
+
+
+@pytest.mark.parametrize("name", WAIT_VARIABLES)
+def test_workers_to_wait_for_by_each_name(name, monkeypatch, capsys):
+    assert parse_args([]).min_initial_workers == 0
+    monkeypatch.setenv(name, "3")
+    assert parse_args([]).min_initial_workers == 3
+    assert parse_args(["--min-initial-workers", "65535"]).min_initial_workers == 65535
+    monkeypatch.setenv(name, "many")
+    assert f"{name}: must be a whole number in 0..=65535, got 'many'" in refused(capsys)
+
+
+def test_names_of_one_setting_must_agree(monkeypatch, capsys):
+    for name in WAIT_VARIABLES[1:]:
+        monkeypatch.setenv(name, "2")
+    assert parse_args([]).min_initial_workers == 2
+    monkeypatch.setenv(WAIT_VARIABLES[1], "4")
+    message = refused(capsys)
+    assert all(name in message for name in WAIT_VARIABLES[1:])
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "wanted"),
+    [
+        ("port", 65536, "--port must be a whole number in 0..=65535, got 65536"),
+        ("threads", 0, "--threads must be"),
+        ("block_size", 0, "--block-size must be"),
+        ("max_body_bytes", 0, "--max-body-bytes must be"),
+        ("max_blocks", -1, "--max-blocks must be"),
+        ("index_memory", -1, "--index-memory must be"),
+        ("min_initial_workers", 65536, "--min-initial-workers must be"),
+        ("model_name", "", "--model-name must not be empty"),
+    ],
+)
+def test_settings_of_a_caller_have_the_same_limits(setting, value, wanted):
+    with pytest.raises(ConfigError, match=wanted):
+        IndexerArgs(**{setting: value})
 
 
 def test_help_names_the_environment(capsys):

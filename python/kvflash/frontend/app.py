@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvflash._core import Frontend
 from kvflash.errors import KvflashError
 from kvflash.frontend.args import FrontendArgs, parse_args
-from kvflash.process import run_until_stopped, start_logging
+from kvflash.process import FedService, run_until_stopped, start_logging
 
 __all__ = ["main", "make_frontend"]
 
@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse_args(argv)
         start_logging(args.log_level, args.log_format)
         frontend = make_frontend(args)
-        run_until_stopped(frontend, host=args.host, port=args.port, name="frontend")
+        service = FedService(frontend, host=args.host, port=args.port)
+        run_until_stopped(service, name="frontend")
     except KvflashError as error:
         print(f"kvflash.frontend: {error}", file=sys.stderr)
         return 2

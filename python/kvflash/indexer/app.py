@@ -6,9 +6,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from kvflash._core import Indexer
 from kvflash.errors import KvflashError
 from kvflash.indexer.args import parse_args
+from kvflash.indexer.service import IndexerService
 from kvflash.process import run_until_stopped, start_logging
 
 __all__ = ["main"]
@@ -19,24 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse_args(argv)
         start_logging(args.log_level, args.log_format)
-        indexer = Indexer(
-            threads=args.threads,
-            max_body_bytes=args.max_body_bytes,
-            max_blocks=args.max_blocks,
-            index_memory_bytes=args.index_memory,
-            peers=args.peers,
-            test_endpoints=os.environ.get("KVFLASH_INDEXER_TEST_ENDPOINTS", "") not in ("", "0"),
-        )
-        for worker in args.workers:
-            indexer.register(
-                worker.instance_id,
-                worker.endpoint,
-                model_name=args.model_name,
-                block_size=args.block_size or 0,
-                tenant_id=args.tenant_id,
-                dp_rank=worker.dp_rank,
-            )
-        run_until_stopped(indexer, host=args.host, port=args.port, name="indexer")
+        run_until_stopped(IndexerService(args), name="indexer")
     except KvflashError as error:
         print(f"kvflash.indexer: {error}", file=sys.stderr)
         return 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,21 +24,78 @@ class WorkerEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerArgs:
-    """The indexer's settings."""
+    """The indexer's settings, one a flag.
 
-    host: str
-    port: int
-    threads: int
-    log_level: str
-    log_format: str
-    block_size: int | None
-    model_name: str
-    tenant_id: str
-    workers: tuple[WorkerEntry, ...]
-    peers: tuple[str, ...]
-    max_body_bytes: int
-    max_blocks: int
-    index_memory: int
+    Attributes:
+        host: Address to listen on.
+        port: Port to listen on; 0 picks a free one.
+        threads: Threads that serve.
+        log_level: How much the process logs.
+        log_format: Form of a log line, text or json.
+        block_size: Tokens in a block of the engines of ``workers``; None only without any.
+        model_name: Model of ``workers``.
+        tenant_id: Tenant of ``workers``.
+        workers: Engines to subscribe to from the start.
+        peers: Indexers to recover from at the start, ``http://host:port``.
+        max_body_bytes: Largest request body.
+        max_blocks: Blocks that one index may hold; 0 = no limit.
+        index_memory: Bytes that one index may occupy; 0 = no limit.
+        min_initial_workers: Workers to wait for before the service is ready; 0 = none.
+        test_endpoints: Serve /test/pause_listener and /test/resume_listener.
+    """
+
+    host: str = "0.0.0.0"
+    port: int = 8090
+    threads: int = 4
+    log_level: str = "info"
+    log_format: str = "text"
+    block_size: int | None = None
+    model_name: str = "default"
+    tenant_id: str = "default"
+    workers: tuple[WorkerEntry, ...] = ()
+    peers: tuple[str, ...] = ()
+    max_body_bytes: int = 8 * 1024 * 1024
+    max_blocks: int = 33_554_432
+    index_memory: int = 0
+    min_initial_workers: int = 0
+    test_endpoints: bool = False
+
+    def __post_init__(self) -> None:
+        """Check what holds for every caller.
+
+        Raises:
+            ConfigError: Names the flag, what is legal and what came.
+        """
+        for name, (low, high) in _BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag} must be a whole number in {low}..={high}, got {value}")
+        if not self.model_name:
+            raise ConfigError("--model-name must not be empty")
+        if self.workers and self.block_size is None:
+            raise ConfigError("--block-size is required with --workers")
+        seen = set()
+        for worker in self.workers:
+            identity = (worker.instance_id, worker.dp_rank)
+            if identity in seen:
+                raise ConfigError(
+                    f"--workers: instance_id {worker.instance_id} dp_rank {worker.dp_rank} is "
+                    "there twice"
+                )
+            seen.add(identity)
+
+
+#: Numbers in their bounds, for flags and for callers alike.
+_BOUNDS = {
+    "port": (0, 65_535),
+    "threads": (1, 1_024),
+    "block_size": (1, 2**32 - 1),
+    "max_body_bytes": (1, 2**48),
+    "max_blocks": (0, 2**48),
+    "index_memory": (0, 2**63 - 1),
+    "min_initial_workers": (0, 65_535),
+}
 
 
 def parse_workers(text: str) -> tuple[WorkerEntry, ...]:
@@ -89,7 +147,7 @@ def parse_args(argv: Sequence[str] | None = None) -> IndexerArgs:
     add_common(flags, port=8090, threads=4)
     flags.add(
         "--block-size",
-        parse=bounded_int(1, 2**32 - 1),
+        parse=bounded_int(*_BOUNDS["block_size"]),
         default=None,
         summary="tokens in a block of the engines of --workers",
     )
@@ -117,7 +175,7 @@ def parse_args(argv: Sequence[str] | None = None) -> IndexerArgs:
     )
     flags.add(
         "--max-blocks",
-        parse=bounded_int(0, 2**48),
+        parse=bounded_int(*_BOUNDS["max_blocks"]),
         default=33_554_432,
         summary="blocks that one model's index may hold, 0 = no limit; beyond it stores are "
         "refused and counted",
@@ -130,8 +188,16 @@ def parse_args(argv: Sequence[str] | None = None) -> IndexerArgs:
         summary="memory that the index of one model and tenant may occupy, such as 8GiB, 512MiB or "
         "plain bytes, 0 = no limit; near it the least recently stored blocks go",
     )
+    flags.add(
+        "--min-initial-workers",
+        parse=bounded_int(*_BOUNDS["min_initial_workers"]),
+        default=0,
+        variables=("KVFLASH_ROUTER_MIN_INITIAL_WORKERS", "DYN_ROUTER_MIN_INITIAL_WORKERS"),
+        metavar="COUNT",
+        summary="workers to wait for before the service is ready",
+    )
     args = flags.parse(argv)
-    workers = parse_workers(args.workers)
-    if workers and args.block_size is None:
-        raise ConfigError("--block-size is required with --workers")
-    return IndexerArgs(**{**vars(args), "workers": workers})
+    # For tests of what is lost while a listener does not read; no flag for operators.
+    test_endpoints = os.environ.get("KVFLASH_INDEXER_TEST_ENDPOINTS", "0") not in ("", "0")
+    given = {**vars(args), "workers": parse_workers(args.workers)}
+    return IndexerArgs(**given, test_endpoints=test_endpoints)

@@ -156,7 +156,7 @@ impl Ingest<'_> {
             }
             (None, _) => None,
         };
-        let own = hash::identity_seed(lora, salt);
+        let own = self.model.seed(lora, salt);
         let Some(parent) = event.parent else { return Some(own) };
         match self.model.index.parent_seed(self.worker, parent) {
             None => Some(own),

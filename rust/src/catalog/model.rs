@@ -1,8 +1,12 @@
 //! One (model, tenant): its block size and its index.
 
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use super::identity::Agreement;
+use super::roster::Roster;
+use crate::ids::Worker;
 use crate::index::BlockIndex;
 
 /// What an index is for: no match ever crosses it.
@@ -30,11 +34,22 @@ pub struct ModelIndex {
     block_size: AtomicU32,
     /// What the operator set for every publisher to come; 0 = nothing.
     given_block_size: u32,
+    /// Adapter and salt of events and queries that name none.
+    pub(super) agreement: Agreement,
+    /// Who may hold blocks of it.
+    pub(super) roster: Roster,
 }
 
 impl ModelIndex {
     pub(super) fn new(key: ModelKey, given_block_size: u32, index: Box<dyn BlockIndex>) -> Self {
-        Self { key, index, block_size: AtomicU32::new(given_block_size), given_block_size }
+        Self {
+            key,
+            index,
+            block_size: AtomicU32::new(given_block_size),
+            given_block_size,
+            agreement: Agreement::default(),
+            roster: Roster::default(),
+        }
     }
 
     /// Tokens in a block; `None` while no engine has told.
@@ -44,6 +59,19 @@ impl ModelIndex {
             0 => None,
             size => Some(size),
         }
+    }
+
+    /// Registered workers and ranks that only events have named, by instance and rank.
+    ///
+    /// # Cost
+    /// A pointer, but for the first call after one joined or left: O(workers).
+    pub fn workers(&self) -> Arc<[Worker]> {
+        self.roster.list()
+    }
+
+    /// The seed of an event's or a query's hashes; what it does not name is the index's.
+    pub fn seed(&self, lora_name: Option<&str>, cache_salt: Option<&str>) -> u64 {
+        self.agreement.seed(lora_name, cache_salt)
     }
 
     /// Nobody publishes for this index any more, and it is empty: what comes next may differ.

@@ -126,18 +126,26 @@ pub struct PublisherView {
     pub evidence: Evidence,
 }
 
+/// Where a publisher is reached.
+#[derive(Debug, Clone)]
+pub(super) struct Sockets {
+    pub endpoint: String,
+    pub replay_endpoint: Option<String>,
+}
+
 impl Publisher {
     pub(super) fn new(
         id: PublisherId,
         worker: Worker,
         model: Arc<ModelIndex>,
-        endpoint: String,
-        replay_endpoint: Option<String>,
+        sockets: Sockets,
         capacity_blocks: Option<u64>,
         limits: Limits,
         clock: Arc<dyn Clock>,
     ) -> Self {
+        let Sockets { endpoint, replay_endpoint } = sockets;
         let standing = Standing::new(model.index.stats().evicted_blocks_total);
+        model.roster.add(worker);
         Self {
             id,
             worker,
@@ -370,9 +378,26 @@ impl Publisher {
         state.closed = true;
         let place = self.place(&state);
         for dp_rank in state.ranks.drain(..) {
-            self.model.index.remove_worker(Worker::new(self.worker.instance_id, dp_rank));
+            self.release(dp_rank);
         }
         place
+    }
+
+    /// Drop the blocks of a rank that only events have named; an event that names it again brings it back.
+    /// Returns whether there was one.
+    pub(super) fn drop_rank(&self, dp_rank: u32) -> bool {
+        let mut state = self.state.lock();
+        let at = state.ranks.iter().position(|rank| *rank == dp_rank);
+        let Some(at) = at.filter(|_| dp_rank != self.worker.dp_rank) else { return false };
+        state.ranks.remove(at);
+        self.release(dp_rank);
+        true
+    }
+
+    fn release(&self, dp_rank: u32) {
+        let worker = Worker::new(self.worker.instance_id, dp_rank);
+        self.model.index.remove_worker(worker);
+        self.model.roster.remove(worker);
     }
 
     fn take(
@@ -417,6 +442,7 @@ impl Publisher {
                         return FrameOutcome::Applied;
                     }
                     state.ranks.push(dp_rank);
+                    self.model.roster.add(Worker::new(self.worker.instance_id, dp_rank));
                 }
                 add(&self.counters.batches, 1);
                 Ingest {

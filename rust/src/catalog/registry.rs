@@ -8,10 +8,11 @@ use parking_lot::RwLock;
 
 use super::command::{Command, CommandQueue};
 use super::counters::EventCounts;
+use super::identity::Identity;
 use super::legal::{check_endpoint, check_names};
 use super::model::{ModelIndex, ModelKey};
 use super::past::{Past, PastKind};
-use super::publisher::{ListenerStatus, Place, Publisher, PublisherId};
+use super::publisher::{ListenerStatus, Place, Publisher, PublisherId, Sockets};
 use crate::clock::{Clock, SystemClock};
 use crate::codec;
 use crate::error::{Error, Result};
@@ -63,6 +64,8 @@ pub struct Registration {
     pub replay_endpoint: Option<String>,
     /// Blocks that the device of each of its ranks has, where somebody knows.
     pub capacity_blocks: Option<u64>,
+    /// Adapter and salt of its events that name none; the first registration of an index decides.
+    pub identity: Identity,
 }
 
 #[derive(Default)]
@@ -183,11 +186,18 @@ impl Catalog {
     ///
     /// # Errors
     /// `Conflict`: the worker is registered already, its instance belongs to another model or tenant,
-    /// or the block size is not the index's. `InvalidArgument`: an endpoint, a model name or a block size that
+    /// or block size, adapter or salt are not the index's. `InvalidArgument`: an endpoint, a model name or a block size that
     /// cannot be. `Overloaded`: a limit is reached.
     pub fn register(&self, registration: Registration) -> Result<Arc<Publisher>> {
-        let Registration { worker, key, block_size, endpoint, replay_endpoint, capacity_blocks } =
-            registration;
+        let Registration {
+            worker,
+            key,
+            block_size,
+            endpoint,
+            replay_endpoint,
+            capacity_blocks,
+            identity,
+        } = registration;
         check_endpoint("endpoint", &endpoint)?;
         if let Some(replay) = &replay_endpoint {
             check_endpoint("replay_endpoint", replay)?;
@@ -219,16 +229,19 @@ impl Catalog {
                 self.options.max_publishers
             )));
         }
+        if let Some(model) = tables.models.get(&key) {
+            model.agreement.check(&identity, &key)?;
+        }
         let model = self.model_in(&mut tables, &key, block_size, None)?;
         let past = tables.past.remove(&worker);
+        model.agreement.settle(identity);
         // Relaxed: the table's lock orders everything else.
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let publisher = Arc::new(Publisher::new(
             id,
             worker,
             model,
-            endpoint.clone(),
-            replay_endpoint.clone(),
+            Sockets { endpoint: endpoint.clone(), replay_endpoint: replay_endpoint.clone() },
             capacity_blocks,
             self.options.frame,
             Arc::clone(&self.clock),
@@ -257,7 +270,8 @@ impl Catalog {
         Ok(publisher)
     }
 
-    /// Unregister an instance, or one rank of it; its blocks are gone when this returns.
+    /// Unregister an instance, or one rank of it; its blocks are gone when this returns. Of a rank that only
+    /// events have named the listener stays, and brings it back when it names it again.
     ///
     /// # Errors
     /// `NotFound` when nothing fits.
@@ -269,13 +283,16 @@ impl Catalog {
         dp_rank: Option<u32>,
     ) -> Result<usize> {
         let mut tables = self.tables.write();
-        let gone: Vec<Arc<Publisher>> = tables
+        let fitting: Vec<Arc<Publisher>> = tables
             .of_instance(instance_id)
             .filter(|p| p.model.key.model_name == model_name)
             .filter(|p| tenant_id.is_none_or(|tenant| p.model.key.tenant_id == tenant))
-            .filter(|p| dp_rank.is_none_or(|rank| p.worker.dp_rank == rank))
             .cloned()
             .collect();
+        let (gone, others): (Vec<_>, Vec<_>) =
+            fitting.into_iter().partition(|p| dp_rank.is_none_or(|rank| p.worker.dp_rank == rank));
+        let dropped =
+            others.iter().filter(|p| dp_rank.is_some_and(|rank| p.drop_rank(rank))).count();
         let recovered: Vec<Worker> = tables
             .past
             .range(Worker::new(instance_id, 0)..=Worker::new(instance_id, u32::MAX))
@@ -290,7 +307,7 @@ impl Catalog {
                 past.drop_blocks(instance_id);
             }
         }
-        if gone.is_empty() && recovered.is_empty() {
+        if gone.is_empty() && recovered.is_empty() && dropped == 0 {
             let rank = dp_rank.map(|rank| format!(" dp_rank={rank}")).unwrap_or_default();
             let tenant = tenant_id.map(|tenant| format!(" tenant={tenant}")).unwrap_or_default();
             return Err(Error::NotFound(format!(
@@ -308,11 +325,12 @@ impl Catalog {
             self.commands.push(Command::Unsubscribe { publisher: publisher.id });
             let key = &publisher.model.key;
             if !tables.publishers.values().any(|other| other.model.key == *key) {
-                // The next one to register may have another block size.
+                // The next one to register may have another block size and identity.
                 publisher.model.forget_block_size();
+                publisher.model.agreement.forget();
             }
         }
-        Ok(gone.len() + recovered.len())
+        Ok(gone.len() + recovered.len() + dropped)
     }
 
     /// From now on new publishers connect but do not read, until [`Catalog::release`].
@@ -428,17 +446,6 @@ impl Catalog {
         let mut models: Vec<_> = self.tables.read().models.values().cloned().collect();
         models.sort_by(|a, b| a.key.cmp(&b.key));
         models
-    }
-
-    /// Workers registered for a model and tenant, by instance and rank.
-    pub fn workers_of(&self, key: &ModelKey) -> Vec<Worker> {
-        let tables = self.tables.read();
-        tables
-            .workers
-            .iter()
-            .filter(|(_, id)| tables.publishers.get(id).is_some_and(|p| p.model.key == *key))
-            .map(|(worker, _)| *worker)
-            .collect()
     }
 }
 

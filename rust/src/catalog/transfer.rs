@@ -12,6 +12,7 @@ use thiserror::Error;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::dump::dump_worker;
+use super::identity::Identity;
 use super::legal::check_names;
 use super::model::{ModelIndex, ModelKey};
 use super::past::{Past, PastKind};
@@ -37,6 +38,8 @@ struct Head {
     dp_rank: u32,
     group: Option<u32>,
     is_inexact: bool,
+    lora_name: Option<String>,
+    additional_salt: Option<String>,
 }
 
 enum Owner {
@@ -111,6 +114,7 @@ impl Part {
     /// 16 bytes a block; the publisher's frames wait meanwhile.
     pub fn encode(&self) -> Result<Vec<u8>, Error> {
         self.read(|place, workers| {
+            let Identity { lora_name, cache_salt } = self.model.agreement.held();
             let head = Head {
                 model_name: self.model.key.model_name.clone(),
                 tenant_id: self.model.key.tenant_id.clone(),
@@ -118,6 +122,8 @@ impl Part {
                 dp_rank: self.worker.dp_rank,
                 group: place.group,
                 is_inexact: place.is_inexact,
+                lora_name,
+                additional_salt: cache_salt,
             };
             let meta = Meta {
                 block_size: self.model.block_size().unwrap_or(0),
@@ -363,6 +369,14 @@ fn restore_part(
         Ok(model) => model,
         Err(error) => return leave_out(progress, format!("worker {worker}: {error}")),
     };
+    // Saying nothing means none here: the blocks are there already.
+    let [lora_name, cache_salt] =
+        [&head.lora_name, &head.additional_salt].map(|name| Some(name.clone().unwrap_or_default()));
+    let identity = Identity { lora_name, cache_salt };
+    if let Err(error) = model.agreement.check(&identity, &model.key) {
+        return leave_out(progress, format!("worker {worker}: {error}"));
+    }
+    model.agreement.settle(identity);
     let mut ranks: Vec<u32> = snapshot.workers().iter().map(|worker| worker.dp_rank).collect();
     if !ranks.contains(&worker.dp_rank) {
         ranks.push(worker.dp_rank);

@@ -1,10 +1,49 @@
 //! The standalone indexer's API.
+//!
+//! In a process of the caller's own, who brings the socket, the runtime and the engines' frames:
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//! use std::time::Duration;
+//!
+//! use kvflash::catalog::{Catalog, Command};
+//! use kvflash::http::indexer::{IndexerApp, IndexerOptions};
+//! use kvflash::http::{ServeLimits, Shutdown, serve};
+//! # fn subscribe(_catalog: &Catalog, _publisher: u64, _endpoint: &str) {}
+//! # fn close(_publisher: u64) {}
+//!
+//! # async fn run() -> std::io::Result<()> {
+//! let catalog = Arc::new(Catalog::default());
+//! let shutdown = Shutdown::default();
+//!
+//! // Registrations become orders: open a socket, and hand what it brings to `Publisher::live`.
+//! let (orders, stop) = (Arc::clone(&catalog), shutdown.clone());
+//! std::thread::spawn(move || {
+//!     while !stop.is_stopped() {
+//!         match orders.commands.next(Duration::from_millis(100)) {
+//!             Some(Command::Subscribe { publisher, endpoint, .. }) => {
+//!                 subscribe(&orders, publisher, &endpoint);
+//!             }
+//!             Some(Command::Unsubscribe { publisher }) => close(publisher),
+//!             None => {}
+//!         }
+//!     }
+//! });
+//!
+//! let app = IndexerApp::router(catalog, IndexerOptions::default());
+//! let listener = tokio::net::TcpListener::bind("127.0.0.1:8090").await?;
+//! serve(listener, app, ServeLimits::default(), shutdown).await
+//! # }
+//! ```
 
 mod answer;
 mod app;
 mod dump;
+mod form;
+mod overlap;
 mod recover;
 mod request;
 mod startup;
 
 pub use app::{IndexerApp, IndexerOptions};
+pub use overlap::query_tokens;

@@ -4,15 +4,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
+use super::buffer::tokens;
 use super::catalog::Catalog;
 use super::error::{OrRaise, raise};
 use super::service::Service;
-use crate::catalog::{self, CatalogOptions, ModelKey, Registration};
+use crate::catalog::{self, CatalogOptions, Identity, ModelKey, Registration};
 use crate::clock::SystemClock;
 use crate::error::Error;
 use crate::http::Shutdown;
-use crate::http::indexer::{IndexerApp, IndexerOptions};
+use crate::http::indexer::{IndexerApp, IndexerOptions, query_tokens};
 use crate::ids::Worker;
 
 /// The standalone indexer's HTTP service in this process.
@@ -72,7 +74,7 @@ impl Indexer {
         .or_raise(py)
     }
 
-    #[pyo3(signature = (instance_id, endpoint, *, model_name, block_size, tenant_id="default", dp_rank=0, replay_endpoint=None))]
+    #[pyo3(signature = (instance_id, endpoint, *, model_name, block_size, tenant_id="default", dp_rank=0, replay_endpoint=None, lora_name=None, additional_salt=None))]
     #[allow(clippy::too_many_arguments)]
     fn register(
         &self,
@@ -84,6 +86,8 @@ impl Indexer {
         tenant_id: &str,
         dp_rank: u32,
         replay_endpoint: Option<String>,
+        lora_name: Option<String>,
+        additional_salt: Option<String>,
     ) -> PyResult<()> {
         let registration = Registration {
             worker: Worker::new(instance_id, dp_rank),
@@ -92,8 +96,41 @@ impl Indexer {
             endpoint,
             replay_endpoint,
             capacity_blocks: None,
+            identity: Identity { lora_name, cache_salt: additional_salt },
         };
         py.detach(|| self.catalog.register(registration)).or_raise(py).map(|_| ())
+    }
+
+    #[pyo3(signature = (instance_id, *, model_name, tenant_id=None, dp_rank=None))]
+    fn unregister(
+        &self,
+        py: Python<'_>,
+        instance_id: u64,
+        model_name: &str,
+        tenant_id: Option<&str>,
+        dp_rank: Option<u32>,
+    ) -> PyResult<()> {
+        py.detach(|| self.catalog.unregister(instance_id, model_name, tenant_id, dp_rank))
+            .or_raise(py)
+            .map(|_| ())
+    }
+
+    #[pyo3(signature = (token_ids, *, model_name, tenant_id="default", lora_name=None, cache_salt=None))]
+    fn query(
+        &self,
+        py: Python<'_>,
+        token_ids: &Bound<'_, PyAny>,
+        model_name: &str,
+        tenant_id: &str,
+        lora_name: Option<&str>,
+        cache_salt: Option<&str>,
+    ) -> PyResult<Py<PyBytes>> {
+        let ids = tokens("token_ids", token_ids)?;
+        let ids = ids.as_slice();
+        let key = (model_name, tenant_id);
+        py.detach(|| query_tokens(&self.catalog, key, &ids, lora_name, cache_salt))
+            .or_raise(py)
+            .map(|json| PyBytes::new(py, &json).unbind())
     }
 
     fn stop(&self, py: Python<'_>) {

@@ -61,6 +61,7 @@ impl Publisher {
         for dp_rank in &place.ranks {
             if !state.ranks.contains(dp_rank) && state.ranks.len() < MAX_RANKS {
                 state.ranks.push(*dp_rank);
+                self.model.roster.add(Worker::new(self.worker.instance_id, *dp_rank));
             }
         }
         state.groups = Groups::crediting(place.group);

@@ -8,7 +8,7 @@ use parking_lot::RwLock;
 
 use super::engine::{Engine, EngineNotes, EngineSpec};
 use super::options::FrontendOptions;
-use crate::catalog::{Catalog, ModelIndex, ModelKey, Registration};
+use crate::catalog::{Catalog, Identity, ModelIndex, ModelKey, Registration};
 use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
@@ -247,6 +247,7 @@ impl Fleet {
                 endpoint,
                 replay_endpoint: engine.spec.replay_of(dp_rank),
                 capacity_blocks: None,
+                identity: Identity::default(),
             });
             if let Err(error) = registered {
                 // All ranks or none; NotFound only says that the first one failed.

@@ -1,4 +1,4 @@
-//! What the indexer answers: shapes of the published document.
+//! What GET /workers answers, in the shape of the published document.
 
 use std::collections::BTreeMap;
 
@@ -8,55 +8,6 @@ use crate::catalog::{
     Catalog, EventCounts, ListenerStatus, ModelIndex, Reason, Report, Trust, TrustState,
 };
 use crate::ids::{InstanceId, Worker};
-use crate::index::Matches;
-
-/// One instance in a query's answer; all counts in tokens, tiers cumulative.
-#[derive(Debug, Default, Serialize)]
-pub(super) struct InstanceMatch {
-    longest_matched: u64,
-    gpu: u64,
-    dp: BTreeMap<u32, u64>,
-    cpu: u64,
-    disk: u64,
-}
-
-/// POST /query, /query_by_hash
-#[derive(Debug, Default, Serialize)]
-pub(super) struct QueryAnswer {
-    scores: BTreeMap<InstanceId, BTreeMap<u32, u64>>,
-    frequencies: Vec<u32>,
-    instances: BTreeMap<InstanceId, InstanceMatch>,
-}
-
-impl QueryAnswer {
-    /// `registered` workers without a match appear with zeros.
-    pub fn new(matches: &Matches, registered: &[Worker], block_size: u32) -> Self {
-        let mut answer = Self::default();
-        matches.frequencies(&mut answer.frequencies);
-        for worker in registered {
-            answer.add(*worker, 0, 0, 0);
-        }
-        let tokens = |blocks: u32| u64::from(blocks) * u64::from(block_size);
-        for found in matches.as_slice() {
-            // Shared storage counts as disk, as in the published API.
-            let disk = tokens(found.disk.max(found.external));
-            answer.add(found.worker, tokens(found.device), tokens(found.host), disk);
-        }
-        answer
-    }
-
-    fn add(&mut self, worker: Worker, gpu: u64, cpu: u64, disk: u64) {
-        let Worker { instance_id, dp_rank } = worker;
-        let score = self.scores.entry(instance_id).or_default().entry(dp_rank).or_default();
-        *score = gpu.max(*score);
-        let instance = self.instances.entry(instance_id).or_default();
-        instance.dp.insert(dp_rank, *score);
-        instance.gpu = instance.gpu.max(gpu);
-        instance.cpu = instance.cpu.max(cpu);
-        instance.disk = instance.disk.max(disk);
-        instance.longest_matched = instance.gpu.max(instance.cpu).max(instance.disk);
-    }
-}
 
 #[derive(Debug, Serialize)]
 struct Listener {
@@ -213,36 +164,5 @@ mod tests {
         ] {
             assert_eq!(aggregate(statuses.into_iter()), wanted);
         }
-    }
-
-    #[test]
-    fn answer_is_in_tokens_with_zeros_for_the_registered_rest() {
-        use crate::ids::Tier;
-        use crate::index::{Block, BlockIndex, DEFAULT_SEED, Options, OracleIndex};
-
-        let index = OracleIndex::new(Options::default());
-        let block = |n: u64| Block { engine_hash: n, local_hash: n };
-        let store = |worker, tier, parent: Option<u64>, blocks: &[Block]| {
-            index.store(worker, tier, parent, DEFAULT_SEED, blocks);
-        };
-        store(Worker::new(1, 0), Tier::Device, None, &[block(1), block(2)]);
-        store(Worker::new(1, 0), Tier::Host, Some(2), &[block(3)]);
-        store(Worker::new(1, 1), Tier::Device, None, &[block(1)]);
-        store(Worker::new(1, 1), Tier::External, Some(1), &[block(2), block(3), block(4)]);
-        let mut matches = Matches::default();
-        index.find_matches(&[1, 2, 3, 4], &mut matches);
-        let answer = QueryAnswer::new(&matches, &[Worker::new(1, 0), Worker::new(2, 1)], 16);
-        let json = serde_json::to_value(&answer).expect("plain maps");
-        assert_eq!(
-            json,
-            serde_json::json!({
-                "scores": {"1": {"0": 32, "1": 16}, "2": {"1": 0}},
-                "frequencies": [2, 1],
-                "instances": {
-                    "1": {"longest_matched": 64, "gpu": 32, "dp": {"0": 32, "1": 16}, "cpu": 48, "disk": 64},
-                    "2": {"longest_matched": 0, "gpu": 0, "dp": {"1": 0}, "cpu": 0, "disk": 0},
-                },
-            })
-        );
     }
 }

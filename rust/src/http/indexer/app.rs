@@ -1,30 +1,31 @@
 //! Routes of the indexer.
 
-use std::cell::RefCell;
 use std::sync::Arc;
 use std::time::Instant;
 
 use axum::Router;
 use axum::body::Body;
+use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query as UrlQuery, State};
-use axum::http::{HeaderName, HeaderValue, StatusCode, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use bytes::Bytes;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::super::Reject;
 use super::super::body::{self, Unreadable};
 use super::super::metrics::{CommonMetrics, RequestLabel};
-use super::answer::{QueryAnswer, worker_entries};
+use super::answer::worker_entries;
 use super::dump::{DUMP_TYPE, DumpQuery, Dumps, binary_body, digests, json_body};
+use super::form::Form;
+use super::overlap::{find, find_tokens};
 use super::recover::recover;
 use super::request::{Listener, PeerUrl, Query, QueryByHash, Register, Unregister};
 use super::startup::Startup;
-use crate::catalog::{Catalog, ModelIndex, ModelKey, Registration};
+use crate::catalog::{Catalog, Identity, ModelKey, Registration};
 use crate::error::Result as KvResult;
-use crate::hash;
 use crate::ids::Worker;
-use crate::index::Matches;
 
 /// Settings of the indexer's API.
 #[derive(Debug, Clone)]
@@ -126,8 +127,20 @@ impl App {
         body: Body,
         act: impl FnOnce(&Self, T) -> Result<Response, Reject>,
     ) -> Response {
+        self.answer_form(endpoint, Form::Json, body, act).await
+    }
+
+    /// As [`Self::answer`], of a body in either form.
+    async fn answer_form<T: DeserializeOwned>(
+        &self,
+        endpoint: &'static str,
+        form: Form,
+        body: Body,
+        act: impl FnOnce(&Self, T) -> Result<Response, Reject>,
+    ) -> Response {
         let started = Instant::now();
-        let response = match self.read::<T>(body).await.and_then(|request| act(self, request)) {
+        let request = self.read(body).await.and_then(|bytes| form.parse(&bytes));
+        let response = match request.and_then(|request| act(self, request)) {
             Ok(response) => response,
             Err(reject) => reject.plain(),
         };
@@ -137,47 +150,19 @@ impl App {
         response
     }
 
-    async fn read<T: DeserializeOwned>(&self, mut body: Body) -> Result<T, Reject> {
+    async fn read(&self, mut body: Body) -> Result<Bytes, Reject> {
         let limit = self.options.max_body_bytes;
-        let bytes = match body::read(&mut body, limit).await {
-            Ok(bytes) => bytes,
+        match body::read(&mut body, limit).await {
+            Ok(bytes) => Ok(bytes),
             Err(Unreadable::TooLarge) => {
                 body::discard(&mut body).await;
                 let message = format!("the body is larger than the limit of {limit} bytes");
-                return Err(Reject::new(StatusCode::PAYLOAD_TOO_LARGE, message));
+                Err(Reject::new(StatusCode::PAYLOAD_TOO_LARGE, message))
             }
             Err(Unreadable::CutOff) => {
-                return Err(Reject::bad_request("the body ended before its declared length"));
+                Err(Reject::bad_request("the body ended before its declared length"))
             }
-        };
-        // Derived readers would take a list too, field by field.
-        if bytes.trim_ascii_start().first() == Some(&b'[') {
-            return Err(Reject::bad_request("invalid request body: a list instead of an object"));
         }
-        serde_json::from_slice(&bytes).map_err(|error| {
-            // Second, slower pass, for the name of the field at fault.
-            let mut json = serde_json::Deserializer::from_slice(&bytes);
-            match serde_path_to_error::deserialize::<_, T>(&mut json) {
-                Err(error) => Reject::bad_request(format!("invalid request body: {error}")),
-                Ok(_) => Reject::bad_request(format!("invalid request body: {error}")),
-            }
-        })
-    }
-
-    fn find(&self, model: &ModelIndex, locals: &[u64]) -> Response {
-        let Some(block_size) = model.block_size() else {
-            return json_response(StatusCode::OK, &QueryAnswer::default());
-        };
-        thread_local! {
-            // The walk's buffers, reused by every query of the thread.
-            static MATCHES: RefCell<Matches> = RefCell::default();
-        }
-        let registered = self.catalog.workers_of(&model.key);
-        let answer = MATCHES.with_borrow_mut(|matches| {
-            model.index.find_matches(locals, matches);
-            QueryAnswer::new(matches, &registered, block_size)
-        });
-        json_response(StatusCode::OK, &answer)
     }
 
     /// Answers that were given before this replica was ready say so.
@@ -205,6 +190,10 @@ async fn register(State(app): State<Arc<App>>, body: Body) -> Response {
             endpoint: request.endpoint,
             replay_endpoint: request.replay_endpoint,
             capacity_blocks: request.capacity_blocks,
+            identity: Identity {
+                lora_name: request.lora_name,
+                cache_salt: request.additional_salt,
+            },
         })?;
         Ok(json_response(StatusCode::CREATED, &serde_json::json!({"status": "ok"})))
     })
@@ -231,30 +220,38 @@ struct WorkersFilter {
 
 async fn workers(
     State(app): State<Arc<App>>,
-    UrlQuery(filter): UrlQuery<WorkersFilter>,
+    filter: Result<UrlQuery<WorkersFilter>, QueryRejection>,
 ) -> Response {
+    let UrlQuery(filter) = match filter {
+        Ok(filter) => filter,
+        Err(error) => return Reject::bad_request(error.body_text()).plain(),
+    };
     json_response(StatusCode::OK, &worker_entries(&app.catalog, filter.model_name.as_deref()))
 }
 
-async fn query(State(app): State<Arc<App>>, body: Body) -> Response {
-    app.answer("/query", body, |app, request: Query| {
+async fn query(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
+    app.answer_form("/query", Form::of_body(&headers), body, |app, request: Query| {
+        let salt = request.salt()?;
         let model = app.catalog.model(&request.model_name, &request.tenant_id)?;
-        let seed = hash::identity_seed(request.lora_name.as_deref(), request.cache_salt.as_deref());
-        let locals = match model.block_size() {
-            Some(block_size) => hash::local_hashes(&request.token_ids.0, block_size, seed),
-            None => Vec::new(),
-        };
-        Ok(app.mark(app.find(&model, &locals)))
+        let form = Form::of_answer(&headers);
+        let lora_name = request.lora_name.as_deref();
+        let answer = find_tokens(&model, &request.token_ids.0, lora_name, salt, form);
+        Ok(app.mark(overlaps(form, answer)))
     })
     .await
 }
 
-async fn query_by_hash(State(app): State<Arc<App>>, body: Body) -> Response {
-    app.answer("/query_by_hash", body, |app, request: QueryByHash| {
+async fn query_by_hash(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
+    app.answer_form("/query_by_hash", Form::of_body(&headers), body, |app, request: QueryByHash| {
         let model = app.catalog.model(&request.model_name, &request.tenant_id)?;
-        Ok(app.mark(app.find(&model, &request.block_hashes.0)))
+        let form = Form::of_answer(&headers);
+        Ok(app.mark(overlaps(form, find(&model, &request.block_hashes.0, form))))
     })
     .await
+}
+
+fn overlaps(form: Form, bytes: Vec<u8>) -> Response {
+    (StatusCode::OK, [(header::CONTENT_TYPE, form.media_type())], bytes).into_response()
 }
 
 async fn dump(State(app): State<Arc<App>>, UrlQuery(query): UrlQuery<DumpQuery>) -> Response {

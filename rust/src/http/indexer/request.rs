@@ -3,6 +3,8 @@
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, SeqAccess, Unexpected, Visitor};
 
+use super::super::Reject;
+
 /// Token ids: u32, refused by index and value otherwise.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct TokenIds(pub Vec<u32>);
@@ -42,6 +44,9 @@ impl<'de, const HASH: bool> Deserialize<'de> for Element<HASH> {
                 if HASH {
                     // Engines in Python publish hashes as signed numbers; the bits are what counts.
                     Ok(Element(value as u64))
+                } else if (0..=i64::from(u32::MAX)).contains(&value) {
+                    // Some msgpack writers sign every number.
+                    Ok(Element(value as u64))
                 } else {
                     Err(E::invalid_value(Unexpected::Signed(value), &self))
                 }
@@ -60,7 +65,7 @@ impl<'de, const HASH: bool> ElementsVisitor<HASH> {
     where
         A: SeqAccess<'de>,
     {
-        let mut out = Vec::with_capacity(seq.size_hint().unwrap_or(0).min(65_536));
+        let mut out = Vec::with_capacity(seq.size_hint().unwrap_or(0).min(1_024));
         loop {
             match seq.next_element::<Element<HASH>>() {
                 Ok(Some(element)) => out.push(convert(element.0)),
@@ -74,12 +79,33 @@ impl<'de, const HASH: bool> ElementsVisitor<HASH> {
                 }
             }
             if out.len() > MAX_TOKEN_IDS {
-                return Err(A::Error::custom(format!(
-                    "{} may have at most {MAX_TOKEN_IDS} elements",
-                    self.field
-                )));
+                return Err(self.too_many());
             }
         }
+    }
+
+    /// Little-endian words of `N` bytes.
+    fn unpack<E: serde::de::Error, T, const N: usize>(
+        self,
+        bytes: &[u8],
+        convert: impl Fn([u8; N]) -> T,
+    ) -> Result<Vec<T>, E> {
+        let (words, rest) = bytes.as_chunks::<N>();
+        if !rest.is_empty() {
+            return Err(E::custom(format!(
+                "{} has {} bytes, which are no whole number of {N}-byte little-endian integers",
+                self.field,
+                bytes.len()
+            )));
+        }
+        if words.len() > MAX_TOKEN_IDS {
+            return Err(self.too_many());
+        }
+        Ok(words.iter().map(|word| convert(*word)).collect())
+    }
+
+    fn too_many<E: serde::de::Error>(&self) -> E {
+        E::custom(format!("{} may have at most {MAX_TOKEN_IDS} elements", self.field))
     }
 }
 
@@ -93,6 +119,10 @@ impl<'de> Visitor<'de> for ElementsVisitor<false> {
     fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<TokenIds, A::Error> {
         self.collect(seq, |value| value as u32).map(TokenIds)
     }
+
+    fn visit_bytes<E: serde::de::Error>(self, bytes: &[u8]) -> Result<TokenIds, E> {
+        self.unpack(bytes, u32::from_le_bytes).map(TokenIds)
+    }
 }
 
 impl<'de> Visitor<'de> for ElementsVisitor<true> {
@@ -105,17 +135,21 @@ impl<'de> Visitor<'de> for ElementsVisitor<true> {
     fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<BlockHashes, A::Error> {
         self.collect(seq, |value| value).map(BlockHashes)
     }
+
+    fn visit_bytes<E: serde::de::Error>(self, bytes: &[u8]) -> Result<BlockHashes, E> {
+        self.unpack(bytes, u64::from_le_bytes).map(BlockHashes)
+    }
 }
 
 impl<'de> Deserialize<'de> for TokenIds {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_seq(ElementsVisitor::<false> { field: "token_ids" })
+        deserializer.deserialize_any(ElementsVisitor::<false> { field: "token_ids" })
     }
 }
 
 impl<'de> Deserialize<'de> for BlockHashes {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_seq(ElementsVisitor::<true> { field: "block_hashes" })
+        deserializer.deserialize_any(ElementsVisitor::<true> { field: "block_hashes" })
     }
 }
 
@@ -136,6 +170,9 @@ pub(super) struct Register {
     pub dp_rank: u32,
     pub replay_endpoint: Option<String>,
     pub capacity_blocks: Option<u64>,
+    pub lora_name: Option<String>,
+    #[serde(alias = "additionalsalt")]
+    pub additional_salt: Option<String>,
 }
 
 /// POST /unregister
@@ -156,6 +193,20 @@ pub(super) struct Query {
     pub tenant_id: String,
     pub lora_name: Option<String>,
     pub cache_salt: Option<String>,
+    #[serde(alias = "additionalsalt")]
+    pub additional_salt: Option<String>,
+}
+
+impl Query {
+    /// The salt, by whichever name.
+    pub fn salt(&self) -> Result<Option<&str>, Reject> {
+        match (&self.cache_salt, &self.additional_salt) {
+            (Some(salt), Some(other)) if salt != other => Err(Reject::bad_request(format!(
+                "cache_salt {salt:?} and additional_salt {other:?} are two names of one field"
+            ))),
+            (salt, other) => Ok(salt.as_deref().or(other.as_deref())),
+        }
+    }
 }
 
 /// POST /query_by_hash
@@ -165,7 +216,7 @@ pub(super) struct QueryByHash {
     pub model_name: String,
     #[serde(default = "default_tenant")]
     pub tenant_id: String,
-    /// Salted hashes carry their salt already, so naming it again changes nothing.
+    /// Salted hashes carry their salt already, the tenant's included: naming it again changes nothing.
     #[serde(rename = "cache_salt")]
     pub _cache_salt: Option<String>,
 }

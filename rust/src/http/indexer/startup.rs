@@ -203,7 +203,7 @@ fn peer_url(url: &str) -> Result<String> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::catalog::{ModelKey, Registration};
+    use crate::catalog::{Identity, ModelKey, Registration};
     use crate::ids::Worker;
 
     fn register(catalog: &Catalog, instance_id: u64) {
@@ -214,6 +214,8 @@ mod tests {
             block_size: Some(16),
             endpoint: "tcp://127.0.0.1:1".into(),
             replay_endpoint: None,
+            capacity_blocks: None,
+            identity: Identity::default(),
         };
         catalog.register(registration).unwrap();
     }

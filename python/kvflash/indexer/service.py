@@ -1,0 +1,191 @@
+"""The indexer in a process of the caller's own: HTTP service, index and event transport."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from kvflash._core import Indexer
+from kvflash.errors import ConfigError, ConflictError, InvalidArgumentError
+from kvflash.indexer.args import IndexerArgs
+from kvflash.process import FedService
+
+__all__ = ["IndexerService"]
+
+
+class IndexerService:
+    """The standalone indexer as an object; ``python -m kvflash.indexer`` is one of these.
+
+    ::
+
+        with IndexerService(host="127.0.0.1", port=0) as indexer:
+            indexer.register(1, "tcp://127.0.0.1:5557", model_name="m", block_size=16)
+            indexer.query([1, 2, 3], model_name="m")["scores"]
+
+    Several may live in one process. It takes no signals, and leaves the set-up of logging to the
+    process. It starts once and stops once.
+
+    Args:
+        args: Settings; those of a command line come from ``parse_args``.
+        **settings: Fields of ``IndexerArgs``, by name: the flags with ``_`` for ``-``.
+
+    Raises:
+        ConfigError: Names the flag that can't work, and what is legal.
+        TypeError: There is no such setting.
+    """
+
+    def __init__(self, args: IndexerArgs | None = None, **settings: Any) -> None:
+        args = dataclasses.replace(args or IndexerArgs(), **settings)
+        self._core = Indexer(
+            threads=args.threads,
+            max_body_bytes=args.max_body_bytes,
+            max_blocks=args.max_blocks,
+            index_memory_bytes=args.index_memory,
+            peers=args.peers,
+            min_initial_workers=args.min_initial_workers,
+            test_endpoints=args.test_endpoints,
+        )
+        for worker in args.workers:
+            try:
+                self._core.register(
+                    worker.instance_id,
+                    worker.endpoint,
+                    model_name=args.model_name,
+                    block_size=args.block_size or 0,
+                    tenant_id=args.tenant_id,
+                    dp_rank=worker.dp_rank,
+                )
+            except (ConflictError, InvalidArgumentError) as error:
+                entry = f"{worker.instance_id}:{worker.dp_rank}={worker.endpoint}"
+                raise ConfigError(f"--workers: entry {entry!r}: {error}") from None
+        self._service = FedService(self._core, host=args.host, port=args.port)
+
+    @property
+    def port(self) -> int:
+        """The bound port.
+
+        Raises:
+            ClosedError: Not started yet.
+        """
+        return self._service.port
+
+    @property
+    def url(self) -> str:
+        """Where it is reached from this machine.
+
+        Raises:
+            ClosedError: Not started yet.
+        """
+        return self._service.url
+
+    def start(self) -> IndexerService:
+        """Serve HTTP and receive events in the background.
+
+        Raises:
+            ConfigError: The address can't be bound.
+            ClosedError: It was started before.
+        """
+        self._service.start()
+        return self
+
+    def stop(self) -> None:
+        """Stop serving and receiving; open requests get 5 s. Blocks until done."""
+        self._service.stop()
+
+    def __enter__(self) -> IndexerService:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def register(
+        self,
+        instance_id: int,
+        endpoint: str,
+        *,
+        model_name: str,
+        block_size: int,
+        tenant_id: str = "default",
+        dp_rank: int = 0,
+        replay_endpoint: str | None = None,
+        lora_name: str | None = None,
+        additional_salt: str | None = None,
+    ) -> None:
+        """Register a publisher, as POST /register does.
+
+        Raises:
+            ConflictError: Registered already, or another block size, adapter or salt than the
+                index's.
+            InvalidArgumentError: Block size below 1, an endpoint that is none, no model name.
+            OverloadedError: The limit of publishers or models is reached.
+        """
+        self._core.register(
+            instance_id,
+            endpoint,
+            model_name=model_name,
+            block_size=block_size,
+            tenant_id=tenant_id,
+            dp_rank=dp_rank,
+            replay_endpoint=replay_endpoint,
+            lora_name=lora_name,
+            additional_salt=additional_salt,
+        )
+
+    def unregister(
+        self,
+        instance_id: int,
+        *,
+        model_name: str,
+        tenant_id: str | None = None,
+        dp_rank: int | None = None,
+    ) -> None:
+        """Remove an instance or one rank of it, as POST /unregister does.
+
+        Raises:
+            NotFoundError: Nothing fits.
+        """
+        self._core.unregister(
+            instance_id, model_name=model_name, tenant_id=tenant_id, dp_rank=dp_rank
+        )
+
+    def query(
+        self,
+        token_ids: Sequence[int],
+        *,
+        model_name: str,
+        tenant_id: str = "default",
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+    ) -> dict[str, Any]:
+        """The answer of POST /query, without HTTP between.
+
+        Args:
+            token_ids: Tokens of the prompt, u32: a list, or any contiguous buffer.
+            model_name: Model to ask about.
+            tenant_id: Its tenant.
+            lora_name: Adapter; None = the index's, "" = none.
+            cache_salt: Salt; None = the index's, "" = none.
+
+        Returns:
+            ``scores``, ``frequencies`` and ``instances``. Unit: tokens, frequencies workers.
+
+        Raises:
+            InvalidArgumentError: A token outside u32, by index.
+            NotFoundError: Unknown model and tenant.
+        """
+        answer = self._core.query(
+            token_ids,
+            model_name=model_name,
+            tenant_id=tenant_id,
+            lora_name=lora_name,
+            cache_salt=cache_salt,
+        )
+        return dict(json.loads(answer))

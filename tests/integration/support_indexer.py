@@ -1,0 +1,32 @@
+"""Registering, publishing and asking, as most tests of the indexer do."""
+
+from __future__ import annotations
+
+from service import batch, wait_for_sequence
+
+SIZE = 4
+IDS = list(range(100, 116))  # four blocks
+
+
+def register(http, engine, model, instance=1, *, is_awaited=True, expect=201, **fields):
+    body = {
+        "instance_id": instance,
+        "endpoint": engine.endpoint,
+        "model_name": model,
+        "block_size": SIZE,
+        **fields,
+    }
+    answer = http.post("/register", body, expect=expect)
+    if is_awaited and expect == 201:
+        engine.wait_for_subscriber()
+    return answer
+
+
+def publish(http, engine, *events, instance=1, rank=0, dp_rank=None):
+    """Publish a batch and wait until it is applied."""
+    sequence = engine.publish(batch(*events, dp_rank=dp_rank))
+    return wait_for_sequence(http, instance, sequence, rank)
+
+
+def query(http, model, ids=IDS, **fields):
+    return http.post("/query", {"token_ids": ids, "model_name": model, **fields})

@@ -1,0 +1,102 @@
+"""The indexer as an object in the caller's process."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from support_indexer import IDS, SIZE, publish, query
+
+from kvflash import ClosedError, ConfigError, ConflictError, InvalidArgumentError, NotFoundError
+from kvflash.indexer import IndexerArgs, IndexerService, WorkerEntry
+from service import stored
+
+LOCAL = {"host": "127.0.0.1", "port": 0, "threads": 1}
+
+
+@pytest.fixture
+def service():
+    """Makes services that end with the test."""
+    made = []
+
+    def make(**settings):
+        made.append(IndexerService(**LOCAL, **settings).start())
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stop()
+
+
+def test_two_of_them_share_nothing(service, client, engine):
+    engines = [engine(replay=False), engine(replay=False)]
+    entries = [(WorkerEntry(instance_id=7, dp_rank=1, endpoint=e.endpoint),) for e in engines]
+    services = [service(workers=workers, block_size=SIZE, model_name="m") for workers in entries]
+    assert services[0].port != services[1].port
+    https = [client(made.url) for made in services]
+    for at, (made, http) in enumerate(zip(engines, https, strict=True)):
+        made.wait_for_subscriber()
+        event = stored([1], IDS[4 * at :][:4], block_size=SIZE)
+        publish(http, made, event, instance=7, rank=1)
+    for at, (made, http) in enumerate(zip(services, https, strict=True)):
+        for other in range(2):
+            ids = IDS[4 * other :][:4]
+            wanted = {"7": {"1": 4 if other == at else 0}}
+            assert made.query(ids, model_name="m")["scores"] == wanted
+            assert query(http, "m", ids)["scores"] == wanted
+    # The end of one is nothing to the other.
+    services[0].stop()
+    engines[0].wait_for_departure()
+    publish(https[1], engines[1], stored([2], IDS[:4], block_size=SIZE), instance=7, rank=1)
+    assert query(https[1], "m", IDS[:4])["scores"] == {"7": {"1": 4}}
+
+
+def test_what_http_says_the_object_says(service, client, engine):
+    made, one = engine(replay=False), service()
+    http = client(one.url)
+    one.register(
+        1, made.endpoint, model_name="m", block_size=SIZE, additional_salt="a", lora_name="l"
+    )
+    made.wait_for_subscriber()
+    publish(http, made, stored([1, 2], IDS[:8], block_size=SIZE))
+    for fields in ({}, {"cache_salt": "a"}, {"cache_salt": ""}, {"lora_name": "x"}):
+        assert one.query(IDS, model_name="m", **fields) == query(http, "m", **fields)
+    assert one.query(IDS, model_name="m")["instances"]["1"]["gpu"] == 8
+    with pytest.raises(ConflictError, match="additional_salt"):
+        one.register(2, made.endpoint, model_name="m", block_size=SIZE, additional_salt="b")
+    with pytest.raises(InvalidArgumentError, match="endpoint must be"):
+        one.register(2, "nowhere", model_name="m", block_size=SIZE)
+    with pytest.raises(InvalidArgumentError, match=r"token_ids\[1\]"):
+        one.query([1, -1], model_name="m")
+    with pytest.raises(NotFoundError, match="no indexer for model=n tenant=t"):
+        one.query([1], model_name="n", tenant_id="t")
+    with pytest.raises(NotFoundError, match="dp_rank=9"):
+        one.unregister(1, model_name="m", dp_rank=9)
+    one.unregister(1, model_name="m")
+    made.wait_for_departure()
+    assert one.query(IDS, model_name="m")["scores"] == {}
+
+
+def test_it_starts_once_and_stops_once(client):
+    one = IndexerService(**LOCAL)
+    with pytest.raises(ClosedError, match="before it is started"):
+        _ = one.url
+    with one:
+        assert client(one.url).call("GET", "/health")[0] == 200
+        with pytest.raises(ClosedError, match="starts once"):
+            one.start()
+    one.stop()
+    with pytest.raises(ClosedError, match="starts once"):
+        one.start()
+    assert not [t for t in threading.enumerate() if t.name in {"kvflash-orders", "kvflash-zmq"}]
+
+
+def test_what_cannot_work_is_refused_by_name(service):
+    with pytest.raises(TypeError, match="prot"):
+        IndexerService(prot=8090)
+    with pytest.raises(ConfigError, match="--threads must be"):
+        IndexerService(IndexerArgs(), threads=0)
+    with pytest.raises(ConfigError, match="--port"):
+        IndexerService(host="127.0.0.1", port=service().port).start()
+    never_started = IndexerService(**LOCAL)
+    never_started.stop()
