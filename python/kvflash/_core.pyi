@@ -342,7 +342,13 @@ class KvIndexer:
         lora_name: str | None = None,
         cache_salt: str | None = None,
     ) -> list[OverlapScores]:
-        """As find_matches_for_request for many prompts, with one release of the GIL."""
+        """As find_matches_for_request for many prompts, with one release of the GIL.
+
+        Returns:
+            An answer for each prompt, in their order; they are not of one moment.
+
+        Cost: as find_matches_for_request for each; what queries share is done once for some dozens.
+        """
 
     def top(self, local_hashes: _Integers, k: int) -> list[tuple[int, int, int]]:
         """The ``k`` workers with the deepest match: (worker id, dp rank, blocks).

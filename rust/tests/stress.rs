@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use kvflash::ids::{Tier, Worker};
 use kvflash::index::{
-    Block, BlockIndex, CountMode, Limits, Match, Matches, Membership, Options, OracleIndex,
-    RadixIndex, replay,
+    Block, BlockIndex, CountMode, Limits, ManyMatches, Match, Matches, Membership, Options,
+    OracleIndex, RadixIndex, replay,
 };
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
@@ -143,23 +143,32 @@ fn readers_see_depths_that_were_there() {
                     log
                 }
             };
-            let reader = || {
+            // Every other one asks for several prompts at a time.
+            let reader = |n: usize| {
                 let (index, stop, start, tick) = (&index, &stop, &start, &tick);
                 move || {
                     let (mut out, mut reads) = (Matches::new(), Vec::new());
+                    let mut many = ManyMatches::new();
                     let query = prompt(PROMPT);
                     start.wait();
                     while !stop.load(SeqCst) {
                         let began = tick();
-                        index.find_matches(&query, &mut out);
-                        let ended = tick();
-                        reads.push((began, ended, out.as_slice().to_vec()));
+                        if n % 2 == 0 {
+                            index.find_matches(&query, &mut out);
+                            reads.push((began, tick(), out.as_slice().to_vec()));
+                        } else {
+                            index.find_many(&[&query, &query[..0], &query], &mut many);
+                            let ended = tick();
+                            assert_eq!((many.len(), many.of(1)), (3, Some(&[][..])));
+                            let found = [0, 2].map(|at| many.of(at).expect("asked for"));
+                            reads.extend(found.map(|found| (began, ended, found.to_vec())));
+                        }
                     }
                     reads
                 }
             };
             let writers: Vec<_> = (0..=WRITERS).map(|n| scope.spawn(writer(n))).collect();
-            let readers: Vec<_> = (0..READERS).map(|_| scope.spawn(reader())).collect();
+            let readers: Vec<_> = (0..READERS).map(|n| scope.spawn(reader(n))).collect();
             thread::sleep(span());
             stop.store(true, SeqCst);
             let join = |handle: thread::ScopedJoinHandle<'_, Log>| handle.join().expect("a writer");

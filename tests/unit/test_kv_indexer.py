@@ -76,6 +76,10 @@ def test_many_prompts_are_asked_at_once():
     assert found == [index.find_matches_for_request(ids).scores for ids in prompts]
     assert found[1] == {(1, 0): 1, (2, 3): 1}
     assert index.find_many([]) == []
+    # More than are hashed, and than are answered, at a time.
+    long = np.arange(1, 200_001, dtype=np.uint32)
+    many = [one.scores for one in index.find_many([long, *prompts, long, long] + prompts * 30)]
+    assert many == [{}, *found, {}, {}] + found * 30
 
 
 def test_identities_stay_apart():

@@ -67,6 +67,57 @@ impl Depths {
     }
 }
 
+/// The matches of several prompts, one after the other, and the room that finding them takes.
+///
+/// # Cost
+/// As [`Matches`]: keep one per thread; it grows to the largest batch.
+#[derive(Debug, Default)]
+pub struct ManyMatches {
+    pub(super) found: Vec<Match>,
+    /// For each prompt the end of its part of `found`.
+    pub(super) ends: Vec<usize>,
+    pub(super) scratch: Scratch,
+}
+
+impl ManyMatches {
+    /// No prompts yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// How many prompts were asked for.
+    pub fn len(&self) -> usize {
+        self.ends.len()
+    }
+
+    /// Whether no prompts were asked for.
+    pub fn is_empty(&self) -> bool {
+        self.ends.is_empty()
+    }
+
+    /// Workers with at least one block of the prompt at `at`, in no order; `None` behind the last prompt.
+    pub fn of(&self, at: usize) -> Option<&[Match]> {
+        let end = *self.ends.get(at)?;
+        let start = at.checked_sub(1).map_or(0, |before| self.ends[before]);
+        self.found.get(start..end)
+    }
+
+    /// The matches of each prompt, in the order in which they were asked for.
+    pub fn iter(&self) -> impl Iterator<Item = &[Match]> {
+        (0..self.len()).filter_map(|at| self.of(at))
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.found.clear();
+        self.ends.clear();
+    }
+
+    pub(super) fn push(&mut self, found: &[Match]) {
+        self.found.extend_from_slice(found);
+        self.ends.push(self.found.len());
+    }
+}
+
 /// The matches of one query, and the room that finding them takes.
 ///
 /// # Cost

@@ -22,7 +22,7 @@ mod types;
 #[cfg(test)]
 mod tests;
 
-pub use matches::{Depth, Depths, Match, Matches};
+pub use matches::{Depth, Depths, ManyMatches, Match, Matches};
 pub use oracle::OracleIndex;
 pub use trie::RadixIndex;
 pub use types::{
@@ -132,6 +132,26 @@ pub trait BlockIndex: Send + Sync {
     /// Answers "who", not "how much": the last worker may hold more, and lower tiers and predictions are
     /// not looked at (`host`, `disk` and `external` repeat `device`, `predicted` is 0).
     fn find_matches_early_exit(&self, locals: &[u64], out: &mut Matches);
+
+    /// Like [`BlockIndex::find_matches`], for several prompts in one call.
+    ///
+    /// Replaces what `out` held with an answer for each prompt, in their order.
+    ///
+    /// # Consistency
+    /// As [`BlockIndex::find_matches`] for each prompt; prompts are not answered at one moment. However
+    /// many they are, what the writer let go waits for a few dozen of them at most.
+    ///
+    /// # Cost
+    /// That of the queries; what they all need is done once for a few dozen. Nothing is allocated once
+    /// `out` has grown to the workload.
+    fn find_many(&self, prompts: &[&[u64]], out: &mut ManyMatches) {
+        let mut one = Matches::new();
+        out.clear();
+        for prompt in prompts {
+            self.find_matches(prompt, &mut one);
+            out.push(one.as_slice());
+        }
+    }
 
     /// The seed of a block that `worker` holds under `engine_hash`.
     fn parent_seed(&self, worker: Worker, engine_hash: u64) -> Option<u64>;

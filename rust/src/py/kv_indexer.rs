@@ -193,7 +193,7 @@ impl KvIndexer {
         let ids =
             requests.iter().map(|one| index::token_ids(&one)).collect::<PyResult<Vec<_>>>()?;
         let ids: Vec<_> = ids.iter().map(|one| one.as_slice()).collect();
-        Ok(py.detach(|| ids.iter().map(|one| shape.overlaps(&self.index, one, facts)).collect()))
+        Ok(py.detach(|| shape.overlaps_of_many(&self.index, &ids, facts)))
     }
 
     fn top(

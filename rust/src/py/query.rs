@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 
 use super::overlap::OverlapScores;
 use crate::hash;
-use crate::index::{BlockIndex, Match, Matches};
+use crate::index::{BlockIndex, ManyMatches, Match, Matches};
 
 /// Tokens that are hashed in a microsecond or two: giving up the GIL for less costs more than it
 /// frees, and other threads may keep it for milliseconds.
@@ -14,10 +14,14 @@ pub(super) const SHORT_TOKENS: usize = 8_192;
 /// Blocks that are walked in about that time.
 pub(super) const SHORT_BLOCKS: usize = 256;
 
+/// Blocks of many prompts that are hashed before any of them is looked up.
+const BLOCKS_AT_ONCE: usize = 65_536;
+
 thread_local! {
     // Grown to the thread's largest query and reused by the next.
     static LOCALS: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
     static MATCHES: RefCell<Matches> = RefCell::default();
+    static MANY: RefCell<ManyMatches> = RefCell::default();
 }
 
 /// Runs `work`, without the GIL when it `is_long`.
@@ -76,7 +80,7 @@ impl Shape {
     pub fn hashed<T>(self, tokens: &[u32], work: impl FnOnce(&[u64]) -> T) -> T {
         LOCALS.with_borrow_mut(|locals| {
             locals.clear();
-            hash::local_hashes_into(tokens, self.block_size, self.seed, locals);
+            hash::local_hashes_into(tokens.as_ref(), self.block_size, self.seed, locals);
             work(locals)
         })
     }
@@ -94,5 +98,36 @@ impl Shape {
                 OverlapScores::of(matches.as_slice(), counted)
             })
         })
+    }
+    /// The overlaps of many prompts; runs without Python.
+    pub fn overlaps_of_many(
+        self,
+        index: &dyn BlockIndex,
+        prompts: &[impl AsRef<[u32]>],
+        counted: fn(&Match) -> Match,
+    ) -> Vec<OverlapScores> {
+        let mut all = Vec::with_capacity(prompts.len());
+        let mut ends: Vec<usize> = Vec::new();
+        while all.len() < prompts.len() {
+            LOCALS.with_borrow_mut(|locals| {
+                locals.clear();
+                ends.clear();
+                for tokens in &prompts[all.len()..] {
+                    hash::local_hashes_into(tokens.as_ref(), self.block_size, self.seed, locals);
+                    ends.push(locals.len());
+                    if locals.len() >= BLOCKS_AT_ONCE {
+                        break;
+                    }
+                }
+                let starts = std::iter::once(0).chain(ends.iter().copied());
+                let hashed: Vec<&[u64]> =
+                    starts.zip(&ends).map(|(start, end)| &locals[start..*end]).collect();
+                MANY.with_borrow_mut(|many| {
+                    index.find_many(&hashed, many);
+                    all.extend(many.iter().map(|found| OverlapScores::of(found, counted)));
+                });
+            });
+        }
+        all
     }
 }

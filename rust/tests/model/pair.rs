@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use kvflash::ids::{Tier, Worker};
 use kvflash::index::{
-    Block, BlockIndex, DumpEvent, IndexStats, Limits, Match, Matches, Options, OracleIndex,
-    RadixIndex, replay,
+    Block, BlockIndex, DumpEvent, IndexStats, Limits, ManyMatches, Match, Matches, Options,
+    OracleIndex, RadixIndex, replay,
 };
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
@@ -102,6 +102,7 @@ pub struct Pair {
     pub twin: OracleIndex,
     now_ms: u64,
     out: Matches,
+    many: ManyMatches,
     pub seen: Seen,
 }
 
@@ -113,6 +114,7 @@ impl Pair {
             twin: OracleIndex::new(options),
             now_ms: 0,
             out: Matches::new(),
+            many: ManyMatches::new(),
             seen: Seen::default(),
         }
     }
@@ -178,6 +180,7 @@ impl Pair {
         assert_eq!(IndexStats { bytes: 0, ..self.index.stats() }, self.twin.stats());
         workers.iter().for_each(|worker| self.compare_worker(*worker, 0..8));
         queries.iter().for_each(|query| self.compare_query(query, 1));
+        self.compare_many(queries);
     }
 
     /// Compares what can have changed most easily: the event's worker, and the answers.
@@ -203,6 +206,28 @@ impl Pair {
         }
         for name in names {
             assert_eq!(index.parent_seed(worker, name), twin.parent_seed(worker, name), "{name}");
+        }
+    }
+
+    /// Compares the answers to all the prompts and their halves, asked for in one call; more than are
+    /// answered under one pin.
+    fn compare_many(&mut self, queries: &[Vec<u64>]) {
+        let halves = queries.iter().map(|query| &query[..query.len() / 2]);
+        let some: Vec<&[u64]> = queries.iter().map(Vec::as_slice).chain(halves).collect();
+        let prompts: Vec<&[u64]> = some.iter().copied().cycle().take(some.len().max(40)).collect();
+        let sorted = |found: &[Match]| {
+            let mut found = found.to_vec();
+            found.sort_unstable();
+            found
+        };
+        self.index.find_many(&prompts, &mut self.many);
+        let mut expected = ManyMatches::new();
+        self.twin.find_many(&some, &mut expected);
+        let expected: Vec<Vec<Match>> = expected.iter().map(sorted).collect();
+        assert_eq!(self.many.len(), prompts.len());
+        assert_eq!(self.many.of(prompts.len()), None);
+        for (at, found) in self.many.iter().enumerate() {
+            assert_eq!(sorted(found), expected[at % some.len()], "{:?}", prompts[at]);
         }
     }
 

@@ -17,7 +17,7 @@ use super::BlockIndex;
 use super::arena::edges::Edges;
 use super::arena::epoch::pin;
 use super::arena::runs::Runs;
-use super::matches::{Depths, Matches};
+use super::matches::{Depths, ManyMatches, Matches};
 use super::types::{
     Block, CopyOutcome, DumpEvent, IndexStats, Membership, MemoryReport, Options, RemoveOutcome,
     StoreOutcome,
@@ -175,6 +175,14 @@ impl BlockIndex for RadixIndex {
 
     fn find_matches_early_exit(&self, locals: &[u64], out: &mut Matches) {
         self.find(locals, true, out);
+    }
+
+    fn find_many(&self, prompts: &[&[u64]], out: &mut ManyMatches) {
+        out.clear();
+        for some in walk::parts(prompts) {
+            let pin = pin();
+            self.shared.find_some(&pin, some, out);
+        }
     }
 
     fn parent_seed(&self, worker: Worker, engine_hash: u64) -> Option<u64> {

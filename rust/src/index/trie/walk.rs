@@ -6,7 +6,12 @@ use crate::ids::Tier;
 use crate::index::arena::cover::{Cover, Prefix, WHOLE, each_bit};
 use crate::index::arena::epoch::Pin;
 use crate::index::arena::runs::{ROOT, RunId};
-use crate::index::matches::{Depth, Match};
+use crate::index::matches::{Depth, ManyMatches, Match};
+
+/// Prompts, and blocks of them, that are answered under one pin: all of it takes some tens of
+/// microseconds, for which the writer can wait with freeing.
+const PROMPTS_PER_PIN: usize = 32;
+const BLOCKS_PER_PIN: usize = 16_384;
 
 /// What a walk needs beside its answer; kept between queries so that none allocates.
 #[derive(Debug, Default)]
@@ -17,6 +22,8 @@ pub(in crate::index) struct Scratch {
     /// Home slot -> place in the answer, where it is that slot's.
     places: Vec<u32>,
     homes: Vec<u16>,
+    /// The answer to one prompt of several, where it is put together from planes.
+    one: Vec<Match>,
 }
 
 #[derive(Debug, Default)]
@@ -26,6 +33,22 @@ struct Track {
     next: Vec<u64>,
     /// Runs of the walk: number, blocks before it, blocks of it.
     path: Vec<(RunId, u32, u32)>,
+}
+
+/// Prompts in parts, each to be answered under one pin; a prompt that is too long for that is a part of
+/// its own.
+pub(super) fn parts<'a>(mut prompts: &'a [&'a [u64]]) -> impl Iterator<Item = &'a [&'a [u64]]> {
+    std::iter::from_fn(move || {
+        let mut blocks = 0;
+        let fits = |prompt: &&&[u64]| {
+            blocks += prompt.len();
+            blocks <= BLOCKS_PER_PIN
+        };
+        let count = prompts.iter().take(PROMPTS_PER_PIN).take_while(fits).count().max(1);
+        let (part, rest) = prompts.split_at_checked(count)?;
+        prompts = rest;
+        Some(part)
+    })
 }
 
 /// How many leading labels are equal.
@@ -197,6 +220,33 @@ impl Shared {
         }
     }
 
+    /// Appends the matches of several prompts.
+    pub(super) fn find_some(&self, pin: &Pin<'_>, prompts: &[&[u64]], many: &mut ManyMatches) {
+        let ManyMatches { found, ends, scratch } = many;
+        let (old_found, old_ends) = (found.len(), ends.len());
+        if let Some(mark) = self.seats.are_homes() {
+            for prompt in prompts {
+                self.walk(pin, prompt, false, &mut scratch.track, |at, word, depth| {
+                    let on_device = |worker| Match::on_device(worker, depth);
+                    self.seats.each_worker(at, word, found, on_device);
+                });
+                ends.push(found.len());
+            }
+            if self.seats.are_homes_since(mark) {
+                return;
+            }
+            found.truncate(old_found);
+            ends.truncate(old_ends);
+        }
+        let mut one = std::mem::take(&mut scratch.one);
+        for prompt in prompts {
+            self.find(pin, prompt, false, scratch, &mut one);
+            found.extend_from_slice(&one);
+            ends.push(found.len());
+        }
+        scratch.one = one;
+    }
+
     /// Finds how many leading blocks each worker holds on the device.
     pub(super) fn find_depths(
         &self,
@@ -228,7 +278,7 @@ impl Shared {
 
     /// Puts together what was found of each worker in its planes.
     fn gather(&self, pin: &Pin<'_>, only_who: bool, scratch: &mut Scratch, out: &mut Vec<Match>) {
-        let Scratch { track: Track { path, .. }, found, places, homes } = scratch;
+        let Scratch { track: Track { path, .. }, found, places, homes, .. } = scratch;
         homes.clear();
         places.resize(self.seats.words() * 64, 0);
         // Slots opened from here on are left for the next query.
@@ -338,3 +388,30 @@ fn cut_last(out: &mut [Match]) {
 }
 
 const _: () = assert!(Tier::Device as usize == 0);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_all_and_none_is_long() {
+        let lens = [0, 1, 5, 600, BLOCKS_PER_PIN, BLOCKS_PER_PIN + 1, 40_000];
+        let labels: Vec<u64> = (0..40_000).collect();
+        let prompts: Vec<&[u64]> =
+            (0..1_000_usize).map(|n| &labels[..lens[n * 3 % lens.len()]]).collect();
+        let mut seen = 0;
+        let mut alone = 0;
+        for part in parts(&prompts) {
+            assert!(part.iter().zip(&prompts[seen..]).all(|(a, b)| a.len() == b.len()));
+            seen += part.len();
+            let blocks: usize = part.iter().map(|prompt| prompt.len()).sum();
+            assert!(!part.is_empty() && part.len() <= PROMPTS_PER_PIN);
+            assert!(blocks <= BLOCKS_PER_PIN || part.len() == 1);
+            alone += usize::from(blocks > BLOCKS_PER_PIN);
+        }
+        assert_eq!(seen, prompts.len());
+        assert!(alone > 100);
+        assert_eq!(parts(&prompts[..0]).count(), 0);
+        assert_eq!(parts(&[&labels[..1]; 65]).map(<[_]>::len).collect::<Vec<_>>(), [32, 32, 1]);
+    }
+}
