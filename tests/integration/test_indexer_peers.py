@@ -383,6 +383,28 @@ def test_blocks_without_a_watermark_stay_when_the_stream_goes_on(replica, engine
     peer.close()
 
 
+def test_a_peers_doubts_are_taken_over(replica, engine):
+    source = engine(replay=False)
+    a = replica()
+    register(a, source)
+    source.publish(batch(chain(100, 2)))
+    source.publish(batch(removed([101])), is_sent=False)
+    source.publish(batch(chain(200, 2)))
+    wait_for_sequence(a.http, 1, 2)
+    b = replica(a, workers=[worker(source)])
+    ready(b)
+    source.wait_for_subscriber()
+    assert digests(a) == digests(b)
+    reasons = until(
+        lambda: [reason["code"] for reason in listener(b.http, 1)["trust"]["reasons"]],
+        "the doubt",
+    )
+    assert "recovered_inexact" in reasons
+    source.publish(batch(cleared()))
+    entry = wait_for_sequence(b.http, 1, 3)
+    assert entry["trust"]["state"] == "exact"
+
+
 def test_an_engine_that_registers_after_the_recovery_goes_on_from_there(replica, engine):
     source = engine()
     a = replica()
@@ -483,9 +505,10 @@ def test_registering_again_goes_on_and_gets_the_blocks_back(replica, engine):
     source.wait_for_departure()
     source.publish(batch(chain(400, 2)))
     register(a, source)
-    events = wait_for_sequence(a.http, 1, 3)["events"]
-    assert (events["restarts"], events["lost_batches"]) == (0, 0)
-    assert dumped_blocks(a.http, KEY) > held
+    until(lambda: dumped_blocks(a.http, KEY) > held, "all that the engine still has")
+    entry = wait_for_sequence(a.http, 1, 3)
+    assert (entry["events"]["restarts"], entry["events"]["lost_batches"]) == (0, 0)
+    assert entry["trust"] == {"state": "exact", "reasons": []}
 
 
 def test_registering_again_without_replay_knows_what_was_missed(replica, engine):
@@ -501,8 +524,10 @@ def test_registering_again_without_replay_knows_what_was_missed(replica, engine)
     register(a, source)
     assert listener(a.http, 1)["last_sequence"] == 2
     source.publish(batch(chain(500, 2)))
-    events = wait_for_sequence(a.http, 1, 4)["events"]
-    assert (events["lost_batches"], events["restarts"]) == (1, 0)
+    entry = wait_for_sequence(a.http, 1, 4)
+    assert (entry["events"]["lost_batches"], entry["events"]["restarts"]) == (1, 0)
+    codes = {reason["code"] for reason in entry["trust"]["reasons"]}
+    assert codes == {"missed_first_batches", "lost_batches"}
     # A number from before the unregistration is a new life.
     a.http.post("/unregister", {"instance_id": 1, "model_name": MODEL})
     source.wait_for_departure()

@@ -14,6 +14,7 @@ pub(super) struct Standing {
     evicted_before: u64,
     missing_batches: u64,
     missed_first_batches: u64,
+    batches_before: u64,
     was_connected: bool,
     is_unverified: bool,
     is_recovered_without_watermark: bool,
@@ -48,6 +49,7 @@ impl Standing {
         self.evicted_before = evicted;
         self.missing_batches = 0;
         self.missed_first_batches = 0;
+        self.batches_before = 0;
         self.is_unverified = false;
         self.is_recovered_without_watermark = false;
         self.is_recovered_inexact = false;
@@ -84,6 +86,16 @@ impl Standing {
         }
     }
 
+    /// So many batches were applied by an earlier registration, whose blocks are gone. They can be asked
+    /// for, or not.
+    pub fn returned(&mut self, batches: u64, has_replay: bool) {
+        if has_replay {
+            self.missing_batches = batches;
+        } else {
+            self.batches_before = batches;
+        }
+    }
+
     /// A replay from the start brought nothing: the engine has published nothing yet.
     pub fn found_empty(&mut self) {
         self.is_known_empty = true;
@@ -109,6 +121,7 @@ impl Standing {
             last_sequence: None,
             missing_batches: self.missing_batches,
             missed_first_batches: self.missed_first_batches,
+            batches_before: self.batches_before,
             since: now.since(&self.baseline),
             block_size: None,
             evicted_blocks: self.evicted_before,

@@ -200,6 +200,8 @@ pub struct Evidence {
     pub missing_batches: u64,
     /// Batches that were not to be had, before the first one that came.
     pub missed_first_batches: u64,
+    /// Batches of an earlier registration, whose blocks went with it.
+    pub batches_before: u64,
     /// Counts since the last moment when all was known to be right.
     pub since: EventCounts,
     /// Tokens in a block of the index.
@@ -231,7 +233,7 @@ pub fn findings(evidence: &Evidence) -> Codes {
         (Code::NothingDecodable, is_garbled),
         (Code::NoEventsYet, is_silent && evidence.missing_batches == 0),
         (Code::CatchingUp, evidence.missing_batches > 0),
-        (Code::MissedFirstBatches, evidence.missed_first_batches > 0),
+        (Code::MissedFirstBatches, evidence.missed_first_batches + evidence.batches_before > 0),
         (Code::LostBatches, lost_later > 0),
         (Code::UnverifiedReconnect, evidence.is_unverified),
         (Code::RecoveredWithoutWatermark, evidence.is_recovered_without_watermark),
@@ -331,7 +333,7 @@ fn message(code: Code, evidence: &Evidence, last_error: &str) -> String {
         Code::MissedFirstBatches => format!(
             "{} batches were published before the first one that came: blocks stored in them earn no \
              credit, none is credited wrongly",
-            evidence.missed_first_batches
+            evidence.missed_first_batches + evidence.batches_before
         ),
         Code::LostBatches => format!(
             "{} batches were lost: blocks evicted in them are still credited, blocks stored in them are not",

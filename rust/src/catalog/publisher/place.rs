@@ -25,6 +25,8 @@ impl Publisher {
     pub(in crate::catalog) fn return_to(&self, cursor: Cursor) {
         let mut state = self.state.lock();
         state.stream.resume(cursor.sequence, cursor.fingerprint, true);
+        let batches = state.stream.next();
+        state.standing.returned(batches, self.replay_endpoint.is_some());
         state.is_bare = true;
     }
 

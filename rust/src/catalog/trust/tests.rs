@@ -17,6 +17,7 @@ fn healthy() -> Evidence {
         last_sequence: Some(9),
         missing_batches: 0,
         missed_first_batches: 0,
+        batches_before: 0,
         since: EventCounts { batches: 10, stored: 10, stored_blocks: 40, ..EventCounts::default() },
         block_size: Some(16),
         evicted_blocks: 0,
@@ -55,6 +56,7 @@ const TABLE: &[Row] = &[
     ("catching up", |e| e.missing_batches = 4, Degraded, &["catching_up"]),
     ("catching up from the start", start_missing, Degraded, &["catching_up"]),
     ("begun late", begun_late, Degraded, &["missed_first_batches"]),
+    ("registered again", |e| e.batches_before = 3, Degraded, &["missed_first_batches"]),
     ("with losses", |e| e.since.lost_batches = 1, Degraded, &["lost_batches"]),
     (
         "begun late, with losses",
