@@ -8,6 +8,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::counters::{EventCounters, EventCounts, add};
 use super::ingest::{Groups, Ingest};
 use super::model::ModelIndex;
+use super::registry::Registration;
 use super::standing::Standing;
 use super::trust::{Code, Codes, Evidence};
 use crate::clock::Clock;
@@ -119,16 +120,15 @@ pub struct PublisherView {
 }
 
 impl Publisher {
+    /// Of a registration, for the index that its key names.
     pub(super) fn new(
         id: PublisherId,
-        worker: Worker,
+        registration: Registration,
         model: Arc<ModelIndex>,
-        endpoint: String,
-        replay_endpoint: Option<String>,
-        capacity_blocks: Option<u64>,
         limits: Limits,
         clock: Arc<dyn Clock>,
     ) -> Self {
+        let Registration { worker, endpoint, replay_endpoint, capacity_blocks, .. } = registration;
         let standing = Standing::new(model.index.stats().evicted_blocks_total);
         Self {
             id,

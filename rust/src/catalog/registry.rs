@@ -171,7 +171,7 @@ impl Catalog {
     /// cannot be. `Overloaded`: a limit is reached.
     pub fn register(&self, registration: Registration) -> Result<Arc<Publisher>> {
         let Registration { worker, key, block_size, endpoint, replay_endpoint, capacity_blocks } =
-            registration;
+            registration.clone();
         check_endpoint("endpoint", &endpoint)?;
         if let Some(replay) = &replay_endpoint {
             check_endpoint("replay_endpoint", replay)?;
@@ -208,16 +208,9 @@ impl Catalog {
         let model = self.model_in(&mut tables, &key, block_size, None)?;
         // Relaxed: the table's lock orders everything else.
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let publisher = Arc::new(Publisher::new(
-            id,
-            worker,
-            model,
-            endpoint.clone(),
-            replay_endpoint.clone(),
-            capacity_blocks,
-            self.options.frame,
-            Arc::clone(&self.clock),
-        ));
+        let frame = self.options.frame;
+        let publisher = Publisher::new(id, registration, model, frame, Arc::clone(&self.clock));
+        let publisher = Arc::new(publisher);
         tables.publishers.insert(id, Arc::clone(&publisher));
         tables.workers.insert(worker, id);
         self.commands.push(Command::Subscribe { publisher: id, endpoint, replay_endpoint });

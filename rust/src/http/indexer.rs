@@ -3,6 +3,7 @@
 mod answer;
 mod app;
 mod dump;
+mod metrics;
 mod request;
 
 pub use app::{IndexerApp, IndexerOptions};

@@ -2,21 +2,21 @@
 
 use std::cell::RefCell;
 use std::sync::Arc;
-use std::time::Instant;
 
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{Query as UrlQuery, State};
 use axum::http::{StatusCode, header};
+use axum::middleware::from_fn_with_state;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::super::Reject;
 use super::super::body::{self, Unreadable};
-use super::super::metrics::{CommonMetrics, RequestLabel};
 use super::answer::{QueryAnswer, worker_entries};
 use super::dump::dump_body;
+use super::metrics::{self, IndexerMetrics};
 use super::request::{Query, QueryByHash, Register, Unregister};
 use crate::catalog::{Catalog, ModelIndex, ModelKey, Registration};
 use crate::hash;
@@ -39,7 +39,7 @@ impl Default for IndexerOptions {
 struct App {
     catalog: Arc<Catalog>,
     options: IndexerOptions,
-    metrics: CommonMetrics,
+    metrics: Arc<IndexerMetrics>,
 }
 
 /// The indexer's HTTP service over a catalog.
@@ -48,15 +48,12 @@ pub struct IndexerApp;
 impl IndexerApp {
     /// Routes over `catalog`, ready for [`super::super::serve`].
     pub fn router(catalog: Arc<Catalog>, options: IndexerOptions) -> Router {
-        let (metrics, registry) = CommonMetrics::new();
-        metrics.seal(registry);
+        let metrics = Arc::new(IndexerMetrics::new(Arc::clone(&catalog)));
+        let counted = from_fn_with_state(Arc::clone(&metrics), metrics::count);
         let app = Arc::new(App { catalog, options, metrics });
         Router::new()
             .route("/health", get(async || StatusCode::OK))
-            .route(
-                "/metrics",
-                get(async |State(app): State<Arc<App>>| app.metrics.expose(&app.catalog)),
-            )
+            .route("/metrics", get(async |State(app): State<Arc<App>>| app.metrics.expose()))
             .route("/register", post(register))
             .route("/unregister", post(unregister))
             .route("/workers", get(workers))
@@ -73,26 +70,21 @@ impl IndexerApp {
                     .plain()
             })
             .with_state(app)
+            .layer(counted)
     }
 }
 
 impl App {
-    /// Read a bounded body, parse it, answer, count.
+    /// Read a bounded body, parse it, answer.
     async fn answer<T: DeserializeOwned>(
         &self,
-        endpoint: &'static str,
         body: Body,
         act: impl FnOnce(&Self, T) -> Result<Response, Reject>,
     ) -> Response {
-        let started = Instant::now();
-        let response = match self.read::<T>(body).await.and_then(|request| act(self, request)) {
+        match self.read::<T>(body).await.and_then(|request| act(self, request)) {
             Ok(response) => response,
             Err(reject) => reject.plain(),
-        };
-        let status = response.status().as_u16();
-        self.metrics.requests.get_or_create(&RequestLabel { endpoint, status }).inc();
-        self.metrics.request_seconds.observe(started.elapsed().as_secs_f64());
-        response
+        }
     }
 
     async fn read<T: DeserializeOwned>(&self, mut body: Body) -> Result<T, Reject> {
@@ -147,7 +139,7 @@ fn json_response(status: StatusCode, body: &impl Serialize) -> Response {
 }
 
 async fn register(State(app): State<Arc<App>>, body: Body) -> Response {
-    app.answer("/register", body, |app, request: Register| {
+    app.answer(body, |app, request: Register| {
         app.catalog.register(Registration {
             worker: Worker::new(request.instance_id, request.dp_rank),
             key: ModelKey { model_name: request.model_name, tenant_id: request.tenant_id },
@@ -162,7 +154,7 @@ async fn register(State(app): State<Arc<App>>, body: Body) -> Response {
 }
 
 async fn unregister(State(app): State<Arc<App>>, body: Body) -> Response {
-    app.answer("/unregister", body, |app, request: Unregister| {
+    app.answer(body, |app, request: Unregister| {
         app.catalog.unregister(
             request.instance_id,
             &request.model_name,
@@ -187,7 +179,7 @@ async fn workers(
 }
 
 async fn query(State(app): State<Arc<App>>, body: Body) -> Response {
-    app.answer("/query", body, |app, request: Query| {
+    app.answer(body, |app, request: Query| {
         let model = app.catalog.model(&request.model_name, &request.tenant_id)?;
         let seed = hash::identity_seed(request.lora_name.as_deref(), request.cache_salt.as_deref());
         let locals = match model.block_size() {
@@ -200,7 +192,7 @@ async fn query(State(app): State<Arc<App>>, body: Body) -> Response {
 }
 
 async fn query_by_hash(State(app): State<Arc<App>>, body: Body) -> Response {
-    app.answer("/query_by_hash", body, |app, request: QueryByHash| {
+    app.answer(body, |app, request: QueryByHash| {
         let model = app.catalog.model(&request.model_name, &request.tenant_id)?;
         Ok(app.find(&model, &request.block_hashes.0))
     })
