@@ -154,6 +154,10 @@ class Flags:
         self._lists[dest] = os.environ.get(self._variable(name), "").split()
         self._parser.add_argument(name, dest=dest, action="append", metavar=metavar, help=summary)
 
+    def add_positionals(self, dest: str, *, metavar: str, summary: str) -> None:
+        """Add what is given without a flag, at least once; no environment variable."""
+        self._parser.add_argument(dest, nargs="+", metavar=metavar, help=summary)
+
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse; a bad value ends the process with status 2 and a message that names the flag."""
         args = self._parser.parse_args(argv)

@@ -46,10 +46,10 @@ def test_health_and_metrics(http, engine, model):
     assert status == 200
     assert headers["content-type"].startswith("application/openmetrics-text")
     assert body.decode().endswith("# EOF\n")
-    asked = metric(http, "kvflash_requests_total")
-    assert asked['{endpoint="/query",status="200"}'] >= 1
-    assert asked['{endpoint="/register",status="201"}'] >= 1
-    assert f'{{model="{model}",tenant="default"}}' in metric(http, "kvflash_index_blocks")
+    asked = metric(http, "kvflash_kvindexer_requests_total")
+    assert asked['{endpoint="/query",method="POST"}'] >= 1
+    assert asked['{endpoint="/register",method="POST"}'] >= 1
+    assert f'{{model="{model}",tenant="default"}}' in metric(http, "kvflash_kvindexer_index_blocks")
 
 
 @pytest.mark.parametrize(
@@ -632,11 +632,12 @@ def test_groups_that_say_nothing_about_the_prompt_give_no_credit(http, engine, m
 def test_another_block_size_is_counted_and_seen(http, engine, model):
     made = engine(replay=False)
     register(http, made, model)
-    before = metric(http, "kvflash_events").get('{kind="block_size_mismatch"}', 0)
+    before = metric(http, "kvflash_kvindexer_events_total").get('{kind="block_size_mismatch"}', 0)
     entry = publish(http, made, stored([1, 2], IDS, block_size=8))
     assert entry["events"]["block_size_mismatch"] == 1
     assert query(http, model)["scores"] == {"1": {"0": 0}}
-    assert metric(http, "kvflash_events")['{kind="block_size_mismatch"}'] == before + 1
+    events = metric(http, "kvflash_kvindexer_events_total")
+    assert events['{kind="block_size_mismatch"}'] == before + 1
 
 
 def test_events_that_are_wrong_cost_themselves_only(http, engine, model):

@@ -14,6 +14,8 @@ import zmq
 from service import VECTORS, until
 
 BLOCK_SIZE = 32
+# What these engines were started with.
+CAPACITY_BLOCKS = 160
 
 
 class Publisher:
@@ -41,7 +43,8 @@ def test_overlap_is_the_engines_own_count(name, run, client, zmq_socket):
     assert len(records) > 1000
     assert len(instances) == 2
 
-    indexer = client(run("kvflash.indexer", "--port", "0", "--host", "127.0.0.1").ready()["url"])
+    process = run("kvflash.indexer", "--port", "0", "--host", "127.0.0.1")
+    indexer = client(process.ready()["url"])
     publishers = {}
     for instance in instances:
         publisher = publishers[instance] = Publisher(zmq_socket)
@@ -52,6 +55,7 @@ def test_overlap_is_the_engines_own_count(name, run, client, zmq_socket):
                 "endpoint": publisher.endpoint,
                 "model_name": "tiny-llama",
                 "block_size": BLOCK_SIZE,
+                "capacity_blocks": CAPACITY_BLOCKS,
             },
             expect=201,
         )
@@ -92,3 +96,8 @@ def test_overlap_is_the_engines_own_count(name, run, client, zmq_socket):
     assert asked == 297
     assert wrong == []
     assert right >= 294
+    # Nor did it ever doubt a stream that was right.
+    for worker in indexer.get("/workers"):
+        assert worker["trust"] == {"state": "exact", "reasons": []}
+        assert 0 < worker["listeners"]["0"]["device_blocks"] <= CAPACITY_BLOCKS
+    assert not [line for line in process.errors if "not exact" in line]

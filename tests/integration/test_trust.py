@@ -383,3 +383,31 @@ def test_an_instance_is_trusted_as_its_worst_rank(http, engine):
     assert [(reason["dp_rank"], reason["code"]) for reason in whole["reasons"]] == [
         (1, "lost_batches")
     ]
+
+
+def test_what_gets_worse_is_logged_once_and_so_is_its_end(run, client, engine):
+    process = run("kvflash.indexer", "--port", "0", "--host", "127.0.0.1")
+    http, made = client(process.ready()["url"]), engine(replay=False)
+    register(http, made, capacity_blocks=3)
+
+    def logged(words):
+        return [line for line in process.errors if words in line]
+
+    wait(http, made, one(1))
+    wait(http, made, one(2, parent=99))
+    wait(http, made, one(3, parent=99))
+    until(lambda: logged("not exact about a worker"), "the log line")
+    (line,) = logged("not exact about a worker")
+    assert " WARN " in line and "worker=1:0" in line and "orphaned_stores" in line
+    assert "fix=" in line and "1 stored events continue blocks that are not known" in line
+    assert not logged("exact about a worker again")
+    wait(http, made, batch(cleared()))
+    until(lambda: logged("exact about a worker again"), "the end of it")
+    # What only a look into the index tells is logged when somebody looks.
+    for name in (4, 5, 6, 7):
+        wait(http, made, one(name))
+    for _ in range(3):
+        http.get("/metrics")
+        assert trust(http) == ("degraded", "over_capacity")
+    until(lambda: logged("over_capacity"), "the log line")
+    assert len(logged("not exact about a worker")) == 2

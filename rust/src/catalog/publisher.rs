@@ -12,6 +12,7 @@ pub use place::Place;
 use super::counters::{EventCounters, EventCounts, add};
 use super::ingest::{Groups, Ingest};
 use super::model::ModelIndex;
+use super::registry::Registration;
 use super::standing::Standing;
 use super::trust::{Code, Codes, Evidence};
 use crate::clock::Clock;
@@ -126,24 +127,16 @@ pub struct PublisherView {
     pub evidence: Evidence,
 }
 
-/// Where a publisher is reached.
-#[derive(Debug, Clone)]
-pub(super) struct Sockets {
-    pub endpoint: String,
-    pub replay_endpoint: Option<String>,
-}
-
 impl Publisher {
+    /// Of a registration, for the index that its key names.
     pub(super) fn new(
         id: PublisherId,
-        worker: Worker,
+        registration: Registration,
         model: Arc<ModelIndex>,
-        sockets: Sockets,
-        capacity_blocks: Option<u64>,
         limits: Limits,
         clock: Arc<dyn Clock>,
     ) -> Self {
-        let Sockets { endpoint, replay_endpoint } = sockets;
+        let Registration { worker, endpoint, replay_endpoint, capacity_blocks, .. } = registration;
         let standing = Standing::new(model.index.stats().evicted_blocks_total);
         model.roster.add(worker);
         Self {

@@ -12,7 +12,7 @@ use super::identity::Identity;
 use super::legal::{check_endpoint, check_names};
 use super::model::{ModelIndex, ModelKey};
 use super::past::{Past, PastKind};
-use super::publisher::{ListenerStatus, Place, Publisher, PublisherId, Sockets};
+use super::publisher::{ListenerStatus, Place, Publisher, PublisherId};
 use crate::clock::{Clock, SystemClock};
 use crate::codec;
 use crate::error::{Error, Result};
@@ -197,7 +197,7 @@ impl Catalog {
             replay_endpoint,
             capacity_blocks,
             identity,
-        } = registration;
+        } = registration.clone();
         check_endpoint("endpoint", &endpoint)?;
         if let Some(replay) = &replay_endpoint {
             check_endpoint("replay_endpoint", replay)?;
@@ -237,15 +237,9 @@ impl Catalog {
         model.agreement.settle(identity);
         // Relaxed: the table's lock orders everything else.
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let publisher = Arc::new(Publisher::new(
-            id,
-            worker,
-            model,
-            Sockets { endpoint: endpoint.clone(), replay_endpoint: replay_endpoint.clone() },
-            capacity_blocks,
-            self.options.frame,
-            Arc::clone(&self.clock),
-        ));
+        let frame = self.options.frame;
+        let publisher = Publisher::new(id, registration, model, frame, Arc::clone(&self.clock));
+        let publisher = Arc::new(publisher);
         match past {
             None => {}
             Some(past) if past.model.key != key => past.drop_blocks(worker.instance_id),

@@ -40,6 +40,7 @@ mod answer;
 mod app;
 mod dump;
 mod form;
+mod metrics;
 mod overlap;
 mod recover;
 mod request;

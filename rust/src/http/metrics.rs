@@ -1,4 +1,4 @@
-//! Prometheus text for both services: what a process counts, and what is read at scrape time.
+//! Prometheus text: the form of an answer, and what the frontend reads of the catalog.
 
 use std::sync::Mutex;
 use std::sync::atomic::Ordering;
@@ -34,7 +34,7 @@ pub(super) struct RequestLabel {
     pub status: u16,
 }
 
-/// What every kvflash service counts.
+/// Metrics of requests, events and indexes.
 pub(super) struct CommonMetrics {
     registry: Mutex<Registry>,
     pub requests: Family<RequestLabel, Counter>,
@@ -131,8 +131,8 @@ impl CommonMetrics {
         }
         for model in catalog.models() {
             let label = ModelLabel {
-                model: model.key.model_name.clone(),
-                tenant: model.key.tenant_id.clone(),
+                model: escape(&model.key.model_name),
+                tenant: escape(&model.key.tenant_id),
             };
             let stats = model.index.stats();
             self.blocks.get_or_create(&label).set(stats.memberships as i64);
@@ -144,11 +144,20 @@ impl CommonMetrics {
             self.predicted_blocks.get_or_create(&label).set(stats.predicted as i64);
             self.workers.get_or_create(&label).set(stats.workers as i64);
         }
-        let mut text = String::with_capacity(16 * 1024);
-        let registry = self.registry.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        // Writing to a String cannot fail.
-        let _ = prometheus_client::encoding::text::encode(&mut text, &registry);
-        let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-        ([(header::CONTENT_TYPE, content_type)], text).into_response()
+        exposition(&self.registry.lock().unwrap_or_else(|poisoned| poisoned.into_inner()))
     }
+}
+
+/// A registry as the answer to a scrape.
+pub(super) fn exposition(registry: &Registry) -> Response {
+    let mut text = String::with_capacity(16 * 1024);
+    // Writing to a String cannot fail.
+    let _ = prometheus_client::encoding::text::encode(&mut text, registry);
+    let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    ([(header::CONTENT_TYPE, content_type)], text).into_response()
+}
+
+/// A label's value as the text format wants it; the encoder writes it as it is.
+pub(super) fn escape(value: &str) -> String {
+    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }

@@ -1,13 +1,13 @@
 //! Routes of the indexer.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use axum::Router;
 use axum::body::Body;
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query as UrlQuery, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
+use axum::middleware::from_fn_with_state;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use bytes::Bytes;
@@ -15,10 +15,10 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::super::Reject;
 use super::super::body::{self, Unreadable};
-use super::super::metrics::{CommonMetrics, RequestLabel};
 use super::answer::worker_entries;
 use super::dump::{DUMP_TYPE, DumpQuery, Dumps, binary_body, digests, json_body};
 use super::form::Form;
+use super::metrics::{self, IndexerMetrics};
 use super::overlap::{find, find_tokens};
 use super::recover::recover;
 use super::request::{Listener, PeerUrl, Query, QueryByHash, Register, Unregister};
@@ -57,7 +57,7 @@ const NOT_READY: HeaderName = HeaderName::from_static("x-kvflash-ready");
 struct App {
     catalog: Arc<Catalog>,
     options: IndexerOptions,
-    metrics: CommonMetrics,
+    metrics: Arc<IndexerMetrics>,
     startup: Arc<Startup>,
     dumps: Dumps,
 }
@@ -74,8 +74,8 @@ impl IndexerApp {
     /// # Errors
     /// `InvalidArgument` for a peer that is no URL.
     pub fn router(catalog: Arc<Catalog>, options: IndexerOptions) -> KvResult<Router> {
-        let (metrics, registry) = CommonMetrics::new();
-        metrics.seal(registry);
+        let metrics = Arc::new(IndexerMetrics::new(Arc::clone(&catalog)));
+        let counted = from_fn_with_state(Arc::clone(&metrics), metrics::count);
         let startup = Arc::new(Startup::new(&options.peers, options.min_initial_workers)?);
         if !options.peers.is_empty() {
             catalog.hold();
@@ -95,10 +95,7 @@ impl IndexerApp {
             .route("/peers", get(peers))
             .route("/digest", get(digest))
             .route("/health", get(async || StatusCode::OK))
-            .route(
-                "/metrics",
-                get(async |State(app): State<Arc<App>>| app.metrics.expose(&app.catalog)),
-            )
+            .route("/metrics", get(async |State(app): State<Arc<App>>| app.metrics.expose()))
             .route("/register", post(register))
             .route("/unregister", post(unregister))
             .route("/workers", get(workers))
@@ -114,40 +111,34 @@ impl IndexerApp {
                 Reject::new(StatusCode::METHOD_NOT_ALLOWED, "this path takes another method")
                     .plain()
             })
-            .with_state(app);
+            .with_state(app)
+            .layer(counted);
         Ok(router)
     }
 }
 
 impl App {
-    /// Read a bounded body, parse it, answer, count.
+    /// Read a bounded body, parse it, answer.
     async fn answer<T: DeserializeOwned>(
         &self,
-        endpoint: &'static str,
         body: Body,
         act: impl FnOnce(&Self, T) -> Result<Response, Reject>,
     ) -> Response {
-        self.answer_form(endpoint, Form::Json, body, act).await
+        self.answer_form(Form::Json, body, act).await
     }
 
     /// As [`Self::answer`], of a body in either form.
     async fn answer_form<T: DeserializeOwned>(
         &self,
-        endpoint: &'static str,
         form: Form,
         body: Body,
         act: impl FnOnce(&Self, T) -> Result<Response, Reject>,
     ) -> Response {
-        let started = Instant::now();
         let request = self.read(body).await.and_then(|bytes| form.parse(&bytes));
-        let response = match request.and_then(|request| act(self, request)) {
+        match request.and_then(|request| act(self, request)) {
             Ok(response) => response,
             Err(reject) => reject.plain(),
-        };
-        let status = response.status().as_u16();
-        self.metrics.requests.get_or_create(&RequestLabel { endpoint, status }).inc();
-        self.metrics.request_seconds.observe(started.elapsed().as_secs_f64());
-        response
+        }
     }
 
     async fn read(&self, mut body: Body) -> Result<Bytes, Reject> {
@@ -182,7 +173,7 @@ fn json_response(status: StatusCode, body: &impl Serialize) -> Response {
 }
 
 async fn register(State(app): State<Arc<App>>, body: Body) -> Response {
-    app.answer("/register", body, |app, request: Register| {
+    app.answer(body, |app, request: Register| {
         app.catalog.register(Registration {
             worker: Worker::new(request.instance_id, request.dp_rank),
             key: ModelKey { model_name: request.model_name, tenant_id: request.tenant_id },
@@ -201,7 +192,7 @@ async fn register(State(app): State<Arc<App>>, body: Body) -> Response {
 }
 
 async fn unregister(State(app): State<Arc<App>>, body: Body) -> Response {
-    app.answer("/unregister", body, |app, request: Unregister| {
+    app.answer(body, |app, request: Unregister| {
         app.catalog.unregister(
             request.instance_id,
             &request.model_name,
@@ -230,7 +221,7 @@ async fn workers(
 }
 
 async fn query(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
-    app.answer_form("/query", Form::of_body(&headers), body, |app, request: Query| {
+    app.answer_form(Form::of_body(&headers), body, |app, request: Query| {
         let salt = request.salt()?;
         let model = app.catalog.model(&request.model_name, &request.tenant_id)?;
         let form = Form::of_answer(&headers);
@@ -242,7 +233,7 @@ async fn query(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> R
 }
 
 async fn query_by_hash(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
-    app.answer_form("/query_by_hash", Form::of_body(&headers), body, |app, request: QueryByHash| {
+    app.answer_form(Form::of_body(&headers), body, |app, request: QueryByHash| {
         let model = app.catalog.model(&request.model_name, &request.tenant_id)?;
         let form = Form::of_answer(&headers);
         Ok(app.mark(overlaps(form, find(&model, &request.block_hashes.0, form))))
@@ -290,7 +281,7 @@ async fn ready(State(app): State<Arc<App>>) -> Response {
 }
 
 async fn register_peer(State(app): State<Arc<App>>, body: Body) -> Response {
-    app.answer("/register_peer", body, |app, request: PeerUrl| {
+    app.answer(body, |app, request: PeerUrl| {
         app.startup.add_peer(&request.url)?;
         Ok(json_response(StatusCode::CREATED, &serde_json::json!({"status": "ok"})))
     })
@@ -298,7 +289,7 @@ async fn register_peer(State(app): State<Arc<App>>, body: Body) -> Response {
 }
 
 async fn deregister_peer(State(app): State<Arc<App>>, body: Body) -> Response {
-    app.answer("/deregister_peer", body, |app, request: PeerUrl| {
+    app.answer(body, |app, request: PeerUrl| {
         app.startup.remove_peer(&request.url)?;
         Ok(json_response(StatusCode::OK, &serde_json::json!({"status": "ok"})))
     })
@@ -310,15 +301,15 @@ async fn peers(State(app): State<Arc<App>>) -> Response {
 }
 
 async fn pause_listener(State(app): State<Arc<App>>, body: Body) -> Response {
-    set_paused(&app, "/test/pause_listener", body, true).await
+    set_paused(&app, body, true).await
 }
 
 async fn resume_listener(State(app): State<Arc<App>>, body: Body) -> Response {
-    set_paused(&app, "/test/resume_listener", body, false).await
+    set_paused(&app, body, false).await
 }
 
-async fn set_paused(app: &App, endpoint: &'static str, body: Body, is_paused: bool) -> Response {
-    app.answer(endpoint, body, |app, request: Listener| {
+async fn set_paused(app: &App, body: Body, is_paused: bool) -> Response {
+    app.answer(body, |app, request: Listener| {
         app.catalog.pause(Worker::new(request.instance_id, request.dp_rank), is_paused)?;
         Ok(json_response(StatusCode::OK, &serde_json::json!({"status": "ok"})))
     })

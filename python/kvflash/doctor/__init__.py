@@ -1,0 +1,1 @@
+"""Checks indexers and their engines, and names what is wrong: ``python -m kvflash.doctor``."""

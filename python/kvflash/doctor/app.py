@@ -1,0 +1,216 @@
+"""Asks, checks, prints; the exit status says whether all is well."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+from kvflash.doctor import checks
+from kvflash.doctor.args import DoctorArgs, parse_args
+from kvflash.doctor.ask import Answer, ask
+from kvflash.doctor.checks import Engine, Listener
+from kvflash.doctor.events import NOWHERE, SOCKETS_MAX, Heard, Replayed, ask_replays, listen
+from kvflash.doctor.finding import FAIL, OK, WARN, Finding, fail, ok, warn
+from kvflash.errors import KvflashError
+
+__all__ = ["main"]
+
+_PARALLEL = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """A URL and what its first answers were."""
+
+    url: str
+    workers: Answer
+    models: Answer
+
+    @property
+    def kind(self) -> str:
+        """``indexer``, ``engine``, ``frontend``, ``nobody`` or ``other``."""
+        has_workers = self.workers.status == 200 and isinstance(self.workers.json, list)
+        body = self.models.json
+        has_models = self.models.status == 200 and isinstance(body, dict) and "data" in body
+        if has_workers:
+            return "frontend" if has_models else "indexer"
+        if has_models or self.models.status in (401, 403):
+            return "engine"
+        return "other" if self.workers.status or self.models.status else "nobody"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check and report. Returns the exit status."""
+    try:
+        args = parse_args(argv)
+    except KvflashError as error:
+        print(f"kvflash.doctor: {error}", file=sys.stderr)
+        return 2
+    try:
+        findings = list(_Doctor(args).findings())
+    except KeyboardInterrupt:
+        print("kvflash.doctor: interrupted", file=sys.stderr)
+        return 130
+    levels = [finding.level for finding in findings]
+    is_bad = FAIL in levels or (args.is_strict and WARN in levels)
+    try:
+        _print(findings, is_json=args.is_json, status=int(is_bad))
+    except BrokenPipeError:
+        # Whoever read the report has seen enough of it.
+        sys.stderr.close()
+    return int(is_bad)
+
+
+class _Doctor:
+    def __init__(self, args: DoctorArgs) -> None:
+        self._args = args
+
+    def findings(self) -> Iterator[Finding]:
+        """Everything that was found, place by place, in the order of the command line."""
+        places = self._parallel(self._meet, self._args.urls)
+        indexers = [place.url for place in places if place.kind == "indexer"]
+        heard: dict[str, Heard] = {}
+        if self._args.listen and indexers:
+            known = [entry for place in places for entry in self._known(place)]
+            yield from self._listen(known, heard)
+        engines: list[Engine] = []
+        listeners: list[Listener] = []
+        for place in places:
+            if place.kind == "indexer":
+                yield from self._guarded(place.url, self._indexer(place.url, listeners, heard))
+            elif place.kind == "engine":
+                yield from self._guarded(place.url, self._engine(place, engines))
+            else:
+                yield from self._guarded(place.url, self._other(place))
+        if indexers:
+            pairs = checks.check_pairs(engines, listeners)
+            yield from self._guarded("engines and indexers", pairs)
+
+    @staticmethod
+    def _guarded(subject: str, found: Iterable[Finding]) -> Iterator[Finding]:
+        """What the other side answers is not ours to trust: a fault in it ends its check only."""
+        try:
+            yield from found
+        except Exception as error:
+            seen = f"the check broke off: {type(error).__name__}: {error}"
+            how = "it answered something unexpected: upgrade it or kvflash, else report this line"
+            yield fail(subject, "answers", seen, how)
+
+    @staticmethod
+    def _parallel(do: Callable[[str], _Place], urls: Sequence[str]) -> list[_Place]:
+        with ThreadPoolExecutor(_PARALLEL) as pool:
+            return list(pool.map(do, urls))
+
+    def _ask(self, url: str, path: str, *, with_key: bool = False) -> Answer:
+        key = self._args.worker_api_key if with_key else None
+        return ask(url, path, timeout_s=self._args.timeout, api_key=key)
+
+    def _meet(self, url: str) -> _Place:
+        workers = self._ask(url, "/workers")
+        # Who does not answer at all is not made to wait for twice.
+        models = self._ask(url, "/v1/models", with_key=True) if workers.status else workers
+        return _Place(url=url, workers=workers, models=models)
+
+    @staticmethod
+    def _known(place: _Place) -> list[Listener]:
+        try:
+            is_indexer = place.kind == "indexer"
+            return checks.listeners_of(place.url, place.workers.json) if is_indexer else []
+        except Exception:
+            # The same answer is judged, and told of, when its indexer is checked.
+            return []
+
+    def _listen(self, known: Sequence[Listener], heard: dict[str, Heard]) -> Iterator[Finding]:
+        endpoints = list(dict.fromkeys(entry.endpoint for entry in known))
+        heard.update(zip(endpoints, listen(endpoints, self._args.listen), strict=False))
+        if len(endpoints) > SOCKETS_MAX:
+            seen = f"listened at {SOCKETS_MAX} of {len(endpoints)} event sockets"
+            yield warn("event sockets", "listened", seen, "ask about fewer indexers at a time")
+
+    def _indexer(
+        self, url: str, listeners: list[Listener], heard: dict[str, Heard]
+    ) -> Iterator[Finding]:
+        health, ready = self._ask(url, "/health"), self._ask(url, "/ready")
+        # Read anew: what was heard meanwhile is to be in it.
+        workers, metrics = self._ask(url, "/workers"), self._ask(url, "/metrics")
+        own = checks.listeners_of(url, workers.json)
+        listeners += own
+        yield from checks.check_indexer(url, health, ready, metrics, own)
+        replays = self._replays(own)
+        for listener in own:
+            replayed = replays.get((listener.instance, listener.rank))
+            found = checks.check_listener(
+                listener, replayed, heard.get(listener.endpoint), self._args.timeout
+            )
+            yield from found
+
+    def _replays(self, listeners: Sequence[Listener]) -> dict[tuple[int, int], Replayed]:
+        asked = [entry for entry in listeners if entry.replay_endpoint is not None]
+        targets = [
+            (str(e.replay_endpoint), NOWHERE if e.last_sequence is None else e.last_sequence)
+            for e in asked
+        ]
+        answers = ask_replays(targets, self._args.timeout)
+        return {(e.instance, e.rank): a for e, a in zip(asked, answers, strict=True)}
+
+    def _engine(self, place: _Place, engines: list[Engine]) -> Iterator[Finding]:
+        metrics = self._ask(place.url, "/metrics", with_key=True)
+        if place.models.status == 200:
+            engines.append(checks.engine_of(place.url, place.models, metrics))
+        yield from checks.check_engine(place.url, place.models, metrics)
+
+    def _other(self, place: _Place) -> Iterator[Finding]:
+        url = place.url
+        if place.kind == "nobody":
+            how = "check host and port, and that the process runs"
+            yield fail(url, "reachable", place.workers.said, how)
+        elif place.kind == "frontend":
+            yield from self._frontend(url)
+        else:
+            seen = (
+                f"neither an indexer nor an engine: GET /workers: {place.workers.said}; "
+                f"GET /v1/models: {place.models.said}"
+            )
+            how = "give the URL of an indexer, or the base URL of an engine without /v1"
+            yield fail(url, "reachable", seen, how)
+
+    def _frontend(self, url: str) -> Iterator[Finding]:
+        health = self._ask(url, "/health")
+        if health.status == 200:
+            yield ok(url, "reachable", "a kvflash frontend")
+        else:
+            yield fail(url, "reachable", f"GET /health: {health.said}", "the message says why")
+        yield from checks.check_clock(url, health.skew_s)
+        body = health.json
+        for text in body.get("warnings", []) if isinstance(body, dict) else []:
+            yield warn(url, "warnings", str(text), "see docs/troubleshooting.md")
+
+
+def _print(findings: Sequence[Finding], *, is_json: bool, status: int) -> None:
+    counts = {level: sum(f.level == level for f in findings) for level in (OK, WARN, FAIL)}
+    if is_json:
+        report = {
+            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "findings": [asdict(finding) for finding in findings],
+            "ok": counts[OK],
+            "warnings": counts[WARN],
+            "failures": counts[FAIL],
+            "status": status,
+        }
+        print(json.dumps(report), flush=True)
+        return
+    for finding in findings:
+        code = f" ({finding.code})" if finding.code else ""
+        fix = f" | fix: {finding.fix}" if finding.fix else ""
+        line = f"{finding.level:<4}  {finding.subject}: {finding.check}: {finding.seen}{code}{fix}"
+        print(_printable(line))
+    print(f"{counts[OK]} ok, {counts[WARN]} warnings, {counts[FAIL]} failures", flush=True)
+
+
+def _printable(line: str) -> str:
+    """One line, whatever the other side said."""
+    return "".join(mark if mark.isprintable() else " " for mark in line)

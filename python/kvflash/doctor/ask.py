@@ -1,0 +1,137 @@
+"""Questions over HTTP, answered or not, but never by an exception."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+import time
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+__all__ = ["Answer", "ask", "samples"]
+
+#: Answers beyond it are cut off; an indexer of 2,000 workers sends some MiB.
+_ANSWER_BYTES_MAX = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What came back.
+
+    Attributes:
+        status: HTTP status; 0 when nothing came.
+        body: The body, at most 256 MiB of it.
+        error: Why nothing came.
+        seconds: How long it took.
+        skew_s: By how much the other clock is ahead of ours, where it told the time. It tells
+            whole seconds.
+    """
+
+    status: int = 0
+    body: bytes = field(default=b"", repr=False)
+    error: str = ""
+    seconds: float = 0.0
+    skew_s: float | None = None
+
+    @property
+    def json(self) -> Any:
+        """The body as JSON; None when it is none."""
+        try:
+            return json.loads(self.body)
+        except (ValueError, RecursionError):
+            return None
+
+    @property
+    def text(self) -> str:
+        """The body as text."""
+        return self.body.decode(errors="replace")
+
+    @property
+    def said(self) -> str:
+        """A few words of it, for a message."""
+        if self.error:
+            return self.error
+        body = self.json
+        message = body.get("error", body) if isinstance(body, dict) else self.text
+        if isinstance(message, dict):
+            message = message.get("message", message)
+        words = " ".join(str(message).split())
+        return f"{self.status} {words[:200]}".strip()
+
+
+def ask(url: str, path: str, *, timeout_s: float, api_key: str | None = None) -> Answer:
+    """GET ``path`` below ``url``. Never raises for what the other side does."""
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
+    headers = {"accept": "application/json, text/plain, */*"}
+    if api_key:
+        headers["authorization"] = f"Bearer {api_key}"
+    started = time.monotonic()
+    try:
+        connection.request("GET", parts.path + path, headers=headers)
+        response = connection.getresponse()
+        now = time.time()
+        body = response.read(_ANSWER_BYTES_MAX)
+        return Answer(
+            status=response.status,
+            body=body,
+            seconds=time.monotonic() - started,
+            skew_s=_skew_s(response.getheader("date"), now),
+        )
+    except (OSError, http.client.HTTPException, ssl.SSLError, ValueError) as error:
+        return Answer(error=f"{type(error).__name__}: {error}", seconds=time.monotonic() - started)
+    finally:
+        connection.close()
+
+
+def _skew_s(date: str | None, now: float) -> float | None:
+    if not date:
+        return None
+    try:
+        # The second has begun, and is half over on average.
+        return parsedate_to_datetime(date).timestamp() + 0.5 - now
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def samples(text: str, name: str) -> list[tuple[dict[str, str], float]]:
+    """Labels and value of one metric's samples in Prometheus text; what is none is skipped."""
+    found = []
+    for line in text.splitlines():
+        if not line.startswith(name):
+            continue
+        rest = line[len(name) :]
+        if rest[:1] not in (" ", "{"):
+            continue
+        labels, end = _labels(rest) if rest[0] == "{" else ({}, 0)
+        try:
+            found.append((labels, float(rest[end:].split()[0])))
+        except (IndexError, ValueError):
+            continue
+    return found
+
+
+def _labels(text: str) -> tuple[dict[str, str], int]:
+    """Labels from ``{`` on, and where they end."""
+    labels: dict[str, str] = {}
+    at = 1
+    while at < len(text) and text[at] != "}":
+        key, separator, _ = text[at:].partition('="')
+        if not separator:
+            return labels, len(text)
+        at += len(key) + 2
+        value = []
+        while at < len(text) and text[at] != '"':
+            if text[at] == "\\" and at + 1 < len(text):
+                at += 1
+                value.append("\n" if text[at] == "n" else text[at])
+            else:
+                value.append(text[at])
+            at += 1
+        labels[key.strip(", ")] = "".join(value)
+        at += 1
+    return labels, at + 1

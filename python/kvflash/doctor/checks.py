@@ -1,0 +1,457 @@
+"""What the facts say: pure functions from what was asked to findings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvflash.doctor.ask import Answer, samples
+from kvflash.doctor.events import Contents, Heard, Replayed, dialable
+from kvflash.doctor.finding import FAIL, WARN, Finding, fail, ok, warn
+
+__all__ = [
+    "Engine",
+    "Listener",
+    "check_engine",
+    "check_indexer",
+    "check_listener",
+    "check_pairs",
+    "listeners_of",
+]
+
+#: Clocks further apart than this are told of; the Date header has whole seconds.
+CLOCK_S_MAX = 5.0
+#: From this share of its limit on, an index is called nearly full; it evicts from 15/16 on.
+FULL_SHARE = 0.9
+#: Batches that the indexer may be behind what was heard here.
+LAG_BATCHES_MAX = 100
+
+# Which check a reason against trust belongs to, and what it is called when there is none.
+_CHECKS = {
+    "connected": ("failed", "never_connected", "disconnected", "paused"),
+    "publishes": ("no_events_yet",),
+    "decodes": (
+        "nothing_decodable",
+        "undecodable",
+        "malformed_events",
+        "unknown_events",
+        "unknown_medium",
+    ),
+    "block size": ("block_size_mismatch", "mixed_block_sizes"),
+    "complete": (
+        "catching_up",
+        "missed_first_batches",
+        "lost_batches",
+        "unverified_reconnect",
+        "recovered_without_watermark",
+        "orphaned_stores",
+    ),
+    "consistent": ("self_parent", "identity_conflict", "hash_reused"),
+    "room": ("refused_blocks", "evicted_by_limit"),
+    "capacity": ("over_capacity",),
+}
+_CHECK_OF = {code: check for check, codes in _CHECKS.items() for code in codes}
+# Codes that make a worker stale: nothing of it can be relied on.
+_STALE = {
+    "failed",
+    "never_connected",
+    "disconnected",
+    "paused",
+    "block_size_mismatch",
+    "nothing_decodable",
+}
+_NTP = "let both hosts take their time from the same NTP servers"
+_PROMPT = (
+    "send the engine a prompt longer than one block; if nothing comes, switch its KV events "
+    '("enable_kv_cache_events": true, "publisher": "zmq") and prefix caching on'
+)
+_UPGRADE = "report engine and version"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listener:
+    """One event socket of an indexer, as its GET /workers says."""
+
+    indexer: str
+    instance: int
+    rank: int
+    model: str
+    tenant: str
+    block_size: int | None
+    entry: dict[str, Any]
+
+    @property
+    def subject(self) -> str:
+        """Its name in findings."""
+        return f"{self.indexer} worker {self.instance}:{self.rank}"
+
+    @property
+    def endpoint(self) -> str:
+        """Its event socket."""
+        return str(self.entry.get("endpoint", ""))
+
+    @property
+    def replay_endpoint(self) -> str | None:
+        """Its replay socket."""
+        endpoint = self.entry.get("replay_endpoint")
+        return str(endpoint) if endpoint else None
+
+    @property
+    def last_sequence(self) -> int | None:
+        """The last batch that the indexer has applied."""
+        number = self.entry.get("last_sequence")
+        return number if isinstance(number, int) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """What an engine says of itself; None where it does not."""
+
+    url: str
+    models: tuple[str, ...]
+    block_size: int | None = None
+    capacity_blocks: int | None = None
+    has_prefix_caching: bool | None = None
+    hash_algorithm: str | None = None
+
+
+def listeners_of(url: str, workers: Any) -> list[Listener]:
+    """The event sockets in an answer of GET /workers."""
+    found = []
+    for worker in workers if isinstance(workers, list) else []:
+        for rank, entry in dict(worker.get("listeners") or {}).items():
+            size = worker.get("block_size")
+            listener = Listener(
+                indexer=url,
+                instance=int(worker["instance_id"]),
+                rank=int(rank),
+                model=str(worker.get("model_name", "")),
+                tenant=str(worker.get("tenant_id", "")),
+                block_size=size if isinstance(size, int) else None,
+                entry=dict(entry),
+            )
+            found.append(listener)
+    return found
+
+
+def check_clock(subject: str, skew_s: float | None) -> Iterator[Finding]:
+    """Compare a clock with ours."""
+    if skew_s is None:
+        return
+    if abs(skew_s) > CLOCK_S_MAX:
+        side = "ahead of" if skew_s > 0 else "behind"
+        yield warn(subject, "clock", f"its clock is {abs(skew_s):.0f} s {side} this host's", _NTP)
+    else:
+        yield ok(subject, "clock", "as this host's")
+
+
+def check_indexer(
+    url: str, health: Answer, ready: Answer, metrics: Answer, listeners: Sequence[Listener]
+) -> Iterator[Finding]:
+    """Check an indexer by itself."""
+    if health.status == 200:
+        yield ok(url, "reachable", f"an indexer, answered in {health.seconds * 1000:.0f} ms")
+    else:
+        yield fail(url, "reachable", f"GET /health: {health.said}", "look into its log, restart it")
+    yield from check_clock(url, health.skew_s)
+    if ready.status == 404:
+        yield ok(url, "ready", "it has no GET /ready")
+    elif ready.status == 200:
+        yield ok(url, "ready", "yes")
+    else:
+        wait = "wait for its recovery and the workers that it waits for; the answer says which"
+        yield fail(url, "ready", f"GET /ready: {ready.said}", wait)
+    if listeners:
+        models = {(listener.model, listener.tenant) for listener in listeners}
+        yield ok(url, "workers", f"{len(listeners)} event sockets, {len(models)} models")
+    else:
+        how = "POST /register each engine, or start the indexer with --workers"
+        yield fail(url, "workers", "no worker is registered: every query finds nothing", how)
+    yield from _check_metrics(url, metrics)
+
+
+def _check_metrics(url: str, metrics: Answer) -> Iterator[Finding]:
+    if metrics.status != 200:
+        yield warn(url, "metrics", f"GET /metrics: {metrics.said}", "look into its log")
+        return
+    prefix = "kvflash_kvindexer_"
+    limits = samples(metrics.text, prefix + "index_limit_bytes")
+    limit = limits[0][1] if limits else 0.0
+    for labels, used in samples(metrics.text, prefix + "index_bytes"):
+        if limit and used >= FULL_SHARE * limit:
+            name = f"model {labels.get('model')} tenant {labels.get('tenant')}"
+            seen = f"the index of {name} has {used / limit:.0%} of --index-memory"
+            yield warn(url, "memory", seen, "raise --index-memory, or run more indexers")
+            break
+    else:
+        yield ok(url, "memory", "no index is near its limit" if limit else "no limit is set")
+    errors = samples(metrics.text, prefix + "errors_total")
+    failed = sum(count for labels, count in errors if labels.get("status_class") == "5xx")
+    if failed:
+        yield warn(url, "errors", f"{failed:.0f} requests were answered 5xx", "look into its log")
+
+
+def check_listener(
+    listener: Listener, replayed: Replayed | None, heard: Heard | None, timeout_s: float
+) -> list[Finding]:
+    """Check one event socket: what the indexer knows of it, and what it says itself."""
+    found = list(_check_trust(listener))
+    found += _check_replay(listener, replayed, timeout_s)
+    if heard is not None:
+        found += _check_heard(listener, heard)
+    # What a replay socket says that is no batch is told of above.
+    if replayed is not None and replayed.contents.batches:
+        found += _check_contents(listener, replayed.contents)
+    if heard is not None:
+        found += _check_contents(listener, heard.contents)
+    return list(_without_repetition(found))
+
+
+def _without_repetition(found: list[Finding]) -> Iterator[Finding]:
+    """Only the first bad finding of a check, unless they have codes; ok only where none is bad."""
+    bad = {finding.check for finding in found if finding.level in (WARN, FAIL)}
+    seen: set[tuple[str, str]] = set()
+    for finding in found:
+        is_bad = finding.level in (WARN, FAIL)
+        key = (finding.check, finding.code)
+        if is_bad != (finding.check in bad) or key in seen:
+            continue
+        if is_bad and not finding.code and any(check == finding.check for check, _ in seen):
+            continue
+        seen.add(key)
+        yield finding
+
+
+def _check_trust(listener: Listener) -> Iterator[Finding]:
+    entry, subject = listener.entry, listener.subject
+    trust = entry.get("trust")
+    if not isinstance(trust, dict):
+        if entry.get("status") != "active":
+            seen = f"{entry.get('status')}: {entry.get('last_error')}"
+            yield fail(subject, "connected", seen, "check the endpoint and that the engine runs")
+        seen = "the indexer does not say how far it is to be believed"
+        yield warn(subject, "trust", seen, "upgrade the indexer")
+        return
+    reasons = trust.get("reasons") or []
+    for reason in reasons:
+        code = str(reason.get("code"))
+        yield Finding(
+            level=FAIL if code in _STALE else WARN,
+            subject=subject,
+            check=_CHECK_OF.get(code, "trust"),
+            seen=str(reason.get("message")),
+            fix=str(reason.get("fix")),
+            code=code,
+        )
+    if not reasons:
+        yield ok(subject, "trust", str(trust.get("state")))
+    age_ms, batches = entry.get("last_event_age_ms"), (entry.get("events") or {}).get("batches")
+    heard = "nothing published yet" if age_ms is None else f"{batches} batches, the last one "
+    heard += "" if age_ms is None else f"{age_ms / 1000:.0f} s ago"
+    yield ok(subject, "connected", f"to {listener.endpoint}")
+    yield ok(subject, "publishes", heard)
+    if age_ms is not None:
+        yield ok(subject, "decodes", "all that came")
+        yield ok(subject, "block size", f"{listener.block_size} tokens")
+        yield ok(subject, "complete", "nothing is missing")
+
+
+def _check_replay(
+    listener: Listener, replayed: Replayed | None, timeout_s: float
+) -> Iterator[Finding]:
+    subject, endpoint, last = listener.subject, listener.replay_endpoint, listener.last_sequence
+    if endpoint is None or replayed is None:
+        seen = "no replay_endpoint: lost batches are lost for good, and a restart may stay unseen"
+        how = (
+            'add "replay_endpoint": "tcp://*:PORT" to the engine\'s --kv-events-config and '
+            "register the worker with it"
+        )
+        yield warn(subject, "replay", seen, how)
+        return
+    reach = (
+        f"check that {endpoint} is the replay_endpoint of the engine's --kv-events-config and "
+        "that its port is open to this host"
+    )
+    if replayed.error:
+        yield fail(subject, "replay", f"{endpoint} cannot be used: {replayed.error}", reach)
+    elif not replayed.has_answered:
+        yield fail(subject, "replay", f"{endpoint} did not answer in {timeout_s:g} s", reach)
+    elif replayed.contents.undecodable:
+        seen = f"{endpoint} answered something else than batches: {replayed.contents.fault}"
+        yield fail(subject, "replay", seen, reach)
+    elif last is None:
+        yield ok(subject, "replay", f"{endpoint} answers")
+    elif replayed.first is None:
+        seen = f"{endpoint} has nothing from batch {last} on, which the indexer has applied"
+        how = "it is another engine's or rank's socket, or the engine restarted: correct the port"
+        yield fail(subject, "replay", seen, how)
+    elif replayed.first > last + 1:
+        seen = f"the ring begins at batch {replayed.first}, the indexer is at {last}"
+        yield warn(subject, "replay", seen, "a larger buffer_steps in --kv-events-config")
+    else:
+        yield ok(subject, "replay", f"{endpoint} answers, and its ring covers batch {last}")
+
+
+def _check_heard(listener: Listener, heard: Heard) -> Iterator[Finding]:
+    subject, endpoint = listener.subject, listener.endpoint
+    if heard.error:
+        seen = f"{endpoint} cannot be used from here: {heard.error}"
+        yield fail(subject, "listened", seen, "check the endpoint of the registration")
+    elif not heard.messages:
+        yield warn(subject, "listened", f"{endpoint} sent nothing meanwhile", _PROMPT)
+    elif heard.malformed:
+        seen = f"{heard.malformed} of {heard.messages} messages have no sequence number"
+        how = "the endpoint is no KV event socket: correct the registration"
+        yield fail(subject, "listened", seen, how)
+    elif heard.holes:
+        seen = f"{heard.holes} batches were left out between {heard.first} and {heard.last}"
+        how = "a larger hwm in the engine's --kv-events-config, and a replay_endpoint"
+        yield warn(subject, "listened", seen, how)
+    else:
+        yield ok(subject, "listened", f"{heard.messages} batches, {heard.first} to {heard.last}")
+    if heard.last is not None:
+        behind = heard.last - (listener.last_sequence if listener.last_sequence is not None else -1)
+        if behind > LAG_BATCHES_MAX:
+            seen = f"the indexer is {behind} batches behind what was heard here"
+            how = "look at its CPU and at `status`; more --threads, fewer engines"
+            yield warn(subject, "lag", seen, how)
+    yield from check_clock(subject, heard.skew_s)
+
+
+def _check_contents(listener: Listener, contents: Contents) -> Iterator[Finding]:
+    subject, size = listener.subject, listener.block_size
+    if contents.undecodable:
+        yield fail(subject, "decodes", f"a message is no event batch: {contents.fault}", _UPGRADE)
+    others = sorted(set(contents.block_sizes) - {size})
+    if size is not None and others:
+        seen = f"its events have blocks of {others[0]} tokens, the index of {size}"
+        how = "the same --block-size for the engine and its registration"
+        yield fail(subject, "block size", seen, how)
+    if contents.numbered_adapters:
+        seen = (
+            f"{contents.numbered_adapters} of {contents.stored} stored events have a lora_id only"
+        )
+        how = "a newer engine: blocks without their adapter's name match no query"
+        yield warn(subject, "identity", seen, how)
+    elif contents.stored:
+        named, salted = contents.named_adapters, contents.salted
+        seen = f"of {contents.stored} stored events {named} have an adapter, {salted} a cache salt"
+        yield ok(subject, "identity", seen)
+
+
+def engine_of(url: str, models: Answer, metrics: Answer) -> Engine:
+    """What an engine says in GET /v1/models and GET /metrics."""
+    body = models.json
+    cards = body.get("data") if isinstance(body, dict) else None
+    cards = cards if isinstance(cards, list) else []
+    names = tuple(str(card["id"]) for card in cards if isinstance(card, dict) and "id" in card)
+    rows = [labels for labels, _ in samples(metrics.text, "vllm:cache_config_info")]
+    if metrics.status != 200 or not rows:
+        return Engine(url=url, models=names)
+
+    def number(name: str) -> int | None:
+        found = [int(row[name]) for row in rows if row.get(name, "").isdecimal()]
+        return max(found, default=None)
+
+    caching = {"True": True, "False": False}.get(rows[0].get("enable_prefix_caching", ""))
+    return Engine(
+        url=url,
+        models=names,
+        block_size=number("block_size"),
+        capacity_blocks=number("num_gpu_blocks"),
+        has_prefix_caching=caching,
+        hash_algorithm=rows[0].get("prefix_caching_hash_algo"),
+    )
+
+
+def check_engine(url: str, models: Answer, metrics: Answer) -> Iterator[Finding]:
+    """Check an engine by itself."""
+    engine = engine_of(url, models, metrics)
+    if models.status != 200:
+        how = "set KVFLASH_WORKER_API_KEY to the engine's API key"
+        yield fail(url, "reachable", f"GET /v1/models: {models.said}", how)
+        return
+    served = ", ".join(engine.models[:5]) or "no model"
+    yield ok(url, "reachable", f"an engine that serves {served}")
+    yield from check_clock(url, models.skew_s)
+    if engine.block_size is None:
+        seen = f"GET /metrics ({metrics.said[:60]}) does not tell the shape of the cache"
+        how = "compare block size and prefix caching by hand; vLLM tells them, SGLang does not"
+        yield warn(url, "cache", seen, how)
+        return
+    seen = f"{engine.capacity_blocks} blocks of {engine.block_size} tokens"
+    yield ok(url, "cache", seen)
+    if engine.has_prefix_caching is False:
+        seen = "off: it reuses nothing and publishes no event"
+        yield fail(url, "prefix caching", seen, "start it with --enable-prefix-caching")
+    elif engine.has_prefix_caching:
+        yield ok(url, "prefix caching", "on")
+    if engine.hash_algorithm == "builtin":
+        seen = "Python's own hash: prompts that collide share blocks"
+        yield warn(url, "hashes", seen, "start it with --prefix-caching-hash-algo sha256")
+    elif engine.hash_algorithm:
+        seen = f"{engine.hash_algorithm}; PYTHONHASHSEED need not be set, names are not compared"
+        yield ok(url, "hashes", seen)
+
+
+def check_pairs(engines: Sequence[Engine], listeners: Sequence[Listener]) -> Iterator[Finding]:
+    """Compare engines with what indexers have registered."""
+    for engine in engines:
+        of_host = [entry for entry in listeners if _host(entry.endpoint) == _host(engine.url)]
+        of_model = [entry for entry in listeners if entry.model in engine.models]
+        if not of_model:
+            served = ", ".join(engine.models[:3])
+            if of_host:
+                known = ", ".join(sorted({entry.model for entry in of_host}))
+                seen = f"it serves {served}, its host is registered as {known}: queries by the "
+                how = "register it under the name that clients use, or query by the other"
+                yield warn(engine.url, "registered", seen + "served name find nothing", how)
+            else:
+                seen = f"no indexer has a worker of {served}"
+                how = "POST /register it with its event endpoint"
+                yield fail(engine.url, "registered", seen, how)
+        else:
+            yield ok(engine.url, "registered", f"{len(of_model)} event sockets of its model")
+        paired = of_model or of_host
+        sizes = {entry.block_size for entry in paired} - {None, engine.block_size}
+        if engine.block_size is not None and sizes:
+            seen = (
+                f"the engine has {engine.block_size} tokens, the index {min(filter(None, sizes))}"
+            )
+            how = "the same --block-size for the engine and its registration"
+            yield fail(engine.url, "block size", seen, how)
+        of_both = [entry for entry in of_host if entry in paired]
+        neighbours = [other for other in engines if _host(other.url) == _host(engine.url)]
+        if len(neighbours) == 1 and len({e.instance for e in of_both}) == 1:
+            yield from _check_capacity(engine, of_both)
+
+
+def _check_capacity(engine: Engine, listeners: Sequence[Listener]) -> Iterator[Finding]:
+    for listener in listeners:
+        held, told = listener.entry.get("device_blocks"), listener.entry.get("capacity_blocks")
+        capacity = engine.capacity_blocks
+        if capacity is None or not isinstance(held, int):
+            continue
+        if held > capacity:
+            seen = f"{held} blocks are credited, the engine has {capacity}: removals were missed"
+            how = "clear the engine's cache or restart it; register it with its replay_endpoint"
+            yield fail(listener.subject, "engine capacity", seen, how)
+        elif told is not None and told != capacity:
+            seen = f"registered with capacity_blocks {told}, the engine has {capacity}"
+            yield warn(listener.subject, "engine capacity", seen, "register it with the right one")
+        else:
+            yield ok(listener.subject, "engine capacity", f"{held} of {capacity} blocks are known")
+
+
+def _host(address: str) -> str:
+    """The host of a URL or endpoint; all names of this host are one."""
+    dialed = dialable(address)
+    if dialed.startswith(("ipc://", "inproc://")):
+        return "127.0.0.1"
+    try:
+        host = urlsplit(dialed).hostname or ""
+    except ValueError:
+        host = ""
+    return "127.0.0.1" if host in ("localhost", "::1", "0.0.0.0") else host

@@ -1,0 +1,263 @@
+"""Looks at engines' event sockets: what the replay socket answers, what the event socket sends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped,unused-ignore]
+import zmq
+
+__all__ = ["Contents", "Heard", "Replayed", "ask_replays", "dialable", "listen"]
+
+#: Sockets open at once.
+SOCKETS_MAX = 256
+_END = b"\xff" * 8
+#: An engine that keeps nothing from here on answers with its end mark: that is all that is wanted
+#: of one whose position is not known.
+NOWHERE = 2**63 - 1
+# Of a stored event that is an array, in the order of its fields; later ones are not looked at.
+_STORED_FIELDS = (
+    "hashes",
+    "parent",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+)
+_FRAME_BYTES_MAX = 16 * 1024 * 1024
+#: Messages of one worker that are looked into.
+_LOOKED_INTO_MAX = 1_000
+
+
+@dataclass
+class Contents:
+    """What event batches said.
+
+    Attributes:
+        batches: Batches that could be read.
+        undecodable: Messages that are none; ``fault`` is what is wrong with the last one.
+        block_sizes: Tokens in a block, by stored events that say so.
+        stored: Stored events.
+        named_adapters: Of them, those with an adapter's name.
+        numbered_adapters: Those with an adapter's number only.
+        salted: Those with a cache salt, as far as that can be told.
+    """
+
+    batches: int = 0
+    undecodable: int = 0
+    fault: str = ""
+    block_sizes: dict[int, int] = field(default_factory=dict)
+    stored: int = 0
+    named_adapters: int = 0
+    numbered_adapters: int = 0
+    salted: int = 0
+
+    def take(self, payload: bytes) -> float | None:
+        """Read one batch; returns the engine's time of it."""
+        try:
+            batch = msgpack.unpackb(
+                payload, raw=False, strict_map_key=False, unicode_errors="replace"
+            )
+            if isinstance(batch, dict):
+                batch = [batch.get("ts"), batch["events"]]
+            ts, events = batch[0], list(batch[1])
+        except Exception as error:  # msgpack raises about a dozen kinds.
+            self.undecodable += 1
+            self.fault = f"{type(error).__name__}: {error}"[:200]
+            return None
+        self.batches += 1
+        for event in events:
+            self._take_event(event)
+        return float(ts) if isinstance(ts, int | float) and not isinstance(ts, bool) else None
+
+    def _take_event(self, event: Any) -> None:
+        if isinstance(event, list | tuple) and event and event[0] == "BlockStored":
+            event = dict(zip(_STORED_FIELDS, event[1:], strict=False))
+        elif not (isinstance(event, dict) and event.get("type") == "BlockStored"):
+            return
+        self.stored += 1
+        size = event.get("block_size")
+        # Offloading connectors name blocks without their tokens, in blocks of 0.
+        if isinstance(size, int) and size > 0:
+            self.block_sizes[size] = self.block_sizes.get(size, 0) + 1
+        if event.get("lora_name"):
+            self.named_adapters += 1
+        elif event.get("lora_id"):
+            self.numbered_adapters += 1
+        keys = event.get("extra_keys")
+        first = keys[0] if isinstance(keys, list | tuple) and keys else None
+        texts = [key for key in first or () if isinstance(key, str)]
+        self.salted += bool(event.get("cache_salt") or set(texts) - {event.get("lora_name")})
+
+
+@dataclass
+class Replayed:
+    """What a replay socket answered.
+
+    Attributes:
+        has_answered: Anything came.
+        has_ended: With the end mark.
+        first: Number of the first batch that it sent.
+        contents: What the batches said.
+        error: Why the socket cannot be used.
+    """
+
+    has_answered: bool = False
+    has_ended: bool = False
+    first: int | None = None
+    contents: Contents = field(default_factory=Contents)
+    error: str = ""
+
+
+@dataclass
+class Heard:
+    """What an event socket sent while we listened.
+
+    Attributes:
+        messages: How many; ``malformed`` of them have no sequence number.
+        first: Number of the first one.
+        last: Number of the last one.
+        holes: Numbers that were left out in between.
+        skew_s: How far the engine's clock is ahead of ours, by the last batch; includes its way.
+        contents: What the batches said.
+        error: Why the socket cannot be used.
+    """
+
+    messages: int = 0
+    malformed: int = 0
+    first: int | None = None
+    last: int | None = None
+    holes: int = 0
+    skew_s: float | None = None
+    contents: Contents = field(default_factory=Contents)
+    error: str = ""
+
+    def take(self, parts: list[bytes]) -> None:
+        """Take one message in."""
+        self.messages += 1
+        if len(parts) < 2 or len(parts[-2]) != 8:
+            self.malformed += 1
+            return
+        number = int.from_bytes(parts[-2], "big")
+        if self.last is not None and number > self.last:
+            self.holes += number - self.last - 1
+        self.first = number if self.first is None else self.first
+        self.last = number
+        if self.messages <= _LOOKED_INTO_MAX:
+            ts = self.contents.take(parts[-1])
+            self.skew_s = None if ts is None else ts - time.time()
+
+
+def dialable(endpoint: str) -> str:
+    """The address to connect to, where the engine gave the one that it binds."""
+    return endpoint.replace("tcp://*:", "tcp://127.0.0.1:", 1)
+
+
+def ask_replays(targets: Sequence[tuple[str, int]], timeout_s: float) -> list[Replayed]:
+    """Ask replay sockets for their batches from a number on, many at once.
+
+    Only the head of each answer is read: that is enough to know where the ring begins.
+
+    Args:
+        targets: Endpoint and first wanted number of each.
+        timeout_s: Longest wait for the sockets of one round.
+    """
+    answers: list[Replayed] = []
+    for at in range(0, len(targets), SOCKETS_MAX):
+        answers += _ask_round(targets[at : at + SOCKETS_MAX], timeout_s)
+    return answers
+
+
+def _ask_round(targets: Sequence[tuple[str, int]], timeout_s: float) -> list[Replayed]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    answers = [Replayed() for _ in targets]
+    poller = zmq.Poller()
+    waiting: dict[zmq.Socket[bytes], Replayed] = {}
+    try:
+        for (endpoint, first), answer in zip(targets, answers, strict=True):
+            socket = _open(context, zmq.DEALER)
+            try:
+                socket.connect(dialable(endpoint))
+                socket.send_multipart([b"", first.to_bytes(8, "big")], zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                answer.error = str(error)
+                socket.close(0)
+                continue
+            waiting[socket] = answer
+            poller.register(socket, zmq.POLLIN)
+        deadline = time.monotonic() + timeout_s
+        while waiting:
+            left_ms = int((deadline - time.monotonic()) * 1000)
+            ready = poller.poll(left_ms) if left_ms > 0 else []
+            if not ready:
+                break
+            for socket, _ in ready:
+                if _take_answer(waiting[socket], socket):
+                    del waiting[socket]
+                    poller.unregister(socket)
+                    socket.close(0)
+    finally:
+        context.destroy(0)
+    return answers
+
+
+def _take_answer(answer: Replayed, socket: zmq.Socket[bytes]) -> bool:
+    """Take the head of an answer in; true when nothing more is wanted."""
+    parts = socket.recv_multipart()
+    answer.has_answered = True
+    if len(parts) < 2 or len(parts[-2]) != 8:
+        answer.contents.undecodable += 1
+        answer.contents.fault = f"a message of {len(parts)} parts without a sequence number"
+        return True
+    if parts[-2] == _END or not parts[-1]:
+        answer.has_ended = True
+        return True
+    answer.first = int.from_bytes(parts[-2], "big")
+    answer.contents.take(parts[-1])
+    return True
+
+
+def listen(endpoints: Iterable[str], seconds: float) -> list[Heard]:
+    """Listen at event sockets for a while, at :data:`SOCKETS_MAX` of them at most.
+
+    Returns:
+        What was heard of each; shorter than ``endpoints`` beyond the limit.
+    """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    poller = zmq.Poller()
+    all_heard: list[Heard] = []
+    sockets: dict[zmq.Socket[bytes], Heard] = {}
+    try:
+        for endpoint in list(endpoints)[:SOCKETS_MAX]:
+            heard = Heard()
+            all_heard.append(heard)
+            socket = _open(context, zmq.SUB)
+            socket.setsockopt(zmq.SUBSCRIBE, b"")
+            try:
+                socket.connect(dialable(endpoint))
+            except zmq.ZMQError as error:
+                heard.error = str(error)
+                socket.close(0)
+                continue
+            sockets[socket] = heard
+            poller.register(socket, zmq.POLLIN)
+        deadline = time.monotonic() + seconds
+        while sockets and (left_ms := int((deadline - time.monotonic()) * 1000)) > 0:
+            for socket, _ in poller.poll(left_ms):
+                sockets[socket].take(socket.recv_multipart())
+    finally:
+        context.destroy(0)
+    return all_heard
+
+
+def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.RCVHWM, 1_000)
+    socket.setsockopt(zmq.MAXMSGSIZE, _FRAME_BYTES_MAX)
+    return socket

@@ -1,0 +1,45 @@
+"""What a check says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["FAIL", "OK", "WARN", "Finding", "fail", "ok", "warn"]
+
+OK, WARN, FAIL = "ok", "warn", "FAIL"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        level: ``ok``, ``warn`` or ``FAIL``.
+        subject: What was looked at: a URL, or a worker of the indexer there.
+        check: What was asked of it; the same words each time.
+        seen: What was seen.
+        fix: What to do; empty when it is ok.
+        code: The reason's code, where it is one of the indexer's against trusting a worker.
+    """
+
+    level: str
+    subject: str
+    check: str
+    seen: str
+    fix: str = ""
+    code: str = ""
+
+
+def ok(subject: str, check: str, seen: str) -> Finding:
+    """All is well."""
+    return Finding(level=OK, subject=subject, check=check, seen=seen)
+
+
+def warn(subject: str, check: str, seen: str, fix: str) -> Finding:
+    """It works, but not as well as it could, or nobody can tell."""
+    return Finding(level=WARN, subject=subject, check=check, seen=seen, fix=fix)
+
+
+def fail(subject: str, check: str, seen: str, fix: str) -> Finding:
+    """It does not work."""
+    return Finding(level=FAIL, subject=subject, check=check, seen=seen, fix=fix)
