@@ -47,7 +47,8 @@ bench: dev
 wheel: $(VENV)/.ready
 	$(BIN)/maturin build --release --out dist
 
-fuzz:
+fuzz: dev
+	KVFLASH_SCHEMA_EXAMPLES=$(or $(EXAMPLES),1000) $(BIN)/python -m pytest tests/e2e/test_indexer_openapi.py --timeout 0
 	cd fuzz && for target in decode_batch load_snapshot; do \
 		RUSTC_BOOTSTRAP=1 cargo fuzz run $$target -- -max_total_time=$(or $(SECONDS),300) || exit 1; \
 	done

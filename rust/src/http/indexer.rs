@@ -40,6 +40,7 @@ mod answer;
 mod app;
 mod dump;
 mod form;
+mod openapi;
 mod overlap;
 mod request;
 

@@ -19,6 +19,7 @@ use super::super::metrics::{CommonMetrics, RequestLabel};
 use super::answer::worker_entries;
 use super::dump::dump_body;
 use super::form::Form;
+use super::openapi::openapi;
 use super::overlap::{find, find_tokens};
 use super::request::{Query, QueryByHash, Register, Unregister};
 use crate::catalog::{Catalog, Identity, ModelKey, Registration};
@@ -64,6 +65,7 @@ impl IndexerApp {
             .route("/query", post(query))
             .route("/query_by_hash", post(query_by_hash))
             .route("/dump", get(dump))
+            .route("/openapi.json", get(openapi))
             .fallback(async |mut body: Body| {
                 body::discard(&mut body).await;
                 Reject::new(StatusCode::NOT_FOUND, "no such path").plain()
