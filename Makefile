@@ -17,7 +17,7 @@ $(VENV)/.ready:
 	@touch $@
 
 # The package in place (editable) with its tools; rebuilt when a Rust source or pyproject.toml changes.
-RUST_SOURCES := $(shell find rust/src -name '*.rs') Cargo.toml Cargo.lock pyproject.toml
+RUST_SOURCES := $(shell find rust/src -name '*.rs' -o -name '*.json') Cargo.toml Cargo.lock pyproject.toml
 $(VENV)/.built: $(VENV)/.ready $(RUST_SOURCES)
 	@echo "building the Rust core (some minutes the first time) ..."
 	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --quiet --profile $(PROFILE) --extras dev

@@ -77,7 +77,7 @@ def test_every_reference_leads_somewhere(indexer, client):
 
 
 @pytest.mark.timeout(60 + 10 * EXAMPLES)
-def test_answers_are_as_documented(indexer, client):
+def test_answers_are_as_documented(indexer, client, tmp_path):
     """No 5xx; statuses, types, shapes and refusals conform, for bodies good and bad."""
     url = indexer.ready()["url"]
     missing = BEING_BUILT - set(routes())
@@ -90,7 +90,9 @@ def test_answers_are_as_documented(indexer, client):
         *(flag for path in sorted(missing) for flag in ("--exclude-path", path)),
     ]
     env = {**os.environ, "SCHEMATHESIS_HOOKS": "openapi_hooks", "PYTHONPATH": str(HERE)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]
     tested = re.search(r"Tested: (\d+)", done.stdout)
     cases = re.search(r"(\d[\d,]*) generated", done.stdout)
