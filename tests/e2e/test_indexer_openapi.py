@@ -28,6 +28,8 @@ def routes() -> dict[str, set[str]]:
     """Paths and their methods, as the source routes them."""
     text = "".join(path.read_text(encoding="utf-8") for path in SOURCES.glob("*.rs"))
     found: dict[str, set[str]] = {}
+    # What only tests switch on is nobody's API.
+    text = text.replace('.route("/test/', "")
     for path, rest in re.findall(r"\.route\(\s*\"([^\"]+)\",\s*((?:\.?\w+\([^.]*?)+)", text):
         found.setdefault(path, set()).update(re.findall(r"\b(get|post|put|delete)\(", rest))
     return found
@@ -81,7 +83,7 @@ def test_answers_are_as_documented(indexer, client, tmp_path):
     """No 5xx; statuses, types, shapes and refusals conform, for bodies good and bad."""
     url = indexer.ready()["url"]
     missing = BEING_BUILT - set(routes())
-    # The forms of a dump come with the first of them.
+    # The parameters of a dump come with the first of them.
     missing |= {"/dump"} if missing else set()
     command = [
         *(sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"),

@@ -5,8 +5,7 @@ use std::time::Instant;
 
 use axum::Router;
 use axum::body::Body;
-use axum::extract::rejection::QueryRejection;
-use axum::extract::{Query as UrlQuery, State};
+use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -18,7 +17,7 @@ use super::super::body::{self, Unreadable};
 use super::super::metrics::{CommonMetrics, RequestLabel};
 use super::answer::worker_entries;
 use super::dump::dump_body;
-use super::form::Form;
+use super::form::{Form, Params};
 use super::openapi::openapi;
 use super::overlap::{find, find_tokens};
 use super::request::{Query, QueryByHash, Register, Unregister};
@@ -169,14 +168,7 @@ struct WorkersFilter {
     model_name: Option<String>,
 }
 
-async fn workers(
-    State(app): State<Arc<App>>,
-    filter: Result<UrlQuery<WorkersFilter>, QueryRejection>,
-) -> Response {
-    let UrlQuery(filter) = match filter {
-        Ok(filter) => filter,
-        Err(error) => return Reject::bad_request(error.body_text()).plain(),
-    };
+async fn workers(State(app): State<Arc<App>>, Params(filter): Params<WorkersFilter>) -> Response {
     json_response(StatusCode::OK, &worker_entries(&app.catalog, filter.model_name.as_deref()))
 }
 
