@@ -17,7 +17,7 @@ $(VENV)/.ready:
 	@touch $@
 
 # The package in place (editable) with its tools; rebuilt when a Rust source or pyproject.toml changes.
-RUST_SOURCES := $(shell find rust/src -name '*.rs') Cargo.toml Cargo.lock pyproject.toml
+RUST_SOURCES := $(shell find rust/src -name '*.rs' -o -name '*.json') Cargo.toml Cargo.lock pyproject.toml
 $(VENV)/.built: $(VENV)/.ready $(RUST_SOURCES)
 	@echo "building the Rust core (some minutes the first time) ..."
 	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --quiet --profile $(PROFILE) --extras dev
@@ -47,7 +47,8 @@ bench: dev
 wheel: $(VENV)/.ready
 	$(BIN)/maturin build --release --out dist
 
-fuzz:
+fuzz: dev
+	KVFLASH_SCHEMA_EXAMPLES=$(or $(EXAMPLES),1000) $(BIN)/python -m pytest tests/e2e/test_indexer_openapi.py --timeout 0
 	cd fuzz && for target in decode_batch load_snapshot; do \
 		RUSTC_BOOTSTRAP=1 cargo fuzz run $$target -- -max_total_time=$(or $(SECONDS),300) || exit 1; \
 	done

@@ -22,7 +22,8 @@ import zmq
 
 from kvflash import compute_sequence_hashes
 from kvflash._core import Indexer
-from kvflash.transport import ZmqOptions, ZmqReceiver
+from kvflash.process import FedService
+from kvflash.transport import ZmqOptions
 
 T = TypeVar("T")
 
@@ -326,29 +327,17 @@ class EmbeddedIndexer:
         workers: Iterable[dict[str, Any]] = (),
         **settings: Any,
     ) -> None:
-        self.indexer = Indexer(threads=2, drain_timeout_s=0.5, **settings)
+        indexer = Indexer(threads=2, drain_timeout_s=0.5, **settings)
         for worker in workers:
-            self.indexer.register(**worker)
-        self.catalog = self.indexer.catalog
-        self.receiver = ZmqReceiver(self.catalog, options)
-        self.receiver.start()
-        self._is_stopped = threading.Event()
-        self._pump = threading.Thread(target=self._obey, daemon=True)
-        self._pump.start()
-        self.http = Http(f"http://127.0.0.1:{self.indexer.start('127.0.0.1', 0)}")
-
-    def _obey(self) -> None:
-        while not self._is_stopped.is_set():
-            order = self.catalog.next_order(0.02)
-            if order is not None:
-                self.receiver.obey(order)
+            indexer.register(**worker)
+        self.catalog = indexer.catalog
+        self._service = FedService(indexer, host="127.0.0.1", port=0, options=options)
+        self._service.start()
+        self.http = Http(self._service.url)
 
     def close(self) -> None:
         self.http.close()
-        self._is_stopped.set()
-        self._pump.join()
-        self.receiver.stop()
-        self.indexer.stop()
+        self._service.stop()
 
 
 def listener(http: Http, instance: int, rank: int = 0) -> dict[str, Any]:

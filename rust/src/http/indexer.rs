@@ -41,6 +41,7 @@ mod app;
 mod dump;
 mod form;
 mod metrics;
+mod openapi;
 mod overlap;
 mod recover;
 mod request;

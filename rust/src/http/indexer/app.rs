@@ -4,8 +4,7 @@ use std::sync::Arc;
 
 use axum::Router;
 use axum::body::Body;
-use axum::extract::rejection::QueryRejection;
-use axum::extract::{Query as UrlQuery, State};
+use axum::extract::State;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use axum::middleware::from_fn_with_state;
 use axum::response::{IntoResponse, Response};
@@ -17,8 +16,9 @@ use super::super::Reject;
 use super::super::body::{self, Unreadable};
 use super::answer::worker_entries;
 use super::dump::{DUMP_TYPE, DumpQuery, Dumps, binary_body, digests, json_body};
-use super::form::Form;
+use super::form::{Form, Params};
 use super::metrics::{self, IndexerMetrics};
+use super::openapi::openapi;
 use super::overlap::{find, find_tokens};
 use super::recover::recover;
 use super::request::{Listener, PeerUrl, Query, QueryByHash, Register, Unregister};
@@ -102,6 +102,7 @@ impl IndexerApp {
             .route("/query", post(query))
             .route("/query_by_hash", post(query_by_hash))
             .route("/dump", get(dump))
+            .route("/openapi.json", get(openapi))
             .fallback(async |mut body: Body| {
                 body::discard(&mut body).await;
                 Reject::new(StatusCode::NOT_FOUND, "no such path").plain()
@@ -209,14 +210,7 @@ struct WorkersFilter {
     model_name: Option<String>,
 }
 
-async fn workers(
-    State(app): State<Arc<App>>,
-    filter: Result<UrlQuery<WorkersFilter>, QueryRejection>,
-) -> Response {
-    let UrlQuery(filter) = match filter {
-        Ok(filter) => filter,
-        Err(error) => return Reject::bad_request(error.body_text()).plain(),
-    };
+async fn workers(State(app): State<Arc<App>>, Params(filter): Params<WorkersFilter>) -> Response {
     json_response(StatusCode::OK, &worker_entries(&app.catalog, filter.model_name.as_deref()))
 }
 
@@ -245,7 +239,7 @@ fn overlaps(form: Form, bytes: Vec<u8>) -> Response {
     (StatusCode::OK, [(header::CONTENT_TYPE, form.media_type())], bytes).into_response()
 }
 
-async fn dump(State(app): State<Arc<App>>, UrlQuery(query): UrlQuery<DumpQuery>) -> Response {
+async fn dump(State(app): State<Arc<App>>, Params(query): Params<DumpQuery>) -> Response {
     let reading = match app.dumps.begin() {
         Ok(reading) => reading,
         Err(reject) => return reject.plain(),
@@ -261,7 +255,7 @@ async fn dump(State(app): State<Arc<App>>, UrlQuery(query): UrlQuery<DumpQuery>)
     app.mark((StatusCode::OK, [(header::CONTENT_TYPE, kind)], body).into_response())
 }
 
-async fn digest(State(app): State<Arc<App>>, UrlQuery(query): UrlQuery<DumpQuery>) -> Response {
+async fn digest(State(app): State<Arc<App>>, Params(query): Params<DumpQuery>) -> Response {
     match app.dumps.begin() {
         Ok(reading) => {
             app.mark(json_response(StatusCode::OK, &digests(&app.catalog, &query, &reading)))

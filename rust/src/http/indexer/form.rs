@@ -1,6 +1,9 @@
 //! JSON or msgpack: which one a body is in, which one the answer shall be in.
 
+use axum::extract::{FromRequestParts, Query};
+use axum::http::request::Parts;
 use axum::http::{HeaderMap, header};
+use axum::response::Response;
 use rmp_serde::Deserializer as Msgpack;
 use serde::de::DeserializeOwned;
 
@@ -70,6 +73,20 @@ impl Form {
             Self::Msgpack => parse_msgpack(bytes),
         }
         .map_err(|message| Reject::bad_request(format!("invalid request body: {message}")))
+    }
+}
+
+/// The parameters of a query string; a refusal is JSON, as all are.
+pub(super) struct Params<T>(pub T);
+
+impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for Params<T> {
+    type Rejection = Response;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Response> {
+        match Query::from_request_parts(parts, state).await {
+            Ok(Query(params)) => Ok(Self(params)),
+            Err(error) => Err(Reject::bad_request(error.body_text()).plain()),
+        }
     }
 }
 
