@@ -222,6 +222,8 @@ class KvIndexer:
         max_blocks: int = 0,
         capacity_blocks: int = 0,
         max_bytes: int = 0,
+        ttl_s: float | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> KvIndexer:
         """An empty index.
 
@@ -234,9 +236,15 @@ class KvIndexer:
                 go. 0: no limit.
             max_bytes: Memory that the index may occupy; near it the least recently stored blocks of
                 all workers go. 0: no limit; less than 512 KiB counts as that.
+            ttl_s: Seconds for which a block stands after its worker stored it last, or anything
+                behind it; from 0.001. It goes at most a 64th of that and 2 ms later. None: until it
+                is removed.
+            clock: Returns seconds and does not go back, for ``ttl_s`` in tests and simulations; the
+                machine's monotonic clock when not given.
 
         Raises:
-            InvalidArgumentError: Block size 0, or another count mode.
+            InvalidArgumentError: Block size 0, another count mode, a time out of range, or a clock
+                without ``ttl_s``.
         """
 
     def block_size(self) -> int:

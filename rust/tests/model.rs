@@ -37,12 +37,22 @@ const DEVICE: Space = Space { instances: 2, ranks: 1, names: 30, locals: 3, tier
 const CROWD: Space = Space { instances: 40, ranks: 2, names: 10, locals: 2, tiers: 2 };
 const FEW: Space = Space { instances: 3, ranks: 2, names: 0, locals: 0, tiers: 3 };
 
-fn run_chaos(seed: u64, count_mode: CountMode, limits: Limits, space: Space) -> Seen {
+fn play_chaos(seed: u64, count_mode: CountMode, limits: Limits, space: Space) -> Seen {
     let compare_every = if space.instances > 3 { 8 } else { 1 };
     let options = options(count_mode, limits);
     let plan = Plan { seed, options, events: events(), compare_every };
     let ask = |rng: &mut SmallRng| streams::chaotic_queries(rng, space.locals);
-    let seen = run(plan, |rng| streams::chaos(rng, space), ask);
+    let by_ms = (limits.ttl_ms / 8) as i64 + 2;
+    let next = |rng: &mut SmallRng| match limits.ttl_ms {
+        // As much time passes as blocks stand, whatever that is.
+        1.. if rng.random_range(0..12) == 0 => Op::Advance(rng.random_range(0..by_ms)),
+        _ => streams::chaos(rng, space),
+    };
+    run(plan, next, ask)
+}
+
+fn run_chaos(seed: u64, count_mode: CountMode, limits: Limits, space: Space) -> Seen {
+    let seen = play_chaos(seed, count_mode, limits, space);
     // A run that compared only empty answers would prove nothing.
     assert!(seen.matched * 4 > seen.compared, "{seen:?}");
     assert!(seen.deepest >= 4 && seen.moved > 0 && seen.foretold > 0, "{seen:?}");
@@ -82,6 +92,27 @@ fn chaos_within_tight_limits() {
     }
 }
 
+/// What is not stored again goes: at once, soon, and so late that time is counted in ticks.
+#[test]
+fn chaos_of_blocks_that_run_out() {
+    for seed in seeds(9) {
+        for (n, ttl_ms) in (0..).zip([1, 7, 60, 700, 1_000_000]) {
+            let mut expired = 0;
+            for (m, space) in (0..).zip([NARROW, DEVICE]) {
+                let limits = Limits { ttl_ms, ..Limits::default() };
+                let mode = if n % 2 == 0 { CountMode::Copies } else { CountMode::Set };
+                let seen = play_chaos(seed + 10 * n + m, mode, limits, space);
+                assert!(seen.matched * 8 > seen.compared && seen.deepest >= 4, "{seen:?}");
+                expired += seen.expired;
+            }
+            assert!(expired > 20, "{expired} in {ttl_ms} ms");
+        }
+        let limits = Limits { ttl_ms: 90, max_blocks: 30, ..short_lived() };
+        let seen = run_chaos(seed, CountMode::Copies, limits, NARROW);
+        assert!(seen.refused > 0, "{seen:?}");
+    }
+}
+
 #[test]
 fn chaos_in_a_crowd() {
     for seed in seeds(7) {
@@ -114,6 +145,33 @@ fn slices_of_a_tree_of_prompts() {
                 assert_eq!(seen.moved > 0, naming == Naming::Numbered, "{seen:?}");
                 assert!(seen.deepest > 8 || m == 0, "{seen:?}");
             }
+        }
+    }
+}
+
+/// The same with facts that run out, of which prompts share long parts.
+#[test]
+fn slices_that_run_out() {
+    for seed in seeds(30) {
+        let namings = [Naming::Shared, Naming::Placed, Naming::Numbered];
+        for (n, ttl_ms) in (0..).zip([40, 300, 900]) {
+            let mut expired = 0;
+            for (m, naming) in (0..).zip(namings) {
+                let seed = seed + 3 * n + m;
+                let prompts = Prompts::grow(&mut SmallRng::seed_from_u64(seed), 8, 20..160, 3);
+                let limits = Limits { ttl_ms, ..Limits::default() };
+                let plan = Plan {
+                    seed,
+                    options: options(CountMode::Copies, limits),
+                    events: events() / 8,
+                    compare_every: 4,
+                };
+                let next = |rng: &mut SmallRng| streams::slice(rng, FEW, &prompts, naming);
+                let seen = run(plan, next, |rng| prompts.queries(rng));
+                assert!(seen.matched * 5 > seen.compared && seen.deepest > 8, "{seen:?}");
+                expired += seen.expired;
+            }
+            assert!(expired > 20, "{expired} in {ttl_ms} ms");
         }
     }
 }
@@ -336,6 +394,7 @@ proptest! {
         ops in prop::collection::vec(any_op(), 1..60),
         copies in any::<bool>(),
         is_tight in any::<bool>(),
+        ttl_ms in prop_oneof![Just(0_u64), Just(5), Just(300)],
     ) {
         let mode = if copies { CountMode::Copies } else { CountMode::Set };
         let limits = if is_tight {
@@ -343,6 +402,7 @@ proptest! {
         } else {
             Limits::default()
         };
+        let limits = Limits { ttl_ms, ..limits };
         let mut pair = Pair::new(options(mode, limits));
         let asked = [vec![1, 1, 1, 1], vec![1, 1, 2, 1], vec![2, 1, 2, 2], vec![1, 2, 2, 1]];
         for op in &ops {
@@ -364,6 +424,7 @@ proptest! {
             1..40,
         ),
         naming in 0..4_usize,
+        ttl_ms in prop_oneof![Just(0_u64), Just(70), Just(400)],
     ) {
         let fork = |prompt: &[u64], at: usize, from: u64| -> Vec<u64> {
             prompt[..at].iter().copied().chain((from..).take(40 - at)).collect()
@@ -375,7 +436,7 @@ proptest! {
         let prompts = Prompts::of(all.to_vec());
         let naming =
             [Naming::Shared, Naming::Permuted, Naming::Placed, Naming::Numbered][naming];
-        let mut pair = Pair::new(options(CountMode::Set, short_lived()));
+        let mut pair = Pair::new(options(CountMode::Set, Limits { ttl_ms, ..short_lived() }));
         for ((id, prompt), (from, len), what, tier) in slices {
             let at = (prompt, from..(from + len).min(40));
             let tier = Tier::ALL[tier.saturating_sub(7)];

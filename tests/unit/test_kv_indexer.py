@@ -24,6 +24,7 @@ from service import played
 SIZE = 4
 IDS = list(range(100, 116))
 LOCALS = compute_block_hash_for_seq(IDS, SIZE)
+NAMES = [11, 12, 13, 14]
 
 
 def filled(**options):
@@ -80,6 +81,45 @@ def test_many_prompts_are_asked_at_once():
     long = np.arange(1, 200_001, dtype=np.uint32)
     many = [one.scores for one in index.find_many([long, *prompts, long, long] + prompts * 30)]
     assert many == [{}, *found, {}, {}] + found * 30
+
+
+def test_blocks_run_out_unless_they_are_stored_again():
+    now = [1_000.0]
+    index = KvIndexer(SIZE, ttl_s=60.0, clock=lambda: now[0])
+    index.store(1, NAMES, LOCALS)
+    index.store(2, NAMES[:2], LOCALS[:2])
+    now[0] += 40.0
+    # A block that goes on from the second one renews these two.
+    index.store(1, [77], [77], parent_hash=NAMES[1])
+    now[0] += 19.9
+    assert index.find_matches(LOCALS).scores == {(1, 0): 4, (2, 0): 2}
+    now[0] += 3.0
+    assert index.find_matches(LOCALS).scores == {(1, 0): 2}
+    assert index.find_many([IDS])[0].scores == {(1, 0): 2}
+    assert (index.block_count(1), index.block_count(2)) == (3, 0)
+    assert index.stats()["expired_blocks_total"] == 4
+    assert index.workers() == [(1, 0), (2, 0)], "they stay known"
+    now[0] += 1e9
+    assert index.stats()["memberships"] == 0
+    with pytest.raises(InvalidArgumentError, match="Orphan"):
+        index.store(1, [78], [78], parent_hash=NAMES[1])
+    index.store(1, NAMES, LOCALS)
+    now[0] += 59.9
+    assert index.top(LOCALS, 1) == [(1, 0, 4)]
+
+
+@pytest.mark.parametrize("ttl_s", [0, -1.0, 0.0009, 1e13, float("nan"), float("inf")])
+def test_a_time_out_of_range_is_refused(ttl_s):
+    with pytest.raises(InvalidArgumentError, match=r"ttl_s must be seconds in 0\.001\.\.=1e12"):
+        KvIndexer(SIZE, ttl_s=ttl_s)
+
+
+def test_a_clock_without_a_time_is_refused():
+    with pytest.raises(InvalidArgumentError, match="clock is for ttl_s"):
+        KvIndexer(SIZE, clock=lambda: 0.0)
+    index = KvIndexer(SIZE, ttl_s=1.0, clock=lambda: float("nan"))
+    with pytest.raises(InvalidArgumentError, match="clock must return finite seconds"):
+        index.find_matches(LOCALS)
 
 
 def test_identities_stay_apart():

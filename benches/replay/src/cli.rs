@@ -42,6 +42,7 @@ pub fn own_backends() -> Vec<Entry> {
     vec![
         entry::<backends::Kvflash>("kvflash"),
         entry::<backends::Current<backends::Copies>>("kvflash-copies"),
+        entry::<backends::Current<backends::Aging>>("kvflash-aging"),
         entry::<backends::Previous>("previous"),
         entry::<backends::Null>("null"),
     ]

@@ -54,6 +54,15 @@ pub enum EventView<'a> {
 }
 
 impl EventView<'_> {
+    /// Whose event it is.
+    pub fn worker(&self) -> u32 {
+        match self {
+            Self::Stored { worker, .. }
+            | Self::Removed { worker, .. }
+            | Self::Cleared { worker } => *worker,
+        }
+    }
+
     /// Blocks in it.
     pub fn len(&self) -> usize {
         match self {

@@ -107,10 +107,16 @@ pub trait BlockIndex: Send + Sync {
     fn predict(&self, worker: Worker, seed: u64, locals: &[u64]) -> usize;
 
     /// Tells the index what time it is, in milliseconds of any clock that does not go back, and lets go
-    /// of predictions that are too old by then. Returns how many went.
+    /// of predictions and blocks that are too old by then. Returns how many went.
+    ///
+    /// A block of a worker is too old when for [`Limits::ttl_ms`] the worker stored neither it nor
+    /// anything behind it; then all its names go, in all tiers. Without that limit, blocks never are.
+    ///
+    /// # Consistency
+    /// Events of others may take effect between parts of a call that lets go of many.
     ///
     /// # Cost
-    /// O(predictions that go).
+    /// O(what goes), and for each worker a look at every run now and then.
     fn advance_to(&self, now_ms: u64) -> usize;
 
     /// Finds, per worker, the leading blocks of the prompt `locals` that it holds, tier by tier.

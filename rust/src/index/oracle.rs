@@ -35,6 +35,11 @@ struct Paths {
 }
 
 impl Paths {
+    /// A content and all above it.
+    fn up(&self, content: Option<Content>) -> impl Iterator<Item = Content> {
+        std::iter::successors(content, |at| self.steps[*at].parent)
+    }
+
     fn extend(&mut self, parent: Option<Content>, local: u64) -> Content {
         *self.children.entry((parent, local)).or_insert_with(|| {
             let chain = crate::hash::extend(parent.map(|at| self.steps[at].chain), local);
@@ -69,6 +74,8 @@ struct Held {
     places: BTreeSet<(Content, u64)>,
     /// When each prediction ends; `None` is never.
     predicted: BTreeMap<Content, Option<u64>>,
+    /// With which tick each content ends that was stored, and those above it, held or not.
+    stored: BTreeMap<Content, u64>,
 }
 
 impl Held {
@@ -112,6 +119,16 @@ impl State {
     fn is_full(&self, options: &Options) -> bool {
         let max_blocks = options.limits.max_blocks;
         max_blocks > 0 && self.memberships() >= max_blocks
+    }
+
+    /// The worker stored the content now.
+    fn renew(&mut self, worker: Worker, content: Option<Content>, options: &Options) {
+        if options.limits.ttl_ms == 0 {
+            return;
+        }
+        let end = options.limits.end_tick(self.now_ms);
+        let held = self.workers.entry(worker).or_default();
+        held.stored.extend(self.paths.up(content).map(|content| (content, end)));
     }
 
     /// Makes `worker` known; false when there are too many already.
@@ -168,6 +185,7 @@ impl BlockIndex for OracleIndex {
             return StoreOutcome::because_of(Rejection::SlotsExhausted);
         }
 
+        state.renew(worker, content, &self.options);
         let mut outcome = StoreOutcome::default();
         for (at, block) in blocks.iter().enumerate() {
             let own = state.paths.extend(content, block.local_hash);
@@ -200,6 +218,7 @@ impl BlockIndex for OracleIndex {
                     outcome.added += 1;
                 }
             }
+            state.renew(worker, content, &self.options);
         }
         state.counters.duplicate_blocks_total += u64::from(outcome.duplicates);
         state.counters.moved_blocks_total += u64::from(outcome.moved);
@@ -224,12 +243,17 @@ impl BlockIndex for OracleIndex {
                     }
                     outcome.duplicates += 1;
                 }
-                None if is_full => outcome.refused += 1,
+                None if is_full => {
+                    outcome.refused += 1;
+                    continue;
+                }
                 None => {
                     name.copies.insert(tier, 1);
                     outcome.added += 1;
                 }
             }
+            let content = Some(name.content);
+            state.renew(worker, content, &self.options);
         }
         state.counters.duplicate_blocks_total += u64::from(outcome.duplicates);
         state.counters.refused_blocks_total += u64::from(outcome.refused);
@@ -305,6 +329,14 @@ impl BlockIndex for OracleIndex {
             let before = held.predicted.len();
             held.predicted.retain(|_, end_ms| end_ms.is_none_or(|end_ms| end_ms > now_ms));
             gone += before - held.predicted.len();
+            let before = held.memberships();
+            let tick = self.options.limits.tick_at(now_ms);
+            let is_over =
+                |name: &Name| held.stored.get(&name.content).is_some_and(|at| *at <= tick);
+            let over = held.names.iter().filter(|(_, name)| is_over(name));
+            let over: Vec<u64> = over.map(|(hash, _)| *hash).collect();
+            over.into_iter().for_each(|hash| held.let_go(hash));
+            gone += before - held.memberships();
         }
         state.counters.expired_blocks_total += gone as u64;
         gone

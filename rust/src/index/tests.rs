@@ -308,6 +308,57 @@ fn predictions_are_no_facts_and_end() {
 }
 
 #[test]
+fn blocks_run_out_unless_they_are_stored_again() {
+    let limits = Limits { ttl_ms: 100, ..Limits::default() };
+    for index in both(Options { limits, ..copies() }) {
+        index.advance_to(1_000);
+        store(&*index, W, &[1, 2, 3, 4], None);
+        store(&*index, Worker::new(2, 0), &[1, 2], None);
+        index.copy(W, Tier::Host, &[100, 200, 300]);
+        index.advance_to(1_050);
+        // What goes on from a block renews it and all above, in every tier, but nothing behind it.
+        assert_eq!(store(&*index, W, &[9], Some(2)).added, 1);
+        assert_eq!(index.advance_to(1_099), 0);
+        assert_eq!(depths(&*index, &[1, 2, 3, 4]), [(1, 4), (2, 2)]);
+        assert_eq!(
+            index.advance_to(1_100),
+            2 + 1 + 2,
+            "3 and 4, the copy of 3, the other worker's"
+        );
+        assert_eq!(depths(&*index, &[1, 2, 3, 4]), [(1, 2)]);
+        // They stay renewed when that which renewed them goes.
+        index.remove(W, Tier::Device, &[900]);
+        assert_eq!((index.advance_to(1_149), index.advance_to(1_150)), (0, 4));
+        assert_eq!(store(&*index, W, &[5], Some(2)).rejected, Some(Rejection::Orphan));
+        // However long nobody told the time.
+        store(&*index, W, &[1, 2], None);
+        let late = 1 << 41;
+        assert_eq!(index.advance_to(late), 2);
+        store(&*index, W, &[1, 2], None);
+        store(&*index, W, &[1, 2], None);
+        assert_eq!((index.advance_to(late + 99), index.advance_to(late + 100)), (0, 2));
+        let stats = index.stats();
+        assert_eq!((stats.memberships, stats.expired_blocks_total, stats.workers), (0, 13, 2));
+    }
+}
+
+/// The lifetime of a block by the time of its store, where that is counted in ticks.
+#[test]
+fn blocks_stand_as_long_as_said_and_little_longer() {
+    for ttl_ms in [1, 100, 128, 129, 1_000, 12_345, 600_000] {
+        let limits = Limits { ttl_ms, ..Limits::default() };
+        for start in [0, 1, 77, 1_000_003] {
+            for index in both(Options { limits, ..Options::default() }) {
+                index.advance_to(start);
+                store(&*index, W, &[1], None);
+                assert_eq!(index.advance_to(start + ttl_ms - 1), 0, "{ttl_ms} from {start}");
+                assert_eq!(index.advance_to(start + ttl_ms + ttl_ms / 64 + 2), 1);
+            }
+        }
+    }
+}
+
+#[test]
 fn predictions_need_a_seat() {
     let limits = Limits { max_workers: 1, ..Limits::default() };
     for index in both(Options { limits, ..Options::default() }) {

@@ -17,6 +17,9 @@ pub struct Block {
     pub local_hash: u64,
 }
 
+/// Most ticks in [`Limits::ttl_ms`].
+const TTL_TICKS: u64 = 128;
+
 /// What a second store of the same name means.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum CountMode {
@@ -46,11 +49,30 @@ pub struct Limits {
     pub max_bytes: usize,
     /// How long a prediction stands, in milliseconds; 0 means until it is pushed out.
     pub predicted_ttl_ms: u64,
+    /// How long a block that a worker holds stands, in milliseconds, from when the worker stored it last, or
+    /// anything behind it; 0 means until it is removed. It goes at most a 64th of this and 2 ms later.
+    pub ttl_ms: u64,
 }
 
 impl Limits {
     /// The smallest budget in bytes: tables come in pages, and some of each must fit.
     pub const MAX_BYTES_LEAST: usize = 512 * 1024;
+
+    /// Milliseconds of one tick, in which ages of facts are counted.
+    fn tick_ms(&self) -> u64 {
+        self.ttl_ms.div_ceil(TTL_TICKS).max(1)
+    }
+
+    /// The tick that has begun at `now_ms`.
+    pub(super) fn tick_at(&self, now_ms: u64) -> u64 {
+        now_ms / self.tick_ms()
+    }
+
+    /// The tick with which a block runs out that is stored at `now_ms`.
+    pub(super) fn end_tick(&self, now_ms: u64) -> u64 {
+        let tick_ms = self.tick_ms();
+        now_ms.div_ceil(tick_ms).saturating_add(self.ttl_ms.div_ceil(tick_ms))
+    }
 }
 
 impl Default for Limits {
@@ -61,6 +83,7 @@ impl Default for Limits {
             capacity_blocks: 0,
             max_bytes: 0,
             predicted_ttl_ms: 0,
+            ttl_ms: 0,
         }
     }
 }
@@ -200,7 +223,7 @@ pub struct IndexStats {
     pub moved_blocks_total: u64,
     /// Blocks and predictions pushed out by a limit.
     pub evicted_blocks_total: u64,
-    /// Predictions that ran out.
+    /// Blocks and predictions that ran out.
     pub expired_blocks_total: u64,
     /// Bytes the index occupies, added up from what it asked of the allocator; 0 for the oracle.
     pub bytes: usize,
@@ -227,7 +250,7 @@ pub struct MemoryReport {
     pub workers: usize,
     /// Tables of workers' numbers, readers' and the writer's.
     pub slots: usize,
-    /// When predictions run out.
+    /// When blocks and predictions run out.
     pub ages: usize,
     /// What was let go and waits until no reader can be looking at it.
     pub garbage: usize,

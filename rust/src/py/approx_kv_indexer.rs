@@ -1,17 +1,13 @@
 //! The index for engines without events: it believes that a worker holds what was sent there lately.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use super::buffer::hashes;
-use super::error::raise;
 use super::index;
 use super::overlap::{OverlapScores, predictions};
 use super::query::{SHORT_TOKENS, Shape, detached, overlaps};
-use crate::clock::{Clock, SystemClock};
-use crate::error::Error;
+use super::time::{Time, ttl_ms};
 use crate::ids::Worker;
 use crate::index::{BlockIndex, Limits, Options, RadixIndex};
 
@@ -21,38 +17,6 @@ pub(super) struct ApproxKvIndexer {
     index: RadixIndex,
     block_size: u32,
     time: Time,
-}
-
-/// The caller's clock, or the machine's, told to the index when it moves.
-struct Time {
-    system: SystemClock,
-    given: Option<Py<PyAny>>,
-    /// The index has let go of what was too old by then.
-    told_ms: AtomicU64,
-}
-
-impl Time {
-    fn tell(&self, py: Python<'_>, index: &dyn BlockIndex) -> PyResult<()> {
-        let now_ms = match &self.given {
-            None => self.system.now_ms(),
-            Some(clock) => {
-                let seconds: f64 = clock.bind(py).call0()?.extract()?;
-                if !(seconds.is_finite() && seconds >= 0.0) {
-                    let message =
-                        format!("clock must return finite seconds of at least 0, got {seconds}");
-                    return Err(raise(py, &Error::invalid(message)));
-                }
-                (seconds * 1_000.0) as u64
-            }
-        };
-        // Acquire and Release: who sees the time told sees also that the old ones are gone. A clock that
-        // goes back is taken to stand.
-        if now_ms > self.told_ms.load(Ordering::Acquire) {
-            py.detach(|| index.advance_to(now_ms));
-            self.told_ms.fetch_max(now_ms, Ordering::Release);
-        }
-        Ok(())
-    }
 }
 
 #[pymethods]
@@ -67,16 +31,10 @@ impl ApproxKvIndexer {
         clock: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
         let block_size = index::block_size(py, block_size)?;
-        if !(0.001..=1e12).contains(&ttl_s) {
-            let message = format!("ttl_s must be seconds in 0.001..=1e12, got {ttl_s}");
-            return Err(raise(py, &Error::invalid(message)));
-        }
-        let predicted_ttl_ms = (ttl_s * 1_000.0) as u64;
+        let predicted_ttl_ms = ttl_ms(py, ttl_s)?;
         let limits = Limits { predicted_ttl_ms, capacity_blocks, ..Limits::default() };
         let options = Options { limits, hash_seed: rand::random(), ..Options::default() };
-        let (system, told_ms) = (SystemClock::default(), AtomicU64::new(0));
-        let time = Time { system, given: clock, told_ms };
-        Ok(Self { index: RadixIndex::new(options), block_size, time })
+        Ok(Self { index: RadixIndex::new(options), block_size, time: Time::new(clock) })
     }
 
     fn block_size(&self) -> u32 {

@@ -12,6 +12,7 @@ use super::index;
 use super::overlap::{OverlapScores, facts};
 use super::query::{SHORT_TOKENS, Shape, detached, matches, overlaps};
 use super::snapshot;
+use super::time::{Time, ttl_ms};
 use crate::catalog::{apply_router_event, dump_events, store_blocks};
 use crate::codec::router::RouterEvent;
 use crate::error::{Error, Result};
@@ -24,6 +25,8 @@ use crate::index::{Block, BlockIndex, CountMode, Limits, Match, Options, RadixIn
 pub(super) struct KvIndexer {
     index: RadixIndex,
     block_size: u32,
+    /// Where blocks run out.
+    time: Option<Time>,
 }
 
 /// A router event's JSON, as a dump gives it or as it came over a wire.
@@ -42,10 +45,24 @@ impl Json {
     }
 }
 
+impl KvIndexer {
+    /// The index as it is by now.
+    fn at_now(&self, py: Python<'_>) -> PyResult<&RadixIndex> {
+        if let Some(time) = &self.time {
+            time.tell(py, &self.index)?;
+        }
+        Ok(&self.index)
+    }
+}
+
 #[pymethods]
 impl KvIndexer {
     #[new]
-    #[pyo3(signature = (block_size, *, count_mode="copies", max_blocks=0, capacity_blocks=0, max_bytes=0))]
+    #[pyo3(signature = (
+        block_size, *, count_mode="copies", max_blocks=0, capacity_blocks=0, max_bytes=0, ttl_s=None,
+        clock=None
+    ))]
+    #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         block_size: u32,
@@ -53,6 +70,8 @@ impl KvIndexer {
         max_blocks: usize,
         capacity_blocks: usize,
         max_bytes: usize,
+        ttl_s: Option<f64>,
+        clock: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
         let block_size = index::block_size(py, block_size)?;
         let count_mode = match count_mode {
@@ -63,9 +82,15 @@ impl KvIndexer {
                 return Err(raise(py, &Error::invalid(message)));
             }
         };
-        let limits = Limits { max_blocks, capacity_blocks, max_bytes, ..Limits::default() };
+        if clock.is_some() && ttl_s.is_none() {
+            let message = "clock is for ttl_s, which was not given";
+            return Err(raise(py, &Error::invalid(message)));
+        }
+        let ttl_ms = ttl_s.map(|ttl_s| ttl_ms(py, ttl_s)).transpose()?.unwrap_or(0);
+        let limits = Limits { max_blocks, capacity_blocks, max_bytes, ttl_ms, ..Limits::default() };
         let options = Options { count_mode, limits, hash_seed: rand::random() };
-        Ok(Self { index: RadixIndex::new(options), block_size })
+        let time = (ttl_ms > 0).then(|| Time::new(clock));
+        Ok(Self { index: RadixIndex::new(options), block_size, time })
     }
 
     fn block_size(&self) -> u32 {
@@ -78,14 +103,16 @@ impl KvIndexer {
         worker_id: u64,
         kv_cache_event_bytes: &[u8],
     ) -> PyResult<()> {
-        py.detach(|| index::apply_event(&self.index, worker_id, kv_cache_event_bytes)).or_raise(py)
+        let index = self.at_now(py)?;
+        py.detach(|| index::apply_event(index, worker_id, kv_cache_event_bytes)).or_raise(py)
     }
 
     fn apply_events(&self, py: Python<'_>, events: Vec<Json>) -> PyResult<usize> {
+        let index = self.at_now(py)?;
         py.detach(|| {
             for (at, json) in events.iter().enumerate() {
                 let apply = || -> Result<()> {
-                    apply_router_event(&self.index, &RouterEvent::from_json(json.as_bytes())?)
+                    apply_router_event(index, &RouterEvent::from_json(json.as_bytes())?)
                 };
                 apply().map_err(|error| match error {
                     Error::Decode { offset, reason } => {
@@ -129,13 +156,14 @@ impl KvIndexer {
             return Err(raise(py, &Error::invalid(message)));
         }
         let seed = hash::identity_seed(lora_name, cache_salt);
+        let index = self.at_now(py)?;
         py.detach(|| {
             let blocks: Vec<Block> = names
                 .iter()
                 .zip(locals)
                 .map(|(&engine_hash, &local_hash)| Block { engine_hash, local_hash })
                 .collect();
-            let outcome = store_blocks(&self.index, worker, tier, parent, seed, &blocks)?;
+            let outcome = store_blocks(index, worker, tier, parent, seed, &blocks)?;
             Ok(outcome.added + outcome.moved)
         })
         .or_raise(py)
@@ -152,8 +180,8 @@ impl KvIndexer {
     ) -> PyResult<u32> {
         let (worker, tier) = (Worker::new(worker_id, dp_rank), index::tier(py, tier)?);
         let names = hashes("block_hashes", block_hashes)?;
-        let names = names.as_slice();
-        Ok(py.detach(|| self.index.remove(worker, tier, names).removed))
+        let (index, names) = (self.at_now(py)?, names.as_slice());
+        Ok(py.detach(|| index.remove(worker, tier, names).removed))
     }
 
     #[pyo3(signature = (local_hashes, early_exit=false))]
@@ -164,7 +192,7 @@ impl KvIndexer {
         early_exit: bool,
     ) -> PyResult<OverlapScores> {
         let locals = hashes("local_hashes", local_hashes)?;
-        Ok(overlaps(py, &self.index, locals.as_slice(), early_exit, facts))
+        Ok(overlaps(py, self.at_now(py)?, locals.as_slice(), early_exit, facts))
     }
 
     #[pyo3(signature = (token_ids, lora_name=None, cache_salt=None))]
@@ -178,7 +206,8 @@ impl KvIndexer {
         let shape = Shape::new(self.block_size, lora_name, cache_salt);
         let ids = index::token_ids(token_ids)?;
         let ids: &[u32] = &ids.as_slice();
-        Ok(detached(py, ids.len() > SHORT_TOKENS, || shape.overlaps(&self.index, ids, facts)))
+        let index = self.at_now(py)?;
+        Ok(detached(py, ids.len() > SHORT_TOKENS, || shape.overlaps(index, ids, facts)))
     }
 
     #[pyo3(signature = (requests, lora_name=None, cache_salt=None))]
@@ -193,7 +222,8 @@ impl KvIndexer {
         let ids =
             requests.iter().map(|one| index::token_ids(&one)).collect::<PyResult<Vec<_>>>()?;
         let ids: Vec<_> = ids.iter().map(|one| one.as_slice()).collect();
-        Ok(py.detach(|| shape.overlaps_of_many(&self.index, &ids, facts)))
+        let index = self.at_now(py)?;
+        Ok(py.detach(|| shape.overlaps_of_many(index, &ids, facts)))
     }
 
     fn top(
@@ -203,7 +233,7 @@ impl KvIndexer {
         k: usize,
     ) -> PyResult<Vec<(u64, u32, u32)>> {
         let locals = hashes("local_hashes", local_hashes)?;
-        Ok(matches(py, &self.index, locals.as_slice(), false, |found| {
+        Ok(matches(py, self.at_now(py)?, locals.as_slice(), false, |found| {
             found.keep_top(k);
             let deepest = found.as_slice().iter().filter(|found| found.device > 0);
             deepest
@@ -225,7 +255,7 @@ impl KvIndexer {
         let ranks = Room::<u32>::of("dp_ranks", dp_ranks)?;
         let depths = Room::<u32>::of("depths", depths)?;
         let room = ids.len().min(ranks.len()).min(depths.len());
-        Ok(matches(py, &self.index, locals.as_slice(), false, |found| {
+        Ok(matches(py, self.at_now(py)?, locals.as_slice(), false, |found| {
             let held = |found: &&Match| found.device > 0;
             if found.as_slice().iter().filter(held).count() > room {
                 found.keep_top(room);
@@ -246,20 +276,27 @@ impl KvIndexer {
     }
 
     #[pyo3(signature = (worker_id, dp_rank=None))]
-    fn clear_all_blocks(&self, py: Python<'_>, worker_id: u64, dp_rank: Option<u32>) -> usize {
-        py.detach(|| index::clear(&self.index, worker_id, dp_rank))
+    fn clear_all_blocks(
+        &self,
+        py: Python<'_>,
+        worker_id: u64,
+        dp_rank: Option<u32>,
+    ) -> PyResult<usize> {
+        let index = self.at_now(py)?;
+        Ok(py.detach(|| index::clear(index, worker_id, dp_rank)))
     }
 
-    fn dump_tree_as_events(&self, py: Python<'_>) -> Vec<String> {
-        py.detach(|| dump_events(&self.index).map(|event| event.to_json()).collect())
+    fn dump_tree_as_events(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+        let index = self.at_now(py)?;
+        Ok(py.detach(|| dump_events(index).map(|event| event.to_json()).collect()))
     }
 
     fn save_snapshot<'py>(&self, py: Python<'py>, path: PathBuf) -> PyResult<Bound<'py, PyDict>> {
-        snapshot::save(py, &self.index, self.block_size, &path)
+        snapshot::save(py, self.at_now(py)?, self.block_size, &path)
     }
 
     fn load_snapshot<'py>(&self, py: Python<'py>, path: PathBuf) -> PyResult<Bound<'py, PyDict>> {
-        snapshot::restore(py, &self.index, self.block_size, &path)
+        snapshot::restore(py, self.at_now(py)?, self.block_size, &path)
     }
 
     fn workers(&self, py: Python<'_>) -> Vec<(InstanceId, u32)> {
@@ -267,12 +304,13 @@ impl KvIndexer {
     }
 
     #[pyo3(signature = (worker_id, dp_rank=0))]
-    fn block_count(&self, py: Python<'_>, worker_id: u64, dp_rank: u32) -> usize {
-        py.detach(|| self.index.blocks(Worker::new(worker_id, dp_rank)))
+    fn block_count(&self, py: Python<'_>, worker_id: u64, dp_rank: u32) -> PyResult<usize> {
+        let index = self.at_now(py)?;
+        Ok(py.detach(|| index.blocks(Worker::new(worker_id, dp_rank))))
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        index::stats(py, &self.index)
+        index::stats(py, self.at_now(py)?)
     }
 }
 

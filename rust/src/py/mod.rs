@@ -15,6 +15,7 @@ mod query;
 mod radix_tree;
 mod service;
 mod snapshot;
+mod time;
 mod tokenizer;
 
 /// The extension module `kvflash._core`; `_core.pyi` is its manual.

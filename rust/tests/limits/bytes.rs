@@ -92,6 +92,9 @@ fn what_it_says_it_occupies_is_what_it_asked_for() {
         (2, Limits { predicted_ttl_ms: 10_000, ..Limits::default() }),
         (3, Limits { capacity_blocks: 3_000, predicted_ttl_ms: 5_000, ..Limits::default() }),
         (4, Limits { max_bytes: 3 << 20, predicted_ttl_ms: 5_000, ..Limits::default() }),
+        (5, Limits { ttl_ms: 60_000, ..Limits::default() }),
+        (6, Limits { ttl_ms: 30_000, predicted_ttl_ms: 5_000, ..Limits::default() }),
+        (7, Limits { ttl_ms: 20_000, max_bytes: 3 << 20, ..Limits::default() }),
     ] {
         let mode = if seed % 2 == 0 { CountMode::Set } else { CountMode::Copies };
         let options = Options { count_mode: mode, ..limited(limits) };
@@ -124,7 +127,10 @@ fn a_budget_of_bytes_holds_after_every_event() {
     for (seed, budget, most) in
         [(1, 64 << 10, 40), (2, 1 << 20, 100), (3, 4 << 20, 1_000), (4, 10 << 20, 300)]
     {
-        let limits = Limits { max_bytes: budget, predicted_ttl_ms: 100_000, ..Limits::default() };
+        // In every other run facts run out, too, but not before many gave way.
+        let ttl_ms = if seed % 2 == 0 { 100_000 } else { 0 };
+        let limits =
+            Limits { max_bytes: budget, predicted_ttl_ms: 100_000, ttl_ms, ..Limits::default() };
         let budget = budget.max(Limits::MAX_BYTES_LEAST);
         let mut owned = Owned::default();
         let index = owned.call(|| RadixIndex::new(limited(limits)));

@@ -1,6 +1,7 @@
 //! The index as it is.
 
 use std::marker::PhantomData;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use kvflash::ids::{Tier, Worker};
 use kvflash::index::{
@@ -16,6 +17,20 @@ use crate::corpus::EventView;
 pub trait Mode: Send + Sync + 'static {
     /// The way.
     const MODE: CountMode;
+    /// How long blocks stand, and how far the clock goes with each event; 0 for no such limit.
+    const TTL_MS: u64 = 0;
+    /// See above.
+    const EVENT_MS: u64 = 0;
+}
+
+/// A second store means nothing, and blocks run out: later than the corpus ends, so that it costs what
+/// keeping ages costs.
+pub struct Aging;
+
+impl Mode for Aging {
+    const MODE: CountMode = CountMode::Set;
+    const TTL_MS: u64 = 1_000_000;
+    const EVENT_MS: u64 = 10;
 }
 
 /// A second store means nothing.
@@ -35,6 +50,7 @@ impl Mode for Copies {
 /// `kvflash::index::RadixIndex`.
 pub struct Current<M> {
     index: RadixIndex,
+    applied: AtomicU64,
     mode: PhantomData<M>,
 }
 
@@ -48,9 +64,9 @@ impl<M: Mode> Backend for Current<M> {
     const QUEUED: bool = false;
 
     fn new(_: u32) -> Self {
-        let options =
-            Options { count_mode: M::MODE, limits: Limits::default(), hash_seed: 0x5EED_CAFE };
-        Self { index: RadixIndex::new(options), mode: PhantomData }
+        let limits = Limits { ttl_ms: M::TTL_MS, ..Limits::default() };
+        let options = Options { count_mode: M::MODE, limits, hash_seed: 0x5EED_CAFE };
+        Self { index: RadixIndex::new(options), applied: AtomicU64::new(0), mode: PhantomData }
     }
 
     fn event(&self, view: EventView<'_>) -> Self::Event {
@@ -62,6 +78,13 @@ impl<M: Mode> Backend for Current<M> {
     }
 
     fn apply(&self, event: Self::Event) {
+        if M::TTL_MS > 0 {
+            let applied = self.applied.fetch_add(1, Relaxed);
+            // As a service's clock would: now and then.
+            if applied.is_multiple_of(64) {
+                self.index.advance_to(applied * M::EVENT_MS);
+            }
+        }
         match event {
             Owned::Stored { worker, parent, blocks } => {
                 self.index.store(worker, Tier::Device, parent, DEFAULT_SEED, &blocks);

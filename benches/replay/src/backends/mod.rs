@@ -4,7 +4,7 @@ mod current;
 mod null;
 mod previous;
 
-pub use current::{Copies, Current, Kvflash, Set};
+pub use current::{Aging, Copies, Current, Kvflash, Set};
 pub use null::Null;
 pub use previous::Previous;
 

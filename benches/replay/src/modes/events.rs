@@ -1,5 +1,7 @@
 //! How fast events take effect.
 
+use std::sync::Barrier;
+use std::thread;
 use std::time::Instant;
 
 use super::{Trial, filled};
@@ -35,6 +37,39 @@ pub fn events<B: Backend>(trial: &Trial) -> Figures {
     figures.note("cpu_ns_per_event", median(cpu) / count);
     // Of a queued backend this is the hand-over alone.
     figures.note_spread("call", "us", &mut calls, 1e3);
+    figures
+}
+
+/// The corpus' events, each worker's by one of `THREADS` threads, as fast as they go.
+pub fn publishers<B: Backend, const THREADS: usize>(trial: &Trial) -> Figures {
+    let count = trial.corpus.events().count() as f64;
+    let (mut seconds, mut cpu) = (Vec::new(), Vec::new());
+    for _ in 0..ROUNDS {
+        let backend = B::new(trial.corpus.workers);
+        let mut parts: Vec<Vec<B::Event>> = (0..THREADS).map(|_| Vec::new()).collect();
+        for view in trial.corpus.events() {
+            parts[view.worker() as usize % THREADS].push(backend.event(view));
+        }
+        let start = Barrier::new(THREADS + 1);
+        let (mut spent, mut started) = (0.0, Instant::now());
+        thread::scope(|scope| {
+            for part in parts {
+                let (backend, start) = (&backend, &start);
+                scope.spawn(move || {
+                    start.wait();
+                    part.into_iter().for_each(|event| backend.apply(event));
+                });
+            }
+            (spent, started) = (process_ns(), Instant::now());
+            start.wait();
+        });
+        backend.drain();
+        seconds.push(started.elapsed().as_secs_f64());
+        cpu.push(process_ns() - spent);
+    }
+    let mut figures = Figures::default();
+    figures.note("million_events_per_s", count / median(seconds) / 1e6);
+    figures.note("cpu_ns_per_event", median(cpu) / count);
     figures
 }
 

@@ -42,6 +42,8 @@ pub fn of<B: Backend>() -> Vec<Mode> {
     vec![
         on_corpus("check", check::check::<B> as Run),
         on_corpus("events", events::events::<B>),
+        on_corpus("publishers_2", events::publishers::<B, 2>),
+        on_corpus("publishers_4", events::publishers::<B, 4>),
         made_up("appends", events::appends::<B>),
         on_corpus("removals", events::removals::<B>),
         on_corpus("reads", reads::reads::<B>),

@@ -1,62 +1,20 @@
 //! Predictions that run out.
 //!
-//! A prediction begins at a prompt's start, so of one run the blocks in front were predicted at least as
-//! lately as those behind: per member a few steps tell up to which block what holds. Each member is
-//! noted in the queue once, at or before the time its last block runs out.
+//! A prediction begins at a prompt's start, so all blocks in front are predicted with it. Each member is
+//! noted in the queue once, at or before the time its last block runs out, by the low half of that time.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use super::holder::MemberId;
 use super::paged::Slab;
+use super::steps::{Step, Steps};
 use super::writer::Writer;
 
 /// Notes of members that went which are kept before anyone looks for them.
 const NOTES_KEPT: usize = 64;
 
-/// Up to `end`, blocks run out at `at_ms`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Step {
-    at_ms: u64,
-    end: u16,
-}
-
-/// When a member's blocks run out. The last step; others end before it and run out later.
-#[derive(Debug, Default)]
-struct Age {
-    at_ms: u64,
-    #[expect(clippy::box_collection, reason = "nearly always none: a word, not three")]
-    before: Option<Box<Vec<Step>>>,
-    /// Under which time the member is noted in the queue; its low half tells enough.
-    noted: u32,
-    /// 0 when nothing is kept.
-    end: u16,
-}
-
-impl Age {
-    fn heap_bytes(&self) -> usize {
-        self.before
-            .as_ref()
-            .map_or(0, |before| size_of::<Vec<Step>>() + before.capacity() * size_of::<Step>())
-    }
-
-    /// All steps, from the last to the first.
-    fn steps(&self) -> impl Iterator<Item = Step> + '_ {
-        let last = Step { at_ms: self.at_ms, end: self.end };
-        let last = (last.end > 0).then_some(last);
-        last.into_iter().chain(self.before.iter().flat_map(|b| b.iter().rev().copied()))
-    }
-
-    /// Sets the steps, which come as [`Age::steps`] gives them; none means that nothing is kept.
-    fn set(&mut self, mut steps: Vec<Step>) {
-        let Step { at_ms, end } = steps.first().copied().unwrap_or(Step { at_ms: 0, end: 0 });
-        (self.at_ms, self.end) = (at_ms, end);
-        steps.reverse();
-        steps.pop();
-        steps.shrink_to_fit();
-        self.before = (!steps.is_empty()).then(|| Box::new(steps));
-    }
-}
+type Age = Steps<u64, u32>;
 
 /// All predictions' ages.
 pub(super) struct Ages {
@@ -90,29 +48,21 @@ impl Ages {
     /// Changes what is kept of a member, keeping count.
     fn change(&mut self, id: MemberId, change: impl FnOnce(&mut Age)) {
         let age = self.by_member.get_or_grow(id);
-        let (bytes, was_kept) = (age.heap_bytes(), age.end > 0);
+        let (bytes, was_kept) = (age.heap_bytes(), age.is_kept());
         change(age);
         self.step_bytes = self.step_bytes + age.heap_bytes() - bytes;
-        self.len = self.len + usize::from(age.end > 0) - usize::from(was_kept);
+        self.len = self.len + usize::from(age.is_kept()) - usize::from(was_kept);
     }
 
     fn is_kept(&self, id: MemberId) -> bool {
-        id < self.by_member.end() && self.by_member.get(id).end > 0
+        id < self.by_member.end() && self.by_member.get(id).is_kept()
     }
 
     /// Predicts a member's blocks up to `end`, until `at_ms`.
     fn renew(&mut self, id: MemberId, end: u16, at_ms: u64) {
         let is_new = !self.is_kept(id);
         self.change(id, |age| {
-            if age.before.is_none() && age.end <= end {
-                (age.at_ms, age.end) = (at_ms, end);
-            } else {
-                let mut steps: Vec<Step> = age.steps().filter(|step| step.end > end).collect();
-                if steps.last().is_none_or(|later| later.at_ms != at_ms) {
-                    steps.push(Step { at_ms, end });
-                }
-                age.set(steps);
-            }
+            age.renew(end, at_ms);
             if is_new {
                 age.noted = at_ms as u32;
             }
@@ -125,22 +75,10 @@ impl Ages {
 
     /// The member has no blocks from `end` on any more.
     pub fn cut(&mut self, id: MemberId, end: u16) {
-        if !self.is_kept(id) {
-            return;
+        if self.is_kept(id) {
+            self.change(id, |age| age.cut(end));
+            self.forget_notes();
         }
-        self.change(id, |age| {
-            // Of the steps that reach beyond, the one that runs out last holds up to the cut.
-            let mut steps: Vec<Step> = age.steps().collect();
-            let beyond = steps.iter().take_while(|step| step.end > end).count();
-            let covers = steps.get(beyond).map_or(0, |next| next.end);
-            let at_ms = steps[..beyond].last().map_or(0, |step| step.at_ms);
-            steps.drain(..beyond);
-            if covers < end && beyond > 0 {
-                steps.insert(0, Step { at_ms, end });
-            }
-            age.set(steps);
-        });
-        self.forget_notes();
     }
 
     /// The member goes.
@@ -176,11 +114,11 @@ impl Ages {
                 continue;
             }
             let age = self.by_member.get_mut(id);
-            let left = age.steps().find(|step| step.at_ms > now_ms);
+            let left = age.iter().find(|step| step.at > now_ms);
             let Some(step) = left else { return Some((id, 0)) };
-            age.noted = step.at_ms as u32;
-            let is_over = step.end < age.end;
-            self.queue.push(Reverse((step.at_ms, id)));
+            age.noted = step.at as u32;
+            let is_over = step.end < age.end();
+            self.queue.push(Reverse((step.at, id)));
             if is_over {
                 return Some((id, step.end));
             }
@@ -190,11 +128,11 @@ impl Ages {
     /// Checks one member against its blocks.
     pub fn audit(&self, id: MemberId, end: u16) {
         let age = self.by_member.get(id);
-        assert_eq!(age.end, end, "the last step ends with the blocks");
-        let steps: Vec<Step> = age.steps().collect();
-        assert!(steps.windows(2).all(|w| w[0].end > w[1].end && w[0].at_ms < w[1].at_ms));
+        assert_eq!(age.end(), end, "the last step ends with the blocks");
+        let steps: Vec<Step<u64>> = age.iter().collect();
+        assert!(steps.windows(2).all(|w| w[0].end > w[1].end && w[0].at < w[1].at));
         let is_noted = |note: &Reverse<(u64, MemberId)>| {
-            note.0.1 == id && note.0.0 as u32 == age.noted && note.0.0 <= age.at_ms
+            note.0.1 == id && note.0.0 as u32 == age.noted && note.0.0 <= steps[0].at
         };
         assert!(self.queue.iter().any(is_noted), "every prediction comes to its end");
     }
@@ -202,7 +140,7 @@ impl Ages {
     /// Checks the whole against the number of predicted members.
     pub fn audit_all(&self, members: usize) {
         assert_eq!(self.len, members);
-        assert_eq!(self.step_bytes, self.by_member.all().map(Age::heap_bytes).sum::<usize>());
+        assert_eq!(self.step_bytes, self.by_member.all().map(Steps::heap_bytes).sum::<usize>());
         assert!(self.queue.len() <= 2 * self.len + NOTES_KEPT + 1);
     }
 }
@@ -216,11 +154,14 @@ impl Writer {
         }
     }
 
-    /// Lets go of predictions that are too old at `now_ms`.
-    pub fn advance_to(&mut self, now_ms: u64) -> usize {
+    /// Lets go of facts and predictions that are too old at `now_ms`, until `most` or more went. Returns how
+    /// many.
+    pub fn advance_to(&mut self, now_ms: u64, most: usize) -> usize {
         self.now_ms = self.now_ms.max(now_ms);
-        let mut expired = 0;
-        while let Some((id, until)) = self.ages.next_over(self.now_ms) {
+        let mut expired = self.expire(most);
+        while expired < most
+            && let Some((id, until)) = self.ages.next_over(self.now_ms)
+        {
             let member = self.members.get(id);
             let (slot, run, end) = (member.slot, member.run, member.spans.end());
             expired += usize::from(end - until);

@@ -141,10 +141,17 @@ impl Writer {
             assert_eq!(self.bytes_now(), self.bytes(), "what is counted along the way");
         }
         let slots = self.slots.iter().flatten();
-        let slots = slots.filter(|slot| slot.plane == Plane::Predicted);
+        let (slots, facts): (Vec<_>, Vec<_>) =
+            slots.partition(|slot| slot.plane == Plane::Predicted);
+        if self.options.limits.ttl_ms > 0 {
+            self.stamps.audit_all(facts.iter().map(|slot| slot.members.len()).sum());
+            for id in facts.iter().flat_map(|slot| slot.members.values()) {
+                self.stamps.audit(*id, self.members.get(*id).spans.end());
+            }
+        }
         if self.options.limits.predicted_ttl_ms > 0 {
-            self.ages.audit_all(slots.clone().map(|slot| slot.members.len()).sum());
-            for id in slots.flat_map(|slot| slot.members.values()) {
+            self.ages.audit_all(slots.iter().map(|slot| slot.members.len()).sum());
+            for id in slots.iter().flat_map(|slot| slot.members.values()) {
                 self.ages.audit(*id, self.members.get(*id).spans.end());
             }
         }

@@ -83,7 +83,7 @@ impl Writer {
     }
 
     /// Forgets what is known of names of blocks that are about to go, beside their column.
-    fn drop_names(&mut self, slot: u16, run: u32, start: u16, end: u16) {
+    pub(super) fn drop_names(&mut self, slot: u16, run: u32, start: u16, end: u16) {
         let state = self.slot(slot);
         let number = state.worker;
         let is_dense = self.worker(number).dense.is_some();
@@ -201,10 +201,20 @@ impl Writer {
             + map_growth(&self.seeds, 1)
             + map_growth(&self.scattered, blocks)
             + state.extra.growth(blocks)
-            + if state.plane == Plane::Predicted { self.ages.growth(blocks) } else { 0 };
+            + self.age_growth(state.plane, blocks);
         let pages = Slab::growth(&self.members, blocks) + Runs::growth(&self.runs, blocks);
         let metas = if Runs::growth(&self.runs, blocks) > 0 { self.metas.page_bytes() } else { 0 };
         arrays + dense + maps + pages + metas + TABLE_BYTES
+    }
+
+    /// What it may cost that members of as many blocks run out some time.
+    fn age_growth(&self, plane: Plane, blocks: usize) -> usize {
+        let limits = &self.options.limits;
+        match plane {
+            Plane::Predicted => self.ages.growth(blocks),
+            Plane::Held(_) if limits.ttl_ms == 0 => 0,
+            Plane::Held(_) => self.stamps.growth(blocks, limits.end_tick(self.now_ms)),
+        }
     }
 
     /// Lets the least recently used blocks of all workers go until no more than `most` bytes are in use.

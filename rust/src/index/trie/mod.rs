@@ -5,8 +5,8 @@
 //! changes its place. Who has how much of a run is one word ([`cover`](super::arena::cover)).
 //!
 //! The room: `walk` (the query), `writer` (events), `names` (from an engine's name to a block), `filter`
-//! (names that anyone has), `limits` (eviction), `order` (of use), `ages` (of predictions), `report`
-//! (bytes), `dump` and `events` (what a worker holds, written out), `seats` (worker <-> slot), `holder`,
+//! (names that anyone has), `limits` (eviction), `order` (of use), `ages` (of predictions), `stamps`
+//! (of facts), `steps` (what both keep of a member), `report` (bytes), `dump` and `events` (what a worker holds, written out), `seats` (worker <-> slot), `holder`,
 //! `run`, `spans`, `paged` (what the writer keeps).
 
 use std::sync::Arc;
@@ -38,6 +38,8 @@ mod report;
 mod run;
 mod seats;
 mod spans;
+mod stamps;
+mod steps;
 mod walk;
 mod writer;
 
@@ -45,6 +47,9 @@ use events::Copied;
 use seats::NONE;
 pub(super) use walk::Scratch;
 use writer::Writer;
+
+/// Blocks that ran out after which the lock is handed over.
+const EXPIRED_AT_ONCE: usize = 4_096;
 
 /// What readers and the writer share.
 struct Shared {
@@ -166,7 +171,15 @@ impl BlockIndex for RadixIndex {
     }
 
     fn advance_to(&self, now_ms: u64) -> usize {
-        self.writer.lock().advance_to(now_ms)
+        // Events come in between: that much takes as long as a few of them.
+        let mut gone = 0;
+        loop {
+            let some = self.look(|writer| writer.advance_to(now_ms, EXPIRED_AT_ONCE));
+            gone += some;
+            if some < EXPIRED_AT_ONCE {
+                return gone;
+            }
+        }
     }
 
     fn find_matches(&self, locals: &[u64], out: &mut Matches) {

@@ -74,6 +74,7 @@ impl Writer {
             + self.suspects.allocation_size()
             + self.seeds.allocation_size()
             + self.ages.bytes()
+            + self.stamps.bytes()
             + self.order.bytes()
             + self.scattered.allocation_size()
             + self.scattered_bytes
@@ -135,7 +136,7 @@ impl Writer {
             workers: worker_maps,
             slots: self.seat_bytes
                 + (self.slots.capacity() + self.workers.capacity()) * size_of::<usize>(),
-            ages: self.ages.bytes(),
+            ages: self.ages.bytes() + self.stamps.bytes(),
             garbage: runs.waiting + edge_garbage,
             others: 0,
             total: self.bytes(),

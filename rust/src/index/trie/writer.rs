@@ -18,6 +18,7 @@ use super::paged::Slab;
 use super::report::shrink_map;
 use super::run::{Loc, RunMeta};
 use super::seats::{NONE, Plane};
+use super::stamps::Stamps;
 use crate::ids::{Tier, Worker};
 use crate::index::arena::cover::Entries;
 use crate::index::arena::edges;
@@ -70,6 +71,7 @@ pub(super) struct Writer {
     pub(super) scattered: HashMap<RunId, Vec<u16>, Mix>,
     pub(super) now_ms: u64,
     pub(super) ages: Ages,
+    pub(super) stamps: Stamps,
     pub(super) order: Order,
     /// Bytes of columns of names.
     pub(super) column_bytes: usize,
@@ -169,6 +171,7 @@ impl Writer {
             scattered: HashMap::with_hasher(mix),
             now_ms: 0,
             ages: Ages::new(),
+            stamps: Stamps::new(),
             order: Order::default(),
             column_bytes: 0,
             anchors: HashMap::with_hasher(mix),

@@ -55,6 +55,7 @@ impl Writer {
         state.search_debt = state.search_debt.saturating_sub(blocks.len() * SEARCH_CREDIT);
         // What an event follows must not be what makes room for it.
         self.touch_before(slot, place);
+        self.stamp(slot, place);
         let mut outcome = StoreOutcome::default();
         for piece in blocks.chunks(self.piece()) {
             place = self.place_piece(slot, place, seed, Chain::Named(piece), &mut outcome);

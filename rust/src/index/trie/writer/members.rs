@@ -39,6 +39,7 @@ impl Writer {
             self.members.take(id);
         debug_assert!(spans.is_empty() && cut == 0 && !is_scattered, "it covers nothing");
         self.ages.forget(id);
+        self.stamps.forget(id);
         let (parent, _) = self.shared.runs.peek(&self.runs, run).place();
         let state = self.slots[usize::from(slot)].as_mut().expect("a member's slot");
         state.members.remove(&run);

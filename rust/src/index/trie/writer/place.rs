@@ -259,6 +259,10 @@ impl Writer {
             self.drop_member(id);
         } else {
             self.touch(id);
+            if taken > 0 {
+                let end = loc.offset + taken as u32;
+                self.stamp(slot, Loc { offset: end, ..loc });
+            }
         }
         taken
     }

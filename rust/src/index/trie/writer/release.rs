@@ -142,6 +142,9 @@ impl Writer {
         if new_end == old_end {
             return;
         }
+        if new_end < old_end {
+            self.stamps.cut(id, new_end);
+        }
         let member = self.members.get(id);
         let tail = |end: u16| self.name_at(member, usize::from(end.checked_sub(1)?));
         let (old_tail, new_tail) = (tail(old_end), tail(new_end));

@@ -1,0 +1,291 @@
+//! Facts that run out: until when blocks stand that were stored, and are not stored again.
+//!
+//! Storing a block renews it and all above that its worker holds, in all tiers: so what others hang on
+//! never runs out before them. Time is counted in ticks, a 128th of what a block may stand: an age takes
+//! two bytes, and the walk up ends at the first run that was renewed in this tick already.
+//!
+//! Each member is noted once in a ring of lists, at or before the tick in which its last block runs out.
+
+use super::holder::{Member, MemberId};
+use super::paged::Slab;
+use super::run::Loc;
+use super::seats::Plane;
+use super::steps::Steps;
+use super::writer::Writer;
+use crate::index::arena::runs::ROOT;
+
+/// Lists of the ring: more than the ticks that any block stands, and a divisor of what 16 bits count.
+const RING: usize = 256;
+
+/// Notes of members that went which are kept before anyone looks for them.
+const NOTES_KEPT: usize = 64;
+
+/// When all facts run out. Ticks are kept as their low 16 bits: all that are meant lie around now.
+pub(super) struct Stamps {
+    by_member: Slab<Steps<u16, u16>>,
+    /// Members of which anything is kept.
+    len: usize,
+    /// By the low bits of the tick: members that are noted under it.
+    ring: Vec<Vec<MemberId>>,
+    /// Members whose tick has come, still to be looked at.
+    due: Vec<MemberId>,
+    /// Notes in the ring and of those that are due.
+    notes: usize,
+    /// Bytes of the ring's lists.
+    list_bytes: usize,
+    /// Bytes of steps beyond each member's last.
+    step_bytes: usize,
+    tick: u64,
+}
+
+/// Whether blocks that stand until `at` still do in `tick`.
+fn is_left(at: u16, tick: u64) -> bool {
+    (at.wrapping_sub(tick as u16) as i16) > 0
+}
+
+impl Stamps {
+    pub fn new() -> Self {
+        Self {
+            by_member: Slab::new(),
+            len: 0,
+            ring: Vec::new(),
+            due: Vec::new(),
+            notes: 0,
+            list_bytes: 0,
+            step_bytes: 0,
+            tick: 0,
+        }
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.by_member.bytes()
+            + self.ring.capacity() * size_of::<Vec<MemberId>>()
+            + self.due.capacity() * size_of::<MemberId>()
+            + self.list_bytes
+            + self.step_bytes
+    }
+
+    /// Bytes that `more` members may cost at once, if they run out at `at`.
+    pub fn growth(&self, more: usize, at: u64) -> usize {
+        let pages = more.div_ceil(256) + 1;
+        let list = self.ring.get(at as usize % RING).map_or((0, 0), |l| (l.len(), l.capacity()));
+        let is_full = list.1 - list.0 < more;
+        let list = if is_full { 2 * list.1.max(more) * size_of::<MemberId>() } else { 0 };
+        let ring = if self.ring.is_empty() { RING * size_of::<Vec<MemberId>>() } else { 0 };
+        pages * self.by_member.page_bytes() + list + ring
+    }
+
+    /// Changes what is kept of a member, keeping count.
+    fn change(&mut self, id: MemberId, change: impl FnOnce(&mut Steps<u16, u16>)) {
+        let steps = self.by_member.get_or_grow(id);
+        let (bytes, was_kept) = (steps.heap_bytes(), steps.is_kept());
+        change(steps);
+        self.step_bytes = self.step_bytes + steps.heap_bytes() - bytes;
+        self.len = self.len + usize::from(steps.is_kept()) - usize::from(was_kept);
+    }
+
+    fn is_kept(&self, id: MemberId) -> bool {
+        id < self.by_member.end() && self.by_member.get(id).is_kept()
+    }
+
+    /// When the first block of a member's run runs out.
+    fn front(&self, id: MemberId) -> Option<u16> {
+        if self.is_kept(id) { self.by_member.get(id).front() } else { None }
+    }
+
+    /// A member's blocks up to `end` stand until `at`.
+    fn renew(&mut self, id: MemberId, end: u16, at: u64) {
+        let is_new = !self.is_kept(id);
+        self.change(id, |steps| {
+            steps.renew(end, at as u16);
+            if is_new {
+                steps.noted = at as u16;
+            }
+        });
+        if is_new {
+            self.note(id, at as u16);
+            self.forget_notes();
+        }
+    }
+
+    fn note(&mut self, id: MemberId, at: u16) {
+        if self.ring.is_empty() {
+            self.ring.resize_with(RING, Vec::new);
+        }
+        let list = &mut self.ring[usize::from(at) % RING];
+        let room = list.capacity();
+        list.push(id);
+        self.list_bytes += (list.capacity() - room) * size_of::<MemberId>();
+        self.notes += 1;
+    }
+
+    /// The member has no blocks from `end` on any more.
+    pub fn cut(&mut self, id: MemberId, end: u16) {
+        if self.is_kept(id) {
+            self.change(id, |steps| steps.cut(end));
+            self.forget_notes();
+        }
+    }
+
+    /// The member goes.
+    pub fn forget(&mut self, id: MemberId) {
+        self.cut(id, 0);
+    }
+
+    /// Members that went stay noted until their time: they must not pile up.
+    fn forget_notes(&mut self) {
+        if self.notes <= 2 * self.len + NOTES_KEPT {
+            return;
+        }
+        let mut ring = std::mem::take(&mut self.ring);
+        let mut due = std::mem::take(&mut self.due);
+        let retain = |list: &mut Vec<MemberId>, is_in: &dyn Fn(u16) -> bool| {
+            list.retain(|id| self.is_kept(*id) && is_in(self.by_member.get(*id).noted));
+            list.sort_unstable();
+            list.dedup();
+            list.shrink_to_fit();
+            (list.len(), list.capacity() * size_of::<MemberId>())
+        };
+        let (mut notes, mut bytes) = (0, 0);
+        for (at, list) in ring.iter_mut().enumerate() {
+            let (len, room) = retain(list, &|noted| usize::from(noted) % RING == at);
+            (notes, bytes) = (notes + len, bytes + room);
+        }
+        notes += retain(&mut due, &|noted| !is_left(noted, self.tick)).0;
+        (self.ring, self.due, self.notes, self.list_bytes) = (ring, due, notes, bytes);
+    }
+
+    /// Goes on to `tick`: members that are noted up to there are due.
+    fn go_on(&mut self, tick: u64) {
+        if tick <= self.tick {
+            return;
+        }
+        let ticks = tick - self.tick;
+        for at in (1..=ticks.min(RING as u64)).map(|step| self.tick + step) {
+            let Some(list) = self.ring.get_mut(at as usize % RING) else { break };
+            let list = std::mem::take(list);
+            self.list_bytes -= list.capacity() * size_of::<MemberId>();
+            if self.due.is_empty() {
+                self.due = list;
+            } else {
+                self.due.extend(list);
+            }
+        }
+        self.tick = tick;
+        if ticks > RING as u64 {
+            // All ran out, so long ago that 16 bits may not tell.
+            for at in 0..self.due.len() {
+                let id = self.due[at];
+                if self.is_kept(id) {
+                    self.change(id, |steps| {
+                        steps.level(tick as u16);
+                        steps.noted = tick as u16;
+                    });
+                }
+            }
+        }
+    }
+
+    /// A member some of whose blocks ran out, with how many are left.
+    fn next_over(&mut self) -> Option<(MemberId, u16)> {
+        loop {
+            let Some(id) = self.due.pop() else {
+                self.due = Vec::new();
+                return None;
+            };
+            self.notes -= 1;
+            // A note may be of the number's last owner, who left another one.
+            if !self.is_kept(id) || is_left(self.by_member.get(id).noted, self.tick) {
+                continue;
+            }
+            let steps = self.by_member.get_mut(id);
+            let (end, tick) = (steps.end(), self.tick);
+            let left = steps.iter().find(|step| is_left(step.at, tick));
+            let Some(step) = left else { return Some((id, 0)) };
+            steps.noted = step.at;
+            self.note(id, step.at);
+            if step.end < end {
+                return Some((id, step.end));
+            }
+        }
+    }
+
+    /// Checks one member against its blocks.
+    pub fn audit(&self, id: MemberId, end: u16) {
+        let steps = self.by_member.get(id);
+        assert_eq!(steps.end(), end, "the last step ends with the blocks");
+        let all: Vec<_> = steps.iter().collect();
+        let later = |a: u16, b: u16| (b.wrapping_sub(a) as i16) > 0;
+        assert!(all.windows(2).all(|w| w[0].end > w[1].end && later(w[0].at, w[1].at)));
+        assert!(!later(all[0].at, steps.noted), "noted no later than it runs out");
+        let list = &self.ring[usize::from(steps.noted) % RING];
+        assert!(list.contains(&id) || self.due.contains(&id), "every block comes to its end");
+    }
+
+    /// Checks the whole against the number of members with facts.
+    pub fn audit_all(&self, members: usize) {
+        assert_eq!(self.len, members);
+        assert_eq!(self.step_bytes, self.by_member.all().map(Steps::heap_bytes).sum::<usize>());
+        let lists = self.ring.iter().map(|list| (list.len(), list.capacity()));
+        let (notes, room) = lists.fold((0, 0), |all, one| (all.0 + one.0, all.1 + one.1));
+        assert_eq!(self.list_bytes, room * size_of::<MemberId>());
+        assert_eq!(self.notes, notes + self.due.len());
+        assert!(self.notes <= 2 * self.len + NOTES_KEPT + 1);
+    }
+}
+
+impl Writer {
+    /// The blocks before `place`, as far as the worker holds them, were stored now.
+    pub(super) fn stamp(&mut self, slot: u16, place: Loc) {
+        let limits = &self.options.limits;
+        if limits.ttl_ms == 0 {
+            return;
+        }
+        let at = limits.end_tick(self.now_ms);
+        let (mut run, mut end) = (place.run, place.offset);
+        while run != ROOT {
+            let mut is_fresh = false;
+            for slot in self.siblings(slot) {
+                let Some(&id) = self.slot(slot).members.get(&run) else { continue };
+                is_fresh |= self.stamps.front(id) == Some(at as u16);
+                let end = (end as u16).min(self.members.get(id).spans.end());
+                self.stamps.renew(id, end, at);
+            }
+            if is_fresh {
+                // By an event that renewed all above, too.
+                return;
+            }
+            (run, end) = self.shared.runs.peek(&self.runs, run).place();
+        }
+    }
+
+    /// Lets go of facts that are too old now, until `most` or more went. Returns how many.
+    pub(super) fn expire(&mut self, most: usize) -> usize {
+        if self.options.limits.ttl_ms == 0 {
+            return 0;
+        }
+        self.stamps.go_on(self.options.limits.tick_at(self.now_ms));
+        let mut gone = 0;
+        while gone < most
+            && let Some((id, until)) = self.stamps.next_over()
+        {
+            let &Member { slot, run, .. } = self.members.get(id);
+            debug_assert!(self.slot(slot).plane != Plane::Predicted);
+            let before = self.slot(slot).held;
+            // From the end on; with its last block the member goes.
+            while let Some(id) = self.slot(slot).members.get(&run) {
+                let spans = &self.members.get(*id).spans;
+                let end = spans.end();
+                if end <= until {
+                    break;
+                }
+                let start = spans.start_of(end - 1).max(until);
+                self.drop_names(slot, run, start, end);
+                self.uncover(slot, run, start, end);
+            }
+            gone += before - self.slot(slot).held;
+            self.recount(self.slot(slot).worker);
+        }
+        gone
+    }
+}

@@ -1,0 +1,55 @@
+//! What time it is, for indexes whose blocks run out.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use pyo3::prelude::*;
+
+use super::error::raise;
+use crate::clock::{Clock, SystemClock};
+use crate::error::Error;
+use crate::index::BlockIndex;
+
+/// The caller's clock, or the machine's, told to the index when it moves.
+pub(super) struct Time {
+    system: SystemClock,
+    given: Option<Py<PyAny>>,
+    /// The index has let go of what was too old by then.
+    told_ms: AtomicU64,
+}
+
+impl Time {
+    pub fn new(given: Option<Py<PyAny>>) -> Self {
+        Self { system: SystemClock::default(), given, told_ms: AtomicU64::new(0) }
+    }
+
+    pub fn tell(&self, py: Python<'_>, index: &dyn BlockIndex) -> PyResult<()> {
+        let now_ms = match &self.given {
+            None => self.system.now_ms(),
+            Some(clock) => {
+                let seconds: f64 = clock.bind(py).call0()?.extract()?;
+                if !(seconds.is_finite() && seconds >= 0.0) {
+                    let message =
+                        format!("clock must return finite seconds of at least 0, got {seconds}");
+                    return Err(raise(py, &Error::invalid(message)));
+                }
+                (seconds * 1_000.0) as u64
+            }
+        };
+        // Acquire and Release: who sees the time told sees also that the old ones are gone. A clock that
+        // goes back is taken to stand.
+        if now_ms > self.told_ms.load(Ordering::Acquire) {
+            py.detach(|| index.advance_to(now_ms));
+            self.told_ms.fetch_max(now_ms, Ordering::Release);
+        }
+        Ok(())
+    }
+}
+
+/// Seconds that something stands, in milliseconds.
+pub(super) fn ttl_ms(py: Python<'_>, ttl_s: f64) -> PyResult<u64> {
+    if !(0.001..=1e12).contains(&ttl_s) {
+        let message = format!("ttl_s must be seconds in 0.001..=1e12, got {ttl_s}");
+        return Err(raise(py, &Error::invalid(message)));
+    }
+    Ok((ttl_s * 1_000.0) as u64)
+}
