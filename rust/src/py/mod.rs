@@ -16,6 +16,7 @@ mod radix_tree;
 mod service;
 mod snapshot;
 mod tokenizer;
+mod zmq_drain;
 
 /// The extension module `kvflash._core`; `_core.pyi` is its manual.
 #[pyo3::pymodule]
@@ -42,4 +43,6 @@ mod _core {
     use super::radix_tree::RadixTree;
     #[pymodule_export]
     use super::tokenizer::Tokenizer;
+    #[pymodule_export]
+    use super::zmq_drain::ZmqDrain;
 }
