@@ -11,7 +11,7 @@ from kvflash import errors
 from kvflash._core import Indexer, ZmqDrain
 from kvflash.transport.drain import find_drain
 from kvflash.transport.poller import Poller
-from service import batch, stored
+from service import batch, stored, until
 
 
 @pytest.fixture
@@ -39,6 +39,9 @@ def pairs():
 
     def make():
         near, far = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        for socket in (near, far):
+            # A sender never waits: it has ended before its socket is closed, whatever fails.
+            socket.set_hwm(0)
         near.bind(f"inproc://{len(made)}")
         far.connect(f"inproc://{len(made)}")
         made.extend([near, far])
@@ -115,12 +118,13 @@ def test_a_socket_of_an_ended_context_is_told(drain, feed):
     socket = context.socket(zmq.PULL)
     ending = threading.Thread(target=context.term)
     ending.start()
-    # term() waits for the socket to be closed; meanwhile every call on it fails.
-    with pytest.raises(errors.TransportError, match="can't receive"):
-        while True:
-            drain.take(catalog, publisher, socket, 1)
-    socket.close(0)
-    ending.join()
+    try:
+        # term() waits for the socket to be closed; meanwhile every call on it fails.
+        with pytest.raises(errors.TransportError, match="can't receive"):
+            until(lambda: drain.take(catalog, publisher, socket, 1)[0], "the end of the context")
+    finally:
+        socket.close(0)
+        ending.join()
 
 
 @pytest.mark.parametrize(
@@ -159,7 +163,7 @@ def test_only_sockets_with_something_are_told_until_they_have_nothing(pairs):
     assert poller.poll(0) == []
     # What it has is told when it comes back.
     poller.register(a)
-    assert poller.poll(None) == [a]
+    assert poller.poll(5_000) == [a]
     poller.close()
 
 
@@ -177,12 +181,14 @@ def test_nothing_is_overlooked_while_messages_come(pairs):
     sender = threading.Thread(target=send)
     sender.start()
     received = 0
-    while received < count:
-        ready = poller.poll(10_000)
-        assert ready, f"{received} of {count} after 10 s"
-        for socket in ready:
-            # One at a time, so that most looks find something left.
-            socket.recv(zmq.NOBLOCK)
-            received += 1
-    sender.join()
-    poller.close()
+    try:
+        while received < count:
+            ready = poller.poll(5_000)
+            assert ready, f"{received} of {count} after 5 s"
+            for socket in ready:
+                # One at a time, so that most looks find something left.
+                socket.recv(zmq.NOBLOCK)
+                received += 1
+    finally:
+        sender.join()
+        poller.close()
