@@ -20,7 +20,7 @@ class ZmqOptions:
         is_native: Receive without Python where libzmq's functions can be found; as fast as it gets.
     """
 
-    receive_queue_messages: int = 20_000
+    receive_queue_messages: int = 4_096
     message_bytes_max: int = 16 * 1024 * 1024
     batch_messages: int = 256
     replay_timeout_s: float = 5.0
