@@ -2,7 +2,8 @@
 
 KVFLASH_TRACE names a trace in Mooncake's form; without it a generated one is replayed. Prints one
 Markdown table per load: every figure is the median of trials in fresh processes that take turns,
-the last two columns say how many times better ours is than the best of each other router's.
+the last two columns say how many times better ours is than the best of each other router's. A whole
+run (not a quick one) is written down in ``benches/RESULTS.md``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "replay"))
+from results import Section
+
 from replay import Harness, Rows, build
 
 OURS = "kvflash"
@@ -78,10 +81,12 @@ def advantage(row: dict[str, float], more_is_better: bool, others: list[str]) ->
     return f"{better / worse:.2f}x" if worse else "-"
 
 
-def table(title: str, lines: list[Line], measured: dict[str, Rows]) -> None:
-    print(f"\n### {title}\n")
-    print(f"| | {' | '.join(BACKENDS)} | beside Dynamo | beside SMG |")
-    print("|---" * (len(BACKENDS) + 3) + "|")
+def table(title: str, lines: list[Line], measured: dict[str, Rows]) -> str:
+    rows = [
+        f"\n### {title}\n",
+        f"| | {' | '.join(BACKENDS)} | beside Dynamo | beside SMG |",
+        "|---" * (len(BACKENDS) + 3) + "|",
+    ]
     for mode, figure, more_is_better in lines:
         row = {
             backend: figures[figure]
@@ -94,7 +99,10 @@ def table(title: str, lines: list[Line], measured: dict[str, Rows]) -> None:
             row = {name: figures[plain] for name, figures in measured[mode].items()} | row
         cells = [shown(row.get(backend)) for backend in BACKENDS]
         ratios = [advantage(row, more_is_better, others) for others in (DYNAMO, SMG)]
-        print(f"| {mode}: {figure} | {' | '.join(cells + ratios)} |", flush=True)
+        rows.append(f"| {mode}: {figure} | {' | '.join(cells + ratios)} |")
+    text = "\n".join(rows) + "\n"
+    print(text, flush=True)
+    return text
 
 
 def measure(
@@ -116,6 +124,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one corpus, smaller large loads")
     options = parser.parse_args()
+    section = None if options.quick else Section("index")
     trace = os.environ.get("KVFLASH_TRACE")
     harness = Harness(build(Path(__file__).parent / "index", "replay-peers"))
     loads = [({"workers": 16}, EVENTS + READS + BESIDE + BYTES)]
@@ -125,13 +134,18 @@ def main() -> None:
             ({"workers": 16, "factor": 4}, EVENTS + READS + BESIDE + BYTES),
             ({"workers": 128, "factor": 4}, EVENTS + READS + BYTES),
         ]
+    tables = []
     for recipe, lines in loads:
         title = ", ".join(f"{name} {value}" for name, value in recipe.items())
         corpus = harness.corpus(trace, **recipe)
-        table(f"Trace: {title}", lines, measure(harness, lines, corpus, options))
-    table("Made-up loads", MADE_UP, measure(harness, MADE_UP, None, options))
+        tables.append(table(f"Trace: {title}", lines, measure(harness, lines, corpus, options)))
+    tables.append(table("Made-up loads", MADE_UP, measure(harness, MADE_UP, None, options)))
     corpus = harness.corpus(trace, workers=16, names="differ")
-    table("Engines that name blocks differently", CHECK, measure(harness, CHECK, corpus, options))
+    measured = measure(harness, CHECK, corpus, options)
+    tables.append(table("Engines that name blocks differently", CHECK, measured))
+    if section is not None:
+        source = "a recorded trace" if trace else "a generated trace"
+        section.write(f"Replayed: {source}; {options.trials} trials.\n" + "".join(tables))
 
 
 if __name__ == "__main__":

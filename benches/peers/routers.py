@@ -1,7 +1,8 @@
 """Routers as HTTP proxies: ``python benches/peers/routers.py [--seconds N] [NAME...]``.
 
 Every system in turn gets the same four workers and the same prompts, in two rounds (forwards, then
-backwards); the better round of each counts, and both are printed.
+backwards); the better round of each counts, and both are printed. A run of all systems is written
+down in ``benches/RESULTS.md``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from install import environment
 from load import Load, chat_bodies, script, wait, wrk
+from results import Section
 from workers import four_workers
 
 REPOSITORY = Path(__file__).parents[2]
@@ -117,6 +119,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="parts of system names; all when none is given")
     args = parser.parse_args()
     chosen = [n for n in SYSTEMS if not args.names or any(part in n for part in args.names)]
+    section = None if args.names else Section("routers")
     results: dict[str, list[Load]] = {name: [] for name in chosen}
     with tempfile.TemporaryDirectory() as name, four_workers(FIRST_WORKER) as workers:
         folder = Path(name)
@@ -126,14 +129,17 @@ def main() -> None:
                 load = measure(system, workers, lua, folder, args.seconds)
                 results[system].append(load)
                 print(f"{system}: {load}", file=sys.stderr)
-    print("| system | requests/s | p50 ms | p99 ms | failed | other round |")
-    print("|---|---|---|---|---|---|")
+    rows = ["| system | requests/s | p50 ms | p99 ms | failed | other round |", "|---" * 6 + "|"]
     for system, loads in results.items():
         best, other = sorted(loads, key=lambda load: -load.requests_per_s)
-        print(
+        rows.append(
             f"| {system} | {best.requests_per_s:,.0f} | {best.p50_ms:.2f} | {best.p99_ms:.2f} "
             f"| {best.failed} | {other.requests_per_s:,.0f} |"
         )
+    text = "\n".join(rows)
+    print(text)
+    if section is not None:
+        section.write(text)
 
 
 if __name__ == "__main__":

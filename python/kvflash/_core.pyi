@@ -622,6 +622,46 @@ class Catalog:
         """Report the socket's state: pending, active, paused or failed."""
 
 @final
+class ZmqDrain:
+    """Reads publishers' messages from pyzmq's sockets into the index, without Python between them.
+
+    pyzmq opens, polls and closes the sockets; libzmq's own functions are called on them, those of
+    the library that pyzmq has loaded.
+
+    Args:
+        library: Path of a loaded library that is, or is linked with, libzmq 4.1 or a later 4.x.
+
+    Raises:
+        TransportError: It is not loaded, or its functions can't be found.
+    """
+
+    def __new__(cls, library: str) -> ZmqDrain: ...
+    def take(
+        self, catalog: Catalog, publisher: int, socket: object, limit: int
+    ) -> tuple[int, tuple[bytes, bytes] | None]:
+        """Receive what waits and take it in as live messages, like Catalog.take.
+
+        Stops at a message that shows a gap: it is handed back and the rest is left in the socket.
+        Messages of a publisher that is gone are read and dropped.
+
+        Args:
+            catalog: Where messages go.
+            publisher: Whose messages.
+            socket: A ``zmq.Socket``; no other thread may use or close it meanwhile.
+            limit: Most messages to receive.
+
+        Returns:
+            ``(taken, unread)``: how many messages were taken in, and the ``(sequence, payload)``
+            that shows a gap: offer it to ``Catalog.take``, which tells the gap.
+
+        Raises:
+            ClosedError: The socket is closed.
+            TransportError: libzmq can't receive.
+
+        Cost: one GIL release for all messages; nothing is copied or allocated per message.
+        """
+
+@final
 class Indexer:
     """The standalone indexer's HTTP service in this process."""
 

@@ -5,6 +5,7 @@ The index is compared with plain dictionaries, through GET /dump.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
 
@@ -31,9 +32,10 @@ SIZE = 2
 QUICK = ZmqOptions(replay_timeout_s=0.3, reconnect_ms_max=200)
 
 
-@pytest.fixture(scope="module")
-def embedded():
-    made = EmbeddedIndexer(QUICK)
+@pytest.fixture(scope="module", params=[True, False], ids=["native", "in Python"])
+def embedded(request):
+    made = EmbeddedIndexer(dataclasses.replace(QUICK, is_native=request.param))
+    assert (made.receiver._drain is not None) == request.param
     yield made
     made.close()
 

@@ -21,8 +21,11 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvflash._core import Catalog
+from kvflash.transport.drain import find_drain
+from kvflash.transport.options import ZmqOptions
+from kvflash.transport.poller import Poller
 
-__all__ = ["ZmqOptions", "ZmqReceiver"]
+__all__ = ["ZmqReceiver"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,25 +43,6 @@ _MONITORED = (
 # ZMQ does not connect again after a breach of protocol, such as a frame above the limit. It says
 # so by saying nothing: of every other attempt it tells at once.
 _RECONNECT_GRACE_S = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ZmqOptions:
-    """Limits of the event transport.
-
-    Attributes:
-        receive_queue_messages: Messages that may wait on one socket.
-        message_bytes_max: Largest frame; a publisher that sends a larger one is disconnected.
-        batch_messages: Messages handed to the core at once.
-        replay_timeout_s: Time without progress after which a replay is given up.
-        reconnect_ms_max: Longest pause between two attempts to connect.
-    """
-
-    receive_queue_messages: int = 20_000
-    message_bytes_max: int = 16 * 1024 * 1024
-    batch_messages: int = 256
-    replay_timeout_s: float = 5.0
-    reconnect_ms_max: int = 2_000
 
 
 @dataclass
@@ -100,6 +84,7 @@ class ZmqReceiver:
     def __init__(self, catalog: Catalog, options: ZmqOptions | None = None) -> None:
         self._catalog = catalog
         self._options = options or ZmqOptions()
+        self._drain = find_drain() if self._options.is_native else None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         # The default, 1,023, is enough for 340 publishers: a SUB and two ends of its monitor each.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
@@ -109,8 +94,10 @@ class ZmqReceiver:
         self._wake = self._context.socket(zmq.PAIR)
         self._wake.bind(self._wake_address)
         self._wake_lock = threading.Lock()
-        self._poller = zmq.Poller()
+        self._poller = Poller()
         self._subscriptions: dict[int, _Subscription] = {}
+        # Those that may have a deadline: looked at in every turn, so that the others need not be.
+        self._timed: dict[int, _Subscription] = {}
         self._handlers: dict[zmq.Socket[bytes], Callable[[], None]] = {}
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="kvflash-zmq", daemon=True)
@@ -182,7 +169,7 @@ class ZmqReceiver:
         self._add(wake, lambda: self._obey(wake))
         try:
             while not self._is_stopping:
-                for ready, _ in self._poller.poll(self._poll_timeout_ms()):
+                for ready in self._poller.poll(self._poll_timeout_ms()):
                     # A handler may have closed a socket that is still on this list.
                     handler = self._handlers.get(ready)
                     if handler is not None:
@@ -200,6 +187,7 @@ class ZmqReceiver:
             with self._wake_lock:
                 self._wake.close(0)
             self._context.destroy(0)
+            self._poller.close()
 
     def _call(self, handler: Callable[[], None]) -> None:
         try:
@@ -210,7 +198,7 @@ class ZmqReceiver:
 
     def _add(self, socket: zmq.Socket[bytes], handler: Callable[[], None]) -> None:
         self._handlers[socket] = handler
-        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(socket)
 
     def _close(self, socket: zmq.Socket[bytes]) -> None:
         if self._handlers.pop(socket, None) is not None:
@@ -218,9 +206,10 @@ class ZmqReceiver:
         socket.close(0)
 
     def _poll_timeout_ms(self) -> int | None:
-        deadlines = [s.replay.deadline for s in self._subscriptions.values() if s.replay]
-        deadlines += [s.reconnect_at for s in self._subscriptions.values() if s.reconnect_at]
+        deadlines = [s.replay.deadline for s in self._timed.values() if s.replay]
+        deadlines += [s.reconnect_at for s in self._timed.values() if s.reconnect_at]
         if not deadlines:
+            self._timed.clear()
             return None
         return max(0, int((min(deadlines) - time.monotonic()) * 1000) + 1)
 
@@ -304,7 +293,7 @@ class ZmqReceiver:
 
     def _reopen_broken(self) -> None:
         now = time.monotonic()
-        for subscription in list(self._subscriptions.values()):
+        for subscription in list(self._timed.values()):
             if subscription.reconnect_at is None or subscription.reconnect_at > now:
                 continue
             subscription.reconnect_at = None
@@ -322,6 +311,7 @@ class ZmqReceiver:
 
     def _unsubscribe(self, publisher: int) -> None:
         subscription = self._subscriptions.pop(publisher, None)
+        self._timed.pop(publisher, None)
         if subscription is None:
             return
         if subscription.replay is not None:
@@ -346,6 +336,7 @@ class ZmqReceiver:
                     self._on_connected(subscription)
             elif kind == zmq.EVENT_DISCONNECTED:
                 subscription.reconnect_at = time.monotonic() + _RECONNECT_GRACE_S
+                self._timed[subscription.publisher] = subscription
                 self._catalog.set_status(
                     subscription.publisher, "pending", "disconnected; connecting again"
                 )
@@ -373,7 +364,13 @@ class ZmqReceiver:
             self._start_replay(subscription, last, is_verifying=True, waiting=[])
 
     def _on_stream(self, subscription: _Subscription) -> None:
-        self._offer(subscription, self._receive(subscription))
+        if self._drain is None:
+            self._offer(subscription, self._receive(subscription))
+            return
+        socket, limit = subscription.socket, self._options.batch_messages
+        _, unread = self._drain.take(self._catalog, subscription.publisher, socket, limit)
+        if unread is not None:
+            self._offer(subscription, [list(unread)])
 
     def _receive(self, subscription: _Subscription) -> list[list[_Part]]:
         messages: list[list[_Part]] = []
@@ -427,6 +424,7 @@ class ZmqReceiver:
         replay = _Replay(socket, first, self._replay_deadline(), is_verifying, waiting)
         subscription.replay = replay
         self._catalog.replay_started(subscription.publisher)
+        self._timed[subscription.publisher] = subscription
         self._pause(subscription)
         self._add(socket, lambda: self._on_replay(subscription, replay))
         try:
@@ -509,7 +507,7 @@ class ZmqReceiver:
 
     def _give_up_late_replays(self) -> None:
         now = time.monotonic()
-        for subscription in list(self._subscriptions.values()):
+        for subscription in list(self._timed.values()):
             if subscription.replay is not None and subscription.replay.deadline <= now:
                 timeout_s = self._options.replay_timeout_s
                 if self._has_progressed(subscription, subscription.replay):

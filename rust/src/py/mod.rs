@@ -17,6 +17,7 @@ mod service;
 mod snapshot;
 mod time;
 mod tokenizer;
+mod zmq_drain;
 
 /// The extension module `kvflash._core`; `_core.pyi` is its manual.
 #[pyo3::pymodule]
@@ -43,4 +44,6 @@ mod _core {
     use super::radix_tree::RadixTree;
     #[pymodule_export]
     use super::tokenizer::Tokenizer;
+    #[pymodule_export]
+    use super::zmq_drain::ZmqDrain;
 }

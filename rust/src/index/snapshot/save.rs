@@ -145,24 +145,30 @@ pub fn save_to_path(
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     let mut partial = name.to_owned();
     partial.push(format!(".{}-{number}.partial", std::process::id()));
-    let partial = Partial(path.with_file_name(partial));
-    let mut file = OpenOptions::new().write(true).create(true).truncate(true).open(&partial.0)?;
+    let mut partial = Partial { path: path.with_file_name(partial), is_renamed: false };
+    let mut file =
+        OpenOptions::new().write(true).create(true).truncate(true).open(&partial.path)?;
     let saved = save(index, meta, cursor, &mut file)?;
     file.sync_all()?;
     drop(file);
-    fs::rename(&partial.0, path)?;
-    std::mem::forget(partial);
+    fs::rename(&partial.path, path)?;
+    partial.is_renamed = true;
     sync_folder(path)?;
     Ok(saved)
 }
 
 /// A file that goes unless it was renamed.
-struct Partial(PathBuf);
+struct Partial {
+    path: PathBuf,
+    is_renamed: bool,
+}
 
 impl Drop for Partial {
     fn drop(&mut self) {
-        // On the way out with an error already; what is left is only a file.
-        let _ = fs::remove_file(&self.0);
+        if !self.is_renamed {
+            // On the way out with an error already; what is left is only a file.
+            let _ = fs::remove_file(&self.path);
+        }
     }
 }
 

@@ -10,13 +10,16 @@
 use super::holder::{Member, MemberId};
 use super::report::shrink_set;
 use super::run::{Column, ColumnId, Loc, NO_COLUMN};
-use super::writer::Writer;
+use super::writer::{Chain, Writer};
 use crate::index::arena::runs::{ROOT, RunId};
 use crate::index::types::Block;
 
-/// Blocks that may be searched on credit: what a worker holds, times this, plus [`SEARCH_GRACE`].
+/// What may be searched on credit: all that a worker holds, times this, plus [`SEARCH_GRACE`] blocks.
 const SEARCH_TIMES: usize = 4;
 const SEARCH_GRACE: usize = 16_384;
+
+/// What is small costs a miss of the cache all the same: as much as so many blocks in a row.
+const SMALL_COSTS: usize = 64;
 
 /// How many names ahead the filter's lines are fetched.
 const AHEAD: usize = 8;
@@ -116,16 +119,17 @@ impl Writer {
             let names = &self.metas.get(*run).column(member.column).names;
             member.spans.iter().find_map(|(start, end)| {
                 let (start, end) = (usize::from(start), usize::from(end));
-                // What is small costs a miss of the cache all the same.
-                searched += end - start + 64;
+                searched += end - start + SMALL_COSTS;
                 let offset = (start + search(&names[start..end], name)?) as u32;
                 Some(Loc { run: *run, offset })
             })
         });
-        let held = state.held;
+        // In the same measure as what was searched, or a single search among many short members, for a
+        // name that the filter took for another, would be enough.
+        let whole = state.held + SMALL_COSTS * state.members.len();
         let worker = self.worker_mut(number);
         worker.search_debt += searched;
-        if worker.search_debt > SEARCH_TIMES * held + SEARCH_GRACE {
+        if worker.search_debt > SEARCH_TIMES * whole + SEARCH_GRACE {
             // With a budget of bytes that must wait until others may go.
             match self.options.limits.max_bytes {
                 0 => self.densify(number),
@@ -176,6 +180,15 @@ impl Writer {
     /// False when nobody has the name; true means perhaps. 0 fills gaps in columns and is not noted.
     fn may_be_known(&self, name: u64) -> bool {
         name == 0 || self.filter.contains(name)
+    }
+
+    /// Fetches the filter's lines for the first names of blocks that are about to be added: what comes before
+    /// their names are noted takes as long as memory does.
+    pub(super) fn fetch_names(&self, chain: Chain<'_>) {
+        let Chain::Named(blocks) = chain else { return };
+        for block in blocks.iter().take(AHEAD) {
+            self.filter.prefetch(block.engine_hash);
+        }
     }
 
     fn is_suspect(&self, name: u64) -> bool {
@@ -411,5 +424,36 @@ impl Writer {
         debug_assert!(
             meta.columns().all(|(_, column)| column.users == 0 && column.names.is_empty())
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::ids::{Tier, Worker};
+    use crate::index::types::DEFAULT_SEED;
+    use crate::index::{Block, BlockIndex, RadixIndex};
+
+    fn store(index: &RadixIndex, worker: Worker, name: u64) {
+        let block = Block { engine_hash: name, local_hash: name };
+        index.store(worker, Tier::Device, None, DEFAULT_SEED, &[block]);
+    }
+
+    #[test]
+    fn only_repeated_searches_earn_a_table_also_among_short_runs() {
+        let index = RadixIndex::default();
+        let (worker, other) = (Worker::new(1, 0), Worker::new(2, 0));
+        (1..=2_000).for_each(|name| store(&index, worker, name));
+        let has_table = || {
+            let writer = index.writer.lock();
+            writer.worker(writer.numbers[&worker]).dense.is_some()
+        };
+        // The filter knows the name, but it is somebody else's: only a search tells.
+        store(&index, other, 1_000_000);
+        let searches = (1..=8).find(|_| {
+            assert_eq!(index.remove(worker, Tier::Device, &[1_000_000]).unknown, 1);
+            has_table()
+        });
+        assert_eq!(searches, Some(5));
+        index.audit();
     }
 }

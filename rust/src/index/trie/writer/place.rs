@@ -68,6 +68,7 @@ impl Writer {
                 continue;
             }
             // From here on nobody has it.
+            self.fetch_names(rest);
             let room = self.room_for(slot, rest);
             if room == 0 {
                 outcome.refused += rest.len() as u32;

@@ -1,0 +1,28 @@
+"""What the event transport may be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ZmqOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZmqOptions:
+    """Limits of the event transport.
+
+    Attributes:
+        receive_queue_messages: Messages that may wait on one socket.
+        message_bytes_max: Largest frame; a publisher that sends a larger one is disconnected.
+        batch_messages: Messages handed to the core at once.
+        replay_timeout_s: Time without progress after which a replay is given up.
+        reconnect_ms_max: Longest pause between two attempts to connect.
+        is_native: Receive without Python where libzmq's functions can be found; as fast as it gets.
+    """
+
+    receive_queue_messages: int = 4_096
+    message_bytes_max: int = 16 * 1024 * 1024
+    batch_messages: int = 256
+    replay_timeout_s: float = 5.0
+    reconnect_ms_max: int = 2_000
+    is_native: bool = True

@@ -1,0 +1,278 @@
+//! Whole messages out of a pyzmq socket without Python between them.
+//!
+//! pyzmq opens, configures, polls and closes the sockets. Here libzmq's own receiving function is called on
+//! one of them, in a loop without the GIL: the functions are those of the library that pyzmq has loaded
+//! already, found by name. Where they can't be found, the transport receives in Python.
+//!
+//! Source: `zmq_msg_recv(3)` and the other manual pages of libzmq 4.x.
+
+use std::ffi::{CStr, CString, c_int, c_void};
+use std::mem::MaybeUninit;
+
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use super::catalog::Catalog;
+use super::error::raise;
+use crate::catalog::FrameOutcome;
+use crate::error::Error;
+
+const DONT_WAIT: c_int = 1;
+
+/// C layout of `zmq_msg_t`: 64 opaque bytes, aligned as a pointer is.
+#[repr(C, align(8))]
+struct RawMessage([u8; 64]);
+
+const _: () = assert!(align_of::<RawMessage>() >= align_of::<*const c_void>());
+
+/// libzmq's functions as its header declares them, and how they are found.
+macro_rules! functions {
+    ($($name:ident = $symbol:literal ($($argument:ty),*) -> $result:ty;)*) => {
+        #[derive(Clone, Copy)]
+        struct Functions { $($name: unsafe extern "C" fn($($argument),*) -> $result,)* }
+
+        impl Functions {
+            /// # Safety
+            /// `find` finds the symbols of libzmq 4.x.
+            unsafe fn find(
+                find: impl Fn(&CStr) -> Result<*mut c_void, String>,
+            ) -> Result<Self, String> {
+                type Found = *mut c_void;
+                // SAFETY: by the caller's promise, symbols of these names have these signatures.
+                unsafe {
+                    Ok(Self { $($name: std::mem::transmute::<
+                        Found,
+                        unsafe extern "C" fn($($argument),*) -> $result,
+                    >(find($symbol)?),)* })
+                }
+            }
+        }
+    };
+}
+
+functions! {
+    init = c"zmq_msg_init" (*mut RawMessage) -> c_int;
+    close = c"zmq_msg_close" (*mut RawMessage) -> c_int;
+    recv = c"zmq_msg_recv" (*mut RawMessage, *mut c_void, c_int) -> c_int;
+    data = c"zmq_msg_data" (*mut RawMessage) -> *mut c_void;
+    size = c"zmq_msg_size" (*const RawMessage) -> usize;
+    more = c"zmq_msg_more" (*const RawMessage) -> c_int;
+    errno = c"zmq_errno" () -> c_int;
+}
+
+impl Functions {
+    /// Those of a library that this process has loaded, or of what it is linked with.
+    fn of(library: &CStr) -> Result<Self, String> {
+        // SAFETY: the path is NUL-terminated; NOLOAD runs nothing: it finds what is loaded, or nothing.
+        let handle = unsafe { libc::dlopen(library.as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
+        if handle.is_null() {
+            return Err(format!("{} is not loaded", library.to_string_lossy()));
+        }
+        // The handle is never closed, so that what is found stays there.
+        let find = |name: &CStr| {
+            // SAFETY: the handle is open, the name NUL-terminated.
+            let symbol = unsafe { libc::dlsym(handle, name.as_ptr()) };
+            if symbol.is_null() {
+                let (library, name) = (library.to_string_lossy(), name.to_string_lossy());
+                return Err(format!("{library} has no {name}"));
+            }
+            Ok(symbol)
+        };
+        let version = find(c"zmq_version")?;
+        let (mut major, mut minor, mut patch) = (0, 0, 0);
+        // SAFETY: a symbol of this name has this signature in every libzmq; it writes three integers.
+        unsafe {
+            type Version = unsafe extern "C" fn(*mut c_int, *mut c_int, *mut c_int);
+            let version = std::mem::transmute::<*mut c_void, Version>(version);
+            version(&mut major, &mut minor, &mut patch);
+        }
+        // Since 4.1 a message has 64 bytes, and no release of 4 may change that.
+        if major != 4 || minor < 1 {
+            return Err(format!("libzmq must be 4.1 or a later 4.x, got {major}.{minor}.{patch}"));
+        }
+        // SAFETY: it is libzmq 4.x (checked above).
+        unsafe { Self::find(find) }
+    }
+}
+
+/// A part of a message, in libzmq's memory. Boxed: libzmq's messages must not be moved by others.
+struct Part {
+    raw: Box<RawMessage>,
+    functions: Functions,
+}
+
+impl Part {
+    fn new(functions: Functions) -> Self {
+        let mut raw: Box<MaybeUninit<RawMessage>> = Box::new_uninit();
+        // SAFETY: init writes a valid empty message to memory of that size and alignment; it can't fail.
+        let raw = unsafe {
+            (functions.init)(raw.as_mut_ptr());
+            raw.assume_init()
+        };
+        Self { raw, functions }
+    }
+
+    /// Receives the next part in place of what this held; errno when there is none.
+    ///
+    /// # Safety
+    /// `socket` is an open libzmq socket that no other thread uses meanwhile.
+    unsafe fn receive(&mut self, socket: *mut c_void) -> Result<(), c_int> {
+        // SAFETY: the message is valid (init), the socket the caller's promise.
+        unsafe {
+            if (self.functions.recv)(&mut *self.raw, socket, DONT_WAIT) >= 0 {
+                return Ok(());
+            }
+            Err((self.functions.errno)())
+        }
+    }
+
+    fn has_more(&self) -> bool {
+        // SAFETY: the message is valid (init).
+        unsafe { (self.functions.more)(&*self.raw) != 0 }
+    }
+
+    fn bytes(&mut self) -> &[u8] {
+        // SAFETY: the message is valid (init); its data are `size` bytes that live as long as it is not
+        // received into or closed, both of which need `&mut self`. Empty ones may have no address.
+        unsafe {
+            match (self.functions.size)(&*self.raw) {
+                0 => &[],
+                size => {
+                    let data = (self.functions.data)(&mut *self.raw);
+                    std::slice::from_raw_parts(data.cast::<u8>(), size)
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        // SAFETY: the message is valid (init) and closed once. It fails for invalid messages only.
+        unsafe { (self.functions.close)(&mut *self.raw) };
+    }
+}
+
+/// The last two parts of a message: sequence and payload. Engines differ in what they put before.
+struct Message {
+    parts: [Part; 2],
+    /// Which of the two is the last one.
+    last: usize,
+    count: usize,
+}
+
+impl Message {
+    fn new(functions: Functions) -> Self {
+        Self { parts: [Part::new(functions), Part::new(functions)], last: 0, count: 0 }
+    }
+
+    /// Receives the next message; false when there is none.
+    ///
+    /// # Errors
+    /// libzmq's errno.
+    ///
+    /// # Safety
+    /// As [`Part::receive`].
+    unsafe fn receive(&mut self, socket: *mut c_void) -> Result<bool, c_int> {
+        self.count = 0;
+        loop {
+            // SAFETY: the caller's promise.
+            match unsafe { self.parts[1 - self.last].receive(socket) } {
+                Ok(()) => {}
+                // Parts come all or none: in the middle of a message nothing is waited for.
+                Err(libc::EINTR) if self.count > 0 => continue,
+                Err(libc::EAGAIN | libc::EINTR) => return Ok(false),
+                Err(errno) => return Err(errno),
+            }
+            self.last = 1 - self.last;
+            self.count += 1;
+            if !self.parts[self.last].has_more() {
+                return Ok(true);
+            }
+        }
+    }
+
+    /// Sequence number and payload; `None` for a message that has no such two parts.
+    fn frame(&mut self) -> Option<(u64, &[u8])> {
+        if self.count < 2 {
+            return None;
+        }
+        let sequence = self.parts[1 - self.last].bytes().try_into().ok()?;
+        Some((u64::from_be_bytes(sequence), self.parts[self.last].bytes()))
+    }
+}
+
+/// Sequence number, 8 bytes, and payload.
+type Frame = (Py<PyBytes>, Py<PyBytes>);
+
+/// Reads a publisher's messages from its socket into the index.
+#[pyclass(frozen, module = "kvflash._core")]
+pub(super) struct ZmqDrain {
+    functions: Functions,
+}
+
+#[pymethods]
+impl ZmqDrain {
+    #[new]
+    fn new(py: Python<'_>, library: &str) -> PyResult<Self> {
+        let functions = CString::new(library)
+            .map_err(|_| "the path of a library has no zero bytes".to_owned())
+            .and_then(|library| Functions::of(&library));
+        match functions {
+            Ok(functions) => Ok(Self { functions }),
+            Err(why) => Err(raise(py, &Error::Transport(format!("can't call libzmq: {why}")))),
+        }
+    }
+
+    fn take(
+        &self,
+        py: Python<'_>,
+        catalog: &Bound<'_, Catalog>,
+        publisher: u64,
+        socket: &Bound<'_, PyAny>,
+        limit: usize,
+    ) -> PyResult<(usize, Option<Frame>)> {
+        let address: usize = socket.getattr("underlying")?.extract()?;
+        if address == 0 {
+            return Err(raise(py, &Error::Closed("the socket is closed".to_owned())));
+        }
+        let publisher = catalog.get().inner.publisher(publisher);
+        let mut message = Message::new(self.functions);
+        let message_ref = &mut message;
+        let drained = py.detach(|| {
+            let mut publisher = publisher;
+            for taken in 0..limit {
+                let socket = address as *mut c_void;
+                // SAFETY: pyzmq's own address of the socket, which `socket` keeps from being collected; its
+                // owner calls this on the one thread that uses the socket (`_core.pyi` demands it).
+                if !unsafe { message_ref.receive(socket) }? {
+                    return Ok((taken, false));
+                }
+                // Who is not registered any more is read away, until the order to close the socket comes.
+                let Some(known) = &publisher else { continue };
+                let outcome = match message_ref.frame() {
+                    Some((sequence, payload)) => known.live(sequence, payload),
+                    None => {
+                        known.count_malformed_messages(1);
+                        continue;
+                    }
+                };
+                match outcome {
+                    FrameOutcome::Applied | FrameOutcome::Duplicate => {}
+                    FrameOutcome::Gap { .. } => return Ok((taken, true)),
+                    FrameOutcome::Closed => publisher = None,
+                }
+            }
+            Ok((limit, false))
+        });
+        let (taken, is_gap) = drained.map_err(|errno: c_int| {
+            let error = std::io::Error::from_raw_os_error(errno);
+            raise(py, &Error::Transport(format!("can't receive from a socket: {error}")))
+        })?;
+        let unread = message.frame().filter(|_| is_gap).map(|(sequence, payload)| {
+            let sequence = PyBytes::new(py, &sequence.to_be_bytes()).unbind();
+            (sequence, PyBytes::new(py, payload).unbind())
+        });
+        Ok((taken, unread))
+    }
+}
