@@ -333,6 +333,7 @@ class EmbeddedIndexer:
         self.catalog = indexer.catalog
         self._service = FedService(indexer, host="127.0.0.1", port=0, options=options)
         self._service.start()
+        self.receiver = self._service.receiver
         self.http = Http(self._service.url)
 
     def close(self) -> None:

@@ -93,6 +93,17 @@ class FedService:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
+    @property
+    def receiver(self) -> ZmqReceiver:
+        """Its event transport.
+
+        Raises:
+            ClosedError: Not started yet.
+        """
+        if self._receiver is None:
+            raise ClosedError("the service has no transport before it is started")
+        return self._receiver
+
     def start(self) -> None:
         """Serve and receive in the background.
 
