@@ -153,7 +153,7 @@ fn readers_see_depths_that_were_there() {
                     start.wait();
                     while !stop.load(SeqCst) {
                         let began = tick();
-                        if n % 2 == 0 {
+                        if n.is_multiple_of(2) {
                             index.find_matches(&query, &mut out);
                             reads.push((began, tick(), out.as_slice().to_vec()));
                         } else {

@@ -80,7 +80,7 @@ impl Shape {
     pub fn hashed<T>(self, tokens: &[u32], work: impl FnOnce(&[u64]) -> T) -> T {
         LOCALS.with_borrow_mut(|locals| {
             locals.clear();
-            hash::local_hashes_into(tokens.as_ref(), self.block_size, self.seed, locals);
+            hash::local_hashes_into(tokens, self.block_size, self.seed, locals);
             work(locals)
         })
     }
@@ -99,6 +99,7 @@ impl Shape {
             })
         })
     }
+
     /// The overlaps of many prompts; runs without Python.
     pub fn overlaps_of_many(
         self,
