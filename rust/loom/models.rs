@@ -12,6 +12,7 @@ mod arena;
 mod append;
 mod edges;
 mod epoch;
+mod writers;
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};

@@ -99,6 +99,7 @@ impl Shape {
             })
         })
     }
+
     /// The overlaps of many prompts; runs without Python.
     pub fn overlaps_of_many(
         self,
