@@ -60,7 +60,8 @@ loom:
 soak: dev
 	KVFLASH_STRESS_SECONDS=30 KVFLASH_MODEL_EVENTS=12000 cargo test --release --quiet --test stress --test model
 	KVFLASH_CHURN_BLOCKS=100000000 cargo test --release --quiet --test limits churn -- --nocapture --test-threads=1
-	KVFLASH_SOAK_BLOCKS=100000000 $(BIN)/python -m pytest benches/soak -s --timeout 0
+	KVFLASH_FUZZ_FRAMES=10000000 cargo test --release --quiet --test frames
+	KVFLASH_SOAK_BLOCKS=100000000 KVFLASH_SOAK_SECONDS=600 $(BIN)/python -m pytest benches/soak -s --timeout 0
 
 # Needs wrk and nginx; installs the other systems on first use.
 peers: dev

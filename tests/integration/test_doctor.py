@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -11,7 +13,6 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-import zmq
 
 from kvflash.doctor.app import main
 from kvflash.transport import ZmqOptions
@@ -94,13 +95,8 @@ def canned():
 
 
 def free_endpoint():
-    context = zmq.Context()
-    socket = context.socket(zmq.PUB)
-    socket.bind("tcp://127.0.0.1:*")
-    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
-    socket.close(0)
-    context.term()
-    return endpoint
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"tcp://127.0.0.1:{server.getsockname()[1]}"
 
 
 def register(http, engine, instance=1, *, is_awaited=True, **fields):
@@ -234,6 +230,29 @@ def test_something_else_is_there(canned, doctor):
     status, findings = doctor(canned({}))
     assert (status, bad(findings)) == (1, [("FAIL", "reachable", "")])
     assert "neither an indexer nor an engine" in findings[0]["seen"]
+
+
+def test_an_answer_that_drips(doctor):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        stop = threading.Event()
+
+        def drip():
+            peer, _ = server.accept()
+            with peer:
+                peer.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n")
+                with contextlib.suppress(OSError):
+                    while not stop.wait(0.01):
+                        peer.sendall(b"x")
+
+        thread = threading.Thread(target=drip, daemon=True)
+        thread.start()
+        try:
+            status, findings = doctor(f"127.0.0.1:{server.getsockname()[1]}", timeout="0.05")
+        finally:
+            stop.set()
+            thread.join()
+    assert (status, bad(findings)) == (1, [("FAIL", "reachable", "")])
+    assert "still not whole" in findings[0]["seen"]
 
 
 def test_an_engine_that_wants_a_key(canned, doctor, monkeypatch):

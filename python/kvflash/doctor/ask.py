@@ -16,6 +16,9 @@ __all__ = ["Answer", "ask", "samples"]
 #: Answers beyond it are cut off; an indexer of 2,000 workers sends some MiB.
 _ANSWER_BYTES_MAX = 256 * 1024 * 1024
 
+#: A whole answer may take so many times as long as a wait for a piece of it.
+_SLOW = 10
+
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
@@ -75,7 +78,7 @@ def ask(url: str, path: str, *, timeout_s: float, api_key: str | None = None) ->
         connection.request("GET", parts.path + path, headers=headers)
         response = connection.getresponse()
         now = time.time()
-        body = response.read(_ANSWER_BYTES_MAX)
+        body = _read(response, started + _SLOW * timeout_s)
         return Answer(
             status=response.status,
             body=body,
@@ -86,6 +89,18 @@ def ask(url: str, path: str, *, timeout_s: float, api_key: str | None = None) ->
         return Answer(error=f"{type(error).__name__}: {error}", seconds=time.monotonic() - started)
     finally:
         connection.close()
+
+
+def _read(response: http.client.HTTPResponse, deadline: float) -> bytes:
+    """The body; a socket's timeout alone would let it drip for ever."""
+    parts: list[bytes] = []
+    size = 0
+    while size < _ANSWER_BYTES_MAX and (part := response.read1(1 << 20)):
+        parts.append(part)
+        size += len(part)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the answer is still not whole after {size} bytes")
+    return b"".join(parts)
 
 
 def _skew_s(date: str | None, now: float) -> float | None:

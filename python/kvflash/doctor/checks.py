@@ -46,6 +46,7 @@ _CHECKS = {
         "lost_batches",
         "unverified_reconnect",
         "recovered_without_watermark",
+        "recovered_inexact",
         "orphaned_stores",
     ),
     "consistent": ("self_parent", "identity_conflict", "hash_reused"),

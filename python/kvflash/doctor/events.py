@@ -258,6 +258,7 @@ def listen(endpoints: Iterable[str], seconds: float) -> list[Heard]:
 def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.RCVHWM, 1_000)
+    # What overflows here would look as if the engine had left it out.
+    socket.setsockopt(zmq.RCVHWM, 20_000)
     socket.setsockopt(zmq.MAXMSGSIZE, _FRAME_BYTES_MAX)
     return socket

@@ -223,7 +223,8 @@ pub fn findings(evidence: &Evidence) -> Codes {
     let is_deaf = since.block_size_mismatch > 0 && since.stored == 0;
     let is_garbled = since.undecodable > 0 && since.batches == 0;
     let is_over = |capacity| evidence.device_blocks as u64 > capacity;
-    let is_silent = status == Active && !is_heard && !evidence.is_known_empty;
+    let is_known = evidence.is_known_empty || evidence.is_recovered_without_watermark;
+    let is_silent = status == Active && !is_heard && !is_known;
     [
         (Code::Failed, status == Failed),
         (Code::NeverConnected, status == Pending && !evidence.was_connected),

@@ -72,6 +72,7 @@ const TABLE: &[Row] = &[
         &["recovered_without_watermark"],
     ),
     ("recovered from doubt", |e| e.is_recovered_inexact = true, Degraded, &["recovered_inexact"]),
+    ("recovered and not heard", recovered_silent, Degraded, &["recovered_without_watermark"]),
     ("malformed", |e| e.since.malformed = 1, Degraded, &["malformed_events"]),
     ("of a newer kind", |e| e.since.unknown_type = 1, Degraded, &["unknown_events"]),
     ("on a new medium", |e| e.since.unknown_medium = 1, Degraded, &["unknown_medium"]),
@@ -91,6 +92,10 @@ fn silent() -> Evidence {
 
 fn silent_and_empty(evidence: &mut Evidence) {
     *evidence = Evidence { is_known_empty: true, ..silent() };
+}
+
+fn recovered_silent(evidence: &mut Evidence) {
+    *evidence = Evidence { is_recovered_without_watermark: true, ..silent() };
 }
 
 fn never_connected(evidence: &mut Evidence) {

@@ -75,7 +75,8 @@ impl IndexerMetrics {
 
     /// The exposition text, with the catalog's figures read now.
     pub fn expose(&self) -> Response {
-        exposition(&self.registry)
+        // Thousands of workers take tens of milliseconds: other connections go on meanwhile.
+        tokio::task::block_in_place(|| exposition(&self.registry))
     }
 
     fn count(&self, endpoint: &str, method: &'static str, status: u16, started: Instant) {
