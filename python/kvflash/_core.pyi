@@ -15,6 +15,7 @@ __all__ = [
     "OverlapScores",
     "RadixTree",
     "Tokenizer",
+    "ZmqDrain",
     "compute_block_hash_array",
     "compute_block_hash_for_seq",
     "compute_sequence_hashes",
