@@ -7,9 +7,9 @@ export CARGO_TARGET_DIR ?= $(HOME)/.cache/kvflash/target
 PROFILE ?= fast
 PYTEST_FLAGS ?=
 
-.PHONY: help demo test lint bench dev wheel fuzz loom soak peers clean
+.PHONY: help demo test lint bench dev wheel fuzz loom sanitize soak peers clean
 help:
-	@echo "make demo | test | lint | bench | dev | wheel | fuzz | loom | soak | peers | clean"
+	@echo "make demo | test | lint | bench | dev | wheel | fuzz | loom | sanitize | soak | peers | clean"
 
 $(VENV)/.ready:
 	$(PYTHON) -m venv $(VENV)
@@ -56,6 +56,18 @@ fuzz: dev
 # Every interleaving of the index's shared memory that few preemptions can bring about.
 loom:
 	cargo test --release --quiet --manifest-path rust/loom/Cargo.toml
+
+# What the compiler sees at run time of memory (address, leaks) and of races (thread), while the index is under stress.
+# Its own target folders: all dependencies are compiled once more for each. The one test that is left out waits for
+# ticks of a clock that come too seldom under the thread sanitizer.
+SANITIZER_HOST = $(shell rustc -vV | sed -n 's/^host: //p')
+sanitize:
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address" CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/sanitize/address \
+		cargo test --quiet --target $(SANITIZER_HOST) --test stress --test snapshot
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer" \
+		CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/sanitize/thread \
+		TSAN_OPTIONS=suppressions=$(abspath rust/tests/thread_sanitizer.txt) KVFLASH_STRESS_SECONDS=4 \
+		cargo test --quiet --target $(SANITIZER_HOST) --test stress -- --skip predictions_run_out_beside_readers
 
 soak: dev
 	KVFLASH_STRESS_SECONDS=30 KVFLASH_MODEL_EVENTS=12000 cargo test --release --quiet --test stress --test model

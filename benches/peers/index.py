@@ -83,7 +83,7 @@ def advantage(row: dict[str, float], more_is_better: bool, others: list[str]) ->
 
 def table(title: str, lines: list[Line], measured: dict[str, Rows]) -> str:
     rows = [
-        f"\n### {title}\n",
+        f"\n#### {title}\n",
         f"| | {' | '.join(BACKENDS)} | beside Dynamo | beside SMG |",
         "|---" * (len(BACKENDS) + 3) + "|",
     ]

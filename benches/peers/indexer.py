@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from install import environment
-from load import Load, script, wait, wrk
+from load import script, wait, wrk
 from publisher import BLOCK_SIZE, BLOCKS, Publishers, publishers, tokens_of
 from results import Section
 
@@ -161,8 +161,8 @@ def ingest(running: Service, sent: Publishers, kind: str) -> Figures:
     }
 
 
-def queries(running: Service, folder: Path, seconds: int) -> dict[str, Load]:
-    """The query load, as token ids and as block hashes."""
+def queries(running: Service, folder: Path, seconds: int) -> Figures:
+    """The query load, as token ids and as block hashes; the indexer's processor time for one."""
     tokens = (tokens_of(1, 0) * 15)[:PROMPT_TOKENS]
     assert running.blocks_of(1, 0) == BLOCKS
     bodies = {
@@ -175,15 +175,21 @@ def queries(running: Service, folder: Path, seconds: int) -> dict[str, Load]:
             "model_name": MODEL,
         },
     }
-    loads = {}
+    figures = {}
     for path, body in bodies.items():
         assert running.ask(path, body)["scores"]["1"]["0"] == BLOCKS * BLOCK_SIZE
         lua = script(folder / f"{path}.lua", [json.dumps(body)])
         wrk(f"{running.url}/{path}", lua, seconds=2)
-        loads[path] = wrk(f"{running.url}/{path}", lua, seconds=seconds)
-        if loads[path].failed:
-            raise SystemExit(f"{loads[path].failed} requests to /{path} failed")
-    return loads
+        cpu_s = running.cpu_s()
+        load = wrk(f"{running.url}/{path}", lua, seconds=seconds)
+        cpu_s = running.cpu_s() - cpu_s
+        if load.failed:
+            raise SystemExit(f"{load.failed} requests to /{path} failed")
+        figures[f"{path}_per_s"] = load.requests_per_s
+        figures[f"{path}_p50_ms"] = load.p50_ms
+        figures[f"{path}_p99_ms"] = load.p99_ms
+        figures[f"{path}_cpu_us"] = cpu_s / (load.requests_per_s * seconds) * 1e6
+    return figures
 
 
 def measure_wire(command: list[str], folder: Path, seconds: int) -> Figures:
@@ -197,10 +203,7 @@ def measure_wire(command: list[str], folder: Path, seconds: int) -> Figures:
         # Allocators give back what they do not need any more a moment later.
         time.sleep(2)
         figures["rss_mib"] = running.memory_mib()
-        for path, load in queries(running, folder, seconds).items():
-            figures[f"{path}_per_s"] = load.requests_per_s
-            figures[f"{path}_p50_ms"] = load.p50_ms
-            figures[f"{path}_p99_ms"] = load.p99_ms
+        figures |= queries(running, folder, seconds)
         figures["peak_mib"] = running.memory_mib("VmHWM")
         return figures
 
@@ -279,9 +282,11 @@ LINES = [
     Line("query_per_s", "`/query`, 1,900 tokens: requests/s", True, 1.3),
     Line("query_p50_ms", "its p50, ms", False),
     Line("query_p99_ms", "its p99, ms", False, 1),
+    Line("query_cpu_us", "its processor time a request, us", False),
     Line("query_by_hash_per_s", "`/query_by_hash`, 118 hashes: requests/s", True, 1.5),
     Line("query_by_hash_p50_ms", "its p50, ms", False),
     Line("query_by_hash_p99_ms", "its p99, ms", False, 1),
+    Line("query_by_hash_cpu_us", "its processor time a request, us", False),
     Line("wire_batches_per_s", "ingest, 4 publishers (wire): batches/s", True, 1.5),
     Line("wire_cpu_us", "its processor time a batch, us", False),
     Line("zmq_batches_per_s", "ingest, 4 publishers (zmq): batches/s", True, 1.5),

@@ -71,7 +71,7 @@ def stamp(machine_load: float) -> str:
     command = shlex.join(["python", script, *arguments])
     return (
         f"`{command}`, {today}, commit {_commit()}; {_machine()}; "
-        f"{machine_load:.1f} other processes were running when it began."
+        f"load average {machine_load:.1f} before it began."
     )
 
 

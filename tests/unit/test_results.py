@@ -57,7 +57,8 @@ def test_a_section_says_command_date_commit_and_machine(path, monkeypatch):
     assert " cores of " in text
 
 
-def test_a_second_run_replaces_the_first(path):
+def test_a_second_run_replaces_the_first(path, monkeypatch):
+    monkeypatch.setattr(results, "stamp", lambda load: "when and where")
     results.Section("a", path).write("first")
     once = path.read_text(encoding="utf-8")
     results.Section("a", path).write("second")
