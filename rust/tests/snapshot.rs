@@ -375,6 +375,14 @@ fn a_file_is_replaced_as_a_whole() {
 
 /// A worker that only ever stores prompts from their start and evicts from their end: whatever moment a
 /// snapshot shows, no prompt has a hole.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 #[test]
 fn saved_beside_a_writer() {
     let index = RadixIndex::default();
@@ -408,8 +416,14 @@ fn saved_beside_a_writer() {
                 *depth = to;
             }
         });
+        // Also when an assertion fails: the scope waits for the writer.
+        let _stop = Stop(&stop);
         let (mut blocks, mut saves) = (0, 0);
         let deadline = Instant::now() + Duration::from_secs(60);
+        // From then on nobody new becomes known between a save and a count.
+        while index.workers().len() < workers.len() && Instant::now() < deadline {
+            std::thread::yield_now();
+        }
         while (blocks < 100_000 || saves < 100) && Instant::now() < deadline {
             saves += 1;
             let bytes = saved(&index);
@@ -424,7 +438,6 @@ fn saved_beside_a_writer() {
                 assert!(names.iter().all(|name| name & 0xffff == 0 || has(&(name - 1))));
             }
         }
-        stop.store(true, Ordering::Relaxed);
         assert!(blocks >= 100_000, "{blocks} in {saves}");
     });
 }

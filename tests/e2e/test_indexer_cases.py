@@ -97,8 +97,7 @@ def test_operations(http, engines, case):
 @cases("indexer-http", "then")
 def test_peers(http, case):
     status, _, _ = http.call("POST", case["input"]["POST"], case["input"]["json"])
-    if status == 404:
-        pytest.skip("peers are not routed yet")
+    assert status == 201
     assert http.get(case["input"]["then"].split()[1]) == case["expected"]["peers"]
 
 

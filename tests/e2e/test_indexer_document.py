@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from kvflash.indexer import IndexerArgs
 from service import Engine, batch, stored, until, wait_for_sequence
 
 SIZE = 16
@@ -218,8 +217,6 @@ def test_dumping(send, engines):
 
 
 def test_peers(send):
-    if send(PEERS)[0] == 404:
-        pytest.skip("peers are not routed yet")
     assert send(REGISTER_PEER)[0] == 201
     assert send(PEERS) == (200, ["http://peer:8091"])
     assert send(DEREGISTER_PEER)[0] == 200
@@ -261,8 +258,6 @@ def test_the_second_replica_recovers_from_the_first(run, client, engines):
         engine.wait_for_subscriber()
         wait_for_sequence(http, instance, publish(engine, range(1, 33)))
     flags = flags_of(REPLICA_B.replace("http://localhost:8090", first), engines)
-    if not hasattr(IndexerArgs(), "peers"):
-        pytest.skip("--peers is not there yet")
     http = client(run("kvflash.indexer", *flags).ready()["url"])
     body = {"token_ids": list(range(1, 49)), "model_name": "default"}
     wanted = {"1": {"0": 32}, "2": {"0": 32}}

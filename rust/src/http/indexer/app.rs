@@ -74,9 +74,10 @@ impl IndexerApp {
     /// # Errors
     /// `InvalidArgument` for a peer that is no URL.
     pub fn router(catalog: Arc<Catalog>, options: IndexerOptions) -> KvResult<Router> {
-        let metrics = Arc::new(IndexerMetrics::new(Arc::clone(&catalog)));
-        let counted = from_fn_with_state(Arc::clone(&metrics), metrics::count);
         let startup = Arc::new(Startup::new(&options.peers, options.min_initial_workers)?);
+        let figures = IndexerMetrics::new(Arc::clone(&catalog), Arc::clone(&startup));
+        let metrics = Arc::new(figures);
+        let counted = from_fn_with_state(Arc::clone(&metrics), metrics::count);
         if !options.peers.is_empty() {
             catalog.hold();
             tokio::spawn(recover(Arc::clone(&catalog), Arc::clone(&startup)));

@@ -19,6 +19,7 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
 use super::super::metrics::{escape, exposition, seconds_histogram};
+use super::startup::Startup;
 use crate::catalog::{Catalog, Code, ListenerStatus, ModelKey, Report, TrustState};
 
 /// Endpoints are the routes of the API, never what a client sent.
@@ -57,7 +58,7 @@ pub(super) struct IndexerMetrics {
 }
 
 impl IndexerMetrics {
-    pub fn new(catalog: Arc<Catalog>) -> Self {
+    pub fn new(catalog: Arc<Catalog>, startup: Arc<Startup>) -> Self {
         let mut registry = Registry::with_prefix("kvflash_kvindexer");
         let (requests, errors) = (Family::default(), Family::default());
         let seconds = Family::new_with_constructor(Seconds);
@@ -69,7 +70,7 @@ impl IndexerMetrics {
             Unit::Seconds,
             seconds.clone(),
         );
-        registry.register_collector(Box::new(Figures { catalog }));
+        registry.register_collector(Box::new(Figures { catalog, startup }));
         Self { registry, requests, errors, seconds }
     }
 
@@ -126,6 +127,7 @@ pub(super) async fn count(
 #[derive(Debug)]
 struct Figures {
     catalog: Arc<Catalog>,
+    startup: Arc<Startup>,
 }
 
 struct Tally<const KINDS: usize>([u32; KINDS]);
@@ -204,6 +206,11 @@ impl Figures {
         let models: BTreeSet<&ModelKey> = reports.iter().map(|r| &r.model.key).collect();
         let instances: BTreeSet<u64> = reports.iter().map(|r| r.view.worker.instance_id).collect();
         let all = |count: usize| [(Vec::new(), count)];
+        let is_ready = usize::from(self.startup.is_ready(&self.catalog));
+        let help = "1 when GET /ready says so: nothing of the start is left to wait for";
+        page.gauges("ready", help, None, all(is_ready))?;
+        let help = "Blocks that came from a peer, of all workers together";
+        page.gauges("recovered_blocks", help, None, all(self.startup.recovered_blocks()))?;
         let help = "Models and tenants that have a registered worker";
         page.gauges("models", help, None, all(models.len()))?;
         page.gauges("workers", "Registered instances", None, all(instances.len()))?;

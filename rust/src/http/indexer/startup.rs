@@ -61,6 +61,7 @@ pub(super) struct ReadyAnswer {
 }
 
 /// What has to happen before this replica is ready, and the peers it knows.
+#[derive(Debug)]
 pub(super) struct Startup {
     began: Instant,
     min_workers: usize,
@@ -126,6 +127,11 @@ impl Startup {
         let workers =
             WorkerCount { registered: catalog.publisher_count(), wanted: self.min_workers };
         (is_ready, ReadyAnswer { status, workers, recovery })
+    }
+
+    /// Blocks that the peer's dump brought so far.
+    pub fn recovered_blocks(&self) -> usize {
+        self.recovery.lock().progress.blocks
     }
 
     /// Change what is known of the recovery.
