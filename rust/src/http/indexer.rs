@@ -12,7 +12,7 @@
 //! # fn subscribe(_catalog: &Catalog, _publisher: u64, _endpoint: &str) {}
 //! # fn close(_publisher: u64) {}
 //!
-//! # async fn run() -> std::io::Result<()> {
+//! # async fn run() -> Result<(), Box<dyn std::error::Error>> {
 //! let catalog = Arc::new(Catalog::default());
 //! let shutdown = Shutdown::default();
 //!
@@ -25,14 +25,16 @@
 //!                 subscribe(&orders, publisher, &endpoint);
 //!             }
 //!             Some(Command::Unsubscribe { publisher }) => close(publisher),
-//!             None => {}
+//!             // Without peers nothing is held, and nobody pauses.
+//!             Some(Command::Resume { .. } | Command::Pause { .. }) | None => {}
 //!         }
 //!     }
 //! });
 //!
-//! let app = IndexerApp::router(catalog, IndexerOptions::default());
+//! let app = IndexerApp::router(catalog, IndexerOptions::default())?;
 //! let listener = tokio::net::TcpListener::bind("127.0.0.1:8090").await?;
-//! serve(listener, app, ServeLimits::default(), shutdown).await
+//! serve(listener, app, ServeLimits::default(), shutdown).await?;
+//! # Ok(())
 //! # }
 //! ```
 
