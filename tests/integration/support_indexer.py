@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from service import batch, wait_for_sequence
+from service import batch, listener, until, wait_for_sequence
 
 SIZE = 4
 IDS = list(range(100, 116))  # four blocks
@@ -30,3 +30,20 @@ def publish(http, engine, *events, instance=1, rank=0, dp_rank=None):
 
 def query(http, model, ids=IDS, **fields):
     return http.post("/query", {"token_ids": ids, "model_name": model, **fields})
+
+
+def register_and_wait(http, engine, instance=1, *, is_awaited=True, **fields):
+    """Register an engine of model m, blocks of 2 tokens; wait until what it has is asked for."""
+    body = {
+        "instance_id": instance,
+        "endpoint": engine.endpoint,
+        "model_name": "m",
+        "block_size": 2,
+        "replay_endpoint": engine.replay_endpoint,
+    }
+    http.post("/register", {**body, **fields}, expect=201)
+    if is_awaited:
+        engine.wait_for_subscriber()
+        if fields.get("replay_endpoint", engine.replay_endpoint) is not None:
+            until(lambda: engine.asked, "the catching up after the connection")
+        until(lambda: listener(http, instance)["status"] == "active", "the connection")

@@ -13,6 +13,7 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from support_indexer import register_and_wait as register
 
 from kvflash.doctor.app import main
 from kvflash.transport import ZmqOptions
@@ -97,22 +98,6 @@ def canned():
 def free_endpoint():
     with socket.create_server(("127.0.0.1", 0)) as server:
         return f"tcp://127.0.0.1:{server.getsockname()[1]}"
-
-
-def register(http, engine, instance=1, *, is_awaited=True, **fields):
-    body = {
-        "instance_id": instance,
-        "endpoint": engine.endpoint,
-        "model_name": "m",
-        "block_size": SIZE,
-        "replay_endpoint": engine.replay_endpoint,
-    }
-    http.post("/register", {**body, **fields}, expect=201)
-    if is_awaited:
-        engine.wait_for_subscriber()
-        if fields.get("replay_endpoint", engine.replay_endpoint) is not None:
-            until(lambda: engine.asked, "the catching up after the connection")
-        until(lambda: listener(http, instance)["status"] == "active", "the connection")
 
 
 def one(name=1, parent=None, ts=1.0, **fields):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import zmq
+from support_indexer import register_and_wait as register
 
 from kvflash.transport import ZmqOptions
 from service import (
     EmbeddedIndexer,
-    Engine,
     batch,
     cleared,
     listener,
@@ -27,43 +27,6 @@ def embedded():
     made = EmbeddedIndexer(QUICK)
     yield made
     made.close()
-
-
-@pytest.fixture
-def http(embedded):
-    yield embedded.http
-    for worker in embedded.http.get("/workers"):
-        body = {"instance_id": worker["instance_id"], "model_name": worker["model_name"]}
-        embedded.http.post("/unregister", body)
-
-
-@pytest.fixture
-def engine():
-    engines = []
-
-    def make(**settings):
-        engines.append(Engine(**settings))
-        return engines[-1]
-
-    yield make
-    for made in engines:
-        made.close()
-
-
-def register(http, engine, instance=1, *, is_awaited=True, **fields):
-    body = {
-        "instance_id": instance,
-        "endpoint": engine.endpoint,
-        "model_name": "m",
-        "block_size": SIZE,
-        "replay_endpoint": engine.replay_endpoint,
-    }
-    http.post("/register", {**body, **fields}, expect=201)
-    if is_awaited:
-        engine.wait_for_subscriber()
-        if fields.get("replay_endpoint", engine.replay_endpoint) is not None:
-            until(lambda: engine.asked, "the catching up after the connection")
-        until(lambda: listener(http, instance)["status"] == "active", "the connection")
 
 
 def one(name=1, ids=None, parent=None, **fields):

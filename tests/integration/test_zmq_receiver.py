@@ -11,13 +11,13 @@ import re
 
 import pytest
 import zmq
+from support_indexer import register_and_wait as register
 
 from kvflash import compute_block_hash_for_seq, compute_sequence_hashes
 from kvflash.transport import ZmqOptions, ZmqReceiver
 from service import (
     END_OF_REPLAY,
     EmbeddedIndexer,
-    Engine,
     batch,
     cleared,
     dumped_blocks,
@@ -38,27 +38,6 @@ def embedded(request):
     assert (made.receiver._drain is not None) == request.param
     yield made
     made.close()
-
-
-@pytest.fixture
-def http(embedded):
-    yield embedded.http
-    for worker in embedded.http.get("/workers"):
-        body = {"instance_id": worker["instance_id"], "model_name": worker["model_name"]}
-        embedded.http.post("/unregister", body)
-
-
-@pytest.fixture
-def engine():
-    engines = []
-
-    def make(**settings):
-        engines.append(Engine(**settings))
-        return engines[-1]
-
-    yield make
-    for made in engines:
-        made.close()
 
 
 class Holdings:
@@ -99,21 +78,6 @@ class Holdings:
     @property
     def facts(self):
         return {(self._instance, 0, "device", name, at) for name, at in self.places.items()}
-
-
-def register(http, engine, instance=1, *, is_awaited=True, **fields):
-    body = {
-        "instance_id": instance,
-        "endpoint": engine.endpoint,
-        "model_name": "m",
-        "block_size": SIZE,
-        "replay_endpoint": engine.replay_endpoint,
-    }
-    http.post("/register", {**body, **fields}, expect=201)
-    if is_awaited:
-        engine.wait_for_subscriber()
-        if fields.get("replay_endpoint", engine.replay_endpoint) is not None:
-            until(lambda: engine.asked, "the catching up after the connection")
 
 
 def counts(http, instance=1):
