@@ -1,113 +1,31 @@
-"""Two real vLLM engines behind the frontend: opt-in, because an engine is more than a gigabyte.
-
-``KVFLASH_VLLM_ENGINE`` names a program that starts one engine in the foreground:
-``PROGRAM HTTP_PORT EVENTS_PORT REPLAY_PORT BLOCKS``, serving tests/vectors/tiny-llama as
-``tiny-llama`` with block size 32, prefix caching, KV events and ``--enable-prompt-tokens-details``
-(docs/events.md has the command line).
-"""
+"""Two real vLLM engines behind the frontend: opt-in, see support_engines.py."""
 
 from __future__ import annotations
 
 import json
-import os
-import random
-import signal
-import socket
-import subprocess
 
 import pytest
+from support_engines import BLOCK_SIZE, MODEL, conversations, needs_engines, vllm_engines
 
-from service import VECTORS, Http, until
+from service import VECTORS, until
 
-ENGINE = os.environ.get("KVFLASH_VLLM_ENGINE")
-BLOCK_SIZE = 32
-BLOCKS = 160
-WORDS = [chr(97 + i) + chr(97 + j) + chr(97 + (i * j) % 26) for i in range(26) for j in range(8)]
-
-pytestmark = [
-    pytest.mark.real_engine,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(ENGINE is None, reason="KVFLASH_VLLM_ENGINE is not set"),
-]
-
-
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+pytestmark = needs_engines
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
-    """Two engines: (url, events, replay) each."""
-    logs = tmp_path_factory.mktemp("engines")
-    started = []
-    try:
-        for number in range(2):
-            ports = free_ports(3)
-            log = (logs / f"{number}.log").open("w")
-            command = [ENGINE, *map(str, ports), str(BLOCKS)]
-            process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            started.append((process, log, ports))
-
-        def is_up(port):
-            http = Http(f"http://127.0.0.1:{port}")
-            try:
-                return http.call("GET", "/health")[0] == 200
-            except OSError:
-                return False
-            finally:
-                http.close()
-
-        for process, log, ports in started:
-            until(lambda port=ports[0]: is_up(port), f"engine in {log.name}", deadline_s=300)
-            assert process.poll() is None
-        yield [
-            (f"http://127.0.0.1:{p[0]}", f"tcp://127.0.0.1:{p[1]}", f"tcp://127.0.0.1:{p[2]}")
-            for _, _, p in started
-        ]
-    finally:
-        for process, log, _ in started:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            log.close()
-
-
-def conversations(seed, count=12, turns=4):
-    """Interleaved turns of growing conversations with a system prompt each."""
-    rng = random.Random(seed)
-    text = lambda n: " ".join(rng.choice(WORDS) for _ in range(n))  # noqa: E731
-    systems = [text(70) for _ in range(count)]
-    talks = [[{"role": "system", "content": systems[number]}] for number in range(count)]
-    for _ in range(turns):
-        order = list(range(count))
-        rng.shuffle(order)
-        for number in order:
-            yield talks[number], text(12)
+    with vllm_engines(tmp_path_factory.mktemp("engines")) as started:
+        yield started
 
 
 def measure(run, client, engines, mode, *, seed, salt=None):
     """Reuse as the engines count it, and the frontend's four stages, over one cold run."""
-    for url, _, _ in engines:
-        engine = client(url)
-        assert engine.call("POST", "/reset_prefix_cache")[0] == 200
-        # The engine publishes the clear with its next step.
-        body = {"model": "tiny-llama", "prompt": "reset", "max_tokens": 1}
-        engine.post("/v1/completions", body)
+    for engine in engines:
+        engine.clear()
     workers = [
         part
-        for url, events, replay in engines
-        for part in ("--worker", f"{url},events={events},replay={replay}")
+        for each in engines
+        for part in ("--worker", f"{each.url},events={each.endpoint},replay={each.replay_endpoint}")
     ]
     process = run(
         "kvflash.frontend", "--port", "0", "--host", "127.0.0.1", "--router-mode", mode,
@@ -119,9 +37,9 @@ def measure(run, client, engines, mode, *, seed, salt=None):
         "both engines healthy",
     )
     prompt = cached = agreed = asked = 0
-    for talk, question in conversations(seed):
+    for _, talk, question in conversations(seed):
         talk.append({"role": "user", "content": question})
-        body = {"model": "tiny-llama", "messages": talk, "max_tokens": 12, "temperature": 0}
+        body = {"model": MODEL, "messages": talk, "max_tokens": 12, "temperature": 0}
         if salt is not None:
             body["cache_salt"] = salt
         status, answer, headers = frontend.call("POST", "/v1/chat/completions", body)

@@ -288,6 +288,7 @@ def test_not_ready_far_in_time_full_and_failing(canned, doctor):
         "kvflash_kvindexer_index_limit_bytes 1000\n"
         'kvflash_kvindexer_index_bytes{model="a\\"b",tenant="t"} 950\n'
         'kvflash_kvindexer_errors_total{endpoint="/query",status_class="5xx"} 3\n'
+        'kvflash_kvindexer_errors_total{endpoint="/ready",status_class="5xx"} 5\n'
     )
     late = {"date": formatdate(time.time() - 3600, usegmt=True)}
     url = canned(
@@ -309,6 +310,8 @@ def test_not_ready_far_in_time_full_and_failing(canned, doctor):
     ]
     assert "3600 s behind" in seen(findings, "clock")
     assert "2 of 3 workers" in seen(findings, "ready")
+    # A replica that waited for its peer has answered 503 to GET /ready, and is well.
+    assert "3 requests" in seen(findings, "errors")
     assert 'a"b' in seen(findings, "memory") and "95%" in seen(findings, "memory")
 
 

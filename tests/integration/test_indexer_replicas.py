@@ -4,54 +4,15 @@ end they hold what the engines hold."""
 from __future__ import annotations
 
 import random
-import threading
 
 import pytest
-import zmq
 
-from service import Engine, Http, batch, cleared, dumped_blocks, listener, removed, stored, until
+from replica import LossyProxy, Replica
+from service import Engine, batch, cleared, dumped_blocks, listener, removed, stored, until
 
 SIZE = 4
 MODEL = "m"
 MODEL_KEY = "m:default"
-
-
-class LossyProxy:
-    """Carries an engine's frames on and loses some of them; its losses are the seed's."""
-
-    def __init__(self, endpoint, seed, share):
-        self.share = share
-        self.lost = 0
-        self._rng = random.Random(seed)
-        self._context = zmq.Context()
-        self._in = self._context.socket(zmq.SUB)
-        self._in.setsockopt(zmq.SUBSCRIBE, b"")
-        self._in.setsockopt(zmq.RECONNECT_IVL, 20)
-        self._in.connect(endpoint)
-        self._out = self._context.socket(zmq.PUB)
-        self._out.setsockopt(zmq.LINGER, 0)
-        port = self._out.bind_to_random_port("tcp://127.0.0.1")
-        self.endpoint = f"tcp://127.0.0.1:{port}"
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self):
-        while not self._stop.is_set():
-            if not self._in.poll(20):
-                continue
-            parts = self._in.recv_multipart()
-            if self._rng.random() < self.share:
-                self.lost += 1
-            else:
-                self._out.send_multipart(parts)
-
-    def close(self):
-        self._stop.set()
-        self._thread.join()
-        self._in.close(0)
-        self._out.close(0)
-        self._context.term()
 
 
 class Churn:
@@ -91,31 +52,8 @@ class Churn:
         self.engine.restart()
 
 
-class Replica:
-    def __init__(self, run, workers, peers=()):
-        flags = ["--port", "0", "--block-size", str(SIZE), "--model-name", MODEL, "--threads", "2"]
-        if peers:
-            flags += ["--peers", ",".join(peers)]
-        self.process = run("kvflash.indexer", "--host", "127.0.0.1", *flags)
-        self.url = self.process.ready()["url"]
-        self.http = Http(self.url)
-        for worker in workers:
-            self.http.post("/register", worker, expect=201)
-        until(lambda: self.http.call("GET", "/ready")[0] == 200, "readiness")
-        for worker in workers:
-            until(
-                lambda worker=worker: (
-                    listener(self.http, worker["instance_id"])["status"] == "active"
-                ),
-                "a connection",
-            )
-
-    def kill(self):
-        self.http.close()
-        self.process.kill()
-
-    def names(self, instance):
-        return {fact[3] for fact in dumped_blocks(self.http, MODEL_KEY) if fact[0] == instance}
+def names(replica, instance):
+    return {fact[3] for fact in dumped_blocks(replica.http, MODEL_KEY) if fact[0] == instance}
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -172,7 +110,7 @@ def test_replicas_converge_under_churn_losses_and_kills(run, seed):
             for r in (a, b)
         ]
         return digests[0] == digests[1] and all(
-            replica.names(churn.instance) == set(churn.held)
+            names(replica, churn.instance) == set(churn.held)
             for replica in (a, b)
             for churn in churns
         )

@@ -189,7 +189,12 @@ def _check_metrics(url: str, metrics: Answer) -> Iterator[Finding]:
     else:
         yield ok(url, "memory", "no index is near its limit" if limit else "no limit is set")
     errors = samples(metrics.text, prefix + "errors_total")
-    failed = sum(count for labels, count in errors if labels.get("status_class") == "5xx")
+    # GET /ready answers 503 for as long as there is something to wait for: no fault.
+    failed = sum(
+        count
+        for labels, count in errors
+        if labels.get("status_class") == "5xx" and labels.get("endpoint") != "/ready"
+    )
     if failed:
         yield warn(url, "errors", f"{failed:.0f} requests were answered 5xx", "look into its log")
 
@@ -249,7 +254,7 @@ def _check_trust(listener: Listener) -> Iterator[Finding]:
     if not reasons:
         yield ok(subject, "trust", str(trust.get("state")))
     age_ms, batches = entry.get("last_event_age_ms"), (entry.get("events") or {}).get("batches")
-    heard = "nothing published yet" if age_ms is None else f"{batches} batches, the last one "
+    heard = "nothing came yet" if age_ms is None else f"{batches} batches, the last one "
     heard += "" if age_ms is None else f"{age_ms / 1000:.0f} s ago"
     yield ok(subject, "connected", f"to {listener.endpoint}")
     yield ok(subject, "publishes", heard)
