@@ -23,6 +23,9 @@ use crate::catalog::{Catalog, ListenerStatus, Progress, TransferError, restore, 
 /// the two that neither has.
 const LISTENERS_WAIT: Duration = Duration::from_secs(1);
 
+/// Peers that do not answer yet, or look for a peer themselves, are asked again for so long.
+const PEERS_WAIT: Duration = Duration::from_secs(1);
+
 /// A peer that is loading itself is waited for so long.
 const LOADING_PEER_WAIT: Duration = Duration::from_secs(30);
 
@@ -53,29 +56,7 @@ pub(super) async fn recover(catalog: Arc<Catalog>, startup: Arc<Startup>) {
     connector.set_nodelay(true);
     connector.set_connect_timeout(Some(CONNECT_TIMEOUT));
     let client = Client::builder(TokioExecutor::new()).build(connector);
-    let deadline = Instant::now() + LOADING_PEER_WAIT;
-    let peer = loop {
-        let mut is_loading = false;
-        let mut found = None;
-        for peer in startup.peers() {
-            match look_at(&client, &peer).await {
-                Ok(Peer::Healthy) => match load(&client, &peer, &catalog, &startup).await {
-                    Ok(progress) => {
-                        found = Some((peer, progress));
-                        break;
-                    }
-                    Err(error) => startup.failed(&peer, &error),
-                },
-                Ok(Peer::Loading) => is_loading = true,
-                Ok(Peer::Looking) => startup.failed(&peer, "it is looking for a peer itself"),
-                Err(error) => startup.failed(&peer, &error),
-            }
-        }
-        if found.is_some() || !is_loading || Instant::now() > deadline {
-            break found;
-        }
-        sleep(Duration::from_millis(100)).await;
-    };
+    let peer = first_healthy(&client, &catalog, &startup).await;
     match peer {
         Some((peer, progress)) => tracing::info!(
             peer,
@@ -89,6 +70,52 @@ pub(super) async fn recover(catalog: Arc<Catalog>, startup: Arc<Startup>) {
     }
     startup.update(|recovery| recovery.phase = Phase::Done);
     catalog.release();
+}
+
+/// The peer that was recovered from. Those whose dump is none are asked once, the others until time is up.
+async fn first_healthy(
+    client: &HttpClient,
+    catalog: &Arc<Catalog>,
+    startup: &Arc<Startup>,
+) -> Option<(String, Progress)> {
+    let began = Instant::now();
+    let mut broken: Vec<(String, String)> = Vec::new();
+    loop {
+        let mut waits = PEERS_WAIT;
+        let mut errors = Vec::new();
+        for peer in startup.peers() {
+            if broken.iter().any(|(known, _)| *known == peer) {
+                continue;
+            }
+            match look_at(client, &peer).await {
+                Ok(Peer::Healthy) => match load(client, &peer, catalog, startup).await {
+                    Ok(progress) => {
+                        broken.iter().chain(&errors).for_each(|(p, why)| startup.failed(p, why));
+                        return Some((peer, progress));
+                    }
+                    Err(error) => {
+                        startup.update(|recovery| {
+                            (recovery.phase, recovery.peer) = (Phase::Looking, None);
+                        });
+                        broken.push((peer, error));
+                    }
+                },
+                Ok(Peer::Loading) => {
+                    waits = LOADING_PEER_WAIT;
+                    errors.push((peer, "it is loading a dump itself".to_owned()));
+                }
+                Ok(Peer::Looking) => {
+                    errors.push((peer, "it is looking for a peer itself".to_owned()));
+                }
+                Err(error) => errors.push((peer, error)),
+            }
+        }
+        if errors.is_empty() || began.elapsed() > waits {
+            broken.iter().chain(&errors).for_each(|(peer, why)| startup.failed(peer, why));
+            return None;
+        }
+        sleep(Duration::from_millis(100)).await;
+    }
 }
 
 async fn wait_for_listeners(catalog: &Catalog) {
