@@ -280,8 +280,6 @@ def test_a_killed_engine_takes_its_blocks_along(fleet):
         return workers[1]["status"] == "active" and workers[1]["blocks"] == 0
 
     for replica in fleet.replicas:
-        # Idle meanwhile, so the replica has closed the connection, or is about to.
-        replica.http.close()
         until(lambda replica=replica: is_gone(replica), "the old process's blocks to go")
         assert listener(replica.http, 2)["device_blocks"] == before[2]
     fleet.converse("after the kill of an engine", seed=5)
@@ -308,6 +306,7 @@ def test_lost_frames_are_replayed(fleet):
 def test_the_doctor_finds_nothing_to_cure(fleet):
     fleet = fleet()
     fleet.converse("before the doctor", seed=9)
+    fleet.check()
     urls = [each.url for each in (*fleet.replicas, *fleet.engines)]
     command = [sys.executable, "-m", "kvflash.doctor", "--json", *urls]
     answer = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
