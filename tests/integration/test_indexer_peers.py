@@ -44,6 +44,20 @@ def replica():
 
 
 @pytest.fixture
+def peer_of():
+    """Makes peers of the test's own that end with it."""
+    peers = []
+
+    def make(*args, **settings):
+        peers.append(Peer(*args, **settings))
+        return peers[-1]
+
+    yield make
+    for made in peers:
+        made.close()
+
+
+@pytest.fixture
 def engine():
     """Makes engines that end with the test."""
     engines = []
@@ -153,7 +167,7 @@ def test_copies_are_counted_as_the_peer_counted_them(replica, engine):
         assert len(dumped_blocks(b.http, KEY)) == wanted
 
 
-def test_frames_that_came_during_the_recovery_are_applied_once(replica, engine):
+def test_frames_that_came_during_the_recovery_are_applied_once(replica, peer_of, engine):
     source = engine(replay=False)
     a = replica()
     register(a, source)
@@ -164,7 +178,7 @@ def test_frames_that_came_during_the_recovery_are_applied_once(replica, engine):
     status, dump, headers = a.http.call("GET", "/dump?format=snapshot")
     assert status == 200
     gate = threading.Event()
-    peer = Peer(dump, headers["content-type"], gate)
+    peer = peer_of(dump, headers["content-type"], gate)
     b = replica(peer.url, workers=[worker(source)])
     source.wait_for_subscriber()
     peer.asked.wait(30)
@@ -178,7 +192,6 @@ def test_frames_that_came_during_the_recovery_are_applied_once(replica, engine):
     ready(b)
     wait_for_sequence(b.http, 1, 2)
     assert digests(a) == digests(b)
-    peer.close()
 
 
 class Peer:
@@ -261,22 +274,21 @@ def test_two_replicas_that_start_together_do_not_wait_for_each_other(replica):
     assert ready(b)["recovery"]["peer"] == a.http.url
 
 
-def test_the_first_healthy_peer_serves(replica, engine):
+def test_the_first_healthy_peer_serves(replica, peer_of, engine):
     source = engine(replay=False)
     a = replica()
     register(a, source)
     source.publish(batch(chain(100, 3)))
     wait_for_sequence(a.http, 1, 0)
-    broken = Peer(b"no dump", ready=500)
+    broken = peer_of(b"no dump", ready=500)
     b = replica(broken.url, a)
     answer = ready(b)["recovery"]
     assert answer["peer"] == a.http.url
     assert answer["errors"] == [f"{broken.url}: GET /ready answered 500 Internal Server Error"]
     assert digests(a) == digests(b)
-    broken.close()
 
 
-def test_a_dump_that_breaks_off_keeps_what_came_and_the_next_peer_the_rest(replica, engine):
+def test_a_dump_that_breaks_off_keeps_what_came(replica, peer_of, engine):
     sources = [engine(replay=False) for _ in range(3)]
     a = replica()
     for instance, source in enumerate(sources):
@@ -284,28 +296,26 @@ def test_a_dump_that_breaks_off_keeps_what_came_and_the_next_peer_the_rest(repli
         source.publish(batch(chain(100 * (instance + 1), 4)))
         wait_for_sequence(a.http, instance, 0)
     _, dump, headers = a.http.call("GET", "/dump?format=snapshot")
-    half = Peer(dump[: len(dump) // 2], headers["content-type"], length=len(dump))
+    half = peer_of(dump[: len(dump) // 2], headers["content-type"], length=len(dump))
     b = replica(half.url, a, workers=[worker(s, n) for n, s in enumerate(sources)])
     answer = ready(b)["recovery"]
     assert len(answer["errors"]) == 1 and answer["errors"][0].startswith(half.url)
     assert answer["peer"] == a.http.url
     assert digests(a) == digests(b)
     assert [listener(b.http, n)["last_sequence"] for n in range(3)] == [0, 0, 0]
-    half.close()
 
 
 @pytest.mark.parametrize(
     "dump", [b"", b"no dump", b'{"m:default": {"block_size": 4, "events": [{}]}}', b"[1]", b"{"]
 )
-def test_a_peer_without_a_dump_costs_only_itself(replica, dump):
-    peer = Peer(dump)
+def test_a_peer_without_a_dump_costs_only_itself(replica, peer_of, dump):
+    peer = peer_of(dump)
     b = replica(peer.url)
     answer = ready(b)["recovery"]
     assert len(answer["errors"]) == 1 and "dump" in answer["errors"][0]
-    peer.close()
 
 
-def test_any_flipped_byte_of_a_dump_is_harmless(replica, engine):
+def test_any_flipped_byte_of_a_dump_is_harmless(replica, peer_of, engine):
     source = engine(replay=False)
     a = replica()
     register(a, source)
@@ -316,10 +326,9 @@ def test_any_flipped_byte_of_a_dump_is_harmless(replica, engine):
     rng = random.Random(7)
     for at in sorted(rng.sample(range(len(dump)), 12)):
         broken = dump[:at] + bytes([dump[at] ^ 0x55]) + dump[at + 1 :]
-        peer = Peer(broken, headers["content-type"])
+        peer = peer_of(broken, headers["content-type"])
         b = replica(peer.url)
         answer = ready(b)["recovery"]
-        peer.close()
         held = b.http.get("/dump")
         blocks = dumped_blocks(b.http, KEY) if KEY in held else set()
         is_told = bool(answer["errors"] or answer["skipped"])
@@ -329,7 +338,7 @@ def test_any_flipped_byte_of_a_dump_is_harmless(replica, engine):
         EmbeddedIndexer.close(b)
 
 
-def test_a_peer_of_another_make(replica, engine):
+def test_a_peer_of_another_make(replica, peer_of, engine):
     # The published form: no watermarks, the name split at a colon that may be in it.
     def event(number, data, tier=None):
         extra = {"storage_tier": tier} if tier else {}
@@ -346,7 +355,7 @@ def test_a_peer_of_another_make(replica, engine):
         "org/model:v2:default": {"block_size": SIZE, "events": events},
         "x:y": {"error": "busy"},
     }
-    peer = Peer(json.dumps(dump).encode())
+    peer = peer_of(json.dumps(dump).encode())
     source = engine(replay=False)
     b = replica(peer.url, workers=[worker(source)])
     answer = ready(b)["recovery"]
@@ -362,15 +371,14 @@ def test_a_peer_of_another_make(replica, engine):
     source.publish(batch(chain(100, 2)))
     wait_for_sequence(b.http, 1, 0)
     assert {fact[3] for fact in dumped_blocks(b.http, KEY)} == {100, 101}
-    peer.close()
 
 
-def test_blocks_without_a_watermark_stay_when_the_stream_goes_on(replica, engine):
+def test_blocks_without_a_watermark_stay_when_the_stream_goes_on(replica, peer_of, engine):
     stored_one = {"parent_hash": None, "blocks": [{"block_hash": 9, "tokens_hash": 9}]}
     events = [
         {"worker_id": 1, "event": {"event_id": 0, "data": {"stored": stored_one}, "dp_rank": 0}}
     ]
-    peer = Peer(json.dumps({KEY: {"block_size": SIZE, "events": events}}).encode())
+    peer = peer_of(json.dumps({KEY: {"block_size": SIZE, "events": events}}).encode())
     source = engine(replay=False)
     b = replica(peer.url, workers=[worker(source)])
     ready(b)
@@ -380,7 +388,6 @@ def test_blocks_without_a_watermark_stay_when_the_stream_goes_on(replica, engine
     events = wait_for_sequence(b.http, 1, 41)["events"]
     assert {fact[3] for fact in dumped_blocks(b.http, KEY)} == {9, 100, 101}
     assert events["lost_batches"] == 0
-    peer.close()
 
 
 def test_a_peers_doubts_are_taken_over(replica, engine):
@@ -439,7 +446,7 @@ def test_recovered_blocks_go_with_unregister(replica, engine):
     b.http.post("/unregister", {"instance_id": 1, "model_name": MODEL}, expect=404)
 
 
-def test_an_engine_that_restarted_after_the_dump_is_found_out(replica, engine):
+def test_an_engine_that_restarted_after_the_dump_is_found_out(replica, peer_of, engine):
     source = engine()
     a = replica()
     register(a, source)
@@ -450,12 +457,17 @@ def test_an_engine_that_restarted_after_the_dump_is_found_out(replica, engine):
     a.http.post("/unregister", {"instance_id": 1, "model_name": MODEL})
     source.restart()
     source.publish(batch(chain(900, 2)))
-    peer = Peer(dump, headers["content-type"])
+    peer = peer_of(dump, headers["content-type"])
     b = replica(peer.url, workers=[worker(source)])
     ready(b)
     assert wait_for_sequence(b.http, 1, 0)["events"]["restarts"] == 1
     assert {fact[3] for fact in dumped_blocks(b.http, KEY)} == {900, 901}
-    peer.close()
+
+
+def test_a_model_that_nobody_holds_anything_of_has_no_digest(replica, engine):
+    a = replica()
+    register(a, engine(replay=False))
+    assert digests(a) == [[]]
 
 
 def test_another_block_size_is_left_out_and_said(replica, engine):
@@ -470,7 +482,7 @@ def test_another_block_size_is_left_out_and_said(replica, engine):
     assert dumped_blocks(b.http, KEY) == set()
 
 
-def test_models_and_tenants_stay_apart(replica, engine):
+def test_models_and_tenants_stay_apart(replica, peer_of, engine):
     a = replica()
     for instance, tenant in enumerate(["x", "y:z"]):
         source = engine(replay=False)
@@ -480,11 +492,10 @@ def test_models_and_tenants_stay_apart(replica, engine):
     for path in ("/dump?format=snapshot", "/dump"):
         _, dump, headers = a.http.call("GET", path)
         body = dump if isinstance(dump, bytes) else json.dumps(dump).encode()
-        peer = Peer(body, headers["content-type"])
+        peer = peer_of(body, headers["content-type"])
         b = replica(peer.url)
         ready(b)
         assert digests(a) == digests(b), path
-        peer.close()
     assert [(m["model_name"], m["tenant_id"]) for m in a.http.get("/digest")] == [
         (MODEL, "x"),
         (MODEL, "y:z"),

@@ -3,6 +3,7 @@ end they hold what the engines hold."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -56,12 +57,19 @@ def names(replica, instance):
     return {fact[3] for fact in dumped_blocks(replica.http, MODEL_KEY) if fact[0] == instance}
 
 
+@pytest.fixture
+def closing():
+    """Closes what is made in it, also behind a failure: an open socket would hold the process."""
+    with contextlib.ExitStack() as stack:
+        yield lambda made: stack.enter_context(contextlib.closing(made))
+
+
 @pytest.mark.parametrize("seed", [1, 2])
-def test_replicas_converge_under_churn_losses_and_kills(run, seed):
-    engines = [Engine(is_shared=True) for _ in range(2)]
+def test_replicas_converge_under_churn_losses_and_kills(run, closing, seed):
+    engines = [closing(Engine(is_shared=True)) for _ in range(2)]
     churns = [Churn(engine, n + 1, seed * 10 + n) for n, engine in enumerate(engines)]
     proxies = [
-        [LossyProxy(engine.endpoint, seed * 100 + 10 * n + m, 0.05) for m in range(2)]
+        [closing(LossyProxy(engine.endpoint, seed * 100 + 10 * n + m, 0.05)) for m in range(2)]
         for n, engine in enumerate(engines)
     ]
 
@@ -121,7 +129,3 @@ def test_replicas_converge_under_churn_losses_and_kills(run, seed):
         events = listener(replica.http, churns[1].instance)["events"]
         assert (events["lost_batches"], events["orphaned"]) == (0, 0)
         replica.kill()
-    for proxy in (proxy for pair in proxies for proxy in pair):
-        proxy.close()
-    for engine in engines:
-        engine.close()
