@@ -89,3 +89,34 @@ fn churn_of_engines_that_evict() {
     let _alone = alone();
     churn(Limits::default(), Some(8_000), "engines");
 }
+
+/// Many names of the same content, as engines have that store a prompt anew under new names: what a
+/// cleared worker called its blocks is nothing that the filter of names keeps.
+#[test]
+fn further_names_go_with_their_worker() {
+    let _alone = alone();
+    let index = RadixIndex::default();
+    let empty = index.memory_report().total;
+    let mut name = 0;
+    let mut store = |who| {
+        for _ in 0..64 {
+            let block = |local_hash| {
+                name += 1;
+                Block { engine_hash: name, local_hash }
+            };
+            let blocks: Vec<Block> = (0..16).map(block).collect();
+            index.store(who, Tier::Device, None, SEED, &blocks);
+        }
+    };
+    store(worker(1));
+    assert_eq!(index.blocks(worker(1)), 64 * 16);
+    let filled = index.memory_report().filter;
+    for _ in 0..50 {
+        index.clear(worker(1));
+        store(worker(1));
+    }
+    let refilled = index.memory_report().filter;
+    assert!(refilled <= filled + filled / 4, "{filled} bytes of filter became {refilled}");
+    index.remove_worker(worker(1));
+    assert_eq!(index.memory_report().filter, 0, "nobody holds anything, {empty} bytes were empty");
+}

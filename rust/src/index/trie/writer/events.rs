@@ -217,9 +217,11 @@ impl Writer {
             if Plane::of(plane) != Plane::Predicted {
                 dropped += state.held;
             }
-            let extra = std::mem::replace(&mut state.extra, Extra::new(mix)).len();
-            state.held -= extra;
-            self.counters.memberships -= extra;
+            let extra = std::mem::replace(&mut state.extra, Extra::new(mix));
+            state.held -= extra.len();
+            self.counters.memberships -= extra.len();
+            // The filter counts them beside the columns' names, which go with the columns.
+            extra.iter().for_each(|(name, _)| self.forget_extra(name));
             let state = self.slot_mut(slot);
             state.copies.clear();
             let members: Vec<MemberId> = state.members.values().copied().collect();
