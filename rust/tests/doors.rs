@@ -63,7 +63,7 @@ struct Source {
 }
 
 fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("rust/src")
+    PathBuf::from("rust/src")
 }
 
 fn sources() -> Vec<Source> {

@@ -18,7 +18,7 @@ use serde_json::Value;
 const MEMORY: usize = 8 * 1024 * 1024;
 
 fn seeds() -> Vec<Vec<u8>> {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/vectors/engine_wire.json");
+    let path = "tests/vectors/engine_wire.json";
     let engines: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
     let mut seeds = Vec::new();
     for engine in engines.as_array().unwrap() {

@@ -33,7 +33,7 @@ const EVENTS_MIN: usize = 100;
 
 #[test]
 fn every_scenario_comes_out_as_written() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("rust/tests/scenarios");
+    let folder = Path::new("rust/tests/scenarios");
     let mut files: Vec<_> = std::fs::read_dir(&folder)
         .expect("the folder of scenarios")
         .map(|entry| entry.expect("a readable folder").path())

@@ -11,7 +11,7 @@ use proptest::prelude::*;
 use serde_json::Value;
 
 fn vectors(name: &str) -> Vec<u8> {
-    let path = format!("{}/tests/vectors/{name}", env!("CARGO_MANIFEST_DIR"));
+    let path = format!("tests/vectors/{name}");
     std::fs::read(&path).unwrap_or_else(|error| panic!("{path}: {error}"))
 }
 

@@ -20,7 +20,6 @@ from kvflash.transport import ZmqOptions
 from service import (
     END_OF_REPLAY,
     EmbeddedIndexer,
-    Engine,
     batch,
     listener,
     stored,
@@ -47,19 +46,6 @@ def http(embedded):
 @pytest.fixture
 def url(http):
     return http.url
-
-
-@pytest.fixture
-def engine():
-    engines = []
-
-    def make(**settings):
-        engines.append(Engine(**settings))
-        return engines[-1]
-
-    yield make
-    for made in engines:
-        made.close()
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ pub(super) struct Past {
 pub(super) enum PastKind {
     /// Unregistered; its blocks are gone.
     Left { endpoint: String },
-    /// Recovered from this peer and never registered; its blocks count.
-    Recovered { peer: String },
+    /// Recovered from a peer and never registered; its blocks count.
+    Recovered,
 }
 
 impl Past {

@@ -460,10 +460,15 @@ impl Publisher {
         FrameOutcome::Applied
     }
 
-    fn forget(&self, state: &mut State) {
+    /// Drop the blocks of every rank; they stay known.
+    fn clear_ranks(&self, state: &State) {
         for dp_rank in &state.ranks {
             self.model.index.clear(Worker::new(self.worker.instance_id, *dp_rank));
         }
+    }
+
+    fn forget(&self, state: &mut State) {
+        self.clear_ranks(state);
         state.groups = Groups::default();
         state.is_bare = false;
         state.is_unplaced = false;

@@ -244,7 +244,7 @@ impl Catalog {
             None => {}
             Some(past) if past.model.key != key => past.drop_blocks(worker.instance_id),
             Some(past) => match past.kind {
-                PastKind::Recovered { .. } => publisher.go_on_from(&past.place),
+                PastKind::Recovered => publisher.go_on_from(&past.place),
                 // Behind another address is another process.
                 PastKind::Left { endpoint: left } if left != endpoint => {}
                 PastKind::Left { .. } => past.place.cursor.into_iter().for_each(|cursor| {
@@ -277,10 +277,12 @@ impl Catalog {
         dp_rank: Option<u32>,
     ) -> Result<usize> {
         let mut tables = self.tables.write();
+        let is_meant = |key: &ModelKey| {
+            key.model_name == model_name && tenant_id.is_none_or(|tenant| key.tenant_id == tenant)
+        };
         let fitting: Vec<Arc<Publisher>> = tables
             .of_instance(instance_id)
-            .filter(|p| p.model.key.model_name == model_name)
-            .filter(|p| tenant_id.is_none_or(|tenant| p.model.key.tenant_id == tenant))
+            .filter(|publisher| is_meant(&publisher.model.key))
             .cloned()
             .collect();
         let (gone, others): (Vec<_>, Vec<_>) =
@@ -290,9 +292,7 @@ impl Catalog {
         let recovered: Vec<Worker> = tables
             .past
             .range(Worker::new(instance_id, 0)..=Worker::new(instance_id, u32::MAX))
-            .filter(|(_, past)| matches!(past.kind, PastKind::Recovered { .. }))
-            .filter(|(_, past)| past.model.key.model_name == model_name)
-            .filter(|(_, past)| tenant_id.is_none_or(|tenant| past.model.key.tenant_id == tenant))
+            .filter(|(_, past)| past.kind == PastKind::Recovered && is_meant(&past.model.key))
             .filter(|(worker, _)| dp_rank.is_none_or(|rank| worker.dp_rank == rank))
             .map(|(worker, _)| *worker)
             .collect();
@@ -347,9 +347,7 @@ impl Catalog {
     /// # Errors
     /// `NotFound` for a worker that is not registered; `Conflict` when it is so already.
     pub fn pause(&self, worker: Worker, is_paused: bool) -> Result<()> {
-        let tables = self.tables.read();
-        let publisher = tables.workers.get(&worker).and_then(|id| tables.publishers.get(id));
-        let Some(publisher) = publisher else {
+        let Some(publisher) = self.publisher_of(worker) else {
             return Err(Error::NotFound(format!(
                 "instance_id {} dp_rank {} is not registered",
                 worker.instance_id, worker.dp_rank
@@ -376,16 +374,13 @@ impl Catalog {
         self.tables.read().publishers.len()
     }
 
-    /// Workers whose blocks came from a peer and that are not registered: model, worker, place, peer.
-    pub fn recovered(&self) -> Vec<(Arc<ModelIndex>, Worker, Place, String)> {
+    /// Workers whose blocks came from a peer and that are not registered: model, worker, place.
+    pub fn recovered(&self) -> Vec<(Arc<ModelIndex>, Worker, Place)> {
         let tables = self.tables.read();
-        let recovered = tables.past.iter().filter_map(|(worker, past)| match &past.kind {
-            PastKind::Recovered { peer } => {
-                Some((Arc::clone(&past.model), *worker, past.place.clone(), peer.clone()))
-            }
-            PastKind::Left { .. } => None,
-        });
-        recovered.collect()
+        let recovered = tables.past.iter().filter(|(_, past)| past.kind == PastKind::Recovered);
+        recovered
+            .map(|(worker, past)| (Arc::clone(&past.model), *worker, past.place.clone()))
+            .collect()
     }
 
     /// The publisher that is registered as `worker`.

@@ -70,7 +70,7 @@ pub fn parts(catalog: &Catalog) -> Vec<Part> {
             owner: Owner::Publisher(Arc::clone(publisher)),
         })
         .collect();
-    parts.extend(catalog.recovered().into_iter().map(|(model, worker, place, _)| Part {
+    parts.extend(catalog.recovered().into_iter().map(|(model, worker, place)| Part {
         model,
         worker,
         others: Vec::new(),
@@ -314,7 +314,6 @@ impl From<LoadError> for TransferError {
 pub fn restore(
     catalog: &Catalog,
     from: &mut dyn Read,
-    peer: &str,
     tell: &mut dyn FnMut(&Progress),
 ) -> Result<Progress, TransferError> {
     let mut progress = Progress::default();
@@ -327,7 +326,7 @@ pub fn restore(
             return Ok(progress);
         }
         let mut part = from.take(len);
-        restore_part(catalog, &mut part, peer, &mut progress)?;
+        restore_part(catalog, &mut part, &mut progress)?;
         // What follows a damaged part is in step again.
         io::copy(&mut part, &mut io::sink())?;
         if part.limit() > 0 {
@@ -349,7 +348,6 @@ fn read_word(from: &mut dyn Read) -> Result<[u8; 8], TransferError> {
 fn restore_part(
     catalog: &Catalog,
     from: &mut dyn Read,
-    peer: &str,
     progress: &mut Progress,
 ) -> Result<(), TransferError> {
     let snapshot = match Reader::open(from) {
@@ -382,7 +380,7 @@ fn restore_part(
         ranks.push(worker.dp_rank);
     }
     let mut broken = None;
-    let adopted = adopt(catalog, &model, worker, peer, || {
+    let adopted = adopt(catalog, &model, worker, || {
         let loaded = snapshot.load(model.index.as_ref());
         let Head { group, is_inexact, .. } = head;
         let mut place = Place { cursor: None, ranks, group, is_inexact };
@@ -429,7 +427,6 @@ pub(super) fn adopt(
     catalog: &Catalog,
     model: &Arc<ModelIndex>,
     worker: Worker,
-    peer: &str,
     load: impl FnOnce() -> Place,
 ) -> Result<(), &'static str> {
     if let Some(publisher) = catalog.publisher_of(worker) {
@@ -439,8 +436,7 @@ pub(super) fn adopt(
         return publisher.take_over(load);
     }
     let place = load();
-    let kind = PastKind::Recovered { peer: peer.to_owned() };
-    let past = Past { model: Arc::clone(model), place: place.clone(), kind };
+    let past = Past { model: Arc::clone(model), place: place.clone(), kind: PastKind::Recovered };
     if !catalog.remember_recovered(worker, past) {
         // It has registered meanwhile, and waits.
         if let Some(publisher) = catalog.publisher_of(worker) {

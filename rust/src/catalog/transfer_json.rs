@@ -28,12 +28,11 @@ use crate::ids::Worker;
 pub fn restore_json(
     catalog: &Catalog,
     from: &mut dyn Read,
-    peer: &str,
     tell: &mut dyn FnMut(&Progress),
 ) -> Result<Progress, TransferError> {
     let mut progress = Progress::default();
     let mut json = serde_json::Deserializer::from_reader(from);
-    let dump = Dump { catalog, peer, progress: &mut progress, tell };
+    let dump = Dump { catalog, progress: &mut progress, tell };
     dump.deserialize(&mut json).map_err(|error| match error.classify() {
         serde_json::error::Category::Io => TransferError::Io(error.into()),
         serde_json::error::Category::Eof => TransferError::Cut,
@@ -44,7 +43,6 @@ pub fn restore_json(
 
 struct Dump<'a> {
     catalog: &'a Catalog,
-    peer: &'a str,
     progress: &'a mut Progress,
     tell: &'a mut dyn FnMut(&Progress),
 }
@@ -143,7 +141,7 @@ impl<'a, 'b> Entry<'a, 'b> {
             }
         }
         for (worker, place) in placed.into_iter().chain(loose) {
-            match adopt(self.dump.catalog, &model, worker, self.dump.peer, || place) {
+            match adopt(self.dump.catalog, &model, worker, || place) {
                 Ok(()) => self.dump.progress.publishers += 1,
                 Err(reason) => self.dump.progress.skip(format!("worker {worker}: {reason}")),
             }

@@ -83,9 +83,7 @@ impl Publisher {
             return;
         }
         if sequence == 0 {
-            for dp_rank in &state.ranks {
-                self.model.index.clear(Worker::new(self.worker.instance_id, *dp_rank));
-            }
+            self.clear_ranks(state);
             state.standing.recovered(true, true);
         } else {
             state.stream.resume(sequence - 1, None, false);

@@ -194,17 +194,17 @@ async fn load(
     });
     let (pieces, received) = mpsc::channel(16);
     let reader = {
-        let (catalog, startup, peer) = (Arc::clone(catalog), Arc::clone(startup), peer.to_owned());
+        let (catalog, startup) = (Arc::clone(catalog), Arc::clone(startup));
         tokio::task::spawn_blocking(move || {
             let mut tell = |progress: &Progress| {
                 startup.update(|recovery| recovery.progress = progress.clone());
             };
             let mut from = Pieces { received, piece: Bytes::new() };
             if is_binary {
-                restore(&catalog, &mut from, &peer, &mut tell)
+                restore(&catalog, &mut from, &mut tell)
             } else {
                 let mut from = BufReader::with_capacity(64 * 1024, from);
-                restore_json(&catalog, &mut from, &peer, &mut tell)
+                restore_json(&catalog, &mut from, &mut tell)
             }
         })
     };
