@@ -131,9 +131,9 @@ def test_the_indexer_stays_up_and_of_one_size():
     engines = [Engine(number + 1, stop) for number in range(ENGINES)]
     statuses = Counter()
     threads = []
+    port = int(json.loads(process.stdout.readline())["url"].rsplit(":", 1)[1])
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     try:
-        port = int(json.loads(process.stdout.readline())["url"].rsplit(":", 1)[1])
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         for engine in engines:
             assert call(connection, "POST", "/register", registration(engine)) == 201
             engine.start()
@@ -159,6 +159,7 @@ def test_the_indexer_stays_up_and_of_one_size():
         for thread in [*threads, *engines]:
             if thread.ident is not None:
                 thread.join(30)
+        connection.close()
         process.terminate()
         _, errors = process.communicate(timeout=30)
     settled = max(samples[len(samples) // 5 : len(samples) // 2])

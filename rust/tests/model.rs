@@ -1,7 +1,8 @@
 //! The index against its dumb twin: random events, every answer compared after every event.
 //!
 //! `KVFLASH_MODEL_EVENTS` sets how many events each seeded stream plays, `KVFLASH_MODEL_SEEDS` how
-//! many seeds each kind of stream is played with.
+//! many seeds each kind of stream is played with, `KVFLASH_MODEL_SKIP` how many are passed over first.
+//! With `--nocapture` each stream says what was compared.
 
 use kvflash::ids::{Tier, Worker};
 use kvflash::index::{Block, BlockIndex, CountMode, Limits, Options, RadixIndex};

@@ -76,6 +76,8 @@ pub fn chains(locals: &[u64]) -> Vec<u64> {
 pub struct Seen {
     pub events: usize,
     pub compared: usize,
+    /// Workers' answers in all that was compared; those without a match do not count.
+    pub scores: usize,
     pub matched: usize,
     pub deepest: u32,
     pub most_matches: usize,
@@ -254,6 +256,7 @@ impl Pair {
             index.find_matches_early_exit(&locals[..len], out);
             out.sort();
             assert_eq!(out.as_slice(), cut(&early, len), "early exit, {len} of {locals:?}");
+            seen.scores += cut(&full, len).len();
         }
         index.find_matches(locals, out);
         let mut counts = Vec::new();
@@ -344,7 +347,8 @@ pub fn events() -> usize {
 /// Distinct seeds for the stream that a test calls `first`.
 pub fn seeds(first: u64) -> impl Iterator<Item = u64> {
     let count = number("KVFLASH_MODEL_SEEDS").unwrap_or(1) as u64;
-    (0..count).map(move |round| first + round * 10_000)
+    let skipped = number("KVFLASH_MODEL_SKIP").unwrap_or(0) as u64;
+    (skipped..skipped + count).map(move |round| first + round * 10_000)
 }
 
 /// How long a stream is and how often everything is compared, not just what an event is about.
@@ -385,5 +389,6 @@ pub fn run(
             std::panic::resume_unwind(cause);
         }
     }
+    println!("seed {}: {} events, {} scores compared", plan.seed, plan.events, pair.seen.scores);
     pair.seen
 }
