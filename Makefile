@@ -78,6 +78,7 @@ soak: dev
 # Needs wrk and nginx; installs the other systems on first use.
 peers: dev
 	$(BIN)/python benches/peers/routers.py
+	$(BIN)/python benches/peers/streams.py
 	$(BIN)/python benches/peers/indexer.py
 	$(BIN)/python benches/peers/index.py
 

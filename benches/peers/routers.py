@@ -12,7 +12,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from install import environment
@@ -83,8 +84,9 @@ SYSTEMS: dict[str, Commands] = {
 }
 
 
-def measure(name: str, workers: list[str], lua: Path, folder: Path, seconds: int) -> Load:
-    """Start a system, load it, stop it."""
+@contextmanager
+def running(name: str, workers: list[str], folder: Path) -> Iterator[str]:
+    """Start a system before the workers; yields its base URL once it answers."""
     port = FIRST_WORKER + 9 if name.startswith("nginx") else ROUTER
     env = {**os.environ, "DYN_LOG": "warn", "HF_HUB_OFFLINE": "1"}
     env["DYN_FILE_KV"] = str(folder / name.replace(" ", "-"))
@@ -95,12 +97,7 @@ def measure(name: str, workers: list[str], lua: Path, folder: Path, seconds: int
                 started.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
         base = f"http://127.0.0.1:{port}"
         wait(f"{base}/v1/models")
-        warm = wrk(f"{base}/v1/chat/completions", lua, seconds=2)
-        for _ in range(30):
-            if not warm.failed:
-                break
-            warm = wrk(f"{base}/v1/chat/completions", lua, seconds=1)
-        return wrk(f"{base}/v1/chat/completions", lua, seconds=seconds)
+        yield base
     finally:
         for process in reversed(started):
             process.terminate()
@@ -110,6 +107,17 @@ def measure(name: str, workers: list[str], lua: Path, folder: Path, seconds: int
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def measure(name: str, workers: list[str], lua: Path, folder: Path, seconds: int) -> Load:
+    """Start a system, load it, stop it."""
+    with running(name, workers, folder) as base:
+        warm = wrk(f"{base}/v1/chat/completions", lua, seconds=2)
+        for _ in range(30):
+            if not warm.failed:
+                break
+            warm = wrk(f"{base}/v1/chat/completions", lua, seconds=1)
+        return wrk(f"{base}/v1/chat/completions", lua, seconds=seconds)
 
 
 def main() -> None:
