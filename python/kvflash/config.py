@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-__all__ = ["Flags", "bounded_float", "bounded_int", "byte_count", "memory_limit"]
+__all__ = ["Flags", "bounded_float", "bounded_int", "byte_count", "memory_limit", "optional"]
 
 _T = TypeVar("_T")
 
@@ -81,6 +81,15 @@ def memory_limit(text: str) -> int:
     return value
 
 
+def optional(parse: Callable[[str], _T]) -> Callable[[str], _T | None]:
+    """A parser that also takes ``None``, in any case, for a setting that is not set."""
+
+    def parse_optional(text: str) -> _T | None:
+        return None if text.strip().lower() == "none" else parse(text)
+
+    return parse_optional
+
+
 class Flags:
     """An argument parser whose flags can also be set by environment variables.
 
@@ -133,13 +142,7 @@ class Flags:
 
     def add_switch(self, name: str, *, dest: str, value: bool, summary: str) -> None:
         """Add a flag without a value that sets ``dest`` to ``value``."""
-        text = os.environ.get(self._variable(name), "")
-        if text.lower() not in (*_TRUE, *_FALSE):
-            self._parser.error(
-                f"environment variable {self._variable(name)}: must be one of "
-                f"{', '.join((*_TRUE, *_FALSE[1:]))}, got {text!r}"
-            )
-        is_set = text.lower() in _TRUE
+        is_set = self._truth(self._variable(name), os.environ.get(self._variable(name), ""))
         self._parser.add_argument(
             name,
             dest=dest,
@@ -148,6 +151,45 @@ class Flags:
             default=value if is_set else not value,
             help=summary,
         )
+
+    def add_toggle(
+        self,
+        dest: str,
+        *,
+        on: Sequence[str],
+        off: Sequence[str],
+        default: bool,
+        summary: str,
+        variables: Sequence[str] = (),
+    ) -> None:
+        """Add flags that switch one thing on and flags that switch it off; the last one wins.
+
+        Each name has its variable (``KVFLASH_NO_THING=1`` switches off); ``variables`` are further
+        ones that say on or off. The command line wins over all of them.
+        """
+        said: dict[str, bool] = {}
+        for variable, is_on in [
+            *((self._variable(name), True) for name in on),
+            *((self._variable(name), False) for name in off),
+            *((variable, True) for variable in variables),
+        ]:
+            text = os.environ.get(variable)
+            if text is not None and text.strip():
+                said[variable] = self._truth(variable, text) == is_on
+        if len(set(said.values())) > 1:
+            shown = " and ".join(f"{name}={os.environ[name]}" for name in said)
+            self._parser.error(f"environment variables contradict each other: {shown}")
+        value = next(iter(said.values()), default)
+        group = [(names, is_on) for names, is_on in ((on, True), (off, False)) if names]
+        for at, (names, is_on) in enumerate(group):
+            self._parser.add_argument(
+                *names,
+                dest=dest,
+                action="store_const",
+                const=is_on,
+                default=value,
+                help=summary if at == 0 else f"the opposite of {group[0][0][0]}",
+            )
 
     def add_list(self, name: str, *, dest: str, summary: str, metavar: str) -> None:
         """Add a flag that may be given many times; the environment separates by white space."""
@@ -178,6 +220,16 @@ class Flags:
             said = " and ".join(f"{n}={text}" for n, text in found.items())
             self._parser.error(f"environment variables contradict each other: {said}")
         return next(iter(found.items()), (variable, None))
+
+    def _truth(self, variable: str, text: str) -> bool:
+        """What a variable that is on or off says."""
+        word = text.strip().lower()
+        if word not in (*_TRUE, *_FALSE):
+            self._parser.error(
+                f"environment variable {variable}: must be one of "
+                f"{', '.join((*_TRUE, *_FALSE[1:]))}, got {text!r}"
+            )
+        return word in _TRUE
 
     @staticmethod
     def _variable(name: str) -> str:

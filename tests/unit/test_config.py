@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from kvflash.config import Flags, bounded_float, bounded_int, byte_count
+from kvflash.config import Flags, bounded_float, bounded_int, byte_count, optional
 from kvflash.errors import ConfigError
 from kvflash.frontend import args as frontend
 from kvflash.indexer.app import main
@@ -274,3 +274,45 @@ def test_switches_and_lists_read_the_environment(monkeypatch):
     assert args.uses_cache is False
     assert args.loud is False
     assert args.engines[-1] == "c"
+
+
+def toggled(*argv):
+    flags = Flags("test", "")
+    flags.add_toggle(
+        "is_on", on=["--thing"], off=["--no-thing", "--without-thing"], default=True,
+        summary="a thing", variables=["DYN_THING"],
+    )  # fmt: skip
+    return flags.parse(argv).is_on
+
+
+def test_toggles_take_all_their_names_and_the_last_one_wins(monkeypatch, capsys):
+    assert toggled() is True
+    assert toggled("--without-thing") is False
+    assert toggled("--no-thing", "--thing") is True
+    for variable, text, wanted in (
+        ("KVFLASH_THING", "off", False),
+        ("KVFLASH_NO_THING", "1", False),
+        ("KVFLASH_NO_THING", "0", True),
+        ("KVFLASH_WITHOUT_THING", "TRUE", False),
+        ("DYN_THING", "false", False),
+    ):
+        monkeypatch.setenv(variable, text)
+        assert toggled() is wanted, variable
+        assert toggled("--thing") is True
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("KVFLASH_THING", "1")
+    monkeypatch.setenv("DYN_THING", "0")
+    with pytest.raises(SystemExit):
+        toggled()
+    assert "KVFLASH_THING=1 and DYN_THING=0" in capsys.readouterr().err
+    monkeypatch.setenv("DYN_THING", "maybe")
+    with pytest.raises(SystemExit):
+        toggled()
+    assert "DYN_THING: must be one of 1, true" in capsys.readouterr().err
+
+
+def test_what_is_not_set_can_be_said():
+    parse = optional(bounded_float(0, 1))
+    assert [parse(text) for text in ("None", "none", "0.5")] == [None, None, 0.5]
+    with pytest.raises(argparse.ArgumentTypeError):
+        parse("nothing")
