@@ -11,6 +11,7 @@ from kvflash._core import (
     compute_sequence_hashes,
 )
 from kvflash.errors import (
+    AllBusyError,
     ClosedError,
     ConfigError,
     ConflictError,
@@ -24,6 +25,7 @@ from kvflash.errors import (
 )
 
 __all__ = [
+    "AllBusyError",
     "ApproxKvIndexer",
     "ClosedError",
     "ConfigError",

@@ -10,6 +10,7 @@
     ├── NoWorkerError (LookupError)         nobody can take the request
     ├── ConflictError                       contradicts what is there already
     ├── OverloadedError                     a named limit is reached; try again later
+    │   └── AllBusyError                    every worker is busier than the thresholds allow
     ├── TransportError (ConnectionError)    the other side could not be reached
     └── ClosedError                         the service is shutting down
 
@@ -17,6 +18,7 @@ A gap, a duplicate or an unknown parent in an event stream is an outcome, not an
 """
 
 __all__ = [
+    "AllBusyError",
     "ClosedError",
     "ConfigError",
     "ConflictError",
@@ -60,6 +62,10 @@ class ConflictError(KvflashError):
 
 class OverloadedError(KvflashError):
     """A named limit is reached; try again later."""
+
+
+class AllBusyError(OverloadedError):
+    """Every worker that could take the request is busier than the thresholds allow."""
 
 
 class TransportError(KvflashError, ConnectionError):

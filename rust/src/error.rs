@@ -28,6 +28,10 @@ pub enum Error {
     /// No worker can take the request: none registered, none healthy or none allowed. HTTP 503.
     #[error("{0}")]
     NoWorker(String),
+    /// Every worker that could take the request is busy beyond the thresholds in force. HTTP 503 with
+    /// Retry-After.
+    #[error("{0}")]
+    AllBusy(String),
     /// A named limit is reached; try again later. HTTP 429 with Retry-After.
     #[error("{0}")]
     Overloaded(String),

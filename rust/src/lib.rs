@@ -5,7 +5,7 @@
 //!
 //! - floor 0, words: [`error`], [`ids`], [`clock`], [`event`]
 //! - floor 1, pure: [`hash`], [`codec`], [`stream`], [`index`], [`load`], [`policy`], [`text`],
-//!   [`router`], [`catalog`]
+//!   [`router`], [`catalog`], [`select`]
 //! - floor 2, doors: [`http`] (tokio lives here)
 //! - floor 3, the fence: `py` (feature `python`)
 #![deny(unsafe_op_in_unsafe_fn)]
@@ -23,6 +23,7 @@ pub mod index;
 pub mod load;
 pub mod policy;
 pub mod router;
+pub mod select;
 pub mod stream;
 pub mod text;
 

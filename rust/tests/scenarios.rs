@@ -181,6 +181,7 @@ impl Stage {
             overlaps: &ask.overlaps,
             allowed: ask.allowed.as_ref().map(|_| &is_allowed as &dyn Fn(Worker) -> bool),
             overrides: ask.overrides,
+            ..RouteRequest::default()
         };
         let mut terms = Vec::new();
         let router = Arc::clone(self.router()?);

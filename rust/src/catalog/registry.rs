@@ -33,6 +33,11 @@ pub struct CatalogOptions {
     pub max_blocks: usize,
     /// Bytes that one index may occupy; 0 = no limit. Near it the least recently stored blocks go.
     pub index_memory_bytes: usize,
+    /// How long a prediction stands in an index, in milliseconds; 0 means until it is pushed out.
+    pub predicted_ttl_ms: u64,
+    /// Most predicted blocks of one index, counted per worker, and how many are left when there were
+    /// more; 0 = no limit.
+    pub max_predicted: (usize, usize),
     /// Limits of one event frame.
     pub frame: codec::Limits,
 }
@@ -44,6 +49,8 @@ impl Default for CatalogOptions {
             max_models: 4_096,
             max_blocks: DEFAULT_MAX_BLOCKS,
             index_memory_bytes: 0,
+            predicted_ttl_ms: 0,
+            max_predicted: (0, 0),
             frame: codec::Limits::default(),
         }
     }
@@ -170,6 +177,9 @@ impl Catalog {
             limits: index::Limits {
                 max_blocks: self.options.max_blocks,
                 max_bytes: self.options.index_memory_bytes,
+                predicted_ttl_ms: self.options.predicted_ttl_ms,
+                max_predicted: self.options.max_predicted.0,
+                predicted_target: self.options.max_predicted.1.min(self.options.max_predicted.0),
                 ..index::Limits::default()
             },
             hash_seed: rand::random(),

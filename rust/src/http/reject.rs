@@ -82,7 +82,9 @@ impl From<Error> for Reject {
             Error::NotFound(_) => (StatusCode::NOT_FOUND, None),
             Error::Conflict(_) => (StatusCode::CONFLICT, None),
             Error::Overloaded(_) => (StatusCode::TOO_MANY_REQUESTS, Some(1)),
-            Error::NoWorker(_) | Error::Closed(_) => (StatusCode::SERVICE_UNAVAILABLE, Some(1)),
+            Error::NoWorker(_) | Error::AllBusy(_) | Error::Closed(_) => {
+                (StatusCode::SERVICE_UNAVAILABLE, Some(1))
+            }
             Error::Transport(_) => (StatusCode::BAD_GATEWAY, None),
             Error::Config(_) => (StatusCode::INTERNAL_SERVER_ERROR, None),
         };

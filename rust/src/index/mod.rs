@@ -99,7 +99,7 @@ pub trait BlockIndex: Send + Sync {
     ///
     /// Predictions are a plane of their own: they never count as fact, appear in [`Match::predicted`]
     /// only, and end by age ([`Limits::predicted_ttl_ms`], counted from the last prediction of that
-    /// block), by [`Limits::capacity_blocks`], or with their worker. Makes the worker known. Returns the
+    /// block), by [`Limits::capacity_blocks`] or [`Limits::max_predicted`], or with their worker. Makes the worker known. Returns the
     /// blocks that were not predicted before; 0 also when no more workers can be known.
     ///
     /// # Cost

@@ -463,6 +463,34 @@ fn a_worker_keeps_no_more_than_its_capacity() {
 }
 
 #[test]
+fn predictions_of_all_workers_are_pruned_together() {
+    let limits = Limits { max_predicted: 100, predicted_target: 80, ..Limits::default() };
+    let index = RadixIndex::new(Options { limits, ..Options::default() });
+    let prompt = |n: u64| -> Vec<u64> { (n * 1_000..n * 1_000 + 30).collect() };
+    for n in 1..=40 {
+        let worker = Worker::new(n % 3, 0);
+        store(&index, worker, &prompt(n), None);
+        // Half of each prompt is everybody's, and with each the shared half was used last.
+        let shared: Vec<u64> = (1..=15).chain(prompt(n)).collect();
+        index.predict(worker, DEFAULT_SEED, &shared);
+        let predicted = index.stats().predicted;
+        assert!((n < 3 || predicted >= 50) && predicted <= 100, "{predicted}");
+        let now = matches(&index, &shared);
+        assert_eq!(now.iter().find(|found| found.worker == worker).unwrap().predicted, 45);
+        index.audit();
+    }
+    let stats = index.stats();
+    assert_eq!(stats.memberships, 40 * 30, "facts are not touched");
+    assert!(stats.evicted_blocks_total > 0);
+    // One that is longer than all: its beginning stays.
+    let long: Vec<u64> = (90_000..90_300).collect();
+    index.predict(W, DEFAULT_SEED, &long);
+    assert_eq!(index.stats().predicted, 80);
+    assert_eq!(foretold(&index, &long).iter().map(|found| found.1).collect::<Vec<_>>(), [80]);
+    index.audit();
+}
+
+#[test]
 fn an_index_stays_within_its_bytes() {
     let max_bytes = 4 << 20;
     let limits = Limits { max_bytes, ..Limits::default() };

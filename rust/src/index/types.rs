@@ -47,6 +47,11 @@ pub struct Limits {
     /// From 15/16 of it on, the least recently stored blocks of all workers go, deepest first. What finds
     /// no room even so, because readers hold back what went, is refused.
     pub max_bytes: usize,
+    /// Most predicted blocks, counted per worker; 0 means no limit. Beyond it the least recently
+    /// predicted ones of all workers go, deepest first, until [`Limits::predicted_target`] are left.
+    pub max_predicted: usize,
+    /// What is left then; at most `max_predicted`.
+    pub predicted_target: usize,
     /// How long a prediction stands, in milliseconds; 0 means until it is pushed out.
     pub predicted_ttl_ms: u64,
     /// How long a block that a worker holds stands, in milliseconds, from when the worker stored it last, or
@@ -82,6 +87,8 @@ impl Default for Limits {
             max_workers: MAX_WORKERS,
             capacity_blocks: 0,
             max_bytes: 0,
+            max_predicted: 0,
+            predicted_target: 0,
             predicted_ttl_ms: 0,
             ttl_ms: 0,
         }

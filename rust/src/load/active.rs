@@ -343,6 +343,11 @@ impl ActiveSequences {
         self.slots.slot(worker).is_some()
     }
 
+    /// Whether `id` is booked.
+    pub fn is_booked(&self, id: RequestId) -> bool {
+        self.by_id.contains_key(&id)
+    }
+
     /// Workers in the table.
     pub fn worker_count(&self) -> usize {
         self.slots.len()

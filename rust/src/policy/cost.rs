@@ -23,8 +23,10 @@ pub struct RequestTerms {
 pub struct Candidate {
     /// The worker.
     pub worker: Worker,
-    /// Leading blocks of the prompt that it holds.
+    /// Leading blocks of the prompt that it holds, or soon will.
     pub overlap_blocks: u32,
+    /// How many of these it does not hold yet: the prompt was sent there, and nobody has told more.
+    pub predicted_blocks: u32,
     /// What it is busy with; `None` for a worker that the load table does not know.
     pub load: Option<ActiveLoad>,
 }
@@ -49,8 +51,10 @@ pub struct ActiveLoad {
 pub struct Terms {
     /// The worker.
     pub worker: Worker,
-    /// Leading blocks of the prompt that it holds.
+    /// Leading blocks of the prompt that it holds, or soon will.
     pub overlap_blocks: u32,
+    /// How many of these are only predicted.
+    pub predicted_blocks: u32,
     /// Active requests, without this one; 0 for a worker the load table does not know.
     pub active_requests: u32,
     /// Tokens to prefill, those of active requests included.
@@ -76,7 +80,9 @@ impl RequestTerms {
     ///
     /// `kv`: `overlap_score_weight * prefill_blocks + decode_blocks`; while the block size is
     /// unknown `overlap_score_weight * prefill_tokens + active requests`. A worker that the load
-    /// table does not know counts as idle and gets no credit for overlap. `least_loaded` and
+    /// table does not know counts as idle and gets no credit for overlap. Behind a predicted overlap a
+    /// rest of less than a block counts nothing: it is no reason to compute the same prompt elsewhere
+    /// again. `least_loaded` and
     /// `power_of_two`: what the candidate is busy with, whatever the request.
     ///
     /// # Source
@@ -92,6 +98,8 @@ impl RequestTerms {
                 // An overlap longer than the prompt is somebody's mistake and saves no more.
                 let cached_tokens = u64::from(candidate.overlap_blocks) * block_size;
                 let own_tokens = self.isl_tokens.saturating_sub(cached_tokens);
+                let is_twin = candidate.predicted_blocks > 0 && own_tokens < block_size;
+                let own_tokens = if is_twin { 0 } else { own_tokens };
                 let own_blocks = self.tracked_blocks.saturating_sub(load.shared_blocks);
                 (load.prefill_tokens + own_tokens, load.blocks + u64::from(own_blocks))
             }
@@ -116,6 +124,7 @@ impl RequestTerms {
         Terms {
             worker: candidate.worker,
             overlap_blocks: candidate.overlap_blocks,
+            predicted_blocks: candidate.predicted_blocks,
             active_requests: load.requests,
             prefill_tokens,
             prefill_blocks,

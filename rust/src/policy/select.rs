@@ -21,7 +21,9 @@ struct Choice {
 /// Choose among `candidates`; `None` when there are none. The terms of all of them replace what
 /// is in `terms`, whose memory is reused.
 ///
-/// Ties are exact: costs that differ in the last bit do not tie. The generator is used only where
+/// Ties are exact: costs that differ in the last bit do not tie. Of equal costs of `kv`, a worker to
+/// which the prompt was just sent comes first while it has one request at most: what it is computing
+/// need not be computed twice, and a crowd of equal prompts still spreads. The generator is used only where
 /// chance decides: for ties, above temperature 0, for `random` and for `power_of_two`.
 ///
 /// # Cost
@@ -74,7 +76,11 @@ pub fn select<'a>(
 
 fn key(policy: Policy, candidate: &Candidate, terms: &Terms) -> Key {
     match policy {
-        Policy::Kv | Policy::Random => (terms.cost, 0),
+        Policy::Kv => {
+            let is_twin = terms.predicted_blocks > 0 && terms.active_requests <= 1;
+            (terms.cost, u64::from(!is_twin))
+        }
+        Policy::Random => (terms.cost, 0),
         Policy::LeastLoaded | Policy::PowerOfTwo => (terms.cost, u64::from(terms.active_requests)),
         Policy::RoundRobin => (0.0, candidate.load.map_or(0, |load| load.last_booked)),
     }

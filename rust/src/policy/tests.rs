@@ -21,7 +21,12 @@ const REQUEST: RequestTerms = RequestTerms {
 };
 
 fn candidate(id: u64, load: ActiveLoad) -> Candidate {
-    Candidate { worker: Worker::new(id, 0), overlap_blocks: 0, load: Some(load) }
+    Candidate {
+        worker: Worker::new(id, 0),
+        overlap_blocks: 0,
+        predicted_blocks: 0,
+        load: Some(load),
+    }
 }
 
 /// Candidates of `REQUEST` in half blocks, so that their costs are `costs` (at least 0.5).
@@ -90,7 +95,8 @@ fn check_doc_example(weight: f64, input: &Value, expected: &Value) {
     };
     let blocks = input["decode_blocks"].as_f64().unwrap() as u64;
     let load = Some(ActiveLoad { blocks, ..ActiveLoad::default() });
-    let candidate = Candidate { worker: Worker::new(7, 2), overlap_blocks, load };
+    let candidate =
+        Candidate { worker: Worker::new(7, 2), overlap_blocks, predicted_blocks: 0, load };
     let terms = request.terms(Policy::Kv, &candidate);
     assert_eq!(terms.cost, expected["cost"].as_f64().unwrap());
     assert_eq!(
@@ -119,6 +125,7 @@ fn check_terms(id: &str, weight: f64, input: &Value, expected: &Value) {
     let candidate = Candidate {
         worker,
         overlap_blocks: number("overlap_blocks") as u32,
+        predicted_blocks: 0,
         load: Some(ActiveLoad {
             requests: 1,
             shared_blocks: shared[slot],
@@ -242,7 +249,8 @@ fn a_worker_unknown_to_the_load_table_costs_the_whole_prompt() {
         overlap_score_weight: 2.0,
         temperature: 0.0,
     };
-    let unknown = Candidate { worker: Worker::new(1, 0), overlap_blocks: 3, load: None };
+    let unknown =
+        Candidate { worker: Worker::new(1, 0), overlap_blocks: 3, predicted_blocks: 0, load: None };
     let terms = request.terms(Policy::Kv, &unknown);
     assert_eq!((terms.prefill_tokens, terms.decode_blocks), (70, 4));
     assert_eq!(terms.cost, 2.0 * 70.0 / 16.0 + 4.0);
@@ -260,7 +268,8 @@ fn without_a_block_size_tokens_and_requests_decide() {
         "Formula for worker_id=1 dp_rank=0 with 0 cached blocks: 42.000 = 1.000 * prefill_tokens \
          + active_requests = 1.000 * 40.000 + 2.000"
     );
-    let unknown = Candidate { worker: Worker::new(1, 0), overlap_blocks: 3, load: None };
+    let unknown =
+        Candidate { worker: Worker::new(1, 0), overlap_blocks: 3, predicted_blocks: 0, load: None };
     assert_eq!(request.terms(Policy::Kv, &unknown).cost, 30.0);
     assert_eq!(request.required_blocks(), 0);
 }
@@ -338,17 +347,54 @@ fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
             last_booked,
         },
     );
-    let one = (0u32..6, prop::option::weighted(0.9, load));
+    let one = (0u32..6, prop::option::weighted(0.2, 0u32..3), prop::option::weighted(0.9, load));
     prop::collection::vec(one, 0..12).prop_map(|all| {
         let numbered = (0..).zip(all);
         numbered
-            .map(|(id, (overlap_blocks, load))| Candidate {
+            .map(|(id, (overlap_blocks, predicted, load))| Candidate {
                 worker: Worker::new(id, 0),
                 overlap_blocks,
+                predicted_blocks: predicted.unwrap_or(0).min(overlap_blocks),
                 load,
             })
             .collect()
     })
+}
+
+#[test]
+fn a_prompt_that_was_just_sent_somewhere_goes_there_again_but_not_in_crowds() {
+    let request = RequestTerms { isl_tokens: 39, block_size: 10, tracked_blocks: 3, ..REQUEST };
+    let twin = |requests: u32| {
+        let load = ActiveLoad {
+            requests,
+            shared_blocks: 3,
+            prefill_tokens: 39,
+            blocks: 3,
+            ..ActiveLoad::default()
+        };
+        Candidate { overlap_blocks: 3, predicted_blocks: 3, ..candidate(1, load) }
+    };
+    let idle = candidate(2, ActiveLoad::default());
+    let mut chosen = [0_usize; 2];
+    for seed in 0..64 {
+        for requests in [1, 2] {
+            let mut rng = SmallRng::seed_from_u64(seed);
+            let mut terms = Vec::new();
+            let candidates = [idle, twin(requests)];
+            let decision = select(Policy::Kv, &request, &candidates, &mut terms, &mut rng).unwrap();
+            // The nine tokens behind the last full block make no difference.
+            assert_eq!(decision.candidates[0].cost, decision.candidates[1].cost);
+            chosen[requests as usize - 1] += usize::from(decision.worker == Worker::new(1, 0));
+        }
+    }
+    assert_eq!(chosen[0], 64, "one request there: the twin joins it");
+    assert!((10..54).contains(&chosen[1]), "two: chance decides, {}", chosen[1]);
+    // Held blocks are not predicted ones: a tie is a tie.
+    let terms = |predicted_blocks| {
+        let one = Candidate { predicted_blocks, ..twin(1) };
+        request.terms(Policy::Kv, &one).prefill_tokens
+    };
+    assert_eq!((terms(0), terms(3)), (48, 39));
 }
 
 proptest! {
@@ -368,7 +414,8 @@ proptest! {
             temperature,
         };
         let (mut terms, mut again) = (Vec::new(), vec![request.terms(policy, &Candidate {
-            worker: Worker::new(99, 0), overlap_blocks: 0, load: None,
+            worker: Worker::new(99, 0), predicted_blocks: 0,
+            overlap_blocks: 0, load: None,
         })]);
         let rng = SmallRng::seed_from_u64(seed);
         let first = select(policy, &request, &candidates, &mut terms, &mut rng.clone());

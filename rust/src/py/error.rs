@@ -14,6 +14,7 @@ pub(super) fn raise(py: Python<'_>, error: &Error) -> PyErr {
         Error::InvalidArgument(_) => "InvalidArgumentError",
         Error::Decode { .. } => "DecodeError",
         Error::NoWorker(_) => "NoWorkerError",
+        Error::AllBusy(_) => "AllBusyError",
         Error::Overloaded(_) => "OverloadedError",
         Error::NotFound(_) => "NotFoundError",
         Error::Conflict(_) => "ConflictError",

@@ -10,7 +10,7 @@ mod route;
 
 pub use booking::Booking;
 pub use config::{RouteOverride, RouterConfig};
-pub use route::{RouteRequest, Router};
+pub use route::{Gate, RouteRequest, Router};
 
 #[cfg(test)]
 mod speed;

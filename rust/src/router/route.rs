@@ -11,7 +11,7 @@ use super::booking::Booking;
 use super::config::{RouteOverride, RouterConfig};
 use crate::clock::Clock;
 use crate::error::{Error, Result};
-use crate::ids::Worker;
+use crate::ids::{InstanceId, Worker};
 use crate::load::{
     ActiveSequences, BlockUse, Expired, LoadTotals, RequestId, WorkerChange, WorkerLoad,
 };
@@ -33,9 +33,14 @@ pub struct RouteRequest<'a> {
     /// Leading blocks of the prompt that workers hold; none for workers that are not named.
     /// Workers that are not registered here are passed over: the index may be behind or ahead.
     pub overlaps: &'a [(Worker, u32)],
+    /// Leading blocks that workers are predicted to hold soon; what goes beyond `overlaps` counts as
+    /// overlap too, and is told apart.
+    pub predictions: &'a [(Worker, u32)],
     /// Workers that may take the request; `None` for all. Called under the router's lock: it
     /// answers from what it holds and does not come back to the router.
     pub allowed: Option<&'a dyn Fn(Worker) -> bool>,
+    /// Who is too busy for any request; `None` for nobody.
+    pub gate: Option<&'a dyn Gate>,
     /// What this request wants otherwise.
     pub overrides: RouteOverride,
 }
@@ -46,10 +51,25 @@ impl fmt::Debug for RouteRequest<'_> {
             .field("isl_tokens", &self.isl_tokens)
             .field("sequence_hashes", &self.sequence_hashes.len())
             .field("overlaps", &self.overlaps)
+            .field("predictions", &self.predictions)
             .field("allowed", &self.allowed.is_some())
+            .field("gate", &self.gate.is_some())
             .field("overrides", &self.overrides)
             .finish()
     }
+}
+
+/// Says who is too busy, from the load at the moment of a decision.
+///
+/// Called under the router's lock: it answers from what it holds and does not come back to the router.
+pub trait Gate {
+    /// Adds to `shut` the instances that take no request now, ascending. `loads` are those of all
+    /// registered workers, in worker order.
+    fn shut(&self, loads: &mut dyn Iterator<Item = WorkerLoad>, shut: &mut Vec<InstanceId>);
+
+    /// A worker that was allowed is passed over because its instance is shut; what the request would
+    /// have cost there.
+    fn passed_over(&self, terms: Terms);
 }
 
 /// Gives requests of one model to workers and keeps account of who is busy with what.
@@ -76,8 +96,12 @@ struct Scratch {
     /// By slot.
     overlaps: Vec<u32>,
     /// By slot.
+    predictions: Vec<u32>,
+    /// By slot.
     shared: Vec<u32>,
     candidates: Vec<Candidate>,
+    /// Instances too busy, ascending.
+    shut: Vec<InstanceId>,
 }
 
 impl Router {
@@ -107,8 +131,8 @@ impl Router {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for an empty prompt, too many hashes or an override out of
-    /// range; [`Error::NoWorker`] when there is none or none is allowed; [`Error::Overloaded`] at
-    /// `max_requests`. Nothing is booked then.
+    /// range; [`Error::NoWorker`] when there is none or none is allowed; [`Error::AllBusy`] when the gate
+    /// shuts out all of these; [`Error::Overloaded`] at `max_requests`. Nothing is booked then.
     ///
     /// # Cost
     /// O(blocks of the request + workers), without allocation apart from the request's own hashes.
@@ -124,7 +148,7 @@ impl Router {
         state.load.check_room()?;
         let blocks = self.block_use(&state.load, request);
         let known = self.terms(&state.load, request, blocks);
-        state.scratch.fill(&state.load, request, blocks)?;
+        self.fill(state, request, &known, blocks)?;
         let candidates = &state.scratch.candidates;
         let decision =
             policy::select(self.config.policy, &known, candidates, terms, &mut state.rng)
@@ -151,10 +175,49 @@ impl Router {
         let state = &mut *state;
         let blocks = self.block_use(&state.load, request);
         let known = self.terms(&state.load, request, blocks);
-        state.scratch.fill(&state.load, request, blocks)?;
+        self.fill(state, request, &known, blocks)?;
         let mut rng = state.rng.clone();
         policy::select(self.config.policy, &known, &state.scratch.candidates, terms, &mut rng)
             .ok_or_else(|| no_candidate(&state.load))
+    }
+
+    /// What `request` would cost on every allowed worker now, busy ones included; changes nothing.
+    /// Nothing is in `terms` when there is no worker.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] as [`route`](Self::route).
+    pub fn potential(&self, request: &RouteRequest<'_>, terms: &mut Vec<Terms>) -> Result<()> {
+        self.validate(request)?;
+        terms.clear();
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        let blocks = self.block_use(&state.load, request);
+        let known = self.terms(&state.load, request, blocks);
+        let request = RouteRequest { gate: None, ..*request };
+        match self.fill(state, &request, &known, blocks) {
+            Err(Error::NoWorker(_)) => return Ok(()),
+            other => other?,
+        }
+        let candidates = &state.scratch.candidates;
+        terms.extend(candidates.iter().map(|one| known.terms(self.config.policy, one)));
+        Ok(())
+    }
+
+    /// Whether `request` is booked: neither freed, nor expired, nor gone with its worker.
+    pub fn is_booked(&self, request: RequestId) -> bool {
+        self.state.lock().load.is_booked(request)
+    }
+
+    /// The prompt of `request` is prefilled, and it is alive; as [`Booking::first_token`] for callers
+    /// that want to know.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] for a request that is not booked (any more).
+    pub fn mark_prefill_completed(&self, request: RequestId) -> Result<()> {
+        let now_ms = self.clock.now_ms();
+        let load = &mut self.state.lock().load;
+        load.mark_prefill_completed(request)?;
+        load.touch(request, now_ms)
     }
 
     /// Make `workers` the registered workers; see [`ActiveSequences::set_workers`].
@@ -249,7 +312,7 @@ impl Router {
     fn block_use<'a>(&self, load: &ActiveSequences, request: &RouteRequest<'a>) -> BlockUse<'a> {
         if !self.config.track_active_blocks || load.block_size() == 0 {
             BlockUse::Untracked
-        } else if self.config.assume_kv_reuse {
+        } else if request.overrides.assume_kv_reuse.unwrap_or(self.config.assume_kv_reuse) {
             BlockUse::Shared(request.sequence_hashes)
         } else {
             BlockUse::Private(request.sequence_hashes.len() as u32)
@@ -272,43 +335,65 @@ impl Router {
             temperature: overrides.temperature.unwrap_or(self.config.temperature),
         }
     }
+
+    /// Make the candidates of `request` from what is active now.
+    fn fill(
+        &self,
+        state: &mut State,
+        request: &RouteRequest<'_>,
+        known: &RequestTerms,
+        blocks: BlockUse<'_>,
+    ) -> Result<()> {
+        let State { load, scratch, .. } = state;
+        if load.worker_count() == 0 {
+            return Err(Error::NoWorker("no worker is registered for this model".into()));
+        }
+        let hashes = if let BlockUse::Shared(hashes) = blocks { hashes } else { &[] };
+        load.count_shared(hashes, &mut scratch.shared);
+        load.spread(request.overlaps, &mut scratch.overlaps);
+        load.spread(request.predictions, &mut scratch.predictions);
+        scratch.candidates.clear();
+        scratch.shut.clear();
+        if let Some(gate) = request.gate {
+            gate.shut(&mut load.loads().map(|(_, load)| load), &mut scratch.shut);
+        }
+        let mut passed_over = 0;
+        for (slot, load) in load.loads() {
+            if request.allowed.is_some_and(|allowed| !allowed(load.worker)) {
+                continue;
+            }
+            let (held, predicted) = (scratch.overlaps[slot], scratch.predictions[slot]);
+            let candidate = Candidate {
+                worker: load.worker,
+                overlap_blocks: held.max(predicted),
+                predicted_blocks: predicted.saturating_sub(held),
+                load: Some(ActiveLoad {
+                    requests: load.requests,
+                    shared_blocks: scratch.shared[slot],
+                    prefill_tokens: load.prefill_tokens,
+                    blocks: load.blocks,
+                    last_booked: load.last_booked,
+                }),
+            };
+            match request.gate {
+                Some(gate) if scratch.shut.binary_search(&load.worker.instance_id).is_ok() => {
+                    passed_over += 1;
+                    gate.passed_over(known.terms(self.config.policy, &candidate));
+                }
+                _ => scratch.candidates.push(candidate),
+            }
+        }
+        if scratch.candidates.is_empty() && passed_over > 0 {
+            let text = format!("all {passed_over} workers that may take this request are busy");
+            return Err(Error::AllBusy(text));
+        }
+        Ok(())
+    }
 }
 
 impl fmt::Debug for Router {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Router").field("config", &self.config).finish_non_exhaustive()
-    }
-}
-
-impl Scratch {
-    /// Make the candidates of `request` from what is active now.
-    fn fill(
-        &mut self,
-        load: &ActiveSequences,
-        request: &RouteRequest<'_>,
-        blocks: BlockUse<'_>,
-    ) -> Result<()> {
-        if load.worker_count() == 0 {
-            return Err(Error::NoWorker("no worker is registered for this model".into()));
-        }
-        let hashes = if let BlockUse::Shared(hashes) = blocks { hashes } else { &[] };
-        load.count_shared(hashes, &mut self.shared);
-        load.spread(request.overlaps, &mut self.overlaps);
-        self.candidates.clear();
-        let is_allowed = |worker| request.allowed.is_none_or(|allowed| allowed(worker));
-        let loads = load.loads().filter(|(_, load)| is_allowed(load.worker));
-        self.candidates.extend(loads.map(|(slot, load)| Candidate {
-            worker: load.worker,
-            overlap_blocks: self.overlaps[slot],
-            load: Some(ActiveLoad {
-                requests: load.requests,
-                shared_blocks: self.shared[slot],
-                prefill_tokens: load.prefill_tokens,
-                blocks: load.blocks,
-                last_booked: load.last_booked,
-            }),
-        }));
-        Ok(())
     }
 }
 

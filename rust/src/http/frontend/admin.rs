@@ -150,7 +150,7 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
         metrics.worker_failures.get_or_create(&label).set(failures as i64);
     }
     for pool in app.fleet.pools() {
-        for load in pool.router.loads() {
+        for load in pool.selector.loads() {
             let label = WorkerLabel { worker: load.worker.to_string() };
             metrics.worker_active_blocks.get_or_create(&label).set(load.blocks as i64);
             metrics.worker_active_prefill.get_or_create(&label).set(load.prefill_tokens as i64);
@@ -189,7 +189,7 @@ fn entry(app: &App, engine: &Engine) -> Value {
         })
         .collect();
     let blocks: usize = (0..engine.spec.dp_size)
-        .filter_map(|rank| Some(pool?.index.index.blocks(Worker::new(engine.id, rank))))
+        .filter_map(|rank| Some(pool?.index().index.blocks(Worker::new(engine.id, rank))))
         .sum();
     json!({
         "id": engine.id,
@@ -199,7 +199,7 @@ fn entry(app: &App, engine: &Engine) -> Value {
         "model": pool.map(|pool| &pool.name),
         "serves": notes.models.iter().map(|(name, _)| name).collect::<Vec<_>>(),
         "dp_size": engine.spec.dp_size,
-        "block_size": pool.and_then(|pool| pool.index.block_size()),
+        "block_size": pool.and_then(|pool| pool.index().block_size()),
         "engine_block_size": notes.block_size,
         "capacity_blocks": notes.capacity_blocks,
         "blocks": blocks,

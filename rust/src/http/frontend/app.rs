@@ -32,7 +32,7 @@ use crate::catalog::Catalog;
 use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::ids::InstanceId;
-use crate::router::Booking;
+use crate::select::Reservation;
 use crate::text::{CacheOptions, TextModel, TextOptions};
 
 pub(super) static WORKER_HEADER: HeaderName = HeaderName::from_static("x-kvflash-worker");
@@ -112,8 +112,7 @@ impl FrontendApp {
 
     /// Free bookings that nothing was heard of; call it on a timer.
     pub fn expire(&self) -> usize {
-        let expired: usize =
-            self.app.fleet.pools().iter().map(|pool| pool.router.expire().len()).sum();
+        let expired: usize = self.app.fleet.pools().iter().map(|pool| pool.selector.tick()).sum();
         self.app.metrics.load_expired.inc_by(expired as u64);
         expired
     }
@@ -409,7 +408,7 @@ async fn attempt(
 fn relay(
     app: &Arc<App>,
     engine: Arc<Engine>,
-    booking: Booking,
+    booking: Reservation,
     worker: String,
     overlap_blocks: u64,
     head: Head,

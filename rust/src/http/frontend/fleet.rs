@@ -12,7 +12,7 @@ use crate::catalog::{Catalog, Identity, ModelIndex, ModelKey, Registration};
 use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
-use crate::router::Router;
+use crate::select::{Overlap, Selector, SelectorConfig};
 
 /// Tenant of the frontend's own indexes; the cache salt keeps clients apart.
 const TENANT: &str = "default";
@@ -20,8 +20,7 @@ const TENANT: &str = "default";
 /// All engines that serve one base model: one index, one load table.
 pub(super) struct Pool {
     pub name: String,
-    pub index: Arc<ModelIndex>,
-    pub router: Arc<Router>,
+    pub selector: Selector,
     members: RwLock<Arc<Members>>,
 }
 
@@ -58,6 +57,10 @@ impl Members {
 }
 
 impl Pool {
+    pub fn index(&self) -> &Arc<ModelIndex> {
+        self.selector.model()
+    }
+
     pub fn members(&self) -> Arc<Members> {
         Arc::clone(&self.members.read())
     }
@@ -197,7 +200,7 @@ impl Fleet {
         Self::drop_unserved(&mut tables, &pool);
         drop(tables);
         if let Some(size) = block_size {
-            let known = pool.index.learn_block_size(size);
+            let known = pool.index().learn_block_size(size);
             if known != size {
                 return Err(Error::Conflict(format!(
                     "its block size {size} is not the {known} of model {name}: its blocks never match; \
@@ -228,11 +231,14 @@ impl Fleet {
         let key = ModelKey { model_name: name.to_owned(), tenant_id: TENANT.to_owned() };
         let forced = Some(self.options.router.block_size).filter(|size| *size > 0);
         let index = self.catalog.model_or_create(&key, forced)?;
-        let router = Router::new(self.options.router.clone(), Arc::clone(&self.clock))?;
+        let config = SelectorConfig {
+            router: self.options.router.clone(),
+            overlap: Overlap::Events,
+            ..SelectorConfig::default()
+        };
         Ok(Pool {
             name: name.to_owned(),
-            index,
-            router: Arc::new(router),
+            selector: Selector::new(config, index, Arc::clone(&self.clock))?,
             members: RwLock::default(),
         })
     }
@@ -242,7 +248,7 @@ impl Fleet {
             let Some(endpoint) = engine.spec.events_of(dp_rank) else { break };
             let registered = self.catalog.register(Registration {
                 worker: Worker::new(engine.id, dp_rank),
-                key: pool.index.key.clone(),
+                key: pool.index().key.clone(),
                 block_size: None,
                 endpoint,
                 replay_endpoint: engine.spec.replay_of(dp_rank),
@@ -354,7 +360,7 @@ impl Pool {
         let mut by_id = members.by_id.clone();
         edit(&mut by_id);
         *members = Arc::new(Members { by_id });
-        if let Err(error) = self.router.set_workers(&members.workers()) {
+        if let Err(error) = self.selector.set_workers(&members.workers()) {
             tracing::error!(model = self.name, %error, "the router does not take all workers");
         }
     }

@@ -1,6 +1,5 @@
 //! From a request to a choice: tokens, hashes, overlaps, then the router's decision.
 
-use std::cell::RefCell;
 use std::sync::Arc;
 
 use serde_json::json;
@@ -13,18 +12,10 @@ use super::fleet::{Members, Route};
 use super::metrics::{CauseLabel, FrontendMetrics};
 use super::request::{Envelope, Prompt};
 use crate::error::{Error, Result};
-use crate::hash;
 use crate::ids::{InstanceId, Worker};
-use crate::index::Matches;
-use crate::policy::{Policy, Terms};
-use crate::router::{Booking, RouteRequest};
+use crate::policy::Policy;
+use crate::select::{self, Ask, Record, Reservation};
 use crate::text::{self, Tokens};
-
-thread_local! {
-    // Buffers of the walk and of the decision, reused by every request of the thread.
-    static MATCHES: RefCell<Matches> = RefCell::default();
-    static TERMS: RefCell<Vec<Terms>> = const { RefCell::new(Vec::new()) };
-}
 
 /// Text longer than this is tokenized off the reactor's turn: it may take milliseconds.
 const LONG_TEXT_BYTES: usize = 64 * 1024;
@@ -52,18 +43,18 @@ impl Api {
 /// All that routing knows of a request.
 pub(super) struct Plan {
     pub route: Route,
-    are_tokens_known: bool,
-    isl_tokens: u64,
-    block_size: u32,
-    sequence_hashes: Vec<u64>,
-    overlaps: Vec<(Worker, u32)>,
+    prompt: select::Prompt,
+    /// The name under which decisions are kept.
+    pub request_id: Option<String>,
 }
 
 /// The worker that takes a request, its load booked.
 pub(super) struct Choice {
     pub engine: Arc<Engine>,
-    pub booking: Booking,
+    pub booking: Reservation,
     pub overlap_blocks: u32,
+    /// What the best worker holds.
+    best_blocks: u32,
 }
 
 impl Plan {
@@ -81,46 +72,25 @@ impl Plan {
             }
             None => app.fleet.only_route().map_err(|error| Reject::from(error).param("model"))?,
         };
-        let mut plan = Self {
-            route,
-            are_tokens_known: false,
-            isl_tokens: (body_bytes / BYTES_PER_TOKEN).max(1) as u64,
-            block_size: 0,
-            sequence_hashes: Vec::new(),
-            overlaps: Vec::new(),
-        };
+        let prompt = select::Prompt::unknown((body_bytes / BYTES_PER_TOKEN) as u64);
+        let mut plan = Self { route, prompt, request_id: None };
         if app.options.router.policy != Policy::Kv {
             return Ok(plan);
         }
         match tokens(app, api, envelope, &plan, body_bytes).await {
-            Ok(tokens) => plan.look_up(&tokens, envelope),
+            Ok(tokens) => {
+                let selector = &plan.route.pool.selector;
+                let (lora, salt) =
+                    (plan.route.lora_name.as_deref(), envelope.cache_salt.as_deref());
+                let prompt = selector.prompt(&tokens, lora, salt);
+                plan.prompt = select::Prompt { isl_tokens: prompt.isl_tokens.max(1), ..prompt };
+            }
             Err(Untokenized::Refused(error)) => return Err(error.into()),
             Err(Untokenized::Unknown(cause)) => {
                 app.metrics.untokenized.get_or_create(&CauseLabel { cause }).inc();
             }
         }
         Ok(plan)
-    }
-
-    fn look_up(&mut self, tokens: &[u32], envelope: &Envelope<'_>) {
-        self.are_tokens_known = true;
-        self.isl_tokens = tokens.len().max(1) as u64;
-        let pool = &self.route.pool;
-        let Some(block_size) = pool.index.block_size() else { return };
-        self.block_size = block_size;
-        if pool.router.block_size() == 0 {
-            // Conflict means that another request was first, with the same index's size.
-            let _ = pool.router.set_block_size(block_size);
-        }
-        let seed =
-            hash::identity_seed(self.route.lora_name.as_deref(), envelope.cache_salt.as_deref());
-        let locals = hash::local_hashes(tokens, block_size, seed);
-        hash::sequence_hashes_into(&locals, &mut self.sequence_hashes);
-        MATCHES.with_borrow_mut(|matches| {
-            pool.index.index.find_matches(&locals, matches);
-            let on_device = matches.as_slice().iter().filter(|found| found.device > 0);
-            self.overlaps.extend(on_device.map(|found| (found.worker, found.device)));
-        });
     }
 
     /// Choose a worker that was not tried yet and book the request there, in one step.
@@ -144,24 +114,22 @@ impl Plan {
         let is_eligible = |worker: Worker| self.is_eligible(&members, worker, tried);
         let is_open =
             tried.is_empty() && self.route.lora_name.is_none() && members.are_all_healthy();
-        let request = RouteRequest {
+        let ask = Ask {
             allowed: (!is_open).then_some(&is_eligible as &dyn Fn(Worker) -> bool),
-            ..self.request()
+            request_id: self.request_id.as_deref(),
+            ..Ask::new(&self.prompt)
         };
-        let (booking, overlap_blocks) = TERMS.with_borrow_mut(|terms| {
-            let (booking, decision) =
-                pool.router.route(&request, terms).map_err(|error| self.explain_absence(error))?;
-            tracing::debug!(
-                model = pool.name, worker = %decision.worker,
-                overlap_blocks = decision.overlap_blocks, reason = %decision.reason,
-                ties = decision.ties, margin = decision.margin, "routed"
-            );
-            Ok::<_, Error>((booking, decision.overlap_blocks))
-        })?;
+        let (booking, selection) =
+            pool.selector.select(&ask).map_err(|error| self.explain_absence(error))?;
         // Once more: members change before the router's workers do, so that a worker which joined
         // between the two readings is found.
         let engine = pool.members().get(booking.worker().instance_id).cloned();
-        Ok(engine.map(|engine| Choice { engine, booking, overlap_blocks }))
+        Ok(engine.map(|engine| Choice {
+            engine,
+            booking,
+            overlap_blocks: selection.overlap_blocks,
+            best_blocks: selection.best_blocks,
+        }))
     }
 
     fn is_eligible(&self, members: &Members, worker: Worker, tried: &[InstanceId]) -> bool {
@@ -169,15 +137,6 @@ impl Plan {
             && self.route.lora_name.as_deref().is_none_or(|name| {
                 members.get(worker.instance_id).is_some_and(|engine| engine.serves(name))
             })
-    }
-
-    fn request(&self) -> RouteRequest<'_> {
-        RouteRequest {
-            isl_tokens: self.isl_tokens,
-            sequence_hashes: &self.sequence_hashes,
-            overlaps: &self.overlaps,
-            ..RouteRequest::default()
-        }
     }
 
     fn explain_absence(&self, error: Error) -> Error {
@@ -205,31 +164,23 @@ impl Plan {
         ))
     }
 
-    /// Blocks of an overlap that the engine can reuse: the last token is always computed anew.
-    ///
-    /// # Source
-    /// vLLM v1 caps its hit at `prompt_tokens - 1`.
+    /// Blocks of an overlap that the engine can reuse.
     pub fn reusable_blocks(&self, overlap_blocks: u32) -> u64 {
-        match self.block_size {
-            0 => 0,
-            size => u64::from(overlap_blocks).min((self.isl_tokens - 1) / u64::from(size)),
-        }
+        self.prompt.reusable_blocks(overlap_blocks)
     }
 
     /// Tokens of the prompt, where they are known rather than guessed.
     pub fn prompt_tokens(&self) -> Option<u64> {
-        self.are_tokens_known.then_some(self.isl_tokens)
+        self.prompt.are_tokens_known.then_some(self.prompt.isl_tokens)
     }
 
     /// Count the stages of the prompt's tokens.
     pub fn count(&self, metrics: &FrontendMetrics, choice: &Choice) {
-        if !self.are_tokens_known {
-            return;
-        }
-        let tokens = |blocks| self.reusable_blocks(blocks) * u64::from(self.block_size);
-        let best = self.overlaps.iter().map(|(_, blocks)| *blocks).max().unwrap_or(0);
-        metrics.input.inc_by(self.isl_tokens);
-        metrics.available.inc_by(tokens(best));
+        let Some(prompt_tokens) = self.prompt_tokens() else { return };
+        let block_size = u64::from(self.prompt.block_size);
+        let tokens = |blocks| self.reusable_blocks(blocks) * block_size;
+        metrics.input.inc_by(prompt_tokens);
+        metrics.available.inc_by(tokens(choice.best_blocks));
         metrics.selected.inc_by(tokens(choice.overlap_blocks));
     }
 
@@ -240,46 +191,59 @@ impl Plan {
     pub fn explain(&self) -> Result<serde_json::Value> {
         let members = self.route.pool.members();
         let is_eligible = |worker: Worker| self.is_eligible(&members, worker, &[]);
-        let request = RouteRequest { allowed: Some(&is_eligible), ..self.request() };
+        let ask = Ask { allowed: Some(&is_eligible), ..Ask::new(&self.prompt) };
         let pool = &self.route.pool;
-        let mut terms = Vec::new();
-        let decision = pool
-            .router
-            .preview(&request, &mut terms)
-            .map_err(|error| self.explain_absence(error))?;
-        let candidates: Vec<_> = decision
-            .candidates
-            .iter()
-            .map(|terms| {
-                json!({
-                    "worker": terms.worker.to_string(),
-                    "overlap_blocks": terms.overlap_blocks,
-                    "prefill_tokens": terms.prefill_tokens,
-                    "prefill_blocks": terms.prefill_blocks,
-                    "decode_blocks": terms.decode_blocks,
-                    "active_requests": terms.active_requests,
-                    "cost": terms.cost,
-                    "formula": terms.formula(&decision.request).to_string(),
-                })
-            })
-            .collect();
-        let expected = self.reusable_blocks(decision.overlap_blocks) * u64::from(self.block_size);
-        Ok(json!({
-            "model": pool.name,
-            "lora_name": self.route.lora_name,
-            "policy": decision.policy.name(),
-            "worker": decision.worker.to_string(),
-            "reason": decision.reason.name(),
-            "ties": decision.ties,
-            "margin": decision.margin,
-            "prompt_tokens": self.are_tokens_known.then_some(self.isl_tokens),
-            "block_size": (self.block_size > 0).then_some(self.block_size),
-            "request_blocks": self.sequence_hashes.len(),
-            "overlap_blocks": decision.overlap_blocks,
-            "expected_cached_tokens": expected,
-            "candidates": candidates,
-        }))
+        let (selection, record) =
+            pool.selector.preview(&ask).map_err(|error| self.explain_absence(error))?;
+        let prompt = &self.prompt;
+        let expected =
+            prompt.reusable_blocks(selection.overlap_blocks) * u64::from(prompt.block_size);
+        let mut value = decision_json(&record);
+        value["model"] = json!(pool.name);
+        value["lora_name"] = json!(self.route.lora_name);
+        value["prompt_tokens"] = json!(self.prompt_tokens());
+        value["block_size"] = json!((prompt.block_size > 0).then_some(prompt.block_size));
+        value["expected_cached_tokens"] = json!(expected);
+        Ok(value)
     }
+}
+
+/// A decision with every candidate's terms.
+pub(super) fn decision_json(record: &Record) -> serde_json::Value {
+    let candidates: Vec<_> = record
+        .candidates
+        .iter()
+        .map(|one| {
+            let terms = &one.terms;
+            json!({
+                "worker": terms.worker.to_string(),
+                "overlap_blocks": terms.overlap_blocks,
+                "device_blocks": one.device_blocks,
+                "host_blocks": one.host_blocks,
+                "disk_blocks": one.disk_blocks,
+                "predicted_blocks": one.predicted_blocks,
+                "prefill_tokens": terms.prefill_tokens,
+                "prefill_blocks": terms.prefill_blocks,
+                "decode_blocks": terms.decode_blocks,
+                "active_requests": terms.active_requests,
+                "is_busy": one.is_busy,
+                "cost": terms.cost,
+                "formula": terms.formula(&record.request).to_string(),
+            })
+        })
+        .collect();
+    json!({
+        "policy": record.policy.name(),
+        "worker": record.worker.to_string(),
+        "reason": record.reason.name(),
+        "ties": record.ties,
+        "margin": record.margin,
+        "request_blocks": record.request_blocks,
+        "overlap_blocks": record.overlap_blocks,
+        "overlap_score_weight": record.request.overlap_score_weight,
+        "temperature": record.request.temperature,
+        "candidates": candidates,
+    })
 }
 
 /// Why there are no tokens.

@@ -12,7 +12,7 @@ use serde_json::json;
 use super::app::{App, InFlight};
 use super::engine::Engine;
 use super::usage::UsageScanner;
-use crate::router::Booking;
+use crate::select::Reservation;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
@@ -31,7 +31,7 @@ pub(super) struct Relay {
     pub upstream: Incoming,
     /// Chunk that was awaited before the answer's head was sent on.
     pub first: Option<Bytes>,
-    pub booking: Booking,
+    pub booking: Reservation,
     pub is_event_stream: bool,
     pub scanner: UsageScanner,
     /// Tokens of the prompt as routing counted them; `None` when they were not known.
@@ -47,7 +47,7 @@ impl Relay {
         engine: Arc<Engine>,
         upstream: Incoming,
         first: Option<Bytes>,
-        booking: Booking,
+        booking: Reservation,
         is_event_stream: bool,
         prompt_tokens: Option<u64>,
         in_flight: InFlight,

@@ -4,6 +4,9 @@
 //! which is let in only when it fits. So an event may be larger than everything else, and readers may
 //! hold back the freeing of what was let go: what then finds no room is refused, never kept.
 
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
 use super::order::Lane;
 use super::paged::Slab;
 use super::report::map_growth;
@@ -63,6 +66,39 @@ impl Writer {
             }
         }
         self.finish();
+    }
+
+    /// Lets the least recently predicted blocks of all workers go when there are too many.
+    ///
+    /// # Cost
+    /// O(1) while there are not; else O(workers) beside what goes, which is a share of all.
+    pub(super) fn keep_predicted(&mut self) {
+        let Limits { max_predicted, predicted_target, .. } = self.options.limits;
+        if max_predicted == 0 || self.counters.predicted <= max_predicted {
+            return;
+        }
+        let predicted = |number: u32| number * 2 + 1;
+        let mut lanes: BinaryHeap<Reverse<(u64, Lane)>> = (0..self.workers.len() as u32)
+            .map(predicted)
+            .filter_map(|lane| Some(Reverse((self.used_first(lane)?, lane))))
+            .collect();
+        while self.counters.predicted > predicted_target
+            && let Some(Reverse((used, lane))) = lanes.pop()
+        {
+            // What hangs on the oldest one goes first; then the lane may not be the oldest any more.
+            if self.leaf(lane).is_none() {
+                continue;
+            }
+            let now = self.used_first(lane).unwrap_or(used);
+            if now > used {
+                lanes.push(Reverse((now, lane)));
+                continue;
+            }
+            self.evict(lane, self.counters.predicted - predicted_target);
+            self.finish();
+            self.recount(lane / 2);
+            lanes.extend(self.used_first(lane).map(|used| Reverse((used, lane))));
+        }
     }
 
     /// Lets the least recently used blocks of a lane go, up to `most`, from the end of a chain and never

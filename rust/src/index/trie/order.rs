@@ -66,7 +66,7 @@ pub(super) struct Leaf {
 impl Writer {
     pub(super) fn keeps_order(&self) -> bool {
         let limits = &self.options.limits;
-        limits.capacity_blocks > 0 || limits.max_bytes > 0
+        limits.capacity_blocks > 0 || limits.max_bytes > 0 || limits.max_predicted > 0
     }
 
     pub(super) fn lane_of(&self, slot: u16) -> Lane {
@@ -254,6 +254,12 @@ impl Writer {
                 }
             }
         }
+    }
+
+    /// When the oldest member of a lane was used; `None` for an empty one.
+    pub(super) fn used_first(&self, lane: Lane) -> Option<u64> {
+        let oldest = self.ends(lane).map(|ends| ends.oldest).filter(|id| *id != NO_MEMBER)?;
+        Some(self.members.get(oldest).used)
     }
 
     /// Lanes of workers that went must not pile up.

@@ -88,6 +88,7 @@ impl Writer {
         self.finish();
         self.keep_capacity(slot);
         self.settle(number);
+        self.keep_predicted();
         outcome.added as usize
     }
 

@@ -1,0 +1,130 @@
+//! What a selection is asked for.
+
+use std::fmt;
+
+use crate::hash;
+use crate::ids::{InstanceId, Worker};
+use crate::router::RouteOverride;
+
+/// A prompt as selection needs it: hashed once, however often a worker is chosen for it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Prompt {
+    /// Length in tokens; at least 1.
+    pub isl_tokens: u64,
+    /// Whether the length is counted, not guessed.
+    pub are_tokens_known: bool,
+    /// Tokens in a block when it was hashed; 0 when that was not known.
+    pub block_size: u32,
+    /// Identity that the local hashes were made with.
+    pub seed: u64,
+    /// Local hashes of its full blocks.
+    pub locals: Vec<u64>,
+    /// Sequence hashes of its full blocks.
+    pub sequence_hashes: Vec<u64>,
+}
+
+impl Prompt {
+    /// A prompt whose tokens are not known, of about `isl_tokens`: routed by load alone.
+    pub fn unknown(isl_tokens: u64) -> Self {
+        Self { isl_tokens: isl_tokens.max(1), ..Self::default() }
+    }
+
+    /// A prompt of `tokens`, in blocks of `block_size` (0 while unknown: no hashes).
+    ///
+    /// # Cost
+    /// O(tokens).
+    pub fn of_tokens(tokens: &[u32], block_size: u32, seed: u64) -> Self {
+        let locals = match block_size {
+            0 => Vec::new(),
+            size => hash::local_hashes(tokens, size, seed),
+        };
+        Self { isl_tokens: tokens.len() as u64, ..Self::of_hashes(locals, block_size, seed) }
+    }
+
+    /// A prompt of full blocks that somebody else has hashed.
+    ///
+    /// # Cost
+    /// O(blocks).
+    pub fn of_hashes(locals: Vec<u64>, block_size: u32, seed: u64) -> Self {
+        let mut sequence_hashes = Vec::new();
+        hash::sequence_hashes_into(&locals, &mut sequence_hashes);
+        let isl_tokens = locals.len() as u64 * u64::from(block_size);
+        Self { isl_tokens, are_tokens_known: true, block_size, seed, locals, sequence_hashes }
+    }
+
+    /// Blocks of an overlap that an engine can reuse: the last token is always computed anew.
+    ///
+    /// # Source
+    /// vLLM v1 caps its hit at `prompt_tokens - 1`.
+    pub fn reusable_blocks(&self, overlap_blocks: u32) -> u64 {
+        match self.block_size {
+            0 => 0,
+            size => u64::from(overlap_blocks).min((self.isl_tokens.max(1) - 1) / u64::from(size)),
+        }
+    }
+}
+
+/// The worker that must take the request, whatever it costs there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pin {
+    /// The engine.
+    pub instance_id: InstanceId,
+    /// One of its ranks; `None` lets the policy choose between them.
+    pub dp_rank: Option<u32>,
+}
+
+impl Pin {
+    /// Whether `worker` is meant.
+    pub fn fits(&self, worker: Worker) -> bool {
+        self.instance_id == worker.instance_id
+            && self.dp_rank.is_none_or(|rank| rank == worker.dp_rank)
+    }
+}
+
+impl fmt::Display for Pin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.instance_id)?;
+        self.dp_rank.map_or(Ok(()), |rank| write!(f, " rank {rank}"))
+    }
+}
+
+/// A request for a worker.
+#[derive(Clone, Copy)]
+pub struct Ask<'a> {
+    /// The prompt.
+    pub prompt: &'a Prompt,
+    /// What this request wants otherwise than the configuration.
+    pub overrides: RouteOverride,
+    /// Workers that may take it; `None` for all. Called under the router's lock: it answers from what it
+    /// holds.
+    pub allowed: Option<&'a dyn Fn(Worker) -> bool>,
+    /// The worker that must take it.
+    pub pin: Option<Pin>,
+    /// The name under which the journal keeps the decision; `None` keeps nothing.
+    pub request_id: Option<&'a str>,
+}
+
+impl<'a> Ask<'a> {
+    /// For `prompt`, with nothing special.
+    pub fn new(prompt: &'a Prompt) -> Self {
+        Self {
+            prompt,
+            overrides: RouteOverride::default(),
+            allowed: None,
+            pin: None,
+            request_id: None,
+        }
+    }
+}
+
+impl fmt::Debug for Ask<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Ask")
+            .field("isl_tokens", &self.prompt.isl_tokens)
+            .field("overrides", &self.overrides)
+            .field("allowed", &self.allowed.is_some())
+            .field("pin", &self.pin)
+            .field("request_id", &self.request_id)
+            .finish()
+    }
+}

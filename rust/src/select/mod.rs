@@ -1,0 +1,26 @@
+//! Selection: what joins a prompt, one model's index, its router and the signals of its workers.
+//!
+//! A [`Selector`] hashes a prompt, walks the index, lets the router choose and book, predicts what the
+//! chosen worker will hold, and writes down why. The frontend and Python decide through the same one,
+//! so that they decide alike.
+
+mod ask;
+mod busy;
+mod config;
+mod journal;
+mod manual;
+mod record;
+mod reservation;
+mod selector;
+
+pub use ask::{Ask, Pin, Prompt};
+pub use busy::{BusyTable, DEFAULT_BATCHED_TOKENS, Report, Share, Thresholds};
+pub use config::{DEFAULT_JOURNAL_BYTES, Overlap, SelectorConfig};
+pub use journal::{Journal, JournalStats};
+pub use manual::MAX_REQUEST_ID_BYTES;
+pub use record::{CandidateRecord, Outcome, Record};
+pub use reservation::Reservation;
+pub use selector::{PotentialLoad, Selection, Selector};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,99 @@
+//! A decision as it is kept: all that went into it, and what became of the request.
+
+use std::sync::Arc;
+
+use crate::ids::Worker;
+use crate::policy::{Policy, Reason, RequestTerms, Terms};
+
+/// What became of a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// It has not ended.
+    Running,
+    /// Its answer came to its end.
+    Complete,
+    /// It ended before its first token.
+    Failed,
+    /// Its answer broke off.
+    Broken,
+    /// The client left.
+    ClientGone,
+    /// Its caller gave the load back.
+    Freed,
+    /// Nothing was heard of it for too long.
+    Expired,
+}
+
+impl Outcome {
+    /// The name in answers and logs.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Running => "running",
+            Self::Complete => "complete",
+            Self::Failed => "failed",
+            Self::Broken => "broken",
+            Self::ClientGone => "client_gone",
+            Self::Freed => "freed",
+            Self::Expired => "expired",
+        }
+    }
+}
+
+/// One worker that could have taken the request.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct CandidateRecord {
+    /// What the request would have cost there.
+    pub terms: Terms,
+    /// Leading blocks held on the device.
+    pub device_blocks: u32,
+    /// Reached when host memory goes on where the device ends.
+    pub host_blocks: u32,
+    /// Reached when disks, local or shared, go on where host memory ends.
+    pub disk_blocks: u32,
+    /// Leading blocks that it was predicted to hold.
+    pub predicted_blocks: u32,
+    /// Passed over because it was busy.
+    pub is_busy: bool,
+}
+
+/// One decision.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Record {
+    /// The request's name.
+    pub request_id: Arc<str>,
+    /// When it was decided, milliseconds of the selector's clock.
+    pub decided_at_ms: u64,
+    /// The policy that chose.
+    pub policy: Policy,
+    /// The chosen worker.
+    pub worker: Worker,
+    /// Why this one.
+    pub reason: Reason,
+    /// How many candidates were equally good.
+    pub ties: usize,
+    /// By how much the next one is dearer.
+    pub margin: Option<f64>,
+    /// The request as the policy saw it.
+    pub request: RequestTerms,
+    /// Full blocks of the prompt.
+    pub request_blocks: u32,
+    /// Leading blocks that the chosen worker was credited with.
+    pub overlap_blocks: u32,
+    /// All candidates, busy ones last.
+    pub candidates: Box<[CandidateRecord]>,
+    /// Milliseconds from the decision to the first token.
+    pub first_token_ms: Option<u64>,
+    /// Milliseconds from the decision to the end.
+    pub ended_ms: Option<u64>,
+    /// Tokens that the engine says it reused.
+    pub cached_tokens: Option<u64>,
+    /// What became of it.
+    pub outcome: Outcome,
+}
+
+impl Record {
+    pub(super) fn bytes(&self) -> usize {
+        // Twice the name: the table of names has it too, and some words for a place there.
+        size_of::<Self>() + 2 * self.request_id.len() + size_of_val(&*self.candidates) + 64
+    }
+}

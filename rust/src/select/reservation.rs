@@ -1,0 +1,106 @@
+//! A booking, and its line in the journal.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::journal::Journal;
+use super::record::Outcome;
+use crate::clock::Clock;
+use crate::error::Result;
+use crate::ids::Worker;
+use crate::load::RequestId;
+use crate::router::Booking;
+
+/// A request that was given to a worker. Dropping it frees the load, as with [`Booking`], and ends its
+/// line in the journal.
+#[must_use = "dropping a reservation frees its load at once"]
+#[derive(Debug)]
+pub struct Reservation {
+    booking: Booking,
+    line: Option<Line>,
+}
+
+/// Where the decision is written down.
+pub(super) struct Line {
+    pub journal: Arc<Journal>,
+    pub clock: Arc<dyn Clock>,
+    pub number: u64,
+    pub has_first_token: AtomicBool,
+}
+
+impl std::fmt::Debug for Line {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Line").field("number", &self.number).finish_non_exhaustive()
+    }
+}
+
+impl Reservation {
+    pub(super) fn new(booking: Booking, line: Option<Line>) -> Self {
+        Self { booking, line }
+    }
+
+    /// The worker to send the request to.
+    pub fn worker(&self) -> Worker {
+        self.booking.worker()
+    }
+
+    /// The request's number in the router.
+    pub fn request(&self) -> RequestId {
+        self.booking.request()
+    }
+
+    /// See [`Booking::first_token`].
+    pub fn first_token(&self) {
+        self.booking.first_token();
+        if let Some(line) = &self.line
+            // Relaxed: it only saves calls, and says at the end whether there was one.
+            && !line.has_first_token.swap(true, Ordering::Relaxed)
+        {
+            let now_ms = line.clock.now_ms();
+            line.journal.update(line.number, |record| {
+                record.first_token_ms = Some(now_ms.saturating_sub(record.decided_at_ms));
+            });
+        }
+    }
+
+    /// See [`Booking::touch`].
+    pub fn touch(&self) {
+        self.booking.touch();
+    }
+
+    /// See [`Booking::add_output_block`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn add_output_block(&self, fraction: f64) -> Result<()> {
+        self.booking.add_output_block(fraction)
+    }
+
+    /// The engine says how many tokens of the prompt it reused.
+    pub fn cached(&self, tokens: u64) {
+        if let Some(line) = &self.line {
+            line.journal.update(line.number, |record| record.cached_tokens = Some(tokens));
+        }
+    }
+
+    /// Say what became of it; the first one to say is believed. Its load is freed when it is dropped.
+    pub fn ended(&self, outcome: Outcome) {
+        if let Some(line) = &self.line {
+            let now_ms = line.clock.now_ms();
+            line.journal.update(line.number, |record| {
+                if record.outcome == Outcome::Running {
+                    record.outcome = outcome;
+                    record.ended_ms = Some(now_ms.saturating_sub(record.decided_at_ms));
+                }
+            });
+        }
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        let has_begun =
+            self.line.as_ref().is_some_and(|line| line.has_first_token.load(Ordering::Relaxed));
+        self.ended(if has_begun { Outcome::Freed } else { Outcome::Failed });
+    }
+}
