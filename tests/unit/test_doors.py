@@ -24,6 +24,7 @@ FLOORS = {
     "": 1,
     "transport": 1,
     "process": 2,
+    "publisher": 2,
     "frontend": 3,
     "indexer": 3,
     "doctor": 3,
@@ -38,6 +39,8 @@ NARROW = {
     "transport": {"_core"},
     # It looks from outside: what it says must not come from what it checks.
     "doctor": {"errors", "config", "doctor"},
+    # It lives in the engine's process, beside whatever the engine brings.
+    "publisher": {"_core", "errors"},
     # The engine's double knows nothing of the router that it is to test.
     "mocker": {"errors", "mocker"},
 }

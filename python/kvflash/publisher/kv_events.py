@@ -1,0 +1,430 @@
+"""The events of one engine rank: which blocks its KV cache holds."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, overload
+
+from kvflash.errors import ClosedError, ConflictError, InvalidArgumentError
+from kvflash.publisher import arguments, wire
+from kvflash.publisher.stream import EventStream
+
+__all__ = ["Announcer", "KvEventPublisher", "ZmqKvEventPublisherConfig"]
+
+logger = logging.getLogger(__name__)
+
+_U32 = (1 << 32) - 1
+_U64 = (1 << 64) - 1
+_WARNINGS_MAX = 3
+
+
+class Announcer(Protocol):
+    """What a component can do for its publishers: tell routers where their events are."""
+
+    def announce_events(
+        self, dp_rank: int, where: dict[str, Any], *, worker_id: int = 0
+    ) -> Callable[[], None]:
+        """Announce an endpoint in discovery, and return what takes it back.
+
+        Args:
+            dp_rank: Data parallel rank of the events.
+            where: ``{"kind": "zmq", "endpoint", "replay_endpoint", "block_size"}``.
+            worker_id: Instance that they are of; 0 means the runtime's own.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZmqKvEventPublisherConfig:
+    """Settings of a publisher that relays an engine's own events.
+
+    Attributes:
+        worker_id: Instance that the events are of; 0 means the runtime's own.
+        kv_block_size: Tokens in a block.
+        zmq_endpoint: Where the engine publishes.
+        zmq_topic: Topic of its messages; all are read, whatever it is.
+        zmq_replay_endpoint: Where the engine replays; None if it doesn't.
+        dp_rank: Data parallel rank of the events.
+    """
+
+    worker_id: int = 0
+    kv_block_size: int = 0
+    zmq_endpoint: str = "tcp://127.0.0.1:5557"
+    zmq_topic: str = ""
+    zmq_replay_endpoint: str | None = None
+    dp_rank: int = 0
+
+
+class KvEventPublisher:
+    """Publishes the KV cache events of one data parallel rank of an engine.
+
+    Call it where the engine allocates and evicts blocks, from any thread, with or without an event
+    loop; nothing waits for routers. It binds sockets of its own, a stream and its replay, which
+    routers find through discovery.
+
+    With `zmq_endpoint` it relays instead: it announces where the engine itself publishes, in the
+    form of vLLM and SGLang, and carries no bytes.
+
+    ::
+
+        publisher = KvEventPublisher(component, kv_block_size=16)
+        publisher.publish_stored(
+            token_ids=tokens, num_block_tokens=[16, 16], block_hashes=[71, 72], parent_hash=None
+        )
+        publisher.publish_removed(block_hashes=[72])
+
+    Attributes:
+        endpoint: Where the events are.
+        replay_endpoint: Where they are replayed; None if the relayed engine doesn't.
+    """
+
+    def __init__(  # noqa: PLR0917 - the order that engines know
+        self,
+        component: Announcer | None,
+        worker_id: int = 0,
+        kv_block_size: int = 0,
+        dp_rank: int = 0,
+        enable_local_indexer: bool = False,
+        zmq_endpoint: str | None = None,
+        zmq_topic: str | None = None,
+        *,
+        zmq_replay_endpoint: str | None = None,
+        host: str | None = None,
+        port: int = 0,
+        replay_port: int = 0,
+        tick_ms: float = 1.0,
+        ring_batches: int = 10_000,
+        ring_bytes: int = 64 << 20,
+    ) -> None:
+        """Bind, or relay, and announce.
+
+        Args:
+            component: Component of the runtime that the engine serves; None announces nothing.
+            worker_id: Instance that the events are of; 0 means the runtime's own.
+            kv_block_size: Tokens in a block, at least 1.
+            dp_rank: Data parallel rank; each has a publisher of its own.
+            enable_local_indexer: Taken for compatibility: the replay of this publisher is what
+                routers recover from, always.
+            zmq_endpoint: Relay mode: where the engine publishes.
+            zmq_topic: Topic; by default "kv-events". Receivers read all.
+            zmq_replay_endpoint: Relay mode: where the engine replays.
+            host: Interface to bind to; by default the component's, or 127.0.0.1.
+            port: Port of the events; 0 takes a free one.
+            replay_port: Port of the replay; 0 takes a free one.
+            tick_ms: How long the first event of a batch waits for more; 0..1000.
+            ring_batches: Batches kept for replay, at least 1.
+            ring_bytes: Memory that they may take, at least 1 MiB; the oldest go first.
+
+        Raises:
+            InvalidArgumentError: An argument is out of its range; names it.
+            ConfigError: The address can't be bound.
+        """
+        self._block_size = arguments.check_range("kv_block_size", kv_block_size, 1, _U32)
+        self._dp_rank = arguments.check_range("dp_rank", dp_rank, 0, _U32)
+        worker_id = arguments.check_range("worker_id", worker_id, 0, _U64)
+        arguments.check_range("ring_batches", ring_batches, 1, 1 << 24)
+        arguments.check_range("ring_bytes", ring_bytes, 1 << 20, 1 << 40)
+        for field, value in (("port", port), ("replay_port", replay_port)):
+            arguments.check_range(field, value, 0, 65535)
+        if not 0 <= tick_ms <= 1000:
+            raise InvalidArgumentError(f"tick_ms must be in 0..1000, got {tick_ms!r}")
+        self._lock = threading.Lock()
+        self._warnings = 0
+        self._counts = {"stored_blocks": 0, "removed_blocks": 0, "dropped_blocks": 0}
+        self._stream: EventStream | None = None
+        self._is_closed = False
+        self.endpoint: str
+        self.replay_endpoint: str | None
+        if zmq_endpoint is not None:
+            self.endpoint = _endpoint("zmq_endpoint", zmq_endpoint)
+            self.replay_endpoint = None
+            if zmq_replay_endpoint is not None:
+                self.replay_endpoint = _endpoint("zmq_replay_endpoint", zmq_replay_endpoint)
+        else:
+            self._stream = EventStream(
+                host=host or getattr(component, "host", None) or "127.0.0.1",
+                port=port,
+                replay_port=replay_port,
+                topic="kv-events" if zmq_topic is None else zmq_topic,
+                dp_rank=self._dp_rank,
+                tick_ms=tick_ms,
+                ring_batches=ring_batches,
+                ring_bytes=ring_bytes,
+            )
+            self.endpoint = self._stream.endpoint
+            self.replay_endpoint = self._stream.replay_endpoint
+        try:
+            withdraw = self._announce(component, worker_id)
+        except BaseException:
+            if self._stream is not None:
+                self._stream.close()
+            raise
+        # Also at the end of the process, and when nobody holds the publisher any more.
+        self._end = weakref.finalize(self, _close, self._stream, withdraw)
+
+    def _announce(self, component: Announcer | None, worker_id: int) -> Callable[[], None] | None:
+        if component is None:
+            return None
+        where = {
+            "kind": "zmq",
+            "endpoint": self.endpoint,
+            "replay_endpoint": self.replay_endpoint,
+            "block_size": self._block_size,
+        }
+        return component.announce_events(self._dp_rank, where, worker_id=worker_id)
+
+    @property
+    def kv_block_size(self) -> int:
+        """Tokens in a block."""
+        return self._block_size
+
+    @property
+    def dp_rank(self) -> int:
+        """Data parallel rank of the events."""
+        return self._dp_rank
+
+    @overload
+    def publish_stored(
+        self,
+        token_ids: Sequence[int],
+        num_block_tokens: Sequence[int],
+        block_hashes: Sequence[int],
+        lora_id: int | None = None,
+        parent_hash: int | None = None,
+        block_mm_infos: Sequence[Any] | None = None,
+        *,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        medium: str | None = "GPU",
+        event_id: int | None = None,
+    ) -> None: ...
+    @overload
+    def publish_stored(
+        self,
+        event_id: int,
+        token_ids: Sequence[int],
+        num_block_tokens: Sequence[int],
+        block_hashes: Sequence[int],
+        lora_id: int | None = None,
+        parent_hash: int | None = None,
+        block_mm_infos: Sequence[Any] | None = None,
+        *,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        medium: str | None = "GPU",
+    ) -> None: ...
+    def publish_stored(self, *args: Any, **named: Any) -> None:
+        """Publish that blocks can now be reused, each the continuation of the one before.
+
+        Args:
+            *args: The arguments below in their order, with or without an event id before them.
+            **named: token_ids: tokens of all the blocks, u32; num_block_tokens: tokens of each
+                block; block_hashes: the engine's names of the blocks, 64 bits, signed or not;
+                lora_id: number of the adapter, 0 or None for none; parent_hash: name of the block
+                before the first, None only at the start of a prompt; block_mm_infos: multimodal
+                items per block, None or ``{"mm_objects": [{"mm_hash", "offsets"}]}``; lora_name:
+                name of the adapter, which prompts are matched by; cache_salt: salt of the prompt,
+                which later blocks inherit from their parent; medium: where the blocks are, GPU, CPU
+                or DISK; event_id: taken for compatibility, batches are numbered by the publisher.
+
+        A block whose number of tokens is not `kv_block_size` is dropped with all that follow it in
+        this call: nobody could match them. That is counted, and warned of the first three times.
+
+        Raises:
+            InvalidArgumentError: An argument has another type, range or length; names it. Nothing
+                of the call is published.
+            ConflictError: The publisher relays another's events.
+            ClosedError: It is shut down.
+
+        Cost: O(tokens) for the check and the encoding. Waits only while 16 MiB are queued.
+        """
+        self._store(*_without_event_id(args, named), **named)
+
+    def _store(  # noqa: PLR0917 - the order that engines know
+        self,
+        token_ids: Sequence[int],
+        num_block_tokens: Sequence[int],
+        block_hashes: Sequence[int],
+        lora_id: int | None = None,
+        parent_hash: int | None = None,
+        block_mm_infos: Sequence[Any] | None = None,
+        *,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        medium: str | None = "GPU",
+    ) -> None:
+        stream = self._open_stream("publish_stored")
+        hashes = arguments.names("block_hashes", block_hashes)
+        sizes = arguments.tokens("num_block_tokens", num_block_tokens)
+        tokens = arguments.tokens("token_ids", token_ids)
+        items = arguments.item_keys(block_mm_infos, len(hashes))
+        parent = None if parent_hash is None else arguments.names("parent_hash", [parent_hash])[0]
+        if len(sizes) != len(hashes):
+            raise InvalidArgumentError(
+                f"num_block_tokens must have one entry for each of the {len(hashes)} block_hashes, "
+                f"got {len(sizes)}"
+            )
+        if sum(sizes) != len(tokens):
+            raise InvalidArgumentError(
+                f"num_block_tokens adds up to {sum(sizes)} tokens, token_ids has {len(tokens)}"
+            )
+        adapter = arguments.lora_number(lora_id)
+        adapter_name = arguments.name("lora_name", lora_name)
+        salt = arguments.name("cache_salt", cache_salt)
+        place = arguments.name("medium", medium)
+        size = self._block_size
+        fitting = next((i for i, count in enumerate(sizes) if count != size), len(sizes))
+        events = []
+        step = max(1, min(wire.BLOCKS_MAX, wire.TOKENS_MAX // size))
+        for first in range(0, fitting, step):
+            last = min(first + step, fitting)
+            events.append(
+                wire.encode_stored(
+                    hashes[first:last],
+                    tokens[first * size : last * size],
+                    parent_hash=parent,
+                    block_size=size,
+                    medium=place,
+                    lora_id=adapter,
+                    lora_name=adapter_name,
+                    cache_salt=salt,
+                    item_keys=items[first:last] if items else None,
+                )
+            )
+            parent = hashes[last - 1]
+        if events:
+            stream.put(events)
+        self._count(stored_blocks=fitting, dropped_blocks=len(hashes) - fitting)
+        if fitting < len(hashes):
+            self._warn(fitting, sizes[fitting], len(hashes) - fitting)
+
+    @overload
+    def publish_removed(
+        self,
+        block_hashes: Sequence[int],
+        *,
+        medium: str | None = "GPU",
+        event_id: int | None = None,
+    ) -> None: ...
+    @overload
+    def publish_removed(
+        self, event_id: int, block_hashes: Sequence[int], *, medium: str | None = "GPU"
+    ) -> None: ...
+    def publish_removed(self, *args: Any, **named: Any) -> None:
+        """Publish that blocks were evicted, in the order of eviction.
+
+        Args:
+            *args: The names of the blocks, with or without an event id before them.
+            **named: block_hashes: names, as they were stored; medium: where the blocks were;
+                event_id: taken for compatibility.
+
+        Raises:
+            InvalidArgumentError: An argument has another type or range; names it.
+            ConflictError: The publisher relays another's events.
+            ClosedError: It is shut down.
+        """
+        self._remove(*_without_event_id(args, named), **named)
+
+    def _remove(self, block_hashes: Sequence[int], *, medium: str | None = "GPU") -> None:
+        stream = self._open_stream("publish_removed")
+        hashes = arguments.names("block_hashes", block_hashes)
+        place = arguments.name("medium", medium)
+        starts = range(0, len(hashes), wire.BLOCKS_MAX)
+        events = [wire.encode_removed(hashes[at : at + wire.BLOCKS_MAX], place) for at in starts]
+        if events:
+            stream.put(events)
+        self._count(removed_blocks=len(hashes))
+
+    def publish_cleared(self) -> None:
+        """Publish that the cache was reset: no block is left, in any medium.
+
+        Raises:
+            ConflictError: The publisher relays another's events.
+            ClosedError: It is shut down.
+        """
+        self._open_stream("publish_cleared").put([wire.CLEARED])
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Wait until everything that was published is handed to the socket.
+
+        Returns:
+            False if that took longer than the timeout.
+        """
+        return self._stream is None or self._stream.flush(timeout_s)
+
+    def stats(self) -> dict[str, int]:
+        """Counters and gauges; units are in the names. A relay has none of a stream."""
+        with self._lock:
+            counts = {f"{name}_total": count for name, count in self._counts.items()}
+        return {**counts, **(self._stream.stats() if self._stream is not None else {})}
+
+    def shutdown(self) -> None:
+        """Withdraw the announcement, send what is queued, close; nothing the second time."""
+        self._is_closed = True
+        self._end()
+
+    def __enter__(self) -> KvEventPublisher:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
+    def _open_stream(self, call: str) -> EventStream:
+        if self._is_closed:
+            raise ClosedError("the publisher is shut down")
+        if self._stream is None:
+            raise ConflictError(
+                f"{call}: this publisher relays {self.endpoint}, where the engine publishes "
+                "itself; create it without zmq_endpoint"
+            )
+        return self._stream
+
+    def _count(self, **blocks: int) -> None:
+        with self._lock:
+            for name, count in blocks.items():
+                self._counts[name] += count
+
+    def _warn(self, index: int, tokens: int, dropped: int) -> None:
+        with self._lock:
+            self._warnings += 1
+            is_quiet = self._warnings > _WARNINGS_MAX
+        if not is_quiet:
+            logger.warning(
+                "num_block_tokens[%d] is %d and kv_block_size %d: dropped %d blocks of this call",
+                index,
+                tokens,
+                self._block_size,
+                dropped,
+            )
+
+
+def _without_event_id(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments without the event id that older engines hand over first."""
+    given = named.pop("event_id", None)
+    if given is None and args:
+        try:
+            given, args = operator.index(args[0]), args[1:]
+        except TypeError:
+            return args
+    if given is not None:
+        arguments.check_range("event_id", given, 0, _U64)
+    return args
+
+
+def _endpoint(field: str, value: str) -> str:
+    if not isinstance(value, str) or "://" not in value:
+        raise InvalidArgumentError(f"{field} must look like tcp://host:port, got {value!r}")
+    return value
+
+
+def _close(stream: EventStream | None, withdraw: Callable[[], None] | None) -> None:
+    try:
+        if withdraw is not None:
+            withdraw()
+    finally:
+        if stream is not None:
+            stream.close()
