@@ -3,6 +3,53 @@
 use super::kind::Policy;
 use crate::ids::Worker;
 
+/// How `kv` weighs work to prefill against work saved, beside `overlap_score_weight`. The default is
+/// the documented cost; every field is finite and at least 0.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct KvScale {
+    /// What a cached block saves, in blocks to prefill: more than 1 keeps a prompt with its cache where
+    /// plain cost would spread the load.
+    pub overlap_score_credit: f64,
+    /// Credit fades with prefill queued beyond that of the idlest candidate: by half where, at 1, the
+    /// excess is as long as the prompt. 0 for no fading.
+    pub overlap_score_credit_decay: f64,
+    /// What the rest to prefill counts, credit taken off.
+    pub prefill_load_scale: f64,
+    /// What an active request costs, in blocks.
+    pub active_request_weight: f64,
+}
+
+impl Default for KvScale {
+    fn default() -> Self {
+        Self::PLAIN
+    }
+}
+
+impl KvScale {
+    /// The default.
+    pub const PLAIN: Self = Self {
+        overlap_score_credit: 1.0,
+        overlap_score_credit_decay: 0.0,
+        prefill_load_scale: 1.0,
+        active_request_weight: 0.0,
+    };
+
+    /// The fields by name.
+    pub fn fields(&self) -> [(&'static str, f64); 4] {
+        [
+            ("overlap_score_credit", self.overlap_score_credit),
+            ("overlap_score_credit_decay", self.overlap_score_credit_decay),
+            ("prefill_load_scale", self.prefill_load_scale),
+            ("active_request_weight", self.active_request_weight),
+        ]
+    }
+
+    /// Whether prefilled blocks simply count.
+    pub fn is_plain(&self) -> bool {
+        *self == Self::PLAIN
+    }
+}
+
 /// What a decision needs to know of the request.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RequestTerms {
@@ -16,6 +63,10 @@ pub struct RequestTerms {
     pub overlap_score_weight: f64,
     /// 0 takes the lowest cost; larger values spread the choice. Finite and at least 0.
     pub temperature: f64,
+    /// How `kv` weighs its terms.
+    pub scale: KvScale,
+    /// Prompt tokens still to be prefilled by the idlest candidate; [`select`](super::select) sees to it.
+    pub least_prefill_tokens: u64,
 }
 
 /// One worker that could take the request.
@@ -61,6 +112,8 @@ pub struct Terms {
     pub prefill_tokens: u64,
     /// The same in blocks, not rounded; 0 while the block size is unknown.
     pub prefill_blocks: f64,
+    /// What of these enters the cost: all, where [`KvScale`] is the default.
+    pub weighed_prefill_blocks: f64,
     /// Distinct blocks in use with this request; 0 while the block size is unknown.
     pub decode_blocks: u64,
     /// What the policy minimises; 0 for policies that minimise nothing.
@@ -79,7 +132,9 @@ impl RequestTerms {
     /// What this request would cost on `candidate`.
     ///
     /// `kv`: `overlap_score_weight * prefill_blocks + decode_blocks`; while the block size is
-    /// unknown `overlap_score_weight * prefill_tokens + active requests`. A worker that the load
+    /// unknown `overlap_score_weight * prefill_tokens + active requests`. With another [`KvScale`]
+    /// the first product is of `prefill_load_scale * max(0, queued and own blocks - credit * overlap)`,
+    /// and active requests cost something too. A worker that the load
     /// table does not know counts as idle and gets no credit for overlap. Behind a predicted overlap a
     /// rest of less than a block counts nothing: it is no reason to compute the same prompt elsewhere
     /// again. `least_loaded` and
@@ -108,11 +163,23 @@ impl RequestTerms {
         let load = candidate.load.unwrap_or_default();
         let decode_blocks = if block_size == 0 { 0 } else { decode_blocks };
         let prefill_blocks = blocks_of(prefill_tokens);
+        let weighed = match &candidate.load {
+            _ if self.scale.is_plain() || block_size == 0 => prefill_blocks,
+            None => self.scale.prefill_load_scale * prefill_blocks,
+            Some(_) => self.weigh(candidate, prefill_blocks),
+        };
         let cost = match policy {
             Policy::Kv if block_size == 0 => {
                 self.overlap_score_weight * prefill_tokens as f64 + f64::from(load.requests)
             }
-            Policy::Kv => self.overlap_score_weight * prefill_blocks + decode_blocks as f64,
+            Policy::Kv if self.scale.is_plain() => {
+                self.overlap_score_weight * prefill_blocks + decode_blocks as f64
+            }
+            Policy::Kv => {
+                self.overlap_score_weight * weighed
+                    + decode_blocks as f64
+                    + self.scale.active_request_weight * f64::from(load.requests)
+            }
             Policy::LeastLoaded | Policy::PowerOfTwo if block_size == 0 => {
                 load.prefill_tokens as f64
             }
@@ -128,8 +195,21 @@ impl RequestTerms {
             active_requests: load.requests,
             prefill_tokens,
             prefill_blocks,
+            weighed_prefill_blocks: weighed,
             decode_blocks,
             cost,
         }
+    }
+
+    /// Blocks to prefill as [`KvScale`] counts them: `prefill_blocks` are those without the overlap.
+    fn weigh(&self, candidate: &Candidate, prefill_blocks: f64) -> f64 {
+        let overlap = f64::from(candidate.overlap_blocks);
+        let blocks = |tokens: u64| tokens as f64 / f64::from(self.block_size);
+        let queued = candidate.load.map_or(0, |load| load.prefill_tokens);
+        let excess = blocks(queued.saturating_sub(self.least_prefill_tokens));
+        let fading = self.scale.overlap_score_credit_decay * excess;
+        let share = fading / blocks(self.isl_tokens.max(1));
+        let credit = self.scale.overlap_score_credit * overlap / (1.0 + share);
+        self.scale.prefill_load_scale * (prefill_blocks + overlap - credit).max(0.0)
     }
 }

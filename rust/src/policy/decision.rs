@@ -106,11 +106,30 @@ impl fmt::Display for Formula<'_> {
                 f64::from(self.terms.active_requests),
             ),
             _ => (
-                ["prefill_blocks", "decode_blocks"],
-                self.terms.prefill_blocks,
+                [
+                    if self.request.scale.is_plain() {
+                        "prefill_blocks"
+                    } else {
+                        "weighed_prefill_blocks"
+                    },
+                    "decode_blocks",
+                ],
+                self.terms.weighed_prefill_blocks,
                 self.terms.decode_blocks as f64,
             ),
         };
+        let requests = self.request.scale.active_request_weight;
+        if requests > 0.0 && self.request.block_size > 0 {
+            let active = self.terms.active_requests;
+            let cost = weight * prefill + decode + requests * f64::from(active);
+            return write!(
+                f,
+                "Formula for worker_id={} dp_rank={} with {overlap_blocks} cached blocks: \
+                 {cost:.3} = {weight:.3} * {} + {} + {requests:.3} * active_requests = \
+                 {weight:.3} * {prefill:.3} + {decode:.3} + {requests:.3} * {active}",
+                worker.instance_id, worker.dp_rank, names[0], names[1],
+            );
+        }
         let cost = weight * prefill + decode;
         write!(
             f,

@@ -10,7 +10,7 @@ mod kind;
 mod select;
 mod softmax;
 
-pub use cost::{ActiveLoad, Candidate, RequestTerms, Terms};
+pub use cost::{ActiveLoad, Candidate, KvScale, RequestTerms, Terms};
 pub use decision::{Decision, Formula, Reason};
 pub use kind::Policy;
 pub use select::select;

@@ -35,6 +35,12 @@ pub fn select<'a>(
     terms: &'a mut Vec<Terms>,
     rng: &mut (impl Rng + ?Sized),
 ) -> Option<Decision<'a>> {
+    let mut request = *request;
+    if request.scale.overlap_score_credit_decay > 0.0 {
+        let queued =
+            candidates.iter().map(|candidate| candidate.load.map_or(0, |l| l.prefill_tokens));
+        request.least_prefill_tokens = queued.min().unwrap_or(0);
+    }
     terms.clear();
     terms.extend(candidates.iter().map(|candidate| request.terms(policy, candidate)));
     let terms = &*terms;
@@ -65,7 +71,7 @@ pub fn select<'a>(
         worker: chosen.worker,
         overlap_blocks: chosen.overlap_blocks,
         policy,
-        request: *request,
+        request,
         candidates: terms,
         chosen: choice.index,
         ties: choice.ties,

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::load::LoadConfig;
-use crate::policy::Policy;
+use crate::policy::{KvScale, Policy};
 
 /// Settings of a [`Router`](super::Router).
 #[derive(Debug, Clone, PartialEq)]
@@ -11,6 +11,8 @@ pub struct RouterConfig {
     pub block_size: u32,
     /// What a block to prefill costs in blocks held; finite and at least 0.
     pub overlap_score_weight: f64,
+    /// How `kv` weighs its terms beside that.
+    pub scale: KvScale,
     /// 0 takes the lowest cost, larger values spread the choice; finite and at least 0.
     pub temperature: f64,
     /// How a worker is chosen.
@@ -37,6 +39,7 @@ impl Default for RouterConfig {
         Self {
             block_size: load.block_size,
             overlap_score_weight: 1.0,
+            scale: KvScale::default(),
             temperature: 0.0,
             policy: Policy::default(),
             track_active_blocks: true,
@@ -60,6 +63,7 @@ impl RouterConfig {
         let limit = u32::MAX as usize - 1;
         let fault = fault_of("overlap_score_weight", self.overlap_score_weight)
             .or_else(|| fault_of("temperature", self.temperature))
+            .or_else(|| self.scale.fields().into_iter().find_map(|(name, n)| fault_of(name, n)))
             .or_else(|| (self.expiry_ms == 0).then(|| "expiry_ms must be at least 1, got 0".into()))
             .or_else(|| {
                 let is_legal = (1..=limit).contains(&self.max_requests);
@@ -84,6 +88,10 @@ impl RouterConfig {
 pub struct RouteOverride {
     /// Instead of [`RouterConfig::overlap_score_weight`].
     pub overlap_score_weight: Option<f64>,
+    /// Instead of [`KvScale::overlap_score_credit`].
+    pub overlap_score_credit: Option<f64>,
+    /// Instead of [`KvScale::prefill_load_scale`].
+    pub prefill_load_scale: Option<f64>,
     /// Instead of [`RouterConfig::temperature`].
     pub temperature: Option<f64>,
     /// Instead of [`RouterConfig::assume_kv_reuse`].
@@ -92,10 +100,13 @@ pub struct RouteOverride {
 
 impl RouteOverride {
     pub(super) fn validate(&self) -> Result<()> {
-        let weight = self.overlap_score_weight;
-        let fault = weight
-            .and_then(|weight| fault_of("overlap_score_weight", weight))
-            .or_else(|| self.temperature.and_then(|t| fault_of("temperature", t)));
+        let fields = [
+            ("overlap_score_weight", self.overlap_score_weight),
+            ("overlap_score_credit", self.overlap_score_credit),
+            ("prefill_load_scale", self.prefill_load_scale),
+            ("router_temperature", self.temperature),
+        ];
+        let fault = fields.into_iter().find_map(|(name, value)| fault_of(name, value?));
         fault.map_or(Ok(()), |fault| Err(Error::InvalidArgument(fault)))
     }
 }

@@ -15,7 +15,7 @@ use crate::ids::{InstanceId, Worker};
 use crate::load::{
     ActiveSequences, BlockUse, Expired, LoadTotals, RequestId, WorkerChange, WorkerLoad,
 };
-use crate::policy::{self, ActiveLoad, Candidate, Decision, RequestTerms, Terms};
+use crate::policy::{self, ActiveLoad, Candidate, Decision, KvScale, RequestTerms, Terms};
 
 /// Most sequence hashes of a request: a prompt of 16 million tokens in blocks of 16.
 const MAX_REQUEST_BLOCKS: usize = 1 << 20;
@@ -333,6 +333,16 @@ impl Router {
             tracked_blocks: blocks.len(),
             overlap_score_weight: weight,
             temperature: overrides.temperature.unwrap_or(self.config.temperature),
+            scale: KvScale {
+                overlap_score_credit: overrides
+                    .overlap_score_credit
+                    .unwrap_or(self.config.scale.overlap_score_credit),
+                prefill_load_scale: overrides
+                    .prefill_load_scale
+                    .unwrap_or(self.config.scale.prefill_load_scale),
+                ..self.config.scale
+            },
+            least_prefill_tokens: 0,
         }
     }
 
