@@ -112,6 +112,11 @@ class DistributedRuntime:
     ) -> None:
         await self.close()
 
+    @property
+    def host(self) -> str:
+        """The address that others reach this process at."""
+        return self._host
+
     # -- names
 
     def namespace(self, name: str) -> Namespace:
