@@ -7,9 +7,9 @@ export CARGO_TARGET_DIR ?= $(HOME)/.cache/kvflash/target
 PROFILE ?= fast
 PYTEST_FLAGS ?=
 
-.PHONY: help demo test lint bench dev wheel fuzz loom sanitize soak peers clean
+.PHONY: help demo test lint bench dev capi wheel fuzz loom sanitize soak peers clean
 help:
-	@echo "make demo | test | lint | bench | dev | wheel | fuzz | loom | sanitize | soak | peers | clean"
+	@echo "make demo | test | lint | bench | dev | capi | wheel | fuzz | loom | sanitize | soak | peers | clean"
 
 $(VENV)/.ready:
 	$(PYTHON) -m venv $(VENV)
@@ -31,12 +31,20 @@ demo: dev
 lint: dev
 	cargo fmt --check
 	cargo clippy --quiet --all-targets --features python -- -D warnings
+	cargo fmt --check --manifest-path capi/Cargo.toml
+	$(CAPI) clippy --quiet --release --locked --manifest-path capi/Cargo.toml -- -D warnings
 	$(BIN)/ruff format --check python tests benches
 	$(BIN)/ruff check python tests benches
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest kvflash._core 
 
-test: lint
+# The C library, $(CARGO_TARGET_DIR)/capi/release/libkvflash.{so,a}; its header is capi/include/kvflash.h.
+# libzmq is compiled into it, once; what the compiler thinks of libzmq is nobody's concern here.
+CAPI = CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/capi CXXFLAGS="-w $(CXXFLAGS)" cargo
+capi:
+	$(CAPI) build --quiet --release --locked --manifest-path capi/Cargo.toml
+
+test: lint capi
 	cargo test --quiet
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 

@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 from kvflash.errors import ClosedError, ConflictError, InvalidArgumentError
 from kvflash.publisher import arguments, wire
+from kvflash.publisher.announce import announce_events
 from kvflash.publisher.stream import EventStream
+from kvflash.runtime import Component
 
-__all__ = ["Announcer", "KvEventPublisher", "ZmqKvEventPublisherConfig"]
+__all__ = ["KvEventPublisher", "ZmqKvEventPublisher", "ZmqKvEventPublisherConfig"]
 
 logger = logging.getLogger(__name__)
 
 _U32 = (1 << 32) - 1
 _U64 = (1 << 64) - 1
 _WARNINGS_MAX = 3
-
-
-class Announcer(Protocol):
-    """What a component can do for its publishers: tell routers where their events are."""
-
-    def announce_events(
-        self, dp_rank: int, where: dict[str, Any], *, worker_id: int = 0
-    ) -> Callable[[], None]:
-        """Announce an endpoint in discovery, and return what takes it back.
-
-        Args:
-            dp_rank: Data parallel rank of the events.
-            where: ``{"kind": "zmq", "endpoint", "replay_endpoint", "block_size"}``.
-            worker_id: Instance that they are of; 0 means the runtime's own.
-        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +72,7 @@ class KvEventPublisher:
 
     def __init__(  # noqa: PLR0917 - the order that engines know
         self,
-        component: Announcer | None,
+        component: Component | None,
         worker_id: int = 0,
         kv_block_size: int = 0,
         dp_rank: int = 0,
@@ -99,6 +87,7 @@ class KvEventPublisher:
         tick_ms: float = 1.0,
         ring_batches: int = 10_000,
         ring_bytes: int = 64 << 20,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         """Bind, or relay, and announce.
 
@@ -118,10 +107,12 @@ class KvEventPublisher:
             tick_ms: How long the first event of a batch waits for more; 0..1000.
             ring_batches: Batches kept for replay, at least 1.
             ring_bytes: Memory that they may take, at least 1 MiB; the oldest go first.
+            loop: The runtime's event loop, when this is called outside of it.
 
         Raises:
             InvalidArgumentError: An argument is out of its range; names it.
             ConfigError: The address can't be bound.
+            TransportError: Discovery can't be reached; called inside of the loop this is logged.
         """
         self._block_size = arguments.check_range("kv_block_size", kv_block_size, 1, _U32)
         self._dp_rank = arguments.check_range("dp_rank", dp_rank, 0, _U32)
@@ -146,7 +137,7 @@ class KvEventPublisher:
                 self.replay_endpoint = _endpoint("zmq_replay_endpoint", zmq_replay_endpoint)
         else:
             self._stream = EventStream(
-                host=host or getattr(component, "host", None) or "127.0.0.1",
+                host=host or (component.runtime.host if component else "127.0.0.1"),
                 port=port,
                 replay_port=replay_port,
                 topic="kv-events" if zmq_topic is None else zmq_topic,
@@ -158,7 +149,7 @@ class KvEventPublisher:
             self.endpoint = self._stream.endpoint
             self.replay_endpoint = self._stream.replay_endpoint
         try:
-            withdraw = self._announce(component, worker_id)
+            withdraw = self._announce(component, worker_id, loop)
         except BaseException:
             if self._stream is not None:
                 self._stream.close()
@@ -166,7 +157,12 @@ class KvEventPublisher:
         # Also at the end of the process, and when nobody holds the publisher any more.
         self._end = weakref.finalize(self, _close, self._stream, withdraw)
 
-    def _announce(self, component: Announcer | None, worker_id: int) -> Callable[[], None] | None:
+    def _announce(
+        self,
+        component: Component | None,
+        worker_id: int,
+        loop: asyncio.AbstractEventLoop | None,
+    ) -> Callable[[], None] | None:
         if component is None:
             return None
         where = {
@@ -175,7 +171,7 @@ class KvEventPublisher:
             "replay_endpoint": self.replay_endpoint,
             "block_size": self._block_size,
         }
-        return component.announce_events(self._dp_rank, where, worker_id=worker_id)
+        return announce_events(component, self._dp_rank, where, worker_id=worker_id, loop=loop)
 
     @property
     def kv_block_size(self) -> int:
@@ -400,6 +396,26 @@ class KvEventPublisher:
                 self._block_size,
                 dropped,
             )
+
+
+class ZmqKvEventPublisher(KvEventPublisher):
+    """Relays an engine's own events; a KvEventPublisher by the name of older engines."""
+
+    def __init__(self, component: Component | None, config: ZmqKvEventPublisherConfig) -> None:
+        """Announce the engine's endpoint.
+
+        Raises:
+            InvalidArgumentError: A setting is out of its range; names it.
+        """
+        super().__init__(
+            component,
+            config.worker_id,
+            config.kv_block_size,
+            config.dp_rank,
+            zmq_endpoint=config.zmq_endpoint,
+            zmq_topic=config.zmq_topic,
+            zmq_replay_endpoint=config.zmq_replay_endpoint,
+        )
 
 
 def _without_event_id(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:

@@ -1,0 +1,86 @@
+//! What went wrong: a code for programs, a text for people.
+
+use std::cell::RefCell;
+use std::ffi::{CStr, CString, c_char, c_int};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// Result codes; the header gives them their names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(i32)]
+pub enum Code {
+    /// An older function failed.
+    Error = 1,
+    /// An argument is wrong.
+    InvalidArgument = 2,
+    /// There is no such publisher, or no longer.
+    NoPublisher = 3,
+    /// A socket or file could not be had.
+    Io = 4,
+    /// A limit is reached.
+    Limit = 5,
+    /// A mistake of the library's own.
+    Internal = 6,
+    /// A part was dropped.
+    Partial = 7,
+    /// It took too long.
+    Timeout = 8,
+}
+
+/// An outcome that is not what was asked for.
+#[derive(Debug)]
+pub struct Fault {
+    /// What to branch on.
+    pub code: Code,
+    /// What to read.
+    pub text: String,
+}
+
+/// Shorthand of the crate.
+pub type Result<T> = std::result::Result<T, Fault>;
+
+/// A fault with a text.
+pub fn fault(code: Code, text: impl Into<String>) -> Fault {
+    Fault { code, text: text.into() }
+}
+
+/// An argument that is wrong.
+pub fn invalid(text: impl Into<String>) -> Fault {
+    fault(Code::InvalidArgument, text)
+}
+
+thread_local! {
+    static LAST: RefCell<CString> = RefCell::default();
+}
+
+/// Runs the body of a function of the library: keeps the text of its fault for this thread, lets no
+/// panic out.
+pub fn guard(body: impl FnOnce() -> Result<()>) -> c_int {
+    let outcome = catch_unwind(AssertUnwindSafe(body));
+    let fault = match outcome {
+        Ok(Ok(())) => return 0,
+        Ok(Err(fault)) => fault,
+        Err(_) => fault(Code::Internal, "a mistake in libkvflash; its text is on stderr"),
+    };
+    remember(&fault.text);
+    fault.code as c_int
+}
+
+fn remember(text: &str) {
+    let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
+    // A thread that is ending has no last error any more.
+    let _ = LAST.try_with(|last| {
+        if let Ok(mut last) = last.try_borrow_mut() {
+            *last = text;
+        }
+    });
+}
+
+/// Text of the last fault in this thread; empty if there was none. Stays until the next fault.
+pub fn last_error() -> *const c_char {
+    const NONE: &CStr = c"";
+    let text = LAST.try_with(|last| last.try_borrow().map(|text| text.as_ptr()));
+    match text {
+        Ok(Ok(pointer)) => pointer,
+        _ => NONE.as_ptr(),
+    }
+}

@@ -1,0 +1,181 @@
+//! Functions with one publisher per process, as engines written for older libraries call them. They
+//! answer 0 or 1; `kvflash_last_error` says why.
+
+use std::env;
+use std::ffi::{c_char, c_int};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crate::announce::random_id;
+use crate::fault::{Code, Result, fault, guard, invalid};
+use crate::ffi::{block_list, list, optional, text};
+use crate::handle;
+use crate::publisher::{Blocks, CALL_TOKENS_MAX, Place, Publisher};
+use crate::stream;
+
+/// Number of the default publisher; 0 without one.
+static DEFAULT: Mutex<u64> = Mutex::new(0);
+
+fn default_handle() -> MutexGuard<'static, u64> {
+    DEFAULT.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn default_publisher() -> Result<std::sync::Arc<Publisher>> {
+    let handle = *default_handle();
+    if handle == 0 {
+        return Err(fault(Code::NoPublisher, "kvflash_llm_init was not called, or undone"));
+    }
+    handle::find(handle)
+}
+
+/// Older functions know one failure, and take what was published in part for success.
+fn guard_older(body: impl FnOnce() -> Result<()>) -> c_int {
+    match guard(body) {
+        0 => 0,
+        code if code == Code::Partial as c_int => 0,
+        _ => Code::Error as c_int,
+    }
+}
+
+/// Creates the default publisher.
+///
+/// # Safety
+/// Both strings are NULL or terminated by NUL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvflash_llm_init(
+    namespace: *const c_char,
+    component: *const c_char,
+    worker_id: i64,
+    kv_block_size: u32,
+) -> c_int {
+    guard_older(|| {
+        // SAFETY: as the caller promises.
+        let (namespace, component) =
+            unsafe { (text("namespace", namespace)?, text("component", component)?) };
+        let mut default = default_handle();
+        if *default != 0 {
+            return Err(invalid("kvflash_llm_init was called before; call kvflash_llm_shutdown"));
+        }
+        let port = port("KVFLASH_EVENTS_PORT")?;
+        let options = stream::Options {
+            host: env::var("KVFLASH_HOST").unwrap_or_else(|_| "127.0.0.1".to_owned()),
+            port,
+            replay_port: self::port("KVFLASH_REPLAY_PORT")?,
+            topic: "kv-events".to_owned(),
+            dp_rank: 0,
+            tick: Duration::from_millis(1),
+            ring_batches: 10_000,
+            ring_bytes: 64 << 20,
+        };
+        let worker_id = match u64::try_from(worker_id) {
+            Ok(0) => random_id()?,
+            Ok(id) => id,
+            Err(_) => {
+                return Err(invalid(format!("worker_id must be at least 0, got {worker_id}")));
+            }
+        };
+        let place = namespace.map(|namespace| Place {
+            namespace: namespace.to_owned(),
+            component: component.unwrap_or("backend").to_owned(),
+            worker_id,
+        });
+        if place.is_none() && port == 0 {
+            return Err(invalid(
+                "namespace is NULL and KVFLASH_EVENTS_PORT is not set: nobody could find the events",
+            ));
+        }
+        *default = handle::add(Publisher::start(kv_block_size, options, place)?)?;
+        Ok(())
+    })
+}
+
+fn port(name: &str) -> Result<u16> {
+    match env::var(name) {
+        Ok(value) if !value.is_empty() => value
+            .parse()
+            .map_err(|_| invalid(format!("{name} must be a port in 0..65535, got {value:?}"))),
+        _ => Ok(0),
+    }
+}
+
+/// Destroys the default publisher.
+#[unsafe(no_mangle)]
+pub extern "C" fn kvflash_llm_shutdown() -> c_int {
+    guard_older(|| {
+        let handle = std::mem::take(&mut *default_handle());
+        if handle == 0 {
+            return Err(fault(Code::NoPublisher, "kvflash_llm_init was not called, or undone"));
+        }
+        handle::take(handle)?.close();
+        Ok(())
+    })
+}
+
+/// Publishes stored blocks with the default publisher.
+///
+/// # Safety
+/// `num_block_tokens` and `block_ids` point to `num_blocks` numbers, `token_ids` to as many as the
+/// first add up to; `parent_hash` is NULL or points to one.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvflash_kv_event_publish_stored(
+    _event_id: u64,
+    token_ids: *const u32,
+    num_block_tokens: *const usize,
+    block_ids: *const u64,
+    num_blocks: usize,
+    parent_hash: *const u64,
+    lora_id: u64,
+) -> c_int {
+    guard_older(|| {
+        let publisher = default_publisher()?;
+        // SAFETY: as the caller promises; the tokens are as many as the sizes add up to.
+        let blocks = unsafe {
+            let sizes = block_list("num_block_tokens", num_block_tokens, num_blocks)?;
+            let count = sizes
+                .iter()
+                .try_fold(0_usize, |sum, &size| sum.checked_add(size))
+                .ok_or_else(|| invalid("num_block_tokens adds up to too many tokens"))?;
+            Blocks {
+                token_ids: list(
+                    "token_ids",
+                    token_ids,
+                    "the sum of num_block_tokens",
+                    count,
+                    CALL_TOKENS_MAX,
+                )?,
+                sizes: Some(sizes),
+                block_hashes: block_list("block_ids", block_ids, num_blocks)?,
+                parent_hash: optional("parent_hash", parent_hash)?,
+                lora_id,
+                lora_name: None,
+                cache_salt: None,
+                medium: None,
+            }
+        };
+        publisher.store(&blocks)
+    })
+}
+
+/// Publishes removed blocks with the default publisher.
+///
+/// # Safety
+/// `block_ids` points to `num_blocks` numbers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvflash_kv_event_publish_removed(
+    _event_id: u64,
+    block_ids: *const u64,
+    num_blocks: usize,
+) -> c_int {
+    guard_older(|| {
+        let publisher = default_publisher()?;
+        // SAFETY: as the caller promises.
+        let hashes = unsafe { block_list("block_ids", block_ids, num_blocks) }?;
+        publisher.remove(hashes, None)
+    })
+}
+
+/// Publishes that the cache is empty, with the default publisher.
+#[unsafe(no_mangle)]
+pub extern "C" fn kvflash_kv_event_publish_cleared(_event_id: u64) -> c_int {
+    guard_older(|| default_publisher()?.clear())
+}

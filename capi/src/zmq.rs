@@ -1,0 +1,242 @@
+//! Sockets of libzmq, as far as publishing and replaying need them.
+
+use std::ffi::{CStr, CString, c_char, c_int, c_long, c_short, c_void};
+use std::os::fd::RawFd;
+use std::ptr;
+
+use crate::fault::{Code, Result, fault, invalid};
+
+const PUB: c_int = 1;
+const ROUTER: c_int = 6;
+const LINGER: c_int = 17;
+const RCVMORE: c_int = 13;
+const SNDHWM: c_int = 23;
+const RCVHWM: c_int = 24;
+const LAST_ENDPOINT: c_int = 32;
+const IPV6: c_int = 42;
+const MAXMSGSIZE: c_int = 22;
+const DONTWAIT: c_int = 1;
+const SNDMORE: c_int = 2;
+const POLLIN: c_short = 1;
+/// Longest frame that is read whole; requests are shorter, and so is an identity.
+const FRAME_BYTES_MAX: usize = 256;
+/// Frames of a request that are looked at.
+const FRAMES_MAX: usize = 8;
+
+#[repr(C)]
+struct PollItem {
+    socket: *mut c_void,
+    fd: RawFd,
+    events: c_short,
+    revents: c_short,
+}
+
+// Declared as in `zmq.h` of libzmq 4.3.5, which build.rs compiles in.
+unsafe extern "C" {
+    fn zmq_ctx_new() -> *mut c_void;
+    fn zmq_ctx_term(context: *mut c_void) -> c_int;
+    fn zmq_socket(context: *mut c_void, kind: c_int) -> *mut c_void;
+    fn zmq_close(socket: *mut c_void) -> c_int;
+    fn zmq_setsockopt(s: *mut c_void, option: c_int, value: *const c_void, size: usize) -> c_int;
+    fn zmq_getsockopt(s: *mut c_void, option: c_int, value: *mut c_void, size: *mut usize)
+    -> c_int;
+    fn zmq_bind(socket: *mut c_void, endpoint: *const c_char) -> c_int;
+    fn zmq_send(socket: *mut c_void, bytes: *const c_void, size: usize, flags: c_int) -> c_int;
+    fn zmq_recv(socket: *mut c_void, bytes: *mut c_void, size: usize, flags: c_int) -> c_int;
+    fn zmq_poll(items: *mut PollItem, count: c_int, timeout_ms: c_long) -> c_int;
+    fn zmq_errno() -> c_int;
+    fn zmq_strerror(number: c_int) -> *const c_char;
+}
+
+fn last_error() -> String {
+    // SAFETY: libzmq returns a string of its own that is never freed, for any number.
+    unsafe { CStr::from_ptr(zmq_strerror(zmq_errno())) }.to_string_lossy().into_owned()
+}
+
+/// A PUB and a ROUTER socket with their context. Used by one thread at a time.
+#[derive(Debug)]
+pub struct Sockets {
+    context: *mut c_void,
+    publish: *mut c_void,
+    replay: *mut c_void,
+}
+
+// SAFETY: libzmq lets a socket move to another thread, with a full fence between, which a spawned
+// thread's start is. It is not `Sync`.
+unsafe impl Send for Sockets {}
+
+/// What there is to do.
+#[derive(Debug, Clone, Copy)]
+pub struct Ready {
+    /// The descriptor can be read.
+    pub wake: bool,
+    /// A request came.
+    pub replay: bool,
+}
+
+impl Sockets {
+    /// Makes the sockets; they are bound by [`Sockets::bind_publish`] and [`Sockets::bind_replay`].
+    pub fn new(publish_queue: usize, replay_queue: usize, linger_ms: i32) -> Result<Self> {
+        // SAFETY: no arguments; null is checked below.
+        let context = unsafe { zmq_ctx_new() };
+        let mut sockets = Self { context, publish: ptr::null_mut(), replay: ptr::null_mut() };
+        if context.is_null() {
+            return Err(fault(Code::Io, format!("no ZMQ context: {}", last_error())));
+        }
+        // SAFETY: the context was made above and lives until `drop`.
+        sockets.publish = unsafe { zmq_socket(context, PUB) };
+        // SAFETY: the same.
+        sockets.replay = unsafe { zmq_socket(context, ROUTER) };
+        if sockets.publish.is_null() || sockets.replay.is_null() {
+            return Err(fault(Code::Io, format!("no ZMQ socket: {}", last_error())));
+        }
+        let clamp = |queue: usize| i32::try_from(queue).unwrap_or(i32::MAX);
+        for (socket, queue) in [(sockets.publish, publish_queue), (sockets.replay, replay_queue)] {
+            set(socket, SNDHWM, clamp(queue))?;
+            set(socket, RCVHWM, clamp(replay_queue))?;
+            set(socket, LINGER, linger_ms)?;
+        }
+        // Who sends more than a request has is disconnected.
+        set_wide(sockets.replay, MAXMSGSIZE, FRAME_BYTES_MAX as i64)?;
+        Ok(sockets)
+    }
+
+    /// Binds the PUB socket; returns the address to connect to.
+    pub fn bind_publish(&self, host: &str, port: u16) -> Result<String> {
+        bind(self.publish, host, port, "port")
+    }
+
+    /// Binds the ROUTER socket; returns the address to connect to.
+    pub fn bind_replay(&self, host: &str, port: u16) -> Result<String> {
+        bind(self.replay, host, port, "replay_port")
+    }
+
+    /// Waits for a request, or for a descriptor to be readable; -1 waits without end.
+    pub fn wait(&self, wake: RawFd, timeout_ms: i64) -> Ready {
+        let mut items = [
+            PollItem { socket: ptr::null_mut(), fd: wake, events: POLLIN, revents: 0 },
+            PollItem { socket: self.replay, fd: -1, events: POLLIN, revents: 0 },
+        ];
+        // SAFETY: two items, as the count says; the socket is open until `drop`.
+        let count = unsafe { zmq_poll(items.as_mut_ptr(), 2, timeout_ms as c_long) };
+        if count < 0 {
+            // A signal: the caller's loop comes back here.
+            return Ready { wake: false, replay: false };
+        }
+        Ready { wake: items[0].revents != 0, replay: items[1].revents != 0 }
+    }
+
+    /// Publishes a message. Never waits: ZMQ drops for subscribers that do not keep up.
+    pub fn publish(&self, frames: &[&[u8]]) {
+        send(self.publish, frames, 0);
+    }
+
+    /// Answers a client; without effect if it left or does not read.
+    pub fn answer(&self, frames: &[&[u8]]) {
+        send(self.replay, frames, DONTWAIT);
+    }
+
+    /// The next request: its frames, or None if there is none. Frames beyond the eighth are left out.
+    pub fn request(&self) -> Option<Vec<Vec<u8>>> {
+        let mut frames = Vec::new();
+        loop {
+            let mut buffer = [0_u8; FRAME_BYTES_MAX];
+            // SAFETY: the buffer has that many bytes; ZMQ writes no more and says the whole length.
+            let size = unsafe {
+                zmq_recv(self.replay, buffer.as_mut_ptr().cast(), buffer.len(), DONTWAIT)
+            };
+            let size = usize::try_from(size).ok()?;
+            if frames.len() < FRAMES_MAX {
+                frames.push(buffer[..size.min(buffer.len())].to_vec());
+            }
+            let mut more: c_int = 0;
+            let mut length = size_of::<c_int>();
+            // SAFETY: RCVMORE is an int, and the length says so.
+            let status = unsafe {
+                zmq_getsockopt(self.replay, RCVMORE, (&raw mut more).cast(), &raw mut length)
+            };
+            if status != 0 || more == 0 {
+                return Some(frames);
+            }
+        }
+    }
+}
+
+impl Drop for Sockets {
+    fn drop(&mut self) {
+        for socket in [self.publish, self.replay] {
+            if !socket.is_null() {
+                // SAFETY: made by `zmq_socket`, closed here only.
+                unsafe { zmq_close(socket) };
+            }
+        }
+        if !self.context.is_null() {
+            // SAFETY: made by `zmq_ctx_new`; its sockets are closed, so this waits for the linger
+            // time at most.
+            unsafe { zmq_ctx_term(self.context) };
+        }
+    }
+}
+
+fn set(socket: *mut c_void, option: c_int, value: i32) -> Result<()> {
+    // SAFETY: the option takes an int, and the size says so.
+    let status =
+        unsafe { zmq_setsockopt(socket, option, (&raw const value).cast(), size_of::<i32>()) };
+    check(status, option)
+}
+
+fn set_wide(socket: *mut c_void, option: c_int, value: i64) -> Result<()> {
+    // SAFETY: the option takes an int64_t, and the size says so.
+    let status =
+        unsafe { zmq_setsockopt(socket, option, (&raw const value).cast(), size_of::<i64>()) };
+    check(status, option)
+}
+
+fn check(status: c_int, option: c_int) -> Result<()> {
+    if status == 0 {
+        return Ok(());
+    }
+    Err(fault(Code::Internal, format!("ZMQ option {option}: {}", last_error())))
+}
+
+fn bind(socket: *mut c_void, host: &str, port: u16, field: &str) -> Result<String> {
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    let is_ipv6 = host.contains(':');
+    set(socket, IPV6, i32::from(is_ipv6))?;
+    let netloc = if is_ipv6 { format!("[{host}]") } else { host.to_owned() };
+    let endpoint = CString::new(format!("tcp://{netloc}:{port}"))
+        .map_err(|_| invalid("host must not contain NUL"))?;
+    // SAFETY: a NUL-terminated string that lives through the call.
+    if unsafe { zmq_bind(socket, endpoint.as_ptr()) } != 0 {
+        let text = format!("{field}: can't bind {port} on {host}: {}", last_error());
+        return Err(fault(Code::Io, text));
+    }
+    let mut buffer = [0_u8; FRAME_BYTES_MAX];
+    let mut length = buffer.len();
+    // SAFETY: the length says how much room there is; ZMQ writes a NUL-terminated string.
+    let status = unsafe {
+        zmq_getsockopt(socket, LAST_ENDPOINT, buffer.as_mut_ptr().cast(), &raw mut length)
+    };
+    check(status, LAST_ENDPOINT)?;
+    let bound = CStr::from_bytes_until_nul(&buffer).unwrap_or_default().to_string_lossy();
+    let bound = bound.rsplit(':').next().unwrap_or("0").to_owned();
+    // A wildcard is no address to connect to.
+    let reachable = match host {
+        "0.0.0.0" | "*" => "127.0.0.1",
+        "::" => "[::1]",
+        _ => &netloc,
+    };
+    Ok(format!("tcp://{reachable}:{bound}"))
+}
+
+fn send(socket: *mut c_void, frames: &[&[u8]], flags: c_int) {
+    for (index, frame) in frames.iter().enumerate() {
+        let more = if index + 1 < frames.len() { SNDMORE } else { 0 };
+        // SAFETY: the frame's bytes and length; ZMQ copies them.
+        let status = unsafe { zmq_send(socket, frame.as_ptr().cast(), frame.len(), flags | more) };
+        if status < 0 {
+            // Only the first frame can be refused; none of a message is sent then.
+            return;
+        }
+    }
+}

@@ -1,0 +1,108 @@
+"""Telling routers where a publisher's events are, through the runtime's discovery.
+
+The runtime belongs to one event loop, a publisher may be made and ended in any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+from kvflash.errors import InvalidArgumentError, KvflashError
+from kvflash.runtime import Component
+
+__all__ = ["announce_events", "events_key"]
+
+logger = logging.getLogger(__name__)
+
+# How long a thread waits for discovery; a loop's own thread never does.
+_WAIT_S_MAX = 5.0
+
+
+def events_key(component: Component, instance_id: int, dp_rank: int) -> str:
+    """The key under which a rank's events are announced."""
+    return f"v1/events/{component.namespace.name}/{component.name}/{instance_id}/{dp_rank}"
+
+
+def announce_events(
+    component: Component,
+    dp_rank: int,
+    where: dict[str, Any],
+    *,
+    worker_id: int,
+    loop: asyncio.AbstractEventLoop | None,
+) -> Callable[[], None]:
+    """Announce an endpoint for as long as the runtime lives.
+
+    In the thread of the runtime's loop this returns at once, and a failure is logged; in another
+    thread it waits until the announcement is made.
+
+    Args:
+        component: Component of the runtime that the engine serves.
+        dp_rank: Data parallel rank of the events.
+        where: What is announced.
+        worker_id: Instance that they are of; 0 means the runtime's own.
+        loop: The runtime's loop; None means the one that runs in this thread.
+
+    Returns:
+        What takes the announcement back; callable from any thread.
+
+    Raises:
+        InvalidArgumentError: No loop is given and none runs in this thread.
+        TransportError: Discovery can't be reached (in another thread than the loop's).
+    """
+    runtime = component.runtime
+    own = _running()
+    home = loop or own
+    if home is None:
+        raise InvalidArgumentError(
+            "loop must be the runtime's event loop when a publisher with a component is created "
+            "outside of it"
+        )
+    key = events_key(component, worker_id or runtime.instance_id, dp_rank)
+    announced = asyncio.run_coroutine_threadsafe(runtime.announce(key, where), home)
+    if own is home:
+        announced.add_done_callback(_log_failure)
+    else:
+        announced.result(_WAIT_S_MAX)
+
+    async def take_back() -> None:
+        with contextlib.suppress(Exception):
+            await asyncio.wrap_future(announced)
+        await runtime.withdraw(key)
+
+    return lambda: _run(take_back(), home)
+
+
+def _run(task: Coroutine[Any, Any, None], home: asyncio.AbstractEventLoop) -> None:
+    """Run in the runtime's loop, if that still runs; wait for it where that is possible."""
+    if not home.is_running():
+        # With its loop the runtime has ended, and its keys with it.
+        task.close()
+        return
+    done = asyncio.run_coroutine_threadsafe(task, home)
+    if _running() is home:
+        done.add_done_callback(_log_failure)
+        return
+    try:
+        done.result(_WAIT_S_MAX)
+    except (KvflashError, TimeoutError, FutureTimeoutError) as error:
+        logger.warning("can't take back the announcement of events: %s", error)
+
+
+def _log_failure(done: Future[None]) -> None:
+    error = None if done.cancelled() else done.exception()
+    if error is not None:
+        logger.warning("can't announce events: %s", error)
+
+
+def _running() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

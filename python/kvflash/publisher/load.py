@@ -1,0 +1,220 @@
+"""How loaded an engine is, for routers that watch it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from kvflash.errors import OverloadedError
+from kvflash.publisher import arguments
+from kvflash.runtime import Component
+
+__all__ = [
+    "ENDPOINT",
+    "ForwardPassMetrics",
+    "KvStats",
+    "SpecDecodeStats",
+    "WorkerMetricsPublisher",
+    "WorkerStats",
+]
+
+# Name of the endpoint that answers with the load.
+ENDPOINT = "load_metrics"
+_COUNT_MAX = (1 << 63) - 1
+_RANKS_MAX = 1_024
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStats:
+    """Requests of one rank.
+
+    Attributes:
+        request_active_slots: Requests that run.
+        request_total_slots: Requests that can run at a time.
+        num_requests_waiting: Requests in the queue.
+        data_parallel_rank: The rank; None means 0.
+    """
+
+    request_active_slots: int = 0
+    request_total_slots: int = 0
+    num_requests_waiting: int = 0
+    data_parallel_rank: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvStats:
+    """The KV cache of one rank.
+
+    Attributes:
+        kv_active_blocks: Blocks that requests hold.
+        kv_total_blocks: Blocks of the cache.
+        gpu_cache_usage_perc: The first by the second, 0..1.
+        gpu_prefix_cache_hit_rate: Share of prompt tokens found cached, 0..1.
+    """
+
+    kv_active_blocks: int = 0
+    kv_total_blocks: int = 0
+    gpu_cache_usage_perc: float = 0.0
+    gpu_prefix_cache_hit_rate: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecDecodeStats:
+    """Speculative decoding; carried on and not read by routers."""
+
+    num_spec_tokens: int | None = None
+    num_drafts: int | None = None
+    num_draft_tokens: int | None = None
+    num_accepted_tokens: int | None = None
+    num_accepted_tokens_per_pos: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardPassMetrics:
+    """What older engines publish after each pass."""
+
+    worker_stats: WorkerStats = WorkerStats()
+    kv_stats: KvStats = KvStats()
+    spec_decode_stats: SpecDecodeStats | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Load:
+    dp_rank: int
+    active_decode_blocks: int | None = None
+    active_prefill_tokens: int | None = None
+    kv_used_blocks: int | None = None
+    kv_total_blocks: int | None = None
+    max_num_batched_tokens: int | None = None
+
+    def item(self) -> dict[str, int]:
+        """What is said over the wire: what is known."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+
+
+class WorkerMetricsPublisher:
+    """Says how loaded an engine is, to whoever asks the endpoint `load_metrics` of its component.
+
+    The answer is a stream: the load of each rank now, then each change. A reader that is slow
+    misses loads that were overtaken meanwhile, never the last one.
+
+    `publish` may be called from any thread. Only what changed is sent.
+    """
+
+    def __init__(self) -> None:
+        self._loads: dict[int, _Load] = {}
+        self._version = 0
+        self._versions: dict[int, int] = {}
+        self._waiting: set[asyncio.Event] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def create_endpoint(self, component: Component) -> None:
+        """Serve `load_metrics` until the runtime is shut down; returns once that has begun.
+
+        Raises:
+            ConflictError: It is served already.
+            TransportError: Discovery can't be reached.
+        """
+        self._loop = asyncio.get_running_loop()
+        endpoint = component.endpoint(ENDPOINT)
+        self._serving = self._loop.create_task(
+            endpoint.serve_endpoint(self.watch, graceful_shutdown=False)
+        )
+        # What can't be served fails at once.
+        await asyncio.wait({self._serving}, timeout=0)
+        if self._serving.done():
+            self._serving.result()
+
+    def publish(
+        self,
+        dp_rank: int | ForwardPassMetrics | None = 0,
+        active_decode_blocks: int | None = None,
+        *,
+        active_prefill_tokens: int | None = None,
+        kv_used_blocks: int | None = None,
+        kv_total_blocks: int | None = None,
+        max_num_batched_tokens: int | None = None,
+    ) -> None:
+        """Say how loaded a rank is now; what is left out keeps what was said before.
+
+        Args:
+            dp_rank: Data parallel rank, None means 0; or the metrics of an older engine.
+            active_decode_blocks: Blocks that running requests hold.
+            active_prefill_tokens: Prompt tokens that are still to be computed.
+            kv_used_blocks: Blocks of the cache in use, by the engine's own count.
+            kv_total_blocks: Blocks of the cache.
+            max_num_batched_tokens: Tokens of one pass.
+
+        Raises:
+            InvalidArgumentError: A number is negative or none; names it.
+            OverloadedError: More than 1,024 ranks.
+        """
+        counts = {
+            "active_decode_blocks": active_decode_blocks,
+            "active_prefill_tokens": active_prefill_tokens,
+            "kv_used_blocks": kv_used_blocks,
+            "kv_total_blocks": kv_total_blocks,
+            "max_num_batched_tokens": max_num_batched_tokens,
+        }
+        if isinstance(dp_rank, ForwardPassMetrics):
+            cache = dp_rank.kv_stats
+            counts["kv_used_blocks"] = cache.kv_active_blocks
+            counts["kv_total_blocks"] = cache.kv_total_blocks or None
+            dp_rank = dp_rank.worker_stats.data_parallel_rank
+        rank = arguments.check_range("dp_rank", dp_rank or 0, 0, (1 << 32) - 1)
+        known = {
+            name: arguments.check_range(name, value, 0, _COUNT_MAX)
+            for name, value in counts.items()
+            if value is not None
+        }
+        before = self._loads.get(rank)
+        if before is None and len(self._loads) >= _RANKS_MAX:
+            raise OverloadedError(f"loads of {_RANKS_MAX} ranks are published already")
+        now = dataclasses.replace(before or _Load(dp_rank=rank), **known)
+        if now == before:
+            return
+        self._loads[rank] = now
+        self._version += 1
+        self._versions[rank] = self._version
+        self._tell()
+
+    async def watch(self, request: Any) -> AsyncIterator[dict[str, int]]:
+        """The load of each rank, then each change; the handler of the endpoint.
+
+        Args:
+            request: ``{"once": true}`` ends after the loads of now.
+        """
+        self._loop = asyncio.get_running_loop()
+        news = asyncio.Event()
+        self._waiting.add(news)
+        seen: dict[int, int] = {}
+        try:
+            while True:
+                news.clear()
+                for rank, version in list(self._versions.items()):
+                    if seen.get(rank) != version:
+                        seen[rank] = version
+                        yield self._loads[rank].item()
+                if isinstance(request, dict) and request.get("once"):
+                    return
+                await news.wait()
+        finally:
+            self._waiting.discard(news)
+
+    def _tell(self) -> None:
+        loop = self._loop
+        if loop is None or not self._waiting:
+            return
+        try:
+            loop.call_soon_threadsafe(self._wake)
+        except RuntimeError:
+            # The loop has ended, and with it those who read.
+            return
+
+    def _wake(self) -> None:
+        for news in self._waiting:
+            news.set()
