@@ -23,7 +23,7 @@ from kvflash.errors import (
 from kvflash.runtime.connection import Connection
 from kvflash.runtime.frame import Failure, Kind, Request, frame, unpack
 from kvflash.runtime.limits import RuntimeLimits
-from kvflash.runtime.plane import FailedError
+from kvflash.runtime.plane import FailedError, GoneError
 from kvflash.runtime.serving import Serving
 
 __all__ = ["TcpClient", "TcpServer", "make_client", "make_server"]
@@ -309,7 +309,7 @@ class TcpReply:
 async def _write(connection: Connection, data: bytes, address: str) -> None:
     try:
         await connection.send(data)
-    except ConnectionAbortedError as error:
+    except GoneError as error:
         raise TransportError(f"{address}: {error}") from error
     except asyncio.CancelledError:
         connection.abort()
