@@ -8,6 +8,7 @@ JSON. Back-pressure and cancelling are those of the connection below.
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import logging
 import socket
@@ -257,10 +258,10 @@ class HttpClient:
     async def _post(self, url: str, headers: dict[str, str], body: bytes) -> aiohttp.ClientResponse:
         session = self._opened()
         try:
-            return await session.post(url, headers=headers, data=body)
+            return await session.post(url, headers=headers, data=io.BytesIO(body))
         except aiohttp.ServerDisconnectedError:
             # The server may have closed a kept connection just then: once more, on a new one.
-            return await session.post(url, headers=headers, data=body)
+            return await session.post(url, headers=headers, data=io.BytesIO(body))
 
     async def close(self) -> None:
         """Close all connections."""
@@ -298,6 +299,8 @@ class HttpReply:
         self, sending: asyncio.Task[aiohttp.ClientResponse], limits: RuntimeLimits
     ) -> None:
         self._sending: asyncio.Task[aiohttp.ClientResponse] | None = sending
+        # Whoever closes the reply does not want to know what became of it.
+        sending.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._response: aiohttp.ClientResponse | None = None
         self._reader = FrameReader(limits.frame_bytes_max)
         self._frames: deque[tuple[int, bytes]] = deque()
