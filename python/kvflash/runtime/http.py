@@ -12,6 +12,7 @@ import io
 import json
 import logging
 import socket
+import weakref
 from collections import deque
 from contextlib import suppress
 from dataclasses import asdict
@@ -230,6 +231,7 @@ class HttpClient:
     def __init__(self, limits: RuntimeLimits) -> None:
         self.limits = limits
         self._session: aiohttp.ClientSession | None = None
+        self._replies: weakref.WeakSet[HttpReply] = weakref.WeakSet()
 
     async def ask(self, transport: dict[str, Any], request: Request) -> HttpReply:
         """Send a request.
@@ -253,7 +255,9 @@ class HttpClient:
             headers[DEADLINE] = str(request.deadline_ms)
         url = f"{transport['url']}/{request.endpoint}"
         sending = asyncio.get_running_loop().create_task(self._post(url, headers, body))
-        return HttpReply(sending, self.limits)
+        reply = HttpReply(sending, self.limits)
+        self._replies.add(reply)
+        return reply
 
     async def _post(self, url: str, headers: dict[str, str], body: bytes) -> aiohttp.ClientResponse:
         session = self._opened()
@@ -264,7 +268,9 @@ class HttpClient:
             return await session.post(url, headers=headers, data=io.BytesIO(body))
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections; answers that are on their way end with an error."""
+        for reply in list(self._replies):
+            reply.close()
         if self._session is not None:
             await self._session.close()
 

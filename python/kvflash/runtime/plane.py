@@ -72,4 +72,4 @@ class PlaneClient(Protocol):
         """
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections; answers that are on their way end with an error."""
