@@ -15,7 +15,7 @@ from kvflash.discovery import Discovery, FileDiscovery, MemoryDiscovery
 # processes are to die.
 DISCOVERIES = ("mem", "file")
 SHARED_DISCOVERIES = ("file",)
-PLANES = ("tcp",)
+PLANES = ("tcp", "http")
 
 
 @pytest.fixture(params=DISCOVERIES)

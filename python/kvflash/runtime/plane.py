@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from kvflash.errors import KvflashError
 from kvflash.runtime.frame import Failure, Request
 
-__all__ = ["FailedError", "PlaneClient", "PlaneServer", "Reply"]
+__all__ = ["FailedError", "GoneError", "PlaneClient", "PlaneServer", "Reply"]
 
 
 class FailedError(Exception):
@@ -20,6 +20,10 @@ class FailedError(Exception):
     def error(self) -> KvflashError:
         """What the user sees."""
         return self.failure.error()
+
+
+class GoneError(ConnectionAbortedError):
+    """The client that an answer is for is gone."""
 
 
 class Reply(Protocol):
@@ -68,4 +72,4 @@ class PlaneClient(Protocol):
         """
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections; answers that are on their way end with an error."""
