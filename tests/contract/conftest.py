@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support_runtime import Server, WorkerProcess, etcd_command, serving
+from support_runtime import Server, WorkerProcess, etcd_command, nats_command, serving
 
 from kvflash.discovery import Discovery, FileDiscovery, MemoryDiscovery, open_discovery
 from service import Http
@@ -17,7 +17,7 @@ from service import Http
 # processes are to die.
 DISCOVERIES = ("mem", "file", "etcd")
 SHARED_DISCOVERIES = ("file", "etcd")
-PLANES = ("tcp", "http")
+PLANES = ("tcp", "http", "nats")
 
 
 @pytest.fixture(params=DISCOVERIES)
@@ -54,6 +54,13 @@ def etcd(etcd_server: Server) -> Iterator[str]:
     http.close()
 
 
+@pytest.fixture(scope="session")
+def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One broker for all tests."""
+    with serving(nats_command, tmp_path_factory.mktemp("nats") / "log") as server:
+        yield server
+
+
 @pytest.fixture
 def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[str], Discovery]:
     """Open a discovery of a kind; all of a test's share their keys."""
@@ -81,6 +88,9 @@ def environment(
         if kind == "etcd":
             settings["ETCD_ENDPOINTS"] = request.getfixturevalue("etcd")
             settings["KVFLASH_HOST"] = "127.0.0.1"
+        if plane == "nats":
+            server = request.getfixturevalue("nats_server")
+            settings["NATS_SERVER"] = f"nats://127.0.0.1:{server.port}"
         for name, value in settings.items():
             monkeypatch.setenv(name, value)
         return settings

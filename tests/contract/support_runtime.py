@@ -119,6 +119,11 @@ def etcd_command(folder: Path, port: int) -> list[str]:
     ]
 
 
+def nats_command(port: int) -> list[str]:
+    """A broker on this machine only."""
+    return [binary("nats-server"), "--addr", "127.0.0.1", "--port", str(port)]
+
+
 class WorkerProcess:
     """`worker.py` in a process of its own."""
 
