@@ -428,6 +428,7 @@ async def wait_for_announced(runtime, keys):
             async for _ in watch:
                 if set(found := await announced(runtime)) == set(keys):
                     return found
+        raise AssertionError("the watch ended")
 
     return await asyncio.wait_for(look(), 10)
 

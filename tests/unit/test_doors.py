@@ -49,8 +49,8 @@ NARROW = {
     "doctor": {"errors", "config", "doctor"},
     # It lives in the engine's process, beside whatever the engine brings.
     "publisher": {"_core", "errors", "runtime"},
-    # The engine's double knows nothing of the router that it is to test.
-    "mocker": {"errors", "mocker"},
+    # The engine's double knows nothing of the router that it is to test, but how it is found.
+    "mocker": {"errors", "llm", "mocker", "publisher", "runtime"},
 }
 
 PROCESS_STARTERS = {"process", "demo"}

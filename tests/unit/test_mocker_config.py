@@ -19,7 +19,8 @@ def test_every_flag_reaches_its_option() -> None:
         --no-enable-chunked-prefill --max-waiting 5 --zmq-events-port auto
         --zmq-replay-port 6000 --event-era positional --event-topic t --replay-buffer 7
         --data-parallel-rank 3 --startup-time 0.5 --tokenizer folder --lora-adapters a b
-        --drain-timeout 1.5 --log-level error"""
+        --drain-timeout 1.5 --log-level error --endpoint a.b.c --no-kv-events
+        --is-prefill-worker --bootstrap-ports 7001,7002"""
     config, log_level = parse_args(command.split())
     assert log_level == "error"
     assert config == MockerConfig(
@@ -47,7 +48,24 @@ def test_every_flag_reaches_its_option() -> None:
         tokenizer="folder",
         lora_adapters=("a", "b"),
         drain_timeout_s=1.5,
+        endpoint="a.b.c",
+        kv_events=False,
+        role="prefill",
+        bootstrap_ports=(7001, 7002),
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "role"),
+    [
+        ("--is-decode-worker", "decode"),
+        ("--disaggregation-mode decode", "decode"),
+        ("--disaggregation-mode prefill", "prefill"),
+        ("--disaggregation-mode agg", "both"),
+    ],
+)
+def test_roles_have_two_spellings(flags: str, role: str) -> None:
+    assert parse_args(flags.split())[0].role == role
 
 
 @pytest.mark.parametrize(
@@ -61,6 +79,14 @@ def test_every_flag_reaches_its_option() -> None:
         ("--zmq-events-port 70000", "--zmq-events-port must be in 0..65535"),
         ("--zmq-events-port soon", "--zmq-events-port: must be a port, 0 or auto, got 'soon'"),
         ("--zmq-replay-port 6000", "--zmq-replay-port needs --zmq-events-port"),
+        ("--is-prefill-worker --is-decode-worker", "not allowed with argument"),
+        ("--disaggregation-mode both-ways", "must be agg, prefill or decode, got 'both-ways'"),
+        ("--data-parallel-size 2", "--data-parallel-size needs --endpoint"),
+        ("--endpoint a.b.c --data-parallel-size 2 --data-parallel-rank 1", "contradicts"),
+        ("--bootstrap-ports 7001", "--bootstrap-ports needs --is-prefill-worker"),
+        ("--is-prefill-worker --bootstrap-ports 1,2", "must name 1 distinct ports"),
+        ("--is-prefill-worker --bootstrap-ports 70000", "must be in 1..65535, got 70000"),
+        ("--is-prefill-worker --bootstrap-ports a", "must be ports with commas, got 'a'"),
         ("--watermark 1", "--watermark must be in [0, 1), got 1.0"),
         ("--watermark 0.9 --num-gpu-blocks 5", "--watermark 0.9 leaves no block"),
         ("--speedup-ratio 0", "--speedup-ratio must be above 0"),

@@ -348,6 +348,39 @@ def test_salts_and_adapters_share_nothing() -> None:
         assert again.cached_tokens == 8
 
 
+def test_a_prompt_that_came_from_elsewhere_costs_one_token() -> None:
+    scheduler = small()
+    first = request(range(18), 2, is_transferred=True)
+    scheduler.add(first)
+    assert scheduler.prefill_tokens == 0
+    planned = scheduler.schedule()
+    assert planned is not None
+    # More than a pass could compute, and none of it is prefill.
+    assert (planned.chunks, planned.prefill_tokens, planned.decode_count) == ([(first, 1)], 0, 1)
+    result = scheduler.complete(planned)
+    assert result.advanced == [first]
+    (stored,) = result.events
+    assert isinstance(stored, BlockStored)
+    assert len(stored.block_hashes) == 4, "its blocks are held like computed ones"
+    assert first.cached_tokens == 0, "nothing was found in the own cache"
+    finish(scheduler)
+    assert scheduler.blocks.used_blocks == 0
+
+
+def test_what_came_from_elsewhere_is_lost_with_its_blocks() -> None:
+    scheduler = small(num_gpu_blocks=5)
+    older = request(range(8), 12)
+    younger = request(range(100, 108), 4, is_transferred=True)
+    scheduler.add(older)
+    scheduler.add(younger)
+    while not scheduler.counters.preemptions:
+        step(scheduler)
+    assert not younger.is_transferred
+    assert scheduler.prefill_tokens == len(younger.prompt_ids)
+    finish(scheduler)
+    assert younger.is_finished
+
+
 def test_limits_refuse() -> None:
     scheduler = small(max_waiting=1)
     for bad in (request([]), request([1], output=0), request(range(48))):

@@ -11,15 +11,17 @@ from importlib.metadata import PackageNotFoundError, version
 
 from aiohttp import web
 
-from kvflash.errors import ClosedError, OverloadedError
+from kvflash.errors import ClosedError, OverloadedError, TransportError
 from kvflash.mocker import metrics
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.engine import Engine, Generation
+from kvflash.mocker.handover import Handover
 from kvflash.mocker.protocol import (
     Answer,
     ApiError,
     Body,
     GenerationParams,
+    parse_bootstrap,
     parse_generation,
     parse_json,
     parse_model,
@@ -38,19 +40,22 @@ RETRY_AFTER_S = 1
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def build_app(engine: Engine, config: MockerConfig, tokenizer: Tokenizer) -> web.Application:
+def build_app(
+    engine: Engine, config: MockerConfig, tokenizer: Tokenizer, handover: Handover
+) -> web.Application:
     """Build the HTTP application of one worker.
 
     Args:
         engine: The engine that answers.
         config: Its options.
         tokenizer: Its tokenizer.
+        handover: Its part in disaggregated serving.
 
     Returns:
         An application; run it with handler cancellation on, so that a client that leaves ends its
         request.
     """
-    api = Api(engine, config, tokenizer)
+    api = Api(engine, config, tokenizer, handover)
     app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[_errors])
     app.add_routes(
         [
@@ -79,6 +84,9 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except OverloadedError as error:
         answer = ApiError(429, "TooManyRequestsError", str(error))
         headers["Retry-After"] = str(RETRY_AFTER_S)
+    except TransportError as error:
+        # SGLang's decode worker answers so when the prefill it waits for fails.
+        answer = ApiError(500, "InternalServerError", str(error))
     except ClosedError as error:
         answer = ApiError(503, "ServiceUnavailableError", str(error))
     except web.HTTPRequestEntityTooLarge:
@@ -94,8 +102,11 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 class Api:
     """The handlers of one worker."""
 
-    def __init__(self, engine: Engine, config: MockerConfig, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, engine: Engine, config: MockerConfig, tokenizer: Tokenizer, handover: Handover
+    ) -> None:
         """Keep what the handlers need."""
+        self._handover = handover
         self._engine = engine
         self._config = config
         self._tokenizer = tokenizer
@@ -174,28 +185,37 @@ class Api:
         return web.Response(status=200)
 
     async def _generate(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
-        params = parse_generation(
-            parse_json(await request.read()),
-            is_chat=is_chat,
-            config=self._config,
-            tokenizer=self._tokenizer,
-        )
-        generation = self._engine.submit(
-            params.prompt_ids,
-            max_tokens=params.max_tokens,
-            lora=params.lora,
-            cache_salt=params.cache_salt,
-            is_streaming=params.is_streaming,
-        )
-        answer = Answer(uuid.uuid4().hex, params.model, is_chat=is_chat)
+        body = parse_json(await request.read())
+        # First of all: whatever else is wrong with the request, nobody shall wait for it.
+        room = parse_bootstrap(body)
+        generation: Generation | None = None
         try:
+            params = parse_generation(
+                body, is_chat=is_chat, config=self._config, tokenizer=self._tokenizer
+            )
+            is_transferred = await self._handover.receive(params.transfer, room)
+            generation = self._engine.submit(
+                params.prompt_ids,
+                max_tokens=1 if self._handover.is_prefill else params.max_tokens,
+                lora=params.lora,
+                cache_salt=params.cache_salt,
+                is_streaming=params.is_streaming,
+                is_transferred=is_transferred,
+            )
+            answer = Answer(uuid.uuid4().hex, params.model, is_chat=is_chat)
             if params.is_streaming:
                 return await self._stream(request, params, generation, answer)
             text = self._text(await generation.take())
-            return web.json_response(answer.whole(text, generation.request))
+            whole = answer.whole(text, generation.request)
+            if params.transfer is not None and params.transfer.get("do_remote_decode"):
+                whole["kv_transfer_params"] = self._handover.params(len(params.prompt_ids))
+            return web.json_response(whole)
         finally:
-            # The handler is cancelled when its client leaves; a finished request stays finished.
-            self._engine.abort(generation)
+            if generation is not None:
+                # The handler is cancelled when its client leaves; a finished request stays so.
+                self._engine.abort(generation)
+            is_done = generation is not None and generation.is_finished
+            self._handover.finish(room, is_done=is_done)
 
     async def _stream(
         self,

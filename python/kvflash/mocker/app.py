@@ -13,8 +13,10 @@ from aiohttp import web
 from kvflash.mocker.api import build_app
 from kvflash.mocker.config import MockerConfig, PortChoice
 from kvflash.mocker.engine import Engine
+from kvflash.mocker.handover import Handover
 from kvflash.mocker.publisher import EventPublisher, reachable
 from kvflash.mocker.tokenizer import Tokenizer, load
+from kvflash.mocker.worker import RuntimeWorker
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +59,9 @@ class Worker:
         self.events_url = self._publisher.events_url if self._publisher else None
         self.replay_url = self._publisher.replay_url if self._publisher else None
         self.engine = Engine(config, tokenizer, self._publisher)
+        self._handover = Handover(config.role, reachable(config.host), config.block_size)
         self._runner = web.AppRunner(
-            build_app(self.engine, config, tokenizer),
+            build_app(self.engine, config, tokenizer, self._handover),
             handler_cancellation=True,
             access_log=None,
             # aiohttp takes 0 for "wait for ever".
@@ -74,6 +77,8 @@ class Worker:
         """
         if self._publisher is not None:
             self._publisher.start()
+        if self._config.bootstrap_ports:
+            await self._handover.open(self._config.bootstrap_ports[self.index])
         await asyncio.sleep(self._config.startup_time_s)
         self._running = asyncio.create_task(self.engine.run())
         await self._runner.setup()
@@ -88,6 +93,7 @@ class Worker:
     async def close(self) -> None:
         """Stop accepting, wait for running requests up to the drain timeout, then close all."""
         await self._runner.cleanup()
+        await self._handover.close()
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
@@ -114,7 +120,7 @@ class Mocker:
         workers: They, in order of their index.
     """
 
-    def __init__(self, workers: list[Worker]) -> None:
+    def __init__(self, workers: list[Worker | RuntimeWorker]) -> None:
         """Take over workers that have been started."""
         self.workers = workers
 
@@ -150,12 +156,13 @@ async def serve(config: MockerConfig) -> Mocker:
         OSError: A port is taken; nothing is left running.
     """
     tokenizer = load(config.tokenizer)
-    workers: list[Worker] = []
+    workers: list[Worker | RuntimeWorker] = []
     starts: list[asyncio.Task[None]] = []
     try:
         for index in range(config.num_workers):
             # One by one: if the next cannot bind, those before it are known and get closed.
-            worker = Worker(index, config, tokenizer)
+            kind = Worker if config.endpoint is None else RuntimeWorker
+            worker = kind(index, config, tokenizer)
             workers.append(worker)
         starts += [asyncio.create_task(worker.start()) for worker in workers]
         await asyncio.gather(*starts)

@@ -28,6 +28,7 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[MockerConfig, str]:
     values = vars(parser.parse_args(argv))
     log_level = values.pop("log_level")
     values["lora_adapters"] = tuple(values["lora_adapters"])
+    values["bootstrap_ports"] = tuple(values["bootstrap_ports"])
     try:
         return MockerConfig(**values), log_level
     except ConfigError as error:
@@ -56,7 +57,10 @@ def _parser() -> argparse.ArgumentParser:
         "--lora-adapters", nargs="*", metavar="NAME", help="LoRA adapters, served as models"
     )
     network.add_argument(
-        "--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer folder; default: bytes"
+        "--tokenizer",
+        "--model-path",
+        metavar="FOLDER",
+        help="Hugging Face tokenizer folder; default: bytes",
     )
     network.add_argument(
         "--drain-timeout",
@@ -121,7 +125,57 @@ def _parser() -> argparse.ArgumentParser:
     events.add_argument("--event-topic", help="ZMQ topic")
     events.add_argument("--replay-buffer", type=int, help="event batches kept for replay")
     events.add_argument("--data-parallel-rank", type=int, help="rank in every event batch")
+    runtime = parser.add_argument_group("runtime and roles")
+    runtime.add_argument(
+        "--endpoint",
+        metavar="NAMESPACE.COMPONENT.ENDPOINT",
+        help="register there through the runtime, tokens in and out, instead of serving HTTP",
+    )
+    runtime.add_argument(
+        "--kv-events",
+        action=argparse.BooleanOptionalAction,
+        help="with --endpoint: publish block events, on free ports where none are named",
+    )
+    runtime.add_argument(
+        "--data-parallel-size", type=int, help="ranks of one worker; needs --endpoint"
+    )
+    roles = runtime.add_mutually_exclusive_group()
+    for role in ("prefill", "decode"):
+        roles.add_argument(
+            f"--is-{role}-worker",
+            dest="role",
+            action="store_const",
+            const=role,
+            help="compute prompts only" if role == "prefill" else "take over computed prompts",
+        )
+    roles.add_argument(
+        "--disaggregation-mode",
+        dest="role",
+        type=_role,
+        metavar="agg|prefill|decode",
+        help="the same, in one flag",
+    )
+    runtime.add_argument(
+        "--bootstrap-ports",
+        type=_ports,
+        metavar="PORT,...",
+        help="one per prefill worker: decode workers wait there for its results, as SGLang's do",
+    )
     return parser
+
+
+def _role(text: str) -> str:
+    roles = {"agg": "both", "both": "both", "prefill": "prefill", "decode": "decode"}
+    if text not in roles:
+        raise argparse.ArgumentTypeError(f"must be agg, prefill or decode, got {text!r}")
+    return roles[text]
+
+
+def _ports(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(port) for port in text.split(",") if port)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be ports with commas, got {text!r}") from None
 
 
 def _port_choice(text: str) -> PortChoice:

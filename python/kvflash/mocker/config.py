@@ -8,6 +8,8 @@ from typing import Literal
 from kvflash.errors import ConfigError
 
 EventEra = Literal["positional", "tagged"]
+# What an engine does of a request: all of it, its prompt, or its answer.
+Role = Literal["both", "prefill", "decode"]
 PortChoice = int | Literal["auto"]
 
 PORT_MAX = 65535
@@ -42,6 +44,12 @@ class MockerConfig:
         tokenizer: Folder of a Hugging Face tokenizer; None means UTF-8 bytes.
         lora_adapters: Names of LoRA adapters that can be asked for as a model.
         drain_timeout_s: Real seconds that running requests get to end after SIGTERM.
+        endpoint: Endpoint of the runtime to serve, namespace.component.endpoint; None serves HTTP.
+        kv_events: Publish block events (with `endpoint`; without it the ports say so).
+        data_parallel_size: Ranks of one worker, each a cache and a scheduler; needs `endpoint`.
+        role: What each worker does of a request.
+        bootstrap_ports: A port for each prefill worker, where decode workers wait for its results;
+            none: results are handed over in answers.
     """
 
     host: str = "127.0.0.1"
@@ -68,6 +76,11 @@ class MockerConfig:
     tokenizer: str | None = None
     lora_adapters: tuple[str, ...] = ()
     drain_timeout_s: float = 20.0
+    endpoint: str | None = None
+    kv_events: bool = True
+    data_parallel_size: int = 1
+    role: Role = "both"
+    bootstrap_ports: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Check every option.
@@ -96,6 +109,7 @@ class MockerConfig:
                 f"--model-name and --lora-adapters must be distinct, non-empty names, got {names}"
             )
         self._check_lengths()
+        self._check_roles()
 
     @property
     def admissible_blocks(self) -> int:
@@ -120,11 +134,32 @@ class MockerConfig:
         port = getattr(self, name)
         if port == "auto" and name != "port":
             return
-        last = PORT_MAX - self.num_workers + 1
+        last = PORT_MAX - self.num_workers * self.data_parallel_size + 1
         if not isinstance(port, int) or not 0 <= port <= last:
             raise ConfigError(
                 f"{flag(name)} must be in 0..{last} for {self.num_workers} workers, got {port!r}"
             )
+
+    def _check_roles(self) -> None:
+        if self.role not in ("both", "prefill", "decode"):
+            raise ConfigError(f"role must be both, prefill or decode, got {self.role!r}")
+        if self.endpoint is None and self.data_parallel_size > 1:
+            raise ConfigError("--data-parallel-size needs --endpoint")
+        if self.data_parallel_size > 1 and self.data_parallel_rank > 0:
+            raise ConfigError("--data-parallel-rank contradicts --data-parallel-size")
+        ports = self.bootstrap_ports
+        if not ports:
+            return
+        if self.role != "prefill":
+            raise ConfigError("--bootstrap-ports needs --is-prefill-worker")
+        if len(ports) != self.num_workers or len(set(ports)) != len(ports):
+            raise ConfigError(
+                f"--bootstrap-ports must name {self.num_workers} distinct ports, one for each of "
+                f"--num-workers, got {','.join(map(str, ports))}"
+            )
+        for port in ports:
+            if not 1 <= port <= PORT_MAX:
+                raise ConfigError(f"--bootstrap-ports must be in 1..{PORT_MAX}, got {port}")
 
     def _check_lengths(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -165,6 +200,7 @@ _AT_LEAST: tuple[tuple[str, int], ...] = (
     ("max_waiting", 1),
     ("replay_buffer", 1),
     ("data_parallel_rank", 0),
+    ("data_parallel_size", 1),
     ("startup_time_s", 0),
     ("drain_timeout_s", 0),
 )

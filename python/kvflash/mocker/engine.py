@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 
 from kvflash.errors import ClosedError
@@ -96,6 +96,8 @@ class Engine:
         self._wake = asyncio.Event()
         self._due_s = 0.0
         self._error: ClosedError | None = None
+        # Called after each pass, for those who report the load.
+        self.on_pass: Callable[[Scheduler], None] | None = None
 
     @property
     def scheduler(self) -> Scheduler:
@@ -115,6 +117,7 @@ class Engine:
         lora: Lora | None = None,
         cache_salt: str | None = None,
         is_streaming: bool = False,
+        is_transferred: bool = False,
     ) -> Generation:
         """Accept a request.
 
@@ -124,6 +127,7 @@ class Engine:
             lora: LoRA adapter, or None.
             cache_salt: Cache salt, or None.
             is_streaming: Hand out every token as it comes.
+            is_transferred: The KV of the prompt came from a prefill worker.
 
         Raises:
             OverloadedError: Too many requests wait.
@@ -140,6 +144,7 @@ class Engine:
             planned_ids=self._tokenizer.plan_output(seed, max_tokens),
             lora=lora,
             cache_salt=cache_salt,
+            is_transferred=is_transferred,
         )
         self._scheduler.add(request)
         generation = Generation(request, is_streaming=is_streaming)
@@ -205,6 +210,8 @@ class Engine:
             if request.is_finished:
                 del self._generations[request.request_id]
             generation.notify()
+        if self.on_pass is not None:
+            self.on_pass(self._scheduler)
 
     def _stop(self, error: ClosedError) -> None:
         if self._error is not None:

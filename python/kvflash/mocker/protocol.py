@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from kvflash.errors import InvalidArgumentError
 from kvflash.mocker.block_hash import TOKEN_ID_MAX
 from kvflash.mocker.config import MockerConfig
+from kvflash.mocker.handover import Room, is_handed_over, parse_room
 from kvflash.mocker.request import Lora, Request
 from kvflash.mocker.tokenizer import Tokenizer
 
@@ -62,6 +64,7 @@ class GenerationParams:
         cache_salt: Cache salt, or None.
         is_streaming: Answer with server-sent events.
         has_usage_chunk: End the stream with a chunk of usage.
+        transfer: kv_transfer_params, or None.
     """
 
     model: str
@@ -71,6 +74,7 @@ class GenerationParams:
     cache_salt: str | None
     is_streaming: bool
     has_usage_chunk: bool
+    transfer: Mapping[str, Any] | None = None
 
 
 def parse_json(data: bytes) -> Body:
@@ -123,6 +127,11 @@ def parse_generation(
     if options is not None and not isinstance(options, dict):
         refuse("stream_options must be an object", "stream_options")
     is_streaming = _boolean(body, "stream", False)
+    transfer = body.get("kv_transfer_params")
+    try:
+        is_handed_over(transfer)
+    except InvalidArgumentError as error:
+        refuse(str(error), "kv_transfer_params")
     prompt_ids = parse_prompt(body, is_chat=is_chat, tokenizer=tokenizer)
     return GenerationParams(
         model=model,
@@ -132,7 +141,20 @@ def parse_generation(
         cache_salt=cache_salt,
         is_streaming=is_streaming,
         has_usage_chunk=is_streaming and _boolean(options or {}, "include_usage", False),
+        transfer=transfer,
     )
+
+
+def parse_bootstrap(body: Body) -> Room | None:
+    """Where the prompt's KV is handed over, or None.
+
+    Raises:
+        ApiError: It is no room.
+    """
+    try:
+        return parse_room(body)
+    except InvalidArgumentError as error:
+        refuse(str(error), str(error).split()[0])
 
 
 def parse_prompt(body: Body, *, is_chat: bool, tokenizer: Tokenizer) -> list[int]:

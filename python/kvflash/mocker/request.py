@@ -30,6 +30,8 @@ class Request:
         planned_ids: Tokens the engine will answer with, at least one.
         lora: LoRA adapter, or None.
         cache_salt: Separates the cache of tenants, or None.
+        is_transferred: Whether its KV comes from a prefill worker: only the last token of the
+            prompt is computed here.
         tokens: The prompt and the answer so far.
         cached_tokens: Prompt tokens found in the cache at admission; None before.
         root: Root of its chain of block hashes.
@@ -45,6 +47,7 @@ class Request:
     planned_ids: Sequence[int]
     lora: Lora | None = None
     cache_salt: str | None = None
+    is_transferred: bool = False
     tokens: list[int] = field(init=False)
     cached_tokens: int | None = field(init=False, default=None)
     root: int = field(init=False)

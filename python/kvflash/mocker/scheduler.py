@@ -50,6 +50,13 @@ class Scheduler:
         return self._blocks.used_blocks / self._blocks.capacity_blocks
 
     @property
+    def prefill_tokens(self) -> int:
+        """Tokens of prompts that are still to be computed, of waiting requests too."""
+        running = (len(r.prompt_ids) - r.computed_tokens for r in self._running)
+        waiting = (0 if r.is_transferred else len(r.prompt_ids) for r in self._waiting)
+        return sum(max(0, left) for left in running) + sum(waiting)
+
+    @property
     def blocks(self) -> BlockManager:
         """The KV cache, to look at."""
         return self._blocks
@@ -122,7 +129,8 @@ class Scheduler:
             return None
         self._is_in_pass = True
         decodes = sum(
-            count == 1 and request.computed_tokens >= len(request.prompt_ids)
+            count == 1
+            and (request.is_transferred or request.computed_tokens >= len(request.prompt_ids))
             for request, count in chunks
         )
         tokens = sum(count for _, count in chunks)
@@ -183,6 +191,8 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._free(request)
         request.computed_tokens = 0
+        # What came from elsewhere is gone with the blocks.
+        request.is_transferred = False
         self._waiting.appendleft(request)
         self.counters.preemptions += 1
 
@@ -197,7 +207,8 @@ class Scheduler:
         request = self._waiting[0]
         hits = self._cached_hashes(request)
         cached = len(hits) * self._config.block_size
-        count = len(request.tokens) - cached
+        computed = len(request.tokens) - 1 if request.is_transferred else cached
+        count = len(request.tokens) - computed
         if count > budget:
             if not self._config.enable_chunked_prefill:
                 return None
@@ -212,7 +223,7 @@ class Scheduler:
         self._running.append(request)
         request.stored_blocks = len(hits)
         request.partial_blocks = partial
-        request.computed_tokens = cached
+        request.computed_tokens = computed
         # A preempted request comes by again; what counts is what it found the first time.
         if request.cached_tokens is None:
             request.cached_tokens = cached

@@ -1,0 +1,241 @@
+"""How a prompt that one worker computed comes to the one that answers it.
+
+Two ways, as engines have them: vLLM's prefill worker answers with where its blocks are, and the
+answer goes along with the request to the decode worker; with SGLang's both get the request at
+once, with the number of a room, and the decode worker waits at the prefill worker's port until the
+room is done. Nothing is carried here but the word that it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvflash.errors import InvalidArgumentError, TransportError
+from kvflash.mocker.config import Role
+
+__all__ = ["Handover", "Room", "is_handed_over", "parse_room"]
+
+logger = logging.getLogger(__name__)
+
+ROOMS_MAX = 65_536
+MEET_TIMEOUT_S = 60.0
+_LINE_BYTES_MAX = 1_024
+_ROOM_MAX = (1 << 64) - 1
+
+
+def is_handed_over(params: object) -> bool:
+    """Whether transfer parameters say that the prompt is computed elsewhere.
+
+    Raises:
+        InvalidArgumentError: They are not what a prefill worker answers with.
+    """
+    if params is None:
+        return False
+    if not isinstance(params, Mapping):
+        raise InvalidArgumentError(f"kv_transfer_params must be an object, got {params!r}")
+    if not params.get("do_remote_prefill"):
+        return False
+    blocks = params.get("remote_block_ids")
+    if not isinstance(params.get("remote_engine_id"), str) or not isinstance(blocks, list | tuple):
+        raise InvalidArgumentError(
+            "kv_transfer_params with do_remote_prefill need remote_engine_id and remote_block_ids"
+        )
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Where a decode worker waits for a prompt, in SGLang's words."""
+
+    host: str
+    port: int
+    number: int
+
+
+def parse_room(fields: Mapping[str, Any]) -> Room | None:
+    """The room of a request, from bootstrap_host, bootstrap_port and bootstrap_room.
+
+    Raises:
+        InvalidArgumentError: One of them is missing or out of its range.
+    """
+    host, port, number = (fields.get(f"bootstrap_{name}") for name in ("host", "port", "room"))
+    if host is None and port is None and number is None:
+        return None
+    if not isinstance(host, str) or not host:
+        raise InvalidArgumentError(f"bootstrap_host must be a name or address, got {host!r}")
+    if type(port) is not int or not 1 <= port <= 65535:
+        raise InvalidArgumentError(f"bootstrap_port must be in 1..65535, got {port!r}")
+    if type(number) is not int or not 0 <= number <= _ROOM_MAX:
+        raise InvalidArgumentError(f"bootstrap_room must be in 0..2^64-1, got {number!r}")
+    return Room(host=host, port=port, number=number)
+
+
+class Handover:
+    """One worker's part in it: what it takes over, or gives away."""
+
+    def __init__(self, role: Role, host: str, block_size: int) -> None:
+        """Choose an engine id.
+
+        Args:
+            role: What the worker does of a request.
+            host: Where others reach it.
+            block_size: Tokens in a block.
+        """
+        self._role = role
+        self._host = host
+        self._block_size = block_size
+        self._engine_id = str(uuid.uuid4())
+        self._rooms: Rooms | None = None
+        self.bootstrap_port: int | None = None
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether the worker computes prompts only."""
+        return self._role == "prefill"
+
+    async def open(self, port: int) -> None:
+        """Let decode workers wait at a port.
+
+        Raises:
+            OSError: It is taken.
+        """
+        self._rooms = Rooms()
+        await self._rooms.open(self._host, port)
+        self.bootstrap_port = port
+
+    async def close(self) -> None:
+        """Hang up on those who wait."""
+        if self._rooms is not None:
+            await self._rooms.close()
+
+    async def receive(self, params: object, room: Room | None) -> bool:
+        """Wait for the KV of a prompt, if it is computed elsewhere.
+
+        Returns:
+            Whether it was: then nothing of the prompt is left to compute.
+
+        Raises:
+            InvalidArgumentError: The parameters are not what a prefill worker answers with.
+            TransportError: The prefill failed, or its worker can't be reached.
+        """
+        is_ready = is_handed_over(params)
+        if self._role != "decode":
+            return False
+        if room is not None:
+            await meet(room)
+            return True
+        return is_ready
+
+    def params(self, prompt_tokens: int) -> dict[str, Any] | None:
+        """What a prefill worker's answer says of a prompt; goes to the decode worker as it is."""
+        if not self.is_prefill:
+            return None
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self._engine_id,
+            "remote_block_ids": list(range(-(-prompt_tokens // self._block_size))),
+            "remote_host": self._host,
+            "remote_port": self.bootstrap_port or 0,
+        }
+
+    def finish(self, room: Room | None, *, is_done: bool) -> None:
+        """Tell who waits in a room that its prompt is computed, or that it never will be."""
+        if self._rooms is not None and room is not None:
+            self._rooms.finish(room.number, is_done=is_done)
+
+
+class Rooms:
+    """The rooms of a prefill worker, and the port where decode workers ask for them."""
+
+    def __init__(self) -> None:
+        """Without a room, and closed."""
+        # True: done, False: failed, an event: somebody waits. The oldest go at the limit.
+        self._rooms: OrderedDict[int, bool | asyncio.Event] = OrderedDict()
+        self._server: asyncio.Server | None = None
+        self._answers: set[asyncio.Task[Any]] = set()
+
+    async def open(self, host: str, port: int) -> None:
+        """Listen.
+
+        Raises:
+            OSError: The port is taken.
+        """
+        try:
+            self._server = await asyncio.start_server(
+                self._answer, host, port, limit=_LINE_BYTES_MAX
+            )
+        except OSError as error:
+            text = f"--bootstrap-ports {port} on {host}: {error.strerror}"
+            raise OSError(error.errno, text) from error
+
+    async def close(self) -> None:
+        """Stop listening; who waits is hung up on."""
+        if self._server is not None:
+            self._server.close()
+        for answer in list(self._answers):
+            answer.cancel()
+        await asyncio.gather(*self._answers, return_exceptions=True)
+
+    def finish(self, number: int, *, is_done: bool) -> None:
+        """Say that the prompt of a room is computed, or that it never will be."""
+        waiting = self._rooms.get(number)
+        self._rooms[number] = is_done
+        self._rooms.move_to_end(number)
+        while len(self._rooms) > ROOMS_MAX:
+            self._rooms.popitem(last=False)
+        if isinstance(waiting, asyncio.Event):
+            waiting.set()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._answers.add(task)
+        try:
+            number = int(json.loads(await reader.readline())["room"])
+            news = self._rooms.setdefault(number, asyncio.Event())
+            if isinstance(news, asyncio.Event):
+                await asyncio.wait_for(news.wait(), MEET_TIMEOUT_S)
+            writer.write(json.dumps({"done": self._rooms.pop(number, False) is True}).encode())
+            await writer.drain()
+        except (ValueError, KeyError, TypeError, ConnectionError, asyncio.TimeoutError) as error:
+            logger.warning("a decode worker was turned away: %r", error)
+        except asyncio.CancelledError:
+            # Being hung up on is answer enough.
+            pass
+        finally:
+            self._answers.discard(task)
+            writer.close()
+
+
+async def meet(room: Room) -> None:
+    """Wait until the prefill worker has computed the prompt of a room.
+
+    Raises:
+        TransportError: It can't be reached, hung up, failed or took too long.
+    """
+    where = f"room {room.number} at {room.host}:{room.port}"
+
+    async def ask() -> bytes:
+        reader, writer = await asyncio.open_connection(room.host, room.port)
+        try:
+            writer.write(json.dumps({"room": room.number}).encode() + b"\n")
+            return await reader.read(_LINE_BYTES_MAX)
+        finally:
+            writer.close()
+
+    try:
+        answer = await asyncio.wait_for(ask(), MEET_TIMEOUT_S)
+    except (OSError, asyncio.TimeoutError) as error:
+        raise TransportError(f"no prefill from {where}: {error!r}") from error
+    if not answer:
+        raise TransportError(f"no prefill from {where}: the prefill worker hung up")
+    if json.loads(answer) != {"done": True}:
+        raise TransportError(f"no prefill from {where}: the prefill failed")

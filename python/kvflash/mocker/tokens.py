@@ -1,0 +1,113 @@
+"""Requests of the runtime, which come as token ids, to what the engine needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvflash.errors import InvalidArgumentError
+from kvflash.mocker import protocol
+from kvflash.mocker.block_hash import TOKEN_ID_MAX
+from kvflash.mocker.config import MockerConfig
+from kvflash.mocker.handover import Room, parse_room
+from kvflash.mocker.request import Lora, Request
+
+__all__ = ["TokenRequest", "parse_tokens", "request_room", "usage"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRequest:
+    """A checked request.
+
+    Attributes:
+        token_ids: Tokens of the prompt.
+        max_tokens: Output tokens.
+        lora: LoRA adapter, or None.
+        cache_salt: Cache salt, or None.
+        dp_rank: Rank that has to take it, or None.
+        transfer: What the prefill worker answered with, or None.
+    """
+
+    token_ids: list[int]
+    max_tokens: int
+    lora: Lora | None
+    cache_salt: str | None
+    dp_rank: int | None
+    transfer: Mapping[str, Any] | None
+
+
+def parse_tokens(request: Mapping[str, Any], config: MockerConfig) -> TokenRequest:
+    """Check a request.
+
+    Raises:
+        InvalidArgumentError: A field is wrong; names it.
+    """
+    token_ids = request.get("token_ids")
+    # type() and not isinstance(): true is no token id.
+    if not isinstance(token_ids, list) or not all(
+        type(token_id) is int and 0 <= token_id <= TOKEN_ID_MAX for token_id in token_ids
+    ):
+        raise InvalidArgumentError("token_ids must be a list of token ids")
+    if not token_ids:
+        raise InvalidArgumentError("token_ids must have at least one token")
+    room_left = config.model_len - len(token_ids)
+    if room_left < 1:
+        raise InvalidArgumentError(
+            f"token_ids has {len(token_ids)} tokens, the context length is {config.model_len}"
+        )
+    max_tokens = _map(request, "stop_conditions").get("max_tokens")
+    if max_tokens is None:
+        max_tokens = min(room_left, protocol.COMPLETION_TOKENS)
+    if type(max_tokens) is not int or not 1 <= max_tokens <= room_left:
+        raise InvalidArgumentError(
+            f"stop_conditions.max_tokens must be in 1..={room_left}, got {max_tokens!r}"
+        )
+    cache_salt = request.get("cache_salt") or None
+    if cache_salt is not None and not isinstance(cache_salt, str):
+        raise InvalidArgumentError(f"cache_salt must be text, got {cache_salt!r}")
+    dp_rank = request.get("dp_rank")
+    if dp_rank is not None and type(dp_rank) is not int:
+        raise InvalidArgumentError(f"dp_rank must be a number, got {dp_rank!r}")
+    prefill = _map(request, "prefill_result")
+    return TokenRequest(
+        token_ids=token_ids,
+        max_tokens=max_tokens,
+        lora=_lora(request.get("lora_name"), config),
+        cache_salt=cache_salt,
+        dp_rank=dp_rank,
+        transfer=_map(prefill, "disaggregated_params").get("kv_transfer_params"),
+    )
+
+
+def request_room(request: Any) -> Room | None:
+    """Where the prompt's KV is handed over, or None.
+
+    Raises:
+        InvalidArgumentError: It is no request, or the room is none.
+    """
+    if not isinstance(request, Mapping):
+        raise InvalidArgumentError(f"the request must be a map, got {type(request).__name__}")
+    return parse_room(_map(request, "bootstrap_info"))
+
+
+def usage(request: Request) -> dict[str, Any]:
+    """The usage of a finished request."""
+    return protocol.usage(request)
+
+
+def _lora(name: Any, config: MockerConfig) -> Lora | None:
+    if name in (None, "", config.model_name):
+        return None
+    if name not in config.lora_adapters:
+        raise InvalidArgumentError(f"lora_name {name!r} is none of {list(config.lora_adapters)}")
+    return Lora(config.lora_adapters.index(name) + 1, name)
+
+
+def _map(request: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    value = request.get(field)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise InvalidArgumentError(f"{field} must be a map, got {type(value).__name__}")
+    return value

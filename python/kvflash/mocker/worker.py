@@ -1,0 +1,265 @@
+"""A worker of the runtime: tokens in and out, found through discovery instead of by URL."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from kvflash.errors import ClosedError, ConfigError, InvalidArgumentError
+from kvflash.llm import ModelInput, ModelRuntimeConfig, ModelType, register_llm
+from kvflash.mocker.config import MockerConfig, PortChoice
+from kvflash.mocker.engine import Engine, Generation
+from kvflash.mocker.handover import Handover
+from kvflash.mocker.publisher import EventPublisher
+from kvflash.mocker.scheduler import Scheduler
+from kvflash.mocker.tokenizer import Tokenizer
+from kvflash.mocker.tokens import TokenRequest, parse_tokens, request_room, usage
+from kvflash.publisher import WorkerMetricsPublisher
+from kvflash.publisher.announce import events_key
+from kvflash.runtime import Context, DistributedRuntime, RuntimeLimits
+
+__all__ = ["RuntimeWorker"]
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 30.0
+
+
+class RuntimeWorker:
+    """One instance of an endpoint, with one engine for each data parallel rank.
+
+    Attributes:
+        index: Its number in the process, from 0.
+        engines: The engines, by rank.
+        instance_id: Its number among the instances.
+    """
+
+    def __init__(self, index: int, config: MockerConfig, tokenizer: Tokenizer) -> None:
+        """Bind the event sockets of one worker; `start` does the rest.
+
+        Raises:
+            ConfigError: The endpoint is no name of one.
+            OSError: A port is taken.
+        """
+        assert config.endpoint is not None, "without an endpoint it is a Worker"
+        self.index = index
+        self._config = config
+        self._runtime = DistributedRuntime(
+            limits=RuntimeLimits(drain_timeout_s=config.drain_timeout_s)
+        )
+        self.instance_id = self._runtime.instance_id
+        try:
+            self._endpoint = self._runtime.endpoint(config.endpoint)
+        except InvalidArgumentError as error:
+            raise ConfigError(f"--endpoint: {error}") from error
+        self._publishers: list[EventPublisher] = []
+        if config.kv_events and config.enable_prefix_caching:
+            for rank in range(config.data_parallel_size):
+                self._publishers.append(self._publisher(rank))
+        publishers: list[EventPublisher | None] = [*self._publishers]
+        publishers = publishers or [None] * config.data_parallel_size
+        self.engines = [Engine(config, tokenizer, publisher) for publisher in publishers]
+        self._handover = Handover(config.role, self._runtime.host, config.block_size)
+        self._metrics = WorkerMetricsPublisher()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def _publisher(self, rank: int) -> EventPublisher:
+        config = self._config
+        offset = self.index * config.data_parallel_size + rank
+        return EventPublisher(
+            host=self._runtime.host,
+            events_port=_port(config.zmq_events_port, offset),
+            replay_port=_port(config.zmq_replay_port, offset),
+            topic=config.event_topic,
+            era=config.event_era,
+            replay_buffer=config.replay_buffer,
+            dp_rank=config.data_parallel_rank + rank,
+        )
+
+    async def start(self) -> None:
+        """Let the startup time go by, then announce everything and serve.
+
+        Raises:
+            OSError: A bootstrap port is taken.
+            TransportError: Discovery can't be reached.
+        """
+        config = self._config
+        for publisher in self._publishers:
+            publisher.start()
+        if config.bootstrap_ports:
+            await self._handover.open(config.bootstrap_ports[self.index])
+        await asyncio.sleep(config.startup_time_s)
+        for rank, engine in enumerate(self.engines):
+            self._tasks.append(asyncio.create_task(engine.run()))
+            self._report(rank, engine.scheduler)
+            engine.on_pass = lambda scheduler, rank=rank: self._report(rank, scheduler)
+        await self._announce()
+        self._tasks.append(asyncio.create_task(self._serve()))
+        await asyncio.wait_for(self._is_found(), START_TIMEOUT_S)
+
+    async def close(self) -> None:
+        """Leave discovery, wait for running requests up to the drain timeout, then close all."""
+        await self._runtime.close()
+        await self._handover.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for publisher in self._publishers:
+            await publisher.close()
+
+    def ready_line(self) -> str:
+        """One line of JSON that says where the worker is."""
+        return json.dumps(
+            {
+                "event": "ready",
+                "worker": self.index,
+                "endpoint": self._endpoint.path.replace("/", "."),
+                "instance_id": self.instance_id,
+                "events": [publisher.events_url for publisher in self._publishers],
+                "replay": [publisher.replay_url for publisher in self._publishers],
+            }
+        )
+
+    async def _announce(self) -> None:
+        config = self._config
+        component = self._endpoint.component
+        for publisher, rank in zip(self._publishers, self._ranks(), strict=False):
+            where = {
+                "kind": "zmq",
+                "endpoint": publisher.events_url,
+                "replay_endpoint": publisher.replay_url,
+                "block_size": config.block_size,
+            }
+            await self._runtime.announce(events_key(component, self.instance_id, rank), where)
+        await self._metrics.create_endpoint(component)
+        port = self._handover.bootstrap_port
+        is_prefill = self._handover.is_prefill
+        await register_llm(
+            ModelInput.Tokens,
+            ModelType.Prefill if is_prefill else ModelType.Chat | ModelType.Completions,
+            self._endpoint,
+            model_path=config.tokenizer,
+            model_name=config.model_name,
+            context_length=config.model_len,
+            kv_cache_block_size=config.block_size,
+            runtime_config=ModelRuntimeConfig(
+                total_kv_blocks=config.num_gpu_blocks,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                data_parallel_size=config.data_parallel_size,
+                bootstrap_host=self._runtime.host if port else None,
+                bootstrap_port=port,
+            ),
+            lora_names=list(config.lora_adapters),
+        )
+
+    async def _serve(self) -> None:
+        await self._endpoint.serve_endpoint(
+            self.generate, max_concurrent_requests=self._config.max_waiting
+        )
+
+    async def _is_found(self) -> None:
+        """Wait until others can find the worker."""
+        key = f"v1/instances/{self._endpoint.path}/{self.instance_id}"
+        async with self._runtime.discovery.watch(key) as watch:
+            async for event in watch:
+                if getattr(event, "key", None) == key:
+                    return
+                if self._tasks[-1].done():
+                    self._tasks[-1].result()
+
+    async def generate(self, request: Any, context: Context) -> AsyncIterator[dict[str, Any]]:
+        """Answer one request; the handler of the endpoint."""
+        # First of all: whatever else is wrong with the request, nobody shall wait for it.
+        room = request_room(request)
+        generation: Generation | None = None
+        watching: asyncio.Task[None] | None = None
+        try:
+            parsed = parse_tokens(request, self._config)
+            is_transferred = await self._handover.receive(parsed.transfer, room)
+            engine = self.engines[self._rank_index(parsed.dp_rank)]
+            generation = engine.submit(
+                parsed.token_ids,
+                max_tokens=1 if self._handover.is_prefill else parsed.max_tokens,
+                lora=parsed.lora,
+                cache_salt=parsed.cache_salt,
+                is_streaming=True,
+                is_transferred=is_transferred,
+            )
+            watching = asyncio.create_task(_stop_with(context, engine, generation))
+            is_last = False
+            while not is_last:
+                token_ids = await generation.take()
+                is_last = generation.is_finished
+                yield self._item(token_ids, parsed, generation, is_last=is_last)
+        finally:
+            if watching is not None:
+                watching.cancel()
+            if generation is not None:
+                engine.abort(generation)
+            is_done = generation is not None and generation.is_finished
+            self._handover.finish(room, is_done=is_done)
+
+    def _item(
+        self,
+        token_ids: list[int],
+        parsed: TokenRequest,
+        generation: Generation,
+        *,
+        is_last: bool,
+    ) -> dict[str, Any]:
+        item: dict[str, Any] = {
+            "token_ids": token_ids,
+            "finish_reason": "length" if is_last else None,
+        }
+        if is_last:
+            item["completion_usage"] = usage(generation.request)
+            handed = self._handover.params(len(parsed.token_ids))
+            if handed is not None:
+                item["disaggregated_params"] = {"kv_transfer_params": handed}
+        return item
+
+    def _ranks(self) -> range:
+        first = self._config.data_parallel_rank
+        return range(first, first + self._config.data_parallel_size)
+
+    def _rank_index(self, dp_rank: int | None) -> int:
+        """Which engine takes a request: the rank that it names, or the one with the least to do."""
+        if dp_rank is None:
+            loads = [
+                engine.scheduler.running_count + engine.scheduler.waiting_count
+                for engine in self.engines
+            ]
+            return loads.index(min(loads))
+        ranks = self._ranks()
+        if dp_rank not in ranks:
+            raise InvalidArgumentError(
+                f"dp_rank must be in {ranks[0]}..={ranks[-1]}, got {dp_rank}"
+            )
+        return ranks.index(dp_rank)
+
+    def _report(self, rank: int, scheduler: Scheduler) -> None:
+        used = scheduler.blocks.used_blocks
+        self._metrics.publish(
+            self._config.data_parallel_rank + rank,
+            used,
+            active_prefill_tokens=scheduler.prefill_tokens,
+            kv_used_blocks=used,
+            kv_total_blocks=scheduler.blocks.capacity_blocks,
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
+        )
+
+
+async def _stop_with(context: Context, engine: Engine, generation: Generation) -> None:
+    """End a request whose client has gone at once, not with its next token."""
+    await context.async_killed_or_stopped()
+    engine.abort(generation)
+    generation.fail(ClosedError("the request was cancelled"))
+
+
+def _port(port: PortChoice, offset: int) -> PortChoice:
+    """Port of a rank, given the first one; without one a free one, since discovery tells it."""
+    return "auto" if port in (0, "auto") or isinstance(port, str) else port + offset
