@@ -7,7 +7,15 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-__all__ = ["Flags", "bounded_float", "bounded_int", "byte_count", "memory_limit"]
+__all__ = [
+    "Flags",
+    "bounded_float",
+    "bounded_int",
+    "byte_count",
+    "memory_limit",
+    "none_or",
+    "size_or_zero",
+]
 
 _T = TypeVar("_T")
 
@@ -47,6 +55,20 @@ def bounded_float(low: float, high: float = float("inf")) -> Callable[[str], flo
         return value
 
     return parse
+
+
+def none_or(parse: Callable[[str], _T]) -> Callable[[str], _T | None]:
+    """A parser that also takes ``None`` for not set."""
+
+    def parse_or_none(text: str) -> _T | None:
+        return None if text.strip().lower() == "none" else parse(text)
+
+    return parse_or_none
+
+
+def size_or_zero(text: str) -> int:
+    """Parse a size such as ``16MiB``, or 0; unit bytes."""
+    return 0 if text.strip() == "0" else byte_count(text)
 
 
 def byte_count(text: str) -> int:
@@ -131,8 +153,9 @@ class Flags:
             help=summary.replace("%", "%%") + str(shown).replace("%", "%%"),
         )
 
-    def add_switch(self, name: str, *, dest: str, value: bool, summary: str) -> None:
-        """Add a flag without a value that sets ``dest`` to ``value``."""
+    def add_switch(self, *names: str, dest: str, value: bool, summary: str) -> None:
+        """Add a flag without a value that sets ``dest`` to ``value``; the first name names its variable."""
+        name = names[0]
         text = os.environ.get(self._variable(name), "")
         if text.lower() not in (*_TRUE, *_FALSE):
             self._parser.error(
@@ -141,7 +164,7 @@ class Flags:
             )
         is_set = text.lower() in _TRUE
         self._parser.add_argument(
-            name,
+            *names,
             dest=dest,
             action="store_const",
             const=value,
