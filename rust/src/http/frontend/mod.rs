@@ -2,6 +2,7 @@
 
 mod admin;
 mod app;
+mod busy;
 mod engine;
 mod fleet;
 mod metrics;
