@@ -86,6 +86,8 @@ pub struct RouteOverride {
     pub overlap_score_weight: Option<f64>,
     /// Instead of [`RouterConfig::temperature`].
     pub temperature: Option<f64>,
+    /// Instead of [`RouterConfig::assume_kv_reuse`].
+    pub assume_kv_reuse: Option<bool>,
 }
 
 impl RouteOverride {

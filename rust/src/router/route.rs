@@ -249,7 +249,7 @@ impl Router {
     fn block_use<'a>(&self, load: &ActiveSequences, request: &RouteRequest<'a>) -> BlockUse<'a> {
         if !self.config.track_active_blocks || load.block_size() == 0 {
             BlockUse::Untracked
-        } else if self.config.assume_kv_reuse {
+        } else if request.overrides.assume_kv_reuse.unwrap_or(self.config.assume_kv_reuse) {
             BlockUse::Shared(request.sequence_hashes)
         } else {
             BlockUse::Private(request.sequence_hashes.len() as u32)

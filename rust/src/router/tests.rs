@@ -276,11 +276,11 @@ fn overrides_hold_for_one_request() {
     let mut terms = Vec::new();
     let decision = router.preview(&ask, &mut terms).unwrap();
     assert_eq!((decision.worker.instance_id, decision.ties), (1, 1));
-    let overrides = RouteOverride { overlap_score_weight: Some(0.0), temperature: None };
+    let overrides = RouteOverride { overlap_score_weight: Some(0.0), ..RouteOverride::default() };
     let blind = RouteRequest { overrides, ..ask };
     let decision = router.preview(&blind, &mut terms).unwrap();
     assert_eq!((decision.ties, decision.request.overlap_score_weight), (2, 0.0));
-    let overrides = RouteOverride { overlap_score_weight: None, temperature: Some(3.0) };
+    let overrides = RouteOverride { temperature: Some(3.0), ..RouteOverride::default() };
     let decision = router.preview(&RouteRequest { overrides, ..ask }, &mut terms).unwrap();
     assert_eq!(decision.reason, Reason::Temperature);
     assert_eq!(router.preview(&ask, &mut terms).unwrap().ties, 1);

@@ -9,15 +9,16 @@ use serde_json::value::RawValue;
 use super::super::Reject;
 use super::app::App;
 use super::engine::Engine;
-use super::fleet::{Members, Route};
+use super::fleet::{Members, Pool, Route};
 use super::metrics::{CauseLabel, FrontendMetrics};
 use super::request::{Envelope, Prompt};
+use super::runtime::prompt;
 use crate::error::{Error, Result};
 use crate::hash;
 use crate::ids::{InstanceId, Worker};
 use crate::index::Matches;
 use crate::policy::{Policy, Terms};
-use crate::router::{Booking, RouteRequest};
+use crate::router::{Booking, RouteOverride, RouteRequest};
 use crate::text::{self, Tokens};
 
 thread_local! {
@@ -52,6 +53,13 @@ impl Api {
 /// All that routing knows of a request.
 pub(super) struct Plan {
     pub route: Route,
+    /// The prompt's tokens, where they are known.
+    pub tokens: Option<Arc<Tokens>>,
+    cache_salt: Option<String>,
+    /// The only worker that may take it.
+    pinned: Option<InstanceId>,
+    /// Its prompt is prefilled elsewhere.
+    is_decode_only: bool,
     are_tokens_known: bool,
     isl_tokens: u64,
     block_size: u32,
@@ -74,6 +82,7 @@ impl Plan {
         api: Api,
         envelope: &Envelope<'_>,
         body_bytes: usize,
+        needs_tokens: bool,
     ) -> Result<Self, Reject> {
         let route = match envelope.model.as_deref() {
             Some(name) => {
@@ -83,17 +92,25 @@ impl Plan {
         };
         let mut plan = Self {
             route,
+            tokens: None,
+            cache_salt: envelope.cache_salt.as_deref().map(str::to_owned),
+            pinned: None,
+            is_decode_only: false,
             are_tokens_known: false,
             isl_tokens: (body_bytes / BYTES_PER_TOKEN).max(1) as u64,
             block_size: 0,
             sequence_hashes: Vec::new(),
             overlaps: Vec::new(),
         };
-        if app.options.router.policy != Policy::Kv {
+        if let Some(tokens) = prompt::tokens(&plan.route.pool, api, envelope, body_bytes)? {
+            plan.look_up(Arc::new(tokens));
+            return Ok(plan);
+        }
+        if app.options.router.policy != Policy::Kv && !needs_tokens {
             return Ok(plan);
         }
         match tokens(app, api, envelope, &plan, body_bytes).await {
-            Ok(tokens) => plan.look_up(&tokens, envelope),
+            Ok(tokens) => plan.look_up(Arc::new(tokens)),
             Err(Untokenized::Refused(error)) => return Err(error.into()),
             Err(Untokenized::Unknown(cause)) => {
                 app.metrics.untokenized.get_or_create(&CauseLabel { cause }).inc();
@@ -102,19 +119,76 @@ impl Plan {
         Ok(plan)
     }
 
-    fn look_up(&mut self, tokens: &[u32], envelope: &Envelope<'_>) {
+    /// The same request for the workers of another pool.
+    pub fn on(&self, pool: Arc<Pool>, pinned: Option<InstanceId>) -> Self {
+        let mut plan = Self {
+            route: Route { pool, lora_name: self.route.lora_name.clone() },
+            tokens: None,
+            cache_salt: self.cache_salt.clone(),
+            pinned,
+            is_decode_only: false,
+            are_tokens_known: false,
+            isl_tokens: self.isl_tokens,
+            block_size: 0,
+            sequence_hashes: Vec::new(),
+            overlaps: Vec::new(),
+        };
+        if let Some(tokens) = &self.tokens {
+            plan.look_up(Arc::clone(tokens));
+        }
+        plan
+    }
+
+    /// Only this worker may take it.
+    ///
+    /// # Errors
+    /// 404 when it is not there.
+    pub fn pin(&mut self, pinned: Option<InstanceId>) -> Result<(), Reject> {
+        if let Some(id) = pinned
+            && self.route.pool.members().get(id).is_none()
+        {
+            let message = format!("worker {id} is none of model {:?}", self.route.pool.name);
+            return Err(Error::NotFound(message).into());
+        }
+        self.pinned = pinned;
+        Ok(())
+    }
+
+    /// The prompt is prefilled elsewhere, or not after all.
+    pub fn decode_only(&mut self, is_decode_only: bool) {
+        self.is_decode_only = is_decode_only;
+    }
+
+    /// Who would take it now; changes nothing.
+    ///
+    /// # Errors
+    /// As [`Plan::book`].
+    pub fn peek(&self) -> Result<Worker> {
+        let members = self.route.pool.members();
+        let is_eligible = |worker: Worker| self.is_eligible(&members, worker, &[]);
+        let request = RouteRequest { allowed: Some(&is_eligible), ..self.request() };
+        TERMS.with_borrow_mut(|terms| {
+            let decision = self.route.pool.router.preview(&request, terms);
+            decision.map(|decision| decision.worker).map_err(|error| self.explain_absence(error))
+        })
+    }
+
+    fn look_up(&mut self, tokens: Arc<Tokens>) {
         self.are_tokens_known = true;
         self.isl_tokens = tokens.len().max(1) as u64;
+        self.tokens = Some(Arc::clone(&tokens));
         let pool = &self.route.pool;
+        if pool.router.config().policy != Policy::Kv {
+            return;
+        }
         let Some(block_size) = pool.index.block_size() else { return };
         self.block_size = block_size;
         if pool.router.block_size() == 0 {
             // Conflict means that another request was first, with the same index's size.
             let _ = pool.router.set_block_size(block_size);
         }
-        let seed =
-            hash::identity_seed(self.route.lora_name.as_deref(), envelope.cache_salt.as_deref());
-        let locals = hash::local_hashes(tokens, block_size, seed);
+        let seed = hash::identity_seed(self.route.lora_name.as_deref(), self.cache_salt.as_deref());
+        let locals = hash::local_hashes(&tokens, block_size, seed);
         hash::sequence_hashes_into(&locals, &mut self.sequence_hashes);
         MATCHES.with_borrow_mut(|matches| {
             pool.index.index.find_matches(&locals, matches);
@@ -142,8 +216,10 @@ impl Plan {
         // Read anew each time: workers come and go while a prompt is tokenized or an attempt runs.
         let members = pool.members();
         let is_eligible = |worker: Worker| self.is_eligible(&members, worker, tried);
-        let is_open =
-            tried.is_empty() && self.route.lora_name.is_none() && members.are_all_healthy();
+        let is_open = tried.is_empty()
+            && self.pinned.is_none()
+            && self.route.lora_name.is_none()
+            && members.are_all_healthy();
         let request = RouteRequest {
             allowed: (!is_open).then_some(&is_eligible as &dyn Fn(Worker) -> bool),
             ..self.request()
@@ -166,6 +242,7 @@ impl Plan {
 
     fn is_eligible(&self, members: &Members, worker: Worker, tried: &[InstanceId]) -> bool {
         members.is_eligible(worker, tried)
+            && self.pinned.is_none_or(|id| id == worker.instance_id)
             && self.route.lora_name.as_deref().is_none_or(|name| {
                 members.get(worker.instance_id).is_some_and(|engine| engine.serves(name))
             })
@@ -175,7 +252,17 @@ impl Plan {
         RouteRequest {
             isl_tokens: self.isl_tokens,
             sequence_hashes: &self.sequence_hashes,
-            overlaps: &self.overlaps,
+            overlaps: if self.is_decode_only { &[] } else { &self.overlaps },
+            overrides: if self.is_decode_only {
+                // Its blocks come from the prefill worker, whatever it holds itself.
+                RouteOverride {
+                    overlap_score_weight: Some(0.0),
+                    assume_kv_reuse: Some(false),
+                    ..RouteOverride::default()
+                }
+            } else {
+                RouteOverride::default()
+            },
             ..RouteRequest::default()
         }
     }
@@ -367,8 +454,10 @@ async fn remote_tokens(
     }
     let name = envelope.model.as_deref().unwrap_or(&plan.route.pool.name);
     let members = plan.route.pool.members();
-    let healthy: Vec<_> =
-        members.all().filter(|engine| engine.is_healthy() && engine.serves(name)).collect();
+    let healthy: Vec<_> = members
+        .all()
+        .filter(|one| one.member.is_none() && one.is_healthy() && one.serves(name))
+        .collect();
     let Some(engine) = healthy.get(app.in_flight() % healthy.len().max(1)) else {
         return Err("no_engine");
     };

@@ -2,12 +2,16 @@
 
 use std::borrow::Cow;
 
+use axum::http::HeaderMap;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::super::Reject;
 use crate::error::Error;
 use crate::text::ChatRequest;
+
+/// A longer name of a request is replaced.
+const MAX_ID_BYTES: usize = 128;
 
 /// The fields that routing reads. Unknown ones are the engine's business.
 #[derive(Debug, Default, Deserialize)]
@@ -40,6 +44,8 @@ pub(super) struct Envelope<'a> {
     pub continue_final_message: Option<bool>,
     #[serde(default)]
     pub add_special_tokens: Option<bool>,
+    #[serde(borrow, default)]
+    pub nvext: Option<&'a RawValue>,
 }
 
 impl<'a> Envelope<'a> {
@@ -88,6 +94,15 @@ impl<'a> Envelope<'a> {
             continue_final_message: self.continue_final_message,
             add_special_tokens: self.add_special_tokens,
         }
+    }
+}
+
+/// The name that the client gave the request, or a new one.
+pub(super) fn request_id(headers: &HeaderMap) -> String {
+    let given = headers.get("x-request-id").and_then(|value| value.to_str().ok());
+    match given.filter(|id| (1..=MAX_ID_BYTES).contains(&id.len())) {
+        Some(id) => id.to_owned(),
+        None => format!("{:032x}", rand::random::<u128>()),
     }
 }
 
