@@ -1001,13 +1001,16 @@ class Frontend:
         connect_timeout_s: float = 2.0,
         first_byte_timeout_s: float = 600.0,
         tokenize_timeout_s: float = 2.0,
+        stream_idle_timeout_s: float = 300.0,
         health_interval_s: float = 2.0,
         drain_timeout_s: float = 30.0,
+        enforce_disagg: str = "off",
+        waits_for: str = "",
     ) -> Frontend: ...
     @property
     def catalog(self) -> Catalog: ...
     def add_worker(self, spec: str) -> int:
-        """Add an engine: ``URL[,events=tcp://...][,replay=tcp://...][,id=N][,dp=N]``.
+        """Add an engine: ``URL[,events=tcp://...][,replay=tcp://...][,id=N][,dp=N][,role=prefill|decode]``.
 
         Returns:
             Its instance id.
@@ -1015,6 +1018,45 @@ class Frontend:
         Raises:
             ConfigError: A bad spec.
             ConflictError: The id or address is there already.
+        """
+
+    def put_worker(self, worker: str) -> int:
+        """Add a worker of the runtime, or change it.
+
+        Args:
+            worker: JSON: ``{"id", "plane": {"kind": "tcp", "address"} | {"kind": "http", "url"},
+                "endpoint": "namespace/component/endpoint", "card": the model card, "events":
+                {dp rank: {"endpoint", "replay_endpoint"}}}``. The same worker with other events
+                keeps its connections and load; with another card or address it is a new one.
+
+        Returns:
+            Its instance id.
+
+        Raises:
+            ConfigError: Names the field at fault or the tokenizer's file.
+            ConflictError: The id belongs to an engine that was added by hand.
+            OverloadedError: The limit of workers or tokenizers is reached.
+
+        Cost: the first worker of a model loads its tokenizer, up to seconds; releases the GIL.
+        """
+
+    def remove_worker(self, instance_id: int) -> None:
+        """Remove a worker: no new requests, its blocks are forgotten; requests in flight go on.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+
+    def report_load(self, report: str) -> None:
+        """Take a runtime worker's own report of its load.
+
+        Args:
+            report: JSON: ``{"id", "dp_rank", "kv_used_blocks", "kv_total_blocks",
+                "active_decode_blocks", "active_prefill_tokens"}``; what is missing is not known.
+
+        Raises:
+            ConfigError: Names the field at fault.
+            NotFoundError: No such worker.
         """
 
     def start(self, host: str, port: int) -> int:

@@ -207,6 +207,30 @@ class Flags:
                 default=value,
                 help=summary if at == 0 else f"the opposite of {group[0][0][0]}",
             )
+    def add_mode(
+        self, name: str, *, choices: Sequence[str], default: str, bare: str, summary: str
+    ) -> None:
+        """Add a flag with one of a few values; without a value it is ``bare``.
+
+        In the environment the words for yes and no mean ``bare`` and ``default``.
+        """
+        variable = self._variable(name)
+        text = os.environ.get(variable, default)
+        words = {**dict.fromkeys(_TRUE, bare), **dict.fromkeys(_FALSE, default)}
+        value = words.get(text.lower(), text) if text not in choices else text
+        if value not in choices:
+            self._parser.error(
+                f"environment variable {variable}: must be one of {', '.join(choices)}, "
+                f"got {text!r}"
+            )
+        self._parser.add_argument(
+            name,
+            nargs="?",
+            const=bare,
+            default=value,
+            choices=choices,
+            help=f"{summary} (default: {value})",
+        )
 
     def add_list(self, name: str, *, dest: str, summary: str, metavar: str) -> None:
         """Add a flag that may be given many times; the environment separates by white space."""

@@ -52,11 +52,15 @@ def make_frontend(args: FrontendArgs) -> Frontend:
         connect_timeout_s=args.connect_timeout,
         first_byte_timeout_s=args.first_byte_timeout,
         tokenize_timeout_s=args.tokenize_timeout,
+        stream_idle_timeout_s=args.stream_idle_timeout,
         health_interval_s=args.health_interval,
         drain_timeout_s=args.drain_timeout,
+        enforce_disagg=args.enforce_disagg,
     )
-    for worker in args.workers:
+    for worker in (*args.workers, *args.decode_workers):
         frontend.add_worker(worker)
+    for worker in args.prefill_workers:
+        frontend.add_worker(f"{worker},role=prefill")
     return frontend
 
 

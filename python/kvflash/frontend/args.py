@@ -31,6 +31,9 @@ class FrontendArgs:
     log_level: str
     log_format: str
     workers: list[str]
+    prefill_workers: list[str]
+    decode_workers: list[str]
+    enforce_disagg: str
     router_mode: str
     kv_overlap_score_weight: float
     router_temperature: float
@@ -61,6 +64,7 @@ class FrontendArgs:
     connect_timeout: float
     first_byte_timeout: float
     tokenize_timeout: float
+    stream_idle_timeout: float
     health_interval: float
     drain_timeout: float
 
@@ -79,6 +83,27 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
         metavar="URL[,events=ADDRESS][,replay=ADDRESS][,id=N][,dp=N]",
         summary="an OpenAI-compatible engine, with the sockets of its KV events and their replay; "
         "may be given many times, and added later with POST /workers",
+    )
+    for role, summary in (
+        (
+            "prefill",
+            "an engine that only prefills: another one of its model goes on from its cache",
+        ),
+        ("decode", "an engine that goes on from the prefill engines' cache, and does all without"),
+    ):
+        flags.add_list(
+            f"--{role}-worker",
+            dest=f"{role}_workers",
+            metavar="URL[,events=ADDRESS][,replay=ADDRESS][,id=N][,dp=N]",
+            summary=summary,
+        )
+    flags.add_mode(
+        "--enforce-disagg",
+        choices=("off", "until-first-prefill", "always"),
+        default="off",
+        bare="always",
+        summary="refuse requests that no prefill worker takes: never, once the model has had a "
+        "prefill worker, or always (also when the flag has no value)",
     )
     flags.add(
         "--router-mode",
@@ -260,6 +285,11 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
             "--first-byte-timeout",
             600.0,
             "seconds from sending a request to a worker to the first byte of its answer",
+        ),
+        (
+            "--stream-idle-timeout",
+            300.0,
+            "seconds between two items of a runtime worker's answer before it is given up",
         ),
         ("--tokenize-timeout", 2.0, "seconds for an engine's /tokenize"),
         ("--health-interval", 2.0, "seconds between two health checks of a worker"),

@@ -15,6 +15,7 @@ use crate::catalog;
 use crate::clock::SystemClock;
 use crate::http::Shutdown;
 use crate::http::frontend::{EngineSpec, FrontendApp, FrontendOptions};
+use crate::ids::InstanceId;
 use crate::router::RouterConfig;
 use crate::select::Thresholds;
 
@@ -39,7 +40,8 @@ impl Frontend {
         tokenizer=None, tokenizer_cache_bytes=268_435_456, worker_api_key=None, threads=2, max_body_bytes=33_554_432,
         max_concurrent_requests=4_096, max_workers=4_096, max_attempts=5, max_blocks=33_554_432,
         index_memory_bytes=0, body_timeout_s=60.0, connect_timeout_s=2.0, first_byte_timeout_s=600.0,
-        tokenize_timeout_s=2.0, health_interval_s=2.0, drain_timeout_s=30.0
+        tokenize_timeout_s=2.0, stream_idle_timeout_s=300.0, health_interval_s=2.0, drain_timeout_s=30.0,
+        enforce_disagg="off", waits_for=""
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -75,8 +77,11 @@ impl Frontend {
         connect_timeout_s: f64,
         first_byte_timeout_s: f64,
         tokenize_timeout_s: f64,
+        stream_idle_timeout_s: f64,
         health_interval_s: f64,
         drain_timeout_s: f64,
+        enforce_disagg: &str,
+        waits_for: &str,
     ) -> PyResult<Self> {
         let expiry = seconds(py, "--active-request-expiry", active_request_expiry_s)?;
         let mut router = RouterConfig {
@@ -118,6 +123,9 @@ impl Frontend {
             body_timeout: seconds(py, "--body-timeout", body_timeout_s)?,
             connect_timeout: seconds(py, "--connect-timeout", connect_timeout_s)?,
             first_byte_timeout: seconds(py, "--first-byte-timeout", first_byte_timeout_s)?,
+            stream_idle_timeout: seconds(py, "--stream-idle-timeout", stream_idle_timeout_s)?,
+            enforce_disagg: enforce_disagg.parse().or_raise(py)?,
+            waits_for: waits_for.to_owned(),
             tokenize_timeout: seconds(py, "--tokenize-timeout", tokenize_timeout_s)?,
             health_interval: seconds(py, "--health-interval", health_interval_s)?,
         };
@@ -142,6 +150,18 @@ impl Frontend {
     fn add_worker(&self, py: Python<'_>, spec: &str) -> PyResult<u64> {
         let spec: EngineSpec = spec.parse().or_raise(py)?;
         py.detach(|| self.service.enter(|| self.app.add(spec))).or_raise(py)
+    }
+
+    fn put_worker(&self, py: Python<'_>, worker: &str) -> PyResult<InstanceId> {
+        py.detach(|| self.service.enter(|| self.app.put_worker(worker))).or_raise(py)
+    }
+
+    fn remove_worker(&self, py: Python<'_>, instance_id: InstanceId) -> PyResult<()> {
+        py.detach(|| self.app.remove_worker(instance_id)).or_raise(py)
+    }
+
+    fn report_load(&self, py: Python<'_>, report: &str) -> PyResult<()> {
+        py.detach(|| self.app.report_load(report)).or_raise(py)
     }
 
     fn start(&self, py: Python<'_>, host: &str, port: u16) -> PyResult<u16> {

@@ -19,17 +19,17 @@ const PENDING_TOKENS_MAX: usize = 64;
 /// # Cost
 /// Two decodes of a few tokens per step.
 #[derive(Debug)]
-pub struct Detokenizer<'a> {
-    tokenizer: &'a Tokenizer,
+pub struct Detokenizer<T> {
+    tokenizer: T,
     skip_special_tokens: bool,
     /// Tokens of the last piece given out, then those not given out yet.
     ids: Vec<u32>,
     given_tokens: usize,
 }
 
-impl<'a> Detokenizer<'a> {
-    /// A stream at its start.
-    pub fn new(tokenizer: &'a Tokenizer, skip_special_tokens: bool) -> Self {
+impl<T: AsRef<Tokenizer>> Detokenizer<T> {
+    /// A stream at its start, with a tokenizer of its own, borrowed or shared.
+    pub fn new(tokenizer: T, skip_special_tokens: bool) -> Self {
         Self { tokenizer, skip_special_tokens, ids: Vec::new(), given_tokens: 0 }
     }
 
@@ -74,6 +74,6 @@ impl<'a> Detokenizer<'a> {
     }
 
     fn decode(&self, ids: &[u32]) -> Result<String> {
-        self.tokenizer.decode(ids, self.skip_special_tokens)
+        self.tokenizer.as_ref().decode(ids, self.skip_special_tokens)
     }
 }

@@ -46,6 +46,12 @@ pub struct Tokenizer {
     cache: PieceCache,
 }
 
+impl AsRef<Tokenizer> for Tokenizer {
+    fn as_ref(&self) -> &Tokenizer {
+        self
+    }
+}
+
 impl Tokenizer {
     /// Load `tokenizer.json` and, if there, `tokenizer_config.json` from a model's folder.
     ///

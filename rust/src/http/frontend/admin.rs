@@ -15,13 +15,14 @@ use serde_json::{Value, json};
 
 use super::super::Reject;
 use super::app::App;
-use super::engine::{Engine, EngineSpec};
+use super::engine::{Engine, EngineSpec, is_prefill};
 use super::metrics::WorkerLabel;
 use super::plan::{Api, Plan};
 use super::request::Envelope;
 use crate::error::Error;
 use crate::ids::{InstanceId, Worker};
 use crate::policy::Policy;
+use crate::text::CacheStats;
 
 /// 200 while at least one worker can serve, 503 otherwise; the body says how each one fares.
 pub(super) async fn health(State(app): State<Arc<App>>) -> Response {
@@ -54,9 +55,11 @@ fn warnings(app: &App) -> Vec<String> {
         if let Some(why) = engine.notes.lock().last_error.clone() {
             warnings.push(format!("worker {}: {why}", engine.id));
         }
-        if is_kv && app.options.uses_events() && engine.spec.events.is_none() {
+        if is_kv && app.options.uses_events() && !engine.has_events() {
+            let how = if engine.member.is_some() { "announced no" } else { "given without" };
+            let what = if engine.member.is_some() { "events" } else { "events=" };
             warnings.push(format!(
-                "worker {}: given without events=, so its cache is not known and earns no credit",
+                "worker {}: {how} {what}, so its cache is not known and earns no credit",
                 engine.id
             ));
         }
@@ -171,11 +174,13 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
     let predicted: usize =
         app.fleet.pools().iter().map(|pool| pool.index().index.stats().predicted).sum();
     metrics.predicted_blocks.set(predicted as i64);
-    if let Some(text) = &app.text {
-        let stats = text.tokenizer.cache_stats();
-        metrics.tokenizer_hits.set(stats.hits_total as i64);
-        metrics.tokenizer_misses.set(stats.misses_total as i64);
-        metrics.tokenizer_bytes.set(stats.held_bytes as i64);
+    let texts = app.tokenizers.loaded();
+    let stats: Vec<_> = texts.iter().map(|text| text.model.tokenizer.cache_stats()).collect();
+    if !stats.is_empty() {
+        let sum = |part: fn(&CacheStats) -> u64| stats.iter().map(part).sum::<u64>() as i64;
+        metrics.tokenizer_hits.set(sum(|one| one.hits_total));
+        metrics.tokenizer_misses.set(sum(|one| one.misses_total));
+        metrics.tokenizer_bytes.set(sum(|one| one.held_bytes));
     }
     app.common.expose(&app.catalog)
 }
@@ -212,6 +217,8 @@ fn entry(app: &App, engine: &Engine) -> Value {
         "last_error": notes.last_error,
         "model": pool.map(|pool| &pool.name),
         "serves": notes.models.iter().map(|(name, _)| name).collect::<Vec<_>>(),
+        "role": if engine.spec.is_prefill { "prefill" } else { "decode" },
+        "loads": engine.member.as_ref().map(|member| member.load_json()),
         "dp_size": engine.spec.dp_size,
         "block_size": pool.and_then(|pool| pool.index().block_size()),
         "engine_block_size": notes.block_size,
@@ -238,9 +245,10 @@ struct NewWorker {
     replay: Option<String>,
     id: Option<InstanceId>,
     dp_size: Option<u32>,
+    role: Option<String>,
 }
 
-/// POST /workers {url, events?, replay?, id?, dp_size?}
+/// POST /workers {url, events?, replay?, id?, dp_size?, role?}
 pub(super) async fn add_worker(State(app): State<Arc<App>>, body: Body) -> Response {
     let added = async {
         let body = app.read_body(body).await?;
@@ -258,6 +266,12 @@ pub(super) async fn add_worker(State(app): State<Arc<App>>, body: Body) -> Respo
             replay: new.replay,
             instance_id: new.id,
             dp_size: new.dp_size.unwrap_or(1),
+            is_prefill: match new.role.as_deref() {
+                Some(role) => {
+                    is_prefill(role).map_err(|error| Reject::bad_request(error.to_string()))?
+                }
+                None => false,
+            },
         };
         if !(1..=1_024).contains(&spec.dp_size) {
             let message = format!("dp_size must be in 1..=1024, got {}", spec.dp_size);
@@ -345,7 +359,7 @@ pub(super) async fn explain(State(app): State<Arc<App>>, body: Body) -> Response
         let body = app.read_body(body).await?;
         let envelope = Envelope::parse(&body)?;
         let api = if envelope.messages.is_some() { Api::Chat } else { Api::Completions };
-        let plan = Plan::make(&app, api, &envelope, body.len()).await?;
+        let plan = Plan::make(&app, api, &envelope, body.len(), false).await?;
         let value = plan.explain().map_err(Reject::from)?;
         Ok::<_, Reject>(with_trust(value, &plan.route.pool.name, &trust(&app)))
     };

@@ -12,32 +12,42 @@ use axum::response::Response;
 use axum::routing::{get, post};
 use bytes::Bytes;
 use http_body::Body as _;
-use http_body_util::BodyExt;
 use hyper::body::Incoming;
 
 use super::super::body::{self, Unreadable};
 use super::super::metrics::{CommonMetrics, RequestLabel};
 use super::super::{Reject, Shutdown};
 use super::admin;
+use super::attempt::{Failed, Head, attempt};
 use super::busy;
+use super::disagg::{Handoff, Prefill};
 use super::engine::{Engine, EngineSpec};
 use super::fleet::Fleet;
 use super::metrics::{CauseLabel, FrontendMetrics};
+use super::nvext::Nvext;
+use super::openai_prefill;
 use super::options::FrontendOptions;
-use super::plan::{Api, Plan};
+use super::plan::{Api, Choice, Plan};
 use super::probe;
-use super::proxy::{Upstream, client_headers, upstream_request};
+use super::proxy::Upstream;
+use super::query;
 use super::relay::Relay;
 use super::request::Envelope;
+use super::runtime::answer::Answer;
+use super::runtime::body::Generation;
+use super::runtime::call::{self, Ask};
+use super::runtime::member::{ModelText, Tokenizers};
+use super::runtime::registry;
 use crate::catalog::Catalog;
 use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::ids::InstanceId;
 use crate::select::{MAX_REQUEST_ID_BYTES, Reservation};
-use crate::text::{CacheOptions, TextModel, TextOptions};
+use crate::text::TextModel;
 
 pub(super) static WORKER_HEADER: HeaderName = HeaderName::from_static("x-kvflash-worker");
 pub(super) static REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
+static PREFILL_HEADER: HeaderName = HeaderName::from_static("x-kvflash-prefill-worker");
 pub(super) static OVERLAP_HEADER: HeaderName = HeaderName::from_static("x-kvflash-overlap-blocks");
 
 pub(super) struct App {
@@ -46,6 +56,9 @@ pub(super) struct App {
     pub fleet: Fleet,
     pub upstream: Upstream,
     pub text: Option<Arc<TextModel>>,
+    /// The same with its end tokens, for workers whose card names no tokenizer.
+    pub own_text: Option<Arc<ModelText>>,
+    pub tokenizers: Tokenizers,
     pub common: CommonMetrics,
     pub metrics: FrontendMetrics,
     pub shutdown: Shutdown,
@@ -79,12 +92,9 @@ impl FrontendApp {
         shutdown: Shutdown,
     ) -> Result<Self> {
         options.check()?;
-        let text = match &options.tokenizer {
-            Some(folder) => {
-                let cache = CacheOptions { capacity_bytes: options.tokenizer_cache_bytes };
-                let text = TextOptions { cache, ..TextOptions::default() };
-                Some(Arc::new(TextModel::from_folder(folder, text)?))
-            }
+        let tokenizers = Tokenizers::default();
+        let own_text = match &options.tokenizer {
+            Some(folder) => Some(tokenizers.open(folder, options.tokenizer_cache_bytes)?),
             None => None,
         };
         let (common, mut registry) = CommonMetrics::new();
@@ -95,7 +105,9 @@ impl FrontendApp {
             upstream: Upstream::new(options.connect_timeout, options.worker_api_key.as_deref())?,
             options,
             catalog,
-            text,
+            text: own_text.as_ref().map(|text| Arc::clone(&text.model)),
+            own_text,
+            tokenizers,
             common,
             metrics,
             shutdown,
@@ -110,6 +122,33 @@ impl FrontendApp {
     /// See the fleet: a bad address, one that is there already, or the limit.
     pub fn add(&self, spec: EngineSpec) -> Result<InstanceId> {
         self.app.add_engine(spec).map(|engine| engine.id)
+    }
+
+    /// Add a worker of the runtime, or change it, by its JSON. Must be called within a tokio runtime.
+    ///
+    /// # Errors
+    /// `Config` naming the field or the tokenizer's file, `Overloaded` at a limit.
+    ///
+    /// # Cost
+    /// The first worker of a model loads its tokenizer, which takes up to seconds.
+    pub fn put_worker(&self, json: &str) -> Result<InstanceId> {
+        registry::put(&self.app, json)
+    }
+
+    /// Remove a worker: no new requests; those in flight go on.
+    ///
+    /// # Errors
+    /// `NotFound`.
+    pub fn remove_worker(&self, id: InstanceId) -> Result<()> {
+        self.app.fleet.remove(id).map(|_| ())
+    }
+
+    /// Take a runtime worker's own report of its load, by its JSON.
+    ///
+    /// # Errors
+    /// `Config` naming the field; `NotFound` for a worker that is not registered.
+    pub fn report_load(&self, json: &str) -> Result<()> {
+        registry::report(&self.app, json)
     }
 
     /// Free bookings that nothing was heard of; call it on a timer.
@@ -246,14 +285,28 @@ async fn attempt_all(
     let body = app.read_body(body).await?;
     let started = Instant::now();
     let envelope = Envelope::parse(&body)?;
-    let mut plan = Plan::make(app, api, &envelope, body.len()).await?;
+    let nvext = Nvext::parse(envelope.nvext)?;
+    let mut plan = Plan::make(app, api, &envelope, body.len(), nvext.is_query()).await?;
     plan.request_id = Some(request_id.to_owned());
+    plan.pin(nvext.decode_pin())?;
     app.metrics.route_seconds.observe(started.elapsed().as_secs_f64());
+    let mut prefill = Prefill::of(app, &plan, &nvext)?;
+    let ask = ask(&plan, api, headers, &body, &envelope, &nvext, request_id)?;
     drop(envelope);
+    if nvext.is_query() {
+        plan.decode_only(prefill.peek().is_some());
+        return query::answer(&ask, &plan, &prefill);
+    }
 
+    let mut handoff = Handoff::Alone;
     let mut tried: Vec<InstanceId> = Vec::new();
     let mut last: Option<Failed> = None;
     while tried.len() < app.options.max_attempts {
+        // What a prefill beside has begun is of no use to another worker.
+        if !prefill.is_idle() && !matches!(handoff, Handoff::Done { .. }) {
+            handoff = prefill.hand_off(app, &ask).await?;
+            plan.decode_only(!handoff.is_alone());
+        }
         let choice = match plan.book(&tried) {
             Ok(choice) => choice,
             // Everybody eligible was tried: say how that went, not that nobody is left.
@@ -267,7 +320,32 @@ async fn attempt_all(
         };
         let engine = Arc::clone(&choice.engine);
         tried.push(engine.id);
-        match attempt(app, &choice, uri, headers, &body).await {
+        if engine.member.is_some() {
+            match call::open(app, &choice, &ask, &mut handoff).await {
+                Ok(opened) => {
+                    app.metrics.first_byte_seconds.observe(started.elapsed().as_secs_f64());
+                    choice.booking.first_token();
+                    plan.count(&app.metrics, &choice);
+                    let overlap = plan.reusable_blocks(choice.overlap_blocks);
+                    return answer(app, choice, ask, handoff, opened, overlap, in_flight).await;
+                }
+                Err(failed) if failed.is_final => return Err(failed.into()),
+                Err(failed) => {
+                    failed.note(app, &engine, tried.len());
+                    if failed.cause == "prefill_failed" {
+                        // The worker was well; it may have the request again.
+                        tried.pop();
+                    }
+                    last = Some(failed);
+                    continue;
+                }
+            }
+        }
+        let changed = match &handoff {
+            Handoff::Done { params, .. } => openai_prefill::decode_body(&body, params)?,
+            _ => body.clone(),
+        };
+        match attempt(app, &choice, uri, headers, &changed).await {
             Ok((head, first, upstream)) => {
                 app.metrics.first_byte_seconds.observe(started.elapsed().as_secs_f64());
                 if head.status.is_success() {
@@ -290,31 +368,14 @@ async fn attempt_all(
                 ));
             }
             Err(failed) => {
-                app.metrics
-                    .attempts_failed
-                    .get_or_create(&CauseLabel { cause: failed.cause })
-                    .inc();
-                if failed.is_engine_at_fault {
-                    engine.failed(&failed.message);
-                }
-                tracing::warn!(
-                    worker = engine.id,
-                    cause = failed.cause,
-                    why = failed.message,
-                    attempt = tried.len(),
-                    "attempt failed before the first byte; trying another worker"
-                );
+                failed.note(app, &engine, tried.len());
                 last = Some(failed);
             }
         }
     }
     app.metrics.refused.get_or_create(&CauseLabel { cause: "all_failed" }).inc();
-    let failed = last.unwrap_or(Failed {
-        cause: "none",
-        message: String::new(),
-        status: StatusCode::BAD_GATEWAY,
-        is_engine_at_fault: false,
-    });
+    let failed =
+        last.unwrap_or_else(|| Failed::new("none", String::new(), StatusCode::BAD_GATEWAY));
     let mut reject = Reject::new(
         failed.status,
         format!(
@@ -328,101 +389,61 @@ async fn attempt_all(
     Err(reject)
 }
 
-/// An attempt that ended before the first byte.
-struct Failed {
-    cause: &'static str,
-    message: String,
-    /// What the client gets when no other worker does better.
-    status: StatusCode,
-    is_engine_at_fault: bool,
-}
-
-struct Head {
-    status: StatusCode,
-    headers: HeaderMap,
-    is_event_stream: bool,
-}
-
-async fn attempt(
-    app: &App,
-    choice: &super::plan::Choice,
-    uri: &Uri,
+/// What every attempt at a request needs.
+fn ask(
+    plan: &Plan,
+    api: Api,
     headers: &HeaderMap,
     body: &Bytes,
-) -> std::result::Result<(Head, Option<Bytes>, Incoming), Failed> {
-    let engine = &choice.engine;
-    engine.requests.fetch_add(1, Ordering::Relaxed);
-    let path = uri.path_and_query().map_or("/", |path| path.as_str());
-    let target = format!("{}{path}", engine.base).parse::<Uri>().map_err(|error| Failed {
-        cause: "bad_target",
-        message: error.to_string(),
-        status: StatusCode::BAD_GATEWAY,
-        is_engine_at_fault: false,
-    })?;
-    let rank = (engine.spec.dp_size > 1).then(|| choice.booking.worker().dp_rank);
-    let request = upstream_request(&Method::POST, target, headers, rank, body.clone());
-    let to_first_byte = async {
-        let response = app.upstream.send(request).await.map_err(|error| Failed {
-            cause: error.cause,
-            message: error.message,
-            status: StatusCode::BAD_GATEWAY,
-            is_engine_at_fault: true,
-        })?;
-        let (parts, mut upstream) = response.into_parts();
-        if parts.status == StatusCode::SERVICE_UNAVAILABLE {
-            return Err(Failed {
-                cause: "unavailable",
-                message: format!("worker {} answered 503", engine.id),
-                status: StatusCode::SERVICE_UNAVAILABLE,
-                is_engine_at_fault: false,
-            });
-        }
-        // Nothing has reached the client yet: until the first chunk is here, another worker can still do it.
-        let mut first = None;
-        while first.is_none() && !upstream.is_end_stream() {
-            match upstream.frame().await {
-                Some(Ok(frame)) => first = frame.into_data().ok().filter(|data| !data.is_empty()),
-                Some(Err(error)) => {
-                    return Err(Failed {
-                        cause: "no_first_byte",
-                        message: format!("worker {} broke off its answer: {error}", engine.id),
-                        status: StatusCode::BAD_GATEWAY,
-                        is_engine_at_fault: true,
-                    });
-                }
-                // No engine completes a prompt with nothing: it died behind its head.
-                None if parts.status == StatusCode::OK => {
-                    return Err(Failed {
-                        cause: "no_first_byte",
-                        message: format!("worker {} answered 200 without a body", engine.id),
-                        status: StatusCode::BAD_GATEWAY,
-                        is_engine_at_fault: true,
-                    });
-                }
-                None => break,
-            }
-        }
-        let is_event_stream = parts
-            .headers
-            .get(header::CONTENT_TYPE)
-            .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"));
-        let head =
-            Head { status: parts.status, headers: client_headers(parts.headers), is_event_stream };
-        Ok((head, first, upstream))
-    };
-    let timeout = app.options.first_byte_timeout;
-    tokio::time::timeout(timeout, to_first_byte).await.unwrap_or_else(|_| {
-        Err(Failed {
-            cause: "timeout",
-            message: format!(
-                "worker {} sent no byte within {} s (--first-byte-timeout)",
-                engine.id,
-                timeout.as_secs_f64()
-            ),
-            status: StatusCode::GATEWAY_TIMEOUT,
-            is_engine_at_fault: false,
-        })
+    envelope: &Envelope<'_>,
+    nvext: &Nvext,
+    request_id: &str,
+) -> Result<Ask, Reject> {
+    let members = plan.route.pool.members();
+    let mut generation = None;
+    if members.all().any(|engine| engine.member.is_some()) {
+        let mut read = Generation::parse(api, body)?;
+        let context = members.all().filter_map(|engine| engine.notes.lock().max_model_len).min();
+        read.fit(plan.prompt_tokens().unwrap_or(1), context)?;
+        generation = Some(read);
+    }
+    Ok(Ask {
+        api,
+        request_id: request_id.to_owned(),
+        headers: headers.clone(),
+        body: body.clone(),
+        model: envelope.model.as_deref().unwrap_or(&plan.route.pool.name).to_owned(),
+        lora_name: plan.route.lora_name.clone(),
+        cache_salt: envelope.cache_salt.as_deref().map(str::to_owned),
+        annotations: nvext.annotations().to_vec(),
+        tokens: plan.tokens.clone(),
+        generation,
     })
+}
+
+/// A runtime worker's answer that has begun, as the client wants it.
+async fn answer(
+    app: &Arc<App>,
+    choice: Choice,
+    ask: Ask,
+    handoff: Handoff,
+    opened: call::Opened,
+    overlap_blocks: u64,
+    in_flight: InFlight,
+) -> Result<Response, Reject> {
+    let worker = choice.booking.worker().to_string();
+    let prefiller = handoff.worker().map(|worker| worker.to_string());
+    let is_stream = ask.generation.as_ref().is_some_and(|generation| generation.is_stream);
+    let answer = Answer::new(app, choice.booking, ask, handoff, opened, in_flight)?;
+    let mut response = if is_stream { answer.stream() } else { answer.whole().await? };
+    let headers = response.headers_mut();
+    for (name, value) in [(&WORKER_HEADER, Some(worker)), (&PREFILL_HEADER, prefiller)] {
+        if let Some(Ok(value)) = value.map(HeaderValue::try_from) {
+            headers.insert(name.clone(), value);
+        }
+    }
+    headers.insert(OVERLAP_HEADER.clone(), overlap_blocks.into());
+    Ok(response)
 }
 
 #[allow(clippy::too_many_arguments)]

@@ -1,12 +1,15 @@
 //! One engine behind the frontend: where it is, how it fares, what it said of itself.
 
 use std::str::FromStr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use axum::http::Uri;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
+use super::runtime::member::Member;
+use super::runtime::spec::EventSpec;
 use crate::error::{Error, Result};
 use crate::ids::InstanceId;
 
@@ -23,16 +26,25 @@ pub struct EngineSpec {
     pub instance_id: Option<InstanceId>,
     /// Data-parallel ranks behind the address; rank r publishes on the event port + r.
     pub dp_size: u32,
+    /// It only prefills; another engine decodes.
+    pub is_prefill: bool,
 }
 
 impl FromStr for EngineSpec {
     type Err = Error;
 
-    /// `URL[,events=tcp://...][,replay=tcp://...][,id=N][,dp=N]`
+    /// `URL[,events=tcp://...][,replay=tcp://...][,id=N][,dp=N][,role=prefill|decode]`
     fn from_str(text: &str) -> Result<Self> {
         let mut parts = text.split(',');
         let url = parts.next().unwrap_or_default().trim().to_owned();
-        let mut spec = Self { url, events: None, replay: None, instance_id: None, dp_size: 1 };
+        let mut spec = Self {
+            url,
+            events: None,
+            replay: None,
+            instance_id: None,
+            dp_size: 1,
+            is_prefill: false,
+        };
         for part in parts {
             let (key, value) = part.split_once('=').ok_or_else(|| {
                 Error::Config(format!("--worker {text:?}: {part:?} is not key=value"))
@@ -48,9 +60,11 @@ impl FromStr for EngineSpec {
                 "replay" => spec.replay = Some(value.to_owned()),
                 "id" => spec.instance_id = Some(number(u64::MAX)?),
                 "dp" => spec.dp_size = number(1_024)? as u32,
+                "role" => spec.is_prefill = is_prefill(value)?,
                 other => {
                     return Err(Error::Config(format!(
-                        "--worker {text:?}: unknown key {other:?}; known are events, replay, id, dp"
+                        "--worker {text:?}: unknown key {other:?}; known are events, replay, id, dp, \
+                         role"
                     )));
                 }
             }
@@ -124,6 +138,20 @@ impl EngineSpec {
     }
 }
 
+/// The role that a worker is given: a decode worker is one that may do all.
+///
+/// # Errors
+/// `Config`, with what is legal and what came.
+pub(super) fn is_prefill(role: &str) -> Result<bool> {
+    match role {
+        "prefill" => Ok(true),
+        "decode" => Ok(false),
+        other => {
+            Err(Error::Config(format!("worker role must be prefill or decode, got {other:?}")))
+        }
+    }
+}
+
 fn is_local(address: &str) -> bool {
     ["ipc://", "inproc://"]
         .iter()
@@ -174,6 +202,8 @@ pub(super) struct Engine {
     pub requests: AtomicU64,
     pub failures: AtomicU64,
     pub notes: Mutex<EngineNotes>,
+    /// Its own side, where it is a worker of the runtime.
+    pub member: Option<Arc<Member>>,
     /// Wakes the health check early.
     pub doubt: Notify,
 }
@@ -190,8 +220,41 @@ impl Engine {
             requests: AtomicU64::new(0),
             failures: AtomicU64::new(0),
             notes: Mutex::default(),
+            member: None,
             doubt: Notify::new(),
         }
+    }
+
+    /// A worker of the runtime; it is healthy until a request fails, for discovery has told of it.
+    pub fn of_member(member: Arc<Member>) -> Self {
+        let spec = EngineSpec {
+            url: member.spec.address(),
+            events: None,
+            replay: None,
+            instance_id: Some(member.spec.id),
+            dp_size: member.spec.dp_size(),
+            is_prefill: member.spec.is_prefill(),
+        };
+        let mut engine = Self::new(member.spec.id, spec);
+        engine.healthy = AtomicBool::new(true);
+        engine.member = Some(member);
+        engine
+    }
+
+    /// The sockets of a rank's events.
+    pub fn events_of(&self, dp_rank: u32) -> Option<EventSpec> {
+        match &self.member {
+            Some(member) => member.events.lock().get(&dp_rank).cloned(),
+            None => self.spec.events_of(dp_rank).map(|endpoint| EventSpec {
+                endpoint,
+                replay_endpoint: self.spec.replay_of(dp_rank),
+            }),
+        }
+    }
+
+    /// Does it publish events, as far as is known?
+    pub fn has_events(&self) -> bool {
+        (0..self.spec.dp_size).any(|rank| self.events_of(rank).is_some())
     }
 
     // Relaxed throughout: each flag stands for itself; a reader that sees it a moment late

@@ -1,6 +1,6 @@
 //! Who can serve what: engines, and the models and adapters that they have told of.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -8,6 +8,8 @@ use parking_lot::RwLock;
 
 use super::engine::{Engine, EngineNotes, EngineSpec};
 use super::options::FrontendOptions;
+use super::runtime::member::Member;
+use super::runtime::spec::EventSpec;
 use crate::catalog::{Catalog, Identity, ModelIndex, ModelKey, Registration};
 use crate::clock::Clock;
 use crate::error::{Error, Result};
@@ -16,6 +18,8 @@ use crate::select::{Journal, Selector, SelectorConfig};
 
 /// Tenant of the frontend's own indexes; the cache salt keeps clients apart.
 const TENANT: &str = "default";
+/// Tenant of the indexes of prefill workers: what these hold is not what decode workers hold.
+const PREFILL_TENANT: &str = "prefill";
 
 /// All engines that serve one base model: one index, one load table.
 pub(super) struct Pool {
@@ -78,6 +82,10 @@ pub(super) struct Route {
 struct Tables {
     engines: BTreeMap<InstanceId, Arc<Engine>>,
     pools: BTreeMap<String, Arc<Pool>>,
+    /// Of prefill workers, by model.
+    prefill_pools: BTreeMap<String, Arc<Pool>>,
+    /// Served models that had a prefill worker.
+    had_prefill: BTreeSet<String>,
     /// Served names, adapters included.
     routes: HashMap<String, Route>,
     /// Which pool an engine has joined.
@@ -85,9 +93,14 @@ struct Tables {
 }
 
 impl Tables {
-    fn nothing_served(&self) -> Error {
+    fn pools_of(&mut self, is_prefill: bool) -> &mut BTreeMap<String, Arc<Pool>> {
+        if is_prefill { &mut self.prefill_pools } else { &mut self.pools }
+    }
+
+    fn nothing_served(&self, waits_for: &str) -> Error {
+        let hint = if waits_for.is_empty() { "" } else { "; waiting for " };
         Error::NoWorker(format!(
-            "no worker has told its models yet ({} registered)",
+            "no worker has told its models yet ({} registered){hint}{waits_for}",
             self.engines.len()
         ))
     }
@@ -121,12 +134,7 @@ impl Fleet {
     pub fn add(&self, spec: EngineSpec) -> Result<Arc<Engine>> {
         spec.check()?;
         let mut tables = self.tables.write();
-        if tables.engines.len() >= self.options.max_workers {
-            return Err(Error::Overloaded(format!(
-                "the limit of {} workers is reached (--max-workers)",
-                self.options.max_workers
-            )));
-        }
+        self.check_room(&tables)?;
         let same_url = |engine: &&Arc<Engine>| engine.base == spec.url.trim_end_matches('/');
         if let Some(engine) = tables.engines.values().find(same_url) {
             return Err(Error::Conflict(format!(
@@ -149,6 +157,92 @@ impl Fleet {
         let engine = Arc::new(Engine::new(id, spec));
         tables.engines.insert(id, Arc::clone(&engine));
         Ok(engine)
+    }
+
+    /// Add a worker of the runtime, whose card says what it serves.
+    ///
+    /// # Errors
+    /// As [`Self::add`]; nothing is added then.
+    pub fn add_member(&self, member: Arc<Member>) -> Result<Arc<Engine>> {
+        let (spec, notes) = (&member.spec, member.notes());
+        let engine = Arc::new(Engine::of_member(Arc::clone(&member)));
+        {
+            let mut tables = self.tables.write();
+            self.check_room(&tables)?;
+            if tables.engines.contains_key(&spec.id) {
+                return Err(Error::Conflict(format!(
+                    "worker id {} is registered already",
+                    spec.id
+                )));
+            }
+            tables.engines.insert(spec.id, Arc::clone(&engine));
+        }
+        let outcome = self.learned(&engine, notes);
+        if let Err(error) = outcome {
+            if !self.is_member(engine.id) {
+                // NotFound only says that somebody else was first.
+                let _ = self.remove(engine.id);
+                return Err(error);
+            }
+            // It serves, but its blocks don't match: only that is lost.
+            tracing::error!(worker = engine.id, url = engine.base, %error, "worker does not fit");
+            engine.notes.lock().last_error = Some(error.to_string());
+        }
+        Ok(engine)
+    }
+
+    /// The event sockets of a runtime worker are these now.
+    ///
+    /// # Errors
+    /// `Conflict` or `Config` for the first one that can't be subscribed to; the others are.
+    pub fn change_events(
+        &self,
+        engine: &Arc<Engine>,
+        events: BTreeMap<u32, EventSpec>,
+    ) -> Result<()> {
+        let Some(member) = &engine.member else { return Ok(()) };
+        // Changes of one worker come one after the other, as do all changes of the tables.
+        let tables = self.tables.write();
+        let Some(name) = tables.joined.get(&engine.id).cloned() else { return Ok(()) };
+        let tenant = tenant_of(engine.spec.is_prefill);
+        let before = std::mem::replace(&mut *member.events.lock(), events.clone());
+        for rank in before.keys().filter(|rank| before.get(rank) != events.get(rank)) {
+            // NotFound only says that there is nothing left to do.
+            let _ = self.catalog.unregister(engine.id, &name, Some(tenant), Some(*rank));
+        }
+        let fresh = events.keys().filter(|rank| before.get(rank) != events.get(rank));
+        let mut outcome = Ok(());
+        for rank in fresh {
+            let registered = self.register(engine, *rank, &name);
+            if outcome.is_ok() {
+                outcome = registered;
+            }
+        }
+        outcome
+    }
+
+    fn register(&self, engine: &Engine, dp_rank: u32, name: &str) -> Result<()> {
+        let Some(events) = engine.events_of(dp_rank) else { return Ok(()) };
+        let registered = self.catalog.register(Registration {
+            worker: Worker::new(engine.id, dp_rank),
+            key: key_of(name, engine.spec.is_prefill),
+            block_size: None,
+            endpoint: events.endpoint,
+            replay_endpoint: events.replay_endpoint,
+            capacity_blocks: None,
+            identity: Identity::default(),
+        });
+        registered.map(|_| ())
+    }
+
+    fn check_room(&self, tables: &Tables) -> Result<()> {
+        if tables.engines.len() < self.options.max_workers {
+            return Ok(());
+        }
+        Err(Error::Overloaded(format!(
+            "the limit of {} workers is reached (--max-workers)",
+            self.options.max_workers
+        )))
     }
 
     /// Remove an engine: no new requests, its blocks are forgotten; requests in flight go on.
@@ -183,11 +277,12 @@ impl Fleet {
         if tables.joined.get(&engine.id).is_some_and(|joined| *joined != name) {
             self.leave(&mut tables, engine);
         }
-        let pool = match tables.pools.get(&name) {
+        let is_prefill = engine.spec.is_prefill;
+        let pool = match tables.pools_of(is_prefill).get(&name) {
             Some(pool) => Arc::clone(pool),
             None => {
-                let pool = Arc::new(self.new_pool(&name)?);
-                tables.pools.insert(name.clone(), Arc::clone(&pool));
+                let pool = Arc::new(self.new_pool(&name, is_prefill)?);
+                tables.pools_of(is_prefill).insert(name.clone(), Arc::clone(&pool));
                 pool
             }
         };
@@ -196,12 +291,16 @@ impl Fleet {
         }
         self.note_restart(engine, &notes);
         *engine.notes.lock() = notes.clone();
-        for (served, parent) in &notes.models {
-            let lora_name = parent.as_ref().map(|_| served.clone());
-            let route = Route { pool: Arc::clone(&pool), lora_name };
-            tables.routes.insert(served.clone(), route);
+        if is_prefill {
+            tables.had_prefill.insert(name.clone());
+        } else {
+            for (served, parent) in &notes.models {
+                let lora_name = parent.as_ref().map(|_| served.clone());
+                let route = Route { pool: Arc::clone(&pool), lora_name };
+                tables.routes.insert(served.clone(), route);
+            }
+            Self::drop_unserved(&mut tables, &pool);
         }
-        Self::drop_unserved(&mut tables, &pool);
         drop(tables);
         if let Some(size) = block_size {
             let known = pool.index().learn_block_size(size);
@@ -231,12 +330,15 @@ impl Fleet {
         }
     }
 
-    fn new_pool(&self, name: &str) -> Result<Pool> {
-        let key = ModelKey { model_name: name.to_owned(), tenant_id: TENANT.to_owned() };
+    fn new_pool(&self, name: &str, is_prefill: bool) -> Result<Pool> {
+        let key = key_of(name, is_prefill);
         let forced = Some(self.options.router.block_size).filter(|size| *size > 0);
         let index = self.catalog.model_or_create(&key, forced)?;
+        let mut router = self.options.router.clone();
+        // Nothing stays with a prefill worker: only its prompt tokens count.
+        router.track_active_blocks &= !is_prefill;
         let config = SelectorConfig {
-            router: self.options.router.clone(),
+            router,
             overlap: self.options.overlap,
             thresholds: self.options.thresholds,
             journal_bytes: 0,
@@ -251,20 +353,13 @@ impl Fleet {
 
     fn join(&self, tables: &mut Tables, engine: &Arc<Engine>, pool: &Arc<Pool>) -> Result<()> {
         for dp_rank in 0..engine.spec.dp_size {
-            let listens = self.options.uses_events();
-            let Some(endpoint) = engine.spec.events_of(dp_rank).filter(|_| listens) else { break };
-            let registered = self.catalog.register(Registration {
-                worker: Worker::new(engine.id, dp_rank),
-                key: pool.index().key.clone(),
-                block_size: None,
-                endpoint,
-                replay_endpoint: engine.spec.replay_of(dp_rank),
-                capacity_blocks: None,
-                identity: Identity::default(),
-            });
-            if let Err(error) = registered {
+            if !self.options.uses_events() || engine.spec.events_of(dp_rank).is_none() {
+                break;
+            }
+            if let Err(error) = self.register(engine, dp_rank, &pool.name) {
                 // All ranks or none; NotFound only says that the first one failed.
-                let _ = self.catalog.unregister(engine.id, &pool.name, Some(TENANT), None);
+                let tenant = tenant_of(engine.spec.is_prefill);
+                let _ = self.catalog.unregister(engine.id, &pool.name, Some(tenant), None);
                 return Err(error);
             }
         }
@@ -278,18 +373,23 @@ impl Fleet {
 
     fn leave(&self, tables: &mut Tables, engine: &Arc<Engine>) {
         let Some(name) = tables.joined.remove(&engine.id) else { return };
-        if engine.spec.events.is_some() {
+        let is_prefill = engine.spec.is_prefill;
+        if engine.has_events() {
             // NotFound only says that there is nothing left to do.
-            let _ = self.catalog.unregister(engine.id, &name, Some(TENANT), None);
+            let tenant = tenant_of(is_prefill);
+            let _ = self.catalog.unregister(engine.id, &name, Some(tenant), None);
         }
-        if let Some(pool) = tables.pools.get(&name).cloned() {
+        if let Some(pool) = tables.pools_of(is_prefill).get(&name).cloned() {
             pool.change(|members| {
                 members.remove(&engine.id);
             });
             Self::drop_unserved(tables, &pool);
             if pool.members().all().next().is_none() {
                 // Engines that come back may have another block size: they begin anew.
-                tables.pools.remove(&name);
+                tables.pools_of(is_prefill).remove(&name);
+                if !tables.pools.contains_key(&name) && !tables.prefill_pools.contains_key(&name) {
+                    tables.had_prefill.remove(&name);
+                }
             }
         }
         tracing::info!(worker = engine.id, url = engine.base, model = name, "worker left");
@@ -313,7 +413,7 @@ impl Fleet {
             return Ok(route.clone());
         }
         if tables.routes.is_empty() {
-            return Err(tables.nothing_served());
+            return Err(tables.nothing_served(&self.options.waits_for));
         }
         let mut names: Vec<&str> = tables.routes.keys().map(String::as_str).collect();
         names.sort_unstable();
@@ -333,7 +433,7 @@ impl Fleet {
         let mut bases = tables.routes.values().filter(|route| route.lora_name.is_none());
         match (bases.next(), bases.next()) {
             (Some(route), None) => Ok(route.clone()),
-            (None, _) => Err(tables.nothing_served()),
+            (None, _) => Err(tables.nothing_served(&self.options.waits_for)),
             _ => Err(Error::invalid("model: this frontend serves several models; name one")),
         }
     }
@@ -342,8 +442,28 @@ impl Fleet {
         self.tables.read().engines.values().cloned().collect()
     }
 
+    pub fn engine(&self, id: InstanceId) -> Option<Arc<Engine>> {
+        self.tables.read().engines.get(&id).cloned()
+    }
+
+    /// All pools, those of prefill workers last.
     pub fn pools(&self) -> Vec<Arc<Pool>> {
-        self.tables.read().pools.values().cloned().collect()
+        let tables = self.tables.read();
+        tables.pools.values().chain(tables.prefill_pools.values()).cloned().collect()
+    }
+
+    /// The prefill workers of a model.
+    pub fn prefill_pool(&self, name: &str) -> Option<Arc<Pool>> {
+        self.tables.read().prefill_pools.get(name).cloned()
+    }
+
+    /// Has a served model had a prefill worker?
+    pub fn had_prefill(&self, name: &str) -> bool {
+        self.tables.read().had_prefill.contains(name)
+    }
+
+    fn is_member(&self, id: InstanceId) -> bool {
+        self.tables.read().joined.contains_key(&id)
     }
 
     /// Served names and, for adapters, their base model; sorted.
@@ -371,4 +491,12 @@ impl Pool {
             tracing::error!(model = self.name, %error, "the router does not take all workers");
         }
     }
+}
+
+fn tenant_of(is_prefill: bool) -> &'static str {
+    if is_prefill { PREFILL_TENANT } else { TENANT }
+}
+
+fn key_of(name: &str, is_prefill: bool) -> ModelKey {
+    ModelKey { model_name: name.to_owned(), tenant_id: tenant_of(is_prefill).to_owned() }
 }

@@ -21,6 +21,11 @@ pub(super) struct CauseLabel {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(super) struct OutcomeLabel {
+    pub outcome: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct WorkerLabel {
     pub worker: String,
 }
@@ -49,6 +54,10 @@ pub(super) struct FrontendMetrics {
     pub streams_broken: Counter,
     /// Clients that left before their answer's end.
     pub clients_gone: Counter,
+    /// How answers of runtime workers ended.
+    pub answers: Family<OutcomeLabel, Counter>,
+    /// What became of prefills at other workers.
+    pub prefills: Family<OutcomeLabel, Counter>,
     /// Time from body to decision.
     pub route_seconds: Histogram,
     /// Time from a request's body to its answer's first byte.
@@ -87,6 +96,8 @@ impl FrontendMetrics {
             refused: Family::default(),
             streams_broken: Counter::default(),
             clients_gone: Counter::default(),
+            answers: Family::default(),
+            prefills: Family::default(),
             route_seconds: seconds_histogram(),
             first_byte_seconds: seconds_histogram(),
             in_flight: Gauge::default(),
@@ -143,6 +154,16 @@ impl FrontendMetrics {
             "clients_gone",
             "Clients that left before the end of their answer",
             m.clients_gone.clone(),
+        );
+        registry.register(
+            "answers",
+            "Answers of runtime workers that began, by how they ended",
+            m.answers.clone(),
+        );
+        registry.register(
+            "prefills",
+            "Prefills at prefill workers, by what became of them",
+            m.prefills.clone(),
         );
         registry.register_with_unit(
             "route",

@@ -2,18 +2,25 @@
 
 mod admin;
 mod app;
+mod attempt;
 mod busy;
+mod disagg;
 mod engine;
 mod fleet;
 mod metrics;
+mod nvext;
+mod openai_prefill;
 mod options;
 mod plan;
 mod probe;
 mod proxy;
+mod query;
 mod relay;
 mod request;
+mod runtime;
 mod usage;
 
 pub use app::FrontendApp;
+pub use disagg::EnforceDisagg;
 pub use engine::EngineSpec;
 pub use options::FrontendOptions;

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use super::disagg::EnforceDisagg;
 use crate::error::{Error, Result};
 use crate::router::RouterConfig;
 use crate::select::{DEFAULT_JOURNAL_BYTES, Overlap, Thresholds};
@@ -38,6 +39,12 @@ pub struct FrontendOptions {
     pub connect_timeout: Duration,
     /// Time from sending a request to the first byte of its answer.
     pub first_byte_timeout: Duration,
+    /// Time between two items of a runtime worker's answer.
+    pub stream_idle_timeout: Duration,
+    /// Whether requests may be answered without a prefill worker.
+    pub enforce_disagg: EnforceDisagg,
+    /// Where workers are expected from, for those who ask before there are any.
+    pub waits_for: String,
     /// Time for an engine's /tokenize; after it the request is routed without tokens.
     pub tokenize_timeout: Duration,
     /// Time between two health checks of a worker.
@@ -61,6 +68,9 @@ impl Default for FrontendOptions {
             body_timeout: Duration::from_secs(60),
             connect_timeout: Duration::from_secs(2),
             first_byte_timeout: Duration::from_secs(600),
+            stream_idle_timeout: Duration::from_secs(300),
+            enforce_disagg: EnforceDisagg::Off,
+            waits_for: String::new(),
             tokenize_timeout: Duration::from_secs(2),
             health_interval: Duration::from_secs(2),
         }
@@ -95,6 +105,7 @@ impl FrontendOptions {
             ("--body-timeout", self.body_timeout),
             ("--connect-timeout", self.connect_timeout),
             ("--first-byte-timeout", self.first_byte_timeout),
+            ("--stream-idle-timeout", self.stream_idle_timeout),
             ("--tokenize-timeout", self.tokenize_timeout),
             ("--health-interval", self.health_interval),
         ] {

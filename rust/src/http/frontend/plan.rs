@@ -8,13 +8,15 @@ use serde_json::value::RawValue;
 use super::super::Reject;
 use super::app::App;
 use super::engine::Engine;
-use super::fleet::{Members, Route};
+use super::fleet::{Members, Pool, Route};
 use super::metrics::{CauseLabel, FrontendMetrics};
 use super::request::{Envelope, Prompt};
+use super::runtime::prompt;
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
 use crate::policy::Policy;
-use crate::select::{self, Ask, Reservation};
+use crate::router::RouteOverride;
+use crate::select::{self, Ask, Pin, Reservation};
 use crate::text::{self, Tokens};
 
 /// Text longer than this is tokenized off the reactor's turn: it may take milliseconds.
@@ -46,6 +48,13 @@ pub(super) struct Plan {
     prompt: select::Prompt,
     /// The name under which decisions are kept.
     pub request_id: Option<String>,
+    /// The prompt's tokens, where they are known.
+    pub tokens: Option<Arc<Tokens>>,
+    cache_salt: Option<String>,
+    /// The only worker that may take it.
+    pinned: Option<InstanceId>,
+    /// Its prompt is prefilled elsewhere.
+    is_decode_only: bool,
 }
 
 /// The worker that takes a request, its load booked.
@@ -65,6 +74,7 @@ impl Plan {
         api: Api,
         envelope: &Envelope<'_>,
         body_bytes: usize,
+        needs_tokens: bool,
     ) -> Result<Self, Reject> {
         let route = match envelope.model.as_deref() {
             Some(name) => {
@@ -72,25 +82,91 @@ impl Plan {
             }
             None => app.fleet.only_route().map_err(|error| Reject::from(error).param("model"))?,
         };
-        let prompt = select::Prompt::unknown((body_bytes / BYTES_PER_TOKEN) as u64);
-        let mut plan = Self { route, prompt, request_id: None };
-        if app.options.router.policy != Policy::Kv {
+        let mut plan = Self {
+            route,
+            prompt: select::Prompt::unknown((body_bytes / BYTES_PER_TOKEN) as u64),
+            request_id: None,
+            tokens: None,
+            cache_salt: envelope.cache_salt.as_deref().map(str::to_owned),
+            pinned: None,
+            is_decode_only: false,
+        };
+        if let Some(tokens) = prompt::tokens(&plan.route.pool, api, envelope, body_bytes)? {
+            plan.look_up(Arc::new(tokens));
+            return Ok(plan);
+        }
+        if app.options.router.policy != Policy::Kv && !needs_tokens {
             return Ok(plan);
         }
         match tokens(app, api, envelope, &plan, body_bytes).await {
-            Ok(tokens) => {
-                let selector = &plan.route.pool.selector;
-                let (lora, salt) =
-                    (plan.route.lora_name.as_deref(), envelope.cache_salt.as_deref());
-                let prompt = selector.prompt(&tokens, lora, salt);
-                plan.prompt = select::Prompt { isl_tokens: prompt.isl_tokens.max(1), ..prompt };
-            }
+            Ok(tokens) => plan.look_up(Arc::new(tokens)),
             Err(Untokenized::Refused(error)) => return Err(error.into()),
             Err(Untokenized::Unknown(cause)) => {
                 app.metrics.untokenized.get_or_create(&CauseLabel { cause }).inc();
             }
         }
         Ok(plan)
+    }
+
+    /// The same request for the workers of another pool.
+    pub fn on(&self, pool: Arc<Pool>, pinned: Option<InstanceId>) -> Self {
+        let mut plan = Self {
+            route: Route { pool, lora_name: self.route.lora_name.clone() },
+            prompt: select::Prompt::unknown(self.prompt.isl_tokens),
+            request_id: None,
+            tokens: None,
+            cache_salt: self.cache_salt.clone(),
+            pinned,
+            is_decode_only: false,
+        };
+        if let Some(tokens) = &self.tokens {
+            plan.look_up(Arc::clone(tokens));
+        }
+        plan
+    }
+
+    /// Only this worker may take it.
+    ///
+    /// # Errors
+    /// 404 when it is not there.
+    pub fn pin(&mut self, pinned: Option<InstanceId>) -> Result<(), Reject> {
+        if let Some(id) = pinned
+            && self.route.pool.members().get(id).is_none()
+        {
+            let message = format!("worker {id} is none of model {:?}", self.route.pool.name);
+            return Err(Error::NotFound(message).into());
+        }
+        self.pinned = pinned;
+        Ok(())
+    }
+
+    /// The prompt is prefilled elsewhere, or not after all.
+    pub fn decode_only(&mut self, is_decode_only: bool) {
+        self.is_decode_only = is_decode_only;
+    }
+
+    /// Who would take it now; changes nothing.
+    ///
+    /// # Errors
+    /// As [`Plan::book`].
+    pub fn peek(&self) -> Result<Worker> {
+        let members = self.route.pool.members();
+        let is_eligible = |worker: Worker| self.is_eligible(&members, worker, &[]);
+        let ask = Ask { allowed: Some(&is_eligible), ..self.ask() };
+        let preview = self.route.pool.selector.preview(&ask);
+        preview.map(|(selection, _)| selection.worker).map_err(|error| self.explain_absence(error))
+    }
+
+    fn look_up(&mut self, tokens: Arc<Tokens>) {
+        let selector = &self.route.pool.selector;
+        self.prompt = if selector.policy() == Policy::Kv {
+            let salt = self.cache_salt.as_deref();
+            selector.prompt(&tokens, self.route.lora_name.as_deref(), salt)
+        } else {
+            select::Prompt::of_tokens(&tokens, 0, 0)
+        };
+        self.prompt.isl_tokens = self.prompt.isl_tokens.max(1);
+        self.tokens = Some(tokens);
     }
 
     /// Choose a worker that was not tried yet and book the request there, in one step.
@@ -116,8 +192,7 @@ impl Plan {
             tried.is_empty() && self.route.lora_name.is_none() && members.are_all_healthy();
         let ask = Ask {
             allowed: (!is_open).then_some(&is_eligible as &dyn Fn(Worker) -> bool),
-            request_id: self.request_id.as_deref(),
-            ..Ask::new(&self.prompt)
+            ..self.ask()
         };
         let (booking, selection) =
             pool.selector.select(&ask).map_err(|error| self.explain_absence(error))?;
@@ -137,6 +212,21 @@ impl Plan {
             && self.route.lora_name.as_deref().is_none_or(|name| {
                 members.get(worker.instance_id).is_some_and(|engine| engine.serves(name))
             })
+    }
+
+    fn ask(&self) -> Ask<'_> {
+        let overrides = if self.is_decode_only {
+            // Its blocks come from the prefill worker, whatever it holds itself.
+            RouteOverride {
+                overlap_score_weight: Some(0.0),
+                assume_kv_reuse: Some(false),
+                ..RouteOverride::default()
+            }
+        } else {
+            RouteOverride::default()
+        };
+        let pin = self.pinned.map(|instance_id| Pin { instance_id, dp_rank: None });
+        Ask { overrides, pin, request_id: self.request_id.as_deref(), ..Ask::new(&self.prompt) }
     }
 
     fn explain_absence(&self, error: Error) -> Error {
@@ -291,8 +381,10 @@ async fn remote_tokens(
     }
     let name = envelope.model.as_deref().unwrap_or(&plan.route.pool.name);
     let members = plan.route.pool.members();
-    let healthy: Vec<_> =
-        members.all().filter(|engine| engine.is_healthy() && engine.serves(name)).collect();
+    let healthy: Vec<_> = members
+        .all()
+        .filter(|one| one.member.is_none() && one.is_healthy() && one.serves(name))
+        .collect();
     let Some(engine) = healthy.get(app.in_flight() % healthy.len().max(1)) else {
         return Err("no_engine");
     };

@@ -40,6 +40,8 @@ pub(super) struct Envelope<'a> {
     pub continue_final_message: Option<bool>,
     #[serde(default)]
     pub add_special_tokens: Option<bool>,
+    #[serde(borrow, default)]
+    pub nvext: Option<&'a RawValue>,
 }
 
 impl<'a> Envelope<'a> {

@@ -1,0 +1,89 @@
+//! What a request asks of routing itself, in its `nvext` object.
+
+use serde::Deserialize;
+use serde_json::value::RawValue;
+
+use super::super::Reject;
+use crate::ids::InstanceId;
+
+/// Most annotations of a request.
+const MAX_ANNOTATIONS: usize = 64;
+/// The annotation that asks where a request would go, without sending it there.
+const QUERY: &str = "query_instance_id";
+
+/// The fields of `nvext` that routing reads.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default)]
+pub(super) struct Nvext {
+    annotations: Option<Vec<String>>,
+    backend_instance_id: Option<InstanceId>,
+    prefill_worker_id: Option<InstanceId>,
+    decode_worker_id: Option<InstanceId>,
+}
+
+impl Nvext {
+    /// Read the object; what is not there pins nothing.
+    ///
+    /// # Errors
+    /// 400 naming the field, what was expected and what came.
+    pub fn parse(raw: Option<&RawValue>) -> Result<Self, Reject> {
+        let Some(raw) = raw.filter(|raw| raw.get() != "null") else { return Ok(Self::default()) };
+        let mut reader = serde_json::Deserializer::from_str(raw.get());
+        let nvext: Self = serde_path_to_error::deserialize(&mut reader)
+            .map_err(|error| Reject::bad_request(format!("nvext.{error}")))?;
+        let count = nvext.annotations().len();
+        if count > MAX_ANNOTATIONS {
+            let why = format!("nvext.annotations: at most {MAX_ANNOTATIONS}, got {count}");
+            return Err(Reject::bad_request(why));
+        }
+        Ok(nvext)
+    }
+
+    pub fn annotations(&self) -> &[String] {
+        self.annotations.as_deref().unwrap_or_default()
+    }
+
+    /// Only asks where the request would go.
+    pub fn is_query(&self) -> bool {
+        self.annotations().iter().any(|one| one.split(':').next() == Some(QUERY))
+    }
+
+    /// The worker that must answer.
+    pub fn decode_pin(&self) -> Option<InstanceId> {
+        self.decode_worker_id.or(self.backend_instance_id)
+    }
+
+    /// The worker that must prefill.
+    pub fn prefill_pin(&self) -> Option<InstanceId> {
+        self.prefill_worker_id
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn parse(json: &str) -> Result<Nvext, Reject> {
+        Nvext::parse(Some(&RawValue::from_string(json.to_owned()).unwrap()))
+    }
+
+    #[test]
+    fn pins_and_annotations() {
+        assert_eq!(Nvext::parse(None).unwrap(), Nvext::default());
+        assert_eq!(parse("null").unwrap(), Nvext::default());
+        for annotation in ["query_instance_id:", "query_instance_id", "query_instance_id:7"] {
+            let json = format!(r#"{{"annotations": ["x", "{annotation}"], "other": 1}}"#);
+            assert!(parse(&json).unwrap().is_query(), "{annotation}");
+        }
+        assert!(!parse(r#"{"annotations": ["query_instance"]}"#).unwrap().is_query());
+        let both = parse(r#"{"backend_instance_id": 1, "decode_worker_id": 2}"#).unwrap();
+        assert_eq!((both.decode_pin(), both.prefill_pin()), (Some(2), None));
+        let error = parse(r#"{"prefill_worker_id": "x"}"#).unwrap_err();
+        assert!(
+            error.message.contains("nvext.prefill_worker_id: invalid type"),
+            "{}",
+            error.message
+        );
+    }
+}

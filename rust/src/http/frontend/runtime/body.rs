@@ -1,0 +1,351 @@
+//! What an OpenAI body asks of a token worker.
+
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+use super::super::super::Reject;
+use super::super::plan::Api;
+
+/// Tokens of a completion that names no limit.
+const COMPLETION_TOKENS: u64 = 16;
+/// Most stop strings of a request, and the longest one.
+const MAX_STOPS: usize = 64;
+const MAX_STOP_BYTES: usize = 4_096;
+/// Most token ids that end an answer.
+const MAX_STOP_TOKENS: usize = 1_024;
+
+/// The fields that generation needs. Others do not change what a token worker does.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Fields {
+    stream: Option<bool>,
+    stream_options: Option<StreamOptions>,
+    max_tokens: Option<u64>,
+    max_completion_tokens: Option<u64>,
+    min_tokens: Option<u64>,
+    stop: Option<Stop>,
+    stop_token_ids: Option<Vec<u32>>,
+    ignore_eos: Option<bool>,
+    include_stop_str_in_output: Option<bool>,
+    skip_special_tokens: Option<bool>,
+    n: Option<u64>,
+    best_of: Option<u64>,
+    use_beam_search: Option<bool>,
+    echo: Option<bool>,
+    suffix: Option<String>,
+    logprobs: Option<Value>,
+    top_logprobs: Option<Value>,
+    prompt_logprobs: Option<Value>,
+    temperature: Option<f64>,
+    top_p: Option<f64>,
+    min_p: Option<f64>,
+    top_k: Option<i64>,
+    presence_penalty: Option<f64>,
+    frequency_penalty: Option<f64>,
+    repetition_penalty: Option<f64>,
+    seed: Option<i64>,
+    logit_bias: Option<Map<String, Value>>,
+    response_format: Option<ResponseFormat>,
+    nvext: Option<Extension>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct StreamOptions {
+    include_usage: Option<bool>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged, expecting = "a string or a list of strings")]
+enum Stop {
+    One(String),
+    Many(Vec<String>),
+}
+
+#[derive(Debug, Deserialize)]
+struct ResponseFormat {
+    #[serde(rename = "type")]
+    kind: String,
+    #[serde(default)]
+    json_schema: Option<Value>,
+}
+
+/// Settings that some clients put into `nvext`; those beside it win.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Extension {
+    ignore_eos: Option<bool>,
+    min_tokens: Option<u64>,
+    top_k: Option<i64>,
+    repetition_penalty: Option<f64>,
+}
+
+/// When an answer is over.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(in super::super) struct Limits {
+    pub max_tokens: Option<u64>,
+    pub min_tokens: u64,
+    pub stop: Vec<String>,
+    pub stop_token_ids: Vec<u32>,
+    pub ignore_eos: bool,
+    pub is_stop_included: bool,
+}
+
+/// What is to be generated, and how it is told.
+#[derive(Debug, Clone, Default)]
+pub(in super::super) struct Generation {
+    pub is_stream: bool,
+    pub includes_usage: bool,
+    pub keeps_special_tokens: bool,
+    pub limits: Limits,
+    pub sampling: Map<String, Value>,
+}
+
+impl Generation {
+    /// Read a body.
+    ///
+    /// # Errors
+    /// 400 naming the field, what is legal and what came.
+    pub fn parse(api: Api, body: &[u8]) -> Result<Self, Reject> {
+        let mut reader = serde_json::Deserializer::from_slice(body);
+        let fields: Fields = serde_path_to_error::deserialize(&mut reader).map_err(|error| {
+            let path = error.path().to_string();
+            Reject::bad_request(format!("{path}: {}", error.into_inner()))
+        })?;
+        fields.refuse(api)?;
+        let nvext = fields.nvext.as_ref();
+        let mut sampling = Map::new();
+        let mut put = |name: &str, value: Option<Value>| {
+            if let Some(value) = value {
+                sampling.insert(name.to_owned(), value);
+            }
+        };
+        put("temperature", range("temperature", fields.temperature, 0.0, 100.0)?);
+        put("top_p", range("top_p", fields.top_p, 0.0, 1.0)?);
+        put("min_p", range("min_p", fields.min_p, 0.0, 1.0)?);
+        put("presence_penalty", range("presence_penalty", fields.presence_penalty, -2.0, 2.0)?);
+        put("frequency_penalty", range("frequency_penalty", fields.frequency_penalty, -2.0, 2.0)?);
+        let penalty = fields.repetition_penalty.or_else(|| nvext?.repetition_penalty);
+        put("repetition_penalty", range("repetition_penalty", penalty, 0.0, 100.0)?);
+        put("top_k", fields.top_k.or_else(|| nvext?.top_k).map(Value::from));
+        put("seed", fields.seed.map(Value::from));
+        put("logit_bias", fields.logit_bias.clone().map(Value::Object));
+        put("guided_decoding", guide(fields.response_format.as_ref())?);
+        put("n", Some(json!(1)));
+        let stream_options = fields.stream_options.as_ref();
+        Ok(Self {
+            is_stream: fields.stream.unwrap_or(false),
+            includes_usage: stream_options.is_some_and(|o| o.include_usage.unwrap_or(false)),
+            keeps_special_tokens: !fields.skip_special_tokens.unwrap_or(true),
+            limits: fields.limits(api)?,
+            sampling,
+        })
+    }
+
+    /// Hold the answer to what the model's context has room for.
+    ///
+    /// # Errors
+    /// 400 for a prompt that leaves no room.
+    pub fn fit(&mut self, prompt_tokens: u64, context_length: Option<u64>) -> Result<(), Reject> {
+        let Some(context) = context_length else { return Ok(()) };
+        if prompt_tokens >= context {
+            return Err(Reject::bad_request(format!(
+                "the prompt has {prompt_tokens} tokens; the model takes {context} of prompt and answer"
+            )));
+        }
+        let room = context - prompt_tokens;
+        let limits = &mut self.limits;
+        limits.max_tokens = Some(limits.max_tokens.map_or(room, |tokens| tokens.min(room)));
+        limits.min_tokens = limits.min_tokens.min(room);
+        Ok(())
+    }
+}
+
+impl Fields {
+    /// What token workers do not do is refused: an answer without it would be a wrong one.
+    fn refuse(&self, api: Api) -> Result<(), Reject> {
+        let is_wanted = |value: &Option<Value>| {
+            value.as_ref().is_some_and(|value| *value != Value::Bool(false) && !value.is_null())
+        };
+        let refusals = [
+            ("n", self.n.is_some_and(|n| n != 1), "only 1 answer a request"),
+            ("best_of", self.best_of.is_some_and(|n| n != 1), "only 1 answer a request"),
+            ("use_beam_search", self.use_beam_search == Some(true), "no beam search"),
+            ("echo", self.echo == Some(true), "no echo of the prompt"),
+            ("suffix", self.suffix.as_ref().is_some_and(|s| !s.is_empty()), "no suffix"),
+            ("logprobs", is_wanted(&self.logprobs), "no log probabilities"),
+            (
+                "top_logprobs",
+                api == Api::Chat && is_wanted(&self.top_logprobs),
+                "no log probabilities",
+            ),
+            ("prompt_logprobs", is_wanted(&self.prompt_logprobs), "no log probabilities"),
+        ];
+        match refusals.into_iter().find(|(_, is_refused, _)| *is_refused) {
+            Some((field, _, what)) => {
+                let came = match field {
+                    "n" => format!(", got {}", self.n.unwrap_or(0)),
+                    "best_of" => format!(", got {}", self.best_of.unwrap_or(0)),
+                    _ => String::new(),
+                };
+                Err(Reject::bad_request(format!(
+                    "{field}: the workers of this model give {what}{came}"
+                ))
+                .param(field))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn limits(self, api: Api) -> Result<Limits, Reject> {
+        let nvext = self.nvext.as_ref();
+        let named = self.max_completion_tokens.or(self.max_tokens);
+        let max_tokens = match (api, named) {
+            (_, Some(0)) => {
+                return Err(Reject::bad_request("max_tokens: must be at least 1, got 0"));
+            }
+            (Api::Completions, None) => Some(COMPLETION_TOKENS),
+            (_, named) => named,
+        };
+        let min_tokens = self.min_tokens.or_else(|| nvext?.min_tokens).unwrap_or(0);
+        if max_tokens.is_some_and(|most| min_tokens > most) {
+            let most = max_tokens.unwrap_or(0);
+            let why = format!("min_tokens: must be at most max_tokens ({most}), got {min_tokens}");
+            return Err(Reject::bad_request(why));
+        }
+        let ignore_eos = self.ignore_eos.or_else(|| nvext?.ignore_eos).unwrap_or(false);
+        let stop = match self.stop {
+            None => Vec::new(),
+            Some(Stop::One(stop)) => vec![stop],
+            Some(Stop::Many(stops)) => stops,
+        };
+        if stop.len() > MAX_STOPS {
+            let why = format!("stop: at most {MAX_STOPS} strings, got {}", stop.len());
+            return Err(Reject::bad_request(why));
+        }
+        if let Some(bad) = stop.iter().find(|stop| !(1..=MAX_STOP_BYTES).contains(&stop.len())) {
+            let why =
+                format!("stop: a string must have 1..={MAX_STOP_BYTES} bytes, got {}", bad.len());
+            return Err(Reject::bad_request(why));
+        }
+        let stop_token_ids = self.stop_token_ids.unwrap_or_default();
+        if stop_token_ids.len() > MAX_STOP_TOKENS {
+            let why =
+                format!("stop_token_ids: at most {MAX_STOP_TOKENS}, got {}", stop_token_ids.len());
+            return Err(Reject::bad_request(why));
+        }
+        Ok(Limits {
+            max_tokens,
+            min_tokens,
+            stop,
+            stop_token_ids,
+            ignore_eos,
+            is_stop_included: self.include_stop_str_in_output.unwrap_or(false),
+        })
+    }
+}
+
+fn range(
+    field: &'static str,
+    value: Option<f64>,
+    low: f64,
+    high: f64,
+) -> Result<Option<Value>, Reject> {
+    match value {
+        Some(value) if !(low..=high).contains(&value) => {
+            Err(Reject::bad_request(format!("{field}: must be in {low}..={high}, got {value}"))
+                .param(field))
+        }
+        value => Ok(value.map(Value::from)),
+    }
+}
+
+/// A response format as the engines' guided decoding names it.
+fn guide(format: Option<&ResponseFormat>) -> Result<Option<Value>, Reject> {
+    let Some(format) = format else { return Ok(None) };
+    match format.kind.as_str() {
+        "text" => Ok(None),
+        "json_object" => Ok(Some(json!({ "json_object": true }))),
+        "json_schema" => {
+            let schema = format.json_schema.as_ref().and_then(|named| named.get("schema"));
+            let schema = schema.ok_or_else(|| {
+                Reject::bad_request("response_format.json_schema.schema: is required")
+            })?;
+            Ok(Some(json!({ "json": schema })))
+        }
+        other => Err(Reject::bad_request(format!(
+            "response_format.type: must be text, json_object or json_schema, got {other:?}"
+        ))),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn parse(api: Api, body: Value) -> Result<Generation, String> {
+        Generation::parse(api, body.to_string().as_bytes()).map_err(|reject| {
+            assert_eq!(reject.status.as_u16(), 400);
+            reject.message
+        })
+    }
+
+    #[test]
+    fn limits_come_from_either_name_and_fit_the_context() {
+        let mut both =
+            parse(Api::Chat, json!({"max_tokens": 5, "max_completion_tokens": 9})).unwrap();
+        assert_eq!(both.limits.max_tokens, Some(9));
+        both.fit(6, Some(10)).unwrap();
+        assert_eq!(both.limits.max_tokens, Some(4));
+        let error = both.fit(10, Some(10)).unwrap_err().message;
+        assert!(error.contains("10 tokens; the model takes 10"), "{error}");
+        let mut open = parse(Api::Chat, json!({})).unwrap();
+        open.fit(6, None).unwrap();
+        assert_eq!(open.limits.max_tokens, None);
+        assert_eq!(parse(Api::Completions, json!({})).unwrap().limits.max_tokens, Some(16));
+    }
+
+    #[test]
+    fn every_setting_reaches_the_worker() {
+        let body = json!({
+            "stream": true, "stream_options": {"include_usage": true}, "stop": "a", "seed": -3,
+            "stop_token_ids": [4], "min_tokens": 2, "temperature": 0.5, "top_k": -1,
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}},
+            "nvext": {"ignore_eos": true, "top_k": 9},
+        });
+        let got = parse(Api::Chat, body).unwrap();
+        assert!(got.is_stream && got.includes_usage && got.limits.ignore_eos);
+        assert_eq!((&got.limits.stop[..], got.limits.min_tokens), (&["a".to_owned()][..], 2));
+        assert_eq!(got.limits.stop_token_ids, [4]);
+        let wanted = json!({
+            "temperature": 0.5, "top_k": -1, "seed": -3, "n": 1,
+            "guided_decoding": {"json": {"type": "object"}},
+        });
+        assert_eq!(Value::Object(got.sampling), wanted);
+    }
+
+    #[test]
+    fn refusals_name_the_field_and_what_came() {
+        for (body, wanted) in [
+            (json!({"n": 2}), "n: the workers of this model give only 1 answer a request, got 2"),
+            (json!({"best_of": 3}), "best_of: "),
+            (json!({"logprobs": true}), "logprobs: "),
+            (json!({"logprobs": 0}), "logprobs: "),
+            (json!({"echo": true}), "echo: "),
+            (json!({"max_tokens": 0}), "max_tokens: must be at least 1, got 0"),
+            (json!({"max_tokens": -1}), "max_tokens: invalid value"),
+            (json!({"min_tokens": 4, "max_tokens": 3}), "at most max_tokens (3), got 4"),
+            (json!({"stop": [""]}), "stop: a string must have 1..=4096 bytes, got 0"),
+            (json!({"stop": 5}), "stop: a string or a list of strings"),
+            (json!({"stop": vec!["x"; 65]}), "stop: at most 64 strings, got 65"),
+            (json!({"temperature": -1}), "temperature: must be in 0..=100, got -1"),
+            (json!({"response_format": {"type": "x"}}), "response_format.type"),
+        ] {
+            let error = parse(Api::Completions, body.clone()).unwrap_err();
+            assert!(error.contains(wanted), "{body}: {error}");
+        }
+        let fine = json!({"logprobs": false, "n": 1, "echo": false, "stop": null});
+        parse(Api::Chat, fine).unwrap();
+    }
+}

@@ -1,0 +1,280 @@
+//! One attempt at a runtime worker: its request, and its answer up to the first item.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use axum::http::{HeaderMap, StatusCode};
+use bytes::Bytes;
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+
+use super::super::app::App;
+use super::super::attempt::Failed;
+use super::super::disagg::{BootstrapInfo, Handoff};
+use super::super::engine::Engine;
+use super::super::openai_prefill;
+use super::super::plan::{Api, Choice};
+use super::body::Generation;
+use super::item::Item;
+use super::member::Member;
+use super::plane::{Cause, Items, PlaneError};
+use super::spec::ModelInput;
+
+/// A client's request, as every attempt needs it.
+#[derive(Debug, Clone)]
+pub(in super::super) struct Ask {
+    pub api: Api,
+    pub request_id: String,
+    pub headers: HeaderMap,
+    pub body: Bytes,
+    /// The model as the client names it.
+    pub model: String,
+    pub lora_name: Option<String>,
+    pub cache_salt: Option<String>,
+    pub annotations: Vec<String>,
+    pub tokens: Option<Arc<Vec<u32>>>,
+    /// Read only where a runtime worker may answer.
+    pub generation: Option<Generation>,
+}
+
+/// The payload of a token worker's request.
+#[derive(Serialize)]
+struct TokenRequest<'a> {
+    model: &'a str,
+    token_ids: &'a [u32],
+    stop_conditions: Value,
+    sampling_options: &'a Map<String, Value>,
+    output_options: Value,
+    eos_token_ids: &'a [u32],
+    annotations: &'a [String],
+    #[serde(skip_serializing_if = "Option::is_none")]
+    lora_name: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cache_salt: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    dp_rank: Option<u32>,
+    estimated_prefix_hit_num_blocks: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prefill_result: Option<PrefillResult<'a>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bootstrap_info: Option<&'a BootstrapInfo>,
+}
+
+#[derive(Serialize)]
+struct PrefillResult<'a> {
+    disaggregated_params: &'a rmpv::Value,
+}
+
+/// An answer that has begun.
+#[derive(Debug)]
+pub(in super::super) struct Opened {
+    pub engine: Arc<Engine>,
+    pub member: Arc<Member>,
+    pub items: Items,
+    pub first: Bytes,
+}
+
+/// Send a request to the chosen worker and wait for its first item.
+pub(in super::super) async fn open(
+    app: &App,
+    choice: &Choice,
+    ask: &Ask,
+    handoff: &mut Handoff,
+) -> Result<Opened, Failed> {
+    let (result, bootstrap) = match handoff {
+        Handoff::Alone => (None, None),
+        Handoff::Done { params, .. } => (Some(params.clone()), None),
+        Handoff::Beside { info, .. } => (None, Some(info.clone())),
+    };
+    let opening = send(app, choice, ask, false, result.as_ref(), bootstrap.as_ref());
+    tokio::select! {
+        biased;
+        opened = opening => opened,
+        why = handoff.failure() => {
+            Err(Failed::new("prefill_failed", why, StatusCode::BAD_GATEWAY))
+        }
+    }
+}
+
+/// Send the prefill copy of a request to the chosen worker and wait for its first item.
+pub(in super::super) async fn open_prefill(
+    app: &App,
+    choice: &Choice,
+    ask: &Ask,
+    bootstrap: Option<&BootstrapInfo>,
+) -> Result<Opened, Failed> {
+    send(app, choice, ask, true, None, bootstrap).await
+}
+
+async fn send(
+    app: &App,
+    choice: &Choice,
+    ask: &Ask,
+    is_prefill: bool,
+    prefill_result: Option<&rmpv::Value>,
+    bootstrap_info: Option<&BootstrapInfo>,
+) -> Result<Opened, Failed> {
+    let engine = Arc::clone(&choice.engine);
+    let unready = |why: &str| {
+        let message = format!("worker {}: {why}", engine.id);
+        Failed::new("not_ready", message, StatusCode::SERVICE_UNAVAILABLE)
+    };
+    let Some(member) = engine.member.clone() else {
+        return Err(unready("is no worker of the runtime"));
+    };
+    engine.requests.fetch_add(1, Ordering::Relaxed);
+    let to_first_item = async {
+        let sent = if member.spec.card.model_input == ModelInput::Text {
+            let body = text_body(ask, is_prefill).map_err(|why| unready(&why))?;
+            member.plane.call(&ask.request_id, &member.spec, &body).await
+        } else {
+            let (Some(tokens), Some(generation)) = (&ask.tokens, &ask.generation) else {
+                // It joined while the request was read for engines that take text.
+                return Err(unready("takes tokens, and this prompt's are not known"));
+            };
+            let rank = choice.booking.worker().dp_rank;
+            let text = member.text.as_deref();
+            let request = TokenRequest {
+                model: &ask.model,
+                token_ids: tokens,
+                stop_conditions: stop_conditions(generation, is_prefill),
+                sampling_options: &generation.sampling,
+                output_options: json!({}),
+                eos_token_ids: text.map(|text| text.eos_token_ids.as_slice()).unwrap_or_default(),
+                annotations: &ask.annotations,
+                lora_name: ask.lora_name.as_deref(),
+                cache_salt: ask.cache_salt.as_deref(),
+                dp_rank: (engine.spec.dp_size > 1).then_some(rank),
+                estimated_prefix_hit_num_blocks: choice.overlap_blocks,
+                prefill_result: prefill_result
+                    .map(|disaggregated_params| PrefillResult { disaggregated_params }),
+                bootstrap_info,
+            };
+            member.plane.call(&ask.request_id, &member.spec, &request).await
+        };
+        let mut items = sent.map_err(|error| failed(&engine, error))?;
+        match items.next().await {
+            Ok(Some(first)) => {
+                // A worker's error within its first item is a failed attempt as well.
+                if member.spec.card.model_input == ModelInput::Tokens {
+                    Item::parse(&first).map_err(|error| failed(&engine, error))?;
+                }
+                Ok(Opened {
+                    engine: Arc::clone(&engine),
+                    member: Arc::clone(&member),
+                    items,
+                    first,
+                })
+            }
+            Ok(None) => {
+                let message = format!("worker {} ended its answer without an item", engine.id);
+                Err(Failed::new("no_first_byte", message, StatusCode::BAD_GATEWAY))
+            }
+            Err(error) => Err(failed(&engine, error)),
+        }
+    };
+    let timeout = app.options.first_byte_timeout;
+    tokio::time::timeout(timeout, to_first_item).await.unwrap_or_else(|_| {
+        let message = format!(
+            "worker {} sent no item within {} s (--first-byte-timeout)",
+            engine.id,
+            timeout.as_secs_f64()
+        );
+        // In doubt only until it answers a ping: it may just be slow.
+        Err(Failed::new("timeout", message, StatusCode::GATEWAY_TIMEOUT).fault())
+    })
+}
+
+fn stop_conditions(generation: &Generation, is_prefill: bool) -> Value {
+    let limits = &generation.limits;
+    let mut fields = Map::new();
+    let mut put = |name: &str, value: Value| fields.insert(name.to_owned(), value);
+    match limits.max_tokens {
+        _ if is_prefill => put("max_tokens", json!(1)),
+        Some(tokens) => put("max_tokens", json!(tokens)),
+        None => None,
+    };
+    if !limits.stop.is_empty() {
+        put("stop", json!(limits.stop));
+    }
+    if !limits.stop_token_ids.is_empty() {
+        put("stop_token_ids", json!(limits.stop_token_ids));
+    }
+    if limits.min_tokens > 0 && !is_prefill {
+        put("min_tokens", json!(limits.min_tokens));
+    }
+    if limits.ignore_eos {
+        put("ignore_eos", json!(true));
+    }
+    Value::Object(fields)
+}
+
+fn text_body(ask: &Ask, is_prefill: bool) -> Result<Value, String> {
+    let body = if is_prefill {
+        openai_prefill::prefill_body(&ask.body).map_err(|error| error.to_string())?.into()
+    } else {
+        ask.body.clone()
+    };
+    serde_json::from_slice(&body).map_err(|error| error.to_string())
+}
+
+/// What a failure on the plane means for the attempt.
+pub(super) fn failed(engine: &Engine, error: PlaneError) -> Failed {
+    let cause = error.label();
+    let message = format!("worker {}: {}", engine.id, error.message);
+    let code = match &error.cause {
+        Cause::Worker(code) => code,
+        Cause::Prefill => return Failed::new(cause, message, StatusCode::BAD_GATEWAY),
+        _ => return Failed::new(cause, message, StatusCode::BAD_GATEWAY).fault(),
+    };
+    match code.as_str() {
+        "invalid" => {
+            Failed { is_final: true, ..Failed::new(cause, message, StatusCode::BAD_REQUEST) }
+        }
+        "overloaded" | "draining" | "no_worker" => {
+            Failed::new(cause, message, StatusCode::SERVICE_UNAVAILABLE)
+        }
+        // Another process has its port: discovery will tell soon.
+        "not_found" => Failed::new(cause, message, StatusCode::SERVICE_UNAVAILABLE).fault(),
+        "deadline" => Failed::new(cause, message, StatusCode::GATEWAY_TIMEOUT),
+        _ => Failed::new(cause, message, StatusCode::BAD_GATEWAY),
+    }
+}
+
+impl Opened {
+    /// The transfer parameters of a prefill's first item, once the prefill has ended.
+    pub async fn into_transfer(mut self, app: &App) -> Result<rmpv::Value, Failed> {
+        let first = std::mem::take(&mut self.first);
+        let item = Item::parse(&first).map_err(|error| failed(&self.engine, error))?;
+        let id = self.engine.id;
+        self.drain(app).await?;
+        item.into_transfer().ok_or_else(|| {
+            let message = format!("worker {id} prefilled without disaggregated_params");
+            Failed::new("no_transfer", message, StatusCode::BAD_GATEWAY)
+        })
+    }
+
+    /// Read to the end.
+    pub async fn drain(mut self, app: &App) -> Result<(), Failed> {
+        let timeout = app.options.stream_idle_timeout;
+        loop {
+            match tokio::time::timeout(timeout, self.items.next()).await {
+                Ok(Ok(Some(payload))) => {
+                    Item::parse(&payload).map_err(|error| failed(&self.engine, error))?;
+                }
+                Ok(Ok(None)) => return Ok(()),
+                Ok(Err(error)) => return Err(failed(&self.engine, error)),
+                Err(_) => {
+                    let message = format!(
+                        "worker {} sent nothing for {} s (--stream-idle-timeout)",
+                        self.engine.id,
+                        timeout.as_secs_f64()
+                    );
+                    return Err(
+                        Failed::new("timeout", message, StatusCode::GATEWAY_TIMEOUT).fault()
+                    );
+                }
+            }
+        }
+    }
+}

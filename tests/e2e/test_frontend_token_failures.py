@@ -1,0 +1,226 @@
+"""Token workers that fail in every way: one end for each request, and no load left behind."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support_frontend import CHAT, Call, ask, free_port
+from support_runtime import (
+    Answer,
+    Ask,
+    EmbeddedFrontend,
+    FakeWorker,
+    die,
+    hang,
+    refuse,
+    say,
+    two_items_then,
+    wait_for,
+    workers,
+)
+
+from service import until
+
+BODY = {"model": "m", "messages": [{"role": "user", "content": "Say it"}]}
+STREAM = {**BODY, "stream": True}
+
+
+@pytest.fixture
+def frontend() -> Iterator[EmbeddedFrontend]:
+    with EmbeddedFrontend("--first-byte-timeout", "1", "--stream-idle-timeout", "1") as running:
+        yield running
+
+
+def garbage(data: bytes) -> Answer:
+    def answer(ask: Ask) -> bool:
+        ask.send(data)
+        return False
+
+    return answer
+
+
+BAD_FRAMES = {
+    "http": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    "kind": struct.pack(">IB", 1, 9),
+    "too large": struct.pack(">IB", 2**31, 2),
+    "not msgpack": struct.pack(">IB", 3, 2) + b"\xc1\xc1",
+    "a request": struct.pack(">IB", 2, 1) + b"\xc0",
+    "half a frame": struct.pack(">IB", 100, 2) + b"\x81",
+}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        die,
+        hang,
+        refuse("overloaded"),
+        refuse("draining"),
+        refuse("not_found"),
+        refuse("internal"),
+        lambda ask: ask.end(),
+        lambda ask: ask.item(finish="error", text="out of memory") or ask.end(),
+        *(garbage(data) for data in BAD_FRAMES.values()),
+    ],
+)
+def test_before_the_first_item_another_worker_is_tried(
+    frontend: EmbeddedFrontend, bad: Answer
+) -> None:
+    first = {"backend_instance_id": 31}
+    with workers(frontend, FakeWorker(31, bad), FakeWorker(32)):
+        alone = ask(frontend.url, CHAT, {**BODY, "nvext": first})
+        assert alone.status in (502, 503, 504), alone.body
+        for body in (BODY, STREAM, BODY, STREAM):
+            answer = ask(frontend.url, CHAT, body)
+            assert (answer.status, answer.worker) == (200, 32), answer.body
+        assert frontend.outcomes() == {"complete": 4}
+
+
+def test_a_request_that_the_worker_calls_wrong_is_not_tried_again(
+    frontend: EmbeddedFrontend,
+) -> None:
+    bad = refuse("invalid", "no such adapter")
+    with workers(frontend, one := FakeWorker(31, bad), two := FakeWorker(32, bad)):
+        answer = ask(frontend.url, CHAT, BODY)
+        assert answer.status == 400
+        assert "no such adapter" in answer.json["error"]["message"]
+        assert len(one.received) + len(two.received) == 1
+        assert all(worker["healthy"] for worker in frontend.workers().values())
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        die,
+        hang,
+        refuse("internal", "the engine died"),
+        refuse("draining"),
+        lambda ask: ask.item(finish="error", text="out of memory") or ask.end(),
+        lambda ask: ask.item(finish="cancelled") or ask.end(),
+        *(garbage(data) for data in BAD_FRAMES.values()),
+    ],
+)
+def test_after_it_the_client_hears_of_it_once(frontend: EmbeddedFrontend, bad: Answer) -> None:
+    with workers(frontend, FakeWorker(31, two_items_then(bad))):
+        events = ask(frontend.url, CHAT, STREAM).events
+        assert [("error" in event) for event in events[-2:]] == [False, True]
+        assert "31" in events[-1]["error"]["message"]
+        assert not any(choice["finish_reason"] for e in events[:-1] for choice in e["choices"])
+        wait_for(frontend, "broken", 1)
+        whole = ask(frontend.url, CHAT, {**BODY, "nvext": {"backend_instance_id": 31}})
+        assert whole.status in (502, 503, 504), whole.body
+        assert set(frontend.outcomes()) == {"broken"}
+
+
+def test_a_client_that_leaves_ends_the_generation(frontend: EmbeddedFrontend) -> None:
+    slow = EmbeddedFrontend()
+    with slow, workers(slow, worker := FakeWorker(31, two_items_then(hang))):
+        for body in (STREAM, BODY):
+            call = Call(slow.url, CHAT, body)
+            if body is STREAM:
+                call.read_event()
+            until(lambda: slow.metric("kvflash_requests_in_flight") == 1, "the request to run")
+            count = len(worker.received)
+            until(lambda: worker.received, "the worker to have it")
+            call.hang_up()
+            until(worker.received[-1].is_gone.is_set, "the worker to be told")
+            slow.wait_idle()
+            assert len(worker.received) >= count
+        wait_for(slow, "client_gone", 2)
+        assert slow.outcomes() == {"client_gone": 2}
+
+
+def test_a_worker_that_dies_is_left_alone_until_it_answers(frontend: EmbeddedFrontend) -> None:
+    with workers(frontend, dead := FakeWorker(31), FakeWorker(32)):
+        dead.close()
+        answers = [ask(frontend.url, CHAT, BODY) for _ in range(8)]
+        assert {(answer.status, answer.worker) for answer in answers} == {(200, 32)}
+        failed = [
+            frontend.metric(f'kvflash_attempts_failed_total{{cause="{cause}"}}')
+            for cause in ("connect", "no_answer")
+        ]
+        assert sum(failed) <= 2
+        frontend.wait_unhealthy(31)
+        frontend.put(FakeWorker(31))
+        frontend.wait_healthy(31)
+
+
+def test_one_in_doubt_comes_back_with_a_ping(frontend: EmbeddedFrontend) -> None:
+    with workers(frontend, worker := FakeWorker(31, die, answers_pings=False)):
+        assert ask(frontend.url, CHAT, BODY).status == 502
+        frontend.wait_unhealthy(31)
+        answer = ask(frontend.url, CHAT, BODY)
+        assert answer.status == 503 and "31: " in answer.json["error"]["message"]
+        worker.answer, worker.answers_pings = say("well again"), True
+        frontend.wait_healthy(31)
+        assert ask(frontend.url, CHAT, BODY).status == 200
+
+
+def test_a_port_that_takes_nothing_is_given_up(frontend: EmbeddedFrontend) -> None:
+    """Half open: the connection stands, but nobody reads or answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=16) as silent:
+        spec = FakeWorker(31).spec()
+        spec["plane"]["address"] = f"127.0.0.1:{silent.getsockname()[1]}"
+        frontend.core.put_worker(json.dumps(spec))
+        with workers(frontend, FakeWorker(32)):
+            for _ in range(3):
+                answer = ask(frontend.url, CHAT, BODY)
+                assert (answer.status, answer.worker) == (200, 32)
+            frontend.wait_unhealthy(31)
+        frontend.core.remove_worker(31)
+
+
+def test_registrations_that_flap_lose_no_request(frontend: EmbeddedFrontend) -> None:
+    """Requests go on while one worker comes and goes; each has one end."""
+    statuses: list[int] = []
+    done = threading.Event()
+
+    def flap(worker: FakeWorker) -> None:
+        while not done.is_set():
+            frontend.put(worker)
+            frontend.core.remove_worker(worker.id)
+
+    with workers(frontend, FakeWorker(31)), FakeWorker(32) as flapping:
+        thread = threading.Thread(target=flap, args=(flapping,))
+        thread.start()
+        try:
+            for body in (BODY, STREAM) * 50:
+                answer = ask(frontend.url, CHAT, body)
+                statuses.append(answer.status)
+        finally:
+            done.set()
+            thread.join()
+        assert statuses == [200] * 100
+        frontend.wait_idle()
+        assert frontend.outcomes() == {"complete": 100}
+
+
+def test_a_slow_worker_is_waited_for(frontend: EmbeddedFrontend) -> None:
+    gate = threading.Event()
+
+    def slow(ask: Ask) -> bool:
+        ask.item(40)
+        gate.wait(0.5)
+        return bool(say("late")(ask))
+
+    with workers(frontend, FakeWorker(31, slow)):
+        answers: list[Any] = [ask(frontend.url, CHAT, STREAM)]
+        assert answers[0].events[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_nobody_there_is_said(frontend: EmbeddedFrontend) -> None:
+    spec = FakeWorker(31).spec()
+    spec["plane"]["address"] = f"127.0.0.1:{free_port()}"
+    frontend.core.put_worker(json.dumps(spec))
+    answer = ask(frontend.url, CHAT, BODY)
+    assert answer.status == 502 and "can't connect" in answer.json["error"]["message"]
+    frontend.core.remove_worker(31)
+    answer = ask(frontend.url, CHAT, BODY)
+    assert answer.status == 503
+    frontend.wait_idle()
