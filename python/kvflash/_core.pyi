@@ -1,7 +1,7 @@
 """The Rust core. This file is its reference manual; ``stubtest`` compares it with the binary."""
 
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Literal, final
 
 from typing_extensions import Buffer
@@ -9,6 +9,7 @@ from typing_extensions import Buffer
 __all__ = [
     "ApproxKvIndexer",
     "Catalog",
+    "CatalogDump",
     "Frontend",
     "Indexer",
     "KvIndexer",
@@ -557,8 +558,84 @@ class Tokenizer:
 class Catalog:
     """Orders for the event transport, and the frames that it brings.
 
-    Made by a service (``Indexer.catalog``, ``Frontend.catalog``). Safe to use from many threads.
+    A service has one (``Indexer.catalog``, ``Frontend.catalog``); one of its own serves nobody, and
+    is what a worker keeps of its own blocks. Safe to use from many threads.
+
+    Args:
+        max_blocks: Blocks that one index may hold; beyond it stores are refused. 0: no limit.
+        index_memory_bytes: Memory that one index may occupy; near it the least recently stored
+            blocks go. 0: no limit.
     """
+
+    def __new__(cls, *, max_blocks: int = 33_554_432, index_memory_bytes: int = 0) -> Catalog: ...
+    def register(
+        self,
+        instance_id: int,
+        endpoint: str,
+        *,
+        model_name: str,
+        block_size: int,
+        tenant_id: str = "default",
+        dp_rank: int = 0,
+        replay_endpoint: str | None = None,
+    ) -> int:
+        """Register a publisher.
+
+        Returns:
+            Its number. Of a worker that is registered at the same ``nats://`` or ``jetstream://``
+            endpoint already: the number that it has.
+
+        Raises:
+            ConflictError: Registered already at another endpoint, or another block size.
+            InvalidArgumentError: An endpoint, a name or a block size that can't be.
+            OverloadedError: The limit of publishers or models is reached.
+        """
+
+    def expel(self, instance_id: int, dp_rank: int | None = None) -> bool:
+        """Unregister an instance, or one rank of it, whatever its model; its blocks are gone.
+
+        Returns:
+            False when nothing was known of it.
+        """
+
+    def forget(self, instance_id: int, dp_rank: int) -> bool:
+        """Forget what a worker holds and its place in the stream, before a dump brings both anew.
+
+        Returns:
+            False when nothing was known of it.
+        """
+
+    def workers(self) -> list[tuple[int, int]]:
+        """(instance id, dp rank) of all that are registered or were named by a dump."""
+
+    def restarted(self, publisher: int) -> None:
+        """Its process is another one than before: its blocks are forgotten, it counts from 0."""
+
+    def dump(self) -> CatalogDump:
+        """Everything held, with the place of every publisher's stream, as GET /dump's snapshot."""
+
+    def restore(self, dump: bytes) -> tuple[int, int, list[str]]:
+        """Take over a dump: blocks and places of publishers that have none yet.
+
+        Returns:
+            ``(publishers, blocks, reasons)``: whose share was taken over, how many blocks that
+            brought, and the first reasons for what was left out.
+
+        Raises:
+            DecodeError: It is no dump, or cut; what came whole before stays.
+
+        Cost: O(blocks); releases the GIL.
+        """
+
+    def digests(self) -> list[tuple[tuple[str, str], int, int, int, int, int | None]]:
+        """What every worker holds, in short; equal states have equal digests.
+
+        Returns:
+            ``((model, tenant), instance id, dp rank, blocks, digest, last sequence number)``, in
+            order.
+
+        Cost: O(n log n) for n blocks of a worker; releases the GIL.
+        """
 
     def next_order(self, timeout_s: float) -> tuple[str, int, str, str | None] | None:
         """Wait for the next order.
@@ -623,6 +700,17 @@ class Catalog:
 
     def set_status(self, publisher: int, status: str, error: str | None = None) -> None:
         """Report the socket's state: pending, active, paused or failed."""
+
+@final
+class CatalogDump:
+    """The bytes of a dump in chunks, one publisher each: joined they are what ``restore`` takes.
+
+    Consistency: each publisher's chunk is of the moment in which it was asked for.
+    Cost: 16 bytes a block; that publisher's frames wait while its chunk is made. Releases the GIL.
+    """
+
+    def __iter__(self) -> Iterator[bytes]: ...
+    def __next__(self) -> bytes: ...
 
 @final
 class ZmqDrain:

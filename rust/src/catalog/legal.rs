@@ -25,7 +25,14 @@ pub(super) fn check_names(key: &ModelKey) -> Result<()> {
     Ok(())
 }
 
-/// Check an event endpoint: `tcp://host:port`, `ipc://path` or `inproc://name`.
+/// Whether an endpoint is a place in a broker's stream, which several may register: whoever reads a worker's
+/// batches there, and whoever hears of the worker from discovery.
+pub(super) fn is_brokered(endpoint: &str) -> bool {
+    ["nats://", "jetstream://"].iter().any(|scheme| endpoint.starts_with(scheme))
+}
+
+/// Check an event endpoint: `tcp://host:port`, `ipc://path` or `inproc://name`, or a broker's
+/// `nats://subject` or `jetstream://stream/worker/rank`.
 ///
 /// # Errors
 /// `InvalidArgument`: names the field and says what is legal.
@@ -34,7 +41,7 @@ pub(super) fn check_endpoint(field: &str, endpoint: &str) -> Result<()> {
         Some(("tcp", address)) => address.rsplit_once(':').is_some_and(|(host, port)| {
             !host.is_empty() && (port == "*" || port.parse::<u16>().is_ok())
         }),
-        Some(("ipc" | "inproc", path)) => !path.is_empty(),
+        Some(("ipc" | "inproc" | "nats" | "jetstream", path)) => !path.is_empty(),
         _ => false,
     };
     if legal {
@@ -58,6 +65,8 @@ mod tests {
             "inproc://x",
             "ipc:///tmp/a.sock",
             "tcp://[::1]:5557",
+            "nats://namespace-a-component-b-kv-events",
+            "jetstream://namespace-a-component-b-kv-events/1/0",
         ] {
             assert_eq!(check_endpoint("endpoint", good), Ok(()));
         }
@@ -66,6 +75,7 @@ mod tests {
             "tcp://:5558",
             "udp://host:5558",
             "not-an-endpoint",
+            "nats://",
             "tcp://host:99999",
             "",
         ] {

@@ -15,6 +15,7 @@ mod publisher;
 mod registry;
 mod report;
 mod roster;
+mod shared;
 mod standing;
 mod transfer;
 mod transfer_json;

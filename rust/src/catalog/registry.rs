@@ -9,7 +9,7 @@ use parking_lot::RwLock;
 use super::command::{Command, CommandQueue};
 use super::counters::EventCounts;
 use super::identity::Identity;
-use super::legal::{check_endpoint, check_names};
+use super::legal::{check_endpoint, check_names, is_brokered};
 use super::model::{ModelIndex, ModelKey};
 use super::past::{Past, PastKind};
 use super::publisher::{ListenerStatus, Place, Publisher, PublisherId};
@@ -76,12 +76,12 @@ pub struct Registration {
 }
 
 #[derive(Default)]
-struct Tables {
+pub(super) struct Tables {
     models: HashMap<ModelKey, Arc<ModelIndex>>,
     publishers: BTreeMap<PublisherId, Arc<Publisher>>,
-    workers: BTreeMap<Worker, PublisherId>,
+    pub(super) workers: BTreeMap<Worker, PublisherId>,
     /// Workers that have no publisher: see [`Past`].
-    past: BTreeMap<Worker, Past>,
+    pub(super) past: BTreeMap<Worker, Past>,
     /// New publishers do not read yet.
     is_held: bool,
     /// Counts of publishers that are registered no more.
@@ -95,7 +95,7 @@ struct Tables {
 pub struct Catalog {
     options: CatalogOptions,
     clock: Arc<dyn Clock>,
-    tables: RwLock<Tables>,
+    pub(super) tables: RwLock<Tables>,
     next_id: AtomicU64,
     /// Orders for the transport door.
     pub commands: CommandQueue,
@@ -192,7 +192,8 @@ impl Catalog {
         Ok(model)
     }
 
-    /// Register a publisher and order the transport door to subscribe to it.
+    /// Register a publisher and order the transport door to subscribe to it. In a broker's stream it may
+    /// be registered already; then that one is returned.
     ///
     /// # Errors
     /// `Conflict`: the worker is registered already, its instance belongs to another model or tenant,
@@ -220,7 +221,14 @@ impl Catalog {
             return Err(Error::invalid("capacity_blocks must be at least 1, got 0"));
         }
         let mut tables = self.tables.write();
-        if tables.workers.contains_key(&worker) {
+        if let Some(publisher) =
+            tables.workers.get(&worker).and_then(|id| tables.publishers.get(id))
+        {
+            let is_same = publisher.endpoint == endpoint && publisher.model.key == key;
+            if is_same && is_brokered(&endpoint) {
+                publisher.model.agreement.check(&identity, &key)?;
+                return Ok(Arc::clone(publisher));
+            }
             return Err(Error::Conflict(format!(
                 "instance_id {} dp_rank {} is registered already",
                 worker.instance_id, worker.dp_rank
@@ -462,7 +470,10 @@ impl Tables {
         self.past.insert(worker, past);
     }
 
-    fn of_instance(&self, instance_id: InstanceId) -> impl Iterator<Item = &Arc<Publisher>> {
+    pub(super) fn of_instance(
+        &self,
+        instance_id: InstanceId,
+    ) -> impl Iterator<Item = &Arc<Publisher>> {
         self.workers
             .range(Worker::new(instance_id, 0)..=Worker::new(instance_id, u32::MAX))
             .filter_map(|(_, id)| self.publishers.get(id))

@@ -3,13 +3,19 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
 use super::buffer::Bytes;
-use super::error::raise;
-use crate::catalog::{self, Command, FrameOutcome, ListenerStatus, Publisher};
+use super::error::{OrRaise, raise};
+use crate::catalog::{
+    self, CatalogOptions, Command, FrameOutcome, Identity, ListenerStatus, MAGIC, ModelKey, Part,
+    Publisher, Registration,
+};
+use crate::clock::SystemClock;
 use crate::error::Error;
+use crate::ids::Worker;
 
 /// Orders for the transport, and the frames it brings.
 #[pyclass(frozen, module = "kvflash._core")]
@@ -18,6 +24,8 @@ pub(super) struct Catalog {
 }
 
 type Order = (String, u64, String, Option<String>);
+/// Model and tenant, instance, rank, blocks, digest, last batch.
+type Told = ((String, String), u64, u32, usize, u64, Option<u64>);
 type Verdict = (usize, String, u64, u64);
 
 fn sequence(py: Python<'_>, bytes: &[u8]) -> PyResult<u64> {
@@ -33,8 +41,132 @@ impl Catalog {
     }
 }
 
+/// A catalog's dump, part by part, so that nobody waits for the whole of it.
+#[pyclass(frozen, module = "kvflash._core")]
+pub(super) struct CatalogDump {
+    /// What is still to come; the end mark follows the last part.
+    parts: Mutex<Option<std::vec::IntoIter<Part>>>,
+    is_begun: std::sync::atomic::AtomicBool,
+}
+
+#[pymethods]
+impl CatalogDump {
+    fn __iter__(this: PyRef<'_, Self>) -> PyRef<'_, Self> {
+        this
+    }
+
+    fn __next__(&self, py: Python<'_>) -> PyResult<Option<Py<PyBytes>>> {
+        if !self.is_begun.swap(true, std::sync::atomic::Ordering::Relaxed) {
+            return Ok(Some(PyBytes::new(py, &MAGIC).unbind()));
+        }
+        let bytes = py.detach(|| {
+            let mut left = self.parts.lock();
+            match left.as_mut().map(Iterator::next) {
+                None => Ok(None),
+                Some(Some(part)) => part.encode().map(Some),
+                Some(None) => {
+                    *left = None;
+                    Ok(Some(vec![0; 8]))
+                }
+            }
+        });
+        let bytes = bytes.or_raise(py)?;
+        Ok(bytes.map(|bytes| PyBytes::new(py, &bytes).unbind()))
+    }
+}
+
 #[pymethods]
 impl Catalog {
+    #[new]
+    #[pyo3(signature = (*, max_blocks=33_554_432, index_memory_bytes=0))]
+    fn new(max_blocks: usize, index_memory_bytes: usize) -> Self {
+        let options =
+            CatalogOptions { max_blocks, index_memory_bytes, ..CatalogOptions::default() };
+        let inner = catalog::Catalog::new(options, Arc::new(SystemClock::default()));
+        Self { inner: Arc::new(inner) }
+    }
+
+    #[pyo3(signature = (instance_id, endpoint, *, model_name, block_size, tenant_id="default", dp_rank=0, replay_endpoint=None))]
+    #[allow(clippy::too_many_arguments)]
+    fn register(
+        &self,
+        py: Python<'_>,
+        instance_id: u64,
+        endpoint: String,
+        model_name: String,
+        block_size: u32,
+        tenant_id: &str,
+        dp_rank: u32,
+        replay_endpoint: Option<String>,
+    ) -> PyResult<u64> {
+        let registration = Registration {
+            worker: Worker::new(instance_id, dp_rank),
+            key: ModelKey { model_name, tenant_id: tenant_id.to_owned() },
+            block_size: Some(block_size),
+            endpoint,
+            replay_endpoint,
+            capacity_blocks: None,
+            identity: Identity::default(),
+        };
+        py.detach(|| self.inner.register(registration)).or_raise(py).map(|publisher| publisher.id)
+    }
+
+    #[pyo3(signature = (instance_id, dp_rank=None))]
+    fn expel(&self, py: Python<'_>, instance_id: u64, dp_rank: Option<u32>) -> bool {
+        py.detach(|| self.inner.expel(instance_id, dp_rank))
+    }
+
+    fn forget(&self, py: Python<'_>, instance_id: u64, dp_rank: u32) -> bool {
+        py.detach(|| self.inner.forget_worker(Worker::new(instance_id, dp_rank)))
+    }
+
+    fn workers(&self) -> Vec<(u64, u32)> {
+        let workers = self.inner.known_workers().into_iter();
+        workers.map(|worker| (worker.instance_id, worker.dp_rank)).collect()
+    }
+
+    fn restarted(&self, py: Python<'_>, publisher: u64) {
+        if let Some(publisher) = self.publisher(publisher) {
+            py.detach(|| publisher.restarted());
+        }
+    }
+
+    fn dump(&self, py: Python<'_>) -> CatalogDump {
+        let parts = py.detach(|| catalog::parts(&self.inner));
+        CatalogDump {
+            parts: Mutex::new(Some(parts.into_iter())),
+            is_begun: std::sync::atomic::AtomicBool::new(false),
+        }
+    }
+
+    fn restore(&self, py: Python<'_>, dump: &[u8]) -> PyResult<(usize, usize, Vec<String>)> {
+        let restored = py.detach(|| catalog::restore(&self.inner, &mut &*dump, &mut |_| {}));
+        let progress = restored.map_err(|error| raise(py, &Error::decode(0, error.to_string())))?;
+        Ok((progress.publishers, progress.blocks, progress.skipped))
+    }
+
+    fn digests(&self, py: Python<'_>) -> Vec<Told> {
+        py.detach(|| {
+            let parts = catalog::parts(&self.inner);
+            let told = parts.iter().flat_map(|part| {
+                let key = &part.model.key;
+                part.digests().into_iter().map(|digest| {
+                    let Worker { instance_id, dp_rank } = digest.worker;
+                    let model = (key.model_name.clone(), key.tenant_id.clone());
+                    (
+                        model,
+                        instance_id,
+                        dp_rank,
+                        digest.blocks,
+                        digest.digest,
+                        digest.last_sequence,
+                    )
+                })
+            });
+            told.collect()
+        })
+    }
+
     fn next_order(&self, py: Python<'_>, timeout_s: f64) -> Option<Order> {
         let timeout = Duration::try_from_secs_f64(timeout_s.max(0.0)).unwrap_or(Duration::MAX);
         let timeout = timeout.min(Duration::from_secs(3_600));

@@ -28,7 +28,7 @@ mod _core {
     #[pymodule_export]
     use super::approx_kv_indexer::ApproxKvIndexer;
     #[pymodule_export]
-    use super::catalog::Catalog;
+    use super::catalog::{Catalog, CatalogDump};
     #[pymodule_export]
     use super::frontend::Frontend;
     #[pymodule_export]

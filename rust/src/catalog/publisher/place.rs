@@ -54,6 +54,13 @@ impl Publisher {
         Ok(())
     }
 
+    /// Forgets blocks and place, as before the first batch: both come anew from elsewhere.
+    pub(in crate::catalog) fn start_over(&self) {
+        let mut state = self.state.lock();
+        self.forget(&mut state);
+        state.stream.reset();
+    }
+
     /// As [`Publisher::take_over`], of blocks that are in the index already.
     pub(in crate::catalog) fn go_on_from(&self, place: &Place) {
         self.go_on(&mut self.state.lock(), place);

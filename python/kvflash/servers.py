@@ -1,0 +1,192 @@
+"""Which NATS and etcd to use and how to log in, from the usual environment variables."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvflash.errors import ConfigError
+
+__all__ = ["EtcdSettings", "NatsSettings"]
+
+Environment = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsFiles:
+    """Certificates, as files in PEM.
+
+    Attributes:
+        ca: Whom to trust; None = the system's.
+        cert: Own certificate; None = none.
+        key: Its key.
+    """
+
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+
+    def __bool__(self) -> bool:
+        return any((self.ca, self.cert, self.key))
+
+    def context(self) -> ssl.SSLContext:
+        """For connections that check the server.
+
+        Raises:
+            ConfigError: A file that can't be read as what it should be.
+        """
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+            if self.cert:
+                context.load_cert_chain(self.cert, self.key)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"TLS files {self.ca}, {self.cert}, {self.key}: {error}") from None
+        return context
+
+
+@dataclass(frozen=True, kw_only=True)
+class NatsSettings:
+    """How to reach NATS.
+
+    Attributes:
+        servers: Addresses, such as ``nats://host:4222`` or ``tls://host:4222``.
+        user: With ``password``.
+        password: With ``user``.
+        token: Instead of a user.
+        nkey: Seed, or a file with one.
+        credentials_file: Of ``nsc``: token and seed.
+        tls: Certificates.
+        stream_max_age_s: How long events are kept.
+        stream_max_bytes: Room for a stream; -1 = as much as the server gives.
+        replicas: Servers that each stream is on.
+    """
+
+    servers: tuple[str, ...] = ("nats://localhost:4222",)
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    token: str | None = field(default=None, repr=False)
+    nkey: str | None = field(default=None, repr=False)
+    credentials_file: str | None = None
+    tls: TlsFiles = TlsFiles()
+    stream_max_age_s: float = 3_600.0
+    stream_max_bytes: int = -1
+    replicas: int = 1
+
+    @property
+    def is_nkey_file(self) -> bool:
+        """The seed is in a file."""
+        return self.nkey is not None and Path(self.nkey).is_file()
+
+    @classmethod
+    def from_env(cls, env: Environment = os.environ) -> NatsSettings:
+        """What the environment says; the first that is there of user, token, nkey, file counts.
+
+        Raises:
+            ConfigError: A variable that can't work; names it.
+        """
+        user, password = env.get("NATS_AUTH_USERNAME"), env.get("NATS_AUTH_PASSWORD")
+        if (user is None) != (password is None):
+            raise ConfigError("NATS_AUTH_USERNAME and NATS_AUTH_PASSWORD go together; one is set")
+        token, nkey = env.get("NATS_AUTH_TOKEN"), env.get("NATS_AUTH_NKEY")
+        file = env.get("NATS_AUTH_CREDENTIALS_FILE")
+        if user is not None:
+            token = nkey = file = None
+        elif token is not None:
+            nkey = file = None
+        elif nkey is not None:
+            file = None
+        _check_file("NATS_AUTH_CREDENTIALS_FILE", file)
+        return cls(
+            servers=_addresses("NATS_SERVER", env.get("NATS_SERVER") or "nats://localhost:4222"),
+            user=user,
+            password=password,
+            token=token,
+            nkey=nkey,
+            credentials_file=file,
+            tls=_tls(env, "NATS_TLS_CA", "NATS_TLS_CERT", "NATS_TLS_KEY"),
+            stream_max_age_s=_number(
+                env,
+                ("KVFLASH_NATS_STREAM_MAX_AGE", "DYN_NATS_STREAM_MAX_AGE"),
+                default=3_600.0,
+                least=1.0,
+            ),
+            stream_max_bytes=int(
+                _number(env, ("KVFLASH_NATS_STREAM_MAX_BYTES",), default=-1, least=-1)
+            ),
+            replicas=int(_number(env, ("NATS_JETSTREAM_REPLICAS",), default=1, least=1)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EtcdSettings:
+    """How to reach etcd.
+
+    Attributes:
+        endpoints: Addresses, such as ``http://host:2379``.
+        user: With ``password``.
+        password: With ``user``.
+        tls: Certificates.
+    """
+
+    endpoints: tuple[str, ...] = ("http://127.0.0.1:2379",)
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    tls: TlsFiles = TlsFiles()
+
+    @classmethod
+    def from_env(cls, env: Environment = os.environ) -> EtcdSettings:
+        """What the environment says.
+
+        Raises:
+            ConfigError: A variable that can't work; names it.
+        """
+        user, password = env.get("ETCD_AUTH_USERNAME"), env.get("ETCD_AUTH_PASSWORD")
+        if (user is None) != (password is None):
+            raise ConfigError("ETCD_AUTH_USERNAME and ETCD_AUTH_PASSWORD go together; one is set")
+        return cls(
+            endpoints=_addresses(
+                "ETCD_ENDPOINTS", env.get("ETCD_ENDPOINTS") or "http://127.0.0.1:2379"
+            ),
+            user=user,
+            password=password,
+            tls=_tls(env, "ETCD_AUTH_CA", "ETCD_AUTH_CLIENT_CERT", "ETCD_AUTH_CLIENT_KEY"),
+        )
+
+
+def _addresses(name: str, value: str) -> tuple[str, ...]:
+    found = tuple(part.strip() for part in value.split(",") if part.strip())
+    if not found:
+        raise ConfigError(f"{name} must be addresses separated by commas, got {value!r}")
+    return found
+
+
+def _tls(env: Environment, ca: str, cert: str, key: str) -> TlsFiles:
+    for name in (ca, cert, key):
+        _check_file(name, env.get(name))
+    if env.get(cert) is None and env.get(key) is not None:
+        raise ConfigError(f"{key} is the key of a certificate: set {cert} too")
+    return TlsFiles(ca=env.get(ca), cert=env.get(cert), key=env.get(key))
+
+
+def _check_file(name: str, path: str | None) -> None:
+    if path is not None and not Path(path).is_file():
+        raise ConfigError(f"{name} names {path!r}, which is no file")
+
+
+def _number(env: Environment, names: tuple[str, ...], *, default: float, least: float) -> float:
+    for name in names:
+        text = env.get(name)
+        if not text:
+            continue
+        try:
+            value = float(text)
+        except ValueError:
+            raise ConfigError(f"{name} must be a number, got {text!r}") from None
+        # Also refuses what is not a number at all.
+        if not least <= value < 1e15:
+            raise ConfigError(f"{name} must be at least {least:g}, got {text!r}")
+        return value
+    return default

@@ -1,0 +1,253 @@
+"""The one call that makes a catalog a replica of a component's state."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvflash._core import Catalog
+from kvflash.errors import ClosedError
+from kvflash.servers import NatsSettings
+from kvflash.state.base import Step, no_step
+from kvflash.state.discovered import DiscoveredLock, DiscoveredRoster, Keys
+from kvflash.state.frames import CatalogSink
+from kvflash.state.replica import Replica
+from kvflash.state.snapshot import SnapshotOptions, Snapshots
+from kvflash.transport import names
+from kvflash.transport.jetstream import JetStreamLog
+from kvflash.transport.jetstream_blobs import JetStreamBlobs
+from kvflash.transport.nats_connection import connect
+
+__all__ = ["StateOptions", "StateService", "attach"]
+
+logger = logging.getLogger(__name__)
+
+#: Makes the discovery, in the event loop that uses it.
+OpenKeys = Callable[[], Awaitable[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateOptions:
+    """How a replica keeps its state.
+
+    Attributes:
+        snapshot_threshold: Messages in the stream above which a snapshot is taken; None = never.
+        snapshot_age_s: Age of the oldest message without a snapshot at which one is taken; None =
+            a quarter of how long the stream keeps messages, so that retention never takes what no
+            snapshot has.
+        is_resetting: Forget everything first, here and at all replicas.
+        router_id: Name in the stream and in discovery; None = a random one.
+        lease_ttl_s: How long a dead router counts as alive at most.
+        settings: Which NATS; default: what the environment says.
+        on_step: Hears of every step; for tests.
+    """
+
+    snapshot_threshold: int | None = 1_000_000
+    snapshot_age_s: float | None = None
+    is_resetting: bool = False
+    router_id: str | None = None
+    lease_ttl_s: float = 10.0
+    settings: NatsSettings = field(default_factory=NatsSettings.from_env)
+    on_step: Step = no_step
+
+
+def attach(
+    catalog: Catalog,
+    namespace: str,
+    component: str,
+    *,
+    open_keys: OpenKeys,
+    options: StateOptions | None = None,
+) -> StateService:
+    """Keep a catalog equal to what a component's workers told the stream.
+
+    Returns at once; :meth:`StateService.wait_ready` waits for what was there before.
+
+    Args:
+        catalog: Whose indexes are filled.
+        namespace: Of the component.
+        component: Whose workers' events are followed.
+        open_keys: Makes the discovery, such as ``lambda: aopen_discovery("etcd")``; called in the
+            thread that uses it. Its ``close`` is awaited at the end.
+        options: How.
+
+    Raises:
+        TransportError: NATS does not answer; says what to start.
+        ConfigError: NATS refuses the login.
+    """
+    service = StateService(catalog, namespace, component, open_keys, options or StateOptions())
+    service.start()
+    return service
+
+
+class StateService:
+    """A replica in a thread of its own; made by :func:`attach`.
+
+    Attributes:
+        name: Its name in the stream and in discovery.
+        sink: Where workers join and leave.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        namespace: str,
+        component: str,
+        open_keys: OpenKeys,
+        options: StateOptions,
+    ) -> None:
+        self.name = options.router_id or f"router-{secrets.token_hex(8)}"
+        stream = names.stream_name(namespace, component)
+        self.sink = CatalogSink(catalog, f"jetstream://{stream}")
+        self._namespace, self._component = namespace, component
+        self._stream = stream
+        self._open_keys, self._options = open_keys, options
+        self._loop = asyncio.new_event_loop()
+        self._replica: Replica | None = None
+        self._snapshots: Snapshots | None = None
+        self._started: Future[None] = Future()
+        self._end: asyncio.Event | None = None
+        self._thread = threading.Thread(target=self._run, name="kvflash-state", daemon=True)
+
+    def start(self) -> None:
+        """Connect, and follow in the background. See :func:`attach`."""
+        self._thread.start()
+        self._started.result()
+
+    def wait_ready(self, timeout_s: float = 60.0) -> bool:
+        """Wait until what was in the stream at the start is applied; False if that took longer."""
+        replica = self._need()
+        future = self._call(asyncio.wait_for(replica.wait_caught_up(), timeout_s))
+        try:
+            future.result()
+        except (asyncio.TimeoutError, TimeoutError):
+            return False
+        return True
+
+    def snapshot(self) -> str:
+        """Take a snapshot now; says how that ended.
+
+        Raises:
+            TransportError: A server could not be reached.
+        """
+        if self._snapshots is None:
+            raise ClosedError("the state service is not running")
+        return str(self._call(self._snapshots.take()).result().value)
+
+    def worker_left(self, instance_id: int) -> None:
+        """Discovery says that a worker is gone: its blocks go at once."""
+        self.sink.leave(instance_id)
+
+    def worker_joined(self, instance_id: int) -> None:
+        """Discovery says that a worker is there."""
+        self.sink.join(instance_id)
+
+    def keep_only(self, instance_ids: set[int]) -> None:
+        """Discovery has told everything: who is not in it is gone."""
+        for instance_id in {worker[0] for worker in self.sink.workers()} - instance_ids:
+            self.sink.leave(instance_id)
+
+    def stats(self) -> dict[str, int]:
+        """Counters; units are in the names."""
+        replica, snapshots = self._need(), self._snapshots
+        counts = {f"{name}_total": count for name, count in self.sink.counts.items()}
+        counts["applied_sequence"] = replica.applied
+        counts["restores_total"] = replica.stats.restores_total
+        counts["reopened_total"] = replica.stats.reopened_total
+        counts["lost_messages_total"] = replica.stats.lost_messages_total
+        counts["errors_total"] = replica.stats.errors_total
+        counts["is_complete"] = int(replica.stats.is_complete)
+        if snapshots is not None:
+            counts["snapshots_total"] = snapshots.stats.taken_total
+            counts["purged_messages_total"] = snapshots.stats.purged_messages_total
+            counts["orphans_total"] = snapshots.stats.orphans_total
+        return counts
+
+    def stop(self) -> None:
+        """Leave the stream and discovery; blocks until done."""
+        if self._end is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join()
+
+    def _need(self) -> Replica:
+        if self._replica is None:
+            raise ClosedError("the state service is not running")
+        return self._replica
+
+    def _call(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        except BaseException as error:
+            if not self._started.done():
+                self._started.set_exception(error)
+            else:
+                logger.exception("the state service failed; the index is no longer updated")
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        options, settings = self._options, self._options.settings
+        self._end = asyncio.Event()
+        client = await connect(settings, name=self.name)
+        keys: Keys | None = None
+        try:
+            keys = await self._open_keys()
+            where = (self._namespace, self._component)
+            log = JetStreamLog(client, self._stream, settings)
+            blobs = JetStreamBlobs(
+                client, names.bucket_name(*where), names.pointer_bucket_name(*where), settings
+            )
+            roster = DiscoveredRoster(keys, *where, ttl_s=options.lease_ttl_s)
+            lock = DiscoveredLock(
+                keys, f"v1/locks/{where[0]}/{where[1]}/snapshot", ttl_s=options.lease_ttl_s
+            )
+            replica = Replica(
+                self.name,
+                log=log,
+                blobs=blobs,
+                roster=roster,
+                sink=self.sink,
+                on_step=options.on_step,
+            )
+            age_s = options.snapshot_age_s
+            snapshots = Snapshots(
+                replica,
+                log=log,
+                blobs=blobs,
+                roster=roster,
+                sink=self.sink,
+                lock=lock,
+                options=SnapshotOptions(
+                    threshold_messages=options.snapshot_threshold,
+                    age_s_max=settings.stream_max_age_s / 4 if age_s is None else age_s,
+                ),
+                on_step=options.on_step,
+            )
+            self._replica, self._snapshots = replica, snapshots
+            if options.is_resetting:
+                await snapshots.reset()
+            self._started.set_result(None)
+            following = asyncio.ensure_future(replica.run())
+            watching = asyncio.ensure_future(snapshots.run())
+            await self._end.wait()
+            for task in (watching, following):
+                task.cancel()
+            await asyncio.gather(watching, following, return_exceptions=True)
+            await replica.stop()
+        finally:
+            if keys is not None:
+                close = getattr(keys, "close", None)
+                if close is not None:
+                    await close()
+            with contextlib.suppress(Exception):
+                await client.close()

@@ -1,0 +1,270 @@
+"""A replica of the index: restores the snapshot, follows the log, acknowledges what it applied."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvflash.errors import DecodeError, NotFoundError, TransportError
+from kvflash.state.base import Clock, Roster, Sink, Step, SystemClock, no_step
+from kvflash.transport.base import Blobs, Log, Message, Pointer, Reader
+
+__all__ = ["Replica", "ReplicaStats"]
+
+logger = logging.getLogger(__name__)
+
+_FETCH_S = 1.0
+_RETRY_S = 0.2
+_RETRY_S_MAX = 5.0
+# A snapshot that is not there although the pointer names it: replaced just now, so look again.
+_RESTORE_ATTEMPTS = 10
+
+
+@dataclass
+class ReplicaStats:
+    """What a replica went through. Unit: messages, unless the name says otherwise.
+
+    Attributes:
+        applied: Number of the last message applied.
+        restores_total: Snapshots restored.
+        reopened_total: Times that the reader was opened anew.
+        lost_messages_total: Messages that were gone before anybody's snapshot had them.
+        errors_total: Times that a server could not be reached.
+        is_complete: Everything of the last snapshot was taken over.
+    """
+
+    applied: int = 0
+    restores_total: int = 0
+    reopened_total: int = 0
+    lost_messages_total: int = 0
+    errors_total: int = 0
+    is_complete: bool = True
+
+
+class Replica:
+    """Follows a component's log.
+
+    Order of its start: listed as alive, then the pointer read, then the reader opened. So whoever
+    purges after a flip either sees it listed without a floor and waits, or knows that it has read
+    the new pointer.
+
+    Args:
+        name: Of its reader; unique per life.
+        log: The events.
+        blobs: The snapshots.
+        roster: Where it is listed.
+        sink: What it fills.
+        clock: Time.
+        on_step: Hears of every step.
+
+    Attributes:
+        generation: Grows whenever a snapshot takes the place of what was held.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        log: Log,
+        blobs: Blobs,
+        roster: Roster,
+        sink: Sink,
+        clock: Clock | None = None,
+        on_step: Step = no_step,
+    ) -> None:
+        self.name = name
+        self.stats = ReplicaStats()
+        self._log, self._blobs, self._roster, self._sink = log, blobs, roster, sink
+        self._clock = clock or SystemClock()
+        self._step = on_step
+        self._reader: Reader | None = None
+        self._incarnation = ""
+        self.generation = 0
+        self._moved = asyncio.Event()
+        self._is_caught_up = asyncio.Event()
+
+    @property
+    def applied(self) -> int:
+        """The last message applied."""
+        return self.stats.applied
+
+    @property
+    def incarnation(self) -> str:
+        """The log that it follows."""
+        return self._incarnation
+
+    async def run(self) -> None:
+        """Follow until cancelled; servers that are away are waited for."""
+        pause_s = _RETRY_S
+        while True:
+            try:
+                await self._follow()
+                pause_s = _RETRY_S
+            except (TransportError, NotFoundError) as error:
+                self.stats.errors_total += 1
+                logger.warning("state of %s: %s; trying again in %g s", self.name, error, pause_s)
+                await self._close_reader()
+                await self._clock.sleep(pause_s)
+                pause_s = min(2 * pause_s, _RETRY_S_MAX)
+
+    async def stop(self) -> None:
+        """Leave: no floor and no name stay behind. After the task of :meth:`run` has ended."""
+        await self._close_reader()
+        try:
+            await self._log.drop_reader(self.name)
+            await self._roster.leave()
+        except TransportError as error:
+            # Others notice when the lease ends.
+            logger.warning("state of %s: can't say good-bye: %s", self.name, error)
+
+    async def keep_listed(self) -> None:
+        """List it again if its lease was lost; what was purged meanwhile is found out elsewhere."""
+        if self.name not in await self._roster.members():
+            await self._roster.join(self.name)
+
+    async def wait_applied(self, sequence: int, incarnation: str, timeout_s: float) -> bool:
+        """Wait until message ``sequence`` is applied; False after the timeout or in another log."""
+
+        async def wait() -> None:
+            while self.stats.applied < sequence and self._incarnation == incarnation:
+                self._moved.clear()
+                await self._moved.wait()
+
+        try:
+            await asyncio.wait_for(wait(), timeout_s)
+        except asyncio.TimeoutError:
+            return False
+        return self._incarnation == incarnation
+
+    async def wait_caught_up(self) -> None:
+        """Wait until it has applied what was in the log when it began."""
+        await self._is_caught_up.wait()
+
+    async def _follow(self) -> None:
+        """Open, and go on until something is missing or wrong."""
+        await self._log.ensure()
+        await self._blobs.ensure()
+        await self._roster.join(self.name)
+        self._step("listed")
+        await self._open()
+        target = (await self._log.state()).last
+        was_behind = False
+        while True:
+            reader = self._reader
+            if reader is None:
+                return
+            if self.stats.applied >= target:
+                self._is_caught_up.set()
+            messages = await reader.fetch(_FETCH_S)
+            if not messages:
+                is_behind = await self._look_after()
+                if not (is_behind and was_behind):
+                    was_behind = is_behind
+                    continue
+            was_behind = False
+            if not messages or not self._take(messages):
+                # Deliveries or messages are missing: open() finds out which.
+                self.stats.reopened_total += 1
+                return
+            self._step("applied")
+            await reader.ack(self.stats.applied)
+            self._step("acknowledged")
+
+    def _take(self, messages: Sequence[Message]) -> bool:
+        """Apply what is next. False when something is missing."""
+        applied = self.stats.applied
+        fresh: list[Message] = []
+        for message in messages:
+            if message.sequence == applied + 1:
+                fresh.append(message)
+                applied += 1
+            elif message.sequence > applied:
+                break
+        self._apply(fresh, applied)
+        return not any(message.sequence > applied for message in messages)
+
+    def _apply(self, messages: list[Message], applied: int) -> None:
+        if messages:
+            self._sink.apply(messages)
+            self.stats.applied = applied
+            self._moved.set()
+
+    async def _look_after(self) -> bool:
+        """While nothing comes: is the log still the one that is followed? Has it more?"""
+        state = await self._log.state()
+        if state.incarnation != self._incarnation or state.first > self.stats.applied + 1:
+            raise TransportError(f"log {state.incarnation} is not what was followed")
+        return state.last > self.stats.applied
+
+    async def _open(self) -> None:
+        """Make what is applied and what the log has meet, then read on from there."""
+        await self._close_reader()
+        for _ in range(_RESTORE_ATTEMPTS):
+            state = await self._log.state()
+            pointer, _ = await self._blobs.pointer()
+            is_same = state.incarnation == self._incarnation
+            applied = self.stats.applied if is_same else 0
+            is_behind = state.first > applied + 1 or not self._incarnation
+            if pointer is not None and is_behind:
+                covered = pointer.sequence if pointer.incarnation == state.incarnation else 0
+                if covered > applied or not self._incarnation:
+                    if not await self._restore(pointer):
+                        continue
+                    applied = max(covered, applied)
+            self._incarnation = state.incarnation
+            if state.first > applied + 1:
+                # Gone before a snapshot had them: too old, or purged by somebody who was wrong.
+                lost = state.first - 1 - applied
+                self.stats.lost_messages_total += lost
+                logger.error("state of %s: %d messages are gone from the log", self.name, lost)
+                applied = state.first - 1
+            self.stats.applied = applied
+            self._moved.set()
+            self._step("restored")
+            self._reader = await self._log.open_reader(self.name, applied + 1)
+            after = await self._log.state()
+            if after.incarnation == state.incarnation and after.first <= applied + 1:
+                return
+            # Purged or made anew in between: look again.
+            await self._close_reader()
+        raise TransportError("the log is purged faster than snapshots can be restored")
+
+    async def _restore(self, pointer: Pointer) -> bool:
+        """Take over a snapshot; False when another one has taken its place."""
+        # A snapshot of this replica that is being made is worth nothing from here on.
+        self.generation += 1
+        if pointer.blob is None:
+            self._sink.clear()
+            self.stats.is_complete = True
+            return True
+        try:
+            chunks = [chunk async for chunk in self._blobs.read(pointer.blob)]
+        except NotFoundError:
+            current, _ = await self._blobs.pointer()
+            if current is not None and current.blob == pointer.blob:
+                raise
+            return False
+        snapshot = b"".join(chunks)
+        if hashlib.sha256(snapshot).hexdigest() != pointer.digest:
+            raise TransportError(f"snapshot {pointer.blob} is damaged: its digest is another one")
+        try:
+            reasons = await asyncio.get_running_loop().run_in_executor(
+                None, self._sink.restore, snapshot
+            )
+        except DecodeError as error:
+            logger.error("state of %s: snapshot %s: %s", self.name, pointer.blob, error)
+            self.stats.is_complete = False
+            return True
+        self.stats.is_complete = not reasons
+        self.stats.restores_total += 1
+        for reason in reasons:
+            logger.error("state of %s: left out of the snapshot: %s", self.name, reason)
+        return True
+
+    async def _close_reader(self) -> None:
+        if self._reader is not None:
+            reader, self._reader = self._reader, None
+            await reader.close()

@@ -1,0 +1,303 @@
+"""Snapshot and purge: nothing leaves the log before a snapshot that counts has it.
+
+Order of a snapshot, of which every prefix is harmless:
+
+1. lock, so that replicas do not do it twice;
+2. S = the log's last message; wait until this replica has applied it;
+3. upload the snapshot under a name of its own;
+4. read it back and compare;
+5. flip the pointer, if nobody else has meanwhile: that is the fence, whatever the lock says;
+6. purge the log up to the lowest of S and the floors of all that are alive;
+7. delete other snapshots;
+8. unlock.
+
+Killed before 5, the old pointer counts and the log still has everything since; after 5, messages
+that are in the snapshot and in the log are applied twice, which changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+from dataclasses import dataclass
+from enum import Enum
+
+from kvflash.errors import NotFoundError, TransportError
+from kvflash.state.base import Clock, Grant, Lock, Roster, Sink, Step, SystemClock, no_step
+from kvflash.state.frames import reset_headers
+from kvflash.state.replica import Replica
+from kvflash.transport.base import Blobs, Log, LogState, Pointer
+
+__all__ = ["Outcome", "SnapshotOptions", "SnapshotStats", "Snapshots"]
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 1.0
+_APPLY_S_MAX = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotOptions:
+    """When to take one.
+
+    Attributes:
+        threshold_messages: Messages in the log; None = never because of them.
+        age_s_max: Age of the oldest message that no snapshot has; None = never because of it.
+    """
+
+    threshold_messages: int | None = 1_000_000
+    age_s_max: float | None = 900.0
+
+
+class Outcome(Enum):
+    """How an attempt ended."""
+
+    DONE = "done"
+    HELD = "held by another"
+    BEHIND = "not applied in time"
+    FENCED = "another one was faster"
+    INCOMPLETE = "this replica is incomplete"
+    EMPTY = "nothing new"
+
+
+@dataclass
+class SnapshotStats:
+    """What became of snapshots here.
+
+    Attributes:
+        taken_total: Pointers flipped.
+        purged_messages_total: Messages deleted from the log.
+        orphans_total: Readers of dead routers deleted.
+        outcomes: Attempts by how they ended.
+    """
+
+    taken_total: int = 0
+    purged_messages_total: int = 0
+    orphans_total: int = 0
+    outcomes: dict[str, int] | None = None
+
+
+class Snapshots:
+    """Takes snapshots of a replica, purges its log, and deletes what dead routers left.
+
+    Args:
+        replica: What it takes them of.
+        log: The events.
+        blobs: Where snapshots go.
+        roster: Who is alive.
+        sink: What the replica fills.
+        lock: Keeps replicas from doing it twice.
+        options: When.
+        clock: Time.
+        on_step: Hears of every step.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        *,
+        log: Log,
+        blobs: Blobs,
+        roster: Roster,
+        sink: Sink,
+        lock: Lock,
+        options: SnapshotOptions | None = None,
+        clock: Clock | None = None,
+        on_step: Step = no_step,
+    ) -> None:
+        self.stats = SnapshotStats(outcomes={})
+        self._replica = replica
+        self._log, self._blobs, self._roster, self._sink = log, blobs, roster, sink
+        self._lock = lock
+        self._options = options or SnapshotOptions()
+        self._clock = clock or SystemClock()
+        self._step = on_step
+
+    async def run(self) -> None:
+        """Look once a second until cancelled; servers that are away are waited for."""
+        await self._replica.wait_caught_up()
+        while True:
+            try:
+                await self.tick()
+            except (TransportError, NotFoundError) as error:
+                logger.warning("snapshots of %s: %s", self._replica.name, error)
+            await self._clock.sleep(_TICK_S)
+
+    async def tick(self) -> None:
+        """Do what is due now."""
+        await self._replica.keep_listed()
+        await self.drop_orphans()
+        state = await self._log.state()
+        if await self._is_due(state):
+            outcome = await self.take()
+            logger.info("snapshots of %s: %s", self._replica.name, outcome.value)
+        else:
+            threshold = self._options.threshold_messages
+            if threshold is not None and state.messages > threshold:
+                # A reader that was behind at the last snapshot may have caught up.
+                await self._purge()
+
+    async def take(self) -> Outcome:
+        """Take one now, unless somebody else does.
+
+        Raises:
+            TransportError: A server could not be reached; nothing is lost by that.
+        """
+        grant = await self._lock.acquire()
+        if grant is None:
+            outcome = Outcome.HELD
+        else:
+            self._step("locked")
+            try:
+                outcome = await self._take(grant)
+            finally:
+                await grant.release()
+            self._step("unlocked")
+        if self.stats.outcomes is not None:
+            self.stats.outcomes[outcome.value] = self.stats.outcomes.get(outcome.value, 0) + 1
+        return outcome
+
+    async def reset(self) -> None:
+        """Forget everything, here and at all replicas: they hear of it in the log, in its order.
+
+        Raises:
+            TransportError: A server could not be reached, or the lock is held for too long.
+        """
+        await self._log.ensure()
+        await self._blobs.ensure()
+        for _ in range(300):
+            grant = await self._lock.acquire()
+            if grant is not None:
+                break
+            await self._clock.sleep(0.1)
+        else:
+            raise TransportError("--router-reset-states: the snapshot lock is held for over 30 s")
+        try:
+            key = f"reset-{secrets.token_hex(8)}"
+            sequence = await self._log.append(reset_headers(), b"", key=key)
+            self._step("reset-told")
+            incarnation = (await self._log.state()).incarnation
+            while True:
+                pointer, revision = await self._blobs.pointer()
+                token = pointer.token + 1 if pointer else 1
+                is_same = pointer is not None and pointer.incarnation == incarnation
+                if pointer is not None and is_same and pointer.sequence >= sequence:
+                    # Somebody has seen the reset already, and taken a snapshot since.
+                    break
+                empty = Pointer(
+                    sequence, incarnation, None, token=token, taken_s=self._clock.now_s()
+                )
+                if await self._blobs.flip(empty, revision):
+                    break
+            self._step("reset-flipped")
+            await self._log.purge(sequence - 1)
+            self._step("reset-purged")
+            await self._delete_others()
+        finally:
+            await grant.release()
+
+    async def drop_orphans(self) -> None:
+        """Delete readers whose router is not alive."""
+        # Readers first: whoever has one was listed before.
+        readers = await self._log.floors()
+        members = await self._roster.members()
+        for name in sorted(set(readers) - members):
+            await self._log.drop_reader(name)
+            self.stats.orphans_total += 1
+            logger.info("router %s is gone; its reader is deleted", name)
+
+    async def _is_due(self, state: LogState) -> bool:
+        pointer, _ = await self._blobs.pointer()
+        is_same = pointer is not None and pointer.incarnation == state.incarnation
+        covered = pointer.sequence if pointer is not None and is_same else 0
+        fresh = state.last - max(covered, state.first - 1)
+        if fresh <= 0:
+            return False
+        threshold = self._options.threshold_messages
+        if (
+            threshold is not None
+            and state.messages > threshold
+            and state.last - covered > threshold // 4
+        ):
+            return True
+        if self._options.age_s_max is None:
+            return False
+        age_s = await self._log.age_s(max(covered + 1, state.first))
+        return age_s is not None and age_s > self._options.age_s_max
+
+    async def _take(self, grant: Grant) -> Outcome:
+        replica = self._replica
+        pointer, revision = await self._blobs.pointer()
+        state = await self._log.state()
+        is_same = pointer is not None and pointer.incarnation == state.incarnation
+        if pointer is not None and is_same and pointer.sequence >= state.last:
+            return Outcome.EMPTY
+        if not await replica.wait_applied(state.last, state.incarnation, _APPLY_S_MAX):
+            return Outcome.BEHIND
+        if not replica.stats.is_complete:
+            # Its snapshot would lack for all what it lacks itself.
+            return Outcome.INCOMPLETE
+        self._step("caught-up")
+        # What is applied from here on may be in the snapshot or not; what is applied by now is.
+        covered, generation = replica.applied, replica.generation
+        token = pointer.token + 1 if pointer else 1
+        name = f"radix-state-{covered:020d}-{token}-{secrets.token_hex(4)}"
+        digest = await self._blobs.put(name, self._sink.snapshot())
+        self._step("uploaded")
+        read = hashlib.sha256()
+        async for chunk in self._blobs.read(name):
+            read.update(chunk)
+        if read.hexdigest() != digest:
+            raise TransportError(f"snapshot {name} does not read as it was written")
+        self._step("verified")
+        if replica.generation != generation or replica.incarnation != state.incarnation:
+            # It was given another state while this one was read out.
+            await self._blobs.delete(name)
+            return Outcome.BEHIND
+        if grant.is_lost:
+            await self._blobs.delete(name)
+            return Outcome.FENCED
+        fresh = Pointer(
+            covered, state.incarnation, name, digest, token=token, taken_s=self._clock.now_s()
+        )
+        if not await self._blobs.flip(fresh, revision):
+            current, _ = await self._blobs.pointer()
+            if current is None or current.blob != name:
+                await self._blobs.delete(name)
+                return Outcome.FENCED
+        self.stats.taken_total += 1
+        self._step("flipped")
+        await self._purge()
+        self._step("purged")
+        await self._delete_others()
+        self._step("swept")
+        return Outcome.DONE
+
+    async def _purge(self) -> None:
+        """Purge what the pointer covers and everybody alive has applied."""
+        pointer, _ = await self._blobs.pointer()
+        if pointer is None:
+            return
+        # After the flip: who is not listed now will read this pointer or a later one.
+        members = await self._roster.members()
+        floors = await self._log.floors()
+        # Listed without a floor: it is starting, from whichever pointer it read.
+        last = min([pointer.sequence, *(floors.get(name, 0) for name in members)])
+        state = await self._log.state()
+        if state.incarnation != pointer.incarnation or last < state.first:
+            return
+        self._step("purging")
+        await self._log.purge(last)
+        self.stats.purged_messages_total += last - state.first + 1
+
+    async def _delete_others(self) -> None:
+        """Delete older snapshots than the pointer's: nobody can flip to them any more."""
+        pointer, _ = await self._blobs.pointer()
+        if pointer is None:
+            return
+        for name in await self._blobs.names():
+            # Names sort by what they cover. One above the pointer's may be under way.
+            is_older = name < f"radix-state-{pointer.sequence:020d}"
+            if name != pointer.blob and name.startswith("radix-state-") and is_older:
+                await self._blobs.delete(name)

@@ -1,0 +1,275 @@
+"""A component's events in a JetStream stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+import nats.errors
+import nats.js.errors
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext, api
+
+from kvflash.errors import TransportError
+from kvflash.servers import NatsSettings
+from kvflash.transport.base import LogState, Message
+from kvflash.transport.nats_connection import Client
+
+__all__ = ["JetStreamLog", "JetStreamReader", "reaching"]
+
+logger = logging.getLogger(__name__)
+
+# How long the server remembers what it stored, so that a message sent twice is kept once.
+_DUPLICATE_WINDOW_S = 120.0
+# Messages and bytes asked for at a time; twice that is on its way at most.
+_PULL_MESSAGES = 512
+_PULL_BYTES = 16 * 1024 * 1024
+_PULL_EXPIRES_S = 30.0
+_HEARTBEAT_S = 5.0
+# Unacknowledged messages after which the server sends no more.
+_ACK_PENDING_MAX = 20_000
+_ACK_WAIT_S = 30.0
+# A reader whose process died without a word is deleted by the server after this time at last.
+_INACTIVE_S = 3_600.0
+
+_NOT_FOUND = nats.js.errors.NotFoundError
+
+
+@contextlib.asynccontextmanager
+async def reaching(what: str) -> Any:
+    """Turn the client's errors into ours.
+
+    Raises:
+        TransportError: Says what could not be done.
+    """
+    try:
+        yield
+    except (nats.errors.Error, OSError, asyncio.TimeoutError) as error:
+        raise TransportError(f"{what}: {str(error) or type(error).__name__}") from error
+
+
+class JetStreamLog:
+    """The stream of a component; see :class:`kvflash.transport.base.Log`.
+
+    Args:
+        client: A connection.
+        name: The stream's name; its subjects are ``name.*``.
+        settings: How long and how often it is kept. A stream that is there keeps its own settings.
+    """
+
+    def __init__(self, client: Client, name: str, settings: NatsSettings) -> None:
+        self._client = client
+        self._js: JetStreamContext = client.jetstream(timeout=5.0)
+        self._settings = settings
+        self.name = name
+        self._subject = f"{name}.queue"
+
+    async def ensure(self) -> None:
+        """See :meth:`Log.ensure`."""
+        settings = self._settings
+        config = api.StreamConfig(
+            name=self.name,
+            subjects=[f"{self.name}.*"],
+            max_age=settings.stream_max_age_s,
+            max_bytes=settings.stream_max_bytes,
+            num_replicas=settings.replicas,
+            duplicate_window=min(_DUPLICATE_WINDOW_S, settings.stream_max_age_s),
+            discard=api.DiscardPolicy.OLD,
+        )
+        async with reaching(f"stream {self.name}"):
+            try:
+                await self._js.stream_info(self.name)
+            except _NOT_FOUND:
+                try:
+                    await self._js.add_stream(config)
+                except nats.js.errors.BadRequestError:
+                    # Made by somebody else meanwhile, with other settings; or it really can't be.
+                    await self._js.stream_info(self.name)
+
+    async def state(self) -> LogState:
+        """See :meth:`Log.state`."""
+        async with reaching(f"stream {self.name}"):
+            info = await self._js.stream_info(self.name)
+        first, last = info.state.first_seq, info.state.last_seq
+        if info.state.messages == 0:
+            first = last + 1
+        return LogState(str(info.created), first, last)
+
+    async def append(self, headers: Mapping[str, str], payload: bytes, *, key: str) -> int:
+        """See :meth:`Log.append`."""
+        named = {**headers, "Nats-Msg-Id": key}
+        async with reaching(f"stream {self.name}"):
+            ack = await self._js.publish(self._subject, payload, headers=named)
+        return ack.seq
+
+    async def open_reader(self, name: str, start: int) -> JetStreamReader:
+        """See :meth:`Log.open_reader`."""
+        config = api.ConsumerConfig(
+            durable_name=name,
+            deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
+            opt_start_seq=max(1, start),
+            # One acknowledgement stands for all before it: messages are applied in order.
+            ack_policy=api.AckPolicy.ALL,
+            ack_wait=_ACK_WAIT_S,
+            max_ack_pending=_ACK_PENDING_MAX,
+            inactive_threshold=_INACTIVE_S,
+        )
+        await self.drop_reader(name)
+        async with reaching(f"consumer {name} of stream {self.name}"):
+            await self._js.add_consumer(self.name, config)
+            reader = JetStreamReader(self._client, self.name, name)
+            await reader.start()
+        return reader
+
+    async def floors(self) -> dict[str, int]:
+        """See :meth:`Log.floors`."""
+        found: dict[str, int] = {}
+        async with reaching(f"consumers of stream {self.name}"):
+            while True:
+                page = await self._js.consumers_info(self.name, offset=len(found))
+                fresh = {info.name: _floor(info) for info in page if info.name not in found}
+                found.update(fresh)
+                if len(page) < 256 or not fresh:
+                    return found
+
+    async def drop_reader(self, name: str) -> None:
+        """See :meth:`Log.drop_reader`."""
+        async with reaching(f"consumer {name} of stream {self.name}"):
+            with contextlib.suppress(_NOT_FOUND):
+                await self._js.delete_consumer(self.name, name)
+
+    async def age_s(self, sequence: int) -> float | None:
+        """See :meth:`Log.age_s`."""
+        async with reaching(f"stream {self.name}"):
+            request = json.dumps({"seq": sequence}).encode()
+            # The client leaves the time out.
+            answer = await self._client.request(
+                f"$JS.API.STREAM.MSG.GET.{self.name}", request, timeout=5.0
+            )
+        stored = json.loads(answer.data).get("message", {}).get("time")
+        if stored is None:
+            return None
+        # To the microsecond, and with an offset that every Python reads.
+        at = datetime.fromisoformat(stored[:19] + "+00:00")
+        return max(0.0, datetime.now(timezone.utc).timestamp() - at.timestamp())
+
+    async def purge(self, last: int) -> None:
+        """See :meth:`Log.purge`."""
+        async with reaching(f"stream {self.name}"):
+            # The server takes the first number that stays.
+            await self._js.purge_stream(self.name, seq=last + 1)
+
+
+def _floor(info: api.ConsumerInfo) -> int:
+    """The last message that a reader has done with, also before its first acknowledgement."""
+    acked = info.ack_floor.stream_seq if info.ack_floor else 0
+    return max(acked, (info.config.opt_start_seq or 1) - 1)
+
+
+class JetStreamReader:
+    """A durable pull consumer with messages on their way while others are applied."""
+
+    def __init__(self, client: Client, stream: str, name: str) -> None:
+        self._client = client
+        self._next = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}"
+        self._inbox = client.new_inbox()
+        self._name = name
+        self._waiting: asyncio.Queue[Msg] = asyncio.Queue()
+        self._subscription: Any = None
+        self._wanted = 0
+        self._heard = 0.0
+        self._last_reply: tuple[int, str] | None = None
+
+    async def start(self) -> None:
+        """Subscribe; nothing is asked for before the first fetch."""
+
+        async def put(message: Msg) -> None:
+            self._waiting.put_nowait(message)
+
+        # Bounded by what is asked for.
+        self._subscription = await self._client.subscribe(
+            self._inbox, cb=put, pending_msgs_limit=-1, pending_bytes_limit=-1
+        )
+        self._heard = asyncio.get_running_loop().time()
+
+    async def fetch(self, timeout_s: float) -> Sequence[Message]:
+        """See :meth:`Reader.fetch`."""
+        loop = asyncio.get_running_loop()
+        if self._wanted <= _PULL_MESSAGES // 2:
+            await self._pull()
+        messages: list[Message] = []
+        end = loop.time() + timeout_s
+        while not messages:
+            try:
+                raw = await asyncio.wait_for(self._waiting.get(), end - loop.time())
+            except asyncio.TimeoutError:
+                if loop.time() - self._heard > 3 * _HEARTBEAT_S:
+                    message = f"consumer {self._name}: nothing heard for {3 * _HEARTBEAT_S:g} s"
+                    raise TransportError(message) from None
+                return []
+            self._heard = loop.time()
+            self._take(raw, messages)
+            while not self._waiting.empty():
+                self._take(self._waiting.get_nowait(), messages)
+        return messages
+
+    async def ack(self, sequence: int) -> None:
+        """See :meth:`Reader.ack`."""
+        if self._last_reply is not None and self._last_reply[0] <= sequence:
+            async with reaching(f"consumer {self._name}"):
+                await self._client.publish(self._last_reply[1], b"+ACK")
+            self._last_reply = None
+
+    async def close(self) -> None:
+        """See :meth:`Reader.close`."""
+        if self._subscription is not None:
+            with contextlib.suppress(nats.errors.Error, OSError):
+                await self._subscription.unsubscribe()
+            self._subscription = None
+
+    async def _pull(self) -> None:
+        request = {
+            "batch": _PULL_MESSAGES,
+            "max_bytes": _PULL_BYTES,
+            "expires": int(_PULL_EXPIRES_S * 1e9),
+            "idle_heartbeat": int(_HEARTBEAT_S * 1e9),
+        }
+        async with reaching(f"consumer {self._name}"):
+            await self._client.publish(self._next, json.dumps(request).encode(), reply=self._inbox)
+        self._wanted += _PULL_MESSAGES
+
+    def _take(self, raw: Msg, messages: list[Message]) -> None:
+        headers = raw.headers or {}
+        status = headers.get("Status") if not raw.data else None
+        if status == "100":
+            return
+        if status is not None:
+            text = headers.get("Description", "")
+            is_over = status in ("404", "408") or (status == "409" and "max" in text.lower())
+            if not is_over:
+                raise TransportError(f"consumer {self._name}: {status} {text}")
+            # The request has ended; what was not sent is asked for again.
+            left = int(headers.get("Nats-Pending-Messages", self._wanted))
+            self._wanted = max(0, self._wanted - left)
+            return
+        self._wanted = max(0, self._wanted - 1)
+        sequence = _sequence(raw.reply)
+        if sequence is None:
+            logger.warning("consumer %s: a message that is not the stream's: dropped", self._name)
+            return
+        self._last_reply = (sequence, raw.reply)
+        messages.append(Message(sequence, headers, raw.data))
+
+
+def _sequence(reply: str) -> int | None:
+    """The stream's number in an acknowledgement subject: the sixth token, or the eighth."""
+    parts = reply.split(".")
+    at = {9: 5}.get(len(parts), 7)
+    if len(parts) < 9 or parts[:2] != ["$JS", "ACK"] or not parts[at].isdigit():
+        return None
+    return int(parts[at])

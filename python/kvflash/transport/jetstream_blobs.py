@@ -1,0 +1,166 @@
+"""Snapshots in a JetStream object store, and the key that says which one counts."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any
+
+import nats.js.errors
+from nats.js import JetStreamContext, api
+
+from kvflash.errors import NotFoundError
+from kvflash.servers import NatsSettings
+from kvflash.transport.base import Pointer
+from kvflash.transport.jetstream import reaching
+from kvflash.transport.nats_connection import Client
+
+__all__ = ["JetStreamBlobs"]
+
+logger = logging.getLogger(__name__)
+
+_KEY = "radix-state"
+_CHUNK_BYTES = 512 * 1024
+# Of a read: the longest pause between two chunks.
+_READ_PAUSE_S_MAX = 10.0
+
+
+class _Stream:
+    """Chunks as a file that the object store reads, in a thread; counts what it hands out."""
+
+    def __init__(self, chunks: Iterable[bytes]) -> None:
+        self._chunks: Iterator[bytes] = iter(chunks)
+        self._rest = memoryview(b"")
+        self._digest = hashlib.sha256()
+
+    def readinto(self, into: bytearray) -> int:
+        filled = 0
+        while filled < len(into):
+            if not self._rest:
+                chunk = next(self._chunks, None)
+                if chunk is None:
+                    break
+                self._rest = memoryview(chunk)
+                continue
+            size = min(len(self._rest), len(into) - filled)
+            into[filled : filled + size] = self._rest[:size]
+            self._digest.update(self._rest[:size])
+            self._rest = self._rest[size:]
+            filled += size
+        return filled
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+
+class JetStreamBlobs:
+    """See :class:`kvflash.transport.base.Blobs`.
+
+    Args:
+        client: A connection.
+        bucket: The object store's name.
+        pointer_bucket: Name of the bucket with the pointer.
+        settings: How often both are kept.
+    """
+
+    def __init__(
+        self, client: Client, bucket: str, pointer_bucket: str, settings: NatsSettings
+    ) -> None:
+        self._js: JetStreamContext = client.jetstream(timeout=5.0)
+        self._client = client
+        self._bucket = bucket
+        self._pointer_bucket = pointer_bucket
+        self._replicas = settings.replicas
+        self._store: Any = None
+        self._keys: Any = None
+
+    async def ensure(self) -> None:
+        """See :meth:`Blobs.ensure`."""
+        async with reaching(f"bucket {self._bucket}"):
+            try:
+                self._store = await self._js.object_store(self._bucket)
+            except nats.js.errors.NotFoundError:
+                config = api.ObjectStoreConfig(replicas=self._replicas)
+                self._store = await self._js.create_object_store(self._bucket, config)
+            try:
+                self._keys = await self._js.key_value(self._pointer_bucket)
+            except nats.js.errors.NotFoundError:
+                wanted = api.KeyValueConfig(self._pointer_bucket, replicas=self._replicas)
+                self._keys = await self._js.create_key_value(wanted)
+
+    async def put(self, name: str, chunks: Iterable[bytes]) -> str:
+        """See :meth:`Blobs.put`."""
+        stream = _Stream(chunks)
+        options = api.ObjectMetaOptions(max_chunk_size=_CHUNK_BYTES)
+        async with reaching(f"bucket {self._bucket}"):
+            await self._store.put(name, stream, api.ObjectMeta(name=name, options=options))
+        return stream.hexdigest()
+
+    async def read(self, name: str) -> AsyncIterator[bytes]:
+        """See :meth:`Blobs.read`."""
+        async with reaching(f"bucket {self._bucket}"):
+            try:
+                info = await self._store.get_info(name)
+            except nats.js.errors.NotFoundError:
+                raise NotFoundError(f"snapshot {name} is not in bucket {self._bucket}") from None
+            chunks: asyncio.Queue[bytes] = asyncio.Queue()
+
+            async def put(message: Any) -> None:
+                chunks.put_nowait(message.data)
+
+            subscription = await self._js.subscribe(
+                f"$O.{self._bucket}.C.{info.nuid}", cb=put, ordered_consumer=True
+            )
+            try:
+                left = info.size
+                while left > 0:
+                    chunk = await asyncio.wait_for(chunks.get(), _READ_PAUSE_S_MAX)
+                    left -= len(chunk)
+                    yield chunk
+            except asyncio.TimeoutError:
+                raise NotFoundError(f"snapshot {name}: {left} bytes are missing") from None
+            finally:
+                await subscription.unsubscribe()
+
+    async def names(self) -> list[str]:
+        """See :meth:`Blobs.names`."""
+        async with reaching(f"bucket {self._bucket}"):
+            try:
+                return [entry.name for entry in await self._store.list()]
+            except nats.js.errors.NotFoundError:
+                return []
+
+    async def delete(self, name: str) -> None:
+        """See :meth:`Blobs.delete`."""
+        async with reaching(f"bucket {self._bucket}"):
+            try:
+                await self._store.delete(name)
+            except nats.js.errors.NotFoundError:
+                return
+
+    async def pointer(self) -> tuple[Pointer | None, int]:
+        """See :meth:`Blobs.pointer`."""
+        async with reaching(f"bucket {self._pointer_bucket}"):
+            try:
+                entry = await self._keys.get(_KEY)
+            except nats.js.errors.KeyNotFoundError:
+                return None, 0
+        try:
+            return Pointer(**json.loads(entry.value)), entry.revision
+        except (ValueError, TypeError) as error:
+            logger.error("the snapshot pointer is none: %s; it is left aside", error)
+            return None, entry.revision
+
+    async def flip(self, pointer: Pointer, revision: int) -> bool:
+        """See :meth:`Blobs.flip`."""
+        value = json.dumps(dataclasses.asdict(pointer)).encode()
+        async with reaching(f"bucket {self._pointer_bucket}"):
+            try:
+                await self._keys.update(_KEY, value, last=revision)
+            except nats.js.errors.KeyWrongLastSequenceError:
+                return False
+        return True

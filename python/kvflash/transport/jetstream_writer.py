@@ -1,0 +1,150 @@
+"""A publisher's batches into a stream, one after the other, each stored once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from kvflash.errors import ClosedError, TransportError
+from kvflash.servers import NatsSettings
+from kvflash.transport.jetstream import JetStreamLog
+from kvflash.transport.nats_connection import connect
+
+__all__ = ["JetStreamWriter"]
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.1
+_RETRY_S_MAX = 2.0
+
+
+class JetStreamWriter:
+    """Writes batches to a component's stream, in a thread of its own.
+
+    One is on its way at a time, so that the stream has a publisher's batches in their order; one
+    that was not acknowledged is sent again under the same key, which stores it once.
+
+    Args:
+        stream: The stream's name.
+        headers: Headers of a batch by its sequence number.
+        key: Its key by its sequence number.
+        settings: Which server; default: what the environment says.
+        waiting_bytes_max: Payloads that may wait while the server is away or slow. Beyond it the
+            oldest go, are counted, and are a gap to those who read.
+    """
+
+    def __init__(
+        self,
+        stream: str,
+        *,
+        headers: Callable[[int], Mapping[str, str]],
+        key: Callable[[int], str],
+        settings: NatsSettings | None = None,
+        waiting_bytes_max: int = 64 * 1024 * 1024,
+    ) -> None:
+        self._stream = stream
+        self._headers, self._key = headers, key
+        self._settings = settings or NatsSettings.from_env()
+        self._waiting_bytes_max = waiting_bytes_max
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[int, bytes]] = deque()
+        self._waiting_bytes = 0
+        self._is_closed = False
+        self._loop = asyncio.new_event_loop()
+        self._news = asyncio.Event()
+        self.counts = {"stored_batches": 0, "dropped_batches": 0, "errors": 0}
+        self._thread = threading.Thread(target=self._run, name="kvflash-writer", daemon=True)
+        self._thread.start()
+
+    def put(self, sequence: int, payload: bytes) -> None:
+        """Queue a batch; returns at once. From any thread, in the order of the numbers.
+
+        Raises:
+            ClosedError: It is closed.
+        """
+        with self._changed:
+            if self._is_closed:
+                raise ClosedError("the writer is closed")
+            self._waiting.append((sequence, payload))
+            self._waiting_bytes += len(payload)
+            # The first one may be on its way already.
+            while self._waiting_bytes > self._waiting_bytes_max and len(self._waiting) > 2:
+                dropped = self._waiting[1]
+                del self._waiting[1]
+                self._waiting_bytes -= len(dropped[1])
+                self.counts["dropped_batches"] += 1
+        self._loop.call_soon_threadsafe(self._news.set)
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Wait until everything that was put is stored; False if that took longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting, timeout_s)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Store what waits, for as long as ``timeout_s``, and end."""
+        self.flush(timeout_s)
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._loop.call_soon_threadsafe(self._news.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._write())
+        except Exception:
+            logger.exception("the writer of stream %s failed; its events are lost", self._stream)
+        finally:
+            with self._changed:
+                self._is_closed = True
+                self._waiting.clear()
+                self._changed.notify_all()
+            self._loop.close()
+
+    async def _write(self) -> None:
+        log: JetStreamLog | None = None
+        client = None
+        pause_s = _RETRY_S
+        try:
+            while True:
+                with self._changed:
+                    batch = self._waiting[0] if self._waiting else None
+                if batch is None:
+                    if self._is_closed:
+                        return
+                    self._news.clear()
+                    # Something may have come before the clear.
+                    if not self._waiting and not self._is_closed:
+                        await self._news.wait()
+                    continue
+                try:
+                    if client is None:
+                        client = await connect(self._settings, name="kvflash-publisher")
+                    if log is None:
+                        log = JetStreamLog(client, self._stream, self._settings)
+                        await log.ensure()
+                    sequence, payload = batch
+                    await log.append(self._headers(sequence), payload, key=self._key(sequence))
+                except TransportError as error:
+                    if self._is_closed:
+                        return
+                    self.counts["errors"] += 1
+                    logger.warning("events are not stored: %s; trying again", error)
+                    # It may have been deleted: then it is made again.
+                    log = None
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _RETRY_S_MAX)
+                    continue
+                pause_s = _RETRY_S
+                with self._changed:
+                    self._waiting.popleft()
+                    self._waiting_bytes -= len(payload)
+                    self.counts["stored_batches"] += 1
+                    self._changed.notify_all()
+        finally:
+            if client is not None:
+                await client.close()

@@ -1,0 +1,53 @@
+"""Names of a component's streams, buckets and subjects: those of NVIDIA Dynamo's routers."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = [
+    "bucket_name",
+    "event_subject",
+    "pointer_bucket_name",
+    "query_subject",
+    "replica_sync_subject",
+    "stream_name",
+]
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9-]", "-", name)
+
+
+def _component(namespace: str, component: str) -> str:
+    return f"namespace.{namespace}.component.{component}"
+
+
+def stream_name(namespace: str, component: str) -> str:
+    """The stream of a component's events: ``namespace-dynamo-component-backend-kv-events``."""
+    return _slug(f"{_component(namespace, component)}.kv-events")
+
+
+def bucket_name(namespace: str, component: str) -> str:
+    """The bucket of its snapshots."""
+    return _slug(f"{_component(namespace, component)}.radix-bucket")
+
+
+def pointer_bucket_name(namespace: str, component: str) -> str:
+    """The bucket of the key that says which snapshot counts."""
+    return _slug(f"{_component(namespace, component)}.radix-pointer")
+
+
+def replica_sync_subject(namespace: str, component: str) -> str:
+    """Where routers tell each other of active requests."""
+    return f"{_component(namespace, component)}.active_sequences_events"
+
+
+def event_subject(namespace: str, component: str) -> str:
+    """Where workers with an index of their own publish events."""
+    return f"{_component(namespace, component)}.kv-events"
+
+
+def query_subject(namespace: str, component: str, instance_id: int, dp_rank: int) -> str:
+    """Where a worker answers questions about its index."""
+    base = _component(namespace, component)
+    return f"{base}.worker_kv_indexer_query_dp{dp_rank}.{instance_id}"

