@@ -5,6 +5,7 @@ Needs a C compiler and, once, some minutes to build the library (`make capi`).
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from support_indexer import query
 
+from kvflash.discovery import open_discovery
 from service import listener, until, wait_for_sequence
 
 ROOT = Path(__file__).parents[2]
@@ -185,15 +187,49 @@ def test_misuse_is_answered_and_harms_nothing(engine, run_program):
     assert program.end() == (0, "")
 
 
+def found(folder):
+    """What Python's discovery finds."""
+
+    async def look():
+        discovery = open_discovery("file", folder=folder)
+        keys = await discovery.get_prefix("v1/")
+        await discovery.close()
+        return keys
+
+    return asyncio.run(look())
+
+
+def test_an_announcement_ends_with_its_process_and_is_not_made_twice(build, run_program, tmp_path):
+    engine = build()
+    places = {"KVFLASH_DISCOVERY_DIR": str(tmp_path), "KVFLASH_EVENTS_PORT": ""}
+    program = run_program(engine, "older", **places)
+    assert program.line() == "published"
+    assert set(found(tmp_path)) == {"v1/events/tests/backend/9/0"}
+    status, errors = run_program(engine, "older", **places).end()
+    assert status != 0
+    assert "another publisher that lives" in errors
+    assert set(found(tmp_path)) == {"v1/events/tests/backend/9/0"}
+    program.popen.kill()
+    program.popen.wait()
+    assert found(tmp_path) == {}
+    again = run_program(engine, "older", **places)
+    assert again.line() == "published"
+    assert set(found(tmp_path)) == {"v1/events/tests/backend/9/0"}
+    elsewhere = {**places, "KVFLASH_DISCOVERY": "etcd"}
+    status, errors = run_program(engine, "older", **elsewhere).end()
+    assert status != 0
+    assert "KVFLASH_DISCOVERY is etcd" in errors
+
+
 def test_older_calls_have_a_publisher_of_the_process(http, engine, model, run_program, tmp_path):
     program = run_program(
         engine, "older", KVFLASH_DISCOVERY_DIR=str(tmp_path / "discovery"),
         KVFLASH_EVENTS_PORT="", KVFLASH_REPLAY_PORT="",
     )  # fmt: skip
     assert program.line() == "published"
-    (key,) = (tmp_path / "discovery" / "keys").iterdir()
-    assert key.name == "v1%2Fevents%2Ftests%2Fbackend%2F9%2F0"
-    where = json.loads(key.read_text().partition("\n")[2])
+    ((key, value),) = found(tmp_path / "discovery").items()
+    assert key == "v1/events/tests/backend/9/0"
+    where = json.loads(value)
     assert (where.pop("kind"), where.pop("block_size")) == ("zmq", SIZE)
     register(http, model, where, 0)
     until(lambda: scores(http, model, 1, 2) == {"0": 8}, "both blocks")
@@ -205,6 +241,7 @@ def test_older_calls_have_a_publisher_of_the_process(http, engine, model, run_pr
     until(lambda: scores(http, model, 1, 2) == {}, "no block")
     program.go_on()
     assert program.end() == (0, "")
+    assert found(tmp_path / "discovery") == {}
     assert list((tmp_path / "discovery" / "keys").iterdir()) == []
     assert list((tmp_path / "discovery" / "leases").iterdir()) == []
 

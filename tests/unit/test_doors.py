@@ -34,6 +34,9 @@ FLOORS = {
     "indexer": 4,
     "doctor": 4,
     "mocker": 4,
+    "launcher": 4,
+    "vllm": 5,
+    "sglang": 5,
     "demo": 5,
     # It names everything; nothing inside is named through it.
     "": 6,
@@ -57,7 +60,7 @@ NARROW = {
     "mocker": {"errors", "llm", "mocker", "publisher", "runtime"},
 }
 
-PROCESS_STARTERS = {"process", "demo"}
+PROCESS_STARTERS = {"process", "launcher", "demo"}
 PROCESS_CALLS = {
     "subprocess",
     "multiprocessing",
@@ -69,7 +72,7 @@ PROCESS_CALLS = {
     "asyncio.create_subprocess_exec",
     "asyncio.create_subprocess_shell",
 }
-SIGNAL_OWNERS = {"process.py", "mocker/app.py", "runtime/signals.py"}
+SIGNAL_OWNERS = {"process.py", "launcher/child.py", "mocker/app.py", "runtime/signals.py"}
 
 
 @dataclass(frozen=True)

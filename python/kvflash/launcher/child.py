@@ -1,0 +1,98 @@
+"""An engine's process: signals are passed on to it, and its end is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+from collections.abc import Sequence
+
+from kvflash.errors import ConfigError
+
+__all__ = ["Child"]
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Child:
+    """A process in a group of its own.
+
+    Attributes:
+        stopping: Set by the first signal that the launcher got.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._received: signal.Signals | None = None
+        self.stopping = asyncio.Event()
+
+    @classmethod
+    async def start(cls, words: Sequence[str]) -> Child:
+        """Start it; its output goes where ours goes.
+
+        Raises:
+            ConfigError: The program can't be started.
+        """
+        logger.info("starting %s", " ".join(words))
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *words, start_new_session=True, preexec_fn=_die_with_parent
+            )
+        except OSError as error:
+            raise ConfigError(f"can't start {words[0]}: {error.strerror or error}") from error
+        child = cls(process)
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, child._receive, number)
+        return child
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.returncode is None
+
+    async def ended(self) -> int:
+        """Wait for its end; its exit status as shells count it, 128 + n after signal n."""
+        status = await self._process.wait()
+        return status if status >= 0 else 128 - status
+
+    async def stop(self, timeout_s: float) -> int:
+        """Pass the signal on and wait; what lasts longer is killed, with all it started."""
+        self._signal(self._received or signal.SIGTERM)
+        try:
+            return await asyncio.wait_for(asyncio.shield(self.ended()), timeout_s)
+        except asyncio.TimeoutError:
+            logger.warning("the engine has not ended within %g s and is killed", timeout_s)
+            return await self.kill()
+
+    async def kill(self) -> int:
+        """End it and all it started, now."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return await self.ended()
+
+    def _receive(self, number: signal.Signals) -> None:
+        if self.stopping.is_set():
+            # Whoever asks twice means it.
+            self._signal(number)
+            return
+        logger.info("stopping on %s", number.name)
+        self._received = number
+        self.stopping.set()
+
+    def _signal(self, number: signal.Signals) -> None:
+        # To the engine only: it ends what it started in its own order.
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+
+def _die_with_parent() -> None:
+    """An engine without its launcher would be registered nowhere: it ends, too."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,183 @@
+"""The words of an engine's command line, as far as a launcher has to understand them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvflash.errors import ConfigError
+
+__all__ = ["Arguments", "EngineCommand", "EventPorts"]
+
+
+class Arguments:
+    """Flags that are passed on to an engine, which the launcher may look at and add to."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = list(words)
+
+    def value(self, *names: str) -> str | None:
+        """The last value of a flag, by any of its names, as ``--flag value`` or ``--flag=value``.
+
+        Raises:
+            ConfigError: The flag is the last word.
+        """
+        found = None
+        for index, word in enumerate(self.words):
+            name, is_joined, joined = word.partition("=")
+            if name not in names:
+                continue
+            if is_joined:
+                found = joined
+            elif index + 1 < len(self.words):
+                found = self.words[index + 1]
+            else:
+                raise ConfigError(f"{name} needs a value")
+        return found
+
+    def number(self, *names: str) -> int | None:
+        """The value of a flag, as a number.
+
+        Raises:
+            ConfigError: It is none.
+        """
+        value = self.value(*names)
+        try:
+            return None if value is None else int(value)
+        except ValueError:
+            raise ConfigError(f"{names[0]} must be a number, got {value!r}") from None
+
+    def document(self, name: str) -> dict[str, Any] | None:
+        """The value of a flag, as a JSON object.
+
+        Raises:
+            ConfigError: It is none.
+        """
+        value = self.value(name)
+        if value is None:
+            return None
+        try:
+            parsed = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(f"{name} must be JSON: {error}") from None
+        if not isinstance(parsed, dict):
+            raise ConfigError(f"{name} must be a JSON object, got {value}")
+        return parsed
+
+    def has(self, *names: str) -> bool:
+        """Whether a flag is there, with or without a value."""
+        return any(word.partition("=")[0] in names for word in self.words)
+
+    def add(self, name: str, *values: object) -> None:
+        """Append a flag, unless it is there."""
+        if not self.has(name):
+            self.words += [name, *map(str, values)]
+
+    def drop(self, name: str) -> str | None:
+        """Take a flag with its value out; the value."""
+        value = self.value(name)
+        kept: list[str] = []
+        words = iter(self.words)
+        for word in words:
+            if word == name:
+                next(words, None)
+            elif not word.startswith(name + "="):
+                kept.append(word)
+        self.words = kept
+        return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventPorts:
+    """Where rank 0 publishes; rank r does so r ports further.
+
+    Attributes:
+        port: Of the events.
+        replay_port: Of the replay; None if the engine has none.
+    """
+
+    port: int
+    replay_port: int | None
+
+    def config(self, **more: object) -> str:
+        """The engine's --kv-events-config."""
+        config = {
+            **more,
+            "publisher": "zmq",
+            "topic": "kv-events",
+            # With a star the engine binds; any other host it would connect to.
+            "endpoint": f"tcp://*:{self.port}",
+            "replay_endpoint": f"tcp://*:{self.replay_port}",
+        }
+        return json.dumps(config)
+
+    @staticmethod
+    def of(config: dict[str, Any]) -> EventPorts | None:
+        """What an engine's own --kv-events-config says; None if it publishes nothing.
+
+        Raises:
+            ConfigError: It publishes in a way that can't be announced.
+        """
+        if config.get("publisher") != "zmq" or config.get("enable_kv_cache_events") is False:
+            return None
+        replay = config.get("replay_endpoint")
+        return EventPorts(
+            port=_port("endpoint", config.get("endpoint", "tcp://*:5557")),
+            replay_port=None if replay is None else _port("replay_endpoint", replay),
+        )
+
+    def endpoints(self, host: str, ranks: int) -> list[tuple[str, str | None]]:
+        """For each rank where its events and its replay are reached."""
+        netloc = f"[{host}]" if ":" in host else host
+        return [
+            (
+                f"tcp://{netloc}:{self.port + rank}",
+                None if self.replay_port is None else f"tcp://{netloc}:{self.replay_port + rank}",
+            )
+            for rank in range(ranks)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCommand:
+    """How an engine is started, and what is known of it before it answers.
+
+    Attributes:
+        engine: Its name.
+        words: Program and arguments.
+        host: Interface of its HTTP server; None if it was not said.
+        port: Its HTTP port.
+        events: Where it publishes; None if it doesn't.
+        model_path: Its model, a folder or a name.
+        block_size: Tokens in a block, if it was said.
+        ranks: Data-parallel ranks.
+        bootstrap_port: Where decode workers meet a prefill worker of SGLang's.
+        details: Paths to ask the running engine for more.
+    """
+
+    engine: str
+    words: list[str]
+    port: int
+    model_path: str
+    host: str | None = None
+    events: EventPorts | None = None
+    block_size: int | None = None
+    ranks: int = 1
+    bootstrap_port: int | None = None
+    details: list[str] = field(default_factory=list)
+
+
+def _port(field_name: str, endpoint: object) -> int:
+    try:
+        port = urlsplit(str(endpoint)).port if str(endpoint).startswith("tcp://") else None
+    except ValueError:
+        port = None
+    if port is None:
+        raise ConfigError(
+            f"--kv-events-config: {field_name} must be tcp://*:PORT to be announced, "
+            f"got {endpoint!r}"
+        )
+    return port

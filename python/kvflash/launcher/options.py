@@ -1,0 +1,126 @@
+"""Flags of the launchers; everything else is the engine's."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from kvflash.errors import ConfigError
+from kvflash.launcher.command import Arguments, EventPorts
+
+__all__ = ["LauncherOptions", "free_ports", "parse_options"]
+
+ROLES = {"agg": "agg", "prefill": "prefill", "decode": "decode"}
+_ATTEMPTS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherOptions:
+    """What a launcher may be told.
+
+    Attributes:
+        endpoint: Where the engine is registered, namespace.component.endpoint.
+        role: agg, prefill or decode.
+        program: Words that start the engine, before its arguments.
+        kv_events: Switch the engine's events on.
+        ready_timeout_s: Time that the engine gets to load.
+        stop_timeout_s: Time that it gets to end after a signal, before it is killed.
+    """
+
+    endpoint: str
+    program: list[str]
+    role: str = "agg"
+    kv_events: bool = True
+    ready_timeout_s: float = 3600.0
+    stop_timeout_s: float = 60.0
+
+
+def parse_options(
+    engine: str, program: Sequence[str], argv: Sequence[str]
+) -> tuple[LauncherOptions, Arguments]:
+    """Split a command line into the launcher's flags and the engine's.
+
+    Args:
+        engine: Name of the engine, for the help.
+        program: How it is started by default.
+        argv: Arguments without the program's name.
+
+    Raises:
+        SystemExit: A flag of ours is wrong, or help was asked for.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m kvflash.{engine}",
+        description=f"Start {engine} with KV events and register it; other flags are passed on.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--endpoint",
+        metavar="NAMESPACE.COMPONENT.ENDPOINT",
+        help="where it is registered; default: dynamo.backend.generate, or "
+        "dynamo.prefill.generate for prefill",
+    )
+    parser.add_argument(
+        "--engine-command", default=shlex.join(program), help="words that start the engine"
+    )
+    parser.add_argument(
+        "--kv-events", action=argparse.BooleanOptionalAction, default=True, help="switch them on"
+    )
+    parser.add_argument(
+        "--ready-timeout", type=float, default=3600.0, help="seconds for the engine to load"
+    )
+    parser.add_argument(
+        "--stop-timeout", type=float, default=60.0, help="seconds for it to end after a signal"
+    )
+    roles = parser.add_mutually_exclusive_group()
+    for role in ("prefill", "decode"):
+        flag = f"--is-{role}-worker"
+        roles.add_argument(flag, dest="role", action="store_const", const=role, help="its role")
+    roles.add_argument(
+        "--disaggregation-mode", dest="role", choices=sorted(ROLES), help="the same in one flag"
+    )
+    known, rest = parser.parse_known_args(list(argv))
+    role = known.role or "agg"
+    component = "prefill" if role == "prefill" else "backend"
+    for flag in ("ready_timeout", "stop_timeout"):
+        if not 0 < getattr(known, flag) < float("inf"):
+            parser.error(f"--{flag.replace('_', '-')} must be above 0")
+    options = LauncherOptions(
+        endpoint=known.endpoint or f"dynamo.{component}.generate",
+        role=role,
+        program=shlex.split(known.engine_command),
+        kv_events=known.kv_events,
+        ready_timeout_s=known.ready_timeout,
+        stop_timeout_s=known.stop_timeout,
+    )
+    return options, Arguments([word for word in rest if word != "--"])
+
+
+def free_ports(count: int) -> int:
+    """The first of so many free ports in a row; they may be taken before they are used.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    for _ in range(_ATTEMPTS):
+        with ExitStack() as held:
+            first = held.enter_context(socket.socket())
+            first.bind(("", 0))
+            port = int(first.getsockname()[1])
+            try:
+                for other in range(port + 1, port + count):
+                    held.enter_context(socket.socket()).bind(("", other))
+            except (OSError, OverflowError):
+                continue
+            return port
+    raise ConfigError(f"no {count} free ports in a row")
+
+
+def event_ports(ranks: int) -> EventPorts:
+    """Free ports for the events and the replay of so many ranks."""
+    first = free_ports(2 * ranks)
+    return EventPorts(port=first, replay_port=first + ranks)

@@ -1,0 +1,139 @@
+"""Asking a running engine what it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from kvflash.errors import ConfigError, DeadlineError
+from kvflash.launcher.child import Child
+from kvflash.launcher.command import EngineCommand
+
+__all__ = ["EngineStopped", "Found", "wait_until_ready"]
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.25
+_ANSWER_S_MAX = 5.0
+_CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+class EngineStopped(Exception):  # noqa: N818 - an outcome, not an error
+    """The engine ended, or is to end, before it was ready."""
+
+
+@dataclass(kw_only=True)
+class Found:
+    """What an engine says of itself; None is unknown.
+
+    Attributes:
+        model_name: Name of the base model.
+        lora_names: Adapters.
+        context_length: Longest prompt with its answer; unit tokens.
+        block_size: Tokens in a block.
+        total_kv_blocks: Blocks of its cache.
+        max_num_seqs: Requests in a batch.
+        max_num_batched_tokens: Tokens in a batch.
+    """
+
+    model_name: str
+    lora_names: list[str] = field(default_factory=list)
+    context_length: int | None = None
+    block_size: int | None = None
+    total_kv_blocks: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+
+
+async def wait_until_ready(
+    url: str, command: EngineCommand, child: Child, timeout_s: float
+) -> Found:
+    """Wait until an engine is healthy, then ask it what it serves.
+
+    Raises:
+        EngineStopped: It ended, or a signal came.
+        DeadlineError: It was not healthy in time.
+        ConfigError: It serves no model.
+    """
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    limit = aiohttp.ClientTimeout(total=_ANSWER_S_MAX)
+    async with aiohttp.ClientSession(url, timeout=limit) as session:
+        while not await _is_healthy(session):
+            if not child.is_running or child.stopping.is_set():
+                raise EngineStopped
+            if asyncio.get_running_loop().time() > deadline:
+                raise DeadlineError(f"the engine was not healthy within {timeout_s:g} s")
+            await asyncio.sleep(_POLL_S)
+        found = _models(await _json(session, "/v1/models"))
+        for path in command.details:
+            _add_details(found, path, await _text(session, path))
+    return found
+
+
+async def _is_healthy(session: aiohttp.ClientSession) -> bool:
+    try:
+        async with session.get("/health") as response:
+            return response.status == 200
+    except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
+        return False
+
+
+async def _json(session: aiohttp.ClientSession, path: str) -> Any:
+    try:
+        async with session.get(path) as response:
+            response.raise_for_status()
+            return await response.json(content_type=None)
+    except (aiohttp.ClientError, OSError, ValueError, asyncio.TimeoutError) as error:
+        raise ConfigError(f"the engine does not answer {path}: {error!r}") from error
+
+
+async def _text(session: aiohttp.ClientSession, path: str) -> str:
+    try:
+        async with session.get(path) as response:
+            return await response.text() if response.status == 200 else ""
+    except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+        logger.warning("the engine does not answer %s: %r", path, error)
+        return ""
+
+
+def _models(answer: Any) -> Found:
+    """The base model and its adapters, which name it as their parent."""
+    try:
+        cards = list(answer["data"])
+        base = next((card for card in cards if not card.get("parent")), None)
+        if base is None:
+            raise ConfigError("the engine serves no model")
+        names = [str(card["id"]) for card in cards if card.get("parent")]
+        length = base.get("max_model_len")
+        return Found(model_name=str(base["id"]), lora_names=names, context_length=length)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"the engine's /v1/models can't be read: {error!r}") from error
+
+
+def _add_details(found: Found, path: str, text: str) -> None:
+    if path == "/metrics":
+        info = _CACHE_INFO.search(text)
+        labels = dict(_LABEL.findall(info.group(1))) if info else {}
+        found.block_size = _count(labels.get("block_size"))
+        found.total_kv_blocks = _count(labels.get("num_gpu_blocks"))
+        return
+    fields = {
+        name: _count(value)
+        for name, value in re.findall(r'"(\w+)"\s*:\s*(\d+)\s*[,}]', text)
+        if name in ("page_size", "max_total_num_tokens", "max_running_requests")
+    }
+    found.block_size = fields.get("page_size")
+    found.max_num_seqs = fields.get("max_running_requests")
+    tokens = fields.get("max_total_num_tokens")
+    if tokens and found.block_size:
+        found.total_kv_blocks = tokens // found.block_size
+
+
+def _count(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdigit() and int(text) > 0 else None

@@ -1,0 +1,167 @@
+"""A launcher's life: start, wait, register, wait again, leave, end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+from kvflash.errors import ConfigError, KvflashError
+from kvflash.launcher.child import Child
+from kvflash.launcher.command import Arguments, EngineCommand
+from kvflash.launcher.options import LauncherOptions, parse_options
+from kvflash.launcher.probe import EngineStopped, Found, wait_until_ready
+from kvflash.llm import ModelInput, ModelRuntimeConfig, ModelType, register_llm
+from kvflash.publisher.announce import events_key
+from kvflash.runtime import DistributedRuntime, Endpoint
+
+__all__ = ["Build", "main"]
+
+logger = logging.getLogger(__name__)
+
+# Builds an engine's command line.
+Build = Callable[[LauncherOptions, Arguments, str], EngineCommand]
+
+
+def main(
+    engine: str, program: Sequence[str], build: Build, argv: Sequence[str] | None = None
+) -> int:
+    """Run an engine until it ends or a signal comes.
+
+    Args:
+        engine: Its name.
+        program: How it is started by default.
+        build: Builds its command line, given options, its own arguments and the host that others
+            reach it at.
+        argv: Arguments without the program's name; None means those of the process.
+
+    Returns:
+        The engine's exit status; 1 if it could not be started or registered.
+    """
+    options, arguments = parse_options(engine, program, sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        return asyncio.run(_run(options, arguments, build))
+    except KvflashError as error:
+        print(f"{engine}: {error}", file=sys.stderr)
+        return 1
+
+
+async def _run(options: LauncherOptions, arguments: Arguments, build: Build) -> int:
+    async with DistributedRuntime.detached() as runtime:
+        try:
+            endpoint = runtime.endpoint(options.endpoint)
+        except ValueError as error:
+            raise ConfigError(f"--endpoint: {error}") from error
+        command = build(options, arguments, runtime.host)
+        child = await Child.start(command.words)
+        try:
+            return await _attend(options, command, child, endpoint)
+        finally:
+            if child.is_running:
+                await child.kill()
+
+
+async def _attend(
+    options: LauncherOptions, command: EngineCommand, child: Child, endpoint: Endpoint
+) -> int:
+    runtime = endpoint.runtime
+    host = runtime.host if command.host in (None, "0.0.0.0", "::", "*", "") else command.host
+    netloc = f"[{host}]" if ":" in str(host) else host
+    url = f"http://{netloc}:{command.port}"
+    try:
+        found = await wait_until_ready(url, command, child, options.ready_timeout_s)
+    except EngineStopped:
+        if child.is_running:
+            return await child.stop(options.stop_timeout_s)
+        status = await child.ended()
+        logger.error("the engine ended with status %d before it was ready", status)
+        return status
+    await _register(options, command, found, endpoint, url)
+    logger.info("%s serves %s as instance %d", url, found.model_name, runtime.instance_id)
+    print(json.dumps(_ready(command, found, endpoint, url)), flush=True)
+    ended = asyncio.ensure_future(child.ended())
+    stopping = asyncio.ensure_future(child.stopping.wait())
+    await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    # First nobody finds it any more, then it ends.
+    await runtime.close()
+    if not ended.done():
+        ended.cancel()
+        return await child.stop(options.stop_timeout_s)
+    logger.error("the engine ended with status %d", ended.result())
+    return ended.result()
+
+
+async def _register(
+    options: LauncherOptions,
+    command: EngineCommand,
+    found: Found,
+    endpoint: Endpoint,
+    url: str,
+) -> None:
+    runtime, component = endpoint.runtime, endpoint.component
+    block_size = command.block_size or found.block_size
+    if command.events is not None and block_size is None:
+        raise ConfigError("the engine does not tell its block size: give it by its flag")
+    if command.events is not None:
+        for rank, (events, replay) in enumerate(
+            command.events.endpoints(runtime.host, command.ranks)
+        ):
+            where = {
+                "kind": "zmq",
+                "endpoint": events,
+                "replay_endpoint": replay,
+                "block_size": block_size,
+            }
+            await runtime.announce(events_key(component, runtime.instance_id, rank), where)
+    is_prefill = options.role == "prefill"
+    has_room = is_prefill and command.bootstrap_port is not None
+    await register_llm(
+        ModelInput.Text,
+        ModelType.Prefill if is_prefill else ModelType.Chat | ModelType.Completions,
+        endpoint,
+        model_path=command.model_path,
+        model_name=found.model_name,
+        context_length=found.context_length,
+        kv_cache_block_size=block_size,
+        runtime_config=ModelRuntimeConfig(
+            total_kv_blocks=found.total_kv_blocks,
+            max_num_seqs=found.max_num_seqs,
+            max_num_batched_tokens=found.max_num_batched_tokens,
+            data_parallel_size=command.ranks,
+            bootstrap_host=runtime.host if has_room else None,
+            bootstrap_port=command.bootstrap_port if has_room else None,
+        ),
+        user_data={"engine": command.engine, "role": options.role},
+        lora_names=found.lora_names,
+    )
+    namespace, name, last = endpoint.path.split("/")
+    instance = {
+        "instance_id": runtime.instance_id,
+        "namespace": namespace,
+        "component": name,
+        "endpoint": last,
+        "transport": {"kind": "openai", "url": url},
+    }
+    await runtime.announce(f"v1/instances/{endpoint.path}/{runtime.instance_id}", instance)
+
+
+def _ready(command: EngineCommand, found: Found, endpoint: Endpoint, url: str) -> dict[str, object]:
+    return {
+        "event": "ready",
+        "engine": command.engine,
+        "url": url,
+        "endpoint": endpoint.path.replace("/", "."),
+        "instance_id": endpoint.runtime.instance_id,
+        "model": found.model_name,
+        "events": [events for events, _ in command.events.endpoints("127.0.0.1", command.ranks)]
+        if command.events
+        else [],
+    }

@@ -1,0 +1,1 @@
+"""Starts SGLang with its KV events on, and registers it."""

@@ -1,0 +1,63 @@
+"""The command line of SGLang's server."""
+
+from __future__ import annotations
+
+import sys
+
+from kvflash.errors import ConfigError
+from kvflash.launcher import Arguments, EngineCommand, EventPorts, LauncherOptions
+from kvflash.launcher.options import event_ports, free_ports
+
+__all__ = ["PROGRAM", "build"]
+
+PROGRAM = (sys.executable, "-m", "sglang.launch_server")
+# SGLang's own default.
+BOOTSTRAP_PORT = 8998
+
+
+def build(options: LauncherOptions, given: Arguments, host: str) -> EngineCommand:
+    """Add what routing needs to the arguments of SGLang's server; what is said stays.
+
+    Args:
+        options: The launcher's.
+        given: SGLang's arguments.
+        host: Where others reach this machine; SGLang listens there unless it is told otherwise.
+
+    Raises:
+        ConfigError: The model is missing, or an argument can't be announced.
+    """
+    arguments = Arguments(given.words)
+    model = arguments.value("--model-path", "--model")
+    if model is None:
+        raise ConfigError("SGLang needs a model: python -m kvflash.sglang --model-path MODEL")
+    ranks = arguments.number("--dp-size", "--data-parallel-size", "--dp") or 1
+    port = arguments.number("--port")
+    if port is None:
+        port = free_ports(1)
+        arguments.add("--port", port)
+    arguments.add("--host", host)
+    arguments.add("--enable-cache-report")
+    said = arguments.document("--kv-events-config")
+    events: EventPorts | None = None
+    if said is not None:
+        events = EventPorts.of(said) if options.kv_events else None
+    elif options.kv_events:
+        events = event_ports(ranks)
+        arguments.add("--kv-events-config", events.config())
+    bootstrap_port = None
+    if options.role != "agg":
+        arguments.add("--disaggregation-mode", options.role)
+    if options.role == "prefill":
+        bootstrap_port = arguments.number("--disaggregation-bootstrap-port") or BOOTSTRAP_PORT
+    return EngineCommand(
+        engine="sglang",
+        words=[*options.program, *arguments.words],
+        host=arguments.value("--host"),
+        port=port,
+        events=events,
+        model_path=model,
+        block_size=arguments.number("--page-size"),
+        ranks=ranks,
+        bootstrap_port=bootstrap_port,
+        details=["/get_server_info"],
+    )

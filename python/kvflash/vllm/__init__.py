@@ -1,0 +1,1 @@
+"""Starts vLLM with its KV events on, and registers it."""

@@ -1,0 +1,61 @@
+"""The command line of vLLM's server."""
+
+from __future__ import annotations
+
+import json
+
+from kvflash.errors import ConfigError
+from kvflash.launcher import Arguments, EngineCommand, EventPorts, LauncherOptions
+from kvflash.launcher.options import event_ports, free_ports
+
+__all__ = ["PROGRAM", "build"]
+
+PROGRAM = ("vllm", "serve")
+# How vLLM's workers hand prompts over when nobody says how.
+TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+
+
+def build(options: LauncherOptions, given: Arguments, host: str) -> EngineCommand:
+    """Add what routing needs to the arguments of ``vllm serve``; what is said stays.
+
+    Args:
+        options: The launcher's.
+        given: vLLM's arguments: the model first, or ``--model``.
+        host: Where others reach this machine; vLLM listens on all interfaces by itself.
+
+    Raises:
+        ConfigError: The model is missing, or an argument can't be announced.
+    """
+    del host
+    arguments = Arguments(given.words)
+    model = arguments.drop("--model")
+    if model is not None:
+        arguments.words.insert(0, model)
+    if not arguments.words or arguments.words[0].startswith("-"):
+        raise ConfigError("vLLM needs a model: python -m kvflash.vllm MODEL, or --model MODEL")
+    ranks = arguments.number("--data-parallel-size", "-dp") or 1
+    port = arguments.number("--port")
+    if port is None:
+        port = free_ports(1)
+        arguments.add("--port", port)
+    arguments.add("--enable-prompt-tokens-details")
+    said = arguments.document("--kv-events-config")
+    events: EventPorts | None = None
+    if said is not None:
+        events = EventPorts.of(said) if options.kv_events else None
+    elif options.kv_events:
+        events = event_ports(ranks)
+        arguments.add("--kv-events-config", events.config(enable_kv_cache_events=True))
+    if options.role != "agg":
+        arguments.add("--kv-transfer-config", json.dumps(TRANSFER))
+    return EngineCommand(
+        engine="vllm",
+        words=[*options.program, *arguments.words],
+        host=arguments.value("--host"),
+        port=port,
+        events=events,
+        model_path=arguments.words[0],
+        block_size=arguments.number("--block-size"),
+        ranks=ranks,
+        details=["/metrics"],
+    )

@@ -1,0 +1,159 @@
+"""The launchers with an engine's double; a real vLLM is in test_real_launcher.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvflash.discovery import open_discovery
+from service import EmbeddedIndexer, Http, until
+
+FAKE = f"{sys.executable} {Path(__file__).with_name('fake_engine.py')}"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "discovery"
+
+
+@pytest.fixture
+def launch(run, folder):
+    def started(engine, *flags):
+        return run(
+            f"kvflash.{engine}", "--engine-command", FAKE, *flags,
+            env={"KVFLASH_DISCOVERY_DIR": str(folder), "KVFLASH_HOST": "127.0.0.1"},
+        )  # fmt: skip
+
+    return started
+
+
+def ready(process, engine):
+    """The launcher's ready line; the double has one of its own."""
+    line = process.ready()
+    while line.get("engine") != engine:
+        line = process.ready()
+    return line
+
+
+def found(folder):
+    async def look():
+        discovery = open_discovery("file", folder=folder)
+        values = await discovery.get_prefix("v1/")
+        await discovery.close()
+        return {key: json.loads(value) for key, value in values.items()}
+
+    return asyncio.run(look())
+
+
+def gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def child_of(process):
+    tasks = Path(f"/proc/{process.popen.pid}/task/{process.popen.pid}/children")
+    (pid,) = tasks.read_text().split()
+    return int(pid)
+
+
+def test_a_launched_engine_is_found_with_all_that_a_router_needs(launch, folder):
+    process = launch("vllm", "--model", "some/model", "--served-model-name", "served")
+    line = ready(process, "vllm")
+    keys = found(folder)
+    number = line["instance_id"]
+    assert set(keys) == {
+        f"v1/instances/dynamo/backend/generate/{number}",
+        f"v1/models/dynamo/backend/generate/{number}",
+        f"v1/events/dynamo/backend/{number}/0",
+    }
+    instance = keys[f"v1/instances/dynamo/backend/generate/{number}"]
+    assert instance["transport"] == {"kind": "openai", "url": line["url"]}
+    card = keys[f"v1/models/dynamo/backend/generate/{number}"]
+    assert (card["model_name"], card["model_input"]) == ("served", "text")
+    assert card["model_type"] == ["chat", "completions"]
+    # Neither was said: the engine tells them.
+    assert (card["kv_cache_block_size"], card["total_kv_blocks"]) == (16, 300)
+    assert card["lora_names"] == ["sql"]
+    assert card["user_data"] == {"engine": "vllm", "role": "agg"}
+    events = keys[f"v1/events/dynamo/backend/{number}/0"]
+    assert events["block_size"] == 16
+    # The engine answers, and its events are where they are said to be.
+    engine, indexer = Http(line["url"]), EmbeddedIndexer()
+    try:
+        indexer.http.post("/register", {
+            "instance_id": 1, "model_name": "m", "block_size": 16,
+            "endpoint": events["endpoint"], "replay_endpoint": events["replay_endpoint"],
+        }, expect=201)  # fmt: skip
+        prompt = list(range(64))
+        engine.post("/v1/completions", {"prompt": prompt, "max_tokens": 2})
+        body = {"token_ids": prompt, "model_name": "m"}
+        until(
+            lambda: indexer.http.post("/query", body)["scores"].get("1") == {"0": 64}, "the blocks"
+        )
+    finally:
+        engine.close()
+        indexer.close()
+    pid = child_of(process)
+    assert process.terminate() == 0
+    assert gone(pid)
+    assert found(folder) == {}
+
+
+def test_a_prefill_engine_of_sglang_has_a_room_and_a_place_of_its_own(launch, folder):
+    process = launch("sglang", "--model-path", "m", "--is-prefill-worker", "--page-size", "8",
+                     "--block-size", "8", "--endpoint", "ns.pre.gen")  # fmt: skip
+    number = ready(process, "sglang")["instance_id"]
+    card = found(folder)[f"v1/models/ns/pre/gen/{number}"]
+    assert card["model_type"] == ["prefill"]
+    assert card["bootstrap"] == {"host": "127.0.0.1", "port": 8998}
+    assert card["kv_cache_block_size"] == 8
+
+
+def test_an_engine_that_dies_is_unregistered_and_its_status_kept(launch, folder):
+    process = launch("vllm", "m")
+    ready(process, "vllm")
+    os.kill(child_of(process), signal.SIGKILL)
+    assert process.popen.wait(30) == 128 + signal.SIGKILL
+    assert found(folder) == {}
+
+
+def test_an_engine_that_does_not_start_gives_its_status(launch):
+    process = launch("vllm", "m", "--fail-with", "7")
+    assert process.popen.wait(30) == 7
+    until(lambda: "ended with status 7 before it was ready" in "".join(process.errors), "the log")
+
+
+def test_a_program_that_is_not_there_is_named(run, folder):
+    process = run("kvflash.vllm", "m", "--engine-command", "/no/such/vllm",
+                  env={"KVFLASH_DISCOVERY_DIR": str(folder)})  # fmt: skip
+    assert process.popen.wait(30) == 1
+    until(lambda: "can't start /no/such/vllm" in "".join(process.errors), "the reason")
+
+
+def test_an_engine_does_not_outlive_a_launcher_that_is_killed(launch, folder):
+    process = launch("vllm", "m")
+    ready(process, "vllm")
+    pid = child_of(process)
+    process.kill()
+    until(lambda: gone(pid), "the engine to end")
+    until(lambda: found(folder) == {}, "nothing to be announced")
+
+
+def test_a_signal_while_it_loads_ends_it(run, folder):
+    process = run("kvflash.vllm", "m", "--engine-command", "sh -c 'exec sleep 1000'",
+                  env={"KVFLASH_DISCOVERY_DIR": str(folder)})  # fmt: skip
+    children = Path(f"/proc/{process.popen.pid}/task/{process.popen.pid}/children")
+    pid = int(until(lambda: children.read_text().split(), "the engine's process")[0])
+    until(lambda: Path(f"/proc/{pid}/comm").read_text() == "sleep\n", "the engine to load")
+    assert process.terminate() == 128 + signal.SIGTERM
+    assert gone(pid)
