@@ -98,7 +98,7 @@ class Frontend:
     def overlaps(self, body: dict[str, Any]) -> dict[int, int]:
         """Leading blocks of a request's prompt that each worker holds."""
         return {
-            int(one["worker"].partition(":")[0]): one["overlap_blocks"]
+            int(one["worker"].partition(":")[0]): one["device_blocks"]
             for one in self.explain(body)["candidates"]
         }
 

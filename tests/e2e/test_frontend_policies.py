@@ -102,7 +102,7 @@ def test_every_policy_serves_and_says_its_name(policy: str) -> None:
     fakes = [FakeEngine("p"), FakeEngine("p")]
     with Frontend("--router-mode", policy) as frontend, engines(frontend, *fakes):
         assert frontend.http.get("/health")["router_policy"].replace("_", "-") == policy
-        bodies = [prompt_of("p", n=n) for n in range(30)]
+        bodies = [prompt_of("p", prompt=[n, *range(50)]) for n in range(30)]
         with ThreadPoolExecutor(10) as pool:
             answers = list(pool.map(lambda body: ask(frontend.url, COMPLETIONS, body), bodies))
         assert {answer.status for answer in answers} == {200}

@@ -233,8 +233,9 @@ def test_data_parallel_rank_reaches_the_engine(frontend: Frontend) -> None:
         headers = {"X-Data-Parallel-Rank": "9"}
         calls = []
         # Both hang, so the second one goes to the idle rank; what the client says has no say.
-        for _ in range(2):
-            calls.append(Call(frontend.url, COMPLETIONS, prompt_of("dp"), headers))
+        for n in range(2):
+            body = prompt_of("dp", prompt=[n, *range(50)])
+            calls.append(Call(frontend.url, COMPLETIONS, body, headers))
             assert ready.acquire(timeout=30)
         lock.set()
         answers = [call.finish() for call in calls]
