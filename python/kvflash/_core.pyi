@@ -784,8 +784,8 @@ class RouterBooking:
 class RouterCore:
     """Chooses workers for prompts, and keeps account of who is busy with what.
 
-    What :class:`kvflash.routing.KvPushRouter` decides with; it opens no socket. Several may live in one
-    process. ``options`` of a call is a dict with any of ``overlap_score_weight``,
+    What :class:`kvflash.routing.KvPushRouter` decides with; it opens no socket. Several may live in
+    one process. ``options`` of a call is a dict with any of ``overlap_score_weight``,
     ``router_temperature``, ``assume_kv_reuse``, ``worker_id``, ``dp_rank``, ``allowed_worker_ids``,
     ``lora_name`` and ``cache_salt``; ``None`` is as good as absent, an unknown name is refused.
 
@@ -934,8 +934,10 @@ class RouterCore:
     def potential_loads(
         self, token_ids: _Integers, options: dict[str, Any] | None = None
     ) -> list[dict[str, int]]:
-        """What the prompt would make of each worker's load: worker_id, dp_rank,
-        potential_prefill_tokens, potential_decode_blocks, active_requests, overlap_blocks.
+        """What the prompt would make of each worker's load.
+
+        Each entry has worker_id, dp_rank, potential_prefill_tokens, potential_decode_blocks,
+        active_requests and overlap_blocks.
         """
 
     def explain(self, token_ids: _Integers, options: dict[str, Any] | None = None) -> str:
@@ -952,7 +954,10 @@ class RouterCore:
         """Everything the index holds, as a JSON list of router events."""
 
     def totals(self) -> dict[str, int]:
-        """Sums over all workers: workers, requests, prefill_tokens, blocks, reserved, predicted_blocks."""
+        """Sums over all workers.
+
+        They are workers, requests, prefill_tokens, blocks, reserved and predicted_blocks.
+        """
 
     def tick(self) -> int:
         """Let go of what is too old. Returns how many bookings expired. Call it every second."""
@@ -1094,6 +1099,12 @@ class Frontend:
         drain_timeout_s: float = 30.0,
         enforce_disagg: str = "off",
         waits_for: str = "",
+        overlap_score_credit: float = 1.0,
+        overlap_score_credit_decay: float = 0.0,
+        prefill_load_scale: float = 1.0,
+        active_request_weight: float = 0.0,
+        track_prefill_tokens: bool = True,
+        min_initial_workers: int = 0,
     ) -> Frontend: ...
     @property
     def catalog(self) -> Catalog: ...

@@ -207,6 +207,7 @@ class Flags:
                 default=value,
                 help=summary if at == 0 else f"the opposite of {group[0][0][0]}",
             )
+
     def add_mode(
         self, name: str, *, choices: Sequence[str], default: str, bare: str, summary: str
     ) -> None:

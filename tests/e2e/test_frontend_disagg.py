@@ -1,4 +1,4 @@
-"""Disaggregated serving: prefill at one worker, decode at another, and what happens when one fails."""
+"""Disaggregated serving: prefill at one worker, decode at another, and what follows a failure."""
 
 from __future__ import annotations
 

@@ -316,3 +316,67 @@ def test_what_is_not_set_can_be_said():
     assert [parse(text) for text in ("None", "none", "0.5")] == [None, None, 0.5]
     with pytest.raises(argparse.ArgumentTypeError):
         parse("nothing")
+
+
+@pytest.mark.parametrize(
+    ("argv", "field", "wanted"),
+    [
+        (["--router-kv-overlap-score-weight", "2"], "kv_overlap_score_weight", 2.0),
+        (["--router-kv-overlap-score-credit", "1.5"], "router_kv_overlap_score_credit", 1.5),
+        (["--router-prefill-load-scale", "2"], "router_prefill_load_scale", 2.0),
+        (["--no-router-kv-events"], "use_kv_events", False),
+        (["--no-kv-events", "--router-kv-events"], "use_kv_events", True),
+        (["--router-ttl-secs", "7"], "router_ttl", 7.0),
+        (["--no-router-track-active-blocks"], "track_active_blocks", False),
+        (["--no-router-track-prefill-tokens"], "track_prefill_tokens", False),
+        (["--no-router-assume-kv-reuse"], "assume_kv_reuse", False),
+        (["--busy-threshold", "0.5"], "active_decode_blocks_threshold", 0.5),
+        (["--active-decode-blocks-threshold", "None"], "active_decode_blocks_threshold", None),
+        (["--active-prefill-tokens-threshold", "none"], "active_prefill_tokens_threshold", None),
+        (["--http-port", "8001"], "port", 8001),
+        (["--min-initial-workers", "3"], "min_initial_workers", 3),
+    ],
+)
+def test_the_frontend_takes_every_spelling(argv, field, wanted):
+    assert getattr(frontend.parse_args(argv), field) == wanted
+
+
+def test_the_frontend_reads_the_variables_of_those_who_come_from_elsewhere(monkeypatch):
+    for variable, text, field, wanted in (
+        ("DYN_ROUTER_MODE", "random", "router_mode", "random"),
+        ("DYN_KV_OVERLAP_SCORE_WEIGHT", "0.5", "kv_overlap_score_weight", 0.5),
+        ("DYN_KV_EVENTS", "false", "use_kv_events", False),
+        ("DYN_ROUTER_TTL", "9", "router_ttl", 9.0),
+        ("DYN_ROUTER_MIN_INITIAL_WORKERS", "2", "min_initial_workers", 2),
+        ("KVFLASH_ROUTER_MIN_INITIAL_WORKERS", "2", "min_initial_workers", 2),
+        ("KVFLASH_NO_KV_EVENTS", "1", "use_kv_events", False),
+    ):
+        monkeypatch.setenv(variable, text)
+        assert getattr(frontend.parse_args([]), field) == wanted, variable
+        monkeypatch.delenv(variable)
+
+
+def test_load_aware_is_a_preset():
+    args = frontend.parse_args(["--load-aware", "--router-mode", "random"])
+    assert (args.router_mode, args.use_kv_events, args.assume_kv_reuse) == ("kv", False, False)
+    assert args.router_kv_overlap_score_credit == 0
+    assert args.track_active_blocks and args.track_prefill_tokens
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--active-decode-blocks-threshold", "1.1"],
+        ["--active-decode-blocks-threshold", "nan"],
+        ["--active-prefill-tokens-threshold", "-1"],
+        ["--active-prefill-tokens-threshold-frac", "-0.1"],
+        ["--active-prefill-tokens-threshold-frac", "inf"],
+        ["--router-temperature", "-1"],
+        ["--router-prune-target-ratio", "2"],
+    ],
+)
+def test_bad_routing_flags_are_refused_by_name(argv, capsys):
+    with pytest.raises(SystemExit):
+        frontend.parse_args(argv)
+    error = capsys.readouterr().err
+    assert argv[0] in error and argv[1] in error

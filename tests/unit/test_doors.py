@@ -21,6 +21,7 @@ FLOORS = {
     "_core": 0,
     "errors": 0,
     "config": 0,
+    "router_flags": 0,
     "lazy": 0,
     "servers": 0,
     "transport": 1,

@@ -23,6 +23,12 @@ def make_frontend(args: FrontendArgs) -> Frontend:
     frontend = Frontend(
         policy=args.router_mode,
         overlap_score_weight=args.kv_overlap_score_weight,
+        overlap_score_credit=args.router_kv_overlap_score_credit,
+        overlap_score_credit_decay=args.router_kv_overlap_score_credit_decay,
+        prefill_load_scale=args.router_prefill_load_scale,
+        active_request_weight=args.router_active_request_weight,
+        track_prefill_tokens=args.track_prefill_tokens,
+        min_initial_workers=args.min_initial_workers,
         temperature=args.router_temperature,
         kv_cache_block_size=args.kv_cache_block_size,
         track_active_blocks=args.track_active_blocks,

@@ -16,6 +16,7 @@ use crate::clock::SystemClock;
 use crate::http::Shutdown;
 use crate::http::frontend::{EngineSpec, FrontendApp, FrontendOptions};
 use crate::ids::InstanceId;
+use crate::policy::KvScale;
 use crate::router::RouterConfig;
 use crate::select::Thresholds;
 
@@ -41,7 +42,8 @@ impl Frontend {
         max_concurrent_requests=4_096, max_workers=4_096, max_attempts=5, max_blocks=33_554_432,
         index_memory_bytes=0, body_timeout_s=60.0, connect_timeout_s=2.0, first_byte_timeout_s=600.0,
         tokenize_timeout_s=2.0, stream_idle_timeout_s=300.0, health_interval_s=2.0, drain_timeout_s=30.0,
-        enforce_disagg="off", waits_for=""
+        enforce_disagg="off", waits_for="", overlap_score_credit=1.0, overlap_score_credit_decay=0.0,
+        prefill_load_scale=1.0, active_request_weight=0.0, track_prefill_tokens=true, min_initial_workers=0
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -82,11 +84,24 @@ impl Frontend {
         drain_timeout_s: f64,
         enforce_disagg: &str,
         waits_for: &str,
+        overlap_score_credit: f64,
+        overlap_score_credit_decay: f64,
+        prefill_load_scale: f64,
+        active_request_weight: f64,
+        track_prefill_tokens: bool,
+        min_initial_workers: usize,
     ) -> PyResult<Self> {
         let expiry = seconds(py, "--active-request-expiry", active_request_expiry_s)?;
         let mut router = RouterConfig {
             policy: policy.parse().or_raise(py)?,
             overlap_score_weight,
+            scale: KvScale {
+                overlap_score_credit,
+                overlap_score_credit_decay,
+                prefill_load_scale,
+                active_request_weight,
+            },
+            track_prefill_tokens,
             temperature,
             block_size: kv_cache_block_size.unwrap_or(0),
             track_active_blocks,
@@ -126,6 +141,7 @@ impl Frontend {
             stream_idle_timeout: seconds(py, "--stream-idle-timeout", stream_idle_timeout_s)?,
             enforce_disagg: enforce_disagg.parse().or_raise(py)?,
             waits_for: waits_for.to_owned(),
+            min_initial_workers,
             tokenize_timeout: seconds(py, "--tokenize-timeout", tokenize_timeout_s)?,
             health_interval: seconds(py, "--health-interval", health_interval_s)?,
         };

@@ -44,6 +44,19 @@ pub(super) async fn health(State(app): State<Arc<App>>) -> Response {
     (status, Json(body)).into_response()
 }
 
+/// 200 when requests are taken: enough workers were healthy at the start, and one is now. For load
+/// balancers; `/health` says how each worker fares.
+pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
+    let is_any_healthy = app.fleet.engines().iter().any(|engine| engine.is_healthy());
+    let why = match app.started() {
+        Err(error) => Some(error.to_string()),
+        Ok(()) if !is_any_healthy => Some("no worker is healthy".to_owned()),
+        Ok(()) => None,
+    };
+    let status = why.as_ref().map_or(StatusCode::OK, |_| StatusCode::SERVICE_UNAVAILABLE);
+    (status, Json(json!({ "ready": why.is_none(), "reason": why }))).into_response()
+}
+
 /// An engine that has stored nothing after this many requests publishes nothing.
 const SILENT_REQUESTS: u64 = 20;
 

@@ -1,7 +1,7 @@
 //! Routes of the frontend, and a request's way through it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use axum::Router;
@@ -63,6 +63,8 @@ pub(super) struct App {
     pub metrics: FrontendMetrics,
     pub shutdown: Shutdown,
     in_flight: AtomicUsize,
+    /// Whether there were once as many workers as the start waits for.
+    has_started: AtomicBool,
 }
 
 /// A request's place among those in flight; given back when it is dropped.
@@ -112,6 +114,7 @@ impl FrontendApp {
             metrics,
             shutdown,
             in_flight: AtomicUsize::new(0),
+            has_started: AtomicBool::new(false),
         };
         Ok(Self { app: Arc::new(app) })
     }
@@ -173,6 +176,7 @@ impl FrontendApp {
             .route("/v1/completions", openai(Api::Completions))
             .route("/v1/models", get(admin::models))
             .route("/health", get(admin::health))
+            .route("/ready", get(admin::ready))
             .route("/metrics", get(admin::metrics))
             .route("/workers", get(admin::workers).post(admin::add_worker))
             .route("/workers/{id}", axum::routing::delete(admin::remove_worker))
@@ -199,6 +203,28 @@ impl App {
 
     pub fn in_flight(&self) -> usize {
         self.in_flight.load(Ordering::Relaxed)
+    }
+
+    /// Whether requests are taken: from the moment on at which enough workers were healthy at once.
+    ///
+    /// # Errors
+    /// `NoWorker`, saying how many are missing.
+    pub fn started(&self) -> Result<()> {
+        let wanted = self.options.min_initial_workers;
+        // Relaxed: who sees it late counts the workers once more.
+        if wanted == 0 || self.has_started.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let engines = self.fleet.engines();
+        let healthy = engines.iter().filter(|engine| engine.is_healthy()).count();
+        if healthy >= wanted {
+            self.has_started.store(true, Ordering::Relaxed);
+            return Ok(());
+        }
+        Err(Error::NoWorker(format!(
+            "starting: {healthy} of the {wanted} workers that must be healthy first \
+             (--min-initial-workers)"
+        )))
     }
 
     fn admit(self: &Arc<Self>) -> Result<InFlight, Reject> {
@@ -281,6 +307,7 @@ async fn attempt_all(
     body: Body,
     request_id: &str,
 ) -> Result<Response, Reject> {
+    app.started()?;
     let in_flight = app.admit()?;
     let body = app.read_body(body).await?;
     let started = Instant::now();

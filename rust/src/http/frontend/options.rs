@@ -45,6 +45,8 @@ pub struct FrontendOptions {
     pub enforce_disagg: EnforceDisagg,
     /// Where workers are expected from, for those who ask before there are any.
     pub waits_for: String,
+    /// Healthy workers that must have been there once before the first request is taken.
+    pub min_initial_workers: usize,
     /// Time for an engine's /tokenize; after it the request is routed without tokens.
     pub tokenize_timeout: Duration,
     /// Time between two health checks of a worker.
@@ -71,6 +73,7 @@ impl Default for FrontendOptions {
             stream_idle_timeout: Duration::from_secs(300),
             enforce_disagg: EnforceDisagg::Off,
             waits_for: String::new(),
+            min_initial_workers: 0,
             tokenize_timeout: Duration::from_secs(2),
             health_interval: Duration::from_secs(2),
         }
@@ -81,7 +84,9 @@ impl FrontendOptions {
     /// Whether engines' events are listened to: not where routing itself is the knowledge, nor where an
     /// overlap weighs nothing.
     pub fn uses_events(&self) -> bool {
-        self.overlap != Overlap::Predictions && self.router.overlap_score_weight > 0.0
+        self.overlap != Overlap::Predictions
+            && self.router.overlap_score_weight > 0.0
+            && self.router.scale.overlap_score_credit > 0.0
     }
 
     /// Check what the types cannot.

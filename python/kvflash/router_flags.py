@@ -1,0 +1,257 @@
+"""The flags that decide how requests are routed, for every process that routes.
+
+Each has its ``KVFLASH_...`` variable; the names that other versions of the flags had, and the
+``DYN_...`` variables of those who come from there, mean the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvflash.config import Flags, bounded_float, bounded_int, optional, size_or_zero
+
+__all__ = ["POLICIES", "RouterFlags", "add_router_flags", "settle"]
+
+POLICIES = ("kv", "round-robin", "random", "least-loaded", "power-of-two")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterFlags:
+    """What the flags say; see ``--help``."""
+
+    router_mode: str
+    load_aware: bool
+    kv_overlap_score_weight: float
+    router_kv_overlap_score_credit: float
+    router_kv_overlap_score_credit_decay: float
+    router_prefill_load_scale: float
+    router_active_request_weight: float
+    router_temperature: float
+    kv_cache_block_size: int | None
+    track_active_blocks: bool
+    track_prefill_tokens: bool
+    assume_kv_reuse: bool
+    active_request_expiry: float
+    use_kv_events: bool
+    router_predicted_ttl_secs: float | None
+    router_ttl: float
+    router_max_tree_size: int
+    router_prune_target_ratio: float
+    active_decode_blocks_threshold: float | None
+    active_prefill_tokens_threshold: int | None
+    active_prefill_tokens_threshold_frac: float | None
+    decision_journal: int
+    min_initial_workers: int
+
+
+def add_router_flags(flags: Flags, *, block_size: tuple[str, ...] = ()) -> None:
+    """Add them; ``block_size`` are further names of ``--kv-cache-block-size``."""
+    flags.add(
+        "--router-mode",
+        variables=("DYN_ROUTER_MODE",),
+        parse=str,
+        default="kv",
+        choices=POLICIES,
+        summary="how a worker is chosen",
+    )
+    flags.add_switch(
+        "--load-aware",
+        dest="load_aware",
+        value=True,
+        summary="balance load without any knowledge of caches: kv mode with "
+        "--router-kv-overlap-score-credit 0 --no-kv-events --no-assume-kv-reuse",
+    )
+    _add_cost(flags)
+    flags.add(
+        "--router-temperature",
+        variables=("DYN_ROUTER_TEMPERATURE",),
+        parse=bounded_float(0),
+        default=0.0,
+        summary="0 takes the cheapest worker; more spreads the choice",
+    )
+    flags.add(
+        "--kv-cache-block-size",
+        *block_size,
+        variables=("DYN_KV_CACHE_BLOCK_SIZE",),
+        parse=bounded_int(1, 2**32 - 1),
+        default=None,
+        summary="tokens in a block; learned from the engines when not given",
+    )
+    _add_accounts(flags)
+    _add_knowledge(flags)
+    _add_thresholds(flags)
+    flags.add(
+        "--decision-journal",
+        parse=size_or_zero,
+        default=16 * 1024 * 1024,
+        metavar="SIZE",
+        summary="memory for past decisions, which GET /why/{request id} tells; 0 keeps none",
+    )
+    flags.add(
+        "--min-initial-workers",
+        variables=("KVFLASH_ROUTER_MIN_INITIAL_WORKERS", "DYN_ROUTER_MIN_INITIAL_WORKERS"),
+        parse=bounded_int(0, 65_535),
+        default=0,
+        summary="healthy workers that must have been there once before a request is taken; until "
+        "then requests and /ready get 503",
+    )
+
+
+def settle(values: dict[str, Any]) -> dict[str, Any]:
+    """What the presets among ``values`` make of the others."""
+    if not values["load_aware"]:
+        return values
+    return {
+        **values,
+        "router_mode": "kv",
+        "router_kv_overlap_score_credit": 0.0,
+        "use_kv_events": False,
+        "assume_kv_reuse": False,
+        "track_active_blocks": True,
+        "track_prefill_tokens": True,
+    }
+
+
+def _add_cost(flags: Flags) -> None:
+    flags.add(
+        "--kv-overlap-score-weight",
+        "--router-kv-overlap-score-weight",
+        variables=("DYN_KV_OVERLAP_SCORE_WEIGHT", "DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT"),
+        parse=bounded_float(0),
+        default=1.0,
+        summary="what a block to prefill costs, in blocks held by running requests; 0: caches do "
+        "not count, and no events are listened to",
+    )
+    flags.add(
+        "--router-kv-overlap-score-credit",
+        variables=("DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT",),
+        parse=bounded_float(0),
+        default=1.0,
+        summary="what a cached block saves, in blocks to prefill; more than 1 keeps prompts with "
+        "their caches for longer before load spreads them",
+    )
+    flags.add(
+        "--router-kv-overlap-score-credit-decay",
+        variables=("DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY",),
+        parse=bounded_float(0),
+        default=0.0,
+        summary="how fast that credit fades where more prefill is queued than at the idlest worker",
+    )
+    flags.add(
+        "--router-prefill-load-scale",
+        variables=("DYN_ROUTER_PREFILL_LOAD_SCALE",),
+        parse=bounded_float(0),
+        default=1.0,
+        summary="what the rest to prefill counts, credit taken off",
+    )
+    flags.add(
+        "--router-active-request-weight",
+        "--router-decode-active-request-weight",
+        variables=("DYN_ROUTER_DECODE_ACTIVE_REQUEST_WEIGHT",),
+        parse=bounded_float(0),
+        default=0.0,
+        summary="what each running request costs, in blocks",
+    )
+
+
+def _add_accounts(flags: Flags) -> None:
+    flags.add_toggle(
+        "track_active_blocks",
+        on=("--track-active-blocks", "--router-track-active-blocks"),
+        off=("--no-track-active-blocks", "--no-router-track-active-blocks"),
+        default=True,
+        variables=("DYN_ROUTER_TRACK_ACTIVE_BLOCKS",),
+        summary="count the blocks of running requests in the cost (off: prefill-only workers)",
+    )
+    flags.add_toggle(
+        "track_prefill_tokens",
+        on=("--track-prefill-tokens", "--router-track-prefill-tokens"),
+        off=("--no-track-prefill-tokens", "--no-router-track-prefill-tokens"),
+        default=True,
+        variables=("DYN_ROUTER_TRACK_PREFILL_TOKENS",),
+        summary="count running requests' prompt tokens until their first token (off: workers "
+        "that do not prefill)",
+    )
+    flags.add_toggle(
+        "assume_kv_reuse",
+        on=("--assume-kv-reuse", "--router-assume-kv-reuse"),
+        off=("--no-assume-kv-reuse", "--no-router-assume-kv-reuse"),
+        default=True,
+        variables=("DYN_ROUTER_ASSUME_KV_REUSE",),
+        summary="count a block that running requests share once (off: every request in full)",
+    )
+    flags.add(
+        "--active-request-expiry",
+        variables=("DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS",),
+        parse=bounded_float(1),
+        default=300.0,
+        summary="seconds without any activity after which a request's load is freed",
+    )
+
+
+def _add_knowledge(flags: Flags) -> None:
+    flags.add_toggle(
+        "use_kv_events",
+        on=("--kv-events", "--router-kv-events"),
+        off=("--no-kv-events", "--no-router-kv-events"),
+        default=True,
+        variables=("DYN_KV_EVENTS", "DYN_ROUTER_KV_EVENTS"),
+        summary="listen to the engines' events (off: a worker is believed to hold what was sent "
+        "to it lately)",
+    )
+    flags.add(
+        "--router-ttl",
+        "--router-ttl-secs",
+        variables=("DYN_ROUTER_TTL", "DYN_ROUTER_TTL_SECS"),
+        parse=bounded_float(0, 86_400 * 365),
+        default=120.0,
+        summary="without events: seconds for which a worker is believed to hold what was sent",
+    )
+    flags.add(
+        "--router-max-tree-size",
+        variables=("DYN_ROUTER_MAX_TREE_SIZE",),
+        parse=bounded_int(1, 2**40),
+        default=1_048_576,
+        summary="blocks that are believed so, counted per worker; beyond it the oldest go",
+    )
+    flags.add(
+        "--router-prune-target-ratio",
+        variables=("DYN_ROUTER_PRUNE_TARGET_RATIO",),
+        parse=bounded_float(0, 1),
+        default=0.8,
+        summary="share of --router-max-tree-size that is left then",
+    )
+    flags.add(
+        "--router-predicted-ttl-secs",
+        variables=("DYN_ROUTER_PREDICTED_TTL_SECS",),
+        parse=optional(bounded_float(0, 86_400)),
+        default=5.0,
+        summary="with events: seconds for which what was just sent to a worker counts as cached "
+        "there, until its events tell; 0 or None counts nothing",
+    )
+
+
+def _add_thresholds(flags: Flags) -> None:
+    flags.add(
+        "--active-decode-blocks-threshold",
+        "--busy-threshold",
+        variables=("DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD", "DYN_BUSY_THRESHOLD"),
+        parse=optional(bounded_float(0, 1)),
+        default=None,
+        summary="share of a worker's blocks in use above which it gets no requests",
+    )
+    flags.add(
+        "--active-prefill-tokens-threshold",
+        variables=("DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD",),
+        parse=optional(bounded_int(0, 2**64 - 1)),
+        default=None,
+        summary="prompt tokens still to be prefilled above which a worker gets no requests",
+    )
+    flags.add(
+        "--active-prefill-tokens-threshold-frac",
+        variables=("DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC",),
+        parse=optional(bounded_float(0)),
+        default=None,
+        summary="the same as a multiple of the tokens that the worker takes in one batch",
+    )
