@@ -101,6 +101,8 @@ class EtcdDiscovery(Discovery):
         ConfigError: No address.
     """
 
+    is_local = False
+
     def __init__(self, endpoints: str | None = None) -> None:
         text = endpoints or os.environ.get("ETCD_ENDPOINTS") or DEFAULT_ENDPOINTS
         self._endpoints = [_url(part.strip()) for part in text.split(",") if part.strip()]

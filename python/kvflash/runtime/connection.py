@@ -26,6 +26,7 @@ class Connection(asyncio.Protocol):
     Attributes:
         on_lost: Called once when the other side is gone.
         is_lost: Whether it is.
+        is_answering: A server's, while it answers: little may come then.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Connection(asyncio.Protocol):
         self._on_made = on_made
         self.on_lost: Callable[[], None] | None = None
         self.is_lost = False
+        self.is_answering = False
 
     # asyncio.Protocol
 
@@ -67,7 +69,10 @@ class Connection(asyncio.Protocol):
         for item in frames:
             self._frames.append(item)
             self._bytes += len(item[1])
-        if self._bytes > self._limits.receive_buffer_bytes and not self._is_reading_paused:
+        if self._bytes > self._limits.receive_buffer_bytes and self.is_answering:
+            # Without reading on, its end would go unseen. Nobody has to send amid an answer.
+            self.abort()
+        elif self._bytes > self._limits.receive_buffer_bytes and not self._is_reading_paused:
             self._is_reading_paused = True
             if self._transport is not None:
                 self._transport.pause_reading()

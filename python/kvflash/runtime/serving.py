@@ -15,6 +15,7 @@ from kvflash.errors import (
     ClosedError,
     ConflictError,
     InvalidArgumentError,
+    KvflashError,
     NotFoundError,
     OverloadedError,
     WorkerError,
@@ -209,7 +210,15 @@ class Running:
             raise
         except Exception as error:
             self._served.failed_total += 1
-            logger.warning("%s: request %s failed", self._served.name, context.id(), exc_info=True)
+            # What is of this package was raised on purpose.
+            is_known = isinstance(error, KvflashError)
+            logger.warning(
+                "%s: request %s failed: %r",
+                self._served.name,
+                context.id(),
+                error,
+                exc_info=not is_known,
+            )
             self._failure = self._failure or Failure.of(error)
         finally:
             await _close(items)

@@ -139,11 +139,11 @@ class TcpServer:
         except (NotFoundError, ClosedError, OverloadedError) as error:
             await connection.send(Failure.of(error, retry=True).pack())
             return True
-        connection.on_lost = running.abandon
+        connection.on_lost, connection.is_answering = running.abandon, True
         if connection.is_lost:
             running.abandon()
         await asyncio.wait({running.task})
-        connection.on_lost = None
+        connection.on_lost, connection.is_answering = None, False
         return not connection.is_lost
 
 
