@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         register_llm,
         unregister_llm,
     )
+    from kvflash.routing import KvPushRouter, KvRouterConfig, RoutedStream
     from kvflash.runtime import (
         Client,
         Component,
@@ -58,10 +59,13 @@ __getattr__ = lazy_names(
         "Context": "kvflash.runtime",
         "DistributedRuntime": "kvflash.runtime",
         "Endpoint": "kvflash.runtime",
+        "KvPushRouter": "kvflash.routing",
+        "KvRouterConfig": "kvflash.routing",
         "ModelInput": "kvflash.llm",
         "ModelRuntimeConfig": "kvflash.llm",
         "ModelType": "kvflash.llm",
         "Namespace": "kvflash.runtime",
+        "RoutedStream": "kvflash.routing",
         "RuntimeLimits": "kvflash.runtime",
         "Stream": "kvflash.runtime",
         "kvflash_worker": "kvflash.runtime",
@@ -85,6 +89,8 @@ __all__ = [
     "Endpoint",
     "InvalidArgumentError",
     "KvIndexer",
+    "KvPushRouter",
+    "KvRouterConfig",
     "KvflashError",
     "ModelInput",
     "ModelRuntimeConfig",
@@ -95,6 +101,7 @@ __all__ = [
     "OverlapScores",
     "OverloadedError",
     "RadixTree",
+    "RoutedStream",
     "RuntimeLimits",
     "Stream",
     "Tokenizer",

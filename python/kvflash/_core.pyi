@@ -686,6 +686,13 @@ class RouterBooking:
     def touch(self) -> None:
         """Something came: the request is alive."""
 
+    def output_block(self, fraction: float) -> None:
+        """One more block was generated; ``fraction`` of the output is still expected.
+
+        Raises:
+            InvalidArgumentError: The fraction is not in 0..=1.
+        """
+
     def cached(self, tokens: int) -> None:
         """The engine says how many tokens of the prompt it reused; for :meth:`RouterCore.why`."""
 
@@ -696,8 +703,8 @@ class RouterBooking:
 class RouterCore:
     """Chooses workers for prompts, and keeps account of who is busy with what.
 
-    What :class:`kvflash.routing.KvPushRouter` decides with; it opens no socket. Several may live in one
-    process. ``options`` of a call is a dict with any of ``overlap_score_weight``,
+    What :class:`kvflash.routing.KvPushRouter` decides with; it opens no socket. Several may live in
+    one process. ``options`` of a call is a dict with any of ``overlap_score_weight``,
     ``router_temperature``, ``assume_kv_reuse``, ``worker_id``, ``dp_rank``, ``allowed_worker_ids``,
     ``lora_name`` and ``cache_salt``; ``None`` is as good as absent, an unknown name is refused.
 
@@ -846,8 +853,12 @@ class RouterCore:
     def potential_loads(
         self, token_ids: _Integers, options: dict[str, Any] | None = None
     ) -> list[dict[str, int]]:
-        """What the prompt would make of each worker's load: worker_id, dp_rank,
-        potential_prefill_tokens, potential_decode_blocks, active_requests, overlap_blocks."""
+        """What the prompt would make of each worker's load; nothing changes.
+
+        Returns:
+            For each: worker_id, dp_rank, potential_prefill_tokens, potential_decode_blocks,
+            active_requests, overlap_blocks.
+        """
 
     def explain(self, token_ids: _Integers, options: dict[str, Any] | None = None) -> str:
         """The decision that would be made now, with every candidate's terms; JSON."""
@@ -863,7 +874,11 @@ class RouterCore:
         """Everything the index holds, as a JSON list of router events."""
 
     def totals(self) -> dict[str, int]:
-        """Sums over all workers: workers, requests, prefill_tokens, blocks, reserved, predicted_blocks."""
+        """Sums over all workers.
+
+        Returns:
+            workers, requests, prefill_tokens, blocks, reserved, predicted_blocks.
+        """
 
     def tick(self) -> int:
         """Let go of what is too old. Returns how many bookings expired. Call it every second."""

@@ -154,7 +154,10 @@ class Flags:
         )
 
     def add_switch(self, *names: str, dest: str, value: bool, summary: str) -> None:
-        """Add a flag without a value that sets ``dest`` to ``value``; the first name names its variable."""
+        """Add a flag without a value that sets ``dest`` to ``value``.
+
+        The first name is that of its variable.
+        """
         name = names[0]
         text = os.environ.get(self._variable(name), "")
         if text.lower() not in (*_TRUE, *_FALSE):

@@ -27,6 +27,7 @@ FLOORS = {
     "process": 2,
     "runtime": 2,
     "llm": 3,
+    "routing": 3,
     "frontend": 4,
     "indexer": 4,
     "doctor": 4,
@@ -44,6 +45,7 @@ NARROW = {
     # What they carry is opaque to them: the core has no part in it.
     "discovery": {"errors"},
     "runtime": {"errors", "discovery"},
+    "routing": {"_core", "errors", "discovery", "runtime", "transport"},
     # It looks from outside: what it says must not come from what it checks.
     "doctor": {"errors", "config", "doctor"},
     # The engine's double knows nothing of the router that it is to test.

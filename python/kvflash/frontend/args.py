@@ -93,8 +93,8 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
         variables=("DYN_KV_OVERLAP_SCORE_WEIGHT",),
         parse=bounded_float(0),
         default=1.0,
-        summary="what a block to prefill costs, in blocks held by running requests; 0: caches do not "
-        "count, and no events are listened to",
+        summary="what a block to prefill costs, in blocks held by running requests; 0: caches do "
+        "not count, and no events are listened to",
     )
     flags.add(
         "--router-temperature",
@@ -139,7 +139,7 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
         variables=("DYN_ROUTER_TTL",),
         parse=bounded_float(0, 86_400 * 365),
         default=120.0,
-        summary="without events: seconds for which a worker is believed to hold what was sent to it",
+        summary="without events: seconds for which a worker is believed to hold what it was sent",
     )
     flags.add(
         "--router-max-tree-size",

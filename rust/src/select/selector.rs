@@ -347,15 +347,21 @@ impl Selector {
         self.model.index.predict(selection.worker, *seed, locals);
     }
 
+    /// What is told of an overlap: how much of it is held, and how much beyond is a guess. Without
+    /// events, guesses are all there is.
+    fn told(&self, terms: &Terms) -> (u32, u32) {
+        match self.overlap {
+            Overlap::Predictions => (terms.overlap_blocks, 0),
+            _ => (terms.overlap_blocks - terms.predicted_blocks, terms.predicted_blocks),
+        }
+    }
+
     fn selection(&self, decision: &Decision<'_>, matches: &Matches) -> Selection {
-        let Terms { overlap_blocks, predicted_blocks, .. } = *decision.terms();
+        let (overlap_blocks, predicted_blocks) = self.told(decision.terms());
         let best = |blocks: fn(&Match) -> u32| matches.as_slice().iter().map(blocks).max();
-        let (overlap_blocks, predicted_blocks, best) = match self.overlap {
-            Overlap::Predictions => (overlap_blocks, 0, best(|found| found.predicted)),
-            _ => {
-                let held = overlap_blocks - predicted_blocks;
-                (held, predicted_blocks, best(|found| found.device))
-            }
+        let best = match self.overlap {
+            Overlap::Predictions => best(|found| found.predicted),
+            _ => best(|found| found.device),
         };
         Selection {
             worker: decision.worker,
@@ -384,6 +390,7 @@ impl Selector {
             let blocks = |tier: fn(&Match) -> u32| held.map_or(0, tier);
             CandidateRecord {
                 terms: *terms,
+                overlap_blocks: self.told(terms).0,
                 device_blocks: blocks(|held| held.device),
                 host_blocks: blocks(|held| held.host),
                 disk_blocks: blocks(|held| held.external),

@@ -168,9 +168,6 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
     metrics.journal_bytes.set(journal.bytes as i64);
     metrics.journal_records.set(journal.records as i64);
     metrics.journal_dropped.inner().store(journal.dropped_total, Ordering::Relaxed);
-    let predicted: usize =
-        app.fleet.pools().iter().map(|pool| pool.index().index.stats().predicted).sum();
-    metrics.predicted_blocks.set(predicted as i64);
     if let Some(text) = &app.text {
         let stats = text.tokenizer.cache_stats();
         metrics.tokenizer_hits.set(stats.hits_total as i64);
