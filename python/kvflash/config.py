@@ -122,7 +122,7 @@ class Flags:
     def add(
         self,
         *names: str,
-        parse: Callable[[str], _T],
+        parse: Callable[[str], _T | None],
         default: _T | None,
         summary: str,
         metavar: str | None = None,

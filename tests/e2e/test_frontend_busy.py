@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support_frontend import COMPLETIONS, Answer, Call, Frontend, Mocker, ask
 
-from service import until
+from service import Engine, until
 
 VECTORS = Path(__file__).parents[1] / "vectors" / "select_cases.json"
 THRESHOLD = "/busy_threshold"
@@ -193,19 +193,28 @@ def test_without_events_what_was_sent_somewhere_is_believed_there(mocker: Mocker
 
 def test_a_prompt_in_a_row_goes_to_one_worker_before_its_events(mocker: Mocker) -> None:
     """Events are believed as ever; until they come, what was just sent there counts."""
-    # Workers without event sockets: whatever is known was predicted.
-    workers = [part for one in mocker.workers for part in ("--worker", one["url"])]
-    with Frontend(*workers) as frontend:
-        frontend.wait_healthy(1, 2)
-        for n in range(61, 73):
-            body = prompt(n, max_tokens=1)
-            answers = [ask(frontend.url, COMPLETIONS, body) for _ in range(2)]
-            assert answers[0].worker == answers[1].worker
-            assert [answer.overlap_blocks for answer in answers] == [0, 0], "held is told, no more"
-    with Frontend(*workers, "--router-predicted-ttl-secs", "None") as frontend:
-        frontend.wait_healthy(1, 2)
-        ask(frontend.url, COMPLETIONS, prompt(80, max_tokens=1))
-        assert predicted(frontend) == 0
+    engines = [Engine() for _ in mocker.workers]
+    # Event sockets on which nothing ever comes: whatever is known was predicted.
+    workers = [
+        part
+        for one, engine in zip(mocker.workers, engines, strict=True)
+        for part in ("--worker", f"{one['url']},events={engine.endpoint}")
+    ]
+    try:
+        with Frontend(*workers) as frontend:
+            frontend.wait_healthy(1, 2)
+            for n in range(61, 73):
+                body = prompt(n, max_tokens=1)
+                answers = [ask(frontend.url, COMPLETIONS, body) for _ in range(2)]
+                assert answers[0].worker == answers[1].worker
+                assert [answer.overlap_blocks for answer in answers] == [0, 0], "held is told"
+        with Frontend(*workers, "--router-predicted-ttl-secs", "None") as frontend:
+            frontend.wait_healthy(1, 2)
+            ask(frontend.url, COMPLETIONS, prompt(80, max_tokens=1))
+            assert predicted(frontend) == 0
+    finally:
+        for engine in engines:
+            engine.close()
 
 
 def test_without_weight_no_events_are_listened_to(mocker: Mocker) -> None:

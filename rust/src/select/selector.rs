@@ -335,7 +335,10 @@ impl Selector {
         let Prompt { locals, seed, .. } = ask.prompt;
         let is_held = self.overlap != Overlap::Predictions
             && selection.overlap_blocks as usize == locals.len();
-        if self.overlap == Overlap::Events || is_held || !self.uses_index(ask) {
+        // One whose events nobody hears may keep nothing at all: it earns no credit by guesses either.
+        let is_heard = self.overlap == Overlap::Predictions
+            || self.model.workers().binary_search(&selection.worker).is_ok();
+        if self.overlap == Overlap::Events || is_held || !is_heard || !self.uses_index(ask) {
             return;
         }
         let now_ms = self.clock.now_ms();
