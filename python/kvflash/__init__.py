@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         ZmqKvEventPublisher,
         ZmqKvEventPublisherConfig,
     )
+    from kvflash.routing import KvPushRouter, KvRouterConfig, RoutedStream
     from kvflash.runtime import (
         Client,
         Component,
@@ -72,10 +73,13 @@ __getattr__ = lazy_names(
         "ForwardPassMetrics": "kvflash.publisher",
         "KvEventPublisher": "kvflash.publisher",
         "KvStats": "kvflash.publisher",
+        "KvPushRouter": "kvflash.routing",
+        "KvRouterConfig": "kvflash.routing",
         "ModelInput": "kvflash.llm",
         "ModelRuntimeConfig": "kvflash.llm",
         "ModelType": "kvflash.llm",
         "Namespace": "kvflash.runtime",
+        "RoutedStream": "kvflash.routing",
         "RuntimeLimits": "kvflash.runtime",
         "SpecDecodeStats": "kvflash.publisher",
         "Stream": "kvflash.runtime",
@@ -107,6 +111,8 @@ __all__ = [
     "InvalidArgumentError",
     "KvEventPublisher",
     "KvIndexer",
+    "KvPushRouter",
+    "KvRouterConfig",
     "KvStats",
     "KvflashError",
     "ModelInput",
@@ -118,6 +124,7 @@ __all__ = [
     "OverlapScores",
     "OverloadedError",
     "RadixTree",
+    "RoutedStream",
     "RuntimeLimits",
     "SpecDecodeStats",
     "Stream",

@@ -774,6 +774,13 @@ class RouterBooking:
     def touch(self) -> None:
         """Something came: the request is alive."""
 
+    def output_block(self, fraction: float) -> None:
+        """One more block was generated; ``fraction`` of the output is still expected.
+
+        Raises:
+            InvalidArgumentError: The fraction is not in 0..=1.
+        """
+
     def cached(self, tokens: int) -> None:
         """The engine says how many tokens of the prompt it reused; for :meth:`RouterCore.why`."""
 
@@ -934,10 +941,11 @@ class RouterCore:
     def potential_loads(
         self, token_ids: _Integers, options: dict[str, Any] | None = None
     ) -> list[dict[str, int]]:
-        """What the prompt would make of each worker's load.
+        """What the prompt would make of each worker's load; nothing changes.
 
-        Each entry has worker_id, dp_rank, potential_prefill_tokens, potential_decode_blocks,
-        active_requests and overlap_blocks.
+        Returns:
+            For each: worker_id, dp_rank, potential_prefill_tokens, potential_decode_blocks,
+            active_requests, overlap_blocks.
         """
 
     def explain(self, token_ids: _Integers, options: dict[str, Any] | None = None) -> str:
@@ -956,7 +964,8 @@ class RouterCore:
     def totals(self) -> dict[str, int]:
         """Sums over all workers.
 
-        They are workers, requests, prefill_tokens, blocks, reserved and predicted_blocks.
+        Returns:
+            workers, requests, prefill_tokens, blocks, reserved, predicted_blocks.
         """
 
     def tick(self) -> int:

@@ -62,6 +62,11 @@ impl RouterBooking {
         }
     }
 
+    fn output_block(&self, py: Python<'_>, fraction: f64) -> PyResult<()> {
+        let held = self.held.lock();
+        held.as_ref().map_or(Ok(()), |held| held.add_output_block(fraction)).or_raise(py)
+    }
+
     fn cached(&self, tokens: u64) {
         if let Some(held) = &*self.held.lock() {
             held.cached(tokens);

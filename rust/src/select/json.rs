@@ -41,7 +41,7 @@ impl Record {
         let terms = &one.terms;
         json!({
             "worker": terms.worker.to_string(),
-            "overlap_blocks": terms.overlap_blocks,
+            "overlap_blocks": one.overlap_blocks,
             "device_blocks": one.device_blocks,
             "host_blocks": one.host_blocks,
             "disk_blocks": one.disk_blocks,

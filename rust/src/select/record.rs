@@ -44,6 +44,9 @@ impl Outcome {
 pub struct CandidateRecord {
     /// What the request would have cost there.
     pub terms: Terms,
+    /// Leading blocks that are told as its overlap: those held on the device; without events, those
+    /// predicted.
+    pub overlap_blocks: u32,
     /// Leading blocks held on the device.
     pub device_blocks: u32,
     /// Reached when host memory goes on where the device ends.

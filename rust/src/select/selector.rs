@@ -335,7 +335,10 @@ impl Selector {
         let Prompt { locals, seed, .. } = ask.prompt;
         let is_held = self.overlap != Overlap::Predictions
             && selection.overlap_blocks as usize == locals.len();
-        if self.overlap == Overlap::Events || is_held || !self.uses_index(ask) {
+        // One whose events nobody hears may keep nothing at all: it earns no credit by guesses either.
+        let is_heard = self.overlap == Overlap::Predictions
+            || self.model.workers().binary_search(&selection.worker).is_ok();
+        if self.overlap == Overlap::Events || is_held || !is_heard || !self.uses_index(ask) {
             return;
         }
         let now_ms = self.clock.now_ms();
@@ -347,15 +350,21 @@ impl Selector {
         self.model.index.predict(selection.worker, *seed, locals);
     }
 
+    /// What is told of an overlap: how much of it is held, and how much beyond is a guess. Without
+    /// events, guesses are all there is.
+    fn told(&self, terms: &Terms) -> (u32, u32) {
+        match self.overlap {
+            Overlap::Predictions => (terms.overlap_blocks, 0),
+            _ => (terms.overlap_blocks - terms.predicted_blocks, terms.predicted_blocks),
+        }
+    }
+
     fn selection(&self, decision: &Decision<'_>, matches: &Matches) -> Selection {
-        let Terms { overlap_blocks, predicted_blocks, .. } = *decision.terms();
+        let (overlap_blocks, predicted_blocks) = self.told(decision.terms());
         let best = |blocks: fn(&Match) -> u32| matches.as_slice().iter().map(blocks).max();
-        let (overlap_blocks, predicted_blocks, best) = match self.overlap {
-            Overlap::Predictions => (overlap_blocks, 0, best(|found| found.predicted)),
-            _ => {
-                let held = overlap_blocks - predicted_blocks;
-                (held, predicted_blocks, best(|found| found.device))
-            }
+        let best = match self.overlap {
+            Overlap::Predictions => best(|found| found.predicted),
+            _ => best(|found| found.device),
         };
         Selection {
             worker: decision.worker,
@@ -384,6 +393,7 @@ impl Selector {
             let blocks = |tier: fn(&Match) -> u32| held.map_or(0, tier);
             CandidateRecord {
                 terms: *terms,
+                overlap_blocks: self.told(terms).0,
                 device_blocks: blocks(|held| held.device),
                 host_blocks: blocks(|held| held.host),
                 disk_blocks: blocks(|held| held.external),

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use serde_json::Value;
 
 use super::*;
-use crate::catalog::{Catalog, CatalogOptions, ModelKey};
+use crate::catalog::{Catalog, CatalogOptions, Identity, ModelKey, Registration};
 use crate::clock::{Clock, ManualClock};
 use crate::error::Error;
 use crate::ids::{Tier, Worker};
@@ -19,6 +19,7 @@ mod busy;
 const BLOCK_SIZE: u32 = 4;
 
 struct Bench {
+    catalog: Catalog,
     selector: Selector,
     clock: Arc<ManualClock>,
 }
@@ -39,7 +40,7 @@ fn configured(config: SelectorConfig, options: CatalogOptions, workers: u64) -> 
     let model = catalog.model_or_create(&key, Some(BLOCK_SIZE)).unwrap();
     let selector = Selector::new(config, model, Arc::<ManualClock>::clone(&clock)).unwrap();
     selector.set_workers(&(0..workers).map(worker).collect::<Vec<_>>()).unwrap();
-    Bench { selector, clock }
+    Bench { catalog, selector, clock }
 }
 
 fn plain(workers: u64) -> Bench {
@@ -281,7 +282,22 @@ fn a_hundred_bookings_at_once_spread() {
 
 fn foreseeing(ttl_ms: u64, workers: u64) -> Bench {
     let options = CatalogOptions { predicted_ttl_ms: ttl_ms, ..CatalogOptions::default() };
-    bench(Overlap::EventsAndPredictions, options, workers)
+    let bench = bench(Overlap::EventsAndPredictions, options, workers);
+    for id in 0..workers {
+        bench
+            .catalog
+            .register(Registration {
+                worker: worker(id),
+                key: bench.selector.model().key.clone(),
+                block_size: Some(BLOCK_SIZE),
+                endpoint: format!("tcp://127.0.0.1:{}", 5_000 + id),
+                replay_endpoint: None,
+                capacity_blocks: None,
+                identity: Identity::default(),
+            })
+            .unwrap();
+    }
+    bench
 }
 
 #[test]
@@ -301,6 +317,13 @@ fn a_prompt_sent_twice_in_a_row_goes_to_one_worker_before_any_event() {
             assert_eq!(three.worker, one.worker);
         }
     }
+}
+
+#[test]
+fn a_worker_whose_events_nobody_hears_earns_no_credit() {
+    let bench = bench(Overlap::EventsAndPredictions, CatalogOptions::default(), 2);
+    drop(bench.selector.select(&Ask::new(&bench.prompt(&[1; 8]))).unwrap());
+    assert_eq!(bench.known(&[1; 8]), BTreeMap::new());
 }
 
 #[test]
@@ -362,6 +385,9 @@ fn without_events_routing_is_the_knowledge() {
         assert_eq!(bench.known(&query), wanted(first), "{}", case["id"]);
         if let Some(gone) = input["then_remove_worker"].as_u64() {
             bench.selector.set_workers(&[worker(1 - gone)]).unwrap();
+            assert_eq!(bench.known(&query), wanted(&expected["after"]), "{}", case["id"]);
+            // It comes back, and holds nothing of what it held.
+            bench.selector.set_workers(&[worker(0), worker(1)]).unwrap();
             assert_eq!(bench.known(&query), wanted(&expected["after"]), "{}", case["id"]);
         }
     }

@@ -184,9 +184,6 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
     metrics.journal_bytes.set(journal.bytes as i64);
     metrics.journal_records.set(journal.records as i64);
     metrics.journal_dropped.inner().store(journal.dropped_total, Ordering::Relaxed);
-    let predicted: usize =
-        app.fleet.pools().iter().map(|pool| pool.index().index.stats().predicted).sum();
-    metrics.predicted_blocks.set(predicted as i64);
     let texts = app.tokenizers.loaded();
     let stats: Vec<_> = texts.iter().map(|text| text.model.tokenizer.cache_stats()).collect();
     if !stats.is_empty() {

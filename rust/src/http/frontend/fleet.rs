@@ -14,7 +14,7 @@ use crate::catalog::{Catalog, Identity, ModelIndex, ModelKey, Registration};
 use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
-use crate::select::{Journal, Selector, SelectorConfig};
+use crate::select::{Journal, Overlap, Selector, SelectorConfig};
 
 /// Tenant of the frontend's own indexes; the cache salt keeps clients apart.
 const TENANT: &str = "default";
@@ -289,7 +289,7 @@ impl Fleet {
         if !tables.joined.contains_key(&engine.id) {
             self.join(&mut tables, engine, &pool)?;
         }
-        self.note_restart(engine, &notes);
+        self.note_restart(engine, &notes, &pool);
         *engine.notes.lock() = notes.clone();
         if is_prefill {
             tables.had_prefill.insert(name.clone());
@@ -316,11 +316,16 @@ impl Fleet {
 
     /// An engine whose process is another one holds nothing of what its predecessor held. Publishers
     /// notice it by themselves where they can; this is for those without a replay socket.
-    fn note_restart(&self, engine: &Engine, notes: &EngineNotes) {
+    fn note_restart(&self, engine: &Engine, notes: &EngineNotes, pool: &Pool) {
         let before = engine.notes.lock().started_s;
         let (Some(before), Some(now)) = (before, notes.started_s) else { return };
         if before == now {
             return;
+        }
+        if self.options.overlap == Overlap::Predictions {
+            for rank in 0..engine.spec.dp_size {
+                pool.index().index.clear(Worker::new(engine.id, rank));
+            }
         }
         for publisher in self.catalog.publishers() {
             let is_its = publisher.worker.instance_id == engine.id;

@@ -74,7 +74,6 @@ pub(super) struct FrontendMetrics {
     pub journal_bytes: Gauge,
     pub journal_records: Gauge,
     pub journal_dropped: Counter,
-    pub predicted_blocks: Gauge,
     pub tokenizer_hits: Gauge,
     pub tokenizer_misses: Gauge,
     pub tokenizer_bytes: Gauge,
@@ -112,7 +111,6 @@ impl FrontendMetrics {
             journal_bytes: Gauge::default(),
             journal_records: Gauge::default(),
             journal_dropped: Counter::default(),
-            predicted_blocks: Gauge::default(),
             tokenizer_hits: Gauge::default(),
             tokenizer_misses: Gauge::default(),
             tokenizer_bytes: Gauge::default(),
@@ -228,11 +226,6 @@ impl FrontendMetrics {
             "decision_journal_dropped",
             "Past decisions that gave way to later ones",
             m.journal_dropped.clone(),
-        );
-        registry.register(
-            "predicted_blocks",
-            "Blocks that workers are predicted to hold, counted per worker",
-            m.predicted_blocks.clone(),
         );
         registry.register(
             "load_expired",

@@ -1,0 +1,7 @@
+"""KV-aware routing in one's own process."""
+
+from kvflash.routing.config import KvRouterConfig
+from kvflash.routing.router import KvPushRouter
+from kvflash.routing.stream import RoutedStream
+
+__all__ = ["KvPushRouter", "KvRouterConfig", "RoutedStream"]

@@ -1,0 +1,68 @@
+"""What goes on beside the event loop: events come in, and what is too old goes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from kvflash._core import RouterCore
+
+if TYPE_CHECKING:
+    from kvflash.transport import ZmqReceiver
+
+__all__ = ["Feed"]
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.5
+
+
+class Feed:
+    """A thread for one core; it ends with :meth:`stop`, and with the process.
+
+    Args:
+        core: The core.
+    """
+
+    def __init__(self, core: RouterCore) -> None:
+        self._core = core
+        self._receiver: ZmqReceiver | None = None
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvflash-router", daemon=True)
+
+    def start(self) -> None:
+        """Begin. Events are listened to only where they can change a decision."""
+        if self._core.uses_events:
+            # Here, so that a router without events needs no ZMQ.
+            from kvflash.transport import ZmqReceiver  # noqa: PLC0415
+
+            self._receiver = ZmqReceiver(self._core.catalog)
+            self._receiver.start()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; blocks until done, which is soon."""
+        if self._is_stopped.is_set():
+            return
+        self._is_stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._receiver is not None:
+            self._receiver.stop()
+
+    def _run(self) -> None:
+        ticked = 0.0
+        while not self._is_stopped.is_set():
+            if self._receiver is None:
+                self._is_stopped.wait(0.1)
+            else:
+                order = self._core.catalog.next_order(0.1)
+                if order is not None:
+                    self._receiver.obey(order)
+            if time.monotonic() - ticked >= TICK_S:
+                ticked = time.monotonic()
+                expired = self._core.tick()
+                if expired:
+                    logger.warning("%d bookings expired: nothing was heard of them", expired)

@@ -1,0 +1,347 @@
+"""A router as an object: chooses workers, sends requests there, keeps account of the load."""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from kvflash._core import RouterBooking
+from kvflash.errors import ClosedError, InvalidArgumentError
+from kvflash.routing.config import KvRouterConfig, override_options
+from kvflash.routing.feed import Feed
+from kvflash.routing.stream import RETRIED, RoutedStream
+from kvflash.routing.workers import Workers
+from kvflash.runtime import Endpoint, Stream
+
+__all__ = ["KvPushRouter"]
+
+SYNC_TIMEOUT_S = 10.0
+ATTEMPTS_MAX = 5
+
+
+class KvPushRouter:
+    """Sends each request to the worker for which it is cheapest.
+
+    Workers, ranks and event sockets come from the runtime's discovery, from the first call on.
+    Several may live in one process; each has its own index and books for itself. A call costs
+    microseconds of the event loop, and some more for long prompts.
+
+    Args:
+        endpoint: What the workers serve.
+        block_size: Tokens in a block of theirs.
+        kv_router_config: How to decide.
+
+    Raises:
+        InvalidArgumentError: The block size is 0 or too large.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        block_size: int,
+        kv_router_config: KvRouterConfig | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.block_size = block_size
+        self.config = kv_router_config or KvRouterConfig()
+        self._core = self.config.make_core(block_size)
+        self._client = endpoint.client()
+        self._workers = Workers(self._core, endpoint.runtime.discovery, endpoint.path)
+        self._feed = Feed(self._core)
+        self._is_started = False
+        self._is_closed = False
+
+    async def __aenter__(self) -> KvPushRouter:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Listen and follow no more; streams that run go on."""
+        self._is_closed = True
+        if self._is_started:
+            await self._workers.close()
+            self._feed.stop()
+
+    # -- requests
+
+    async def generate(  # noqa: PLR0917 - the order that callers know
+        self,
+        token_ids: Sequence[int],
+        model: str = "unknown",
+        stop_conditions: Mapping[str, Any] | None = None,
+        sampling_options: Mapping[str, Any] | None = None,
+        output_options: Mapping[str, Any] | None = None,
+        router_config_override: Mapping[str, Any] | None = None,
+        worker_id: int | None = None,
+        dp_rank: int | None = None,
+        extra_args: Mapping[str, Any] | None = None,
+        *,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        allowed_worker_ids: Sequence[int] | None = None,
+        request_id: str | None = None,
+    ) -> RoutedStream:
+        """Choose a worker, book the request there, send it.
+
+        Args:
+            token_ids: The prompt.
+            model: Its name, handed on.
+            stop_conditions: Handed on: max_tokens, stop, stop_token_ids, min_tokens, ignore_eos.
+            sampling_options: Handed on: temperature, top_p, ...
+            output_options: Handed on.
+            router_config_override: For this request: overlap_score_weight, router_temperature,
+                assume_kv_reuse.
+            worker_id: The worker that must take it; its load is booked all the same.
+            dp_rank: The rank of it.
+            extra_args: Handed on.
+            lora_name: Adapter of the prompt.
+            cache_salt: Salt of the prompt.
+            allowed_worker_ids: Workers that may take it.
+            request_id: Its name for the worker and for :meth:`why`; random if not given.
+
+        Returns:
+            The items that the worker yields, as they come.
+
+        Raises:
+            NoWorkerError: No worker is there or allowed, or the pinned one is not there.
+            AllBusyError: All of these are busy.
+            TransportError: None of those that were tried can be reached.
+        """
+        request = {
+            "model": model,
+            "token_ids": list(token_ids),
+            "stop_conditions": dict(stop_conditions or {}),
+            "sampling_options": dict(sampling_options or {}),
+            "output_options": dict(output_options or {}),
+            "eos_token_ids": [],
+            "annotations": [],
+            "lora_name": lora_name,
+            "cache_salt": cache_salt,
+            "extra_args": None if extra_args is None else dict(extra_args),
+        }
+        options = override_options(router_config_override)
+        options |= {"worker_id": worker_id, "dp_rank": dp_rank}
+        options["allowed_worker_ids"] = (
+            None if allowed_worker_ids is None else [*allowed_worker_ids]
+        )
+        return await self._send(request, options, request_id)
+
+    async def generate_from_request(self, request: Mapping[str, Any]) -> RoutedStream:
+        """As :meth:`generate`, with a whole request.
+
+        It is what workers are given, and for routing ``router_config_override``, ``worker_id`` (or
+        ``backend_instance_id``), ``dp_rank``, ``allowed_worker_ids`` and ``request_id``.
+
+        Raises:
+            InvalidArgumentError: There are no token_ids.
+        """
+        body = dict(request)
+        if not isinstance(body.get("token_ids"), list | tuple):
+            raise InvalidArgumentError(f"token_ids must be a list, got {body.get('token_ids')!r}")
+        body.setdefault("model", "unknown")
+        options = override_options(body.pop("router_config_override", None))
+        pinned = [body.pop(name, None) for name in ("worker_id", "backend_instance_id")]
+        options["worker_id"] = next((one for one in pinned if one is not None), None)
+        options["dp_rank"] = body.get("dp_rank")
+        options["allowed_worker_ids"] = body.pop("allowed_worker_ids", None)
+        return await self._send(body, options, body.pop("request_id", None))
+
+    async def _send(
+        self, request: dict[str, Any], options: dict[str, Any], request_id: str | None
+    ) -> RoutedStream:
+        await self._started()
+        name = request_id or secrets.token_hex(16)
+        tokens = request["token_ids"]
+        options |= {"lora_name": request.get("lora_name"), "cache_salt": request.get("cache_salt")}
+        allowed = options["allowed_worker_ids"]
+        attempts_max = 1 if options["worker_id"] is not None else ATTEMPTS_MAX
+
+        async def attempt(tried: set[int]) -> tuple[RouterBooking, Stream]:
+            while True:
+                if tried:
+                    ids = self._workers.ids if allowed is None else allowed
+                    options["allowed_worker_ids"] = [one for one in ids if one not in tried]
+                booking = self._core.book(tokens, options, request_id=name)
+                try:
+                    tried.add(booking.worker_id)
+                    payload = request | {
+                        "dp_rank": booking.dp_rank,
+                        "estimated_prefix_hit_num_blocks": booking.overlap_blocks,
+                    }
+                    stream = await self._client.direct(payload, booking.worker_id, request_id=name)
+                except RETRIED:
+                    booking.free()
+                    if len(tried) >= attempts_max or not set(self._workers.ids) - tried:
+                        raise
+                except BaseException:
+                    booking.free()
+                    raise
+                else:
+                    return booking, stream
+
+        tried: set[int] = set()
+        booking, stream = await attempt(tried)
+        return RoutedStream(
+            attempt,
+            booking,
+            stream,
+            tried=tried,
+            attempts_max=attempts_max,
+            on_tokens=self._output_counter(request),
+        )
+
+    def _output_counter(self, request: dict[str, Any]) -> Any:
+        """What counts generated blocks, where they are to be counted."""
+        if not self.config.router_track_output_blocks:
+            return lambda _booking, _count: None
+        limit = (request.get("stop_conditions") or {}).get("max_tokens")
+        expected = limit if isinstance(limit, int) and limit > 0 else None
+        generated = 0
+
+        def count(booking: RouterBooking, tokens: int) -> None:
+            nonlocal generated
+            before = generated // self.block_size
+            generated += tokens
+            left = 1.0 if expected is None else max(0.0, 1.0 - generated / expected)
+            for _ in range(generated // self.block_size - before):
+                booking.output_block(left)
+
+        return count
+
+    # -- questions, and accounts that the caller keeps
+
+    async def best_worker(
+        self,
+        token_ids: Sequence[int],
+        router_config_override: Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+        *,
+        worker_id: int | None = None,
+        dp_rank: int | None = None,
+        allowed_worker_ids: Sequence[int] | None = None,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+    ) -> tuple[int, int, int]:
+        """Which worker a prompt would go to.
+
+        Without ``request_id`` nothing changes. With it the request is booked in the same step, and
+        the caller says :meth:`mark_prefill_complete` and :meth:`free`.
+
+        Returns:
+            Worker, rank, and leading blocks of the prompt that it holds.
+
+        Raises:
+            NoWorkerError: No worker is there or allowed.
+            AllBusyError: All of these are busy.
+            ConflictError: A request of that name is active.
+        """
+        await self._started()
+        options = override_options(router_config_override)
+        options |= {
+            "worker_id": worker_id,
+            "dp_rank": dp_rank,
+            "allowed_worker_ids": allowed_worker_ids,
+            "lora_name": lora_name,
+            "cache_salt": cache_salt,
+        }
+        if request_id is None:
+            return self._core.preview(token_ids, options)
+        return self._core.reserve(token_ids, request_id, options)
+
+    async def best_worker_id(
+        self,
+        token_ids: Sequence[int],
+        router_config_override: Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+    ) -> tuple[int, int]:
+        """Deprecated: :meth:`best_worker` without the rank."""
+        warnings.warn(
+            "best_worker_id() is deprecated: best_worker() tells the rank as well",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        worker, _, overlap = await self.best_worker(token_ids, router_config_override, request_id)
+        return worker, overlap
+
+    async def get_potential_loads(
+        self,
+        token_ids: Sequence[int],
+        *,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+    ) -> list[dict[str, int]]:
+        """What a prompt would make of each worker's load; nothing changes.
+
+        Returns:
+            For each worker and rank: worker_id, dp_rank, potential_prefill_tokens,
+            potential_decode_blocks, active_requests, overlap_blocks. Empty without workers.
+        """
+        await self._started()
+        options = {"lora_name": lora_name, "cache_salt": cache_salt}
+        return self._core.potential_loads(token_ids, options)
+
+    async def mark_prefill_complete(self, request_id: str) -> None:
+        """The first token of a request booked by :meth:`best_worker` has come.
+
+        Raises:
+            NotFoundError: No request of that name is active.
+        """
+        self._core.mark_prefill_complete(request_id)
+
+    async def free(self, request_id: str) -> None:
+        """A request booked by :meth:`best_worker` has ended. Again it does nothing."""
+        self._core.free(request_id)
+
+    async def dump_events(self) -> str:
+        """All that the workers' caches are known to hold, as a JSON list of events."""
+        await self._started()
+        return self._core.dump_events()
+
+    async def why(self, request_id: str) -> str:
+        """The decisions that were made for a request, and what became of it; a JSON list.
+
+        Raises:
+            NotFoundError: None is kept.
+        """
+        return self._core.why(request_id)
+
+    def totals(self) -> dict[str, int]:
+        """Load of all workers together: requests, prefill_tokens, blocks and more."""
+        return self._core.totals()
+
+    def set_busy_thresholds(
+        self,
+        *,
+        active_decode_blocks_threshold: float | None = None,
+        active_prefill_tokens_threshold: int | None = None,
+        active_prefill_tokens_threshold_frac: float | None = None,
+    ) -> None:
+        """Put these thresholds in force and no others.
+
+        Raises:
+            InvalidArgumentError: One is out of range.
+        """
+        self._core.set_busy_thresholds(
+            active_decode_blocks_threshold=active_decode_blocks_threshold,
+            active_prefill_tokens_threshold=active_prefill_tokens_threshold,
+            active_prefill_tokens_threshold_frac=active_prefill_tokens_threshold_frac,
+        )
+
+    async def _started(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the router is closed")
+        if not self._is_started:
+            self._is_started = True
+            self._feed.start()
+            self._workers.start()
+        await self._workers.synced(SYNC_TIMEOUT_S)

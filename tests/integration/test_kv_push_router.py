@@ -1,0 +1,540 @@
+"""KvPushRouter with workers, event sockets and discovery that are real, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from kvflash import (
+    AllBusyError,
+    ConfigError,
+    ConflictError,
+    DistributedRuntime,
+    InvalidArgumentError,
+    KvPushRouter,
+    KvRouterConfig,
+    ModelInput,
+    ModelRuntimeConfig,
+    ModelType,
+    NotFoundError,
+    NoWorkerError,
+    OverloadedError,
+    WorkerError,
+    compute_block_hash_for_seq,
+    compute_sequence_hashes,
+    register_llm,
+)
+from kvflash.discovery import MemoryDiscovery
+from service import DEADLINE_S, Engine, batch, stored
+
+BLOCK = 4
+PATH = "dynamo.backend.generate"
+
+
+def run(work: Coroutine[Any, Any, Any]) -> None:
+    asyncio.run(asyncio.wait_for(work, 90))
+
+
+async def eventually(check: Callable[[], Awaitable[Any]], what: str) -> Any:
+    end = time.monotonic() + DEADLINE_S
+    while not (answer := await check()):
+        assert time.monotonic() < end, f"waited for {what}"
+        await asyncio.sleep(0.01)
+    return answer
+
+
+class Worker:
+    """Answers with its own number, token by token; publishes what it is told to hold."""
+
+    def __init__(self, runtime: DistributedRuntime) -> None:
+        self.runtime = runtime
+        self.id = runtime.instance_id
+        self.engine: Engine | None = None
+        self.requests: list[dict[str, Any]] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.failure: Exception | None = None
+        self.fails_after = 0
+        self.task: asyncio.Task[None] | None = None
+
+    async def handle(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        self.requests.append(request)
+        for number in range(request["stop_conditions"].get("max_tokens", 3)):
+            if self.failure is not None and number >= self.fails_after:
+                raise self.failure
+            yield {"token_ids": [number], "finish_reason": None}
+            await self.gate.wait()
+        yield {
+            "token_ids": [],
+            "finish_reason": "length",
+            "completion_usage": {"prompt_tokens_details": {"cached_tokens": 8}},
+        }
+
+    async def start(self, *, ranks: int = 1, block_size: int = BLOCK, **config: Any) -> None:
+        endpoint = self.runtime.endpoint(PATH)
+        await register_llm(
+            ModelInput.Tokens,
+            ModelType.Chat,
+            endpoint,
+            model_name="m",
+            kv_cache_block_size=block_size,
+            runtime_config=ModelRuntimeConfig(data_parallel_size=ranks, **config),
+        )
+        self.task = asyncio.get_running_loop().create_task(endpoint.serve_endpoint(self.handle))
+        self.engine = Engine(is_shared=True)
+        await self.runtime.announce(
+            f"v1/events/dynamo/backend/{self.id}/0",
+            {
+                "kind": "zmq",
+                "endpoint": self.engine.endpoint,
+                "replay_endpoint": self.engine.replay_endpoint,
+                "block_size": block_size,
+            },
+        )
+
+    def hold(self, tokens: Sequence[int]) -> None:
+        assert self.engine is not None
+        hashes = compute_sequence_hashes(compute_block_hash_for_seq(list(tokens), BLOCK))
+        held = list(tokens)[: len(hashes) * BLOCK]
+        self.engine.publish(batch(stored([int(h) for h in hashes], held, block_size=BLOCK)))
+
+    async def stop(self) -> None:
+        await self.runtime.close()
+        if self.engine is not None:
+            self.engine.close()
+        if self.task is not None:
+            await asyncio.gather(self.task, return_exceptions=True)
+
+
+class Stage:
+    """Workers and routers that share a discovery of their own."""
+
+    def __init__(self) -> None:
+        self.discovery = MemoryDiscovery()
+        self.workers: dict[int, Worker] = {}
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Stage:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+        await self.discovery.close()
+
+    def runtime(self) -> DistributedRuntime:
+        runtime = DistributedRuntime(self.discovery)
+        self._stack.push_async_callback(runtime.close)
+        return runtime
+
+    async def worker(self, **settings: Any) -> Worker:
+        worker = Worker(self.runtime())
+        self._stack.push_async_callback(worker.stop)
+        await worker.start(**settings)
+        self.workers[worker.id] = worker
+        return worker
+
+    async def router(self, count: int, **settings: Any) -> KvPushRouter:
+        """A router that knows ``count`` workers and listens to them."""
+        router = KvPushRouter(self.runtime().endpoint(PATH), BLOCK, KvRouterConfig(**settings))
+        self._stack.push_async_callback(router.aclose)
+
+        async def is_ready() -> bool:
+            loads = await router.get_potential_loads([1])
+            return len({load["worker_id"] for load in loads}) == count
+
+        await eventually(is_ready, "the workers")
+        if router._core.uses_events:
+            for worker in self.workers.values():
+                assert worker.engine is not None
+                await asyncio.to_thread(worker.engine.wait_for_subscriber)
+        return router
+
+
+async def known(router: KvPushRouter, tokens: Sequence[int], worker: Worker, blocks: int) -> None:
+    async def is_known() -> bool:
+        loads = await router.get_potential_loads(tokens)
+        return any(
+            (load["worker_id"], load["overlap_blocks"]) == (worker.id, blocks) for load in loads
+        )
+
+    await eventually(is_known, f"{blocks} blocks of worker {worker.id}")
+
+
+def is_idle(router: KvPushRouter) -> bool:
+    totals = router.totals()
+    return (totals["requests"], totals["prefill_tokens"], totals["blocks"]) == (0, 0, 0)
+
+
+TOKENS = list(range(100, 116))
+
+
+def test_generate_goes_where_the_prompt_is_cached_and_leaves_nothing_behind() -> None:
+    async def work() -> None:
+        async with Stage() as stage:
+            for _ in range(4):
+                await stage.worker()
+            router = await stage.router(4)
+            home = list(stage.workers.values())[2]
+            home.hold(TOKENS)
+            await known(router, TOKENS, home, 4)
+            stream = await router.generate(
+                token_ids=TOKENS,
+                model="m",
+                stop_conditions={"max_tokens": 20, "ignore_eos": True},
+                sampling_options={"temperature": 0.7},
+                router_config_override={"overlap_score_weight": 2.0, "router_temperature": 0.0},
+                request_id="r-1",
+            )
+            assert (stream.worker_id, stream.overlap_blocks) == (home.id, 4)
+            assert router.totals()["requests"] == 1
+            items = [item async for item in stream]
+            assert [token for item in items for token in item["token_ids"]] == list(range(20))
+            assert is_idle(router)
+            (request,) = home.requests
+            assert (request["token_ids"], request["model"]) == (TOKENS, "m")
+            assert request["stop_conditions"] == {"max_tokens": 20, "ignore_eos": True}
+            assert (request["dp_rank"], request["estimated_prefix_hit_num_blocks"]) == (0, 4)
+            (decision,) = json.loads(await router.why("r-1"))
+            assert (decision["outcome"], decision["cached_tokens"]) == ("complete", 8)
+            assert len(decision["candidates"]) == 4
+            events = json.loads(await router.dump_events())
+            assert {event["worker_id"] for event in events} == {home.id}
+
+    run(work())
+
+
+def test_best_worker_books_only_with_a_name() -> None:
+    """Pattern 2: the caller keeps the account."""
+
+    async def work() -> None:
+        async with Stage() as stage:
+            for _ in range(2):
+                await stage.worker()
+            router = await stage.router(2, router_predicted_ttl_secs=None)
+            first = await router.best_worker(TOKENS)
+            for _ in range(10):
+                assert await router.best_worker(TOKENS) == first
+            assert is_idle(router)
+            with pytest.deprecated_call(match="best_worker"):
+                worker_id, overlap = await router.best_worker_id(TOKENS, request_id="req-123")
+            assert worker_id in stage.workers
+            assert overlap == 0
+            assert router.totals()["prefill_tokens"] == 16
+            response = await router.endpoint.client().direct(
+                {"token_ids": TOKENS, "stop_conditions": {}}, worker_id
+            )
+            await anext(response)
+            await router.mark_prefill_complete("req-123")
+            assert (router.totals()["prefill_tokens"], router.totals()["requests"]) == (0, 1)
+            _ = [item async for item in response]
+            with pytest.raises(ConflictError, match="req-123"):
+                await router.best_worker(TOKENS, request_id="req-123")
+            await router.free("req-123")
+            await router.free("req-123")
+            assert is_idle(router)
+            with pytest.raises(NotFoundError, match="req-123"):
+                await router.mark_prefill_complete("req-123")
+
+    run(work())
+
+
+def test_probing_several_routers_of_one_process_changes_none() -> None:
+    """Pattern 3: what the reference forbids works here; one that is closed leaves the other be."""
+
+    async def work() -> None:
+        async with Stage() as stage:
+            first, _ = [await stage.worker() for _ in range(2)]
+            routers = [await stage.router(2) for _ in range(3)]
+            first.hold(TOKENS)
+            for router in routers:
+                await known(router, TOKENS, first, 4)
+            found = [await router.best_worker(TOKENS) for router in routers]
+            assert found == [(first.id, 0, 4)] * 3
+            assert all(is_idle(router) for router in routers)
+            await routers[0].aclose()
+            stream = await routers[1].generate(TOKENS, model="m", worker_id=found[1][0])
+            assert stream.worker_id == first.id
+            assert len([item async for item in stream]) == 4
+            assert (routers[1].totals()["requests"], routers[2].totals()["requests"]) == (0, 0)
+            assert await routers[2].best_worker(TOKENS) == (first.id, 0, 4)
+
+    run(work())
+
+
+def test_loads_tell_enough_for_a_choice_of_ones_own() -> None:
+    """Pattern 4: the least to prefill, forced."""
+
+    async def work() -> None:
+        async with Stage() as stage:
+            for _ in range(3):
+                await stage.worker()
+            router = await stage.router(3)
+            ids = sorted(stage.workers)
+            for number, worker in enumerate(ids[:2]):
+                await router.best_worker(
+                    [7] * (8 + 8 * number), request_id=f"r{number}", worker_id=worker
+                )
+            loads = await router.get_potential_loads(TOKENS)
+            told = {load["worker_id"]: load for load in loads}
+            assert [told[one]["potential_prefill_tokens"] for one in ids] == [24, 32, 16]
+            assert [told[one]["potential_decode_blocks"] for one in ids] == [6, 8, 4]
+            assert [told[one]["active_requests"] for one in ids] == [1, 1, 0]
+            best = min(loads, key=lambda load: load["potential_prefill_tokens"])
+            stream = await router.generate(TOKENS, model="m", worker_id=best["worker_id"])
+            _ = [item async for item in stream]
+            assert len(stage.workers[ids[2]].requests) == 1
+
+    run(work())
+
+
+def test_a_hundred_bookings_at_once_spread() -> None:
+    async def work() -> None:
+        async with Stage() as stage:
+            for _ in range(4):
+                await stage.worker()
+            router = await stage.router(4)
+            found = await asyncio.gather(
+                *(router.best_worker([n] * 16, request_id=str(n)) for n in range(100))
+            )
+            counts = [sum(one[0] == worker for one in found) for worker in stage.workers]
+            assert counts == [25] * 4
+            await asyncio.gather(*(router.free(str(n)) for n in range(100)))
+            assert is_idle(router)
+
+    run(work())
+
+
+def test_load_is_freed_however_a_stream_ends() -> None:
+    async def work() -> None:
+        async with Stage() as stage:
+            worker = await stage.worker()
+            router = await stage.router(1)
+
+            async def begun() -> Any:
+                worker.gate.clear()
+                stream = await router.generate(TOKENS)
+                await anext(stream)
+                assert router.totals()["requests"] == 1
+                assert router.totals()["prefill_tokens"] == 0
+                return stream
+
+            stream = await begun()
+            await stream.aclose()
+            assert is_idle(router)
+            stream = await begun()
+            reading = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            assert is_idle(router)
+            stream = await begun()
+            del stream
+            gc.collect()
+            assert is_idle(router)
+            worker.gate.set()
+            for after in (0, 1):
+                worker.failure, worker.fails_after = ValueError("broken"), after
+                with pytest.raises(WorkerError, match="broken"):
+                    _ = [item async for item in await router.generate(TOKENS)]
+                assert is_idle(router)
+
+    run(work())
+
+
+def test_a_request_that_is_refused_before_its_first_item_goes_elsewhere() -> None:
+    async def work() -> None:
+        async with Stage() as stage:
+            full, other = [await stage.worker() for _ in range(2)]
+            full.failure = OverloadedError("full")
+            router = await stage.router(2)
+            full.hold(TOKENS)
+            await known(router, TOKENS, full, 4)
+            stream = await router.generate(TOKENS)
+            assert len([item async for item in stream]) == 4
+            assert stream.worker_id == other.id
+            assert (len(full.requests), len(other.requests)) == (1, 1)
+            # Pinned, it goes nowhere else.
+            with pytest.raises(OverloadedError, match="full"):
+                _ = [item async for item in await router.generate(TOKENS, worker_id=full.id)]
+            assert is_idle(router)
+
+    run(work())
+
+
+def test_workers_and_ranks_come_and_go() -> None:
+    async def work() -> None:
+        async with Stage() as stage:
+            alone = KvPushRouter(stage.runtime().endpoint(PATH), BLOCK)
+            with pytest.raises(NoWorkerError, match="no worker is registered"):
+                await alone.best_worker(TOKENS)
+            assert await alone.get_potential_loads(TOKENS) == []
+            await alone.aclose()
+            one, two = await stage.worker(), await stage.worker(ranks=3)
+            router = await stage.router(2)
+            loads = await router.get_potential_loads(TOKENS)
+            places = sorted((load["worker_id"], load["dp_rank"]) for load in loads)
+            assert places == sorted([(one.id, 0), (two.id, 0), (two.id, 1), (two.id, 2)])
+            stream = await router.generate(TOKENS, worker_id=two.id, dp_rank=2)
+            assert (stream.worker_id, stream.dp_rank) == (two.id, 2)
+            _ = [item async for item in stream]
+            assert two.requests[-1]["dp_rank"] == 2
+            one.hold(TOKENS)
+            await known(router, TOKENS, one, 4)
+            await router.best_worker(TOKENS, request_id="kept", worker_id=one.id)
+            del stage.workers[one.id]
+            await one.stop()
+
+            async def is_gone() -> bool:
+                return one.id not in {
+                    load["worker_id"] for load in await router.get_potential_loads(TOKENS)
+                }
+
+            await eventually(is_gone, "the worker to be forgotten")
+            assert is_idle(router)
+            assert json.loads(await router.dump_events()) == []
+            with pytest.raises(NoWorkerError, match=f"pinned worker {one.id} is not registered"):
+                await router.best_worker(TOKENS, worker_id=one.id)
+
+    run(work())
+
+
+def test_without_events_routing_is_the_knowledge() -> None:
+    async def work() -> None:
+        async with Stage() as stage:
+            for _ in range(2):
+                await stage.worker()
+            router = await stage.router(2, use_kv_events=False)
+            worker, rank, overlap = await router.best_worker(TOKENS, request_id="a")
+            assert overlap == 0
+            await router.free("a")
+            assert await router.best_worker(TOKENS) == (worker, rank, 4)
+
+    run(work())
+
+
+def test_busy_workers_are_passed_over() -> None:
+    async def work() -> None:
+        async with Stage() as stage:
+            for _ in range(2):
+                await stage.worker(total_kv_blocks=10)
+            router = await stage.router(2, active_decode_blocks_threshold=0.3)
+            first, _, _ = await router.best_worker([1] * 16, request_id="a")
+            for _ in range(5):
+                assert (await router.best_worker([1] * 16))[0] != first
+            await router.best_worker([2] * 16, request_id="b")
+            with pytest.raises(AllBusyError, match=r"active_decode_blocks_threshold=0\.3"):
+                await router.best_worker([3] * 16)
+            with pytest.raises(AllBusyError, match=f"pinned worker {first} is busy"):
+                await router.generate([3] * 16, worker_id=first)
+            router.set_busy_thresholds()
+            await router.best_worker([3] * 16)
+
+    run(work())
+
+
+def test_generate_from_request_and_wrong_wishes() -> None:
+    async def work() -> None:
+        async with Stage() as stage:
+            worker, _ = [await stage.worker() for _ in range(2)]
+            router = await stage.router(2, router_track_output_blocks=True)
+            stream = await router.generate_from_request(
+                {
+                    "token_ids": TOKENS,
+                    "stop_conditions": {"max_tokens": 9},
+                    "backend_instance_id": worker.id,
+                    "custom": 1,
+                }
+            )
+            before = router.totals()["blocks"]
+            for _ in range(4):
+                await anext(stream)
+            assert (before, router.totals()["blocks"]) == (4, 3), "nine tenths of five are left"
+            assert len([item async for item in stream]) == 6
+            assert worker.requests[0]["custom"] == 1
+            assert "backend_instance_id" not in worker.requests[0]
+            wishes: list[tuple[dict[str, Any], str]] = [
+                ({"router_config_override": {"weight": 1}}, "unknown setting 'weight'"),
+                ({"router_config_override": {"overlap_score_weight": -1}}, "overlap_score_weight"),
+                ({"router_config_override": {"router_temperature": "x"}}, "router_temperature"),
+                ({"dp_rank": 1}, "dp_rank 1 without worker_id"),
+                ({"allowed_worker_ids": 3}, "allowed_worker_ids must be a list"),
+            ]
+            for wish, text in wishes:
+                with pytest.raises(InvalidArgumentError, match=text):
+                    await router.generate_from_request(
+                        {"token_ids": TOKENS, "stop_conditions": {}, **wish}
+                    )
+            with pytest.raises(InvalidArgumentError, match="token_ids"):
+                await router.generate_from_request({})
+            with pytest.raises(InvalidArgumentError, match="empty"):
+                await router.generate([])
+            assert is_idle(router)
+
+    run(work())
+
+
+def test_another_block_size_is_loud(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        async with Stage() as stage:
+            await stage.worker(block_size=64)
+            await stage.router(1)
+
+    run(work())
+    assert "blocks of 64 tokens, this router of 4" in caplog.text
+
+
+def test_load_expires_by_last_activity() -> None:
+    async def work() -> None:
+        async with Stage() as stage:
+            await stage.worker()
+            router = await stage.router(1, active_request_expiry_secs=0.5)
+            await router.best_worker(TOKENS, request_id="leaked")
+
+            async def is_free() -> bool:
+                return is_idle(router)
+
+            await eventually(is_free, "the expiry")
+            assert json.loads(await router.why("leaked"))[0]["outcome"] == "expired"
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"overlap_score_weight": -1.0}, "overlap_score_weight must be a number of at least 0"),
+        ({"prefill_load_scale": float("nan")}, "prefill_load_scale"),
+        ({"overlap_score_weight": 1.0, "prefill_load_scale": 1.0}, "give one of them"),
+        ({"overlap_score_credit": 0.5}, "overlap_score_credit must be 1"),
+        ({"router_temperature": float("inf")}, "router_temperature"),
+        ({"router_prune_target_ratio": 1.1}, "router_prune_target_ratio must be .* 0..=1"),
+        ({"router_ttl_secs": -1}, "router_ttl_secs"),
+        ({"router_max_tree_size": 0}, "router_max_tree_size"),
+        ({"router_max_tree_size": 1.5}, "router_max_tree_size must be a whole number"),
+        ({"router_snapshot_threshold": 0}, "router_snapshot_threshold"),
+        ({"active_decode_blocks_threshold": 1.1}, "active_decode_blocks_threshold"),
+        ({"use_kv_events": 1}, "use_kv_events must be True or False"),
+        ({"durable_kv_events": True, "use_kv_events": False}, "requires use_kv_events"),
+        (
+            {"router_track_output_blocks": True, "router_track_active_blocks": False},
+            "requires router_track_active_blocks",
+        ),
+    ],
+)
+def test_settings_are_checked_by_name(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        KvRouterConfig(**settings)
+
+
+def test_later_names_mean_the_same() -> None:
+    assert KvRouterConfig().weight == 1.0
+    assert KvRouterConfig(overlap_score_weight=0.0).weight == 0.0
+    assert KvRouterConfig(prefill_load_scale=2.0).weight == 2.0
+    assert not KvRouterConfig(overlap_score_weight=0.0).make_core(16).uses_events
