@@ -1,4 +1,4 @@
-"""Disaggregated serving: prefill at one worker, decode at another, and what happens when one fails."""
+"""Disaggregated serving: prefill at one worker, decode at another; either may fail."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-
-from service import until
 from support_frontend import CHAT, COMPLETIONS, Call, Exchange, FakeEngine, ask
-from support_runtime import (
+from support_tokens import (
     Answer,
     Ask,
     EmbeddedFrontend,
@@ -23,6 +21,8 @@ from support_runtime import (
     two_items_then,
     workers,
 )
+
+from service import until
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Say it"}], "max_tokens": 50}
 STREAM = {**BODY, "stream": True}
