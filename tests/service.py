@@ -90,11 +90,11 @@ class Http:
 
 
 class Process:
-    """``python -m MODULE ARGS``, its stdout read line by line."""
+    """``python -m MODULE ARGS``, or a script by its path; its stdout read line by line."""
 
     def __init__(self, module: str, *args: str, env: dict[str, str] | None = None) -> None:
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", module, *args],
+            [sys.executable, *([] if module.endswith(".py") else ["-m"]), module, *args],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -30,6 +30,8 @@ class Frontend:
 
     def __init__(self, *flags: str, env: dict[str, str] | None = None) -> None:
         common = ("--port", "0", "--host", "127.0.0.1", "--seed", "7", "--log-level", "error")
+        if "--discovery" not in flags:
+            common += ("--discovery", "none")
         self.process = Process("kvflash.frontend", *common, *flags, env=env)
         try:
             self.url = str(self.process.ready()["url"])

@@ -1,4 +1,4 @@
-"""Disaggregated serving: prefill at one worker, decode at another, and what follows a failure."""
+"""Disaggregated serving: prefill at one worker, decode at another; either may fail."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support_frontend import CHAT, COMPLETIONS, Call, Exchange, FakeEngine, ask
-from support_runtime import (
+from support_tokens import (
     Answer,
     Ask,
     EmbeddedFrontend,

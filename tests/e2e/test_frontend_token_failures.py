@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support_frontend import CHAT, Call, ask, free_port
-from support_runtime import (
+from support_tokens import (
     Answer,
     Ask,
     EmbeddedFrontend,
@@ -121,17 +121,14 @@ def test_after_it_the_client_hears_of_it_once(frontend: EmbeddedFrontend, bad: A
 def test_a_client_that_leaves_ends_the_generation(frontend: EmbeddedFrontend) -> None:
     slow = EmbeddedFrontend()
     with slow, workers(slow, worker := FakeWorker(31, two_items_then(hang))):
-        for body in (STREAM, BODY):
+        for count, body in enumerate((STREAM, BODY), start=1):
             call = Call(slow.url, CHAT, body)
-            if body is STREAM:
-                call.read_event()
-            until(lambda: slow.metric("kvflash_requests_in_flight") == 1, "the request to run")
-            count = len(worker.received)
-            until(lambda: worker.received, "the worker to have it")
+            begun = "kvflash_first_byte_seconds_count"
+            until(lambda count=count: slow.metric(begun) == count, "the first item")
             call.hang_up()
             until(worker.received[-1].is_gone.is_set, "the worker to be told")
             slow.wait_idle()
-            assert len(worker.received) >= count
+            assert len(worker.received) == count
         wait_for(slow, "client_gone", 2)
         assert slow.outcomes() == {"client_gone": 2}
 

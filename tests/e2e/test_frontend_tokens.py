@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support_frontend import CHAT, COMPLETIONS, Call, ask
-from support_runtime import (
+from support_tokens import (
     DATA,
     TINY_LLAMA,
     TOKENIZER,

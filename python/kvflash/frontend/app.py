@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 
 from kvflash._core import Frontend
 from kvflash.errors import KvflashError
 from kvflash.frontend.args import FrontendArgs, parse_args
+from kvflash.frontend.watch import DiscoveryWatch
 from kvflash.process import FedService, run_until_stopped, start_logging
 
 __all__ = ["main", "make_frontend"]
+
+logger = logging.getLogger(__name__)
 
 
 def make_frontend(args: FrontendArgs) -> Frontend:
@@ -62,6 +66,7 @@ def make_frontend(args: FrontendArgs) -> Frontend:
         health_interval_s=args.health_interval,
         drain_timeout_s=args.drain_timeout,
         enforce_disagg=args.enforce_disagg,
+        waits_for=_waits_for(args),
     )
     for worker in (*args.workers, *args.decode_workers):
         frontend.add_worker(worker)
@@ -70,13 +75,50 @@ def make_frontend(args: FrontendArgs) -> Frontend:
     return frontend
 
 
+def _waits_for(args: FrontendArgs) -> str:
+    """Where workers may come from, in words."""
+    ways = ["POST /workers"]
+    if args.discovery_kind is not None:
+        scope = f"namespace {args.namespace}" if args.namespace else "any namespace"
+        ways.insert(0, f"workers of {scope} in discovery {args.discovery_kind!r}")
+    return " or ".join(ways)
+
+
+class _Watched:
+    """The service with the watch of discovery beside it."""
+
+    def __init__(self, frontend: Frontend, args: FrontendArgs) -> None:
+        self._service = FedService(frontend, host=args.host, port=args.port)
+        self._watch: DiscoveryWatch | None = None
+        self._waits_for = _waits_for(args)
+        if args.discovery_kind is not None:
+            self._watch = DiscoveryWatch(
+                frontend, kind=args.discovery_kind, namespace=args.namespace
+            )
+
+    @property
+    def url(self) -> str:
+        return self._service.url
+
+    def start(self) -> None:
+        self._service.start()
+        if self._watch is not None:
+            self._watch.start()
+            logger.info("waiting for %s", self._waits_for)
+
+    def stop(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+        self._service.stop()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the frontend until a signal. Returns the exit status."""
     try:
         args = parse_args(argv)
         start_logging(args.log_level, args.log_format)
         frontend = make_frontend(args)
-        service = FedService(frontend, host=args.host, port=args.port)
+        service = _Watched(frontend, args)
         run_until_stopped(service, name="frontend")
     except KvflashError as error:
         print(f"kvflash.frontend: {error}", file=sys.stderr)

@@ -31,6 +31,8 @@ class FrontendArgs(RouterFlags):
     prefill_workers: list[str]
     decode_workers: list[str]
     enforce_disagg: str
+    discovery: str | None
+    namespace: str | None
     seed: int | None
     tokenizer: str | None
     tokenizer_cache: int
@@ -49,6 +51,13 @@ class FrontendArgs(RouterFlags):
     health_interval: float
     drain_timeout: float
 
+    @property
+    def discovery_kind(self) -> str | None:
+        """The discovery that is watched, if any."""
+        has_flags = self.workers or self.prefill_workers or self.decode_workers
+        kind = self.discovery or ("none" if has_flags else "file")
+        return None if kind == "none" else kind
+
 
 def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
     """Parse the command line and the environment."""
@@ -64,6 +73,23 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
         metavar="URL[,events=ADDRESS][,replay=ADDRESS][,id=N][,dp=N]",
         summary="an OpenAI-compatible engine, with the sockets of its KV events and their replay; "
         "may be given many times, and added later with POST /workers",
+    )
+    flags.add(
+        "--discovery",
+        "--store-kv",
+        parse=str,
+        default=None,
+        choices=("mem", "file", "etcd", "none"),
+        variables=("KVFLASH_STORE_KV", "DYN_STORE_KV"),
+        summary="where workers of the runtime are found: this process, a folder of this machine, "
+        "etcd, or nowhere; file when no worker is given by a flag, else none",
+    )
+    flags.add(
+        "--namespace",
+        parse=str,
+        default=None,
+        variables=("DYN_NAMESPACE",),
+        summary="only workers of this namespace of discovery; all of them when not given",
     )
     for role, summary in (
         (

@@ -30,7 +30,7 @@ class EmbeddedFrontend(Frontend):
     """A frontend in this process, so that a test can tell it of workers as discovery does."""
 
     def __init__(self, *flags: str) -> None:
-        args = parse_args(["--host", "127.0.0.1", "--port", "0", "--seed", "7", *flags])
+        args = parse_args(["--host", "127.0.0.1", "--seed", "7", "--discovery", "none", *flags])
         self.core = make_frontend(args)
         self._service = FedService(self.core, host="127.0.0.1", port=0)
         self._service.start()

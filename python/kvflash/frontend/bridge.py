@@ -1,0 +1,101 @@
+"""Workers on a plane that the core does not speak, reached through a port of this process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from kvflash.errors import NotFoundError
+from kvflash.runtime.context import Context
+from kvflash.runtime.frame import Request, unpack
+from kvflash.runtime.limits import RuntimeLimits
+from kvflash.runtime.plane import FailedError, PlaneClient
+from kvflash.runtime.planes import make_client
+from kvflash.runtime.serving import Running, Send, Served, Serving
+from kvflash.runtime.tcp import TcpServer
+
+__all__ = ["Bridge"]
+
+# endpoint and instance
+Target = tuple[str, int]
+
+
+class _Forwarding(Serving):
+    """Has other instances' requests run by them."""
+
+    def __init__(self, limits: RuntimeLimits) -> None:
+        super().__init__(0, limits)
+        self.targets: dict[Target, Served] = {}
+
+    def begin(self, request: Request, send: Send) -> Running:
+        """Pass a request on.
+
+        Raises:
+            NotFoundError: The instance is not bridged (any more).
+        """
+        served = self.targets.get((request.endpoint, request.instance_id))
+        if served is None:
+            raise NotFoundError(f"instance {request.instance_id} is not bridged here")
+        return Running(served, request, send, self.limits)
+
+
+class Bridge:
+    """A tcp plane on the loopback that passes requests on to another plane.
+
+    It starts with the first instance that needs it, and belongs to that event loop.
+
+    Args:
+        limits: Of both sides.
+    """
+
+    def __init__(self, limits: RuntimeLimits) -> None:
+        self._limits = limits
+        self._forwarding = _Forwarding(limits)
+        self._clients: dict[str, PlaneClient] = {}
+        self._server: TcpServer | None = None
+
+    async def open(
+        self, endpoint: str, instance_id: int, transport: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The transport by which the core reaches an instance.
+
+        Raises:
+            ConfigError: The plane is unknown, or what it needs is not installed.
+        """
+        if transport.get("kind") in ("tcp", "http"):
+            return transport
+        kind = str(transport.get("kind"))
+        client = self._clients.get(kind)
+        if client is None:
+            client = self._clients[kind] = make_client(kind, self._limits)
+        if self._server is None:
+            server = TcpServer(self._forwarding, host="127.0.0.1", port=0, bind="127.0.0.1")
+            await server.start()
+            self._server = server
+
+        async def forward(payload: Any, context: Context) -> AsyncIterator[Any]:
+            request = Request(context.id(), endpoint, instance_id, payload)
+            reply = await client.ask(transport, request)
+            try:
+                while (item := await reply.receive()) is not None:
+                    yield unpack(item)
+            except FailedError as error:
+                raise error.error() from error
+            finally:
+                reply.close()
+
+        self._forwarding.targets[endpoint, instance_id] = Served(
+            endpoint, forward, requests_max=self._limits.requests_max, is_graceful=False
+        )
+        return {"kind": "tcp", "address": self._server.address}
+
+    def forget(self, endpoint: str, instance_id: int) -> None:
+        """The instance is gone; what runs there goes on."""
+        self._forwarding.targets.pop((endpoint, instance_id), None)
+
+    async def close(self) -> None:
+        """Close everything."""
+        if self._server is not None:
+            await self._server.close()
+        for client in self._clients.values():
+            await client.close()

@@ -1,0 +1,88 @@
+"""What workers say of their load, read as they say it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from kvflash.errors import KvflashError
+from kvflash.runtime.frame import Request, unpack
+from kvflash.runtime.limits import RuntimeLimits
+from kvflash.runtime.plane import FailedError, PlaneClient
+from kvflash.runtime.planes import make_client
+
+__all__ = ["LoadReader"]
+
+logger = logging.getLogger(__name__)
+
+# Pauses between two attempts at one worker: the first, and the longest.
+PAUSE_S, PAUSE_S_MAX = 0.5, 10.0
+
+
+class LoadReader:
+    """Follows the load streams of workers. Belongs to one event loop.
+
+    Args:
+        report: Takes a report's JSON.
+        limits: Of the requests.
+    """
+
+    def __init__(self, report: Callable[[str], None], limits: RuntimeLimits) -> None:
+        self._report = report
+        self._limits = limits
+        self._clients: dict[str, PlaneClient] = {}
+        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+
+    def follow(self, endpoint: str, instance_id: int, transport: dict[str, Any]) -> None:
+        """Read the load that an endpoint tells, until it is forgotten."""
+        self.forget(endpoint, instance_id)
+        work = self._read_for_ever(endpoint, instance_id, transport)
+        self._tasks[endpoint, instance_id] = asyncio.get_running_loop().create_task(work)
+
+    def forget(self, endpoint: str, instance_id: int) -> None:
+        """The endpoint is gone."""
+        task = self._tasks.pop((endpoint, instance_id), None)
+        if task is not None:
+            task.cancel()
+
+    async def close(self) -> None:
+        """Stop reading."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for client in self._clients.values():
+            await client.close()
+
+    async def _read_for_ever(
+        self, endpoint: str, instance_id: int, transport: dict[str, Any]
+    ) -> None:
+        pause_s = PAUSE_S
+        while True:
+            try:
+                await self._read(endpoint, instance_id, transport)
+                pause_s = PAUSE_S
+            except (KvflashError, FailedError, OSError) as error:
+                logger.debug("load of worker %d: %s", instance_id, error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, PAUSE_S_MAX)
+
+    async def _read(self, endpoint: str, instance_id: int, transport: dict[str, Any]) -> None:
+        kind = str(transport.get("kind"))
+        client = self._clients.get(kind)
+        if client is None:
+            client = self._clients[kind] = make_client(kind, self._limits)
+        request = Request(secrets.token_hex(8), endpoint, instance_id, {})
+        reply = await client.ask(transport, request)
+        try:
+            while (item := await reply.receive()) is not None:
+                fields = unpack(item)
+                if isinstance(fields, dict):
+                    # Before its card is told, a worker's load has nowhere to go: it is asked again.
+                    self._report(json.dumps({**fields, "id": instance_id}))
+        finally:
+            reply.close()

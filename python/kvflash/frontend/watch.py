@@ -1,0 +1,251 @@
+"""What discovery tells of workers, told to the frontend."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from kvflash.discovery import Delete, Discovery, Put, open_discovery
+from kvflash.errors import ConfigError, KvflashError, NotFoundError
+from kvflash.frontend.bridge import Bridge
+from kvflash.frontend.loads import LoadReader
+from kvflash.runtime.limits import RuntimeLimits
+
+__all__ = ["DiscoveryWatch"]
+
+logger = logging.getLogger(__name__)
+
+MODELS, INSTANCES, EVENTS = "v1/models/", "v1/instances/", "v1/events/"
+LOAD_ENDPOINT = "load_metrics"
+# Pauses between two attempts at a discovery that fails.
+PAUSE_S, PAUSE_S_MAX = 0.2, 5.0
+STOP_TIMEOUT_S = 5.0
+
+# namespace/component/endpoint and the instance's number.
+Name = tuple[str, int]
+# Takes a key and its value, None when it is gone.
+Take = Callable[[str, dict[str, Any] | None], Awaitable[None]]
+
+
+class Fleet(Protocol):
+    """Who is told."""
+
+    def put_worker(self, worker: str) -> int:
+        """Add a worker or change it."""
+
+    def remove_worker(self, instance_id: int) -> None:
+        """Remove it."""
+
+    def report_load(self, report: str) -> None:
+        """Take its load."""
+
+
+class DiscoveryWatch:
+    """Watches discovery in a thread of its own and keeps a frontend's workers as it says.
+
+    A worker is told of when both its instance and its model card are there, and taken back when
+    one of them goes. While discovery is away, what is known stays.
+
+    Args:
+        fleet: The frontend's core.
+        kind: ``mem``, ``file`` or ``etcd``.
+        namespace: Only workers of this one; all without.
+    """
+
+    def __init__(self, fleet: Fleet, *, kind: str, namespace: str | None = None) -> None:
+        self._fleet = fleet
+        self._kind = kind
+        self._scope = "" if namespace is None else f"{namespace}/"
+        self._cards: dict[Name, dict[str, Any]] = {}
+        self._instances: dict[Name, dict[str, Any]] = {}
+        # By namespace/component and number, then by dp rank.
+        self._events: dict[Name, dict[int, dict[str, Any]]] = {}
+        # What the frontend knows: the JSON that it was told, and the endpoint that it is for.
+        self._told: dict[int, tuple[Name, str]] = {}
+        # Keys that are believed to be there, by prefix.
+        self._keys: dict[str, set[str]] = {}
+        self._bridge = Bridge(RuntimeLimits())
+        self._loads = LoadReader(fleet.report_load, RuntimeLimits())
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = threading.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._run, name="kvflash-discovery", daemon=True)
+
+    def start(self) -> None:
+        """Watch in the background."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching; the frontend keeps what it knows. Blocks until done."""
+        self._stopping.set()
+        loop, task = self._loop, self._task
+        if loop is not None and task is not None:
+            # It may have ended by itself meanwhile.
+            try:
+                loop.call_soon_threadsafe(task.cancel)
+            except RuntimeError:
+                logger.debug("the watch had ended")
+        if self._thread.is_alive():
+            self._thread.join(STOP_TIMEOUT_S)
+
+    def _run(self) -> None:
+        asyncio.run(self._main())
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.create_task(self._watch_for_ever())
+        if self._stopping.is_set():
+            self._task.cancel()
+        try:
+            await self._task
+        except asyncio.CancelledError:
+            logger.debug("stopped watching discovery")
+        finally:
+            await self._loads.close()
+            await self._bridge.close()
+
+    async def _watch_for_ever(self) -> None:
+        pause_s = PAUSE_S
+        while True:
+            discovery: Discovery | None = None
+            try:
+                discovery = open_discovery(self._kind)
+                await self._watch(discovery)
+            except (KvflashError, OSError) as error:
+                logger.warning("discovery %s: %s; trying again", self._kind, error)
+            finally:
+                if discovery is not None:
+                    await discovery.close()
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, PAUSE_S_MAX)
+
+    async def _watch(self, discovery: Discovery) -> None:
+        """Follow all prefixes; ends with the first failure."""
+        tasks = [
+            asyncio.create_task(self._follow(discovery, prefix + self._scope, take))
+            for prefix, take in (
+                (EVENTS, self._take_events),
+                (MODELS, self._take_card),
+                (INSTANCES, self._take_instance),
+            )
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _follow(self, discovery: Discovery, prefix: str, take: Take) -> None:
+        before, known = self._keys.get(prefix, set()), set[str]()
+        # A key counts as known until it is seen to be gone, also over a failure of discovery.
+        self._keys[prefix] = before | known
+        async with discovery.watch(prefix) as watch:
+            async for event in watch:
+                if isinstance(event, Put):
+                    known.add(event.key)
+                    self._keys[prefix].add(event.key)
+                    await self._take_safely(take, event.key, event.value)
+                    continue
+                gone = {event.key} if isinstance(event, Delete) else before - known
+                for key in gone:
+                    known.discard(key)
+                    self._keys[prefix].discard(key)
+                    await self._take_safely(take, key, None)
+
+    async def _take_safely(self, take: Take, key: str, value: bytes | None) -> None:
+        """One bad key must not hide the others."""
+        try:
+            fields = None if value is None else json.loads(value)
+            if value is not None and not isinstance(fields, dict):
+                raise ConfigError(f"must be a JSON object, got {value[:80]!r}")
+            await take(key, fields)
+        except (ValueError, LookupError, KvflashError) as error:
+            logger.error("discovery key %s: %s", key, error)
+
+    async def _take_card(self, key: str, card: dict[str, Any] | None) -> None:
+        name = _name(key, MODELS)
+        _set(self._cards, name, card)
+        await self._tell(name)
+
+    async def _take_instance(self, key: str, instance: dict[str, Any] | None) -> None:
+        name = _name(key, INSTANCES)
+        _set(self._instances, name, instance)
+        path, instance_id = name
+        if path.endswith(f"/{LOAD_ENDPOINT}"):
+            if instance is None:
+                self._loads.forget(path, instance_id)
+            else:
+                self._loads.follow(path, instance_id, instance["transport"])
+            return
+        await self._tell(name)
+
+    async def _take_events(self, key: str, where: dict[str, Any] | None) -> None:
+        component, _, rank = key.removeprefix(EVENTS).rpartition("/")
+        path, _, number = component.rpartition("/")
+        ranks = self._events.setdefault((path, int(number)), {})
+        _set(ranks, int(rank), where)
+        if not ranks:
+            del self._events[path, int(number)]
+        for name in list(self._cards):
+            if name[1] == int(number) and name[0].rpartition("/")[0] == path:
+                await self._tell(name)
+
+    async def _tell(self, name: Name) -> None:
+        """Make the frontend know of a worker what is known here."""
+        path, instance_id = name
+        told = self._told.get(instance_id)
+        card, instance = self._cards.get(name), self._instances.get(name)
+        if told is not None and told[0] != name:
+            if card is not None and instance is not None:
+                logger.error(
+                    "worker %d serves a model at %s and at %s: one process and runtime serves one "
+                    "here; the second is left out", instance_id, told[0][0], path,
+                )  # fmt: skip
+            return
+        if card is None or instance is None:
+            if told is not None:
+                del self._told[instance_id]
+                self._bridge.forget(path, instance_id)
+                logger.info("worker %d left: %s", instance_id, path)
+                await asyncio.to_thread(self._remove, instance_id)
+            return
+        events = self._events.get((path.rpartition("/")[0], instance_id), {})
+        plane = await self._bridge.open(path, instance_id, instance["transport"])
+        worker = {
+            "id": instance_id,
+            "plane": plane,
+            "endpoint": path,
+            "card": card,
+            "events": {
+                str(rank): {key: where.get(key) for key in ("endpoint", "replay_endpoint")}
+                for rank, where in events.items()
+            },
+        }
+        text = json.dumps(worker, sort_keys=True)
+        if told is None or told[1] != text:
+            # Beside the loop: the first worker of a model loads its tokenizer.
+            await asyncio.to_thread(self._fleet.put_worker, text)
+            self._told[instance_id] = (name, text)
+
+    def _remove(self, instance_id: int) -> None:
+        # DELETE /workers may have been first.
+        with contextlib.suppress(NotFoundError):
+            self._fleet.remove_worker(instance_id)
+
+
+def _name(key: str, prefix: str) -> Name:
+    path, _, number = key.removeprefix(prefix).rpartition("/")
+    return path, int(number)
+
+
+def _set(table: dict[Any, dict[str, Any]], key: Any, value: dict[str, Any] | None) -> None:
+    if value is None:
+        table.pop(key, None)
+    else:
+        table[key] = value
