@@ -4,8 +4,8 @@
 //! checks it):
 //!
 //! - floor 0, words: [`error`], [`ids`], [`clock`], [`event`]
-//! - floor 1, pure: [`hash`], [`codec`], [`stream`], [`index`], [`load`], [`policy`], [`text`],
-//!   [`router`], [`catalog`], [`select`]
+//! - floor 1, pure: [`hash`], [`codec`], [`stream`], [`index`], [`load`], [`policy`], [`fair`],
+//!   [`text`], [`router`], [`catalog`], [`select`]
 //! - floor 2, doors: [`http`] (tokio lives here)
 //! - floor 3, the fence: `py` (feature `python`)
 #![deny(unsafe_op_in_unsafe_fn)]
@@ -18,6 +18,7 @@ pub mod ids;
 
 pub mod catalog;
 pub mod codec;
+pub mod fair;
 pub mod hash;
 pub mod index;
 pub mod load;

@@ -21,6 +21,7 @@ const FLOORS: [(&str, u8); 16] = [
     ("index", 1),
     ("load", 1),
     ("policy", 1),
+    ("fair", 1),
     ("text", 1),
     ("router", 1),
     ("catalog", 1),

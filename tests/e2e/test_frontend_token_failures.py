@@ -124,7 +124,7 @@ def test_a_client_that_leaves_ends_the_generation(frontend: EmbeddedFrontend) ->
         for count, body in enumerate((STREAM, BODY), start=1):
             call = Call(slow.url, CHAT, body)
             begun = "kvflash_first_byte_seconds_count"
-            until(lambda count=count: slow.metric(begun) == count, "the first item")
+            until(lambda count=count, begun=begun: slow.metric(begun) == count, "the first item")
             call.hang_up()
             until(worker.received[-1].is_gone.is_set, "the worker to be told")
             slow.wait_idle()

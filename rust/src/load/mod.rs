@@ -8,7 +8,7 @@
 mod active;
 mod blocks;
 mod holders;
-mod recency;
+pub(crate) mod recency;
 mod slots;
 
 pub use active::{

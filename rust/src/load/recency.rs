@@ -10,7 +10,7 @@ struct Link {
 
 /// A doubly linked list over the places of a slab; the caller knows which places are linked.
 #[derive(Debug)]
-pub(super) struct Recency {
+pub(crate) struct Recency {
     links: Vec<Link>,
     first: u32,
     last: u32,
@@ -24,12 +24,12 @@ impl Default for Recency {
 
 impl Recency {
     /// The place that has been idle longest.
-    pub(super) fn first(&self) -> Option<u32> {
+    pub(crate) fn first(&self) -> Option<u32> {
         (self.first != NONE).then_some(self.first)
     }
 
     /// Link `place`, which is not linked, as the most recent one.
-    pub(super) fn push(&mut self, place: u32) {
+    pub(crate) fn push(&mut self, place: u32) {
         let index = place as usize;
         if index >= self.links.len() {
             self.links.resize(index + 1, Link { before: NONE, after: NONE });
@@ -43,7 +43,7 @@ impl Recency {
     }
 
     /// Unlink `place`, which is linked.
-    pub(super) fn remove(&mut self, place: u32) {
+    pub(crate) fn remove(&mut self, place: u32) {
         let Link { before, after } = self.links[place as usize];
         match before {
             NONE => self.first = after,

@@ -21,6 +21,20 @@ pub enum Reason {
     Turn,
     /// Chance alone.
     Chance,
+    /// It held the most of the prompt among those that were not too busy.
+    PrefixMatch,
+    /// Those that hold some of the prompt were too busy; it had the fewest requests.
+    PrefixMatchSkipped,
+    /// Nobody holds any of the prompt; it had the fewest requests.
+    LeastRequestFallback,
+    /// The client named it.
+    SessionHeader,
+    /// The session's key belongs to it.
+    SessionKey,
+    /// An earlier turn of the conversation went there.
+    SessionPrefix,
+    /// It had the highest weighted score of several policies.
+    HighestScore,
 }
 
 impl Reason {
@@ -33,6 +47,13 @@ impl Reason {
             Self::Temperature => "temperature",
             Self::Turn => "turn",
             Self::Chance => "chance",
+            Self::PrefixMatch => "prefix_match",
+            Self::PrefixMatchSkipped => "prefix_match_skipped",
+            Self::LeastRequestFallback => "least_request_fallback",
+            Self::SessionHeader => "session_header",
+            Self::SessionKey => "session_key",
+            Self::SessionPrefix => "session_prefix",
+            Self::HighestScore => "highest_score",
         }
     }
 }
@@ -41,6 +62,23 @@ impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
+}
+
+/// Which candidate, among how many equals and why.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Choice {
+    /// Where among the candidates it is.
+    pub index: usize,
+    /// How many candidates were equally good and better than all others: 1 without a tie.
+    pub ties: usize,
+    /// The lowest cost among the others minus the chosen one's; `None` where costs don't decide.
+    pub margin: Option<f64>,
+    /// Why this one.
+    pub reason: Reason,
+    /// What the chosen one was judged by where that is no cost: the percentage of the prompt it
+    /// holds (`prefix-cache`), the weighted sum (several policies), the client's share
+    /// (`vtc-basic`).
+    pub score: Option<f64>,
 }
 
 /// Which worker was chosen, among whom and why. Borrows the buffer that the caller gave for the

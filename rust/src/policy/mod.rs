@@ -1,19 +1,44 @@
-//! Which worker gets a request: pure functions of the request, the overlaps and the loads.
+//! Which worker gets a request: functions of the request, the overlaps and the loads.
 //!
 //! [`select`] reads no clock and keeps no state; chance comes from the generator it is given. The
 //! same inputs and the same generator state give the same [`Decision`], with the terms of every
 //! candidate, so that it can be explained afterwards.
+//!
+//! [`RoutePolicy`] is the same for policies that remember: one file each, entered in
+//! [`registry`] with one line. Time and chance come in as arguments there too.
 
+mod by_metric;
+mod contract;
 mod cost;
 mod decision;
 mod kind;
+mod least_busy_time;
+mod least_gpu_cache;
+mod least_kv_cache;
+mod least_latency;
+mod least_request;
+mod least_utilization;
+pub mod multi;
+pub mod prefix;
+pub mod registry;
 mod select;
+pub mod session;
+pub mod settings;
+mod shadow;
 mod softmax;
+mod throughput;
+mod today;
+pub mod vtc_basic;
 
+pub use contract::{
+    Candidates, Context, EngineMetrics, Finished, Memo, Polarity, RoutePolicy, Sample, Session,
+};
 pub use cost::{ActiveLoad, Candidate, KvScale, RequestTerms, Terms};
-pub use decision::{Decision, Formula, Reason};
+pub use decision::{Choice, Decision, Formula, Reason};
 pub use kind::Policy;
 pub use select::select;
+pub use settings::{Profile, Settings};
+pub use shadow::{Shadow, ShadowStats};
 pub use softmax::softmax_probabilities;
 
 #[cfg(test)]

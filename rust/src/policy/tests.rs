@@ -1,6 +1,14 @@
 //! Recorded cases of cost and temperature, and what each policy promises.
 #![allow(clippy::unwrap_used)]
 
+mod pods;
+mod promised_others;
+mod promised_prefix;
+mod promised_vtc;
+mod recorded_others;
+mod recorded_prefix;
+mod recorded_vtc;
+
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;

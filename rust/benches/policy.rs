@@ -1,0 +1,161 @@
+//! What a decision costs with 1,000 workers and 10,000 clients: policies, and the fair queue. Prints
+//! the median and the 99th percentile of single calls.
+//!
+//! `cargo bench --bench policy`
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use kvflash::fair::{Cost, Discipline, FairConfig, FairQueue, Options, Price, Used};
+use kvflash::ids::Worker;
+use kvflash::policy::{
+    ActiveLoad, Candidate, Candidates, Context, EngineMetrics, Profile, RequestTerms, Session,
+    Settings, registry,
+};
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
+
+const WORKERS: u64 = 1_000;
+const CLIENTS: usize = 10_000;
+const CALLS: usize = 20_000;
+
+/// Median and 99th percentile of `calls` single calls, in microseconds.
+fn spread(calls: usize, mut call: impl FnMut(usize)) -> (f64, f64) {
+    let mut times: Vec<f64> = (0..calls)
+        .map(|n| {
+            let start = Instant::now();
+            call(n);
+            start.elapsed().as_nanos() as f64 / 1e3
+        })
+        .collect();
+    times.sort_by(f64::total_cmp);
+    (times[calls / 2], times[calls * 99 / 100])
+}
+
+fn print(name: &str, (median, p99): (f64, f64)) {
+    println!("{name:44} median {median:8.2} us   p99 {p99:8.2} us");
+}
+
+fn main() {
+    let mut rng = SmallRng::seed_from_u64(1);
+    let list: Vec<Candidate> = (0..WORKERS)
+        .map(|id| Candidate {
+            worker: Worker::new(id, 0),
+            overlap_blocks: rng.random_range(0..20),
+            load: Some(ActiveLoad {
+                requests: rng.random_range(0..12),
+                prefill_tokens: rng.random_range(0..10_000),
+                blocks: rng.random_range(0..4_000),
+                ..ActiveLoad::default()
+            }),
+        })
+        .collect();
+    let metrics: Vec<EngineMetrics> = (0..WORKERS)
+        .map(|_| EngineMetrics {
+            running_requests: Some(rng.random_range(0.0..12.0)),
+            gpu_kv_usage: Some(rng.random()),
+            queue_s: Some(rng.random()),
+            mean_prefill_s: Some(rng.random()),
+            mean_decode_s: Some(rng.random()),
+            avg_prompt_tokens: Some(500.0),
+            avg_generation_tokens: Some(100.0),
+            ..EngineMetrics::default()
+        })
+        .collect();
+    let candidates = Candidates { list: &list, metrics: &metrics };
+    let request = RequestTerms {
+        isl_tokens: 4_000,
+        block_size: 16,
+        tracked_blocks: 250,
+        overlap_score_weight: 1.0,
+        temperature: 0.0,
+    };
+    let users: Vec<String> = (0..CLIENTS).map(|id| format!("client {id}")).collect();
+    // A beginning that all share, and an end of one's own: 16 KB, 125 blocks of 128.
+    let prompts: Vec<Vec<u8>> = (0..256_u64)
+        .map(|id| {
+            let mut own = SmallRng::seed_from_u64(id);
+            let mut prompt = vec![b's'; 4_000];
+            prompt.extend((0..12_000).map(|_| own.random_range(b'a'..=b'z')));
+            prompt
+        })
+        .collect();
+    println!("{WORKERS} workers, {CLIENTS} clients; choose, without and with routed");
+    for name in [
+        "kv",
+        "least-request",
+        "least-kv-cache",
+        "least-latency",
+        "session-affinity",
+        "vtc-basic",
+        "prefix-cache",
+        "prefix-cache:2,least-request:1",
+    ] {
+        let policy = registry::build(name, &Settings::new(Profile::Document), &mut rng)
+            .expect("the names are those of the registry");
+        let mut terms = Vec::new();
+        let context = |n: usize| Context {
+            user: Some(&users[n % CLIENTS]),
+            prompt: &prompts[n % prompts.len()],
+            session: Session { worker: None, key: Some(&users[n % CLIENTS]) },
+            ..Context::new(request, "model", n as u64 / 10)
+        };
+        for n in 0..CLIENTS {
+            let context = context(n);
+            let choice = policy.choose(&context, &candidates, &mut terms, &mut rng);
+            let mut choice = choice.expect("there are candidates");
+            // All workers hold some prompts, whatever the policy would have.
+            choice.index = n % WORKERS as usize;
+            policy.routed(&context, &candidates, &choice);
+        }
+        let (mut choices, mut both) = (Vec::new(), Vec::new());
+        for n in 0..CALLS {
+            let context = context(n);
+            policy.prepare(&context).expect("every prompt can be routed");
+            let start = Instant::now();
+            let choice = policy.choose(&context, &candidates, &mut terms, &mut rng);
+            choices.push(start.elapsed().as_nanos() as f64 / 1e3);
+            policy.routed(&context, &candidates, &choice.expect("there are candidates"));
+            both.push(start.elapsed().as_nanos() as f64 / 1e3);
+        }
+        for (what, mut times) in [(name.to_owned(), choices), (format!("{name} + routed"), both)] {
+            times.sort_by(f64::total_cmp);
+            print(&what, (times[CALLS / 2], times[CALLS * 99 / 100]));
+        }
+    }
+    for discipline in Discipline::ALL {
+        queue(discipline, &users);
+    }
+}
+
+fn queue(discipline: Discipline, users: &[String]) {
+    let config = FairConfig {
+        discipline,
+        price: Price::default(),
+        max_queued: 10 * CLIENTS,
+        ..FairConfig::default()
+    };
+    let mut queue: FairQueue<u64> = FairQueue::new(config).expect("the limits are legal");
+    let mut rng = SmallRng::seed_from_u64(2);
+    let mut push = |queue: &mut FairQueue<u64>, n: usize| {
+        let cost = Cost {
+            input_tokens: rng.random_range(1..4_000),
+            cached_tokens: 100,
+            output_tokens: Some(50),
+        };
+        let pushed =
+            queue.push(&users[n % CLIENTS], n as u64, cost, Options::default(), n as u64 / 100);
+        assert!(pushed.is_ok());
+    };
+    (0..2 * CLIENTS).for_each(|n| push(&mut queue, n));
+    let step = spread(CALLS, |n| {
+        push(&mut queue, n * 7);
+        let granted = queue.pop(n as u64 / 100, |item| *black_box(item) < u64::MAX);
+        let granted = granted.expect("there is always one that fits");
+        queue.tokens(granted.grant, 1);
+        queue.tokens(granted.grant, 20);
+        queue
+            .finish(granted.grant, Used { output_tokens: Some(25), input_tokens: Some((900, 80)) });
+    });
+    print(&format!("{discipline}: push, pop, 2 x tokens, finish"), step);
+}

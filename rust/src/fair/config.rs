@@ -1,0 +1,149 @@
+//! What a queue is told at its start.
+
+use std::fmt;
+use std::str::FromStr;
+
+use super::price::Price;
+use crate::error::{Error, Result};
+
+/// Whose turn it is, and when clients are charged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Discipline {
+    /// In the order of arrival, whoever asks: no fairness, for comparison.
+    Fcfs,
+    /// The client with the lowest counter. One that comes back from idleness is lifted to the
+    /// lowest counter of those that wait; when nobody waits, to that of the last one that did.
+    #[default]
+    VtcFair,
+    /// As `VtcFair`, but all clients are lifted, waiting or not, to where the service was when
+    /// the last running request was admitted.
+    VtcMaxFair,
+    /// As `VtcFair`, but the output is charged in advance as long as it is expected to be, and
+    /// what was charged too much is given back.
+    VtcPred,
+    /// As `VtcPred`, with lengths that are known in advance and never corrected: for comparison.
+    VtcOracle,
+    /// The lowest counter without any lift: a client that was idle has all the others wait. For
+    /// comparison.
+    Lcf,
+}
+
+impl Discipline {
+    /// All disciplines.
+    pub const ALL: [Self; 6] =
+        [Self::Fcfs, Self::VtcFair, Self::VtcMaxFair, Self::VtcPred, Self::VtcOracle, Self::Lcf];
+
+    /// The name in configuration, logs and metrics.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Fcfs => "fcfs",
+            Self::VtcFair => "vtc-fair",
+            Self::VtcMaxFair => "vtc-max-fair",
+            Self::VtcPred => "vtc-pred",
+            Self::VtcOracle => "vtc-oracle",
+            Self::Lcf => "lcf",
+        }
+    }
+
+    /// Whether a client is lifted when its first request waits.
+    pub(super) const fn lifts_on_arrival(self) -> bool {
+        matches!(self, Self::VtcFair | Self::VtcPred | Self::VtcOracle)
+    }
+
+    /// Whether output is charged at admission.
+    pub(super) const fn is_predictive(self) -> bool {
+        matches!(self, Self::VtcPred | Self::VtcOracle)
+    }
+}
+
+impl fmt::Display for Discipline {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Discipline {
+    type Err = Error;
+
+    /// A discipline by its name; `-` and `_` are the same.
+    fn from_str(name: &str) -> Result<Self, Error> {
+        let wanted = name.replace('_', "-");
+        Self::ALL.into_iter().find(|one| one.name() == wanted).ok_or_else(|| {
+            let names = Self::ALL.map(Self::name).join(", ");
+            Error::Config(format!("fairness must be one of {names}; got {name:?}"))
+        })
+    }
+}
+
+/// Settings of a [`FairQueue`](super::FairQueue).
+#[derive(Debug, Clone, PartialEq)]
+pub struct FairConfig {
+    /// Whose turn it is.
+    pub discipline: Discipline,
+    /// What tokens cost.
+    pub price: Price,
+    /// Part of the price that prompt tokens cost which the worker is expected to have cached; 0
+    /// for nothing, 1 for the full price.
+    pub cached_share: f64,
+    /// Over how many requests the length of a client's answers is averaged; at least 1.
+    pub prediction_window: u32,
+    /// Most requests that wait; at least 1.
+    pub max_queued: usize,
+    /// Of these, most of one client; at least 1.
+    pub max_queued_per_client: usize,
+    /// Most clients that are remembered; at least 1. At the limit the idle one with the lowest
+    /// counter is forgotten.
+    pub max_clients: usize,
+    /// How long a request waits at most, in milliseconds; at least 1.
+    pub max_wait_ms: u64,
+    /// When the next request does not fit, how many other clients are asked. 0 is the paper's
+    /// rule and keeps its bound; more keeps workers busy that the next request can't use.
+    pub skip_limit: usize,
+}
+
+impl Default for FairConfig {
+    fn default() -> Self {
+        Self {
+            discipline: Discipline::default(),
+            price: Price::default(),
+            cached_share: 0.0,
+            prediction_window: 5,
+            max_queued: 4_096,
+            max_queued_per_client: 1_024,
+            max_clients: 65_536,
+            max_wait_ms: 60_000,
+            skip_limit: 0,
+        }
+    }
+}
+
+impl FairConfig {
+    /// Check every field.
+    ///
+    /// # Errors
+    /// [`Error::Config`] with the name of the first field that is out of range, what is legal and
+    /// what came.
+    pub fn validate(&self) -> Result<()> {
+        self.price.validate()?;
+        if !(0.0..=1.0).contains(&self.cached_share) {
+            let got = self.cached_share;
+            return Err(Error::Config(format!("cached_share must be in 0..=1, got {got}")));
+        }
+        let zero = [
+            ("prediction_window", self.prediction_window == 0),
+            ("max_queued", self.max_queued == 0),
+            ("max_queued_per_client", self.max_queued_per_client == 0),
+            ("max_clients", self.max_clients == 0),
+            ("max_wait_ms", self.max_wait_ms == 0),
+        ];
+        if let Some((field, _)) = zero.into_iter().find(|&(_, is_zero)| is_zero) {
+            return Err(Error::Config(format!("{field} must be at least 1, got 0")));
+        }
+        let limit = u32::MAX as usize - 1;
+        if self.max_clients > limit {
+            let got = self.max_clients;
+            return Err(Error::Config(format!("max_clients must be in 1..={limit}, got {got}")));
+        }
+        Ok(())
+    }
+}

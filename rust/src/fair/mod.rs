@@ -1,0 +1,26 @@
+//! Whose request is next: a queue in front of the choice of a worker, in which every client gets
+//! its share of the service, whatever the others ask for.
+//!
+//! [`FairQueue`] is a state machine for one model: requests go in with [`push`](FairQueue::push),
+//! the next one comes out of [`pop`](FairQueue::pop) when it fits, and what it uses is charged to
+//! its client while it runs. There is no clock, no lock and no chance in this room.
+//!
+//! # Source
+//! The Virtual Token Counter of Sheng et al., *Fairness in Serving Large Language Models*, and the
+//! variants of its artifact.
+
+mod config;
+mod price;
+mod queue;
+mod ready;
+mod request;
+mod stats;
+
+pub use config::{Discipline, FairConfig};
+pub use price::{Predictor, Price};
+pub use queue::FairQueue;
+pub use request::{Cost, Dropped, Grant, Granted, Options, Refusal, Refused, Ticket, Used};
+pub use stats::{ClientStats, FairStats};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,422 @@
+//! The queue itself.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+
+use hashbrown::HashMap;
+
+use super::config::{Discipline, FairConfig};
+use super::ready::{Clients, Place, Waiting};
+use super::request::{Cost, Dropped, Grant, Granted, Options, Refusal, Refused, Ticket, Used};
+use super::stats::{ClientStats, FairStats};
+use crate::error::{Error, Result};
+
+/// Longest name of a client, in bytes.
+const MAX_NAME_BYTES: usize = 256;
+
+/// Most clients with a weight of their own.
+const MAX_WEIGHTS: usize = 65_536;
+
+/// Between these a client is told to wait before it tries again, in milliseconds.
+const RETRY_MS: std::ops::RangeInclusive<u64> = 1_000..=60_000;
+
+#[derive(Debug)]
+struct Running {
+    slot: u32,
+    input: f64,
+    output: f64,
+    predicted: f64,
+    /// What its client was charged for it so far, before its weight.
+    paid: f64,
+    /// The counter of its client just before it was admitted.
+    started_at: f64,
+}
+
+/// One model's requests that wait, and the counters of its clients.
+///
+/// # Cost
+/// O(log clients + log requests) for every call; [`pop`](Self::pop) asks `fits` at most
+/// `1 + skip_limit` times.
+#[derive(Debug)]
+pub struct FairQueue<T> {
+    config: FairConfig,
+    clients: Clients<T>,
+    weights: HashMap<Box<str>, f64>,
+    places: HashMap<Ticket, (u32, Place)>,
+    deadlines: BTreeSet<(u64, Ticket)>,
+    running: BTreeMap<Grant, Running>,
+    dropped: Vec<Dropped<T>>,
+    /// Who waited last, while nobody waits.
+    last_waiting: Option<u32>,
+    /// Nobody's counter counts as lower (`vtc-max-fair`).
+    floor: f64,
+    /// No counter is higher.
+    highest: f64,
+    next_ticket: u64,
+    next_grant: u64,
+    /// When the last one was admitted, and the mean time between two, in milliseconds.
+    pace: Option<(u64, f64)>,
+    stats: FairStats,
+}
+
+impl<T> FairQueue<T> {
+    /// A queue in which nobody waits.
+    ///
+    /// # Errors
+    /// [`Error::Config`] with the name of the first field that is out of range.
+    pub fn new(config: FairConfig) -> Result<Self> {
+        config.validate()?;
+        let clients = Clients::new(config.discipline != Discipline::Fcfs);
+        Ok(Self {
+            config,
+            clients,
+            weights: HashMap::new(),
+            places: HashMap::new(),
+            deadlines: BTreeSet::new(),
+            running: BTreeMap::new(),
+            dropped: Vec::new(),
+            last_waiting: None,
+            floor: 0.0,
+            highest: 0.0,
+            next_ticket: 0,
+            next_grant: 0,
+            pace: None,
+            stats: FairStats::default(),
+        })
+    }
+
+    /// The configuration it was made with.
+    pub fn config(&self) -> &FairConfig {
+        &self.config
+    }
+
+    /// Give `client` a larger (above 1) or smaller share than others; charges are divided by it.
+    /// What was charged already stays.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a weight that is not finite and above 0, a name that is too
+    /// long, or more clients with weights than 65,536.
+    pub fn set_weight(&mut self, client: &str, weight: f64) -> Result<()> {
+        check_name(client)?;
+        if !(weight.is_finite() && weight > 0.0) {
+            return Err(Error::invalid(format!(
+                "the weight of client {client:?} must be finite and above 0, got {weight}"
+            )));
+        }
+        if self.weights.len() >= MAX_WEIGHTS && !self.weights.contains_key(client) {
+            return Err(Error::invalid(format!("more than {MAX_WEIGHTS} clients with weights")));
+        }
+        self.weights.insert(client.into(), weight);
+        if let Some(slot) = self.clients.slot(client) {
+            self.clients.change(slot, |client| client.weight = weight);
+        }
+        Ok(())
+    }
+
+    /// Have a request wait. `client` may be `""`: those without a name share one.
+    ///
+    /// # Errors
+    /// The item comes back when too many wait, with how long to wait before another try.
+    // A refusal carries the item back; boxing it would not make it smaller for the caller.
+    #[allow(clippy::result_large_err)]
+    pub fn push(
+        &mut self,
+        client: &str,
+        item: T,
+        cost: Cost,
+        options: Options,
+        now_ms: u64,
+    ) -> Result<Ticket, Refused<T>> {
+        let slot = match self.admit_client(client) {
+            Ok(slot) => slot,
+            Err(refusal) => return Err(self.refuse(client, item, refusal)),
+        };
+        self.lift(slot);
+        let ticket = Ticket(self.next_ticket);
+        self.next_ticket += 1;
+        let latest_ms = now_ms.saturating_add(self.config.max_wait_ms);
+        let deadline_ms = options.deadline_ms.unwrap_or(latest_ms).min(latest_ms);
+        let waiting = Waiting {
+            item,
+            input: self.chargeable(cost.input_tokens, cost.cached_tokens),
+            predicted: cost.output_tokens.map(|tokens| tokens as f64),
+            deadline_ms,
+            queued_at_ms: now_ms,
+        };
+        let place = (Reverse(options.priority), ticket.0);
+        self.clients.change(slot, |client| client.queue.insert(place, waiting));
+        self.places.insert(ticket, (slot, place));
+        self.deadlines.insert((deadline_ms, ticket));
+        Ok(ticket)
+    }
+
+    /// The next request, if it fits: the one of the client with the lowest counter. `fits` sees
+    /// it first, and at most `skip_limit` requests of other clients after it.
+    ///
+    /// Its client is charged for the prompt and, with predictions, for the answer.
+    pub fn pop(&mut self, now_ms: u64, mut fits: impl FnMut(&T) -> bool) -> Option<Granted<T>> {
+        self.drop_late(now_ms);
+        self.raise_floor();
+        let (slot, place) =
+            self.clients.in_turn().take(1 + self.config.skip_limit).find_map(|slot| {
+                let queue = &self.clients.at(slot)?.queue;
+                let (&place, waiting) = queue.first_key_value()?;
+                fits(&waiting.item).then_some((slot, place))
+            })?;
+        let waiting = self.take(slot, place)?;
+        let client = self.clients.at(slot)?;
+        let expected = waiting.predicted.unwrap_or(client.predictor.length());
+        let predicted = if self.config.discipline.is_predictive() { expected } else { 0.0 };
+        let started_at = client.counter.max(self.floor);
+        let paid = self.config.price.total(waiting.input, predicted);
+        self.clients.change(slot, |client| {
+            client.counter = started_at;
+            client.running += 1;
+        });
+        self.charge(slot, paid);
+        let grant = Grant(self.next_grant);
+        self.next_grant += 1;
+        let input = waiting.input;
+        let running = Running { slot, input, output: 0.0, predicted, paid, started_at };
+        self.running.insert(grant, running);
+        let waited_ms = now_ms.saturating_sub(waiting.queued_at_ms);
+        self.stats.admitted_total += 1;
+        self.stats.waited_ms_total += waited_ms;
+        self.pace = Some(match self.pace {
+            None => (now_ms, 0.0),
+            // The last dozen or so admissions count.
+            Some((last_ms, mean)) => {
+                (now_ms, mean + (now_ms.saturating_sub(last_ms) as f64 - mean) / 16.0)
+            }
+        });
+        Some(Granted { grant, ticket: Ticket(place.1), item: waiting.item, waited_ms })
+    }
+
+    /// An admitted request has generated `tokens` more. Nothing happens for one that has ended.
+    pub fn tokens(&mut self, grant: Grant, tokens: u64) {
+        let Some(running) = self.running.get_mut(&grant) else { return };
+        running.output += tokens as f64;
+        if self.config.discipline == Discipline::VtcOracle {
+            return;
+        }
+        let due = self.config.price.total(running.input, running.output.max(running.predicted));
+        let (slot, more) = (running.slot, due - running.paid);
+        running.paid = due;
+        self.charge(slot, more);
+    }
+
+    /// An admitted request has ended, however it did. What was charged too much is given back,
+    /// what was charged too little is charged. False for one that has ended before.
+    pub fn finish(&mut self, grant: Grant, used: Used) -> bool {
+        let Some(running) = self.running.remove(&grant) else { return false };
+        let slot = running.slot;
+        let output = used.output_tokens.map_or(running.output, |tokens| tokens as f64);
+        let input = match used.input_tokens {
+            Some((tokens, cached)) => self.chargeable(tokens, cached),
+            None => running.input,
+        };
+        let window = self.config.prediction_window;
+        self.clients.change(slot, |client| {
+            client.running -= 1;
+            client.predictor.learn(output, window);
+        });
+        if self.config.discipline != Discipline::VtcOracle {
+            self.charge(slot, self.config.price.total(input, output) - running.paid);
+        }
+        true
+    }
+
+    /// Take back a request that waits; `None` when it does not wait any more.
+    pub fn cancel(&mut self, ticket: Ticket) -> Option<T> {
+        let (slot, place) = *self.places.get(&ticket)?;
+        let waiting = self.take(slot, place)?;
+        self.stats.cancelled_total += 1;
+        Some(waiting.item)
+    }
+
+    /// Requests whose time has run out, longest first. Call it on a timer: it costs nothing when
+    /// there are none.
+    pub fn expire(&mut self, now_ms: u64) -> Vec<Dropped<T>> {
+        self.drop_late(now_ms);
+        std::mem::take(&mut self.dropped)
+    }
+
+    /// When the first request runs out of time; `None` while nobody waits.
+    pub fn next_deadline_ms(&self) -> Option<u64> {
+        self.deadlines.first().map(|&(deadline_ms, _)| deadline_ms)
+    }
+
+    /// Whether nobody waits.
+    pub fn is_empty(&self) -> bool {
+        self.places.is_empty()
+    }
+
+    /// Numbers of the whole queue.
+    pub fn stats(&self) -> FairStats {
+        FairStats {
+            queued: self.places.len(),
+            running: self.running.len(),
+            clients: self.clients.len(),
+            waiting_clients: self.clients.waiting_len(),
+            ..self.stats
+        }
+    }
+
+    /// Numbers of every client, in no order.
+    pub fn clients(&self) -> impl Iterator<Item = ClientStats<'_>> {
+        self.clients.all().map(|client| ClientStats {
+            client: &client.name,
+            counter: client.counter.max(self.floor),
+            weight: client.weight,
+            queued: client.queue.len(),
+            running: client.running,
+            served: client.served,
+        })
+    }
+
+    /// The counter of `client`; `None` for one that is not remembered.
+    pub fn counter(&self, client: &str) -> Option<f64> {
+        let client = self.clients.at(self.clients.slot(client)?)?;
+        Some(client.counter.max(self.floor))
+    }
+
+    /// Tokens that the next answer to `client` is expected to have.
+    pub fn predicted(&self, client: &str) -> f64 {
+        let client = self.clients.slot(client).and_then(|slot| self.clients.at(slot));
+        client.map_or(0.0, |client| client.predictor.length())
+    }
+
+    #[cfg(test)]
+    pub(super) fn set_counter(&mut self, client: &str, counter: f64) {
+        let known = self.clients.slot(client);
+        let slot = known.unwrap_or_else(|| self.clients.add(client, 0.0, 1.0));
+        self.clients.change(slot, |client| client.counter = counter);
+    }
+
+    /// Prompt tokens that are charged, with cached ones at their share.
+    fn chargeable(&self, tokens: u64, cached: u64) -> f64 {
+        let cached = cached.min(tokens);
+        (tokens - cached) as f64 + cached as f64 * self.config.cached_share
+    }
+
+    fn admit_client(&mut self, name: &str) -> Result<u32, Refusal> {
+        check_name(name).map_err(Refusal::Name)?;
+        // Those that nobody has fetched yet take room as well.
+        if self.places.len() + self.dropped.len() >= self.config.max_queued {
+            return Err(Refusal::QueueFull);
+        }
+        if let Some(slot) = self.clients.slot(name) {
+            let queued = self.clients.at(slot).map_or(0, |client| client.queue.len());
+            let is_full = queued >= self.config.max_queued_per_client;
+            return if is_full { Err(Refusal::ClientQueueFull) } else { Ok(slot) };
+        }
+        if self.clients.len() >= self.config.max_clients {
+            let forgotten = self.clients.forget_idle().ok_or(Refusal::TooManyClients)?;
+            self.stats.forgotten_clients_total += 1;
+            self.last_waiting = self.last_waiting.filter(|&slot| slot != forgotten);
+        }
+        let weight = self.weights.get(name).copied().unwrap_or(1.0);
+        Ok(self.clients.add(name, self.floor, weight))
+    }
+
+    fn refuse(&mut self, client: &str, item: T, refusal: Refusal) -> Refused<T> {
+        let slot = self.clients.slot(client).and_then(|slot| self.clients.at(slot));
+        let own = slot.map_or(0, |client| client.queue.len());
+        let (count, error) = match &refusal {
+            Refusal::QueueFull => {
+                let limit = self.config.max_queued;
+                let error = format!("{limit} requests wait; max_queued is {limit}");
+                (&mut self.stats.refused_queue_total, Error::Overloaded(error))
+            }
+            Refusal::ClientQueueFull => {
+                let limit = self.config.max_queued_per_client;
+                let error = format!(
+                    "{own} requests of client {client:?} wait; max_queued_per_client is {limit}"
+                );
+                (&mut self.stats.refused_client_queue_total, Error::Overloaded(error))
+            }
+            Refusal::TooManyClients => {
+                let limit = self.config.max_clients;
+                let error = format!("{limit} clients have requests; max_clients is {limit}");
+                (&mut self.stats.refused_clients_total, Error::Overloaded(error))
+            }
+            Refusal::Name(error) => (&mut self.stats.refused_clients_total, error.clone()),
+        };
+        *count += 1;
+        // By then half of those that wait will have gone.
+        let pace_ms = self.pace.map_or(0.0, |(_, mean)| mean);
+        let waiting = if own > 0 { own } else { self.places.len() };
+        let retry_after_ms = (pace_ms * waiting as f64 / 2.0) as u64;
+        let retry_after_ms = retry_after_ms.clamp(*RETRY_MS.start(), *RETRY_MS.end());
+        Refused { item, refusal, retry_after_ms, error }
+    }
+
+    /// A client whose queue was empty does not bring along credit from the time it was idle.
+    fn lift(&mut self, slot: u32) {
+        let is_waiting = self.clients.at(slot).is_some_and(|client| !client.queue.is_empty());
+        if is_waiting || !self.config.discipline.lifts_on_arrival() {
+            return;
+        }
+        let level = self.clients.in_turn().next().or(self.last_waiting);
+        let level = level.and_then(|slot| self.clients.at(slot)).map_or(0.0, |c| c.counter);
+        let is_lifted = self.clients.change(slot, |client| {
+            let is_lower = client.counter < level;
+            client.counter = client.counter.max(level);
+            is_lower
+        });
+        self.stats.lifted_total += u64::from(is_lifted == Some(true));
+    }
+
+    /// `vtc-max-fair`: nobody stays behind where service has got to.
+    fn raise_floor(&mut self) {
+        if self.config.discipline == Discipline::VtcMaxFair && !self.places.is_empty() {
+            let last = self.running.last_key_value().map(|(_, running)| running.started_at);
+            self.floor = self.floor.max(last.unwrap_or(self.highest));
+        }
+    }
+
+    fn charge(&mut self, slot: u32, service: f64) {
+        let counter = self.clients.change(slot, |client| {
+            client.served = (client.served + service).max(0.0);
+            client.counter = (client.counter + service / client.weight).max(0.0);
+            client.counter
+        });
+        self.highest = self.highest.max(counter.unwrap_or(0.0));
+    }
+
+    /// A request stops waiting.
+    fn take(&mut self, slot: u32, place: Place) -> Option<Waiting<T>> {
+        let waiting = self.clients.change(slot, |client| client.queue.remove(&place)).flatten()?;
+        let ticket = Ticket(place.1);
+        self.places.remove(&ticket);
+        self.deadlines.remove(&(waiting.deadline_ms, ticket));
+        if self.places.is_empty() {
+            self.last_waiting = Some(slot);
+        }
+        Some(waiting)
+    }
+
+    fn drop_late(&mut self, now_ms: u64) {
+        while let Some(&(deadline_ms, ticket)) = self.deadlines.first() {
+            if deadline_ms > now_ms {
+                break;
+            }
+            self.deadlines.pop_first();
+            let Some(&(slot, place)) = self.places.get(&ticket) else { continue };
+            let Some(waiting) = self.take(slot, place) else { continue };
+            self.stats.expired_total += 1;
+            let waited_ms = now_ms.saturating_sub(waiting.queued_at_ms);
+            self.dropped.push(Dropped { ticket, item: waiting.item, waited_ms });
+        }
+    }
+}
+
+fn check_name(client: &str) -> Result<()> {
+    let bytes = client.len();
+    if bytes > MAX_NAME_BYTES {
+        return Err(Error::invalid(format!(
+            "the client's name has {bytes} bytes; the limit is {MAX_NAME_BYTES}"
+        )));
+    }
+    Ok(())
+}

@@ -1,0 +1,100 @@
+//! Policies that take the lowest of one value per candidate.
+
+use std::sync::Arc;
+
+use rand::{Rng, RngCore};
+
+use super::contract::{Candidates, Context, Polarity, RoutePolicy};
+use super::cost::Terms;
+use super::decision::{Choice, Reason};
+use crate::error::Result;
+
+/// One value per candidate, appended in their order; `None` for one without what it takes.
+pub(super) type Values = fn(&Candidates<'_>, &mut Vec<Option<f64>>);
+
+/// The lowest value wins, chance decides among equals; candidates without a value are passed over,
+/// and when none has one any of them is taken. A candidate without a value costs infinitely much.
+#[derive(Debug)]
+pub(super) struct ByMetric {
+    name: &'static str,
+    values: Values,
+}
+
+impl ByMetric {
+    pub(super) fn policy(name: &'static str, values: Values) -> Arc<dyn RoutePolicy> {
+        Arc::new(Self { name, values })
+    }
+}
+
+impl RoutePolicy for ByMetric {
+    fn name(&self) -> &str {
+        self.name
+    }
+
+    fn choose(
+        &self,
+        context: &Context<'_>,
+        candidates: &Candidates<'_>,
+        terms: &mut Vec<Terms>,
+        rng: &mut dyn RngCore,
+    ) -> Option<Choice> {
+        let mut values = Vec::with_capacity(candidates.len());
+        (self.values)(candidates, &mut values);
+        candidates.fill(context, terms, |index| values[index].unwrap_or(f64::INFINITY));
+        choose_lowest(&values, rng)
+    }
+
+    fn is_scorer(&self) -> bool {
+        true
+    }
+
+    fn scores(
+        &self,
+        _context: &Context<'_>,
+        candidates: &Candidates<'_>,
+        scores: &mut Vec<Option<f64>>,
+        _rng: &mut dyn RngCore,
+    ) -> Result<Polarity> {
+        scores.clear();
+        (self.values)(candidates, scores);
+        Ok(Polarity::Least)
+    }
+}
+
+/// The lowest of `values`, by chance among equals, and any of all when there is no value; `None`
+/// when there are no candidates.
+pub(super) fn choose_lowest(values: &[Option<f64>], rng: &mut dyn RngCore) -> Option<Choice> {
+    let count = values.len();
+    if count <= 1 {
+        let only =
+            Choice { index: 0, ties: 1, margin: None, reason: Reason::OnlyCandidate, score: None };
+        return (count == 1).then_some(only);
+    }
+    let known = || (0..count).filter_map(|at| values[at].map(|value| (at, value)));
+    let (mut best, mut next, mut ties) = (f64::INFINITY, f64::INFINITY, 0);
+    for (_, value) in known() {
+        if ties == 0 || value < best {
+            next = if ties == 0 { next } else { best };
+            (best, ties) = (value, 1);
+        } else {
+            next = next.min(value);
+            ties += usize::from(value == best);
+        }
+    }
+    if ties == 0 {
+        let index = rng.random_range(0..count);
+        return Some(Choice {
+            index,
+            ties: count,
+            margin: None,
+            reason: Reason::Chance,
+            score: None,
+        });
+    }
+    let nth = if ties > 1 { rng.random_range(0..ties) } else { 0 };
+    let mut tied = known().filter(|&(_, value)| value == best).map(|(at, _)| at);
+    let index = tied.nth(nth)?;
+    let margin = (next - best).is_finite().then_some(next - best);
+    let reason = if ties > 1 { Reason::Tie } else { Reason::LowestCost };
+    Some(Choice { index, ties, margin, reason, score: None })
+}

@@ -1,0 +1,292 @@
+//! What a policy is told, what it answers and what it must keep to.
+
+use std::fmt;
+use std::sync::OnceLock;
+
+use rand::RngCore;
+
+use super::cost::{ActiveLoad, Candidate, RequestTerms, Terms};
+use super::decision::Choice;
+use super::kind::Policy;
+use crate::error::{Error, Result};
+use crate::ids::Worker;
+
+/// A way to choose a worker: one file, and one line in the [registry](super::registry).
+///
+/// For one request the calls come in this order: [`prepare`](Self::prepare) without any lock,
+/// [`choose`](Self::choose) under the router's lock, [`routed`](Self::routed) once the request is
+/// booked, [`finished`](Self::finished) when it has ended, however it did. A preview makes the
+/// first two only, and changes nothing that a later decision could see.
+///
+/// # Consistency
+/// Calls for different requests come from many threads at once; a policy with state keeps it
+/// behind a lock of its own, never calls back, and does not block.
+pub trait RoutePolicy: fmt::Debug + Send + Sync {
+    /// The name in configuration, logs and metrics.
+    fn name(&self) -> &str;
+
+    /// Work that is worth doing before the router's lock is taken: tokenizing, hashing.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a request that this policy can't route; it names the field.
+    fn prepare(&self, _context: &Context<'_>) -> Result<()> {
+        Ok(())
+    }
+
+    /// Choose among `candidates`; `None` only when there are none. The terms of all of them
+    /// replace what is in `terms`, in the same order.
+    fn choose(
+        &self,
+        context: &Context<'_>,
+        candidates: &Candidates<'_>,
+        terms: &mut Vec<Terms>,
+        rng: &mut dyn RngCore,
+    ) -> Option<Choice>;
+
+    /// Whether [`scores`](Self::scores) can be asked for: policies that can't be weighed against
+    /// others have none.
+    fn is_scorer(&self) -> bool {
+        false
+    }
+
+    /// Judge every candidate, for a weighted choice by several policies. One entry per candidate
+    /// replaces what is in `scores`; `None` where nothing is known.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] when this policy has no scores, or none for this request.
+    fn scores(
+        &self,
+        _context: &Context<'_>,
+        _candidates: &Candidates<'_>,
+        _scores: &mut Vec<Option<f64>>,
+        _rng: &mut dyn RngCore,
+    ) -> Result<Polarity> {
+        Err(Error::invalid(format!("policy {} has no scores to be weighed", self.name())))
+    }
+
+    /// The request was given to `candidates.list[choice.index]`, by this policy or by another one
+    /// that it only watches.
+    fn routed(&self, _context: &Context<'_>, _candidates: &Candidates<'_>, _choice: &Choice) {}
+
+    /// The request has ended; what it really used.
+    fn finished(&self, _finished: &Finished<'_>) {}
+
+    /// A worker has gone: forget what was remembered of it.
+    fn removed(&self, _worker: Worker) {}
+
+    /// Name every counter of this policy, for the metrics.
+    fn samples(&self, _visit: &mut dyn FnMut(Sample<'_>)) {}
+}
+
+/// One request, as policies see it.
+#[derive(Debug)]
+pub struct Context<'a> {
+    /// Length, block size and weights.
+    pub request: RequestTerms,
+    /// The model that was asked for.
+    pub model: &'a str,
+    /// Text of the prompt, UTF-8, without the JSON around it; empty when nobody needs it.
+    pub prompt: &'a [u8],
+    /// The model's own token ids; empty while unknown.
+    pub token_ids: &'a [u32],
+    /// Sequence hashes of the prompt's full blocks, in order; empty while unknown.
+    pub sequence_hashes: &'a [u64],
+    /// Candidates' overlaps come from engines' events: what a policy guesses itself is worse.
+    pub is_indexed: bool,
+    /// Whose request it is; `None` and `""` for nobody's.
+    pub user: Option<&'a str>,
+    /// What ties it to earlier requests.
+    pub session: Session<'a>,
+    /// Now, on the router's clock.
+    pub now_ms: u64,
+    /// What policies have worked out about this request.
+    pub memo: Memo,
+}
+
+impl<'a> Context<'a> {
+    /// A request of `model` about which only its terms are known.
+    pub fn new(request: RequestTerms, model: &'a str, now_ms: u64) -> Self {
+        Self {
+            request,
+            model,
+            prompt: &[],
+            token_ids: &[],
+            sequence_hashes: &[],
+            is_indexed: false,
+            user: None,
+            session: Session::default(),
+            now_ms,
+            memo: Memo::default(),
+        }
+    }
+}
+
+/// What ties a request to earlier ones.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Session<'a> {
+    /// The worker that the client was told, resolved by the door; `None` without or when unknown.
+    pub worker: Option<Worker>,
+    /// A key that all requests of the session carry, at most
+    /// [`MAX_KEY_BYTES`](super::session::MAX_KEY_BYTES) bytes; `None` and `""` for none.
+    pub key: Option<&'a str>,
+}
+
+/// What is worked out once for a request, by whichever policy needs it first.
+#[derive(Debug, Default)]
+pub struct Memo {
+    prefix: OnceLock<PrefixMemo>,
+}
+
+#[derive(Debug)]
+struct PrefixMemo {
+    maker: u64,
+    hashes: Box<[u64]>,
+}
+
+impl Memo {
+    /// The hashes that `make` gives, made once by the first `maker` to ask; another one makes its
+    /// own with every call. `maker` identifies how they are made.
+    pub fn hashes(&self, maker: u64, make: impl Fn() -> Vec<u64>) -> std::borrow::Cow<'_, [u64]> {
+        let kept = self.prefix.get_or_init(|| PrefixMemo { maker, hashes: make().into() });
+        if kept.maker == maker { kept.hashes.as_ref().into() } else { make().into() }
+    }
+}
+
+/// The workers that may take a request, and what their engines report.
+#[derive(Debug, Clone, Copy)]
+pub struct Candidates<'a> {
+    /// The workers, in worker order.
+    pub list: &'a [Candidate],
+    /// One entry per candidate, or none at all where engines report nothing.
+    pub metrics: &'a [EngineMetrics],
+}
+
+impl<'a> Candidates<'a> {
+    /// Candidates without engine metrics.
+    pub const fn new(list: &'a [Candidate]) -> Self {
+        Self { list, metrics: &[] }
+    }
+
+    /// How many there are.
+    pub const fn len(&self) -> usize {
+        self.list.len()
+    }
+
+    /// Whether there is none.
+    pub const fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
+
+    /// What the engine of candidate `index` reports; nothing where it reports nothing.
+    pub fn metrics(&self, index: usize) -> EngineMetrics {
+        self.metrics.get(index).copied().unwrap_or_default()
+    }
+
+    /// Active requests of candidate `index` as booked here; 0 for one the load table does not know.
+    pub fn requests(&self, index: usize) -> u32 {
+        self.list[index].load.map_or(0, |load| load.requests)
+    }
+
+    /// What candidate `index` is busy with; idle for one the load table does not know.
+    pub fn load(&self, index: usize) -> ActiveLoad {
+        self.list[index].load.unwrap_or_default()
+    }
+
+    /// Requests on the engine of candidate `index`: its own count, or what was booked here where
+    /// engines report nothing at all.
+    pub fn running(&self, index: usize) -> f64 {
+        match self.metrics.get(index) {
+            Some(metrics) => metrics.running_requests.unwrap_or(0.0),
+            None => f64::from(self.requests(index)),
+        }
+    }
+
+    /// Fill `terms` with every candidate's terms; `cost` says what the policy minimises.
+    pub fn fill(
+        &self,
+        context: &Context<'_>,
+        terms: &mut Vec<Terms>,
+        mut cost: impl FnMut(usize) -> f64,
+    ) {
+        terms.clear();
+        terms.extend(self.list.iter().enumerate().map(|(index, candidate)| Terms {
+            cost: cost(index),
+            ..context.request.terms(Policy::Random, candidate)
+        }));
+    }
+}
+
+/// What an engine reports of itself; `None` where it does not.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct EngineMetrics {
+    /// Requests in its batch.
+    pub running_requests: Option<f64>,
+    /// Share of its accelerator's blocks in use, 0 to 1.
+    pub gpu_kv_usage: Option<f64>,
+    /// Share of its host blocks in use, 0 to 1.
+    pub cpu_kv_usage: Option<f64>,
+    /// How long requests wait there before they are scheduled, in seconds.
+    pub queue_s: Option<f64>,
+    /// Mean time of a prefill, in seconds.
+    pub mean_prefill_s: Option<f64>,
+    /// Mean time of a decode, in seconds.
+    pub mean_decode_s: Option<f64>,
+    /// Mean length of prompts, in tokens.
+    pub avg_prompt_tokens: Option<f64>,
+    /// Mean length of answers, in tokens.
+    pub avg_generation_tokens: Option<f64>,
+    /// Share of time in which the accelerator was busy, 0 to 1.
+    pub busy_ratio: Option<f64>,
+    /// A score of utilization, as the engine defines it.
+    pub utilization: Option<f64>,
+}
+
+/// Which scores are good.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Polarity {
+    /// High ones.
+    Most,
+    /// Low ones.
+    Least,
+}
+
+/// A request that has ended, and what it really used.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Finished<'a> {
+    /// The model that was asked for.
+    pub model: &'a str,
+    /// Whose request it was.
+    pub user: Option<&'a str>,
+    /// Who served it.
+    pub worker: Worker,
+    /// Length of [`Context::prompt`]; what an estimate was made from.
+    pub prompt_bytes: usize,
+    /// When it was routed, on the router's clock.
+    pub routed_at_ms: u64,
+    /// Now, on the same clock.
+    pub now_ms: u64,
+    /// Tokens of the prompt, as the engine counted them.
+    pub input_tokens: u64,
+    /// Of these, tokens that the engine had cached.
+    pub cached_tokens: u64,
+    /// Tokens that were generated.
+    pub output_tokens: u64,
+}
+
+/// One counter or gauge of a policy.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sample<'a> {
+    /// Name without the program's prefix; counters end in `_total`.
+    pub name: &'a str,
+    /// Label and its value; `("", "")` for none.
+    pub label: (&'a str, &'a str),
+    /// The value.
+    pub value: f64,
+}
+
+impl<'a> Sample<'a> {
+    /// A sample without a label.
+    pub const fn plain(name: &'a str, value: f64) -> Self {
+        Self { name, label: ("", ""), value }
+    }
+}

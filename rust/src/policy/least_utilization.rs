@@ -1,0 +1,18 @@
+//! `least-utilization`: the lowest utilization, as engines define it.
+
+use std::sync::Arc;
+
+use rand::RngCore;
+
+use super::by_metric::ByMetric;
+use super::contract::{Candidates, RoutePolicy};
+use super::settings::Settings;
+use crate::error::Result;
+
+pub(super) fn build(_: &Settings, _: &mut dyn RngCore) -> Result<Arc<dyn RoutePolicy>> {
+    Ok(ByMetric::policy("least-utilization", values))
+}
+
+fn values(candidates: &Candidates<'_>, values: &mut Vec<Option<f64>>) {
+    values.extend((0..candidates.len()).map(|index| candidates.metrics(index).utilization));
+}

@@ -1,0 +1,179 @@
+//! Several policies weighed against each other: `a:2,b:1`.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use rand::RngCore;
+
+use super::contract::{Candidates, Context, Finished, Polarity, RoutePolicy, Sample};
+use super::cost::Terms;
+use super::decision::{Choice, Reason};
+use super::registry;
+use super::settings::Settings;
+use crate::error::{Error, Result};
+use crate::ids::Worker;
+
+/// Highest weight of a member.
+pub const MAX_WEIGHT: u32 = 1_000_000;
+
+/// Most members; the rest of a longer list is somebody's mistake.
+pub const MAX_MEMBERS: usize = 32;
+
+/// The members of a strategy and their weights, in order: `a:2,b,c:0` is `[(a, 2), (b, 1)]`.
+///
+/// A weight is 1 unless it is given; members of weight 0 are left out. `pd` and names that begin
+/// with `slo` can't be weighed: the first of them stands alone.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] for an empty item, a weight that is no integer in
+/// 0..=[`MAX_WEIGHT`], more than [`MAX_MEMBERS`] items, or when nothing is left.
+pub fn parse(strategy: &str) -> Result<Vec<(&str, u32)>> {
+    let fault = |fault: String| Error::invalid(format!("strategy {strategy:?}: {fault}"));
+    let mut members = Vec::new();
+    for item in strategy.split(',') {
+        let (name, weight) = match item.trim().split_once(':') {
+            None => (item.trim(), 1),
+            Some((name, weight)) => {
+                let legal = weight.trim().parse().ok().filter(|&weight| weight <= MAX_WEIGHT);
+                let weight = legal.ok_or_else(|| {
+                    fault(format!(
+                        "the weight of {name:?} must be an integer in 0..={MAX_WEIGHT}, got \
+                         {weight:?}"
+                    ))
+                })?;
+                (name.trim(), weight)
+            }
+        };
+        if name.is_empty() {
+            return Err(fault("an item has no name".into()));
+        }
+        if members.len() == MAX_MEMBERS {
+            return Err(fault(format!("more than {MAX_MEMBERS} items")));
+        }
+        members.push((name, weight));
+    }
+    members.retain(|&(_, weight)| weight > 0);
+    let is_alone = |name: &str| name == "pd" || name.starts_with("slo");
+    if let Some(&alone) = members.iter().find(|(name, _)| is_alone(name)) {
+        members = vec![alone];
+    }
+    if members.is_empty() {
+        return Err(fault("every weight is 0".into()));
+    }
+    Ok(members)
+}
+
+/// The policy that `strategy` names: one by itself, several as a weighted choice.
+///
+/// # Errors
+/// As [`parse`]; also for an unknown name and, among several, one that has no scores.
+pub fn build(
+    strategy: &str,
+    settings: &Settings,
+    rng: &mut dyn RngCore,
+) -> Result<Arc<dyn RoutePolicy>> {
+    let items = parse(strategy)?;
+    if let [(name, _)] = items[..] {
+        return registry::build_one(name, settings, rng);
+    }
+    let total: f64 = items.iter().map(|&(_, weight)| f64::from(weight)).sum();
+    let mut members = Vec::new();
+    for (name, weight) in items {
+        let policy = registry::build_one(name, settings, rng)?;
+        if !policy.is_scorer() {
+            return Err(Error::invalid(format!(
+                "strategy {strategy:?}: {name:?} has no scores and can't be weighed"
+            )));
+        }
+        members.push((policy, f64::from(weight) / total));
+    }
+    Ok(Arc::new(Multi { name: strategy.into(), members, scratch: Mutex::default() }))
+}
+
+#[derive(Debug)]
+struct Multi {
+    name: Box<str>,
+    /// Weights add up to 1.
+    members: Vec<(Arc<dyn RoutePolicy>, f64)>,
+    scratch: Mutex<Scratch>,
+}
+
+#[derive(Debug, Default)]
+struct Scratch {
+    scores: Vec<Option<f64>>,
+    sums: Vec<f64>,
+}
+
+impl RoutePolicy for Multi {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn prepare(&self, context: &Context<'_>) -> Result<()> {
+        self.members.iter().try_for_each(|(policy, _)| policy.prepare(context))
+    }
+
+    fn choose(
+        &self,
+        context: &Context<'_>,
+        candidates: &Candidates<'_>,
+        terms: &mut Vec<Terms>,
+        rng: &mut dyn RngCore,
+    ) -> Option<Choice> {
+        let mut scratch = self.scratch.lock();
+        let Scratch { scores, sums } = &mut *scratch;
+        sums.clear();
+        sums.resize(candidates.len(), 0.0);
+        for (policy, weight) in &self.members {
+            // A member that has nothing to say of this request adds nothing for anybody.
+            if let Ok(polarity) = policy.scores(context, candidates, scores, rng) {
+                add(scores, polarity, *weight, sums);
+            }
+        }
+        candidates.fill(context, terms, |index| -sums[index]);
+        highest(sums)
+    }
+
+    fn routed(&self, context: &Context<'_>, candidates: &Candidates<'_>, choice: &Choice) {
+        self.members.iter().for_each(|(policy, _)| policy.routed(context, candidates, choice));
+    }
+
+    fn finished(&self, finished: &Finished<'_>) {
+        self.members.iter().for_each(|(policy, _)| policy.finished(finished));
+    }
+
+    fn removed(&self, worker: Worker) {
+        self.members.iter().for_each(|(policy, _)| policy.removed(worker));
+    }
+
+    fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
+        self.members.iter().for_each(|(policy, _)| policy.samples(visit));
+    }
+}
+
+/// Add `weight` times the scores, brought to 0..=1 with 1 the best, to `sums`.
+///
+/// Who has no score, or an infinite one, gets 0; when all scores are equal each gets 1.
+pub(super) fn add(scores: &[Option<f64>], polarity: Polarity, weight: f64, sums: &mut [f64]) {
+    let finite = |score: Option<f64>| score.filter(|score| score.is_finite());
+    let known = || scores.iter().filter_map(|&score| finite(score));
+    let low = known().fold(f64::INFINITY, f64::min);
+    let high = known().fold(f64::NEG_INFINITY, f64::max);
+    for (sum, &score) in sums.iter_mut().zip(scores) {
+        let Some(score) = finite(score) else { continue };
+        let share = if high == low { 1.0 } else { (score - low) / (high - low) };
+        let share = if polarity == Polarity::Most || high == low { share } else { 1.0 - share };
+        *sum += weight * share;
+    }
+}
+
+/// The highest sum; the first of equal ones, so that members with the finer scores decide.
+pub(super) fn highest(sums: &[f64]) -> Option<Choice> {
+    let best = sums.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let index = sums.iter().position(|&sum| sum == best)?;
+    let ties = sums.iter().filter(|&&sum| sum == best).count();
+    let others = sums.iter().enumerate().filter(|&(at, _)| at != index).map(|(_, &sum)| sum);
+    let next = others.fold(f64::NEG_INFINITY, f64::max);
+    let margin = next.is_finite().then_some(best - next);
+    Some(Choice { index, ties, margin, reason: Reason::HighestScore, score: Some(best) })
+}

@@ -1,0 +1,107 @@
+//! A prompt's blocks, and their chained hashes.
+
+use std::fmt;
+
+use tiktoken_rs::CoreBPE;
+use xxhash_rust::xxh64::Xxh64;
+
+use super::super::contract::Context;
+use super::super::settings::{PrefixSettings, TokenizerKind};
+use crate::error::Result;
+
+/// Most bytes of a prompt that are tokenized: what is behind them has no hashes. A longer prompt
+/// would keep a thread busy for too long.
+pub const MAX_TIKTOKEN_BYTES: usize = 1 << 18;
+
+/// Cuts prompts into blocks and hashes them.
+pub struct BlockHasher {
+    tokenizer: Tokenizer,
+    block_bytes: usize,
+    seed: u64,
+    id: u64,
+}
+
+enum Tokenizer {
+    Character,
+    Tiktoken(&'static CoreBPE),
+    Model,
+}
+
+impl BlockHasher {
+    /// Blocks as `settings` says, hashes that start at `seed`.
+    ///
+    /// In `document` a block is so many tokens, a character being one byte of UTF-8. In
+    /// `aibrix-compat` it is so many bytes of the tokenizer's output, 4 for each token id.
+    ///
+    /// # Errors
+    /// None today; a tokenizer that has to be read may not be there.
+    pub fn new(settings: &PrefixSettings, seed: u64) -> Result<Self> {
+        let tokenizer = match settings.tokenizer {
+            TokenizerKind::Character => Tokenizer::Character,
+            // The vocabulary is part of the program.
+            TokenizerKind::Tiktoken => Tokenizer::Tiktoken(tiktoken_rs::cl100k_base_singleton()),
+            TokenizerKind::Model => Tokenizer::Model,
+        };
+        let is_bytes = settings.is_compat || settings.tokenizer == TokenizerKind::Character;
+        let token_bytes = if is_bytes { 1 } else { size_of::<u32>() };
+        let block_bytes = (settings.block_size as usize).max(1) * token_bytes;
+        let mut id = Xxh64::new(seed);
+        id.update(&(block_bytes as u64).to_le_bytes());
+        id.update(&[settings.tokenizer as u8]);
+        Ok(Self { tokenizer, block_bytes, seed, id: id.digest() })
+    }
+
+    /// Equal for hashers that make equal hashes of every request.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// Hashes of the full blocks of a request, in order; none for a prompt shorter than a block.
+    ///
+    /// # Cost
+    /// One pass over the prompt; with tiktoken also its tokenizer, some microseconds a kilobyte.
+    pub fn hashes(&self, context: &Context<'_>) -> Vec<u64> {
+        match &self.tokenizer {
+            Tokenizer::Character => self.chain(context.prompt),
+            Tokenizer::Tiktoken(tokenizer) => {
+                let text = &context.prompt[..context.prompt.len().min(MAX_TIKTOKEN_BYTES)];
+                self.tokens(&tokenizer.encode_ordinary(&String::from_utf8_lossy(text)))
+            }
+            Tokenizer::Model => self.tokens(context.token_ids),
+        }
+    }
+
+    fn tokens(&self, ids: &[u32]) -> Vec<u64> {
+        let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_be_bytes()).collect();
+        self.chain(&bytes)
+    }
+
+    /// `hash[i] = XXH64(seed; hash[i - 1] in little-endian, block[i])`, the seed before the first.
+    pub fn chain(&self, bytes: &[u8]) -> Vec<u64> {
+        let mut parent = self.seed;
+        let blocks = bytes.chunks_exact(self.block_bytes);
+        blocks
+            .map(|block| {
+                let mut hash = Xxh64::new(self.seed);
+                hash.update(&parent.to_le_bytes());
+                hash.update(block);
+                parent = hash.digest();
+                parent
+            })
+            .collect()
+    }
+}
+
+impl fmt::Debug for BlockHasher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let tokenizer = match self.tokenizer {
+            Tokenizer::Character => "character",
+            Tokenizer::Tiktoken(_) => "tiktoken",
+            Tokenizer::Model => "model",
+        };
+        f.debug_struct("BlockHasher")
+            .field("tokenizer", &tokenizer)
+            .field("block_bytes", &self.block_bytes)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,229 @@
+//! `prefix-cache`: the worker that holds the most of the prompt, unless it is too busy.
+//!
+//! It knows who holds what from engines' events, or else from a table of what it sent where.
+
+mod hasher;
+mod matching;
+mod table;
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use rand::RngCore;
+
+pub use hasher::{BlockHasher, MAX_TIKTOKEN_BYTES};
+pub use matching::{is_imbalanced, match_percent_bucket, select_matched};
+pub use table::{PrefixTable, TableStats};
+
+use super::by_metric::choose_lowest;
+use super::contract::{Candidates, Context, Polarity, RoutePolicy, Sample};
+use super::cost::Terms;
+use super::decision::{Choice, Reason};
+use super::settings::{PrefixSettings, PrefixSource, Settings};
+use crate::error::Result;
+use crate::ids::Worker;
+
+pub(super) fn build(settings: &Settings, rng: &mut dyn RngCore) -> Result<Arc<dyn RoutePolicy>> {
+    Ok(Arc::new(PrefixCache::new(&settings.prefix, settings.hash_seed(rng))?))
+}
+
+/// The policy and its table.
+#[derive(Debug)]
+pub struct PrefixCache {
+    settings: PrefixSettings,
+    hasher: BlockHasher,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    table: PrefixTable,
+    scratch: Scratch,
+    counters: Counters,
+}
+
+/// Memory that decisions reuse.
+#[derive(Debug, Default)]
+struct Scratch {
+    counts: Vec<i64>,
+    allowed: Vec<bool>,
+    /// By candidate; `None` for one that holds nothing.
+    percents: Vec<Option<u32>>,
+    values: Vec<Option<f64>>,
+}
+
+/// By what a request was decided, and how much of it the chosen worker held.
+#[derive(Debug, Default)]
+struct Counters {
+    selections: [u64; 3],
+    buckets: [u64; 5],
+    imbalanced: u64,
+}
+
+const SELECTIONS: [Reason; 3] =
+    [Reason::PrefixMatch, Reason::PrefixMatchSkipped, Reason::LeastRequestFallback];
+const BUCKETS: [u32; 5] = [0, 25, 50, 75, 100];
+
+impl PrefixCache {
+    /// The policy with an empty table, its hashes starting at `seed`.
+    ///
+    /// # Errors
+    /// [`Error::Config`](crate::error::Error::Config) when the tokenizer can't be made.
+    pub fn new(settings: &PrefixSettings, seed: u64) -> Result<Self> {
+        let state = State {
+            table: PrefixTable::new(settings),
+            scratch: Scratch::default(),
+            counters: Counters::default(),
+        };
+        let hasher = BlockHasher::new(settings, seed)?;
+        Ok(Self { settings: settings.clone(), hasher, state: Mutex::new(state) })
+    }
+
+    fn hashes<'a>(&self, context: &'a Context<'_>) -> std::borrow::Cow<'a, [u64]> {
+        context.memo.hashes(self.hasher.id(), || self.hasher.hashes(context))
+    }
+
+    fn uses_index(&self, context: &Context<'_>) -> bool {
+        match self.settings.source {
+            PrefixSource::Auto => context.is_indexed,
+            PrefixSource::Table => false,
+            PrefixSource::Index => true,
+        }
+    }
+
+    /// Fill `scratch.percents`, for candidates that are allowed.
+    fn percents(&self, state: &mut State, context: &Context<'_>, candidates: &Candidates<'_>) {
+        let State { table, scratch, .. } = state;
+        let Scratch { allowed, percents, .. } = scratch;
+        percents.clear();
+        percents.resize(candidates.len(), None);
+        if self.uses_index(context) {
+            let size = u64::from(context.request.block_size);
+            let full = context.request.isl_tokens.checked_div(size).unwrap_or(0);
+            for (index, candidate) in candidates.list.iter().enumerate() {
+                if full > 0 && candidate.overlap_blocks > 0 && allowed[index] {
+                    let held = u64::from(candidate.overlap_blocks).min(full);
+                    percents[index] = Some((held * 100 / full) as u32);
+                }
+            }
+            return;
+        }
+        let hashes = self.hashes(context);
+        let workers = candidates.list.iter().map(|candidate| candidate.worker);
+        table.matches(context.model, &hashes, workers, allowed, context.now_ms, percents);
+    }
+}
+
+impl RoutePolicy for PrefixCache {
+    fn name(&self) -> &str {
+        "prefix-cache"
+    }
+
+    fn prepare(&self, context: &Context<'_>) -> Result<()> {
+        if !self.uses_index(context) {
+            let _hashes_are_kept = self.hashes(context);
+        }
+        Ok(())
+    }
+
+    fn choose(
+        &self,
+        context: &Context<'_>,
+        candidates: &Candidates<'_>,
+        terms: &mut Vec<Terms>,
+        rng: &mut dyn RngCore,
+    ) -> Option<Choice> {
+        candidates.fill(context, terms, |index| f64::from(candidates.requests(index)));
+        let mut state = self.state.lock();
+        let scratch = &mut state.scratch;
+        scratch.counts.clear();
+        scratch.counts.extend((0..candidates.len()).map(|at| i64::from(candidates.requests(at))));
+        let lowest = scratch.counts.iter().copied().min()?;
+        let is_imbalanced = is_imbalanced(&scratch.counts, self.settings.imbalance_abs_count);
+        scratch.allowed.clear();
+        scratch.allowed.extend(scratch.counts.iter().map(|&n| !is_imbalanced || n == lowest));
+        self.percents(&mut state, context, candidates);
+        let Scratch { counts, percents, values, .. } = &mut state.scratch;
+        let factor = self.settings.standard_deviation_factor;
+        if let Some(index) = select_matched(counts, percents, factor, rng) {
+            let score = percents[index].map(f64::from);
+            let reason = Reason::PrefixMatch;
+            return Some(Choice { index, ties: 1, margin: None, reason, score });
+        }
+        let is_matched = percents.iter().any(Option::is_some);
+        values.clear();
+        values.extend(counts.iter().map(|&count| Some(count as f64)));
+        let fewest = choose_lowest(values, rng)?;
+        let reason =
+            if is_matched { Reason::PrefixMatchSkipped } else { Reason::LeastRequestFallback };
+        let score = Some(f64::from(percents[fewest.index].unwrap_or(0)));
+        Some(Choice { reason, score, ..fewest })
+    }
+
+    fn is_scorer(&self) -> bool {
+        true
+    }
+
+    fn scores(
+        &self,
+        context: &Context<'_>,
+        candidates: &Candidates<'_>,
+        scores: &mut Vec<Option<f64>>,
+        _rng: &mut dyn RngCore,
+    ) -> Result<Polarity> {
+        let mut state = self.state.lock();
+        state.scratch.allowed.clear();
+        state.scratch.allowed.resize(candidates.len(), true);
+        self.percents(&mut state, context, candidates);
+        scores.clear();
+        let percents = state.scratch.percents.iter();
+        scores.extend(percents.map(|percent| Some(f64::from(percent.unwrap_or(0)))));
+        Ok(Polarity::Most)
+    }
+
+    fn routed(&self, context: &Context<'_>, candidates: &Candidates<'_>, choice: &Choice) {
+        let mut state = self.state.lock();
+        let State { table, scratch, counters } = &mut *state;
+        if let Some(at) = SELECTIONS.iter().position(|&reason| reason == choice.reason) {
+            counters.selections[at] += 1;
+            let percent = choice.score.unwrap_or(0.0) as u32;
+            let bucket = BUCKETS.iter().position(|&last| percent <= last).unwrap_or(4);
+            counters.buckets[bucket] += 1;
+            scratch.counts.clear();
+            scratch.counts.extend((0..candidates.len()).map(|i| i64::from(candidates.requests(i))));
+            let limit = self.settings.imbalance_abs_count;
+            counters.imbalanced += u64::from(is_imbalanced(&scratch.counts, limit));
+        }
+        if !self.uses_index(context) {
+            let worker = candidates.list[choice.index].worker;
+            table.record(context.model, &self.hashes(context), worker, context.now_ms);
+        }
+    }
+
+    fn removed(&self, worker: Worker) {
+        self.state.lock().table.forget(worker);
+    }
+
+    fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
+        let state = self.state.lock();
+        let State { table, counters, .. } = &*state;
+        for (reason, &count) in SELECTIONS.iter().zip(&counters.selections) {
+            let label = ("selection", reason.name());
+            visit(Sample { name: "prefix_cache_selection_total", label, value: count as f64 });
+        }
+        for (&last, &count) in BUCKETS.iter().zip(&counters.buckets) {
+            let label = ("match_percent_bucket", match_percent_bucket(last));
+            visit(Sample { name: "prefix_cache_decisions_total", label, value: count as f64 });
+        }
+        let stats = table.stats();
+        for (name, value) in [
+            ("prefix_cache_load_imbalance_total", counters.imbalanced),
+            ("prefix_cache_blocks", stats.blocks),
+            ("prefix_cache_bytes", stats.bytes),
+            ("prefix_cache_evicted_blocks_total", stats.evicted),
+            ("prefix_cache_expired_blocks_total", stats.expired),
+        ] {
+            visit(Sample::plain(name, value as f64));
+        }
+    }
+}

@@ -1,0 +1,241 @@
+//! `session-affinity`: a session stays with the worker, rank and all, that it began with.
+//!
+//! The client names the worker, or the session has a key, or the prompt begins with one that was
+//! answered before. A session whose worker can't take it moves to another one and stays there.
+
+use std::sync::Arc;
+
+use hashbrown::HashMap;
+use parking_lot::Mutex;
+use rand::RngCore;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use super::by_metric::choose_lowest;
+use super::contract::{Candidates, Context, RoutePolicy, Sample};
+use super::cost::Terms;
+use super::decision::{Choice, Reason};
+use super::settings::Settings;
+use crate::error::{Error, Result};
+use crate::ids::Worker;
+use crate::load::recency::Recency;
+
+/// Longest session key.
+pub const MAX_KEY_BYTES: usize = 256;
+
+/// Longest session id that is decoded.
+const MAX_ID_BYTES: usize = 512;
+
+pub(super) fn build(settings: &Settings, _: &mut dyn RngCore) -> Result<Arc<dyn RoutePolicy>> {
+    let pins = Pins { max: settings.session.max_sessions, ..Pins::default() };
+    Ok(Arc::new(SessionAffinity { pins: Mutex::new(pins) }))
+}
+
+#[derive(Debug)]
+struct SessionAffinity {
+    pins: Mutex<Pins>,
+}
+
+impl RoutePolicy for SessionAffinity {
+    fn name(&self) -> &str {
+        "session-affinity"
+    }
+
+    fn prepare(&self, context: &Context<'_>) -> Result<()> {
+        let bytes = context.session.key.map_or(0, str::len);
+        if bytes > MAX_KEY_BYTES {
+            return Err(Error::invalid(format!(
+                "the session key has {bytes} bytes; the limit is {MAX_KEY_BYTES}"
+            )));
+        }
+        Ok(())
+    }
+
+    fn choose(
+        &self,
+        context: &Context<'_>,
+        candidates: &Candidates<'_>,
+        terms: &mut Vec<Terms>,
+        rng: &mut dyn RngCore,
+    ) -> Option<Choice> {
+        candidates.fill(context, terms, |index| f64::from(candidates.requests(index)));
+        let place_of = |wanted: Worker| candidates.list.iter().position(|c| c.worker == wanted);
+        let pinned =
+            |index, reason| Some(Choice { index, ties: 1, margin: None, reason, score: None });
+        if let Some(index) = context.session.worker.and_then(place_of) {
+            return pinned(index, Reason::SessionHeader);
+        }
+        let key = context.session.key.filter(|key| !key.is_empty());
+        if let Some(key) = key.filter(|key| key.len() <= MAX_KEY_BYTES) {
+            return pinned(rendezvous(key, candidates)?, Reason::SessionKey);
+        }
+        let known = self.pins.lock().longest(context.model, context.sequence_hashes);
+        if let Some(index) = known.and_then(place_of) {
+            return pinned(index, Reason::SessionPrefix);
+        }
+        let counts: Vec<_> = (0..candidates.len())
+            .map(|index| Some(f64::from(candidates.requests(index))))
+            .collect();
+        choose_lowest(&counts, rng)
+    }
+
+    fn routed(&self, context: &Context<'_>, candidates: &Candidates<'_>, choice: &Choice) {
+        if let Some(&last) = context.sequence_hashes.last() {
+            let worker = candidates.list[choice.index].worker;
+            self.pins.lock().pin(context.model, last, worker);
+        }
+    }
+
+    fn removed(&self, worker: Worker) {
+        self.pins.lock().forget(worker);
+    }
+
+    fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
+        let pins = self.pins.lock();
+        visit(Sample::plain("session_pins", pins.by_key.len() as f64));
+        visit(Sample::plain("session_evicted_pins_total", pins.evicted as f64));
+    }
+}
+
+/// The candidate to which `key` belongs: the one with the highest hash of itself and the key. When
+/// it is gone the key belongs to another one, and no other key moves.
+fn rendezvous(key: &str, candidates: &Candidates<'_>) -> Option<usize> {
+    let key = fnv_1a(key.bytes());
+    let rank = |worker: Worker| {
+        mixed(key ^ mixed(worker.instance_id ^ mixed(u64::from(worker.dp_rank) + 1)))
+    };
+    let ranked = candidates.list.iter().enumerate();
+    ranked.max_by_key(|(_, one)| (rank(one.worker), one.worker)).map(|(index, _)| index)
+}
+
+fn fnv_1a(bytes: impl Iterator<Item = u8>) -> u64 {
+    const OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
+    const PRIME: u64 = 0x0000_0100_0000_01b3;
+    bytes.fold(OFFSET, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(PRIME))
+}
+
+/// Spreads every bit over all others, so that comparing hashes as numbers is fair. The constants
+/// are those of the last step of MurmurHash3.
+fn mixed(mut hash: u64) -> u64 {
+    hash = (hash ^ (hash >> 33)).wrapping_mul(0xff51_afd7_ed55_8ccd);
+    hash = (hash ^ (hash >> 33)).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
+    hash ^ (hash >> 33)
+}
+
+/// The last full block of prompts, and who answered them.
+#[derive(Debug, Default)]
+struct Pins {
+    max: usize,
+    by_key: HashMap<u64, u32>,
+    /// Key and worker; those that are free are in `free`.
+    pins: Vec<(u64, Worker)>,
+    free: Vec<u32>,
+    recency: Recency,
+    evicted: u64,
+}
+
+impl Pins {
+    fn key(model: &str, hash: u64) -> u64 {
+        xxh3_64_with_seed(model.as_bytes(), hash)
+    }
+
+    /// Who answered the longest prompt that this one begins with.
+    fn longest(&self, model: &str, hashes: &[u64]) -> Option<Worker> {
+        let mut places =
+            hashes.iter().rev().filter_map(|&hash| self.by_key.get(&Self::key(model, hash)));
+        places.next().map(|&place| self.pins[place as usize].1)
+    }
+
+    fn pin(&mut self, model: &str, hash: u64, worker: Worker) {
+        let key = Self::key(model, hash);
+        if let Some(&place) = self.by_key.get(&key) {
+            self.pins[place as usize].1 = worker;
+            self.recency.remove(place);
+            self.recency.push(place);
+            return;
+        }
+        if self.by_key.len() >= self.max
+            && let Some(place) = self.recency.first()
+        {
+            self.drop_pin(place);
+            self.evicted += 1;
+        }
+        let place = self.free.pop().unwrap_or(self.pins.len() as u32);
+        match self.pins.get_mut(place as usize) {
+            Some(pin) => *pin = (key, worker),
+            None => self.pins.push((key, worker)),
+        }
+        self.by_key.insert(key, place);
+        self.recency.push(place);
+    }
+
+    fn forget(&mut self, worker: Worker) {
+        let held = self.by_key.values().copied();
+        let gone: Vec<u32> = held.filter(|&at| self.pins[at as usize].1 == worker).collect();
+        gone.into_iter().for_each(|place| self.drop_pin(place));
+    }
+
+    fn drop_pin(&mut self, place: u32) {
+        self.recency.remove(place);
+        self.by_key.remove(&self.pins[place as usize].0);
+        self.free.push(place);
+    }
+}
+
+/// What a client is told of its worker: `host:port`, and `/rank` behind it for ranks above 0, in
+/// base64.
+pub fn session_id(address: &str, dp_rank: u32) -> String {
+    let plain = match dp_rank {
+        0 => address.to_owned(),
+        rank => format!("{address}/{rank}"),
+    };
+    base64(plain.as_bytes())
+}
+
+/// Address and rank in an id that [`session_id`] made, or another router that knows no ranks;
+/// `None` for anything else.
+pub fn read_session_id(id: &str) -> Option<(String, u32)> {
+    let plain = (id.len() <= MAX_ID_BYTES).then(|| from_base64(id)).flatten()?;
+    let plain = String::from_utf8(plain).ok()?;
+    match plain.rsplit_once('/') {
+        Some((address, rank)) => Some((address.to_owned(), rank.parse().ok()?)),
+        None => Some((plain, 0)),
+    }
+}
+
+const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+
+fn base64(bytes: &[u8]) -> String {
+    let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
+    for chunk in bytes.chunks(3) {
+        let byte = |at: usize| chunk.get(at).map_or(0, |&byte| u32::from(byte));
+        let bits = byte(0) << 16 | byte(1) << 8 | byte(2);
+        for digit in 0..4 {
+            let value = (bits >> (18 - 6 * digit)) as usize & 63;
+            text.push(if digit <= chunk.len() { DIGITS[value].into() } else { '=' });
+        }
+    }
+    text
+}
+
+/// `None` for what is no base64 with its padding.
+fn from_base64(text: &str) -> Option<Vec<u8>> {
+    if !text.len().is_multiple_of(4) {
+        return None;
+    }
+    let digits = text.trim_end_matches('=');
+    if text.len() - digits.len() > 2 {
+        return None;
+    }
+    let (mut bytes, mut bits, mut held) = (Vec::with_capacity(text.len() / 4 * 3), 0_u32, 0);
+    for digit in digits.bytes() {
+        let value = DIGITS.iter().position(|&known| known == digit)? as u32;
+        bits = bits << 6 | value;
+        held += 6;
+        if held >= 8 {
+            held -= 8;
+            bytes.push((bits >> held) as u8);
+            bits &= (1 << held) - 1;
+        }
+    }
+    Some(bytes)
+}

@@ -1,0 +1,209 @@
+//! From variables to settings.
+
+use super::table::{Kind, VARIABLES, Variable};
+use super::{
+    PrefixSettings, PrefixSource, Profile, SessionSettings, Settings, TimeUnit, TokenizerKind,
+    VtcSettings,
+};
+use crate::error::{Error, Result};
+
+/// What stands before a variable's name; the first one that is set counts.
+const PREFIXES: [&str; 2] = ["KVFLASH_", "AIBRIX_"];
+
+/// A variable's value, and where it came from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Origin {
+    /// Name of the variable, without what stands before it.
+    pub name: &'static str,
+    /// The value that counts.
+    pub value: String,
+    /// Full name of the variable that was read; `None` for the default.
+    pub read_from: Option<String>,
+}
+
+struct Reader<'a> {
+    profile: Profile,
+    lookup: &'a dyn Fn(&str) -> Option<String>,
+    origins: Vec<Origin>,
+    warnings: Vec<String>,
+}
+
+pub(super) fn settings(
+    profile: Profile,
+    lookup: &dyn Fn(&str) -> Option<String>,
+) -> Result<Settings> {
+    let mut reader = Reader { profile, lookup, origins: Vec::new(), warnings: Vec::new() };
+    let is_compat = profile == Profile::AibrixCompat;
+    for variable in &VARIABLES {
+        let origin = reader.origin(variable)?;
+        reader.origins.push(origin);
+    }
+    let tokenizer = match reader.text("PREFIX_CACHE_TOKENIZER_TYPE") {
+        "tiktoken" => TokenizerKind::Tiktoken,
+        "model" => TokenizerKind::Model,
+        _ => TokenizerKind::Character,
+    };
+    if !is_compat && tokenizer != TokenizerKind::Character {
+        reader.replace_default("PREFIX_CACHE_BLOCK_SIZE", "16");
+    }
+    let is_state_synced = flag(reader.text("STATESYNC_ENABLED")).unwrap_or(false);
+    let hash_seed = match reader.text("PREFIX_CACHE_HASH_SEED").parse() {
+        Ok(seed) => Some(seed),
+        Err(_) => is_state_synced.then_some(0),
+    };
+    let source = match flag(reader.text("PREFIX_CACHE_KV_EVENT_SYNC_ENABLED")) {
+        Some(true) => PrefixSource::Index,
+        Some(false) => PrefixSource::Table,
+        None => PrefixSource::Auto,
+    };
+    let time_unit = match reader.text("ROUTER_VTC_TOKEN_TRACKER_TIME_UNIT") {
+        "hours" => TimeUnit::Hours,
+        "seconds" => TimeUnit::Seconds,
+        "milliseconds" => TimeUnit::Milliseconds,
+        _ => TimeUnit::Minutes,
+    };
+    Ok(Settings {
+        profile,
+        algorithm: Some(reader.text("ROUTING_ALGORITHM").to_owned()).filter(|a| !a.is_empty()),
+        is_state_synced,
+        prefix: PrefixSettings {
+            is_compat,
+            tokenizer,
+            block_size: reader.integer("PREFIX_CACHE_BLOCK_SIZE") as u32,
+            max_blocks: reader.integer("PREFIX_CACHE_BLOCK_NUMBER") as usize,
+            max_bytes: reader.integer("PREFIX_CACHE_MAX_BYTES") as u64,
+            eviction_interval_ms: reader.integer("PREFIX_CACHE_EVICTION_INTERVAL_SECONDS") as u64
+                * 1_000,
+            eviction_duration_ms: reader.integer("PREFIX_CACHE_EVICTION_DURATION_MINS") as u64
+                * 60_000,
+            imbalance_abs_count: reader
+                .integer("PREFIX_CACHE_POD_RUNNING_REQUEST_IMBALANCE_ABS_COUNT"),
+            standard_deviation_factor: reader.number("PREFIX_CACHE_STANDARD_DEVIATION_FACTOR"),
+            hash_seed,
+            source,
+        },
+        vtc: VtcSettings {
+            is_compat,
+            time_unit,
+            window_size: reader.integer("ROUTER_VTC_TOKEN_TRACKER_WINDOW_SIZE") as u64,
+            default_totals: (
+                reader.number("ROUTER_VTC_TOKEN_TRACKER_MIN_TOKENS"),
+                reader.number("ROUTER_VTC_TOKEN_TRACKER_MAX_TOKENS"),
+            ),
+            input_token_weight: reader.number("ROUTER_VTC_BASIC_INPUT_TOKEN_WEIGHT"),
+            output_token_weight: reader.number("ROUTER_VTC_BASIC_OUTPUT_TOKEN_WEIGHT"),
+            max_pod_load: reader.number("ROUTER_VTC_BASIC_MAX_POD_LOAD"),
+            fairness_weight: reader.number("ROUTER_VTC_BASIC_FAIRNESS_WEIGHT"),
+            utilization_weight: reader.number("ROUTER_VTC_BASIC_UTILIZATION_WEIGHT"),
+            max_clients: reader.integer("ROUTER_VTC_MAX_CLIENTS") as usize,
+        },
+        session: SessionSettings { max_sessions: reader.integer("SESSION_MAX_SESSIONS") as usize },
+        origins: reader.origins,
+        warnings: reader.warnings,
+    })
+}
+
+impl Reader<'_> {
+    /// The value that counts for `variable`; it is legal.
+    fn origin(&mut self, variable: &Variable) -> Result<Origin> {
+        let name = variable.name;
+        let default = match self.profile {
+            Profile::Document => variable.document,
+            Profile::AibrixCompat => variable.compat,
+        };
+        let by_default = Origin { name, value: default.into(), read_from: None };
+        if name == "POLICY_PROFILE" {
+            // Whoever calls has read it: it decides the defaults of all others.
+            return Ok(Origin { value: self.profile.name().into(), ..by_default });
+        }
+        let found = PREFIXES.into_iter().find_map(|prefix| {
+            let full = format!("{prefix}{name}");
+            let value = (self.lookup)(&full).filter(|value| !value.is_empty())?;
+            Some((full, value))
+        });
+        let Some((full, value)) = found else { return Ok(by_default) };
+        match self.fault(variable, &value) {
+            None => Ok(Origin { name, value, read_from: Some(full) }),
+            Some(legal) if self.profile == Profile::Document => {
+                Err(Error::Config(format!("{full} must be {legal}, got {value:?}")))
+            }
+            Some(legal) => {
+                self.warnings
+                    .push(format!("{full} must be {legal}, got {value:?}: {default:?} is used"));
+                Ok(by_default)
+            }
+        }
+    }
+
+    /// What is legal, when `value` is not.
+    fn fault(&self, variable: &Variable, value: &str) -> Option<String> {
+        let is_compat = self.profile == Profile::AibrixCompat;
+        match variable.kind {
+            Kind::Integer { low, high } => {
+                // AIBrix takes every value that is not above 0 for a mistake.
+                let low = if is_compat { low.max(1) } else { low };
+                let is_legal = value.parse().is_ok_and(|value| (low..=high).contains(&value));
+                let above = format!("an integer of at least {low}");
+                let within = format!("an integer in {low}..={high}");
+                (!is_legal).then_some(if high == i64::MAX { above } else { within })
+            }
+            Kind::Number { .. } if is_compat && variable.name.ends_with("DEVIATION_FACTOR") => {
+                let is_legal = value.parse::<i64>().is_ok_and(|value| value > 0);
+                (!is_legal).then(|| "an integer of at least 1".into())
+            }
+            Kind::Number { is_zero_legal } => {
+                let is_zero_legal = is_zero_legal && !is_compat;
+                let is_legal = value.parse::<f64>().is_ok_and(|value| {
+                    value.is_finite() && (value > 0.0 || is_zero_legal && value == 0.0)
+                });
+                let legal = if is_zero_legal { "of at least 0" } else { "above 0" };
+                (!is_legal).then(|| format!("a finite number {legal}"))
+            }
+            Kind::Word(words) => {
+                let is_unknown_hour = is_compat && value == "hours";
+                let is_legal = words.contains(&value) && !is_unknown_hour;
+                (!is_legal).then(|| format!("one of {}", words.join(", ")))
+            }
+            Kind::Flag => flag(value).is_none().then(|| "true or false".into()),
+            Kind::Seed => {
+                let is_legal = value.parse::<u64>().is_ok();
+                (!is_legal).then(|| format!("an integer in 0..={}", u64::MAX))
+            }
+            Kind::Text if variable.name.ends_with("KV_EVENT_SYNC_ENABLED") => {
+                let is_legal = value == "auto" || flag(value).is_some();
+                (!is_legal).then(|| "auto, true or false".into())
+            }
+            Kind::Text => None,
+        }
+    }
+
+    /// Change the default of a variable that was not set.
+    fn replace_default(&mut self, name: &str, value: &str) {
+        let found = self.origins.iter_mut().find(|origin| origin.name == name);
+        if let Some(origin) = found.filter(|origin| origin.read_from.is_none()) {
+            origin.value = value.into();
+        }
+    }
+
+    fn text(&self, name: &str) -> &str {
+        let found = self.origins.iter().find(|origin| origin.name == name);
+        &found.expect("every name asked for is in the table").value
+    }
+
+    fn integer(&self, name: &str) -> i64 {
+        self.text(name).parse().expect("only legal values are kept")
+    }
+
+    fn number(&self, name: &str) -> f64 {
+        self.text(name).parse().expect("only legal values are kept")
+    }
+}
+
+/// A truth value as Go's `strconv.ParseBool` reads it.
+fn flag(value: &str) -> Option<bool> {
+    match value {
+        "1" | "t" | "T" | "true" | "TRUE" | "True" => Some(true),
+        "0" | "f" | "F" | "false" | "FALSE" | "False" => Some(false),
+        _ => None,
+    }
+}

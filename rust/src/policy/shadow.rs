@@ -1,0 +1,143 @@
+//! A policy that runs beside the one that decides, and is only counted.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+
+use super::contract::{Candidates, Context, Finished, RoutePolicy, Sample};
+use super::cost::Terms;
+use super::decision::Choice;
+use crate::error::Result;
+use crate::ids::Worker;
+
+/// What a policy would have done with requests that another one decided.
+///
+/// It sees the world as it is: what it remembers of earlier requests is where they really went,
+/// not where it would have sent them. It has a generator of its own, so that the one that decides
+/// draws the same numbers with and without it.
+#[derive(Debug)]
+pub struct Shadow {
+    policy: Arc<dyn RoutePolicy>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    rng: SmallRng,
+    terms: Vec<Terms>,
+    stats: ShadowStats,
+}
+
+/// What a shadow was counted for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ShadowStats {
+    /// Requests it saw.
+    pub decisions: u64,
+    /// Of these, requests for which it chose the same worker.
+    pub agreed: u64,
+    /// Requests that it could not route.
+    pub refused: u64,
+    /// Blocks that the chosen workers held of the prompts it saw.
+    pub active_reused_blocks: u64,
+    /// Blocks that the workers held that it would have chosen.
+    pub shadow_reused_blocks: u64,
+    /// Active requests on the chosen workers, added up.
+    pub active_requests: u64,
+    /// Active requests on the workers that it would have chosen, added up.
+    pub shadow_requests: u64,
+}
+
+impl Shadow {
+    /// `policy` as a shadow, its chance starting at `seed`.
+    pub fn new(policy: Arc<dyn RoutePolicy>, seed: u64) -> Self {
+        let state = State {
+            rng: SmallRng::seed_from_u64(seed),
+            terms: Vec::new(),
+            stats: ShadowStats::default(),
+        };
+        Self { policy, state: Mutex::new(state) }
+    }
+
+    /// The name of its policy.
+    pub fn name(&self) -> &str {
+        self.policy.name()
+    }
+
+    /// Before the router's lock is taken; what the policy can't route is counted in
+    /// [`observe`](Self::observe).
+    ///
+    /// # Errors
+    /// Those of the policy; the caller goes on.
+    pub fn prepare(&self, context: &Context<'_>) -> Result<()> {
+        self.policy.prepare(context)
+    }
+
+    /// The request was decided: `active` is the choice that counts. What the shadow would have
+    /// chosen; `None` when it had no choice.
+    ///
+    /// # Cost
+    /// That of the policy's own decision.
+    pub fn observe(
+        &self,
+        context: &Context<'_>,
+        candidates: &Candidates<'_>,
+        active: &Choice,
+    ) -> Option<Worker> {
+        let mut state = self.state.lock();
+        let State { rng, terms, stats } = &mut *state;
+        stats.decisions += 1;
+        let wanted = self.policy.choose(context, candidates, terms, rng);
+        let chosen = &candidates.list[active.index];
+        stats.active_reused_blocks += u64::from(chosen.overlap_blocks);
+        stats.active_requests += u64::from(candidates.requests(active.index));
+        match wanted {
+            None => stats.refused += 1,
+            Some(wanted) => {
+                stats.agreed += u64::from(wanted.index == active.index);
+                let overlap = candidates.list[wanted.index].overlap_blocks;
+                stats.shadow_reused_blocks += u64::from(overlap);
+                stats.shadow_requests += u64::from(candidates.requests(wanted.index));
+            }
+        }
+        // What the policy remembers is what really happened, for its own reasons where they agree.
+        let happened = Choice {
+            index: active.index,
+            ..wanted.filter(|wanted| wanted.index == active.index).unwrap_or(*active)
+        };
+        self.policy.routed(context, candidates, &happened);
+        wanted.map(|wanted| candidates.list[wanted.index].worker)
+    }
+
+    /// The request has ended.
+    pub fn finished(&self, finished: &Finished<'_>) {
+        self.policy.finished(finished);
+    }
+
+    /// A worker has gone.
+    pub fn removed(&self, worker: Worker) {
+        self.policy.removed(worker);
+    }
+
+    /// What it was counted for.
+    pub fn stats(&self) -> ShadowStats {
+        self.state.lock().stats
+    }
+
+    /// Name every counter, labelled with the policy, for the metrics.
+    pub fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
+        let stats = self.stats();
+        for (name, value) in [
+            ("shadow_decisions_total", stats.decisions),
+            ("shadow_agreed_total", stats.agreed),
+            ("shadow_refused_total", stats.refused),
+            ("shadow_active_reused_blocks_total", stats.active_reused_blocks),
+            ("shadow_reused_blocks_total", stats.shadow_reused_blocks),
+            ("shadow_active_requests_total", stats.active_requests),
+            ("shadow_requests_total", stats.shadow_requests),
+        ] {
+            visit(Sample { name, label: ("policy", self.name()), value: value as f64 });
+        }
+    }
+}

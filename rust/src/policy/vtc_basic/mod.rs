@@ -1,0 +1,174 @@
+//! `vtc-basic`: clients that had many tokens of late go to other workers than those that had few.
+//!
+//! It moves heavy clients; it does not make them wait. For that see [`crate::fair`].
+
+mod score;
+mod tracker;
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use rand::{Rng, RngCore};
+
+pub use score::{estimate, position_scores, share_scores};
+pub use tracker::TokenTracker;
+
+use super::by_metric::choose_lowest;
+use super::contract::{Candidates, Context, Finished, Polarity, RoutePolicy, Sample};
+use super::cost::Terms;
+use super::decision::{Choice, Reason};
+use super::settings::{Settings, VtcSettings};
+use crate::error::{Error, Result};
+
+/// The most that chance adds to a score in `aibrix-compat`.
+const JITTER: f64 = 0.1;
+
+pub(super) fn build(settings: &Settings, _: &mut dyn RngCore) -> Result<Arc<dyn RoutePolicy>> {
+    Ok(Arc::new(VtcBasic::new(&settings.vtc)))
+}
+
+/// The policy and its clients.
+#[derive(Debug)]
+pub struct VtcBasic {
+    settings: VtcSettings,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    tracker: TokenTracker,
+    values: Vec<f64>,
+    scores: Vec<Option<f64>>,
+    corrected: u64,
+}
+
+impl VtcBasic {
+    /// The policy without clients.
+    pub fn new(settings: &VtcSettings) -> Self {
+        let state = State {
+            tracker: TokenTracker::new(settings),
+            values: Vec::new(),
+            scores: Vec::new(),
+            corrected: 0,
+        };
+        Self { settings: settings.clone(), state: Mutex::new(state) }
+    }
+
+    /// Weighted tokens of `user` in the window.
+    pub fn tokens(&self, user: &str, now_ms: u64) -> f64 {
+        self.state.lock().tracker.total(user, now_ms)
+    }
+
+    /// Scores of all candidates, in their order, without chance; low ones are good.
+    fn judge(
+        &self,
+        state: &mut State,
+        user: &str,
+        candidates: &Candidates<'_>,
+        now_ms: u64,
+    ) -> f64 {
+        let State { tracker, values, .. } = state;
+        let total = tracker.total(user, now_ms);
+        let loads = (0..candidates.len()).map(|index| candidates.running(index));
+        values.clear();
+        if self.settings.is_compat {
+            position_scores(&self.settings, total, tracker.range(), loads, values);
+            return total;
+        }
+        let share = tracker.share(user, now_ms);
+        share_scores(&self.settings, share, loads, values);
+        share
+    }
+}
+
+impl RoutePolicy for VtcBasic {
+    fn name(&self) -> &str {
+        "vtc-basic"
+    }
+
+    fn choose(
+        &self,
+        context: &Context<'_>,
+        candidates: &Candidates<'_>,
+        terms: &mut Vec<Terms>,
+        rng: &mut dyn RngCore,
+    ) -> Option<Choice> {
+        let user = context.user.unwrap_or("");
+        let mut state = self.state.lock();
+        let mut score = None;
+        if user.is_empty() {
+            // Nobody's share: any worker, or the least used one.
+            state.values.clear();
+            let load = |index| candidates.running(index) / self.settings.max_pod_load;
+            state.values.extend((0..candidates.len()).map(load));
+            if self.settings.is_compat && !candidates.is_empty() {
+                state.values.fill(0.0);
+            }
+        } else {
+            score = Some(self.judge(&mut state, user, candidates, context.now_ms));
+            if self.settings.is_compat {
+                state.values.iter_mut().for_each(|value| *value += rng.random_range(0.0..JITTER));
+            }
+        }
+        let State { values, scores, .. } = &mut *state;
+        candidates.fill(context, terms, |index| values[index]);
+        scores.clear();
+        scores.extend(values.iter().map(|&value| Some(value)));
+        let choice = choose_lowest(scores, rng)?;
+        let is_chance = user.is_empty() && self.settings.is_compat && choice.ties > 1;
+        let reason = if is_chance { Reason::Chance } else { choice.reason };
+        Some(Choice { score, reason, ..choice })
+    }
+
+    fn is_scorer(&self) -> bool {
+        true
+    }
+
+    fn scores(
+        &self,
+        context: &Context<'_>,
+        candidates: &Candidates<'_>,
+        scores: &mut Vec<Option<f64>>,
+        rng: &mut dyn RngCore,
+    ) -> Result<Polarity> {
+        let user = context.user.filter(|user| !user.is_empty());
+        let user = user.ok_or_else(|| Error::invalid("vtc-basic has no scores without a user"))?;
+        let mut state = self.state.lock();
+        self.judge(&mut state, user, candidates, context.now_ms);
+        scores.clear();
+        let jitter = if self.settings.is_compat { JITTER } else { 0.0 };
+        scores.extend(state.values.iter().map(|&value| {
+            Some(if jitter > 0.0 { value + rng.random_range(0.0..jitter) } else { value })
+        }));
+        Ok(Polarity::Least)
+    }
+
+    fn routed(&self, context: &Context<'_>, _candidates: &Candidates<'_>, _choice: &Choice) {
+        let Some(user) = context.user.filter(|user| !user.is_empty()) else { return };
+        let (input, output) = estimate(context.prompt.len());
+        let mut state = self.state.lock();
+        let _has_a_name = state.tracker.charge(user, input as f64, output as f64, context.now_ms);
+    }
+
+    /// In `document` what was estimated is taken back and what was used is charged; in
+    /// `aibrix-compat` the estimate stands.
+    fn finished(&self, finished: &Finished<'_>) {
+        let Some(user) = finished.user.filter(|user| !user.is_empty()) else { return };
+        if self.settings.is_compat {
+            return;
+        }
+        let (input, output) = estimate(finished.prompt_bytes);
+        let mut state = self.state.lock();
+        state.tracker.refund(user, input as f64, output as f64, finished.routed_at_ms);
+        let (input, output) = (finished.input_tokens as f64, finished.output_tokens as f64);
+        let _has_a_name = state.tracker.charge(user, input, output, finished.now_ms);
+        state.corrected += 1;
+    }
+
+    fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
+        let state = self.state.lock();
+        visit(Sample::plain("vtc_clients", state.tracker.len() as f64));
+        visit(Sample::plain("vtc_uncounted_requests_total", state.tracker.uncounted() as f64));
+        visit(Sample::plain("vtc_corrected_requests_total", state.corrected as f64));
+    }
+}

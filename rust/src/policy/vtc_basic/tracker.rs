@@ -1,0 +1,220 @@
+//! Weighted tokens of each client in a sliding window.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use hashbrown::HashMap;
+
+use super::super::settings::{TimeUnit, VtcSettings};
+use crate::error::{Error, Result};
+
+/// Tokens of clients in the last so many units of time, input and output weighted.
+///
+/// In `document` a client leaves lowest, highest and sum as soon as its tokens leave the window.
+/// In `aibrix-compat` that happens when it is next asked for, and not before.
+#[derive(Debug)]
+pub struct TokenTracker {
+    is_compat: bool,
+    /// Length of what is counted together, in milliseconds.
+    bucket_ms: u64,
+    /// A bucket is forgotten when it is older than so many others.
+    window: u64,
+    weights: (f64, f64),
+    default_totals: (f64, f64),
+    max_clients: usize,
+    clients: HashMap<Box<str>, Client>,
+    /// How many clients have each total above 0; keys are the bits of the number, which are in
+    /// its order.
+    totals: BTreeMap<u64, u32>,
+    sum: f64,
+    /// Buckets in the order of their beginning (`document`).
+    queue: VecDeque<(u64, Box<str>)>,
+    uncounted: u64,
+    /// The latest time that was heard of: requests are charged out of order by a little.
+    now_ms: u64,
+}
+
+#[derive(Debug, Default)]
+struct Client {
+    /// Oldest first.
+    buckets: VecDeque<(u64, f64)>,
+    total: f64,
+}
+
+impl TokenTracker {
+    /// No clients.
+    pub fn new(settings: &VtcSettings) -> Self {
+        let second_ms = 1_000;
+        let (bucket_ms, buckets_per_unit) = match settings.time_unit {
+            // By the second a window of hours would be thousands of buckets for each client.
+            TimeUnit::Hours => (60 * second_ms, 60),
+            TimeUnit::Minutes => (second_ms, 60),
+            TimeUnit::Seconds => (second_ms, 1),
+            TimeUnit::Milliseconds => (1, 1),
+        };
+        Self {
+            is_compat: settings.is_compat,
+            bucket_ms,
+            window: settings.window_size.saturating_mul(buckets_per_unit),
+            weights: (settings.input_token_weight, settings.output_token_weight),
+            default_totals: settings.default_totals,
+            max_clients: settings.max_clients,
+            clients: HashMap::new(),
+            totals: BTreeMap::new(),
+            sum: 0.0,
+            queue: VecDeque::new(),
+            uncounted: 0,
+            now_ms: 0,
+        }
+    }
+
+    /// Clients that are tracked.
+    pub fn len(&self) -> usize {
+        self.clients.len()
+    }
+
+    /// Whether no client is tracked.
+    pub fn is_empty(&self) -> bool {
+        self.clients.is_empty()
+    }
+
+    /// Requests that were not charged because there were too many clients.
+    pub fn uncounted(&self) -> u64 {
+        self.uncounted
+    }
+
+    /// What `client` had in the window; 0 for one that is not known.
+    pub fn total(&mut self, client: &str, now_ms: u64) -> f64 {
+        self.forget_old(client, now_ms);
+        self.clients.get(client).map_or(0.0, |client| client.total)
+    }
+
+    /// The part of all clients' tokens that `client` had, 0 to 1; 0 while nobody had any.
+    pub fn share(&mut self, client: &str, now_ms: u64) -> f64 {
+        let total = self.total(client, now_ms);
+        if self.sum > 0.0 { (total / self.sum).clamp(0.0, 1.0) } else { 0.0 }
+    }
+
+    /// Lowest and highest total above 0; the configured ones while there is none.
+    pub fn range(&self) -> (f64, f64) {
+        let lowest = self.totals.keys().next().map(|&bits| f64::from_bits(bits));
+        let highest = self.totals.keys().next_back().map(|&bits| f64::from_bits(bits));
+        lowest.zip(highest).unwrap_or(self.default_totals)
+    }
+
+    /// As [`range`](Self::range), at a time: in `document` without those who have gone since.
+    pub fn range_at(&mut self, now_ms: u64) -> (f64, f64) {
+        if !self.is_compat {
+            self.forget_old("", now_ms);
+        }
+        self.range()
+    }
+
+    /// `client` had so many tokens. Fewer than none are none.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a client without a name.
+    pub fn charge(&mut self, client: &str, input: f64, output: f64, now_ms: u64) -> Result<()> {
+        if client.is_empty() {
+            return Err(Error::invalid("the client's name is empty"));
+        }
+        self.forget_old(client, now_ms);
+        let tokens = input.max(0.0) * self.weights.0 + output.max(0.0) * self.weights.1;
+        if tokens <= 0.0 {
+            return Ok(());
+        }
+        if !self.clients.contains_key(client) {
+            if self.clients.len() >= self.max_clients {
+                self.uncounted += 1;
+                return Ok(());
+            }
+            self.clients.insert(client.into(), Client::default());
+        }
+        let Some(entry) = self.clients.get_mut(client) else { return Ok(()) };
+        let bucket = self.now_ms / self.bucket_ms;
+        match entry.buckets.back_mut() {
+            Some((at, sum)) if *at >= bucket => *sum += tokens,
+            _ => {
+                entry.buckets.push_back((bucket, tokens));
+                if !self.is_compat {
+                    self.queue.push_back((bucket, client.into()));
+                }
+            }
+        }
+        let before = entry.total;
+        entry.total += tokens;
+        let after = entry.total;
+        self.move_total(before, after);
+        Ok(())
+    }
+
+    /// Take back what was charged to `client` at `charged_at_ms`, as far as it is still in the
+    /// window.
+    pub fn refund(&mut self, client: &str, input: f64, output: f64, charged_at_ms: u64) {
+        let tokens = input.max(0.0) * self.weights.0 + output.max(0.0) * self.weights.1;
+        let Some(entry) = self.clients.get_mut(client) else { return };
+        let bucket = charged_at_ms / self.bucket_ms;
+        let Ok(at) = entry.buckets.binary_search_by_key(&bucket, |&(at, _)| at) else { return };
+        let sum = &mut entry.buckets[at].1;
+        let taken = tokens.min(*sum);
+        *sum -= taken;
+        let before = entry.total;
+        entry.total = (entry.total - taken).max(0.0);
+        let after = entry.total;
+        self.move_total(before, after);
+    }
+
+    /// Forget what has left the window: of everybody, in `aibrix-compat` of `client` only.
+    fn forget_old(&mut self, client: &str, now_ms: u64) {
+        self.now_ms = self.now_ms.max(now_ms);
+        let oldest = (self.now_ms / self.bucket_ms).saturating_sub(self.window);
+        if self.is_compat {
+            return self.forget_of(client, oldest);
+        }
+        while let Some((bucket, _)) = self.queue.front() {
+            if *bucket >= oldest {
+                break;
+            }
+            if let Some((_, client)) = self.queue.pop_front() {
+                self.forget_of(&client, oldest);
+            }
+        }
+    }
+
+    fn forget_of(&mut self, client: &str, oldest: u64) {
+        let Some(entry) = self.clients.get_mut(client) else { return };
+        let before = entry.total;
+        while let Some(&(bucket, tokens)) = entry.buckets.front() {
+            if bucket >= oldest {
+                break;
+            }
+            entry.buckets.pop_front();
+            entry.total = (entry.total - tokens).max(0.0);
+        }
+        let is_gone = entry.buckets.is_empty();
+        // Sums of fractions leave a rest.
+        let after = if is_gone { 0.0 } else { entry.total };
+        entry.total = after;
+        if is_gone {
+            self.clients.remove(client);
+        }
+        self.move_total(before, after);
+    }
+
+    fn move_total(&mut self, before: f64, after: f64) {
+        if before > 0.0
+            && let Some(count) = self.totals.get_mut(&before.to_bits())
+        {
+            *count -= 1;
+            if *count == 0 {
+                self.totals.remove(&before.to_bits());
+            }
+        }
+        if after > 0.0 {
+            *self.totals.entry(after.to_bits()).or_insert(0) += 1;
+        }
+        self.sum += after - before;
+        if self.totals.is_empty() {
+            self.sum = 0.0;
+        }
+    }
+}
