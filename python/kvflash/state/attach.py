@@ -242,9 +242,12 @@ class StateService:
             ending = asyncio.ensure_future(self._end.wait())
             tasks = {following, watching, ending}
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            left = tasks - done
+            while left:
+                # Before Python 3.12 asyncio.wait_for may swallow a cancellation.
+                for task in left:
+                    task.cancel()
+                _, left = await asyncio.wait(left, timeout=0.5)
             await replica.stop()
             for task in done:
                 # Neither of the two ends by itself.
