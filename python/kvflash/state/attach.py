@@ -239,11 +239,19 @@ class StateService:
             self._started.set_result(None)
             following = asyncio.ensure_future(replica.run())
             watching = asyncio.ensure_future(snapshots.run())
-            await self._end.wait()
-            for task in (watching, following):
-                task.cancel()
-            await asyncio.gather(watching, following, return_exceptions=True)
+            ending = asyncio.ensure_future(self._end.wait())
+            tasks = {following, watching, ending}
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            left = tasks - done
+            while left:
+                # Before Python 3.12 asyncio.wait_for may swallow a cancellation.
+                for task in left:
+                    task.cancel()
+                _, left = await asyncio.wait(left, timeout=0.5)
             await replica.stop()
+            for task in done:
+                # Neither of the two ends by itself.
+                task.result()
         finally:
             if keys is not None:
                 close = getattr(keys, "close", None)

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Protocol
 
-from kvflash.errors import TransportError
+from kvflash.errors import KvflashError, TransportError
 
 __all__ = ["DiscoveredLock", "DiscoveredRoster", "Keys"]
 
@@ -57,6 +57,9 @@ class _Leased:
             self._lease = await self._keys.lease(self._ttl_s)
         return self._lease
 
+    def drop(self) -> None:
+        self._lease = None
+
     async def end(self) -> None:
         if self._lease is not None:
             lease, self._lease = self._lease, None
@@ -91,7 +94,14 @@ class DiscoveredRoster:
     async def join(self, name: str) -> None:
         """See :meth:`Roster.join`."""
         lease = await self._lease.get()
-        await self._keys.put(self._prefix + name, self._value, lease)
+        try:
+            await self._keys.put(self._prefix + name, self._value, lease)
+        except TransportError:
+            raise
+        except KvflashError:
+            # The store ended the lease before we heard of it.
+            self._lease.drop()
+            await self._keys.put(self._prefix + name, self._value, await self._lease.get())
 
     async def leave(self) -> None:
         """See :meth:`Roster.leave`."""

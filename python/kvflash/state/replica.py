@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvflash.errors import DecodeError, NotFoundError, TransportError
+from kvflash.errors import DecodeError, KvflashError, NotFoundError, TransportError
 from kvflash.state.base import Clock, Roster, Sink, Step, SystemClock, no_step
 from kvflash.transport.base import Blobs, Log, Message, Pointer, Reader
 
@@ -103,7 +103,7 @@ class Replica:
             try:
                 await self._follow()
                 pause_s = _RETRY_S
-            except (TransportError, NotFoundError) as error:
+            except KvflashError as error:
                 self.stats.errors_total += 1
                 logger.warning("state of %s: %s; trying again in %g s", self.name, error, pause_s)
                 await self._close_reader()
@@ -116,7 +116,7 @@ class Replica:
         try:
             await self._log.drop_reader(self.name)
             await self._roster.leave()
-        except TransportError as error:
+        except KvflashError as error:
             # Others notice when the lease ends.
             logger.warning("state of %s: can't say good-bye: %s", self.name, error)
 

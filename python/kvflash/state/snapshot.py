@@ -23,7 +23,7 @@ import secrets
 from dataclasses import dataclass
 from enum import Enum
 
-from kvflash.errors import NotFoundError, TransportError
+from kvflash.errors import KvflashError, TransportError
 from kvflash.state.base import Clock, Grant, Lock, Roster, Sink, Step, SystemClock, no_step
 from kvflash.state.frames import reset_headers
 from kvflash.state.replica import Replica
@@ -120,7 +120,7 @@ class Snapshots:
         while True:
             try:
                 await self.tick()
-            except (TransportError, NotFoundError) as error:
+            except KvflashError as error:
                 logger.warning("snapshots of %s: %s", self._replica.name, error)
             await self._clock.sleep(_TICK_S)
 
