@@ -793,6 +793,7 @@ class RouterCore:
 
     What :class:`kvflash.routing.KvPushRouter` decides with; it opens no socket. Several may live in
     one process. ``options`` of a call is a dict with any of ``overlap_score_weight``,
+    ``overlap_score_credit``, ``prefill_load_scale``,
     ``router_temperature``, ``assume_kv_reuse``, ``worker_id``, ``dp_rank``, ``allowed_worker_ids``,
     ``lora_name`` and ``cache_salt``; ``None`` is as good as absent, an unknown name is refused.
 
@@ -828,6 +829,10 @@ class RouterCore:
         index_memory_bytes: int = 0,
         decision_journal_bytes: int = 16_777_216,
         seed: int | None = None,
+        overlap_score_credit: float = 1.0,
+        overlap_score_credit_decay: float = 0.0,
+        prefill_load_scale: float = 1.0,
+        active_request_weight: float = 0.0,
     ) -> RouterCore: ...
     @property
     def catalog(self) -> Catalog:

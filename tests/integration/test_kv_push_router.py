@@ -511,8 +511,8 @@ def test_load_expires_by_last_activity() -> None:
     [
         ({"overlap_score_weight": -1.0}, "overlap_score_weight must be a number of at least 0"),
         ({"prefill_load_scale": float("nan")}, "prefill_load_scale"),
-        ({"overlap_score_weight": 1.0, "prefill_load_scale": 1.0}, "give one of them"),
-        ({"overlap_score_credit": 0.5}, "overlap_score_credit must be 1"),
+        ({"overlap_score_credit": -0.5}, "overlap_score_credit must be a number of at least 0"),
+        ({"active_request_weight": "1"}, "active_request_weight"),
         ({"router_temperature": float("inf")}, "router_temperature"),
         ({"router_prune_target_ratio": 1.1}, "router_prune_target_ratio must be .* 0..=1"),
         ({"router_ttl_secs": -1}, "router_ttl_secs"),
@@ -533,8 +533,7 @@ def test_settings_are_checked_by_name(settings: dict[str, Any], text: str) -> No
         KvRouterConfig(**settings)
 
 
-def test_later_names_mean_the_same() -> None:
-    assert KvRouterConfig().weight == 1.0
-    assert KvRouterConfig(overlap_score_weight=0.0).weight == 0.0
-    assert KvRouterConfig(prefill_load_scale=2.0).weight == 2.0
+def test_without_weight_or_credit_nobody_listens() -> None:
+    assert KvRouterConfig().make_core(16).uses_events
     assert not KvRouterConfig(overlap_score_weight=0.0).make_core(16).uses_events
+    assert not KvRouterConfig(overlap_score_credit=0.0).make_core(16).uses_events

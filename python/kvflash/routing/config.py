@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 # What a request may want otherwise, and the core's word for it.
 _OVERRIDES = {
     "overlap_score_weight": "overlap_score_weight",
-    "prefill_load_scale": "overlap_score_weight",
+    "overlap_score_credit": "overlap_score_credit",
+    "prefill_load_scale": "prefill_load_scale",
     "router_temperature": "router_temperature",
     "assume_kv_reuse": "assume_kv_reuse",
     "router_assume_kv_reuse": "assume_kv_reuse",
@@ -37,8 +38,12 @@ class KvRouterConfig:
     Attributes:
         overlap_score_weight: What a block to prefill costs, in blocks held by running requests; 0:
             caches do not count, and no events are listened to.
-        prefill_load_scale: A later name of the same; one of the two may be given.
-        overlap_score_credit: Credit for a cached block; only 1 is there.
+        overlap_score_credit: What a cached block saves, in blocks to prefill; 0: caches do not
+            count, and no events are listened to.
+        overlap_score_credit_decay: How fast that credit fades where more prefill is queued than at
+            the idlest worker.
+        prefill_load_scale: What the rest to prefill counts, credit taken off.
+        active_request_weight: What each running request costs, in blocks.
         router_temperature: 0 takes the cheapest worker; more spreads the choice.
         use_kv_events: Listen to the workers' KV events. Without, a worker is believed to hold what
             was sent to it, for router_ttl_secs.
@@ -67,9 +72,11 @@ class KvRouterConfig:
         ConfigError: A setting is out of range, or contradicts another; names it.
     """
 
-    overlap_score_weight: float | None = None
-    prefill_load_scale: float | None = None
+    overlap_score_weight: float = 1.0
     overlap_score_credit: float = 1.0
+    overlap_score_credit_decay: float = 0.0
+    prefill_load_scale: float = 1.0
+    active_request_weight: float = 0.0
     router_temperature: float = 0.0
     use_kv_events: bool = True
     router_track_active_blocks: bool = True
@@ -97,13 +104,12 @@ class KvRouterConfig:
             value = getattr(self, field.name)
             if field.type == "bool" and not isinstance(value, bool):
                 raise ConfigError(f"{field.name} must be True or False, got {value!r}")
-        if self.overlap_score_weight is not None and self.prefill_load_scale is not None:
-            raise ConfigError(
-                "prefill_load_scale is a later name of overlap_score_weight: give one of them"
-            )
         for name in (
             "overlap_score_weight",
+            "overlap_score_credit",
+            "overlap_score_credit_decay",
             "prefill_load_scale",
+            "active_request_weight",
             "router_temperature",
             "router_ttl_secs",
             "router_predicted_ttl_secs",
@@ -125,8 +131,6 @@ class KvRouterConfig:
             _in_range(name, value, low, 2**62)
             if value is not None and not isinstance(value, int):
                 raise ConfigError(f"{name} must be a whole number, got {value!r}")
-        if self.overlap_score_credit != 1:
-            raise ConfigError(f"overlap_score_credit must be 1, got {self.overlap_score_credit!r}")
         if self.durable_kv_events and not self.use_kv_events:
             raise ConfigError("durable_kv_events requires use_kv_events")
         if self.router_track_output_blocks and not self.router_track_active_blocks:
@@ -134,12 +138,6 @@ class KvRouterConfig:
         for name in _NO_BROKER:
             if getattr(self, name):
                 logger.warning("KvRouterConfig: %s has no effect: there is no broker", name)
-
-    @property
-    def weight(self) -> float:
-        """What a block to prefill costs, by whichever name it was given."""
-        given = (self.overlap_score_weight, self.prefill_load_scale)
-        return next((value for value in given if value is not None), 1.0)
 
     def make_core(self, block_size: int) -> RouterCore:
         """The core that decides so, for blocks of ``block_size`` tokens.
@@ -149,7 +147,11 @@ class KvRouterConfig:
         """
         return RouterCore(
             block_size=block_size,
-            overlap_score_weight=self.weight,
+            overlap_score_weight=self.overlap_score_weight,
+            overlap_score_credit=self.overlap_score_credit,
+            overlap_score_credit_decay=self.overlap_score_credit_decay,
+            prefill_load_scale=self.prefill_load_scale,
+            active_request_weight=self.active_request_weight,
             temperature=self.router_temperature,
             use_kv_events=self.use_kv_events,
             track_active_blocks=self.router_track_active_blocks,

@@ -11,7 +11,7 @@ use crate::ids::Worker;
 use crate::router::RouteOverride;
 use crate::select::{Ask, Pin, Prompt};
 
-const KNOWN: &str = "overlap_score_weight, router_temperature, assume_kv_reuse, worker_id, dp_rank, \
+const KNOWN: &str = "overlap_score_weight, overlap_score_credit, prefill_load_scale, router_temperature, assume_kv_reuse, worker_id, dp_rank, \
                      allowed_worker_ids, lora_name, cache_salt";
 
 /// Overrides, pins and identity of one request.
@@ -42,6 +42,14 @@ impl Options {
                 "overlap_score_weight" => {
                     let weight = value.extract().map_err(|_| wrong("a number"))?;
                     options.overrides.overlap_score_weight = Some(weight);
+                }
+                "overlap_score_credit" => {
+                    let credit = value.extract().map_err(|_| wrong("a number"))?;
+                    options.overrides.overlap_score_credit = Some(credit);
+                }
+                "prefill_load_scale" => {
+                    let scale = value.extract().map_err(|_| wrong("a number"))?;
+                    options.overrides.prefill_load_scale = Some(scale);
                 }
                 "router_temperature" => {
                     let temperature = value.extract().map_err(|_| wrong("a number"))?;

@@ -17,6 +17,7 @@ use crate::catalog::{self, Identity, ModelKey, Registration, dump_events};
 use crate::clock::{Clock, SystemClock};
 use crate::error::Error;
 use crate::ids::Worker;
+use crate::policy::KvScale;
 use crate::router::RouterConfig;
 use crate::select::{
     Ask, DEFAULT_JOURNAL_BYTES, Outcome, Report, Reservation, Selector, SelectorConfig, Thresholds,
@@ -114,7 +115,9 @@ impl RouterCore {
         router_max_tree_size=1_048_576, router_prune_target_ratio=0.8,
         active_decode_blocks_threshold=None, active_prefill_tokens_threshold=None,
         active_prefill_tokens_threshold_frac=None, max_requests=65_536, max_blocks=33_554_432,
-        index_memory_bytes=0, decision_journal_bytes=DEFAULT_JOURNAL_BYTES, seed=None
+        index_memory_bytes=0, decision_journal_bytes=DEFAULT_JOURNAL_BYTES, seed=None,
+        overlap_score_credit=1.0, overlap_score_credit_decay=0.0, prefill_load_scale=1.0,
+        active_request_weight=0.0
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -140,6 +143,10 @@ impl RouterCore {
         index_memory_bytes: usize,
         decision_journal_bytes: usize,
         seed: Option<u64>,
+        overlap_score_credit: f64,
+        overlap_score_credit_decay: f64,
+        prefill_load_scale: f64,
+        active_request_weight: f64,
     ) -> PyResult<Self> {
         let block_size = index::block_size(py, block_size)?;
         let expiry = seconds(py, "active_request_expiry_s", active_request_expiry_s)?;
@@ -155,6 +162,12 @@ impl RouterCore {
             router: RouterConfig {
                 block_size,
                 overlap_score_weight,
+                scale: KvScale {
+                    overlap_score_credit,
+                    overlap_score_credit_decay,
+                    prefill_load_scale,
+                    active_request_weight,
+                },
                 temperature,
                 track_active_blocks,
                 assume_kv_reuse,
@@ -178,7 +191,7 @@ impl RouterCore {
         let key = ModelKey { model_name: model_name.to_owned(), tenant_id: TENANT.to_owned() };
         let model = catalog.model_or_create(&key, Some(block_size)).or_raise(py)?;
         let selector = Selector::new(config, model, clock.clone()).or_raise(py)?;
-        let uses_events = use_kv_events && overlap_score_weight > 0.0;
+        let uses_events = use_kv_events && overlap_score_weight > 0.0 && overlap_score_credit > 0.0;
         let selector = Arc::new(selector);
         Ok(Self { catalog, clock, selector, key, block_size, uses_events })
     }
