@@ -121,10 +121,10 @@ def test_after_it_the_client_hears_of_it_once(frontend: EmbeddedFrontend, bad: A
 def test_a_client_that_leaves_ends_the_generation(frontend: EmbeddedFrontend) -> None:
     slow = EmbeddedFrontend()
     with slow, workers(slow, worker := FakeWorker(31, two_items_then(hang))):
+        begun = "kvflash_first_byte_seconds_count"
         for count, body in enumerate((STREAM, BODY), start=1):
             call = Call(slow.url, CHAT, body)
-            begun = "kvflash_first_byte_seconds_count"
-            until(lambda count=count, begun=begun: slow.metric(begun) == count, "the first item")
+            until(lambda count=count: slow.metric(begun) == count, "the first item")
             call.hang_up()
             until(worker.received[-1].is_gone.is_set, "the worker to be told")
             slow.wait_idle()
@@ -144,8 +144,9 @@ def test_a_worker_that_dies_is_left_alone_until_it_answers(frontend: EmbeddedFro
         ]
         assert sum(failed) <= 2
         frontend.wait_unhealthy(31)
-        frontend.put(FakeWorker(31))
-        frontend.wait_healthy(31)
+        with FakeWorker(31) as successor:
+            frontend.put(successor)
+            frontend.wait_healthy(31)
 
 
 def test_one_in_doubt_comes_back_with_a_ping(frontend: EmbeddedFrontend) -> None:
@@ -162,7 +163,8 @@ def test_one_in_doubt_comes_back_with_a_ping(frontend: EmbeddedFrontend) -> None
 def test_a_port_that_takes_nothing_is_given_up(frontend: EmbeddedFrontend) -> None:
     """Half open: the connection stands, but nobody reads or answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=16) as silent:
-        spec = FakeWorker(31).spec()
+        with FakeWorker(31) as model:
+            spec = model.spec()
         spec["plane"]["address"] = f"127.0.0.1:{silent.getsockname()[1]}"
         frontend.core.put_worker(json.dumps(spec))
         with workers(frontend, FakeWorker(32)):
@@ -212,7 +214,8 @@ def test_a_slow_worker_is_waited_for(frontend: EmbeddedFrontend) -> None:
 
 
 def test_nobody_there_is_said(frontend: EmbeddedFrontend) -> None:
-    spec = FakeWorker(31).spec()
+    with FakeWorker(31) as model:
+        spec = model.spec()
     spec["plane"]["address"] = f"127.0.0.1:{free_port()}"
     frontend.core.put_worker(json.dumps(spec))
     answer = ask(frontend.url, CHAT, BODY)
