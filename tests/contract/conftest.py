@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support_runtime import WorkerProcess
+from support_runtime import Server, WorkerProcess, etcd_command, nats_command, serving
 
-from kvflash.discovery import Discovery, FileDiscovery, MemoryDiscovery
+from kvflash.discovery import Discovery, FileDiscovery, MemoryDiscovery, open_discovery
+from service import Http
 
 # What must be true of them all; those that only live within one process are left out where
 # processes are to die.
-DISCOVERIES = ("mem", "file")
-SHARED_DISCOVERIES = ("file",)
-PLANES = ("tcp",)
+DISCOVERIES = ("mem", "file", "etcd")
+SHARED_DISCOVERIES = ("file", "etcd")
+PLANES = ("tcp", "http", "nats")
 
 
 @pytest.fixture(params=DISCOVERIES)
@@ -33,27 +35,62 @@ def plane(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(scope="session")
+def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One etcd for all tests; each has to clear away its keys."""
+    folder = tmp_path_factory.mktemp("etcd")
+    with serving(partial(etcd_command, folder), folder / "log") as server:
+        yield server
+
+
 @pytest.fixture
-def opened(tmp_path: Path) -> Callable[[str], Discovery]:
+def etcd(etcd_server: Server) -> Iterator[str]:
+    """The address of etcd, empty."""
+    url = f"http://127.0.0.1:{etcd_server.port}"
+    yield url
+    everything = {"key": "AA==", "range_end": "AA=="}
+    http = Http(url)
+    http.post("/v3/kv/deleterange", everything)
+    http.close()
+
+
+@pytest.fixture(scope="session")
+def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One broker for all tests."""
+    with serving(nats_command, tmp_path_factory.mktemp("nats") / "log") as server:
+        yield server
+
+
+@pytest.fixture
+def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[str], Discovery]:
     """Open a discovery of a kind; all of a test's share their keys."""
 
     def make(kind: str) -> Discovery:
         if kind == "mem":
             return MemoryDiscovery()
-        assert kind == "file"
+        if kind == "etcd":
+            return open_discovery("etcd", endpoints=request.getfixturevalue("etcd"))
         return FileDiscovery(tmp_path / "discovery")
 
     return make
 
 
 @pytest.fixture
-def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
+def environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Callable[..., dict[str, str]]:
     """Set the environment of a kind of discovery and a plane, here and for processes."""
 
     def use(kind: str, plane: str = "tcp") -> dict[str, str]:
         settings = {"KVFLASH_DISCOVERY": kind, "KVFLASH_REQUEST_PLANE": plane}
         if kind == "file":
             settings["KVFLASH_DISCOVERY_DIR"] = str(tmp_path / "discovery")
+        if kind == "etcd":
+            settings["ETCD_ENDPOINTS"] = request.getfixturevalue("etcd")
+            settings["KVFLASH_HOST"] = "127.0.0.1"
+        if plane == "nats":
+            server = request.getfixturevalue("nats_server")
+            settings["NATS_SERVER"] = f"nats://127.0.0.1:{server.port}"
         for name, value in settings.items():
             monkeypatch.setenv(name, value)
         return settings

@@ -107,6 +107,23 @@ def serving(make: Callable[[int], list[str]], log: Path) -> Iterator[Server]:
         server.kill()
 
 
+def etcd_command(folder: Path, port: int) -> list[str]:
+    """Etcd on this machine only, without waiting for the disk."""
+    url, peers = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{free_port()}"
+    return [
+        binary("etcd"),
+        *("--name", "one", "--data-dir", str(folder / "data"), "--unsafe-no-fsync"),
+        *("--listen-client-urls", url, "--advertise-client-urls", url),
+        *("--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers),
+        *("--initial-cluster", f"one={peers}"),
+    ]
+
+
+def nats_command(port: int) -> list[str]:
+    """A broker on this machine only."""
+    return [binary("nats-server"), "--addr", "127.0.0.1", "--port", str(port)]
+
+
 class WorkerProcess:
     """`worker.py` in a process of its own."""
 

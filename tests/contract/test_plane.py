@@ -22,6 +22,7 @@ from kvflash import (
     NoWorkerError,
     OverloadedError,
     RuntimeLimits,
+    TransportError,
     WorkerError,
 )
 from kvflash.runtime.instances import Instance
@@ -445,6 +446,30 @@ def test_another_process_at_the_same_address_is_not_taken_for_the_one_meant(
                 assert items == [{"number": 0}]
             with pytest.raises(NotFoundError, match="has no instance 5"):
                 await pair.client.direct(1, 5)
+
+    run(scenario())
+
+
+def test_closing_the_asking_runtime_ends_its_streams_with_an_error(
+    plane: str, environment: Environment
+) -> None:
+    environment("mem", plane)
+
+    async def scenario() -> None:
+        probe = Probe()
+        async with Pair(probe.hang, limits=RuntimeLimits(cancel_grace_s=0.05)) as pair:
+            streams = [await pair.client.generate(1) for _ in range(2)]
+            for stream in streams:
+                assert await anext(stream) == 0
+            reading = asyncio.create_task(anext(streams[0]))
+            await asyncio.sleep(0)
+            await pair.asker.close()
+            for waiting in (reading, anext(streams[1])):
+                with pytest.raises((ClosedError, TransportError)):
+                    await waiting
+            with pytest.raises(ClosedError):
+                await pair.client.generate(1)
+            await eventually(pair.is_idle, "the handlers to be gone")
 
     run(scenario())
 

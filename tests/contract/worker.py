@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
@@ -74,6 +76,16 @@ class Worker:
         yield {name: getattr(self, name) for name in names}
 
 
+async def ask(runtime: DistributedRuntime) -> None:
+    """Hold a request open that never ends, and serve nothing."""
+    client = runtime.namespace("t").component("workers").endpoint("run").client()
+    await client.wait_for_instances()
+    stream = await client.generate({"do": "wait", "n": 1})
+    await anext(stream)
+    print(json.dumps({"event": "ready", "instance_id": runtime.instance_id}), flush=True)
+    await anext(stream)
+
+
 async def main() -> None:
     """Serve with the limits of the first argument, JSON."""
     options = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
@@ -81,6 +93,9 @@ async def main() -> None:
     runtime = DistributedRuntime(limits=RuntimeLimits(**options))
     worker = Worker(str(runtime.instance_id))
     component = runtime.namespace("t").component("workers")
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, worker.gate.set)
+    if "KVFLASH_TEST_ASK" in os.environ:
+        await ask(runtime)
     print(json.dumps({"event": "ready", "instance_id": runtime.instance_id}), flush=True)
     await asyncio.gather(
         component.endpoint("run").serve_endpoint(worker.run, max_concurrent_requests=requests_max),

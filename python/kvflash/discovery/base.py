@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from kvflash.errors import ClosedError, InvalidArgumentError
 
@@ -166,7 +166,12 @@ class Discovery(ABC):
 
     Keys are text of at most KEY_BYTES_MAX bytes, values bytes of at most VALUE_BYTES_MAX. All
     methods raise TransportError when the store can't be reached and ClosedError after close().
+
+    Attributes:
+        is_local: Only processes of this machine can be found.
     """
+
+    is_local: ClassVar[bool] = True
 
     @abstractmethod
     async def lease(self, ttl_s: float = LEASE_TTL_S, *, lease_id: int | None = None) -> Lease:

@@ -17,6 +17,7 @@ from kvflash.errors import (
     KvflashError,
     NotFoundError,
     NoWorkerError,
+    OverloadedError,
     TransportError,
 )
 from kvflash.runtime.frame import Request, unpack
@@ -266,7 +267,9 @@ class Stream:
         limits = runtime.limits
         while True:
             if error is not None:
-                self._instances.suspect(self.instance_id, limits.suspect_s)
+                if not isinstance(error, OverloadedError):
+                    # One that is full may have room a moment later.
+                    self._instances.suspect(self.instance_id, limits.suspect_s)
                 if self._reply is not None:
                     self._reply.close()
                     self._reply = None

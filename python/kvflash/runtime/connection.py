@@ -10,8 +10,9 @@ from collections.abc import Callable
 from kvflash.errors import DecodeError, InvalidArgumentError, TransportError
 from kvflash.runtime.frame import FrameReader
 from kvflash.runtime.limits import RuntimeLimits
+from kvflash.runtime.plane import GoneError
 
-__all__ = ["Connection"]
+__all__ = ["Connection", "watch_socket"]
 
 # A peer whose machine is gone answers no probe: seen after about 10 + 3 * 5 seconds.
 KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
@@ -25,6 +26,7 @@ class Connection(asyncio.Protocol):
     Attributes:
         on_lost: Called once when the other side is gone.
         is_lost: Whether it is.
+        is_answering: A server's, while it answers: little may come then.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Connection(asyncio.Protocol):
         self._on_made = on_made
         self.on_lost: Callable[[], None] | None = None
         self.is_lost = False
+        self.is_answering = False
 
     # asyncio.Protocol
 
@@ -50,17 +53,7 @@ class Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         transport.set_write_buffer_limits(self._limits.send_buffer_bytes)
-        sock = transport.get_extra_info("socket")
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (
-            *KEEPALIVE,
-            # Bytes that nobody acknowledges mean the same, sooner than the kernel's quarter hour.
-            ("TCP_USER_TIMEOUT", int(self._limits.peer_silence_s * 1e3)),
-        ):
-            if hasattr(socket, name):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        watch_socket(transport.get_extra_info("socket"), self._limits)
         if self._on_made is not None:
             self._on_made(self)
 
@@ -76,7 +69,10 @@ class Connection(asyncio.Protocol):
         for item in frames:
             self._frames.append(item)
             self._bytes += len(item[1])
-        if self._bytes > self._limits.receive_buffer_bytes and not self._is_reading_paused:
+        if self._bytes > self._limits.receive_buffer_bytes and self.is_answering:
+            # Without reading on, its end would go unseen. Nobody has to send amid an answer.
+            self.abort()
+        elif self._bytes > self._limits.receive_buffer_bytes and not self._is_reading_paused:
             self._is_reading_paused = True
             if self._transport is not None:
                 self._transport.pause_reading()
@@ -144,16 +140,16 @@ class Connection(asyncio.Protocol):
         """Send; waits while more than send_buffer_bytes are on their way.
 
         Raises:
-            ConnectionAbortedError: The other side is gone.
+            GoneError: The other side is gone.
         """
         if self._transport is None or self.is_lost:
-            raise ConnectionAbortedError("the connection is closed")
+            raise GoneError("the connection is closed")
         self._transport.write(data)
         if self._writable is not None:
             # Several may wait; cancelling one must not wake the others.
             await asyncio.shield(self._writable)
             if self.is_lost:
-                raise ConnectionAbortedError("the connection was closed")
+                raise GoneError("the connection was closed")
 
     def close(self) -> None:
         """Close after what was written is sent."""
@@ -164,6 +160,20 @@ class Connection(asyncio.Protocol):
         """Close at once."""
         if self._transport is not None:
             self._transport.abort()
+
+
+def watch_socket(sock: socket.socket, limits: RuntimeLimits) -> None:
+    """Have the kernel notice a peer that is gone without a word, and keep little for a slow one."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        *KEEPALIVE,
+        # Bytes that nobody acknowledges mean the same, sooner than the kernel's quarter hour.
+        ("TCP_USER_TIMEOUT", int(limits.peer_silence_s * 1e3)),
+    ):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _wake(waiter: asyncio.Future[None] | None) -> None:

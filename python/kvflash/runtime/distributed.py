@@ -10,7 +10,6 @@ from typing import Any
 
 from kvflash.discovery import Discovery, Lease, open_discovery
 from kvflash.discovery.base import new_lease_id
-from kvflash.discovery.opening import discovery_kind
 from kvflash.errors import (
     ClosedError,
     ConfigError,
@@ -71,18 +70,14 @@ class DistributedRuntime:
         port: int | None = None,
         limits: RuntimeLimits | None = None,
     ) -> None:
-        kind = discovery if isinstance(discovery, str) else None
-        is_local = (kind or discovery_kind()) != "etcd"
-        if discovery is None or isinstance(discovery, str):
-            self._owns_discovery = True
-            self.discovery = open_discovery(kind)
-        else:
-            self._owns_discovery = False
-            self.discovery = discovery
+        self._owns_discovery = discovery is None or isinstance(discovery, str)
+        self.discovery = (
+            discovery if isinstance(discovery, Discovery) else open_discovery(discovery)
+        )
         self.limits = limits or RuntimeLimits()
         self.instance_id = new_lease_id()
         self._plane = plane_name(request_plane)
-        self._host = host or host_address(is_local=is_local)
+        self._host = host or host_address(is_local=self.discovery.is_local)
         self._port = runtime_port() if port is None else port
         self._serving = Serving(self.instance_id, self.limits)
         self._signals = Signals()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from kvflash.errors import KvflashError
 from kvflash.runtime.frame import Failure, Request
+from kvflash.runtime.limits import RuntimeLimits
 
-__all__ = ["FailedError", "PlaneClient", "PlaneServer", "Reply"]
+__all__ = ["Begins", "FailedError", "GoneError", "PlaneClient", "PlaneServer", "Reply", "Runs"]
 
 
 class FailedError(Exception):
@@ -20,6 +23,10 @@ class FailedError(Exception):
     def error(self) -> KvflashError:
         """What the user sees."""
         return self.failure.error()
+
+
+class GoneError(ConnectionAbortedError):
+    """The client that an answer is for is gone."""
 
 
 class Reply(Protocol):
@@ -36,6 +43,37 @@ class Reply(Protocol):
 
     def close(self) -> None:
         """Let go; the handler is told if it still runs. From the event loop's thread."""
+
+
+class Runs(Protocol):
+    """A request that runs."""
+
+    @property
+    def task(self) -> asyncio.Task[None]:
+        """Ends when everything is sent."""
+
+    def abandon(self) -> None:
+        """The client is gone."""
+
+
+class Begins(Protocol):
+    """Who runs requests: the runtime's endpoints, or a bridge to others."""
+
+    @property
+    def limits(self) -> RuntimeLimits:
+        """What a connection may hold."""
+
+    def begin(self, request: Request, send: Callable[[bytes], Awaitable[None]]) -> Runs:
+        """Run a request; its frames up to End or Error go to ``send``.
+
+        That waits while the reader is slow, and raises GoneError when there is none.
+
+        Raises:
+            NotFoundError: Not served here, or meant for another instance.
+            ClosedError: The process is about to end.
+            OverloadedError: It serves as many as it may.
+            InvalidArgumentError: The endpoint is no name.
+        """
 
 
 class PlaneServer(Protocol):
@@ -68,4 +106,4 @@ class PlaneClient(Protocol):
         """
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections; answers that are on their way end with an error."""

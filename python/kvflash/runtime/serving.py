@@ -15,6 +15,7 @@ from kvflash.errors import (
     ClosedError,
     ConflictError,
     InvalidArgumentError,
+    KvflashError,
     NotFoundError,
     OverloadedError,
     WorkerError,
@@ -22,6 +23,7 @@ from kvflash.errors import (
 from kvflash.runtime.context import Context
 from kvflash.runtime.frame import Failure, Kind, Request, frame, pack
 from kvflash.runtime.limits import RuntimeLimits
+from kvflash.runtime.plane import GoneError
 
 __all__ = ["Handler", "Running", "Served", "Serving"]
 
@@ -30,7 +32,7 @@ logger = logging.getLogger(__name__)
 # An async generator function, or a coroutine function that returns one item or an async iterator;
 # called with the request, and with the context if it takes two arguments.
 Handler = Callable[..., Any]
-# Takes a frame; waits while the reader is slow.
+# Takes a frame; waits while the reader is slow; raises GoneError when there is none.
 Send = Callable[[bytes], Awaitable[None]]
 
 _END = frame(Kind.END)
@@ -184,7 +186,7 @@ class Running:
             last = await self._answer(request.payload)
             if not self._is_abandoned:
                 await self._send(last)
-        except ConnectionError:
+        except GoneError:
             # The client is gone, and nobody is left to tell.
             self._is_abandoned = True
 
@@ -204,11 +206,19 @@ class Running:
                     await asyncio.sleep(0)
         except asyncio.CancelledError:
             self._failure = self._failure or Failure("cancelled", "the worker cancelled it")
-        except ConnectionAbortedError:
+        except GoneError:
             raise
         except Exception as error:
             self._served.failed_total += 1
-            logger.warning("%s: request %s failed", self._served.name, context.id(), exc_info=True)
+            # What is of this package was raised on purpose.
+            is_known = isinstance(error, KvflashError)
+            logger.warning(
+                "%s: request %s failed: %r",
+                self._served.name,
+                context.id(),
+                error,
+                exc_info=not is_known,
+            )
             self._failure = self._failure or Failure.of(error)
         finally:
             await _close(items)

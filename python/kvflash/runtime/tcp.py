@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import weakref
 from collections import deque
 from typing import Any
 
@@ -23,8 +24,7 @@ from kvflash.errors import (
 from kvflash.runtime.connection import Connection
 from kvflash.runtime.frame import Failure, Kind, Request, frame, unpack
 from kvflash.runtime.limits import RuntimeLimits
-from kvflash.runtime.plane import FailedError
-from kvflash.runtime.serving import Serving
+from kvflash.runtime.plane import Begins, FailedError, GoneError
 
 __all__ = ["TcpClient", "TcpServer", "make_client", "make_server"]
 
@@ -44,7 +44,7 @@ class TcpServer:
         bind: Address to listen on.
     """
 
-    def __init__(self, serving: Serving, *, host: str, port: int, bind: str) -> None:
+    def __init__(self, serving: Begins, *, host: str, port: int, bind: str) -> None:
         self._serving = serving
         self._limits = serving.limits
         self._host = host
@@ -139,11 +139,11 @@ class TcpServer:
         except (NotFoundError, ClosedError, OverloadedError) as error:
             await connection.send(Failure.of(error, retry=True).pack())
             return True
-        connection.on_lost = running.abandon
+        connection.on_lost, connection.is_answering = running.abandon, True
         if connection.is_lost:
             running.abandon()
         await asyncio.wait({running.task})
-        connection.on_lost = None
+        connection.on_lost, connection.is_answering = None, False
         return not connection.is_lost
 
 
@@ -158,6 +158,7 @@ class TcpClient:
         self.limits = limits
         self._idle: dict[str, deque[tuple[Connection, float]]] = {}
         self._is_closed = False
+        self._replies: weakref.WeakSet[TcpReply] = weakref.WeakSet()
 
     async def ask(self, transport: dict[str, Any], request: Request) -> TcpReply:
         """Send a request.
@@ -171,14 +172,20 @@ class TcpClient:
         kept = self._take(address)
         if kept is not None:
             kept.write(data)
-            return TcpReply(self, address, kept, data, is_kept=True)
+            return self._replying(TcpReply(self, address, kept, data, is_kept=True))
         connection = await self.connect(address)
         await _write(connection, data, address)
-        return TcpReply(self, address, connection, data, is_kept=False)
+        return self._replying(TcpReply(self, address, connection, data, is_kept=False))
+
+    def _replying(self, reply: TcpReply) -> TcpReply:
+        self._replies.add(reply)
+        return reply
 
     async def close(self) -> None:
-        """Close the idle connections; those in use are closed when their stream ends."""
+        """Close all connections; answers that are on their way end with an error."""
         self._is_closed = True
+        for reply in list(self._replies):
+            reply.close()
         for kept in self._idle.values():
             for connection, _ in kept:
                 connection.close()
@@ -309,7 +316,7 @@ class TcpReply:
 async def _write(connection: Connection, data: bytes, address: str) -> None:
     try:
         await connection.send(data)
-    except ConnectionAbortedError as error:
+    except GoneError as error:
         raise TransportError(f"{address}: {error}") from error
     except asyncio.CancelledError:
         connection.abort()

@@ -1,0 +1,310 @@
+"""Discovery in etcd, for many machines.
+
+It speaks etcd's own HTTP interface, the gateway that every etcd from 3.4 on serves on its client
+port: plain asyncio, which a worker may fork beside; gRPC's threads do not bear that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import os
+import random
+import socket
+from base64 import b64decode, b64encode
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+
+from kvflash.discovery.base import (
+    LEASE_TTL_S,
+    Discovery,
+    Lease,
+    Watch,
+    check_key,
+    check_open,
+    check_value,
+    new_lease_id,
+)
+from kvflash.errors import ConfigError, InvalidArgumentError, KvflashError, TransportError
+
+__all__ = ["EtcdDiscovery"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_ENDPOINTS = "http://127.0.0.1:2379"
+REQUEST_TIMEOUT_S = 5.0
+# Shorter than that etcd makes no lease live.
+LEASE_TTL_S_MIN = 2
+REVOKE_TIMEOUT_S = 2.0
+# Pauses between attempts, doubled each time; random, so that a fleet does not come all at once.
+PAUSE_S = (0.1, 2.0)
+# One message of a watch; a larger one makes it begin anew, by reading everything.
+MESSAGE_BYTES_MAX = 64 * 1024 * 1024
+KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+NOT_FOUND, ALREADY_THERE = 5, 6
+
+
+class _RefusedError(KvflashError):
+    """Etcd answered that it will not."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(f"etcd: {message}")
+        self.code = code
+
+
+class _EtcdLease:
+    def __init__(self, discovery: EtcdDiscovery, lease_id: int, ttl_s: float) -> None:
+        self.id = lease_id
+        self.lost = asyncio.Event()
+        self._discovery = discovery
+        self._ttl_s = ttl_s
+        self.keeping = asyncio.get_running_loop().create_task(self._keep())
+
+    async def revoke(self) -> None:
+        if self in self._discovery.leases:
+            self._discovery.leases.discard(self)
+            self.keeping.cancel()
+            try:
+                await self._discovery.call("lease/revoke", {"ID": self.id})
+            except _RefusedError as error:
+                if error.code != NOT_FOUND:
+                    raise TransportError(str(error)) from error
+
+    async def _keep(self) -> None:
+        """Say that we live, thrice in its time; only etcd knows when it is over."""
+        while True:
+            await asyncio.sleep(self._ttl_s / 3)
+            try:
+                answer = await self._discovery.call("lease/keepalive", {"ID": self.id})
+            except (TransportError, _RefusedError) as error:
+                logger.warning("lease %d is not kept alive: %s", self.id, error)
+                await asyncio.sleep(PAUSE_S[0])
+                continue
+            if int(answer.get("result", {}).get("TTL", 0)) <= 0:
+                self._discovery.leases.discard(self)
+                self.lost.set()
+                return
+
+
+class EtcdDiscovery(Discovery):
+    """Keys in etcd.
+
+    Args:
+        endpoints: Addresses, separated by commas; default: ETCD_ENDPOINTS, else
+            ``http://127.0.0.1:2379``. When one fails the next is asked.
+
+    Raises:
+        ConfigError: No address.
+    """
+
+    is_local = False
+
+    def __init__(self, endpoints: str | None = None) -> None:
+        text = endpoints or os.environ.get("ETCD_ENDPOINTS") or DEFAULT_ENDPOINTS
+        self._endpoints = [_url(part.strip()) for part in text.split(",") if part.strip()]
+        if not self._endpoints:
+            raise ConfigError(f"ETCD_ENDPOINTS must name an address, got {text!r}")
+        self._turn = 0
+        self._session: aiohttp.ClientSession | None = None
+        self._watches: dict[Watch, asyncio.Task[None]] = {}
+        self._is_closed = False
+        self.leases: set[_EtcdLease] = set()
+
+    async def lease(self, ttl_s: float = LEASE_TTL_S, *, lease_id: int | None = None) -> Lease:
+        """See :meth:`Discovery.lease`; whole seconds, at least LEASE_TTL_S_MIN."""
+        check_open(self._is_closed)
+        number, ttl = lease_id or new_lease_id(), max(LEASE_TTL_S_MIN, round(ttl_s))
+        try:
+            await self.call("lease/grant", {"ID": number, "TTL": ttl})
+        except _RefusedError as error:
+            # It outlived what we were told of its end: it is ours.
+            if error.code != ALREADY_THERE and "already exists" not in str(error):
+                raise TransportError(str(error)) from error
+        lease = _EtcdLease(self, number, ttl)
+        self.leases.add(lease)
+        return lease
+
+    async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
+        """See :meth:`Discovery.put`."""
+        await self._ask("kv/put", self._put(key, value, lease))
+
+    async def create(self, key: str, value: bytes, lease: Lease | None = None) -> bool:
+        """See :meth:`Discovery.create`."""
+        put = self._put(key, value, lease)
+        absent = {"key": put["key"], "target": "CREATE", "create_revision": 0}
+        answer = await self._ask("kv/txn", {"compare": [absent], "success": [{"request_put": put}]})
+        return answer.get("succeeded") is True
+
+    async def delete(self, key: str) -> bool:
+        """See :meth:`Discovery.delete`."""
+        check_key(key)
+        answer = await self._ask("kv/deleterange", {"key": _text(key.encode())})
+        return int(answer.get("deleted", 0)) > 0
+
+    async def get_prefix(self, prefix: str) -> dict[str, bytes]:
+        """See :meth:`Discovery.get_prefix`."""
+        return (await self._read(prefix))[0]
+
+    def watch(self, prefix: str) -> Watch:
+        """See :meth:`Discovery.watch`."""
+        check_open(self._is_closed)
+        watch = Watch(self._forget)
+        self._watches[watch] = asyncio.get_running_loop().create_task(self._follow(watch, prefix))
+        return watch
+
+    async def close(self) -> None:
+        """See :meth:`Discovery.close`."""
+        watches, leases = dict(self._watches), list(self.leases)
+        for watch in watches:
+            await watch.aclose()
+        for lease in leases:
+            try:
+                await asyncio.wait_for(lease.revoke(), REVOKE_TIMEOUT_S)
+            except (TransportError, asyncio.TimeoutError) as error:
+                logger.warning("lease %d is left to run out: %s", lease.id, error)
+        self._is_closed = True
+        tasks = [*watches.values(), *(lease.keeping for lease in leases)]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    async def call(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Ask etcd; when an address fails, the next.
+
+        Raises:
+            TransportError: None can be reached.
+            _RefusedError: The answer is an error.
+        """
+        check_open(self._is_closed)
+        timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+        failure, data = "", json.dumps(body).encode()
+        for _ in self._endpoints:
+            url = self._endpoints[self._turn % len(self._endpoints)]
+            try:
+                async with self._opened().post(
+                    f"{url}/v3/{method}", data=io.BytesIO(data), timeout=timeout
+                ) as response:
+                    answer: dict[str, Any] = await response.json(content_type=None)
+                    if response.status < 500:
+                        return _checked(answer, response.status)
+                    failure = f"{url}: {answer.get('message', response.status)}"
+            except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
+                failure = f"{url}: {str(error) or type(error).__name__}"
+            self._turn += 1
+        raise TransportError(f"etcd can't be reached: {failure}")
+
+    async def _ask(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The same, with the errors that callers know."""
+        try:
+            return await self.call(method, body)
+        except _RefusedError as error:
+            if error.code == NOT_FOUND:
+                raise InvalidArgumentError(f"lease {body.get('lease')} has ended") from error
+            raise TransportError(str(error)) from error
+
+    def _put(self, key: str, value: bytes, lease: Lease | None) -> dict[str, Any]:
+        check_open(self._is_closed)
+        check_key(key)
+        check_value(value)
+        if lease is not None and lease not in self.leases:
+            raise InvalidArgumentError(f"lease {lease.id} has ended or is of another discovery")
+        put: dict[str, Any] = {"key": _text(key.encode()), "value": _text(value)}
+        return put if lease is None else {**put, "lease": lease.id}
+
+    async def _read(self, prefix: str) -> tuple[dict[str, bytes], int]:
+        """All keys of a prefix, and the revision that they are of."""
+        answer = await self._ask("kv/range", _range(prefix))
+        pairs = (_pair(entry) for entry in answer.get("kvs", []))
+        return dict(pairs), int(answer["header"]["revision"])
+
+    async def _follow(self, watch: Watch, prefix: str) -> None:
+        """Tell the watch what is there and what changes, over all interruptions."""
+        pause_s = PAUSE_S[0]
+        while True:
+            try:
+                state, revision = await self._read(prefix)
+                watch.replace(state)
+                async for key, value in self._changes(prefix, revision + 1):
+                    pause_s = PAUSE_S[0]
+                    watch.change(key, value)
+            except (aiohttp.ClientError, OSError, KvflashError, ValueError, KeyError) as error:
+                if self._is_closed:
+                    return
+                logger.warning("watch of %s: %s; again", prefix, error)
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(pause_s * 2, PAUSE_S[1])
+
+    async def _changes(self, prefix: str, revision: int) -> AsyncIterator[tuple[str, bytes | None]]:
+        """Changes from a revision on, until the connection ends."""
+        url = self._endpoints[self._turn % len(self._endpoints)]
+        body = {"create_request": {**_range(prefix), "start_revision": revision}}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=REQUEST_TIMEOUT_S)
+        async with self._opened().post(f"{url}/v3/watch", json=body, timeout=timeout) as response:
+            rest = bytearray()
+            async for data in response.content.iter_any():
+                rest += data
+                *lines, tail = rest.split(b"\n")
+                rest = bytearray(tail)
+                if len(rest) > MESSAGE_BYTES_MAX:
+                    raise TransportError(f"a message has more than {MESSAGE_BYTES_MAX} bytes")
+                for line in lines:
+                    result = _checked(json.loads(line), response.status).get("result", {})
+                    if result.get("canceled"):
+                        raise TransportError(f"etcd ended it: {result.get('cancel_reason')}")
+                    for event in result.get("events", []):
+                        key, value = _pair(event["kv"])
+                        yield key, None if event.get("type") == "DELETE" else value
+        raise TransportError(f"{url} closed the connection")
+
+    def _forget(self, watch: Watch) -> None:
+        self._watches.pop(watch).cancel()
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, socket_factory=_socket)
+            self._session = aiohttp.ClientSession(connector=connector)
+        return self._session
+
+
+def _checked(answer: dict[str, Any], status: int) -> dict[str, Any]:
+    """An answer that is no error."""
+    error = answer.get("error")
+    if isinstance(error, dict):
+        raise _RefusedError(int(error.get("grpc_code", 2)), str(error.get("message")))
+    if error is not None or status >= 400:
+        raise _RefusedError(int(answer.get("code", 2)), str(error or answer.get("message")))
+    return answer
+
+
+def _range(prefix: str) -> dict[str, str]:
+    """The keys that begin so, as etcd names a range."""
+    first = prefix.encode()
+    # Text in UTF-8 has no byte 0xff: the last one can be counted up.
+    end = first[:-1] + bytes([first[-1] + 1]) if first else b"\0"
+    return {"key": _text(first or b"\0"), "range_end": _text(end)}
+
+
+def _pair(entry: dict[str, str]) -> tuple[str, bytes]:
+    return b64decode(entry["key"]).decode(), b64decode(entry.get("value", ""))
+
+
+def _text(data: bytes) -> str:
+    return b64encode(data).decode()
+
+
+def _url(endpoint: str) -> str:
+    return (endpoint if "://" in endpoint else f"http://{endpoint}").rstrip("/")
+
+
+def _socket(info: tuple[Any, ...]) -> socket.socket:
+    """A socket that notices when etcd's machine is gone without a word."""
+    made = socket.socket(info[0], info[1], info[2])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE:
+        if hasattr(socket, name):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return made

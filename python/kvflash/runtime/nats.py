@@ -1,0 +1,478 @@
+"""The nats request plane: every message goes through a broker.
+
+A request goes to the instance's subject, in parts; its frames come back to a subject of the client,
+in numbered messages. NATS connects nobody with anybody and may lose what is on its way, so that the
+plane does itself what a connection does:
+
+- the client acknowledges what it has read; WINDOW_BYTES may be on their way
+- both sides say that they live; a silence of SILENCE_S_MAX ends a request
+- a message that is missing ends a request with an error
+
+To the instance's subject: 1 byte kind (part, last part, signs), then for a part 16 bytes name of
+the request and its bytes; for signs msgpack [[name, bytes read, or -1 for never mind], ...]. To
+the client's: 4 bytes number, bytes of frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import struct
+import time
+import weakref
+from collections import deque
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+
+from kvflash.errors import (
+    ClosedError,
+    DecodeError,
+    InvalidArgumentError,
+    NotFoundError,
+    OverloadedError,
+    TransportError,
+)
+from kvflash.runtime.broker import NatsConnection, NatsError, connect
+from kvflash.runtime.frame import Failure, FrameReader, Kind, Request, unpack
+from kvflash.runtime.limits import RuntimeLimits
+from kvflash.runtime.plane import FailedError, GoneError
+from kvflash.runtime.serving import Running, Serving
+
+__all__ = ["NatsClient", "NatsServer", "make_client", "make_server"]
+
+logger = logging.getLogger(__name__)
+
+WINDOW_BYTES = 256 * 1024
+PART_BYTES = 64 * 1024
+SILENCE_S_MAX = 10.0
+# Requests of which only some parts have come.
+PARTIAL_MAX = 1_024
+PARTIAL_BYTES_MAX = 256 * 1024 * 1024
+
+_PART, _LAST_PART, _SIGNS = b"\1", b"\2", b"\3"
+_NAME_BYTES = 16
+_NUMBER = struct.Struct(">I")
+_NEVER_MIND = -1
+
+
+def silence_s(limits: RuntimeLimits) -> float:
+    """How long the other side may say nothing."""
+    return min(limits.peer_silence_s, SILENCE_S_MAX)
+
+
+class NatsServer:
+    """Serves a runtime's endpoints at a subject each.
+
+    Args:
+        serving: What to serve.
+        host: Not used: the broker is what others reach.
+        port: Not used.
+        bind: Not used.
+    """
+
+    def __init__(self, serving: Serving, *, host: str, port: int, bind: str) -> None:
+        self._serving = serving
+        self._limits = serving.limits
+        self._connection: NatsConnection | None = None
+        self._partial: dict[bytes, _Partial] = {}
+        self._answers: dict[bytes, _Answer] = {}
+        self._ticking: asyncio.Task[None] | None = None
+        del host, port, bind
+
+    async def start(self) -> None:
+        """Connect to the broker.
+
+        Raises:
+            TransportError: It can't be reached.
+        """
+        self._connection = await connect()
+        self._ticking = asyncio.get_running_loop().create_task(self._tick())
+
+    async def open(self, endpoint: str) -> dict[str, Any]:
+        """Take requests for an endpoint.
+
+        Raises:
+            TransportError: The broker can't be reached.
+        """
+        assert self._connection is not None
+        subject = f"kvflash.{endpoint.replace('/', '.')}.{self._serving.instance_id}"
+        try:
+            await self._connection.subscribe(subject, cb=self._receive)
+            await self._connection.flush()
+        except (NatsError, OSError, asyncio.TimeoutError) as error:
+            raise TransportError(f"NATS: {error}") from error
+        return {"kind": "nats", "subject": subject}
+
+    async def close(self) -> None:
+        """Leave the broker, after what was sent has reached it."""
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.gather(self._ticking, return_exceptions=True)
+        if self._connection is not None:
+            try:
+                await self._connection.flush()
+            except (NatsError, OSError, asyncio.TimeoutError) as error:
+                logger.warning("nats: %s", error)
+            await self._connection.close()
+
+    async def _receive(self, message: Any) -> None:
+        data = message.data
+        if data[:1] == _SIGNS:
+            self._read_signs(data[1:])
+        elif data[:1] in (_PART, _LAST_PART):
+            await self._take_part(message.reply, data)
+
+    def _read_signs(self, data: bytes) -> None:
+        try:
+            signs = [(bytes(name), int(count)) for name, count in msgpack.unpackb(data)]
+        except (ValueError, TypeError, msgpack.UnpackException):
+            logger.warning("nats: signs that can't be read")
+            return
+        for name, count in signs:
+            answer = self._answers.get(name)
+            if answer is not None:
+                answer.sign(count)
+            elif count == _NEVER_MIND:
+                self._partial.pop(name, None)
+
+    async def _take_part(self, reply: str, data: bytes) -> None:
+        name = data[1 : 1 + _NAME_BYTES]
+        partial = self._partial.setdefault(name, _Partial(self._limits))
+        answer = _Answer(self, reply)
+        try:
+            frames = partial.take(data[1 + _NAME_BYTES :])
+            if data[:1] == _PART:
+                self._check_partial()
+                return
+            del self._partial[name]
+            if len(frames) != 1 or frames[0][0] != Kind.REQUEST:
+                raise DecodeError("a request came in pieces that do not fit")
+            request = Request.parse(unpack(frames[0][1]))
+            answer.running = self._serving.begin(request, answer.send)
+        except (InvalidArgumentError, DecodeError) as error:
+            self._partial.pop(name, None)
+            await answer.refuse(Failure("invalid", str(error)))
+            return
+        except (NotFoundError, ClosedError, OverloadedError) as error:
+            self._partial.pop(name, None)
+            await answer.refuse(Failure.of(error, retry=True))
+            return
+        self._answers[name] = answer
+        answer.running.task.add_done_callback(lambda _: self._answers.pop(name, None))
+
+    def _check_partial(self) -> None:
+        """Refuse a further part when too much is held.
+
+        Raises:
+            OverloadedError: It is.
+        """
+        held = sum(partial.bytes for partial in self._partial.values())
+        if len(self._partial) > PARTIAL_MAX or held > PARTIAL_BYTES_MAX:
+            raise OverloadedError(
+                f"{len(self._partial)} requests of {held} bytes are incomplete; at most "
+                f"{PARTIAL_MAX} and {PARTIAL_BYTES_MAX} may be"
+            )
+
+    async def publish(self, subject: str, data: bytes) -> None:
+        """Send a message.
+
+        Raises:
+            GoneError: The broker is gone.
+        """
+        assert self._connection is not None
+        try:
+            await self._connection.publish(subject, data)
+        except (NatsError, OSError) as error:
+            raise GoneError(f"NATS: {error or type(error).__name__}") from error
+
+    async def _tick(self) -> None:
+        """Say that we live, and let go of clients that say nothing."""
+        silence = silence_s(self._limits)
+        while True:
+            await asyncio.sleep(silence / 4)
+            oldest = time.monotonic() - silence
+            for answer in list(self._answers.values()):
+                await answer.tick(oldest)
+            for name in [n for n, p in self._partial.items() if p.since < oldest]:
+                del self._partial[name]
+
+
+class _Partial:
+    """A request that is not complete yet."""
+
+    def __init__(self, limits: RuntimeLimits) -> None:
+        self._reader = FrameReader(limits.frame_bytes_max)
+        self.since = time.monotonic()
+        self.bytes = 0
+
+    def take(self, data: bytes) -> list[tuple[int, bytes]]:
+        self.since = time.monotonic()
+        self.bytes += len(data)
+        return self._reader.feed(data)
+
+
+class _Answer:
+    """The way of a request's frames to its client."""
+
+    def __init__(self, server: NatsServer, reply: str) -> None:
+        self._server = server
+        self._reply = reply
+        self._number = 0
+        self._sent = 0
+        self._read = 0
+        self._heard = time.monotonic()
+        self._news = asyncio.Event()
+        self._is_gone = False
+        self._is_sending = asyncio.Lock()
+        self.running: Running | None = None
+
+    async def send(self, data: bytes) -> None:
+        """Send a frame, in as many messages as it takes; waits for the client to read."""
+        async with self._is_sending:
+            for start in range(0, len(data), PART_BYTES):
+                while self._sent - self._read >= WINDOW_BYTES and not self._is_gone:
+                    self._news.clear()
+                    await self._news.wait()
+                if self._is_gone:
+                    raise GoneError("the client is gone")
+                await self._publish(data[start : start + PART_BYTES])
+
+    async def refuse(self, failure: Failure) -> None:
+        """Answer with an error."""
+        try:
+            await self.send(failure.pack())
+        except GoneError as error:
+            logger.warning("nats: %s", error)
+
+    async def tick(self, oldest: float) -> None:
+        """Say that we live; a client that was silent for too long is gone."""
+        if self._heard < oldest:
+            self.sign(_NEVER_MIND)
+            return
+        try:
+            # Empty, so that it fits between two parts of a frame and into a full window.
+            await self._publish(b"")
+        except GoneError as error:
+            logger.warning("%s", error)
+
+    def sign(self, count: int) -> None:
+        """Hear from the client how much it has read."""
+        self._heard = time.monotonic()
+        if count == _NEVER_MIND:
+            self._is_gone = True
+            if self.running is not None:
+                self.running.abandon()
+        else:
+            self._read = max(self._read, count)
+        self._news.set()
+
+    async def _publish(self, part: bytes) -> None:
+        # Counted before anything is waited for: a sign of life may come in between.
+        number, self._number = self._number, (self._number + 1) & 0xFFFFFFFF
+        self._sent += len(part)
+        await self._server.publish(self._reply, _NUMBER.pack(number) + part)
+
+
+class NatsClient:
+    """Asks instances through the broker.
+
+    Args:
+        limits: Of the runtime.
+    """
+
+    def __init__(self, limits: RuntimeLimits) -> None:
+        self.limits = limits
+        self._connection: NatsConnection | None = None
+        self._connecting = asyncio.Lock()
+        self._inbox = f"_INBOX.kvflash.{secrets.token_hex(12)}"
+        self._replies: weakref.WeakValueDictionary[str, NatsReply] = weakref.WeakValueDictionary()
+        self._ticking: asyncio.Task[None] | None = None
+        self._sending: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    async def ask(self, transport: dict[str, Any], request: Request) -> NatsReply:
+        """Send a request.
+
+        Raises:
+            TransportError: The broker can't be reached.
+            InvalidArgumentError: The request is too large or can't be written.
+        """
+        data = request.pack(self.limits.frame_bytes_max)
+        await self._connected()
+        name, subject = secrets.token_bytes(_NAME_BYTES), str(transport["subject"])
+        reply = NatsReply(self, subject, name)
+        self._replies[name.hex()] = reply
+        inbox = f"{self._inbox}.{name.hex()}"
+        try:
+            for start in range(0, len(data), PART_BYTES):
+                kind = _LAST_PART if start + PART_BYTES >= len(data) else _PART
+                part = kind + name + data[start : start + PART_BYTES]
+                await self.publish(subject, part, inbox)
+        except BaseException:
+            reply.close()
+            raise
+        return reply
+
+    async def close(self) -> None:
+        """Leave the broker; answers that are on their way end with an error."""
+        self._is_closed = True
+        for reply in list(self._replies.values()):
+            reply.close()
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.gather(self._ticking, *self._sending, return_exceptions=True)
+        if self._connection is not None:
+            try:
+                await self._connection.flush()
+            except (NatsError, OSError, asyncio.TimeoutError) as error:
+                logger.warning("nats: %s", error)
+            await self._connection.close()
+
+    async def publish(self, subject: str, data: bytes, reply: str = "") -> None:
+        """Send a message.
+
+        Raises:
+            TransportError: The broker is gone.
+        """
+        assert self._connection is not None
+        try:
+            await self._connection.publish(subject, data, reply)
+        except (NatsError, OSError) as error:
+            raise TransportError(f"NATS: {error or type(error).__name__}") from error
+
+    def sign(self, subject: str, name: bytes, count: int) -> None:
+        """Say how much of an answer was read, soon."""
+        task = asyncio.get_running_loop().create_task(self._sign(subject, [(name, count)]))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def _sign(self, subject: str, signs: list[tuple[bytes, int]]) -> None:
+        try:
+            await self.publish(subject, _SIGNS + msgpack.packb(signs))
+        except TransportError as error:
+            logger.warning("%s", error)
+
+    async def _connected(self) -> None:
+        async with self._connecting:
+            if self._is_closed:
+                raise ClosedError("the runtime is closed")
+            if self._connection is None:
+                connection = await connect()
+                await connection.subscribe(f"{self._inbox}.*", cb=self._receive)
+                self._connection = connection
+                self._ticking = asyncio.get_running_loop().create_task(self._tick())
+
+    async def _receive(self, message: Any) -> None:
+        reply = self._replies.get(message.subject.rpartition(".")[2])
+        if reply is not None:
+            status = (message.headers or {}).get("Status")
+            if status is not None:
+                reply.fail(TransportError(f"nobody listens at {reply.subject}"))
+            else:
+                reply.take(message.data)
+
+    async def _tick(self) -> None:
+        """Say that we live, and notice who does not."""
+        silence = silence_s(self.limits)
+        while True:
+            await asyncio.sleep(silence / 4)
+            oldest = time.monotonic() - silence
+            signs: dict[str, list[tuple[bytes, int]]] = {}
+            for reply in list(self._replies.values()):
+                if reply.heard < oldest:
+                    reply.fail(TransportError(f"nothing came for {silence:g} s"))
+                else:
+                    signs.setdefault(reply.subject, []).append((reply.name, reply.read))
+            for subject, some in signs.items():
+                await self._sign(subject, some)
+
+
+class NatsReply:
+    """An answer on its way."""
+
+    def __init__(self, client: NatsClient, subject: str, name: bytes) -> None:
+        self._client = client
+        self.subject = subject
+        self.name = name
+        self.heard = time.monotonic()
+        self.read = 0
+        self._told = 0
+        self._number = 0
+        self._waiting_bytes = 0
+        self._received = 0
+        self._reader = FrameReader(client.limits.frame_bytes_max)
+        self._frames: deque[tuple[int, bytes]] = deque()
+        self._failure: Exception | None = None
+        self._is_open = True
+        self._news = asyncio.Event()
+
+    async def receive(self) -> bytes | None:
+        """See :class:`kvflash.runtime.plane.Reply`."""
+        while not self._frames:
+            if self._failure is not None:
+                self.close()
+                raise self._failure
+            if not self._is_open:
+                raise ClosedError("the stream is closed")
+            self._news.clear()
+            await self._news.wait()
+        kind, payload = self._frames.popleft()
+        self._waiting_bytes -= len(payload)
+        self._acknowledge()
+        if kind == Kind.DATA:
+            return payload
+        self._end()
+        if kind == Kind.END:
+            return None
+        if kind == Kind.ERROR:
+            raise FailedError(Failure.parse(unpack(payload)))
+        raise DecodeError(f"{self.subject}: frame of kind {kind} is no answer")
+
+    def close(self) -> None:
+        """See :class:`kvflash.runtime.plane.Reply`."""
+        if self._is_open:
+            self._client.sign(self.subject, self.name, _NEVER_MIND)
+            self._end()
+
+    def take(self, data: bytes) -> None:
+        """Take a message."""
+        self.heard = time.monotonic()
+        if self._failure is not None or not self._is_open:
+            return
+        if len(data) < _NUMBER.size or _NUMBER.unpack_from(data)[0] != self._number:
+            self.fail(TransportError(f"{self.subject}: a message was lost"))
+            return
+        self._number = (self._number + 1) & 0xFFFFFFFF
+        self._received += len(data) - _NUMBER.size
+        try:
+            frames = self._reader.feed(data[_NUMBER.size :])
+        except (InvalidArgumentError, DecodeError) as error:
+            self.fail(DecodeError(f"{self.subject}: {error}"))
+            return
+        for kind, payload in frames:
+            self._frames.append((kind, payload))
+            self._waiting_bytes += len(payload)
+        self._acknowledge()
+        self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        """End it with an error, after what came before."""
+        self._failure = self._failure or error
+        self._news.set()
+
+    def _acknowledge(self) -> None:
+        """Tell what was read, and of a frame that is not complete what came."""
+        self.read = self._received - self._waiting_bytes
+        if self.read - self._told >= WINDOW_BYTES // 4 and self._is_open:
+            self._told = self.read
+            self._client.sign(self.subject, self.name, self.read)
+
+    def _end(self) -> None:
+        self._is_open = False
+        self._client._replies.pop(self.name.hex(), None)
+        self._news.set()
+
+
+make_server, make_client = NatsServer, NatsClient

@@ -1,0 +1,172 @@
+"""What only etcd can do: be away, come back, and let leases run out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from support_runtime import (
+    Server,
+    WorkerProcess,
+    client,
+    etcd_command,
+    eventually,
+    known,
+    run,
+    serving,
+)
+
+from kvflash import ConfigError, DistributedRuntime, RuntimeLimits, TransportError
+from kvflash.discovery import Delete, Put, Synced, open_discovery
+from service import Http
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """An etcd of the test's own, that it may kill."""
+    with serving(partial(etcd_command, tmp_path), tmp_path / "log") as server:
+        yield server
+
+
+def url(server: Server) -> str:
+    return f"http://127.0.0.1:{server.port}"
+
+
+def test_a_watch_and_a_lease_go_on_when_etcd_comes_back(server: Server) -> None:
+    async def scenario() -> None:
+        mine = open_discovery("etcd", endpoints=url(server))
+        lease = await mine.lease(30.0)
+        await mine.put("k/1", b"1", lease)
+        await mine.put("k/2", b"2")
+        watch = mine.watch("k/")
+        assert [await anext(watch) for _ in range(3)][2] == Synced()
+        server.kill()
+        with pytest.raises(TransportError, match="etcd can't be reached"):
+            await mine.put("k/3", b"3")
+        server.start()
+        # What did not change is not told again, what changed is, once.
+        await mine.put("k/3", b"3")
+        assert await asyncio.wait_for(anext(watch), 30) == Put("k/3", b"3")
+        await mine.delete("k/2")
+        assert await asyncio.wait_for(anext(watch), 30) == Delete("k/2")
+        assert not lease.lost.is_set()
+        await mine.close()
+        other = open_discovery("etcd", endpoints=url(server))
+        assert await other.get_prefix("k/") == {"k/3": b"3"}
+        await other.close()
+
+    run(scenario())
+
+
+def test_a_watch_tells_the_difference_when_it_missed_changes(server: Server) -> None:
+    async def scenario() -> None:
+        mine = open_discovery("etcd", endpoints=url(server))
+        await mine.put("k/gone", b"")
+        await mine.put("k/stays", b"")
+        watch = mine.watch("k/")
+        assert [await anext(watch) for _ in range(3)][2] == Synced()
+        # The watch's connection breaks, and what it would go on from is forgotten by etcd.
+        server.kill()
+        server.start()
+        http = Http(url(server))
+        http.post("/v3/kv/deleterange", {"key": "ay9nb25l"})
+        answer = http.post("/v3/kv/put", {"key": "ay9uZXc=", "value": "MQ=="})
+        http.post("/v3/kv/compaction", {"revision": answer["header"]["revision"]})
+        http.close()
+        events = {await asyncio.wait_for(anext(watch), 30) for _ in range(2)}
+        assert events == {Delete("k/gone"), Put("k/new", b"1")}
+        await mine.close()
+
+    run(scenario())
+
+
+def test_a_runtime_announces_itself_again_when_its_lease_was_lost(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ETCD_ENDPOINTS", url(server))
+    monkeypatch.setenv("KVFLASH_HOST", "127.0.0.1")
+
+    async def scenario() -> None:
+        limits = RuntimeLimits(lease_ttl_s=2.0)
+        async with DistributedRuntime("etcd", limits=limits) as runtime:
+            await runtime.announce("v1/instances/t/c/e/x", {"a": 1})
+            watch = runtime.discovery.watch("v1/")
+            assert isinstance(await anext(watch), Put)
+            assert await anext(watch) == Synced()
+            http = Http(url(server))
+            http.post("/v3/lease/revoke", {"ID": runtime.instance_id})
+            http.close()
+            assert await asyncio.wait_for(anext(watch), 30) == Delete("v1/instances/t/c/e/x")
+            again = await asyncio.wait_for(anext(watch), 30)
+            assert again == Put("v1/instances/t/c/e/x", b'{"a": 1}')
+
+    run(scenario())
+
+
+def test_a_stopped_process_is_gone_when_its_time_is_over_and_back_when_it_goes_on(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFLASH_DISCOVERY", "etcd")
+    monkeypatch.setenv("ETCD_ENDPOINTS", url(server))
+    monkeypatch.setenv("KVFLASH_HOST", "127.0.0.1")
+    worker = WorkerProcess(dict(os.environ), lease_ttl_s=2.0)
+
+    async def scenario() -> None:
+        async with DistributedRuntime() as runtime:
+            await known(runtime, worker)
+            os.kill(worker.popen.pid, 19)
+            await known(runtime)
+            os.kill(worker.popen.pid, 18)
+            asked = await known(runtime, worker)
+            assert [item async for item in await asked.generate({"do": "echo"})]
+
+    try:
+        run(scenario())
+    finally:
+        worker.close()
+
+
+def test_the_next_address_is_asked_when_one_fails(server: Server) -> None:
+    async def scenario() -> None:
+        both = f"http://127.0.0.1:9, {url(server).removeprefix('http://')}"
+        mine = open_discovery("etcd", endpoints=both)
+        await mine.put("k", b"v")
+        watch = mine.watch("k")
+        assert await asyncio.wait_for(anext(watch), 30) == Put("k", b"v")
+        await mine.close()
+
+    run(scenario())
+
+
+def test_etcd_that_is_not_there_is_said_and_found_later(server: Server) -> None:
+    async def scenario() -> None:
+        server.kill()
+        limits = RuntimeLimits(lease_ttl_s=2.0)
+        discovery = open_discovery("etcd", endpoints=url(server))
+        async with DistributedRuntime(discovery, host="127.0.0.1", limits=limits) as runtime:
+            asked = client(runtime)
+            waiting = asyncio.create_task(asked.wait_for_instances())
+            with pytest.raises(TransportError, match=r"etcd can't be reached: http://127\.0\.0\.1"):
+                await runtime.announce("k", 1)
+            server.start()
+
+            async def is_there() -> bool:
+                try:
+                    await runtime.announce("k", 1)
+                except TransportError:
+                    return False
+                return True
+
+            await eventually(is_there, "etcd")
+            key = f"v1/instances/t/workers/run/{runtime.instance_id}"
+            await runtime.announce(key, {"instance_id": runtime.instance_id, "transport": {}})
+            assert await waiting == [runtime.instance_id]
+        await discovery.close()
+        with pytest.raises(ConfigError, match="ETCD_ENDPOINTS must name an address"):
+            open_discovery("etcd", endpoints=" , ")
+
+    run(scenario())

@@ -1,0 +1,128 @@
+"""What only the folder does: locks that forks do not keep, sweeping, who may use it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support_runtime import eventually, run
+
+from kvflash import ConfigError, TransportError
+from kvflash.discovery import Delete, FileDiscovery, Put, Synced
+from kvflash.discovery.file import default_folder
+
+# Holds a lease with a key, forks a child that outlives it, and says the child's number.
+HOLDER = """
+import asyncio, os, sys
+from kvflash.discovery import FileDiscovery
+async def main():
+    discovery = FileDiscovery(sys.argv[1])
+    lease = await discovery.lease()
+    await discovery.put("held", b"1", lease)
+    child = os.fork()
+    if child == 0:
+        import time
+        time.sleep(600)
+    print(child, flush=True)
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+def hold(folder: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_forked_child_does_not_keep_a_dead_process_alive(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        mine = FileDiscovery(tmp_path)
+        watch = mine.watch("held")
+        assert await anext(watch) == Synced()
+        holder = hold(tmp_path)
+        assert holder.stdout is not None
+        try:
+            assert await asyncio.wait_for(anext(watch), 30) == Put("held", b"1")
+            child = int(holder.stdout.readline())
+            holder.kill()
+            holder.wait()
+            os.kill(child, 0)
+            assert await asyncio.wait_for(anext(watch), 30) == Delete("held")
+            os.kill(child, 9)
+
+            async def is_swept() -> bool:
+                return not [*(tmp_path / "keys").iterdir(), *(tmp_path / "leases").iterdir()]
+
+            await eventually(is_swept, "what the dead left to be swept")
+        finally:
+            holder.kill()
+            holder.communicate()
+        await mine.close()
+
+    run(scenario())
+
+
+def test_a_lease_is_lost_when_somebody_empties_the_folder(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        mine = FileDiscovery(tmp_path)
+        lease = await mine.lease()
+        await mine.put("k", b"", lease)
+        for name in ("keys", "leases"):
+            for path in (tmp_path / name).iterdir():
+                path.unlink()
+        await asyncio.wait_for(lease.lost.wait(), 30)
+        await mine.close()
+
+    run(scenario())
+
+
+def test_a_lock_that_is_never_given_back_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        mine, other = FileDiscovery(tmp_path), FileDiscovery(tmp_path)
+        monkeypatch.setattr("kvflash.discovery.file.LOCK_TIMEOUT_S", 0.1)
+        held = other._folder.try_lock()
+        assert held is not None
+        with pytest.raises(TransportError, match=r"its lock is held for more than 0\.1 s"):
+            await mine.put("k", b"")
+        held.close()
+        await mine.put("k", b"")
+        await mine.close()
+        await other.close()
+
+    run(scenario())
+
+
+def test_foreign_files_are_passed_over(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        mine = FileDiscovery(tmp_path)
+        (tmp_path / "keys" / "odd").write_bytes(b"no head")
+        (tmp_path / "leases" / "odd").write_bytes(b"")
+        await mine.put("k", b"1")
+        assert await mine.get_prefix("") == {"k": b"1"}
+        await (await mine.lease()).revoke()
+        await mine.close()
+
+    run(scenario())
+
+
+def test_the_folder_must_be_ours_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FileDiscovery(tmp_path / "new" / "deep")
+    assert (tmp_path / "new" / "deep").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(ConfigError, match=r"writable by nobody else; it belongs to .* mode 0777"):
+        FileDiscovery(tmp_path / "open")
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"discovery folder .*file"):
+        FileDiscovery(tmp_path / "file")
+    monkeypatch.setenv("KVFLASH_DISCOVERY_DIR", "/somewhere")
+    assert default_folder() == Path("/somewhere")
+    monkeypatch.delenv("KVFLASH_DISCOVERY_DIR")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    assert default_folder() == Path(f"/run/user/7/kvflash-{os.getuid()}/discovery")
