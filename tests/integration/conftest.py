@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
+from support_publisher import SIZE
 
+from kvflash.publisher import KvEventPublisher
 from service import EmbeddedIndexer, Engine
 
 
@@ -43,3 +45,18 @@ def engine():
 def model(request):
     """A model name of the test's own: an index outlives its workers."""
     return re.sub(r"\W+", "-", request.node.name)
+
+
+@pytest.fixture
+def publisher():
+    """Makes publishers that end with the test."""
+    made = []
+
+    def make(component=None, **settings):
+        settings.setdefault("kv_block_size", SIZE)
+        made.append(KvEventPublisher(component, **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.shutdown()

@@ -27,8 +27,9 @@ class Child:
         stopping: Set by the first signal that the launcher got.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    _process: asyncio.subprocess.Process
+
+    def __init__(self) -> None:
         self._received: signal.Signals | None = None
         self.stopping = asyncio.Event()
 
@@ -40,16 +41,17 @@ class Child:
             ConfigError: The program can't be started.
         """
         logger.info("starting %s", " ".join(words))
+        child = cls()
+        loop = asyncio.get_running_loop()
+        # Before there is anything that a signal would leave behind.
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, child._receive, number)
         try:
-            process = await asyncio.create_subprocess_exec(
+            child._process = await asyncio.create_subprocess_exec(
                 *words, start_new_session=True, preexec_fn=_die_with_parent
             )
         except OSError as error:
             raise ConfigError(f"can't start {words[0]}: {error.strerror or error}") from error
-        child = cls(process)
-        loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, child._receive, number)
         return child
 
     @property
