@@ -129,12 +129,13 @@ fn burst(discipline: Discipline, is_crowded: bool) -> (f64, f64) {
     // Both are known: the second one had a request long ago.
     push(&mut server, 1);
     for step in 0..800 {
+        // The one that comes back is first: uncrowded, nobody waits at that moment.
+        while step >= 400 && server.waiting(1) < 40 {
+            push(&mut server, 1);
+        }
         let most = if is_crowded || step >= 400 { 40 } else { 1 };
         while server.waiting(0) < most && (most > 1 || server.running.len() < 3) {
             push(&mut server, 0);
-        }
-        while step >= 400 && server.waiting(1) < 40 {
-            push(&mut server, 1);
         }
         server.step(|server| {
             if step >= 400 {
