@@ -29,6 +29,7 @@ FLOORS = {
     "state": 2,
     "runtime": 2,
     "llm": 3,
+    "routing": 3,
     "frontend": 4,
     "indexer": 4,
     "doctor": 4,
@@ -46,6 +47,7 @@ NARROW = {
     # Discovery is a protocol to it, so that its protocols run in a simulated world.
     "state": {"_core", "errors", "servers", "transport"},
     # What they carry is opaque to them: the core has no part in it.
+    "routing": {"_core", "errors", "discovery", "runtime", "transport"},
     "discovery": {"errors"},
     "runtime": {"errors", "discovery"},
     # It looks from outside: what it says must not come from what it checks.

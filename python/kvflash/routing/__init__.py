@@ -1,0 +1,1 @@
+"""Routing in Python: what routers tell each other."""
