@@ -54,7 +54,7 @@ NARROW = {
     "runtime": {"errors", "discovery"},
     # Discovery is a protocol to it, so that its protocols run in a simulated world.
     "state": {"_core", "errors", "servers", "transport"},
-    "routing": {"_core", "errors", "discovery", "runtime", "transport"},
+    "routing": {"_core", "errors", "discovery", "runtime", "servers", "transport"},
     # It looks from outside: what it says must not come from what it checks.
     "doctor": {"errors", "config", "doctor"},
     # It lives in the engine's process, beside whatever the engine brings.

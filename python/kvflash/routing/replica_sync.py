@@ -1,0 +1,472 @@
+"""What router replicas tell each other of their active requests: the protocol, without a network.
+
+Each router tells the three events of NVIDIA Dynamo's routers, numbered per router. Beyond them:
+
+- a **digest** of its active requests every DIGEST_S, so that whoever missed something notices;
+- its whole **state** to whoever asks: one that has just come, or one that has noticed;
+- who is gone from the roster is dropped at once, with its load.
+
+Events are told after the fact and never waited for. One that is lost, or dropped at a limit, is
+repaired by the next digest.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+__all__ = ["DIGEST_S", "LoadSink", "ReplicaSync", "SyncLimits"]
+
+DIGEST_S = 2.0
+# Pause between two questions for the same router's state.
+_ASK_S = 1.0
+# Who sends but is not in the roster may be new to it; after this time it is not.
+_UNLISTED_S = 10.0
+_GONE_MAX = 4_096
+_U64_MAX = (1 << 64) - 1
+
+Worker = tuple[int, int]
+
+
+class LoadSink(Protocol):
+    """Where other routers' requests count. Its methods never wait."""
+
+    def add(  # noqa: PLR0917 - called with positions by the core
+        self,
+        router_id: int,
+        request_id: str,
+        worker: Worker,
+        hashes: Sequence[int] | None,
+        isl: int,
+        overlap: int,
+    ) -> None:
+        """Another router has sent a request to a worker, (instance id, dp rank).
+
+        Args:
+            router_id: Which router.
+            request_id: Unique at that router.
+            worker: Where it went.
+            hashes: Sequence hashes of its blocks; None when blocks are not tracked.
+            isl: Tokens of its prompt.
+            overlap: Blocks of it that the worker held.
+        """
+
+    def mark(self, router_id: int, request_id: str) -> None:
+        """Its prompt is computed."""
+
+    def free(self, router_id: int, request_id: str) -> None:
+        """It has ended."""
+
+    def drop_router(self, router_id: int) -> None:
+        """All requests of a router have ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncLimits:
+    """What may grow, and how far.
+
+    Attributes:
+        waiting_events_max: Events that wait to be sent; beyond it new ones are dropped, and the
+            digest tells the others.
+        requests_max: Active requests of one router that are tracked; beyond it they are ignored.
+        routers_max: Other routers.
+        held_events_max: Events kept while a router's state arrives.
+        state_part_requests: Requests in one message of a state.
+    """
+
+    waiting_events_max: int = 100_000
+    requests_max: int = 100_000
+    routers_max: int = 256
+    held_events_max: int = 10_000
+    state_part_requests: int = 500
+
+
+@dataclass
+class _Request:
+    worker: Worker
+    hashes: list[int] | None
+    isl: int
+    overlap: int
+    is_prefilled: bool = False
+    lora_name: str | None = None
+
+    def mark(self, request_id: str) -> int:
+        """What it adds to a digest: another value in each of its states."""
+        return hash_of(f"{request_id}|{self.worker[0]}|{self.worker[1]}|{int(self.is_prefilled)}")
+
+
+def hash_of(text: str) -> int:
+    """FNV-1a, 64 bits: the same in every process, and enough to notice a difference."""
+    value = 0xCBF29CE484222325
+    for byte in text.encode():
+        value = ((value ^ byte) * 0x100000001B3) & _U64_MAX
+    return value
+
+
+@dataclass
+class _Table:
+    """A router's active requests, with a digest that does not depend on their order."""
+
+    requests: dict[str, _Request] = field(default_factory=dict)
+    digest: int = 0
+
+    def add(self, request_id: str, request: _Request) -> None:
+        self.requests[request_id] = request
+        self.digest ^= request.mark(request_id)
+
+    def mark(self, request_id: str) -> bool:
+        request = self.requests.get(request_id)
+        if request is None or request.is_prefilled:
+            return False
+        self.digest ^= request.mark(request_id)
+        request.is_prefilled = True
+        self.digest ^= request.mark(request_id)
+        return True
+
+    def free(self, request_id: str) -> bool:
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return False
+        self.digest ^= request.mark(request_id)
+        return True
+
+
+@dataclass
+class _Peer:
+    table: _Table = field(default_factory=_Table)
+    last: int | None = None
+    is_wrong: bool = True
+    asked_s: float = float("-inf")
+    unlisted_since: float | None = None
+    # A state on its way: its number, parts that came, events after it.
+    state_at: int | None = None
+    parts: dict[int, list[Any]] = field(default_factory=dict)
+    held: list[dict[str, Any]] = field(default_factory=list)
+
+
+class ReplicaSync:
+    """One router's side.
+
+    Args:
+        router_id: Random, of this life.
+        sink: Where other routers' requests count.
+        limits: What may grow.
+
+    Consistency: safe to use from many threads. A replica's view of another router is what that
+        router had at some moment, and equal to it once messages arrive for DIGEST_S + a round trip.
+    """
+
+    def __init__(self, router_id: int, sink: LoadSink, limits: SyncLimits | None = None) -> None:
+        self.router_id = router_id
+        self._sink = sink
+        self._limits = limits or SyncLimits()
+        self._lock = threading.RLock()
+        self._own = _Table()
+        self._sequence = 0
+        self._outbox: deque[dict[str, Any]] = deque()
+        self._peers: dict[int, _Peer] = {}
+        self._gone: OrderedDict[int, None] = OrderedDict()
+        self._listed: set[int] = set()
+        self._digest_s = float("-inf")
+        self._has_asked_all = False
+        self._wants_state = False
+        self.counts = {
+            "sent_events": 0,
+            "dropped_events": 0,
+            "received_events": 0,
+            "malformed": 0,
+            "gaps": 0,
+            "digests_differed": 0,
+            "resyncs": 0,
+            "refused_requests": 0,
+            "dropped_routers": 0,
+        }
+
+    # -- of this router's own requests
+
+    def add(
+        self,
+        request_id: str,
+        worker: Worker,
+        hashes: Sequence[int] | None,
+        isl: int,
+        overlap: int,
+        *,
+        expected_output_tokens: int | None = None,
+        lora_name: str | None = None,
+    ) -> None:
+        """This router has booked a request."""
+        data = {
+            "AddRequest": {
+                "token_sequence": None if hashes is None else list(hashes),
+                "isl": isl,
+                "overlap": overlap,
+                "expected_output_tokens": expected_output_tokens,
+            }
+        }
+        with self._lock:
+            if request_id in self._own.requests:
+                return
+            kept = None if hashes is None else list(hashes)
+            self._own.add(request_id, _Request(worker, kept, isl, overlap, lora_name=lora_name))
+            self._tell(request_id, worker, data, lora_name)
+
+    def mark_prefill_completed(self, request_id: str) -> None:
+        """Its prompt is computed; unknown ones are ignored."""
+        with self._lock:
+            if self._own.mark(request_id):
+                request = self._own.requests[request_id]
+                self._tell(request_id, request.worker, "MarkPrefillCompleted", request.lora_name)
+
+    def free(self, request_id: str) -> None:
+        """It has ended; unknown ones are ignored."""
+        with self._lock:
+            request = self._own.requests.get(request_id)
+            if request is not None:
+                self._own.free(request_id)
+                self._tell(request_id, request.worker, "Free", request.lora_name)
+
+    # -- of the network
+
+    def outgoing(self, now_s: float, limit: int = 256) -> list[bytes]:
+        """What is to be sent now, in order; at most ``limit`` events and what is due besides."""
+        with self._lock:
+            messages: list[dict[str, Any]] = []
+            if not self._has_asked_all:
+                self._has_asked_all = True
+                messages.append(self._control({"Resync": {"of": None}}))
+            while self._outbox and len(messages) < limit:
+                messages.append(self._outbox.popleft())
+                self.counts["sent_events"] += 1
+            if self._outbox:
+                # A digest or a state says what all events before it amount to.
+                return [_encode(message) for message in messages]
+            if self._wants_state:
+                self._wants_state = False
+                messages += self._state()
+            if now_s - self._digest_s >= DIGEST_S:
+                self._digest_s = now_s
+                told = {"count": len(self._own.requests), "hash": self._own.digest}
+                messages.append(self._control({"Digest": told}))
+            for router_id, peer in self._peers.items():
+                if peer.is_wrong and now_s - peer.asked_s >= _ASK_S:
+                    peer.asked_s = now_s
+                    self.counts["resyncs"] += 1
+                    messages.append(self._control({"Resync": {"of": router_id}}))
+            return [_encode(message) for message in messages]
+
+    def received(self, data: bytes, now_s: float) -> None:
+        """A message came; one's own are ignored, and so is what is none."""
+        with self._lock:
+            try:
+                message = json.loads(data)
+                router_id = int(message["router_id"])
+                if router_id == self.router_id:
+                    return
+                self._receive(router_id, message, now_s)
+            except (ValueError, TypeError, KeyError, AttributeError):
+                self.counts["malformed"] += 1
+
+    def listed(self, router_ids: set[int], now_s: float) -> None:
+        """Who is alive, by their leases: others are dropped, with their load."""
+        with self._lock:
+            for router_id in self._listed - router_ids:
+                self._drop(router_id)
+            for router_id in router_ids - self._listed - {self.router_id}:
+                self._gone.pop(router_id, None)
+                if router_id in self._peers:
+                    self._peers[router_id].is_wrong = True
+            self._listed = set(router_ids)
+            for router_id, peer in list(self._peers.items()):
+                if router_id in router_ids:
+                    peer.unlisted_since = None
+                elif peer.unlisted_since is None:
+                    peer.unlisted_since = now_s
+                elif now_s - peer.unlisted_since > _UNLISTED_S:
+                    self._drop(router_id)
+
+    def active(self) -> dict[int, dict[str, Worker]]:
+        """Active requests by router, one's own included: request id to worker."""
+        with self._lock:
+            tables = {self.router_id: self._own}
+            tables.update({router_id: peer.table for router_id, peer in self._peers.items()})
+            return {
+                router_id: {name: request.worker for name, request in table.requests.items()}
+                for router_id, table in tables.items()
+            }
+
+    def digests(self) -> dict[int, tuple[int, int]]:
+        """(requests, digest) by router: replicas that agree have the same."""
+        with self._lock:
+            found = {self.router_id: (len(self._own.requests), self._own.digest)}
+            for router_id, peer in self._peers.items():
+                found[router_id] = (len(peer.table.requests), peer.table.digest)
+            return found
+
+    # -- below: the lock is held
+
+    def _tell(self, request_id: str, worker: Worker, data: Any, lora_name: str | None) -> None:
+        self._sequence += 1
+        if len(self._outbox) >= self._limits.waiting_events_max:
+            self.counts["dropped_events"] += 1
+            return
+        self._outbox.append(
+            {
+                "request_id": request_id,
+                "worker": {"worker_id": worker[0], "dp_rank": worker[1]},
+                "data": data,
+                "router_id": self.router_id,
+                "lora_name": lora_name,
+                "sequence": self._sequence,
+            }
+        )
+
+    def _control(self, data: dict[str, Any]) -> dict[str, Any]:
+        return {"router_id": self.router_id, "sequence": self._sequence, "data": data}
+
+    def _state(self) -> list[dict[str, Any]]:
+        rows = [
+            [name, *request.worker, request.hashes, request.isl, request.overlap,
+             request.is_prefilled]
+            for name, request in self._own.requests.items()
+        ]  # fmt: skip
+        size = self._limits.state_part_requests
+        parts = [rows[at : at + size] for at in range(0, len(rows), size)] or [[]]
+        return [
+            self._control({"State": {"part": at, "parts": len(parts), "requests": part}})
+            for at, part in enumerate(parts)
+        ]
+
+    def _receive(self, router_id: int, message: dict[str, Any], now_s: float) -> None:
+        data = message["data"]
+        if isinstance(data, dict) and "Resync" in data:
+            if data["Resync"]["of"] in (None, self.router_id):
+                self._wants_state = True
+            self._peer(router_id, now_s)
+            return
+        if router_id in self._gone:
+            return
+        peer = self._peer(router_id, now_s)
+        if peer is None:
+            return
+        # Peers that know no sequence numbers are taken as they come.
+        sequence = message.get("sequence")
+        if isinstance(data, dict) and "Digest" in data:
+            self._compare(peer, int(message["sequence"]), data["Digest"])
+        elif isinstance(data, dict) and "State" in data:
+            self._take_part(router_id, peer, int(message["sequence"]), data["State"])
+        else:
+            self.counts["received_events"] += 1
+            if peer.state_at is not None:
+                if len(peer.held) < self._limits.held_events_max:
+                    peer.held.append(message)
+                else:
+                    peer.state_at, peer.held = None, []
+            if sequence is not None:
+                if peer.last is not None and sequence <= peer.last:
+                    return
+                if peer.last is None or sequence > peer.last + 1:
+                    self.counts["gaps"] += 1
+                    peer.is_wrong = True
+                peer.last = int(sequence)
+            else:
+                peer.is_wrong = False
+            self._apply(router_id, peer, message)
+
+    def _peer(self, router_id: int, now_s: float) -> _Peer | None:
+        peer = self._peers.get(router_id)
+        if peer is None:
+            if router_id in self._gone or len(self._peers) >= self._limits.routers_max:
+                return None
+            peer = self._peers[router_id] = _Peer()
+            if router_id not in self._listed:
+                peer.unlisted_since = now_s
+        return peer
+
+    def _apply(self, router_id: int, peer: _Peer, message: dict[str, Any]) -> None:
+        data, request_id = message["data"], str(message["request_id"])
+        if data == "Free":
+            if peer.table.free(request_id):
+                self._sink.free(router_id, request_id)
+        elif data == "MarkPrefillCompleted":
+            if peer.table.mark(request_id):
+                self._sink.mark(router_id, request_id)
+        else:
+            added, worker = data["AddRequest"], message["worker"]
+            hashes = added.get("token_sequence")
+            request = _Request(
+                (int(worker["worker_id"]), int(worker["dp_rank"])),
+                None if hashes is None else [int(one) for one in hashes],
+                int(added.get("isl", 0)),
+                int(added.get("overlap", 0)),
+            )
+            self._add(router_id, peer, request_id, request)
+
+    def _add(self, router_id: int, peer: _Peer, request_id: str, request: _Request) -> None:
+        if request_id in peer.table.requests:
+            return
+        if len(peer.table.requests) >= self._limits.requests_max:
+            self.counts["refused_requests"] += 1
+            return
+        is_prefilled, request.is_prefilled = request.is_prefilled, False
+        peer.table.add(request_id, request)
+        self._sink.add(
+            router_id, request_id, request.worker, request.hashes, request.isl, request.overlap
+        )
+        if is_prefilled and peer.table.mark(request_id):
+            self._sink.mark(router_id, request_id)
+
+    def _compare(self, peer: _Peer, sequence: int, told: dict[str, Any]) -> None:
+        if peer.last != sequence:
+            # Missed, unless it came early and events are on their way behind it: asking is cheap.
+            peer.is_wrong = peer.is_wrong or peer.last is None or peer.last < sequence
+            return
+        is_equal = (len(peer.table.requests), peer.table.digest) == (told["count"], told["hash"])
+        if not is_equal:
+            self.counts["digests_differed"] += 1
+        peer.is_wrong = not is_equal
+
+    def _take_part(self, router_id: int, peer: _Peer, sequence: int, state: dict[str, Any]) -> None:
+        if peer.state_at != sequence:
+            if peer.state_at is not None and sequence < peer.state_at:
+                return
+            if not peer.is_wrong and peer.last is not None and sequence <= peer.last:
+                # For somebody else; what is here is as good.
+                return
+            peer.state_at, peer.parts, peer.held = sequence, {}, []
+            if peer.last is not None and peer.last > sequence:
+                # Events after this state came before it: it is too old for this replica.
+                peer.state_at = None
+                return
+        peer.parts[int(state["part"])] = state["requests"]
+        if len(peer.parts) < int(state["parts"]):
+            return
+        rows = [row for _, part in sorted(peer.parts.items()) for row in part]
+        held, peer.parts, peer.held, peer.state_at = peer.held, {}, [], None
+        self._sink.drop_router(router_id)
+        peer.table = _Table()
+        for name, instance_id, dp_rank, hashes, isl, overlap, is_prefilled in rows:
+            request = _Request(
+                (int(instance_id), int(dp_rank)), hashes, int(isl), int(overlap), bool(is_prefilled)
+            )
+            self._add(router_id, peer, str(name), request)
+        peer.last, peer.is_wrong = sequence, False
+        for message in held:
+            self._receive(router_id, message, float("-inf"))
+
+    def _drop(self, router_id: int) -> None:
+        if self._peers.pop(router_id, None) is not None:
+            self.counts["dropped_routers"] += 1
+            self._sink.drop_router(router_id)
+        if router_id != self.router_id:
+            self._gone[router_id] = None
+            if len(self._gone) > _GONE_MAX:
+                self._gone.popitem(last=False)
+
+
+def _encode(message: dict[str, Any]) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode()

@@ -1,0 +1,175 @@
+"""Replica sync on a real network: the protocol, a channel, and who is alive by discovery."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+
+from kvflash.discovery import Delete, Discovery, Put, Synced
+from kvflash.errors import KvflashError
+from kvflash.routing.replica_sync import LoadSink, ReplicaSync, SyncLimits
+from kvflash.transport.channel import Channel, ZmqChannel
+
+__all__ = ["ReplicaSyncService"]
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.05
+_RETRY_S = 0.5
+
+
+class ReplicaSyncService:
+    """Shares this router's active requests with all others of a component.
+
+    ``sync.add``, ``sync.mark_prefill_completed`` and ``sync.free`` are called for every request of
+    this router, from any thread; others' arrive at the sink.
+
+    Args:
+        namespace: Of the component.
+        component: Whose workers the routers share.
+        sink: Where other routers' requests count.
+        open_discovery: Makes the discovery, in the event loop that uses it.
+        open_channel: Makes the channel, likewise.
+        limits: What may grow.
+        lease_ttl_s: How long a dead router counts at most.
+
+    Attributes:
+        sync: The protocol.
+    """
+
+    def __init__(
+        self,
+        namespace: str,
+        component: str,
+        sink: LoadSink,
+        *,
+        open_discovery: Callable[[], Awaitable[Discovery]],
+        open_channel: Callable[[], Awaitable[Channel]],
+        limits: SyncLimits | None = None,
+        lease_ttl_s: float = 10.0,
+    ) -> None:
+        # Below 2^63, so that every JSON reader takes it.
+        self.sync = ReplicaSync(secrets.randbelow(2**63 - 1) + 1, sink, limits)
+        self._prefix = f"v1/replica_sync/{namespace}/{component}/"
+        self._open_discovery, self._open_channel = open_discovery, open_channel
+        self._lease_ttl_s = lease_ttl_s
+        self._loop = asyncio.new_event_loop()
+        self._started: Future[None] = Future()
+        self._end: asyncio.Event | None = None
+        self._thread = threading.Thread(target=self._run, name="kvflash-sync", daemon=True)
+
+    def start(self) -> None:
+        """Connect, and share in the background.
+
+        Raises:
+            TransportError: The discovery or the channel's server does not answer.
+        """
+        self._thread.start()
+        self._started.result()
+
+    def stop(self) -> None:
+        """Leave; others drop this router's load at once. Blocks until done."""
+        if self._end is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        except BaseException as error:
+            if not self._started.done():
+                self._started.set_exception(error)
+            else:
+                logger.exception("replica sync failed; other routers' load is no longer known")
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        self._end = asyncio.Event()
+        discovery = await self._open_discovery()
+        channel: Channel | None = None
+        try:
+            channel = await self._open_channel()
+            await channel.open(lambda data: self.sync.received(data, time.monotonic()))
+            work = [self._keep_listed(discovery, channel), self._watch(discovery, channel)]
+            work.append(self._send(channel))
+            if isinstance(channel, ZmqChannel):
+                work.append(channel.hear())
+            tasks = {asyncio.ensure_future(one) for one in work}
+            ending = asyncio.ensure_future(self._end.wait())
+            self._started.set_result(None)
+            done, left = await asyncio.wait({*tasks, ending}, return_when=asyncio.FIRST_COMPLETED)
+            while left:
+                # Before Python 3.12 asyncio.wait_for may swallow a cancellation.
+                for task in left:
+                    task.cancel()
+                _, left = await asyncio.wait(left, timeout=0.5)
+            for task in done:
+                # None but the end ends by itself.
+                task.result()
+        finally:
+            if channel is not None:
+                await channel.close()
+            with contextlib.suppress(KvflashError):
+                await discovery.close()
+
+    async def _keep_listed(self, discovery: Discovery, channel: Channel) -> None:
+        value = json.dumps({"endpoint": channel.endpoint}).encode()
+        while True:
+            try:
+                lease = await discovery.lease(self._lease_ttl_s)
+                await discovery.put(f"{self._prefix}{self.sync.router_id}", value, lease)
+                await lease.lost.wait()
+            except KvflashError as error:
+                logger.warning("replica sync: not listed: %s; trying again", error)
+                await asyncio.sleep(_RETRY_S)
+
+    async def _watch(self, discovery: Discovery, channel: Channel) -> None:
+        while True:
+            routers: dict[int, str | None] = {}
+            is_synced = False
+            try:
+                async for event in discovery.watch(self._prefix):
+                    if isinstance(event, Synced):
+                        is_synced = True
+                    elif isinstance(event, Put):
+                        routers.update(_router(event.key[len(self._prefix) :], event.value))
+                    elif isinstance(event, Delete):
+                        for router_id in _router(event.key[len(self._prefix) :], b"{}"):
+                            routers.pop(router_id, None)
+                    if is_synced:
+                        channel.follow({url for url in routers.values() if url})
+                        self.sync.listed(set(routers), time.monotonic())
+            except KvflashError as error:
+                logger.warning("replica sync: who is alive is not known: %s", error)
+            await asyncio.sleep(_RETRY_S)
+
+    async def _send(self, channel: Channel) -> None:
+        while True:
+            messages = self.sync.outgoing(time.monotonic())
+            try:
+                for data in messages:
+                    await channel.send(data)
+            except KvflashError as error:
+                # What was lost shows in the next digest.
+                logger.warning("replica sync: not sent: %s", error)
+                await asyncio.sleep(_RETRY_S)
+            if len(messages) < 256:
+                await asyncio.sleep(_TICK_S)
+
+
+def _router(name: str, value: bytes) -> dict[int, str | None]:
+    """A router's number and endpoint; nothing for a key or value that is none."""
+    try:
+        endpoint = json.loads(value).get("endpoint")
+        return {int(name): endpoint if isinstance(endpoint, str) else None}
+    except (ValueError, AttributeError):
+        logger.warning("replica sync: %r in discovery is no router", name)
+        return {}

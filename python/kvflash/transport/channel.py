@@ -1,0 +1,144 @@
+"""Small messages from one to all of a group: over NATS Core, or over ZMQ without a broker."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import nats.errors
+import zmq
+import zmq.asyncio
+
+from kvflash.transport.jetstream import reaching
+from kvflash.transport.nats_connection import Client
+
+__all__ = ["Channel", "NatsChannel", "ZmqChannel"]
+
+logger = logging.getLogger(__name__)
+
+_MESSAGE_BYTES_MAX = 16 * 1024 * 1024
+_QUEUE_MESSAGES = 10_000
+
+
+class Channel(Protocol):
+    """Sends to all others of a group, without waiting for them, and hears what they send.
+
+    Attributes:
+        endpoint: Where others have to connect to; None where they need not.
+    """
+
+    endpoint: str | None
+
+    async def open(self, on_message: Callable[[bytes], None]) -> None:
+        """Hear from now on."""
+
+    async def send(self, data: bytes) -> None:
+        """Send; raises TransportError when it can't."""
+
+    def follow(self, endpoints: set[str]) -> None:
+        """Who is there now."""
+
+    async def close(self) -> None:
+        """Hear no more."""
+
+
+class NatsChannel:
+    """A subject; see :class:`Channel`.
+
+    Args:
+        client: A connection; closed with the channel if it ``is_owned``.
+        subject: Where all of the group send and hear.
+        is_owned: Nobody else uses the connection.
+    """
+
+    endpoint: str | None = None
+
+    def __init__(self, client: Client, subject: str, *, is_owned: bool = False) -> None:
+        self._client, self._subject, self._is_owned = client, subject, is_owned
+        self._subscription: Any = None
+
+    async def open(self, on_message: Callable[[bytes], None]) -> None:
+        """See :meth:`Channel.open`."""
+
+        async def hear(message: Any) -> None:
+            on_message(message.data)
+
+        async with reaching(f"subject {self._subject}"):
+            self._subscription = await self._client.subscribe(self._subject, cb=hear)
+            await self._client.flush()
+
+    async def send(self, data: bytes) -> None:
+        """See :meth:`Channel.send`."""
+        async with reaching(f"subject {self._subject}"):
+            await self._client.publish(self._subject, data)
+
+    def follow(self, endpoints: set[str]) -> None:
+        """See :meth:`Channel.follow`: the server knows."""
+
+    async def close(self) -> None:
+        """See :meth:`Channel.close`."""
+        if self._subscription is not None:
+            with contextlib.suppress(nats.errors.Error, OSError):
+                await self._subscription.unsubscribe()
+        if self._is_owned:
+            with contextlib.suppress(nats.errors.Error, OSError):
+                await self._client.close()
+
+
+class ZmqChannel:
+    """A PUB socket of one's own, and a SUB socket at everybody else's; see :class:`Channel`.
+
+    Args:
+        host: Address that others reach this process at.
+    """
+
+    endpoint: str | None
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._context = zmq.asyncio.Context()
+        self._pub = self._context.socket(zmq.PUB)
+        self._sub = self._context.socket(zmq.SUB)
+        for socket in (self._pub, self._sub):
+            socket.set_hwm(_QUEUE_MESSAGES)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
+        self._sub.setsockopt(zmq.SUBSCRIBE, b"")
+        port = self._pub.bind_to_random_port(f"tcp://{host}")
+        self.endpoint = f"tcp://{host}:{port}"
+        self._followed: set[str] = set()
+        self._is_closed = False
+
+    async def open(self, on_message: Callable[[bytes], None]) -> None:
+        """See :meth:`Channel.open`: it hears while :meth:`hear` runs."""
+        self._on_message = on_message
+
+    async def hear(self) -> None:
+        """Hand over what comes, until cancelled."""
+        while not self._is_closed:
+            self._on_message(await self._sub.recv())
+
+    async def send(self, data: bytes) -> None:
+        """See :meth:`Channel.send`: whoever is too slow loses it."""
+        await self._pub.send(data)
+
+    def follow(self, endpoints: set[str]) -> None:
+        """See :meth:`Channel.follow`."""
+        wanted = endpoints - {self.endpoint}
+        for endpoint in self._followed - wanted:
+            with contextlib.suppress(zmq.ZMQError):
+                self._sub.disconnect(endpoint)
+        for endpoint in wanted - self._followed:
+            try:
+                self._sub.connect(endpoint)
+            except zmq.ZMQError as error:
+                logger.warning("can't connect to the router at %s: %s", endpoint, error)
+        self._followed = wanted
+
+    async def close(self) -> None:
+        """See :meth:`Channel.close`."""
+        self._is_closed = True
+        self._pub.close(0)
+        self._sub.close(0)
+        self._context.term()

@@ -1,0 +1,132 @@
+"""Replica sync on real networks: NATS Core with etcd, and ZMQ without any server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvflash.discovery import open_discovery
+from kvflash.routing.replica_sync import ReplicaSync
+from kvflash.routing.sync_service import ReplicaSyncService
+from kvflash.servers import NatsSettings
+from kvflash.transport import names
+from kvflash.transport.channel import NatsChannel, ZmqChannel
+from kvflash.transport.nats_connection import connect
+from servers import EtcdServer, NatsServer
+from service import VECTORS, until
+
+
+class Load:
+    """Active requests of other routers."""
+
+    def __init__(self) -> None:
+        self.requests: dict[tuple[int, str], tuple[tuple[int, int], bool]] = {}
+
+    def add(  # noqa: PLR0917 - called with positions by the core
+        self,
+        router_id: int,
+        request_id: str,
+        worker: tuple[int, int],
+        hashes: Sequence[int] | None,
+        isl: int,
+        overlap: int,
+    ) -> None:
+        self.requests[router_id, request_id] = (worker, False)
+
+    def mark(self, router_id: int, request_id: str) -> None:
+        worker, _ = self.requests[router_id, request_id]
+        self.requests[router_id, request_id] = (worker, True)
+
+    def free(self, router_id: int, request_id: str) -> None:
+        del self.requests[router_id, request_id]
+
+    def drop_router(self, router_id: int) -> None:
+        for key in [key for key in self.requests if key[0] == router_id]:
+            del self.requests[key]
+
+
+@pytest.fixture(params=["nats", "zmq"])
+def router(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], tuple[ReplicaSyncService, Load]]]:
+    """Start routers that find each other."""
+    started: list[ReplicaSyncService] = []
+    nats_server = etcd = None
+    if request.param == "nats":
+        nats_server, etcd = NatsServer(tmp_path), EtcdServer(tmp_path)
+        monkeypatch.setenv("ETCD_ENDPOINTS", etcd.url)
+
+    async def discovery() -> Any:
+        return open_discovery("file" if etcd is None else "etcd", folder=tmp_path / "keys")
+
+    async def channel() -> Any:
+        if nats_server is None:
+            return ZmqChannel()
+        client = await connect(NatsSettings(servers=(nats_server.url,)), name="test")
+        return NatsChannel(client, names.replica_sync_subject("ns", "backend"), is_owned=True)
+
+    def start() -> tuple[ReplicaSyncService, Load]:
+        load = Load()
+        service = ReplicaSyncService(
+            "ns", "backend", load, open_discovery=discovery, open_channel=channel, lease_ttl_s=2
+        )
+        service.start()
+        started.append(service)
+        return service, load
+
+    yield start
+    for service in started:
+        service.stop()
+    for server in (nats_server, etcd):
+        if server is not None:
+            server.close()
+
+
+def test_two_routers_converge_a_late_one_catches_up_and_a_dead_one_is_dropped(router) -> None:
+    (one, load_one), (two, load_two) = router(), router()
+    one.sync.add("a", (1, 0), [1, 2], 32, 1)
+    two.sync.add("b", (2, 0), None, 16, 0)
+    one.sync.mark_prefill_completed("a")
+    a, b = (one.sync.router_id, "a"), (two.sync.router_id, "b")
+    until(lambda: load_two.requests == {a: ((1, 0), True)}, "the first router's request")
+    until(lambda: load_one.requests == {b: ((2, 0), False)}, "the second router's request")
+    three, load_three = router()
+    wanted = {a: ((1, 0), True), b: ((2, 0), False)}
+    until(lambda: load_three.requests == wanted, "the late router to catch up")
+    until(lambda: one.sync.digests() == two.sync.digests() == three.sync.digests(), "digests")
+    one.sync.free("a")
+    until(lambda: load_two.requests == {} and load_three.requests == {b: wanted[b]}, "the end")
+    two.stop()
+    until(lambda: load_one.requests == load_three.requests == {}, "the dead router's load to go")
+
+
+def test_events_have_the_published_form() -> None:
+    case = json.loads((VECTORS / "replica_sync_cases.json").read_text())[0]
+    events = case["input"]["events"]
+    load = Load()
+    other = ReplicaSync(1, load)
+    for event in events[:1]:
+        other.received(json.dumps(event).encode(), 0.0)
+    assert load.requests == {(9, "r"): ((1, 0), False)}
+    for event in events[1:]:
+        other.received(json.dumps(event).encode(), 0.0)
+    assert load.requests == {}
+    assert case["expected"] == {"own_router_id_ignored": True}
+    own = ReplicaSync(9, load)
+    own.received(json.dumps(events[0]).encode(), 0.0)
+    assert load.requests == {}
+    own.add("r", (1, 0), [1, 2], 32, 1)
+    own.mark_prefill_completed("r")
+    own.free("r")
+    sent = [json.loads(data) for data in own.outgoing(0.0)]
+    told = [{k: v for k, v in one.items() if k != "sequence"} for one in sent if "worker" in one]
+    published = [{**event, "lora_name": None} for event in events]
+    assert told == published
+    assert own.counts["malformed"] == 0
+    own.received(b"[]", 0.0)
+    own.received(b'{"router_id": 1, "data": {"State": 7}, "sequence": 1}', 0.0)
+    assert own.counts["malformed"] == 2

@@ -1,0 +1,180 @@
+"""Replica sync in a world that loses, repeats, reorders and cuts.
+
+Views converge, and load returns to zero.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from kvflash.routing.replica_sync import ReplicaSync, SyncLimits
+
+SEEDS = int(os.environ.get("KVFLASH_SIM_SEEDS", "200"))
+ONE_SEED = os.environ.get("KVFLASH_SIM_SEED")
+TICK_S = 0.1
+
+
+class Load:
+    """A load sink that counts blocks and tokens to be prefilled, and refuses nonsense."""
+
+    def __init__(self) -> None:
+        self.requests: dict[tuple[int, str], list[object]] = {}
+
+    def add(  # noqa: PLR0917 - called with positions by the core
+        self,
+        router_id: int,
+        request_id: str,
+        worker: tuple[int, int],
+        hashes: Sequence[int] | None,
+        isl: int,
+        overlap: int,
+    ) -> None:
+        assert (router_id, request_id) not in self.requests, "counted twice"
+        self.requests[router_id, request_id] = [worker, tuple(hashes or ()), isl - overlap * 4]
+
+    def mark(self, router_id: int, request_id: str) -> None:
+        self.requests[router_id, request_id][2] = 0
+
+    def free(self, router_id: int, request_id: str) -> None:
+        del self.requests[router_id, request_id]
+
+    def drop_router(self, router_id: int) -> None:
+        for key in [key for key in self.requests if key[0] == router_id]:
+            del self.requests[key]
+
+
+class Router:
+    def __init__(self, router_id: int, limits: SyncLimits) -> None:
+        self.load = Load()
+        self.sync = ReplicaSync(router_id, self.load, limits)
+        self.requests: dict[str, bool] = {}
+        self.count = 0
+        self.cut_until = 0.0
+
+    def act(self, dice: random.Random, *, is_ending: bool) -> None:
+        """Begin, prefill or end a request."""
+        roll = dice.random()
+        if not is_ending and roll < 0.5:
+            self.count += 1
+            name = f"{self.sync.router_id}-{self.count}"
+            self.requests[name] = False
+            hashes = None if dice.random() < 0.2 else [self.count, 7]
+            self.sync.add(name, (dice.randint(1, 3), 0), hashes, 16, dice.randint(0, 2))
+        elif self.requests:
+            name = dice.choice(list(self.requests))
+            if roll < 0.7 and not self.requests[name] and not is_ending:
+                self.requests[name] = True
+                self.sync.mark_prefill_completed(name)
+            else:
+                del self.requests[name]
+                self.sync.free(name)
+
+
+def play(seed: int) -> Counter[str]:
+    dice = random.Random(seed)
+    limits = SyncLimits(
+        waiting_events_max=dice.choice([3, 100]),
+        state_part_requests=dice.choice([1, 3, 500]),
+        held_events_max=dice.choice([2, 1000]),
+    )
+    lose, repeat = dice.choice([0, 0.05, 0.3]), dice.choice([0, 0.1])
+    late, cut = dice.choice([0.01, 1.0]), dice.choice([0, 0.01])
+    on_way: list[tuple[float, int, int, bytes]] = []
+    routers: dict[int, Router] = {}
+    seen: Counter[str] = Counter()
+    now, number, next_id = 0.0, 0, 1
+
+    def send(sender: Router, *, is_calm: bool) -> None:
+        nonlocal number
+        for data in sender.sync.outgoing(now, limit=50):
+            for router_id, router in routers.items():
+                for _ in range(2 if not is_calm and dice.random() < repeat else 1):
+                    is_cut = max(sender.cut_until, router.cut_until) > now
+                    if is_cut or (not is_calm and dice.random() < lose):
+                        seen["lost"] += 1
+                        continue
+                    number += 1
+                    at = now + (0.01 if is_calm else dice.uniform(0, late))
+                    heapq.heappush(on_way, (at, number, router_id, data))
+
+    def deliver() -> None:
+        while on_way and on_way[0][0] <= now:
+            _, _, router_id, data = heapq.heappop(on_way)
+            if router_id in routers:
+                routers[router_id].sync.received(data, now)
+
+    def step(*, is_calm: bool, is_ending: bool) -> None:
+        nonlocal now
+        now += TICK_S
+        deliver()
+        for router in routers.values():
+            if is_ending:
+                router.act(dice, is_ending=True)
+            elif not is_calm:
+                for _ in range(dice.choice([0, 1, 1, 5])):
+                    router.act(dice, is_ending=False)
+            send(router, is_calm=is_calm)
+        for router in routers.values():
+            router.sync.listed(set(routers), now)
+
+    for _ in range(150):
+        if len(routers) < 2 or (len(routers) < 4 and dice.random() < 0.03):
+            routers[next_id] = Router(next_id, limits)
+            next_id += 1
+        elif dice.random() < 0.01:
+            # Its messages may still be on their way.
+            del routers[dice.choice(list(routers))]
+            seen["deaths"] += 1
+        if dice.random() < cut:
+            dice.choice(list(routers.values())).cut_until = now + dice.uniform(1, 5)
+        step(is_calm=False, is_ending=False)
+    for _ in range(120):
+        step(is_calm=True, is_ending=False)
+    for one in routers.values():
+        for other in routers.values():
+            wanted = one.sync.active()[one.sync.router_id]
+            assert set(wanted) == set(one.requests)
+            assert other.sync.active().get(one.sync.router_id, {}) == wanted, f"seed {seed}"
+            if one is other:
+                continue
+            said = {name for router, name in other.load.requests if router == one.sync.router_id}
+            assert said == set(wanted), f"seed {seed}: what counts is not what is known"
+            prefilled = {
+                name
+                for (router, name), request in other.load.requests.items()
+                if router == one.sync.router_id and request[2] == 0
+            }
+            assert prefilled >= {name for name, is_done in one.requests.items() if is_done}
+        seen["digests"] += len({repr(sorted(r.sync.digests().items())) for r in routers.values()})
+        seen["routers"] += 1
+        seen.update(one.sync.counts)
+    for router in routers.values():
+        assert set(router.sync.active()) == set(routers), "the dead are still counted"
+    for _ in range(200):
+        step(is_calm=True, is_ending=True)
+    for router in routers.values():
+        assert router.load.requests == {}, f"seed {seed}: load does not return to zero"
+    return seen
+
+
+@pytest.mark.timeout(3_600)
+def test_views_converge_and_load_returns_to_zero() -> None:
+    seen: Counter[str] = Counter()
+    seeds = [int(ONE_SEED)] if ONE_SEED else range(SEEDS)
+    for seed in seeds:
+        try:
+            seen += play(seed)
+        except BaseException:
+            print(f"again: KVFLASH_SIM_SEED={seed} pytest {__file__} -s")
+            raise
+    print(dict(seen))
+    assert seen["digests"] == seen["routers"], "all digests are equal"
+    if not ONE_SEED:
+        for kind in ("lost", "deaths", "gaps", "resyncs", "dropped_events", "dropped_routers"):
+            assert seen[kind] > len(seeds) / 4, f"a world without {kind} proves nothing"
