@@ -211,6 +211,7 @@ def test_a_client_that_leaves_ends_both(frontend: EmbeddedFrontend) -> None:
     with slow, workers(slow, *fakes):
         call = Call(slow.url, CHAT, STREAM)
         call.read_event()
+        until(lambda: all(fake.received for fake in fakes), "both to have the request")
         call.hang_up()
         for fake in fakes:
             until(lambda fake=fake: fake.received and fake.received[0].is_gone.is_set(), "the end")

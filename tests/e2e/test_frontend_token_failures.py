@@ -121,10 +121,10 @@ def test_after_it_the_client_hears_of_it_once(frontend: EmbeddedFrontend, bad: A
 def test_a_client_that_leaves_ends_the_generation(frontend: EmbeddedFrontend) -> None:
     slow = EmbeddedFrontend()
     with slow, workers(slow, worker := FakeWorker(31, two_items_then(hang))):
-        begun = "kvflash_first_byte_seconds_count"
         for count, body in enumerate((STREAM, BODY), start=1):
             call = Call(slow.url, CHAT, body)
-            until(lambda count=count: slow.metric(begun) == count, "the first item")
+            begun = "kvflash_first_byte_seconds_count"
+            until(lambda count=count, begun=begun: slow.metric(begun) == count, "the first item")
             call.hang_up()
             until(worker.received[-1].is_gone.is_set, "the worker to be told")
             slow.wait_idle()
