@@ -227,6 +227,25 @@ def test_a_worker_may_change_and_its_events_come_later(frontend: EmbeddedFronten
             frontend.core.report_load(json.dumps({"id": 22, "dp_rank": 3}))
 
 
+def test_what_a_worker_reports_keeps_requests_from_it() -> None:
+    both = [FakeWorker(41, total_kv_blocks=100), FakeWorker(42, total_kv_blocks=100)]
+    with EmbeddedFrontend("--busy-threshold", "0.5") as frontend, workers(frontend, *both):
+        for used, wanted in ((90, {"42:0"}), (10, {"41:0", "42:0"})):
+            frontend.core.report_load(json.dumps({"id": 41, "kv_used_blocks": used}))
+            seen = set()
+            for n in range(12):
+                body = chat(messages=[{"role": "user", "content": f"{n} and {used}"}])
+                answer = ask(frontend.url, CHAT, body)
+                assert answer.status == 200, answer.body
+                seen.add(answer.headers["x-kvflash-worker"])
+            assert seen == wanted
+        for one in both:
+            frontend.core.report_load(json.dumps({"id": one.id, "kv_used_blocks": 51}))
+        answer = ask(frontend.url, CHAT, chat())
+        assert answer.status == 503 and answer.headers["retry-after"] == "1"
+        assert "busy" in answer.json["error"]["message"]
+
+
 def test_a_card_that_cannot_be_served_changes_nothing(frontend: EmbeddedFrontend) -> None:
     with workers(frontend, worker := FakeWorker(23)):
         with pytest.raises(ConfigError, match=r"tokenizer\.json"):

@@ -11,7 +11,8 @@ use super::member::{Member, ModelText};
 use super::plane::Plane;
 use super::spec::{LoadReport, ModelInput, WorkerSpec};
 use crate::error::{Error, Result};
-use crate::ids::InstanceId;
+use crate::ids::{InstanceId, Worker};
+use crate::select::Report;
 
 /// Add a worker or change it. Must be called within a tokio runtime.
 ///
@@ -59,7 +60,26 @@ pub(in super::super) fn put(app: &Arc<App>, json: &str) -> Result<InstanceId> {
         tracing::error!(worker = id, %error, "its events can't be subscribed to");
         engine.notes.lock().last_error = Some(format!("events: {error}"));
     }
+    if let Some(member) = &engine.member {
+        let card = &member.spec.card;
+        let size = Report {
+            kv_total_blocks: card.total_kv_blocks,
+            max_num_batched_tokens: card.max_num_batched_tokens,
+            ..Report::default()
+        };
+        for dp_rank in 0..engine.spec.dp_size {
+            tell_busy_table(app, Worker::new(id, dp_rank), &size);
+        }
+    }
     Ok(id)
+}
+
+fn tell_busy_table(app: &App, worker: Worker, report: &Report) {
+    let pools = app.fleet.pools();
+    let pool = pools.iter().find(|pool| pool.members().get(worker.instance_id).is_some());
+    if let Some(pool) = pool {
+        pool.selector.busy.report(worker, report);
+    }
 }
 
 /// The tokenizer of a worker: its card's folder, else that of --tokenizer.
@@ -98,6 +118,14 @@ pub(in super::super) fn report(app: &App, json: &str) -> Result<()> {
             report.id, engine.spec.dp_size, report.dp_rank
         )));
     }
+    let told = Report {
+        kv_used_blocks: report.kv_used_blocks,
+        kv_total_blocks: report.kv_total_blocks,
+        active_decode_blocks: report.active_decode_blocks,
+        active_prefill_tokens: report.active_prefill_tokens,
+        max_num_batched_tokens: None,
+    };
+    tell_busy_table(app, Worker::new(report.id, report.dp_rank), &told);
     member.loads.lock().insert(report.dp_rank, report);
     Ok(())
 }
