@@ -97,10 +97,10 @@ class Frontend:
     def explain(self, body: dict[str, Any]) -> dict[str, Any]:
         return dict(self.http.post("/explain", body))
 
-    def overlaps(self, body: dict[str, Any]) -> dict[int, int]:
+    def overlaps(self, body: dict[str, Any], kind: str = "device_blocks") -> dict[int, int]:
         """Leading blocks of a request's prompt that each worker holds."""
         return {
-            int(one["worker"].partition(":")[0]): one["device_blocks"]
+            int(one["worker"].partition(":")[0]): one[kind]
             for one in self.explain(body)["candidates"]
         }
 

@@ -176,7 +176,7 @@ def test_without_events_what_was_sent_somewhere_is_believed_there(mocker: Mocker
             body = prompt(n, max_tokens=1)
             homes[n] = ask(frontend.url, COMPLETIONS, body).worker
             frontend.wait_idle()
-            assert sorted(frontend.overlaps(body).values()) == [0, 5]
+            assert sorted(frontend.overlaps(body, "predicted_blocks").values()) == [0, 5]
         assert len(set(homes.values())) == 2
         for n, home in homes.items():
             answer = ask(frontend.url, COMPLETIONS, prompt(n, max_tokens=1))
@@ -187,7 +187,9 @@ def test_without_events_what_was_sent_somewhere_is_believed_there(mocker: Mocker
         for n in range(51, 54):
             ask(frontend.url, COMPLETIONS, prompt(n, max_tokens=1))
         assert predicted(frontend) == 5
-        kept = [max(frontend.overlaps(prompt(n)).values()) for n in range(51, 54)]
+        kept = [
+            max(frontend.overlaps(prompt(n), "predicted_blocks").values()) for n in range(51, 54)
+        ]
         assert kept == [0, 0, 5]
 
 
