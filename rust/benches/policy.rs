@@ -9,8 +9,8 @@ use std::time::Instant;
 use kvflash::fair::{Cost, Discipline, FairConfig, FairQueue, Options, Price, Used};
 use kvflash::ids::Worker;
 use kvflash::policy::{
-    ActiveLoad, Candidate, Candidates, Context, EngineMetrics, Profile, RequestTerms, Session,
-    Settings, registry,
+    ActiveLoad, Candidate, Candidates, Context, EngineMetrics, KvScale, Profile, RequestTerms,
+    Session, Settings, registry,
 };
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
@@ -42,6 +42,7 @@ fn main() {
         .map(|id| Candidate {
             worker: Worker::new(id, 0),
             overlap_blocks: rng.random_range(0..20),
+            predicted_blocks: 0,
             load: Some(ActiveLoad {
                 requests: rng.random_range(0..12),
                 prefill_tokens: rng.random_range(0..10_000),
@@ -69,6 +70,8 @@ fn main() {
         tracked_blocks: 250,
         overlap_score_weight: 1.0,
         temperature: 0.0,
+        scale: KvScale::PLAIN,
+        least_prefill_tokens: 0,
     };
     let users: Vec<String> = (0..CLIENTS).map(|id| format!("client {id}")).collect();
     // A beginning that all share, and an end of one's own: 16 KB, 125 blocks of 128.
