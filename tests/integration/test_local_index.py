@@ -11,13 +11,15 @@ import msgpack
 import pytest
 
 from kvflash._core import Catalog
+from kvflash.errors import TransportError
 from kvflash.servers import NatsSettings
 from kvflash.state.frames import Origin, event_headers
-from kvflash.transport import names
+from kvflash.transport import ZmqReceiver, names
 from kvflash.transport.local_index import LocalIndex, join, question
 from kvflash.transport.nats_core import NatsCorePublisher, NatsCoreReceiver
+from kvflash.transport.zmq_query import ZmqQueryServer, take_dump, zmq_ask
 from servers import NatsServer
-from service import VECTORS, until
+from service import VECTORS, Engine, until
 
 BLOCK = 4
 SUBJECT = names.event_subject("ns", "backend")
@@ -213,8 +215,9 @@ def test_over_zmq_without_a_broker_what_no_ring_has_comes_with_the_dump() -> Non
     try:
         assert zmq_ask(server.endpoint, 7, 8).batches == [(7, batch(7)), (8, batch(8))]
         assert take_dump(catalog, server.endpoint) == 10
-        for number in range(10, 13):
-            engine.publish(batch(number), sequence=number)
+        for number in range(8, 13):
+            # Its ring has what the local index has no more, and what came since.
+            engine.ring.append((number, batch(number)))
         publisher = catalog.register(
             1,
             engine.endpoint,

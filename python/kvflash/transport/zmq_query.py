@@ -1,4 +1,4 @@
-"""The questions of ``local_index`` over ZMQ, without a broker: a worker answers at a socket of its own."""
+"""The questions of ``local_index`` over ZMQ, without a broker."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ def zmq_ask(
 def take_dump(catalog: Catalog, endpoint: str, *, timeout_s: float = 5.0) -> int:
     """Take everything that a worker holds into a catalog; blocks.
 
-    Call it before the worker is registered: its registration then goes on from the dump's last batch,
+    Call it before the worker is registered: its registration then goes on from the last batch of
+    the dump,
     and its replay socket brings what came since.
 
     Returns:
