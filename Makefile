@@ -78,6 +78,7 @@ sanitize:
 		cargo test --quiet --target $(SANITIZER_HOST) --test stress -- --skip predictions_run_out_beside_readers
 
 soak: dev
+	KVFLASH_SIM_SEEDS=10000 $(BIN)/python -m pytest tests/simulation -s --timeout 0
 	KVFLASH_STRESS_SECONDS=30 KVFLASH_MODEL_EVENTS=12000 cargo test --release --quiet --test stress --test model
 	KVFLASH_CHURN_BLOCKS=100000000 cargo test --release --quiet --test limits churn -- --nocapture --test-threads=1
 	KVFLASH_FUZZ_FRAMES=10000000 cargo test --release --quiet --test frames

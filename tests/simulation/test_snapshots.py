@@ -7,17 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
-from world import Engine, Faults, Node, SimBlobs, SimClock, SimKeys, SimLog, World, run_world
+from world import (
+    Engine,
+    Faults,
+    Node,
+    SimBlobs,
+    SimClock,
+    SimKeys,
+    SimLog,
+    StoredReader,
+    World,
+    run_world,
+)
 
 from kvflash._core import Catalog
 from kvflash.errors import TransportError
 from kvflash.state.discovered import DiscoveredLock, DiscoveredRoster
 from kvflash.state.frames import CatalogSink
 from kvflash.state.replica import Replica
-from kvflash.state.snapshot import SnapshotOptions, Snapshots
+from kvflash.state.snapshot import Outcome, SnapshotOptions, Snapshots
 
 SEEDS = int(os.environ.get("KVFLASH_SIM_SEEDS", "200"))
 ONE_SEED = os.environ.get("KVFLASH_SIM_SEED")
@@ -195,3 +207,103 @@ def test_nothing_acknowledged_is_lost() -> None:
     if not ONE_SEED:
         # A world in which nothing happens proves nothing.
         assert min(purges, crashes, flips) > len(seeds) / 4
+
+
+Publish = Callable[[int], Coroutine[Any, Any, None]]
+Script = Callable[[World, Router, Router, Publish], Coroutine[Any, Any, None]]
+
+
+def directed(script: Script) -> World:
+    """Two routers that follow, but snapshot only when the script says so."""
+    world = World(1)
+
+    async def live() -> None:
+        routers = [Router(world, f"r{at}") for at in range(2)]
+        for router in routers:
+            router.node.tasks[0].cancel()
+            router.node.spawn(router.replica.run())
+        engine, log = Engine(1), SimLog(Node(world, "engine"))
+
+        async def publish(count: int) -> None:
+            for _ in range(count):
+                await engine.publish(log, world.dice)
+            for router in routers:
+                await router.replica.wait_applied(world.last, world.incarnation, 60)
+
+        await publish(20)
+        await script(world, routers[0], routers[1], publish)
+        assert recovered(world) == truth(world)
+
+    run_world(live)
+    return world
+
+
+@pytest.mark.parametrize("is_swept", [False, True])
+def test_a_holder_that_stood_still_is_fenced(is_swept: bool) -> None:
+    """Its lock ran out while it uploaded; another one has snapshotted and purged beyond it."""
+
+    async def script(
+        world: World, one: Router, two: Router, publish: Callable[..., object]
+    ) -> None:
+        blobs = one.snapshots._blobs
+        upload = blobs.put
+
+        async def put_slowly(name: str, chunks: object) -> str:
+            digest = await upload(name, chunks)  # type: ignore[arg-type]
+            for key in [key for key in world.keys if key.startswith("v1/locks/")]:
+                del world.keys[key]
+            await publish(20)
+            if not is_swept:
+                # As if it had died just then.
+                two.snapshots._delete_others = nothing  # type: ignore[method-assign]
+            assert await two.snapshots.take() == Outcome.DONE
+            assert world.first > 20
+            return digest
+
+        blobs.put = put_slowly  # type: ignore[method-assign]
+        assert await one.snapshots.take() == Outcome.FENCED
+        pointer, _ = world.flipped
+        assert pointer is not None
+        assert pointer.sequence == 40
+        assert list(world.blobs) == [pointer.blob]
+
+    async def nothing() -> None:
+        return
+
+    directed(script)
+
+
+def test_a_snapshot_of_a_replica_that_was_given_another_state_is_thrown_away() -> None:
+    async def script(
+        world: World, one: Router, two: Router, publish: Callable[..., object]
+    ) -> None:
+        blobs = one.snapshots._blobs
+        upload = blobs.put
+
+        async def put_while_restored(name: str, chunks: object) -> str:
+            one.replica.generation += 1
+            one.sink.clear()
+            return await upload(name, chunks)  # type: ignore[arg-type]
+
+        blobs.put = put_while_restored  # type: ignore[method-assign]
+        assert await one.snapshots.take() == Outcome.BEHIND
+        assert world.flipped == (None, 0)
+        assert world.blobs == {}
+        assert world.first == 1
+
+    directed(script)
+
+
+def test_nothing_is_purged_while_somebody_is_starting() -> None:
+    async def script(
+        world: World, one: Router, two: Router, publish: Callable[..., object]
+    ) -> None:
+        # Listed, and about to read the log from a pointer that is old by now.
+        await one.replica._roster.join("new")
+        assert await one.snapshots.take() == Outcome.DONE
+        assert world.first == 1
+        world.readers["new"] = StoredReader(8, 7)
+        await one.snapshots._purge()
+        assert world.first == 8
+
+    directed(script)

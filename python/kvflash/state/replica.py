@@ -165,7 +165,7 @@ class Replica:
                     was_behind = is_behind
                     continue
             was_behind = False
-            if not messages or not self._take(messages):
+            if not messages or not await self._take(messages):
                 # Deliveries or messages are missing: open() finds out which.
                 self.stats.reopened_total += 1
                 return
@@ -173,7 +173,7 @@ class Replica:
             await reader.ack(self.stats.applied)
             self._step("acknowledged")
 
-    def _take(self, messages: Sequence[Message]) -> bool:
+    async def _take(self, messages: Sequence[Message]) -> bool:
         """Apply what is next. False when something is missing."""
         applied = self.stats.applied
         fresh: list[Message] = []
@@ -183,14 +183,13 @@ class Replica:
                 applied += 1
             elif message.sequence > applied:
                 break
-        self._apply(fresh, applied)
-        return not any(message.sequence > applied for message in messages)
-
-    def _apply(self, messages: list[Message], applied: int) -> None:
-        if messages:
-            self._sink.apply(messages)
+        if fresh:
+            # In a thread, so that the connection is looked after meanwhile.
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(None, self._sink.apply, fresh)
             self.stats.applied = applied
             self._moved.set()
+        return not any(message.sequence > applied for message in messages)
 
     async def _look_after(self) -> bool:
         """While nothing comes: is the log still the one that is followed? Has it more?"""

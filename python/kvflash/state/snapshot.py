@@ -23,7 +23,7 @@ import secrets
 from dataclasses import dataclass
 from enum import Enum
 
-from kvflash.errors import KvflashError, TransportError
+from kvflash.errors import KvflashError, NotFoundError, TransportError
 from kvflash.state.base import Clock, Grant, Lock, Roster, Sink, Step, SystemClock, no_step
 from kvflash.state.frames import reset_headers
 from kvflash.state.replica import Replica
@@ -246,8 +246,12 @@ class Snapshots:
         digest = await self._blobs.put(name, self._sink.snapshot())
         self._step("uploaded")
         read = hashlib.sha256()
-        async for chunk in self._blobs.read(name):
-            read.update(chunk)
+        try:
+            async for chunk in self._blobs.read(name):
+                read.update(chunk)
+        except NotFoundError:
+            # Swept by somebody whose snapshot covers more.
+            return Outcome.FENCED
         if read.hexdigest() != digest:
             raise TransportError(f"snapshot {name} does not read as it was written")
         self._step("verified")

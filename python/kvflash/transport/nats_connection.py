@@ -36,8 +36,11 @@ async def connect(
         TransportError: No server answers; says which one to start.
         ConfigError: The server refuses who we are.
     """
+    said: list[str] = []
 
     async def on_error(error: Exception) -> None:
+        if client is None:
+            said.append(str(error))
         # The client tells every failed attempt; who waits for an answer hears of it anyway.
         logger.debug("NATS (%s): %s", name, error)
 
@@ -49,6 +52,7 @@ async def connect(
         if on_reconnect is not None:
             await on_reconnect()
 
+    client: Client | None = None
     options: dict[str, Any] = {}
     if settings.user is not None:
         options.update(user=settings.user, password=settings.password)
@@ -76,7 +80,8 @@ async def connect(
             **options,
         )
     except (nats.errors.Error, OSError, asyncio.TimeoutError) as error:
-        text = str(error) or type(error).__name__
+        # The client says the reason of each attempt there, and in the end only that it gave up.
+        text = said[-1] if said and said[-1] else str(error) or type(error).__name__
         if "authorization" in text.lower() or "authentication" in text.lower():
             raise ConfigError(
                 f"NATS at {where} refuses the login ({text}): set NATS_AUTH_USERNAME and "

@@ -1,0 +1,206 @@
+"""A worker's own index with its last batches, and the answers to questions about it.
+
+A question is msgpack ``{"start": int | None, "end": int | None}``, both inclusive; an answer comes
+in parts, each ``{"kind", "part", "parts", ...}``, small enough for any broker:
+
+- ``events``: ``batches`` [[number, payload], ...]
+- ``dump``: ``data``, a piece of the catalog's dump, with ``last``, the last batch that is in it
+- ``too_new``: ``start``, ``end``, ``newest``; the worker has not come that far
+- ``invalid_range``: ``start``, ``end``
+- ``error``: ``message``
+
+Each part has the publisher's ``epoch``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped,unused-ignore]
+
+from kvflash._core import Catalog
+from kvflash.errors import DecodeError
+
+__all__ = ["Answer", "LocalIndex", "join", "question"]
+
+_PART_BYTES = 256 * 1024
+RING_BATCHES = 1_024
+RING_BYTES = 64 * 1024 * 1024
+
+
+def question(start: int | None = None, end: int | None = None) -> bytes:
+    """Ask for batches ``start..=end``; without a start, for everything held."""
+    return bytes(msgpack.packb({"start": start, "end": end}))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a worker answers.
+
+    Attributes:
+        kind: events, dump, too_new, invalid_range or error.
+        epoch: The publisher's life that answers.
+        batches: Of events: (number, payload), in order.
+        data: Of a dump: what ``Catalog.restore`` takes.
+        last: Of a dump: the last batch that is in it; None before the first.
+        newest: Of too_new: the last batch that there is.
+        start: Of too_new and invalid_range: what was asked for.
+        end: Likewise.
+        message: Of an error.
+    """
+
+    kind: str
+    epoch: int = 0
+    batches: list[tuple[int, bytes]] = field(default_factory=list)
+    data: bytes = b""
+    last: int | None = None
+    newest: int | None = None
+    start: int | None = None
+    end: int | None = None
+    message: str = ""
+
+
+def join(parts: list[dict[str, Any]]) -> Answer:
+    """An answer from all of its parts.
+
+    Raises:
+        DecodeError: They are not one.
+    """
+    try:
+        parts = sorted(parts, key=lambda part: int(part["part"]))
+        head = parts[0]
+        batches = [(int(n), bytes(p)) for part in parts for n, p in part.get("batches", [])]
+        return Answer(
+            kind=str(head["kind"]),
+            epoch=int(head["epoch"]),
+            batches=batches,
+            data=b"".join(part.get("data", b"") for part in parts),
+            last=head.get("last"),
+            newest=head.get("newest"),
+            start=head.get("start"),
+            end=head.get("end"),
+            message=str(head.get("message", "")),
+        )
+    except (IndexError, KeyError, ValueError, TypeError) as error:
+        raise DecodeError(f"an answer of a worker's index is none: {error!r}") from None
+
+
+class LocalIndex:
+    """What one publisher has told, and its last batches.
+
+    Args:
+        instance_id: Whose events they are.
+        dp_rank: Their rank.
+        epoch: The publisher's life.
+        model_name: The index that they are for.
+        block_size: Tokens in a block.
+        tenant_id: The index's tenant.
+        ring_batches: Batches kept as they were sent.
+        ring_bytes: Memory that they may take; the oldest go first.
+
+    Consistency: safe to use from many threads; a dump and its ``last`` are of one moment.
+    """
+
+    def __init__(
+        self,
+        instance_id: int,
+        dp_rank: int = 0,
+        *,
+        epoch: int,
+        model_name: str,
+        block_size: int,
+        tenant_id: str = "default",
+        ring_batches: int = RING_BATCHES,
+        ring_bytes: int = RING_BYTES,
+    ) -> None:
+        self._epoch = epoch
+        self._catalog = Catalog(max_blocks=0)
+        self._publisher = self._catalog.register(
+            instance_id,
+            "inproc://own",
+            model_name=model_name,
+            tenant_id=tenant_id,
+            block_size=block_size,
+            dp_rank=dp_rank,
+        )
+        self._ring: deque[tuple[int, bytes]] = deque()
+        self._ring_bytes = 0
+        self._limits = (ring_batches, ring_bytes)
+        self._lock = threading.Lock()
+
+    def record(self, sequence: int, payload: bytes) -> None:
+        """A batch was numbered; before it is sent."""
+        with self._lock:
+            frame = [sequence.to_bytes(8, "big"), payload]
+            _, outcome, _, last = self._catalog.take(self._publisher, [frame], replayed=True)
+            if outcome == "gap":
+                self._catalog.give_up(self._publisher, last + 1)
+                self._catalog.take(self._publisher, [frame], replayed=True)
+            self._ring.append((sequence, payload))
+            self._ring_bytes += len(payload)
+            while len(self._ring) > self._limits[0] or (
+                self._ring_bytes > self._limits[1] and len(self._ring) > 1
+            ):
+                self._ring_bytes -= len(self._ring.popleft()[1])
+
+    def answer(self, start: int | None = None, end: int | None = None) -> Answer:
+        """Batches ``start..=end`` if they are still here, else everything held."""
+        with self._lock:
+            if start is not None and end is not None and end < start:
+                return Answer("invalid_range", self._epoch, start=start, end=end)
+            if start is None or not self._ring:
+                return self._dump()
+            oldest, newest = self._ring[0][0], self._ring[-1][0]
+            if start > newest:
+                return Answer("too_new", self._epoch, start=start, end=end, newest=newest)
+            if start < oldest:
+                return self._dump()
+            stop = newest if end is None else min(end, newest)
+            # Numbers are consecutive.
+            found = islice(self._ring, start - oldest, stop - oldest + 1)
+            return Answer("events", self._epoch, batches=list(found))
+
+    def respond(self, request: bytes) -> list[bytes]:
+        """The parts of the answer to a question, whatever that is."""
+        try:
+            asked = msgpack.unpackb(request)
+            start, end = asked.get("start"), asked.get("end")
+            for bound in (start, end):
+                if bound is not None and (not isinstance(bound, int) or not 0 <= bound < 1 << 64):
+                    raise ValueError(f"start and end are numbers of 64 bits, got {bound!r}")
+            answer = self.answer(start, end)
+        except Exception as error:
+            answer = Answer("error", self._epoch, message=str(error) or type(error).__name__)
+        return _parts(answer)
+
+    def _dump(self) -> Answer:
+        position = self._catalog.position(self._publisher)
+        last = None if position is None else position[1]
+        return Answer("dump", self._epoch, data=b"".join(self._catalog.dump()), last=last)
+
+
+def _parts(answer: Answer) -> list[bytes]:
+    named = {"start": answer.start, "end": answer.end, "newest": answer.newest}
+    head = {"kind": answer.kind, "epoch": answer.epoch, "last": answer.last}
+    head |= {name: value for name, value in named.items() if value is not None}
+    if answer.message:
+        head["message"] = answer.message
+    bodies: list[dict[str, Any]] = []
+    for at in range(0, len(answer.data), _PART_BYTES):
+        bodies.append({"data": answer.data[at : at + _PART_BYTES]})
+    size = _PART_BYTES
+    for batch in answer.batches:
+        if size + len(batch[1]) > _PART_BYTES:
+            bodies.append({"batches": []})
+            size = 0
+        bodies[-1]["batches"].append(batch)
+        size += len(batch[1])
+    bodies = bodies or [{}]
+    return [
+        bytes(msgpack.packb({**head, **body, "part": at, "parts": len(bodies)}))
+        for at, body in enumerate(bodies)
+    ]

@@ -1,0 +1,132 @@
+"""The questions of ``local_index`` over ZMQ, without a broker."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped,unused-ignore]
+import zmq
+
+from kvflash._core import Catalog
+from kvflash.errors import ConfigError, TransportError
+from kvflash.transport.local_index import Answer, LocalIndex, join, question
+
+__all__ = ["ZmqQueryServer", "take_dump", "zmq_ask"]
+
+logger = logging.getLogger(__name__)
+
+_QUESTION_BYTES_MAX = 4_096
+# Parts that wait for one router that reads slowly; beyond it the rest of its answer is dropped.
+_QUEUE_PARTS = 100_000
+
+
+class ZmqQueryServer:
+    """Answers routers from a worker's own index, in a thread of its own.
+
+    Args:
+        index: What it answers from.
+        host: Interface to bind to.
+        port: Port; 0 takes a free one.
+
+    Attributes:
+        endpoint: Where it answers.
+
+    Raises:
+        ConfigError: The address can't be bound.
+    """
+
+    def __init__(self, index: LocalIndex, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._index = index
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _QUESTION_BYTES_MAX)
+        self._socket.set_hwm(_QUEUE_PARTS)
+        try:
+            self._socket.bind(f"tcp://{host}:{port}")
+        except zmq.ZMQError as error:
+            self._context.destroy(0)
+            raise ConfigError(f"can't answer at tcp://{host}:{port}: {error}") from None
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvflash-query", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Answer no more; blocks until done."""
+        self._is_closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_closed.is_set():
+            if not self._socket.poll(100):
+                continue
+            frames = self._socket.recv_multipart()
+            if len(frames) != 3:
+                logger.warning("dropped a question of %d frames", len(frames))
+                continue
+            for part in self._index.respond(frames[2]):
+                # A router that left is no error.
+                with contextlib.suppress(zmq.ZMQError):
+                    self._socket.send_multipart([frames[0], b"", part], zmq.NOBLOCK)
+        self._context.destroy(0)
+
+
+def zmq_ask(
+    endpoint: str, start: int | None = None, end: int | None = None, *, timeout_s: float = 5.0
+) -> Answer:
+    """Ask a worker; blocks.
+
+    Args:
+        endpoint: Where it answers.
+        start: First batch wanted; None = everything held.
+        end: Last batch wanted.
+        timeout_s: Time without progress after which it is given up.
+
+    Raises:
+        TransportError: It does not answer in time, or nonsense.
+    """
+    context: zmq.Context[Any] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    try:
+        socket.connect(endpoint)
+        socket.send_multipart([b"", question(start, end)])
+        parts: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if not socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+                raise TransportError(f"{endpoint} sent nothing for {timeout_s:g} s")
+            part = msgpack.unpackb(socket.recv_multipart()[-1])
+            parts[int(part["part"])] = part
+            if len(parts) == int(part["parts"]):
+                return join(list(parts.values()))
+            deadline = time.monotonic() + timeout_s
+    except (zmq.ZMQError, ValueError, KeyError, TypeError) as error:
+        raise TransportError(f"{endpoint}: {error!r}") from None
+    finally:
+        socket.close(0)
+        context.term()
+
+
+def take_dump(catalog: Catalog, endpoint: str, *, timeout_s: float = 5.0) -> int:
+    """Take everything that a worker holds into a catalog; blocks.
+
+    Call it before the worker is registered: its registration then goes on from the last batch of
+    the dump,
+    and its replay socket brings what came since.
+
+    Returns:
+        Blocks taken over.
+
+    Raises:
+        TransportError: It does not answer in time, or answers with something else.
+    """
+    answer = zmq_ask(endpoint, timeout_s=timeout_s)
+    if answer.kind != "dump":
+        raise TransportError(f"{endpoint} answers with {answer.kind}: {answer.message}")
+    return catalog.restore(answer.data)[1]

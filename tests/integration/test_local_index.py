@@ -1,0 +1,238 @@
+"""NATS Core with the workers' own indexes: rules of its answers, and recovery on a real server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from kvflash._core import Catalog
+from kvflash.errors import TransportError
+from kvflash.servers import NatsSettings
+from kvflash.state.frames import Origin, event_headers
+from kvflash.transport import ZmqReceiver, names
+from kvflash.transport.local_index import LocalIndex, join, question
+from kvflash.transport.nats_core import NatsCorePublisher, NatsCoreReceiver
+from kvflash.transport.zmq_query import ZmqQueryServer, take_dump, zmq_ask
+from servers import NatsServer
+from service import VECTORS, Engine, until
+
+BLOCK = 4
+SUBJECT = names.event_subject("ns", "backend")
+
+
+def batch(number: int) -> bytes:
+    """One block of a prompt of its own."""
+    tokens = [number * 10 + at for at in range(BLOCK)]
+    return msgpack.packb([0.0, [["BlockStored", [number], None, tokens, BLOCK, None]], 0])
+
+
+def local_index(ring: int = 1024, epoch: int = 1) -> LocalIndex:
+    return LocalIndex(
+        1, epoch=epoch, model_name="m", block_size=BLOCK, ring_batches=ring, ring_bytes=1 << 20
+    )
+
+
+CASES = json.loads((VECTORS / "local_indexer_cases.json").read_text())
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["id"] for case in CASES])
+def test_answers_follow_the_published_rules(case: dict[str, Any]) -> None:
+    given, expected = case["input"], case["expected"]
+    index = local_index(given["buffer_capacity"])
+    for number in given["published_event_ids"]:
+        index.record(number, batch(number))
+    parts = [msgpack.unpackb(p) for p in index.respond(question(given["start"], given["end"]))]
+    answer = join(parts)
+    if "events" in expected:
+        assert answer.kind == "events"
+        assert [number for number, _ in answer.batches] == expected["events"]
+        assert all(payload == batch(number) for number, payload in answer.batches)
+    elif expected["result"].startswith("TreeDump"):
+        assert (answer.kind, answer.last) == ("dump", given["published_event_ids"][-1])
+        catalog = Catalog()
+        _, blocks, skipped = catalog.restore(answer.data)
+        assert f"TreeDump({blocks} events)" == expected["result"]
+        assert skipped == []
+    else:
+        kinds = {"InvalidRange": "invalid_range", "TooNew": "too_new"}
+        assert answer.kind == kinds[expected["result"]]
+        assert (answer.start, answer.end) == (given["start"], given["end"])
+
+
+def test_nonsense_is_answered_with_an_error() -> None:
+    for nonsense in (b"", b"\xc1", msgpack.packb([]), msgpack.packb({"start": "a"})):
+        answer = join([msgpack.unpackb(part) for part in local_index().respond(nonsense)])
+        assert answer.kind == "error"
+        assert answer.message
+
+
+def test_a_large_dump_comes_in_parts() -> None:
+    index = local_index()
+    for first in range(0, 40_000, 400):
+        hashes = list(range(first + 1, first + 401))
+        tokens = list(range(first * BLOCK, (first + 400) * BLOCK))
+        events = [["BlockStored", hashes, None, tokens, BLOCK, None]]
+        index.record(first // 400, msgpack.packb([0.0, events, 0]))
+    parts = index.respond(question())
+    assert len(parts) > 1
+    assert max(map(len, parts)) < 1_000_000
+    catalog = Catalog()
+    assert catalog.restore(join([msgpack.unpackb(part) for part in parts]).data)[1] == 40_000
+
+
+class Worker:
+    def __init__(self, settings: NatsSettings, *, ring: int = 1024, epoch: int = 1) -> None:
+        origin = Origin(instance_id=1, dp_rank=0, epoch=epoch, model_name="m", block_size=BLOCK)
+        self.index = local_index(ring, epoch)
+        self.publisher = NatsCorePublisher(
+            SUBJECT,
+            names.query_subject("ns", "backend", 1, 0),
+            self.index,
+            headers=lambda sequence: event_headers(origin, sequence),
+            settings=settings,
+        )
+        self.publisher.start()
+        self.sequence = 0
+
+    def store(self, count: int, *, is_silent: bool = False) -> None:
+        for _ in range(count):
+            number, self.sequence = self.sequence, self.sequence + 1
+            if is_silent:
+                self.index.record(number, batch(number))
+            else:
+                self.publisher.put(number, batch(number))
+
+
+class Router:
+    def __init__(self, settings: NatsSettings) -> None:
+        self.catalog = Catalog()
+        self.receiver = NatsCoreReceiver(
+            self.catalog,
+            SUBJECT,
+            lambda instance_id, rank: names.query_subject("ns", "backend", instance_id, rank),
+            settings,
+        )
+        self.receiver.start()
+        self.catalog.register(1, f"nats://{SUBJECT}/1/0", model_name="m", block_size=BLOCK)
+        self.obey()
+
+    def obey(self) -> None:
+        while (order := self.catalog.next_order(0)) is not None:
+            self.receiver.obey(order)
+
+    def held(self) -> int:
+        return sum(blocks for _, _, _, blocks, _, _ in self.catalog.digests())
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Iterator[NatsSettings]:
+    server = NatsServer(tmp_path)
+    yield NatsSettings(servers=(server.url,))
+    server.close()
+
+
+@pytest.fixture
+def closing() -> Iterator[list[Any]]:
+    things: list[Any] = []
+    yield things
+    for thing in things:
+        thing.stop()
+
+
+def test_a_router_takes_what_a_worker_holds_and_follows(settings, closing) -> None:
+    worker = Worker(settings)
+    closing.append(worker.publisher)
+    worker.store(10)
+    router = Router(settings)
+    closing.append(router.receiver)
+    until(lambda: router.held() == 10, "the dump")
+    worker.store(5)
+    until(lambda: router.held() == 15, "live events")
+    assert router.receiver.stats["dumps"] == 1
+    assert router.receiver.stats["lost_batches"] == 0
+    router.catalog.expel(1)
+    router.obey()
+    worker.store(1)
+    assert router.held() == 0
+
+
+@pytest.mark.parametrize(("ring", "kind"), [(1024, "ranges"), (3, "dumps")])
+def test_a_gap_is_asked_for_once(settings, closing, ring: int, kind: str) -> None:
+    worker = Worker(settings, ring=ring)
+    closing.append(worker.publisher)
+    router = Router(settings)
+    closing.append(router.receiver)
+    worker.store(2)
+    until(lambda: router.held() == 2, "live events")
+    before = router.receiver.stats[kind]
+    worker.store(7, is_silent=True)
+    worker.store(1)
+    until(lambda: router.held() == 10, "the gap to be repaired")
+    worker.store(3)
+    until(lambda: router.held() == 13, "live events after it")
+    assert router.receiver.stats[kind] == before + 1, "no loop"
+    assert router.receiver.stats["lost_batches"] == 0
+
+
+def test_another_life_of_a_worker_begins_empty(settings, closing) -> None:
+    first = Worker(settings, epoch=1)
+    first.store(5)
+    router = Router(settings)
+    closing.append(router.receiver)
+    until(lambda: router.held() == 5, "the dump")
+    first.publisher.stop()
+    second = Worker(settings, epoch=2)
+    closing.append(second.publisher)
+    second.store(2)
+    until(lambda: router.held() == 2, "the new life")
+
+
+def test_a_worker_that_does_not_answer_is_followed_all_the_same(settings, closing) -> None:
+    router = Router(settings)
+    closing.append(router.receiver)
+    until(lambda: router.receiver.stats["failed_questions"] > 0, "a question without an answer")
+    worker = Worker(settings)
+    closing.append(worker.publisher)
+    worker.store(4)
+    until(lambda: router.held() == 4, "the worker to be there")
+
+
+def test_over_zmq_without_a_broker_what_no_ring_has_comes_with_the_dump() -> None:
+    """The engine's replay begins at batch 8; the dump has what was before."""
+    index = local_index(ring=4)
+    for number in range(10):
+        index.record(number, batch(number))
+    server = ZmqQueryServer(index)
+    engine = Engine()
+    catalog = Catalog()
+    receiver = ZmqReceiver(catalog)
+    receiver.start()
+    try:
+        assert zmq_ask(server.endpoint, 7, 8).batches == [(7, batch(7)), (8, batch(8))]
+        assert take_dump(catalog, server.endpoint) == 10
+        for number in range(8, 13):
+            # Its ring has what the local index has no more, and what came since.
+            engine.ring.append((number, batch(number)))
+        publisher = catalog.register(
+            1,
+            engine.endpoint,
+            model_name="m",
+            block_size=BLOCK,
+            replay_endpoint=engine.replay_endpoint,
+        )
+        order = catalog.next_order(0)
+        assert order is not None
+        receiver.obey(order)
+        until(lambda: catalog.position(publisher) == (13, 12), "what came since the dump")
+        assert catalog.digests()[0][3] == 13
+    finally:
+        receiver.stop()
+        engine.close()
+        server.stop()
+    with pytest.raises(TransportError, match="sent nothing for"):
+        zmq_ask(server.endpoint, timeout_s=0.2)
