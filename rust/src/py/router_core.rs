@@ -19,9 +19,7 @@ use crate::error::Error;
 use crate::ids::Worker;
 use crate::policy::KvScale;
 use crate::router::RouterConfig;
-use crate::select::{
-    Ask, DEFAULT_JOURNAL_BYTES, Outcome, Report, Reservation, Selector, SelectorConfig, Thresholds,
-};
+use crate::select::{Ask, Outcome, Report, Reservation, Selector, SelectorConfig, Thresholds};
 
 /// Tenant of a router's own index; the cache salt keeps clients apart.
 const TENANT: &str = "default";
@@ -115,7 +113,7 @@ impl RouterCore {
         router_max_tree_size=1_048_576, router_prune_target_ratio=0.8,
         active_decode_blocks_threshold=None, active_prefill_tokens_threshold=None,
         active_prefill_tokens_threshold_frac=None, max_requests=65_536, max_blocks=33_554_432,
-        index_memory_bytes=0, decision_journal_bytes=DEFAULT_JOURNAL_BYTES, seed=None,
+        index_memory_bytes=0, decision_journal_bytes=16_777_216, seed=None,
         overlap_score_credit=1.0, overlap_score_credit_decay=0.0, prefill_load_scale=1.0,
         active_request_weight=0.0
     ))]
@@ -374,6 +372,7 @@ impl RouterCore {
         Ok(list)
     }
 
+    #[pyo3(signature = (token_ids, options=None))]
     fn explain(
         &self,
         py: Python<'_>,
