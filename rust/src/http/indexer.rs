@@ -41,12 +41,12 @@
 mod answer;
 mod app;
 mod dump;
-mod form;
+pub(super) mod form;
 mod metrics;
 mod openapi;
 mod overlap;
 mod recover;
-mod request;
+pub(super) mod request;
 mod startup;
 
 pub use app::{IndexerApp, IndexerOptions};

@@ -1,10 +1,14 @@
-//! Doors over HTTP: the indexer's API and the OpenAI-compatible frontend. tokio lives here.
+//! Doors over HTTP: the indexer's API, the OpenAI-compatible frontend, the standalone router. tokio
+//! lives here.
 
 mod body;
+mod busy;
+mod decision;
 pub mod frontend;
 pub mod indexer;
 mod metrics;
 mod reject;
+pub mod router;
 mod serve;
 
 pub use reject::Reject;

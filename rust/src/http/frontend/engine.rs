@@ -136,7 +136,7 @@ fn port_of(address: &str) -> Option<u16> {
 }
 
 /// With data parallelism, rank r publishes on port + r.
-fn shifted(address: &str, dp_rank: u32) -> String {
+pub(in crate::http) fn shifted(address: &str, dp_rank: u32) -> String {
     match (port_of(address), address.rsplit_once(':')) {
         (Some(port), Some((host, _))) if dp_rank > 0 => {
             format!("{host}:{}", u32::from(port) + dp_rank)

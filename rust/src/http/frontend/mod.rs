@@ -2,7 +2,7 @@
 
 mod admin;
 mod app;
-mod engine;
+pub(super) mod engine;
 mod fleet;
 mod metrics;
 mod options;

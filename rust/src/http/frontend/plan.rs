@@ -6,6 +6,7 @@ use serde_json::json;
 use serde_json::value::RawValue;
 
 use super::super::Reject;
+use super::super::decision::decision_json;
 use super::app::App;
 use super::engine::Engine;
 use super::fleet::{Members, Route};
@@ -14,7 +15,7 @@ use super::request::{Envelope, Prompt};
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
 use crate::policy::Policy;
-use crate::select::{self, Ask, Record, Reservation};
+use crate::select::{self, Ask, Reservation};
 use crate::text::{self, Tokens};
 
 /// Text longer than this is tokenized off the reactor's turn: it may take milliseconds.
@@ -206,44 +207,6 @@ impl Plan {
         value["expected_cached_tokens"] = json!(expected);
         Ok(value)
     }
-}
-
-/// A decision with every candidate's terms.
-pub(super) fn decision_json(record: &Record) -> serde_json::Value {
-    let candidates: Vec<_> = record
-        .candidates
-        .iter()
-        .map(|one| {
-            let terms = &one.terms;
-            json!({
-                "worker": terms.worker.to_string(),
-                "overlap_blocks": terms.overlap_blocks,
-                "device_blocks": one.device_blocks,
-                "host_blocks": one.host_blocks,
-                "disk_blocks": one.disk_blocks,
-                "predicted_blocks": one.predicted_blocks,
-                "prefill_tokens": terms.prefill_tokens,
-                "prefill_blocks": terms.prefill_blocks,
-                "decode_blocks": terms.decode_blocks,
-                "active_requests": terms.active_requests,
-                "is_busy": one.is_busy,
-                "cost": terms.cost,
-                "formula": terms.formula(&record.request).to_string(),
-            })
-        })
-        .collect();
-    json!({
-        "policy": record.policy.name(),
-        "worker": record.worker.to_string(),
-        "reason": record.reason.name(),
-        "ties": record.ties,
-        "margin": record.margin,
-        "request_blocks": record.request_blocks,
-        "overlap_blocks": record.overlap_blocks,
-        "overlap_score_weight": record.request.overlap_score_weight,
-        "temperature": record.request.temperature,
-        "candidates": candidates,
-    })
 }
 
 /// Why there are no tokens.
