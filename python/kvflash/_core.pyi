@@ -14,6 +14,8 @@ __all__ = [
     "KvIndexer",
     "OverlapScores",
     "RadixTree",
+    "RouterBooking",
+    "RouterCore",
     "Tokenizer",
     "ZmqDrain",
     "compute_block_hash_array",
@@ -663,6 +665,281 @@ class ZmqDrain:
         """
 
 @final
+class RouterBooking:
+    """A request that was given to a worker.
+
+    Its load is freed by :meth:`free`, and with the object at the latest. All calls are cheap, and
+    harmless after the load is gone: freed, expired, or with its worker.
+    """
+
+    @property
+    def worker_id(self) -> int: ...
+    @property
+    def dp_rank(self) -> int: ...
+    @property
+    def overlap_blocks(self) -> int:
+        """Leading blocks of the prompt that the worker holds."""
+
+    def first_token(self) -> None:
+        """The first token came: the prompt is prefilled. Again it is activity."""
+
+    def touch(self) -> None:
+        """Something came: the request is alive."""
+
+    def cached(self, tokens: int) -> None:
+        """The engine says how many tokens of the prompt it reused; for :meth:`RouterCore.why`."""
+
+    def free(self, *, is_complete: bool = False) -> None:
+        """Give the load back; ``is_complete``: its answer came to its end."""
+
+@final
+class Router:
+    """The routing decision as an HTTP service in this process; docs/router.md is its manual."""
+
+    def __new__(
+        cls,
+        *,
+        policy: str = "kv",
+        overlap_score_weight: float = 1.0,
+        temperature: float = 0.0,
+        block_size: int | None = None,
+        track_active_blocks: bool = True,
+        assume_kv_reuse: bool = True,
+        track_prefill_tokens: bool = True,
+        active_request_expiry_s: float = 300.0,
+        seed: int | None = None,
+        use_kv_events: bool = True,
+        predicted_ttl_s: float = 5.0,
+        router_ttl_s: float = 120.0,
+        router_max_tree_size: int = 1_048_576,
+        router_prune_target_ratio: float = 0.8,
+        active_decode_blocks_threshold: float | None = None,
+        active_prefill_tokens_threshold: int | None = None,
+        active_prefill_tokens_threshold_frac: float | None = None,
+        decision_journal_bytes: int = 16_777_216,
+        threads: int = 2,
+        max_body_bytes: int = 8_388_608,
+        max_requests: int = 65_536,
+        max_workers: int = 4_096,
+        max_blocks: int = 33_554_432,
+        index_memory_bytes: int = 0,
+        min_initial_workers: int = 0,
+        serve_indexer: bool = False,
+        remote_indexer: str | None = None,
+        remote_indexer_deadline_s: float = 0.05,
+        body_timeout_s: float = 60.0,
+        drain_timeout_s: float = 5.0,
+    ) -> Router:
+        """Make a service that does not listen yet, without workers.
+
+        Raises:
+            ConfigError: A setting that can't work, by its flag.
+        """
+
+    @property
+    def catalog(self) -> Catalog: ...
+    def start(self, host: str, port: int) -> int:
+        """Bind and serve in the background. Returns the bound port.
+
+        Raises:
+            ConfigError: The address can't be bound.
+        """
+
+    def call(self, method: str, path: str, body: Buffer) -> tuple[int, bytes]:
+        """Ask a route without HTTP between: the status, and the answer as JSON.
+
+        Works before the start, too, and until the stop. Releases the GIL; blocks as long as the
+        route takes, with a remote indexer up to its deadline.
+
+        Args:
+            method: Such as ``"POST"``.
+            path: Such as ``"/reserve"``.
+            body: JSON; empty for none.
+
+        Raises:
+            InvalidArgumentError: No method or no path.
+        """
+
+    def stop(self) -> None:
+        """Stop serving; open calls get the drain time. Blocks until done."""
+
+@final
+class RouterCore:
+    """Chooses workers for prompts, and keeps account of who is busy with what.
+
+    What :class:`kvflash.routing.KvPushRouter` decides with; it opens no socket. Several may live in one
+    process. ``options`` of a call is a dict with any of ``overlap_score_weight``,
+    ``router_temperature``, ``assume_kv_reuse``, ``worker_id``, ``dp_rank``, ``allowed_worker_ids``,
+    ``lora_name`` and ``cache_salt``; ``None`` is as good as absent, an unknown name is refused.
+
+    Raises:
+        ConfigError: A setting out of range, by name.
+        InvalidArgumentError: A block size of 0, or a threshold out of range, by name.
+
+    Cost: O(tokens) to hash, O(blocks + workers) to decide; microseconds. Prompts of more than 8,192
+    tokens release the GIL.
+    """
+
+    def __new__(
+        cls,
+        *,
+        block_size: int,
+        model_name: str = "default",
+        overlap_score_weight: float = 1.0,
+        temperature: float = 0.0,
+        use_kv_events: bool = True,
+        track_active_blocks: bool = True,
+        assume_kv_reuse: bool = True,
+        track_prefill_tokens: bool = True,
+        active_request_expiry_s: float = 300.0,
+        predicted_ttl_s: float = 5.0,
+        router_ttl_s: float = 120.0,
+        router_max_tree_size: int = 1_048_576,
+        router_prune_target_ratio: float = 0.8,
+        active_decode_blocks_threshold: float | None = None,
+        active_prefill_tokens_threshold: int | None = None,
+        active_prefill_tokens_threshold_frac: float | None = None,
+        max_requests: int = 65_536,
+        max_blocks: int = 33_554_432,
+        index_memory_bytes: int = 0,
+        decision_journal_bytes: int = 16_777_216,
+        seed: int | None = None,
+    ) -> RouterCore: ...
+    @property
+    def catalog(self) -> Catalog:
+        """Where the transport finds its orders and brings its frames."""
+
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def uses_events(self) -> bool:
+        """Whether events can change a decision: they are on, and overlap weighs something."""
+
+    def set_workers(self, workers: Sequence[tuple[int, int]]) -> None:
+        """Make these (instance, rank) the workers; what is known of others is forgotten.
+
+        Raises:
+            InvalidArgumentError: More than 65,535.
+        """
+
+    def subscribe(
+        self, worker_id: int, dp_rank: int, endpoint: str, replay_endpoint: str | None = None
+    ) -> None:
+        """Listen to the KV events of a rank.
+
+        Raises:
+            ConflictError: It is listened to already.
+            InvalidArgumentError: A bad address.
+        """
+
+    def unsubscribe(self, worker_id: int, dp_rank: int) -> bool:
+        """Listen no more; its blocks are forgotten. False when nobody listened."""
+
+    def report(
+        self,
+        worker_id: int,
+        dp_rank: int = 0,
+        *,
+        kv_used_blocks: int | None = None,
+        active_decode_blocks: int | None = None,
+        active_prefill_tokens: int | None = None,
+        kv_total_blocks: int | None = None,
+        max_num_batched_tokens: int | None = None,
+    ) -> bool:
+        """Note what a rank says of itself; ``None`` leaves what it said before.
+
+        Returns:
+            False when it is no worker: nothing is kept then.
+        """
+
+    def busy_workers(self) -> list[int]:
+        """Instances that are busy by the thresholds in force, ascending."""
+
+    def set_busy_thresholds(
+        self,
+        *,
+        active_decode_blocks_threshold: float | None,
+        active_prefill_tokens_threshold: int | None,
+        active_prefill_tokens_threshold_frac: float | None,
+    ) -> None:
+        """Put other thresholds in force; ``None`` unsets.
+
+        Raises:
+            InvalidArgumentError: One is out of range, by name.
+        """
+
+    def preview(
+        self, token_ids: _Integers, options: dict[str, Any] | None = None
+    ) -> tuple[int, int, int]:
+        """Which worker would be selected now; nothing changes.
+
+        Returns:
+            Instance, rank, and leading blocks of the prompt that it holds.
+
+        Raises:
+            NoWorkerError: None is there or allowed, or the pinned one is not there.
+            AllBusyError: All of these are busy.
+            InvalidArgumentError: An empty prompt, or an option that can't be.
+        """
+
+    def reserve(
+        self, token_ids: _Integers, request_id: str, options: dict[str, Any] | None = None
+    ) -> tuple[int, int, int]:
+        """As :meth:`preview`, and book it under ``request_id`` until :meth:`free`.
+
+        Raises:
+            ConflictError: A request of that name is active.
+            OverloadedError: ``max_requests`` are active.
+        """
+
+    def book(
+        self,
+        token_ids: _Integers,
+        options: dict[str, Any] | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> RouterBooking:
+        """As :meth:`preview`, and book it; ``request_id`` is its name for :meth:`why` only."""
+
+    def mark_prefill_complete(self, request_id: str) -> None:
+        """The prompt of a reserved request is prefilled.
+
+        Raises:
+            NotFoundError: No request of that name is active.
+        """
+
+    def touch(self, request_id: str) -> bool:
+        """Something was heard of a reserved request. False when it is not active."""
+
+    def free(self, request_id: str) -> bool:
+        """A reserved request has ended. False when it was not active, which is no error."""
+
+    def potential_loads(
+        self, token_ids: _Integers, options: dict[str, Any] | None = None
+    ) -> list[dict[str, int]]:
+        """What the prompt would make of each worker's load: worker_id, dp_rank,
+        potential_prefill_tokens, potential_decode_blocks, active_requests, overlap_blocks."""
+
+    def explain(self, token_ids: _Integers, options: dict[str, Any] | None = None) -> str:
+        """The decision that would be made now, with every candidate's terms; JSON."""
+
+    def why(self, request_id: str) -> str:
+        """The decisions that were made for a request, and what became of it; a JSON list.
+
+        Raises:
+            NotFoundError: None is kept.
+        """
+
+    def dump_events(self) -> str:
+        """Everything the index holds, as a JSON list of router events."""
+
+    def totals(self) -> dict[str, int]:
+        """Sums over all workers: workers, requests, prefill_tokens, blocks, reserved, predicted_blocks."""
+
+    def tick(self) -> int:
+        """Let go of what is too old. Returns how many bookings expired. Call it every second."""
+
+@final
 class Indexer:
     """The standalone indexer's HTTP service in this process."""
 
@@ -771,6 +1048,15 @@ class Frontend:
         assume_kv_reuse: bool = True,
         active_request_expiry_s: float = 300.0,
         seed: int | None = None,
+        use_kv_events: bool = True,
+        predicted_ttl_s: float = 5.0,
+        router_ttl_s: float = 120.0,
+        router_max_tree_size: int = 1_048_576,
+        router_prune_target_ratio: float = 0.8,
+        active_decode_blocks_threshold: float | None = None,
+        active_prefill_tokens_threshold: int | None = None,
+        active_prefill_tokens_threshold_frac: float | None = None,
+        decision_journal_bytes: int = 16_777_216,
         tokenizer: str | os.PathLike[str] | None = None,
         tokenizer_cache_bytes: int = 268_435_456,
         worker_api_key: str | None = None,

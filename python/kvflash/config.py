@@ -7,7 +7,15 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-__all__ = ["Flags", "bounded_float", "bounded_int", "byte_count", "memory_limit", "optional"]
+__all__ = [
+    "Flags",
+    "bounded_float",
+    "bounded_int",
+    "byte_count",
+    "memory_limit",
+    "optional",
+    "size_or_zero",
+]
 
 _T = TypeVar("_T")
 
@@ -47,6 +55,11 @@ def bounded_float(low: float, high: float = float("inf")) -> Callable[[str], flo
         return value
 
     return parse
+
+
+def size_or_zero(text: str) -> int:
+    """Parse a size such as ``16MiB``, or 0; unit bytes."""
+    return 0 if text.strip() == "0" else byte_count(text)
 
 
 def byte_count(text: str) -> int:
@@ -109,7 +122,7 @@ class Flags:
     def add(
         self,
         *names: str,
-        parse: Callable[[str], _T],
+        parse: Callable[[str], _T | None],
         default: _T | None,
         summary: str,
         metavar: str | None = None,
@@ -140,11 +153,15 @@ class Flags:
             help=summary.replace("%", "%%") + str(shown).replace("%", "%%"),
         )
 
-    def add_switch(self, name: str, *, dest: str, value: bool, summary: str) -> None:
-        """Add a flag without a value that sets ``dest`` to ``value``."""
-        is_set = self._truth(self._variable(name), os.environ.get(self._variable(name), ""))
+    def add_switch(self, *names: str, dest: str, value: bool, summary: str) -> None:
+        """Add a flag without a value that sets ``dest`` to ``value``.
+
+        The first name names its variable.
+        """
+        variable = self._variable(names[0])
+        is_set = self._truth(variable, os.environ.get(variable, ""))
         self._parser.add_argument(
-            name,
+            *names,
             dest=dest,
             action="store_const",
             const=value,

@@ -11,17 +11,22 @@
     ├── ConflictError                       contradicts what is there already
     ├── OverloadedError                     a named limit is reached; try again later
     │   └── AllBusyError                    every worker is busier than the thresholds allow
+    ├── DeadlineError (TimeoutError)        the time that was given is over
     ├── TransportError (ConnectionError)    the other side could not be reached
+    ├── WorkerError                         the worker's own code failed; has its code and message
     └── ClosedError                         the service is shutting down
 
 A gap, a duplicate or an unknown parent in an event stream is an outcome, not an error.
 """
+
+from __future__ import annotations
 
 __all__ = [
     "AllBusyError",
     "ClosedError",
     "ConfigError",
     "ConflictError",
+    "DeadlineError",
     "DecodeError",
     "InvalidArgumentError",
     "KvflashError",
@@ -29,6 +34,7 @@ __all__ = [
     "NotFoundError",
     "OverloadedError",
     "TransportError",
+    "WorkerError",
 ]
 
 
@@ -68,8 +74,29 @@ class AllBusyError(OverloadedError):
     """Every worker that could take the request is busier than the thresholds allow."""
 
 
+class DeadlineError(KvflashError, TimeoutError):
+    """The time that was given for it is over."""
+
+
 class TransportError(KvflashError, ConnectionError):
     """The other side could not be reached or hung up."""
+
+
+class WorkerError(KvflashError):
+    """The worker's own code failed while it served a request.
+
+    Attributes:
+        code: Its cause in one word, ``internal`` when nobody said.
+        message: What the worker said.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+
+    def __reduce__(self) -> tuple[type[WorkerError], tuple[str, str]]:
+        return type(self), (self.code, self.message)
 
 
 class ClosedError(KvflashError):

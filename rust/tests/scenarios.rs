@@ -34,7 +34,7 @@ const EVENTS_MIN: usize = 100;
 #[test]
 fn every_scenario_comes_out_as_written() {
     let folder = Path::new("rust/tests/scenarios");
-    let mut files: Vec<_> = std::fs::read_dir(&folder)
+    let mut files: Vec<_> = std::fs::read_dir(folder)
         .expect("the folder of scenarios")
         .map(|entry| entry.expect("a readable folder").path())
         .filter(|path| path.extension().is_some_and(|extension| extension == "txt"))

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 import kvflash
 from kvflash import errors
@@ -20,14 +24,37 @@ def stub_docs() -> dict[str, str | None]:
 
 
 def test_all_is_sorted_and_equals_the_public_names() -> None:
+    # The lazy ones are there once they were asked for.
+    assert all(hasattr(kvflash, name) for name in kvflash.__all__)
     public = {
         name
         for name, value in vars(kvflash).items()
         if not name.startswith("_") and not isinstance(value, ModuleType)
-    }
+    } - {"TYPE_CHECKING", "lazy_names"}
     assert len(public) > 10
     assert kvflash.__all__ == sorted(kvflash.__all__)
     assert set(kvflash.__all__) == public
+
+
+def test_importing_the_package_is_light() -> None:
+    """What only some need is imported when it is asked for: import kvflash needs no broker."""
+    heavy = ("asyncio", "aiohttp", "msgpack", "zmq", "grpc", "aetcd", "nats", "numpy")
+    script = f"""import sys, kvflash
+found = [name for name in {heavy!r} if name in sys.modules]
+assert not found, found
+from kvflash import DistributedRuntime, ModelType
+assert 'msgpack' in sys.modules
+found = [name for name in ('aiohttp', 'zmq', 'grpc', 'aetcd', 'nats') if name in sys.modules]
+assert not found, found"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_name_that_is_not_there_is_refused_as_python_does() -> None:
+    with pytest.raises(AttributeError, match="module 'kvflash' has no attribute 'Nothing'"):
+        _ = kvflash.Nothing
 
 
 def test_every_public_name_is_documented() -> None:

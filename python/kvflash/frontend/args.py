@@ -12,6 +12,8 @@ from kvflash.config import (
     bounded_int,
     byte_count,
     memory_limit,
+    optional,
+    size_or_zero,
 )
 
 __all__ = ["FrontendArgs", "parse_args"]
@@ -37,6 +39,15 @@ class FrontendArgs:
     assume_kv_reuse: bool
     active_request_expiry: float
     seed: int | None
+    use_kv_events: bool
+    router_predicted_ttl_secs: float | None
+    router_ttl: float
+    router_max_tree_size: int
+    router_prune_target_ratio: float
+    active_decode_blocks_threshold: float | None
+    active_prefill_tokens_threshold: int | None
+    active_prefill_tokens_threshold_frac: float | None
+    decision_journal: int
     tokenizer: str | None
     tokenizer_cache: int
     worker_api_key: str | None
@@ -78,9 +89,12 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
     )
     flags.add(
         "--kv-overlap-score-weight",
+        "--router-kv-overlap-score-weight",
+        variables=("DYN_KV_OVERLAP_SCORE_WEIGHT",),
         parse=bounded_float(0),
         default=1.0,
-        summary="what a block to prefill costs, in blocks held by running requests",
+        summary="what a block to prefill costs, in blocks held by running requests; 0: caches do not "
+        "count, and no events are listened to",
     )
     flags.add(
         "--router-temperature",
@@ -111,6 +125,68 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
         parse=bounded_float(1),
         default=300.0,
         summary="seconds without any activity after which a request's load is freed",
+    )
+    flags.add_switch(
+        "--no-kv-events",
+        "--no-router-kv-events",
+        dest="use_kv_events",
+        value=False,
+        summary="listen to no events: a worker is believed to hold what was sent to it lately",
+    )
+    flags.add(
+        "--router-ttl",
+        "--router-ttl-secs",
+        variables=("DYN_ROUTER_TTL",),
+        parse=bounded_float(0, 86_400 * 365),
+        default=120.0,
+        summary="without events: seconds for which a worker is believed to hold what was sent to it",
+    )
+    flags.add(
+        "--router-max-tree-size",
+        variables=("DYN_ROUTER_MAX_TREE_SIZE",),
+        parse=bounded_int(1, 2**40),
+        default=1_048_576,
+        summary="blocks that are believed so, counted per worker; beyond it the oldest go",
+    )
+    flags.add(
+        "--router-prune-target-ratio",
+        variables=("DYN_ROUTER_PRUNE_TARGET_RATIO",),
+        parse=bounded_float(0, 1),
+        default=0.8,
+        summary="share of --router-max-tree-size that is left then",
+    )
+    flags.add(
+        "--router-predicted-ttl-secs",
+        parse=optional(bounded_float(0, 86_400)),
+        default=5.0,
+        summary="with events: seconds for which what was just sent to a worker counts as cached "
+        "there, until its events tell; 0 or None counts nothing",
+    )
+    flags.add(
+        "--active-decode-blocks-threshold",
+        "--busy-threshold",
+        parse=optional(bounded_float(0, 1)),
+        default=None,
+        summary="share of a worker's blocks in use above which it gets no requests",
+    )
+    flags.add(
+        "--active-prefill-tokens-threshold",
+        parse=optional(bounded_int(0, 2**64 - 1)),
+        default=None,
+        summary="prompt tokens still to be prefilled above which a worker gets no requests",
+    )
+    flags.add(
+        "--active-prefill-tokens-threshold-frac",
+        parse=optional(bounded_float(0)),
+        default=None,
+        summary="the same as a multiple of the tokens that the worker takes in one batch",
+    )
+    flags.add(
+        "--decision-journal",
+        parse=size_or_zero,
+        default=16 * 1024 * 1024,
+        metavar="SIZE",
+        summary="memory for past decisions, which GET /why/{request id} tells; 0 keeps none",
     )
     flags.add(
         "--seed",

@@ -49,5 +49,6 @@ mod recover;
 pub(super) mod request;
 mod startup;
 
+pub(super) use app::query_routes;
 pub use app::{IndexerApp, IndexerOptions};
 pub use overlap::query_tokens;

@@ -3,13 +3,14 @@
 
 mod body;
 mod busy;
-mod decision;
 pub mod frontend;
 pub mod indexer;
 mod metrics;
 mod reject;
+mod remote;
 pub mod router;
 mod serve;
 
 pub use reject::Reject;
+pub use remote::RemoteIndexerOptions;
 pub use serve::{ServeLimits, Shutdown, serve};

@@ -9,12 +9,14 @@ use pyo3::prelude::*;
 use super::catalog::Catalog;
 use super::error::OrRaise;
 use super::indexer::seconds;
+use super::select::Foresight;
 use super::service::Service;
-use crate::catalog::{self, CatalogOptions};
+use crate::catalog;
 use crate::clock::SystemClock;
 use crate::http::Shutdown;
 use crate::http::frontend::{EngineSpec, FrontendApp, FrontendOptions};
 use crate::router::RouterConfig;
+use crate::select::Thresholds;
 
 /// The OpenAI-compatible frontend in this process.
 #[pyclass(frozen, module = "kvflash._core")]
@@ -30,6 +32,10 @@ impl Frontend {
     #[pyo3(signature = (
         *, policy="kv", overlap_score_weight=1.0, temperature=0.0, kv_cache_block_size=None,
         track_active_blocks=true, assume_kv_reuse=true, active_request_expiry_s=300.0, seed=None,
+        use_kv_events=true, predicted_ttl_s=5.0, router_ttl_s=120.0, router_max_tree_size=1_048_576,
+        router_prune_target_ratio=0.8, active_decode_blocks_threshold=None,
+        active_prefill_tokens_threshold=None, active_prefill_tokens_threshold_frac=None,
+        decision_journal_bytes=16_777_216,
         tokenizer=None, tokenizer_cache_bytes=268_435_456, worker_api_key=None, threads=2, max_body_bytes=33_554_432,
         max_concurrent_requests=4_096, max_workers=4_096, max_attempts=5, max_blocks=33_554_432,
         index_memory_bytes=0, body_timeout_s=60.0, connect_timeout_s=2.0, first_byte_timeout_s=600.0,
@@ -46,6 +52,15 @@ impl Frontend {
         assume_kv_reuse: bool,
         active_request_expiry_s: f64,
         seed: Option<u64>,
+        use_kv_events: bool,
+        predicted_ttl_s: f64,
+        router_ttl_s: f64,
+        router_max_tree_size: usize,
+        router_prune_target_ratio: f64,
+        active_decode_blocks_threshold: Option<f64>,
+        active_prefill_tokens_threshold: Option<u64>,
+        active_prefill_tokens_threshold_frac: Option<f64>,
+        decision_journal_bytes: usize,
         tokenizer: Option<PathBuf>,
         tokenizer_cache_bytes: usize,
         worker_api_key: Option<String>,
@@ -76,8 +91,23 @@ impl Frontend {
             ..RouterConfig::default()
         };
         router.seed = seed.unwrap_or_else(rand::random);
+        let foresight = Foresight::new(
+            py,
+            use_kv_events,
+            predicted_ttl_s,
+            router_ttl_s,
+            router_max_tree_size,
+            router_prune_target_ratio,
+        )?;
         let options = FrontendOptions {
             router,
+            overlap: foresight.overlap,
+            thresholds: Thresholds {
+                active_decode_blocks: active_decode_blocks_threshold,
+                active_prefill_tokens: active_prefill_tokens_threshold,
+                active_prefill_tokens_frac: active_prefill_tokens_threshold_frac,
+            },
+            decision_journal_bytes,
             tokenizer,
             tokenizer_cache_bytes,
             worker_api_key,
@@ -93,7 +123,7 @@ impl Frontend {
         };
         let drain = seconds(py, "--drain-timeout", drain_timeout_s)?;
         let clock = Arc::new(SystemClock::default());
-        let limits = CatalogOptions { max_blocks, index_memory_bytes, ..CatalogOptions::default() };
+        let limits = foresight.limit(max_blocks, index_memory_bytes);
         let catalog = Arc::new(catalog::Catalog::new(limits, clock.clone()));
         py.detach(|| {
             let shutdown = Shutdown::default();

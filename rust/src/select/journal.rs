@@ -8,6 +8,9 @@ use parking_lot::Mutex;
 
 use super::record::Record;
 
+/// Most decisions that are found for one name: names are the clients' to choose.
+const MAX_FOUND: usize = 16;
+
 #[derive(Debug, Default)]
 struct State {
     /// Oldest first; the first one's number is `first`.
@@ -86,12 +89,15 @@ impl Journal {
         }
     }
 
-    /// The decisions for `request_id`, oldest first: several where it was tried at several workers.
+    /// The latest decisions for `request_id`, 16 at most, oldest first: several where it was tried at
+    /// several workers.
     pub fn find(&self, request_id: &str) -> Vec<Record> {
         let mut state = self.state.lock();
         let mut next = state.by_id.get(request_id).copied();
         let mut found = Vec::new();
-        while let Some(kept) = next.and_then(|number| state.at(number)) {
+        while found.len() < MAX_FOUND
+            && let Some(kept) = next.and_then(|number| state.at(number))
+        {
             found.push(kept.record.clone());
             next = kept.previous;
         }

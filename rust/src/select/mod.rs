@@ -8,6 +8,7 @@ mod ask;
 mod busy;
 mod config;
 mod journal;
+mod json;
 mod manual;
 mod record;
 mod reservation;

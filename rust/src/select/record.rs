@@ -61,6 +61,8 @@ pub struct CandidateRecord {
 pub struct Record {
     /// The request's name.
     pub request_id: Arc<str>,
+    /// The model.
+    pub model: Arc<str>,
     /// When it was decided, milliseconds of the selector's clock.
     pub decided_at_ms: u64,
     /// The policy that chose.

@@ -81,6 +81,7 @@ pub struct PotentialLoad {
 /// and what the index knew a moment before; predictions of selections that returned before it included.
 pub struct Selector {
     pub(super) model: Arc<ModelIndex>,
+    name: Arc<str>,
     pub(super) router: Arc<Router>,
     overlap: Overlap,
     /// Who is too busy.
@@ -106,6 +107,7 @@ impl Selector {
     ) -> Result<Self> {
         config.validate()?;
         Ok(Self {
+            name: model.key.model_name.as_str().into(),
             model,
             router: Arc::new(Router::new(config.router, Arc::clone(&clock))?),
             overlap: config.overlap,
@@ -116,6 +118,12 @@ impl Selector {
             advanced_ms: AtomicU64::new(0),
             workers: Mutex::default(),
         })
+    }
+
+    /// Keep decisions in `journal` instead of one of its own: several models share it.
+    pub fn with_journal(mut self, journal: Arc<Journal>) -> Self {
+        self.journal = journal;
+        self
     }
 
     /// Its index.
@@ -287,6 +295,9 @@ impl Selector {
             return;
         }
         self.model.index.find_matches(&ask.prompt.locals, &mut scratch.matches);
+        if let Some(overlaps) = ask.overlaps {
+            scratch.matches.set_device(overlaps);
+        }
         for found in scratch.matches.as_slice() {
             if found.device > 0 {
                 scratch.overlaps.push((found.worker, found.device));
@@ -297,9 +308,14 @@ impl Selector {
         }
     }
 
+    /// Whether what workers hold of `prompt` has a part in the decision.
+    pub fn uses_overlaps(&self, overrides: &RouteOverride, prompt: &Prompt) -> bool {
+        let is_asked = self.policy() == Policy::Kv && self.weight(overrides) > 0.0;
+        is_asked && !prompt.locals.is_empty()
+    }
+
     fn uses_index(&self, ask: &Ask<'_>) -> bool {
-        let is_asked = self.policy() == Policy::Kv && self.weight(&ask.overrides) > 0.0;
-        is_asked && !ask.prompt.locals.is_empty()
+        self.uses_overlaps(&ask.overrides, ask.prompt)
     }
 
     fn request<'a>(
@@ -387,6 +403,7 @@ impl Selector {
         let busy = passed_over.iter().map(|terms| candidate(terms, true));
         Record {
             request_id: request_id.into(),
+            model: Arc::clone(&self.name),
             decided_at_ms: self.clock.now_ms(),
             policy: decision.policy,
             worker: decision.worker,

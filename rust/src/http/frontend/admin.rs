@@ -1,5 +1,6 @@
 //! What operators ask: health, models, workers, metrics, and why a request would go where it goes.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -53,7 +54,7 @@ fn warnings(app: &App) -> Vec<String> {
         if let Some(why) = engine.notes.lock().last_error.clone() {
             warnings.push(format!("worker {}: {why}", engine.id));
         }
-        if is_kv && engine.spec.events.is_none() {
+        if is_kv && app.options.uses_events() && engine.spec.events.is_none() {
             warnings.push(format!(
                 "worker {}: given without events=, so its cache is not known and earns no credit",
                 engine.id
@@ -138,6 +139,7 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
         &metrics.worker_active_blocks,
         &metrics.worker_active_prefill,
         &metrics.worker_active_requests,
+        &metrics.worker_busy,
     ] {
         family.clear();
     }
@@ -146,10 +148,15 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
         metrics.worker_healthy.get_or_create(&label).set(i64::from(engine.is_healthy()));
         let requests = engine.requests.load(Ordering::Relaxed);
         metrics.worker_requests.get_or_create(&label).set(requests as i64);
+        metrics.worker_busy.get_or_create(&label).set(0);
         let failures = engine.failures.load(Ordering::Relaxed);
         metrics.worker_failures.get_or_create(&label).set(failures as i64);
     }
     for pool in app.fleet.pools() {
+        for id in pool.selector.busy.busy(pool.selector.loads()) {
+            let label = WorkerLabel { worker: id.to_string() };
+            metrics.worker_busy.get_or_create(&label).set(1);
+        }
         for load in pool.selector.loads() {
             let label = WorkerLabel { worker: load.worker.to_string() };
             metrics.worker_active_blocks.get_or_create(&label).set(load.blocks as i64);
@@ -157,6 +164,13 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
             metrics.worker_active_requests.get_or_create(&label).set(i64::from(load.requests));
         }
     }
+    let journal = app.fleet.journal.stats();
+    metrics.journal_bytes.set(journal.bytes as i64);
+    metrics.journal_records.set(journal.records as i64);
+    metrics.journal_dropped.inner().store(journal.dropped_total, Ordering::Relaxed);
+    let predicted: usize =
+        app.fleet.pools().iter().map(|pool| pool.index().index.stats().predicted).sum();
+    metrics.predicted_blocks.set(predicted as i64);
     if let Some(text) = &app.text {
         let stats = text.tokenizer.cache_stats();
         metrics.tokenizer_hits.set(stats.hits_total as i64);
@@ -278,6 +292,53 @@ pub(super) async fn remove_worker(
     }
 }
 
+/// GET /why/{request id}: the decisions that were made for a request, and what became of it.
+pub(super) async fn why(
+    State(app): State<Arc<App>>,
+    id: Result<Path<String>, PathRejection>,
+) -> Response {
+    let found = id
+        .map_err(|error| Reject::bad_request(format!("request id: {error}")))
+        .map(|Path(id)| (app.fleet.journal.find(&id), id));
+    match found {
+        Ok((records, id)) if records.is_empty() => {
+            let message = format!(
+                "no decision is kept for request {id:?}: it was never routed here, or gave way to later \
+                 ones (--decision-journal)"
+            );
+            Reject::new(StatusCode::NOT_FOUND, message).openai()
+        }
+        Ok((records, id)) => {
+            let now_ms = app.fleet.clock.now_ms();
+            let trust = trust(&app);
+            let decisions: Vec<Value> = records
+                .iter()
+                .map(|record| with_trust(record.whole(now_ms), &record.model, &trust))
+                .collect();
+            Json(json!({ "request_id": id, "decisions": decisions })).into_response()
+        }
+        Err(reject) => reject.openai(),
+    }
+}
+
+/// How far the index can be believed, by model and worker.
+fn trust(app: &App) -> HashMap<(String, String), Value> {
+    let reports = app.catalog.reports(|_| true);
+    let entries = reports.iter().map(|report| {
+        let key = (report.model.key.model_name.clone(), report.view.worker.to_string());
+        (key, json!(report.trust))
+    });
+    entries.collect()
+}
+
+fn with_trust(mut decision: Value, model: &str, trust: &HashMap<(String, String), Value>) -> Value {
+    for candidate in decision["candidates"].as_array_mut().into_iter().flatten() {
+        let worker = candidate["worker"].as_str().unwrap_or_default().to_owned();
+        candidate["trust"] = trust.get(&(model.to_owned(), worker)).cloned().unwrap_or_default();
+    }
+    decision
+}
+
 /// POST /explain: a chat or completion request as it would be sent; nothing is booked or forwarded.
 pub(super) async fn explain(State(app): State<Arc<App>>, body: Body) -> Response {
     let explained = async {
@@ -285,7 +346,8 @@ pub(super) async fn explain(State(app): State<Arc<App>>, body: Body) -> Response
         let envelope = Envelope::parse(&body)?;
         let api = if envelope.messages.is_some() { Api::Chat } else { Api::Completions };
         let plan = Plan::make(&app, api, &envelope, body.len()).await?;
-        plan.explain().map_err(Reject::from)
+        let value = plan.explain().map_err(Reject::from)?;
+        Ok::<_, Reject>(with_trust(value, &plan.route.pool.name, &trust(&app)))
     };
     match explained.await {
         Ok(value) => Json(value).into_response(),

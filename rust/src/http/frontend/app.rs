@@ -19,6 +19,7 @@ use super::super::body::{self, Unreadable};
 use super::super::metrics::{CommonMetrics, RequestLabel};
 use super::super::{Reject, Shutdown};
 use super::admin;
+use super::busy;
 use super::engine::{Engine, EngineSpec};
 use super::fleet::Fleet;
 use super::metrics::{CauseLabel, FrontendMetrics};
@@ -32,10 +33,11 @@ use crate::catalog::Catalog;
 use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::ids::InstanceId;
-use crate::select::Reservation;
+use crate::select::{MAX_REQUEST_ID_BYTES, Reservation};
 use crate::text::{CacheOptions, TextModel, TextOptions};
 
 pub(super) static WORKER_HEADER: HeaderName = HeaderName::from_static("x-kvflash-worker");
+pub(super) static REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
 pub(super) static OVERLAP_HEADER: HeaderName = HeaderName::from_static("x-kvflash-overlap-blocks");
 
 pub(super) struct App {
@@ -136,6 +138,8 @@ impl FrontendApp {
             .route("/workers", get(admin::workers).post(admin::add_worker))
             .route("/workers/{id}", axum::routing::delete(admin::remove_worker))
             .route("/explain", post(admin::explain))
+            .route("/why/{id}", get(admin::why))
+            .route("/busy_threshold", get(busy::list).post(busy::change))
             .fallback(async |uri: Uri| {
                 Reject::new(StatusCode::NOT_FOUND, format!("no such path: {}", uri.path())).openai()
             })
@@ -207,14 +211,27 @@ impl App {
 /// A request from its head to its answer's head; the [`Relay`] goes on from there.
 async fn forward(app: Arc<App>, api: Api, uri: Uri, headers: HeaderMap, body: Body) -> Response {
     let started = Instant::now();
-    let response = match attempt_all(&app, api, &uri, &headers, body).await {
+    let request_id = request_id(&headers);
+    let mut response = match attempt_all(&app, api, &uri, &headers, body, &request_id).await {
         Ok(response) => response,
         Err(reject) => reject.openai(),
     };
+    if let Ok(value) = HeaderValue::try_from(request_id) {
+        response.headers_mut().insert(REQUEST_ID_HEADER.clone(), value);
+    }
     let label = RequestLabel { endpoint: api.path(), status: response.status().as_u16() };
     app.common.requests.get_or_create(&label).inc();
     app.common.request_seconds.observe(started.elapsed().as_secs_f64());
     response
+}
+
+/// The name under which a request's decisions are kept: the client's where it gave a usable one.
+fn request_id(headers: &HeaderMap) -> String {
+    let given = headers.get(&REQUEST_ID_HEADER).and_then(|value| value.to_str().ok());
+    let is_usable = |id: &&str| (1..=MAX_REQUEST_ID_BYTES).contains(&id.len());
+    given
+        .filter(is_usable)
+        .map_or_else(|| format!("{:032x}", rand::random::<u128>()), str::to_owned)
 }
 
 async fn attempt_all(
@@ -223,12 +240,14 @@ async fn attempt_all(
     uri: &Uri,
     headers: &HeaderMap,
     body: Body,
+    request_id: &str,
 ) -> Result<Response, Reject> {
     let in_flight = app.admit()?;
     let body = app.read_body(body).await?;
     let started = Instant::now();
     let envelope = Envelope::parse(&body)?;
-    let plan = Plan::make(app, api, &envelope, body.len()).await?;
+    let mut plan = Plan::make(app, api, &envelope, body.len()).await?;
+    plan.request_id = Some(request_id.to_owned());
     app.metrics.route_seconds.observe(started.elapsed().as_secs_f64());
     drop(envelope);
 
@@ -240,7 +259,9 @@ async fn attempt_all(
             // Everybody eligible was tried: say how that went, not that nobody is left.
             Err(_) if last.is_some() => break,
             Err(error) => {
-                app.metrics.refused.get_or_create(&CauseLabel { cause: "no_worker" }).inc();
+                let is_busy = matches!(error, Error::AllBusy(_));
+                let cause = if is_busy { "all_busy" } else { "no_worker" };
+                app.metrics.refused.get_or_create(&CauseLabel { cause }).inc();
                 return Err(error.into());
             }
         };

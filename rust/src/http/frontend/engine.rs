@@ -130,7 +130,7 @@ fn is_local(address: &str) -> bool {
         .any(|scheme| address.strip_prefix(scheme).is_some_and(|path| !path.is_empty()))
 }
 
-fn port_of(address: &str) -> Option<u16> {
+pub(in crate::http) fn port_of(address: &str) -> Option<u16> {
     let (host, port) = address.strip_prefix("tcp://")?.rsplit_once(':')?;
     port.parse().ok().filter(|port| *port > 0 && !host.is_empty())
 }

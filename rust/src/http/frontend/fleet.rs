@@ -12,7 +12,7 @@ use crate::catalog::{Catalog, Identity, ModelIndex, ModelKey, Registration};
 use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
-use crate::select::{Overlap, Selector, SelectorConfig};
+use crate::select::{Journal, Selector, SelectorConfig};
 
 /// Tenant of the frontend's own indexes; the cache salt keeps clients apart.
 const TENANT: &str = "default";
@@ -100,14 +100,18 @@ impl Tables {
 pub(super) struct Fleet {
     options: FrontendOptions,
     catalog: Arc<Catalog>,
-    clock: Arc<dyn Clock>,
+    pub clock: Arc<dyn Clock>,
+    /// Decisions of all models.
+    pub journal: Arc<Journal>,
     tables: RwLock<Tables>,
     next_id: AtomicU64,
 }
 
 impl Fleet {
     pub fn new(options: FrontendOptions, catalog: Arc<Catalog>, clock: Arc<dyn Clock>) -> Self {
-        Self { options, catalog, clock, tables: RwLock::default(), next_id: AtomicU64::new(1) }
+        let journal = Arc::new(Journal::new(options.decision_journal_bytes));
+        let (tables, next_id) = (RwLock::default(), AtomicU64::new(1));
+        Self { options, catalog, clock, journal, tables, next_id }
     }
 
     /// Add an engine; it serves once a health check has told its models.
@@ -233,19 +237,22 @@ impl Fleet {
         let index = self.catalog.model_or_create(&key, forced)?;
         let config = SelectorConfig {
             router: self.options.router.clone(),
-            overlap: Overlap::Events,
-            ..SelectorConfig::default()
+            overlap: self.options.overlap,
+            thresholds: self.options.thresholds,
+            journal_bytes: 0,
         };
         Ok(Pool {
             name: name.to_owned(),
-            selector: Selector::new(config, index, Arc::clone(&self.clock))?,
+            selector: Selector::new(config, index, Arc::clone(&self.clock))?
+                .with_journal(Arc::clone(&self.journal)),
             members: RwLock::default(),
         })
     }
 
     fn join(&self, tables: &mut Tables, engine: &Arc<Engine>, pool: &Arc<Pool>) -> Result<()> {
         for dp_rank in 0..engine.spec.dp_size {
-            let Some(endpoint) = engine.spec.events_of(dp_rank) else { break };
+            let listens = self.options.uses_events();
+            let Some(endpoint) = engine.spec.events_of(dp_rank).filter(|_| listens) else { break };
             let registered = self.catalog.register(Registration {
                 worker: Worker::new(engine.id, dp_rank),
                 key: pool.index().key.clone(),

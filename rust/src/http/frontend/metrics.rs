@@ -60,7 +60,12 @@ pub(super) struct FrontendMetrics {
     pub worker_active_blocks: Family<WorkerLabel, Gauge>,
     pub worker_active_prefill: Family<WorkerLabel, Gauge>,
     pub worker_active_requests: Family<WorkerLabel, Gauge>,
+    pub worker_busy: Family<WorkerLabel, Gauge>,
     pub load_expired: Counter,
+    pub journal_bytes: Gauge,
+    pub journal_records: Gauge,
+    pub journal_dropped: Counter,
+    pub predicted_blocks: Gauge,
     pub tokenizer_hits: Gauge,
     pub tokenizer_misses: Gauge,
     pub tokenizer_bytes: Gauge,
@@ -91,7 +96,12 @@ impl FrontendMetrics {
             worker_active_blocks: Family::default(),
             worker_active_prefill: Family::default(),
             worker_active_requests: Family::default(),
+            worker_busy: Family::default(),
             load_expired: Counter::default(),
+            journal_bytes: Gauge::default(),
+            journal_records: Gauge::default(),
+            journal_dropped: Counter::default(),
+            predicted_blocks: Gauge::default(),
             tokenizer_hits: Gauge::default(),
             tokenizer_misses: Gauge::default(),
             tokenizer_bytes: Gauge::default(),
@@ -176,6 +186,32 @@ impl FrontendMetrics {
             "worker_active_requests",
             "Requests in flight, as booked here",
             m.worker_active_requests.clone(),
+        );
+        registry.register(
+            "worker_busy",
+            "1 = the worker is busier than its model's thresholds allow",
+            m.worker_busy.clone(),
+        );
+        registry.register_with_unit(
+            "decision_journal",
+            "Memory of past decisions",
+            Unit::Bytes,
+            m.journal_bytes.clone(),
+        );
+        registry.register(
+            "decision_journal_records",
+            "Past decisions that are kept",
+            m.journal_records.clone(),
+        );
+        registry.register(
+            "decision_journal_dropped",
+            "Past decisions that gave way to later ones",
+            m.journal_dropped.clone(),
+        );
+        registry.register(
+            "predicted_blocks",
+            "Blocks that workers are predicted to hold, counted per worker",
+            m.predicted_blocks.clone(),
         );
         registry.register(
             "load_expired",

@@ -2,6 +2,7 @@
 
 mod admin;
 mod app;
+mod busy;
 pub(super) mod engine;
 mod fleet;
 mod metrics;

@@ -5,12 +5,19 @@ use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::router::RouterConfig;
+use crate::select::{DEFAULT_JOURNAL_BYTES, Overlap, Thresholds};
 
 /// Options of a frontend. Every limit has a flag of the same name.
 #[derive(Debug, Clone)]
 pub struct FrontendOptions {
     /// How requests are routed; its block size is learned where it is 0.
     pub router: RouterConfig,
+    /// Where knowledge of the engines' caches comes from.
+    pub overlap: Overlap,
+    /// From when on a worker is busy, for every model until it is changed.
+    pub thresholds: Thresholds,
+    /// Memory for past decisions, bytes; 0 keeps none.
+    pub decision_journal_bytes: usize,
     /// Folder with tokenizer.json and the chat template; `None` = ask the engines' /tokenize.
     pub tokenizer: Option<PathBuf>,
     /// Memory for tokenized text, bytes.
@@ -41,6 +48,9 @@ impl Default for FrontendOptions {
     fn default() -> Self {
         Self {
             router: RouterConfig::default(),
+            overlap: Overlap::Events,
+            thresholds: Thresholds::default(),
+            decision_journal_bytes: DEFAULT_JOURNAL_BYTES,
             tokenizer: None,
             tokenizer_cache_bytes: 256 * 1024 * 1024,
             worker_api_key: None,
@@ -58,11 +68,19 @@ impl Default for FrontendOptions {
 }
 
 impl FrontendOptions {
+    /// Whether engines' events are listened to: not where routing itself is the knowledge, nor where an
+    /// overlap weighs nothing.
+    pub fn uses_events(&self) -> bool {
+        self.overlap != Overlap::Predictions && self.router.overlap_score_weight > 0.0
+    }
+
     /// Check what the types cannot.
     ///
     /// # Errors
     /// `Config`, naming the flag.
     pub fn check(&self) -> Result<()> {
+        self.router.validate()?;
+        self.thresholds.validate()?;
         for (flag, value) in [
             ("--max-body-bytes", self.max_body_bytes),
             ("--max-concurrent-requests", self.max_concurrent_requests),

@@ -6,7 +6,6 @@ use serde_json::json;
 use serde_json::value::RawValue;
 
 use super::super::Reject;
-use super::super::decision::decision_json;
 use super::app::App;
 use super::engine::Engine;
 use super::fleet::{Members, Route};
@@ -199,11 +198,9 @@ impl Plan {
         let prompt = &self.prompt;
         let expected =
             prompt.reusable_blocks(selection.overlap_blocks) * u64::from(prompt.block_size);
-        let mut value = decision_json(&record);
-        value["model"] = json!(pool.name);
+        let mut value = record.decision();
         value["lora_name"] = json!(self.route.lora_name);
         value["prompt_tokens"] = json!(self.prompt_tokens());
-        value["block_size"] = json!((prompt.block_size > 0).then_some(prompt.block_size));
         value["expected_cached_tokens"] = json!(expected);
         Ok(value)
     }

@@ -7,6 +7,7 @@ use bytes::Bytes;
 use serde::Deserialize;
 
 use super::app::App;
+use super::busy::{label, read_load, watched};
 use super::engine::{Engine, EngineNotes};
 use super::proxy::Upstream;
 use crate::http::Shutdown;
@@ -65,6 +66,13 @@ pub(super) async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown
                     }
                 }
             },
+        }
+        if engine.is_healthy()
+            && let Some(pool) = watched(&app, &engine)
+            && let Ok((200, body)) =
+                get(&app.upstream, &engine, "/metrics", interval.max(Duration::from_secs(1))).await
+        {
+            read_load(&pool, &engine, &String::from_utf8_lossy(&body));
         }
         let pause = if engine.is_healthy() { interval } else { eager };
         tokio::select! {
@@ -135,17 +143,9 @@ async fn learn(upstream: &Upstream, engine: &Engine) -> Result<EngineNotes, Stri
     Ok(notes)
 }
 
-/// The number in a Prometheus label, e.g. `block_size="16"`.
-fn label<T: std::str::FromStr>(line: &str, name: &str) -> Option<T> {
-    let quoted = format!("{name}=\"");
-    line.match_indices(&quoted)
-        .filter(|(at, _)| matches!(line[..*at].chars().next_back(), Some('{' | ',')))
-        .find_map(|(at, _)| line[at + quoted.len()..].split('"').next()?.parse().ok())
-}
-
 #[cfg(test)]
 mod tests {
-    use super::label;
+    use crate::http::frontend::busy::label;
 
     #[test]
     fn reads_the_label_of_exactly_that_name() {

@@ -12,7 +12,7 @@ use serde_json::json;
 use super::app::{App, InFlight};
 use super::engine::Engine;
 use super::usage::UsageScanner;
-use crate::select::Reservation;
+use crate::select::{Outcome, Reservation};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
@@ -77,9 +77,11 @@ impl Relay {
 
     fn finish(&mut self) {
         self.end = End::Complete;
+        self.booking.ended(Outcome::Complete);
         let metrics = &self.app.metrics;
         if let Some(tokens) = self.scanner.cached_tokens {
             metrics.delivered.inc_by(tokens);
+            self.booking.cached(tokens);
             metrics.usage_reported.inc();
         }
         match (self.prompt_tokens, self.scanner.prompt_tokens) {
@@ -96,6 +98,7 @@ impl Relay {
 
     fn broken(&mut self, error: &hyper::Error) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
         self.end = End::Broken;
+        self.booking.ended(Outcome::Broken);
         self.app.metrics.streams_broken.inc();
         self.engine.failed(&format!("answer broke off: {error}"));
         // Everything that came is with the client already; what follows can only be said inside the stream.
@@ -175,6 +178,7 @@ impl Drop for Relay {
             // The engine has told its usage already: only the end of the stream is missing.
             End::Open if self.scanner.cached_tokens.is_some() => self.finish(),
             End::Open => {
+                self.booking.ended(Outcome::ClientGone);
                 self.app.metrics.clients_gone.inc();
             }
             End::Complete | End::Broken => {}

@@ -1,6 +1,7 @@
 //! Routes of the router.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use axum::Router;
@@ -15,11 +16,13 @@ use bytes::Bytes;
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::json;
 
+use super::super::Reject;
 use super::super::body::{self, Unreadable};
-use super::super::decision::record_json;
+use super::super::busy::{Change, answer};
 use super::super::indexer::form::{Form, Params};
+use super::super::indexer::query_routes;
 use super::super::metrics::{CommonMetrics, ModelLabel, RequestLabel, escape};
-use super::super::{Reject, busy};
+use super::super::remote::RemoteIndexer;
 use super::answer::{health, readiness, worker_entries, worker_entry};
 use super::choose::Chosen;
 use super::fleet::{Fleet, Pool};
@@ -42,19 +45,21 @@ pub(super) struct App {
     pub fleet: Fleet,
     pub common: CommonMetrics,
     pub metrics: RouterMetrics,
+    pub remote: Option<RemoteIndexer>,
 }
 
 /// The standalone router: workers are registered with it, [`RouterApp::router`] is served.
 #[derive(Clone)]
 pub struct RouterApp {
     app: Arc<App>,
+    routes: Router,
 }
 
 impl RouterApp {
     /// A router without workers.
     ///
     /// # Errors
-    /// As [`RouterOptions::check`].
+    /// As [`RouterOptions::check`]; `Config` for a remote indexer's address that is none.
     pub fn new(
         options: RouterOptions,
         catalog: Arc<Catalog>,
@@ -63,9 +68,14 @@ impl RouterApp {
         options.check()?;
         let (common, mut registry) = CommonMetrics::new();
         let metrics = RouterMetrics::register(&mut registry);
+        let remote = options.remote_indexer.as_ref();
+        let remote =
+            remote.map(|options| RemoteIndexer::new(options, &mut registry)).transpose()?;
         common.seal(registry);
         let fleet = Fleet::new(options.clone(), Arc::clone(&catalog), clock);
-        Ok(Self { app: Arc::new(App { options, catalog, fleet, common, metrics }) })
+        let app = App { options, catalog, fleet, common, metrics, remote };
+        let app = Arc::new(app);
+        Ok(Self { routes: routes(&app)?, app })
     }
 
     /// Free reservations that nothing was heard of; call it on a timer.
@@ -77,40 +87,47 @@ impl RouterApp {
 
     /// The routes, ready for [`super::super::serve`].
     pub fn router(&self) -> Router {
-        Router::new()
-            .route("/", post(method))
-            .route("/workers", get(workers).post(add_worker))
-            .route("/workers/{id}", delete(remove_worker))
-            .route("/select", post(select))
-            .route("/reserve", post(reserve))
-            .route("/prefill_complete", post(prefill_complete))
-            .route("/touch", post(touch))
-            .route("/free", post(free))
-            .route("/potential_loads", post(potential_loads))
-            .route("/report_load", post(report_load))
-            .route("/busy_threshold", get(thresholds).post(set_thresholds))
-            .route("/explain", post(explain))
-            .route("/why/{request_id}", get(why))
-            .route("/health", get(async |State(app): State<Arc<App>>| reply(&health(&app))))
-            .route("/ready", get(ready))
-            .route("/metrics", get(metrics))
-            .route("/openapi.json", get(openapi))
-            .fallback(async |mut body: Body| {
-                body::discard(&mut body).await;
-                Reject::new(StatusCode::NOT_FOUND, "no such path").plain()
-            })
-            .method_not_allowed_fallback(async |mut body: Body| {
-                body::discard(&mut body).await;
-                Reject::new(StatusCode::METHOD_NOT_ALLOWED, "this path takes another method")
-                    .plain()
-            })
-            .with_state(Arc::clone(&self.app))
-            .layer(from_fn_with_state(Arc::clone(&self.app), count))
+        self.routes.clone()
     }
 }
 
+fn routes(app: &Arc<App>) -> KvResult<Router> {
+    let mut router = Router::new()
+        .route("/", post(method))
+        .route("/workers", get(workers).post(add_worker))
+        .route("/workers/{id}", delete(remove_worker))
+        .route("/select", post(select))
+        .route("/reserve", post(reserve))
+        .route("/prefill_complete", post(prefill_complete))
+        .route("/touch", post(touch))
+        .route("/free", post(free))
+        .route("/potential_loads", post(potential_loads))
+        .route("/report_load", post(report_load))
+        .route("/busy_threshold", get(thresholds).post(set_thresholds))
+        .route("/explain", post(explain))
+        .route("/why/{request_id}", get(why))
+        .route("/health", get(async |State(app): State<Arc<App>>| reply(&health(&app))))
+        .route("/ready", get(ready))
+        .route("/metrics", get(metrics))
+        .route("/openapi.json", get(openapi))
+        .fallback(async |mut body: Body| {
+            body::discard(&mut body).await;
+            Reject::new(StatusCode::NOT_FOUND, "no such path").plain()
+        })
+        .method_not_allowed_fallback(async |mut body: Body| {
+            body::discard(&mut body).await;
+            Reject::new(StatusCode::METHOD_NOT_ALLOWED, "this path takes another method").plain()
+        })
+        .with_state(Arc::clone(app));
+    if app.options.serve_indexer {
+        let catalog = Arc::clone(&app.catalog);
+        router = router.merge(query_routes(catalog, app.options.max_body_bytes)?);
+    }
+    Ok(router.layer(from_fn_with_state(Arc::clone(app), count)))
+}
+
 /// Paths as metrics name them; never what a client sent.
-const PATHS: [&str; 17] = [
+const PATHS: [&str; 21] = [
     "/",
     "/workers",
     "/workers/{id}",
@@ -128,6 +145,10 @@ const PATHS: [&str; 17] = [
     "/ready",
     "/metrics",
     "/openapi.json",
+    "/query",
+    "/query_by_hash",
+    "/dump",
+    "/digest",
 ];
 
 async fn count(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
@@ -202,9 +223,7 @@ fn respond(status: StatusCode, form: Form, body: &impl Serialize) -> Response {
         Form::Msgpack => rmp_serde::to_vec_named(body).map_err(|error| error.to_string()),
     };
     match bytes {
-        Ok(bytes) => {
-            (status, [(header::CONTENT_TYPE, form.media_type())], bytes).into_response()
-        }
+        Ok(bytes) => (status, [(header::CONTENT_TYPE, form.media_type())], bytes).into_response(),
         Err(error) => Reject::new(StatusCode::INTERNAL_SERVER_ERROR, error).plain(),
     }
 }
@@ -358,20 +377,23 @@ async fn report_load(State(app): State<Arc<App>>, headers: HeaderMap, body: Body
 
 async fn thresholds(State(app): State<Arc<App>>) -> Response {
     let pools = app.fleet.pools();
-    busy::list(&tables(&pools))
+    let mut entries: Vec<_> = pools
+        .iter()
+        .map(|pool| answer(&pool.key.model_name, &pool.selector.busy.thresholds()))
+        .collect();
+    // Tenants of a model have the same ones, unless they came at different times.
+    entries.dedup();
+    reply(&json!({ "thresholds": entries }))
 }
 
 async fn set_thresholds(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
     let changed = async {
-        let body = app.read(body).await?;
-        let pools = app.fleet.pools();
-        busy::change(&headers, &body, &tables(&pools))
+        Change::check_type(&headers)?;
+        let change = Change::parse(&app.read(body).await?)?;
+        let pools = app.fleet.fitting(Some(&change.model), None);
+        Ok(reply(&change.apply(pools.iter().map(|pool| &pool.selector.busy))?))
     };
     plain(changed.await)
-}
-
-fn tables(pools: &[Arc<Pool>]) -> Vec<(&str, &crate::select::BusyTable)> {
-    pools.iter().map(|pool| (pool.key.model_name.as_str(), &pool.selector.busy)).collect()
 }
 
 async fn why(
@@ -382,19 +404,13 @@ async fn why(
     let found = || {
         let Path(request_id) =
             request_id.map_err(|error| Reject::bad_request(format!("request_id: {error}")))?;
-        let mut decisions = Vec::new();
-        for pool in app.fleet.pools() {
-            for record in pool.selector.journal.find(&request_id) {
-                let mut entry = record_json(&record);
-                entry["model_name"] = json!(pool.key.model_name);
-                entry["tenant_id"] = json!(pool.key.tenant_id);
-                decisions.push(entry);
-            }
-        }
+        let now_ms = app.fleet.clock.now_ms();
+        let records = app.fleet.journal.find(&request_id);
+        let decisions: Vec<_> = records.iter().map(|record| record.whole(now_ms)).collect();
         if decisions.is_empty() {
             return Err(Reject::from(Error::NotFound(format!(
                 "no decision for request_id {request_id:?} is kept: only reserved requests are, and \
-                 the latest ones (--journal-bytes)"
+                 the latest ones (--decision-journal)"
             ))));
         }
         Ok(reply_to(&headers, &json!({ "request_id": request_id, "decisions": decisions })))
@@ -429,15 +445,11 @@ async fn metrics(State(app): State<Arc<App>>) -> Response {
         let (model, tenant) = (escape(&pool.key.model_name), escape(&pool.key.tenant_id));
         let loads = pool.selector.loads();
         let busy = pool.selector.busy.busy(loads.iter().copied());
-        let stats = pool.selector.journal.stats();
         let label = ModelLabel { model: model.clone(), tenant: tenant.clone() };
         for (family, value) in [
             (&figures.workers, pool.members().len()),
             (&figures.busy_workers, busy.len()),
             (&figures.reservations, pool.selector.reserved()),
-            (&figures.journal_records, stats.records),
-            (&figures.journal_bytes, stats.bytes),
-            (&figures.journal_dropped, stats.dropped_total as usize),
         ] {
             family.get_or_create(&label).set(value as i64);
         }
@@ -449,5 +461,9 @@ async fn metrics(State(app): State<Arc<App>>) -> Response {
             figures.worker_active_requests.get_or_create(&label).set(i64::from(load.requests));
         }
     }
+    let journal = app.fleet.journal.stats();
+    figures.journal_records.set(journal.records as i64);
+    figures.journal_bytes.set(journal.bytes as i64);
+    figures.journal_dropped.inner().store(journal.dropped_total, Ordering::Relaxed);
     app.common.expose(&app.catalog)
 }

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::super::decision::decision_json;
 use super::app::App;
 use super::fleet::Pool;
 use super::metrics::OutcomeLabel;
@@ -67,7 +66,16 @@ impl Chosen {
         let pool = app.fleet.find(request.model_name.as_deref(), request.tenant_id.as_deref())?;
         let (pin, allowed) = (request.pin()?, request.allowed()?);
         let prompt = prompt(&pool, &request)?;
-        Ok(Self { pool, prompt, remote: None, request, pin, allowed })
+        let is_asked = pool.selector.uses_overlaps(&request.overrides(), &prompt);
+        let remote = match &app.remote {
+            // Without an answer nothing is known to be held, and load decides.
+            Some(remote) if is_asked => {
+                let found = remote.overlaps(&pool.key, &prompt.locals, prompt.block_size).await;
+                Some(found.unwrap_or_default())
+            }
+            _ => None,
+        };
+        Ok(Self { pool, prompt, remote, request, pin, allowed })
     }
 
     fn ask<T>(&self, act: impl FnOnce(&Ask<'_>) -> Result<T>) -> Result<T> {
@@ -78,13 +86,15 @@ impl Chosen {
             overrides: self.request.overrides(),
             allowed: self.allowed.is_some().then_some(&is_allowed as &dyn Fn(Worker) -> bool),
             pin: self.pin,
+            overlaps: self.remote.as_deref(),
             ..Ask::new(&self.prompt)
         })
     }
 
     /// The worker it would go to now; nothing changes.
     pub fn preview(&self, app: &App) -> Result<Answer> {
-        let (selection, _) = self.counted(app, "previewed", |ask| self.pool.selector.preview(ask))?;
+        let (selection, _) =
+            self.counted(app, "previewed", |ask| self.pool.selector.preview(ask))?;
         Ok(self.answer(&selection, None))
     }
 
@@ -109,7 +119,7 @@ impl Chosen {
     pub fn explain(&self, app: &App) -> Result<Value> {
         let (selection, record) =
             self.counted(app, "explained", |ask| self.pool.selector.preview(ask))?;
-        let mut value = decision_json(&record);
+        let mut value = record.decision();
         let answer = serde_json::to_value(self.answer(&selection, None))
             .map_err(|error| Error::invalid(error.to_string()))?;
         if let (Value::Object(to), Value::Object(from)) = (&mut value, answer) {

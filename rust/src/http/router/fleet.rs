@@ -5,14 +5,14 @@ use std::sync::Arc;
 
 use parking_lot::RwLock;
 
-use super::super::frontend::engine::shifted;
+use super::super::frontend::engine::{port_of, shifted};
 use super::options::RouterOptions;
 use super::request::{Events, NewWorker};
 use crate::catalog::{Catalog, Identity, ModelKey, Registration};
 use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
-use crate::select::{Selector, Thresholds};
+use crate::select::{Journal, Selector, SelectorConfig, Thresholds};
 
 /// A registered worker.
 #[derive(Debug)]
@@ -75,13 +75,16 @@ struct Tables {
 pub(super) struct Fleet {
     options: RouterOptions,
     catalog: Arc<Catalog>,
-    clock: Arc<dyn Clock>,
+    pub clock: Arc<dyn Clock>,
+    /// Past decisions of all models: it outlives workers that come and go.
+    pub journal: Arc<Journal>,
     tables: RwLock<Tables>,
 }
 
 impl Fleet {
     pub fn new(options: RouterOptions, catalog: Arc<Catalog>, clock: Arc<dyn Clock>) -> Self {
-        Self { options, catalog, clock, tables: RwLock::default() }
+        let journal = Arc::new(Journal::new(options.selector.journal_bytes));
+        Self { options, catalog, clock, journal, tables: RwLock::default() }
     }
 
     /// Add a worker with all its ranks.
@@ -105,8 +108,7 @@ impl Fleet {
                 self.options.max_workers
             )));
         }
-        let key =
-            ModelKey { model_name: new.model_name.clone(), tenant_id: new.tenant_id.clone() };
+        let key = ModelKey { model_name: new.model_name.clone(), tenant_id: new.tenant_id.clone() };
         let pool = self.pool(&mut tables, &key)?;
         let joined = self.join(&pool, new);
         match &joined {
@@ -125,8 +127,9 @@ impl Fleet {
         }
         let forced = Some(self.options.selector.router.block_size).filter(|size| *size > 0);
         let index = self.catalog.model_or_create(key, forced)?;
-        let config = self.options.selector.clone();
-        let selector = Selector::new(config, index, Arc::clone(&self.clock))?;
+        let config = SelectorConfig { journal_bytes: 0, ..self.options.selector.clone() };
+        let selector = Selector::new(config, index, Arc::clone(&self.clock))?
+            .with_journal(Arc::clone(&self.journal));
         if let Some(thresholds) = tables.thresholds.get(key) {
             selector.busy.set_thresholds(*thresholds)?;
         }
@@ -145,6 +148,11 @@ impl Fleet {
                     pool.key.model_name, pool.key.tenant_id
                 )));
             }
+        }
+        for (field, address) in
+            [("endpoint", &new.endpoint), ("replay_endpoint", &new.replay_endpoint)]
+        {
+            check_ports(field, address.as_deref(), new.dp_size)?;
         }
         let events = match &new.endpoint {
             Some(endpoint) => (0..new.dp_size)
@@ -290,4 +298,17 @@ impl Fleet {
         let tables = self.tables.read();
         (tables.joined.len(), tables.registered_total)
     }
+}
+
+/// Rank r publishes at the port + r: there must be one, for all of them.
+fn check_ports(field: &str, address: Option<&str>, dp_size: u32) -> Result<()> {
+    let Some(address) = address.filter(|_| dp_size > 1) else { return Ok(()) };
+    let has_ports = port_of(address).is_some_and(|port| u32::from(port) + dp_size - 1 <= 65_535);
+    if !has_ports {
+        return Err(Error::invalid(format!(
+            "{field} must be tcp://host:port with room for {dp_size} ports (rank r is at port + r), or \
+             give every rank's in events; got {address:?}"
+        )));
+    }
+    Ok(())
 }

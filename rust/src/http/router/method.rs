@@ -96,16 +96,14 @@ pub(super) async fn obey(
         }
         Message::MarkPrefill { about } => {
             let about = named(about);
-            let pools =
-                app.fleet.fitting(about.model_name.as_deref(), about.tenant_id.as_deref());
+            let pools = app.fleet.fitting(about.model_name.as_deref(), about.tenant_id.as_deref());
             let name = about.name()?;
             let marked = pools.iter().filter(|p| p.selector.mark_prefill_completed(name).is_ok());
             Ok(MethodAnswer::PrefillMarked { success: marked.count() > 0 })
         }
         Message::MarkFree { about } => {
             let about = named(about);
-            let pools =
-                app.fleet.fitting(about.model_name.as_deref(), about.tenant_id.as_deref());
+            let pools = app.fleet.fitting(about.model_name.as_deref(), about.tenant_id.as_deref());
             let name = about.name()?;
             let freed = pools.iter().filter(|pool| pool.selector.free(name));
             Ok(MethodAnswer::FreeMarked { success: freed.count() > 0 })

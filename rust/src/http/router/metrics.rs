@@ -4,7 +4,7 @@ use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::registry::Registry;
+use prometheus_client::registry::{Registry, Unit};
 
 use super::super::metrics::ModelLabel;
 
@@ -36,9 +36,9 @@ pub(super) struct RouterMetrics {
     pub selections: Family<OutcomeLabel, Counter>,
     pub load_expired: Counter,
     pub reservations: Family<ModelLabel, Gauge>,
-    pub journal_records: Family<ModelLabel, Gauge>,
-    pub journal_bytes: Family<ModelLabel, Gauge>,
-    pub journal_dropped: Family<ModelLabel, Gauge>,
+    pub journal_records: Gauge,
+    pub journal_bytes: Gauge,
+    pub journal_dropped: Counter,
     pub workers: Family<ModelLabel, Gauge>,
     pub busy_workers: Family<ModelLabel, Gauge>,
     pub worker_active_blocks: Family<WorkerLabel, Gauge>,
@@ -57,9 +57,9 @@ impl RouterMetrics {
             selections: Family::default(),
             load_expired: Counter::default(),
             reservations: Family::default(),
-            journal_records: Family::default(),
-            journal_bytes: Family::default(),
-            journal_dropped: Family::default(),
+            journal_records: Gauge::default(),
+            journal_bytes: Gauge::default(),
+            journal_dropped: Counter::default(),
             workers: Family::default(),
             busy_workers: Family::default(),
             worker_active_blocks: Family::default(),
@@ -85,16 +85,25 @@ impl RouterMetrics {
             ("router_workers", "Registered workers", &metrics.workers),
             ("router_busy_workers", "Workers above a threshold", &metrics.busy_workers),
             ("router_reservations", "Reservations that are active", &metrics.reservations),
-            ("journal_records", "Past decisions kept", &metrics.journal_records),
-            ("journal_bytes", "Memory of past decisions", &metrics.journal_bytes),
-            (
-                "journal_dropped_records",
-                "Past decisions that gave way to later ones",
-                &metrics.journal_dropped,
-            ),
         ] {
             registry.register(name, help, family.clone());
         }
+        registry.register_with_unit(
+            "decision_journal",
+            "Memory of past decisions",
+            Unit::Bytes,
+            metrics.journal_bytes.clone(),
+        );
+        registry.register(
+            "decision_journal_records",
+            "Past decisions that are kept",
+            metrics.journal_records.clone(),
+        );
+        registry.register(
+            "decision_journal_dropped",
+            "Past decisions that gave way to later ones",
+            metrics.journal_dropped.clone(),
+        );
         for (name, help, family) in [
             (
                 "worker_active_blocks",
@@ -115,14 +124,8 @@ impl RouterMetrics {
 
     /// Families that are read anew at each scrape, so that who left leaves no label behind.
     pub fn clear(&self) {
-        let Self {
-            workers, busy_workers, reservations, journal_records, journal_bytes, journal_dropped, ..
-        } = self;
-        for family in
-            [workers, busy_workers, reservations, journal_records, journal_bytes, journal_dropped]
-        {
-            family.clear();
-        }
+        let Self { workers, busy_workers, reservations, .. } = self;
+        [workers, busy_workers, reservations].into_iter().for_each(Family::clear);
         let Self { worker_active_blocks, worker_active_prefill, worker_active_requests, .. } = self;
         for family in [worker_active_blocks, worker_active_prefill, worker_active_requests] {
             family.clear();

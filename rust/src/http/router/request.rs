@@ -13,8 +13,8 @@ use crate::select::{Pin, Report, Share};
 
 /// Most worker ids that one request may allow.
 const MAX_ALLOWED: usize = 65_535;
-/// Longest address of a worker, bytes; it is handed back as it came.
-const MAX_URL_BYTES: usize = 4_096;
+/// Longest address of a worker, characters; it is handed back as it came.
+const MAX_URL_CHARS: usize = 4_096;
 
 /// Where a rank publishes.
 #[derive(Debug, Clone, Deserialize)]
@@ -68,10 +68,10 @@ impl NewWorker {
         if self.block_size == Some(0) {
             return Err(Error::invalid("block_size must be at least 1, got 0"));
         }
-        let len = self.url.as_ref().map_or(0, String::len);
-        if len > MAX_URL_BYTES {
+        let len = self.url.as_ref().map_or(0, |url| url.chars().count());
+        if len > MAX_URL_CHARS {
             return Err(Error::invalid(format!(
-                "url may have at most {MAX_URL_BYTES} bytes, got {len}"
+                "url may have at most {MAX_URL_CHARS} characters, got {len}"
             )));
         }
         if self.endpoint.is_some() && !self.events.is_empty() {

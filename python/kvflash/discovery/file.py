@@ -1,0 +1,199 @@
+"""Discovery in a folder, for the processes of one machine.
+
+The kernel lets go of a lock when its process ends, however it ends, so that a death is seen
+without clocks. A watch looks every POLL_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from kvflash.discovery.base import (
+    LEASE_TTL_S,
+    Discovery,
+    Lease,
+    Watch,
+    check_open,
+    new_lease_id,
+)
+from kvflash.discovery.folder import Folder, LeaseFile
+from kvflash.errors import InvalidArgumentError, TransportError
+
+__all__ = ["FileDiscovery", "default_folder"]
+
+logger = logging.getLogger(__name__)
+
+# How often the folder is looked at while somebody watches or holds a lease, and the share of time
+# that looking may take: with very many leases it is done less often.
+POLL_S = 0.1
+POLL_SHARE_MAX = 0.05
+# Only a process that is stopped just then keeps the lock that long.
+LOCK_TIMEOUT_S = 5.0
+LOCK_PAUSE_S = 0.005
+
+
+def default_folder() -> Path:
+    """``$KVFLASH_DISCOVERY_DIR``, or a folder of this user that a reboot empties."""
+    named = os.environ.get("KVFLASH_DISCOVERY_DIR")
+    if named:
+        return Path(named)
+    base = os.environ.get("XDG_RUNTIME_DIR") or "/tmp"
+    return Path(base) / f"kvflash-{os.getuid()}" / "discovery"
+
+
+class _FileLease:
+    def __init__(self, discovery: FileDiscovery, file: LeaseFile, lease_id: int) -> None:
+        self.id = lease_id
+        self.lost = asyncio.Event()
+        self.file = file
+        self._discovery = discovery
+        weakref.finalize(self, file.release)
+
+    async def revoke(self) -> None:
+        if self in self._discovery.leases:
+            self._discovery.leases.discard(self)
+            self.file.release()
+            await self._discovery.sweep()
+
+
+class FileDiscovery(Discovery):
+    """Keys in a folder that the processes of one machine and user share.
+
+    Args:
+        folder: Where; made with mode 0700 if it is not there. Default: default_folder().
+
+    Raises:
+        ConfigError: The folder can't be made or is open to others.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self._folder = Folder(Path(folder) if folder else default_folder())
+        self.leases: set[_FileLease] = set()
+        self._watches: dict[Watch, str] = {}
+        self._poller: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    async def lease(self, ttl_s: float = LEASE_TTL_S, *, lease_id: int | None = None) -> Lease:
+        """See :meth:`Discovery.lease`; its end is seen at once, whatever ``ttl_s`` says."""
+        check_open(self._is_closed)
+        number = lease_id or new_lease_id()
+        lease = _FileLease(self, LeaseFile(self._folder.path, number), number)
+        self.leases.add(lease)
+        self._poll()
+        return lease
+
+    async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
+        """See :meth:`Discovery.put`."""
+        lease_id = self._lease_id(lease)
+        async with self._locked():
+            self._folder.write(key, value, lease_id)
+
+    async def create(self, key: str, value: bytes, lease: Lease | None = None) -> bool:
+        """See :meth:`Discovery.create`."""
+        lease_id = self._lease_id(lease)
+        async with self._locked():
+            if self._folder.read(key) is not None:
+                return False
+            self._folder.write(key, value, lease_id)
+            return True
+
+    async def delete(self, key: str) -> bool:
+        """See :meth:`Discovery.delete`."""
+        async with self._locked():
+            is_there = self._folder.read(key) is not None
+            return self._folder.delete(key) and is_there
+
+    async def get_prefix(self, prefix: str) -> dict[str, bytes]:
+        """See :meth:`Discovery.get_prefix`."""
+        check_open(self._is_closed)
+        living, _ = self._folder.look()
+        return {key: value for key, value in living.items() if key.startswith(prefix)}
+
+    def watch(self, prefix: str) -> Watch:
+        """See :meth:`Discovery.watch`."""
+        check_open(self._is_closed)
+        watch = Watch(self._forget)
+        self._watches[watch] = prefix
+        self._poll()
+        return watch
+
+    async def sweep(self) -> None:
+        """Delete what dead processes left."""
+        async with self._locked(is_closing=True):
+            self._folder.sweep()
+
+    async def close(self) -> None:
+        """See :meth:`Discovery.close`."""
+        self._is_closed = True
+        for watch in list(self._watches):
+            await watch.aclose()
+        for lease in list(self.leases):
+            await lease.revoke()
+        if self._poller is not None:
+            self._poller.cancel()
+            await asyncio.gather(self._poller, return_exceptions=True)
+
+    def _forget(self, watch: Watch) -> None:
+        del self._watches[watch]
+
+    def _lease_id(self, lease: Lease | None) -> int:
+        if lease is None:
+            return 0
+        if lease not in self.leases:
+            raise InvalidArgumentError(f"lease {lease.id} has ended or is of another discovery")
+        return lease.id
+
+    @asynccontextmanager
+    async def _locked(self, *, is_closing: bool = False) -> AsyncIterator[None]:
+        """Hold the folder's lock.
+
+        Raises:
+            TransportError: Another process has it for longer than LOCK_TIMEOUT_S.
+        """
+        check_open(self._is_closed and not is_closing)
+        end = time.monotonic() + LOCK_TIMEOUT_S
+        while (lock := self._folder.try_lock()) is None:
+            if time.monotonic() > end:
+                raise TransportError(
+                    f"discovery folder {self._folder.path}: its lock is held for more than "
+                    f"{LOCK_TIMEOUT_S:g} s; is a process stopped?"
+                )
+            await asyncio.sleep(LOCK_PAUSE_S)
+        with lock:
+            yield
+
+    def _poll(self) -> None:
+        if self._poller is None or self._poller.done():
+            self._poller = asyncio.get_running_loop().create_task(self._poll_forever())
+
+    async def _poll_forever(self) -> None:
+        """Tell the watches what changed, until there is nothing to look after."""
+        while self._watches or self.leases:
+            began = time.monotonic()
+            try:
+                await self._look()
+            except (OSError, TransportError) as error:
+                logger.warning("discovery folder %s: %s", self._folder.path, error)
+            took_s = time.monotonic() - began
+            await asyncio.sleep(max(POLL_S, took_s / POLL_SHARE_MAX))
+
+    async def _look(self) -> None:
+        if self._watches:
+            living, has_dead = self._folder.look()
+            for watch, prefix in list(self._watches.items()):
+                watch.replace({k: v for k, v in living.items() if k.startswith(prefix)})
+            if has_dead:
+                await self.sweep()
+        for lease in list(self.leases):
+            if not lease.file.is_there():
+                # Somebody emptied the folder.
+                self.leases.discard(lease)
+                lease.file.release()
+                lease.lost.set()

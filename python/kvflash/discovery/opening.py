@@ -1,0 +1,65 @@
+"""Which discovery a process uses."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from pathlib import Path
+
+from kvflash.discovery.base import Discovery
+from kvflash.discovery.file import FileDiscovery
+from kvflash.discovery.memory import MemoryDiscovery
+from kvflash.errors import ConfigError
+
+__all__ = ["KINDS", "discovery_kind", "open_discovery"]
+
+KINDS = ("mem", "file", "etcd")
+VARIABLES = ("KVFLASH_DISCOVERY", "KVFLASH_STORE_KV", "DYN_STORE_KV")
+
+
+def discovery_kind() -> str:
+    """What the environment names: mem, file or etcd; file without a word.
+
+    Raises:
+        ConfigError: Something else, or two variables that differ.
+    """
+    found = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
+    if len(set(found.values())) > 1:
+        said = " and ".join(f"{name}={value}" for name, value in found.items())
+        raise ConfigError(f"environment variables contradict each other: {said}")
+    for name, value in found.items():
+        if value not in KINDS:
+            raise ConfigError(f"{name} must be one of {', '.join(KINDS)}, got {value!r}")
+        return value
+    return "file"
+
+
+def open_discovery(
+    kind: str | None = None,
+    *,
+    folder: str | Path | None = None,
+    endpoints: str | None = None,
+) -> Discovery:
+    """Make a discovery.
+
+    Args:
+        kind: ``mem`` (this process), ``file`` (this machine) or ``etcd``; default: what
+            KVFLASH_DISCOVERY says, else ``file``.
+        folder: For ``file``; default: KVFLASH_DISCOVERY_DIR, else a folder of this user.
+        endpoints: For ``etcd``: addresses, separated by commas; default: ETCD_ENDPOINTS, else
+            ``http://127.0.0.1:2379``.
+
+    Raises:
+        ConfigError: An unknown kind, a folder that can't be used, a client that is not installed.
+    """
+    kind = kind or discovery_kind()
+    if kind == "mem":
+        return MemoryDiscovery()
+    if kind == "file":
+        return FileDiscovery(folder)
+    if kind == "etcd":
+        # Its client is heavy and need not be installed.
+        module = import_module("kvflash.discovery.etcd")
+        made: Discovery = module.EtcdDiscovery(endpoints)
+        return made
+    raise ConfigError(f"discovery must be one of {', '.join(KINDS)}, got {kind!r}")

@@ -1,0 +1,29 @@
+"""Names that are imported when they are first asked for (PEP 562)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+__all__ = ["lazy_names"]
+
+
+def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """A module's ``__getattr__`` that imports a name from its home and keeps it.
+
+    Args:
+        package: The module's name.
+        homes: For each name the module that defines it.
+    """
+
+    def load(name: str) -> Any:
+        home = homes.get(name)
+        if home is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(home), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return load

@@ -1,0 +1,184 @@
+"""Models: what a worker says of the model that it serves."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from enum import Enum, Flag, auto
+from pathlib import Path
+from typing import Any
+
+from kvflash.errors import InvalidArgumentError
+from kvflash.runtime.component import Endpoint
+from kvflash.runtime.distributed import MODELS
+
+__all__ = [
+    "BLOCK_SIZE",
+    "ModelInput",
+    "ModelRuntimeConfig",
+    "ModelType",
+    "model_key",
+    "register_llm",
+    "unregister_llm",
+]
+
+BLOCK_SIZE = 16
+BLOCK_SIZE_MAX = 65_536
+TOKENS_MAX = 2**31 - 1
+LORAS_MAX = 1_024
+
+
+class ModelInput(Enum):
+    """What a worker's handler is given."""
+
+    Tokens = "tokens"
+    Text = "text"
+
+
+class ModelType(Flag):
+    """What a worker can be asked for; several with ``|``."""
+
+    Chat = auto()
+    Completions = auto()
+    Prefill = auto()
+    Embedding = auto()
+
+    def words(self) -> list[str]:
+        """As the model card says it, such as ``["chat", "completions"]``."""
+        return [kind.name.lower() for kind in ModelType if kind in self and kind.name]
+
+
+@dataclass(kw_only=True)
+class ModelRuntimeConfig:
+    """What a worker's engine has room for. None is unknown.
+
+    Attributes:
+        total_kv_blocks: Blocks of its cache, per dp rank.
+        max_num_seqs: Requests in a batch.
+        max_num_batched_tokens: Tokens in a batch.
+        data_parallel_size: dp ranks.
+        bootstrap_host: Where a prefill worker of SGLang's kind hands over, with bootstrap_port.
+        bootstrap_port: See bootstrap_host.
+    """
+
+    total_kv_blocks: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    data_parallel_size: int = 1
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+
+    def check(self) -> None:
+        """Refuse numbers that can't be.
+
+        Raises:
+            InvalidArgumentError: One is out of its range, or only half of the bootstrap is given.
+        """
+        for name in ("total_kv_blocks", "max_num_seqs", "max_num_batched_tokens"):
+            _in_range(name, getattr(self, name), 1, TOKENS_MAX)
+        _in_range("data_parallel_size", self.data_parallel_size, 1, 1_024)
+        _in_range("bootstrap_port", self.bootstrap_port, 1, 65_535)
+        if (self.bootstrap_host is None) != (self.bootstrap_port is None):
+            raise InvalidArgumentError(
+                "bootstrap_host and bootstrap_port go together, got "
+                f"{self.bootstrap_host!r} and {self.bootstrap_port!r}"
+            )
+
+
+def model_key(endpoint: Endpoint) -> str:
+    """The key of this process's model card."""
+    return f"{MODELS}{endpoint.path}/{endpoint.runtime.instance_id}"
+
+
+async def register_llm(  # noqa: PLR0917 - the order that workers know
+    model_input: ModelInput,
+    model_type: ModelType,
+    endpoint: Endpoint,
+    model_path: str | os.PathLike[str] | None = None,
+    model_name: str | None = None,
+    context_length: int | None = None,
+    kv_cache_block_size: int | None = None,
+    runtime_config: ModelRuntimeConfig | None = None,
+    user_data: dict[str, Any] | None = None,
+    *,
+    lora_names: list[str] | None = None,
+) -> None:
+    """Say that this process serves a model at an endpoint, for as long as it lives.
+
+    Frontends that watch the same discovery take it in. Call it before serve_endpoint, which does
+    not return; a second call replaces what was said.
+
+    Args:
+        model_input: Whether the handler gets token ids or text.
+        model_type: What it can be asked for.
+        endpoint: Where.
+        model_path: Folder with tokenizer.json, which must be there where the frontend runs too;
+            what is no folder here is only a name.
+        model_name: Name in requests; default: model_path.
+        context_length: Longest prompt with its answer; unit tokens.
+        kv_cache_block_size: Tokens in a block; default 16.
+        runtime_config: What the engine has room for.
+        user_data: Handed on as it is; JSON.
+        lora_names: Adapters that can be asked for by name.
+
+    Raises:
+        InvalidArgumentError: An argument is wrong.
+        TransportError: Discovery can't be reached.
+    """
+    if not isinstance(model_input, ModelInput):
+        raise InvalidArgumentError(f"model_input must be a ModelInput, got {model_input!r}")
+    if not isinstance(model_type, ModelType) or not model_type:
+        raise InvalidArgumentError(f"model_type must be a ModelType, got {model_type!r}")
+    name = model_name or (None if model_path is None else os.fspath(model_path))
+    if not name:
+        raise InvalidArgumentError("model_name or model_path must be given")
+    block_size = BLOCK_SIZE if kv_cache_block_size is None else kv_cache_block_size
+    _in_range("kv_cache_block_size", block_size, 1, BLOCK_SIZE_MAX)
+    _in_range("context_length", context_length, 1, TOKENS_MAX)
+    if lora_names is not None and len(lora_names) > LORAS_MAX:
+        raise InvalidArgumentError(
+            f"lora_names may have at most {LORAS_MAX} entries, got {len(lora_names)}"
+        )
+    config = runtime_config or ModelRuntimeConfig()
+    config.check()
+    bootstrap = None
+    if config.bootstrap_host is not None:
+        bootstrap = {"host": config.bootstrap_host, "port": config.bootstrap_port}
+    card = {
+        "model_name": name,
+        "model_input": model_input.value,
+        "model_type": model_type.words(),
+        "kv_cache_block_size": block_size,
+        "context_length": context_length,
+        "tokenizer": _folder(model_path),
+        "total_kv_blocks": config.total_kv_blocks,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_num_seqs": config.max_num_seqs,
+        "dp_size": config.data_parallel_size,
+        "lora_names": list(lora_names or []),
+        "bootstrap": bootstrap,
+        "user_data": user_data,
+    }
+    await endpoint.runtime.announce(model_key(endpoint), card)
+
+
+async def unregister_llm(endpoint: Endpoint) -> None:
+    """Take back what register_llm said.
+
+    Raises:
+        TransportError: Discovery can't be reached.
+    """
+    await endpoint.runtime.withdraw(model_key(endpoint))
+
+
+def _folder(path: str | os.PathLike[str] | None) -> str | None:
+    if path is None or not Path(path).is_dir():
+        return None
+    return str(Path(path).resolve())
+
+
+def _in_range(name: str, value: int | None, low: int, high: int) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidArgumentError(f"{name} must be in {low}..={high}, got {value!r}")

@@ -1,0 +1,20 @@
+"""The runtime: processes that serve endpoints and ask those of others."""
+
+from kvflash.runtime.client import Client, Stream
+from kvflash.runtime.component import Component, Endpoint, Namespace
+from kvflash.runtime.context import Context
+from kvflash.runtime.distributed import DistributedRuntime
+from kvflash.runtime.limits import RuntimeLimits
+from kvflash.runtime.worker import kvflash_worker
+
+__all__ = [
+    "Client",
+    "Component",
+    "Context",
+    "DistributedRuntime",
+    "Endpoint",
+    "Namespace",
+    "RuntimeLimits",
+    "Stream",
+    "kvflash_worker",
+]

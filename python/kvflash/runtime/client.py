@@ -1,0 +1,321 @@
+"""Who asks an endpoint's instances."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import time
+from collections.abc import Callable, Generator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from kvflash.errors import (
+    ClosedError,
+    DeadlineError,
+    DecodeError,
+    KvflashError,
+    NotFoundError,
+    NoWorkerError,
+    TransportError,
+)
+from kvflash.runtime.frame import Request, unpack
+from kvflash.runtime.instances import Instance, Instances
+from kvflash.runtime.plane import FailedError, Reply
+
+if TYPE_CHECKING:
+    from kvflash.runtime.component import Endpoint
+
+__all__ = ["Client", "Stream"]
+
+SYNC_TIMEOUT_S = 10.0
+
+# The next instance to ask; those in the set were asked in vain.
+Pick = Callable[[set[int]], Instance]
+
+
+class Client:
+    """Sends requests to the instances of an endpoint.
+
+    It may be awaited, which waits until discovery has answered, or used as it is. Every request
+    returns a :class:`Stream` of items once it is sent.
+
+    A request that fails before its first item is sent to another instance (but for `direct`), at
+    most attempts_max times, when no handler has seen it or its connection broke. Afterwards never.
+    """
+
+    def __init__(self, endpoint: Endpoint, instances: Instances) -> None:
+        self.endpoint = endpoint
+        self._instances = instances
+        self._turn = random.randrange(1 << 16)
+
+    def __await__(self) -> Generator[Any, None, Client]:
+        yield from self._instances.synced(SYNC_TIMEOUT_S).__await__()
+        return self
+
+    def instance_ids(self) -> list[int]:
+        """Numbers of the instances that are known now, sorted. Empty before discovery answered."""
+        self._instances.start()
+        return sorted(self._instances.by_id)
+
+    async def wait_for_instances(self, timeout_s: float | None = None) -> list[int]:
+        """Wait for at least one instance; the numbers of all.
+
+        Raises:
+            DeadlineError: There was none for ``timeout_s``.
+        """
+        self._instances.start()
+
+        async def any_instance() -> None:
+            while not self._instances.by_id:
+                await self._instances.changed()
+
+        try:
+            await asyncio.wait_for(any_instance(), timeout_s)
+        except asyncio.TimeoutError as error:
+            raise DeadlineError(
+                f"no instance of {self.endpoint.path} within {timeout_s:g} s"
+            ) from error
+        return self.instance_ids()
+
+    async def generate(self, request: Any, **options: Any) -> Stream:
+        """The same as :meth:`random`."""
+        return await self.random(request, **options)
+
+    async def random(
+        self, request: Any, *, request_id: str | None = None, timeout_s: float | None = None
+    ) -> Stream:
+        """Ask any instance.
+
+        Args:
+            request: What the handler gets: whatever msgpack can carry.
+            request_id: The request's name; random if not given.
+            timeout_s: Time that the whole answer may take.
+
+        Raises:
+            NoWorkerError: There is no instance.
+            TransportError: None of those that were tried can be reached.
+            InvalidArgumentError: The request is too large or can't be written.
+        """
+
+        def pick(without: set[int]) -> Instance:
+            return random.choice(self._candidates(without))
+
+        return await self._send(pick, request, request_id, timeout_s)
+
+    async def round_robin(
+        self, request: Any, *, request_id: str | None = None, timeout_s: float | None = None
+    ) -> Stream:
+        """Ask the next instance in the order of their numbers; see :meth:`random`."""
+
+        def pick(without: set[int]) -> Instance:
+            found = self._candidates(without)
+            self._turn += 1
+            return found[self._turn % len(found)]
+
+        return await self._send(pick, request, request_id, timeout_s)
+
+    async def direct(
+        self,
+        request: Any,
+        instance_id: int,
+        *,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Stream:
+        """Ask this instance and no other; see :meth:`random`.
+
+        Raises:
+            NotFoundError: It is not there.
+        """
+
+        def pick(without: set[int]) -> Instance:
+            found = self._instances.by_id.get(instance_id)
+            if found is None or without:
+                raise NotFoundError(f"{self.endpoint.path} has no instance {instance_id}")
+            return found
+
+        return await self._send(pick, request, request_id, timeout_s)
+
+    def _candidates(self, without: set[int]) -> list[Instance]:
+        found = self._instances.candidates(without=without)
+        if not found:
+            raise NoWorkerError(f"{self.endpoint.path} has no instance")
+        return found
+
+    async def _send(
+        self, pick: Pick, payload: Any, request_id: str | None, timeout_s: float | None
+    ) -> Stream:
+        await self._instances.synced(SYNC_TIMEOUT_S)
+        name = request_id or secrets.token_hex(16)
+        stream = Stream(
+            self.endpoint,
+            self._instances,
+            pick,
+            payload=payload,
+            request_id=name,
+            timeout_s=timeout_s,
+        )
+        await stream._open(None)
+        return stream
+
+
+class Stream:
+    """The items of one answer, in an async iterator; what goes wrong is raised from it.
+
+    It is closed at its end, by :meth:`aclose`, when reading it is cancelled, and when nobody has it
+    any more; the handler is told if it still runs.
+
+    Attributes:
+        request_id: The request's name.
+        instance_id: Who answers.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        instances: Instances,
+        pick: Pick,
+        *,
+        payload: Any,
+        request_id: str,
+        timeout_s: float | None,
+    ) -> None:
+        self.request_id = request_id
+        self.instance_id = 0
+        self._endpoint = endpoint
+        self._instances = instances
+        self._pick = pick
+        self._payload = payload
+        self._end = None if timeout_s is None else time.monotonic() + timeout_s
+        self._tried: set[int] = set()
+        self._reply: Reply | None = None
+        self._is_started = False
+        self._is_ended = False
+        self._is_cancelled = False
+        self._loop = asyncio.get_running_loop()
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Any:
+        if self._is_ended:
+            if self._is_cancelled:
+                raise ClosedError("the stream was closed when reading it was cancelled")
+            raise StopAsyncIteration
+        try:
+            item = await self._receive()
+        except BaseException as error:
+            self._is_cancelled = isinstance(error, asyncio.CancelledError)
+            self._close()
+            raise
+        if item is None:
+            self._close()
+            raise StopAsyncIteration
+        return item[0]
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if not self._is_ended and self._reply is not None and not self._loop.is_closed():
+            # Garbage may be collected in any thread.
+            self._loop.call_soon_threadsafe(self._reply.close)
+
+    async def aclose(self) -> None:
+        """Close it; the handler is told if it still runs."""
+        self._close()
+
+    def _close(self) -> None:
+        self._is_ended = True
+        self._payload = None
+        reply, self._reply = self._reply, None
+        if reply is not None:
+            reply.close()
+
+    async def _receive(self) -> tuple[Any] | None:
+        """The next item in a tuple, or None at the end."""
+        while True:
+            assert self._reply is not None
+            try:
+                packed = await self._in_time(self._reply.receive())
+            except FailedError as failed:
+                if not failed.failure.retry:
+                    raise failed.error() from None
+                await self._open(failed.error())
+            except TransportError as error:
+                await self._open(error)
+            else:
+                if packed is None:
+                    return None
+                # A request is sent again only before the first item: no need to keep it.
+                self._is_started, self._payload = True, None
+                return (unpack(packed),)
+
+    async def _open(self, error: KvflashError | None) -> None:
+        """Send the request to an instance that was not tried; raises when there is none."""
+        runtime = self._endpoint.runtime
+        limits = runtime.limits
+        while True:
+            if error is not None:
+                self._instances.suspect(self.instance_id, limits.suspect_s)
+                if self._reply is not None:
+                    self._reply.close()
+                    self._reply = None
+                if self._is_started:
+                    raise TransportError(
+                        f"instance {self.instance_id} hung up amid its answer: {error}"
+                    ) from error
+                if len(self._tried) >= limits.attempts_max:
+                    raise error
+            try:
+                instance = self._pick(self._tried)
+            except (NoWorkerError, NotFoundError):
+                if error is None:
+                    raise
+                raise error from None
+            self._tried.add(instance.id)
+            self.instance_id = instance.id
+            left_s = self._left_s()
+            request = Request(
+                self.request_id,
+                self._endpoint.path,
+                instance.id,
+                self._payload,
+                None if left_s is None else max(1, int(left_s * 1e3)),
+            )
+            try:
+                plane = await runtime.plane_client(str(instance.transport.get("kind")))
+                self._reply = await self._in_time(plane.ask(instance.transport, request))
+                return
+            except FailedError as failed:
+                error = failed.error()
+                if not failed.failure.retry:
+                    raise error from None
+            except (TransportError, DecodeError, KeyError) as broken:
+                error = TransportError(f"instance {instance.id}: {broken}")
+
+    def _left_s(self) -> float | None:
+        return None if self._end is None else max(0.0, self._end - time.monotonic())
+
+    async def _in_time(self, work: Any) -> Any:
+        """Wait for work as long as there is time.
+
+        Raises:
+            DeadlineError: There is none left.
+        """
+        left_s = self._left_s()
+        if left_s is None:
+            return await work
+        try:
+            return await asyncio.wait_for(work, left_s)
+        except asyncio.TimeoutError as error:
+            raise DeadlineError(f"request {self.request_id}: its time is over") from error

@@ -1,0 +1,176 @@
+"""One TCP connection that carries frames, for either side."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable
+
+from kvflash.errors import DecodeError, InvalidArgumentError, TransportError
+from kvflash.runtime.frame import FrameReader
+from kvflash.runtime.limits import RuntimeLimits
+from kvflash.runtime.plane import GoneError
+
+__all__ = ["Connection", "watch_socket"]
+
+# A peer whose machine is gone answers no probe: seen after about 10 + 3 * 5 seconds.
+KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+# What the kernel keeps for a slow reader. Left to itself it would be megabytes for each stream.
+SOCKET_BUFFER_BYTES = 256 * 1024
+
+
+class Connection(asyncio.Protocol):
+    """Frames in and out.
+
+    Attributes:
+        on_lost: Called once when the other side is gone.
+        is_lost: Whether it is.
+    """
+
+    def __init__(
+        self, limits: RuntimeLimits, on_made: Callable[[Connection], None] | None = None
+    ) -> None:
+        self._limits = limits
+        self._reader = FrameReader(limits.frame_bytes_max)
+        self._frames: deque[tuple[int, bytes]] = deque()
+        self._bytes = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._writable: asyncio.Future[None] | None = None
+        self._transport: asyncio.Transport | None = None
+        self._fault: InvalidArgumentError | DecodeError | None = None
+        self._is_reading_paused = False
+        self._on_made = on_made
+        self.on_lost: Callable[[], None] | None = None
+        self.is_lost = False
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(self._limits.send_buffer_bytes)
+        watch_socket(transport.get_extra_info("socket"), self._limits)
+        if self._on_made is not None:
+            self._on_made(self)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio."""
+        if self._fault is not None:
+            return
+        try:
+            frames = self._reader.feed(data)
+        except (InvalidArgumentError, DecodeError) as error:
+            self._fault = error
+            frames = []
+        for item in frames:
+            self._frames.append(item)
+            self._bytes += len(item[1])
+        if self._bytes > self._limits.receive_buffer_bytes and not self._is_reading_paused:
+            self._is_reading_paused = True
+            if self._transport is not None:
+                self._transport.pause_reading()
+        _wake(self._waiter)
+
+    def pause_writing(self) -> None:
+        """See asyncio."""
+        self._writable = asyncio.get_running_loop().create_future()
+
+    def resume_writing(self) -> None:
+        """See asyncio."""
+        _wake(self._writable)
+        self._writable = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio."""
+        self.is_lost = True
+        _wake(self._waiter)
+        _wake(self._writable)
+        self._writable = None
+        on_lost, self.on_lost = self.on_lost, None
+        if on_lost is not None:
+            on_lost()
+
+    # ours
+
+    async def receive(self) -> tuple[int, bytes]:
+        """The next frame.
+
+        Raises:
+            TransportError: The other side hung up.
+            InvalidArgumentError: The frame is too large; nothing further can be read.
+            DecodeError: What came is no frame; nothing further can be read.
+        """
+        while not self._frames:
+            if self._fault is not None:
+                raise self._fault
+            if self.is_lost:
+                amid = " amid a frame" if self._reader.is_amid else ""
+                raise TransportError(f"the connection was closed{amid}")
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        item = self._frames.popleft()
+        self._bytes -= len(item[1])
+        if self._is_reading_paused and self._bytes <= self._limits.receive_buffer_bytes // 2:
+            self._is_reading_paused = False
+            if self._transport is not None and not self.is_lost:
+                self._transport.resume_reading()
+        return item
+
+    @property
+    def has_frames(self) -> bool:
+        """Whether something came that nobody has received."""
+        return bool(self._frames) or self._fault is not None
+
+    def write(self, data: bytes) -> None:
+        """Send without waiting."""
+        if self._transport is not None and not self.is_lost:
+            self._transport.write(data)
+
+    async def send(self, data: bytes) -> None:
+        """Send; waits while more than send_buffer_bytes are on their way.
+
+        Raises:
+            GoneError: The other side is gone.
+        """
+        if self._transport is None or self.is_lost:
+            raise GoneError("the connection is closed")
+        self._transport.write(data)
+        if self._writable is not None:
+            # Several may wait; cancelling one must not wake the others.
+            await asyncio.shield(self._writable)
+            if self.is_lost:
+                raise GoneError("the connection was closed")
+
+    def close(self) -> None:
+        """Close after what was written is sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Close at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+def watch_socket(sock: socket.socket, limits: RuntimeLimits) -> None:
+    """Have the kernel notice a peer that is gone without a word, and keep little for a slow one."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        *KEEPALIVE,
+        # Bytes that nobody acknowledges mean the same, sooner than the kernel's quarter hour.
+        ("TCP_USER_TIMEOUT", int(limits.peer_silence_s * 1e3)),
+    ):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)

@@ -1,0 +1,52 @@
+"""What a handler knows of its request besides the payload."""
+
+from __future__ import annotations
+
+import asyncio
+
+__all__ = ["Context"]
+
+
+class Context:
+    """A request's name, and whether anybody still wants its answer.
+
+    A stopped request should end soon with what it has; a killed one is given up: its handler is
+    cancelled.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        self._id = request_id
+        self._is_stopped = False
+        self._is_killed = False
+        self._waiting: asyncio.Event | None = None
+
+    def id(self) -> str:
+        """The request's name."""
+        return self._id
+
+    def is_stopped(self) -> bool:
+        """Whether the answer is no longer wanted."""
+        return self._is_stopped
+
+    def is_killed(self) -> bool:
+        """Whether the handler is being cancelled."""
+        return self._is_killed
+
+    def stop_generating(self) -> None:
+        """Ask the handler to end."""
+        self._is_stopped = True
+        if self._waiting is not None:
+            self._waiting.set()
+
+    def kill(self) -> None:
+        """Say that the handler is being cancelled."""
+        self._is_killed = True
+        self.stop_generating()
+
+    async def async_killed_or_stopped(self) -> bool:
+        """Wait until the request is stopped or killed; True then."""
+        if not self._is_stopped:
+            if self._waiting is None:
+                self._waiting = asyncio.Event()
+            await self._waiting.wait()
+        return True

@@ -1,0 +1,326 @@
+"""The runtime: one process's place among the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from types import TracebackType
+from typing import Any
+
+from kvflash.discovery import Discovery, Lease, open_discovery
+from kvflash.discovery.base import new_lease_id
+from kvflash.discovery.opening import discovery_kind
+from kvflash.errors import (
+    ClosedError,
+    ConfigError,
+    InvalidArgumentError,
+    KvflashError,
+    TransportError,
+)
+from kvflash.runtime.component import Endpoint, Namespace
+from kvflash.runtime.instances import Instances
+from kvflash.runtime.limits import RuntimeLimits
+from kvflash.runtime.plane import PlaneClient, PlaneServer
+from kvflash.runtime.planes import make_client, make_server
+from kvflash.runtime.serving import Handler, Served, Serving
+from kvflash.runtime.settings import host_address, plane_name, runtime_port
+from kvflash.runtime.signals import Signals
+
+__all__ = ["INSTANCES", "MODELS", "DistributedRuntime"]
+
+logger = logging.getLogger(__name__)
+
+INSTANCES = "v1/instances/"
+MODELS = "v1/models/"
+# Discovery that does not answer must not keep a process from ending.
+LEAVE_TIMEOUT_S = 5.0
+ANNOUNCE_PAUSE_S = (0.1, 5.0)
+
+
+class DistributedRuntime:
+    """Serves endpoints and asks those of others.
+
+    It belongs to the event loop that it is first used in. One process may have several.
+
+    Args:
+        discovery: ``mem``, ``file``, ``etcd`` or a Discovery; default: what KVFLASH_DISCOVERY says,
+            else ``file``.
+        request_plane: ``tcp``, ``http`` or ``nats``: how it is asked. It asks others in their way.
+            Default: what KVFLASH_REQUEST_PLANE says, else ``tcp``.
+        host: Address that others reach this process at; default: KVFLASH_HOST, else 127.0.0.1 for
+            mem and file, else the address of the default route.
+        port: Port to listen on; default: KVFLASH_RUNTIME_PORT, else any free one.
+        limits: What it may hold and how long it waits.
+
+    Attributes:
+        instance_id: Its number, for all of its endpoints: 63 bits, random.
+        discovery: Its discovery.
+        limits: Its limits.
+
+    Raises:
+        ConfigError: A setting is wrong.
+    """
+
+    def __init__(
+        self,
+        discovery: Discovery | str | None = None,
+        request_plane: str | None = None,
+        *,
+        host: str | None = None,
+        port: int | None = None,
+        limits: RuntimeLimits | None = None,
+    ) -> None:
+        kind = discovery if isinstance(discovery, str) else None
+        is_local = (kind or discovery_kind()) != "etcd"
+        if discovery is None or isinstance(discovery, str):
+            self._owns_discovery = True
+            self.discovery = open_discovery(kind)
+        else:
+            self._owns_discovery = False
+            self.discovery = discovery
+        self.limits = limits or RuntimeLimits()
+        self.instance_id = new_lease_id()
+        self._plane = plane_name(request_plane)
+        self._host = host or host_address(is_local=is_local)
+        self._port = runtime_port() if port is None else port
+        self._serving = Serving(self.instance_id, self.limits)
+        self._signals = Signals()
+        self._clients: dict[str, PlaneClient] = {}
+        self._instances: dict[str, Instances] = {}
+        self._announced: dict[str, bytes] = {}
+        self._server: PlaneServer | None = None
+        self._lease: Lease | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._shutdown: asyncio.Task[None] | None = None
+        self._beginning = asyncio.Lock()
+        self._stopped = asyncio.Event()
+
+    @classmethod
+    def detached(cls) -> DistributedRuntime:
+        """A runtime with what the environment says."""
+        return cls()
+
+    async def __aenter__(self) -> DistributedRuntime:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    # -- names
+
+    def namespace(self, name: str) -> Namespace:
+        """A namespace.
+
+        Raises:
+            InvalidArgumentError: The name is not allowed.
+        """
+        return Namespace(self, name)
+
+    def endpoint(self, path: str) -> Endpoint:
+        """An endpoint by its three names, ``namespace.component.endpoint`` or with slashes.
+
+        Raises:
+            InvalidArgumentError: It has not three parts, or one is not allowed.
+        """
+        parts = path.removeprefix("dyn://").replace("/", ".").split(".")
+        if len(parts) != 3:
+            raise InvalidArgumentError(
+                f"endpoint must be namespace.component.endpoint, got {path!r}"
+            )
+        return self.namespace(parts[0]).component(parts[1]).endpoint(parts[2])
+
+    # -- announcing
+
+    async def announce(self, key: str, value: Any) -> None:
+        """Put a key, as JSON, for as long as this process lives.
+
+        It is put again when the lease was lost.
+
+        Raises:
+            ClosedError: The runtime is shut down.
+            TransportError: Discovery can't be reached.
+        """
+        data = json.dumps(value).encode()
+        lease = await self._leased()
+        await self.discovery.put(key, data, lease)
+        self._announced[key] = data
+
+    async def withdraw(self, key: str) -> None:
+        """Delete a key that was announced.
+
+        Raises:
+            TransportError: Discovery can't be reached.
+        """
+        if self._announced.pop(key, None) is not None:
+            await self.discovery.delete(key)
+
+    async def _leased(self) -> Lease:
+        async with self._beginning:
+            if self._shutdown is not None:
+                raise ClosedError("the runtime is shut down")
+            if self._lease is None:
+                self._lease = await self.discovery.lease(
+                    self.limits.lease_ttl_s, lease_id=self.instance_id
+                )
+                self._keeper = asyncio.get_running_loop().create_task(self._keep(self._lease))
+            return self._lease
+
+    async def _keep(self, lease: Lease) -> None:
+        """Announce everything again when the lease was lost."""
+        while True:
+            await lease.lost.wait()
+            logger.warning("instance %d lost its lease and announces itself again", lease.id)
+            pause_s, pause_s_max = ANNOUNCE_PAUSE_S
+            while True:
+                try:
+                    lease = await self.discovery.lease(
+                        self.limits.lease_ttl_s, lease_id=self.instance_id
+                    )
+                    self._lease = lease
+                    for key, data in list(self._announced.items()):
+                        await self.discovery.put(key, data, lease)
+                    break
+                except (KvflashError, OSError) as error:
+                    logger.warning("can't announce instance %d: %s", self.instance_id, error)
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(pause_s * 2, pause_s_max)
+
+    # -- serving
+
+    async def serve(
+        self, endpoint: Endpoint, handler: Handler, *, requests_max: int | None, is_graceful: bool
+    ) -> None:
+        """See :meth:`Endpoint.serve_endpoint`."""
+        path = endpoint.path
+        served = self._serving.add(
+            path, handler, requests_max=requests_max, is_graceful=is_graceful
+        )
+        key = f"{INSTANCES}{path}/{self.instance_id}"
+        namespace, component, name = path.split("/")
+        try:
+            await self._leased()
+            server = await self._started()
+            instance = {
+                "instance_id": self.instance_id,
+                "namespace": namespace,
+                "component": component,
+                "endpoint": name,
+                "transport": await server.open(path),
+            }
+            self._signals.take(self.shutdown)
+            await self.announce(key, instance)
+            await self._stopped.wait()
+        finally:
+            if self._shutdown is None:
+                # The task that served was cancelled, or never came to serve.
+                await self._stop_serving(served, key)
+
+    async def _stop_serving(self, served: Served, key: str) -> None:
+        served.is_graceful = False
+        try:
+            await self.withdraw(key)
+        finally:
+            await served.drain(0.0, self.limits.cancel_grace_s)
+            self._serving.endpoints.pop(served.name, None)
+
+    async def _started(self) -> PlaneServer:
+        async with self._beginning:
+            if self._server is None:
+                server = make_server(self._plane, self._serving, host=self._host, port=self._port)
+                await server.start()
+                self._server = server
+            return self._server
+
+    # -- asking
+
+    def instances(self, path: str) -> Instances:
+        """The instances of an endpoint; shared by all of its clients."""
+        if self._shutdown is not None:
+            raise ClosedError("the runtime is shut down")
+        found = self._instances.get(path)
+        if found is None:
+            found = self._instances[path] = Instances(self.discovery, f"{INSTANCES}{path}/")
+        return found
+
+    async def plane_client(self, kind: str) -> PlaneClient:
+        """Who speaks a kind of transport.
+
+        Raises:
+            TransportError: The kind is unknown.
+        """
+        found = self._clients.get(kind)
+        if found is None:
+            try:
+                found = self._clients[kind] = make_client(kind, self.limits)
+            except ConfigError as error:
+                raise TransportError(str(error)) from error
+        return found
+
+    # -- ending
+
+    def shutdown(self) -> None:
+        """Begin to end: leave discovery, drain, close. Returns at once; once is enough."""
+        if self._shutdown is None:
+            self._shutdown = asyncio.get_running_loop().create_task(self._shut_down())
+
+    async def close(self) -> None:
+        """Shut down and wait until it is done."""
+        self.shutdown()
+        assert self._shutdown is not None
+        await asyncio.shield(self._shutdown)
+
+    async def wait_for_shutdown(self) -> None:
+        """Wait until it is shut down."""
+        await self._stopped.wait()
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Per endpoint served: running, requests_total, refused_total, failed_total."""
+        return {
+            path: {
+                "running": len(served.running),
+                "requests_total": served.requests_total,
+                "refused_total": served.refused_total,
+                "failed_total": served.failed_total,
+            }
+            for path, served in self._serving.endpoints.items()
+        }
+
+    async def _shut_down(self) -> None:
+        try:
+            await self._leave()
+            await asyncio.gather(
+                *(
+                    served.drain(self.limits.drain_timeout_s, self.limits.cancel_grace_s)
+                    for served in self._serving.endpoints.values()
+                )
+            )
+            if self._server is not None:
+                await self._server.close()
+            for instances in self._instances.values():
+                await instances.close()
+            for client in self._clients.values():
+                await client.close()
+            if self._owns_discovery:
+                await self.discovery.close()
+        except Exception:
+            logger.exception("shutting down instance %d", self.instance_id)
+        finally:
+            self._signals.give_back(self.limits.end_grace_s)
+            self._stopped.set()
+
+    async def _leave(self) -> None:
+        """Leave discovery first, so that no new request is sent here."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+        if self._lease is None:
+            return
+        try:
+            await asyncio.wait_for(self._lease.revoke(), LEAVE_TIMEOUT_S)
+        except (KvflashError, OSError, asyncio.TimeoutError) as error:
+            logger.warning("instance %d left without saying so: %s", self.instance_id, error)

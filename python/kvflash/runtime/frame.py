@@ -1,0 +1,261 @@
+"""Frames of the request planes: 4 bytes big-endian length of what follows, 1 byte kind, payload.
+
+The payload is msgpack. A client sends a Request; a server answers with Data, one item each, and
+one End or Error.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+
+from kvflash.errors import (
+    ClosedError,
+    DeadlineError,
+    DecodeError,
+    InvalidArgumentError,
+    KvflashError,
+    NotFoundError,
+    NoWorkerError,
+    OverloadedError,
+    TransportError,
+    WorkerError,
+)
+
+__all__ = [
+    "FRAME_BYTES_MAX",
+    "Failure",
+    "FrameReader",
+    "Kind",
+    "Request",
+    "frame",
+    "pack",
+    "unpack",
+]
+
+FRAME_BYTES_MAX = 32 * 1024 * 1024
+MESSAGE_CHARS_MAX = 4_096
+_HEAD = struct.Struct(">IB")
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    REQUEST = 1
+    DATA = 2
+    END = 3
+    ERROR = 4
+    PING = 5
+    PONG = 6
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client asks for.
+
+    Attributes:
+        id: The request's name.
+        endpoint: ``namespace/component/endpoint``.
+        instance_id: Which instance it is meant for.
+        payload: What the handler gets.
+        deadline_ms: Time that it may take from its arrival on.
+    """
+
+    id: str
+    endpoint: str
+    instance_id: int
+    payload: Any
+    deadline_ms: int | None = None
+
+    def pack(self, bytes_max: int) -> bytes:
+        """The frame.
+
+        Raises:
+            InvalidArgumentError: It can't be written as msgpack or is too large.
+        """
+        fields = {k: getattr(self, k) for k in ("id", "endpoint", "instance_id", "payload")}
+        if self.deadline_ms is not None:
+            fields["deadline_ms"] = self.deadline_ms
+        return frame(Kind.REQUEST, pack(fields, "request"), bytes_max, "request")
+
+    @classmethod
+    def parse(cls, fields: Any) -> Request:
+        """Check the fields of a request.
+
+        Raises:
+            InvalidArgumentError: One is missing or has the wrong type.
+        """
+        if not isinstance(fields, dict):
+            raise InvalidArgumentError(f"request must be a map, got {type(fields).__name__}")
+        deadline_ms = fields.get("deadline_ms")
+        for name, value, kind in (
+            ("id", fields.get("id"), str),
+            ("endpoint", fields.get("endpoint"), str),
+            ("instance_id", fields.get("instance_id"), int),
+            ("deadline_ms", 1 if deadline_ms is None else deadline_ms, int),
+        ):
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise InvalidArgumentError(f"{name} must be of type {kind.__name__}, got {value!r}")
+        if deadline_ms is not None and deadline_ms <= 0:
+            raise InvalidArgumentError(f"deadline_ms must be at least 1, got {deadline_ms}")
+        if "payload" not in fields:
+            raise InvalidArgumentError("payload is missing")
+        return cls(
+            fields["id"], fields["endpoint"], fields["instance_id"], fields["payload"], deadline_ms
+        )
+
+
+# Codes of errors, the first class that fits wins. What is not of this package is the handler's.
+_CODES: tuple[tuple[str, type[KvflashError]], ...] = (
+    ("overloaded", OverloadedError),
+    ("not_found", NotFoundError),
+    ("no_worker", NoWorkerError),
+    ("draining", ClosedError),
+    ("deadline", DeadlineError),
+    ("invalid", InvalidArgumentError),
+    ("unreachable", TransportError),
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An Error frame's content.
+
+    Attributes:
+        code: Its cause in one word.
+        message: For people.
+        retry: The handler never saw the request: another instance may be asked.
+    """
+
+    code: str
+    message: str
+    retry: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException, *, retry: bool = False) -> Failure:
+        """How an exception is told to the other side."""
+        if isinstance(error, WorkerError):
+            return cls(error.code, error.message, retry)
+        for code, kind in _CODES:
+            if isinstance(error, kind):
+                return cls(code, str(error), retry)
+        return cls("internal", f"{type(error).__name__}: {error}", retry)
+
+    def pack(self) -> bytes:
+        """The frame."""
+        short = Failure(self.code, self.message[:MESSAGE_CHARS_MAX], self.retry)
+        return frame(Kind.ERROR, msgpack.packb(asdict(short), unicode_errors="replace"))
+
+    @classmethod
+    def parse(cls, fields: Any) -> Failure:
+        """Read an Error frame; whatever is missing is not a reason to hide it."""
+        if not isinstance(fields, dict):
+            return cls("internal", str(fields))
+        return cls(
+            str(fields.get("code", "internal")),
+            str(fields.get("message", "")),
+            fields.get("retry") is True,
+        )
+
+    def error(self) -> KvflashError:
+        """The exception that the client raises."""
+        for code, kind in _CODES:
+            if code == self.code:
+                return kind(self.message)
+        return WorkerError(self.code, self.message)
+
+
+def pack(value: Any, what: str) -> bytes:
+    """A value as msgpack.
+
+    Raises:
+        InvalidArgumentError: It has a type or number that msgpack lacks.
+    """
+    try:
+        packed: bytes = msgpack.packb(value, default=_plain)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidArgumentError(f"{what} can't be written as msgpack: {error}") from error
+    return packed
+
+
+def unpack(payload: bytes | memoryview) -> Any:
+    """A payload's value.
+
+    Raises:
+        DecodeError: It is not msgpack.
+    """
+    try:
+        return msgpack.unpackb(payload, strict_map_key=False)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise DecodeError(f"payload is not msgpack: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """What numpy's arrays and numbers, sets and models are as plain data."""
+    for method in ("tolist", "model_dump"):
+        if hasattr(value, method):
+            return getattr(value, method)()
+    if isinstance(value, set | frozenset):
+        return list(value)
+    raise TypeError(f"can't serialize {type(value).__name__}")
+
+
+def frame(
+    kind: Kind, payload: bytes = b"", bytes_max: int = FRAME_BYTES_MAX, what: str = "frame"
+) -> bytes:
+    """A frame's bytes.
+
+    Raises:
+        InvalidArgumentError: It is larger than ``bytes_max``.
+    """
+    size = len(payload) + 1
+    if size > bytes_max:
+        raise InvalidArgumentError(f"{what} may have at most {bytes_max} bytes, got {size}")
+    return _HEAD.pack(size, kind) + payload
+
+
+class FrameReader:
+    """Cuts a stream of bytes into frames.
+
+    Args:
+        bytes_max: Largest frame; it is refused before its bytes are kept.
+    """
+
+    def __init__(self, bytes_max: int = FRAME_BYTES_MAX) -> None:
+        self._bytes_max = bytes_max
+        self._buffer = bytearray()
+
+    @property
+    def is_amid(self) -> bool:
+        """Whether part of a frame has come."""
+        return bool(self._buffer)
+
+    def feed(self, data: bytes | bytearray | memoryview) -> list[tuple[int, bytes]]:
+        """Take bytes; the frames that they complete, as (kind, payload).
+
+        Raises:
+            InvalidArgumentError: A frame is too large.
+            DecodeError: A frame is empty.
+        """
+        buffer = self._buffer
+        buffer += data
+        frames, start = [], 0
+        while len(buffer) - start >= _HEAD.size:
+            size, kind = _HEAD.unpack_from(buffer, start)
+            if size > self._bytes_max:
+                raise InvalidArgumentError(
+                    f"frame may have at most {self._bytes_max} bytes, got {size}"
+                )
+            if size == 0:
+                raise DecodeError("frame has no kind: its length is 0")
+            end = start + 4 + size
+            if len(buffer) < end:
+                break
+            frames.append((kind, bytes(buffer[start + 5 : end])))
+            start = end
+        del buffer[:start]
+        return frames

@@ -1,0 +1,388 @@
+"""The http request plane: for networks that let nothing else through.
+
+POST {url}/{namespace}/{component}/{endpoint} with a msgpack or JSON body; the answer's body is the
+frames Data, End, Error in a stream. What fails before the first item has a status, and the error as
+JSON. Back-pressure and cancelling are those of the connection below.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections import deque
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from kvflash.errors import (
+    ClosedError,
+    ConfigError,
+    DecodeError,
+    InvalidArgumentError,
+    KvflashError,
+    NotFoundError,
+    OverloadedError,
+    TransportError,
+)
+from kvflash.runtime.connection import watch_socket
+from kvflash.runtime.frame import Failure, FrameReader, Kind, Request, pack, unpack
+from kvflash.runtime.limits import RuntimeLimits
+from kvflash.runtime.plane import FailedError, GoneError
+from kvflash.runtime.serving import Running, Serving
+
+__all__ = ["HttpClient", "HttpServer", "make_client", "make_server"]
+
+logger = logging.getLogger(__name__)
+
+INSTANCE = "x-kvflash-instance"
+REQUEST_ID = "x-kvflash-request-id"
+DEADLINE = "x-kvflash-deadline-ms"
+FRAMES = "application/x-kvflash-frames"
+MSGPACK = "application/msgpack"
+
+_STATUS = {
+    "invalid": 400,
+    "not_found": 404,
+    "overloaded": 429,
+    "draining": 503,
+    "no_worker": 503,
+    "deadline": 504,
+    "unreachable": 502,
+}
+BACKLOG = 4_096
+# Head and separators around a request's payload.
+REQUEST_MARGIN_BYTES = 1_024
+READ_BYTES = 64 * 1024
+
+
+class HttpServer:
+    """Serves a runtime's endpoints over HTTP/1.1 on one port.
+
+    Args:
+        serving: What to serve.
+        host: Address that others reach this process at.
+        port: Port to listen on; 0 picks a free one.
+        bind: Address to listen on.
+    """
+
+    def __init__(self, serving: Serving, *, host: str, port: int, bind: str) -> None:
+        self._serving = serving
+        self._limits = serving.limits
+        self._host = host
+        self._wanted_port = port
+        self._bind = bind
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: The address can't be bound.
+        """
+        app = web.Application(client_max_size=self._limits.frame_bytes_max)
+        app.router.add_post("/{namespace}/{component}/{endpoint}", self._answer)
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=self._limits.server_idle_s_max,
+            shutdown_timeout=self._limits.cancel_grace_s,
+        )
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, self._bind, self._wanted_port, backlog=BACKLOG).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise ConfigError(
+                f"can't listen on {self._bind}:{self._wanted_port}: {error.strerror or error}"
+            ) from error
+        port = self._runner.addresses[0][1]
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self.url = f"http://{host}:{port}"
+
+    async def open(self, endpoint: str) -> dict[str, Any]:
+        """How an instance is announced; nothing is to be done for it."""
+        return {"kind": "http", "url": self.url}
+
+    async def close(self) -> None:
+        """Stop listening and drop the connections that are left."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _answer(self, http: web.Request) -> web.StreamResponse:
+        if http.transport is None:
+            raise ConnectionResetError("the client is gone")
+        watch_socket(http.transport.get_extra_info("socket"), self._limits)
+        answer = _Answer(http)
+        try:
+            request = await _request(http, self._limits)
+            running = self._serving.begin(request, answer.send)
+        except (InvalidArgumentError, DecodeError) as error:
+            return _refusal(Failure("invalid", str(error)))
+        except (NotFoundError, ClosedError, OverloadedError) as error:
+            return _refusal(Failure.of(error, retry=True))
+        await _wait_for(running)
+        return await answer.end()
+
+
+class _Answer:
+    """The way of a request's frames: a status if the first one is an error, else a stream."""
+
+    def __init__(self, http: web.Request) -> None:
+        self._http = http
+        self._response: web.StreamResponse | None = None
+
+    async def send(self, data: bytes) -> None:
+        """Send a frame; waits while the reader is slow."""
+        if self._response is None:
+            if data[4] == Kind.ERROR:
+                self._response = _refusal(Failure.parse(unpack(data[5:])))
+                return
+            self._response = web.StreamResponse(headers={"content-type": FRAMES})
+            try:
+                await self._response.prepare(self._http)
+            except ConnectionError as error:
+                raise GoneError(str(error)) from error
+        if isinstance(self._response, web.Response):
+            return
+        try:
+            await self._response.write(data)
+        except ConnectionError as error:
+            raise GoneError(str(error)) from error
+
+    async def end(self) -> web.StreamResponse:
+        """What aiohttp wants back."""
+        if self._response is None:
+            return _refusal(Failure("internal", "the handler ended without a word"))
+        if not isinstance(self._response, web.Response):
+            with suppress(ConnectionError):
+                await self._response.write_eof()
+        return self._response
+
+
+async def _wait_for(running: Running) -> None:
+    """Wait for a request; when the client goes, the handler is told."""
+    try:
+        await asyncio.wait({running.task})
+    except asyncio.CancelledError:
+        running.abandon()
+        raise
+
+
+def _refusal(failure: Failure) -> web.Response:
+    headers = {"retry-after": "1"} if failure.code in ("overloaded", "draining") else {}
+    return web.json_response(
+        asdict(failure), status=_STATUS.get(failure.code, 500), headers=headers
+    )
+
+
+async def _request(http: web.Request, limits: RuntimeLimits) -> Request:
+    """What was asked.
+
+    Raises:
+        InvalidArgumentError: A header or the body is wrong or too large.
+        DecodeError: The body is not what its content type says.
+    """
+    instance, deadline = http.headers.get(INSTANCE, ""), http.headers.get(DEADLINE)
+    for name, text in ((INSTANCE, instance), (DEADLINE, deadline)):
+        if text is not None and not (text.isascii() and text.isdecimal() and len(text) < 20):
+            raise InvalidArgumentError(f"header {name} must be a number, got {text!r}")
+    try:
+        body = await http.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise InvalidArgumentError(
+            f"request may have at most {limits.frame_bytes_max} bytes, "
+            f"got {http.content_length or 'more'}"
+        ) from error
+    if http.content_type == "application/json":
+        try:
+            payload = json.loads(body)
+        except ValueError as error:
+            raise DecodeError(f"body is not JSON: {error}") from error
+    else:
+        payload = unpack(body)
+    names = ("namespace", "component", "endpoint")
+    return Request.parse(
+        {
+            "id": http.headers.get(REQUEST_ID, "-"),
+            "endpoint": "/".join(http.match_info[name] for name in names),
+            "instance_id": int(instance),
+            "payload": payload,
+            "deadline_ms": None if deadline is None else int(deadline),
+        }
+    )
+
+
+class HttpClient:
+    """Asks instances over HTTP.
+
+    Args:
+        limits: Of the runtime.
+    """
+
+    def __init__(self, limits: RuntimeLimits) -> None:
+        self.limits = limits
+        self._session: aiohttp.ClientSession | None = None
+
+    async def ask(self, transport: dict[str, Any], request: Request) -> HttpReply:
+        """Send a request.
+
+        Raises:
+            TransportError: The instance can't be reached.
+            InvalidArgumentError: The request is too large or can't be written.
+        """
+        body = pack(request.payload, "request")
+        size_max = self.limits.frame_bytes_max
+        if len(body) + REQUEST_MARGIN_BYTES > size_max:
+            raise InvalidArgumentError(
+                f"request may have at most {size_max} bytes, got {len(body) + REQUEST_MARGIN_BYTES}"
+            )
+        headers = {
+            "content-type": MSGPACK,
+            INSTANCE: str(request.instance_id),
+            REQUEST_ID: request.id,
+        }
+        if request.deadline_ms is not None:
+            headers[DEADLINE] = str(request.deadline_ms)
+        url = f"{transport['url']}/{request.endpoint}"
+        sending = asyncio.get_running_loop().create_task(self._post(url, headers, body))
+        return HttpReply(sending, self.limits)
+
+    async def _post(self, url: str, headers: dict[str, str], body: bytes) -> aiohttp.ClientResponse:
+        session = self._opened()
+        try:
+            return await session.post(url, headers=headers, data=body)
+        except aiohttp.ServerDisconnectedError:
+            # The server may have closed a kept connection just then: once more, on a new one.
+            return await session.post(url, headers=headers, data=body)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    def _socket(self, info: tuple[Any, ...]) -> socket.socket:
+        made = socket.socket(info[0], info[1], info[2])
+        watch_socket(made, self.limits)
+        return made
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(
+                limit=0,
+                keepalive_timeout=self.limits.client_idle_s_max,
+                socket_factory=self._socket,
+            )
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                # An answer takes as long as it takes; the runtime has its own limits.
+                timeout=aiohttp.ClientTimeout(
+                    total=None, sock_connect=self.limits.connect_timeout_s
+                ),
+                auto_decompress=False,
+                read_bufsize=self.limits.receive_buffer_bytes // 2,
+            )
+        return self._session
+
+
+class HttpReply:
+    """An answer on its way."""
+
+    def __init__(
+        self, sending: asyncio.Task[aiohttp.ClientResponse], limits: RuntimeLimits
+    ) -> None:
+        self._sending: asyncio.Task[aiohttp.ClientResponse] | None = sending
+        self._response: aiohttp.ClientResponse | None = None
+        self._reader = FrameReader(limits.frame_bytes_max)
+        self._frames: deque[tuple[int, bytes]] = deque()
+
+    async def receive(self) -> bytes | None:
+        """See :class:`kvflash.runtime.plane.Reply`."""
+        try:
+            if self._response is None:
+                await self._begin()
+            kind, payload = await self._next()
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            self.close()
+            if isinstance(error, KvflashError):
+                raise
+            raise TransportError(_said(error)) from error
+        except InvalidArgumentError as error:
+            self.close()
+            raise DecodeError(str(error)) from error
+        if kind == Kind.DATA:
+            return payload
+        if kind == Kind.END:
+            await self._finish()
+            return None
+        self.close()
+        if kind == Kind.ERROR:
+            raise FailedError(Failure.parse(unpack(payload)))
+        raise DecodeError(f"frame of kind {kind} is no answer")
+
+    def close(self) -> None:
+        """See :class:`kvflash.runtime.plane.Reply`."""
+        sending, self._sending = self._sending, None
+        response, self._response = self._response, None
+        if response is not None:
+            response.close()
+        elif sending is not None:
+            sending.cancel()
+            sending.add_done_callback(_drop)
+
+    async def _begin(self) -> None:
+        if self._sending is None:
+            raise ClosedError("the stream is closed")
+        # Reading may be cancelled, and then decides itself what becomes of the request.
+        response = await asyncio.shield(self._sending)
+        if response.status != 200 or response.content_type != FRAMES:
+            text = await response.content.read(READ_BYTES)
+            response.close()
+            raise FailedError(_failure(response.status, text))
+        self._response = response
+
+    async def _next(self) -> tuple[int, bytes]:
+        while not self._frames:
+            if self._response is None:
+                raise ClosedError("the stream is closed")
+            data = await self._response.content.readany()
+            if not data:
+                raise TransportError("the answer ended without its end")
+            self._frames.extend(self._reader.feed(data))
+        return self._frames.popleft()
+
+    async def _finish(self) -> None:
+        """Read what ends the body, so that the connection can be used again."""
+        response, self._response, self._sending = self._response, None, None
+        if response is not None:
+            with suppress(aiohttp.ClientError, OSError):
+                await response.content.read(1)
+            response.release()
+
+
+def _drop(sending: asyncio.Task[aiohttp.ClientResponse]) -> None:
+    if not sending.cancelled() and sending.exception() is None:
+        sending.result().close()
+
+
+def _failure(status: int, text: bytes) -> Failure:
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        fields = None
+    if isinstance(fields, dict) and "code" in fields:
+        return Failure.parse(fields)
+    return Failure("internal", f"HTTP status {status}: {text[:200].decode(errors='replace')}")
+
+
+def _said(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+make_server, make_client = HttpServer, HttpClient

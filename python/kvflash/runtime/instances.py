@@ -1,0 +1,131 @@
+"""The instances of an endpoint, as discovery tells them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvflash.discovery import Delete, Discovery, Put, Synced
+from kvflash.errors import ClosedError, KvflashError, TransportError
+
+__all__ = ["Instance", "Instances"]
+
+logger = logging.getLogger(__name__)
+
+RESTART_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One process that serves the endpoint."""
+
+    id: int
+    transport: dict[str, Any]
+
+
+class Instances:
+    """Follows the keys of one endpoint, for all of its clients.
+
+    Args:
+        discovery: Where to look.
+        prefix: Of the keys; what follows it is the instance's number.
+    """
+
+    def __init__(self, discovery: Discovery, prefix: str) -> None:
+        self._discovery = discovery
+        self._prefix = prefix
+        self._task: asyncio.Task[None] | None = None
+        self._synced = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._is_closed = False
+        self._suspects: dict[int, float] = {}
+        self.by_id: dict[int, Instance] = {}
+        self.on_change: list[Callable[[], None]] = []
+
+    def start(self) -> None:
+        """Follow; does nothing when it follows already."""
+        if self._is_closed:
+            raise ClosedError("the runtime is closed")
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._follow())
+
+    async def synced(self, timeout_s: float) -> None:
+        """Wait until what is there is known.
+
+        Raises:
+            TransportError: Discovery did not answer in time.
+        """
+        self.start()
+        if self._synced.is_set():
+            return
+        try:
+            await asyncio.wait_for(self._synced.wait(), timeout_s)
+        except asyncio.TimeoutError as error:
+            raise TransportError(f"discovery has not answered within {timeout_s:g} s") from error
+
+    async def changed(self) -> None:
+        """Wait for the next change."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    def suspect(self, instance_id: int, for_s: float) -> None:
+        """Pass over an instance for a while."""
+        if instance_id in self.by_id:
+            self._suspects[instance_id] = time.monotonic() + for_s
+
+    def candidates(self, *, without: set[int]) -> list[Instance]:
+        """Instances to choose from, by number; suspects only when there is nobody else."""
+        now = time.monotonic()
+        self._suspects = {i: until for i, until in self._suspects.items() if until > now}
+        rest = [i for _, i in sorted(self.by_id.items()) if i.id not in without]
+        return [i for i in rest if i.id not in self._suspects] or rest
+
+    async def close(self) -> None:
+        """Stop following."""
+        self._is_closed = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                async with self._discovery.watch(self._prefix) as watch:
+                    async for event in watch:
+                        self._apply(event)
+                return
+            except KvflashError as error:
+                if self._is_closed or isinstance(error, ClosedError):
+                    return
+                # Backends reconnect by themselves; what they give up on is tried again anyway.
+                logger.warning("instances of %s: %s", self._prefix, error)
+                await asyncio.sleep(RESTART_PAUSE_S)
+
+    def _apply(self, event: Put | Delete | Synced) -> None:
+        if isinstance(event, Put):
+            instance = _parse(event)
+            if instance is not None:
+                self.by_id[instance.id] = instance
+                self._suspects.pop(instance.id, None)
+        elif isinstance(event, Delete):
+            number = event.key.rpartition("/")[2]
+            self.by_id.pop(int(number) if number.isdecimal() else 0, None)
+        else:
+            self._synced.set()
+        self._changed.set()
+        for call in self.on_change:
+            call()
+
+
+def _parse(event: Put) -> Instance | None:
+    try:
+        fields = json.loads(event.value)
+        return Instance(int(fields["instance_id"]), dict(fields["transport"]))
+    except (ValueError, KeyError, TypeError) as error:
+        logger.warning("%s is no instance: %s", event.key, error)
+        return None

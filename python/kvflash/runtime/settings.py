@@ -1,0 +1,72 @@
+"""How a runtime is reached and where it looks, from the environment."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from kvflash.errors import ConfigError
+
+__all__ = ["PLANES", "host_address", "listen_address", "plane_name", "runtime_port"]
+
+PLANES = ("tcp", "http", "nats")
+# Only a route is looked up with it; no packet is sent.
+ROUTED_ADDRESS = ("192.0.2.1", 9)
+
+
+def plane_name(named: str | None = None) -> str:
+    """The plane that a process serves with: tcp without a word.
+
+    Raises:
+        ConfigError: Not one of PLANES, or two variables that differ.
+    """
+    variables = ("KVFLASH_REQUEST_PLANE", "DYN_REQUEST_PLANE")
+    found = {name: os.environ[name] for name in variables if os.environ.get(name)}
+    if named is not None:
+        found = {"request_plane": named}
+    if len(set(found.values())) > 1:
+        said = " and ".join(f"{name}={value}" for name, value in found.items())
+        raise ConfigError(f"environment variables contradict each other: {said}")
+    for name, value in found.items():
+        if value not in PLANES:
+            raise ConfigError(f"{name} must be one of {', '.join(PLANES)}, got {value!r}")
+        return value
+    return "tcp"
+
+
+def host_address(*, is_local: bool) -> str:
+    """The address that others reach this process at.
+
+    Args:
+        is_local: The discovery ends at this machine.
+    """
+    named = os.environ.get("KVFLASH_HOST")
+    if named:
+        return named
+    if is_local:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(ROUTED_ADDRESS)
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+def listen_address(host: str) -> str:
+    """Where to listen for what is sent to ``host``: it may be a name or an address of a gateway."""
+    if host == "localhost" or host.startswith("127.") or host == "::1":
+        return host
+    return "::" if ":" in host else "0.0.0.0"
+
+
+def runtime_port() -> int:
+    """``KVFLASH_RUNTIME_PORT``, 0 for any free one.
+
+    Raises:
+        ConfigError: No port.
+    """
+    text = os.environ.get("KVFLASH_RUNTIME_PORT") or "0"
+    if not text.isdecimal() or int(text) > 65_535:
+        raise ConfigError(f"KVFLASH_RUNTIME_PORT must be in 0..=65535, got {text!r}")
+    return int(text)

