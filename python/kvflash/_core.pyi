@@ -788,6 +788,77 @@ class RouterBooking:
         """Give the load back; ``is_complete``: its answer came to its end."""
 
 @final
+class Router:
+    """The routing decision as an HTTP service in this process; docs/router.md is its manual."""
+
+    def __new__(
+        cls,
+        *,
+        policy: str = "kv",
+        overlap_score_weight: float = 1.0,
+        temperature: float = 0.0,
+        block_size: int | None = None,
+        track_active_blocks: bool = True,
+        assume_kv_reuse: bool = True,
+        track_prefill_tokens: bool = True,
+        active_request_expiry_s: float = 300.0,
+        seed: int | None = None,
+        use_kv_events: bool = True,
+        predicted_ttl_s: float = 5.0,
+        router_ttl_s: float = 120.0,
+        router_max_tree_size: int = 1_048_576,
+        router_prune_target_ratio: float = 0.8,
+        active_decode_blocks_threshold: float | None = None,
+        active_prefill_tokens_threshold: int | None = None,
+        active_prefill_tokens_threshold_frac: float | None = None,
+        decision_journal_bytes: int = 16_777_216,
+        threads: int = 2,
+        max_body_bytes: int = 8_388_608,
+        max_requests: int = 65_536,
+        max_workers: int = 4_096,
+        max_blocks: int = 33_554_432,
+        index_memory_bytes: int = 0,
+        min_initial_workers: int = 0,
+        serve_indexer: bool = False,
+        remote_indexer: str | None = None,
+        remote_indexer_deadline_s: float = 0.05,
+        body_timeout_s: float = 60.0,
+        drain_timeout_s: float = 5.0,
+    ) -> Router:
+        """Make a service that does not listen yet, without workers.
+
+        Raises:
+            ConfigError: A setting that can't work, by its flag.
+        """
+
+    @property
+    def catalog(self) -> Catalog: ...
+    def start(self, host: str, port: int) -> int:
+        """Bind and serve in the background. Returns the bound port.
+
+        Raises:
+            ConfigError: The address can't be bound.
+        """
+
+    def call(self, method: str, path: str, body: Buffer) -> tuple[int, bytes]:
+        """Ask a route without HTTP between: the status, and the answer as JSON.
+
+        Works before the start, too, and until the stop. Releases the GIL; blocks as long as the
+        route takes, with a remote indexer up to its deadline.
+
+        Args:
+            method: Such as ``"POST"``.
+            path: Such as ``"/reserve"``.
+            body: JSON; empty for none.
+
+        Raises:
+            InvalidArgumentError: No method or no path.
+        """
+
+    def stop(self) -> None:
+        """Stop serving; open calls get the drain time. Blocks until done."""
+
+@final
 class RouterCore:
     """Chooses workers for prompts, and keeps account of who is busy with what.
 

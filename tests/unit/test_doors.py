@@ -37,6 +37,7 @@ FLOORS = {
     "doctor": 4,
     "mocker": 4,
     "launcher": 4,
+    "router": 4,
     "vllm": 5,
     "sglang": 5,
     "demo": 5,

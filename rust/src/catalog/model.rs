@@ -75,7 +75,7 @@ impl ModelIndex {
     }
 
     /// Nobody publishes for this index any more, and it is empty: what comes next may differ.
-    pub(super) fn forget_block_size(&self) {
+    pub(crate) fn forget_block_size(&self) {
         self.block_size.store(self.given_block_size, Ordering::Relaxed);
     }
 

@@ -41,13 +41,14 @@
 mod answer;
 mod app;
 mod dump;
-mod form;
+pub(super) mod form;
 mod metrics;
 mod openapi;
 mod overlap;
 mod recover;
-mod request;
+pub(super) mod request;
 mod startup;
 
+pub(super) use app::query_routes;
 pub use app::{IndexerApp, IndexerOptions};
 pub use overlap::query_tokens;

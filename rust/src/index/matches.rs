@@ -149,6 +149,33 @@ impl Matches {
         self.found.len()
     }
 
+    /// Puts in what somebody else's index knows of the device: `depths`, ascending by worker, stand instead
+    /// of what was found in any tier; predictions stay.
+    ///
+    /// # Cost
+    /// O(matches log matches + depths).
+    pub fn set_device(&mut self, depths: &[(Worker, u32)]) {
+        self.found.retain(|found| found.predicted > 0);
+        self.sort();
+        let predicted = std::mem::take(&mut self.found);
+        let mut rest = predicted.into_iter().peekable();
+        for (worker, depth) in depths {
+            while let Some(found) = rest.next_if(|found| found.worker < *worker) {
+                self.found.push(Match {
+                    predicted: found.predicted,
+                    ..Match::on_device(found.worker, 0)
+                });
+            }
+            let same = rest.next_if(|found| found.worker == *worker);
+            let predicted = same.map_or(0, |found| found.predicted);
+            self.found.push(Match { predicted, ..Match::on_device(*worker, *depth) });
+        }
+        self.found.extend(rest.map(|found| Match {
+            predicted: found.predicted,
+            ..Match::on_device(found.worker, 0)
+        }));
+    }
+
     /// Puts the matches in ascending order of worker.
     pub fn sort(&mut self) {
         self.found.sort_unstable_by_key(|found| found.worker);

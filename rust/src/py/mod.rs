@@ -13,6 +13,7 @@ mod log;
 mod overlap;
 mod query;
 mod radix_tree;
+mod router;
 mod router_ask;
 mod router_core;
 mod select;
@@ -45,6 +46,8 @@ mod _core {
     use super::overlap::OverlapScores;
     #[pymodule_export]
     use super::radix_tree::RadixTree;
+    #[pymodule_export]
+    use super::router::Router;
     #[pymodule_export]
     use super::router_core::{RouterBooking, RouterCore};
     #[pymodule_export]

@@ -71,6 +71,11 @@ impl Service {
         call()
     }
 
+    /// Run `task` to its end, in the caller's thread.
+    pub fn block_on<T>(&self, task: impl Future<Output = T>) -> T {
+        self.handle.block_on(task)
+    }
+
     /// Stop: no new connections, open requests get the drain time, then everything ends.
     pub fn stop(&self) {
         self.shutdown.stop();

@@ -100,6 +100,9 @@ pub struct Ask<'a> {
     pub allowed: Option<&'a dyn Fn(Worker) -> bool>,
     /// The worker that must take it.
     pub pin: Option<Pin>,
+    /// What workers hold on their devices as a remote index tells, ascending by worker, instead of what the
+    /// selector's own one knows.
+    pub overlaps: Option<&'a [(Worker, u32)]>,
     /// The name under which the journal keeps the decision; `None` keeps nothing.
     pub request_id: Option<&'a str>,
 }
@@ -112,6 +115,7 @@ impl<'a> Ask<'a> {
             overrides: RouteOverride::default(),
             allowed: None,
             pin: None,
+            overlaps: None,
             request_id: None,
         }
     }

@@ -60,6 +60,12 @@ impl Selector {
         by_id.get(request_id).inspect(|held| held.touch()).is_some()
     }
 
+    /// The engine says how many tokens of `request_id`'s prompt it reused. False when it is not active.
+    pub fn note_cached(&self, request_id: &str, tokens: u64) -> bool {
+        let by_id = self.manual.by_id.lock();
+        by_id.get(request_id).inspect(|held| held.cached(tokens)).is_some()
+    }
+
     /// `request_id` has ended: its load is given back, its prompt need not be prefilled any more either.
     /// False for a name that is not active (any more), which is no error.
     pub fn free(&self, request_id: &str) -> bool {

@@ -295,6 +295,9 @@ impl Selector {
             return;
         }
         self.model.index.find_matches(&ask.prompt.locals, &mut scratch.matches);
+        if let Some(overlaps) = ask.overlaps {
+            scratch.matches.set_device(overlaps);
+        }
         for found in scratch.matches.as_slice() {
             if found.device > 0 {
                 scratch.overlaps.push((found.worker, found.device));
@@ -305,9 +308,14 @@ impl Selector {
         }
     }
 
+    /// Whether what workers hold of `prompt` has a part in the decision.
+    pub fn uses_overlaps(&self, overrides: &RouteOverride, prompt: &Prompt) -> bool {
+        let is_asked = self.policy() == Policy::Kv && self.weight(overrides) > 0.0;
+        is_asked && !prompt.locals.is_empty()
+    }
+
     fn uses_index(&self, ask: &Ask<'_>) -> bool {
-        let is_asked = self.policy() == Policy::Kv && self.weight(&ask.overrides) > 0.0;
-        is_asked && !ask.prompt.locals.is_empty()
+        self.uses_overlaps(&ask.overrides, ask.prompt)
     }
 
     fn request<'a>(

@@ -5,29 +5,16 @@ use std::sync::Arc;
 use axum::Json;
 use axum::body::Body;
 use axum::extract::State;
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::http::HeaderMap;
 use axum::response::{IntoResponse, Response};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
-use super::super::Reject;
+use super::super::busy::{Change, answer};
 use super::app::App;
 use super::engine::Engine;
 use super::fleet::Pool;
 use crate::ids::Worker;
-use crate::select::{Report, Thresholds};
-
-const DECODE: &str = "active_decode_blocks_threshold";
-const PREFILL: &str = "active_prefill_tokens_threshold";
-const PREFILL_FRAC: &str = "active_prefill_tokens_threshold_frac";
-
-fn answer(model: &str, thresholds: &Thresholds) -> Value {
-    json!({
-        "model": model,
-        DECODE: thresholds.active_decode_blocks,
-        PREFILL: thresholds.active_prefill_tokens,
-        PREFILL_FRAC: thresholds.active_prefill_tokens_frac,
-    })
-}
+use crate::select::Report;
 
 /// GET /busy_threshold: those in force, model by model.
 pub(super) async fn list(State(app): State<Arc<App>>) -> Response {
@@ -45,84 +32,15 @@ pub(super) async fn change(
     body: Body,
 ) -> Response {
     let changed = async {
-        let kind = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
-        if !kind.is_some_and(|kind| kind.to_ascii_lowercase().starts_with("application/json")) {
-            let message = format!("the content type must be application/json, got {kind:?}");
-            return Err(Reject::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message));
-        }
-        let body = app.read_body(body).await?;
-        let fields: Value = serde_json::from_slice(&body)
-            .map_err(|error| Reject::bad_request(format!("the body is not JSON: {error}")))?;
-        apply(&app, &fields)
+        Change::check_type(&headers)?;
+        let change = Change::parse(&app.read_body(body).await?)?;
+        let route = app.fleet.route(&change.model).ok();
+        change.apply(route.iter().map(|route| &route.pool.selector.busy))
     };
     match changed.await {
         Ok(value) => Json(value).into_response(),
         Err(reject) => reject.plain(),
     }
-}
-
-fn apply(app: &App, fields: &Value) -> Result<Value, Reject> {
-    let unprocessable = |message: String| Reject::new(StatusCode::UNPROCESSABLE_ENTITY, message);
-    let Value::Object(fields) = fields else {
-        return Err(unprocessable("the body must be an object with the field model".to_owned()));
-    };
-    let known = ["model", DECODE, PREFILL, PREFILL_FRAC];
-    if let Some(name) = fields.keys().find(|name| !known.contains(&name.as_str())) {
-        let message = format!("unknown field {name:?}; known are {}", known.join(", "));
-        return Err(unprocessable(message));
-    }
-    let model = match fields.get("model") {
-        Some(Value::String(model)) => model.as_str(),
-        other => {
-            let got = other.map_or("nothing".to_owned(), Value::to_string);
-            return Err(unprocessable(format!("model must be a text, got {got}")));
-        }
-    };
-    let is_change = fields.len() > 1;
-    let Ok(route) = app.fleet.route(model) else {
-        if is_change {
-            let message = format!(
-                "Model '{model}' not found. Thresholds can only be set for discovered models."
-            );
-            return Err(Reject::new(StatusCode::NOT_FOUND, message));
-        }
-        return Ok(answer(model, &Thresholds::default()));
-    };
-    let busy = &route.pool.selector.busy;
-    let mut thresholds = busy.thresholds();
-    merge(fields, DECODE, "a number", Value::as_f64, &mut thresholds.active_decode_blocks)
-        .and_then(|()| {
-            let wanted = "a whole number of at least 0";
-            merge(fields, PREFILL, wanted, Value::as_u64, &mut thresholds.active_prefill_tokens)
-        })
-        .and_then(|()| {
-            let slot = &mut thresholds.active_prefill_tokens_frac;
-            merge(fields, PREFILL_FRAC, "a number", Value::as_f64, slot)
-        })
-        .map_err(unprocessable)?;
-    if is_change {
-        busy.set_thresholds(thresholds)?;
-        tracing::info!(model, %thresholds, "busy thresholds changed");
-    }
-    Ok(answer(model, &thresholds))
-}
-
-fn merge<T>(
-    fields: &Map<String, Value>,
-    name: &str,
-    wanted: &str,
-    read: impl Fn(&Value) -> Option<T>,
-    slot: &mut Option<T>,
-) -> Result<(), String> {
-    match fields.get(name) {
-        None => {}
-        Some(Value::Null) => *slot = None,
-        Some(value) => match read(value) {
-            Some(value) => *slot = Some(value),
-            None => return Err(format!("{name} must be {wanted} or null, got {value}")),
-        },
-    }
-    Ok(())
 }
 
 /// The pool of `engine`, where its load is worth asking for.

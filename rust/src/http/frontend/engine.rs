@@ -158,13 +158,13 @@ fn is_local(address: &str) -> bool {
         .any(|scheme| address.strip_prefix(scheme).is_some_and(|path| !path.is_empty()))
 }
 
-fn port_of(address: &str) -> Option<u16> {
+pub(in crate::http) fn port_of(address: &str) -> Option<u16> {
     let (host, port) = address.strip_prefix("tcp://")?.rsplit_once(':')?;
     port.parse().ok().filter(|port| *port > 0 && !host.is_empty())
 }
 
 /// With data parallelism, rank r publishes on port + r.
-fn shifted(address: &str, dp_rank: u32) -> String {
+pub(in crate::http) fn shifted(address: &str, dp_rank: u32) -> String {
     match (port_of(address), address.rsplit_once(':')) {
         (Some(port), Some((host, _))) if dp_rank > 0 => {
             format!("{host}:{}", u32::from(port) + dp_rank)

@@ -5,7 +5,7 @@ mod app;
 mod attempt;
 mod busy;
 mod disagg;
-mod engine;
+pub(super) mod engine;
 mod fleet;
 mod metrics;
 mod nvext;

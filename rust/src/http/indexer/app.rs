@@ -119,6 +119,27 @@ impl IndexerApp {
     }
 }
 
+/// The questions alone, over a catalog that another service fills.
+///
+/// # Errors
+/// None, without peers.
+pub(in crate::http) fn query_routes(
+    catalog: Arc<Catalog>,
+    max_body_bytes: usize,
+) -> KvResult<Router> {
+    let options = IndexerOptions { max_body_bytes, ..IndexerOptions::default() };
+    let startup = Arc::new(Startup::new(&[], 0)?);
+    let figures = IndexerMetrics::new(Arc::clone(&catalog), Arc::clone(&startup));
+    let metrics = Arc::new(figures);
+    let app = Arc::new(App { catalog, options, metrics, startup, dumps: Dumps::default() });
+    let routes = Router::new()
+        .route("/query", post(query))
+        .route("/query_by_hash", post(query_by_hash))
+        .route("/dump", get(dump))
+        .route("/digest", get(digest));
+    Ok(routes.with_state(app))
+}
+
 impl App {
     /// Read a bounded body, parse it, answer.
     async fn answer<T: DeserializeOwned>(

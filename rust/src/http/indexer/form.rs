@@ -14,7 +14,7 @@ const MAX_DEPTH: usize = 128;
 
 /// How a body or an answer is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Form {
+pub(in crate::http) enum Form {
     /// Whatever is not said to be msgpack: clients such as curl name types that they do not mean.
     Json,
     /// By any of the three names that it goes by.
@@ -77,7 +77,7 @@ impl Form {
 }
 
 /// The parameters of a query string; a refusal is JSON, as all are.
-pub(super) struct Params<T>(pub T);
+pub(in crate::http) struct Params<T>(pub T);
 
 impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for Params<T> {
     type Rejection = Response;

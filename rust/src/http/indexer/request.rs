@@ -7,11 +7,11 @@ use super::super::Reject;
 
 /// Token ids: u32, refused by index and value otherwise.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct TokenIds(pub Vec<u32>);
+pub(in crate::http) struct TokenIds(pub Vec<u32>);
 
 /// Block hashes: u64; negative numbers are the same bits as i64.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct BlockHashes(pub Vec<u64>);
+pub(in crate::http) struct BlockHashes(pub Vec<u64>);
 
 /// Most elements that one query may name.
 pub(super) const MAX_TOKEN_IDS: usize = 4_194_304;
@@ -153,7 +153,7 @@ impl<'de> Deserialize<'de> for BlockHashes {
     }
 }
 
-pub(super) fn default_tenant() -> String {
+pub(in crate::http) fn default_tenant() -> String {
     "default".to_owned()
 }
 

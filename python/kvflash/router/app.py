@@ -1,0 +1,25 @@
+"""The router process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from kvflash.errors import KvflashError
+from kvflash.process import run_until_stopped, start_logging
+from kvflash.router.args import parse_args
+from kvflash.router.service import RouterService
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the router until a signal. Returns the exit status."""
+    try:
+        args = parse_args(argv)
+        start_logging(args.log_level, args.log_format)
+        run_until_stopped(RouterService(args), name="router")
+    except KvflashError as error:
+        print(f"kvflash.router: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,178 @@
+"""The workers of an endpoint, as discovery tells them, registered with the router."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any, Protocol
+
+from kvflash.discovery import Discovery, Put, Synced
+from kvflash.errors import ClosedError, KvflashError, TransportError
+
+__all__ = ["DiscoveredWorkers", "Registrar"]
+
+logger = logging.getLogger(__name__)
+
+RESTART_PAUSE_S = 0.5
+
+
+class Registrar(Protocol):
+    """Where workers are registered."""
+
+    def add_worker(self, worker: dict[str, Any]) -> Any:
+        """Register one."""
+
+    def remove_worker(self, worker_id: int) -> None:
+        """Forget one."""
+
+
+class DiscoveredWorkers:
+    """Keeps the router's workers as discovery has those of one endpoint.
+
+    A worker is there as long as its instance is; what its model card and its event sockets say is
+    part of its registration. One that changes what it says is registered anew.
+
+    Args:
+        router: Where they are registered.
+        discovery: Where to look.
+        path: ``namespace/component/endpoint``.
+        model_name: Model of workers that announce no card.
+    """
+
+    def __init__(
+        self, router: Registrar, discovery: Discovery, path: str, *, model_name: str
+    ) -> None:
+        self._router = router
+        self._discovery = discovery
+        self._model_name = model_name
+        component = path.rpartition("/")[0]
+        self._prefixes = {
+            "instances": f"v1/instances/{path}/",
+            "models": f"v1/models/{path}/",
+            "events": f"v1/events/{component}/",
+        }
+        self._values: dict[str, dict[str, dict[str, Any]]] = {kind: {} for kind in self._prefixes}
+        self._synced = {kind: asyncio.Event() for kind in self._prefixes}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._registered: dict[int, dict[str, Any]] = {}
+        self._refused: dict[int, dict[str, Any]] = {}
+
+    @property
+    def ids(self) -> list[int]:
+        """Numbers of those that are registered now, ascending."""
+        return sorted(self._registered)
+
+    @property
+    def models(self) -> set[str]:
+        """Models of those that are registered now."""
+        return {body["model_name"] for body in self._registered.values()}
+
+    def start(self) -> None:
+        """Follow discovery; needs a running event loop."""
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._follow(kind)) for kind in self._prefixes]
+
+    async def synced(self, timeout_s: float) -> None:
+        """Wait until what is there is registered.
+
+        Raises:
+            TransportError: Discovery did not answer in time.
+        """
+        waiting = asyncio.gather(*(event.wait() for event in self._synced.values()))
+        try:
+            await asyncio.wait_for(waiting, timeout_s)
+        except asyncio.TimeoutError as error:
+            raise TransportError(f"discovery has not answered within {timeout_s:g} s") from error
+
+    async def close(self) -> None:
+        """Follow no more; workers stay as they are."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _follow(self, kind: str) -> None:
+        while True:
+            try:
+                async with self._discovery.watch(self._prefixes[kind]) as watch:
+                    async for event in watch:
+                        if isinstance(event, Synced):
+                            self._synced[kind].set()
+                        else:
+                            value = event.value if isinstance(event, Put) else None
+                            self._take(kind, event.key, value)
+                        # Registering is quick, but a worker's three keys belong together.
+                        if all(one.is_set() for one in self._synced.values()):
+                            self._register()
+                return
+            except ClosedError:
+                return
+            except KvflashError as error:
+                # Backends reconnect by themselves; what they give up on is tried again anyway.
+                logger.warning("%s: %s", self._prefixes[kind], error)
+                await asyncio.sleep(RESTART_PAUSE_S)
+
+    def _take(self, kind: str, key: str, value: bytes | None) -> None:
+        name = key.removeprefix(self._prefixes[kind])
+        if value is None:
+            self._values[kind].pop(name, None)
+            return
+        try:
+            parsed = json.loads(value)
+        except ValueError as error:
+            logger.warning("%s can't be read: %s", key, error)
+            return
+        if not isinstance(parsed, dict):
+            logger.warning("%s is no object: %r", key, parsed)
+            return
+        self._values[kind][name] = parsed
+
+    def _register(self) -> None:
+        wanted = {
+            int(name): self._body(int(name))
+            for name in self._values["instances"]
+            if name.isdecimal()
+        }
+        for worker_id in [i for i, body in self._registered.items() if wanted.get(i) != body]:
+            self._call(lambda i=worker_id: self._router.remove_worker(i))
+            del self._registered[worker_id]
+        self._refused = {i: body for i, body in self._refused.items() if wanted.get(i) == body}
+        for worker_id, body in wanted.items():
+            if worker_id in self._registered or worker_id in self._refused:
+                continue
+            if self._call(lambda body=body: self._router.add_worker(body)):
+                self._registered[worker_id] = body
+            else:
+                # Said once: it is tried again when it says something else.
+                self._refused[worker_id] = body
+
+    @staticmethod
+    def _call(call: Any) -> bool:
+        try:
+            call()
+        except KvflashError as error:
+            logger.error("%s", error)
+            return False
+        return True
+
+    def _body(self, worker_id: int) -> dict[str, Any]:
+        number = str(worker_id)
+        card = self._values["models"].get(number, {})
+        transport = self._values["instances"][number].get("transport") or {}
+        ranks = {
+            rank: {name: value.get(name) for name in ("endpoint", "replay_endpoint")}
+            for key, value in self._values["events"].items()
+            for owner, _, rank in [key.partition("/")]
+            if owner == number and rank.isdecimal()
+        }
+        sizes = [value.get("block_size") for value in self._values["events"].values()]
+        return {
+            "worker_id": worker_id,
+            "model_name": card.get("model_name") or self._model_name,
+            "url": transport.get("url") or transport.get("address") or transport.get("subject"),
+            "dp_size": max([card.get("dp_size") or 1, *(int(rank) + 1 for rank in ranks)]),
+            "block_size": card.get("kv_cache_block_size") or next(filter(None, sizes), None),
+            "events": dict(sorted(ranks.items())),
+            "kv_total_blocks": card.get("total_kv_blocks"),
+            "max_num_batched_tokens": card.get("max_num_batched_tokens"),
+        }

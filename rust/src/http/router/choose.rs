@@ -1,0 +1,257 @@
+//! From a request to a worker.
+
+use std::sync::Arc;
+
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use super::app::App;
+use super::fleet::Pool;
+use super::metrics::OutcomeLabel;
+use super::request::Choose;
+use crate::catalog::TrustState;
+use crate::error::{Error, Result};
+use crate::ids::{InstanceId, Worker};
+use crate::select::{Ask, Pin, PotentialLoad, Prompt, Selection};
+
+/// A request for a worker, understood.
+pub(super) struct Chosen {
+    pub pool: Arc<Pool>,
+    prompt: Prompt,
+    /// Leading blocks on each worker's device, as a remote indexer tells.
+    remote: Option<Vec<(Worker, u32)>>,
+    request: Choose,
+    pin: Option<Pin>,
+    allowed: Option<Vec<InstanceId>>,
+}
+
+/// What POST /select and /reserve answer.
+#[derive(Debug, Serialize)]
+pub(super) struct Answer {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    request_id: Option<String>,
+    model_name: String,
+    tenant_id: String,
+    pub worker_id: InstanceId,
+    pub dp_rank: u32,
+    url: Option<String>,
+    pub overlap_blocks: u32,
+    predicted_blocks: u32,
+    best_blocks: u32,
+    block_size: Option<u32>,
+    isl_tokens: u64,
+    expected_cached_tokens: u64,
+    reason: &'static str,
+    ties: usize,
+    margin: Option<f64>,
+}
+
+/// One entry of what POST /potential_loads answers.
+#[derive(Debug, Serialize)]
+pub(super) struct LoadAnswer {
+    worker_id: InstanceId,
+    dp_rank: u32,
+    potential_prefill_tokens: u64,
+    potential_decode_blocks: u64,
+    active_requests: u32,
+    overlap_blocks: u32,
+}
+
+impl Chosen {
+    /// Find the model, hash the prompt, and ask the remote indexer where there is one.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, naming the field; `NotFound` for a model without workers.
+    pub async fn understand(app: &App, request: Choose) -> Result<Self> {
+        let pool = app.fleet.find(request.model_name.as_deref(), request.tenant_id.as_deref())?;
+        let (pin, allowed) = (request.pin()?, request.allowed()?);
+        let prompt = prompt(&pool, &request)?;
+        let is_asked = pool.selector.uses_overlaps(&request.overrides(), &prompt);
+        let remote = match &app.remote {
+            // Without an answer nothing is known to be held, and load decides.
+            Some(remote) if is_asked => {
+                let found = remote.overlaps(&pool.key, &prompt.locals, prompt.block_size).await;
+                Some(found.unwrap_or_default())
+            }
+            _ => None,
+        };
+        Ok(Self { pool, prompt, remote, request, pin, allowed })
+    }
+
+    fn ask<T>(&self, act: impl FnOnce(&Ask<'_>) -> Result<T>) -> Result<T> {
+        let is_allowed = |worker: Worker| {
+            self.allowed.as_ref().is_none_or(|ids| ids.binary_search(&worker.instance_id).is_ok())
+        };
+        act(&Ask {
+            overrides: self.request.overrides(),
+            allowed: self.allowed.is_some().then_some(&is_allowed as &dyn Fn(Worker) -> bool),
+            pin: self.pin,
+            overlaps: self.remote.as_deref(),
+            ..Ask::new(&self.prompt)
+        })
+    }
+
+    /// The worker it would go to now; nothing changes.
+    pub fn preview(&self, app: &App) -> Result<Answer> {
+        let (selection, _) =
+            self.counted(app, "previewed", |ask| self.pool.selector.preview(ask))?;
+        Ok(self.answer(&selection, None))
+    }
+
+    /// The worker it goes to, booked under its name.
+    ///
+    /// # Errors
+    /// As [`crate::select::Selector::reserve`]; `InvalidArgument` without a name.
+    pub fn reserve(&self, app: &App) -> Result<Answer> {
+        let Some(request_id) = self.request.request_id.as_deref() else {
+            return Err(Error::invalid("missing field `request_id`: what is booked needs a name"));
+        };
+        let selection =
+            self.counted(app, "reserved", |ask| self.pool.selector.reserve(request_id, ask))?;
+        app.metrics.input.inc_by(self.prompt.isl_tokens);
+        let tokens = |blocks| self.cached_tokens(blocks);
+        app.metrics.available.inc_by(tokens(selection.best_blocks));
+        app.metrics.selected.inc_by(tokens(selection.overlap_blocks));
+        Ok(self.answer(&selection, Some(request_id.to_owned())))
+    }
+
+    /// Why it would go there: every candidate's terms.
+    pub fn explain(&self, app: &App) -> Result<Value> {
+        let (selection, record) =
+            self.counted(app, "explained", |ask| self.pool.selector.preview(ask))?;
+        let mut value = record.decision();
+        let answer = serde_json::to_value(self.answer(&selection, None))
+            .map_err(|error| Error::invalid(error.to_string()))?;
+        if let (Value::Object(to), Value::Object(from)) = (&mut value, answer) {
+            to.extend(from);
+        }
+        let trust = self.trust(app);
+        if let Some(candidates) = value["candidates"].as_array_mut() {
+            for (entry, candidate) in candidates.iter_mut().zip(&record.candidates) {
+                let worker = candidate.terms.worker;
+                entry["worker_id"] = json!(worker.instance_id);
+                entry["dp_rank"] = json!(worker.dp_rank);
+                let known = trust.iter().find(|(other, _)| *other == worker);
+                entry["trust"] = json!(known.map(|(_, state)| state));
+            }
+        }
+        Ok(value)
+    }
+
+    /// What it would make of every worker's load.
+    pub fn potential_loads(&self) -> Result<Vec<LoadAnswer>> {
+        let loads = self.ask(|ask| self.pool.selector.potential_loads(ask))?;
+        let entry = |load: PotentialLoad| LoadAnswer {
+            worker_id: load.worker.instance_id,
+            dp_rank: load.worker.dp_rank,
+            potential_prefill_tokens: load.potential_prefill_tokens,
+            potential_decode_blocks: load.potential_decode_blocks,
+            active_requests: load.active_requests,
+            overlap_blocks: load.overlap_blocks,
+        };
+        Ok(loads.into_iter().map(entry).collect())
+    }
+
+    fn counted<T>(
+        &self,
+        app: &App,
+        done: &'static str,
+        act: impl FnOnce(&Ask<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let outcome = self.ask(act);
+        let outcome_name = match &outcome {
+            Ok(_) => done,
+            Err(Error::AllBusy(_)) => "all_busy",
+            Err(Error::NoWorker(_)) => "no_worker",
+            Err(Error::Overloaded(_)) => "overloaded",
+            Err(Error::Conflict(_)) => "duplicate",
+            Err(_) => "invalid",
+        };
+        app.metrics.selections.get_or_create(&OutcomeLabel { outcome: outcome_name }).inc();
+        outcome
+    }
+
+    fn answer(&self, selection: &Selection, request_id: Option<String>) -> Answer {
+        let Worker { instance_id, dp_rank } = selection.worker;
+        Answer {
+            request_id,
+            model_name: self.pool.key.model_name.clone(),
+            tenant_id: self.pool.key.tenant_id.clone(),
+            worker_id: instance_id,
+            dp_rank,
+            url: self.pool.member(instance_id).and_then(|member| member.url.clone()),
+            overlap_blocks: selection.overlap_blocks,
+            predicted_blocks: selection.predicted_blocks,
+            best_blocks: selection.best_blocks,
+            block_size: (self.prompt.block_size > 0).then_some(self.prompt.block_size),
+            isl_tokens: self.prompt.isl_tokens,
+            expected_cached_tokens: self.cached_tokens(selection.overlap_blocks),
+            reason: selection.reason.name(),
+            ties: selection.ties,
+            margin: selection.margin,
+        }
+    }
+
+    fn cached_tokens(&self, blocks: u32) -> u64 {
+        self.prompt.reusable_blocks(blocks) * u64::from(self.prompt.block_size)
+    }
+
+    fn trust(&self, app: &App) -> Vec<(Worker, TrustState)> {
+        let is_its = |model: &crate::catalog::ModelIndex| model.key == self.pool.key;
+        let reports = app.catalog.reports(is_its);
+        reports.into_iter().map(|report| (report.view.worker, report.trust.state)).collect()
+    }
+}
+
+fn prompt(pool: &Pool, request: &Choose) -> Result<Prompt> {
+    let selector = &pool.selector;
+    let (lora_name, cache_salt) = (request.lora_name.as_deref(), request.cache_salt.as_deref());
+    match (&request.token_ids, &request.block_hashes, request.isl_tokens) {
+        (Some(_), Some(_), _) => {
+            Err(Error::invalid("token_ids and block_hashes say the same thing: give one of them"))
+        }
+        (Some(tokens), None, isl_tokens) => {
+            let count = tokens.0.len() as u64;
+            if isl_tokens.is_some_and(|isl_tokens| isl_tokens != count) {
+                let isl_tokens = isl_tokens.unwrap_or_default();
+                return Err(Error::invalid(format!(
+                    "isl_tokens {isl_tokens} is not the {count} of token_ids: leave it out"
+                )));
+            }
+            Ok(selector.prompt(&tokens.0, lora_name, cache_salt))
+        }
+        (None, Some(hashes), isl_tokens) => {
+            let block_size = selector.block_size();
+            if block_size == 0 && isl_tokens.is_none() {
+                return Err(Error::invalid(
+                    "block_hashes: no worker has told the block size yet; register one with \
+                     block_size, or give isl_tokens",
+                ));
+            }
+            // Salt and adapter are in the hashes already; the seed is for predictions of one's own.
+            let seed = selector.model().seed(lora_name, cache_salt);
+            let mut prompt = Prompt::of_hashes(hashes.0.clone(), block_size, seed);
+            let full = prompt.isl_tokens;
+            if let Some(isl_tokens) = isl_tokens {
+                let is_legal = block_size == 0
+                    || (full.max(1)..full + u64::from(block_size)).contains(&isl_tokens);
+                if !is_legal {
+                    return Err(Error::invalid(format!(
+                        "isl_tokens must be in {}..{} with {} block_hashes of {block_size} tokens, got \
+                         {isl_tokens}",
+                        full.max(1),
+                        full + u64::from(block_size),
+                        hashes.0.len(),
+                    )));
+                }
+                prompt.isl_tokens = isl_tokens;
+            }
+            Ok(prompt)
+        }
+        (None, None, Some(isl_tokens)) if isl_tokens > 0 => Ok(Prompt::unknown(isl_tokens)),
+        (None, None, Some(_)) => Err(Error::invalid("isl_tokens must be at least 1, got 0")),
+        (None, None, None) => Err(Error::invalid(
+            "missing field `token_ids`: give token_ids, block_hashes, or isl_tokens alone",
+        )),
+    }
+}

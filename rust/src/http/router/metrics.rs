@@ -1,0 +1,134 @@
+//! What the router counts besides the common metrics.
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::{Registry, Unit};
+
+use super::super::metrics::ModelLabel;
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct StageLabel {
+    stage: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(super) struct OutcomeLabel {
+    pub outcome: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(super) struct WorkerLabel {
+    pub model: String,
+    pub tenant: String,
+    pub worker: String,
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct RouterMetrics {
+    /// Tokens of the prompts of all reservations.
+    pub input: Counter,
+    /// Of these, tokens that the best worker could have reused.
+    pub available: Counter,
+    /// Of these, tokens that the chosen worker was expected to reuse.
+    pub selected: Counter,
+    pub selections: Family<OutcomeLabel, Counter>,
+    pub load_expired: Counter,
+    pub reservations: Family<ModelLabel, Gauge>,
+    pub journal_records: Gauge,
+    pub journal_bytes: Gauge,
+    pub journal_dropped: Counter,
+    pub workers: Family<ModelLabel, Gauge>,
+    pub busy_workers: Family<ModelLabel, Gauge>,
+    pub worker_active_blocks: Family<WorkerLabel, Gauge>,
+    pub worker_active_prefill: Family<WorkerLabel, Gauge>,
+    pub worker_active_requests: Family<WorkerLabel, Gauge>,
+}
+
+impl RouterMetrics {
+    pub fn register(registry: &mut Registry) -> Self {
+        let stages: Family<StageLabel, Counter> = Family::default();
+        let stage = |stage| stages.get_or_create_owned(&StageLabel { stage });
+        let metrics = Self {
+            input: stage("input"),
+            available: stage("available"),
+            selected: stage("selected"),
+            selections: Family::default(),
+            load_expired: Counter::default(),
+            reservations: Family::default(),
+            journal_records: Gauge::default(),
+            journal_bytes: Gauge::default(),
+            journal_dropped: Counter::default(),
+            workers: Family::default(),
+            busy_workers: Family::default(),
+            worker_active_blocks: Family::default(),
+            worker_active_prefill: Family::default(),
+            worker_active_requests: Family::default(),
+        };
+        registry.register(
+            "prompt_tokens",
+            "Tokens of reserved prompts: all, those that the best worker holds, those that the chosen one holds",
+            stages,
+        );
+        registry.register(
+            "router_selections",
+            "Requests for a worker by outcome; only reserved ones change anything",
+            metrics.selections.clone(),
+        );
+        registry.register(
+            "load_expired",
+            "Reservations of which nothing was heard for so long that their load was freed",
+            metrics.load_expired.clone(),
+        );
+        for (name, help, family) in [
+            ("router_workers", "Registered workers", &metrics.workers),
+            ("router_busy_workers", "Workers above a threshold", &metrics.busy_workers),
+            ("router_reservations", "Reservations that are active", &metrics.reservations),
+        ] {
+            registry.register(name, help, family.clone());
+        }
+        registry.register_with_unit(
+            "decision_journal",
+            "Memory of past decisions",
+            Unit::Bytes,
+            metrics.journal_bytes.clone(),
+        );
+        registry.register(
+            "decision_journal_records",
+            "Past decisions that are kept",
+            metrics.journal_records.clone(),
+        );
+        registry.register(
+            "decision_journal_dropped",
+            "Past decisions that gave way to later ones",
+            metrics.journal_dropped.clone(),
+        );
+        for (name, help, family) in [
+            (
+                "worker_active_blocks",
+                "Distinct blocks of active requests",
+                &metrics.worker_active_blocks,
+            ),
+            (
+                "worker_active_prefill_tokens",
+                "Prompt tokens still to be prefilled",
+                &metrics.worker_active_prefill,
+            ),
+            ("worker_active_requests", "Active requests", &metrics.worker_active_requests),
+        ] {
+            registry.register(name, help, family.clone());
+        }
+        metrics
+    }
+
+    /// Families that are read anew at each scrape, so that who left leaves no label behind.
+    pub fn clear(&self) {
+        let Self { workers, busy_workers, reservations, .. } = self;
+        [workers, busy_workers, reservations].into_iter().for_each(Family::clear);
+        let Self { worker_active_blocks, worker_active_prefill, worker_active_requests, .. } = self;
+        for family in [worker_active_blocks, worker_active_prefill, worker_active_requests] {
+            family.clear();
+        }
+    }
+}

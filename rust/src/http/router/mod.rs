@@ -1,0 +1,17 @@
+//! The standalone router's API: the routing decision for gateways that forward requests themselves.
+//!
+//! A gateway registers its workers, asks with a prompt's tokens or hashes, and tells when the prompt was
+//! prefilled and when the request ended. See docs/router.md.
+
+mod answer;
+mod app;
+mod choose;
+mod fleet;
+mod method;
+mod metrics;
+mod openapi;
+mod options;
+mod request;
+
+pub use app::RouterApp;
+pub use options::RouterOptions;

@@ -1,0 +1,248 @@
+//! What gateways send. Fields that are not known are refused by name: a misspelt one that is ignored would
+//! route every request elsewhere than meant.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+use super::super::indexer::request::{BlockHashes, TokenIds, default_tenant};
+use crate::error::{Error, Result};
+use crate::ids::InstanceId;
+use crate::router::RouteOverride;
+use crate::select::{Pin, Report, Share};
+
+/// Most worker ids that one request may allow.
+const MAX_ALLOWED: usize = 65_535;
+/// Longest address of a worker, characters; it is handed back as it came.
+const MAX_URL_CHARS: usize = 4_096;
+
+/// Where a rank publishes.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Events {
+    pub endpoint: String,
+    pub replay_endpoint: Option<String>,
+}
+
+/// POST /workers
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct NewWorker {
+    pub worker_id: InstanceId,
+    #[serde(alias = "model")]
+    pub model_name: String,
+    #[serde(default = "default_tenant")]
+    pub tenant_id: String,
+    /// What the gateway reaches it by; nothing is made of it here.
+    pub url: Option<String>,
+    #[serde(default = "one")]
+    pub dp_size: u32,
+    pub block_size: Option<u32>,
+    /// Of rank 0; rank r publishes at its port + r.
+    pub endpoint: Option<String>,
+    pub replay_endpoint: Option<String>,
+    /// By rank, instead of `endpoint`.
+    #[serde(default)]
+    pub events: BTreeMap<u32, Events>,
+    pub kv_total_blocks: Option<u64>,
+    pub max_num_batched_tokens: Option<u64>,
+}
+
+const fn one() -> u32 {
+    1
+}
+
+impl NewWorker {
+    /// Check what no type says.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, naming the field, what is legal and what came.
+    pub fn check(&self) -> Result<()> {
+        if self.model_name.is_empty() {
+            return Err(Error::invalid("model_name must not be empty"));
+        }
+        if !(1..=1_024).contains(&self.dp_size) {
+            let got = self.dp_size;
+            return Err(Error::invalid(format!("dp_size must be in 1..=1024, got {got}")));
+        }
+        if self.block_size == Some(0) {
+            return Err(Error::invalid("block_size must be at least 1, got 0"));
+        }
+        let len = self.url.as_ref().map_or(0, |url| url.chars().count());
+        if len > MAX_URL_CHARS {
+            return Err(Error::invalid(format!(
+                "url may have at most {MAX_URL_CHARS} characters, got {len}"
+            )));
+        }
+        if self.endpoint.is_some() && !self.events.is_empty() {
+            return Err(Error::invalid("endpoint and events say the same thing: give one of them"));
+        }
+        if self.replay_endpoint.is_some() && self.endpoint.is_none() {
+            return Err(Error::invalid("replay_endpoint without endpoint: nothing to repair"));
+        }
+        if let Some(rank) = self.events.keys().find(|rank| **rank >= self.dp_size) {
+            return Err(Error::invalid(format!(
+                "events.{rank}: ranks are below dp_size {}",
+                self.dp_size
+            )));
+        }
+        Ok(())
+    }
+
+    /// What its ranks say of themselves from the start.
+    pub fn report(&self) -> Report {
+        Report {
+            kv_total_blocks: self.kv_total_blocks,
+            max_num_batched_tokens: self.max_num_batched_tokens,
+            ..Report::default()
+        }
+    }
+}
+
+/// What one request wants otherwise than the flags.
+#[derive(Debug, Clone, Copy, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Overrides {
+    #[serde(alias = "kv_overlap_score_weight")]
+    overlap_score_weight: Option<f64>,
+    pub overlap_score_credit: Option<f64>,
+    pub prefill_load_scale: Option<f64>,
+    #[serde(alias = "temperature")]
+    router_temperature: Option<f64>,
+    assume_kv_reuse: Option<bool>,
+}
+
+/// POST /select, /reserve, /potential_loads, /explain
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Choose {
+    #[serde(alias = "model")]
+    pub model_name: Option<String>,
+    pub tenant_id: Option<String>,
+    #[serde(alias = "tokens")]
+    pub token_ids: Option<TokenIds>,
+    #[serde(alias = "local_hashes")]
+    pub block_hashes: Option<BlockHashes>,
+    pub isl_tokens: Option<u64>,
+    pub lora_name: Option<String>,
+    pub cache_salt: Option<String>,
+    #[serde(alias = "overrides")]
+    pub router_config_override: Option<Overrides>,
+    pub allowed_worker_ids: Option<Vec<InstanceId>>,
+    pub worker_id: Option<InstanceId>,
+    pub dp_rank: Option<u32>,
+    pub request_id: Option<String>,
+}
+
+impl Choose {
+    /// The worker that must take it.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a rank of nobody.
+    pub fn pin(&self) -> Result<Option<Pin>> {
+        match (self.worker_id, self.dp_rank) {
+            (Some(instance_id), dp_rank) => Ok(Some(Pin { instance_id, dp_rank })),
+            (None, Some(rank)) => {
+                Err(Error::invalid(format!("dp_rank {rank} without worker_id: whose rank?")))
+            }
+            (None, None) => Ok(None),
+        }
+    }
+
+    /// Workers that may take it, ascending.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for more than 65,535.
+    pub fn allowed(&self) -> Result<Option<Vec<InstanceId>>> {
+        let Some(ids) = &self.allowed_worker_ids else { return Ok(None) };
+        if ids.len() > MAX_ALLOWED {
+            return Err(Error::invalid(format!(
+                "allowed_worker_ids may have at most {MAX_ALLOWED} elements, got {}",
+                ids.len()
+            )));
+        }
+        let mut ids = ids.clone();
+        ids.sort_unstable();
+        Ok(Some(ids))
+    }
+
+    pub fn overrides(&self) -> RouteOverride {
+        let given = self.router_config_override.unwrap_or_default();
+        RouteOverride {
+            overlap_score_weight: given.overlap_score_weight,
+            overlap_score_credit: given.overlap_score_credit,
+            prefill_load_scale: given.prefill_load_scale,
+            temperature: given.router_temperature,
+            assume_kv_reuse: given.assume_kv_reuse,
+        }
+    }
+}
+
+/// POST /prefill_complete, /touch, /free
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Named {
+    pub request_id: String,
+    /// Only of this model; of all where it is absent.
+    #[serde(alias = "model")]
+    pub model_name: Option<String>,
+    pub tenant_id: Option<String>,
+    /// Tokens of the prompt that the engine says it reused; for GET /why.
+    pub cached_tokens: Option<u64>,
+}
+
+/// POST /report_load
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct LoadReport {
+    pub worker_id: InstanceId,
+    #[serde(default)]
+    pub dp_rank: u32,
+    /// Another router's share of the load, instead of what the worker says itself.
+    pub router_id: Option<u64>,
+    pub kv_used_blocks: Option<u64>,
+    pub active_decode_blocks: Option<u64>,
+    pub active_prefill_tokens: Option<u64>,
+    pub kv_total_blocks: Option<u64>,
+    pub max_num_batched_tokens: Option<u64>,
+}
+
+impl LoadReport {
+    pub fn report(&self) -> Report {
+        Report {
+            kv_used_blocks: self.kv_used_blocks,
+            active_decode_blocks: self.active_decode_blocks,
+            active_prefill_tokens: self.active_prefill_tokens,
+            kv_total_blocks: self.kv_total_blocks,
+            max_num_batched_tokens: self.max_num_batched_tokens,
+        }
+    }
+
+    /// What a router says of itself.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for what only the worker knows.
+    pub fn share(&self) -> Result<Share> {
+        for (field, value) in [
+            ("kv_used_blocks", self.kv_used_blocks),
+            ("kv_total_blocks", self.kv_total_blocks),
+            ("max_num_batched_tokens", self.max_num_batched_tokens),
+        ] {
+            if value.is_some() {
+                return Err(Error::invalid(format!(
+                    "{field} is the worker's to say: leave it out with router_id"
+                )));
+            }
+        }
+        Ok(Share {
+            active_decode_blocks: self.active_decode_blocks,
+            active_prefill_tokens: self.active_prefill_tokens,
+        })
+    }
+}
+
+/// The parameters of GET /workers.
+#[derive(Debug, Deserialize)]
+pub(super) struct WorkersFilter {
+    pub model_name: Option<String>,
+}

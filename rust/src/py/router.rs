@@ -1,0 +1,195 @@
+//! The standalone router.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::Body;
+use axum::http::{Request, header};
+use http_body_util::BodyExt;
+use hyper::service::Service as _;
+use hyper_util::service::TowerToHyperService;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use super::buffer::Bytes;
+use super::catalog::Catalog;
+use super::error::OrRaise;
+use super::indexer::seconds;
+use super::select::Foresight;
+use super::service::Service;
+use crate::catalog;
+use crate::clock::SystemClock;
+use crate::error::Error;
+use crate::http::router::{RouterApp, RouterOptions};
+use crate::http::{RemoteIndexerOptions, Shutdown};
+use crate::router::RouterConfig;
+use crate::select::{DEFAULT_JOURNAL_BYTES, SelectorConfig, Thresholds};
+
+/// The routing decision as an HTTP service in this process.
+#[pyclass(frozen, module = "kvflash._core")]
+pub(super) struct Router {
+    catalog: Arc<catalog::Catalog>,
+    app: RouterApp,
+    service: Service,
+}
+
+#[pymethods]
+impl Router {
+    #[new]
+    #[pyo3(signature = (
+        *, policy="kv", overlap_score_weight=1.0, temperature=0.0, block_size=None,
+        track_active_blocks=true, assume_kv_reuse=true, track_prefill_tokens=true,
+        active_request_expiry_s=300.0, seed=None,
+        use_kv_events=true, predicted_ttl_s=5.0, router_ttl_s=120.0, router_max_tree_size=1_048_576,
+        router_prune_target_ratio=0.8, active_decode_blocks_threshold=None,
+        active_prefill_tokens_threshold=None, active_prefill_tokens_threshold_frac=None,
+        decision_journal_bytes=DEFAULT_JOURNAL_BYTES, threads=2, max_body_bytes=8_388_608,
+        max_requests=65_536, max_workers=4_096, max_blocks=33_554_432, index_memory_bytes=0,
+        min_initial_workers=0, serve_indexer=false, remote_indexer=None,
+        remote_indexer_deadline_s=0.05, body_timeout_s=60.0, drain_timeout_s=5.0
+    ))]
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        py: Python<'_>,
+        policy: &str,
+        overlap_score_weight: f64,
+        temperature: f64,
+        block_size: Option<u32>,
+        track_active_blocks: bool,
+        assume_kv_reuse: bool,
+        track_prefill_tokens: bool,
+        active_request_expiry_s: f64,
+        seed: Option<u64>,
+        use_kv_events: bool,
+        predicted_ttl_s: f64,
+        router_ttl_s: f64,
+        router_max_tree_size: usize,
+        router_prune_target_ratio: f64,
+        active_decode_blocks_threshold: Option<f64>,
+        active_prefill_tokens_threshold: Option<u64>,
+        active_prefill_tokens_threshold_frac: Option<f64>,
+        decision_journal_bytes: usize,
+        threads: usize,
+        max_body_bytes: usize,
+        max_requests: usize,
+        max_workers: usize,
+        max_blocks: usize,
+        index_memory_bytes: usize,
+        min_initial_workers: usize,
+        serve_indexer: bool,
+        remote_indexer: Option<String>,
+        remote_indexer_deadline_s: f64,
+        body_timeout_s: f64,
+        drain_timeout_s: f64,
+    ) -> PyResult<Self> {
+        let expiry = seconds(py, "--active-request-expiry", active_request_expiry_s)?;
+        let foresight = Foresight::new(
+            py,
+            use_kv_events,
+            predicted_ttl_s,
+            router_ttl_s,
+            router_max_tree_size,
+            router_prune_target_ratio,
+        )?;
+        let router = RouterConfig {
+            policy: policy.parse().or_raise(py)?,
+            overlap_score_weight,
+            temperature,
+            block_size: block_size.unwrap_or(0),
+            track_active_blocks,
+            assume_kv_reuse,
+            track_prefill_tokens,
+            expiry_ms: expiry.as_millis() as u64,
+            max_requests,
+            seed: seed.unwrap_or_else(rand::random),
+            ..RouterConfig::default()
+        };
+        let deadline = seconds(py, "--remote-indexer-deadline", remote_indexer_deadline_s)?;
+        let remote_indexer = remote_indexer.map(|url| RemoteIndexerOptions { url, deadline });
+        let options = RouterOptions {
+            selector: SelectorConfig {
+                router,
+                overlap: foresight.overlap,
+                thresholds: Thresholds {
+                    active_decode_blocks: active_decode_blocks_threshold,
+                    active_prefill_tokens: active_prefill_tokens_threshold,
+                    active_prefill_tokens_frac: active_prefill_tokens_threshold_frac,
+                },
+                journal_bytes: decision_journal_bytes,
+            },
+            use_kv_events,
+            remote_indexer,
+            serve_indexer,
+            max_body_bytes,
+            body_timeout: seconds(py, "--body-timeout", body_timeout_s)?,
+            max_workers,
+            min_initial_workers,
+        };
+        let drain = seconds(py, "--drain-timeout", drain_timeout_s)?;
+        let clock = Arc::new(SystemClock::default());
+        let limits = foresight.limit(max_blocks, index_memory_bytes);
+        let catalog = Arc::new(catalog::Catalog::new(limits, clock.clone()));
+        py.detach(|| {
+            let app = RouterApp::new(options, Arc::clone(&catalog), clock)?;
+            let service = Service::new(threads, Shutdown::default(), drain)?;
+            Ok(Self { catalog, app, service })
+        })
+        .or_raise(py)
+    }
+
+    #[getter]
+    fn catalog(&self) -> Catalog {
+        Catalog { inner: Arc::clone(&self.catalog) }
+    }
+
+    fn start(&self, py: Python<'_>, host: &str, port: u16) -> PyResult<u16> {
+        py.detach(|| {
+            let address = self.service.start(host, port, self.app.router())?;
+            let (app, shutdown) = (self.app.clone(), self.service.shutdown.clone());
+            self.service.spawn(async move {
+                loop {
+                    tokio::select! {
+                        () = tokio::time::sleep(Duration::from_secs(1)) => { app.expire(); }
+                        () = shutdown.wait() => break,
+                    }
+                }
+            });
+            Ok(address.port())
+        })
+        .or_raise(py)
+    }
+
+    fn call(
+        &self,
+        py: Python<'_>,
+        method: &str,
+        path: &str,
+        body: &Bound<'_, PyAny>,
+    ) -> PyResult<(u16, Py<PyBytes>)> {
+        let body = Bytes::of(body.clone())?;
+        let bytes = bytes::Bytes::copy_from_slice(body.as_slice());
+        let (status, answer) = py
+            .detach(|| {
+                let request = Request::builder()
+                    .method(method)
+                    .uri(path)
+                    .header(header::CONTENT_TYPE, "application/json")
+                    .body(Body::from(bytes))
+                    .map_err(|error| Error::invalid(format!("{method} {path}: {error}")))?;
+                let routes = TowerToHyperService::new(self.app.router());
+                self.service.block_on(async move {
+                    let Ok(response) = routes.call(request).await;
+                    let status = response.status().as_u16();
+                    let body = response.into_body().collect().await;
+                    body.map(|body| (status, body.to_bytes()))
+                        .map_err(|error| Error::Closed(error.to_string()))
+                })
+            })
+            .or_raise(py)?;
+        Ok((status, PyBytes::new(py, &answer).unbind()))
+    }
+
+    fn stop(&self, py: Python<'_>) {
+        py.detach(|| self.service.stop());
+    }
+}
