@@ -137,6 +137,12 @@ class RuntimeWorker:
         await self._metrics.create_endpoint(component)
         port = self._handover.bootstrap_port
         is_prefill = self._handover.is_prefill
+        if config.tokenizer is None:
+            logger.warning(
+                "worker %s has no --tokenizer folder: routers in Python can use it, frontends turn "
+                "text into tokens with that folder and refuse the worker without one",
+                self.instance_id,
+            )
         await register_llm(
             ModelInput.Tokens,
             ModelType.Prefill if is_prefill else ModelType.Chat | ModelType.Completions,
