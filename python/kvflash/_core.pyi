@@ -758,6 +758,7 @@ class Router:
 
         Raises:
             InvalidArgumentError: No method or no path.
+            ClosedError: It is stopped.
         """
 
     def stop(self) -> None:
@@ -1057,6 +1058,9 @@ class Frontend:
         active_prefill_tokens_threshold: int | None = None,
         active_prefill_tokens_threshold_frac: float | None = None,
         decision_journal_bytes: int = 16_777_216,
+        serve_indexer: bool = False,
+        remote_indexer: str | None = None,
+        remote_indexer_deadline_s: float = 0.05,
         tokenizer: str | os.PathLike[str] | None = None,
         tokenizer_cache_bytes: int = 268_435_456,
         worker_api_key: str | None = None,

@@ -48,6 +48,9 @@ class FrontendArgs:
     active_prefill_tokens_threshold: int | None
     active_prefill_tokens_threshold_frac: float | None
     decision_journal: int
+    serve_indexer: bool
+    use_remote_indexer: str | None
+    remote_indexer_deadline: float
     tokenizer: str | None
     tokenizer_cache: int
     worker_api_key: str | None
@@ -187,6 +190,27 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
         default=16 * 1024 * 1024,
         metavar="SIZE",
         summary="memory for past decisions, which GET /why/{request id} tells; 0 keeps none",
+    )
+    flags.add_switch(
+        "--serve-indexer",
+        dest="serve_indexer",
+        value=True,
+        summary="answer the indexer's questions, too: /query, /query_by_hash, /dump, /digest",
+    )
+    flags.add(
+        "--use-remote-indexer",
+        parse=str,
+        default=None,
+        metavar="URL",
+        summary="ask this kvflash indexer what workers hold (worker ids are its instance ids) "
+        "instead of listening to their events",
+    )
+    flags.add(
+        "--remote-indexer-deadline",
+        parse=bounded_float(0.001, 60),
+        default=0.05,
+        metavar="SECONDS",
+        summary="time for its answer; without one a request is routed by load alone, and counted",
     )
     flags.add(
         "--seed",

@@ -13,7 +13,7 @@ use pyo3::types::PyBytes;
 
 use super::buffer::Bytes;
 use super::catalog::Catalog;
-use super::error::OrRaise;
+use super::error::{OrRaise, raise};
 use super::indexer::seconds;
 use super::select::Foresight;
 use super::service::Service;
@@ -165,6 +165,9 @@ impl Router {
         path: &str,
         body: &Bound<'_, PyAny>,
     ) -> PyResult<(u16, Py<PyBytes>)> {
+        if self.service.shutdown.is_stopped() {
+            return Err(raise(py, &Error::Closed("the router is stopped".to_owned())));
+        }
         let body = Bytes::of(body.clone())?;
         let bytes = bytes::Bytes::copy_from_slice(body.as_slice());
         let (status, answer) = py

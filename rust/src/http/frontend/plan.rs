@@ -14,6 +14,7 @@ use super::request::{Envelope, Prompt};
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
 use crate::policy::Policy;
+use crate::router::RouteOverride;
 use crate::select::{self, Ask, Reservation};
 use crate::text::{self, Tokens};
 
@@ -46,6 +47,8 @@ pub(super) struct Plan {
     prompt: select::Prompt,
     /// The name under which decisions are kept.
     pub request_id: Option<String>,
+    /// What workers hold, as a remote indexer tells.
+    remote: Option<Vec<(Worker, u32)>>,
 }
 
 /// The worker that takes a request, its load booked.
@@ -73,7 +76,7 @@ impl Plan {
             None => app.fleet.only_route().map_err(|error| Reject::from(error).param("model"))?,
         };
         let prompt = select::Prompt::unknown((body_bytes / BYTES_PER_TOKEN) as u64);
-        let mut plan = Self { route, prompt, request_id: None };
+        let mut plan = Self { route, prompt, remote: None, request_id: None };
         if app.options.router.policy != Policy::Kv {
             return Ok(plan);
         }
@@ -90,7 +93,19 @@ impl Plan {
                 app.metrics.untokenized.get_or_create(&CauseLabel { cause }).inc();
             }
         }
+        plan.ask_remote(app).await;
         Ok(plan)
+    }
+
+    /// Have a remote indexer tell what workers hold; without an answer nothing is known to be held.
+    async fn ask_remote(&mut self, app: &App) {
+        let Some(remote) = &app.remote else { return };
+        let selector = &self.route.pool.selector;
+        if selector.uses_overlaps(&RouteOverride::default(), &self.prompt) {
+            let select::Prompt { locals, block_size, .. } = &self.prompt;
+            let found = remote.overlaps(&selector.model().key, locals, *block_size).await;
+            self.remote = Some(found.unwrap_or_default());
+        }
     }
 
     /// Choose a worker that was not tried yet and book the request there, in one step.
@@ -116,6 +131,7 @@ impl Plan {
             tried.is_empty() && self.route.lora_name.is_none() && members.are_all_healthy();
         let ask = Ask {
             allowed: (!is_open).then_some(&is_eligible as &dyn Fn(Worker) -> bool),
+            overlaps: self.remote.as_deref(),
             request_id: self.request_id.as_deref(),
             ..Ask::new(&self.prompt)
         };
@@ -191,7 +207,11 @@ impl Plan {
     pub fn explain(&self) -> Result<serde_json::Value> {
         let members = self.route.pool.members();
         let is_eligible = |worker: Worker| self.is_eligible(&members, worker, &[]);
-        let ask = Ask { allowed: Some(&is_eligible), ..Ask::new(&self.prompt) };
+        let ask = Ask {
+            allowed: Some(&is_eligible),
+            overlaps: self.remote.as_deref(),
+            ..Ask::new(&self.prompt)
+        };
         let pool = &self.route.pool;
         let (selection, record) =
             pool.selector.preview(&ask).map_err(|error| self.explain_absence(error))?;
