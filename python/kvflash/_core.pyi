@@ -14,6 +14,7 @@ __all__ = [
     "KvIndexer",
     "OverlapScores",
     "RadixTree",
+    "Router",
     "RouterBooking",
     "RouterCore",
     "Tokenizer",

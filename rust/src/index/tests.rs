@@ -476,7 +476,10 @@ fn predictions_of_all_workers_are_pruned_together() {
         let predicted = index.stats().predicted;
         assert!((n < 3 || predicted >= 50) && predicted <= 100, "{predicted}");
         let now = matches(&index, &shared);
-        assert_eq!(now.iter().find(|found| found.worker == worker).unwrap().predicted, 45);
+        assert_eq!(
+            now.iter().find(|found| found.worker == worker).expect("it is predicted").predicted,
+            45
+        );
         index.audit();
     }
     let stats = index.stats();
