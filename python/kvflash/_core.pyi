@@ -15,6 +15,7 @@ __all__ = [
     "KvIndexer",
     "OverlapScores",
     "RadixTree",
+    "Router",
     "RouterBooking",
     "RouterCore",
     "Tokenizer",
@@ -824,6 +825,10 @@ class Router:
         remote_indexer_deadline_s: float = 0.05,
         body_timeout_s: float = 60.0,
         drain_timeout_s: float = 5.0,
+        overlap_score_credit: float = 1.0,
+        overlap_score_credit_decay: float = 0.0,
+        prefill_load_scale: float = 1.0,
+        active_request_weight: float = 0.0,
     ) -> Router:
         """Make a service that does not listen yet, without workers.
 
@@ -853,6 +858,7 @@ class Router:
 
         Raises:
             InvalidArgumentError: No method or no path.
+            ClosedError: It is stopped.
         """
 
     def stop(self) -> None:
@@ -1165,6 +1171,9 @@ class Frontend:
         active_prefill_tokens_threshold: int | None = None,
         active_prefill_tokens_threshold_frac: float | None = None,
         decision_journal_bytes: int = 16_777_216,
+        serve_indexer: bool = False,
+        remote_indexer: str | None = None,
+        remote_indexer_deadline_s: float = 0.05,
         tokenizer: str | os.PathLike[str] | None = None,
         tokenizer_cache_bytes: int = 268_435_456,
         worker_api_key: str | None = None,

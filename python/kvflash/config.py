@@ -15,6 +15,7 @@ __all__ = [
     "memory_limit",
     "optional",
     "size_or_zero",
+    "variable_of",
 ]
 
 _T = TypeVar("_T")
@@ -101,6 +102,11 @@ def optional(parse: Callable[[str], _T]) -> Callable[[str], _T | None]:
         return None if text.strip().lower() == "none" else parse(text)
 
     return parse_optional
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of a flag."""
+    return "KVFLASH_" + name.lstrip("-").replace("-", "_").upper()
 
 
 class Flags:
@@ -275,7 +281,7 @@ class Flags:
 
     @staticmethod
     def _variable(name: str) -> str:
-        return "KVFLASH_" + name.lstrip("-").replace("-", "_").upper()
+        return variable_of(name)
 
 
 def add_common(flags: Flags, *, port: int, threads: int, extra_names: bool = False) -> None:

@@ -9,7 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvflash.config import Flags, bounded_float, bounded_int, optional, size_or_zero
+from kvflash.config import (
+    Flags,
+    bounded_float,
+    bounded_int,
+    optional,
+    size_or_zero,
+    variable_of,
+)
 
 __all__ = ["POLICIES", "RouterFlags", "add_router_flags", "settle"]
 
@@ -20,29 +27,33 @@ POLICIES = ("kv", "round-robin", "random", "least-loaded", "power-of-two")
 class RouterFlags:
     """What the flags say; see ``--help``."""
 
-    router_mode: str
-    load_aware: bool
-    kv_overlap_score_weight: float
-    router_kv_overlap_score_credit: float
-    router_kv_overlap_score_credit_decay: float
-    router_prefill_load_scale: float
-    router_active_request_weight: float
-    router_temperature: float
-    kv_cache_block_size: int | None
-    track_active_blocks: bool
-    track_prefill_tokens: bool
-    assume_kv_reuse: bool
-    active_request_expiry: float
-    use_kv_events: bool
-    router_predicted_ttl_secs: float | None
-    router_ttl: float
-    router_max_tree_size: int
-    router_prune_target_ratio: float
-    active_decode_blocks_threshold: float | None
-    active_prefill_tokens_threshold: int | None
-    active_prefill_tokens_threshold_frac: float | None
-    decision_journal: int
-    min_initial_workers: int
+    router_mode: str = "kv"
+    load_aware: bool = False
+    kv_overlap_score_weight: float = 1.0
+    router_kv_overlap_score_credit: float = 1.0
+    router_kv_overlap_score_credit_decay: float = 0.0
+    router_prefill_load_scale: float = 1.0
+    router_active_request_weight: float = 0.0
+    router_temperature: float = 0.0
+    kv_cache_block_size: int | None = None
+    track_active_blocks: bool = True
+    track_prefill_tokens: bool = True
+    assume_kv_reuse: bool = True
+    active_request_expiry: float = 300.0
+    use_kv_events: bool = True
+    router_predicted_ttl_secs: float | None = 5.0
+    router_ttl: float = 120.0
+    router_max_tree_size: int = 1_048_576
+    router_prune_target_ratio: float = 0.8
+    active_decode_blocks_threshold: float | None = None
+    active_prefill_tokens_threshold: int | None = None
+    active_prefill_tokens_threshold_frac: float | None = None
+    decision_journal: int = 16 * 1024 * 1024
+    min_initial_workers: int = 0
+    seed: int | None = None
+    serve_indexer: bool = False
+    use_remote_indexer: str | None = None
+    remote_indexer_deadline: float = 0.05
 
 
 def add_router_flags(flags: Flags, *, block_size: tuple[str, ...] = ()) -> None:
@@ -73,8 +84,8 @@ def add_router_flags(flags: Flags, *, block_size: tuple[str, ...] = ()) -> None:
     flags.add(
         "--kv-cache-block-size",
         *block_size,
-        variables=("DYN_KV_CACHE_BLOCK_SIZE",),
-        parse=bounded_int(1, 2**32 - 1),
+        variables=("DYN_KV_CACHE_BLOCK_SIZE", *(variable_of(name) for name in block_size)),
+        parse=optional(bounded_int(1, 2**32 - 1)),
         default=None,
         summary="tokens in a block; learned from the engines when not given",
     )
@@ -90,12 +101,21 @@ def add_router_flags(flags: Flags, *, block_size: tuple[str, ...] = ()) -> None:
     )
     flags.add(
         "--min-initial-workers",
+        "--router-min-initial-workers",
         variables=("KVFLASH_ROUTER_MIN_INITIAL_WORKERS", "DYN_ROUTER_MIN_INITIAL_WORKERS"),
         parse=bounded_int(0, 65_535),
         default=0,
-        summary="healthy workers that must have been there once before a request is taken; until "
-        "then requests and /ready get 503",
+        metavar="COUNT",
+        summary="workers that must have been there once, healthy, before /ready says so and the "
+        "frontend takes requests",
     )
+    flags.add(
+        "--seed",
+        parse=bounded_int(0, 2**64 - 1),
+        default=None,
+        summary="seed of random choices between equals, for runs that can be repeated",
+    )
+    _add_indexer(flags)
 
 
 def settle(values: dict[str, Any]) -> dict[str, Any]:
@@ -254,4 +274,28 @@ def _add_thresholds(flags: Flags) -> None:
         parse=optional(bounded_float(0)),
         default=None,
         summary="the same as a multiple of the tokens that the worker takes in one batch",
+    )
+
+
+def _add_indexer(flags: Flags) -> None:
+    flags.add_switch(
+        "--serve-indexer",
+        dest="serve_indexer",
+        value=True,
+        summary="answer the indexer's questions, too: /query, /query_by_hash, /dump, /digest",
+    )
+    flags.add(
+        "--use-remote-indexer",
+        parse=str,
+        default=None,
+        metavar="URL",
+        summary="ask this kvflash indexer what workers hold (worker ids are its instance ids) "
+        "instead of listening to their events",
+    )
+    flags.add(
+        "--remote-indexer-deadline",
+        parse=bounded_float(0.001, 60),
+        default=0.05,
+        metavar="SECONDS",
+        summary="time for its answer; without one a request is routed by load alone, and counted",
     )

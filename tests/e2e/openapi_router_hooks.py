@@ -8,6 +8,8 @@ from typing import Any
 import openapi_hooks  # noqa: F401 - registers how msgpack is written and whole numbers are kept
 import schemathesis
 
+_CHOOSE = ("/select", "/reserve", "/explain", "/potential_loads")
+
 
 @schemathesis.hook
 def before_call(ctx: schemathesis.HookContext, case: schemathesis.Case, kwargs: Any) -> None:
@@ -16,8 +18,14 @@ def before_call(ctx: schemathesis.HookContext, case: schemathesis.Case, kwargs: 
     if not isinstance(body, dict):
         return
     if "block_hashes" in body:
-        # Its range depends on them.
+        # Its range depends on them, and they on the block size.
         body.pop("isl_tokens", None)
+        body["model_name"], body["tenant_id"] = "m", "default"
+    if case.path in ("/", *_CHOOSE) and body.get("model_name") is None:
+        # Several models have workers.
+        body["model_name"] = "m"
+    if case.path == "/" and body.get("request_id") is None:
+        case.headers["x-request-id"] = "r"
     if body.get("worker_id") is None:
         # A rank is somebody's.
         body.pop("dp_rank", None)

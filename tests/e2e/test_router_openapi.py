@@ -24,8 +24,11 @@ def routes() -> dict[str, set[str]]:
     """Paths and their methods, as the source routes them."""
     text = "".join(path.read_text(encoding="utf-8") for path in SOURCES.glob("*.rs"))
     found: dict[str, set[str]] = {}
-    for path, rest in re.findall(r"\.route\(\s*\"([^\"]+)\",\s*((?:\.?\w+\([^.]*?)+)", text):
-        found.setdefault(path, set()).update(re.findall(r"\b(get|post|put|delete)\(", rest))
+    for part in text.split(".route(")[1:]:
+        path, rest = part.split(",", 1)
+        rest = rest.split(".fallback(")[0]
+        methods = re.findall(r"\b(get|post|put|delete)\(", rest)
+        found.setdefault(path.strip().strip('"'), set()).update(methods)
     return found
 
 

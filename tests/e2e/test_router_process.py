@@ -69,10 +69,10 @@ def test_bad_flags_end_the_process_with_their_names(run):
 
 def test_flags_have_their_names_and_variables(monkeypatch):
     args = parse_args([])
-    assert (args.port, args.router_mode, args.router_block_size) == (8091, "kv", None)
+    assert (args.port, args.router_mode, args.kv_cache_block_size) == (8091, "kv", None)
     assert (args.router_ttl, args.router_max_tree_size) == (120.0, 1_048_576)
-    assert parse_args(["--block-size", "128"]).router_block_size == 128
-    assert parse_args(["--router-block-size", "None"]).router_block_size is None
+    assert parse_args(["--block-size", "128"]).kv_cache_block_size == 128
+    assert parse_args(["--router-block-size", "None"]).kv_cache_block_size is None
     off = parse_args(["--no-kv-events", "--no-track-active-blocks", "--no-router-assume-kv-reuse"])
     assert (off.use_kv_events, off.track_active_blocks, off.assume_kv_reuse) == (False,) * 3
     assert parse_args(["--busy-threshold", "0.5"]).active_decode_blocks_threshold == 0.5

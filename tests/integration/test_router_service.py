@@ -13,6 +13,7 @@ from support_router import IDS, SIZE, add, ask, hold, load, worker
 
 from kvflash import (
     AllBusyError,
+    ClosedError,
     ConfigError,
     ConflictError,
     InvalidArgumentError,
@@ -21,7 +22,16 @@ from kvflash import (
 )
 from kvflash.router import RouterService
 from kvflash.router.args import parse_worker
-from service import VECTORS, Http, until
+from service import (
+    VECTORS,
+    EmbeddedIndexer,
+    Http,
+    batch,
+    dumped_blocks,
+    stored,
+    until,
+    wait_for_sequence,
+)
 
 LOCAL = {"host": "127.0.0.1", "port": 0, "threads": 2, "seed": 1}
 
@@ -377,6 +387,8 @@ def test_models_and_tenants_are_apart(http):
     assert ask(http, tenant_id="t")["worker_id"] == 3
     answer = http.post("/select", {"token_ids": IDS}, expect=400)
     assert "several models" in answer["error"]
+    # A worker that must take it says which model is meant.
+    assert http.post("/select", {"token_ids": IDS, "worker_id": 3})["tenant_id"] == "t"
     assert "no workers for model=x tenant=default" in ask(http, model_name="x", expect=404)["error"]
     # Of one name in two models the named one is freed.
     ask(http, "/reserve", request_id="r")
@@ -407,6 +419,7 @@ def test_workers_that_cannot_be_are_refused_by_field(service, client):
         ({"endpoint": "tcp://h:65535", "dp_size": 2}, "endpoint"),
         ({"replay_endpoint": "tcp://h:1"}, "replay_endpoint"),
         ({"events": {"1": {"endpoint": "tcp://h:1"}}}, "events.1"),
+        ({"events": {"x": {"endpoint": "tcp://h:1"}}}, "events.x"),
         ({"events": {"0": {}}}, "events.0"),
         ({"endpont": "tcp://h:1"}, "endpont"),
         ({"worker_id": -2}, "worker_id"),
@@ -468,6 +481,9 @@ def test_msgpack_is_taken_and_given(http):
     status, answer, given = http.call("POST", "/select", msgpack.packb(body), headers)
     assert (status, given["content-type"]) == (200, "application/msgpack")
     assert msgpack.unpackb(answer)["isl_tokens"] == 16
+    body = {**new_worker(2), "events": {"0": {"endpoint": "tcp://127.0.0.1:1"}}}
+    status, answer, _ = http.call("POST", "/workers", msgpack.packb(body), headers)
+    assert status == 201, answer
 
 
 @pytest.mark.parametrize(
@@ -479,6 +495,7 @@ def test_msgpack_is_taken_and_given(http):
         ({"token_ids": [1], "block_hashes": [1]}, "give one of them"),
         ({"token_ids": [1], "isl_tokens": 2}, "isl_tokens 2 is not the 1"),
         ({"isl_tokens": 0}, "isl_tokens must be at least 1"),
+        ({"isl_tokens": 2**32}, "isl_tokens may be at most 4294967295, got 4294967296"),
         ({}, "token_ids"),
         ({"token_ids": [1], "alowed_worker_ids": [1]}, "alowed_worker_ids"),
         ({"token_ids": [1], "allowed_worker_ids": [0] * 65_536}, "allowed_worker_ids"),
@@ -507,6 +524,67 @@ def test_bodies_have_limits_of_size_and_time(service, client):
         assert b" 408 " in raw.recv(4_096).splitlines()[0]
     assert http.call("GET", "/nowhere")[0] == 404
     assert http.call("GET", "/select")[0] == 405
+
+
+# -- with an indexer
+
+
+def test_the_indexer_s_questions_are_answered_from_the_same_index(service, client, engine):
+    http = client(service(serve_indexer=True).url)
+    made = engine()
+    add(http, 1, engine=made)
+    hold(http, made, 1)
+    answer = http.post("/query", {"token_ids": IDS, "model_name": "m"})
+    assert answer["scores"] == {"1": {"0": 16}}
+    hashes = compute_block_hash_for_seq(IDS, SIZE)
+    by_hash = http.post("/query_by_hash", {"block_hashes": hashes, "model_name": "m"})
+    assert by_hash == answer
+    assert len(dumped_blocks(http)) == 4
+    assert http.get("/digest")[0]["blocks"] == 4
+
+
+def test_without_the_flag_they_are_not(http):
+    assert http.call("POST", "/query", {"token_ids": IDS, "model_name": "m"})[0] == 404
+
+
+def test_a_remote_indexer_tells_what_workers_hold(service, client, engine):
+    indexer = EmbeddedIndexer()
+    try:
+        made = engine()
+        body = {"instance_id": 2, "endpoint": made.endpoint, "model_name": "m", "block_size": SIZE}
+        indexer.http.post("/register", body, expect=201)
+        made.wait_for_subscriber()
+        sequence = made.publish(batch(stored([1, 2, 3, 4], IDS, block_size=SIZE)))
+        wait_for_sequence(indexer.http, 2, sequence)
+        remote = service(use_remote_indexer=indexer.http.url, remote_indexer_deadline=30.0)
+        http = client(remote.url)
+        for number in (1, 2, 3):
+            add(http, number)
+        answer = ask(http)
+        assert (answer["worker_id"], answer["overlap_blocks"], answer["best_blocks"]) == (2, 4, 4)
+        explained = {c["worker_id"]: c for c in ask(http, "/explain")["candidates"]}
+        assert (explained[2]["device_blocks"], explained[1]["device_blocks"]) == (4, 0)
+        lookups = 'kvflash_remote_indexer_lookups_total{outcome="answered"}'
+        assert metric(http, lookups) == 2
+        # A worker that it does not know is nobody's.
+        assert http.post("/select", {"model_name": "m", "isl_tokens": 3})["best_blocks"] == 0
+        assert metric(http, lookups) == 2
+    finally:
+        indexer.close()
+
+
+def test_a_remote_indexer_that_is_late_or_gone_is_done_without(service, client):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        http = client(service(use_remote_indexer=url, remote_indexer_deadline=0.05).url)
+        add(http, 1)
+        answer = ask(http, "/reserve", request_id="r")
+        assert (answer["worker_id"], answer["overlap_blocks"]) == (1, 0)
+        assert metric(http, 'kvflash_remote_indexer_lookups_total{outcome="late"}') == 1
+    http = client(service(use_remote_indexer=url, remote_indexer_deadline=30.0).url)
+    add(http, 1)
+    assert ask(http)["overlap_blocks"] == 0
+    assert metric(http, 'kvflash_remote_indexer_lookups_total{outcome="failed"}') == 1
 
 
 # -- messages with a method
@@ -597,6 +675,9 @@ def test_the_object_says_what_http_says(service):
     router.remove_worker(1)
     with pytest.raises(NotFoundError):
         router.remove_worker(1)
+    router.stop()
+    with pytest.raises(ClosedError):
+        router.call("GET", "/workers")
 
 
 def test_flags_that_cannot_work_are_refused():

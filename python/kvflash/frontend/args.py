@@ -33,7 +33,6 @@ class FrontendArgs(RouterFlags):
     enforce_disagg: str
     discovery: str | None
     namespace: str | None
-    seed: int | None
     tokenizer: str | None
     tokenizer_cache: int
     worker_api_key: str | None
@@ -113,12 +112,6 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
         "prefill worker, or always (also when the flag has no value)",
     )
     add_router_flags(flags)
-    flags.add(
-        "--seed",
-        parse=bounded_int(0, 2**64 - 1),
-        default=None,
-        summary="seed of random choices between equals, for runs that can be repeated",
-    )
     flags.add(
         "--tokenizer",
         parse=str,

@@ -13,8 +13,8 @@ use super::select::Foresight;
 use super::service::Service;
 use crate::catalog;
 use crate::clock::SystemClock;
-use crate::http::Shutdown;
 use crate::http::frontend::{EngineSpec, FrontendApp, FrontendOptions};
+use crate::http::{RemoteIndexerOptions, Shutdown};
 use crate::ids::InstanceId;
 use crate::policy::KvScale;
 use crate::router::RouterConfig;
@@ -37,7 +37,8 @@ impl Frontend {
         use_kv_events=true, predicted_ttl_s=5.0, router_ttl_s=120.0, router_max_tree_size=1_048_576,
         router_prune_target_ratio=0.8, active_decode_blocks_threshold=None,
         active_prefill_tokens_threshold=None, active_prefill_tokens_threshold_frac=None,
-        decision_journal_bytes=16_777_216,
+        decision_journal_bytes=16_777_216, serve_indexer=false, remote_indexer=None,
+        remote_indexer_deadline_s=0.05,
         tokenizer=None, tokenizer_cache_bytes=268_435_456, worker_api_key=None, threads=2, max_body_bytes=33_554_432,
         max_concurrent_requests=4_096, max_workers=4_096, max_attempts=5, max_blocks=33_554_432,
         index_memory_bytes=0, body_timeout_s=60.0, connect_timeout_s=2.0, first_byte_timeout_s=600.0,
@@ -65,6 +66,9 @@ impl Frontend {
         active_prefill_tokens_threshold: Option<u64>,
         active_prefill_tokens_threshold_frac: Option<f64>,
         decision_journal_bytes: usize,
+        serve_indexer: bool,
+        remote_indexer: Option<String>,
+        remote_indexer_deadline_s: f64,
         tokenizer: Option<PathBuf>,
         tokenizer_cache_bytes: usize,
         worker_api_key: Option<String>,
@@ -119,6 +123,8 @@ impl Frontend {
             router_max_tree_size,
             router_prune_target_ratio,
         )?;
+        let deadline = seconds(py, "--remote-indexer-deadline", remote_indexer_deadline_s)?;
+        let remote_indexer = remote_indexer.map(|url| RemoteIndexerOptions { url, deadline });
         let options = FrontendOptions {
             router,
             overlap: foresight.overlap,
@@ -128,6 +134,8 @@ impl Frontend {
                 active_prefill_tokens_frac: active_prefill_tokens_threshold_frac,
             },
             decision_journal_bytes,
+            remote_indexer,
+            serve_indexer,
             tokenizer,
             tokenizer_cache_bytes,
             worker_api_key,

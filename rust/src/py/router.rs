@@ -13,7 +13,7 @@ use pyo3::types::PyBytes;
 
 use super::buffer::Bytes;
 use super::catalog::Catalog;
-use super::error::OrRaise;
+use super::error::{OrRaise, raise};
 use super::indexer::seconds;
 use super::select::Foresight;
 use super::service::Service;
@@ -22,8 +22,9 @@ use crate::clock::SystemClock;
 use crate::error::Error;
 use crate::http::router::{RouterApp, RouterOptions};
 use crate::http::{RemoteIndexerOptions, Shutdown};
+use crate::policy::KvScale;
 use crate::router::RouterConfig;
-use crate::select::{DEFAULT_JOURNAL_BYTES, SelectorConfig, Thresholds};
+use crate::select::{SelectorConfig, Thresholds};
 
 /// The routing decision as an HTTP service in this process.
 #[pyclass(frozen, module = "kvflash._core")]
@@ -43,10 +44,12 @@ impl Router {
         use_kv_events=true, predicted_ttl_s=5.0, router_ttl_s=120.0, router_max_tree_size=1_048_576,
         router_prune_target_ratio=0.8, active_decode_blocks_threshold=None,
         active_prefill_tokens_threshold=None, active_prefill_tokens_threshold_frac=None,
-        decision_journal_bytes=DEFAULT_JOURNAL_BYTES, threads=2, max_body_bytes=8_388_608,
+        decision_journal_bytes=16_777_216, threads=2, max_body_bytes=8_388_608,
         max_requests=65_536, max_workers=4_096, max_blocks=33_554_432, index_memory_bytes=0,
         min_initial_workers=0, serve_indexer=false, remote_indexer=None,
-        remote_indexer_deadline_s=0.05, body_timeout_s=60.0, drain_timeout_s=5.0
+        remote_indexer_deadline_s=0.05, body_timeout_s=60.0, drain_timeout_s=5.0,
+        overlap_score_credit=1.0, overlap_score_credit_decay=0.0, prefill_load_scale=1.0,
+        active_request_weight=0.0
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -81,6 +84,10 @@ impl Router {
         remote_indexer_deadline_s: f64,
         body_timeout_s: f64,
         drain_timeout_s: f64,
+        overlap_score_credit: f64,
+        overlap_score_credit_decay: f64,
+        prefill_load_scale: f64,
+        active_request_weight: f64,
     ) -> PyResult<Self> {
         let expiry = seconds(py, "--active-request-expiry", active_request_expiry_s)?;
         let foresight = Foresight::new(
@@ -94,6 +101,12 @@ impl Router {
         let router = RouterConfig {
             policy: policy.parse().or_raise(py)?,
             overlap_score_weight,
+            scale: KvScale {
+                overlap_score_credit,
+                overlap_score_credit_decay,
+                prefill_load_scale,
+                active_request_weight,
+            },
             temperature,
             block_size: block_size.unwrap_or(0),
             track_active_blocks,
@@ -102,7 +115,6 @@ impl Router {
             expiry_ms: expiry.as_millis() as u64,
             max_requests,
             seed: seed.unwrap_or_else(rand::random),
-            ..RouterConfig::default()
         };
         let deadline = seconds(py, "--remote-indexer-deadline", remote_indexer_deadline_s)?;
         let remote_indexer = remote_indexer.map(|url| RemoteIndexerOptions { url, deadline });
@@ -166,6 +178,9 @@ impl Router {
         path: &str,
         body: &Bound<'_, PyAny>,
     ) -> PyResult<(u16, Py<PyBytes>)> {
+        if self.service.shutdown.is_stopped() {
+            return Err(raise(py, &Error::Closed("the router is stopped".to_owned())));
+        }
         let body = Bytes::of(body.clone())?;
         let bytes = bytes::Bytes::copy_from_slice(body.as_slice());
         let (status, answer) = py

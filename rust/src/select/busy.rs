@@ -124,8 +124,8 @@ struct Rank {
 impl Rank {
     fn is_busy(&mut self, thresholds: &Thresholds, own: &WorkerLoad) -> bool {
         let is_decoding = self.is_decoding_too_much(thresholds.active_decode_blocks, own.blocks);
-        let shares: u64 =
-            self.shares.values().filter_map(|share| share.active_prefill_tokens).sum();
+        let shares = self.shares.values().filter_map(|share| share.active_prefill_tokens);
+        let shares = shares.fold(0, u64::saturating_add);
         let tracked = own.prefill_tokens.saturating_add(shares);
         let tokens = self.reported.active_prefill_tokens.unwrap_or(0).max(tracked);
         let batch = self.reported.max_num_batched_tokens.unwrap_or(DEFAULT_BATCHED_TOKENS);
@@ -145,7 +145,8 @@ impl Rank {
             return false;
         };
         let is_above = |blocks: u64| blocks as f64 > threshold * total as f64;
-        let shares: u64 = self.shares.values().filter_map(|share| share.active_decode_blocks).sum();
+        let shares = self.shares.values().filter_map(|share| share.active_decode_blocks);
+        let shares = shares.fold(0, u64::saturating_add);
         let tracked = own_blocks.saturating_add(shares);
         let expected = self.reported.active_decode_blocks.unwrap_or(0).max(tracked);
         if is_above(self.reported.kv_used_blocks.unwrap_or(expected)) {

@@ -15,7 +15,9 @@ use http_body::Body as _;
 use hyper::body::Incoming;
 
 use super::super::body::{self, Unreadable};
+use super::super::indexer::query_routes;
 use super::super::metrics::{CommonMetrics, RequestLabel};
+use super::super::remote::RemoteIndexer;
 use super::super::{Reject, Shutdown};
 use super::admin;
 use super::attempt::{Failed, Head, attempt};
@@ -62,6 +64,10 @@ pub(super) struct App {
     pub common: CommonMetrics,
     pub metrics: FrontendMetrics,
     pub shutdown: Shutdown,
+    /// Who knows what workers hold, where that is not the catalog.
+    pub remote: Option<RemoteIndexer>,
+    /// The indexer's routes, where they are served.
+    questions: Option<Router>,
     in_flight: AtomicUsize,
     /// Whether there were once as many workers as the start waits for.
     has_started: AtomicBool,
@@ -101,7 +107,14 @@ impl FrontendApp {
         };
         let (common, mut registry) = CommonMetrics::new();
         let metrics = FrontendMetrics::register(&mut registry);
+        let remote = options.remote_indexer.as_ref();
+        let remote =
+            remote.map(|options| RemoteIndexer::new(options, &mut registry)).transpose()?;
         common.seal(registry);
+        let questions = match options.serve_indexer {
+            true => Some(query_routes(Arc::clone(&catalog), options.max_body_bytes)?),
+            false => None,
+        };
         let app = App {
             fleet: Fleet::new(options.clone(), Arc::clone(&catalog), clock),
             upstream: Upstream::new(options.connect_timeout, options.worker_api_key.as_deref())?,
@@ -113,6 +126,8 @@ impl FrontendApp {
             common,
             metrics,
             shutdown,
+            remote,
+            questions,
             in_flight: AtomicUsize::new(0),
             has_started: AtomicBool::new(false),
         };
@@ -191,6 +206,7 @@ impl FrontendApp {
                 Reject::new(StatusCode::METHOD_NOT_ALLOWED, message).openai()
             })
             .with_state(Arc::clone(&self.app))
+            .merge(self.app.questions.clone().unwrap_or_default())
     }
 }
 

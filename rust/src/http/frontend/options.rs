@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use super::super::RemoteIndexerOptions;
 use super::disagg::EnforceDisagg;
 use crate::error::{Error, Result};
 use crate::router::RouterConfig;
@@ -19,6 +20,10 @@ pub struct FrontendOptions {
     pub thresholds: Thresholds,
     /// Memory for past decisions, bytes; 0 keeps none.
     pub decision_journal_bytes: usize,
+    /// Ask this indexer what workers hold, and follow no events.
+    pub remote_indexer: Option<RemoteIndexerOptions>,
+    /// Answer the indexer's questions, too: /query, /query_by_hash, /dump, /digest.
+    pub serve_indexer: bool,
     /// Folder with tokenizer.json and the chat template; `None` = ask the engines' /tokenize.
     pub tokenizer: Option<PathBuf>,
     /// Memory for tokenized text, bytes.
@@ -60,6 +65,8 @@ impl Default for FrontendOptions {
             overlap: Overlap::Events,
             thresholds: Thresholds::default(),
             decision_journal_bytes: DEFAULT_JOURNAL_BYTES,
+            remote_indexer: None,
+            serve_indexer: false,
             tokenizer: None,
             tokenizer_cache_bytes: 256 * 1024 * 1024,
             worker_api_key: None,
@@ -85,6 +92,7 @@ impl FrontendOptions {
     /// overlap weighs nothing.
     pub fn uses_events(&self) -> bool {
         self.overlap != Overlap::Predictions
+            && self.remote_indexer.is_none()
             && self.router.overlap_score_weight > 0.0
             && self.router.scale.overlap_score_credit > 0.0
     }
@@ -94,6 +102,12 @@ impl FrontendOptions {
     /// # Errors
     /// `Config`, naming the flag.
     pub fn check(&self) -> Result<()> {
+        if self.serve_indexer && self.remote_indexer.is_some() {
+            return Err(Error::Config(
+                "--serve-indexer with --use-remote-indexer: there is no index here to serve"
+                    .to_owned(),
+            ));
+        }
         self.router.validate()?;
         self.thresholds.validate()?;
         for (flag, value) in [

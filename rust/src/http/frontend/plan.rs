@@ -48,6 +48,8 @@ pub(super) struct Plan {
     prompt: select::Prompt,
     /// The name under which decisions are kept.
     pub request_id: Option<String>,
+    /// What workers hold, as a remote indexer tells.
+    remote: Option<Vec<(Worker, u32)>>,
     /// The prompt's tokens, where they are known.
     pub tokens: Option<Arc<Tokens>>,
     cache_salt: Option<String>,
@@ -86,6 +88,7 @@ impl Plan {
             route,
             prompt: select::Prompt::unknown((body_bytes / BYTES_PER_TOKEN) as u64),
             request_id: None,
+            remote: None,
             tokens: None,
             cache_salt: envelope.cache_salt.as_deref().map(str::to_owned),
             pinned: None,
@@ -93,6 +96,7 @@ impl Plan {
         };
         if let Some(tokens) = prompt::tokens(&plan.route.pool, api, envelope, body_bytes)? {
             plan.look_up(Arc::new(tokens));
+            plan.ask_remote(app).await;
             return Ok(plan);
         }
         if app.options.router.policy != Policy::Kv && !needs_tokens {
@@ -105,6 +109,7 @@ impl Plan {
                 app.metrics.untokenized.get_or_create(&CauseLabel { cause }).inc();
             }
         }
+        plan.ask_remote(app).await;
         Ok(plan)
     }
 
@@ -114,6 +119,7 @@ impl Plan {
             route: Route { pool, lora_name: self.route.lora_name.clone() },
             prompt: select::Prompt::unknown(self.prompt.isl_tokens),
             request_id: None,
+            remote: None,
             tokens: None,
             cache_salt: self.cache_salt.clone(),
             pinned,
@@ -167,6 +173,17 @@ impl Plan {
         };
         self.prompt.isl_tokens = self.prompt.isl_tokens.max(1);
         self.tokens = Some(tokens);
+    }
+
+    /// Have a remote indexer tell what workers hold; without an answer nothing is known to be held.
+    async fn ask_remote(&mut self, app: &App) {
+        let Some(remote) = &app.remote else { return };
+        let selector = &self.route.pool.selector;
+        if selector.uses_overlaps(&RouteOverride::default(), &self.prompt) {
+            let select::Prompt { locals, block_size, .. } = &self.prompt;
+            let found = remote.overlaps(&selector.model().key, locals, *block_size).await;
+            self.remote = Some(found.unwrap_or_default());
+        }
     }
 
     /// Choose a worker that was not tried yet and book the request there, in one step.
@@ -226,7 +243,13 @@ impl Plan {
             RouteOverride::default()
         };
         let pin = self.pinned.map(|instance_id| Pin { instance_id, dp_rank: None });
-        Ask { overrides, pin, request_id: self.request_id.as_deref(), ..Ask::new(&self.prompt) }
+        Ask {
+            overrides,
+            pin,
+            overlaps: self.remote.as_deref(),
+            request_id: self.request_id.as_deref(),
+            ..Ask::new(&self.prompt)
+        }
     }
 
     fn explain_absence(&self, error: Error) -> Error {
@@ -281,7 +304,7 @@ impl Plan {
     pub fn explain(&self) -> Result<serde_json::Value> {
         let members = self.route.pool.members();
         let is_eligible = |worker: Worker| self.is_eligible(&members, worker, &[]);
-        let ask = Ask { allowed: Some(&is_eligible), ..Ask::new(&self.prompt) };
+        let ask = Ask { allowed: Some(&is_eligible), ..self.ask() };
         let pool = &self.route.pool;
         let (selection, record) =
             pool.selector.preview(&ask).map_err(|error| self.explain_absence(error))?;

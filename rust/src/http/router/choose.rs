@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::app::App;
 use super::fleet::Pool;
 use super::metrics::OutcomeLabel;
-use super::request::Choose;
+use super::request::{Choose, MAX_ISL_TOKENS};
 use crate::catalog::TrustState;
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
@@ -63,7 +63,18 @@ impl Chosen {
     /// # Errors
     /// `InvalidArgument`, naming the field; `NotFound` for a model without workers.
     pub async fn understand(app: &App, request: Choose) -> Result<Self> {
-        let pool = app.fleet.find(request.model_name.as_deref(), request.tenant_id.as_deref())?;
+        let pool = match (&request.model_name, request.worker_id.map(|id| app.fleet.pool_of(id))) {
+            // The worker says which model is meant.
+            (None, Some(Ok(pool))) => pool,
+            (model_name, _) => {
+                app.fleet.find(model_name.as_deref(), request.tenant_id.as_deref())?
+            }
+        };
+        if let Some(isl_tokens) = request.isl_tokens.filter(|tokens| *tokens > MAX_ISL_TOKENS) {
+            return Err(Error::invalid(format!(
+                "isl_tokens may be at most {MAX_ISL_TOKENS}, got {isl_tokens}"
+            )));
+        }
         let (pin, allowed) = (request.pin()?, request.allowed()?);
         let prompt = prompt(&pool, &request)?;
         let is_asked = pool.selector.uses_overlaps(&request.overrides(), &prompt);

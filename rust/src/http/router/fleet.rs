@@ -165,7 +165,7 @@ impl Fleet {
                     (rank, events)
                 })
                 .collect(),
-            None => new.events,
+            None => new.events()?,
         };
         let member = Arc::new(Member { id, url: new.url, dp_size: new.dp_size, events });
         if self.options.follows_events() {

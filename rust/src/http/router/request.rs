@@ -11,6 +11,8 @@ use crate::ids::InstanceId;
 use crate::router::RouteOverride;
 use crate::select::{Pin, Report, Share};
 
+/// Longest prompt, tokens: sums of as many as may be reserved stay far from where numbers end.
+pub(super) const MAX_ISL_TOKENS: u64 = u32::MAX as u64;
 /// Most worker ids that one request may allow.
 const MAX_ALLOWED: usize = 65_535;
 /// Longest address of a worker, characters; it is handed back as it came.
@@ -43,7 +45,7 @@ pub(super) struct NewWorker {
     pub replay_endpoint: Option<String>,
     /// By rank, instead of `endpoint`.
     #[serde(default)]
-    pub events: BTreeMap<u32, Events>,
+    pub events: BTreeMap<String, Events>,
     pub kv_total_blocks: Option<u64>,
     pub max_num_batched_tokens: Option<u64>,
 }
@@ -80,13 +82,22 @@ impl NewWorker {
         if self.replay_endpoint.is_some() && self.endpoint.is_none() {
             return Err(Error::invalid("replay_endpoint without endpoint: nothing to repair"));
         }
-        if let Some(rank) = self.events.keys().find(|rank| **rank >= self.dp_size) {
-            return Err(Error::invalid(format!(
-                "events.{rank}: ranks are below dp_size {}",
+        self.events().map(|_| ())
+    }
+
+    /// Sockets by rank; keys of maps are text in every form of a body.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for what is no rank of it.
+    pub fn events(&self) -> Result<BTreeMap<u32, Events>> {
+        let rank = |(rank, events): (&String, &Events)| match rank.parse() {
+            Ok(number) if number < self.dp_size => Ok((number, events.clone())),
+            _ => Err(Error::invalid(format!(
+                "events.{rank}: a rank is a number below dp_size {}",
                 self.dp_size
-            )));
-        }
-        Ok(())
+            ))),
+        };
+        self.events.iter().map(rank).collect()
     }
 
     /// What its ranks say of themselves from the start.

@@ -1,0 +1,174 @@
+"""The router on the request plane: workers of an endpoint, found through discovery."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from support_router import IDS, SIZE, load
+
+from kvflash import (
+    DistributedRuntime,
+    ModelInput,
+    ModelRuntimeConfig,
+    ModelType,
+    WorkerError,
+    register_llm,
+)
+from kvflash.router import RouterService
+from service import DEADLINE_S, Engine, batch, stored
+
+ENDPOINT = "ns.backend.generate"
+LOCAL = {"host": "127.0.0.1", "port": 0, "threads": 2, "seed": 1}
+
+
+@pytest.fixture
+def router(monkeypatch, tmp_path):
+    """Makes routers of the endpoint, in a discovery of the test's own."""
+    monkeypatch.setenv("KVFLASH_DISCOVERY", "file")
+    monkeypatch.setenv("KVFLASH_DISCOVERY_DIR", str(tmp_path))
+    made = RouterService(**LOCAL, endpoint=ENDPOINT).start()
+    yield made
+    made.stop()
+
+
+async def eventually(check, what):
+    end = time.monotonic() + DEADLINE_S
+    while not (answer := check()):
+        assert time.monotonic() < end, f"waited for {what}"
+        await asyncio.sleep(0.01)
+    return answer
+
+
+class Worker:
+    """Serves the endpoint from a runtime of its own; says what it was asked."""
+
+    def __init__(self, *, tokens=3, error=None, engine=None):
+        self.asked: list[dict] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self._tokens, self._error, self._engine = tokens, error, engine
+
+    async def start(self):
+        self.runtime = DistributedRuntime.detached()
+        self.id = self.runtime.instance_id
+        endpoint = self.runtime.endpoint(ENDPOINT)
+        if self._engine is not None:
+            events = {
+                "kind": "zmq",
+                "endpoint": self._engine.endpoint,
+                "replay_endpoint": self._engine.replay_endpoint,
+                "block_size": SIZE,
+            }
+            await self.runtime.announce(f"v1/events/ns/backend/{self.id}/0", events)
+        config = ModelRuntimeConfig(total_kv_blocks=100)
+        await register_llm(
+            ModelInput.Tokens,
+            ModelType.Chat,
+            endpoint,
+            model_name="m",
+            kv_cache_block_size=SIZE,
+            runtime_config=config,
+        )
+        self._task = asyncio.create_task(endpoint.serve_endpoint(self._handle))
+        return self
+
+    async def _handle(self, request):
+        self.asked.append(request)
+        for number in range(self._tokens):
+            yield {"token_ids": [number]}
+            await self.gate.wait()
+            if self._error is not None:
+                raise self._error
+
+    async def close(self):
+        await self.runtime.close()
+        await self._task
+
+
+def workers(router):
+    return router.call("GET", "/workers")
+
+
+def run(work):
+    asyncio.run(asyncio.wait_for(work, 90))
+
+
+class Loads:
+    """The router's load, asked without HTTP."""
+
+    def __init__(self, router):
+        self._router = router
+
+    def get(self, path):
+        return self._router.call("GET", path)
+
+
+def test_requests_go_to_the_worker_that_holds_the_prompt_and_items_come_back(router):
+    async def work():
+        engine = Engine()
+        first, second = await Worker().start(), await Worker(engine=engine).start()
+        await eventually(lambda: len(workers(router)) == 2, "both workers")
+        await asyncio.to_thread(engine.wait_for_subscriber)
+        engine.publish(batch(stored([1, 2, 3, 4], IDS, block_size=SIZE)))
+
+        def blocks():
+            return {w["worker_id"]: w["blocks"] for w in workers(router)}[second.id]
+
+        await eventually(lambda: blocks() == 4, "the stored blocks")
+        async with DistributedRuntime.detached() as runtime:
+            best = await runtime.endpoint("ns.router.best_worker_id").client()
+            await best.wait_for_instances(30)
+            assert [item async for item in await best.random(IDS)] == [second.id]
+            assert load(Loads(router), second.id) == (0, 0, 0)
+            client = await runtime.endpoint("ns.router.generate").client()
+            await client.wait_for_instances(30)
+            second.gate.clear()
+            stream = await client.random({"model": "any", "token_ids": IDS, "top": 1})
+            assert await anext(aiter(stream)) == {"token_ids": [0]}
+            # Booked, and prefilled with the first token.
+            await eventually(
+                lambda: load(Loads(router), second.id) == (1, 4, 0), "the prefilled request"
+            )
+            second.gate.set()
+            assert [item["token_ids"] async for item in stream] == [[1], [2]]
+            await eventually(lambda: load(Loads(router), second.id)[0] == 0, "its end")
+            (asked,) = second.asked
+            assert asked["estimated_prefix_hit_num_blocks"] == 4
+            assert (asked["dp_rank"], asked["top"], asked["token_ids"]) == (0, 1, IDS)
+            # Another one on demand.
+            pinned = {"token_ids": IDS, "worker_id": first.id}
+            assert len([item async for item in await client.random(pinned)]) == 3
+            assert len(first.asked) == 1
+        await first.close()
+        await eventually(lambda: len(workers(router)) == 1, "the worker that left to be forgotten")
+        await second.close()
+        engine.close()
+
+    run(work())
+
+
+def test_what_a_worker_raises_reaches_the_client_and_its_load_goes(router):
+    async def work():
+        worker = await Worker(error=ValueError("broken")).start()
+        await eventually(lambda: workers(router), "the worker")
+        async with DistributedRuntime.detached() as runtime:
+            client = await runtime.endpoint("ns.router.generate").client()
+            await client.wait_for_instances(30)
+            stream = await client.random({"token_ids": IDS})
+            assert await anext(aiter(stream)) == {"token_ids": [0]}
+            with pytest.raises(WorkerError, match="broken"):
+                await anext(aiter(stream))
+            await eventually(lambda: load(Loads(router), worker.id) == (0, 0, 0), "no load")
+            # A client that leaves gives its load back as well.
+            worker.gate.clear()
+            stream = await client.random({"token_ids": IDS})
+            await anext(aiter(stream))
+            assert load(Loads(router), worker.id)[0] == 1
+            await stream.aclose()
+            await eventually(lambda: load(Loads(router), worker.id) == (0, 0, 0), "no load")
+        worker.gate.set()
+        await worker.close()
+
+    run(work())
