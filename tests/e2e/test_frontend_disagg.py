@@ -174,7 +174,12 @@ def test_a_failed_prefill_cancels_its_decode(frontend: EmbeddedFrontend, bad: An
         return say("alone")(ask)
 
     waits = FakeWorker(41, decode)
-    with workers(frontend, waits, prefiller(42, bad, bootstrap=BOOTSTRAP)):
+
+    def prefill(ask: Ask) -> bool | None:
+        until(lambda: waits.received, "the decode to have begun")
+        return bad(ask)
+
+    with workers(frontend, waits, prefiller(42, prefill, bootstrap=BOOTSTRAP)):
         answer = ask(frontend.url, CHAT, BODY)
         assert answer.json["choices"][0]["message"]["content"] == "alone"
         until(waits.received[0].is_gone.is_set, "the paired decode to be cancelled")
