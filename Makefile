@@ -33,8 +33,8 @@ lint: dev
 	cargo clippy --quiet --all-targets --features python -- -D warnings
 	cargo fmt --check --manifest-path capi/Cargo.toml
 	$(CAPI) clippy --quiet --release --locked --manifest-path capi/Cargo.toml -- -D warnings
-	$(BIN)/ruff format --check python tests benches
-	$(BIN)/ruff check python tests benches
+	$(BIN)/ruff format --check python tests benches examples
+	$(BIN)/ruff check python tests benches examples
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest kvflash._core 
 

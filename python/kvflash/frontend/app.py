@@ -11,6 +11,7 @@ from kvflash.errors import KvflashError
 from kvflash.frontend.args import FrontendArgs, parse_args
 from kvflash.frontend.watch import DiscoveryWatch
 from kvflash.process import FedService, run_until_stopped, start_logging
+from kvflash.router_flags import without_effect
 
 __all__ = ["main", "make_frontend"]
 
@@ -120,6 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse_args(argv)
         start_logging(args.log_level, args.log_format)
+        for line in without_effect(args):
+            logger.warning(line)
         frontend = make_frontend(args)
         service = _Watched(frontend, args)
         run_until_stopped(service, name="frontend")

@@ -36,7 +36,10 @@ class Fleet(Protocol):
     """Who is told."""
 
     def put_worker(self, worker: str) -> int:
-        """Add a worker or change it."""
+        """Add a worker of the runtime or change it."""
+
+    def add_worker(self, spec: str) -> int:
+        """Add an engine that speaks OpenAI's API."""
 
     def remove_worker(self, instance_id: int) -> None:
         """Remove it."""
@@ -71,6 +74,7 @@ class DiscoveryWatch:
         self._keys: dict[str, set[str]] = {}
         self._bridge = Bridge(RuntimeLimits())
         self._loads = LoadReader(fleet.report_load, RuntimeLimits())
+        self._telling = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = threading.Event()
         self._task: asyncio.Task[None] | None = None
@@ -197,7 +201,15 @@ class DiscoveryWatch:
                 await self._tell(name)
 
     async def _tell(self, name: Name) -> None:
-        """Make the frontend know of a worker what is known here."""
+        """Make the frontend know of a worker what is known here.
+
+        One at a time: what is told takes a while, and the worker may leave meanwhile. Were it taken
+        back beside that, the older word would come last and stay.
+        """
+        async with self._telling:
+            await self._tell_now(name)
+
+    async def _tell_now(self, name: Name) -> None:
         path, instance_id = name
         told = self._told.get(instance_id)
         card, instance = self._cards.get(name), self._instances.get(name)
@@ -216,6 +228,14 @@ class DiscoveryWatch:
                 await asyncio.to_thread(self._remove, instance_id)
             return
         events = self._events.get((path.rpartition("/")[0], instance_id), {})
+        if instance["transport"].get("kind") == "openai":
+            spec = _spec(instance_id, instance["transport"]["url"], card, events)
+            if told is None or told[1] != spec:
+                if told is not None:
+                    await asyncio.to_thread(self._remove, instance_id)
+                await asyncio.to_thread(self._fleet.add_worker, spec)
+                self._told[instance_id] = (name, spec)
+            return
         plane = await self._bridge.open(path, instance_id, instance["transport"])
         worker = {
             "id": instance_id,
@@ -237,6 +257,20 @@ class DiscoveryWatch:
         # DELETE /workers may have been first.
         with contextlib.suppress(NotFoundError):
             self._fleet.remove_worker(instance_id)
+
+
+def _spec(
+    instance_id: int, url: str, card: dict[str, Any], events: dict[int, dict[str, Any]]
+) -> str:
+    """An engine that speaks OpenAI's API, as ``--worker`` takes it: rank r is at each port + r."""
+    fields = {
+        "id": instance_id,
+        "events": events.get(0, {}).get("endpoint"),
+        "replay": events.get(0, {}).get("replay_endpoint"),
+        "dp": card.get("dp_size"),
+        "role": "prefill" if "prefill" in card.get("model_type", ()) else None,
+    }
+    return ",".join([url, *(f"{key}={value}" for key, value in fields.items() if value)])
 
 
 def _name(key: str, prefix: str) -> Name:

@@ -179,6 +179,9 @@ class RuntimeWorker:
 
     async def generate(self, request: Any, context: Context) -> AsyncIterator[dict[str, Any]]:
         """Answer one request; the handler of the endpoint."""
+        if isinstance(request, list):
+            # Clients that have nothing else to say send the prompt's tokens alone.
+            request = {"token_ids": request}
         # First of all: whatever else is wrong with the request, nobody shall wait for it.
         room = request_room(request)
         generation: Generation | None = None

@@ -1,0 +1,319 @@
+"""Every code block of the manuals, run as printed; what can't be run here says why.
+
+A block is named by its file and the beginning of its first line. The free ports of the test stand
+for the printed ones; placeholders of a manual are filled in where a test names them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support_markdown import Block, read_blocks
+from support_stage import TINY_LLAMA, Stage, items, run_fragment
+
+from kvflash import (
+    DistributedRuntime,
+    ModelInput,
+    ModelType,
+    WorkerMetricsPublisher,
+    register_llm,
+)
+from kvflash.discovery import Put
+
+ROOT = Path(__file__).parents[3]
+MANUALS = (
+    "README.md",
+    *(
+        f"docs/{name}.md"
+        for name in (
+            "routing",
+            "runtime",
+            "publishing",
+            "frontend",
+            "disaggregation",
+            "engines",
+            "policies",
+            "mocker",
+        )
+    ),
+)
+BLOCKS = [block for manual in MANUALS for block in read_blocks(ROOT / manual)]
+
+NOT_RUN = {
+    ("README.md", "make demo"): "builds and runs everything; other tests and make test are it",
+    ("README.md", "vllm serve MODEL"): "a real engine; test_real_engine.py has one",
+    ("routing.md", "cost ="): "a formula",
+    ("routing.md", "Formula for worker_id="): "a log line",
+    ("publishing.md", "make capi"): "built and linked by test_capi.py",
+    ("publishing.md", "kvflash_publisher_options"): "C; test_capi.py runs the same calls",
+}
+RUN: set[tuple[str, str]] = set()
+
+CHAT = {"model": "mock-model", "max_tokens": 4, "messages": [{"role": "user", "content": "Hello"}]}
+
+
+def find(name: str, beginning: str) -> Block:
+    (found,) = [b for b in BLOCKS if b.path.name == name and b.first.startswith(beginning)]
+    return found
+
+
+def runs(*names: tuple[str, str]) -> pytest.MarkDecorator:
+    """Hand these blocks to the test."""
+    RUN.update(names)
+    return pytest.mark.parametrize("blocks", [[find(*name) for name in names]], ids=[names[0][0]])
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVFLASH_WORKER", raising=False)
+
+
+def test_every_block_is_run_or_says_why_not() -> None:
+    """Ran as the last line of the tables below, which are complete once the module is read."""
+    assert {block.path.name for block in BLOCKS} >= {Path(m).name for m in MANUALS} - {
+        "policies.md"
+    }
+    known = RUN | set(NOT_RUN)
+    unknown = [
+        str(block)
+        for block in BLOCKS
+        if not any(block.path.name == n and block.first.startswith(b) for n, b in known)
+    ]
+    assert unknown == []
+    for name in NOT_RUN:
+        find(*name)
+
+
+# -- README, the mocker and the HTTP API of the frontend
+
+
+@runs(
+    ("README.md", "python -m kvflash.mocker"),
+    ("README.md", "curl -s localhost:8000/explain"),
+    ("README.md", "python -m kvflash.indexer"),
+    ("routing.md", "curl -s localhost:8000/busy_threshold"),
+    ("frontend.md", "curl -s localhost:8000/workers"),
+)
+def test_two_engines_a_frontend_and_an_indexer(stage: Stage, blocks: list[Block]) -> None:
+    engines, explain, indexer, thresholds, workers = [stage.localized(b.text) for b in blocks]
+    at = engines.index("curl")
+    started = stage.console(engines[:at])
+    assert [len(one.json) for one in started] == [2, 1]
+    stage.wait_workers(2)
+    (first,), (again,) = stage.console(engines[at:]), stage.console(engines[at:])
+    for answer in (first, again):
+        head, _, body = answer.output.replace("\r", "").partition("\n\n")
+        assert head.startswith("HTTP/1.1 200") and "x-kvflash-worker: " in head
+        assert json.loads(body)["usage"]["completion_tokens"] == 8
+    worker = [line for line in first.output.splitlines() if line.startswith("x-kvflash-worker")]
+    assert worker and worker[0] in again.output, "the second one does not go where the first went"
+    assert "x-kvflash-overlap-blocks: 0" not in again.output
+
+    (why,) = stage.console(explain)
+    assert len(why.json["candidates"]) == 2 and "formula" in why.json["candidates"][0]
+
+    before, after = stage.console(thresholds)
+    (none,) = before.json["thresholds"]
+    assert (none["model"], none["active_decode_blocks_threshold"]) == ("mock-model", None)
+    assert after.json["active_decode_blocks_threshold"] == 0.85
+
+    done = stage.console(indexer)
+    query = next(one for one in done if "/query" in one.command)
+    assert query.json == {"scores": {}, "frequencies": []} or "scores" in query.json
+    doctor = next(one for one in done if "kvflash.doctor" in one.command)
+    assert "8090" not in doctor.output
+
+    third = ("--port", str(stage.port(8102)), "--zmq-events-port", str(stage.port(5559)))
+    stage.start("kvflash.mocker", "--block-size", "16", *third)
+    added, gone = stage.console(workers)
+    assert (added.json["id"], gone.json) == (3, {"status": "ok", "id": 3})
+
+
+@runs(("mocker.md", "python -m kvflash.mocker --num-workers"), ("mocker.md", '{"event": "ready"'))
+def test_a_mocker_says_where_it_is(stage: Stage, blocks: list[Block]) -> None:
+    (started,) = stage.console(stage.localized(blocks[0].text))
+    assert started.json[0] == json.loads(stage.localized(blocks[1].text))
+
+
+@runs(("mocker.md", "python -m kvflash.mocker --endpoint"))
+def test_a_mocker_serves_an_endpoint(stage: Stage, blocks: list[Block]) -> None:
+    stage.console(stage.localized(blocks[0].text, {"FOLDER": str(TINY_LLAMA)}))
+    http = stage.frontend()
+    stage.wait_workers(4)
+    answer = http.post("/v1/chat/completions", CHAT)
+    assert answer["usage"]["completion_tokens"] == 4
+
+
+@runs(("frontend.md", "python -m kvflash.frontend"))
+def test_a_frontend_with_a_tokenizer(stage: Stage, blocks: list[Block]) -> None:
+    (worker,) = stage.start(
+        "kvflash.mocker", "--port", "0", "--zmq-events-port", "auto", "--zmq-replay-port", "auto",
+        "--tokenizer", str(TINY_LLAMA),
+    )  # fmt: skip
+    filled = {
+        "http://host:8000": worker["url"],
+        "tcp://host:5557": worker["events"],
+        "tcp://host:5657": worker["replay"],
+        "FOLDER": str(TINY_LLAMA),
+    }
+    stage.console(stage.localized(blocks[0].text, filled))
+    stage.wait_workers(1)
+    assert stage.http().post("/v1/chat/completions", CHAT)["usage"]["completion_tokens"] == 4
+
+
+# -- the runtime
+
+
+@runs(("runtime.md", "import asyncio"), ("runtime.md", "runtime = DistributedRuntime"))
+def test_a_worker_and_its_client(
+    stage: Stage, blocks: list[Block], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.serve(blocks[0].text, "worker")
+
+    async def check() -> None:
+        names: dict[str, Any] = {"DistributedRuntime": DistributedRuntime}
+        await run_fragment(blocks[1], names)
+        await names["runtime"].close()
+
+    asyncio.run(check())
+    printed = [json.loads(line.replace("'", '"')) for line in capsys.readouterr().out.splitlines()]
+    assert printed == [
+        *({"token_ids": [n]} for n in range(3)),
+        {"token_ids": [], "finish_reason": "length"},
+    ]
+
+
+@runs(("routing.md", "import asyncio"))
+def test_a_router_in_ones_own_process(stage: Stage, blocks: list[Block]) -> None:
+    stage.mocker("dynamo.backend.generate", model="m")
+    ran = stage.script(blocks[0].text)
+    got = [eval(line) for line in ran.output.splitlines()]  # The script prints its items.
+    assert len(items(got)) == 20 and got[-1]["finish_reason"] == "length"
+
+
+@asynccontextmanager
+async def runtimes(count: int) -> AsyncIterator[list[DistributedRuntime]]:
+    made = [DistributedRuntime.detached() for _ in range(count)]
+    try:
+        yield made
+    finally:
+        for runtime in made:
+            await runtime.close()
+
+
+@runs(
+    ("publishing.md", "from kvflash.publisher"),
+    ("publishing.md", "relay = KvEventPublisher(component"),
+    ("publishing.md", "metrics = WorkerMetricsPublisher()"),
+)
+def test_what_an_engine_publishes(stage: Stage, blocks: list[Block]) -> None:
+    async def check() -> None:
+        async with runtimes(2) as (runtime, other):
+            component = runtime.namespace("dynamo").component("backend")
+            names: dict[str, Any] = {
+                "component": component,
+                "tokens": list(range(32)),
+                "more": list(range(16)),
+                "WorkerMetricsPublisher": WorkerMetricsPublisher,
+            }
+            await run_fragment(blocks[0], names)
+            assert names["publisher"].stats()["events_total"] == 4
+            await run_fragment(blocks[2], names)
+            client = (
+                other.namespace("dynamo").component("backend").endpoint("load_metrics").client()
+            )
+            await client.wait_for_instances(10)
+            stream = await client.random({})
+            load = await anext(stream)
+            assert load == {"dp_rank": 0, "active_decode_blocks": 120, "kv_total_blocks": 4096}
+            await stream.aclose()
+        async with runtimes(1) as (runtime,):
+            names["component"] = runtime.namespace("dynamo").component("backend")
+            await run_fragment(blocks[1], names)
+            prefix = f"v1/events/dynamo/backend/{runtime.instance_id}/"
+            async with runtime.discovery.watch(prefix) as watch:
+                events = (event async for event in watch if isinstance(event, Put))
+                where = json.loads((await anext(events)).value)
+            assert where["endpoint"] == "tcp://10.0.0.7:5557"
+
+    asyncio.run(asyncio.wait_for(check(), 60))
+
+
+# -- disaggregation and engines
+
+
+@runs(("disaggregation.md", "await register_llm"))
+def test_prefill_and_decode_workers_of_the_runtime(stage: Stage, blocks: list[Block]) -> None:
+    http = stage.frontend("--tokenizer", str(TINY_LLAMA))
+    seen: list[dict[str, Any]] = []
+
+    async def prefill(request: dict[str, Any]) -> Any:
+        yield {"token_ids": [5], "finish_reason": "length", "disaggregated_params": {"from": "p"}}
+
+    async def decode(request: dict[str, Any]) -> Any:
+        seen.append(request)
+        yield {"token_ids": [5], "finish_reason": "length"}
+
+    def ask() -> dict[str, str]:
+        stage.wait_workers(2)
+        status, body, headers = http.call("POST", "/v1/chat/completions", {**CHAT, "model": "m"})
+        assert status == 200, body
+        return headers
+
+    async def check() -> None:
+        async with runtimes(2) as (first, second):
+            names = {
+                "decode_endpoint": first.endpoint("dynamo.decode.generate"),
+                "prefill_endpoint": second.endpoint("dynamo.prefill.generate"),
+                "ModelInput": ModelInput,
+                "ModelType": ModelType,
+                "register_llm": register_llm,
+            }
+            await run_fragment(blocks[0], names)
+            loop = asyncio.get_running_loop()
+            serving = [
+                loop.create_task(names["decode_endpoint"].serve_endpoint(decode)),
+                loop.create_task(names["prefill_endpoint"].serve_endpoint(prefill)),
+            ]
+            headers = await asyncio.to_thread(ask)
+            assert headers["x-kvflash-prefill-worker"] == f"{second.instance_id}:0"
+            assert headers["x-kvflash-worker"] == f"{first.instance_id}:0"
+            assert seen[0]["prefill_result"] == {"disaggregated_params": {"from": "p"}}
+        await asyncio.gather(*serving, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(check(), 90))
+
+
+@runs(("disaggregation.md", "python -m kvflash.frontend --prefill-worker"))
+def test_prefill_and_decode_engines(stage: Stage, blocks: list[Block]) -> None:
+    filled: dict[str, str] = {}
+    for role, host in (("prefill", "p1"), ("decode", "d1")):
+        (worker,) = stage.start(
+            "kvflash.mocker", "--port", "0", "--zmq-events-port", "auto", f"--is-{role}-worker"
+        )
+        filled[f"http://{host}:8000"] = worker["url"]
+        filled[f"tcp://{host}:5557"] = worker["events"]
+    stage.console(stage.localized(blocks[0].text, filled))
+    stage.wait_workers(2)
+    http = stage.http()
+    assert http.post("/v1/chat/completions", CHAT)["usage"]["completion_tokens"] == 4
+    assert b'kvflash_prefills_total{outcome="handed_off"} 1\n' in http.get("/metrics")
+
+
+@runs(("engines.md", "python -m kvflash.vllm"))
+def test_engines_that_are_launched(stage: Stage, blocks: list[Block]) -> None:
+    """With doubles where the engines would be found; the frontend finds and asks them."""
+    http = stage.frontend()
+    launched = stage.console(stage.localized(blocks[0].text))
+    assert [one.json[0]["engine"] for one in launched] == ["vllm", "sglang"]
+    stage.wait_workers(2)
+    ids = {one.json[0]["instance_id"] for one in launched}
+    assert {worker["id"] for worker in http.get("/workers")} == ids
+    answer = http.post("/v1/chat/completions", {**CHAT, "model": "fake"})
+    assert answer["usage"]["completion_tokens"] == 4

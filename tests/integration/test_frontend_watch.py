@@ -1,0 +1,122 @@
+"""What the frontend is told while workers come, change and go; with a fleet that takes its time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvflash.discovery import open_discovery
+from kvflash.errors import NotFoundError
+from kvflash.frontend.watch import DiscoveryWatch
+from service import DEADLINE_S, until
+
+KEY = "tests/backend/generate/7"
+CARD = {"model_name": "m", "model_type": ["chat"], "dp_size": 2}
+EVENTS = {"endpoint": "tcp://10.0.0.7:5557", "replay_endpoint": "tcp://10.0.0.7:5657"}
+
+
+class SlowFleet:
+    """Notes what it was told; a worker is taken in when the gate is open."""
+
+    watch: DiscoveryWatch
+
+    def __init__(self) -> None:
+        self.workers: dict[int, str] = {}
+        self.gate = threading.Event()
+        self.gate.set()
+        self.calls = 0
+
+    def put_worker(self, worker: str) -> int:
+        self.calls += 1
+        assert self.gate.wait(DEADLINE_S)
+        number = int(json.loads(worker)["id"])
+        self.workers[number] = worker
+        return number
+
+    def add_worker(self, spec: str) -> int:
+        assert 7 not in self.workers
+        self.workers[7] = spec
+        return 7
+
+    def remove_worker(self, instance_id: int) -> None:
+        if self.workers.pop(instance_id, None) is None:
+            raise NotFoundError(f"no worker {instance_id}")
+
+    def report_load(self, report: str) -> None:
+        raise AssertionError(report)
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[SlowFleet]:
+    monkeypatch.setenv("KVFLASH_DISCOVERY_DIR", str(tmp_path / "discovery"))
+    made = SlowFleet()
+    made.watch = DiscoveryWatch(made, kind="file")
+    made.watch.start()
+    yield made
+    made.gate.set()
+    made.watch.stop()
+
+
+def told(steps: Callable[[Any], Any]) -> None:
+    """Change discovery, step by step."""
+
+    async def work() -> None:
+        discovery = open_discovery("file")
+        await steps(discovery)
+        await discovery.close()
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def value(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def instance(kind: str, **where: str) -> bytes:
+    return value({"instance_id": 7, "transport": {"kind": kind, **where}})
+
+
+def test_a_worker_that_leaves_while_it_is_changed_is_gone(fleet: SlowFleet) -> None:
+    async def steps(discovery: Any) -> None:
+        def wait(check: Callable[[], Any], what: str) -> Any:
+            return asyncio.to_thread(until, check, what)
+
+        lease = await discovery.lease()
+        await discovery.put(f"v1/models/{KEY}", value(CARD), lease)
+        await discovery.put(f"v1/instances/{KEY}", instance("tcp", address="127.0.0.1:1"), lease)
+        await wait(lambda: fleet.workers, "the worker")
+        fleet.gate.clear()
+        calls = fleet.calls
+        await discovery.put("v1/events/tests/backend/7/0", value(EVENTS), lease)
+        await wait(lambda: fleet.calls > calls, "its events")
+        await lease.revoke()
+        await wait(lambda: not fleet.watch._instances, "its end to be seen")
+        fleet.gate.set()
+        await wait(lambda: not fleet.workers, "the worker to be gone")
+
+    told(steps)
+
+
+def test_engines_are_added_by_their_url(fleet: SlowFleet) -> None:
+    spec = "http://10.0.0.7:8000,id=7,events=tcp://10.0.0.7:5557,replay=tcp://10.0.0.7:5657,dp=2"
+
+    async def steps(discovery: Any) -> None:
+        lease = await discovery.lease()
+        await discovery.put("v1/events/tests/backend/7/0", value(EVENTS), lease)
+        await discovery.put(f"v1/models/{KEY}", value(CARD), lease)
+        url = "http://10.0.0.7:8000"
+        await discovery.put(f"v1/instances/{KEY}", instance("openai", url=url), lease)
+        await asyncio.to_thread(until, lambda: fleet.workers == {7: spec}, spec)
+        card = {**CARD, "model_type": ["prefill"]}
+        await discovery.put(f"v1/models/{KEY}", value(card), lease)
+        changed = {7: spec + ",role=prefill"}
+        await asyncio.to_thread(until, lambda: fleet.workers == changed, "the role")
+        await lease.revoke()
+        await asyncio.to_thread(until, lambda: not fleet.workers, "the engine to be gone")
+
+    told(steps)
