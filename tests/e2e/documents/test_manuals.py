@@ -19,6 +19,8 @@ from support_stage import TINY_LLAMA, Stage, items, run_fragment
 
 from kvflash import (
     DistributedRuntime,
+    KvPushRouter,
+    KvRouterConfig,
     ModelInput,
     ModelType,
     WorkerMetricsPublisher,
@@ -48,6 +50,8 @@ BLOCKS = [block for manual in MANUALS for block in read_blocks(ROOT / manual)]
 NOT_RUN = {
     ("README.md", "make demo"): "builds and runs everything; other tests and make test are it",
     ("README.md", "vllm serve MODEL"): "a real engine; test_real_engine.py has one",
+    ("README.md", "python -m kvflash.vllm"): "a real engine; test_real_launcher.py has one",
+    ("README.md", "python -m kvflash.router"): "test_router_process.py runs the router's manual",
     ("routing.md", "cost ="): "a formula",
     ("routing.md", "Formula for worker_id="): "a log line",
     ("publishing.md", "make capi"): "built and linked by test_capi.py",
@@ -168,6 +172,25 @@ def test_a_frontend_with_a_tokenizer(stage: Stage, blocks: list[Block]) -> None:
 
 
 # -- the runtime
+
+
+@runs(("README.md", "runtime = DistributedRuntime"))
+def test_a_router_in_four_lines(stage: Stage, blocks: list[Block]) -> None:
+    stage.mocker("dynamo.backend.generate", model="m")
+
+    async def check() -> None:
+        names: dict[str, Any] = {
+            "DistributedRuntime": DistributedRuntime,
+            "KvPushRouter": KvPushRouter,
+            "KvRouterConfig": KvRouterConfig,
+        }
+        await run_fragment(blocks[0], names)
+        tokens = [token async for item in names["stream"] for token in item["token_ids"]]
+        assert len(tokens) == 20
+        await names["router"].aclose()
+        await names["runtime"].close()
+
+    asyncio.run(check())
 
 
 @runs(("runtime.md", "import asyncio"), ("runtime.md", "runtime = DistributedRuntime"))
