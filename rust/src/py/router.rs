@@ -23,7 +23,7 @@ use crate::error::Error;
 use crate::http::router::{RouterApp, RouterOptions};
 use crate::http::{RemoteIndexerOptions, Shutdown};
 use crate::router::RouterConfig;
-use crate::select::{DEFAULT_JOURNAL_BYTES, SelectorConfig, Thresholds};
+use crate::select::{SelectorConfig, Thresholds};
 
 /// The routing decision as an HTTP service in this process.
 #[pyclass(frozen, module = "kvflash._core")]
@@ -43,7 +43,7 @@ impl Router {
         use_kv_events=true, predicted_ttl_s=5.0, router_ttl_s=120.0, router_max_tree_size=1_048_576,
         router_prune_target_ratio=0.8, active_decode_blocks_threshold=None,
         active_prefill_tokens_threshold=None, active_prefill_tokens_threshold_frac=None,
-        decision_journal_bytes=DEFAULT_JOURNAL_BYTES, threads=2, max_body_bytes=8_388_608,
+        decision_journal_bytes=16_777_216, threads=2, max_body_bytes=8_388_608,
         max_requests=65_536, max_workers=4_096, max_blocks=33_554_432, index_memory_bytes=0,
         min_initial_workers=0, serve_indexer=false, remote_indexer=None,
         remote_indexer_deadline_s=0.05, body_timeout_s=60.0, drain_timeout_s=5.0

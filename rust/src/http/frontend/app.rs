@@ -13,6 +13,7 @@ use axum::routing::{get, post};
 use bytes::Bytes;
 use http_body::Body as _;
 use hyper::body::Incoming;
+use parking_lot::RwLock;
 
 use super::super::body::{self, Unreadable};
 use super::super::metrics::{CommonMetrics, RequestLabel};
@@ -61,6 +62,8 @@ pub(super) struct App {
     pub tokenizers: Tokenizers,
     pub common: CommonMetrics,
     pub metrics: FrontendMetrics,
+    /// Metrics that others keep, as text.
+    pub more_metrics: RwLock<String>,
     pub shutdown: Shutdown,
     in_flight: AtomicUsize,
     /// Whether there were once as many workers as the start waits for.
@@ -79,7 +82,7 @@ impl Drop for InFlight {
 /// The frontend's service: add engines, serve [`FrontendApp::router`], stop with the shutdown it was given.
 #[derive(Clone)]
 pub struct FrontendApp {
-    app: Arc<App>,
+    pub(super) app: Arc<App>,
 }
 
 impl FrontendApp {
@@ -112,6 +115,7 @@ impl FrontendApp {
             tokenizers,
             common,
             metrics,
+            more_metrics: RwLock::default(),
             shutdown,
             in_flight: AtomicUsize::new(0),
             has_started: AtomicBool::new(false),
