@@ -7,9 +7,9 @@ export CARGO_TARGET_DIR ?= $(HOME)/.cache/kvflash/target
 PROFILE ?= fast
 PYTEST_FLAGS ?=
 
-.PHONY: help demo test lint bench dev capi wheel fuzz loom sanitize soak peers clean
+.PHONY: help demo demo-cluster test lint bench dev capi wheel fuzz loom sanitize soak peers clean
 help:
-	@echo "make demo | test | lint | bench | dev | capi | wheel | fuzz | loom | sanitize | soak | peers | clean"
+	@echo "make demo | demo-cluster | test | lint | bench | dev | capi | wheel | fuzz | loom | sanitize | soak | peers | clean"
 
 $(VENV)/.ready:
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,10 @@ dev: $(VENV)/.built
 
 demo: dev
 	$(BIN)/python -m kvflash.demo $(DEMO_FLAGS)
+
+# Replicas on a real NATS and etcd: one worker and one frontend are killed and come back.
+demo-cluster: dev
+	$(BIN)/python -m kvflash.demo.cluster --tokenizer tests/vectors/tiny-llama $(DEMO_FLAGS)
 
 lint: dev
 	cargo fmt --check

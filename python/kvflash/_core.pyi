@@ -8,6 +8,7 @@ from typing_extensions import Buffer
 
 __all__ = [
     "ApproxKvIndexer",
+    "Bookings",
     "Catalog",
     "CatalogDump",
     "Frontend",
@@ -865,6 +866,77 @@ class Router:
         """Stop serving; open calls get the drain time. Blocks until done."""
 
 @final
+class Bookings:
+    """This router's bookings as replicas are to hear of them, and theirs as they count here.
+
+    ``RouterCore.bookings`` and ``Frontend.bookings`` are one, for all models. A request is named
+    by its router; an instance and rank say where it went.
+
+    Consistency: every decision sees what returned before it. A booking of another router counts
+    like one's own (blocks shared with one's own count once), but not against the limit of
+    requests, until it is freed, its worker or router leaves, or it was idle for the expiry time.
+    """
+
+    def turn_on(self, *, waiting_max: int = 100_000) -> None:
+        """Keep what is booked from now on, for :meth:`take`.
+
+        Args:
+            waiting_max: Bookings that may wait; at the limit new ones are not told, and counted.
+
+        Raises:
+            InvalidArgumentError: 0.
+        """
+
+    def take(self, timeout_s: float, limit: int = 1_000) -> list[tuple[object, ...]]:
+        """What happened, in order; empty after ``timeout_s``. Releases the GIL.
+
+        Returns:
+            ``("add", name, (instance id, dp rank), sequence hashes or None, isl, overlap)``,
+            ``("prefilled", name)`` or ``("free", name)``.
+
+        Raises:
+            ConfigError: A negative time.
+        """
+
+    def remote_add(
+        self,
+        router_id: int,
+        request_id: str,
+        worker: tuple[int, int],
+        hashes: list[int] | None,
+        isl: int,
+        overlap: int,
+    ) -> bool:
+        """Another router has booked a request; again it changes nothing.
+
+        Returns:
+            False when it does not count: the worker is not known here, or a limit (1,024 routers,
+            1,048,576 requests of a model) is reached.
+
+        Cost: O(blocks).
+        """
+
+    def remote_prefilled(self, router_id: int, request_id: str) -> bool:
+        """Its prompt is computed; False when it is not known."""
+
+    def remote_free(self, router_id: int, request_id: str) -> bool:
+        """It has ended; False when it is not known."""
+
+    def remote_drop_router(self, router_id: int) -> int:
+        """A router is gone with its requests; how many."""
+
+    def remote_heard(self, router_id: int) -> None:
+        """A router says that its requests are active: they do not expire."""
+
+    def stats(self) -> dict[str, int]:
+        """Counters.
+
+        Returns:
+            remote_requests, remote_refused_total (at a limit), remote_ignored_total (of workers
+            that are not known here), waiting (to be taken), dropped_total (not told).
+        """
+
+@final
 class RouterCore:
     """Chooses workers for prompts, and keeps account of who is busy with what.
 
@@ -911,6 +983,10 @@ class RouterCore:
         prefill_load_scale: float = 1.0,
         active_request_weight: float = 0.0,
     ) -> RouterCore: ...
+    @property
+    def bookings(self) -> Bookings:
+        """What it tells replicas, and what they tell it."""
+
     @property
     def catalog(self) -> Catalog:
         """Where the transport finds its orders and brings its frames."""
@@ -1200,6 +1276,13 @@ class Frontend:
         track_prefill_tokens: bool = True,
         min_initial_workers: int = 0,
     ) -> Frontend: ...
+    @property
+    def bookings(self) -> Bookings:
+        """What it tells replicas, and what they tell it."""
+
+    def set_more_metrics(self, text: str) -> None:
+        """What ``/metrics`` tells besides its own: lines of the OpenMetrics text format."""
+
     @property
     def catalog(self) -> Catalog: ...
     def add_worker(self, spec: str) -> int:

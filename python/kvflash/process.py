@@ -8,12 +8,14 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Protocol
 
 from kvflash._core import Catalog, init_logging
 from kvflash.errors import ClosedError
 from kvflash.transport import ZmqOptions, ZmqReceiver
+from kvflash.transport.base import Receiver
 
 __all__ = ["FedService", "run_until_stopped", "start_logging"]
 
@@ -58,17 +60,24 @@ class FedService:
         host: Address to listen on.
         port: Port to listen on; 0 picks a free one.
         options: Limits of the transport.
+        make_receiver: Makes another transport than sockets alone.
     """
 
     def __init__(
-        self, core: Core, *, host: str, port: int, options: ZmqOptions | None = None
+        self,
+        core: Core,
+        *,
+        host: str,
+        port: int,
+        options: ZmqOptions | None = None,
+        make_receiver: Callable[[Catalog], Receiver] | None = None,
     ) -> None:
         self._core = core
         self._host = host
         self._wanted_port = port
-        self._options = options
         self._port: int | None = None
-        self._receiver: ZmqReceiver | None = None
+        self._make_receiver = make_receiver or (lambda catalog: ZmqReceiver(catalog, options))
+        self._receiver: Receiver | None = None
         self._is_stopped = False
         self._thread = threading.Thread(target=self._obey, name="kvflash-orders", daemon=True)
 
@@ -95,13 +104,13 @@ class FedService:
 
     @property
     def receiver(self) -> ZmqReceiver:
-        """Its event transport.
+        """Its event transport, where that is sockets alone.
 
         Raises:
-            ClosedError: Not started yet.
+            ClosedError: Not started yet, or another transport.
         """
-        if self._receiver is None:
-            raise ClosedError("the service has no transport before it is started")
+        if not isinstance(self._receiver, ZmqReceiver):
+            raise ClosedError("the service has no sockets before it is started")
         return self._receiver
 
     def start(self) -> None:
@@ -114,7 +123,7 @@ class FedService:
         if self._port is not None or self._is_stopped:
             raise ClosedError("a service starts once; make a new one")
         self._port = self._core.start(self._host, self._wanted_port)
-        self._receiver = ZmqReceiver(self._core.catalog, self._options)
+        self._receiver = self._make_receiver(self._core.catalog)
         self._receiver.start()
         self._thread.start()
 

@@ -14,7 +14,8 @@ from kvflash.routing.replica_sync import ReplicaSync
 from kvflash.routing.sync_service import ReplicaSyncService
 from kvflash.servers import NatsSettings
 from kvflash.transport import names
-from kvflash.transport.channel import NatsChannel, ZmqChannel
+from kvflash.transport.channel import ZmqChannel
+from kvflash.transport.nats_channel import NatsChannel
 from kvflash.transport.nats_connection import connect
 from servers import EtcdServer, NatsServer
 from service import VECTORS, until
@@ -47,6 +48,9 @@ class Load:
     def drop_router(self, router_id: int) -> None:
         for key in [key for key in self.requests if key[0] == router_id]:
             del self.requests[key]
+
+    def heard(self, router_id: int) -> None:
+        pass
 
 
 @pytest.fixture(params=["nats", "zmq"])

@@ -48,6 +48,9 @@ class Load:
         for key in [key for key in self.requests if key[0] == router_id]:
             del self.requests[key]
 
+    def heard(self, router_id: int) -> None:
+        pass
+
 
 class Router:
     def __init__(self, router_id: int, limits: SyncLimits) -> None:

@@ -22,6 +22,7 @@ FLOORS = {
     "errors": 0,
     "config": 0,
     "router_flags": 0,
+    "cluster_flags": 0,
     "lazy": 0,
     "servers": 0,
     "transport": 1,
@@ -59,7 +60,7 @@ NARROW = {
     # It looks from outside: what it says must not come from what it checks.
     "doctor": {"errors", "config", "doctor"},
     # It lives in the engine's process, beside whatever the engine brings.
-    "publisher": {"_core", "errors", "runtime"},
+    "publisher": {"_core", "errors", "runtime", "servers", "state", "transport"},
     # The engine's double knows nothing of the router that it is to test, but how it is found.
     "mocker": {"errors", "llm", "mocker", "publisher", "runtime"},
 }

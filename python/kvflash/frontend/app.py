@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from kvflash._core import Frontend
 from kvflash.errors import KvflashError
 from kvflash.frontend.args import FrontendArgs, parse_args
+from kvflash.frontend.cluster import Cluster
 from kvflash.frontend.watch import DiscoveryWatch
 from kvflash.process import FedService, run_until_stopped, start_logging
 from kvflash.router_flags import without_effect
@@ -92,12 +93,21 @@ class _Watched:
     """The service with the watch of discovery beside it."""
 
     def __init__(self, frontend: Frontend, args: FrontendArgs) -> None:
-        self._service = FedService(frontend, host=args.host, port=args.port)
+        self._cluster = Cluster(frontend, args, args.discovery_kind)
+        self._service = FedService(
+            frontend,
+            host=args.host,
+            port=args.port,
+            make_receiver=self._cluster.make_receiver,
+        )
         self._watch: DiscoveryWatch | None = None
         self._waits_for = _waits_for(args)
         if args.discovery_kind is not None:
             self._watch = DiscoveryWatch(
-                frontend, kind=args.discovery_kind, namespace=args.namespace
+                frontend,
+                kind=args.discovery_kind,
+                namespace=args.namespace,
+                cluster=self._cluster,
             )
 
     @property
@@ -105,7 +115,9 @@ class _Watched:
         return self._service.url
 
     def start(self) -> None:
+        self._cluster.check()
         self._service.start()
+        self._cluster.start()
         if self._watch is not None:
             self._watch.start()
             logger.info("waiting for %s", self._waits_for)
@@ -113,7 +125,9 @@ class _Watched:
     def stop(self) -> None:
         if self._watch is not None:
             self._watch.stop()
+        # Streams may go on for a while: until they have ended, their load is told.
         self._service.stop()
+        self._cluster.stop()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvflash.cluster_flags import ClusterFlags, add_cluster_flags
 from kvflash.config import (
     Flags,
     add_common,
@@ -19,7 +20,7 @@ __all__ = ["FrontendArgs", "parse_args"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrontendArgs(RouterFlags):
+class FrontendArgs(RouterFlags, ClusterFlags):
     """The frontend's settings; see ``--help``."""
 
     host: str
@@ -112,6 +113,7 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
         "prefill worker, or always (also when the flag has no value)",
     )
     add_router_flags(flags)
+    add_cluster_flags(flags)
     flags.add(
         "--tokenizer",
         parse=str,

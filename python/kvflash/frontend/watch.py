@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from kvflash.discovery import Delete, Discovery, Put, open_discovery
 from kvflash.errors import ConfigError, KvflashError, NotFoundError
 from kvflash.frontend.bridge import Bridge
+from kvflash.frontend.cluster import Cluster
 from kvflash.frontend.loads import LoadReader
 from kvflash.runtime.limits import RuntimeLimits
 
@@ -58,10 +59,20 @@ class DiscoveryWatch:
         fleet: The frontend's core.
         kind: ``mem``, ``file`` or ``etcd``.
         namespace: Only workers of this one; all without.
+        cluster: What is shared with replicas of the frontend.
     """
 
-    def __init__(self, fleet: Fleet, *, kind: str, namespace: str | None = None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        kind: str,
+        cluster: Cluster,
+        namespace: str | None = None,
+    ) -> None:
         self._fleet = fleet
+        self._cluster = cluster
+        self._are_instances_told = False
         self._kind = kind
         self._scope = "" if namespace is None else f"{namespace}/"
         self._cards: dict[Name, dict[str, Any]] = {}
@@ -161,6 +172,9 @@ class DiscoveryWatch:
                     known.discard(key)
                     self._keys[prefix].discard(key)
                     await self._take_safely(take, key, None)
+                if prefix.startswith(INSTANCES) and not isinstance(event, Delete):
+                    self._are_instances_told = True
+                    await asyncio.to_thread(self._cluster.only, self._instance_ids())
 
     async def _take_safely(self, take: Take, key: str, value: bytes | None) -> None:
         """One bad key must not hide the others."""
@@ -211,6 +225,7 @@ class DiscoveryWatch:
 
     async def _tell_now(self, name: Name) -> None:
         path, instance_id = name
+        component = _component(path)
         told = self._told.get(instance_id)
         card, instance = self._cards.get(name), self._instances.get(name)
         if told is not None and told[0] != name:
@@ -226,8 +241,18 @@ class DiscoveryWatch:
                 self._bridge.forget(path, instance_id)
                 logger.info("worker %d left: %s", instance_id, path)
                 await asyncio.to_thread(self._remove, instance_id)
+                await asyncio.to_thread(self._cluster.worker_left, component, instance_id)
             return
         events = self._events.get((path.rpartition("/")[0], instance_id), {})
+        if told is None:
+            before = self._cluster.before_worker
+            await asyncio.to_thread(before, component, instance_id, events)
+            if self._are_instances_told:
+                await asyncio.to_thread(self._cluster.only, self._instance_ids())
+            # It may have left meanwhile.
+            card, instance = self._cards.get(name), self._instances.get(name)
+            if card is None or instance is None:
+                return
         if instance["transport"].get("kind") == "openai":
             spec = _spec(instance_id, instance["transport"]["url"], card, events)
             if told is None or told[1] != spec:
@@ -242,16 +267,22 @@ class DiscoveryWatch:
             "plane": plane,
             "endpoint": path,
             "card": card,
-            "events": {
-                str(rank): {key: where.get(key) for key in ("endpoint", "replay_endpoint")}
-                for rank, where in events.items()
-            },
+            "events": self._cluster.events(instance_id, events),
         }
         text = json.dumps(worker, sort_keys=True)
         if told is None or told[1] != text:
             # Beside the loop: the first worker of a model loads its tokenizer.
             await asyncio.to_thread(self._fleet.put_worker, text)
             self._told[instance_id] = (name, text)
+        if told is None:
+            await asyncio.to_thread(self._cluster.worker_joined, component, instance_id)
+
+    def _instance_ids(self) -> dict[tuple[str, str], set[int]]:
+        """All instances, by component."""
+        found: dict[tuple[str, str], set[int]] = {}
+        for path, instance_id in self._instances:
+            found.setdefault(_component(path), set()).add(instance_id)
+        return found
 
     def _remove(self, instance_id: int) -> None:
         # DELETE /workers may have been first.
@@ -276,6 +307,11 @@ def _spec(
 def _name(key: str, prefix: str) -> Name:
     path, _, number = key.removeprefix(prefix).rpartition("/")
     return path, int(number)
+
+
+def _component(path: str) -> tuple[str, str]:
+    namespace, component, _ = path.split("/", 2)
+    return namespace, component
 
 
 def _set(table: dict[Any, dict[str, Any]], key: Any, value: dict[str, Any] | None) -> None:

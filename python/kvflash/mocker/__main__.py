@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sys
 
-from kvflash.errors import ConfigError
+from kvflash.errors import KvflashError
 from kvflash.mocker.app import run
 from kvflash.mocker.args import parse_args
 
@@ -26,7 +26,7 @@ def main() -> int:
     )
     try:
         asyncio.run(run(config))
-    except (OSError, ConfigError) as error:
+    except (OSError, KvflashError) as error:
         print(f"mocker: {error}", file=sys.stderr)
         return 1
     return 0

@@ -8,6 +8,7 @@ from dataclasses import fields
 
 from kvflash.errors import ConfigError
 from kvflash.mocker.config import MockerConfig, PortChoice
+from kvflash.publisher.brokered import plane_of_events
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -27,10 +28,20 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[MockerConfig, str]:
     parser = _parser()
     values = vars(parser.parse_args(argv))
     log_level = values.pop("log_level")
+    if values["endpoint"] is not None and values["event_plane"] is None:
+        values["event_plane"] = _event_plane(parser)
+    values["event_plane"] = values["event_plane"] or "zmq"
     values["lora_adapters"] = tuple(values["lora_adapters"])
     values["bootstrap_ports"] = tuple(values["bootstrap_ports"])
     try:
         return MockerConfig(**values), log_level
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+def _event_plane(parser: argparse.ArgumentParser) -> str:
+    try:
+        return plane_of_events()
     except ConfigError as error:
         parser.error(str(error))
 
@@ -44,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
         # An abbreviation that works today would break with the next flag.
         allow_abbrev=False,
     )
+    # Only who has an endpoint looks at the environment.
+    defaults["event_plane"] = None
     parser.set_defaults(**defaults)
     network = parser.add_argument_group("network")
     network.add_argument("--host", help="interface of the HTTP and ZMQ sockets")
@@ -135,6 +148,19 @@ def _parser() -> argparse.ArgumentParser:
         "--kv-events",
         action=argparse.BooleanOptionalAction,
         help="with --endpoint: publish block events, on free ports where none are named",
+    )
+    runtime.add_argument(
+        "--event-plane",
+        default=argparse.SUPPRESS,
+        choices=("zmq", "nats"),
+        help="with --endpoint: how block events go: on sockets, or to the NATS server that "
+        "NATS_SERVER names; default: KVFLASH_EVENT_PLANE, else zmq",
+    )
+    runtime.add_argument(
+        "--enable-local-indexer",
+        action="store_true",
+        help="with --event-plane nats: routers ask this worker for what they missed, instead of a "
+        "stream",
     )
     runtime.add_argument(
         "--data-parallel-size", type=int, help="ranks of one worker; needs --endpoint"

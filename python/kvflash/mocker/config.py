@@ -45,6 +45,8 @@ class MockerConfig:
         lora_adapters: Names of LoRA adapters that can be asked for as a model.
         drain_timeout_s: Real seconds that running requests get to end after SIGTERM.
         endpoint: Endpoint of the runtime to serve, namespace.component.endpoint; None serves HTTP.
+        event_plane: How they go, with `endpoint`: "zmq", or "nats" for the component's stream.
+        enable_local_indexer: With nats: from an index of the worker's own instead.
         kv_events: Publish block events (with `endpoint`; without it the ports say so).
         data_parallel_size: Ranks of one worker, each a cache and a scheduler; needs `endpoint`.
         role: What each worker does of a request.
@@ -78,6 +80,8 @@ class MockerConfig:
     drain_timeout_s: float = 20.0
     endpoint: str | None = None
     kv_events: bool = True
+    event_plane: str = "zmq"
+    enable_local_indexer: bool = False
     data_parallel_size: int = 1
     role: Role = "both"
     bootstrap_ports: tuple[int, ...] = ()
@@ -103,6 +107,10 @@ class MockerConfig:
             raise ConfigError(f"--event-era must be positional or tagged, got {self.event_era!r}")
         if self.zmq_replay_port != 0 and self.zmq_events_port == 0:
             raise ConfigError("--zmq-replay-port needs --zmq-events-port")
+        if self.event_plane not in ("zmq", "nats"):
+            raise ConfigError(f"--event-plane must be zmq or nats, got {self.event_plane!r}")
+        if self.event_plane == "nats" and self.endpoint is None:
+            raise ConfigError("--event-plane nats needs --endpoint: streams are named by it")
         names = (self.model_name, *self.lora_adapters)
         if "" in names or len(set(names)) != len(names):
             raise ConfigError(

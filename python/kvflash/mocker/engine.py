@@ -11,7 +11,7 @@ from kvflash.errors import ClosedError
 from kvflash.mocker.block_hash import output_seed, root_hash
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.perf_model import pass_ms
-from kvflash.mocker.publisher import EventPublisher
+from kvflash.mocker.publisher import BrokerPublisher, EventPublisher
 from kvflash.mocker.request import Lora, Pass, Request
 from kvflash.mocker.scheduler import Scheduler
 from kvflash.mocker.tokenizer import Tokenizer
@@ -78,7 +78,10 @@ class Engine:
     """One worker: a scheduler, its clock and its event publisher."""
 
     def __init__(
-        self, config: MockerConfig, tokenizer: Tokenizer, publisher: EventPublisher | None
+        self,
+        config: MockerConfig,
+        tokenizer: Tokenizer,
+        publisher: EventPublisher | BrokerPublisher | None,
     ) -> None:
         """Create an engine; `run` makes it work.
 

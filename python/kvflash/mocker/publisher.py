@@ -14,6 +14,7 @@ import zmq.asyncio
 
 from kvflash.mocker.config import EventEra, PortChoice
 from kvflash.mocker.events import Event, encode_batch
+from kvflash.publisher.brokered import BrokerOutlet
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ REPLAY_BURST_BATCHES = 256
 
 class EventPublisher:
     """Numbers event batches from 0, publishes them and keeps the last ones for replay."""
+
+    kind = "zmq"
 
     def __init__(
         self,
@@ -141,6 +144,37 @@ class EventPublisher:
             if sent % REPLAY_BURST_BATCHES == 0:
                 await asyncio.sleep(0)
         await router.send_multipart([*header, END_SEQUENCE, b""])
+
+
+class BrokerPublisher:
+    """The same over NATS; what is stored there needs no replay."""
+
+    replay_url: str | None = None
+
+    def __init__(self, outlet: BrokerOutlet, *, era: EventEra, dp_rank: int) -> None:
+        """Publish to an outlet, in a wire shape and with a rank in every batch."""
+        self._outlet, self._era, self._dp_rank = outlet, era, dp_rank
+        self.kind = outlet.kind
+        self.events_url = outlet.endpoint
+
+    @property
+    def next_sequence(self) -> int:
+        """Sequence number of the next batch, which is the number of batches so far."""
+        return self._outlet.next_sequence
+
+    def start(self) -> None:
+        """Nothing is to be begun."""
+
+    def publish(self, events: Sequence[Event]) -> None:
+        """Send one batch; without effect for no events."""
+        if events:
+            self._outlet.put(
+                encode_batch(events, timestamp_s=time.time(), dp_rank=self._dp_rank, era=self._era)
+            )
+
+    async def close(self) -> None:
+        """Store what waits, and end."""
+        await asyncio.to_thread(self._outlet.close)
 
 
 def _bind(

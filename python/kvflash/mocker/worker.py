@@ -13,12 +13,13 @@ from kvflash.llm import ModelInput, ModelRuntimeConfig, ModelType, register_llm
 from kvflash.mocker.config import MockerConfig, PortChoice
 from kvflash.mocker.engine import Engine, Generation
 from kvflash.mocker.handover import Handover
-from kvflash.mocker.publisher import EventPublisher
+from kvflash.mocker.publisher import BrokerPublisher, EventPublisher
 from kvflash.mocker.scheduler import Scheduler
 from kvflash.mocker.tokenizer import Tokenizer
 from kvflash.mocker.tokens import TokenRequest, parse_tokens, request_room, usage
 from kvflash.publisher import WorkerMetricsPublisher
 from kvflash.publisher.announce import events_key
+from kvflash.publisher.brokered import BrokerOutlet, Served
 from kvflash.runtime import Context, DistributedRuntime, RuntimeLimits
 
 __all__ = ["RuntimeWorker"]
@@ -55,19 +56,31 @@ class RuntimeWorker:
             self._endpoint = self._runtime.endpoint(config.endpoint)
         except InvalidArgumentError as error:
             raise ConfigError(f"--endpoint: {error}") from error
-        self._publishers: list[EventPublisher] = []
+        self._publishers: list[EventPublisher | BrokerPublisher] = []
         if config.kv_events and config.enable_prefix_caching:
             for rank in range(config.data_parallel_size):
                 self._publishers.append(self._publisher(rank))
-        publishers: list[EventPublisher | None] = [*self._publishers]
+        publishers: list[EventPublisher | BrokerPublisher | None] = [*self._publishers]
         publishers = publishers or [None] * config.data_parallel_size
         self.engines = [Engine(config, tokenizer, publisher) for publisher in publishers]
         self._handover = Handover(config.role, self._runtime.host, config.block_size)
         self._metrics = WorkerMetricsPublisher()
         self._tasks: list[asyncio.Task[None]] = []
 
-    def _publisher(self, rank: int) -> EventPublisher:
+    def _publisher(self, rank: int) -> EventPublisher | BrokerPublisher:
         config = self._config
+        if config.event_plane == "nats":
+            dp_rank = config.data_parallel_rank + rank
+            served = Served(config.model_name, config.role == "prefill")
+            outlet = BrokerOutlet(
+                self._endpoint.component,
+                instance_id=self.instance_id,
+                dp_rank=dp_rank,
+                block_size=config.block_size,
+                served=lambda: served,
+                has_local_index=config.enable_local_indexer,
+            )
+            return BrokerPublisher(outlet, era=config.event_era, dp_rank=dp_rank)
         offset = self.index * config.data_parallel_size + rank
         return EventPublisher(
             host=self._runtime.host,
@@ -128,7 +141,7 @@ class RuntimeWorker:
         component = self._endpoint.component
         for publisher, rank in zip(self._publishers, self._ranks(), strict=False):
             where = {
-                "kind": "zmq",
+                "kind": publisher.kind,
                 "endpoint": publisher.events_url,
                 "replay_endpoint": publisher.replay_url,
                 "block_size": config.block_size,

@@ -14,6 +14,13 @@ from typing import Any, overload
 from kvflash.errors import ClosedError, ConflictError, InvalidArgumentError
 from kvflash.publisher import arguments, wire
 from kvflash.publisher.announce import announce_events
+from kvflash.publisher.brokered import (
+    BrokerOutlet,
+    BrokerStream,
+    Served,
+    plane_of_events,
+    served_of,
+)
 from kvflash.publisher.stream import EventStream
 from kvflash.runtime import Component
 
@@ -88,6 +95,8 @@ class KvEventPublisher:
         ring_batches: int = 10_000,
         ring_bytes: int = 64 << 20,
         loop: asyncio.AbstractEventLoop | None = None,
+        event_plane: str | None = None,
+        model_name: str | None = None,
     ) -> None:
         """Bind, or relay, and announce.
 
@@ -96,8 +105,9 @@ class KvEventPublisher:
             worker_id: Instance that the events are of; 0 means the runtime's own.
             kv_block_size: Tokens in a block, at least 1.
             dp_rank: Data parallel rank; each has a publisher of its own.
-            enable_local_indexer: Taken for compatibility: the replay of this publisher is what
-                routers recover from, always.
+            enable_local_indexer: With ``nats``: keep an index of the worker's own, which routers
+                ask for what they missed, and publish over NATS Core instead of into the stream.
+                With ``zmq`` the replay is what they recover from, always.
             zmq_endpoint: Relay mode: where the engine publishes.
             zmq_topic: Topic; by default "kv-events". Receivers read all.
             zmq_replay_endpoint: Relay mode: where the engine replays.
@@ -108,11 +118,15 @@ class KvEventPublisher:
             ring_batches: Batches kept for replay, at least 1.
             ring_bytes: Memory that they may take, at least 1 MiB; the oldest go first.
             loop: The runtime's event loop, when this is called outside of it.
+            event_plane: ``zmq``, or ``nats`` for the server that NATS_SERVER names, with a
+                component only; default: what KVFLASH_EVENT_PLANE says, else zmq.
+            model_name: With ``nats``: what the events are for; default: what register_llm says.
 
         Raises:
             InvalidArgumentError: An argument is out of its range; names it.
-            ConfigError: The address can't be bound.
-            TransportError: Discovery can't be reached; called inside of the loop this is logged.
+            ConfigError: The address can't be bound, or the event plane is none.
+            TransportError: NATS can't be reached, or discovery; the latter is logged where this
+                is called inside of the loop.
         """
         self._block_size = arguments.check_range("kv_block_size", kv_block_size, 1, _U32)
         self._dp_rank = arguments.check_range("dp_rank", dp_rank, 0, _U32)
@@ -126,7 +140,8 @@ class KvEventPublisher:
         self._lock = threading.Lock()
         self._warnings = 0
         self._counts = {"stored_blocks": 0, "removed_blocks": 0, "dropped_blocks": 0}
-        self._stream: EventStream | None = None
+        self._stream: EventStream | BrokerStream | None = None
+        self._kind = "zmq"
         self._is_closed = False
         self.endpoint: str
         self.replay_endpoint: str | None
@@ -135,6 +150,21 @@ class KvEventPublisher:
             self.replay_endpoint = None
             if zmq_replay_endpoint is not None:
                 self.replay_endpoint = _endpoint("zmq_replay_endpoint", zmq_replay_endpoint)
+        elif component is not None and plane_of_events(event_plane) == "nats":
+            runtime, name = component.runtime, model_name
+            known = None if name is None else Served(name)
+            cards = f"v1/models/{component.namespace.name}/{component.name}/"
+            outlet = BrokerOutlet(
+                component,
+                instance_id=worker_id or runtime.instance_id,
+                dp_rank=self._dp_rank,
+                block_size=self._block_size,
+                served=lambda: known or served_of(runtime.announced(cards)),
+                has_local_index=enable_local_indexer,
+            )
+            self._kind = outlet.kind
+            self._stream = BrokerStream(outlet, dp_rank=self._dp_rank, tick_ms=tick_ms)
+            self.endpoint, self.replay_endpoint = self._stream.endpoint, None
         else:
             self._stream = EventStream(
                 host=host or (component.runtime.host if component else "127.0.0.1"),
@@ -166,7 +196,7 @@ class KvEventPublisher:
         if component is None:
             return None
         where = {
-            "kind": "zmq",
+            "kind": self._kind,
             "endpoint": self.endpoint,
             "replay_endpoint": self.replay_endpoint,
             "block_size": self._block_size,
@@ -369,7 +399,7 @@ class KvEventPublisher:
     def __exit__(self, *error: object) -> None:
         self.shutdown()
 
-    def _open_stream(self, call: str) -> EventStream:
+    def _open_stream(self, call: str) -> EventStream | BrokerStream:
         if self._is_closed:
             raise ClosedError("the publisher is shut down")
         if self._stream is None:
@@ -437,7 +467,7 @@ def _endpoint(field: str, value: str) -> str:
     return value
 
 
-def _close(stream: EventStream | None, withdraw: Callable[[], None] | None) -> None:
+def _close(stream: EventStream | BrokerStream | None, withdraw: Callable[[], None] | None) -> None:
     try:
         if withdraw is not None:
             withdraw()

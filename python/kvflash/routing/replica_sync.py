@@ -64,6 +64,9 @@ class LoadSink(Protocol):
     def drop_router(self, router_id: int) -> None:
         """All requests of a router have ended."""
 
+    def heard(self, router_id: int) -> None:
+        """A router says that all of its requests that are known here are active."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SyncLimits:
@@ -289,6 +292,14 @@ class ReplicaSync:
                 elif now_s - peer.unlisted_since > _UNLISTED_S:
                     self._drop(router_id)
 
+    def worker_joined(self, instance_id: int) -> None:
+        """A worker is known from now on: what others sent there is told to the sink again."""
+        with self._lock:
+            for router_id, peer in self._peers.items():
+                for name, request in peer.table.requests.items():
+                    if request.worker[0] == instance_id:
+                        self._tell_sink(router_id, name, request)
+
     def active(self) -> dict[int, dict[str, Worker]]:
         """Active requests by router, one's own included: request id to worker."""
         with self._lock:
@@ -356,7 +367,8 @@ class ReplicaSync:
         # Peers that know no sequence numbers are taken as they come.
         sequence = message.get("sequence")
         if isinstance(data, dict) and "Digest" in data:
-            self._compare(peer, int(message["sequence"]), data["Digest"])
+            if self._is_equal(peer, int(message["sequence"]), data["Digest"]):
+                self._sink.heard(router_id)
         elif isinstance(data, dict) and "State" in data:
             self._take_part(router_id, peer, int(message["sequence"]), data["State"])
         else:
@@ -414,21 +426,27 @@ class ReplicaSync:
             return
         is_prefilled, request.is_prefilled = request.is_prefilled, False
         peer.table.add(request_id, request)
+        if is_prefilled:
+            peer.table.mark(request_id)
+        self._tell_sink(router_id, request_id, request)
+
+    def _tell_sink(self, router_id: int, request_id: str, request: _Request) -> None:
         self._sink.add(
             router_id, request_id, request.worker, request.hashes, request.isl, request.overlap
         )
-        if is_prefilled and peer.table.mark(request_id):
+        if request.is_prefilled:
             self._sink.mark(router_id, request_id)
 
-    def _compare(self, peer: _Peer, sequence: int, told: dict[str, Any]) -> None:
+    def _is_equal(self, peer: _Peer, sequence: int, told: dict[str, Any]) -> bool:
         if peer.last != sequence:
             # Missed, unless it came early and events are on their way behind it: asking is cheap.
             peer.is_wrong = peer.is_wrong or peer.last is None or peer.last < sequence
-            return
+            return False
         is_equal = (len(peer.table.requests), peer.table.digest) == (told["count"], told["hash"])
         if not is_equal:
             self.counts["digests_differed"] += 1
         peer.is_wrong = not is_equal
+        return is_equal
 
     def _take_part(self, router_id: int, peer: _Peer, sequence: int, state: dict[str, Any]) -> None:
         if peer.state_at != sequence:

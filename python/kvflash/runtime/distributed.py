@@ -151,6 +151,11 @@ class DistributedRuntime:
         await self.discovery.put(key, data, lease)
         self._announced[key] = data
 
+    def announced(self, prefix: str) -> dict[str, Any]:
+        """What this process has announced, by keys that begin so. From any thread."""
+        keys = dict(self._announced)
+        return {key: json.loads(data) for key, data in keys.items() if key.startswith(prefix)}
+
     async def withdraw(self, key: str) -> None:
         """Delete a key that was announced.
 

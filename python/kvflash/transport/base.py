@@ -16,6 +16,7 @@ __all__ = [
     "Pointer",
     "Reader",
     "Receiver",
+    "SilentReceiver",
 ]
 
 #: What ``Catalog.next_order`` returns: kind, publisher, endpoint, replay endpoint.
@@ -33,6 +34,19 @@ class Receiver(Protocol):
 
     def stop(self) -> None:
         """Close everything; blocks until done."""
+
+
+class SilentReceiver:
+    """A :class:`Receiver` of endpoints whose events come by another way."""
+
+    def start(self) -> None:
+        """See :meth:`Receiver.start`."""
+
+    def obey(self, order: Order) -> None:
+        """See :meth:`Receiver.obey`."""
+
+    def stop(self) -> None:
+        """See :meth:`Receiver.stop`."""
 
 
 class Dispatch:

@@ -1,20 +1,16 @@
-"""Small messages from one to all of a group: over NATS Core, or over ZMQ without a broker."""
+"""Small messages from one to all of a group: the protocol, and ZMQ without a broker."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
-import nats.errors
 import zmq
 import zmq.asyncio
 
-from kvflash.transport.jetstream import reaching
-from kvflash.transport.nats_connection import Client
-
-__all__ = ["Channel", "NatsChannel", "ZmqChannel"]
+__all__ = ["Channel", "ZmqChannel"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,49 +38,6 @@ class Channel(Protocol):
 
     async def close(self) -> None:
         """Hear no more."""
-
-
-class NatsChannel:
-    """A subject; see :class:`Channel`.
-
-    Args:
-        client: A connection; closed with the channel if it ``is_owned``.
-        subject: Where all of the group send and hear.
-        is_owned: Nobody else uses the connection.
-    """
-
-    endpoint: str | None = None
-
-    def __init__(self, client: Client, subject: str, *, is_owned: bool = False) -> None:
-        self._client, self._subject, self._is_owned = client, subject, is_owned
-        self._subscription: Any = None
-
-    async def open(self, on_message: Callable[[bytes], None]) -> None:
-        """See :meth:`Channel.open`."""
-
-        async def hear(message: Any) -> None:
-            on_message(message.data)
-
-        async with reaching(f"subject {self._subject}"):
-            self._subscription = await self._client.subscribe(self._subject, cb=hear)
-            await self._client.flush()
-
-    async def send(self, data: bytes) -> None:
-        """See :meth:`Channel.send`."""
-        async with reaching(f"subject {self._subject}"):
-            await self._client.publish(self._subject, data)
-
-    def follow(self, endpoints: set[str]) -> None:
-        """See :meth:`Channel.follow`: the server knows."""
-
-    async def close(self) -> None:
-        """See :meth:`Channel.close`."""
-        if self._subscription is not None:
-            with contextlib.suppress(nats.errors.Error, OSError):
-                await self._subscription.unsubscribe()
-        if self._is_owned:
-            with contextlib.suppress(nats.errors.Error, OSError):
-                await self._client.close()
 
 
 class ZmqChannel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import nats
@@ -14,7 +15,7 @@ from nats.aio.client import Client
 from kvflash.errors import ConfigError, TransportError
 from kvflash.servers import NatsSettings
 
-__all__ = ["Client", "connect"]
+__all__ = ["Client", "check_server", "connect"]
 
 logger = logging.getLogger(__name__)
 
@@ -93,3 +94,19 @@ async def connect(
         ) from None
     client.options["max_reconnect_attempts"] = -1
     return client
+
+
+def check_server(settings: NatsSettings) -> None:
+    """Connect and hang up, in a thread of its own: with or without an event loop.
+
+    Raises:
+        TransportError: No server answers; says which one to start.
+        ConfigError: The server refuses who we are.
+    """
+
+    async def ask() -> None:
+        client = await connect(settings, name="kvflash-check")
+        await client.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: asyncio.run(ask())).result()

@@ -122,6 +122,11 @@ impl CommonMetrics {
 
     /// The exposition text, with the catalog's figures read now.
     pub fn expose(&self, catalog: &Catalog) -> Response {
+        self.expose_with(catalog, "")
+    }
+
+    /// The same, with `more` metrics as lines of the text format.
+    pub fn expose_with(&self, catalog: &Catalog, more: &str) -> Response {
         let mut counts = EventCounts::default();
         for publisher in catalog.publishers() {
             counts.add(&publisher.view().counts);
@@ -144,15 +149,23 @@ impl CommonMetrics {
             self.predicted_blocks.get_or_create(&label).set(stats.predicted as i64);
             self.workers.get_or_create(&label).set(stats.workers as i64);
         }
-        exposition(&self.registry.lock().unwrap_or_else(|poisoned| poisoned.into_inner()))
+        let registry = self.registry.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        exposition_with(&registry, more)
     }
 }
 
 /// A registry as the answer to a scrape.
 pub(super) fn exposition(registry: &Registry) -> Response {
+    exposition_with(registry, "")
+}
+
+fn exposition_with(registry: &Registry, more: &str) -> Response {
     let mut text = String::with_capacity(16 * 1024);
     // Writing to a String cannot fail.
     let _ = prometheus_client::encoding::text::encode(&mut text, registry);
+    // Nothing may follow its last line.
+    let end = text.rfind("# EOF").unwrap_or(text.len());
+    text.insert_str(end, more);
     let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
     ([(header::CONTENT_TYPE, content_type)], text).into_response()
 }

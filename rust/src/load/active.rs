@@ -100,6 +100,8 @@ pub struct LoadTotals {
 struct Request {
     id: RequestId,
     slot: u16,
+    /// Booked by another router: it does not count against the limit.
+    is_remote: bool,
     /// What the private blocks count as, in units of `1 / WHOLE`.
     private_fraction: u16,
     private_blocks: u32,
@@ -126,6 +128,8 @@ pub struct ActiveSequences {
     by_id: HashMap<RequestId, u32>,
     recency: Recency,
     bookings: u64,
+    /// Requests that other routers have booked.
+    remote: usize,
     /// Latest time heard of. Threads read the clock before they come here, so that times may
     /// arrive a little out of order; the list by recency needs them in order.
     now_ms: u64,
@@ -143,6 +147,7 @@ impl ActiveSequences {
             by_id: HashMap::new(),
             recency: Recency::default(),
             bookings: 0,
+            remote: 0,
             now_ms: 0,
         }
     }
@@ -229,6 +234,7 @@ impl ActiveSequences {
         let request = Request {
             id,
             slot,
+            is_remote: false,
             private_fraction: WHOLE,
             private_blocks,
             prefill_tokens: if self.config.track_prefill_tokens { uncached_tokens } else { 0 },
@@ -252,13 +258,36 @@ impl ActiveSequences {
         Ok(())
     }
 
+    /// The same for a request that another router has given to `worker`; it takes none of the room.
+    ///
+    /// # Errors
+    /// As [`book`](Self::book), but for [`Error::Overloaded`].
+    pub fn book_remote(
+        &mut self,
+        id: RequestId,
+        worker: Worker,
+        blocks: BlockUse<'_>,
+        isl_tokens: u64,
+        overlap_blocks: u32,
+        now_ms: u64,
+    ) -> Result<()> {
+        // Room for one more, which it takes itself.
+        self.remote += 1;
+        let booked = self.book(id, worker, blocks, isl_tokens, overlap_blocks, now_ms);
+        match Self::request(&self.by_id, &mut self.requests, id) {
+            Ok(request) if booked.is_ok() => request.is_remote = true,
+            _ => self.remote -= 1,
+        }
+        booked
+    }
+
     /// Whether one more request can be booked.
     ///
     /// # Errors
     /// [`Error::Overloaded`] at `max_requests`.
     pub fn check_room(&self) -> Result<()> {
         let limit = self.config.max_requests;
-        if self.by_id.len() < limit {
+        if self.by_id.len() < limit + self.remote {
             return Ok(());
         }
         Err(Error::Overloaded(format!("{limit} requests are active; max_requests is {limit}")))
@@ -436,6 +465,7 @@ impl ActiveSequences {
     fn drop_request(&mut self, place: u32) {
         let Some(request) = self.requests[place as usize].take() else { return };
         self.by_id.remove(&request.id);
+        self.remote -= usize::from(request.is_remote);
         self.recency.remove(place);
         self.free_places.push(place);
         let released = self.blocks.release(&request.hashes, request.slot);

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 
+use super::bookings::Bookings;
 use super::catalog::Catalog;
 use super::error::OrRaise;
 use super::indexer::seconds;
@@ -169,6 +170,16 @@ impl Frontend {
     #[getter]
     fn catalog(&self) -> Catalog {
         Catalog { inner: Arc::clone(&self.catalog) }
+    }
+
+    #[getter]
+    fn bookings(&self) -> Bookings {
+        let app = self.app.clone();
+        Bookings::new(app.outbox(), Box::new(move |call| app.any_selector(call)))
+    }
+
+    fn set_more_metrics(&self, text: String) {
+        self.app.set_more_metrics(text);
     }
 
     fn add_worker(&self, py: Python<'_>, spec: &str) -> PyResult<u64> {

@@ -1,6 +1,7 @@
 //! The fence to Python: releases the GIL, calls, converts, nothing else. One class a file.
 
 mod approx_kv_indexer;
+mod bookings;
 mod buffer;
 mod catalog;
 mod error;
@@ -28,6 +29,8 @@ mod zmq_drain;
 mod _core {
     #[pymodule_export]
     use super::approx_kv_indexer::ApproxKvIndexer;
+    #[pymodule_export]
+    use super::bookings::Bookings;
     #[pymodule_export]
     use super::catalog::{Catalog, CatalogDump};
     #[pymodule_export]

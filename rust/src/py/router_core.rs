@@ -6,6 +6,7 @@ use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
+use super::bookings::Bookings;
 use super::catalog::Catalog;
 use super::error::{OrRaise, raise};
 use super::index;
@@ -197,6 +198,13 @@ impl RouterCore {
     #[getter]
     fn catalog(&self) -> Catalog {
         Catalog { inner: Arc::clone(&self.catalog) }
+    }
+
+    #[getter]
+    fn bookings(&self) -> Bookings {
+        let selector = Arc::clone(&self.selector);
+        let outbox = Arc::clone(selector.outbox());
+        Bookings::new(outbox, Box::new(move |call| call(&selector)))
     }
 
     #[getter]

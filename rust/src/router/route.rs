@@ -208,6 +208,39 @@ impl Router {
         self.state.lock().load.is_booked(request)
     }
 
+    /// Whether `worker` is registered.
+    pub fn has_worker(&self, worker: Worker) -> bool {
+        self.state.lock().load.has_worker(worker)
+    }
+
+    /// Another router has given a request to `worker`: it is booked here as if this one had, but for the
+    /// limit of requests. [`free`](Self::free) ends it.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] for a worker that is not registered, [`Error::InvalidArgument`] for too many
+    /// hashes.
+    pub fn book_remote(
+        &self,
+        worker: Worker,
+        hashes: Option<&[u64]>,
+        isl_tokens: u64,
+        overlap_blocks: u32,
+    ) -> Result<RequestId> {
+        check_blocks(hashes.map_or(0, <[u64]>::len))?;
+        let request = RouteRequest {
+            isl_tokens,
+            sequence_hashes: hashes.unwrap_or_default(),
+            ..RouteRequest::default()
+        };
+        let now_ms = self.clock.now_ms();
+        let mut state = self.state.lock();
+        let blocks = self.block_use(&state.load, &request);
+        let id = RequestId(state.next_request);
+        state.load.book_remote(id, worker, blocks, isl_tokens, overlap_blocks, now_ms)?;
+        state.next_request += 1;
+        Ok(id)
+    }
+
     /// The prompt of `request` is prefilled, and it is alive; as [`Booking::first_token`] for callers
     /// that want to know.
     ///
@@ -267,7 +300,7 @@ impl Router {
         self.clock.now_ms()
     }
 
-    pub(super) fn touch_interval_ms(&self) -> u64 {
+    pub(crate) fn touch_interval_ms(&self) -> u64 {
         self.config.expiry_ms / TOUCHES_PER_EXPIRY
     }
 
@@ -279,7 +312,7 @@ impl Router {
         let _gone = load.touch(request, now_ms);
     }
 
-    pub(super) fn touch(&self, request: RequestId, now_ms: u64) {
+    pub(crate) fn touch(&self, request: RequestId, now_ms: u64) {
         // As above: there is nothing left to keep alive.
         let _gone = self.state.lock().load.touch(request, now_ms);
     }
@@ -291,7 +324,7 @@ impl Router {
         }
     }
 
-    pub(super) fn free(&self, request: RequestId) {
+    pub(crate) fn free(&self, request: RequestId) {
         self.state.lock().load.free(request);
     }
 
@@ -301,11 +334,7 @@ impl Router {
                 "isl_tokens must be at least 1, got 0: the prompt is empty",
             ));
         }
-        let blocks = request.sequence_hashes.len();
-        if blocks > MAX_REQUEST_BLOCKS {
-            let limit = MAX_REQUEST_BLOCKS;
-            return Err(Error::invalid(format!("{blocks} sequence hashes; the limit is {limit}")));
-        }
+        check_blocks(request.sequence_hashes.len())?;
         request.overrides.validate()
     }
 
@@ -405,6 +434,14 @@ impl fmt::Debug for Router {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Router").field("config", &self.config).finish_non_exhaustive()
     }
+}
+
+fn check_blocks(blocks: usize) -> Result<()> {
+    if blocks <= MAX_REQUEST_BLOCKS {
+        return Ok(());
+    }
+    let limit = MAX_REQUEST_BLOCKS;
+    Err(Error::invalid(format!("{blocks} sequence hashes; the limit is {limit}")))
 }
 
 fn no_candidate(load: &ActiveSequences) -> Error {

@@ -7,10 +7,13 @@
 mod ask;
 mod busy;
 mod config;
+mod explain;
 mod journal;
 mod json;
 mod manual;
+mod outbox;
 mod record;
+mod remote;
 mod reservation;
 mod selector;
 
@@ -19,7 +22,9 @@ pub use busy::{BusyTable, DEFAULT_BATCHED_TOKENS, Report, Share, Thresholds};
 pub use config::{DEFAULT_JOURNAL_BYTES, Overlap, SelectorConfig};
 pub use journal::{Journal, JournalStats};
 pub use manual::MAX_REQUEST_ID_BYTES;
+pub use outbox::{BookingName, DEFAULT_WAITING_BOOKINGS, Outbox, Tiding};
 pub use record::{CandidateRecord, Outcome, Record};
+pub use remote::RemoteStats;
 pub use reservation::Reservation;
 pub use selector::{PotentialLoad, Selection, Selector};
 

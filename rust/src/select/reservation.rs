@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::journal::Journal;
+use super::outbox::{BookingName, Outbox};
 use super::record::Outcome;
 use crate::clock::Clock;
 use crate::error::Result;
@@ -18,6 +19,7 @@ use crate::router::Booking;
 pub struct Reservation {
     booking: Booking,
     line: Option<Line>,
+    told: Option<(Arc<Outbox>, BookingName)>,
 }
 
 /// Where the decision is written down.
@@ -35,8 +37,12 @@ impl std::fmt::Debug for Line {
 }
 
 impl Reservation {
-    pub(super) fn new(booking: Booking, line: Option<Line>) -> Self {
-        Self { booking, line }
+    pub(super) fn new(
+        booking: Booking,
+        line: Option<Line>,
+        told: Option<(Arc<Outbox>, BookingName)>,
+    ) -> Self {
+        Self { booking, line, told }
     }
 
     /// The worker to send the request to.
@@ -52,6 +58,9 @@ impl Reservation {
     /// See [`Booking::first_token`].
     pub fn first_token(&self) {
         self.booking.first_token();
+        if let Some((outbox, name)) = &self.told {
+            outbox.prefilled(*name);
+        }
         if let Some(line) = &self.line
             // Relaxed: it only saves calls, and says at the end whether there was one.
             && !line.has_first_token.swap(true, Ordering::Relaxed)
@@ -102,5 +111,8 @@ impl Drop for Reservation {
         let has_begun =
             self.line.as_ref().is_some_and(|line| line.has_first_token.load(Ordering::Relaxed));
         self.ended(if has_begun { Outcome::Freed } else { Outcome::Failed });
+        if let Some((outbox, name)) = &self.told {
+            outbox.freed(*name);
+        }
     }
 }

@@ -10,13 +10,16 @@ use parking_lot::Mutex;
 use super::ask::{Ask, Prompt};
 use super::busy::{BusyGate, BusyTable};
 use super::config::{Overlap, SelectorConfig};
+use super::explain::log;
 use super::journal::Journal;
 use super::manual::Manual;
-use super::record::{CandidateRecord, Outcome, Record};
+use super::outbox::{BookingName, Outbox, Teller, Tiding};
+use super::record::Record;
+use super::remote::Remote;
 use super::reservation::{Line, Reservation};
 use crate::catalog::ModelIndex;
 use crate::clock::Clock;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::ids::Worker;
 use crate::index::{Match, Matches};
 use crate::load::{LoadTotals, WorkerChange, WorkerLoad};
@@ -81,7 +84,7 @@ pub struct PotentialLoad {
 /// and what the index knew a moment before; predictions of selections that returned before it included.
 pub struct Selector {
     pub(super) model: Arc<ModelIndex>,
-    name: Arc<str>,
+    pub(super) name: Arc<str>,
     pub(super) router: Arc<Router>,
     overlap: Overlap,
     /// Who is too busy.
@@ -89,10 +92,12 @@ pub struct Selector {
     /// Past decisions.
     pub journal: Arc<Journal>,
     pub(super) manual: Manual,
+    pub(super) remote: Remote,
+    teller: Teller,
     pub(super) clock: Arc<dyn Clock>,
     /// When the index was last told the time.
     advanced_ms: AtomicU64,
-    workers: Mutex<Vec<Worker>>,
+    pub(super) workers: Mutex<Vec<Worker>>,
 }
 
 impl Selector {
@@ -114,6 +119,8 @@ impl Selector {
             busy: BusyTable::new(config.thresholds)?,
             journal: Arc::new(Journal::new(config.journal_bytes)),
             manual: Manual::default(),
+            remote: Remote::default(),
+            teller: Teller::new(Arc::default()),
             clock,
             advanced_ms: AtomicU64::new(0),
             workers: Mutex::default(),
@@ -124,6 +131,17 @@ impl Selector {
     pub fn with_journal(mut self, journal: Arc<Journal>) -> Self {
         self.journal = journal;
         self
+    }
+
+    /// Tell bookings to `outbox` instead of one of its own.
+    pub fn with_outbox(mut self, outbox: Arc<Outbox>) -> Self {
+        self.teller = Teller::new(outbox);
+        self
+    }
+
+    /// Where its bookings are told, once that is turned on.
+    pub fn outbox(&self) -> &Arc<Outbox> {
+        &self.teller.outbox
     }
 
     /// Its index.
@@ -177,6 +195,7 @@ impl Selector {
         *known = wanted;
         drop(known);
         self.forget_gone();
+        self.forget_gone_remote();
         Ok(change)
     }
 
@@ -210,7 +229,13 @@ impl Selector {
                     has_first_token: AtomicBool::new(false),
                 }
             });
-            Ok((Reservation::new(booking, line), selection))
+            let outbox = &self.teller.outbox;
+            let told = outbox.is_on().then(|| {
+                let name = self.teller.name(booking.request());
+                outbox.added(self.tiding(name, ask, &selection));
+                (Arc::clone(outbox), name)
+            });
+            Ok((Reservation::new(booking, line, told), selection))
         })
     }
 
@@ -271,14 +296,30 @@ impl Selector {
     /// Let go of what is too old: bookings of which nothing was heard, and predictions. Returns how many
     /// bookings. Call it on a timer.
     pub fn tick(&self) -> usize {
+        let now_ms = self.clock.now_ms();
+        self.touch_remote(now_ms);
         let expired = self.router.expire();
         if !expired.is_empty() {
             self.forget_gone();
+            self.forget_gone_remote();
+            for gone in &expired {
+                self.teller.outbox.freed(self.teller.name(gone.request));
+            }
         }
-        let now_ms = self.clock.now_ms();
         self.advanced_ms.store(now_ms, Ordering::Relaxed);
         self.model.index.advance_to(now_ms);
         expired.len()
+    }
+
+    fn tiding(&self, name: BookingName, ask: &Ask<'_>, selection: &Selection) -> Tiding {
+        let is_tracked = self.router.config().track_active_blocks && ask.prompt.block_size > 0;
+        Tiding::Added {
+            name,
+            worker: selection.worker,
+            hashes: is_tracked.then(|| ask.prompt.sequence_hashes.as_slice().into()),
+            isl_tokens: ask.prompt.isl_tokens,
+            overlap_blocks: selection.overlap_blocks + selection.predicted_blocks,
+        }
     }
 
     fn weight(&self, overrides: &RouteOverride) -> f64 {
@@ -360,14 +401,14 @@ impl Selector {
 
     /// What is told of an overlap: how much of it is held, and how much beyond is a guess. Without
     /// events, guesses are all there is.
-    fn told(&self, terms: &Terms) -> (u32, u32) {
+    pub(super) fn told(&self, terms: &Terms) -> (u32, u32) {
         match self.overlap {
             Overlap::Predictions => (terms.overlap_blocks, 0),
             _ => (terms.overlap_blocks - terms.predicted_blocks, terms.predicted_blocks),
         }
     }
 
-    fn selection(&self, decision: &Decision<'_>, matches: &Matches) -> Selection {
+    pub(super) fn selection(&self, decision: &Decision<'_>, matches: &Matches) -> Selection {
         let (overlap_blocks, predicted_blocks) = self.told(decision.terms());
         let best = |blocks: fn(&Match) -> u32| matches.as_slice().iter().map(blocks).max();
         let best = match self.overlap {
@@ -384,72 +425,6 @@ impl Selector {
             margin: decision.margin,
         }
     }
-
-    fn record(
-        &self,
-        request_id: &str,
-        ask: &Ask<'_>,
-        decision: &Decision<'_>,
-        matches: &Matches,
-        passed_over: &[Terms],
-    ) -> Record {
-        let mut found: Vec<&Match> = matches.as_slice().iter().collect();
-        found.sort_unstable_by_key(|found| found.worker);
-        let candidate = |terms: &Terms, is_busy| {
-            let place = found.binary_search_by_key(&terms.worker, |found| found.worker);
-            let held = place.ok().map(|place| found[place]);
-            let blocks = |tier: fn(&Match) -> u32| held.map_or(0, tier);
-            CandidateRecord {
-                terms: *terms,
-                overlap_blocks: self.told(terms).0,
-                device_blocks: blocks(|held| held.device),
-                host_blocks: blocks(|held| held.host),
-                disk_blocks: blocks(|held| held.external),
-                predicted_blocks: blocks(|held| held.predicted),
-                is_busy,
-            }
-        };
-        let open = decision.candidates.iter().map(|terms| candidate(terms, false));
-        let busy = passed_over.iter().map(|terms| candidate(terms, true));
-        Record {
-            request_id: request_id.into(),
-            model: Arc::clone(&self.name),
-            decided_at_ms: self.clock.now_ms(),
-            policy: decision.policy,
-            worker: decision.worker,
-            reason: decision.reason,
-            ties: decision.ties,
-            margin: decision.margin,
-            request: decision.request,
-            request_blocks: ask.prompt.sequence_hashes.len() as u32,
-            overlap_blocks: self.selection(decision, matches).overlap_blocks,
-            candidates: open.chain(busy).collect(),
-            first_token_ms: None,
-            ended_ms: None,
-            cached_tokens: None,
-            outcome: Outcome::Running,
-        }
-    }
-
-    /// Say what the router cannot know.
-    fn explain(&self, ask: &Ask<'_>, error: Error) -> Error {
-        match (error, ask.pin) {
-            (Error::NoWorker(_), Some(pin))
-                if !self.workers.lock().iter().any(|worker| pin.fits(*worker)) =>
-            {
-                Error::NoWorker(format!("the pinned worker {pin} is not registered"))
-            }
-            (Error::AllBusy(text), pin) => {
-                let who = pin.map_or(text, |pin| format!("the pinned worker {pin} is busy"));
-                let thresholds = self.busy.thresholds();
-                Error::AllBusy(format!(
-                    "Service temporarily unavailable: {who}. Thresholds in force: {thresholds}; try \
-                     again later, or raise or unset them (POST /busy_threshold)"
-                ))
-            }
-            (error, _) => error,
-        }
-    }
 }
 
 impl fmt::Debug for Selector {
@@ -464,24 +439,4 @@ impl fmt::Debug for Selector {
 
 fn is_allowed(ask: &Ask<'_>, worker: Worker) -> bool {
     ask.pin.is_none_or(|pin| pin.fits(worker)) && ask.allowed.is_none_or(|allowed| allowed(worker))
-}
-
-/// One line for the decision, and one for each candidate's cost.
-fn log(model: &str, ask: &Ask<'_>, decision: &Decision<'_>) {
-    if !tracing::enabled!(tracing::Level::DEBUG) {
-        return;
-    }
-    tracing::debug!(
-        model, request_id = ask.request_id, worker = %decision.worker, policy = %decision.policy,
-        reason = %decision.reason, isl_tokens = ask.prompt.isl_tokens,
-        overlap_blocks = decision.overlap_blocks,
-        predicted_blocks = decision.terms().predicted_blocks, cost = decision.terms().cost,
-        ties = decision.ties, margin = decision.margin, candidates = decision.candidates.len(),
-        "routed"
-    );
-    if decision.policy == Policy::Kv {
-        for formula in decision.formulas() {
-            tracing::debug!("{formula}");
-        }
-    }
 }

@@ -15,6 +15,7 @@ use crate::index::Block;
 use crate::router::{RouteOverride, RouterConfig};
 
 mod busy;
+mod remote;
 
 const BLOCK_SIZE: u32 = 4;
 

@@ -192,7 +192,7 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
         metrics.tokenizer_misses.set(sum(|one| one.misses_total));
         metrics.tokenizer_bytes.set(sum(|one| one.held_bytes));
     }
-    app.common.expose(&app.catalog)
+    app.common.expose_with(&app.catalog, &app.more_metrics.read())
 }
 
 fn entry(app: &App, engine: &Engine) -> Value {

@@ -13,6 +13,7 @@ use axum::routing::{get, post};
 use bytes::Bytes;
 use http_body::Body as _;
 use hyper::body::Incoming;
+use parking_lot::RwLock;
 
 use super::super::body::{self, Unreadable};
 use super::super::indexer::query_routes;
@@ -63,6 +64,8 @@ pub(super) struct App {
     pub tokenizers: Tokenizers,
     pub common: CommonMetrics,
     pub metrics: FrontendMetrics,
+    /// Metrics that others keep, as text.
+    pub more_metrics: RwLock<String>,
     pub shutdown: Shutdown,
     /// Who knows what workers hold, where that is not the catalog.
     pub remote: Option<RemoteIndexer>,
@@ -85,7 +88,7 @@ impl Drop for InFlight {
 /// The frontend's service: add engines, serve [`FrontendApp::router`], stop with the shutdown it was given.
 #[derive(Clone)]
 pub struct FrontendApp {
-    app: Arc<App>,
+    pub(super) app: Arc<App>,
 }
 
 impl FrontendApp {
@@ -125,6 +128,7 @@ impl FrontendApp {
             tokenizers,
             common,
             metrics,
+            more_metrics: RwLock::default(),
             shutdown,
             remote,
             questions,

@@ -14,7 +14,7 @@ use crate::catalog::{Catalog, Identity, ModelIndex, ModelKey, Registration};
 use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
-use crate::select::{Journal, Overlap, Selector, SelectorConfig};
+use crate::select::{Journal, Outbox, Overlap, Selector, SelectorConfig};
 
 /// Tenant of the frontend's own indexes; the cache salt keeps clients apart.
 const TENANT: &str = "default";
@@ -116,6 +116,8 @@ pub(super) struct Fleet {
     pub clock: Arc<dyn Clock>,
     /// Decisions of all models.
     pub journal: Arc<Journal>,
+    /// Bookings of all models, for replicas.
+    pub outbox: Arc<Outbox>,
     tables: RwLock<Tables>,
     next_id: AtomicU64,
 }
@@ -124,7 +126,7 @@ impl Fleet {
     pub fn new(options: FrontendOptions, catalog: Arc<Catalog>, clock: Arc<dyn Clock>) -> Self {
         let journal = Arc::new(Journal::new(options.decision_journal_bytes));
         let (tables, next_id) = (RwLock::default(), AtomicU64::new(1));
-        Self { options, catalog, clock, journal, tables, next_id }
+        Self { options, catalog, clock, journal, outbox: Arc::default(), tables, next_id }
     }
 
     /// Add an engine; it serves once a health check has told its models.
@@ -351,7 +353,8 @@ impl Fleet {
         Ok(Pool {
             name: name.to_owned(),
             selector: Selector::new(config, index, Arc::clone(&self.clock))?
-                .with_journal(Arc::clone(&self.journal)),
+                .with_journal(Arc::clone(&self.journal))
+                .with_outbox(Arc::clone(&self.outbox)),
             members: RwLock::default(),
         })
     }

@@ -16,6 +16,7 @@ mod probe;
 mod proxy;
 mod query;
 mod relay;
+mod replicas;
 mod request;
 mod runtime;
 mod usage;

@@ -1,0 +1,233 @@
+"""What a frontend shares with its replicas: the workers' events in NATS, and active requests."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from typing import Any
+
+from kvflash._core import Catalog, Frontend
+from kvflash.cluster_flags import ClusterFlags
+from kvflash.discovery import Discovery, open_discovery
+from kvflash.errors import ConfigError, KvflashError
+from kvflash.routing.sharing import Component, Sharing
+from kvflash.servers import NatsSettings
+from kvflash.transport import ZmqReceiver
+from kvflash.transport.base import Dispatch, Receiver, SilentReceiver
+
+__all__ = ["Cluster"]
+
+logger = logging.getLogger(__name__)
+
+READY_S_MAX = 60.0
+RETRY_S = 2.0
+METRICS_S = 0.5
+# Schemes of events that a broker carries.
+BROKERED = ("jetstream", "nats")
+
+
+class Cluster:
+    """Follows state and shares bookings for the components whose workers discovery names.
+
+    Args:
+        frontend: The core.
+        flags: What to share, and how.
+        discovery_kind: Where workers are found; None: they are not.
+
+    Raises:
+        ConfigError: A flag needs discovery, and there is none.
+    """
+
+    def __init__(self, frontend: Frontend, flags: ClusterFlags, discovery_kind: str | None) -> None:
+        self._frontend, self._flags, self._kind = frontend, flags, discovery_kind
+        self._is_nats = flags.event_plane == "nats"
+        if discovery_kind is None and (self._is_nats or flags.router_replica_sync):
+            flag = "--event-plane nats" if self._is_nats else "--router-replica-sync"
+            raise ConfigError(f"{flag} needs --discovery: workers and replicas are found there")
+        self._sharing: Sharing | None = None
+        if flags.router_replica_sync:
+            self._sharing = Sharing(
+                frontend.bookings,
+                open_discovery=self._open_discovery,
+                event_plane=flags.event_plane,
+            )
+        self._lock = threading.Lock()
+        self._states: dict[Component, Any] = {}
+        self._warned: set[int] = set()
+        self._is_stopped = threading.Event()
+        self._reporter = threading.Thread(target=self._report, name="kvflash-report", daemon=True)
+
+    def check(self) -> None:
+        """Ask the servers that are needed, so that a missing one is told at the start.
+
+        Raises:
+            TransportError: NATS or the discovery does not answer; says what to start.
+            ConfigError: NATS refuses the login, or its client is not installed.
+        """
+        if not self._is_nats:
+            return
+        try:
+            from kvflash.transport.nats_connection import check_server  # noqa: PLC0415
+        except ImportError as error:
+            raise ConfigError(
+                f"--event-plane nats needs the NATS client ({error}): pip install 'kvflash[nats]'"
+            ) from None
+        check_server(NatsSettings.from_env())
+
+    def make_receiver(self, catalog: Catalog) -> Receiver:
+        """Where the core's orders go: sockets, and what comes over a broker."""
+        sockets = ZmqReceiver(catalog)
+        if not self._is_nats:
+            return sockets
+        from kvflash.transport.nats_components import NatsComponentsReceiver  # noqa: PLC0415
+
+        brokered: dict[str, Receiver] = {"jetstream": SilentReceiver()}
+        brokered["nats"] = NatsComponentsReceiver(catalog)
+        return Dispatch(sockets, brokered)
+
+    def start(self) -> None:
+        """Share in the background."""
+        if self._sharing is not None:
+            self._sharing.start()
+        self._reporter.start()
+
+    def stop(self) -> None:
+        """Leave; blocks until done."""
+        self._is_stopped.set()
+        if self._reporter.is_alive():
+            self._reporter.join()
+        if self._sharing is not None:
+            self._sharing.stop()
+        with self._lock:
+            states, self._states = list(self._states.values()), {}
+        for state in states:
+            state.stop()
+
+    # -- called by the watch of discovery; each may wait for a server
+
+    def events(self, instance_id: int, events: dict[int, dict[str, Any]]) -> dict[str, Any]:
+        """The sockets that the core is to be told of, of those that a worker announces."""
+        told = {}
+        for rank, where in events.items():
+            endpoint = str(where.get("endpoint"))
+            scheme = endpoint.partition("://")[0]
+            if scheme in BROKERED and not self._is_nats and instance_id not in self._warned:
+                self._warned.add(instance_id)
+                logger.error(
+                    "worker %d tells its events at %s: start the frontend with --event-plane nats, "
+                    "or the worker with --event-plane zmq; until then its cache earns no credit",
+                    instance_id, endpoint,
+                )  # fmt: skip
+            # What is in JetStream comes by itself.
+            if scheme != "jetstream" and (self._is_nats or scheme not in BROKERED):
+                told[str(rank)] = {key: where.get(key) for key in ("endpoint", "replay_endpoint")}
+        return told
+
+    def before_worker(
+        self, component: Component, instance_id: int, events: dict[int, dict[str, Any]]
+    ) -> None:
+        """A worker is about to be told to the core: its component's state comes first."""
+        schemes = {str(where.get("endpoint")).partition("://")[0] for where in events.values()}
+        if not self._is_nats or (schemes and "jetstream" not in schemes):
+            return
+        with self._lock:
+            state = self._states.get(component)
+            if state is None and not self._is_stopped.is_set():
+                state = self._attach(component)
+        if state is not None:
+            state.worker_joined(instance_id)
+
+    def worker_joined(self, component: Component, instance_id: int) -> None:
+        """The core knows it."""
+        if self._sharing is None:
+            return
+        try:
+            self._sharing.worker_joined(component, instance_id)
+        except KvflashError as error:
+            logger.error("requests of other routers do not count: %s; trying again", error)
+            self._later(lambda: self.worker_joined(component, instance_id))
+
+    def worker_left(self, component: Component, instance_id: int) -> None:
+        """It is gone."""
+        state = self._states.get(component)
+        if state is not None:
+            state.worker_left(instance_id)
+        if self._sharing is not None:
+            self._sharing.worker_left(instance_id)
+
+    def only(self, component_ids: dict[Component, set[int]]) -> None:
+        """Discovery has told all workers: those that only the state knows are gone."""
+        for component, state in list(self._states.items()):
+            state.keep_only(component_ids.get(component, set()))
+
+    def _attach(self, component: Component) -> Any:
+        from kvflash.state.attach import StateOptions, attach  # noqa: PLC0415
+
+        options = StateOptions(
+            snapshot_threshold=self._flags.router_snapshot_threshold,
+            is_resetting=self._flags.router_reset_states,
+        )
+        try:
+            state = attach(
+                self._frontend.catalog,
+                *component,
+                open_keys=self._open_discovery,
+                options=options,
+            )
+        except KvflashError as error:
+            logger.error("events of %s.%s are not followed: %s; trying again", *component, error)
+            self._later(lambda: self._attach_later(component))
+            return None
+        self._states[component] = state
+        if not state.wait_ready(READY_S_MAX):
+            logger.warning(
+                "the state of %s.%s is not there after %g s; serving without what is missing",
+                *component, READY_S_MAX,
+            )  # fmt: skip
+        return state
+
+    def _attach_later(self, component: Component) -> None:
+        with self._lock:
+            if component not in self._states and not self._is_stopped.is_set():
+                self._attach(component)
+
+    def _later(self, work: Any) -> None:
+        def run() -> None:
+            if not self._is_stopped.wait(RETRY_S):
+                work()
+
+        threading.Thread(target=run, name="kvflash-retry", daemon=True).start()
+
+    async def _open_discovery(self) -> Discovery:
+        return open_discovery(self._kind)
+
+    # -- metrics
+
+    def _report(self) -> None:
+        while not self._is_stopped.wait(METRICS_S):
+            lines: list[str] = []
+            if self._sharing is not None:
+                lines += _exposed("kvflash_sync_", {"": self._sharing.stats()})
+            states = {}
+            for component, state in list(self._states.items()):
+                with contextlib.suppress(KvflashError):
+                    states[f'component="{component[0]}.{component[1]}"'] = state.stats()
+            lines += _exposed("kvflash_state_", states)
+            self._frontend.set_more_metrics("".join(lines))
+
+
+def _exposed(prefix: str, groups: dict[str, dict[str, int]]) -> list[str]:
+    """Lines of the OpenMetrics text format; a group's name is its label."""
+    values: dict[str, list[tuple[str, int]]] = {}
+    for label, counts in groups.items():
+        for name, count in counts.items():
+            values.setdefault(name, []).append((label, count))
+    lines = []
+    for name, found in values.items():
+        kind = "counter" if name.endswith("_total") else "gauge"
+        family = f"{prefix}{name.removesuffix('_total')}"
+        lines.append(f"# TYPE {family} {kind}\n")
+        lines += [f"{prefix}{name}{{{label}}} {count}\n" if label else f"{prefix}{name} {count}\n"
+                  for label, count in found]  # fmt: skip
+    return lines

@@ -1,0 +1,347 @@
+"""Events over NATS: into the component's stream, or from an index of the worker's own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvflash.errors import ClosedError, ConfigError, KvflashError
+from kvflash.publisher.wire import encode_batch
+from kvflash.runtime import Component
+from kvflash.servers import NatsSettings
+from kvflash.transport import names
+
+__all__ = ["BrokerOutlet", "BrokerStream", "Served", "plane_of_events", "served_of"]
+
+logger = logging.getLogger(__name__)
+
+EVENT_PLANES = ("zmq", "nats")
+_POLL_S = 0.05
+_UNNAMED_S = 10.0
+_RETRY_S = 1.0
+_CLOSE_S_MAX = 10.0
+# Batches that wait for the model's name or the server; beyond it the oldest go.
+_WAITING_BYTES_MAX = 64 * 1024 * 1024
+_BATCH_EVENTS_MAX = 1_024
+
+
+def plane_of_events(named: str | None = None) -> str:
+    """How events go: ``zmq`` without a word.
+
+    Raises:
+        ConfigError: Neither zmq nor nats, or two variables that differ.
+    """
+    variables = ("KVFLASH_EVENT_PLANE", "DYN_EVENT_PLANE")
+    found = {name: os.environ[name] for name in variables if os.environ.get(name)}
+    if named is not None:
+        found = {"event_plane": named}
+    if len(set(found.values())) > 1:
+        said = " and ".join(f"{name}={value}" for name, value in found.items())
+        raise ConfigError(f"environment variables contradict each other: {said}")
+    for name, value in found.items():
+        if value not in EVENT_PLANES:
+            raise ConfigError(f"{name} must be one of {', '.join(EVENT_PLANES)}, got {value!r}")
+        return value
+    return "zmq"
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the events are for.
+
+    Attributes:
+        model_name: As routers know it.
+        is_prefill: The worker only prefills.
+    """
+
+    model_name: str
+    is_prefill: bool = False
+
+
+class _Writer(Protocol):
+    def put(self, sequence: int, payload: bytes) -> None: ...
+
+
+class BrokerOutlet:
+    """Numbers batches and hands them to NATS, once it is known what they are for.
+
+    Args:
+        component: Of the runtime that the engine serves.
+        instance_id: Whose events they are.
+        dp_rank: Their rank.
+        block_size: Tokens in a block.
+        served: Says what the events are for; None while that is not known.
+        has_local_index: From an index of its own, over NATS Core, instead of into the stream.
+        settings: Which server; default: what the environment says.
+
+    Attributes:
+        kind: Of what is announced: ``jetstream`` or ``nats``.
+        endpoint: What is announced.
+
+    Raises:
+        TransportError: NATS does not answer; says what to start.
+        ConfigError: NATS refuses the login, or its client is not installed.
+    """
+
+    def __init__(
+        self,
+        component: Component,
+        *,
+        instance_id: int,
+        dp_rank: int,
+        block_size: int,
+        served: Callable[[], Served | None],
+        has_local_index: bool = False,
+        settings: NatsSettings | None = None,
+    ) -> None:
+        try:
+            from kvflash.transport.nats_connection import check_server  # noqa: PLC0415
+        except ImportError as error:
+            raise ConfigError(
+                f"event_plane nats needs the NATS client ({error}): pip install 'kvflash[nats]'"
+            ) from None
+        self._where = (component.namespace.name, component.name)
+        self._instance_id, self._dp_rank, self._block_size = instance_id, dp_rank, block_size
+        self._served, self._has_local_index = served, has_local_index
+        self._settings = settings or NatsSettings.from_env()
+        self._epoch = time.time_ns()
+        if has_local_index:
+            self.kind = "nats"
+            place = names.event_subject(*self._where)
+        else:
+            self.kind = "jetstream"
+            place = names.stream_name(*self._where)
+        self.endpoint = f"{self.kind}://{place}/{instance_id}/{dp_rank}"
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[int, bytes]] = deque()
+        self._waiting_bytes = 0
+        self._next_sequence = 0
+        self._dropped = 0
+        self._writer: _Writer | None = None
+        self._is_closed = threading.Event()
+        check_server(self._settings)
+        self._thread = threading.Thread(target=self._open, name="kvflash-outlet", daemon=True)
+        self._thread.start()
+
+    @property
+    def next_sequence(self) -> int:
+        """Batches so far."""
+        return self._next_sequence
+
+    def put(self, payload: bytes) -> None:
+        """Send an encoded batch; returns at once.
+
+        Raises:
+            ClosedError: It is closed.
+        """
+        with self._lock:
+            if self._is_closed.is_set():
+                raise ClosedError("the publisher is shut down")
+            sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
+            if self._writer is not None:
+                self._writer.put(sequence, payload)
+                return
+            self._waiting.append((sequence, payload))
+            self._waiting_bytes += len(payload)
+            while self._waiting_bytes > _WAITING_BYTES_MAX and len(self._waiting) > 1:
+                self._waiting_bytes -= len(self._waiting.popleft()[1])
+                self._dropped += 1
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Wait until the server has stored what was put; False if that took longer.
+
+        From an index of one's own nothing is stored: it waits for the sending only.
+        """
+        end = time.monotonic() + timeout_s
+        while self._writer is None and not self._is_closed.is_set():
+            if time.monotonic() > end:
+                return not self._waiting
+            time.sleep(_POLL_S)
+        flush = getattr(self._writer, "flush", None)
+        return True if flush is None else bool(flush(max(0.0, end - time.monotonic())))
+
+    def close(self) -> None:
+        """Send what waits, for some seconds, and end."""
+        with self._lock:
+            if self._is_closed.is_set():
+                return
+            self._is_closed.set()
+        self._thread.join(_CLOSE_S_MAX)
+        for name in ("close", "stop"):
+            end = getattr(self._writer, name, None)
+            if end is not None:
+                # NatsCorePublisher's close is of its connection; it ends with stop.
+                if name == "close" and self._has_local_index:
+                    continue
+                end()
+                break
+
+    def stats(self) -> dict[str, int]:
+        """Counters; units are in the names."""
+        counts = {
+            "batches_total": self._next_sequence,
+            "waiting_bytes": self._waiting_bytes,
+            "dropped_batches_total": self._dropped,
+        }
+        for name, count in getattr(self._writer, "counts", {}).items():
+            counts[f"{name}_total"] = counts.get(f"{name}_total", 0) + count
+        return counts
+
+    def _open(self) -> None:
+        since, has_warned = time.monotonic(), False
+        while (served := self._served()) is None:
+            if self._is_closed.wait(_POLL_S):
+                return
+            if not has_warned and time.monotonic() - since > _UNNAMED_S:
+                has_warned = True
+                logger.warning(
+                    "events wait for register_llm(), which says what model they are for; or give "
+                    "the publisher its model_name"
+                )
+        while True:
+            try:
+                writer = self._make(served)
+                break
+            except KvflashError as error:
+                logger.warning("events are not sent: %s; trying again", error)
+                if self._is_closed.wait(_RETRY_S):
+                    return
+        with self._lock:
+            for sequence, payload in self._waiting:
+                writer.put(sequence, payload)
+            self._waiting.clear()
+            self._waiting_bytes = 0
+            self._writer = writer
+
+    def _make(self, served: Served) -> _Writer:
+        from kvflash.state.frames import Origin, event_headers, event_key  # noqa: PLC0415
+
+        tenant = "prefill" if served.is_prefill else "default"
+        origin = Origin(
+            instance_id=self._instance_id,
+            dp_rank=self._dp_rank,
+            epoch=self._epoch,
+            model_name=served.model_name,
+            block_size=self._block_size,
+            tenant_id=tenant,
+        )
+        if not self._has_local_index:
+            from kvflash.transport.jetstream_writer import JetStreamWriter  # noqa: PLC0415
+
+            return JetStreamWriter(
+                names.stream_name(*self._where),
+                headers=lambda sequence: event_headers(origin, sequence),
+                key=lambda sequence: event_key(origin, sequence),
+                settings=self._settings,
+            )
+        from kvflash.transport.local_index import LocalIndex  # noqa: PLC0415
+        from kvflash.transport.nats_core import NatsCorePublisher  # noqa: PLC0415
+
+        index = LocalIndex(
+            self._instance_id,
+            self._dp_rank,
+            epoch=self._epoch,
+            model_name=served.model_name,
+            block_size=self._block_size,
+            tenant_id=tenant,
+        )
+        publisher = NatsCorePublisher(
+            names.event_subject(*self._where),
+            names.query_subject(*self._where, self._instance_id, self._dp_rank),
+            index,
+            headers=lambda sequence: event_headers(origin, sequence),
+            settings=self._settings,
+        )
+        publisher.start()
+        return publisher
+
+
+class BrokerStream:
+    """Encoded events in batches to an outlet; what :class:`EventStream` is for sockets.
+
+    Args:
+        outlet: Where batches go.
+        dp_rank: Rank in every batch.
+        tick_ms: How long the first event of a batch waits for more.
+    """
+
+    replay_endpoint: str | None = None
+
+    def __init__(self, outlet: BrokerOutlet, *, dp_rank: int, tick_ms: float) -> None:
+        self._outlet, self._dp_rank, self._tick_s = outlet, dp_rank, tick_ms / 1000
+        self.endpoint = outlet.endpoint
+        self._process = os.getpid()
+        self._changed = threading.Condition()
+        self._pending: deque[bytes] = deque()
+        self._taken = self._sent = 0
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="kvflash-events", daemon=True)
+        self._thread.start()
+
+    def put(self, events: Sequence[bytes]) -> None:
+        """Queue encoded events; see :meth:`EventStream.put`."""
+        if self._process != os.getpid():
+            raise ClosedError("the publisher belongs to the process that created it, not to a fork")
+        with self._changed:
+            if self._is_closing:
+                raise ClosedError("the publisher is shut down")
+            self._pending.extend(events)
+            self._taken += len(events)
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Wait until everything that was put before is stored; False if that took longer."""
+        end = time.monotonic() + timeout_s
+        with self._changed:
+            wanted = self._taken
+            if not self._changed.wait_for(lambda: self._sent >= wanted, timeout_s):
+                return False
+        return self._outlet.flush(max(0.0, end - time.monotonic()))
+
+    def close(self) -> None:
+        """Send what is queued and end; without effect the second time."""
+        if self._process != os.getpid():
+            return
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._thread.join(_CLOSE_S_MAX)
+        self._outlet.close()
+
+    def stats(self) -> dict[str, int]:
+        """Counters and gauges; units are in the names."""
+        with self._changed:
+            counts = {"events_total": self._taken, "pending_events": self._taken - self._sent}
+        return {**counts, **self._outlet.stats()}
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._is_closing)
+                if not self._pending:
+                    return
+                if not self._is_closing:
+                    self._changed.wait_for(lambda: self._is_closing, self._tick_s)
+                count = min(len(self._pending), _BATCH_EVENTS_MAX)
+                events = [self._pending.popleft() for _ in range(count)]
+            payload = encode_batch(events, timestamp_s=time.time(), dp_rank=self._dp_rank)
+            try:
+                self._outlet.put(payload)
+            except KvflashError as error:
+                logger.error("%d events are lost: %s", len(events), error)
+            with self._changed:
+                self._sent += len(events)
+                self._changed.notify_all()
+
+
+def served_of(cards: dict[str, Any]) -> Served | None:
+    """What the model cards of a process say; None without one."""
+    for card in cards.values():
+        return Served(str(card["model_name"]), "prefill" in card.get("model_type", ()))
+    return None

@@ -1,0 +1,202 @@
+"""Bookings of this process's routers told to their replicas, and those of replicas counted here."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+
+from kvflash._core import Bookings
+from kvflash.discovery import Discovery
+from kvflash.errors import KvflashError
+from kvflash.routing.replica_sync import Worker
+from kvflash.routing.sync_service import ReplicaSyncService
+from kvflash.runtime.settings import host_address
+from kvflash.servers import NatsSettings
+from kvflash.transport import names
+from kvflash.transport.channel import Channel, ZmqChannel
+
+__all__ = ["CoreSink", "Sharing", "open_channel"]
+
+logger = logging.getLogger(__name__)
+
+_TAKE_S = 0.2
+
+#: Namespace and component.
+Component = tuple[str, str]
+
+
+class CoreSink:
+    """Where bookings of others count: the core; see :class:`LoadSink`.
+
+    Args:
+        bookings: Of the frontend or the router.
+    """
+
+    def __init__(self, bookings: Bookings) -> None:
+        self._bookings = bookings
+
+    def add(  # noqa: PLR0917 - called with positions
+        self,
+        router_id: int,
+        request_id: str,
+        worker: Worker,
+        hashes: Sequence[int] | None,
+        isl: int,
+        overlap: int,
+    ) -> None:
+        """See :meth:`LoadSink.add`. A worker that is not known here does not count yet."""
+        known = None if hashes is None else list(hashes)
+        self._bookings.remote_add(router_id, request_id, worker, known, isl, overlap)
+
+    def mark(self, router_id: int, request_id: str) -> None:
+        """See :meth:`LoadSink.mark`."""
+        self._bookings.remote_prefilled(router_id, request_id)
+
+    def free(self, router_id: int, request_id: str) -> None:
+        """See :meth:`LoadSink.free`."""
+        self._bookings.remote_free(router_id, request_id)
+
+    def drop_router(self, router_id: int) -> None:
+        """See :meth:`LoadSink.drop_router`."""
+        self._bookings.remote_drop_router(router_id)
+
+    def heard(self, router_id: int) -> None:
+        """See :meth:`LoadSink.heard`."""
+        self._bookings.remote_heard(router_id)
+
+
+async def open_channel(event_plane: str, component: Component, *, is_local: bool) -> Channel:
+    """Where a component's routers talk: ``nats``, or ``zmq``, which needs no server.
+
+    Args:
+        event_plane: One of the two.
+        component: Whose routers.
+        is_local: All of them are on this machine.
+
+    Raises:
+        TransportError: NATS does not answer; says what to start.
+    """
+    if event_plane == "zmq":
+        return ZmqChannel(host_address(is_local=is_local))
+    # Its client need not be installed where no broker is used.
+    from kvflash.transport.nats_channel import NatsChannel  # noqa: PLC0415
+    from kvflash.transport.nats_connection import connect  # noqa: PLC0415
+
+    client = await connect(NatsSettings.from_env(), name="kvflash-sync")
+    return NatsChannel(client, names.replica_sync_subject(*component), is_owned=True)
+
+
+class Sharing:
+    """Drives one :class:`ReplicaSyncService` for each component whose workers are known.
+
+    Args:
+        bookings: Of the frontend or the router.
+        open_discovery: Makes a discovery, in the event loop that uses it.
+        event_plane: ``zmq`` or ``nats``.
+        lease_ttl_s: How long a dead router counts at most.
+    """
+
+    def __init__(
+        self,
+        bookings: Bookings,
+        *,
+        open_discovery: Callable[[], Awaitable[Discovery]],
+        event_plane: str = "zmq",
+        lease_ttl_s: float = 10.0,
+    ) -> None:
+        self._bookings = bookings
+        self._sink = CoreSink(bookings)
+        self._open_discovery, self._event_plane = open_discovery, event_plane
+        self._lease_ttl_s = lease_ttl_s
+        self._lock = threading.Lock()
+        self._services: dict[Component, ReplicaSyncService] = {}
+        self._component_of: dict[int, Component] = {}
+        # Of requests that are active, so that their end is told where their begin was.
+        self._told_to: dict[str, ReplicaSyncService] = {}
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvflash-sharing", daemon=True)
+
+    def start(self) -> None:
+        """Tell bookings from now on."""
+        self._bookings.turn_on()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Leave: others drop this process's load at once. Blocks until done."""
+        self._is_stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        with self._lock:
+            services = list(self._services.values())
+        for service in services:
+            service.stop()
+
+    def worker_joined(self, component: Component, instance_id: int) -> None:
+        """A worker is registered at the core. Connects for the first one of its component.
+
+        Raises:
+            TransportError: The discovery or NATS does not answer; the next call tries again.
+        """
+        self._component_of[instance_id] = component
+        with self._lock:
+            service = self._services.get(component)
+            if service is None and not self._is_stopped.is_set():
+                service = ReplicaSyncService(
+                    *component,
+                    self._sink,
+                    open_discovery=self._open_discovery,
+                    open_channel=lambda: self._open_channel(component),
+                    lease_ttl_s=self._lease_ttl_s,
+                )
+                service.start()
+                self._services[component] = service
+        if service is not None:
+            service.sync.worker_joined(instance_id)
+
+    def worker_left(self, instance_id: int) -> None:
+        """It is no longer registered; what is told of it from now on is of no use to others."""
+        self._component_of.pop(instance_id, None)
+
+    def stats(self) -> dict[str, int]:
+        """Counters of all components together; units are in the names."""
+        with self._lock:
+            services = list(self._services.values())
+        counts = {"peers": 0}
+        for service in services:
+            counts["peers"] += len(service.sync.digests()) - 1
+            for name, count in service.sync.counts.items():
+                counts[f"{name}_total"] = counts.get(f"{name}_total", 0) + count
+        for name, count in self._bookings.stats().items():
+            counts[f"bookings_{name}"] = count
+        return counts
+
+    async def _open_channel(self, component: Component) -> Channel:
+        discovery = await self._open_discovery()
+        is_local = discovery.is_local
+        await discovery.close()
+        return await open_channel(self._event_plane, component, is_local=is_local)
+
+    def _run(self) -> None:
+        while not self._is_stopped.is_set():
+            for tiding in self._bookings.take(_TAKE_S):
+                try:
+                    self._tell(tiding)
+                except KvflashError:
+                    logger.exception("replica sync: a booking is not told")
+
+    def _tell(self, tiding: tuple[object, ...]) -> None:
+        kind, name = tiding[0], str(tiding[1])
+        if kind == "add":
+            _, _, worker, hashes, isl, overlap = tiding
+            assert isinstance(worker, tuple) and isinstance(isl, int) and isinstance(overlap, int)
+            component = self._component_of.get(worker[0])
+            service = None if component is None else self._services.get(component)
+            if service is not None:
+                self._told_to[name] = service
+                assert hashes is None or isinstance(hashes, list)
+                service.sync.add(name, worker, hashes, isl, overlap)
+        elif kind == "prefilled" and name in self._told_to:
+            self._told_to[name].sync.mark_prefill_completed(name)
+        elif kind == "free" and name in self._told_to:
+            self._told_to.pop(name).sync.free(name)

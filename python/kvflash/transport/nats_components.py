@@ -1,0 +1,104 @@
+"""Events over NATS Core of any number of components."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import re
+import threading
+
+from kvflash._core import Catalog
+from kvflash.errors import KvflashError
+from kvflash.transport import names
+from kvflash.transport.base import Order
+from kvflash.transport.nats_core import NatsCoreReceiver
+
+__all__ = ["NatsComponentsReceiver", "worker_endpoint"]
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 2.0
+_SUBJECT = re.compile(r"namespace\.([^./]+)\.component\.([^./]+)\.kv-events")
+
+
+def worker_endpoint(namespace: str, component: str, instance_id: int, dp_rank: int) -> str:
+    """Under which a worker's events are announced."""
+    return f"nats://{names.event_subject(namespace, component)}/{instance_id}/{dp_rank}"
+
+
+class NatsComponentsReceiver:
+    """A :class:`Receiver` of endpoints ``nats://SUBJECT/INSTANCE/RANK``, connected by component.
+
+    Args:
+        catalog: Where frames go.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._orders: queue.Queue[Order | None] = queue.Queue()
+        self._receivers: dict[str, NatsCoreReceiver] = {}
+        self._of: dict[int, NatsCoreReceiver] = {}
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvflash-nats", daemon=True)
+
+    def start(self) -> None:
+        """See :meth:`Receiver.start`. It connects with the first endpoint of a component."""
+        self._thread.start()
+
+    def obey(self, order: Order) -> None:
+        """See :meth:`Receiver.obey`."""
+        self._orders.put(order)
+
+    def stop(self) -> None:
+        """See :meth:`Receiver.stop`."""
+        self._is_stopped.set()
+        self._orders.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+        for receiver in self._receivers.values():
+            receiver.stop()
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """Counters of all components together."""
+        total: dict[str, int] = {}
+        for receiver in list(self._receivers.values()):
+            for name, count in receiver.stats.items():
+                total[name] = total.get(name, 0) + count
+        return total
+
+    def _run(self) -> None:
+        while (order := self._orders.get()) is not None and not self._is_stopped.is_set():
+            kind, publisher, endpoint, _ = order
+            if kind in ("subscribe", "hold"):
+                receiver = self._receiver(publisher, endpoint)
+                if receiver is not None:
+                    self._of[publisher] = receiver
+                    receiver.obey(order)
+            elif publisher in self._of:
+                self._of[publisher].obey(order)
+                if kind == "unsubscribe":
+                    del self._of[publisher]
+
+    def _receiver(self, publisher: int, endpoint: str) -> NatsCoreReceiver | None:
+        subject = endpoint.removeprefix("nats://").partition("/")[0]
+        found = _SUBJECT.fullmatch(subject)
+        if found is None:
+            message = f"endpoint must be nats://subject/instance/rank, got {endpoint!r}"
+            self._catalog.set_status(publisher, "failed", message)
+            return None
+        component = (found[1], found[2])
+        while subject not in self._receivers and not self._is_stopped.is_set():
+            receiver = NatsCoreReceiver(
+                self._catalog,
+                subject,
+                lambda instance_id, rank: names.query_subject(*component, instance_id, rank),
+            )
+            try:
+                receiver.start()
+                self._receivers[subject] = receiver
+            except KvflashError as error:
+                logger.error("events of %s: %s; trying again", subject, error)
+                self._catalog.set_status(publisher, "pending", str(error))
+                self._is_stopped.wait(_RETRY_S)
+        return self._receivers.get(subject)

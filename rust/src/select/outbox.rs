@@ -1,0 +1,147 @@
+//! What this router books, for its replicas to hear of.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use hashbrown::HashMap;
+use parking_lot::{Condvar, Mutex};
+
+use crate::ids::Worker;
+use crate::load::RequestId;
+
+/// Default for how many bookings may wait to be told.
+pub const DEFAULT_WAITING_BOOKINGS: usize = 100_000;
+
+/// A request among all selectors of the process: the selector's number, and the request's there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct BookingName(pub(super) u64, pub(super) RequestId);
+
+impl std::fmt::Display for BookingName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}-{}", self.0, self.1.0)
+    }
+}
+
+/// What happened to a request of this router.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Tiding {
+    /// It was booked.
+    Added {
+        /// The request.
+        name: BookingName,
+        /// Where.
+        worker: Worker,
+        /// Sequence hashes of its blocks; `None` where blocks are not tracked.
+        hashes: Option<Box<[u64]>>,
+        /// Tokens of its prompt.
+        isl_tokens: u64,
+        /// Leading blocks of it that the worker was credited with.
+        overlap_blocks: u32,
+    },
+    /// Its prompt is prefilled.
+    Prefilled(BookingName),
+    /// It has ended.
+    Freed(BookingName),
+}
+
+#[derive(Debug, Default)]
+struct State {
+    queue: VecDeque<Tiding>,
+    /// Requests that were told and have not ended; whether they are prefilled.
+    open: HashMap<BookingName, bool>,
+    limit: usize,
+    dropped: u64,
+}
+
+/// Bookings in the order in which they were made, until somebody takes them. Costs nothing while it is off.
+///
+/// At the limit a new booking is not told at all, and is counted; the end of one that was told always is. So
+/// the queue holds at most three times the limit and the active requests.
+#[derive(Debug, Default)]
+pub struct Outbox {
+    is_on: AtomicBool,
+    state: Mutex<State>,
+    arrived: Condvar,
+}
+
+/// Numbers selectors.
+static NEXT_SELECTOR: AtomicU64 = AtomicU64::new(1);
+
+/// A selector's end of an outbox.
+#[derive(Debug, Clone)]
+pub(super) struct Teller {
+    pub outbox: Arc<Outbox>,
+    selector: u64,
+}
+
+impl Teller {
+    pub fn new(outbox: Arc<Outbox>) -> Self {
+        // Relaxed: only that no two are alike.
+        Self { outbox, selector: NEXT_SELECTOR.fetch_add(1, Ordering::Relaxed) }
+    }
+
+    pub fn name(&self, request: RequestId) -> BookingName {
+        BookingName(self.selector, request)
+    }
+}
+
+impl Outbox {
+    /// Keep what happens from now on; `limit` bookings may wait.
+    pub fn turn_on(&self, limit: usize) {
+        self.state.lock().limit = limit;
+        self.is_on.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether anybody wants to hear.
+    pub fn is_on(&self) -> bool {
+        // Relaxed: what is booked in the moment of turning it on may be told or not.
+        self.is_on.load(Ordering::Relaxed)
+    }
+
+    /// Wait at most `timeout` for something to tell, and take at most `limit` tidings.
+    pub fn take(&self, timeout: Duration, limit: usize) -> Vec<Tiding> {
+        let mut state = self.state.lock();
+        if state.queue.is_empty() {
+            self.arrived.wait_for(&mut state, timeout);
+        }
+        let count = limit.min(state.queue.len());
+        state.queue.drain(..count).collect()
+    }
+
+    /// Tidings that wait, and bookings that were not told because too many waited.
+    pub fn counts(&self) -> (usize, u64) {
+        let state = self.state.lock();
+        (state.queue.len(), state.dropped)
+    }
+
+    pub(super) fn added(&self, tiding: Tiding) {
+        let Tiding::Added { name, .. } = &tiding else { return };
+        let mut state = self.state.lock();
+        if state.queue.len() >= state.limit {
+            state.dropped += 1;
+            return;
+        }
+        state.open.insert(*name, false);
+        state.queue.push_back(tiding);
+        self.arrived.notify_one();
+    }
+
+    pub(super) fn prefilled(&self, name: BookingName) {
+        let mut state = self.state.lock();
+        if let Some(is_prefilled @ false) = state.open.get_mut(&name) {
+            *is_prefilled = true;
+            state.queue.push_back(Tiding::Prefilled(name));
+            self.arrived.notify_one();
+        }
+    }
+
+    pub(super) fn freed(&self, name: BookingName) {
+        let mut state = self.state.lock();
+        if state.open.remove(&name).is_some() {
+            state.queue.push_back(Tiding::Freed(name));
+            self.arrived.notify_one();
+        }
+    }
+}
