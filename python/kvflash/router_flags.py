@@ -18,7 +18,7 @@ from kvflash.config import (
     variable_of,
 )
 
-__all__ = ["POLICIES", "RouterFlags", "add_router_flags", "settle", "without_effect"]
+__all__ = ["POLICIES", "RouterFlags", "add_router_flags", "settle"]
 
 POLICIES = ("kv", "round-robin", "random", "least-loaded", "power-of-two")
 
@@ -54,9 +54,6 @@ class RouterFlags:
     serve_indexer: bool = False
     use_remote_indexer: str | None = None
     remote_indexer_deadline: float = 0.05
-    router_replica_sync: bool = False
-    router_snapshot_threshold: int | None = None
-    router_reset_states: bool = False
 
 
 def add_router_flags(flags: Flags, *, block_size: tuple[str, ...] = ()) -> None:
@@ -95,7 +92,6 @@ def add_router_flags(flags: Flags, *, block_size: tuple[str, ...] = ()) -> None:
     _add_accounts(flags)
     _add_knowledge(flags)
     _add_thresholds(flags)
-    _add_shared_state(flags)
     flags.add(
         "--decision-journal",
         parse=size_or_zero,
@@ -254,46 +250,6 @@ def _add_knowledge(flags: Flags) -> None:
         summary="with events: seconds for which what was just sent to a worker counts as cached "
         "there, until its events tell; 0 or None counts nothing",
     )
-
-
-def _add_shared_state(flags: Flags) -> None:
-    flags.add_toggle(
-        "router_replica_sync",
-        on=("--router-replica-sync",),
-        off=("--no-router-replica-sync",),
-        default=False,
-        variables=("DYN_ROUTER_REPLICA_SYNC",),
-        summary="share the load of running requests with other routers; not there yet",
-    )
-    flags.add(
-        "--router-snapshot-threshold",
-        variables=("DYN_ROUTER_SNAPSHOT_THRESHOLD",),
-        parse=optional(bounded_int(1, 2**62)),
-        default=None,
-        summary="messages of a broker's stream between two snapshots; there is no stream yet",
-    )
-    flags.add_toggle(
-        "router_reset_states",
-        on=("--router-reset-states",),
-        off=("--no-router-reset-states",),
-        default=False,
-        variables=("DYN_ROUTER_RESET_STATES",),
-        summary="forget what a broker keeps; nothing is kept yet, a router begins empty",
-    )
-
-
-def without_effect(flags: RouterFlags) -> list[str]:
-    """What was asked for and needs a broker, which there is not: for a line of the log each."""
-    asked = {
-        "--router-replica-sync": flags.router_replica_sync,
-        "--router-snapshot-threshold": flags.router_snapshot_threshold is not None,
-        "--router-reset-states": flags.router_reset_states,
-    }
-    return [
-        f"{name} has no effect: this router talks to no broker, and begins empty"
-        for name, is_asked in asked.items()
-        if is_asked
-    ]
 
 
 def _add_thresholds(flags: Flags) -> None:

@@ -12,7 +12,6 @@ from kvflash.frontend.args import FrontendArgs, parse_args
 from kvflash.frontend.cluster import Cluster
 from kvflash.frontend.watch import DiscoveryWatch
 from kvflash.process import FedService, run_until_stopped, start_logging
-from kvflash.router_flags import without_effect
 
 __all__ = ["main", "make_frontend"]
 
@@ -135,8 +134,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse_args(argv)
         start_logging(args.log_level, args.log_format)
-        for line in without_effect(args):
-            logger.warning(line)
         frontend = make_frontend(args)
         service = _Watched(frontend, args)
         run_until_stopped(service, name="frontend")

@@ -20,14 +20,13 @@ from support_markdown import Block, read_blocks
 from support_stage import TINY_LLAMA, Stage, items, run_fragment
 
 from kvflash import DistributedRuntime, KvPushRouter, KvRouterConfig
-from service import Http, Process, until
+from service import Http, Process
 
 FOLDER = os.environ.get("KVFLASH_REFERENCE_DOCUMENTS", "")
 FILES = ("000_kv_routing.md", "001_router_guide.md", "003_kv_routing.md")
 NOT_CODE = {"mermaid", "text"}
 BACKEND = "dynamo.backend.generate"
 TOKENS = list(range(1, 40))
-NO_EFFECT = "--router-replica-sync has no effect"
 
 pytestmark = pytest.mark.skipif(
     not FOLDER, reason="KVFLASH_REFERENCE_DOCUMENTS does not name the folder of the documents"
@@ -233,9 +232,6 @@ def test_frontends_start_as_they_are_told(stage: Stage, block: Block) -> None:
         body = {"model": "m", "prompt": "Hello", "max_tokens": 3}
         assert http.post("/v1/completions", body)["usage"]["completion_tokens"] == 3
         http.close()
-    for process, _ in stage.processes:
-        if "--router-replica-sync" in process.popen.args:
-            until(lambda one=process: any(NO_EFFECT in line for line in one.errors), NO_EFFECT)
 
 
 @each(is_engine, 2)
