@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import signal
@@ -126,12 +127,15 @@ class FedService:
         self._receiver = self._make_receiver(self._core.catalog)
         self._receiver.start()
         self._thread.start()
+        # Before the interpreter ends: a thread that comes back from the core afterwards aborts it.
+        atexit.register(self.stop)
 
     def stop(self) -> None:
         """Stop serving and receiving; open requests get the drain time. Blocks until done."""
         if self._is_stopped:
             return
         self._is_stopped = True
+        atexit.unregister(self.stop)
         self._core.stop()
         if self._receiver is not None:
             self._thread.join()

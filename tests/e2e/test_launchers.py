@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvflash import DistributedRuntime, TransportError
 from kvflash.discovery import open_discovery
 from service import EmbeddedIndexer, Http, until
 
@@ -157,3 +158,17 @@ def test_a_signal_while_it_loads_ends_it(run, folder):
     until(lambda: Path(f"/proc/{pid}/comm").read_text() == "sleep\n", "the engine to load")
     assert process.terminate() == 128 + signal.SIGTERM
     assert gone(pid)
+
+
+def test_clients_of_the_runtime_are_told_that_a_frontend_asks_engines(launch, folder):
+    ready(launch("vllm", "some/model"), "vllm")
+
+    async def ask():
+        discovery = open_discovery("file", folder=folder)
+        async with DistributedRuntime(discovery) as runtime:
+            client = runtime.endpoint("dynamo.backend.generate").client()
+            with pytest.raises(TransportError, match="is asked by a frontend"):
+                await client.generate({"token_ids": [1]})
+        await discovery.close()
+
+    asyncio.run(ask())

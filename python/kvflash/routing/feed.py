@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -41,12 +42,15 @@ class Feed:
             self._receiver = ZmqReceiver(self._core.catalog)
             self._receiver.start()
         self._thread.start()
+        # Before the interpreter ends: a thread that comes back from the core afterwards aborts it.
+        atexit.register(self.stop)
 
     def stop(self) -> None:
         """End; blocks until done, which is soon."""
         if self._is_stopped.is_set():
             return
         self._is_stopped.set()
+        atexit.unregister(self.stop)
         if self._thread.is_alive():
             self._thread.join()
         if self._receiver is not None:

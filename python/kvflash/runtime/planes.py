@@ -39,5 +39,10 @@ def make_client(plane: str, limits: RuntimeLimits) -> PlaneClient:
 
 
 def _check(plane: str) -> None:
+    if plane == "openai":
+        raise ConfigError(
+            "an engine that speaks OpenAI's API (transport openai) is asked by a frontend, not by "
+            "clients of the runtime"
+        )
     if plane not in PLANES:
         raise ConfigError(f"request plane must be one of {', '.join(PLANES)}, got {plane!r}")
