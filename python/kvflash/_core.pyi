@@ -16,6 +16,7 @@ __all__ = [
     "KvIndexer",
     "OverlapScores",
     "RadixTree",
+    "Router",
     "RouterBooking",
     "RouterCore",
     "Tokenizer",
