@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvflash.config import Flags, bounded_int, optional
+from kvflash.servers import EVENT_PLANES
 
-__all__ = ["EVENT_PLANES", "ClusterFlags", "add_cluster_flags"]
-
-EVENT_PLANES = ("zmq", "nats")
+__all__ = ["ClusterFlags", "add_cluster_flags"]
 
 
 @dataclass(frozen=True, kw_only=True)

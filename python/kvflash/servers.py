@@ -10,7 +10,9 @@ from pathlib import Path
 
 from kvflash.errors import ConfigError
 
-__all__ = ["EtcdSettings", "NatsSettings"]
+__all__ = ["EVENT_PLANES", "EtcdSettings", "NatsSettings", "plane_of_events"]
+
+EVENT_PLANES = ("zmq", "nats")
 
 Environment = Mapping[str, str]
 
@@ -154,6 +156,26 @@ class EtcdSettings:
             password=password,
             tls=_tls(env, "ETCD_AUTH_CA", "ETCD_AUTH_CLIENT_CERT", "ETCD_AUTH_CLIENT_KEY"),
         )
+
+
+def plane_of_events(named: str | None = None) -> str:
+    """How events go: ``zmq`` without a word.
+
+    Raises:
+        ConfigError: Neither zmq nor nats, or two variables that differ.
+    """
+    variables = ("KVFLASH_EVENT_PLANE", "DYN_EVENT_PLANE")
+    found = {name: os.environ[name] for name in variables if os.environ.get(name)}
+    if named is not None:
+        found = {"event_plane": named}
+    if len(set(found.values())) > 1:
+        said = " and ".join(f"{name}={value}" for name, value in found.items())
+        raise ConfigError(f"environment variables contradict each other: {said}")
+    for name, value in found.items():
+        if value not in EVENT_PLANES:
+            raise ConfigError(f"{name} must be one of {', '.join(EVENT_PLANES)}, got {value!r}")
+        return value
+    return "zmq"
 
 
 def _addresses(name: str, value: str) -> tuple[str, ...]:

@@ -170,3 +170,43 @@ def test_etcd_that_is_not_there_is_said_and_found_later(server: Server) -> None:
             open_discovery("etcd", endpoints=" , ")
 
     run(scenario())
+
+
+def test_a_login_is_asked_for_used_and_renewed(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    http = Http(url(server))
+    http.post("/v3/auth/user/add", {"name": "root", "password": "secret"})
+    http.post("/v3/auth/role/add", {"name": "root"})
+    http.post("/v3/auth/user/grant", {"user": "root", "role": "root"})
+    http.post("/v3/auth/enable", {})
+    http.close()
+
+    async def scenario() -> None:
+        stranger = open_discovery("etcd", endpoints=url(server))
+        with pytest.raises(TransportError, match="user name is empty"):
+            await stranger.put("k/1", b"1")
+        await stranger.close()
+        monkeypatch.setenv("ETCD_AUTH_USERNAME", "root")
+        monkeypatch.setenv("ETCD_AUTH_PASSWORD", "wrong")
+        wrong = open_discovery("etcd", endpoints=url(server))
+        with pytest.raises(ConfigError, match="refuses the login of 'root'"):
+            await wrong.put("k/1", b"1")
+        await wrong.close()
+        monkeypatch.setenv("ETCD_AUTH_PASSWORD", "secret")
+        mine = open_discovery("etcd", endpoints=url(server))
+        lease = await mine.lease(10.0)
+        await mine.put("k/1", b"1", lease)
+        watch = mine.watch("k/")
+        assert [await anext(watch), await anext(watch)] == [Put("k/1", b"1"), Synced()]
+        # Tokens are in etcd's memory: a new process knows none of them.
+        server.kill()
+        server.start()
+        await mine.put("k/2", b"2")
+        assert await asyncio.wait_for(anext(watch), 30) == Put("k/2", b"2")
+        twin = mine.twin()
+        assert await twin.get_prefix("k/") == {"k/1": b"1", "k/2": b"2"}
+        await twin.close()
+        await mine.close()
+
+    run(scenario())

@@ -52,7 +52,7 @@ OPTIONAL = {"demo"}
 NARROW = {
     "transport": {"_core", "errors", "servers"},
     # What they carry is opaque to them: the core has no part in it.
-    "discovery": {"errors"},
+    "discovery": {"errors", "servers"},
     "runtime": {"errors", "discovery"},
     # Discovery is a protocol to it, so that its protocols run in a simulated world.
     "state": {"_core", "errors", "servers", "transport"},

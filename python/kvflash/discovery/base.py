@@ -207,6 +207,10 @@ class Discovery(ABC):
     async def close(self) -> None:
         """Revoke the leases that this object gave out and end its watches."""
 
+    @abstractmethod
+    def twin(self) -> Discovery:
+        """Another one of the same keys, for another event loop; it is closed on its own."""
+
 
 def new_lease_id() -> int:
     """A random number of 63 bits that is not 0."""

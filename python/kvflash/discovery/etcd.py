@@ -10,7 +10,6 @@ import asyncio
 import io
 import json
 import logging
-import os
 import random
 import socket
 from base64 import b64decode, b64encode
@@ -30,12 +29,12 @@ from kvflash.discovery.base import (
     new_lease_id,
 )
 from kvflash.errors import ConfigError, InvalidArgumentError, KvflashError, TransportError
+from kvflash.servers import EtcdSettings
 
 __all__ = ["EtcdDiscovery"]
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_ENDPOINTS = "http://127.0.0.1:2379"
 REQUEST_TIMEOUT_S = 5.0
 # Shorter than that etcd makes no lease live.
 LEASE_TTL_S_MIN = 2
@@ -45,7 +44,7 @@ PAUSE_S = (0.1, 2.0)
 # One message of a watch; a larger one makes it begin anew, by reading everything.
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
 KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
-NOT_FOUND, ALREADY_THERE = 5, 6
+NOT_FOUND, ALREADY_THERE, UNAUTHENTICATED = 5, 6, 16
 
 
 class _RefusedError(KvflashError):
@@ -96,23 +95,32 @@ class EtcdDiscovery(Discovery):
     Args:
         endpoints: Addresses, separated by commas; default: ETCD_ENDPOINTS, else
             ``http://127.0.0.1:2379``. When one fails the next is asked.
+        settings: How to log in, and certificates; default: what the environment says.
 
     Raises:
-        ConfigError: No address.
+        ConfigError: No address, or a variable that can't work.
     """
 
     is_local = False
 
-    def __init__(self, endpoints: str | None = None) -> None:
-        text = endpoints or os.environ.get("ETCD_ENDPOINTS") or DEFAULT_ENDPOINTS
+    def __init__(
+        self, endpoints: str | None = None, *, settings: EtcdSettings | None = None
+    ) -> None:
+        self._settings = settings or EtcdSettings.from_env()
+        text = endpoints or ",".join(self._settings.endpoints)
         self._endpoints = [_url(part.strip()) for part in text.split(",") if part.strip()]
         if not self._endpoints:
             raise ConfigError(f"ETCD_ENDPOINTS must name an address, got {text!r}")
+        self._token: str | None = None
         self._turn = 0
         self._session: aiohttp.ClientSession | None = None
         self._watches: dict[Watch, asyncio.Task[None]] = {}
         self._is_closed = False
         self.leases: set[_EtcdLease] = set()
+
+    def twin(self) -> EtcdDiscovery:
+        """See :meth:`Discovery.twin`."""
+        return EtcdDiscovery(",".join(self._endpoints), settings=self._settings)
 
     async def lease(self, ttl_s: float = LEASE_TTL_S, *, lease_id: int | None = None) -> Lease:
         """See :meth:`Discovery.lease`; whole seconds, at least LEASE_TTL_S_MIN."""
@@ -173,12 +181,43 @@ class EtcdDiscovery(Discovery):
             await self._session.close()
 
     async def call(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Ask etcd; when an address fails, the next.
+        """Ask etcd, logged in where need be; when an address fails, the next.
 
         Raises:
             TransportError: None can be reached.
+            ConfigError: The login is refused.
             _RefusedError: The answer is an error.
         """
+        await self._log_in()
+        try:
+            return await self._post(method, body)
+        except _RefusedError as error:
+            if error.code != UNAUTHENTICATED and "invalid auth token" not in str(error):
+                raise
+        # The token has run out, or etcd was started anew.
+        self._token = None
+        await self._log_in()
+        return await self._post(method, body)
+
+    async def _log_in(self) -> None:
+        settings = self._settings
+        if settings.user is None or self._token is not None:
+            return
+        try:
+            answer = await self._post(
+                "auth/authenticate", {"name": settings.user, "password": settings.password}
+            )
+        except _RefusedError as error:
+            raise ConfigError(
+                f"etcd refuses the login of {settings.user!r} ({error}): set ETCD_AUTH_USERNAME "
+                "and ETCD_AUTH_PASSWORD"
+            ) from None
+        self._token = str(answer["token"])
+
+    def _headers(self) -> dict[str, str]:
+        return {} if self._token is None else {"Authorization": self._token}
+
+    async def _post(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
         check_open(self._is_closed)
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
         failure, data = "", json.dumps(body).encode()
@@ -186,7 +225,10 @@ class EtcdDiscovery(Discovery):
             url = self._endpoints[self._turn % len(self._endpoints)]
             try:
                 async with self._opened().post(
-                    f"{url}/v3/{method}", data=io.BytesIO(data), timeout=timeout
+                    f"{url}/v3/{method}",
+                    data=io.BytesIO(data),
+                    headers=self._headers(),
+                    timeout=timeout,
                 ) as response:
                     answer: dict[str, Any] = await response.json(content_type=None)
                     if response.status < 500:
@@ -243,7 +285,10 @@ class EtcdDiscovery(Discovery):
         url = self._endpoints[self._turn % len(self._endpoints)]
         body = {"create_request": {**_range(prefix), "start_revision": revision}}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=REQUEST_TIMEOUT_S)
-        async with self._opened().post(f"{url}/v3/watch", json=body, timeout=timeout) as response:
+        await self._log_in()
+        async with self._opened().post(
+            f"{url}/v3/watch", json=body, headers=self._headers(), timeout=timeout
+        ) as response:
             rest = bytearray()
             async for data in response.content.iter_any():
                 rest += data
@@ -265,7 +310,10 @@ class EtcdDiscovery(Discovery):
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, socket_factory=_socket)
+            tls = self._settings.tls
+            connector = aiohttp.TCPConnector(
+                limit=0, socket_factory=_socket, ssl=tls.context() if tls else True
+            )
             self._session = aiohttp.ClientSession(connector=connector)
         return self._session
 

@@ -80,6 +80,10 @@ class FileDiscovery(Discovery):
         self._poller: asyncio.Task[None] | None = None
         self._is_closed = False
 
+    def twin(self) -> FileDiscovery:
+        """See :meth:`Discovery.twin`."""
+        return FileDiscovery(self._folder.path)
+
     async def lease(self, ttl_s: float = LEASE_TTL_S, *, lease_id: int | None = None) -> Lease:
         """See :meth:`Discovery.lease`; its end is seen at once, whatever ``ttl_s`` says."""
         check_open(self._is_closed)

@@ -102,6 +102,12 @@ class MemoryDiscovery(Discovery):
         self._watches: list[Watch] = []
         self._is_closed = False
 
+    def twin(self) -> MemoryDiscovery:
+        """See :meth:`Discovery.twin`."""
+        twin = MemoryDiscovery()
+        twin._store = self._store
+        return twin
+
     async def lease(self, ttl_s: float = LEASE_TTL_S, *, lease_id: int | None = None) -> Lease:
         """See :meth:`Discovery.lease`; the end of the process ends everything."""
         check_open(self._is_closed)

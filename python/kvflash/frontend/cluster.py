@@ -49,7 +49,7 @@ class Cluster:
         if flags.router_replica_sync:
             self._sharing = Sharing(
                 frontend.bookings,
-                open_discovery=self._open_discovery,
+                open_discovery=lambda: open_discovery(discovery_kind),
                 event_plane=flags.event_plane,
             )
         self._lock = threading.Lock()

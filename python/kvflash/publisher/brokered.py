@@ -14,14 +14,13 @@ from typing import Any, Protocol
 from kvflash.errors import ClosedError, ConfigError, KvflashError
 from kvflash.publisher.wire import encode_batch
 from kvflash.runtime import Component
-from kvflash.servers import NatsSettings
+from kvflash.servers import NatsSettings, plane_of_events
 from kvflash.transport import names
 
 __all__ = ["BrokerOutlet", "BrokerStream", "Served", "plane_of_events", "served_of"]
 
 logger = logging.getLogger(__name__)
 
-EVENT_PLANES = ("zmq", "nats")
 _POLL_S = 0.05
 _UNNAMED_S = 10.0
 _RETRY_S = 1.0
@@ -29,26 +28,6 @@ _CLOSE_S_MAX = 10.0
 # Batches that wait for the model's name or the server; beyond it the oldest go.
 _WAITING_BYTES_MAX = 64 * 1024 * 1024
 _BATCH_EVENTS_MAX = 1_024
-
-
-def plane_of_events(named: str | None = None) -> str:
-    """How events go: ``zmq`` without a word.
-
-    Raises:
-        ConfigError: Neither zmq nor nats, or two variables that differ.
-    """
-    variables = ("KVFLASH_EVENT_PLANE", "DYN_EVENT_PLANE")
-    found = {name: os.environ[name] for name in variables if os.environ.get(name)}
-    if named is not None:
-        found = {"event_plane": named}
-    if len(set(found.values())) > 1:
-        said = " and ".join(f"{name}={value}" for name, value in found.items())
-        raise ConfigError(f"environment variables contradict each other: {said}")
-    for name, value in found.items():
-        if value not in EVENT_PLANES:
-            raise ConfigError(f"{name} must be one of {', '.join(EVENT_PLANES)}, got {value!r}")
-        return value
-    return "zmq"
 
 
 @dataclass(frozen=True)

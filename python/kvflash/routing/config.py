@@ -24,11 +24,7 @@ _OVERRIDES = {
     "assume_kv_reuse": "assume_kv_reuse",
     "router_assume_kv_reuse": "assume_kv_reuse",
 }
-_NO_BROKER = (
-    "durable_kv_events",
-    "router_replica_sync",
-    "router_reset_states",
-)
+_NO_BROKER = ("durable_kv_events", "router_reset_states")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +61,8 @@ class KvRouterConfig:
         router_snapshot_threshold: Accepted; there is no stream to be cut.
         router_event_threads: Accepted; one thread receives, queries wait for nobody.
         durable_kv_events: Accepted, with a warning: events come from the workers directly.
-        router_replica_sync: Accepted, with a warning: each router books for itself.
+        router_replica_sync: Count the requests of other routers of the same workers, and tell
+            them of one's own: over ZMQ, or over NATS where KVFLASH_EVENT_PLANE says so.
         router_reset_states: Accepted, with a warning: a router begins empty.
 
     Raises:
@@ -137,7 +134,7 @@ class KvRouterConfig:
             raise ConfigError("router_track_output_blocks requires router_track_active_blocks")
         for name in _NO_BROKER:
             if getattr(self, name):
-                logger.warning("KvRouterConfig: %s has no effect: there is no broker", name)
+                logger.warning("KvRouterConfig: %s has no effect here", name)
 
     def make_core(self, block_size: int) -> RouterCore:
         """The core that decides so, for blocks of ``block_size`` tokens.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import warnings
 from collections.abc import Mapping, Sequence
@@ -12,9 +13,11 @@ from kvflash._core import RouterBooking
 from kvflash.errors import ClosedError, InvalidArgumentError
 from kvflash.routing.config import KvRouterConfig, override_options
 from kvflash.routing.feed import Feed
+from kvflash.routing.sharing import Sharing
 from kvflash.routing.stream import RETRIED, RoutedStream
 from kvflash.routing.workers import Workers
 from kvflash.runtime import Endpoint, Stream
+from kvflash.servers import plane_of_events
 
 __all__ = ["KvPushRouter"]
 
@@ -49,7 +52,13 @@ class KvPushRouter:
         self.config = kv_router_config or KvRouterConfig()
         self._core = self.config.make_core(block_size)
         self._client = endpoint.client()
-        self._workers = Workers(self._core, endpoint.runtime.discovery, endpoint.path)
+        discovery = endpoint.runtime.discovery
+        self._sharing: Sharing | None = None
+        if self.config.router_replica_sync:
+            self._sharing = Sharing(
+                self._core.bookings, open_discovery=discovery.twin, event_plane=plane_of_events()
+            )
+        self._workers = Workers(self._core, discovery, endpoint.path, self._sharing)
         self._feed = Feed(self._core)
         self._is_started = False
         self._is_closed = False
@@ -71,6 +80,8 @@ class KvPushRouter:
         if self._is_started:
             await self._workers.close()
             self._feed.stop()
+            if self._sharing is not None:
+                await asyncio.to_thread(self._sharing.stop)
 
     # -- requests
 
@@ -343,5 +354,7 @@ class KvPushRouter:
         if not self._is_started:
             self._is_started = True
             self._feed.start()
+            if self._sharing is not None:
+                self._sharing.start()
             self._workers.start()
         await self._workers.synced(SYNC_TIMEOUT_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from kvflash._core import Bookings
 from kvflash.discovery import Discovery
@@ -101,13 +101,13 @@ class Sharing:
         self,
         bookings: Bookings,
         *,
-        open_discovery: Callable[[], Awaitable[Discovery]],
+        open_discovery: Callable[[], Discovery],
         event_plane: str = "zmq",
         lease_ttl_s: float = 10.0,
     ) -> None:
         self._bookings = bookings
         self._sink = CoreSink(bookings)
-        self._open_discovery, self._event_plane = open_discovery, event_plane
+        self._make_discovery, self._event_plane = open_discovery, event_plane
         self._lease_ttl_s = lease_ttl_s
         self._lock = threading.Lock()
         self._services: dict[Component, ReplicaSyncService] = {}
@@ -171,8 +171,11 @@ class Sharing:
             counts[f"bookings_{name}"] = count
         return counts
 
+    async def _open_discovery(self) -> Discovery:
+        return self._make_discovery()
+
     async def _open_channel(self, component: Component) -> Channel:
-        discovery = await self._open_discovery()
+        discovery = self._make_discovery()
         is_local = discovery.is_local
         await discovery.close()
         return await open_channel(self._event_plane, component, is_local=is_local)

@@ -11,6 +11,7 @@ from typing import Any
 from kvflash._core import RouterCore
 from kvflash.discovery import Delete, Discovery, Put, Synced
 from kvflash.errors import ClosedError, KvflashError, TransportError
+from kvflash.routing.sharing import Sharing
 
 __all__ = ["Workers"]
 
@@ -35,10 +36,21 @@ class Workers:
         core: The core.
         discovery: Where to look.
         path: ``namespace/component/endpoint``.
+        sharing: Shares bookings with other routers of the component.
     """
 
-    def __init__(self, core: RouterCore, discovery: Discovery, path: str) -> None:
+    def __init__(
+        self,
+        core: RouterCore,
+        discovery: Discovery,
+        path: str,
+        sharing: Sharing | None = None,
+    ) -> None:
         self._core = core
+        namespace, name, _ = path.split("/", 2)
+        self._component = (namespace, name)
+        self._sharing = sharing
+        self._joining: set[asyncio.Task[None]] = set()
         self._discovery = discovery
         component = path.rpartition("/")[0]
         self._prefixes = {
@@ -78,9 +90,10 @@ class Workers:
 
     async def close(self) -> None:
         """Follow no more."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._joining]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow(self, kind: str) -> None:
         while True:
@@ -134,7 +147,8 @@ class Workers:
         try:
             if workers != self._workers:
                 self._core.set_workers(workers)
-                self._workers = workers
+                before, self._workers = set(self.ids), workers
+                self._share(before, set(self.ids))
         except KvflashError as error:
             logger.error("the router does not take all workers: %s", error)
             return
@@ -146,6 +160,26 @@ class Workers:
                 kv_total_blocks=_count(card.get("total_kv_blocks")),
                 max_num_batched_tokens=_count(card.get("max_num_batched_tokens")),
             )
+
+    def _share(self, before: set[int], now: set[int]) -> None:
+        if self._sharing is None:
+            return
+        for worker in before - now:
+            self._sharing.worker_left(worker)
+        for worker in now - before:
+            task = asyncio.get_running_loop().create_task(self._join(self._sharing, worker))
+            self._joining.add(task)
+            task.add_done_callback(self._joining.discard)
+
+    async def _join(self, sharing: Sharing, worker: int) -> None:
+        while worker in self.ids:
+            try:
+                # The first one of a component connects.
+                await asyncio.to_thread(sharing.worker_joined, self._component, worker)
+                return
+            except KvflashError as error:
+                logger.error("requests of other routers do not count: %s; trying again", error)
+                await asyncio.sleep(RESTART_PAUSE_S)
 
     def _check(self, worker: int, card: dict[str, Any]) -> None:
         """Another block size makes everything score 0: that must not go unsaid."""
