@@ -243,6 +243,7 @@ def test_openai_engines_are_paired_as_well() -> None:
             body = {"model": "o", "prompt": list(range(64)), "max_tokens": 20, "stream": False}
             answer = ask(frontend.url, COMPLETIONS, body, {"x-request-id": "r7"})
             assert answer.status == 200
+            assert answer.headers["x-kvflash-prefill-worker"] == "2:0"
             copy, request = (json.loads(one.received[0].body) for one in (prefill, decode))
             assert (copy["max_tokens"], copy["stream"]) == (1, False)
             assert request["max_tokens"] == 20
@@ -250,7 +251,7 @@ def test_openai_engines_are_paired_as_well() -> None:
             assert prefill.received[0].header("x-request-id") == "r7"
             prefill.answer = lambda exchange: exchange.whole(500, {"error": "no blocks"})
             answer = ask(frontend.url, COMPLETIONS, body)
-            assert answer.status == 200
+            assert answer.status == 200 and "x-kvflash-prefill-worker" not in answer.headers
             assert "kv_transfer_params" not in json.loads(decode.received[1].body)
             prefill.answer = lambda exchange: exchange.whole(400, {"error": "bad prompt"})
             assert ask(frontend.url, COMPLETIONS, body).status == 400

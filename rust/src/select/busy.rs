@@ -136,7 +136,7 @@ impl Rank {
     }
 
     /// Two signals stand for the blocks: what the worker says is in use, and what its requests should
-    /// occupy. The first one counts where there is one. Above the threshold it latches, and both must be
+    /// occupy. The first one counts where there is one, but never less than what routers booked. Above the threshold it latches, and both must be
     /// below before that ends.
     fn is_decoding_too_much(&mut self, threshold: Option<f64>, own_blocks: u64) -> bool {
         let total = self.reported.kv_total_blocks.filter(|total| *total > 0);
@@ -149,7 +149,9 @@ impl Rank {
         let shares = shares.fold(0, u64::saturating_add);
         let tracked = own_blocks.saturating_add(shares);
         let expected = self.reported.active_decode_blocks.unwrap_or(0).max(tracked);
-        if is_above(self.reported.kv_used_blocks.unwrap_or(expected)) {
+        // Between two reports a burst shows in the bookings only.
+        let used = self.reported.kv_used_blocks.map_or(expected, |used| used.max(tracked));
+        if is_above(used) {
             self.is_latched = true;
         } else if !is_above(expected) {
             self.is_latched = false;

@@ -401,7 +401,7 @@ async fn attempt_all(
                 }
                 let worker = choice.booking.worker();
                 let overlap = plan.reusable_blocks(choice.overlap_blocks);
-                return Ok(relay(
+                let mut response = relay(
                     app,
                     engine,
                     choice.booking,
@@ -412,7 +412,12 @@ async fn attempt_all(
                     upstream,
                     plan.prompt_tokens(),
                     in_flight,
-                ));
+                );
+                let prefiller = handoff.worker().map(|worker| worker.to_string());
+                if let Some(Ok(value)) = prefiller.map(HeaderValue::try_from) {
+                    response.headers_mut().insert(PREFILL_HEADER.clone(), value);
+                }
+                return Ok(response);
             }
             Err(failed) => {
                 failed.note(app, &engine, tried.len());

@@ -195,7 +195,7 @@ impl TwinRank {
         let tokens = own.prefill_tokens + self.shares.values().map(|share| share.1).sum::<u64>();
         let expected = self.told.active_decode_blocks.into_iter().chain([blocks]).max().unwrap();
         let mut signals = vec![expected];
-        signals.extend(self.told.kv_used_blocks);
+        signals.extend(self.told.kv_used_blocks.map(|used| used.max(blocks)));
         let first = signals[signals.len() - 1];
         self.is_latched = match (limits.active_decode_blocks, self.told.kv_total_blocks) {
             (Some(share), Some(total)) if total > 0 => {
