@@ -77,6 +77,8 @@ def test_a_worker_that_left_is_forgotten_by_those_who_come_later_too(cluster: Cl
     assert set(holder.values()) == {gone.ids[0], stays.ids[0]}
     gone.process.kill()
     until(lambda: gone.ids[0] not in one.workers(), "the worker to be gone", deadline_s=40)
+    publishers = 'kvflash_index_workers{model="m",tenant="default"}'
+    until(lambda: one.metric(publishers) == 1, "its events to be let go")
     late = cluster.frontend(stays, *NATS)
     wanted = 8 * list(holder.values()).count(stays.ids[0])
     for frontend in (one, late):

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from kvflash._core import RouterCore
 from kvflash.discovery import open_discovery
 from kvflash.routing.replica_sync import ReplicaSync
+from kvflash.routing.sharing import CoreSink
 from kvflash.routing.sync_service import ReplicaSyncService
 from kvflash.servers import NatsSettings
 from kvflash.transport import names
@@ -134,3 +136,31 @@ def test_events_have_the_published_form() -> None:
     own.received(b"[]", 0.0)
     own.received(b'{"router_id": 1, "data": {"State": 7}, "sequence": 1}', 0.0)
     assert own.counts["malformed"] == 2
+
+
+def test_requests_at_a_worker_that_comes_later_count_once_it_is_there() -> None:
+    core = RouterCore(block_size=16)
+    router = ReplicaSync(1, CoreSink(core.bookings))
+    other = ReplicaSync(2, Load())
+    other.add("early", (7, 0), [1, 2], 40, 1)
+    other.mark_prefill_completed("early")
+    other.add("late", (7, 0), None, 40, 1)
+    for data in other.outgoing(0.0):
+        router.received(data, 0.0)
+    assert core.totals()["requests"] == 0
+    assert core.bookings.stats()["remote_requests"] == 0
+    core.set_workers([(7, 0)])
+    router.worker_joined(8)
+    assert core.totals()["requests"] == 0
+    router.worker_joined(7)
+    totals = core.totals()
+    assert (totals["requests"], totals["blocks"], totals["prefill_tokens"]) == (2, 2, 24)
+    router.worker_joined(7)
+    assert core.totals() == totals
+    other.free("early")
+    for data in other.outgoing(0.0):
+        router.received(data, 0.0)
+    assert core.totals()["requests"] == 1
+    router.listed({2}, 0.0)
+    router.listed(set(), 0.0)
+    assert core.totals()["requests"] == 0
