@@ -51,6 +51,7 @@ class RouterFlags:
     decision_journal: int = 16 * 1024 * 1024
     min_initial_workers: int = 0
     seed: int | None = None
+    router_event_threads: int = 4
     serve_indexer: bool = False
     use_remote_indexer: str | None = None
     remote_indexer_deadline: float = 0.05
@@ -116,6 +117,7 @@ def add_router_flags(flags: Flags, *, block_size: tuple[str, ...] = ()) -> None:
         summary="seed of random choices between equals, for runs that can be repeated",
     )
     _add_indexer(flags)
+    _add_compatible(flags)
 
 
 def settle(values: dict[str, Any]) -> dict[str, Any]:
@@ -249,6 +251,16 @@ def _add_knowledge(flags: Flags) -> None:
         default=5.0,
         summary="with events: seconds for which what was just sent to a worker counts as cached "
         "there, until its events tell; 0 or None counts nothing",
+    )
+
+
+def _add_compatible(flags: Flags) -> None:
+    flags.add(
+        "--router-event-threads",
+        variables=("DYN_ROUTER_EVENT_THREADS",),
+        parse=bounded_int(1, 1_024),
+        default=4,
+        summary="taken and not used: one thread receives events, and queries wait for nobody",
     )
 
 
