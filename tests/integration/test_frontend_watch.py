@@ -51,11 +51,23 @@ class SlowFleet:
         raise AssertionError(report)
 
 
+class Alone:
+    """No other frontend: nothing is shared, and events come as they are announced."""
+
+    def events(self, _instance_id: int, events: dict[int, Any]) -> dict[int, Any]:
+        return events
+
+    def before_worker(self, *_told: Any) -> None:
+        pass
+
+    worker_joined = worker_left = only = before_worker
+
+
 @pytest.fixture
 def fleet(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[SlowFleet]:
     monkeypatch.setenv("KVFLASH_DISCOVERY_DIR", str(tmp_path / "discovery"))
     made = SlowFleet()
-    made.watch = DiscoveryWatch(made, kind="file")
+    made.watch = DiscoveryWatch(made, kind="file", cluster=Alone())
     made.watch.start()
     yield made
     made.gate.set()
