@@ -50,7 +50,9 @@ async fn answer(
         ),
         (Method::POST, "/v1/chat/completions") => {
             let body: serde_json::Value = serde_json::from_slice(&body).unwrap_or_default();
-            let tokens = body["max_tokens"].as_u64().unwrap_or(1);
+            // Some routers write the later name for it.
+            let tokens = [&body["max_tokens"], &body["max_completion_tokens"]];
+            let tokens = tokens.into_iter().find_map(serde_json::Value::as_u64).unwrap_or(1);
             let interval = (interval_us > 0)
                 .then(|| tokio::time::interval(Duration::from_micros(interval_us)));
             let stream = Stream { next: 0, tokens, interval };

@@ -69,7 +69,7 @@ pub async fn run(url: &str, streams: usize, tokens: usize) {
 
 fn quantile(values: &mut [u32], share: f64) -> f64 {
     if values.is_empty() {
-        return f64::NAN;
+        return 0.0;
     }
     values.sort_unstable();
     let at = ((values.len() - 1) as f64 * share).round() as usize;
