@@ -13,6 +13,7 @@ from kvflash.config import (
     Flags,
     bounded_float,
     bounded_int,
+    memory_limit,
     optional,
     size_or_zero,
     variable_of,
@@ -50,11 +51,45 @@ class RouterFlags:
     active_prefill_tokens_threshold_frac: float | None = None
     decision_journal: int = 16 * 1024 * 1024
     min_initial_workers: int = 0
+    max_blocks: int = 33_554_432
+    index_memory: int = 0
     seed: int | None = None
     router_event_threads: int = 4
     serve_indexer: bool = False
     use_remote_indexer: str | None = None
     remote_indexer_deadline: float = 0.05
+
+    def core_settings(self) -> dict[str, Any]:
+        """The same by the names that the core's services have for them, but for the block size."""
+        return {
+            "policy": self.router_mode,
+            "overlap_score_weight": self.kv_overlap_score_weight,
+            "overlap_score_credit": self.router_kv_overlap_score_credit,
+            "overlap_score_credit_decay": self.router_kv_overlap_score_credit_decay,
+            "prefill_load_scale": self.router_prefill_load_scale,
+            "active_request_weight": self.router_active_request_weight,
+            "temperature": self.router_temperature,
+            "track_active_blocks": self.track_active_blocks,
+            "track_prefill_tokens": self.track_prefill_tokens,
+            "assume_kv_reuse": self.assume_kv_reuse,
+            "active_request_expiry_s": self.active_request_expiry,
+            "seed": self.seed,
+            "use_kv_events": self.use_kv_events,
+            "predicted_ttl_s": self.router_predicted_ttl_secs or 0.0,
+            "router_ttl_s": self.router_ttl,
+            "router_max_tree_size": self.router_max_tree_size,
+            "router_prune_target_ratio": self.router_prune_target_ratio,
+            "active_decode_blocks_threshold": self.active_decode_blocks_threshold,
+            "active_prefill_tokens_threshold": self.active_prefill_tokens_threshold,
+            "active_prefill_tokens_threshold_frac": self.active_prefill_tokens_threshold_frac,
+            "decision_journal_bytes": self.decision_journal,
+            "min_initial_workers": self.min_initial_workers,
+            "max_blocks": self.max_blocks,
+            "index_memory_bytes": self.index_memory,
+            "serve_indexer": self.serve_indexer,
+            "remote_indexer": self.use_remote_indexer,
+            "remote_indexer_deadline_s": self.remote_indexer_deadline,
+        }
 
 
 def add_router_flags(flags: Flags, *, block_size: tuple[str, ...] = ()) -> None:
@@ -116,6 +151,7 @@ def add_router_flags(flags: Flags, *, block_size: tuple[str, ...] = ()) -> None:
         default=None,
         summary="seed of random choices between equals, for runs that can be repeated",
     )
+    _add_index(flags)
     _add_indexer(flags)
     _add_compatible(flags)
 
@@ -286,6 +322,23 @@ def _add_thresholds(flags: Flags) -> None:
         parse=optional(bounded_float(0)),
         default=None,
         summary="the same as a multiple of the tokens that the worker takes in one batch",
+    )
+
+
+def _add_index(flags: Flags) -> None:
+    flags.add(
+        "--max-blocks",
+        parse=bounded_int(0, 2**48),
+        default=33_554_432,
+        summary="blocks that one model's index may hold, 0 = no limit",
+    )
+    flags.add(
+        "--index-memory",
+        parse=memory_limit,
+        default=0,
+        metavar="SIZE",
+        summary="memory that the index of one model and tenant may occupy, such as 8GiB, 512MiB or "
+        "plain bytes, 0 = no limit; near it the least recently stored blocks go",
     )
 
 

@@ -12,7 +12,6 @@ from kvflash.config import (
     bounded_float,
     bounded_int,
     byte_count,
-    memory_limit,
 )
 from kvflash.router_flags import RouterFlags, add_router_flags, settle
 
@@ -41,8 +40,6 @@ class FrontendArgs(RouterFlags, ClusterFlags):
     max_concurrent_requests: int
     max_workers: int
     max_attempts: int
-    max_blocks: int
-    index_memory: int
     body_timeout: float
     connect_timeout: float
     first_byte_timeout: float
@@ -158,20 +155,6 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
         parse=bounded_int(1, 1_000),
         default=5,
         summary="workers that a request may try before its first byte",
-    )
-    flags.add(
-        "--max-blocks",
-        parse=bounded_int(0, 2**48),
-        default=33_554_432,
-        summary="blocks that one model's index may hold, 0 = no limit",
-    )
-    flags.add(
-        "--index-memory",
-        parse=memory_limit,
-        default=0,
-        metavar="SIZE",
-        summary="memory that the index of one model and tenant may occupy, such as 8GiB, 512MiB or "
-        "plain bytes, 0 = no limit; near it the least recently stored blocks go",
     )
     for name, default, summary in (
         ("--body-timeout", 60.0, "seconds in which a request's body must arrive"),

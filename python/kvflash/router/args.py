@@ -12,7 +12,6 @@ from kvflash.config import (
     bounded_float,
     bounded_int,
     byte_count,
-    memory_limit,
 )
 from kvflash.errors import ConfigError
 from kvflash.router_flags import RouterFlags, add_router_flags, settle
@@ -55,8 +54,6 @@ class RouterArgs(RouterFlags):
     max_body_bytes: int = 8 * 1024 * 1024
     max_concurrent_requests: int = 65_536
     max_workers: int = 4_096
-    max_blocks: int = 33_554_432
-    index_memory: int = 0
     body_timeout: float = 60.0
     drain_timeout: float = 5.0
 
@@ -192,20 +189,6 @@ def _add_limits(flags: Flags) -> None:
         parse=bounded_int(1, 65_535),
         default=4_096,
         summary="workers that may be registered",
-    )
-    flags.add(
-        "--max-blocks",
-        parse=bounded_int(0, 2**48),
-        default=33_554_432,
-        summary="blocks that one model's index may hold, 0 = no limit",
-    )
-    flags.add(
-        "--index-memory",
-        parse=memory_limit,
-        default=0,
-        metavar="SIZE",
-        summary="memory that the index of one model and tenant may occupy, such as 8GiB, 512MiB or "
-        "plain bytes, 0 = no limit; near it the least recently stored blocks go",
     )
     flags.add(
         "--body-timeout",

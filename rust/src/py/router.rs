@@ -1,7 +1,6 @@
 //! The standalone router.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use axum::body::Body;
 use axum::http::{Request, header};
@@ -157,14 +156,9 @@ impl Router {
     fn start(&self, py: Python<'_>, host: &str, port: u16) -> PyResult<u16> {
         py.detach(|| {
             let address = self.service.start(host, port, self.app.router())?;
-            let (app, shutdown) = (self.app.clone(), self.service.shutdown.clone());
-            self.service.spawn(async move {
-                loop {
-                    tokio::select! {
-                        () = tokio::time::sleep(Duration::from_secs(1)) => { app.expire(); }
-                        () = shutdown.wait() => break,
-                    }
-                }
+            let app = self.app.clone();
+            self.service.every_second(move || {
+                app.expire();
             });
             Ok(address.port())
         })

@@ -65,6 +65,19 @@ impl Service {
         self.handle.spawn(task);
     }
 
+    /// Call `tick` every second until the stop.
+    pub fn every_second(&self, tick: impl Fn() + Send + 'static) {
+        let shutdown = self.shutdown.clone();
+        self.spawn(async move {
+            loop {
+                tokio::select! {
+                    () = tokio::time::sleep(Duration::from_secs(1)) => tick(),
+                    () = shutdown.wait() => break,
+                }
+            }
+        });
+    }
+
     /// Run `call` where tokio's tasks can be started.
     pub fn enter<T>(&self, call: impl FnOnce() -> T) -> T {
         let _guard = self.handle.enter();
