@@ -7,9 +7,9 @@ export CARGO_TARGET_DIR ?= $(HOME)/.cache/kvflash/target
 PROFILE ?= fast
 PYTEST_FLAGS ?=
 
-.PHONY: help demo demo-cluster test lint bench dev capi wheel fuzz loom sanitize soak peers clean
+.PHONY: help demo demo-cluster test lint bench policies dev capi wheel fuzz loom sanitize soak peers clean
 help:
-	@echo "make demo | demo-cluster | test | lint | bench | dev | capi | wheel | fuzz | loom | sanitize | soak | peers | clean"
+	@echo "make demo | demo-cluster | test | lint | bench | policies | dev | capi | wheel | fuzz | loom | sanitize | soak | peers | clean"
 
 $(VENV)/.ready:
 	$(PYTHON) -m venv $(VENV)
@@ -55,6 +55,12 @@ test: lint capi
 bench: dev
 	$(BIN)/python -m pytest benches --benchmark-only $(PYTEST_FLAGS)
 	$(BIN)/python -m pytest benches/test_index_gates.py $(PYTEST_FLAGS)
+	$(BIN)/python benches/state.py --dry
+
+# The tables of docs/policies.md. TRACE=path plays a recorded trace; without it one of the same shape is made.
+policies:
+	cargo bench --quiet --profile $(PROFILE) --bench policies -- \
+		--trace "$(if $(TRACE),$(abspath $(TRACE)))" --write docs/policies.md
 
 wheel: $(VENV)/.ready
 	$(BIN)/maturin build --release --out dist
@@ -83,9 +89,11 @@ sanitize:
 
 soak: dev
 	KVFLASH_SIM_SEEDS=10000 $(BIN)/python -m pytest tests/simulation -s --timeout 0
-	KVFLASH_STRESS_SECONDS=30 KVFLASH_MODEL_EVENTS=12000 cargo test --release --quiet --test stress --test model
+	KVFLASH_STRESS_SECONDS=30 cargo test --release --quiet --test stress
+	KVFLASH_MODEL_SEEDS=210 cargo test --release --quiet --test model -- --nocapture
 	KVFLASH_CHURN_BLOCKS=100000000 cargo test --release --quiet --test limits churn -- --nocapture --test-threads=1
 	KVFLASH_FUZZ_FRAMES=10000000 cargo test --release --quiet --test frames
+	KVFLASH_CHAOS_SECONDS=600 $(BIN)/python -m pytest tests/e2e/test_chaos.py -s --timeout 0
 	KVFLASH_SOAK_BLOCKS=100000000 KVFLASH_SOAK_SECONDS=600 $(BIN)/python -m pytest benches/soak -s --timeout 0
 
 # Needs wrk and nginx; installs the other systems on first use.

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,18 +44,18 @@ def _binary(name: str) -> str:
     return found
 
 
-class _Server:
+class _Server(ABC):
     """A process with a folder of its own; what it says is in its log file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.popen: subprocess.Popen[bytes] | None = None
 
-    def command(self) -> list[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def command(self) -> list[str]: ...
 
-    def is_ready(self) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def is_ready(self) -> bool: ...
 
     def start(self) -> None:
         assert self.popen is None
@@ -104,12 +105,19 @@ class NatsServer(_Server):
 
 
 class EtcdServer(_Server):
-    """etcd, one member."""
+    """etcd, one member.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: For its data.
+        args: Further arguments.
+        scheme: https when these are certificates.
+    """
+
+    def __init__(self, folder: Path, args: Sequence[str] = (), *, scheme: str = "http") -> None:
         super().__init__(folder)
-        self.port, self._peer = free_port(), free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.port, self._peer, self.monitor = free_port(), free_port(), free_port()
+        self._args = list(args)
+        self.url = f"{scheme}://127.0.0.1:{self.port}"
         self.start()
 
     def command(self) -> list[str]:
@@ -122,11 +130,13 @@ class EtcdServer(_Server):
             f"--listen-peer-urls={peer}",
             f"--initial-advertise-peer-urls={peer}",
             f"--initial-cluster=default={peer}",
+            f"--listen-metrics-urls=http://127.0.0.1:{self.monitor}",
             "--log-level=error",
+            *self._args,
         ]
 
     def is_ready(self) -> bool:
-        return _answers(f"{self.url}/health")
+        return _answers(f"http://127.0.0.1:{self.monitor}/health")
 
 
 def _answers(url: str) -> bool:

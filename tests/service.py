@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -49,10 +50,14 @@ def until(check: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> 
 class Http:
     """A JSON client over one connection, kept while it is in use."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, tls: ssl.SSLContext | None = None) -> None:
         parts = urlsplit(url)
-        self.url = url
-        self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
+        host, self.url = parts.hostname or "", url
+        self._connection = (
+            http.client.HTTPConnection(host, parts.port, timeout=60)
+            if tls is None
+            else http.client.HTTPSConnection(host, parts.port, timeout=60, context=tls)
+        )
         self._used = time.monotonic()
 
     def call(

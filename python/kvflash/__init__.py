@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         register_llm,
         unregister_llm,
     )
+    from kvflash.policy import Policy, PolicyCandidate, PolicyEnded, PolicyRequest
     from kvflash.publisher import (
         ForwardPassMetrics,
         KvEventPublisher,
@@ -79,6 +80,10 @@ __getattr__ = lazy_names(
         "ModelRuntimeConfig": "kvflash.llm",
         "ModelType": "kvflash.llm",
         "Namespace": "kvflash.runtime",
+        "Policy": "kvflash.policy",
+        "PolicyCandidate": "kvflash.policy",
+        "PolicyEnded": "kvflash.policy",
+        "PolicyRequest": "kvflash.policy",
         "RoutedStream": "kvflash.routing",
         "RuntimeLimits": "kvflash.runtime",
         "SpecDecodeStats": "kvflash.publisher",
@@ -123,6 +128,10 @@ __all__ = [
     "NotFoundError",
     "OverlapScores",
     "OverloadedError",
+    "Policy",
+    "PolicyCandidate",
+    "PolicyEnded",
+    "PolicyRequest",
     "RadixTree",
     "RoutedStream",
     "RuntimeLimits",

@@ -15,12 +15,19 @@ __all__ = [
     "Indexer",
     "KvIndexer",
     "OverlapScores",
+    "PolicyCandidate",
+    "PolicyDesk",
+    "PolicyEnded",
+    "PolicyQuestion",
+    "PolicyRequest",
     "RadixTree",
     "Router",
     "RouterBooking",
     "RouterCore",
+    "RouterWait",
     "Tokenizer",
     "ZmqDrain",
+    "check_policy",
     "compute_block_hash_array",
     "compute_block_hash_for_seq",
     "compute_sequence_hashes",
@@ -29,6 +36,13 @@ __all__ = [
 ]
 
 _Integers = Sequence[int] | Buffer
+
+def check_policy(strategy: str) -> None:
+    """Check the name of a policy, or a weighted strategy such as ``prefix-cache:2,least-request``.
+
+    Raises:
+        InvalidArgumentError: Lists the policies there are.
+    """
 
 def init_logging(level: str = "info", *, json: bool = False) -> bool:
     """Send the core's log lines to stderr.
@@ -613,8 +627,12 @@ class Catalog:
     def restarted(self, publisher: int) -> None:
         """Its process is another one than before: its blocks are forgotten, it counts from 0."""
 
-    def dump(self) -> CatalogDump:
-        """Everything held, with the place of every publisher's stream, as GET /dump's snapshot."""
+    def dump(self, instance_id: int | None = None) -> CatalogDump:
+        """Everything held, with the place of every publisher's stream, as GET /dump's snapshot.
+
+        Args:
+            instance_id: Of this instance only.
+        """
 
     def restore(self, dump: bytes) -> tuple[int, int, list[str]]:
         """Take over a dump: blocks and places of publishers that have none yet.
@@ -705,10 +723,14 @@ class Catalog:
 
 @final
 class CatalogDump:
-    """The bytes of a dump in chunks, one publisher each: joined they are what ``restore`` takes.
+    """The bytes of a dump in chunks of up to 1 MiB: joined they are what ``restore`` takes.
 
-    Consistency: each publisher's chunk is of the moment in which it was asked for.
-    Cost: 16 bytes a block; that publisher's frames wait while its chunk is made. Releases the GIL.
+    The first chunk is the mark of its form and the last one that of its end; what lies between may
+    be joined with that of other dumps.
+
+    Consistency: each publisher's share is of the moment in which its first chunk was asked for.
+    Cost: 16 bytes a block; that publisher's frames wait while its share is made. Releases the GIL,
+    but for the copy of a chunk.
     """
 
     def __iter__(self) -> Iterator[bytes]: ...
@@ -755,6 +777,146 @@ class ZmqDrain:
         """
 
 @final
+class PolicyDesk:
+    """Where a service asks a policy in Python; :class:`kvflash.Policy` is what users write.
+
+    Args:
+        name: The policy's name.
+        deadline_s: How long an answer is waited for; at least 0.001.
+        routed, finished, removed: Whether the policy wants to be told of these.
+
+    Raises:
+        ConfigError: A deadline that is none.
+    """
+
+    def __new__(
+        cls,
+        name: str,
+        *,
+        deadline_s: float = 0.005,
+        routed: bool = False,
+        finished: bool = False,
+        removed: bool = False,
+    ) -> PolicyDesk: ...
+    def next(self) -> tuple[str, Any, Any] | None:
+        """Wait, without the GIL, for something to do; ``None`` once it is closed.
+
+        Returns:
+            ``("choose", PolicyQuestion, None)``, ``("routed", PolicyRequest, PolicyCandidate)``,
+            ``("finished", PolicyEnded, None)`` or ``("removed", worker_id, dp_rank)``.
+        """
+
+    def close(self) -> None:
+        """Nothing is asked any more; what waits is done without."""
+
+@final
+class PolicyQuestion:
+    """A question that waits for its answer; dropped without one it is a failure."""
+
+    @property
+    def request(self) -> PolicyRequest: ...
+    @property
+    def candidates(self) -> list[PolicyCandidate]: ...
+    def answer(self, scores: Sequence[float | None]) -> bool:
+        """Answer with a score for each candidate, ``None`` where it is not to be taken.
+
+        False when there are not as many, or one is not finite.
+        """
+
+    def fail(self, *, is_nonsense: bool = False) -> None:
+        """There is no answer: the policy failed, or what it said is none."""
+
+@final
+class PolicyRequest:
+    """A request, as a policy sees it."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def isl_tokens(self) -> int:
+        """Length of the prompt in tokens; guessed where they are not known."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block; 0 while unknown."""
+
+    @property
+    def prompt(self) -> bytes:
+        """Its text in UTF-8, without the JSON around it; of token ids four bytes each."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The model's own tokens, a new list each time; empty while unknown."""
+
+    @property
+    def user(self) -> str | None: ...
+    @property
+    def session_key(self) -> str | None: ...
+    @property
+    def session_worker(self) -> tuple[int, int] | None:
+        """The worker and rank that the client names."""
+
+@final
+class PolicyCandidate:
+    """A worker that may take a request."""
+
+    @property
+    def index(self) -> int:
+        """Its place among the candidates."""
+
+    @property
+    def worker_id(self) -> int: ...
+    @property
+    def dp_rank(self) -> int: ...
+    @property
+    def overlap_blocks(self) -> int:
+        """Leading blocks of the prompt that it holds, or soon will."""
+
+    @property
+    def predicted_blocks(self) -> int:
+        """How many of these it does not hold yet."""
+
+    @property
+    def active_requests(self) -> int: ...
+    @property
+    def active_blocks(self) -> int:
+        """Distinct blocks in use."""
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens still to be prefilled there."""
+
+    @property
+    def cost(self) -> float:
+        """What the request would cost there, as the policy ``kv`` reckons."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What its engine reports of itself: running_requests, gpu_kv_usage and others."""
+
+@final
+class PolicyEnded:
+    """A request that has ended, and what it used."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def user(self) -> str | None: ...
+    @property
+    def worker_id(self) -> int: ...
+    @property
+    def dp_rank(self) -> int: ...
+    @property
+    def input_tokens(self) -> int: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    @property
+    def output_tokens(self) -> int: ...
+    @property
+    def duration_s(self) -> float:
+        """From the decision to the end."""
+
+@final
 class RouterBooking:
     """A request that was given to a worker.
 
@@ -786,8 +948,45 @@ class RouterBooking:
     def cached(self, tokens: int) -> None:
         """The engine says how many tokens of the prompt it reused; for :meth:`RouterCore.why`."""
 
+    def used(
+        self,
+        *,
+        input_tokens: int | None = None,
+        cached_tokens: int | None = None,
+        output_tokens: int | None = None,
+    ) -> None:
+        """What the engine says was used, for policies; the last word on each figure counts."""
+
     def free(self, *, is_complete: bool = False) -> None:
         """Give the load back; ``is_complete``: its answer came to its end."""
+
+@final
+class RouterWait:
+    """A request in the line of those that no worker has room to prefill.
+
+    It leaves with :meth:`leave`, and with the object at the latest; nothing is booked then.
+    """
+
+    @property
+    def number(self) -> int:
+        """What :meth:`RouterCore.called` names it by."""
+
+    def try_again(self) -> RouterBooking | None:
+        """Book it where there is room by now; to be called when it is called.
+
+        Returns:
+            None while there is none: it goes on waiting, and the next one is called.
+
+        Raises:
+            KvflashError: As :meth:`RouterCore.book`; it has left the line then.
+            ClosedError: It waits no more.
+        """
+
+    def expire(self) -> BaseException:
+        """Leave, because it took too long: the AllBusyError to raise."""
+
+    def leave(self) -> None:
+        """Leave the line. Again, or after :meth:`try_again` has booked, it does nothing."""
 
 @final
 class Router:
@@ -796,7 +995,10 @@ class Router:
     def __new__(
         cls,
         *,
-        policy: str = "kv",
+        policy: str | None = None,
+        policy_desk: PolicyDesk | None = None,
+        policy_profile: str | None = None,
+        shadow_policies: Sequence[str] = ...,
         overlap_score_weight: float = 1.0,
         temperature: float = 0.0,
         block_size: int | None = None,
@@ -830,6 +1032,18 @@ class Router:
         overlap_score_credit_decay: float = 0.0,
         prefill_load_scale: float = 1.0,
         active_request_weight: float = 0.0,
+        router_queue_threshold: float | None = None,
+        router_queue_policy: str = "fcfs",
+        router_queue_limit: int = 1_024,
+        router_queue_timeout_s: float = 60.0,
+        router_queue_batched_tokens: int = 10_000_000,
+        track_output_blocks: bool = False,
+        host_cache_hit_weight: float = 0.75,
+        disk_cache_hit_weight: float = 0.25,
+        prefill_tokens_per_s: float | None = None,
+        session_affinity_ttl_s: int | None = None,
+        tls_cert_path: str | os.PathLike[str] | None = None,
+        tls_key_path: str | os.PathLike[str] | None = None,
     ) -> Router:
         """Make a service that does not listen yet, without workers.
 
@@ -838,7 +1052,27 @@ class Router:
         """
 
     @property
+    def bookings(self) -> Bookings:
+        """What it tells replicas, and what they tell it."""
+
+    @property
     def catalog(self) -> Catalog: ...
+    def set_more_metrics(self, text: str) -> None:
+        """What ``/metrics`` tells besides its own: lines of the OpenMetrics text format."""
+
+    def worker_changes(self) -> int:
+        """How often a worker was registered or forgotten. Cost: O(1)."""
+
+    def registered(self) -> list[tuple[int, str, str, str | None, int]]:
+        """The workers that are registered now.
+
+        Returns:
+            ``(worker_id, model_name, tenant_id, url, joined)``, by model; ``joined`` is another
+            number when a worker comes again.
+
+        Cost: O(workers); releases the GIL.
+        """
+
     def start(self, host: str, port: int) -> int:
         """Bind and serve in the background. Returns the bound port.
 
@@ -944,14 +1178,17 @@ class RouterCore:
     one process. ``options`` of a call is a dict with any of ``overlap_score_weight``,
     ``overlap_score_credit``, ``prefill_load_scale``,
     ``router_temperature``, ``assume_kv_reuse``, ``worker_id``, ``dp_rank``, ``allowed_worker_ids``,
-    ``lora_name`` and ``cache_salt``; ``None`` is as good as absent, an unknown name is refused.
+    ``lora_name``, ``cache_salt``, ``user``, ``prompt`` (its text, for policies),
+    ``session_key`` and ``session_worker`` (id and rank), ``priority``, ``strict_priority``,
+    ``expected_output_tokens``; ``None`` is as good as absent, an unknown name is refused.
 
     Raises:
-        ConfigError: A setting out of range, by name.
+        ConfigError: A setting out of range, or a policy that is not known, by name.
         InvalidArgumentError: A block size of 0, or a threshold out of range, by name.
 
     Cost: O(tokens) to hash, O(blocks + workers) to decide; microseconds. Prompts of more than 8,192
-    tokens release the GIL.
+    tokens release the GIL, and so does every call that asks a policy in Python: it waits for that
+    one's deadline at most.
     """
 
     def __new__(
@@ -959,6 +1196,11 @@ class RouterCore:
         *,
         block_size: int,
         model_name: str = "default",
+        tenant_id: str = "default",
+        policy: str | None = None,
+        policy_desk: PolicyDesk | None = None,
+        policy_profile: str | None = None,
+        shadow_policies: Sequence[str] = ...,
         overlap_score_weight: float = 1.0,
         temperature: float = 0.0,
         use_kv_events: bool = True,
@@ -982,6 +1224,15 @@ class RouterCore:
         overlap_score_credit_decay: float = 0.0,
         prefill_load_scale: float = 1.0,
         active_request_weight: float = 0.0,
+        host_cache_hit_weight: float = 0.75,
+        disk_cache_hit_weight: float = 0.25,
+        prefill_tokens_per_s: float | None = None,
+        session_affinity_ttl_s: int | None = None,
+        router_queue_threshold: float | None = None,
+        router_queue_policy: str = "fcfs",
+        router_queue_limit: int = 1_024,
+        router_queue_timeout_s: float = 60.0,
+        router_queue_batched_tokens: int = 10_000_000,
     ) -> RouterCore: ...
     @property
     def bookings(self) -> Bookings:
@@ -993,6 +1244,16 @@ class RouterCore:
 
     @property
     def block_size(self) -> int: ...
+    @property
+    def policy(self) -> str:
+        """The name of the policy that chooses."""
+
+    def policy_samples(self) -> list[tuple[str, str, str, float]]:
+        """What policies and shadows count: name, label, its value, and the figure.
+
+        Names are without the program's prefix; those of counters end in ``_total``.
+        """
+
     @property
     def uses_events(self) -> bool:
         """Whether events can change a decision: they are on, and overlap weighs something."""
@@ -1032,6 +1293,16 @@ class RouterCore:
 
         Returns:
             False when it is no worker: nothing is kept then.
+        """
+
+    def report_metrics(self, worker_id: int, dp_rank: int, metrics: dict[str, float]) -> bool:
+        """Tell what an engine reports of itself, for policies; what is left out stays as it was.
+
+        Returns:
+            Whether the worker is there.
+
+        Raises:
+            InvalidArgumentError: An unknown figure, or one out of range, by name.
         """
 
     def busy_workers(self) -> list[int]:
@@ -1083,6 +1354,36 @@ class RouterCore:
     ) -> RouterBooking:
         """As :meth:`preview`, and book it; ``request_id`` is its name for :meth:`why` only."""
 
+    def enter(
+        self,
+        token_ids: _Integers,
+        options: dict[str, Any] | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> RouterBooking | RouterWait:
+        """As :meth:`book`, for those who can wait.
+
+        Returns:
+            A place in the line, with ``router_queue_threshold`` and where every worker that may
+            take the request has more to prefill than that.
+
+        Raises:
+            OverloadedError: As many wait as may, too.
+        """
+
+    @property
+    def wake_fd(self) -> int | None:
+        """A socket, readable while :meth:`called` has something; None without a threshold."""
+
+    def called(self) -> list[int]:
+        """Numbers of those in the line whose turn it is to try; each call of one is told once."""
+
+    def queue_stats(self) -> dict[str, int]:
+        """Who waits, ``pending`` and ``pending_isl_tokens``, and what became of the others.
+
+        That is ``placed``, ``refused``, ``expired``, ``failed`` and ``left``, each with ``_total``.
+        """
+
     def mark_prefill_complete(self, request_id: str) -> None:
         """The prompt of a reserved request is prefilled.
 
@@ -1093,7 +1394,14 @@ class RouterCore:
     def touch(self, request_id: str) -> bool:
         """Something was heard of a reserved request. False when it is not active."""
 
-    def free(self, request_id: str) -> bool:
+    def free(
+        self,
+        request_id: str,
+        *,
+        input_tokens: int | None = None,
+        cached_tokens: int | None = None,
+        output_tokens: int | None = None,
+    ) -> bool:
         """A reserved request has ended. False when it was not active, which is no error."""
 
     def potential_loads(
@@ -1230,7 +1538,10 @@ class Frontend:
     def __new__(
         cls,
         *,
-        policy: str = "kv",
+        policy: str | None = None,
+        policy_desk: PolicyDesk | None = None,
+        policy_profile: str | None = None,
+        shadow_policies: Sequence[str] = ...,
         overlap_score_weight: float = 1.0,
         temperature: float = 0.0,
         kv_cache_block_size: int | None = None,
@@ -1275,6 +1586,25 @@ class Frontend:
         active_request_weight: float = 0.0,
         track_prefill_tokens: bool = True,
         min_initial_workers: int = 0,
+        fairness: str | None = None,
+        fairness_weights: Sequence[tuple[str, float]] = ...,
+        fairness_queue_limit: int = 1_024,
+        fairness_queue_timeout_s: float = 60.0,
+        fairness_max_running: int = 256,
+        fairness_cached_share: float = 0.0,
+        router_queue_threshold: float | None = None,
+        router_queue_policy: str = "fcfs",
+        router_queue_limit: int = 1_024,
+        router_queue_timeout_s: float = 60.0,
+        router_queue_batched_tokens: int = 10_000_000,
+        track_output_blocks: bool = False,
+        host_cache_hit_weight: float = 0.75,
+        disk_cache_hit_weight: float = 0.25,
+        prefill_tokens_per_s: float | None = None,
+        session_affinity_ttl_s: int | None = None,
+        tls_cert_path: str | os.PathLike[str] | None = None,
+        tls_key_path: str | os.PathLike[str] | None = None,
+        metrics_prefix: str = "kvflash",
     ) -> Frontend: ...
     @property
     def bookings(self) -> Bookings:

@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+from typing import Any
 
 from kvflash.config import Flags, bounded_int, optional
+from kvflash.errors import ConfigError
 from kvflash.servers import EVENT_PLANES
 
-__all__ = ["ClusterFlags", "add_cluster_flags"]
+__all__ = ["ClusterFlags", "add_cluster_flags", "settle_cluster"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFlags:
     """What the flags say; see ``--help``."""
 
-    event_plane: str
-    router_replica_sync: bool
-    router_snapshot_threshold: int | None
-    router_reset_states: bool
+    event_plane: str = "zmq"
+    router_replica_sync: bool = False
+    router_snapshot_threshold: int | None = 1_000_000
+    router_reset_states: bool = False
+
+    def check_cluster(self, *, has_discovery: bool, needs: str) -> None:
+        """Check that workers and replicas can be found.
+
+        Args:
+            has_discovery: They can.
+            needs: The flag that would help.
+
+        Raises:
+            ConfigError: Something is to be shared, and they can't; names both flags.
+        """
+        for flag, is_set in (
+            ("--event-plane nats", self.event_plane == "nats"),
+            ("--router-replica-sync", self.router_replica_sync),
+        ):
+            if is_set and not has_discovery:
+                raise ConfigError(
+                    f"{flag} needs {needs}: replicas find each other in discovery, and their "
+                    "workers"
+                )
 
 
 def add_cluster_flags(flags: Flags) -> None:
@@ -32,6 +55,15 @@ def add_cluster_flags(flags: Flags) -> None:
         "events of workers that write to JetStream or publish on NATS, over the server that "
         "NATS_SERVER names",
     )
+    flags.add_toggle(
+        "durable_kv_events",
+        on=("--router-durable-kv-events", "--durable-kv-events"),
+        off=(),
+        default=False,
+        variables=("DYN_ROUTER_DURABLE_KV_EVENTS", "DYN_DURABLE_KV_EVENTS"),
+        summary="deprecated: --event-plane nats",
+    )
+    flags.preset("durable_kv_events", {"event_plane": "nats"})
     flags.add_toggle(
         "router_replica_sync",
         on=("--router-replica-sync",),
@@ -58,3 +90,19 @@ def add_cluster_flags(flags: Flags) -> None:
         summary="with nats: forget all that the stream and its snapshot tell, here and at all "
         "replicas, and begin anew",
     )
+
+
+def settle_cluster(values: dict[str, Any]) -> dict[str, Any]:
+    """What deprecated flags among ``values`` make of the others.
+
+    Raises:
+        ConfigError: Durable events where none are listened to.
+    """
+    values = dict(values)
+    if not values.pop("durable_kv_events"):
+        return values
+    if not values["use_kv_events"]:
+        raise ConfigError("--router-durable-kv-events requires KV events: --no-kv-events is set")
+    message = "--router-durable-kv-events is deprecated: use --event-plane nats"
+    warnings.warn(message, FutureWarning, stacklevel=2)
+    return {**values, "event_plane": "nats"}

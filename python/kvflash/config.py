@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from kvflash.config_file import Setting, one_value, read_settings, texts, truth
+from kvflash.errors import ConfigError
 
 __all__ = [
     "Flags",
@@ -20,6 +24,7 @@ __all__ = [
 
 _T = TypeVar("_T")
 
+_FILE_DEST = "settings_file"
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -124,6 +129,10 @@ class Flags:
             allow_abbrev=False,
         )
         self._lists: dict[str, list[str]] = {}
+        self._file: tuple[str, str | None] | None = None
+        self._settings: list[Setting] = []
+        self._presets: dict[str, dict[str, Any]] = {}
+        self._is_file_open = True
 
     def add(
         self,
@@ -150,7 +159,7 @@ class Flags:
             except (argparse.ArgumentTypeError, ValueError) as error:
                 self._parser.error(f"environment variable {variable}: {error}")
         shown = "" if default in (None, ()) else f" (default: {default})"
-        self._parser.add_argument(
+        added = self._parser.add_argument(
             *names,
             type=parse,
             default=default,
@@ -158,6 +167,7 @@ class Flags:
             metavar=metavar,
             help=summary.replace("%", "%%") + str(shown).replace("%", "%%"),
         )
+        self._can_be_in_file(names, added.dest, one_value(parse, choices), text is not None)
 
     def add_switch(self, *names: str, dest: str, value: bool, summary: str) -> None:
         """Add a flag without a value that sets ``dest`` to ``value``.
@@ -165,7 +175,8 @@ class Flags:
         The first name names its variable.
         """
         variable = self._variable(names[0])
-        is_set = self._truth(variable, os.environ.get(variable, ""))
+        text = os.environ.get(variable, "").strip()
+        is_set = self._truth(variable, text)
         self._parser.add_argument(
             *names,
             dest=dest,
@@ -174,6 +185,7 @@ class Flags:
             default=value if is_set else not value,
             help=summary,
         )
+        self._can_be_in_file(names, dest, truth(() if value else names), bool(text))
 
     def add_toggle(
         self,
@@ -213,16 +225,24 @@ class Flags:
                 default=value,
                 help=summary if at == 0 else f"the opposite of {group[0][0][0]}",
             )
+        self._can_be_in_file((*on, *off), dest, truth(off), bool(said))
 
     def add_mode(
-        self, name: str, *, choices: Sequence[str], default: str, bare: str, summary: str
+        self,
+        name: str,
+        *,
+        choices: Sequence[str],
+        default: str,
+        bare: str,
+        summary: str,
+        variables: Sequence[str] = (),
     ) -> None:
         """Add a flag with one of a few values; without a value it is ``bare``.
 
         In the environment the words for yes and no mean ``bare`` and ``default``.
         """
-        variable = self._variable(name)
-        text = os.environ.get(variable, default)
+        variable, found = self._setting(name, variables)
+        text = default if found is None else found
         words = {**dict.fromkeys(_TRUE, bare), **dict.fromkeys(_FALSE, default)}
         value = words.get(text.lower(), text) if text not in choices else text
         if value not in choices:
@@ -241,7 +261,9 @@ class Flags:
 
     def add_list(self, name: str, *, dest: str, summary: str, metavar: str) -> None:
         """Add a flag that may be given many times; the environment separates by white space."""
-        self._lists[dest] = os.environ.get(self._variable(name), "").split()
+        found = os.environ.get(self._variable(name), "").split()
+        self._lists[dest] = found
+        self._can_be_in_file((name,), dest, texts, bool(found))
         self._parser.add_argument(name, dest=dest, action="append", metavar=metavar, help=summary)
 
     def add_positionals(self, dest: str, *, metavar: str, summary: str) -> None:
@@ -250,11 +272,61 @@ class Flags:
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse; a bad value ends the process with status 2 and a message that names the flag."""
+        self._read_file(argv)
         args = self._parser.parse_args(argv)
+        if self._file is not None:
+            delattr(args, _FILE_DEST)
         for dest, default in self._lists.items():
             if getattr(args, dest) is None:
                 setattr(args, dest, default)
         return args
+
+    def add_file(self, name: str, *, summary: str, variables: Sequence[str] = ()) -> None:
+        """Add a flag that names a file which sets those flags that are added from now on.
+
+        The command line goes before the environment, and that before the file.
+        """
+        self._file = (name, self._setting(name, variables)[1])
+        self._parser.add_argument(name, dest=_FILE_DEST, metavar="FILE", help=summary)
+
+    def preset(self, dest: str, made: dict[str, Any]) -> None:
+        """In a file ``dest`` stands for what it makes of others: flags go before that, too."""
+        self._presets[dest] = made
+
+    def end_of_file(self) -> None:
+        """No flag that is added from now on can be in the file."""
+        self._is_file_open = False
+
+    def _can_be_in_file(
+        self, names: Sequence[str], dest: str, read: Callable[[str, Any], Any], is_given: bool
+    ) -> None:
+        if self._file is not None and self._is_file_open:
+            self._settings.append(Setting(names=names, dest=dest, read=read, is_given=is_given))
+
+    def _read_file(self, argv: Sequence[str] | None) -> None:
+        """Make what the file says the default of its flags."""
+        if self._file is None:
+            return
+        name, path = self._file
+        first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        first.add_argument(name, dest=_FILE_DEST, default=path)
+        with contextlib.suppress(argparse.ArgumentError):
+            # What is wrong on the command line is told by the parser that knows all of it.
+            path = getattr(first.parse_known_args(argv)[0], _FILE_DEST)
+        if not path:
+            return
+        try:
+            values = read_settings(path, self._settings)
+        except ConfigError as error:
+            self._parser.error(f"{name} {error}")
+        given = {one.dest for one in self._settings if one.is_given}
+        for preset in self._presets.keys() & values.keys():
+            if values.pop(preset):
+                made = self._presets[preset].items()
+                values |= {dest: value for dest, value in made if dest not in given}
+        for dest in self._lists.keys() & values.keys():
+            self._lists[dest] = values.pop(dest)
+        self._parser.set_defaults(**values)
 
     def error(self, message: str) -> None:
         """Refuse a combination of flags, as the parser refuses a value."""
@@ -284,15 +356,50 @@ class Flags:
         return variable_of(name)
 
 
-def add_common(flags: Flags, *, port: int, threads: int, extra_names: bool = False) -> None:
-    """Add host, port, threads and log flags."""
+def add_tls(flags: Flags) -> None:
+    """Add certificate and key of the service's own HTTP."""
+    flags.add(
+        "--tls-cert-path",
+        parse=str,
+        default=None,
+        variables=("DYN_TLS_CERT_PATH",),
+        metavar="FILE",
+        summary="serve HTTPS with this certificate, PEM, those between it and its authority's "
+        "behind it; needs --tls-key-path",
+    )
+    flags.add(
+        "--tls-key-path",
+        parse=str,
+        default=None,
+        variables=("DYN_TLS_KEY_PATH",),
+        metavar="FILE",
+        summary="its private key, PEM",
+    )
+
+
+def add_common(
+    flags: Flags,
+    *,
+    port: int,
+    threads: int,
+    extra_names: bool = False,
+    variables: tuple[str, ...] = (),
+) -> None:
+    """Add host, port, threads and log flags; ``variables`` are further ones of host and port."""
     hosts = ("--host", "--http-host") if extra_names else ("--host",)
     ports = ("--port", "--http-port") if extra_names else ("--port",)
-    flags.add(*hosts, parse=str, default="0.0.0.0", summary="address to listen on")
+    flags.add(
+        *hosts,
+        parse=str,
+        default="0.0.0.0",
+        variables=variables[:1],
+        summary="address to listen on",
+    )
     flags.add(
         *ports,
         parse=bounded_int(0, 65_535),
         default=port,
+        variables=variables[1:],
         summary="port to listen on; 0 picks a free one",
     )
     flags.add(

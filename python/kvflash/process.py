@@ -62,6 +62,7 @@ class FedService:
         port: Port to listen on; 0 picks a free one.
         options: Limits of the transport.
         make_receiver: Makes another transport than sockets alone.
+        is_encrypted: It serves HTTPS.
     """
 
     def __init__(
@@ -72,10 +73,12 @@ class FedService:
         port: int,
         options: ZmqOptions | None = None,
         make_receiver: Callable[[Catalog], Receiver] | None = None,
+        is_encrypted: bool = False,
     ) -> None:
         self._core = core
         self._host = host
         self._wanted_port = port
+        self._scheme = "https" if is_encrypted else "http"
         self._port: int | None = None
         self._make_receiver = make_receiver or (lambda catalog: ZmqReceiver(catalog, options))
         self._receiver: Receiver | None = None
@@ -101,7 +104,8 @@ class FedService:
             ClosedError: Not started yet.
         """
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        name = f"[{host}]" if ":" in host else host
+        return f"{self._scheme}://{name}:{self.port}"
 
     @property
     def receiver(self) -> ZmqReceiver:

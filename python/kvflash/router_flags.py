@@ -6,9 +6,11 @@ Each has its ``KVFLASH_...`` variable; the names that other versions of the flag
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+from dataclasses import dataclass, field
 from typing import Any
 
+from kvflash._core import check_policy
 from kvflash.config import (
     Flags,
     bounded_float,
@@ -19,25 +21,30 @@ from kvflash.config import (
     variable_of,
 )
 
-__all__ = ["POLICIES", "RouterFlags", "add_router_flags", "settle"]
-
-POLICIES = ("kv", "round-robin", "random", "least-loaded", "power-of-two")
+__all__ = ["RouterFlags", "add_router_flags", "settle"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterFlags:
     """What the flags say; see ``--help``."""
 
-    router_mode: str = "kv"
+    router_mode: str | None = None
+    policy_profile: str | None = None
+    shadow_policies: list[str] = field(default_factory=list)
+    router_session_affinity_ttl_secs: int | None = None
     load_aware: bool = False
     kv_overlap_score_weight: float = 1.0
     router_kv_overlap_score_credit: float = 1.0
     router_kv_overlap_score_credit_decay: float = 0.0
+    router_host_cache_hit_weight: float = 0.75
+    router_disk_cache_hit_weight: float = 0.25
     router_prefill_load_scale: float = 1.0
+    router_prefill_tokens_per_second: float | None = None
     router_active_request_weight: float = 0.0
     router_temperature: float = 0.0
     kv_cache_block_size: int | None = None
     track_active_blocks: bool = True
+    track_output_blocks: bool = False
     track_prefill_tokens: bool = True
     assume_kv_reuse: bool = True
     active_request_expiry: float = 300.0
@@ -49,6 +56,11 @@ class RouterFlags:
     active_decode_blocks_threshold: float | None = None
     active_prefill_tokens_threshold: int | None = None
     active_prefill_tokens_threshold_frac: float | None = None
+    router_queue_threshold: float | None = None
+    router_queue_policy: str = "fcfs"
+    router_queue_limit: int = 1_024
+    router_queue_timeout: float = 60.0
+    router_queue_batched_tokens: int = 10_000_000
     decision_journal: int = 16 * 1024 * 1024
     min_initial_workers: int = 0
     max_blocks: int = 33_554_432
@@ -63,13 +75,20 @@ class RouterFlags:
         """The same by the names that the core's services have for them, but for the block size."""
         return {
             "policy": self.router_mode,
+            "policy_profile": self.policy_profile,
+            "shadow_policies": self.shadow_policies,
+            "session_affinity_ttl_s": self.router_session_affinity_ttl_secs,
             "overlap_score_weight": self.kv_overlap_score_weight,
             "overlap_score_credit": self.router_kv_overlap_score_credit,
             "overlap_score_credit_decay": self.router_kv_overlap_score_credit_decay,
+            "host_cache_hit_weight": self.router_host_cache_hit_weight,
+            "disk_cache_hit_weight": self.router_disk_cache_hit_weight,
             "prefill_load_scale": self.router_prefill_load_scale,
+            "prefill_tokens_per_s": self.router_prefill_tokens_per_second,
             "active_request_weight": self.router_active_request_weight,
             "temperature": self.router_temperature,
             "track_active_blocks": self.track_active_blocks,
+            "track_output_blocks": self.track_output_blocks,
             "track_prefill_tokens": self.track_prefill_tokens,
             "assume_kv_reuse": self.assume_kv_reuse,
             "active_request_expiry_s": self.active_request_expiry,
@@ -82,6 +101,11 @@ class RouterFlags:
             "active_decode_blocks_threshold": self.active_decode_blocks_threshold,
             "active_prefill_tokens_threshold": self.active_prefill_tokens_threshold,
             "active_prefill_tokens_threshold_frac": self.active_prefill_tokens_threshold_frac,
+            "router_queue_threshold": self.router_queue_threshold,
+            "router_queue_policy": self.router_queue_policy,
+            "router_queue_limit": self.router_queue_limit,
+            "router_queue_timeout_s": self.router_queue_timeout,
+            "router_queue_batched_tokens": self.router_queue_batched_tokens,
             "decision_journal_bytes": self.decision_journal,
             "min_initial_workers": self.min_initial_workers,
             "max_blocks": self.max_blocks,
@@ -93,14 +117,48 @@ class RouterFlags:
 
 
 def add_router_flags(flags: Flags, *, block_size: tuple[str, ...] = ()) -> None:
-    """Add them; ``block_size`` are further names of ``--kv-cache-block-size``."""
+    """Add them, and the file that may set them and all up to :meth:`Flags.end_of_file`.
+
+    ``block_size`` are further names of ``--kv-cache-block-size``.
+    """
+    flags.add_file(
+        "--router-policy-config",
+        variables=("DYN_ROUTER_POLICY_CONFIG",),
+        summary="JSON file that sets what is about routing; command line and environment go first",
+    )
     flags.add(
         "--router-mode",
         variables=("DYN_ROUTER_MODE",),
+        parse=_policy,
+        default=None,
+        metavar="POLICY",
+        summary="how a worker is chosen: kv (the default), round-robin, random, least-loaded, "
+        "power-of-two, prefix-cache, vtc-basic, session-affinity, least-request, ..., or several "
+        "with weights, such as prefix-cache:2,least-request:1; or python:module:Class",
+    )
+    flags.add(
+        "--policy-profile",
         parse=str,
-        default="kv",
-        choices=POLICIES,
-        summary="how a worker is chosen",
+        default=None,
+        choices=("document", "aibrix-compat"),
+        summary="defaults of the policies: those that AIBrix documents (document, the default), or "
+        "those of its code with its faults (aibrix-compat)",
+    )
+    flags.add_list(
+        "--shadow-policy",
+        dest="shadow_policies",
+        metavar="POLICY",
+        summary="a policy that runs beside and decides nothing, to be compared in /metrics; may be "
+        "given up to 4 times",
+    )
+    flags.add(
+        "--router-session-affinity-ttl-secs",
+        variables=("DYN_ROUTER_SESSION_AFFINITY_TTL_SECS",),
+        parse=optional(bounded_int(1, 31_536_000)),
+        default=None,
+        metavar="SECONDS",
+        summary="whatever the policy: a session with a key stays where its last request went, "
+        "until that worker can't take one or nothing came for so long; None (the default): never",
     )
     flags.add_switch(
         "--load-aware",
@@ -109,6 +167,7 @@ def add_router_flags(flags: Flags, *, block_size: tuple[str, ...] = ()) -> None:
         summary="balance load without any knowledge of caches: kv mode with "
         "--router-kv-overlap-score-credit 0 --no-kv-events --no-assume-kv-reuse",
     )
+    flags.preset("load_aware", _LOAD_AWARE)
     _add_cost(flags)
     flags.add(
         "--router-temperature",
@@ -128,6 +187,7 @@ def add_router_flags(flags: Flags, *, block_size: tuple[str, ...] = ()) -> None:
     _add_accounts(flags)
     _add_knowledge(flags)
     _add_thresholds(flags)
+    _add_queue(flags)
     flags.add(
         "--decision-journal",
         parse=size_or_zero,
@@ -156,19 +216,35 @@ def add_router_flags(flags: Flags, *, block_size: tuple[str, ...] = ()) -> None:
     _add_compatible(flags)
 
 
+def _policy(text: str) -> str:
+    """Check the name of a policy."""
+    if text.startswith("python:"):
+        if not all(text.split(":")) or text.count(":") != 2:
+            raise argparse.ArgumentTypeError(f"must be python:module:Class, got {text!r}")
+        return text
+    try:
+        check_policy(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+#: What ``--load-aware`` stands for.
+_LOAD_AWARE = {
+    "router_mode": "kv",
+    "router_kv_overlap_score_credit": 0.0,
+    "use_kv_events": False,
+    "assume_kv_reuse": False,
+    "track_active_blocks": True,
+    "track_prefill_tokens": True,
+}
+
+
 def settle(values: dict[str, Any]) -> dict[str, Any]:
     """What the presets among ``values`` make of the others."""
     if not values["load_aware"]:
         return values
-    return {
-        **values,
-        "router_mode": "kv",
-        "router_kv_overlap_score_credit": 0.0,
-        "use_kv_events": False,
-        "assume_kv_reuse": False,
-        "track_active_blocks": True,
-        "track_prefill_tokens": True,
-    }
+    return values | _LOAD_AWARE
 
 
 def _add_cost(flags: Flags) -> None:
@@ -196,12 +272,27 @@ def _add_cost(flags: Flags) -> None:
         default=0.0,
         summary="how fast that credit fades where more prefill is queued than at the idlest worker",
     )
+    for tier, default, where in (("host", 0.75, "in host memory"), ("disk", 0.25, "on disks")):
+        flags.add(
+            f"--router-{tier}-cache-hit-weight",
+            variables=(f"DYN_ROUTER_{tier.upper()}_CACHE_HIT_WEIGHT",),
+            parse=bounded_float(0),
+            default=default,
+            summary=f"what a block saves that a worker holds {where} only, in blocks to prefill",
+        )
     flags.add(
         "--router-prefill-load-scale",
         variables=("DYN_ROUTER_PREFILL_LOAD_SCALE",),
         parse=bounded_float(0),
         default=1.0,
         summary="what the rest to prefill counts, credit taken off",
+    )
+    flags.add(
+        "--router-prefill-tokens-per-second",
+        parse=optional(bounded_float(0.001)),
+        default=None,
+        summary="prompt tokens that a worker prefills in a second: those of the request that it "
+        "works on count less and less; None counts them until their first token",
     )
     flags.add(
         "--router-active-request-weight",
@@ -221,6 +312,14 @@ def _add_accounts(flags: Flags) -> None:
         default=True,
         variables=("DYN_ROUTER_TRACK_ACTIVE_BLOCKS",),
         summary="count the blocks of running requests in the cost (off: prefill-only workers)",
+    )
+    flags.add_toggle(
+        "track_output_blocks",
+        on=("--router-track-output-blocks",),
+        off=("--no-router-track-output-blocks",),
+        default=False,
+        variables=("DYN_ROUTER_TRACK_OUTPUT_BLOCKS",),
+        summary="count the blocks that running requests generate, too",
     )
     flags.add_toggle(
         "track_prefill_tokens",
@@ -322,6 +421,45 @@ def _add_thresholds(flags: Flags) -> None:
         parse=optional(bounded_float(0)),
         default=None,
         summary="the same as a multiple of the tokens that the worker takes in one batch",
+    )
+
+
+def _add_queue(flags: Flags) -> None:
+    flags.add(
+        "--router-queue-threshold",
+        variables=("DYN_ROUTER_QUEUE_THRESHOLD",),
+        parse=optional(bounded_float(0)),
+        default=None,
+        summary="a request waits while every worker that may take it has more prompt tokens to "
+        "prefill than this multiple of what it takes in one batch; None (the default): it never "
+        "waits",
+    )
+    flags.add(
+        "--router-queue-policy",
+        variables=("DYN_ROUTER_QUEUE_POLICY",),
+        parse=str,
+        default="fcfs",
+        choices=("fcfs", "lcfs", "wspt"),
+        summary="who is first when there is room: who came first, who came last, or who has the "
+        "least left to prefill",
+    )
+    flags.add(
+        "--router-queue-limit",
+        parse=bounded_int(1, 10**7),
+        default=1_024,
+        summary="requests of one model that may wait so; more are refused with 429",
+    )
+    flags.add(
+        "--router-queue-timeout",
+        parse=bounded_float(0.001, 86_400),
+        default=60.0,
+        summary="seconds that a request waits so before it is refused with 503",
+    )
+    flags.add(
+        "--router-queue-batched-tokens",
+        parse=bounded_int(1, 2**62),
+        default=10_000_000,
+        summary="what a worker takes in one batch that did not tell",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from kvflash.errors import ConfigError
 
-__all__ = ["EVENT_PLANES", "EtcdSettings", "NatsSettings", "plane_of_events"]
+__all__ = ["EVENT_PLANES", "EtcdSettings", "NatsSettings", "TlsFiles", "plane_of_events"]
 
 EVENT_PLANES = ("zmq", "nats")
 
@@ -34,18 +35,31 @@ class TlsFiles:
     def __bool__(self) -> bool:
         return any((self.ca, self.cert, self.key))
 
-    def context(self) -> ssl.SSLContext:
+    def context(self, prefix: str = "") -> ssl.SSLContext:
         """For connections that check the server.
+
+        Args:
+            prefix: What the names of the variables begin with, to be named in errors.
 
         Raises:
             ConfigError: A file that can't be read as what it should be.
         """
         try:
             context = ssl.create_default_context(cafile=self.ca)
-            if self.cert:
-                context.load_cert_chain(self.cert, self.key)
         except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"TLS files {self.ca}, {self.cert}, {self.key}: {error}") from None
+            raise ConfigError(
+                f"{prefix}CA must name certificates in PEM; {self.ca}: {error}"
+            ) from None
+        if self.cert:
+            own = prefix + ("CLIENT_" if prefix.startswith("ETCD") else "")
+            try:
+                # Without a password: else it would be asked for at the terminal.
+                context.load_cert_chain(self.cert, self.key, password="")
+            except (OSError, ssl.SSLError) as error:
+                raise ConfigError(
+                    f"{own}CERT and {own}KEY must name a certificate and its key in PEM, without "
+                    f"a password; {self.cert}, {self.key}: {error}"
+                ) from None
         return context
 
 
@@ -76,6 +90,16 @@ class NatsSettings:
     stream_max_age_s: float = 3_600.0
     stream_max_bytes: int = -1
     replicas: int = 1
+
+    @property
+    def where(self) -> str:
+        """The addresses, without what they may have of a login."""
+        return ", ".join(re.sub(r"//[^/@]*@", "//", server) for server in self.servers)
+
+    @property
+    def must_encrypt(self) -> bool:
+        """Nothing is to be sent in the clear."""
+        return bool(self.tls) or any(server.startswith("tls://") for server in self.servers)
 
     @property
     def is_nkey_file(self) -> bool:
@@ -156,6 +180,32 @@ class EtcdSettings:
             password=password,
             tls=_tls(env, "ETCD_AUTH_CA", "ETCD_AUTH_CLIENT_CERT", "ETCD_AUTH_CLIENT_KEY"),
         )
+
+    def urls(self, endpoints: str | None = None) -> list[str]:
+        """Addresses to ask, with their scheme: https where none is given and there are files.
+
+        Args:
+            endpoints: Instead of the settings' own; separated by commas.
+
+        Raises:
+            ConfigError: No address, or one in the clear though there are files for TLS.
+        """
+        text = endpoints or ",".join(self.endpoints)
+        scheme = "https" if self.tls else "http"
+        found = [
+            (part if "://" in part else f"{scheme}://{part}").rstrip("/")
+            for part in (part.strip() for part in text.split(","))
+            if part
+        ]
+        if not found:
+            raise ConfigError(f"ETCD_ENDPOINTS must name an address, got {text!r}")
+        for url in found:
+            if self.tls and not url.startswith("https://"):
+                raise ConfigError(
+                    f"ETCD_ENDPOINTS names {url}, which is not https:// though ETCD_AUTH_CA or "
+                    "ETCD_AUTH_CLIENT_CERT is set: nothing is sent in the clear then"
+                )
+        return found
 
 
 def plane_of_events(named: str | None = None) -> str:

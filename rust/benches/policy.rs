@@ -1,7 +1,7 @@
 //! What a decision costs with 1,000 workers and 10,000 clients: policies, and the fair queue. Prints
 //! the median and the 99th percentile of single calls.
 //!
-//! `cargo bench --bench policy`
+//! `cargo bench --bench policy`, or `-- prefix-cache` behind it for what begins with that.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -43,6 +43,7 @@ fn main() {
             worker: Worker::new(id, 0),
             overlap_blocks: rng.random_range(0..20),
             predicted_blocks: 0,
+            lower_milliblocks: 0,
             load: Some(ActiveLoad {
                 requests: rng.random_range(0..12),
                 prefill_tokens: rng.random_range(0..10_000),
@@ -84,7 +85,11 @@ fn main() {
         })
         .collect();
     println!("{WORKERS} workers, {CLIENTS} clients; choose, without and with routed");
-    for name in [
+    let wanted: Vec<String> =
+        std::env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();
+    let is_wanted =
+        |name: &str| wanted.is_empty() || wanted.iter().any(|one| name.starts_with(one.as_str()));
+    let names = [
         "kv",
         "least-request",
         "least-kv-cache",
@@ -93,7 +98,8 @@ fn main() {
         "vtc-basic",
         "prefix-cache",
         "prefix-cache:2,least-request:1",
-    ] {
+    ];
+    for name in names.into_iter().filter(|name| is_wanted(name)) {
         let policy = registry::build(name, &Settings::new(Profile::Document), &mut rng)
             .expect("the names are those of the registry");
         let mut terms = Vec::new();
@@ -126,7 +132,7 @@ fn main() {
             print(&what, (times[CALLS / 2], times[CALLS * 99 / 100]));
         }
     }
-    for discipline in Discipline::ALL {
+    for discipline in Discipline::ALL.into_iter().filter(|one| is_wanted(&one.to_string())) {
         queue(discipline, &users);
     }
 }

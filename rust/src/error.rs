@@ -32,6 +32,10 @@ pub enum Error {
     /// Retry-After.
     #[error("{0}")]
     AllBusy(String),
+    /// Every worker that could take the request has as much to prefill as it may: wait until one of
+    /// them has room, and ask again. HTTP 429 with Retry-After for those who can't wait.
+    #[error("{0}")]
+    MustWait(String),
     /// A named limit is reached; try again later. HTTP 429 with Retry-After.
     #[error("{0}")]
     Overloaded(String),

@@ -1,7 +1,8 @@
 //! The index against its dumb twin: random events, every answer compared after every event.
 //!
 //! `KVFLASH_MODEL_EVENTS` sets how many events each seeded stream plays, `KVFLASH_MODEL_SEEDS` how
-//! many seeds each kind of stream is played with, `KVFLASH_MODEL_SKIP` how many are passed over first.
+//! many seeds each kind of stream is played with (48 streams a seed), `KVFLASH_MODEL_SKIP` how many are
+//! passed over first.
 //! With `--nocapture` each stream says what was compared.
 
 use kvflash::ids::{Tier, Worker};
@@ -16,8 +17,18 @@ mod pair;
 #[path = "model/streams.rs"]
 mod streams;
 
-use pair::{Op, Pair, Plan, Seen, events, run, seeds};
+use pair::{Op, Pair, Plan, Seen, are_many, events, run, seeds};
 use streams::{Calls, Engine, Eviction, Naming, Prompts, Space};
+
+/// A stream that met too little proves nothing. Of many seeds some always do: these are told, not failed.
+macro_rules! covers {
+    ($seen:expr, $($met:expr),+ $(,)?) => {
+        $(if !$met {
+            assert!(are_many(), "too little covered, not {}: {:?}", stringify!($met), $seen);
+            println!("too little covered, not {}: {:?}", stringify!($met), $seen);
+        })+
+    };
+}
 
 fn options(count_mode: CountMode, limits: Limits) -> Options {
     Options { count_mode, limits, hash_seed: 99 }
@@ -55,15 +66,14 @@ fn play_chaos(seed: u64, count_mode: CountMode, limits: Limits, space: Space) ->
 fn run_chaos(seed: u64, count_mode: CountMode, limits: Limits, space: Space) -> Seen {
     let seen = play_chaos(seed, count_mode, limits, space);
     // A run that compared only empty answers would prove nothing.
-    assert!(seen.matched * 4 > seen.compared, "{seen:?}");
-    assert!(seen.deepest >= 4 && seen.moved > 0 && seen.foretold > 0, "{seen:?}");
-    assert!(seen.rejected["Orphan"] > 0 && seen.rejected["SelfReference"] > 0, "{seen:?}");
+    covers!(seen, seen.matched * 4 > seen.compared, seen.deepest >= 4, seen.foretold > 0);
+    covers!(seen, seen.moved > 0, seen.met("Orphan"), seen.met("SelfReference"));
     // Where there is room for few blocks, few are stored twice.
     let keeps = count_mode == CountMode::Copies && seen.duplicates > 100;
-    assert!((seen.kept > 0) == keeps || seen.duplicates <= 100, "{seen:?}");
-    assert_eq!(seen.expired > 0, limits.predicted_ttl_ms > 0, "{seen:?}");
-    assert_eq!(seen.copied > 0 && seen.lower > 0, space.tiers > 1, "{seen:?}");
-    assert!(seen.dump_events > 0 && seen.filled > 0, "{seen:?}");
+    covers!(seen, (seen.kept > 0) == keeps || seen.duplicates <= 100);
+    covers!(seen, (seen.expired > 0) == (limits.predicted_ttl_ms > 0));
+    covers!(seen, (seen.copied > 0 && seen.lower > 0) == (space.tiers > 1));
+    covers!(seen, seen.dump_events > 0, seen.filled > 0);
     seen
 }
 
@@ -88,7 +98,7 @@ fn chaos_within_tight_limits() {
     for seed in seeds(5) {
         for (seed, mode) in [(seed, CountMode::Set), (seed + 1, CountMode::Copies)] {
             let seen = run_chaos(seed, mode, tight(), NARROW);
-            assert!(seen.refused > 0 && seen.rejected["SlotsExhausted"] > 0, "{seen:?}");
+            covers!(seen, seen.refused > 0, seen.met("SlotsExhausted"));
         }
     }
 }
@@ -103,14 +113,14 @@ fn chaos_of_blocks_that_run_out() {
                 let limits = Limits { ttl_ms, ..Limits::default() };
                 let mode = if n % 2 == 0 { CountMode::Copies } else { CountMode::Set };
                 let seen = play_chaos(seed + 10 * n + m, mode, limits, space);
-                assert!(seen.matched * 8 > seen.compared && seen.deepest >= 4, "{seen:?}");
+                covers!(seen, seen.matched * 8 > seen.compared, seen.deepest >= 4);
                 expired += seen.expired;
             }
-            assert!(expired > 20, "{expired} in {ttl_ms} ms");
+            covers!((expired, ttl_ms), expired > 20);
         }
         let limits = Limits { ttl_ms: 90, max_blocks: 30, ..short_lived() };
         let seen = run_chaos(seed, CountMode::Copies, limits, NARROW);
-        assert!(seen.refused > 0, "{seen:?}");
+        covers!(seen, seen.refused > 0);
     }
 }
 
@@ -141,10 +151,10 @@ fn slices_of_a_tree_of_prompts() {
                 };
                 let next = |rng: &mut SmallRng| streams::slice(rng, FEW, &prompts, naming);
                 let seen = run(plan, next, |rng| prompts.queries(rng));
-                assert!(seen.matched * 3 > seen.compared && seen.added > 100, "{seen:?}");
-                assert!(seen.rejected["Orphan"] > 0 && seen.expired > 0, "{seen:?}");
-                assert_eq!(seen.moved > 0, naming == Naming::Numbered, "{seen:?}");
-                assert!(seen.deepest > 8 || m == 0, "{seen:?}");
+                covers!(seen, seen.matched * 3 > seen.compared, seen.added > 100);
+                covers!(seen, seen.met("Orphan"), seen.expired > 0, seen.deepest > 8 || m == 0);
+                assert!(seen.moved == 0 || naming == Naming::Numbered, "{seen:?}");
+                covers!(seen, seen.moved > 0 || naming != Naming::Numbered);
             }
         }
     }
@@ -169,10 +179,10 @@ fn slices_that_run_out() {
                 };
                 let next = |rng: &mut SmallRng| streams::slice(rng, FEW, &prompts, naming);
                 let seen = run(plan, next, |rng| prompts.queries(rng));
-                assert!(seen.matched * 5 > seen.compared && seen.deepest > 8, "{seen:?}");
+                covers!(seen, seen.matched * 5 > seen.compared, seen.deepest > 8);
                 expired += seen.expired;
             }
-            assert!(expired > 20, "{expired} in {ttl_ms} ms");
+            covers!((expired, ttl_ms), expired > 20);
         }
     }
 }
@@ -209,8 +219,8 @@ fn run_engines(seed: u64, eviction: Eviction, calls: Calls) {
     };
     let seen = run(plan, next, |rng| prompts.queries(rng));
     assert!(seen.rejected.is_empty() && seen.moved == 0 && seen.refused == 0, "{seen:?}");
-    assert!(seen.deepest as usize * 4 > longest && seen.copied > 0, "{seen:?}");
-    assert!(seen.matched * 2 > seen.compared, "{seen:?}");
+    covers!(seen, seen.deepest as usize * 4 > longest, seen.copied > 0);
+    covers!(seen, seen.matched * 2 > seen.compared);
 }
 
 /// Removals that got lost: what an engine calls a block still stands for other content here.
@@ -232,7 +242,8 @@ fn lost_removals_make_names_move() {
             engines[engine].step(rng, &prompt)
         };
         let seen = run(plan, next, |rng| prompts.queries(rng));
-        assert!(seen.rejected.is_empty() && seen.moved > 0, "{seen:?}");
+        assert!(seen.rejected.is_empty(), "{seen:?}");
+        covers!(seen, seen.moved > 0);
     }
 }
 
@@ -253,8 +264,8 @@ fn a_crowd_on_one_prompt() {
         };
         let next = |rng: &mut SmallRng| streams::crowded(rng, 240, &prompts.all[0], do_agree);
         let seen = run(plan, next, |_| asked.clone());
-        assert!(seen.most_matches > 150 && seen.deepest == 40, "{seen:?}");
-        assert!(seen.lower > 0 && seen.foretold > 0, "{seen:?}");
+        covers!(seen, seen.most_matches > 150, seen.deepest == 40);
+        covers!(seen, seen.lower > 0, seen.foretold > 0);
     }
 }
 

@@ -113,7 +113,7 @@ impl Stage {
                 wants_none(Ok(()))
             }
             ["output", name, fraction] => {
-                let added = self.booking(name)?.add_output_block(number(fraction)?);
+                let added = self.booking(name)?.add_output_blocks(1, number(fraction)?);
                 wants_none(added.map_err(|error| error.to_string()))
             }
             ["block_size", size] => {

@@ -619,6 +619,16 @@ impl Prompts {
         text
     }
 
+    /// Words that nobody has seen.
+    fn strange(&mut self, chars: usize) -> String {
+        let mut text = String::new();
+        while text.len() < chars {
+            self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_041);
+            text.push_str(&format!("{:x} ", self.0 >> 24));
+        }
+        text
+    }
+
     /// A conversation of six messages and 4,500 characters.
     fn conversation(&mut self) -> Vec<Value> {
         let mut messages = vec![json!({"role": "system", "content": self.next(1_500)})];
@@ -629,6 +639,18 @@ impl Prompts {
         messages.push(json!({"role": "user", "content": self.next(600)}));
         messages
     }
+}
+
+/// The manuals: prose, tables and code.
+fn prose() -> Vec<String> {
+    let files = fs::read_dir("docs").expect("the manuals").map(|file| file.expect("a file").path());
+    let manuals = files.filter(|path| path.extension().is_some_and(|end| end == "md"));
+    manuals.map(|path| fs::read_to_string(path).expect("a manual")).collect()
+}
+
+fn chunks(text: &str, chars: usize) -> Vec<String> {
+    let all: Vec<char> = text.chars().collect();
+    all.chunks(chars).map(|chunk| chunk.iter().collect()).collect()
 }
 
 fn report(name: &str, count: usize, run: impl FnOnce()) {
@@ -661,6 +683,35 @@ fn measure() {
     report("encode 4,500 characters, whole and uncached", texts.len(), || {
         for text in &texts {
             tokenizer.encode_uncached(text, false).expect("ids");
+        }
+    });
+    let prose = prose();
+    let fresh: Vec<_> = prose.iter().flat_map(|text| chunks(text, 4_500)).collect();
+    report("encode 4,500 characters of prose, uncached", fresh.len(), || {
+        for text in &fresh {
+            tokenizer.encode_uncached(text, false).expect("ids");
+        }
+    });
+    report("encode 4,500 characters of prose, cold", fresh.len(), || {
+        for text in &fresh {
+            tokenizer.encode(text, false).expect("ids");
+        }
+    });
+    let strange: Vec<_> = (0..200).map(|_| prompts.strange(4_500)).collect();
+    for (name, encode) in [
+        ("uncached", Tokenizer::encode_uncached as fn(&Tokenizer, &str, bool) -> _),
+        ("cold", Tokenizer::encode),
+    ] {
+        report(&format!("encode 4,500 characters of strange words, {name}"), strange.len(), || {
+            for text in &strange {
+                encode(tokenizer, text, false).expect("ids");
+            }
+        });
+    }
+    let shifted: Vec<_> = prose.iter().flat_map(|text| chunks(&text[1..], 3_300)).collect();
+    report("encode 3,300 characters of prose cut elsewhere", shifted.len(), || {
+        for text in &shifted {
+            tokenizer.encode(text, false).expect("ids");
         }
     });
     report("encode 4,500 characters, warm", 50 * texts.len(), || {

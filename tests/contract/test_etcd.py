@@ -21,8 +21,9 @@ from support_runtime import (
 )
 
 from kvflash import ConfigError, DistributedRuntime, RuntimeLimits, TransportError
-from kvflash.discovery import Delete, Put, Synced, open_discovery
+from kvflash.discovery import Delete, Put, Synced, etcd, open_discovery
 from service import Http
+from wire import Wire
 
 
 @pytest.fixture
@@ -184,7 +185,7 @@ def test_a_login_is_asked_for_used_and_renewed(
 
     async def scenario() -> None:
         stranger = open_discovery("etcd", endpoints=url(server))
-        with pytest.raises(TransportError, match="user name is empty"):
+        with pytest.raises(ConfigError, match=r"to nobody \(.*name is empty\): set ETCD_AUTH_USER"):
             await stranger.put("k/1", b"1")
         await stranger.close()
         monkeypatch.setenv("ETCD_AUTH_USERNAME", "root")
@@ -210,3 +211,31 @@ def test_a_login_is_asked_for_used_and_renewed(
         await mine.close()
 
     run(scenario())
+
+
+def test_a_watch_whose_way_is_cut_without_a_word_goes_another_one(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half open: whatever is between takes everything and carries nothing."""
+    monkeypatch.setattr(etcd, "SILENCE_S_MAX", 0.5)
+    wire = Wire(f"127.0.0.1:{server.port}")
+
+    async def scenario() -> None:
+        mine = open_discovery("etcd", endpoints=f"http://{wire.address},{url(server)}")
+        other = open_discovery("etcd", endpoints=url(server))
+        await other.put("k/1", b"1")
+        watch = mine.watch("k/")
+        assert [await anext(watch) for _ in range(2)] == [Put("k/1", b"1"), Synced()]
+        wire.freeze()
+        await other.put("k/1", b"2")
+        # What did not change is not told again.
+        assert await asyncio.wait_for(anext(watch), 30) == Put("k/1", b"2")
+        await other.delete("k/1")
+        assert await asyncio.wait_for(anext(watch), 30) == Delete("k/1")
+        await mine.close()
+        await other.close()
+
+    try:
+        run(scenario())
+    finally:
+        wire.close()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 import msgpack
 import schemathesis
+
+_LARGEST = int(sys.float_info.max)
 
 
 @schemathesis.serializer("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
@@ -21,7 +24,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        return float("inf")
+        return float(max(-_LARGEST, min(value, _LARGEST)))
     data = getattr(value, "data", value)
     return data[: len(data) // 8 * 8] if isinstance(data, bytes) else data
 
@@ -37,7 +40,11 @@ def _whole(value: Any) -> Any:
         return {name: _whole(item) for name, item in value.items()}
     if isinstance(value, list):
         return [_whole(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    # What is no double is no number of JSON's readers.
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return max(-_LARGEST, min(value, _LARGEST)) if is_number else value
 
 
 @schemathesis.hook

@@ -64,6 +64,25 @@ def test_a_third_frontend_knows_every_prefix_after_two_were_killed(cluster: Clus
     assert third.metric(f"kvflash_state_lost_messages_total{{{LABEL}}}") == 0
 
 
+def test_what_is_known_outlives_a_restart_of_all_but_the_workers(
+    cluster: Cluster, servers: tuple[NatsServer, EtcdServer]
+) -> None:
+    workers = cluster.workers(*NATS)
+    one = cluster.frontend(workers, *NATS)
+    for family in range(1, 5):
+        assert overlap(one, family) == 0
+        wait_known(one, family)
+    one.process.terminate()
+    for server in servers:
+        server.kill()
+        server.start()
+    again = cluster.frontend(workers, *NATS)
+    assert [overlap(again, family) for family in range(1, 5)] == [8] * 4
+    # And what comes from now on is known as well.
+    assert overlap(again, 5) == 0
+    wait_known(again, 5)
+
+
 def test_a_worker_that_left_is_forgotten_by_those_who_come_later_too(cluster: Cluster) -> None:
     gone, stays = cluster.workers(*NATS, count=1), cluster.workers(*NATS, count=1)
     one = cluster.frontend(gone, *NATS)
@@ -137,6 +156,6 @@ def test_a_frontend_on_sockets_says_what_a_worker_in_a_stream_needs(cluster: Clu
     one = cluster.frontend(workers)
     assert overlap(one, 1) == 0
     until(
-        lambda: any("start the frontend with --event-plane nats" in e for e in one.process.errors),
+        lambda: any("start the router with --event-plane nats" in e for e in one.process.errors),
         "the hint",
     )

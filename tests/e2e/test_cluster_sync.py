@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 from support_cluster import BLOCK, REMOTE, Cluster, active_blocks, body, hold
+from support_frontend import Frontend, Mocker
 
-from service import until
+from service import Process, until
 
 SYNC = "--router-replica-sync"
 
@@ -73,3 +75,32 @@ def test_without_the_flag_routers_know_their_own_load_only(cluster: Cluster) -> 
     until(lambda: active_blocks(two) == 8, "the other's request")
     assert active_blocks(shy) == 0
     stream.hang_up()
+
+
+def test_frontends_with_the_same_workers_from_flags_share_their_requests(tmp_path: Path) -> None:
+    env = {"KVFLASH_DISCOVERY_DIR": str(tmp_path / "keys")}
+    flags = ("--discovery", "file", SYNC)
+    with ExitStack() as open_:
+        start = open_.enter_context
+        first, second, third = (start(Mocker("--speedup-ratio", "10")) for _ in range(3))
+        same = [f for mocker in (first, second) for f in ("--worker", mocker.spec())]
+        others = [f for mocker in (first, third) for f in ("--worker", mocker.spec())]
+        one, two, stranger = (
+            start(Frontend(*flags, *workers, env=env)) for workers in (same, same, others)
+        )
+        for frontend in (one, two, stranger):
+            frontend.wait_healthy(1, 2)
+        stream = hold(one, 1)
+        until(lambda: two.metric(REMOTE) == 1, "the other's request")
+        assert active_blocks(two) == active_blocks(one) > 0
+        # Its worker 2 is another one.
+        assert stranger.metric(REMOTE) == 0
+        stream.hang_up()
+        until(lambda: active_blocks(two) == 0, "the load to be gone")
+
+
+def test_without_discovery_one_line_says_what_replicas_need(tmp_path: Path) -> None:
+    with closing(Process("kvflash.frontend", "--worker", "http://127.0.0.1:9", SYNC)) as process:
+        assert process.popen.wait(30) == 2
+        until(lambda: process.errors, "what it says")
+    assert "--router-replica-sync needs --discovery: replicas find each" in process.errors[-1]

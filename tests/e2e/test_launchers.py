@@ -7,11 +7,12 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from kvflash import DistributedRuntime, TransportError
+from kvflash import DistributedRuntime, KvPushRouter, KvRouterConfig, NotFoundError
 from kvflash.discovery import open_discovery
 from service import EmbeddedIndexer, Http, until
 
@@ -160,15 +161,44 @@ def test_a_signal_while_it_loads_ends_it(run, folder):
     assert gone(pid)
 
 
-def test_clients_of_the_runtime_are_told_that_a_frontend_asks_engines(launch, folder):
-    ready(launch("vllm", "some/model"), "vllm")
+def test_routers_and_clients_of_the_runtime_ask_a_launched_engine(launch, folder):
+    engines = [launch("vllm", "some/model", "--served-model-name", "served") for _ in range(2)]
+    numbers = {ready(engine, "vllm")["instance_id"] for engine in engines}
+    prompt = list(range(64))
 
     async def ask():
         discovery = open_discovery("file", folder=folder)
         async with DistributedRuntime(discovery) as runtime:
-            client = runtime.endpoint("dynamo.backend.generate").client()
-            with pytest.raises(TransportError, match="is asked by a frontend"):
-                await client.generate({"token_ids": [1]})
+            endpoint = runtime.endpoint("dynamo.backend.generate")
+            async with KvPushRouter(endpoint, 16, KvRouterConfig()) as router:
+                stream = await router.generate(
+                    prompt, model="served", stop_conditions={"max_tokens": 5}
+                )
+                home = stream.worker_id
+                assert home in numbers
+                items = [item async for item in stream]
+                assert sum(len(item["token_ids"]) for item in items) == 5
+                assert items[-1]["finish_reason"] == "length"
+                assert items[-1]["completion_usage"]["completion_tokens"] == 5
+                assert all(item["text"] for item in items)
+                # Its events tell what it holds, and its usage that it is so.
+                end = time.monotonic() + 30
+                while "stored" not in await router.dump_events():
+                    assert time.monotonic() < end
+                    await asyncio.sleep(0.01)
+                again = await router.generate(prompt, model="served", request_id="again")
+                assert (again.worker_id, again.overlap_blocks) == (home, 4)
+                last = [item async for item in again][-1]
+                assert last["completion_usage"]["prompt_tokens_details"]["cached_tokens"] == 48
+                adapter = await router.generate(prompt, model="served", lora_name="sql")
+                assert [item async for item in adapter]
+                wrong = await router.generate(prompt, model="other")
+                with pytest.raises(NotFoundError, match="`other` does not exist"):
+                    await anext(wrong)
+                assert router.totals()["requests"] == 0
+            client = await endpoint.client()
+            stream = await client.round_robin({"token_ids": prompt})
+            assert sum([len(item["token_ids"]) async for item in stream]) == 16
         await discovery.close()
 
     asyncio.run(ask())

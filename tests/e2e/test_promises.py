@@ -139,6 +139,7 @@ def test_overload_is_refused_with_a_time_to_come_back(cluster: Cluster) -> None:
 
 
 def test_requests_go_where_most_of_them_is_cached(cluster: Cluster) -> None:
+    """Case e2e-routing/001; its tie went to the smaller tree, which ties do not look at here."""
     frontends = [cluster.frontend(), cluster.frontend("--router-predicted-ttl-secs", "0")]
     a, b = cluster.workers(2)
 
@@ -178,6 +179,7 @@ def test_requests_go_where_most_of_them_is_cached(cluster: Cluster) -> None:
 
 
 def test_who_would_take_it_can_be_asked_without_any_work(cluster: Cluster) -> None:
+    """Case e2e-query-instance/001."""
     frontend = cluster.frontend()
     ids = cluster.workers(2)
     query = {"nvext": {"annotations": ["query_instance_id:"]}}
@@ -193,6 +195,7 @@ def test_who_would_take_it_can_be_asked_without_any_work(cluster: Cluster) -> No
 
 
 def test_growing_prompts_stay_at_their_prefill_worker(cluster: Cluster) -> None:
+    """Case e2e-disagg/001."""
     frontend = cluster.frontend()
     prefill = set(cluster.workers(4, "--is-prefill-worker", endpoint=PREFILL))
     decode = set(cluster.workers(4, "--is-decode-worker"))
@@ -216,6 +219,7 @@ def test_growing_prompts_stay_at_their_prefill_worker(cluster: Cluster) -> None:
 
 
 def test_a_router_in_python_gets_exactly_the_tokens_it_asks_for(cluster: Cluster) -> None:
+    """Case e2e-bindings/001."""
     cluster.workers(2)
     overrides: list[dict[str, float] | None] = [
         {"overlap_score_weight": 2.0, "router_temperature": 0.5},

@@ -69,7 +69,7 @@ def test_bad_flags_end_the_process_with_their_names(run):
 
 def test_flags_have_their_names_and_variables(monkeypatch):
     args = parse_args([])
-    assert (args.port, args.router_mode, args.kv_cache_block_size) == (8091, "kv", None)
+    assert (args.port, args.router_mode, args.kv_cache_block_size) == (8091, None, None)
     assert (args.router_ttl, args.router_max_tree_size) == (120.0, 1_048_576)
     assert parse_args(["--block-size", "128"]).kv_cache_block_size == 128
     assert parse_args(["--router-block-size", "None"]).kv_cache_block_size is None

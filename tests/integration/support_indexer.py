@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import re
+
 from service import batch, listener, until, wait_for_sequence
 
 SIZE = 4
 IDS = list(range(100, 116))  # four blocks
+
+#: The least that a body has, by path.
+REQUIRED = {
+    "/register": {
+        "instance_id": 1,
+        "endpoint": "tcp://127.0.0.1:1",
+        "model_name": "bodies",
+        "block_size": SIZE,
+    },
+    "/unregister": {"instance_id": 1, "model_name": "bodies"},
+    "/query": {"token_ids": IDS, "model_name": "bodies"},
+    "/query_by_hash": {"block_hashes": [1], "model_name": "bodies"},
+}
 
 
 def register(http, engine, model, instance=1, *, is_awaited=True, expect=201, **fields):
@@ -47,3 +62,10 @@ def register_and_wait(http, engine, instance=1, *, is_awaited=True, **fields):
         if fields.get("replay_endpoint", engine.replay_endpoint) is not None:
             until(lambda: engine.asked, "the catching up after the connection")
         until(lambda: listener(http, instance)["status"] == "active", "the connection")
+
+
+def metric(http, name):
+    """Sum of a metric's samples, by its labels as text."""
+    text = http.get("/metrics").decode()
+    found = re.findall(rf"^{name}(\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
+    return {labels: float(value) for labels, value in found}

@@ -599,3 +599,34 @@ def test_a_worker_without_blocks_hands_over_its_place(replica, engine):
     source.publish(batch(chain(300, 2)))
     events = wait_for_sequence(b.http, 1, 2)["events"]
     assert (events["lost_batches"], events["restarts"]) == (0, 0)
+
+
+def test_an_empty_dump_without_a_place_hides_no_gap(replica, engine):
+    source = engine()
+    a = replica()
+    register(a, source)
+    b = replica(a, workers=[worker(source)])
+    ready(b)
+    source.wait_for_subscriber()
+    assert listener(b.http, 1)["last_sequence"] is None
+    # These never reach a subscriber; the engine has them still.
+    for first in (100, 200):
+        source.publish(batch(chain(first, 2)), is_sent=False)
+    source.publish(batch(chain(300, 2)))
+    for indexer in (a, b):
+        wait_for_sequence(indexer.http, 1, 2)
+    assert {fact[3] for fact in dumped_blocks(b.http, KEY)} == {100, 101, 200, 201, 300, 301}
+    until_equal(a, b)
+
+
+def test_a_gap_behind_an_empty_dump_that_nobody_repairs_is_counted(replica, engine):
+    source = engine(replay=False)
+    a = replica()
+    register(a, source)
+    b = replica(a, workers=[worker(source)])
+    ready(b)
+    source.wait_for_subscriber()
+    source.sequence = 3
+    source.publish(batch(chain(100, 2)))
+    for indexer in (a, b):
+        assert wait_for_sequence(indexer.http, 1, 3)["events"]["lost_batches"] == 3

@@ -85,6 +85,31 @@ def test_a_large_dump_comes_in_parts() -> None:
     assert catalog.restore(join([msgpack.unpackb(part) for part in parts]).data)[1] == 40_000
 
 
+def test_a_dump_of_one_worker_is_handed_over_in_small_chunks_and_joins_with_others() -> None:
+    source = Catalog(max_blocks=0)
+    count = 100_000
+    for instance_id in (1, 2, 3):
+        publisher = source.register(instance_id, "inproc://own", model_name="m", block_size=1)
+        for first in range(0, count, 50_000):
+            hashes = list(range(first + 1, first + 50_001))
+            parent = first or None
+            event = ["BlockStored", hashes, parent, hashes, 1, None]
+            frame = [(first // 50_000).to_bytes(8, "big"), msgpack.packb([0.0, [event], 0])]
+            assert source.take(publisher, [frame])[1] == "applied"
+    whole = list(source.dump())
+    assert len(b"".join(whole)) > 3 * (1 << 20)
+    assert max(map(len, whole)) == 1 << 20
+    catalog = Catalog(max_blocks=0)
+    assert catalog.restore(b"".join(whole)) == (3, 3 * count, [])
+    assert catalog.digests() == source.digests()
+
+    one, two, nobody = (list(source.dump(instance_id)) for instance_id in (1, 2, 9))
+    assert len(nobody) == 2
+    both = Catalog(max_blocks=0)
+    assert both.restore(b"".join([*one[:-1], *two[1:]])) == (2, 2 * count, [])
+    assert both.digests() == source.digests()[:2]
+
+
 class Worker:
     def __init__(self, settings: NatsSettings, *, ring: int = 1024, epoch: int = 1) -> None:
         origin = Origin(instance_id=1, dp_rank=0, epoch=epoch, model_name="m", block_size=BLOCK)
@@ -236,3 +261,16 @@ def test_over_zmq_without_a_broker_what_no_ring_has_comes_with_the_dump() -> Non
         server.stop()
     with pytest.raises(TransportError, match="sent nothing for"):
         zmq_ask(server.endpoint, timeout_s=0.2)
+
+
+def test_the_dump_of_a_worker_that_has_told_nothing_hides_no_gap() -> None:
+    index = local_index()
+    server = ZmqQueryServer(index)
+    try:
+        catalog = Catalog()
+        assert take_dump(catalog, server.endpoint) == 0
+    finally:
+        server.stop()
+    publisher = catalog.register(1, "tcp://127.0.0.1:1", model_name="m", block_size=BLOCK)
+    frame = [(2).to_bytes(8, "big"), batch(2)]
+    assert catalog.take(publisher, [frame]) == (0, "gap", 0, 1)

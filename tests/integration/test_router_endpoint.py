@@ -7,15 +7,20 @@ import time
 
 import pytest
 from support_router import IDS, SIZE, load
+from test_openai_engines import Engine as OpenAiEngine
+from test_openai_engines import chunk
 
 from kvflash import (
+    ClosedError,
     DistributedRuntime,
+    InvalidArgumentError,
     ModelInput,
     ModelRuntimeConfig,
     ModelType,
     WorkerError,
     register_llm,
 )
+from kvflash.discovery import open_discovery
 from kvflash.router import RouterService
 from service import DEADLINE_S, Engine, batch, stored
 
@@ -169,6 +174,97 @@ def test_what_a_worker_raises_reaches_the_client_and_its_load_goes(router):
             await stream.aclose()
             await eventually(lambda: load(Loads(router), worker.id) == (0, 0, 0), "no load")
         worker.gate.set()
+        await worker.close()
+
+    run(work())
+
+
+def test_an_engine_that_speaks_openai_only_is_asked_as_a_worker_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVFLASH_DISCOVERY", "file")
+    monkeypatch.setenv("KVFLASH_DISCOVERY_DIR", str(tmp_path))
+
+    async def work(router):
+        discovery = open_discovery()
+        engine = OpenAiEngine()
+        await engine.start(discovery)
+        engine.events = [chunk("he"), chunk("llo", reason="stop")]
+        await eventually(lambda: workers(router), "the engine")
+        async with DistributedRuntime.detached() as runtime:
+            client = await runtime.endpoint("dynamo.router.generate").client()
+            await client.wait_for_instances(30)
+            items = [item async for item in await client.random({"token_ids": IDS})]
+            assert "".join(item["text"] for item in items) == "hello"
+            await eventually(lambda: load(Loads(router), engine.id) == (0, 0, 0), "no load")
+            engine.refusal = (400, {"error": {"message": "too long", "code": 400}})
+            with pytest.raises(InvalidArgumentError, match="too long"):
+                await anext(await client.random({"token_ids": IDS}))
+        (asked, *_) = engine.asked
+        assert asked[0]["prompt"] == IDS
+        await engine.stop()
+        await discovery.close()
+
+    with RouterService(**LOCAL, endpoint="dynamo.backend.generate") as router:
+        run(work(router))
+
+
+@pytest.fixture
+def queueing(monkeypatch, tmp_path):
+    """A router whose requests wait while the worker prefills anything."""
+    monkeypatch.setenv("KVFLASH_DISCOVERY", "file")
+    monkeypatch.setenv("KVFLASH_DISCOVERY_DIR", str(tmp_path))
+    made = RouterService(**LOCAL, endpoint=ENDPOINT, router_queue_threshold=0.0).start()
+    yield made
+    made.stop()
+
+
+def pending(router):
+    body = {"token_ids": IDS, "model_name": "m"}
+    return router.call("POST", "/potential_loads", body)["pending_count"]
+
+
+def test_requests_wait_for_room_and_the_endpoint_goes_on(queueing):
+    """Whoever waits holds up neither the event loop nor those who make room."""
+
+    async def work():
+        worker = await Worker().start()
+        await eventually(lambda: workers(queueing), "the worker")
+        queueing.call("POST", "/reserve", {"token_ids": IDS, "request_id": "first"})
+        async with DistributedRuntime.detached() as runtime:
+            client = await runtime.endpoint("ns.router.generate").client()
+            await client.wait_for_instances(30)
+            best = await runtime.endpoint("ns.router.best_worker_id").client()
+            streams = []
+            for count, wish in enumerate(({}, {"priority": 60}, {"strict_priority": 1}), 1):
+                request = {"token_ids": [*IDS, count], **wish}
+                streams.append(await client.random(request))
+                await eventually(lambda count=count: pending(queueing) == count, f"{count}")
+            # One that leaves has booked nothing once its turn is over.
+            assert [item async for item in await best.random(IDS)] == [worker.id]
+            await streams[1].aclose()
+            queueing.call("POST", "/free", {"request_id": "first"})
+            for stream in (streams[2], streams[0]):
+                assert len([item async for item in stream]) == 3
+            await eventually(lambda: pending(queueing) == 0, "nobody to wait")
+            await eventually(lambda: load(Loads(queueing), worker.id) == (0, 0, 0), "no load")
+            # The one that left may have been told too late to be kept from the worker.
+            asked = [one["token_ids"][-1] for one in worker.asked]
+            assert [number for number in asked if number != 2] == [3, 1]
+        await worker.close()
+
+    run(work())
+
+
+def test_a_router_that_stops_leaves_nobody_waiting(queueing):
+    async def work():
+        worker = await Worker().start()
+        await eventually(lambda: workers(queueing), "the worker")
+        queueing.call("POST", "/reserve", {"token_ids": IDS, "request_id": "first"})
+        body = {"token_ids": IDS, "request_id": "second"}
+        waiting = asyncio.create_task(asyncio.to_thread(queueing.call, "POST", "/reserve", body))
+        await eventually(lambda: pending(queueing) == 1, "it to wait")
+        await asyncio.to_thread(queueing.stop)
+        with pytest.raises(ClosedError):
+            await waiting
         await worker.close()
 
     run(work())

@@ -411,6 +411,7 @@ def test_workers_that_cannot_be_are_refused_by_field(service, client):
     for fields, wanted in [
         ({"model_name": ""}, "model_name"),
         ({"dp_size": 0}, "dp_size must be in 1..=1024, got 0"),
+        ({"kv_total_blocks": 0}, "kv_total_blocks must be at least 1, got 0"),
         ({"dp_size": 1025}, "dp_size must be in 1..=1024, got 1025"),
         ({"block_size": 0}, "block_size"),
         ({"url": "x" * 4097}, "url may have at most 4096 characters, got 4097"),

@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from kvflash.transport import names
 from kvflash.transport.jetstream_writer import JetStreamWriter
 from servers import EtcdServer, NatsServer
 from service import until
+from wallclock import WallClock
 
 STREAM = names.stream_name("ns", "backend")
 BLOCK = 4
@@ -206,6 +209,15 @@ def test_two_replicas_hold_the_same_and_consumers_come_and_go(env, worker, servi
     assert consumers() == set()
 
 
+def test_a_replica_that_comes_to_a_long_stream_takes_it_all_in_one_go(worker, service) -> None:
+    """More than is asked for at a time, so that requests end in every way that they can."""
+    worker(1).store(1_800)
+    catalog, state = service()
+    assert blocks(catalog) == {1: 7_200}
+    assert state.stats()["errors_total"] == 0
+    assert state.stats()["reopened_total"] == 0
+
+
 STEPS = [
     "listed",
     "restored",
@@ -360,6 +372,25 @@ def test_a_stream_that_is_deleted_is_made_again(env, worker, service) -> None:
     assert held(other) == held(catalog)
 
 
+def test_what_found_no_room_is_read_again(worker, service, monkeypatch) -> None:
+    """A slow replica: what the client drops is a hole, and the stream has it still."""
+    monkeypatch.setattr("kvflash.transport.jetstream._WAITING_MESSAGES_MAX", 32)
+    catalog, attached = service()
+    engine, gate, apply = worker(1), threading.Event(), attached.sink.apply
+
+    def slow(messages: Any) -> None:
+        gate.wait()
+        apply(messages)
+
+    monkeypatch.setattr(attached.sink, "apply", slow)
+    engine.store(100)
+    gate.set()
+    until(lambda: blocks(catalog) == {1: 400}, "all of it")
+    stats = attached.stats()
+    assert stats["reopened_total"] >= 1
+    assert (stats["lost_messages_total"], stats["lost_batches_total"]) == (0, 0)
+
+
 def test_what_cannot_be_understood_is_counted_and_set_aside(env, worker, service) -> None:
     catalog, attached = service()
     engine = worker(1)
@@ -380,7 +411,7 @@ def test_what_cannot_be_understood_is_counted_and_set_aside(env, worker, service
     assert "Kvflash-Publisher must be instance/rank/epoch" in attached.sink.aside[1][1]
 
 
-def test_a_worker_that_left_takes_its_blocks_along(worker, service) -> None:
+def test_a_worker_that_left_takes_its_blocks_along_and_brings_them_back(worker, service) -> None:
     catalog, attached = service()
     one, two = worker(1), worker(2)
     one.store(5)
@@ -388,14 +419,25 @@ def test_a_worker_that_left_takes_its_blocks_along(worker, service) -> None:
     until(lambda: blocks(catalog) == {1: 20, 2: 20}, "events")
     attached.worker_left(1)
     assert blocks(catalog) == {2: 20}
-    # What it had published by then comes too late.
+    assert attached.stats()["away_workers"] == 1
+    # What it publishes meanwhile does not count yet.
     one.store(1)
     two.store(1)
     until(lambda: blocks(catalog) == {2: 24}, "the other's event")
     assert attached.stats()["of_gone_workers_total"] == 1
-    attached.worker_joined(1)
+    # Nor is it lost: a snapshot has it, and so has a replica that begins from there.
+    assert attached.snapshot() == "done"
+    late, of_late = service()
+    of_late.keep_only({2})
+    assert blocks(late) == {2: 24}
+    for known, of_known in ((catalog, attached), (late, of_late)):
+        of_known.worker_joined(1)
+        assert blocks(known) == {1: 24, 2: 24}
+        assert of_known.stats()["away_workers"] == 0
     one.store(1)
-    until(lambda: blocks(catalog) == {1: 4, 2: 24}, "the worker to be back")
+    for known in (catalog, late):
+        until(lambda known=known: blocks(known) == {1: 28, 2: 24}, "what comes later")
+    assert attached.stats()["lost_batches_total"] == 0
 
 
 def test_another_life_of_a_publisher_begins_empty(worker, service) -> None:
@@ -407,3 +449,43 @@ def test_another_life_of_a_publisher_begins_empty(worker, service) -> None:
     old.store(1)
     worker(2).store(1)
     until(lambda: blocks(catalog) == {1: 8, 2: 4}, "the old life's last message to be dropped")
+
+
+AGE = """
+import asyncio, sys, time
+import nats
+from kvflash.servers import NatsSettings
+from kvflash.transport.jetstream import JetStreamLog
+
+async def main():
+    settings = NatsSettings.from_env()
+    client = await nats.connect(settings.servers[0])
+    log = JetStreamLog(client, sys.argv[1], settings)
+    print(time.time(), flush=True)
+    while (age_s := await log.age_s(1)) < 1.0:
+        await asyncio.sleep(0.05)
+    print(age_s, flush=True)
+    await client.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("seconds", [3_600, -3_600])
+def test_a_message_is_as_old_as_its_server_says(
+    worker, env: dict[str, str], tmp_path: Path, seconds: int
+) -> None:
+    """This machine's clock is off: no snapshot is due at once, and none is due never."""
+    worker(1).store(1)
+    clock = WallClock(tmp_path)
+    clock.leap(seconds)
+    child = subprocess.run(
+        [sys.executable, "-c", AGE, STREAM],
+        env={**os.environ, **env, **clock.env},
+        stdout=subprocess.PIPE,
+        timeout=60,
+        check=True,
+    )
+    now_s, age_s = map(float, child.stdout.split())
+    assert abs(now_s - time.time() - seconds) < 120
+    assert 1.0 <= age_s < 120

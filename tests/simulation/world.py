@@ -12,18 +12,14 @@ import asyncio
 import hashlib
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import msgpack
-
 from kvflash.errors import NotFoundError, TransportError
-from kvflash.state.frames import Origin, event_headers, event_key
 from kvflash.transport.base import LogState, Message, Pointer
 
 T = TypeVar("T")
 LEASE_S = 10.0
-BLOCK = 4
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -83,6 +79,9 @@ class World:
         self.keys_seen: dict[str, int] = {}
         self.first, self.last = 1, 0
         self.incarnation = "a"
+        self.max_age_s = float("inf")
+        self.stored_s: dict[int, float] = {}
+        self.blind_purges = 0
         self.readers: dict[str, StoredReader] = {}
         self.blobs: dict[str, list[bytes]] = {}
         self.flipped: tuple[Pointer | None, int] = (None, 0)
@@ -100,6 +99,20 @@ class World:
 
     def chance(self, likely: float) -> bool:
         return self.dice.random() < likely
+
+    def expire(self) -> None:
+        """Forget what is older than the log keeps."""
+        while self.first <= self.last and self.now() - self.stored_s[self.first] > self.max_age_s:
+            self.messages.pop(self.first)
+            self.first += 1
+
+    def delete_log(self) -> None:
+        """Somebody deletes the stream; whoever finds it missing makes another one."""
+        self.note("the log is deleted")
+        self.incarnation += "a"
+        self.first, self.last = 1, 0
+        for stored in (self.messages, self.stored_s, self.keys_seen, self.readers):
+            stored.clear()
 
     def living(self, key: str) -> bool:
         lease = self.keys[key][1]
@@ -227,13 +240,20 @@ class SimClock:
 class SimLog:
     def __init__(self, node: Node) -> None:
         self.node = node
+        self._seen = ""
 
     async def ensure(self) -> None:
         await self.node.call(lambda: None)
 
     async def state(self) -> LogState:
         world = self.node.world
-        return await self.node.call(lambda: LogState(world.incarnation, world.first, world.last))
+
+        def look() -> LogState:
+            world.expire()
+            self._seen = world.incarnation
+            return LogState(world.incarnation, world.first, world.last)
+
+        return await self.node.call(look)
 
     async def append(self, headers: Mapping[str, str], payload: bytes, *, key: str) -> int:
         world = self.node.world
@@ -244,6 +264,7 @@ class SimLog:
                 world.keys_seen[key] = world.last
                 message = Message(world.last, dict(headers), payload)
                 world.messages[world.last] = message
+                world.stored_s[world.last] = world.now()
                 world.history.append(message)
             return world.keys_seen[key]
 
@@ -266,12 +287,20 @@ class SimLog:
         await self.node.call(lambda: self.node.world.readers.pop(name, None))
 
     async def age_s(self, sequence: int) -> float | None:
-        return await self.node.call(lambda: None)
+        world = self.node.world
+
+        def look() -> float | None:
+            stored_s = world.stored_s.get(sequence)
+            return None if stored_s is None else world.now() - stored_s
+
+        return await self.node.call(look)
 
     async def purge(self, last: int) -> None:
         world = self.node.world
 
         def purge() -> None:
+            # The one thing that no server fences: another log than the one that was looked at.
+            world.blind_purges += self._seen != world.incarnation
             for sequence in range(world.first, min(last, world.last) + 1):
                 world.messages.pop(sequence, None)
             world.first = max(world.first, min(last, world.last) + 1)
@@ -297,6 +326,7 @@ class SimReader:
 
         def take() -> list[Message]:
             stored = self._stored()
+            world.expire()
             stored.position = max(stored.position, world.first)
             end = min(world.last, stored.position + world.dice.randint(0, 20))
             taken = [world.messages[at] for at in range(stored.position, end + 1)]
@@ -415,66 +445,6 @@ class SimKeys:
         if lease is not None and not lease.is_living:
             raise TransportError("the lease is gone")
         self.node.world.keys[key] = (value, lease)
-
-
-@dataclass
-class Engine:
-    """A worker that stores and evicts blocks of a few prompts."""
-
-    instance_id: int
-    epoch: int = 1
-    sequence: int = 0
-    held: list[int] = field(default_factory=list)
-
-    def batch(self, dice: random.Random) -> bytes:
-        """Its next batch."""
-        events: list[list[Any]] = []
-        if self.held and dice.random() < 0.4:
-            # Leaves first, as engines evict.
-            gone = [self.held.pop() for _ in range(dice.randint(1, min(3, len(self.held))))]
-            events.append(["BlockRemoved", gone])
-        else:
-            parent = self.held[-1] if self.held else None
-            count = dice.randint(1, 4)
-            start = self.held[-1] + 1 if self.held else self.instance_id * 1_000_000 + 1
-            hashes = list(range(start, start + count))
-            tokens = [name * 7 + at for name in hashes for at in range(BLOCK)]
-            events.append(["BlockStored", hashes, parent, tokens, BLOCK, None])
-            self.held += hashes
-        if dice.random() < 0.03:
-            events.append(["AllBlocksCleared"])
-            self.held.clear()
-        return msgpack.packb([0.0, events, 0])
-
-    def restart(self) -> None:
-        """Another process: counts from 0, holds nothing."""
-        self.epoch += 1
-        self.sequence = 0
-        self.held.clear()
-
-    def origin(self) -> Origin:
-        return Origin(
-            instance_id=self.instance_id,
-            dp_rank=0,
-            epoch=self.epoch,
-            model_name="m",
-            block_size=BLOCK,
-        )
-
-    async def publish(self, log: SimLog, dice: random.Random) -> None:
-        """One batch, again and again until it is stored."""
-        payload, sequence = self.batch(dice), self.sequence
-        self.sequence += 1
-        origin = self.origin()
-        while True:
-            try:
-                await log.append(
-                    event_headers(origin, sequence), payload, key=event_key(origin, sequence)
-                )
-            except TransportError:
-                await log.node.pause(0.1)
-            else:
-                return
 
 
 def run_world(work: Callable[[], Coroutine[Any, Any, None]]) -> None:

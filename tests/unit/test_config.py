@@ -335,6 +335,15 @@ def test_what_is_not_set_can_be_said():
         (["--active-prefill-tokens-threshold", "none"], "active_prefill_tokens_threshold", None),
         (["--http-port", "8001"], "port", 8001),
         (["--min-initial-workers", "3"], "min_initial_workers", 3),
+        (["--router-queue-threshold", "16"], "router_queue_threshold", 16.0),
+        (["--router-queue-threshold", "None"], "router_queue_threshold", None),
+        (["--router-queue-policy", "wspt"], "router_queue_policy", "wspt"),
+        (["--router-track-output-blocks"], "track_output_blocks", True),
+        (["--no-router-track-output-blocks"], "track_output_blocks", False),
+        (["--router-host-cache-hit-weight", "0.5"], "router_host_cache_hit_weight", 0.5),
+        (["--router-disk-cache-hit-weight", "0"], "router_disk_cache_hit_weight", 0.0),
+        (["--metrics-prefix", "dynamo_frontend"], "metrics_prefix", "dynamo_frontend"),
+        (["--request-plane", "nats"], "request_plane", "nats"),
     ],
 )
 def test_the_frontend_takes_every_spelling(argv, field, wanted):
@@ -348,12 +357,32 @@ def test_the_frontend_reads_the_variables_of_those_who_come_from_elsewhere(monke
         ("DYN_KV_EVENTS", "false", "use_kv_events", False),
         ("DYN_ROUTER_TTL", "9", "router_ttl", 9.0),
         ("DYN_ROUTER_MIN_INITIAL_WORKERS", "2", "min_initial_workers", 2),
+        ("DYN_ROUTER_QUEUE_THRESHOLD", "4", "router_queue_threshold", 4.0),
+        ("DYN_ROUTER_QUEUE_POLICY", "lcfs", "router_queue_policy", "lcfs"),
+        ("DYN_ROUTER_TRACK_OUTPUT_BLOCKS", "true", "track_output_blocks", True),
+        ("DYN_ROUTER_HOST_CACHE_HIT_WEIGHT", "1", "router_host_cache_hit_weight", 1.0),
+        ("DYN_METRICS_PREFIX", "mine", "metrics_prefix", "mine"),
+        ("DYN_HTTP_HOST", "::1", "host", "::1"),
+        ("DYN_HTTP_PORT", "8123", "port", 8123),
+        ("DYN_ENFORCE_DISAGG", "1", "enforce_disagg", "always"),
         ("KVFLASH_ROUTER_MIN_INITIAL_WORKERS", "2", "min_initial_workers", 2),
         ("KVFLASH_NO_KV_EVENTS", "1", "use_kv_events", False),
     ):
         monkeypatch.setenv(variable, text)
         assert getattr(frontend.parse_args([]), field) == wanted, variable
         monkeypatch.delenv(variable)
+
+
+def test_durable_events_are_the_event_plane_nats_and_deprecated(monkeypatch):
+    assert frontend.parse_args([]).event_plane == "zmq"
+    for flag in ("--router-durable-kv-events", "--durable-kv-events"):
+        with pytest.warns(FutureWarning, match="--event-plane nats"):
+            assert frontend.parse_args([flag]).event_plane == "nats"
+    monkeypatch.setenv("DYN_ROUTER_DURABLE_KV_EVENTS", "1")
+    with pytest.warns(FutureWarning):
+        assert frontend.parse_args([]).event_plane == "nats"
+    with pytest.raises(ConfigError, match="--no-kv-events"):
+        frontend.parse_args(["--no-kv-events"])
 
 
 def test_load_aware_is_a_preset():

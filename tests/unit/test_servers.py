@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
-import nkeys
 import pytest
 
-from kvflash.errors import ConfigError, TransportError
-from kvflash.servers import EtcdSettings, NatsSettings
-from kvflash.transport.nats_connection import connect
-from servers import NatsServer
+from kvflash.errors import ConfigError
+from kvflash.servers import EtcdSettings, NatsSettings, TlsFiles
 
 
 def test_nothing_in_the_environment_is_the_local_server() -> None:
@@ -61,41 +57,34 @@ def test_etcd_needs_both_halves_of_a_login() -> None:
         EtcdSettings.from_env({"ETCD_AUTH_USERNAME": "u"})
 
 
-def try_to_connect(env: dict[str, str]) -> None:
-    async def work() -> None:
-        client = await connect(NatsSettings.from_env(env), name="test")
-        await client.close()
+def test_addresses_of_etcd_are_https_where_there_are_certificates(tmp_path: Path) -> None:
+    ca = tmp_path / "ca.pem"
+    ca.touch()
+    settings = EtcdSettings.from_env({"ETCD_AUTH_CA": str(ca), "ETCD_ENDPOINTS": "a:1,https://b/"})
+    assert settings.urls() == ["https://a:1", "https://b"]
+    assert EtcdSettings().urls(" c:2 ,, http://d") == ["http://c:2", "http://d"]
+    with pytest.raises(ConfigError, match="ETCD_ENDPOINTS names http://c:2, which is not https"):
+        settings.urls("http://c:2")
+    with pytest.raises(ConfigError, match="ETCD_ENDPOINTS must name an address"):
+        settings.urls(" , ")
 
-    asyncio.run(work())
+
+def test_what_must_be_encrypted() -> None:
+    assert not NatsSettings().must_encrypt
+    assert NatsSettings(servers=("nats://a", "tls://b")).must_encrypt
+    assert NatsSettings(tls=TlsFiles(ca="x")).must_encrypt
 
 
-def test_a_missing_server_is_one_line_that_says_what_to_start() -> None:
-    with pytest.raises(TransportError, match=r"start one .nats-server -js.*--event-plane zmq"):
-        try_to_connect({"NATS_SERVER": "nats://127.0.0.1:1"})
+def test_a_login_in_an_address_is_not_told() -> None:
+    settings = NatsSettings(servers=("nats://user:secret@a:1", "nats://b:2"))
+    assert settings.where == "nats://a:1, nats://b:2"
 
 
-def test_login_with_user_token_and_key(tmp_path: Path) -> None:
-    pair = nkeys.from_seed(
-        nkeys.encode_seed(b"0123456789abcdef0123456789abcdef", nkeys.PREFIX_BYTE_USER)
-    )
-    config = tmp_path / "nats.conf"
-    users = f'[{{user: "u", password: "p"}}, {{nkey: "{pair.public_key.decode()}"}}]'
-    config.write_text(f"authorization {{ users = {users} }}")
-    seed_file = tmp_path / "seed"
-    seed_file.write_bytes(pair.seed)
-    server = NatsServer(tmp_path, ["-c", str(config)])
-    try:
-        where = {"NATS_SERVER": server.url}
-        try_to_connect({**where, "NATS_AUTH_USERNAME": "u", "NATS_AUTH_PASSWORD": "p"})
-        try_to_connect({**where, "NATS_AUTH_NKEY": pair.seed.decode()})
-        try_to_connect({**where, "NATS_AUTH_NKEY": str(seed_file)})
-        with pytest.raises(ConfigError, match=r"refuses the login.*NATS_AUTH_TOKEN"):
-            try_to_connect(where)
-    finally:
-        server.close()
-    config.write_text('authorization { token: "secret" }')
-    server = NatsServer(tmp_path, ["-c", str(config)])
-    try:
-        try_to_connect({"NATS_SERVER": server.url, "NATS_AUTH_TOKEN": "secret"})
-    finally:
-        server.close()
+@pytest.mark.parametrize("prefix", ["NATS_TLS_", "ETCD_AUTH_"])
+def test_files_that_are_no_certificates_are_named(tmp_path: Path, prefix: str) -> None:
+    file = tmp_path / "x.pem"
+    file.write_text("nonsense")
+    with pytest.raises(ConfigError, match=f"{prefix}CA must name certificates in PEM; .*x.pem"):
+        TlsFiles(ca=str(file)).context(prefix)
+    with pytest.raises(ConfigError, match=f"{prefix}(CLIENT_)?CERT and .*KEY must name .*x.pem"):
+        TlsFiles(cert=str(file)).context(prefix)

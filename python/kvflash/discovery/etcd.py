@@ -12,6 +12,7 @@ import json
 import logging
 import random
 import socket
+import ssl
 from base64 import b64decode, b64encode
 from collections.abc import AsyncIterator
 from typing import Any
@@ -43,8 +44,11 @@ REVOKE_TIMEOUT_S = 2.0
 PAUSE_S = (0.1, 2.0)
 # One message of a watch; a larger one makes it begin anew, by reading everything.
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
+# A watch that hears nothing for so long asks anew: where its packets are lost and whatever is
+# between keeps its connection, nothing would ever tell it.
+SILENCE_S_MAX = 30.0
 KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
-NOT_FOUND, ALREADY_THERE, UNAUTHENTICATED = 5, 6, 16
+NOT_FOUND, ALREADY_THERE, DENIED, UNAUTHENTICATED = 5, 6, 7, 16
 
 
 class _RefusedError(KvflashError):
@@ -79,7 +83,8 @@ class _EtcdLease:
             await asyncio.sleep(self._ttl_s / 3)
             try:
                 answer = await self._discovery.call("lease/keepalive", {"ID": self.id})
-            except (TransportError, _RefusedError) as error:
+            except KvflashError as error:
+                # Also a login that is refused just now: it may be right again before the end.
                 logger.warning("lease %d is not kept alive: %s", self.id, error)
                 await asyncio.sleep(PAUSE_S[0])
                 continue
@@ -107,10 +112,7 @@ class EtcdDiscovery(Discovery):
         self, endpoints: str | None = None, *, settings: EtcdSettings | None = None
     ) -> None:
         self._settings = settings or EtcdSettings.from_env()
-        text = endpoints or ",".join(self._settings.endpoints)
-        self._endpoints = [_url(part.strip()) for part in text.split(",") if part.strip()]
-        if not self._endpoints:
-            raise ConfigError(f"ETCD_ENDPOINTS must name an address, got {text!r}")
+        self._endpoints = self._settings.urls(endpoints)
         self._token: str | None = None
         self._turn = 0
         self._session: aiohttp.ClientSession | None = None
@@ -172,7 +174,7 @@ class EtcdDiscovery(Discovery):
         for lease in leases:
             try:
                 await asyncio.wait_for(lease.revoke(), REVOKE_TIMEOUT_S)
-            except (TransportError, asyncio.TimeoutError) as error:
+            except (KvflashError, asyncio.TimeoutError) as error:
                 logger.warning("lease %d is left to run out: %s", lease.id, error)
         self._is_closed = True
         tasks = [*watches.values(), *(lease.keeping for lease in leases)]
@@ -185,13 +187,19 @@ class EtcdDiscovery(Discovery):
 
         Raises:
             TransportError: None can be reached.
-            ConfigError: The login is refused.
+            ConfigError: The login or the certificate is refused; names the variable to set.
             _RefusedError: The answer is an error.
         """
         await self._log_in()
         try:
             return await self._post(method, body)
         except _RefusedError as error:
+            if error.code == DENIED or "user name is empty" in str(error):
+                who = f"user {self._settings.user!r}" if self._settings.user else "nobody"
+                raise ConfigError(
+                    f"etcd refuses {method} to {who} ({error}): set ETCD_AUTH_USERNAME and "
+                    "ETCD_AUTH_PASSWORD to a user whose role may read and write the keys"
+                ) from None
             if error.code != UNAUTHENTICATED and "invalid auth token" not in str(error):
                 raise
         # The token has run out, or etcd was started anew.
@@ -220,7 +228,7 @@ class EtcdDiscovery(Discovery):
     async def _post(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
         check_open(self._is_closed)
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
-        failure, data = "", json.dumps(body).encode()
+        data, failure = json.dumps(body).encode(), KvflashError()
         for _ in self._endpoints:
             url = self._endpoints[self._turn % len(self._endpoints)]
             try:
@@ -233,11 +241,12 @@ class EtcdDiscovery(Discovery):
                     answer: dict[str, Any] = await response.json(content_type=None)
                     if response.status < 500:
                         return _checked(answer, response.status)
-                    failure = f"{url}: {answer.get('message', response.status)}"
+                    said = answer.get("message", response.status)
+                    failure = TransportError(f"etcd can't be reached: {url}: {said}")
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
-                failure = f"{url}: {str(error) or type(error).__name__}"
+                failure = _failure(url, error)
             self._turn += 1
-        raise TransportError(f"etcd can't be reached: {failure}")
+        raise failure
 
     async def _ask(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
         """The same, with the errors that callers know."""
@@ -273,6 +282,9 @@ class EtcdDiscovery(Discovery):
                 async for key, value in self._changes(prefix, revision + 1):
                     pause_s = PAUSE_S[0]
                     watch.change(key, value)
+            except aiohttp.SocketTimeoutError:
+                # Nothing has changed, as it seems.
+                continue
             except (aiohttp.ClientError, OSError, KvflashError, ValueError, KeyError) as error:
                 if self._is_closed:
                     return
@@ -284,7 +296,9 @@ class EtcdDiscovery(Discovery):
         """Changes from a revision on, until the connection ends."""
         url = self._endpoints[self._turn % len(self._endpoints)]
         body = {"create_request": {**_range(prefix), "start_revision": revision}}
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=REQUEST_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=REQUEST_TIMEOUT_S, sock_read=SILENCE_S_MAX
+        )
         await self._log_in()
         async with self._opened().post(
             f"{url}/v3/watch", json=body, headers=self._headers(), timeout=timeout
@@ -312,10 +326,33 @@ class EtcdDiscovery(Discovery):
         if self._session is None:
             tls = self._settings.tls
             connector = aiohttp.TCPConnector(
-                limit=0, socket_factory=_socket, ssl=tls.context() if tls else True
+                limit=0, socket_factory=_socket, ssl=tls.context("ETCD_AUTH_") if tls else True
             )
             self._session = aiohttp.ClientSession(connector=connector)
         return self._session
+
+
+def _failure(url: str, error: BaseException) -> KvflashError:
+    """Why an address was of no use, and what to set where that may be it."""
+    failure = f"{url}: {str(error) or type(error).__name__}"
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        why = getattr(error.certificate_error, "verify_message", "") or error.certificate_error
+        return ConfigError(
+            f"etcd at {url} shows a certificate that is not trusted ({why}): set ETCD_AUTH_CA to "
+            "the file of the authority that signed it, and in ETCD_ENDPOINTS a name that it is for"
+        )
+    if isinstance(cause, ssl.SSLError) and "ALERT" in (cause.reason or ""):
+        return ConfigError(
+            f"etcd at {url} refuses TLS ({cause.reason}): set ETCD_AUTH_CLIENT_CERT and "
+            "ETCD_AUTH_CLIENT_KEY to a certificate that it trusts"
+        )
+    # These may also be an etcd that ends just now.
+    if isinstance(error, aiohttp.ServerDisconnectedError) and url.startswith("http://"):
+        failure += "; if it wants TLS, name it https:// in ETCD_ENDPOINTS"
+    if isinstance(cause, (ConnectionResetError, ssl.SSLError)) and url.startswith("https://"):
+        failure += "; if it offers no TLS, name it http:// in ETCD_ENDPOINTS"
+    return TransportError(f"etcd can't be reached: {failure}")
 
 
 def _checked(answer: dict[str, Any], status: int) -> dict[str, Any]:
@@ -342,10 +379,6 @@ def _pair(entry: dict[str, str]) -> tuple[str, bytes]:
 
 def _text(data: bytes) -> str:
     return b64encode(data).decode()
-
-
-def _url(endpoint: str) -> str:
-    return (endpoint if "://" in endpoint else f"http://{endpoint}").rstrip("/")
 
 
 def _socket(info: tuple[Any, ...]) -> socket.socket:

@@ -29,7 +29,7 @@ __all__ = ["Folder", "LeaseFile"]
 KEYS_MAX = 65_536
 NAME_BYTES_MAX = 255
 # Times of folders are coarse: what changes that soon after a change may not show in them.
-SETTLED_NS = 50_000_000
+SETTLED_S = 0.05
 
 
 class LeaseFile:
@@ -94,7 +94,9 @@ class Folder:
             )
         # What was read of each key: inode and time, lease, value.
         self._seen: dict[str, tuple[tuple[int, int, int], int, bytes]] = {}
-        self._settled_mtime_ns: int | None = None
+        # The folder's time as it was last seen, and since when, on this process's own clock.
+        self._mtime_ns, self._since_s = -1, 0.0
+        self._is_settled = False
 
     def try_lock(self) -> IO[bytes] | None:
         """The folder's lock, given back by closing it; None while somebody has it."""
@@ -176,8 +178,11 @@ class Folder:
 
     def _read_changes(self) -> None:
         keys = self.path / "keys"
-        now_ns, mtime_ns = time.time_ns(), keys.stat().st_mtime_ns
-        if mtime_ns == self._settled_mtime_ns:
+        now_s, mtime_ns = time.monotonic(), keys.stat().st_mtime_ns
+        if mtime_ns != self._mtime_ns:
+            # Never compared with the wall clock, which may leap.
+            self._mtime_ns, self._since_s = mtime_ns, now_s
+        elif self._is_settled:
             return
         seen = {}
         with os.scandir(keys) as entries:
@@ -196,8 +201,7 @@ class Folder:
                 if found is not None:
                     seen[key] = (mark, *found)
         self._seen = seen
-        is_settled = now_ns - mtime_ns > 0 and now_ns - mtime_ns > SETTLED_NS
-        self._settled_mtime_ns = mtime_ns if is_settled else None
+        self._is_settled = now_s - self._since_s > SETTLED_S
 
 
 def _read(path: Path) -> tuple[int, bytes] | None:

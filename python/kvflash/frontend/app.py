@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import sys
+import threading
 from collections.abc import Sequence
 
-from kvflash._core import Frontend
+from kvflash._core import Frontend, PolicyDesk
+from kvflash.discovery import open_discovery
 from kvflash.errors import KvflashError
 from kvflash.frontend.args import FrontendArgs, parse_args
-from kvflash.frontend.cluster import Cluster
 from kvflash.frontend.watch import DiscoveryWatch
+from kvflash.policy import PREFIX, AskedPolicy, load
 from kvflash.process import FedService, run_until_stopped, start_logging
+from kvflash.routing.cluster import Cluster
 
 __all__ = ["main", "make_frontend"]
 
 logger = logging.getLogger(__name__)
 
 
-def make_frontend(args: FrontendArgs) -> Frontend:
+def make_frontend(args: FrontendArgs, fleet: dict[int, str] | None = None) -> Frontend:
     """Make the service that the settings describe.
+
+    Args:
+        args: The settings.
+        fleet: Gets the numbers and specs of the workers that flags name.
 
     Raises:
         ConfigError: Names the flag or file at fault.
@@ -27,6 +36,7 @@ def make_frontend(args: FrontendArgs) -> Frontend:
     """
     frontend = Frontend(
         **args.core_settings(),
+        policy_desk=_desk(args.router_mode),
         kv_cache_block_size=args.kv_cache_block_size,
         tokenizer=args.tokenizer,
         tokenizer_cache_bytes=args.tokenizer_cache,
@@ -44,13 +54,36 @@ def make_frontend(args: FrontendArgs) -> Frontend:
         health_interval_s=args.health_interval,
         drain_timeout_s=args.drain_timeout,
         enforce_disagg=args.enforce_disagg,
+        metrics_prefix=args.metrics_prefix,
         waits_for=_waits_for(args),
+        fairness=None if args.fairness == "none" else args.fairness,
+        fairness_weights=args.fairness_weight,
+        fairness_queue_limit=args.fairness_queue_limit,
+        fairness_queue_timeout_s=args.fairness_queue_timeout,
+        fairness_max_running=args.fairness_max_running,
+        fairness_cached_share=args.fairness_cached_share,
+        tls_cert_path=args.tls_cert_path,
+        tls_key_path=args.tls_key_path,
     )
-    for worker in (*args.workers, *args.decode_workers):
-        frontend.add_worker(worker)
-    for worker in args.prefill_workers:
-        frontend.add_worker(f"{worker},role=prefill")
+    prefill = [f"{worker},role=prefill" for worker in args.prefill_workers]
+    for worker in (*args.workers, *args.decode_workers, *prefill):
+        number = frontend.add_worker(worker)
+        if fleet is not None:
+            fleet[number] = worker
     return frontend
+
+
+def _component(fleet: dict[int, str]) -> tuple[str, str]:
+    """What routers share that were given the same workers under the same numbers, and no others."""
+    workers = [[number, spec.partition(",")[0]] for number, spec in sorted(fleet.items())]
+    return "workers", hashlib.sha256(json.dumps(workers).encode()).hexdigest()[:16]
+
+
+def _desk(router_mode: str | None) -> PolicyDesk | None:
+    """Where a policy in Python is asked, if one is wanted."""
+    if router_mode is None or not router_mode.startswith(PREFIX):
+        return None
+    return AskedPolicy(load(router_mode), router_mode).desk
 
 
 def _waits_for(args: FrontendArgs) -> str:
@@ -65,13 +98,23 @@ def _waits_for(args: FrontendArgs) -> str:
 class _Watched:
     """The service with the watch of discovery beside it."""
 
-    def __init__(self, frontend: Frontend, args: FrontendArgs) -> None:
-        self._cluster = Cluster(frontend, args, args.discovery_kind)
+    def __init__(self, frontend: Frontend, args: FrontendArgs, fleet: dict[int, str]) -> None:
+        self._fleet = fleet
+        kind = args.discovery_kind
+        args.check_cluster(has_discovery=kind is not None, needs="--discovery")
+        self._cluster = Cluster(
+            frontend.catalog,
+            frontend.bookings,
+            args,
+            open_discovery=lambda: open_discovery(kind),
+            show_metrics=frontend.set_more_metrics,
+        )
         self._service = FedService(
             frontend,
             host=args.host,
             port=args.port,
             make_receiver=self._cluster.make_receiver,
+            is_encrypted=args.tls_cert_path is not None,
         )
         self._watch: DiscoveryWatch | None = None
         self._waits_for = _waits_for(args)
@@ -91,9 +134,15 @@ class _Watched:
         self._cluster.check()
         self._service.start()
         self._cluster.start()
+        # Its servers may be away: serving does not wait for them.
+        threading.Thread(target=self._share_fleet, name="kvflash-fleet", daemon=True).start()
         if self._watch is not None:
             self._watch.start()
             logger.info("waiting for %s", self._waits_for)
+
+    def _share_fleet(self) -> None:
+        for number in self._fleet:
+            self._cluster.worker_joined(_component(self._fleet), number)
 
     def stop(self) -> None:
         if self._watch is not None:
@@ -108,8 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse_args(argv)
         start_logging(args.log_level, args.log_format)
-        frontend = make_frontend(args)
-        service = _Watched(frontend, args)
+        fleet: dict[int, str] = {}
+        service = _Watched(make_frontend(args, fleet), args, fleet)
         run_until_stopped(service, name="frontend")
     except KvflashError as error:
         print(f"kvflash.frontend: {error}", file=sys.stderr)

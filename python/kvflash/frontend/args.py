@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvflash.cluster_flags import ClusterFlags, add_cluster_flags
+from kvflash.cluster_flags import ClusterFlags, add_cluster_flags, settle_cluster
 from kvflash.config import (
     Flags,
     add_common,
+    add_tls,
     bounded_float,
     bounded_int,
     byte_count,
@@ -31,6 +33,12 @@ class FrontendArgs(RouterFlags, ClusterFlags):
     prefill_workers: list[str]
     decode_workers: list[str]
     enforce_disagg: str
+    fairness: str
+    fairness_weight: list[tuple[str, float]]
+    fairness_queue_limit: int
+    fairness_queue_timeout: float
+    fairness_max_running: int
+    fairness_cached_share: float
     discovery: str | None
     namespace: str | None
     tokenizer: str | None
@@ -47,6 +55,10 @@ class FrontendArgs(RouterFlags, ClusterFlags):
     stream_idle_timeout: float
     health_interval: float
     drain_timeout: float
+    metrics_prefix: str
+    request_plane: str | None
+    tls_cert_path: str | None
+    tls_key_path: str | None
 
     @property
     def discovery_kind(self) -> str | None:
@@ -56,6 +68,66 @@ class FrontendArgs(RouterFlags, ClusterFlags):
         return None if kind == "none" else kind
 
 
+def _weights(text: str) -> list[tuple[str, float]]:
+    """Parse ``client=2,other=0.5``."""
+    weights = []
+    for item in filter(None, text.split(",")):
+        client, equals, weight = item.rpartition("=")
+        try:
+            share = float(weight)
+        except ValueError:
+            share = 0.0
+        if not equals or not 0 < share < float("inf"):
+            raise argparse.ArgumentTypeError(
+                f"must be client=weight with a weight above 0, separated by commas, got {item!r}"
+            )
+        weights.append((client.strip(), share))
+    return weights
+
+
+def _add_fairness(flags: Flags) -> None:
+    no_weights: list[tuple[str, float]] = []
+    flags.add(
+        "--fairness",
+        parse=str,
+        default="none",
+        choices=("none", "vtc-fair", "vtc-max-fair", "vtc-pred"),
+        summary="requests wait until a worker has room, and clients take turns by the tokens they "
+        "were served",
+    )
+    flags.add(
+        "--fairness-weight",
+        parse=_weights,
+        default=no_weights,
+        metavar="CLIENT=WEIGHT,...",
+        summary="clients with a larger (above 1) or smaller share than others",
+    )
+    flags.add(
+        "--fairness-queue-limit",
+        parse=bounded_int(1, 10**7),
+        default=1_024,
+        summary="requests of one client that may wait; more are refused with 429",
+    )
+    flags.add(
+        "--fairness-queue-timeout",
+        parse=bounded_float(0.001, 86_400),
+        default=60.0,
+        summary="seconds that a request waits for its turn before it is refused with 503",
+    )
+    flags.add(
+        "--fairness-max-running",
+        parse=bounded_int(1, 10**7),
+        default=256,
+        summary="requests that run at once for each healthy worker of a model; the others wait",
+    )
+    flags.add(
+        "--fairness-cached-share",
+        parse=bounded_float(0, 1),
+        default=0.0,
+        summary="part of the price that prompt tokens cost which a worker has cached",
+    )
+
+
 def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
     """Parse the command line and the environment."""
     flags = Flags(
@@ -63,7 +135,9 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
         "OpenAI-compatible frontend that sends each request to the worker for which it is "
         "cheapest: most of its prompt cached, least of other work.",
     )
-    add_common(flags, port=8000, threads=2, extra_names=True)
+    common = ("DYN_HTTP_HOST", "DYN_HTTP_PORT")
+    add_common(flags, port=8000, threads=2, extra_names=True, variables=common)
+    add_tls(flags)
     flags.add_list(
         "--worker",
         dest="workers",
@@ -106,11 +180,14 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
         choices=("off", "until-first-prefill", "always"),
         default="off",
         bare="always",
+        variables=("DYN_ENFORCE_DISAGG",),
         summary="refuse requests that no prefill worker takes: never, once the model has had a "
         "prefill worker, or always (also when the flag has no value)",
     )
     add_router_flags(flags)
+    _add_fairness(flags)
     add_cluster_flags(flags)
+    flags.end_of_file()
     flags.add(
         "--tokenizer",
         parse=str,
@@ -167,7 +244,7 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
         (
             "--stream-idle-timeout",
             300.0,
-            "seconds between two items of a runtime worker's answer before it is given up",
+            "seconds in which a worker whose answer has begun must send more of it",
         ),
         ("--tokenize-timeout", 2.0, "seconds for an engine's /tokenize"),
         ("--health-interval", 2.0, "seconds between two health checks of a worker"),
@@ -179,4 +256,19 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
         default=30.0,
         summary="seconds that running requests get after SIGTERM",
     )
-    return FrontendArgs(**settle(vars(flags.parse(argv))))
+    flags.add(
+        "--metrics-prefix",
+        parse=str,
+        default="kvflash",
+        variables=("DYN_METRICS_PREFIX",),
+        summary="what the names in /metrics begin with, before an underscore",
+    )
+    flags.add(
+        "--request-plane",
+        parse=str,
+        default=None,
+        choices=("tcp", "http", "nats"),
+        variables=("DYN_REQUEST_PLANE",),
+        summary="taken and not used: each worker says how it is asked",
+    )
+    return FrontendArgs(**settle_cluster(settle(vars(flags.parse(argv)))))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from kvflash.errors import NotFoundError
+from kvflash.errors import DecodeError, KvflashError, NotFoundError
 from kvflash.runtime.context import Context
 from kvflash.runtime.frame import Request, unpack
 from kvflash.runtime.limits import RuntimeLimits
@@ -18,6 +19,10 @@ __all__ = ["Bridge"]
 
 # endpoint and instance
 Target = tuple[str, int]
+# Nobody serves it: that a worker refuses it says that it lives, at no other cost.
+NO_ENDPOINT = ""
+# The core gives a ping up after that.
+PING_TIMEOUT_S = 2.0
 
 
 class _Forwarding(Serving):
@@ -26,6 +31,27 @@ class _Forwarding(Serving):
     def __init__(self, limits: RuntimeLimits) -> None:
         super().__init__(0, limits)
         self.targets: dict[Target, Served] = {}
+        self.ways: dict[Target, tuple[PlaneClient, dict[str, Any]]] = {}
+
+    async def is_there(self, ping: bytes) -> bool:
+        """Ask the instance itself: that the bridge lives says nothing of it."""
+        try:
+            whom = unpack(ping)
+            client, transport = self.ways[whom["endpoint"], whom["instance_id"]]
+        except (DecodeError, LookupError, TypeError):
+            return False
+        request = Request("ping", NO_ENDPOINT, whom["instance_id"], None)
+        try:
+            reply = await client.ask(transport, request)
+            try:
+                await asyncio.wait_for(reply.receive(), PING_TIMEOUT_S)
+            finally:
+                reply.close()
+        except FailedError:
+            return True
+        except (KvflashError, OSError, asyncio.TimeoutError):
+            return False
+        return True
 
     def begin(self, request: Request, send: Send) -> Running:
         """Pass a request on.
@@ -84,6 +110,7 @@ class Bridge:
             finally:
                 reply.close()
 
+        self._forwarding.ways[endpoint, instance_id] = (client, transport)
         self._forwarding.targets[endpoint, instance_id] = Served(
             endpoint, forward, requests_max=self._limits.requests_max, is_graceful=False
         )
@@ -92,6 +119,7 @@ class Bridge:
     def forget(self, endpoint: str, instance_id: int) -> None:
         """The instance is gone; what runs there goes on."""
         self._forwarding.targets.pop((endpoint, instance_id), None)
+        self._forwarding.ways.pop((endpoint, instance_id), None)
 
     async def close(self) -> None:
         """Close everything."""

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from kvflash.discovery import Delete, Discovery, Put, open_discovery
 from kvflash.errors import ConfigError, KvflashError, NotFoundError
 from kvflash.frontend.bridge import Bridge
-from kvflash.frontend.cluster import Cluster
 from kvflash.frontend.loads import LoadReader
+from kvflash.routing.cluster import Cluster
 from kvflash.runtime.limits import RuntimeLimits
 
 __all__ = ["DiscoveryWatch"]
@@ -240,8 +240,9 @@ class DiscoveryWatch:
                 del self._told[instance_id]
                 self._bridge.forget(path, instance_id)
                 logger.info("worker %d left: %s", instance_id, path)
-                await asyncio.to_thread(self._remove, instance_id)
+                # First what is shared: the core forgets its blocks.
                 await asyncio.to_thread(self._cluster.worker_left, component, instance_id)
+                await asyncio.to_thread(self._remove, instance_id)
             return
         events = self._events.get((path.rpartition("/")[0], instance_id), {})
         if told is None:

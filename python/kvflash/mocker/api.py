@@ -205,8 +205,9 @@ class Api:
             answer = Answer(uuid.uuid4().hex, params.model, is_chat=is_chat)
             if params.is_streaming:
                 return await self._stream(request, params, generation, answer)
-            text = self._text(await generation.take())
-            whole = answer.whole(text, generation.request)
+            token_ids = await generation.take()
+            told = token_ids if params.has_token_ids else None
+            whole = answer.whole(self._text(token_ids), generation.request, told)
             if params.transfer is not None and params.transfer.get("do_remote_decode"):
                 whole["kv_transfer_params"] = self._handover.params(len(params.prompt_ids))
             return web.json_response(whole)
@@ -235,9 +236,9 @@ class Api:
                 await response.write(_sse(opening))
             while True:
                 is_last = generation.is_finished
-                await response.write(
-                    _sse(answer.text_chunk(self._text(token_ids), is_last=is_last))
-                )
+                told = token_ids if params.has_token_ids else None
+                chunk = answer.text_chunk(self._text(token_ids), is_last=is_last, token_ids=told)
+                await response.write(_sse(chunk))
                 if is_last:
                     break
                 token_ids = await generation.take()

@@ -64,6 +64,7 @@ class GenerationParams:
         cache_salt: Cache salt, or None.
         is_streaming: Answer with server-sent events.
         has_usage_chunk: End the stream with a chunk of usage.
+        has_token_ids: Tell the tokens of the answer beside its text.
         transfer: kv_transfer_params, or None.
     """
 
@@ -74,6 +75,7 @@ class GenerationParams:
     cache_salt: str | None
     is_streaming: bool
     has_usage_chunk: bool
+    has_token_ids: bool = False
     transfer: Mapping[str, Any] | None = None
 
 
@@ -141,6 +143,7 @@ def parse_generation(
         cache_salt=cache_salt,
         is_streaming=is_streaming,
         has_usage_chunk=is_streaming and _boolean(options or {}, "include_usage", False),
+        has_token_ids=_boolean(body, "return_token_ids", False),
         transfer=transfer,
     )
 
@@ -269,9 +272,11 @@ class Answer:
             "model": model,
         }
 
-    def whole(self, text: str, request: Request) -> Body:
+    def whole(self, text: str, request: Request, token_ids: list[int] | None = None) -> Body:
         """The body of an answer that is not streamed."""
         choice: Body = {"index": 0, "logprobs": None, "finish_reason": "length"}
+        if token_ids is not None:
+            choice["token_ids"] = token_ids
         if self._is_chat:
             choice["message"] = {"role": "assistant", "content": text}
         else:
@@ -283,10 +288,13 @@ class Answer:
         """The chunk that names the role, for a chat."""
         return self._chunk({"role": "assistant", "content": ""}, None) if self._is_chat else None
 
-    def text_chunk(self, text: str, *, is_last: bool) -> Body:
-        """A chunk of text."""
+    def text_chunk(self, text: str, *, is_last: bool, token_ids: list[int] | None = None) -> Body:
+        """A chunk of text, with its tokens if they are to be told."""
         reason = "length" if is_last else None
-        return self._chunk({"content": text} if self._is_chat else text, reason)
+        chunk = self._chunk({"content": text} if self._is_chat else text, reason)
+        if token_ids is not None:
+            chunk["choices"][0]["token_ids"] = token_ids
+        return chunk
 
     def usage_chunk(self, request: Request) -> Body:
         """The chunk after the last one, with the usage."""

@@ -132,6 +132,11 @@ class BrokerOutlet:
                 self._waiting_bytes -= len(self._waiting.popleft()[1])
                 self._dropped += 1
 
+    def skip(self, batches: int) -> None:
+        """Leave out numbers: what they were for is lost, and readers are to see it."""
+        with self._lock:
+            self._next_sequence += batches
+
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until the server has stored what was put; False if that took longer.
 

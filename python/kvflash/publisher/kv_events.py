@@ -21,6 +21,7 @@ from kvflash.publisher.brokered import (
     plane_of_events,
     served_of,
 )
+from kvflash.publisher.relay import Relay
 from kvflash.publisher.stream import EventStream
 from kvflash.runtime import Component
 
@@ -62,7 +63,8 @@ class KvEventPublisher:
     routers find through discovery.
 
     With `zmq_endpoint` it relays instead: it announces where the engine itself publishes, in the
-    form of vLLM and SGLang, and carries no bytes.
+    form of vLLM and SGLang, and carries no bytes; with ``nats`` it reads them there, repairs gaps
+    from the engine's replay, and writes them to NATS.
 
     ::
 
@@ -141,6 +143,7 @@ class KvEventPublisher:
         self._warnings = 0
         self._counts = {"stored_blocks": 0, "removed_blocks": 0, "dropped_blocks": 0}
         self._stream: EventStream | BrokerStream | None = None
+        self._relay: Relay | None = None
         self._kind = "zmq"
         self._is_closed = False
         self.endpoint: str
@@ -150,18 +153,16 @@ class KvEventPublisher:
             self.replay_endpoint = None
             if zmq_replay_endpoint is not None:
                 self.replay_endpoint = _endpoint("zmq_replay_endpoint", zmq_replay_endpoint)
+            if component is not None and plane_of_events(event_plane) == "nats":
+                make = self._outlet_maker(component, worker_id, model_name, enable_local_indexer)
+                # With a prefix of its own the engine's topic is not ours to know.
+                topic = zmq_topic or ""
+                self._relay = Relay(make, self.endpoint, self.replay_endpoint, topic)
+                self._kind = self._relay.kind
+                self.endpoint, self.replay_endpoint = self._relay.endpoint, None
         elif component is not None and plane_of_events(event_plane) == "nats":
-            runtime, name = component.runtime, model_name
-            known = None if name is None else Served(name)
-            cards = f"v1/models/{component.namespace.name}/{component.name}/"
-            outlet = BrokerOutlet(
-                component,
-                instance_id=worker_id or runtime.instance_id,
-                dp_rank=self._dp_rank,
-                block_size=self._block_size,
-                served=lambda: known or served_of(runtime.announced(cards)),
-                has_local_index=enable_local_indexer,
-            )
+            make = self._outlet_maker(component, worker_id, model_name, enable_local_indexer)
+            outlet = make()
             self._kind = outlet.kind
             self._stream = BrokerStream(outlet, dp_rank=self._dp_rank, tick_ms=tick_ms)
             self.endpoint, self.replay_endpoint = self._stream.endpoint, None
@@ -181,11 +182,28 @@ class KvEventPublisher:
         try:
             withdraw = self._announce(component, worker_id, loop)
         except BaseException:
-            if self._stream is not None:
-                self._stream.close()
+            for made in (self._stream, self._relay):
+                if made is not None:
+                    made.close()
             raise
         # Also at the end of the process, and when nobody holds the publisher any more.
-        self._end = weakref.finalize(self, _close, self._stream, withdraw)
+        self._end = weakref.finalize(self, _close, self._stream or self._relay, withdraw)
+
+    def _outlet_maker(
+        self, component: Component, worker_id: int, model_name: str | None, has_index: bool
+    ) -> Callable[[], BrokerOutlet]:
+        runtime, rank, block_size = component.runtime, self._dp_rank, self._block_size
+        known = None if model_name is None else Served(model_name)
+        cards = f"v1/models/{component.namespace.name}/{component.name}/"
+        # Without a reference to the publisher: nobody but its user holds it.
+        return lambda: BrokerOutlet(
+            component,
+            instance_id=worker_id or runtime.instance_id,
+            dp_rank=rank,
+            block_size=block_size,
+            served=lambda: known or served_of(runtime.announced(cards)),
+            has_local_index=has_index,
+        )
 
     def _announce(
         self,
@@ -380,13 +398,15 @@ class KvEventPublisher:
         Returns:
             False if that took longer than the timeout.
         """
-        return self._stream is None or self._stream.flush(timeout_s)
+        source = self._stream or self._relay
+        return source is None or source.flush(timeout_s)
 
     def stats(self) -> dict[str, int]:
         """Counters and gauges; units are in the names. A relay has none of a stream."""
         with self._lock:
             counts = {f"{name}_total": count for name, count in self._counts.items()}
-        return {**counts, **(self._stream.stats() if self._stream is not None else {})}
+        source = self._stream or self._relay
+        return {**counts, **(source.stats() if source is not None else {})}
 
     def shutdown(self) -> None:
         """Withdraw the announcement, send what is queued, close; nothing the second time."""
@@ -467,7 +487,9 @@ def _endpoint(field: str, value: str) -> str:
     return value
 
 
-def _close(stream: EventStream | BrokerStream | None, withdraw: Callable[[], None] | None) -> None:
+def _close(
+    stream: EventStream | BrokerStream | Relay | None, withdraw: Callable[[], None] | None
+) -> None:
     try:
         if withdraw is not None:
             withdraw()

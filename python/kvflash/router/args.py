@@ -6,9 +6,11 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvflash.cluster_flags import ClusterFlags, add_cluster_flags, settle_cluster
 from kvflash.config import (
     Flags,
     add_common,
+    add_tls,
     bounded_float,
     bounded_int,
     byte_count,
@@ -39,7 +41,7 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterArgs(RouterFlags):
+class RouterArgs(RouterFlags, ClusterFlags):
     """The router's settings, one a flag; see ``--help``."""
 
     host: str = "0.0.0.0"
@@ -56,6 +58,8 @@ class RouterArgs(RouterFlags):
     max_workers: int = 4_096
     body_timeout: float = 60.0
     drain_timeout: float = 5.0
+    tls_cert_path: str | None = None
+    tls_key_path: str | None = None
 
     def __post_init__(self) -> None:
         """Check what holds for every caller.
@@ -67,6 +71,9 @@ class RouterArgs(RouterFlags):
             parse_endpoint(self.endpoint)
         if not self.model_name:
             raise ConfigError("--model-name must not be empty")
+        # Replicas find each other in the environment's discovery, also without an endpoint there.
+        has_discovery = self.endpoint is not None or self.router_replica_sync
+        self.check_cluster(has_discovery=has_discovery, needs="--endpoint")
 
 
 def parse_endpoint(text: str) -> tuple[str, str, str]:
@@ -142,10 +149,13 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterArgs:
         "themselves: select, reserve, prefill_complete, free.",
     )
     add_common(flags, port=8091, threads=2, extra_names=True)
+    add_tls(flags)
     _add_workers(flags)
     add_router_flags(flags, block_size=("--router-block-size", "--block-size"))
+    add_cluster_flags(flags)
+    flags.end_of_file()
     _add_limits(flags)
-    given = settle(vars(flags.parse(argv)))
+    given = settle_cluster(settle(vars(flags.parse(argv))))
     given["workers"] = tuple(parse_worker(text) for text in given["workers"])
     return RouterArgs(**given)
 

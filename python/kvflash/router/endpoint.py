@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from kvflash.errors import (
@@ -18,6 +19,7 @@ from kvflash.errors import (
     TransportError,
 )
 from kvflash.router.workers import DiscoveredWorkers, Registrar
+from kvflash.routing.cluster import Cluster
 from kvflash.runtime import Client, Context, DistributedRuntime
 
 __all__ = ["EndpointRouter", "EndpointThread"]
@@ -29,7 +31,10 @@ SYNC_TIMEOUT_S = 10.0
 # A stream that goes on says so this often, long before its reservation expires.
 TOUCH_INTERVAL_S = 1.0
 # What of a request is about routing.
-_ROUTING = ("token_ids", "lora_name", "cache_salt", "router_config_override", "dp_rank")
+_ROUTING = (
+    *("token_ids", "lora_name", "cache_salt", "router_config_override", "dp_rank"),
+    *("user", "session_key", "priority", "strict_priority", "expected_output_tokens"),
+)
 #: The worker was not reached: another one may be.
 _RETRIED = (TransportError, OverloadedError, NotFoundError)
 
@@ -39,6 +44,8 @@ class Decider(Registrar, Protocol):
 
     #: Whether a call may take longer than an event loop should stand still.
     may_wait: bool
+    #: Reservations that may wait at once.
+    waiting_max: int
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         """Ask a route of the HTTP service."""
@@ -51,6 +58,7 @@ class EndpointRouter:
         router: What decides, and keeps account of load; also that of its HTTP service.
         runtime: Where workers are found, and where it is found.
         endpoint: ``namespace.component.endpoint`` of the workers.
+        cluster: What is shared with other routers of the component.
         model_name: Model of workers that announce no card.
     """
 
@@ -60,15 +68,17 @@ class EndpointRouter:
         runtime: DistributedRuntime,
         endpoint: str,
         *,
+        cluster: Cluster,
         model_name: str = "default",
     ) -> None:
         self._router = router
         self._runtime = runtime
+        self._waiting = ThreadPoolExecutor(router.waiting_max, "kvflash-reserve")
         workers = runtime.endpoint(endpoint)
         self._namespace = workers.component.namespace.name
         self._client: Client = workers.client()
         self._workers = DiscoveredWorkers(
-            router, runtime.discovery, workers.path, model_name=model_name
+            router, runtime.discovery, workers.path, model_name=model_name, cluster=cluster
         )
 
     async def serve(self) -> None:
@@ -77,8 +87,8 @@ class EndpointRouter:
         Raises:
             TransportError: Discovery can't be reached.
         """
-        self._workers.start()
         try:
+            await self._workers.start()
             await self._workers.synced(SYNC_TIMEOUT_S)
             router = self._runtime.namespace(self._namespace).component("router")
             await asyncio.gather(
@@ -86,6 +96,7 @@ class EndpointRouter:
                 router.endpoint("best_worker_id").serve_endpoint(self.best_worker_id),
             )
         finally:
+            self._waiting.shutdown(wait=False, cancel_futures=True)
             await self._workers.close()
 
     async def best_worker_id(self, request: Any) -> AsyncIterator[int]:
@@ -113,12 +124,13 @@ class EndpointRouter:
                 rest = [i for i in self._workers.ids if i not in tried]
                 choice["allowed_worker_ids"] = rest
             name = f"{context.id()}-{len(tried)}" if tried else context.id()
-            answer = await self._call("/reserve", {**choice, "request_id": name})
+            answer = await self._reserve(name, choice)
             worker = answer["worker_id"]
-            has_begun = False
+            has_begun, generated = False, 0
             try:
                 async for item in self._stream(request, answer, context):
                     has_begun = True
+                    generated = max(generated + _tokens_in(item), _generated(item))
                     yield item
                 return
             except _RETRIED as error:
@@ -129,7 +141,7 @@ class EndpointRouter:
                     raise
                 logger.warning("worker %d: %s; trying another one", worker, error)
             finally:
-                self._tell("/free", name)
+                self._tell("/free", name, output_tokens=generated)
 
     async def _stream(
         self, request: dict[str, Any], answer: dict[str, Any], context: Context
@@ -146,7 +158,7 @@ class EndpointRouter:
         async with stream:
             async for item in stream:
                 now = time.monotonic()
-                if not is_prefilled and isinstance(item, dict) and item.get("token_ids"):
+                if not is_prefilled and _has_answer(item):
                     is_prefilled, told = True, now
                     self._tell("/prefill_complete", name)
                 elif now - told > TOUCH_INTERVAL_S:
@@ -169,17 +181,54 @@ class EndpointRouter:
             choice["model_name"] = request.get("model")
         return choice
 
+    async def _reserve(self, name: str, choice: dict[str, Any]) -> Any:
+        """Book a request, in a thread of its own where it may have to wait."""
+        body = {**choice, "request_id": name}
+        if not self._router.may_wait:
+            return self._router.call("POST", "/reserve", body)
+        work = self._waiting.submit(self._router.call, "POST", "/reserve", body)
+        call = asyncio.wrap_future(work)
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            if not work.cancel():
+                # The thread goes on: what it books is nobody's.
+                call.add_done_callback(lambda done: self._give_back(done, name))
+            raise
+
+    def _give_back(self, call: asyncio.Future[Any], name: str) -> None:
+        if not call.cancelled() and call.exception() is None:
+            self._tell("/free", name)
+
     async def _call(self, path: str, body: dict[str, Any]) -> Any:
         if self._router.may_wait:
             return await asyncio.to_thread(self._router.call, "POST", path, body)
         return self._router.call("POST", path, body)
 
-    def _tell(self, path: str, name: str) -> None:
+    def _tell(self, path: str, name: str, **fields: int) -> None:
         try:
-            self._router.call("POST", path, {"request_id": name})
+            self._router.call("POST", path, {"request_id": name, **fields})
         except KvflashError as error:
             # It expired, or its worker left: the stream goes on without load.
             logger.debug("%s: %s", path, error)
+
+
+def _tokens_in(item: Any) -> int:
+    """Tokens that a worker's item brings."""
+    tokens = item.get("token_ids") if isinstance(item, dict) else None
+    return len(tokens) if isinstance(tokens, list | tuple) else 0
+
+
+def _has_answer(item: Any) -> bool:
+    """Whether an item brings something of the answer; some engines tell text alone."""
+    return _tokens_in(item) > 0 or (isinstance(item, dict) and bool(item.get("text")))
+
+
+def _generated(item: Any) -> int:
+    """Tokens of the whole answer, where the engine says so."""
+    usage = item.get("completion_usage") if isinstance(item, dict) else None
+    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return tokens if isinstance(tokens, int) else 0
 
 
 class EndpointThread:
@@ -189,10 +238,13 @@ class EndpointThread:
         router: What decides.
         endpoint: ``namespace.component.endpoint`` of the workers.
         model_name: Model of workers that announce no card.
+        cluster: What is shared with other routers of the component.
     """
 
-    def __init__(self, router: Decider, endpoint: str, *, model_name: str) -> None:
-        self._router = router
+    def __init__(
+        self, router: Decider, endpoint: str, *, model_name: str, cluster: Cluster
+    ) -> None:
+        self._router, self._cluster = router, cluster
         self._endpoint = endpoint
         self._model_name = model_name
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -237,7 +289,11 @@ class EndpointThread:
         self._loop = asyncio.get_running_loop()
         self._runtime = DistributedRuntime.detached()
         served = EndpointRouter(
-            self._router, self._runtime, self._endpoint, model_name=self._model_name
+            self._router,
+            self._runtime,
+            self._endpoint,
+            model_name=self._model_name,
+            cluster=self._cluster,
         )
         self._has_begun.set()
         async with self._runtime:

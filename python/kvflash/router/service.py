@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from kvflash._core import Router
+from kvflash.discovery import open_discovery
 from kvflash.errors import (
     AllBusyError,
     ConfigError,
@@ -18,11 +19,17 @@ from kvflash.errors import (
     NoWorkerError,
     OverloadedError,
 )
+from kvflash.policy import PREFIX, AskedPolicy, Policy, load
 from kvflash.process import FedService
 from kvflash.router.args import RouterArgs, WorkerSpec
 from kvflash.router.endpoint import EndpointThread
+from kvflash.router.registered import RegisteredWorkers
+from kvflash.routing.cluster import Cluster
 
 __all__ = ["RouterService"]
+
+# Reservations that wait on the request plane, each in a thread that sleeps.
+WAITING_THREADS_MAX = 2_048
 
 _ERRORS: dict[int, type[KvflashError]] = {
     400: InvalidArgumentError,
@@ -43,6 +50,7 @@ class RouterService:
 
     Args:
         args: Settings; those of a command line come from ``parse_args``.
+        policy: Chooses instead of ``router_mode``.
         **settings: Fields of ``RouterArgs``, by name.
 
     Raises:
@@ -50,10 +58,17 @@ class RouterService:
         TypeError: There is no such setting.
     """
 
-    def __init__(self, args: RouterArgs | None = None, **settings: Any) -> None:
+    def __init__(
+        self, args: RouterArgs | None = None, *, policy: Policy | None = None, **settings: Any
+    ) -> None:
         args = dataclasses.replace(args or RouterArgs(), **settings)
+        name = None
+        if policy is None and args.router_mode is not None and args.router_mode.startswith(PREFIX):
+            policy, name = load(args.router_mode), args.router_mode
+        self._policy = None if policy is None else AskedPolicy(policy, name)
         self._core = Router(
             **args.core_settings(),
+            policy_desk=None if self._policy is None else self._policy.desk,
             block_size=args.kv_cache_block_size,
             threads=args.threads,
             max_body_bytes=args.max_body_bytes,
@@ -61,18 +76,45 @@ class RouterService:
             max_workers=args.max_workers,
             body_timeout_s=args.body_timeout,
             drain_timeout_s=args.drain_timeout,
+            tls_cert_path=args.tls_cert_path,
+            tls_key_path=args.tls_key_path,
         )
         for worker in _numbered(args.workers):
             try:
                 self.add_worker(_registration(worker, args.model_name, args.tenant_id))
             except KvflashError as error:
                 raise ConfigError(f"--worker {worker.url}: {error}") from None
-        self._service = FedService(self._core, host=args.host, port=args.port)
+        self._registered: RegisteredWorkers | None = None
+        self._cluster = Cluster(
+            self._core.catalog,
+            self._core.bookings,
+            args,
+            open_discovery=open_discovery,
+            show_metrics=self._core.set_more_metrics,
+            is_strict=True,
+        )
+        if args.router_replica_sync and args.endpoint is None:
+            self._registered = RegisteredWorkers(self._core, self._cluster)
+        self._service = FedService(
+            self._core,
+            host=args.host,
+            port=args.port,
+            make_receiver=self._cluster.make_receiver,
+            is_encrypted=args.tls_cert_path is not None,
+        )
         self._endpoint: EndpointThread | None = None
         if args.endpoint is not None:
-            self._endpoint = EndpointThread(self, args.endpoint, model_name=args.model_name)
-        #: Whether a call may take as long as another process takes to answer.
-        self.may_wait = args.use_remote_indexer is not None
+            self._endpoint = EndpointThread(
+                self, args.endpoint, model_name=args.model_name, cluster=self._cluster
+            )
+        #: Whether a call may take as long as somebody else takes to answer, or until there is room.
+        self.may_wait = (
+            args.use_remote_indexer is not None
+            or self._policy is not None
+            or args.router_queue_threshold is not None
+        )
+        # One more than may wait: the line refuses it, not a lack of threads.
+        self.waiting_max = min(args.router_queue_limit, WAITING_THREADS_MAX) + 16
 
     @property
     def port(self) -> int:
@@ -96,10 +138,15 @@ class RouterService:
         """Serve HTTP and receive events in the background.
 
         Raises:
-            ConfigError: The address can't be bound.
+            ConfigError: The address can't be bound, or NATS refuses the login.
+            TransportError: NATS is needed and does not answer; says what to start.
             ClosedError: It was started before.
         """
+        self._cluster.check()
         self._service.start()
+        self._cluster.start()
+        if self._registered is not None:
+            self._registered.start()
         if self._endpoint is not None:
             self._endpoint.start()
         return self
@@ -108,7 +155,12 @@ class RouterService:
         """Stop serving and receiving; open calls get the drain time. Blocks until done."""
         if self._endpoint is not None:
             self._endpoint.stop()
+        if self._registered is not None:
+            self._registered.stop()
         self._service.stop()
+        self._cluster.stop()
+        if self._policy is not None:
+            self._policy.close()
 
     def __enter__(self) -> RouterService:
         return self.start()
@@ -138,6 +190,10 @@ class RouterService:
             NotFoundError: It is not registered.
         """
         self.call("DELETE", f"/workers/{worker_id}")
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Counters of the state that comes over NATS, by namespace.component."""
+        return self._cluster.stats()
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         """Ask a route without HTTP between; the answer's JSON.

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from kvflash.discovery import Discovery, Put, Synced
 from kvflash.errors import ClosedError, KvflashError, TransportError
+from kvflash.routing.cluster import Cluster
+from kvflash.routing.membership import Membership, tenant_of
 
 __all__ = ["DiscoveredWorkers", "Registrar"]
 
@@ -37,24 +39,37 @@ class DiscoveredWorkers:
         router: Where they are registered.
         discovery: Where to look.
         path: ``namespace/component/endpoint``.
-        model_name: Model of workers that announce no card.
+        model_name: Model of workers that announce no card. Where events come over NATS these
+            wait for one: events are told by model.
+        cluster: What is shared with other routers of the component.
     """
 
     def __init__(
-        self, router: Registrar, discovery: Discovery, path: str, *, model_name: str
+        self,
+        router: Registrar,
+        discovery: Discovery,
+        path: str,
+        *,
+        model_name: str,
+        cluster: Cluster,
     ) -> None:
-        self._router = router
+        self._router, self._cluster = router, cluster
         self._discovery = discovery
         self._model_name = model_name
-        component = path.rpartition("/")[0]
+        component, _, self._endpoint = path.rpartition("/")
+        namespace, _, name = component.partition("/")
+        self._component = (namespace, name)
+        self._members = Membership(cluster, self._component)
         self._prefixes = {
-            "instances": f"v1/instances/{path}/",
+            # Of all endpoints: what is in the stream is of all.
+            "instances": f"v1/instances/{component}/",
             "models": f"v1/models/{path}/",
             "events": f"v1/events/{component}/",
         }
         self._values: dict[str, dict[str, dict[str, Any]]] = {kind: {} for kind in self._prefixes}
         self._synced = {kind: asyncio.Event() for kind in self._prefixes}
         self._tasks: list[asyncio.Task[None]] = []
+        self._registering = asyncio.Lock()
         self._registered: dict[int, dict[str, Any]] = {}
         self._refused: dict[int, dict[str, Any]] = {}
 
@@ -64,13 +79,15 @@ class DiscoveredWorkers:
         return sorted(self._registered)
 
     @property
-    def models(self) -> set[str]:
-        """Models of those that are registered now."""
-        return {body["model_name"] for body in self._registered.values()}
+    def models(self) -> set[tuple[str, str]]:
+        """Models, and their tenants, of those that are registered now."""
+        return {(body["model_name"], body["tenant_id"]) for body in self._registered.values()}
 
-    def start(self) -> None:
-        """Follow discovery; needs a running event loop."""
+    async def start(self) -> None:
+        """Follow discovery, when what the component's stream tells is known."""
         loop = asyncio.get_running_loop()
+        if self._cluster.is_nats:
+            await self._members.follow()
         self._tasks = [loop.create_task(self._follow(kind)) for kind in self._prefixes]
 
     async def synced(self, timeout_s: float) -> None:
@@ -90,6 +107,7 @@ class DiscoveredWorkers:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._members.close()
 
     async def _follow(self, kind: str) -> None:
         while True:
@@ -103,7 +121,10 @@ class DiscoveredWorkers:
                             self._take(kind, event.key, value)
                         # Registering is quick, but a worker's three keys belong together.
                         if all(one.is_set() for one in self._synced.values()):
-                            self._register()
+                            async with self._registering:
+                                # First: what it tells is told before the router hears of them.
+                                self._members.settle(list(self._values["instances"]))
+                                await self._register()
                 return
             except ClosedError:
                 return
@@ -127,13 +148,15 @@ class DiscoveredWorkers:
             return
         self._values[kind][name] = parsed
 
-    def _register(self) -> None:
-        wanted = {
-            int(name): self._body(int(name))
-            for name in self._values["instances"]
-            if name.isdecimal()
-        }
+    async def _register(self) -> None:
+        wanted = {}
+        for name, instance in self._values["instances"].items():
+            endpoint, _, number = name.rpartition("/")
+            is_named = number in self._values["models"] or not self._cluster.is_nats
+            if endpoint == self._endpoint and number.isdecimal() and is_named:
+                wanted[int(number)] = self._body(int(number), instance)
         for worker_id in [i for i, body in self._registered.items() if wanted.get(i) != body]:
+            await self._members.let_go(worker_id)
             self._call(lambda i=worker_id: self._router.remove_worker(i))
             del self._registered[worker_id]
         self._refused = {i: body for i, body in self._refused.items() if wanted.get(i) == body}
@@ -142,6 +165,9 @@ class DiscoveredWorkers:
                 continue
             if self._call(lambda body=body: self._router.add_worker(body)):
                 self._registered[worker_id] = body
+                self._members.tell(self._cluster.instance_joined, self._component, worker_id)
+                # The first one of a component connects.
+                self._members.tell(self._cluster.worker_joined, self._component, worker_id)
             else:
                 # Said once: it is tried again when it says something else.
                 self._refused[worker_id] = body
@@ -155,12 +181,12 @@ class DiscoveredWorkers:
             return False
         return True
 
-    def _body(self, worker_id: int) -> dict[str, Any]:
+    def _body(self, worker_id: int, instance: dict[str, Any]) -> dict[str, Any]:
         number = str(worker_id)
         card = self._values["models"].get(number, {})
-        transport = self._values["instances"][number].get("transport") or {}
+        transport = instance.get("transport") or {}
         ranks = {
-            rank: {name: value.get(name) for name in ("endpoint", "replay_endpoint")}
+            int(rank): value
             for key, value in self._values["events"].items()
             for owner, _, rank in [key.partition("/")]
             if owner == number and rank.isdecimal()
@@ -169,10 +195,11 @@ class DiscoveredWorkers:
         return {
             "worker_id": worker_id,
             "model_name": card.get("model_name") or self._model_name,
+            "tenant_id": tenant_of(card) if self._cluster.is_nats else "default",
             "url": transport.get("url") or transport.get("address") or transport.get("subject"),
-            "dp_size": max([card.get("dp_size") or 1, *(int(rank) + 1 for rank in ranks)]),
+            "dp_size": max([card.get("dp_size") or 1, *(rank + 1 for rank in ranks)]),
             "block_size": card.get("kv_cache_block_size") or next(filter(None, sizes), None),
-            "events": dict(sorted(ranks.items())),
+            "events": self._cluster.events(worker_id, dict(sorted(ranks.items()))),
             "kv_total_blocks": card.get("total_kv_blocks"),
             "max_num_batched_tokens": card.get("max_num_batched_tokens"),
         }

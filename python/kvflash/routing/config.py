@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from kvflash._core import RouterCore
+from kvflash.cluster_flags import ClusterFlags
 from kvflash.errors import ConfigError, InvalidArgumentError
+from kvflash.policy import PREFIX, AskedPolicy, Policy, load
+from kvflash.servers import plane_of_events
 
 __all__ = ["KvRouterConfig", "override_options"]
 
-logger = logging.getLogger(__name__)
+# Who is first of those that wait for room.
+QUEUE_POLICIES = ("fcfs", "lcfs", "wspt")
 
 # What a request may want otherwise, and the core's word for it.
 _OVERRIDES = {
@@ -24,7 +27,6 @@ _OVERRIDES = {
     "assume_kv_reuse": "assume_kv_reuse",
     "router_assume_kv_reuse": "assume_kv_reuse",
 }
-_NO_BROKER = ("durable_kv_events", "router_reset_states")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +34,25 @@ class KvRouterConfig:
     """How a :class:`KvPushRouter` decides.
 
     Attributes:
+        router_mode: The policy that chooses, by name, or several with weights; or one of one's own.
+            ``ROUTING_ALGORITHM`` in the environment counts without it, else ``kv``.
+        policy_profile: Defaults of policies: ``document`` or ``aibrix-compat``.
+        shadow_policies: Policies that run beside and are only counted; at most four.
+        router_session_affinity_ttl_secs: Seconds, in 1..=31536000, for which requests with the
+            ``session_key`` of an earlier one go where that went, whatever the policy, until that
+            worker can't take one; None: the policy decides alone.
         overlap_score_weight: What a block to prefill costs, in blocks held by running requests; 0:
             caches do not count, and no events are listened to.
         overlap_score_credit: What a cached block saves, in blocks to prefill; 0: caches do not
             count, and no events are listened to.
         overlap_score_credit_decay: How fast that credit fades where more prefill is queued than at
             the idlest worker.
+        router_host_cache_hit_weight: What a block saves that a worker holds in host memory only, in
+            blocks to prefill.
+        router_disk_cache_hit_weight: The same for disks and shared storage.
         prefill_load_scale: What the rest to prefill counts, credit taken off.
+        router_prefill_tokens_per_second: Prompt tokens that a worker prefills in a second: those of
+            the request that it works on count less and less; None: until the first token came.
         active_request_weight: What each running request costs, in blocks.
         router_temperature: 0 takes the cheapest worker; more spreads the choice.
         use_kv_events: Listen to the workers' KV events. Without, a worker is believed to hold what
@@ -56,23 +70,40 @@ class KvRouterConfig:
         active_prefill_tokens_threshold: Prompt tokens to be prefilled above which it is.
         active_prefill_tokens_threshold_frac: The same in batches of the worker.
         active_request_expiry_secs: Seconds without activity after which load is freed.
+        router_queue_threshold: :meth:`KvPushRouter.generate` waits while every worker that may take
+            the request has more prompt tokens to prefill than this multiple of what it takes in one
+            batch; None: it never waits.
+        router_queue_policy: Who is first when there is room: ``fcfs`` (who came first), ``lcfs``
+            (who came last) or ``wspt`` (who has the least left to prefill).
+        router_queue_limit: Requests that may wait so.
+        router_queue_timeout: Seconds that one waits.
+        router_queue_batched_tokens: What a worker takes in one batch that did not tell.
         max_requests: Most requests at once.
         decision_journal_bytes: Memory for past decisions, for :meth:`KvPushRouter.why`.
-        router_snapshot_threshold: Accepted; there is no stream to be cut.
+        router_snapshot_threshold: With events over NATS: messages in the workers' stream above
+            which a snapshot is taken; None takes none for their number.
         router_event_threads: Accepted; one thread receives, queries wait for nobody.
-        durable_kv_events: Accepted, with a warning: events come from the workers directly.
+        durable_kv_events: Take events over NATS, as KVFLASH_EVENT_PLANE=nats says for all.
         router_replica_sync: Count the requests of other routers of the same workers, and tell
             them of one's own: over ZMQ, or over NATS where KVFLASH_EVENT_PLANE says so.
-        router_reset_states: Accepted, with a warning: a router begins empty.
+        router_reset_states: With events over NATS: forget all that the stream and its snapshot
+            tell, here and at all replicas, and begin anew.
 
     Raises:
         ConfigError: A setting is out of range, or contradicts another; names it.
     """
 
+    router_mode: str | Policy | None = None
+    policy_profile: str | None = None
+    shadow_policies: Sequence[str] = ()
+    router_session_affinity_ttl_secs: int | None = None
     overlap_score_weight: float = 1.0
     overlap_score_credit: float = 1.0
     overlap_score_credit_decay: float = 0.0
+    router_host_cache_hit_weight: float = 0.75
+    router_disk_cache_hit_weight: float = 0.25
     prefill_load_scale: float = 1.0
+    router_prefill_tokens_per_second: float | None = None
     active_request_weight: float = 0.0
     router_temperature: float = 0.0
     use_kv_events: bool = True
@@ -88,6 +119,11 @@ class KvRouterConfig:
     active_prefill_tokens_threshold: int | None = None
     active_prefill_tokens_threshold_frac: float | None = None
     active_request_expiry_secs: float = 300.0
+    router_queue_threshold: float | None = None
+    router_queue_policy: str = "fcfs"
+    router_queue_limit: int = 1_024
+    router_queue_timeout: float = 60.0
+    router_queue_batched_tokens: int = 10_000_000
     max_requests: int = 65_536
     decision_journal_bytes: int = 16 * 1024 * 1024
     router_snapshot_threshold: int | None = 1_000_000
@@ -105,49 +141,105 @@ class KvRouterConfig:
             "overlap_score_weight",
             "overlap_score_credit",
             "overlap_score_credit_decay",
+            "router_host_cache_hit_weight",
+            "router_disk_cache_hit_weight",
             "prefill_load_scale",
             "active_request_weight",
             "router_temperature",
             "router_ttl_secs",
             "router_predicted_ttl_secs",
             "active_prefill_tokens_threshold_frac",
+            "router_queue_threshold",
         ):
             _in_range(name, getattr(self, name), 0, math.inf)
         for name in ("router_prune_target_ratio", "active_decode_blocks_threshold"):
             _in_range(name, getattr(self, name), 0, 1)
         _in_range("active_request_expiry_secs", self.active_request_expiry_secs, 0.001, math.inf)
-        for name, low in (
-            ("router_max_tree_size", 1),
-            ("max_requests", 1),
-            ("decision_journal_bytes", 0),
-            ("active_prefill_tokens_threshold", 0),
-            ("router_snapshot_threshold", 1),
-            ("router_event_threads", 1),
+        _in_range("router_queue_timeout", self.router_queue_timeout, 0.001, 86_400)
+        if self.router_queue_policy not in QUEUE_POLICIES:
+            raise ConfigError(
+                f"router_queue_policy must be one of {', '.join(QUEUE_POLICIES)}, got "
+                f"{self.router_queue_policy!r}"
+            )
+        for name, low, high in (
+            ("router_max_tree_size", 1, 2**62),
+            ("max_requests", 1, 2**62),
+            ("decision_journal_bytes", 0, 2**62),
+            ("active_prefill_tokens_threshold", 0, 2**62),
+            ("router_snapshot_threshold", 1, 2**62),
+            ("router_event_threads", 1, 2**62),
+            ("router_queue_limit", 1, 10**7),
+            ("router_session_affinity_ttl_secs", 1, 31_536_000),
+            ("router_queue_batched_tokens", 1, 2**62),
         ):
             value = getattr(self, name)
-            _in_range(name, value, low, 2**62)
+            _in_range(name, value, low, high)
             if value is not None and not isinstance(value, int):
                 raise ConfigError(f"{name} must be a whole number, got {value!r}")
         if self.durable_kv_events and not self.use_kv_events:
             raise ConfigError("durable_kv_events requires use_kv_events")
         if self.router_track_output_blocks and not self.router_track_active_blocks:
             raise ConfigError("router_track_output_blocks requires router_track_active_blocks")
-        for name in _NO_BROKER:
-            if getattr(self, name):
-                logger.warning("KvRouterConfig: %s has no effect here", name)
 
-    def make_core(self, block_size: int) -> RouterCore:
-        """The core that decides so, for blocks of ``block_size`` tokens.
+    def cluster_flags(self) -> ClusterFlags:
+        """What to share with replicas, and how.
 
         Raises:
+            ConfigError: KVFLASH_EVENT_PLANE names none.
+        """
+        return ClusterFlags(
+            event_plane="nats" if self.durable_kv_events else plane_of_events(),
+            router_replica_sync=self.router_replica_sync,
+            router_snapshot_threshold=self.router_snapshot_threshold,
+            router_reset_states=self.router_reset_states,
+        )
+
+    def make_policy(self) -> AskedPolicy | None:
+        """The policy of one's own that chooses, asked in a thread of its own from now on.
+
+        Raises:
+            ConfigError: There is no such class.
+        """
+        mode = self.router_mode
+        if isinstance(mode, str) and mode.startswith(PREFIX):
+            return AskedPolicy(load(mode), mode)
+        return None if mode is None or isinstance(mode, str) else AskedPolicy(mode)
+
+    def make_core(
+        self,
+        block_size: int,
+        model_name: str = "default",
+        policy: AskedPolicy | None = None,
+        tenant_id: str = "default",
+    ) -> RouterCore:
+        """The core that decides so, for blocks of ``block_size`` tokens.
+
+        Args:
+            block_size: Tokens in a block.
+            model_name: The model whose events over NATS are followed.
+            policy: What :meth:`make_policy` made.
+            tenant_id: Whose events of that model; those of workers that only prefill are apart.
+
+        Raises:
+            ConfigError: An unknown policy.
             InvalidArgumentError: The block size is 0 or too large.
         """
         return RouterCore(
             block_size=block_size,
+            model_name=model_name,
+            tenant_id=tenant_id,
+            policy=self.router_mode if isinstance(self.router_mode, str) else None,
+            policy_desk=None if policy is None else policy.desk,
+            policy_profile=self.policy_profile,
+            shadow_policies=list(self.shadow_policies),
+            session_affinity_ttl_s=self.router_session_affinity_ttl_secs,
             overlap_score_weight=self.overlap_score_weight,
             overlap_score_credit=self.overlap_score_credit,
             overlap_score_credit_decay=self.overlap_score_credit_decay,
+            host_cache_hit_weight=self.router_host_cache_hit_weight,
+            disk_cache_hit_weight=self.router_disk_cache_hit_weight,
             prefill_load_scale=self.prefill_load_scale,
+            prefill_tokens_per_s=self.router_prefill_tokens_per_second,
             active_request_weight=self.active_request_weight,
             temperature=self.router_temperature,
             use_kv_events=self.use_kv_events,
@@ -162,6 +254,11 @@ class KvRouterConfig:
             active_decode_blocks_threshold=self.active_decode_blocks_threshold,
             active_prefill_tokens_threshold=self.active_prefill_tokens_threshold,
             active_prefill_tokens_threshold_frac=self.active_prefill_tokens_threshold_frac,
+            router_queue_threshold=self.router_queue_threshold,
+            router_queue_policy=self.router_queue_policy,
+            router_queue_limit=self.router_queue_limit,
+            router_queue_timeout_s=self.router_queue_timeout,
+            router_queue_batched_tokens=self.router_queue_batched_tokens,
             max_requests=self.max_requests,
             decision_journal_bytes=self.decision_journal_bytes,
         )
@@ -191,5 +288,7 @@ def _in_range(name: str, value: float | None, low: float, high: float) -> None:
         return
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or math.isinf(value):
-        wanted = f"of at least {low:g}" if high in (math.inf, 2**62) else f"in {low:g}..={high:g}"
+        wanted = (
+            f"of at least {low:g}" if high in (math.inf, 2**62) else f"in {low:.9g}..={high:.9g}"
+        )
         raise ConfigError(f"{name} must be a number {wanted}, got {value!r}")

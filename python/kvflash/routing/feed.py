@@ -6,12 +6,13 @@ import atexit
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvflash._core import RouterCore
+from kvflash._core import Catalog, RouterCore
 
 if TYPE_CHECKING:
-    from kvflash.transport import ZmqReceiver
+    from kvflash.transport.base import Receiver
 
 __all__ = ["Feed"]
 
@@ -25,21 +26,20 @@ class Feed:
 
     Args:
         core: The core.
+        make_receiver: Makes what receives its events.
     """
 
-    def __init__(self, core: RouterCore) -> None:
+    def __init__(self, core: RouterCore, make_receiver: Callable[[Catalog], Receiver]) -> None:
         self._core = core
-        self._receiver: ZmqReceiver | None = None
+        self._make_receiver = make_receiver
+        self._receiver: Receiver | None = None
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvflash-router", daemon=True)
 
     def start(self) -> None:
         """Begin. Events are listened to only where they can change a decision."""
         if self._core.uses_events:
-            # Here, so that a router without events needs no ZMQ.
-            from kvflash.transport import ZmqReceiver  # noqa: PLC0415
-
-            self._receiver = ZmqReceiver(self._core.catalog)
+            self._receiver = self._make_receiver(self._core.catalog)
             self._receiver.start()
         self._thread.start()
         # Before the interpreter ends: a thread that comes back from the core afterwards aborts it.

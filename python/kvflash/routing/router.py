@@ -9,26 +9,32 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from kvflash._core import RouterBooking
-from kvflash.errors import ClosedError, InvalidArgumentError
+from kvflash._core import RouterBooking, RouterCore
+from kvflash.errors import ClosedError, InvalidArgumentError, KvflashError
+from kvflash.routing.cluster import Cluster
 from kvflash.routing.config import KvRouterConfig, override_options
 from kvflash.routing.feed import Feed
-from kvflash.routing.sharing import Sharing
+from kvflash.routing.line import WaitingLine
 from kvflash.routing.stream import RETRIED, RoutedStream
 from kvflash.routing.workers import Workers
 from kvflash.runtime import Endpoint, Stream
-from kvflash.servers import plane_of_events
 
 __all__ = ["KvPushRouter"]
 
 SYNC_TIMEOUT_S = 10.0
 ATTEMPTS_MAX = 5
+# What of a whole request is the router's business alone.
+_ROUTING = (
+    *("allowed_worker_ids", "user", "session_key"),
+    *("priority", "strict_priority", "expected_output_tokens"),
+)
 
 
 class KvPushRouter:
     """Sends each request to the worker for which it is cheapest.
 
-    Workers, ranks and event sockets come from the runtime's discovery, from the first call on.
+    Workers, ranks and event sockets come from the runtime's discovery, from the first call on; with
+    KVFLASH_EVENT_PLANE=nats events come from the workers' stream, or from indexes of their own.
     Several may live in one process; each has its own index and books for itself. A call costs
     microseconds of the event loop, and some more for long prompts.
 
@@ -50,16 +56,19 @@ class KvPushRouter:
         self.endpoint = endpoint
         self.block_size = block_size
         self.config = kv_router_config or KvRouterConfig()
-        self._core = self.config.make_core(block_size)
+        self._policy = self.config.make_policy()
+        self._core = self.config.make_core(block_size, policy=self._policy)
+        self._line = WaitingLine(self._core, self.config.router_queue_timeout)
         self._client = endpoint.client()
-        discovery = endpoint.runtime.discovery
-        self._sharing: Sharing | None = None
-        if self.config.router_replica_sync:
-            self._sharing = Sharing(
-                self._core.bookings, open_discovery=discovery.twin, event_plane=plane_of_events()
-            )
-        self._workers = Workers(self._core, discovery, endpoint.path, self._sharing)
-        self._feed = Feed(self._core)
+        self._discovery = endpoint.runtime.discovery
+        self._flags = self.config.cluster_flags()
+        self._cluster = self._make_cluster()
+        self._workers = Workers(
+            self._core, self._discovery, endpoint.path, self._cluster, serve=self._serve
+        )
+        self._feed: Feed | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._thresholds: dict[str, Any] | None = None
         self._is_started = False
         self._is_closed = False
 
@@ -75,13 +84,16 @@ class KvPushRouter:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Listen and follow no more; streams that run go on."""
+        """Listen and follow no more; streams that run go on, requests that wait for room don't."""
         self._is_closed = True
+        self._line.close()
+        if self._policy is not None:
+            self._policy.close()
         if self._is_started:
             await self._workers.close()
-            self._feed.stop()
-            if self._sharing is not None:
-                await asyncio.to_thread(self._sharing.stop)
+            if self._feed is not None:
+                self._feed.stop()
+            await asyncio.to_thread(self._cluster.stop)
 
     # -- requests
 
@@ -101,8 +113,16 @@ class KvPushRouter:
         cache_salt: str | None = None,
         allowed_worker_ids: Sequence[int] | None = None,
         request_id: str | None = None,
+        user: str | None = None,
+        session_key: str | None = None,
+        priority: float | None = None,
+        strict_priority: int | None = None,
+        expected_output_tokens: int | None = None,
     ) -> RoutedStream:
         """Choose a worker, book the request there, send it.
+
+        With ``router_queue_threshold`` it waits before that until a worker has room to prefill.
+        Whoever is cancelled then has left the line, and nothing is booked.
 
         Args:
             token_ids: The prompt.
@@ -119,13 +139,20 @@ class KvPushRouter:
             cache_salt: Salt of the prompt.
             allowed_worker_ids: Workers that may take it.
             request_id: Its name for the worker and for :meth:`why`; random if not given.
+            user: Whose request it is, for policies that ask.
+            session_key: What its session's requests carry, for policies that ask.
+            priority: The higher, the earlier among those that wait for room; below 0 is 0.
+            strict_priority: Before all of a lower one that wait; 0 if not given.
+            expected_output_tokens: Tokens that the answer is expected to have, where generated
+                blocks count; max_tokens if not given.
 
         Returns:
             The items that the worker yields, as they come.
 
         Raises:
             NoWorkerError: No worker is there or allowed, or the pinned one is not there.
-            AllBusyError: All of these are busy.
+            AllBusyError: All of these are busy, or had no room for router_queue_timeout.
+            OverloadedError: As many wait for room as may, or max_requests run.
             TransportError: None of those that were tried can be reached.
         """
         request = {
@@ -145,13 +172,21 @@ class KvPushRouter:
         options["allowed_worker_ids"] = (
             None if allowed_worker_ids is None else [*allowed_worker_ids]
         )
+        options |= {
+            "user": user,
+            "session_key": session_key,
+            "priority": priority,
+            "strict_priority": strict_priority,
+            "expected_output_tokens": expected_output_tokens,
+        }
         return await self._send(request, options, request_id)
 
     async def generate_from_request(self, request: Mapping[str, Any]) -> RoutedStream:
         """As :meth:`generate`, with a whole request.
 
         It is what workers are given, and for routing ``router_config_override``, ``worker_id`` (or
-        ``backend_instance_id``), ``dp_rank``, ``allowed_worker_ids`` and ``request_id``.
+        ``backend_instance_id``), ``dp_rank``, ``allowed_worker_ids``, ``user``, ``session_key``,
+        ``priority``, ``strict_priority``, ``expected_output_tokens`` and ``request_id``.
 
         Raises:
             InvalidArgumentError: There are no token_ids.
@@ -164,7 +199,8 @@ class KvPushRouter:
         pinned = [body.pop(name, None) for name in ("worker_id", "backend_instance_id")]
         options["worker_id"] = next((one for one in pinned if one is not None), None)
         options["dp_rank"] = body.get("dp_rank")
-        options["allowed_worker_ids"] = body.pop("allowed_worker_ids", None)
+        for name in _ROUTING:
+            options[name] = body.pop(name, None)
         return await self._send(body, options, body.pop("request_id", None))
 
     async def _send(
@@ -182,7 +218,7 @@ class KvPushRouter:
                 if tried:
                     ids = self._workers.ids if allowed is None else allowed
                     options["allowed_worker_ids"] = [one for one in ids if one not in tried]
-                booking = self._core.book(tokens, options, request_id=name)
+                booking = await self._line.book(tokens, options, request_id=name)
                 try:
                     tried.add(booking.worker_id)
                     payload = request | {
@@ -208,14 +244,14 @@ class KvPushRouter:
             stream,
             tried=tried,
             attempts_max=attempts_max,
-            on_tokens=self._output_counter(request),
+            on_tokens=self._output_counter(request, options["expected_output_tokens"]),
         )
 
-    def _output_counter(self, request: dict[str, Any]) -> Any:
+    def _output_counter(self, request: dict[str, Any], expected_tokens: int | None) -> Any:
         """What counts generated blocks, where they are to be counted."""
         if not self.config.router_track_output_blocks:
             return lambda _booking, _count: None
-        limit = (request.get("stop_conditions") or {}).get("max_tokens")
+        limit = expected_tokens or (request.get("stop_conditions") or {}).get("max_tokens")
         expected = limit if isinstance(limit, int) and limit > 0 else None
         generated = 0
 
@@ -242,6 +278,8 @@ class KvPushRouter:
         allowed_worker_ids: Sequence[int] | None = None,
         lora_name: str | None = None,
         cache_salt: str | None = None,
+        user: str | None = None,
+        session_key: str | None = None,
     ) -> tuple[int, int, int]:
         """Which worker a prompt would go to.
 
@@ -264,6 +302,8 @@ class KvPushRouter:
             "allowed_worker_ids": allowed_worker_ids,
             "lora_name": lora_name,
             "cache_salt": cache_salt,
+            "user": user,
+            "session_key": session_key,
         }
         if request_id is None:
             return self._core.preview(token_ids, options)
@@ -309,9 +349,55 @@ class KvPushRouter:
         """
         self._core.mark_prefill_complete(request_id)
 
-    async def free(self, request_id: str) -> None:
-        """A request booked by :meth:`best_worker` has ended. Again it does nothing."""
-        self._core.free(request_id)
+    async def free(
+        self,
+        request_id: str,
+        *,
+        input_tokens: int | None = None,
+        cached_tokens: int | None = None,
+        output_tokens: int | None = None,
+    ) -> None:
+        """A request booked by :meth:`best_worker` has ended. Again it does nothing.
+
+        Args:
+            request_id: Its name.
+            input_tokens: Tokens of its prompt as the engine counted them, for policies.
+            cached_tokens: Of these, tokens that the engine reused.
+            output_tokens: Tokens that were generated.
+        """
+        self._core.free(
+            request_id,
+            input_tokens=input_tokens,
+            cached_tokens=cached_tokens,
+            output_tokens=output_tokens,
+        )
+
+    @property
+    def policy(self) -> str:
+        """The name of the policy that chooses."""
+        return self._core.policy
+
+    def policy_samples(self) -> list[tuple[str, str, str, float]]:
+        """What policies and shadows count: name, label and its value, and the figure."""
+        return self._core.policy_samples()
+
+    def report_metrics(self, worker_id: int, dp_rank: int = 0, **figures: float) -> bool:
+        """Tell what an engine reports of itself, for policies that go by it.
+
+        Args:
+            worker_id: The worker.
+            dp_rank: Its rank.
+            **figures: running_requests, gpu_kv_usage, cpu_kv_usage, queue_s, mean_prefill_s,
+                mean_decode_s, avg_prompt_tokens, avg_generation_tokens, busy_ratio, utilization.
+                What is left out stays as it was.
+
+        Returns:
+            Whether the worker is there.
+
+        Raises:
+            InvalidArgumentError: An unknown figure, or one out of range.
+        """
+        return self._core.report_metrics(worker_id, dp_rank, figures)
 
     async def dump_events(self) -> str:
         """All that the workers' caches are known to hold, as a JSON list of events."""
@@ -330,6 +416,15 @@ class KvPushRouter:
         """Load of all workers together: requests, prefill_tokens, blocks and more."""
         return self._core.totals()
 
+    def queue_stats(self) -> dict[str, int]:
+        """Requests that wait for a worker with room to prefill, and what became of others.
+
+        Returns:
+            pending, pending_isl_tokens (tokens of their prompts), and placed_total, refused_total
+            (too many waited), expired_total, failed_total, left_total. All 0 without a threshold.
+        """
+        return self._core.queue_stats()
+
     def set_busy_thresholds(
         self,
         *,
@@ -342,19 +437,55 @@ class KvPushRouter:
         Raises:
             InvalidArgumentError: One is out of range.
         """
-        self._core.set_busy_thresholds(
-            active_decode_blocks_threshold=active_decode_blocks_threshold,
-            active_prefill_tokens_threshold=active_prefill_tokens_threshold,
-            active_prefill_tokens_threshold_frac=active_prefill_tokens_threshold_frac,
+        self._thresholds = {
+            "active_decode_blocks_threshold": active_decode_blocks_threshold,
+            "active_prefill_tokens_threshold": active_prefill_tokens_threshold,
+            "active_prefill_tokens_threshold_frac": active_prefill_tokens_threshold_frac,
+        }
+        self._core.set_busy_thresholds(**self._thresholds)
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Counters of the state that comes over NATS, by namespace.component."""
+        return self._cluster.stats()
+
+    def _make_cluster(self) -> Cluster:
+        return Cluster(
+            self._core.catalog,
+            self._core.bookings,
+            self._flags,
+            open_discovery=self._discovery.twin,
+            setting="KVFLASH_EVENT_PLANE=nats",
+            is_strict=True,
         )
+
+    def _serve(self, model: tuple[str, str] | None) -> tuple[RouterCore, Cluster]:
+        """Begin. What comes over NATS is told by model: the core is made when that is known."""
+        if model is not None:
+            self._core = self.config.make_core(self.block_size, model[0], self._policy, model[1])
+            self._line = WaitingLine(self._core, self.config.router_queue_timeout)
+            self._cluster = self._make_cluster()
+            if self._thresholds is not None:
+                self._core.set_busy_thresholds(**self._thresholds)
+        self._feed = Feed(self._core, self._cluster.make_receiver)
+        self._feed.start()
+        self._cluster.start()
+        return self._core, self._cluster
 
     async def _started(self) -> None:
         if self._is_closed:
             raise ClosedError("the router is closed")
-        if not self._is_started:
-            self._is_started = True
-            self._feed.start()
-            if self._sharing is not None:
-                self._sharing.start()
-            self._workers.start()
+        if self._starting is None:
+            self._starting = asyncio.get_running_loop().create_task(self._start())
+        try:
+            await asyncio.shield(self._starting)
+        except KvflashError:
+            # The next call tries again.
+            self._starting = None
+            raise
         await self._workers.synced(SYNC_TIMEOUT_S)
+
+    async def _start(self) -> None:
+        if self._workers.is_brokered:
+            await asyncio.to_thread(self._cluster.check)
+        self._is_started = True
+        self._workers.start()

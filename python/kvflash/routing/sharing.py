@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvflash._core import Bookings
 from kvflash.discovery import Discovery
@@ -22,6 +22,11 @@ logger = logging.getLogger(__name__)
 
 _TAKE_S = 0.2
 
+# Active requests that wait for their worker to be shared; beyond it they are not told.
+_UNTOLD_MAX = 100_000
+
+_Tiding = tuple[object, ...]
+
 #: Namespace and component.
 Component = tuple[str, str]
 
@@ -31,10 +36,11 @@ class CoreSink:
 
     Args:
         bookings: Of the frontend or the router.
+        local_of: Workers that have another number between routers than here: this one, by that.
     """
 
-    def __init__(self, bookings: Bookings) -> None:
-        self._bookings = bookings
+    def __init__(self, bookings: Bookings, local_of: Mapping[int, int] | None = None) -> None:
+        self._bookings, self._local_of = bookings, {} if local_of is None else local_of
 
     def add(  # noqa: PLR0917 - called with positions
         self,
@@ -47,6 +53,7 @@ class CoreSink:
     ) -> None:
         """See :meth:`LoadSink.add`. A worker that is not known here does not count yet."""
         known = None if hashes is None else list(hashes)
+        worker = (self._local_of.get(worker[0], worker[0]), worker[1])
         self._bookings.remote_add(router_id, request_id, worker, known, isl, overlap)
 
     def mark(self, router_id: int, request_id: str) -> None:
@@ -106,20 +113,27 @@ class Sharing:
         lease_ttl_s: float = 10.0,
     ) -> None:
         self._bookings = bookings
-        self._sink = CoreSink(bookings)
         self._make_discovery, self._event_plane = open_discovery, event_plane
         self._lease_ttl_s = lease_ttl_s
         self._lock = threading.Lock()
         self._services: dict[Component, ReplicaSyncService] = {}
         self._component_of: dict[int, Component] = {}
+        # What other routers know a worker as, where that is not its number here; and back.
+        self._shared_of: dict[int, int] = {}
+        self._local_of: dict[int, int] = {}
         # Of requests that are active, so that their end is told where their begin was.
         self._told_to: dict[str, ReplicaSyncService] = {}
+        # Of requests whose worker is not shared yet: told when it is, if they are active then.
+        self._untold: dict[str, list[_Tiding]] = {}
+        self._has_joined = False
+        self._untold_dropped = 0
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvflash-sharing", daemon=True)
+        # Here: what is booked before this is connected is told when it is.
+        bookings.turn_on()
 
     def start(self) -> None:
-        """Tell bookings from now on."""
-        self._bookings.turn_on()
+        """Tell bookings, those since this was made first."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -132,19 +146,30 @@ class Sharing:
         for service in services:
             service.stop()
 
-    def worker_joined(self, component: Component, instance_id: int) -> None:
+    def worker_joined(
+        self, component: Component, instance_id: int, shared_id: int | None = None
+    ) -> None:
         """A worker is registered at the core. Connects for the first one of its component.
+
+        Args:
+            component: Whose it is.
+            instance_id: Its number here.
+            shared_id: Its number between routers, where that is another one.
 
         Raises:
             TransportError: The discovery or NATS does not answer; the next call tries again.
         """
-        self._component_of[instance_id] = component
+        if shared_id is None:
+            shared_id = instance_id
+        else:
+            self._shared_of[instance_id], self._local_of[shared_id] = shared_id, instance_id
         with self._lock:
+            self._component_of[instance_id] = component
             service = self._services.get(component)
             if service is None and not self._is_stopped.is_set():
                 service = ReplicaSyncService(
                     *component,
-                    self._sink,
+                    CoreSink(self._bookings, self._local_of),
                     open_discovery=self._open_discovery,
                     open_channel=lambda: self._open_channel(component),
                     lease_ttl_s=self._lease_ttl_s,
@@ -152,11 +177,13 @@ class Sharing:
                 service.start()
                 self._services[component] = service
         if service is not None:
-            service.sync.worker_joined(instance_id)
+            service.sync.worker_joined(shared_id)
+            self._has_joined = True
 
     def worker_left(self, instance_id: int) -> None:
         """It is no longer registered; what is told of it from now on is of no use to others."""
         self._component_of.pop(instance_id, None)
+        self._local_of.pop(self._shared_of.pop(instance_id, instance_id), None)
 
     def stats(self) -> dict[str, int]:
         """Counters of all components together; units are in the names."""
@@ -169,6 +196,7 @@ class Sharing:
                 counts[f"{name}_total"] = counts.get(f"{name}_total", 0) + count
         for name, count in self._bookings.stats().items():
             counts[f"bookings_{name}"] = count
+        counts["bookings_dropped_total"] += self._untold_dropped
         return counts
 
     async def _open_discovery(self) -> Discovery:
@@ -182,13 +210,18 @@ class Sharing:
 
     def _run(self) -> None:
         while not self._is_stopped.is_set():
-            for tiding in self._bookings.take(_TAKE_S):
+            fresh = self._bookings.take(_TAKE_S)
+            if self._has_joined:
+                self._has_joined = False
+                held, self._untold = self._untold, {}
+                fresh[:0] = [tiding for tidings in held.values() for tiding in tidings]
+            for tiding in fresh:
                 try:
                     self._tell(tiding)
                 except KvflashError:
                     logger.exception("replica sync: a booking is not told")
 
-    def _tell(self, tiding: tuple[object, ...]) -> None:
+    def _tell(self, tiding: _Tiding) -> None:
         kind, name = tiding[0], str(tiding[1])
         if kind == "add":
             _, _, worker, hashes, isl, overlap = tiding
@@ -198,7 +231,17 @@ class Sharing:
             if service is not None:
                 self._told_to[name] = service
                 assert hashes is None or isinstance(hashes, list)
-                service.sync.add(name, worker, hashes, isl, overlap)
+                shared_id = self._shared_of.get(int(worker[0]), int(worker[0]))
+                service.sync.add(name, (shared_id, int(worker[1])), hashes, isl, overlap)
+            elif len(self._untold) < _UNTOLD_MAX:
+                self._untold[name] = [tiding]
+            else:
+                self._untold_dropped += 1
+        elif name in self._untold:
+            if kind == "free":
+                del self._untold[name]
+            else:
+                self._untold[name].append(tiding)
         elif kind == "prefilled" and name in self._told_to:
             self._told_to[name].sync.mark_prefill_completed(name)
         elif kind == "free" and name in self._told_to:

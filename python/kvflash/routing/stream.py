@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from kvflash._core import RouterBooking
-from kvflash.errors import NotFoundError, OverloadedError, TransportError
+from kvflash.errors import NotFoundError, NoWorkerError, OverloadedError, TransportError
 from kvflash.runtime import Stream
 
 __all__ = ["RoutedStream"]
@@ -54,6 +54,8 @@ class RoutedStream:
         self._on_tokens = on_tokens
         self._is_started = False
         self._is_ended = False
+        self._is_prefilled = False
+        self._generated = 0
 
     @property
     def worker_id(self) -> int:
@@ -92,28 +94,45 @@ class RoutedStream:
         while True:
             try:
                 return await self._stream.__anext__()
-            except RETRIED:
+            except RETRIED as failed:
                 if self._is_started or len(self._tried) >= self._attempts_max:
                     raise
                 self._booking.free()
-                self._booking, self._stream = await self._attempt(self._tried)
+                try:
+                    self._booking, self._stream = await self._attempt(self._tried)
+                except NoWorkerError:
+                    # There is nobody else: what went wrong is the reason.
+                    raise failed from None
 
     def _note(self, item: Any) -> None:
         self._booking.touch()
         if not isinstance(item, dict):
             return
         tokens = item.get("token_ids")
-        if tokens:
+        if (tokens or item.get("text")) and not self._is_prefilled:
+            # Some engines tell no tokens.
+            self._is_prefilled = True
             self._booking.first_token()
+        if tokens:
             self._on_tokens(self._booking, len(tokens))
+            self._generated += len(tokens)
         usage = item.get("completion_usage")
         details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
         cached = details.get("cached_tokens") if isinstance(details, dict) else None
         if isinstance(cached, int) and cached >= 0:
             self._booking.cached(cached)
+            self._booking.used(cached_tokens=cached)
+        generated = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        if isinstance(generated, int) and generated > self._generated:
+            self._on_tokens(self._booking, generated - self._generated)
+            self._generated = generated
+        prompt = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+        if isinstance(prompt, int) and prompt >= 0:
+            self._booking.used(input_tokens=prompt)
 
     def _end(self, *, is_complete: bool) -> None:
         self._is_ended = True
+        self._booking.used(output_tokens=self._generated)
         self._booking.free(is_complete=is_complete)
 
     async def aclose(self) -> None:

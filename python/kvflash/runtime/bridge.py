@@ -70,6 +70,10 @@ class Bridge:
             await asyncio.wait({forwarded.task for forwarded in self._running})
         await self._server.close()
 
+    async def is_there(self, ping: bytes) -> bool:
+        """A ping asks for the bridge: instances have their own signs of life."""
+        return True
+
     def begin(self, request: Request, send: Callable[[bytes], Awaitable[None]]) -> _Forwarded:
         """Forward a request.
 

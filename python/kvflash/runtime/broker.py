@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from typing import Any
+from collections import deque
 
-from kvflash.errors import ConfigError, TransportError
+from kvflash.errors import ConfigError
+from kvflash.servers import NatsSettings
 
 try:
-    from nats.aio.client import Client as NatsConnection
     from nats.errors import Error as NatsError
+
+    from kvflash.nats_login import Client as NatsConnection
+    from kvflash.nats_login import failure, login_options
 except ImportError as error:
     raise ConfigError("the nats request plane needs: pip install 'kvflash[nats]'") from error
 
@@ -19,52 +21,53 @@ __all__ = ["NatsConnection", "NatsError", "connect"]
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_SERVER = "nats://localhost:4222"
 CONNECT_TIMEOUT_S = 5.0
 RECONNECT_PAUSE_S = 1
 # What may wait to be sent while the broker is away; then sending fails.
 PENDING_BYTES_MAX = 8 * 1024 * 1024
 # Two unanswered pings are a broker that is gone.
 PING_INTERVAL_S = 10
-
-_AUTHENTICATION = (
-    ("NATS_AUTH_USERNAME", "user"),
-    ("NATS_AUTH_PASSWORD", "password"),
-    ("NATS_AUTH_TOKEN", "token"),
-    ("NATS_AUTH_NKEY", "nkeys_seed"),
-    ("NATS_AUTH_CREDENTIALS_FILE", "user_credentials"),
-)
+# Failed attempts whose reasons are looked at.
+_SAID_MAX = 16
+_OTHERWISE = "start one (nats-server), set NATS_SERVER, or use the request plane tcp"
 
 
 async def connect() -> NatsConnection:
     """Connect to NATS_SERVER; a connection that breaks is made again.
 
     Raises:
-        TransportError: It can't be reached, or refuses us.
+        TransportError: It can't be reached.
+        ConfigError: It refuses us, or we trust it not; names the variable to set.
     """
-    servers = [part.strip() for part in os.environ.get("NATS_SERVER", DEFAULT_SERVER).split(",")]
-    options: dict[str, Any] = {
-        option: os.environ[name] for name, option in _AUTHENTICATION if os.environ.get(name)
-    }
-    connection = NatsConnection()
+    settings = NatsSettings.from_env()
+    connection, said = NatsConnection(settings), deque[Exception](maxlen=_SAID_MAX)
+
+    is_connected = False
+
+    async def log(error: Exception) -> None:
+        logger.warning("nats: %s", error or type(error).__name__)
+        if not is_connected:
+            said.append(error)
+            # Who is refused would be refused again: this ends the attempts.
+            is_refused = isinstance(failure(settings, [error], _OTHERWISE), ConfigError)
+            connection.options["allow_reconnect"] = not is_refused
+
     try:
         await asyncio.wait_for(
             connection.connect(
-                servers,
-                error_cb=_log,
+                **login_options(settings),
+                error_cb=log,
                 max_reconnect_attempts=-1,
                 reconnect_time_wait=RECONNECT_PAUSE_S,
                 ping_interval=PING_INTERVAL_S,
                 pending_size=PENDING_BYTES_MAX,
-                **options,
             ),
             CONNECT_TIMEOUT_S,
         )
     except (NatsError, OSError, asyncio.TimeoutError) as error:
         await _give_up(connection)
-        raise TransportError(
-            f"NATS can't be reached at {', '.join(servers)}: {error or type(error).__name__}"
-        ) from error
+        raise failure(settings, list(said) or [error], _OTHERWISE) from error
+    is_connected = True
     return connection
 
 
@@ -73,7 +76,3 @@ async def _give_up(connection: NatsConnection) -> None:
         await connection.close()
     except (NatsError, OSError) as error:
         logger.debug("nats: %s", error)
-
-
-async def _log(error: Exception) -> None:
-    logger.warning("nats: %s", error or type(error).__name__)

@@ -11,6 +11,7 @@ import asyncio
 import io
 import json
 import logging
+import math
 import socket
 import weakref
 from collections import deque
@@ -228,6 +229,9 @@ class HttpClient:
         limits: Of the runtime.
     """
 
+    #: For how long an idle connection is kept at most, whatever the limits say.
+    idle_s_max = math.inf
+
     def __init__(self, limits: RuntimeLimits) -> None:
         self.limits = limits
         self._session: aiohttp.ClientSession | None = None
@@ -283,7 +287,7 @@ class HttpClient:
         if self._session is None:
             connector = aiohttp.TCPConnector(
                 limit=0,
-                keepalive_timeout=self.limits.client_idle_s_max,
+                keepalive_timeout=min(self.limits.client_idle_s_max, self.idle_s_max),
                 socket_factory=self._socket,
             )
             self._session = aiohttp.ClientSession(
@@ -316,7 +320,7 @@ class HttpReply:
         try:
             if self._response is None:
                 await self._begin()
-            kind, payload = await self._next()
+            return await self._receive()
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             self.close()
             if isinstance(error, KvflashError):
@@ -325,12 +329,18 @@ class HttpReply:
         except InvalidArgumentError as error:
             self.close()
             raise DecodeError(str(error)) from error
+        except (FailedError, DecodeError):
+            self.close()
+            raise
+
+    async def _receive(self) -> bytes | None:
+        """The next item of an answer that has begun; None at its end."""
+        kind, payload = await self._next()
         if kind == Kind.DATA:
             return payload
         if kind == Kind.END:
             await self._finish()
             return None
-        self.close()
         if kind == Kind.ERROR:
             raise FailedError(Failure.parse(unpack(payload)))
         raise DecodeError(f"frame of kind {kind} is no answer")
@@ -350,11 +360,18 @@ class HttpReply:
             raise ClosedError("the stream is closed")
         # Reading may be cancelled, and then decides itself what becomes of the request.
         response = await asyncio.shield(self._sending)
-        if response.status != 200 or response.content_type != FRAMES:
+        if not self._is_answer(response):
             text = await response.content.read(READ_BYTES)
             response.close()
-            raise FailedError(_failure(response.status, text))
+            raise FailedError(self._refusal(response, text))
         self._response = response
+
+    def _is_answer(self, response: aiohttp.ClientResponse) -> bool:
+        return response.status == 200 and response.content_type == FRAMES
+
+    def _refusal(self, response: aiohttp.ClientResponse, text: bytes) -> Failure:
+        """What an answer that is none says of the reason."""
+        return _failure(response.status, text)
 
     async def _next(self) -> tuple[int, bytes]:
         while not self._frames:

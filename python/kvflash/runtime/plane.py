@@ -63,6 +63,9 @@ class Begins(Protocol):
     def limits(self) -> RuntimeLimits:
         """What a connection may hold."""
 
+    async def is_there(self, ping: bytes) -> bool:
+        """Whether the instance that a ping's payload names lives."""
+
     def begin(self, request: Request, send: Callable[[bytes], Awaitable[None]]) -> Runs:
         """Run a request; its frames up to End or Error go to ``send``.
 

@@ -12,6 +12,9 @@ from kvflash.runtime.settings import PLANES, listen_address
 
 __all__ = ["make_client", "make_server"]
 
+# The transport that launchers announce for their engines.
+OPENAI = "openai"
+
 
 def make_server(plane: str, serving: Serving, *, host: str, port: int) -> PlaneServer:
     """A server that is not started yet.
@@ -19,7 +22,8 @@ def make_server(plane: str, serving: Serving, *, host: str, port: int) -> PlaneS
     Raises:
         ConfigError: The plane is unknown, or what it needs is not installed.
     """
-    _check(plane)
+    if plane not in PLANES:
+        raise ConfigError(f"request plane must be one of {', '.join(PLANES)}, got {plane!r}")
     module = import_module(f"kvflash.runtime.{plane}")
     server: PlaneServer = module.make_server(
         serving, host=host, port=port, bind=listen_address(host)
@@ -28,21 +32,12 @@ def make_server(plane: str, serving: Serving, *, host: str, port: int) -> PlaneS
 
 
 def make_client(plane: str, limits: RuntimeLimits) -> PlaneClient:
-    """A client.
+    """A client of a plane, or of engines that speak OpenAI's API and none of them.
 
     Raises:
         ConfigError: The plane is unknown, or what it needs is not installed.
     """
-    _check(plane)
+    if plane not in (*PLANES, OPENAI):
+        raise ConfigError(f"request plane must be one of {', '.join(PLANES)}, got {plane!r}")
     client: PlaneClient = import_module(f"kvflash.runtime.{plane}").make_client(limits)
     return client
-
-
-def _check(plane: str) -> None:
-    if plane == "openai":
-        raise ConfigError(
-            "an engine that speaks OpenAI's API (transport openai) is asked by a frontend, not by "
-            "clients of the runtime"
-        )
-    if plane not in PLANES:
-        raise ConfigError(f"request plane must be one of {', '.join(PLANES)}, got {plane!r}")

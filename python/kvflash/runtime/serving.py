@@ -106,6 +106,10 @@ class Serving:
         self.endpoints[name] = Served(name, handler, requests_max=limit, is_graceful=is_graceful)
         return self.endpoints[name]
 
+    async def is_there(self, ping: bytes) -> bool:
+        """Whether whom a ping is meant for lives; here that is this process."""
+        return True
+
     def begin(self, request: Request, send: Send) -> Running:
         """Run a request; its frames up to End or Error go to ``send``.
 

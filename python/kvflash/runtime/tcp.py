@@ -125,6 +125,8 @@ class TcpServer:
         finally:
             idle.cancel()
         if kind == Kind.PING:
+            if not await self._serving.is_there(payload):
+                return False
             connection.write(_PONG)
             return True
         if kind != Kind.REQUEST:

@@ -43,6 +43,8 @@ class StateOptions:
             a quarter of how long the stream keeps messages, so that retention never takes what no
             snapshot has.
         is_resetting: Forget everything first, here and at all replicas.
+        is_strict: Take no snapshot once a message was refused here, such as one of a worker with
+            other blocks than this router's: a replica with other settings may understand it.
         router_id: Name in the stream and in discovery; None = a random one.
         lease_ttl_s: How long a dead router counts as alive at most.
         settings: Which NATS; default: what the environment says.
@@ -52,6 +54,7 @@ class StateOptions:
     snapshot_threshold: int | None = 1_000_000
     snapshot_age_s: float | None = None
     is_resetting: bool = False
+    is_strict: bool = False
     router_id: str | None = None
     lease_ttl_s: float = 10.0
     settings: NatsSettings = field(default_factory=NatsSettings.from_env)
@@ -158,6 +161,7 @@ class StateService:
         """Counters; units are in the names."""
         replica, snapshots = self._need(), self._snapshots
         counts = {f"{name}_total": count for name, count in self.sink.counts.items()}
+        counts["away_workers"] = self.sink.away()
         counts["applied_sequence"] = replica.applied
         counts["restores_total"] = replica.stats.restores_total
         counts["reopened_total"] = replica.stats.reopened_total
@@ -175,6 +179,9 @@ class StateService:
         if self._end is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join()
+
+    def _is_complete(self) -> bool:
+        return not (self._options.is_strict and self.sink.counts["refused"])
 
     def _need(self) -> Replica:
         if self._replica is None:
@@ -232,6 +239,7 @@ class StateService:
                     age_s_max=settings.stream_max_age_s / 4 if age_s is None else age_s,
                 ),
                 on_step=options.on_step,
+                is_complete=self._is_complete,
             )
             self._replica, self._snapshots = replica, snapshots
             if options.is_resetting:

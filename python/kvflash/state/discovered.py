@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Protocol
 
-from kvflash.errors import KvflashError, TransportError
+from kvflash.errors import ConfigError, KvflashError, TransportError
 
 __all__ = ["DiscoveredLock", "DiscoveredRoster", "Keys"]
 
@@ -96,7 +96,7 @@ class DiscoveredRoster:
         lease = await self._lease.get()
         try:
             await self._keys.put(self._prefix + name, self._value, lease)
-        except TransportError:
+        except (TransportError, ConfigError):
             raise
         except KvflashError:
             # The store ended the lease before we heard of it.
@@ -141,8 +141,8 @@ class DiscoveredLock:
         lease = await self._keys.lease(self._ttl_s)
         try:
             is_ours = await self._keys.create(self._key, secrets.token_bytes(8), lease)
-        except TransportError:
-            with contextlib.suppress(TransportError):
+        except KvflashError:
+            with contextlib.suppress(KvflashError):
                 await lease.revoke()
             raise
         if not is_ours:
@@ -165,5 +165,5 @@ class DiscoveredGrant:
     async def release(self) -> None:
         """See :meth:`Grant.release`."""
         # The lease ends by itself when nobody hears.
-        with contextlib.suppress(TransportError):
+        with contextlib.suppress(KvflashError):
             await self._lease.revoke()

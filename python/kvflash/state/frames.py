@@ -6,12 +6,15 @@ import json
 import logging
 import struct
 import threading
+import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 from kvflash._core import Catalog
-from kvflash.errors import DecodeError, KvflashError
+from kvflash.errors import DecodeError, KvflashError, TransportError
 from kvflash.transport.base import Message
 
 __all__ = ["CatalogSink", "Origin", "event_headers", "event_key", "reset_headers"]
@@ -27,6 +30,8 @@ _U64_MAX = (1 << 64) - 1
 _MAGIC = b"kvfstate"
 # Workers that left are remembered, so that their last messages do not bring them back.
 _GONE_MAX = 65_536
+# How long what they held is kept, for those that were cut off and come back.
+_AWAY_S_MAX = 600.0
 # What can't be understood is kept for questions: the last ones.
 _ASIDE_MAX = 16
 
@@ -114,26 +119,53 @@ def _parse(headers: Mapping[str, str]) -> tuple[Origin, int]:
     return origin, _number(headers[_SEQUENCE], _SEQUENCE)
 
 
+def _joined(one: Iterable[bytes], other: Iterable[bytes]) -> Iterator[bytes]:
+    """Two dumps as one: each begins with a mark and ends with another, in chunks of their own."""
+    last: bytes | None = None
+    for chunk in one:
+        if last is not None:
+            yield last
+        last = chunk
+    yield from islice(other, 1, None)
+
+
 class CatalogSink:
     """Applies a log's messages to a catalog, and makes and restores snapshots of it.
 
     Workers register themselves by their messages. Applying a message again changes nothing; those
     of an earlier life of a publisher are dropped.
 
+    Whoever leaves may have been cut off only: what it holds is kept beside, follows the log, goes
+    into snapshots, and is back when the worker is. After a while it is forgotten.
+
     Args:
         catalog: What it feeds.
         scheme: Of the endpoints under which its workers register.
+        away_s_max: How long what a worker holds is kept after it left.
+        now_s: Time, from any moment on.
 
     Consistency: safe to use from many threads; one applies at a time.
     """
 
-    def __init__(self, catalog: Catalog, scheme: str = "jetstream://log") -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        scheme: str = "jetstream://log",
+        *,
+        away_s_max: float = _AWAY_S_MAX,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._catalog = catalog
         self._scheme = scheme
         self._lock = threading.RLock()
-        self._publishers: dict[tuple[int, int], int] = {}
+        self._publishers: dict[tuple[int, int], _Publisher] = {}
         self._epochs: dict[tuple[int, int], int] = {}
         self._gone: OrderedDict[int, None] = OrderedDict()
+        # Of those that left lately: what they hold, and until when that is kept.
+        self._beside = Catalog()
+        self._away: OrderedDict[int, float] = OrderedDict()
+        self._away_s_max, self._now_s = away_s_max, now_s
+        self._moves = 0
         self.aside: deque[tuple[int, str]] = deque(maxlen=_ASIDE_MAX)
         self.counts = {
             "messages": 0,
@@ -152,8 +184,9 @@ class CatalogSink:
     def apply(self, messages: Sequence[Message]) -> None:
         """Apply messages in their order; what can't be understood is counted and set aside."""
         with self._lock:
+            self._forget_away()
             run: list[list[bytes]] = []
-            run_of: int | None = None
+            run_of: _Publisher | None = None
             for message in messages:
                 self.counts["messages"] += 1
                 publisher, frame = self._place(message)
@@ -174,40 +207,62 @@ class CatalogSink:
     def clear(self) -> None:
         """Forget all blocks and places; workers stay registered."""
         with self._lock:
-            for instance_id, dp_rank in self._catalog.workers():
-                self._catalog.forget(instance_id, dp_rank)
+            for catalog in (self._catalog, self._beside):
+                for instance_id, dp_rank in catalog.workers():
+                    catalog.forget(instance_id, dp_rank)
             self._epochs.clear()
 
     def leave(self, instance_id: int) -> None:
-        """A worker is gone: its blocks go, and its messages that are still to come are dropped."""
+        """A worker is gone: its blocks do not count any more.
+
+        Call it before the core forgets the worker, and its blocks with it.
+        """
         with self._lock:
-            for worker in [worker for worker in self._publishers if worker[0] == instance_id]:
-                del self._publishers[worker]
-                self._epochs.pop(worker, None)
-            self._catalog.expel(instance_id)
+            if instance_id not in self._gone:
+                self._set_beside(instance_id)
             self._gone[instance_id] = None
             self._gone.move_to_end(instance_id)
             if len(self._gone) > _GONE_MAX:
-                self._gone.popitem(last=False)
+                self._forget(self._gone.popitem(last=False)[0])
+            self._forget_away()
 
     def join(self, instance_id: int) -> None:
-        """A worker is there: its messages count."""
+        """A worker is there: what it holds and its messages count."""
         with self._lock:
+            self._forget_away()
             self._gone.pop(instance_id, None)
+            if self._away.pop(instance_id, None) is not None:
+                self._moves += 1
+                self._drop_publishers(instance_id)
+                self._catalog.restore(b"".join(self._beside.dump(instance_id)))
+                self._beside.expel(instance_id)
 
     def workers(self) -> list[tuple[int, int]]:
-        """All workers that hold a place, (instance id, dp rank)."""
-        return self._catalog.workers()
+        """Workers that are there and of which the log has told, (instance id, dp rank)."""
+        with self._lock:
+            told = self._epochs.keys() | self._publishers.keys()
+            return sorted(worker for worker in told if worker[0] not in self._gone)
+
+    def away(self) -> int:
+        """Workers that left and of which is known what they held."""
+        with self._lock:
+            return len(self._away)
 
     def snapshot(self) -> Iterator[bytes]:
-        """Everything held, in chunks; what is applied meanwhile may be in it or not."""
+        """Everything held, in chunks; what is applied meanwhile may be in it or not.
+
+        Raises:
+            TransportError: A worker came or went meanwhile, and may be missing: take another one.
+        """
         with self._lock:
             # Before the dump: a life that begins in between is told by its messages again.
             epochs = [[*worker, epoch] for worker, epoch in self._epochs.items()]
-            dump = self._catalog.dump()
+            dumps, moves = (self._catalog.dump(), self._beside.dump()), self._moves
         head = json.dumps({"version": 1, "epochs": epochs}).encode()
         yield _MAGIC + struct.pack("<Q", len(head)) + head
-        yield from dump
+        yield from _joined(*dumps)
+        if self._moves != moves:
+            raise TransportError("a worker came or went while the snapshot was taken")
 
     def restore(self, snapshot: bytes) -> list[str]:
         """Hold what a snapshot says, and nothing else.
@@ -232,10 +287,43 @@ class CatalogSink:
             self._epochs = known
             for instance_id in {worker[0] for worker in self._catalog.workers()}:
                 if instance_id in self._gone:
+                    self._set_beside(instance_id)
+                    # A life that began while the snapshot was taken is in its blocks only.
                     self._catalog.expel(instance_id)
             return reasons
 
-    def _place(self, message: Message) -> tuple[int | None, _Frame]:
+    def _set_beside(self, instance_id: int) -> None:
+        """What a worker that leaves holds does not count, and is kept for a while."""
+        told = self._epochs.keys() | self._publishers.keys()
+        if all(worker[0] != instance_id for worker in told):
+            # Its events come another way, if any do: whoever registered it looks after it.
+            return
+        self._moves += 1
+        self._beside.expel(instance_id)
+        self._beside.restore(b"".join(self._catalog.dump(instance_id)))
+        self._away[instance_id] = self._now_s() + self._away_s_max
+        self._away.move_to_end(instance_id)
+        self._drop_publishers(instance_id)
+        self._catalog.expel(instance_id)
+
+    def _drop_publishers(self, instance_id: int) -> None:
+        """It registers anew with its next message, wherever that counts."""
+        for worker in [worker for worker in self._publishers if worker[0] == instance_id]:
+            del self._publishers[worker]
+
+    def _forget_away(self) -> None:
+        now_s = self._now_s()
+        while self._away and next(iter(self._away.values())) <= now_s:
+            self._forget(next(iter(self._away)))
+
+    def _forget(self, instance_id: int) -> None:
+        if self._away.pop(instance_id, None) is not None:
+            self._moves += 1
+        self._beside.expel(instance_id)
+        for worker in [worker for worker in self._epochs if worker[0] == instance_id]:
+            del self._epochs[worker]
+
+    def _place(self, message: Message) -> tuple[_Publisher | None, _Frame]:
         """The publisher of a message, registered if need be; None when the message is dropped."""
         if message.headers.get(_KIND) == _RESET:
             return None, _NO_FRAME
@@ -244,17 +332,20 @@ class CatalogSink:
         except DecodeError as error:
             self._set_aside("undecodable", message, str(error))
             return None, _NO_FRAME
+        catalog = self._catalog
         if origin.instance_id in self._gone:
             self.counts["of_gone_workers"] += 1
-            return None, _NO_FRAME
+            if origin.instance_id not in self._away:
+                return None, _NO_FRAME
+            catalog = self._beside
         worker = (origin.instance_id, origin.dp_rank)
         if origin.epoch < self._epochs.get(worker, 0):
             self.counts["of_earlier_lives"] += 1
             return None, _NO_FRAME
         publisher = self._publishers.get(worker)
-        if publisher is None or self._catalog.position(publisher) is None:
+        if publisher is None or publisher.catalog.position(publisher.number) is None:
             try:
-                publisher = self._catalog.register(
+                number = catalog.register(
                     origin.instance_id,
                     self.endpoint(*worker),
                     model_name=origin.model_name,
@@ -265,26 +356,26 @@ class CatalogSink:
             except KvflashError as error:
                 self._set_aside("refused", message, str(error))
                 return None, _NO_FRAME
-            self._publishers[worker] = publisher
-            self._catalog.set_status(publisher, "active")
-        number = sequence.to_bytes(8, "big")
-        return publisher, _Frame(*worker, origin.epoch, number)
+            publisher = self._publishers[worker] = _Publisher(catalog, number)
+            catalog.set_status(number, "active")
+        return publisher, _Frame(*worker, origin.epoch, sequence.to_bytes(8, "big"))
 
-    def _start_life(self, publisher: int, frame: _Frame) -> None:
+    def _start_life(self, publisher: _Publisher, frame: _Frame) -> None:
         worker = (frame.instance_id, frame.dp_rank)
         if worker in self._epochs:
-            self._catalog.restarted(publisher)
+            publisher.catalog.restarted(publisher.number)
         self._epochs[worker] = frame.epoch
 
-    def _take(self, publisher: int | None, frames: list[list[bytes]]) -> None:
+    def _take(self, publisher: _Publisher | None, frames: list[list[bytes]]) -> None:
         while publisher is not None and frames:
+            catalog, number = publisher
             # As sent again: whatever came before is a duplicate, never a restart.
-            consumed, outcome, first, last = self._catalog.take(publisher, frames, replayed=True)
+            consumed, outcome, first, last = catalog.take(number, frames, replayed=True)
             if outcome != "gap":
                 return
             # The log has it no more, or never had it.
             self.counts["lost_batches"] += last - first + 1
-            self._catalog.give_up(publisher, last + 1)
+            catalog.give_up(number, last + 1)
             frames = frames[consumed:]
 
     def _set_aside(self, kind: str, message: Message, reason: str) -> None:
@@ -299,6 +390,11 @@ class CatalogSink:
                 self.counts[kind],
                 reason,
             )
+
+
+class _Publisher(NamedTuple):
+    catalog: Catalog
+    number: int
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ Order of a snapshot, of which every prefix is harmless:
 
 Killed before 5, the old pointer counts and the log still has everything since; after 5, messages
 that are in the snapshot and in the log are applied twice, which changes nothing.
+
+A purge names no log: one that stands still between looking and purging, while somebody deletes the
+log and makes it anew, takes from the new one. Whoever comes later counts that as lost.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -91,6 +95,7 @@ class Snapshots:
         options: When.
         clock: Time.
         on_step: Hears of every step.
+        is_complete: Whether the sink took all that it was given.
     """
 
     def __init__(
@@ -105,6 +110,7 @@ class Snapshots:
         options: SnapshotOptions | None = None,
         clock: Clock | None = None,
         on_step: Step = no_step,
+        is_complete: Callable[[], bool] = lambda: True,
     ) -> None:
         self.stats = SnapshotStats(outcomes={})
         self._replica = replica
@@ -113,6 +119,7 @@ class Snapshots:
         self._options = options or SnapshotOptions()
         self._clock = clock or SystemClock()
         self._step = on_step
+        self._is_complete = is_complete
 
     async def run(self) -> None:
         """Look once a second until cancelled; servers that are away are waited for."""
@@ -174,10 +181,8 @@ class Snapshots:
         else:
             raise TransportError("--router-reset-states: the snapshot lock is held for over 30 s")
         try:
-            key = f"reset-{secrets.token_hex(8)}"
-            sequence = await self._log.append(reset_headers(), b"", key=key)
+            incarnation, sequence = await self._tell_reset()
             self._step("reset-told")
-            incarnation = (await self._log.state()).incarnation
             while True:
                 pointer, revision = await self._blobs.pointer()
                 token = pointer.token + 1 if pointer else 1
@@ -191,11 +196,22 @@ class Snapshots:
                 if await self._blobs.flip(empty, revision):
                     break
             self._step("reset-flipped")
-            await self._log.purge(sequence - 1)
+            if (await self._log.state()).incarnation == incarnation:
+                await self._log.purge(sequence - 1)
             self._step("reset-purged")
             await self._delete_others()
         finally:
             await grant.release()
+
+    async def _tell_reset(self) -> tuple[str, int]:
+        """Write the mark; which log has it, and where."""
+        while True:
+            before = (await self._log.state()).incarnation
+            key = f"reset-{secrets.token_hex(8)}"
+            sequence = await self._log.append(reset_headers(), b"", key=key)
+            if (await self._log.state()).incarnation == before:
+                return before, sequence
+            # Deleted and made anew meanwhile: the number may be of either.
 
     async def drop_orphans(self) -> None:
         """Delete readers whose router is not alive."""
@@ -235,7 +251,7 @@ class Snapshots:
             return Outcome.EMPTY
         if not await replica.wait_applied(state.last, state.incarnation, _APPLY_S_MAX):
             return Outcome.BEHIND
-        if not replica.stats.is_complete:
+        if not (replica.stats.is_complete and self._is_complete()):
             # Its snapshot would lack for all what it lacks itself.
             return Outcome.INCOMPLETE
         self._step("caught-up")

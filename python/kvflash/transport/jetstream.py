@@ -29,6 +29,10 @@ _DUPLICATE_WINDOW_S = 120.0
 # Messages and bytes asked for at a time; twice that is on its way at most.
 _PULL_MESSAGES = 512
 _PULL_BYTES = 16 * 1024 * 1024
+# What was received and not fetched: what was asked for, and what the server says beside. Beyond it
+# the client drops messages, which shows as a hole, and they are read again.
+_WAITING_MESSAGES_MAX = 4 * _PULL_MESSAGES
+_WAITING_BYTES_MAX = 4 * _PULL_BYTES
 _PULL_EXPIRES_S = 30.0
 _HEARTBEAT_S = 5.0
 # Unacknowledged messages after which the server sends no more.
@@ -151,18 +155,29 @@ class JetStreamLog:
             answer = await self._client.request(
                 f"$JS.API.STREAM.MSG.GET.{self.name}", request, timeout=5.0
             )
-        stored = json.loads(answer.data).get("message", {}).get("time")
-        if stored is None:
-            return None
-        # To the microsecond, and with an offset that every Python reads.
-        at = datetime.fromisoformat(stored[:19] + "+00:00")
-        return max(0.0, datetime.now(timezone.utc).timestamp() - at.timestamp())
+            stored = json.loads(answer.data).get("message", {}).get("time")
+            if stored is None:
+                return None
+            answer = await self._client.request(
+                f"$JS.API.STREAM.INFO.{self.name}", b"", timeout=5.0
+            )
+        # By the clock that stamped the message: this machine's may be an hour off, or leap by one.
+        # Servers before 2.10 do not tell theirs.
+        told = json.loads(answer.data).get("ts")
+        now_s = datetime.now(timezone.utc).timestamp() if told is None else _seconds(told)
+        return max(0.0, now_s - _seconds(stored))
 
     async def purge(self, last: int) -> None:
         """See :meth:`Log.purge`."""
         async with reaching(f"stream {self.name}"):
             # The server takes the first number that stays.
             await self._js.purge_stream(self.name, seq=last + 1)
+
+
+def _seconds(time: str) -> float:
+    """Seconds since the epoch of a server's time, to the second."""
+    # To where every Python reads it, with an offset that it reads.
+    return datetime.fromisoformat(time[:19] + "+00:00").timestamp()
 
 
 def _floor(info: api.ConsumerInfo) -> int:
@@ -179,26 +194,31 @@ class JetStreamReader:
         self._next = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}"
         self._inbox = client.new_inbox()
         self._name = name
-        self._waiting: asyncio.Queue[Msg] = asyncio.Queue()
+        self._waiting: asyncio.Queue[Msg] = asyncio.Queue(_WAITING_MESSAGES_MAX)
         self._subscription: Any = None
         self._wanted = 0
         self._heard = 0.0
         self._last_reply: tuple[int, str] | None = None
+        self._broken: TransportError | None = None
 
     async def start(self) -> None:
         """Subscribe; nothing is asked for before the first fetch."""
 
         async def put(message: Msg) -> None:
-            self._waiting.put_nowait(message)
+            await self._waiting.put(message)
 
-        # Bounded by what is asked for.
         self._subscription = await self._client.subscribe(
-            self._inbox, cb=put, pending_msgs_limit=-1, pending_bytes_limit=-1
+            self._inbox,
+            cb=put,
+            pending_msgs_limit=_WAITING_MESSAGES_MAX,
+            pending_bytes_limit=_WAITING_BYTES_MAX,
         )
         self._heard = asyncio.get_running_loop().time()
 
     async def fetch(self, timeout_s: float) -> Sequence[Message]:
         """See :meth:`Reader.fetch`."""
+        if self._broken is not None:
+            raise self._broken
         loop = asyncio.get_running_loop()
         if self._wanted <= _PULL_MESSAGES // 2:
             await self._pull()
@@ -215,7 +235,14 @@ class JetStreamReader:
             self._heard = loop.time()
             self._take(raw, messages)
             while not self._waiting.empty():
-                self._take(self._waiting.get_nowait(), messages)
+                try:
+                    self._take(self._waiting.get_nowait(), messages)
+                except TransportError as error:
+                    if not messages:
+                        raise
+                    # First what came before it, so that the next reader begins behind that.
+                    self._broken = error
+                    break
         return messages
 
     async def ack(self, sequence: int) -> None:
@@ -250,7 +277,10 @@ class JetStreamReader:
             return
         if status is not None:
             text = headers.get("Description", "")
-            is_over = status in ("404", "408") or (status == "409" and "max" in text.lower())
+            is_over = status in {"404", "408"} or (
+                # All of it was sent; or its bytes were; or too many were asked for.
+                status == "409" and ("max" in text.lower() or text == "Batch Completed")
+            )
             if not is_over:
                 raise TransportError(f"consumer {self._name}: {status} {text}")
             # The request has ended; what was not sent is asked for again.

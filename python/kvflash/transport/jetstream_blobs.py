@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 _KEY = "radix-state"
 _CHUNK_BYTES = 512 * 1024
 # Of a read: the longest pause between two chunks.
+# Chunks of a snapshot that wait for their reader; the server sends no more meanwhile.
+_READ_CHUNKS_MAX = 64
 _READ_PAUSE_S_MAX = 10.0
 
 
@@ -107,10 +109,10 @@ class JetStreamBlobs:
                 info = await self._store.get_info(name)
             except nats.js.errors.NotFoundError:
                 raise NotFoundError(f"snapshot {name} is not in bucket {self._bucket}") from None
-            chunks: asyncio.Queue[bytes] = asyncio.Queue()
+            chunks: asyncio.Queue[bytes] = asyncio.Queue(_READ_CHUNKS_MAX)
 
             async def put(message: Any) -> None:
-                chunks.put_nowait(message.data)
+                await chunks.put(message.data)
 
             subscription = await self._js.subscribe(
                 f"$O.{self._bucket}.C.{info.nuid}", cb=put, ordered_consumer=True

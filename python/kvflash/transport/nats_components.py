@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import re
@@ -18,6 +19,8 @@ __all__ = ["NatsComponentsReceiver", "worker_endpoint"]
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 2.0
+# Four for each publisher that a catalog takes; beyond it the catalog's own thread waits.
+_ORDERS_MAX = 4 * 65_536
 _SUBJECT = re.compile(r"namespace\.([^./]+)\.component\.([^./]+)\.kv-events")
 
 
@@ -35,7 +38,7 @@ class NatsComponentsReceiver:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._orders: queue.Queue[Order | None] = queue.Queue()
+        self._orders: queue.Queue[Order | None] = queue.Queue(_ORDERS_MAX)
         self._receivers: dict[str, NatsCoreReceiver] = {}
         self._of: dict[int, NatsCoreReceiver] = {}
         self._is_stopped = threading.Event()
@@ -52,7 +55,9 @@ class NatsComponentsReceiver:
     def stop(self) -> None:
         """See :meth:`Receiver.stop`."""
         self._is_stopped.set()
-        self._orders.put(None)
+        # A full queue wakes the thread as well.
+        with contextlib.suppress(queue.Full):
+            self._orders.put_nowait(None)
         if self._thread.is_alive():
             self._thread.join()
         for receiver in self._receivers.values():

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-import nats
 import nats.errors
-from nats.aio.client import Client
 
-from kvflash.errors import ConfigError, TransportError
+from kvflash.nats_login import Client, failure, login_options
 from kvflash.servers import NatsSettings
 
 __all__ = ["Client", "check_server", "connect"]
@@ -22,6 +20,11 @@ logger = logging.getLogger(__name__)
 _RECONNECT_WAIT_S = 0.25
 # What may wait to be sent while the server is away; beyond it publishing fails.
 _PENDING_BYTES_MAX = 16 * 1024 * 1024
+# Failed attempts whose reasons are looked at.
+_SAID_MAX = 16
+_OTHERWISE = (
+    "start one (nats-server -js), set NATS_SERVER, or use --event-plane zmq, which needs none"
+)
 
 
 async def connect(
@@ -37,11 +40,12 @@ async def connect(
         TransportError: No server answers; says which one to start.
         ConfigError: The server refuses who we are.
     """
-    said: list[str] = []
+    said = deque[Exception](maxlen=_SAID_MAX)
+    is_connected = False
 
     async def on_error(error: Exception) -> None:
-        if client is None:
-            said.append(str(error))
+        if not is_connected:
+            said.append(error)
         # The client tells every failed attempt; who waits for an answer hears of it anyway.
         logger.debug("NATS (%s): %s", name, error)
 
@@ -53,45 +57,25 @@ async def connect(
         if on_reconnect is not None:
             await on_reconnect()
 
-    client: Client | None = None
-    options: dict[str, Any] = {}
-    if settings.user is not None:
-        options.update(user=settings.user, password=settings.password)
-    elif settings.token is not None:
-        options.update(token=settings.token)
-    elif settings.nkey is not None:
-        options["nkeys_seed" if settings.is_nkey_file else "nkeys_seed_str"] = settings.nkey
-    elif settings.credentials_file is not None:
-        options.update(user_credentials=settings.credentials_file)
-    if settings.tls:
-        options.update(tls=settings.tls.context())
-    where = ", ".join(settings.servers)
+    client = Client(settings)
     try:
-        client = await nats.connect(
-            servers=list(settings.servers),
+        await client.connect(
+            **login_options(settings),
             name=name,
             connect_timeout=max(1, int(timeout_s)),
             # Of the first connection only; afterwards it may take as long as it takes.
             max_reconnect_attempts=1,
-            reconnect_time_wait=_RECONNECT_WAIT_S,
+            # Said to be whole seconds; it takes parts of them as well.
+            reconnect_time_wait=_RECONNECT_WAIT_S,  # type: ignore[arg-type]
             pending_size=_PENDING_BYTES_MAX,
             error_cb=on_error,
             disconnected_cb=on_disconnected,
             reconnected_cb=on_reconnected,
-            **options,
         )
     except (nats.errors.Error, OSError, asyncio.TimeoutError) as error:
         # The client says the reason of each attempt there, and in the end only that it gave up.
-        text = said[-1] if said and said[-1] else str(error) or type(error).__name__
-        if "authorization" in text.lower() or "authentication" in text.lower():
-            raise ConfigError(
-                f"NATS at {where} refuses the login ({text}): set NATS_AUTH_USERNAME and "
-                "NATS_AUTH_PASSWORD, NATS_AUTH_TOKEN, NATS_AUTH_NKEY or NATS_AUTH_CREDENTIALS_FILE"
-            ) from None
-        raise TransportError(
-            f"no NATS server answers at {where} ({text}): start one (nats-server -js), set "
-            "NATS_SERVER, or use --event-plane zmq, which needs none"
-        ) from None
+        raise failure(settings, list(said) or [error], _OTHERWISE) from None
+    is_connected = True
     client.options["max_reconnect_attempts"] = -1
     return client
 

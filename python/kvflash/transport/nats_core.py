@@ -2,7 +2,8 @@
 
 A worker publishes to its component's subject and answers questions; nothing is kept between. A
 router takes everything that a worker holds when it hears of it, then follows; what is missing is
-asked for once, and given up if the worker can't help.
+asked for once, and given up if the worker has it no more; when it does not answer, a dump is taken
+once it does.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -167,8 +169,11 @@ class CoreFollower:
         gap = self._offer(worker, [frame])
         if gap is None:
             return
-        # Asked once: what it does not bring will not come.
-        await self._repair(worker, *gap)
+        # Asked once: what an answer does not bring will not come.
+        if not await self._repair(worker, *gap):
+            # No answer: it may have been the question that was lost. All of it comes with a dump.
+            worker.is_known = False
+            return
         gap = self._offer(worker, [frame])
         if gap is not None:
             self.stats.counts["lost_batches"] += gap[1] - gap[0] + 1
@@ -180,11 +185,14 @@ class CoreFollower:
         _, outcome, first, last = self._catalog.take(worker.publisher, frames, replayed=True)
         return (first, last) if outcome == "gap" else None
 
-    async def _repair(self, worker: _Worker, first: int, last: int) -> None:
+    async def _repair(self, worker: _Worker, first: int, last: int) -> bool:
+        """Ask for what is missing; False when nobody answered."""
         answer = await self._ask_worker(worker, first, last)
-        if answer is None or answer.epoch != worker.epoch:
+        if answer is None:
+            return False
+        if answer.epoch != worker.epoch:
             # Another life answers: its events tell so themselves.
-            return
+            return True
         if answer.kind == "events":
             self.stats.counts["ranges"] += 1
             self._offer(worker, [[n.to_bytes(8, "big"), data] for n, data in answer.batches])
@@ -192,6 +200,7 @@ class CoreFollower:
             self._restore(worker, answer)
         else:
             self.stats.counts["failed_questions"] += 1
+        return True
 
     async def _take_dump(self, worker: _Worker) -> bool:
         answer = await self._ask_worker(worker, None, None)
@@ -205,8 +214,10 @@ class CoreFollower:
     def _restore(self, worker: _Worker, answer: Answer) -> None:
         self.stats.counts["dumps"] += 1
         self._catalog.forget(worker.instance_id, worker.dp_rank)
-        # Its place is in it, so that what comes twice is dropped and what is missing shows.
-        self._catalog.restore(answer.data)
+        if answer.last is not None:
+            # Its place is in it, so that what comes twice is dropped and what is missing shows.
+            # Without one it is empty: taken over it would make whatever comes first its place.
+            self._catalog.restore(answer.data)
 
     async def _ask_worker(
         self, worker: _Worker, start: int | None, end: int | None
@@ -253,7 +264,7 @@ def nats_ask(client: Client, subject_of: Callable[[int, int], str]) -> Ask:
     return ask
 
 
-class _Looped:
+class _Looped(ABC):
     """A thread with an event loop and a connection."""
 
     def __init__(self, settings: NatsSettings | None, name: str) -> None:
@@ -303,11 +314,13 @@ class _Looped:
         finally:
             await client.close()
 
+    @abstractmethod
     async def open(self, client: Client) -> None:
-        raise NotImplementedError
+        """Subscribe."""
 
+    @abstractmethod
     async def close(self, client: Client) -> None:
-        raise NotImplementedError
+        """End what was begun; the connection is closed afterwards."""
 
 
 class NatsCorePublisher(_Looped):

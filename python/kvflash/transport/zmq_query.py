@@ -129,4 +129,7 @@ def take_dump(catalog: Catalog, endpoint: str, *, timeout_s: float = 5.0) -> int
     answer = zmq_ask(endpoint, timeout_s=timeout_s)
     if answer.kind != "dump":
         raise TransportError(f"{endpoint} answers with {answer.kind}: {answer.message}")
+    if answer.last is None:
+        # It has numbered nothing: then its first batch is 0, and whatever else comes shows a gap.
+        return 0
     return catalog.restore(answer.data)[1]

@@ -4,6 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use hashbrown::Equivalent;
+
 use super::identity::Agreement;
 use super::roster::Roster;
 use crate::ids::Worker;
@@ -16,6 +18,19 @@ pub struct ModelKey {
     pub model_name: String,
     /// The tenant; `default` where nobody says.
     pub tenant_id: String,
+}
+
+/// A [`ModelKey`] that is looked up; its fields, in its order, hash to the same.
+#[derive(Hash)]
+pub(super) struct Named<'a> {
+    pub model_name: &'a str,
+    pub tenant_id: &'a str,
+}
+
+impl Equivalent<ModelKey> for Named<'_> {
+    fn equivalent(&self, key: &ModelKey) -> bool {
+        self.model_name == key.model_name && self.tenant_id == key.tenant_id
+    }
 }
 
 impl fmt::Display for ModelKey {

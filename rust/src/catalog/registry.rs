@@ -1,16 +1,17 @@
 //! Who is registered: publishers by id, model indexes by (model, tenant).
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use hashbrown::HashMap;
 use parking_lot::RwLock;
 
 use super::command::{Command, CommandQueue};
 use super::counters::EventCounts;
 use super::identity::Identity;
 use super::legal::{check_endpoint, check_names, is_brokered};
-use super::model::{ModelIndex, ModelKey};
+use super::model::{ModelIndex, ModelKey, Named};
 use super::past::{Past, PastKind};
 use super::publisher::{ListenerStatus, Place, Publisher, PublisherId};
 use crate::clock::{Clock, SystemClock};
@@ -442,7 +443,7 @@ impl Catalog {
     /// # Errors
     /// `NotFound`, in the words of the published API.
     pub fn model(&self, model_name: &str, tenant_id: &str) -> Result<Arc<ModelIndex>> {
-        let key = ModelKey { model_name: model_name.to_owned(), tenant_id: tenant_id.to_owned() };
+        let key = Named { model_name, tenant_id };
         self.tables.read().models.get(&key).cloned().ok_or_else(|| {
             Error::NotFound(format!("no indexer for model={model_name} tenant={tenant_id}"))
         })

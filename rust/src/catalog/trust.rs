@@ -421,7 +421,8 @@ const fn fix(code: Code, has_replay: bool) -> &'static str {
              (nc -vz HOST PORT); the engine must bind tcp://*:PORT, not 127.0.0.1"
         }
         Code::Disconnected => {
-            "it connects again by itself; if the engine is gone for good, POST /unregister"
+            "it connects again by itself; if the engine is gone for good, take it out (of the \
+             indexer: POST /unregister; of frontend or router: DELETE /workers/ID)"
         }
         Code::Paused => "resume the listener",
         Code::BlockSizeMismatch | Code::MixedBlockSizes => {

@@ -143,7 +143,7 @@ impl<T> FairQueue<T> {
             deadline_ms,
             queued_at_ms: now_ms,
         };
-        let place = (Reverse(options.priority), ticket.0);
+        let place = (Reverse(options.standing), ticket.0);
         self.clients.change(slot, |client| client.queue.insert(place, waiting));
         self.places.insert(ticket, (slot, place));
         self.deadlines.insert((deadline_ms, ticket));

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use hashbrown::HashMap;
 
+use super::order::Standing;
 use super::price::Predictor;
 
 /// A request that waits.
@@ -17,7 +18,7 @@ pub(super) struct Waiting<T> {
 }
 
 /// Place in a client's queue: high priorities first, then the order of arrival.
-pub(super) type Place = (std::cmp::Reverse<i32>, u64);
+pub(super) type Place = (std::cmp::Reverse<Standing>, u64);
 
 #[derive(Debug)]
 pub(super) struct Client<T> {

@@ -1,5 +1,6 @@
 //! What goes into a queue and what comes out.
 
+use super::order::Standing;
 use crate::error::Error;
 
 /// A request that waits.
@@ -25,9 +26,9 @@ pub struct Cost {
 /// How a request waits.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Options {
-    /// Requests of the same client with a higher one go first. It gains nothing over other
+    /// Requests of the same client with a greater one go first. It gains nothing over other
     /// clients: weights do that.
-    pub priority: i32,
+    pub standing: Standing,
     /// It is given up from this time on; `None` for the queue's own limit.
     pub deadline_ms: Option<u64>,
 }

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod bound;
+mod line;
 mod server;
 mod twin;
 
@@ -210,14 +211,19 @@ fn weights_divide_what_is_charged() {
 #[test]
 fn priorities_order_a_clients_own_requests_only() {
     let mut queue = queue(Discipline::VtcFair);
-    let options = |priority| Options { priority, ..Options::default() };
-    queue.push("a", 1, cost(10), options(0), 0).unwrap();
-    queue.push("b", 2, cost(10), options(0), 0).unwrap();
-    queue.push("a", 3, cost(10), options(5), 0).unwrap();
-    queue.push("a", 4, cost(10), options(5), 0).unwrap();
+    let options = |strict_priority, score| Options {
+        standing: Standing { strict_priority, score },
+        ..Options::default()
+    };
+    queue.push("a", 1, cost(10), options(0, 0.0), 0).unwrap();
+    queue.push("b", 2, cost(10), options(0, 0.0), 0).unwrap();
+    queue.push("a", 3, cost(10), options(0, 5.0), 0).unwrap();
+    queue.push("a", 4, cost(10), options(0, 5.0), 0).unwrap();
+    queue.push("a", 5, cost(10), options(0, -0.5), 0).unwrap();
+    queue.push("a", 6, cost(10), options(1, -9.0), 0).unwrap();
     // Both counters are 0; the request that b has waiting came before what a puts first.
     let order: Vec<u32> = std::iter::from_fn(|| pop(&mut queue)).map(|(_, item)| item).collect();
-    assert_eq!(order, [2, 3, 4, 1]);
+    assert_eq!(order, [2, 6, 3, 4, 1, 5]);
 }
 
 #[test]

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use axum::body::Body;
-use bytes::Bytes;
-use http_body_util::{BodyExt, LengthLimitError, Limited};
+use bytes::{Bytes, BytesMut};
+use http_body::Body;
+use http_body_util::BodyExt;
 
 /// A refused body is read away up to this size and time before its connection is closed.
 const DISCARD_BYTES: usize = 64 * 1024 * 1024;
@@ -20,20 +20,41 @@ pub(super) enum Unreadable {
 }
 
 /// The whole body, at most `limit` bytes; one that came in one piece is not copied.
-pub(super) async fn read(body: &mut Body, limit: usize) -> Result<Bytes, Unreadable> {
-    match Limited::new(body, limit).collect().await {
-        Ok(collected) => Ok(collected.to_bytes()),
-        Err(error) if error.is::<LengthLimitError>() => Err(Unreadable::TooLarge),
-        Err(_) => Err(Unreadable::CutOff),
+pub(super) async fn read<B>(body: &mut B, limit: usize) -> Result<Bytes, Unreadable>
+where
+    B: Body<Data = Bytes> + Unpin,
+{
+    let (mut first, mut joined) = (Bytes::new(), BytesMut::new());
+    while !body.is_end_stream() {
+        let Some(frame) = body.frame().await else { break };
+        let Ok(data) = frame.map_err(|_| Unreadable::CutOff)?.into_data() else { continue };
+        if data.len() > limit - first.len().max(joined.len()) {
+            return Err(Unreadable::TooLarge);
+        }
+        if first.is_empty() {
+            first = data;
+            continue;
+        }
+        if joined.is_empty() {
+            joined.extend_from_slice(&first);
+        }
+        joined.extend_from_slice(&data);
     }
+    Ok(if joined.is_empty() { first } else { joined.freeze() })
 }
 
 /// Read on for a moment and keep nothing: many clients look for the answer only when they have sent
 /// everything, and a kept connection stays in step.
-pub(super) async fn discard(body: &mut Body) {
+pub(super) async fn discard(body: &mut (impl Body<Data = Bytes> + Unpin)) {
     let rest = async {
-        let mut body = Limited::new(body, DISCARD_BYTES);
-        while let Some(Ok(_)) = body.frame().await {}
+        let mut left = DISCARD_BYTES;
+        while let Some(Ok(frame)) = body.frame().await {
+            let data = frame.data_ref().map_or(0, Bytes::len);
+            match left.checked_sub(data) {
+                Some(rest) => left = rest,
+                None => break,
+            }
+        }
     };
     // Whoever sends more, or takes longer, gets a closed connection.
     let _ = tokio::time::timeout(DISCARD_TIME, rest).await;

@@ -31,7 +31,7 @@
 //!     }
 //! });
 //!
-//! let app = IndexerApp::router(catalog, IndexerOptions::default())?;
+//! let app = IndexerApp::service(catalog, IndexerOptions::default())?;
 //! let listener = tokio::net::TcpListener::bind("127.0.0.1:8090").await?;
 //! serve(listener, app, ServeLimits::default(), shutdown).await?;
 //! # Ok(())
@@ -45,10 +45,11 @@ pub(super) mod form;
 mod metrics;
 mod openapi;
 mod overlap;
+mod plain;
 mod recover;
 pub(super) mod request;
 mod startup;
 
 pub(super) use app::query_routes;
-pub use app::{IndexerApp, IndexerOptions};
+pub use app::{IndexerApp, IndexerOptions, IndexerService};
 pub use overlap::query_tokens;

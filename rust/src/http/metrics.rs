@@ -13,6 +13,10 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
 use crate::catalog::{Catalog, EventCounts};
+use crate::error::{Error, Result};
+
+/// Longest beginning of names.
+const MAX_PREFIX_BYTES: usize = 64;
 
 /// Label of event metrics.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -33,6 +37,9 @@ pub(super) struct RequestLabel {
     pub endpoint: &'static str,
     pub status: u16,
 }
+
+/// What names of metrics begin with, where nothing else is asked for.
+pub(super) const PREFIX: &str = "kvflash";
 
 /// Metrics of requests, events and indexes.
 pub(super) struct CommonMetrics {
@@ -56,7 +63,7 @@ pub(super) fn seconds_histogram() -> Histogram {
 
 impl CommonMetrics {
     pub fn new() -> (Self, Registry) {
-        let mut registry = Registry::with_prefix("kvflash");
+        let mut registry = Registry::with_prefix(PREFIX);
         let metrics = Self {
             registry: Mutex::new(Registry::default()),
             requests: Family::default(),
@@ -120,13 +127,9 @@ impl CommonMetrics {
         *self.registry.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = registry;
     }
 
-    /// The exposition text, with the catalog's figures read now.
-    pub fn expose(&self, catalog: &Catalog) -> Response {
-        self.expose_with(catalog, "")
-    }
-
-    /// The same, with `more` metrics as lines of the text format.
-    pub fn expose_with(&self, catalog: &Catalog, more: &str) -> Response {
+    /// The exposition text, with the catalog's figures read now and `more` metrics as lines of the text
+    /// format; their names begin with `prefix`.
+    pub fn expose_with(&self, catalog: &Catalog, more: &str, prefix: &str) -> Response {
         let mut counts = EventCounts::default();
         for publisher in catalog.publishers() {
             counts.add(&publisher.view().counts);
@@ -150,27 +153,88 @@ impl CommonMetrics {
             self.workers.get_or_create(&label).set(stats.workers as i64);
         }
         let registry = self.registry.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        exposition_with(&registry, more)
+        exposition_with(&registry, more, prefix)
     }
 }
 
 /// A registry as the answer to a scrape.
 pub(super) fn exposition(registry: &Registry) -> Response {
-    exposition_with(registry, "")
+    exposition_with(registry, "", PREFIX)
 }
 
-fn exposition_with(registry: &Registry, more: &str) -> Response {
+fn exposition_with(registry: &Registry, more: &str, prefix: &str) -> Response {
     let mut text = String::with_capacity(16 * 1024);
     // Writing to a String cannot fail.
     let _ = prometheus_client::encoding::text::encode(&mut text, registry);
     // Nothing may follow its last line.
     let end = text.rfind("# EOF").unwrap_or(text.len());
     text.insert_str(end, more);
+    let text = if prefix == PREFIX { text } else { renamed(&text, prefix) };
     let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
     ([(header::CONTENT_TYPE, content_type)], text).into_response()
+}
+
+/// An exposition whose names begin with `prefix` instead.
+fn renamed(text: &str, prefix: &str) -> String {
+    let mut renamed = String::with_capacity(text.len());
+    for line in text.lines() {
+        let heads = ["# HELP ", "# TYPE ", "# UNIT ", ""];
+        let head = heads.into_iter().find(|head| line.starts_with(head)).unwrap_or_default();
+        renamed.push_str(head);
+        match line[head.len()..].strip_prefix(PREFIX) {
+            Some(rest) if rest.starts_with('_') => {
+                renamed.push_str(prefix);
+                renamed.push_str(rest);
+            }
+            _ => renamed.push_str(&line[head.len()..]),
+        }
+        renamed.push('\n');
+    }
+    renamed
+}
+
+/// Check what names of metrics are to begin with.
+///
+/// # Errors
+/// `Config`, saying what is legal.
+pub(super) fn check_prefix(prefix: &str) -> Result<()> {
+    let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    let begins = |c: char| c.is_ascii_alphabetic() || c == '_';
+    if prefix.len() <= MAX_PREFIX_BYTES && prefix.starts_with(begins) && prefix.chars().all(is_word)
+    {
+        return Ok(());
+    }
+    Err(Error::Config(format!(
+        "--metrics-prefix must be 1 to {MAX_PREFIX_BYTES} letters, digits and underscores that begin \
+         with no digit, got {prefix:?}"
+    )))
 }
 
 /// A label's value as the text format wants it; the encoder writes it as it is.
 pub(super) fn escape(value: &str) -> String {
     value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_begin_as_asked_and_nothing_else_changes() {
+        let text = "# HELP kvflash_a kvflash_a of kvflash.\n# TYPE kvflash_a counter\n\
+                    # UNIT kvflash_b_seconds seconds\nkvflash_a_total{model=\"kvflash_x\"} 1\n\
+                    kvflashy_total 2\n# EOF\n";
+        let expected = "# HELP mine_a kvflash_a of kvflash.\n# TYPE mine_a counter\n\
+                        # UNIT mine_b_seconds seconds\nmine_a_total{model=\"kvflash_x\"} 1\n\
+                        kvflashy_total 2\n# EOF\n";
+        assert_eq!(renamed(text, "mine"), expected);
+        for legal in ["a", "_a1", "dynamo_frontend"] {
+            check_prefix(legal).unwrap();
+        }
+        for wrong in ["", "1a", "a-b", "a b", &"a".repeat(65)] {
+            let error = check_prefix(wrong).unwrap_err().to_string();
+            assert!(error.contains("--metrics-prefix"), "{error}");
+        }
+    }
 }

@@ -6,11 +6,17 @@ mod busy;
 pub mod frontend;
 pub mod indexer;
 mod metrics;
+mod outside;
+mod policy_metrics;
+mod queue;
 mod reject;
 mod remote;
 pub mod router;
 mod serve;
+mod timer;
+mod tls;
 
 pub use reject::Reject;
 pub use remote::RemoteIndexerOptions;
-pub use serve::{ServeLimits, Shutdown, serve};
+pub use serve::{App, Peer, ServeLimits, Shutdown, serve, serve_over};
+pub use tls::Tls;

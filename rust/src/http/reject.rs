@@ -81,7 +81,7 @@ impl From<Error> for Reject {
             Error::InvalidArgument(_) | Error::Decode { .. } => (StatusCode::BAD_REQUEST, None),
             Error::NotFound(_) => (StatusCode::NOT_FOUND, None),
             Error::Conflict(_) => (StatusCode::CONFLICT, None),
-            Error::Overloaded(_) => (StatusCode::TOO_MANY_REQUESTS, Some(1)),
+            Error::Overloaded(_) | Error::MustWait(_) => (StatusCode::TOO_MANY_REQUESTS, Some(1)),
             Error::NoWorker(_) | Error::AllBusy(_) | Error::Closed(_) => {
                 (StatusCode::SERVICE_UNAVAILABLE, Some(1))
             }

@@ -3,6 +3,7 @@
 use hashbrown::HashMap;
 
 use super::blocks::Blocks;
+use super::config::{BlockUse, LoadConfig};
 use super::holders::WHOLE;
 use super::recency::Recency;
 use super::slots::{Slots, WorkerLoad};
@@ -12,52 +13,6 @@ use crate::ids::Worker;
 /// A request as the table knows it; the caller never reuses a number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(pub u64);
-
-/// Limits and units of an [`ActiveSequences`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct LoadConfig {
-    /// Tokens in a block; 0 while unknown (overlaps then save no tokens).
-    pub block_size: u32,
-    /// A request idle for longer than this is taken for leaked.
-    pub expiry_ms: u64,
-    /// Most requests at once.
-    pub max_requests: usize,
-    /// Count prompt tokens still to be prefilled; off where prefill happens elsewhere.
-    pub track_prefill_tokens: bool,
-}
-
-impl Default for LoadConfig {
-    fn default() -> Self {
-        Self { block_size: 0, expiry_ms: 300_000, max_requests: 65_536, track_prefill_tokens: true }
-    }
-}
-
-/// The blocks that a request occupies on its worker.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum BlockUse<'a> {
-    /// Blocks are not counted.
-    Untracked,
-    /// These sequence hashes; workers keep one copy for all requests that share a block.
-    Shared(&'a [u64]),
-    /// So many blocks that no other request shares.
-    Private(u32),
-}
-
-impl BlockUse<'_> {
-    /// Blocks counted, duplicates included.
-    pub fn len(&self) -> u32 {
-        match self {
-            Self::Untracked => 0,
-            Self::Shared(hashes) => hashes.len() as u32,
-            Self::Private(count) => *count,
-        }
-    }
-
-    /// Whether no block is counted.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-}
 
 /// What [`ActiveSequences::set_workers`] changed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -107,6 +62,8 @@ struct Request {
     private_blocks: u32,
     /// Tokens still to be prefilled; 0 once that is done.
     prefill_tokens: u64,
+    /// Its place among all bookings, from 1.
+    number: u64,
     active_at_ms: u64,
     hashes: Box<[u64]>,
 }
@@ -238,14 +195,24 @@ impl ActiveSequences {
             private_fraction: WHOLE,
             private_blocks,
             prefill_tokens: if self.config.track_prefill_tokens { uncached_tokens } else { 0 },
+            number: self.bookings + 1,
             active_at_ms: self.hear(now_ms),
             hashes: hashes.into(),
         };
         self.bookings += 1;
+        let (prefill_tokens, now_ms) = (request.prefill_tokens, request.active_at_ms);
+        let rate = self.config.prefill_tokens_per_s;
         let added = self.blocks.acquire(hashes, slot, self.slots.capacity());
         let counters = self.slots.counters(slot);
         counters.requests += 1;
-        counters.prefill_tokens += request.prefill_tokens;
+        match rate {
+            None => counters.prefills.add(prefill_tokens),
+            // Saturates, as casts of floats do.
+            Some(rate) => {
+                let expected_ms = (prefill_tokens as f64 * 1_000.0 / rate).ceil() as u64;
+                counters.prefills.push(self.bookings, prefill_tokens, Some(expected_ms), now_ms);
+            }
+        }
         counters.blocks += added + u64::from(private_blocks);
         counters.last_booked = self.bookings;
         let place = self.free_places.pop().unwrap_or(self.requests.len() as u32);
@@ -300,7 +267,11 @@ impl ActiveSequences {
     pub fn mark_prefill_completed(&mut self, id: RequestId) -> Result<()> {
         let request = Self::request(&self.by_id, &mut self.requests, id)?;
         let tokens = std::mem::take(&mut request.prefill_tokens);
-        self.slots.counters(request.slot).prefill_tokens -= tokens;
+        let prefills = &mut self.slots.counters(request.slot).prefills;
+        match self.config.prefill_tokens_per_s {
+            None => prefills.subtract(tokens),
+            Some(_) => prefills.remove(request.number, self.now_ms),
+        }
         Ok(())
     }
 
@@ -317,26 +288,27 @@ impl ActiveSequences {
         Ok(())
     }
 
-    /// `id` has generated one more block. `fraction`, between 0 and 1, is how much of its output
+    /// `id` has generated `count` more blocks. `fraction`, between 0 and 1, is how much of its output
     /// is still expected: all blocks that only this request references count as that much from
     /// now on, because they are soon given back.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a fraction outside 0..=1, [`Error::NotFound`] for a request
     /// that is not booked (any more).
-    pub fn add_output_block(&mut self, id: RequestId, fraction: f64) -> Result<()> {
+    pub fn add_output_blocks(&mut self, id: RequestId, count: u32, fraction: f64) -> Result<()> {
         if !(0.0..=1.0).contains(&fraction) {
             return Err(Error::invalid(format!("fraction must be in 0..=1, got {fraction}")));
         }
         let fraction = (fraction * f64::from(WHOLE)).round() as u16;
         let request = Self::request(&self.by_id, &mut self.requests, id)?;
-        let before = request.private_discount();
-        request.private_blocks += 1;
+        let (held, before) = (request.private_blocks, request.private_discount());
+        request.private_blocks = request.private_blocks.saturating_add(count);
+        let count = request.private_blocks - held;
         request.private_fraction = fraction;
         let change = request.private_discount() as i64 - before as i64
             + self.blocks.weigh(&request.hashes, request.slot, fraction);
         let counters = self.slots.counters(request.slot);
-        counters.blocks += 1;
+        counters.blocks += u64::from(count);
         let discount = counters.discount.checked_add_signed(change);
         counters.discount = discount.expect("what a block gets back was taken from it before");
         Ok(())
@@ -390,7 +362,7 @@ impl ActiveSequences {
     /// Every worker's load, in worker order, with its slot: the index into what
     /// [`count_shared`](Self::count_shared) fills, valid until workers change.
     pub fn loads(&self) -> impl ExactSizeIterator<Item = (usize, WorkerLoad)> + '_ {
-        self.slots.loads().map(|(slot, load)| (usize::from(slot), load))
+        self.slots.loads(self.now_ms).map(|(slot, load)| (usize::from(slot), load))
     }
 
     /// Slots there are: every slot is below it.
@@ -406,11 +378,11 @@ impl ActiveSequences {
         self.blocks.count(hashes, counts);
     }
 
-    /// Set `by_slot[slot]`, for every slot, to what `by_worker` says of its worker; 0 where it says
-    /// nothing. Workers that are not in the table are passed over.
-    pub fn spread(&self, by_worker: &[(Worker, u32)], by_slot: &mut Vec<u32>) {
+    /// Set `by_slot[slot]`, for every slot, to what `by_worker` says of its worker; the default where it
+    /// says nothing. Workers that are not in the table are passed over.
+    pub fn spread<T: Copy + Default>(&self, by_worker: &[(Worker, T)], by_slot: &mut Vec<T>) {
         by_slot.clear();
-        by_slot.resize(self.slots.capacity(), 0);
+        by_slot.resize(self.slots.capacity(), T::default());
         self.slots.slots_of(by_worker, |slot, value| by_slot[usize::from(slot)] = value);
     }
 
@@ -421,12 +393,17 @@ impl ActiveSequences {
             distinct_blocks: self.blocks.len(),
             ..LoadTotals::default()
         };
-        for (_, load) in self.slots.loads() {
+        for (_, load) in self.slots.loads(self.now_ms) {
             totals.requests += u64::from(load.requests);
             totals.prefill_tokens += load.prefill_tokens;
             totals.blocks += load.blocks;
         }
         totals
+    }
+
+    /// It is `now_ms` by now: what is worked on counts less.
+    pub fn advance(&mut self, now_ms: u64) {
+        self.hear(now_ms);
     }
 
     /// Remove `workers`, which are in the table, and their requests; how many requests.
@@ -471,7 +448,10 @@ impl ActiveSequences {
         let released = self.blocks.release(&request.hashes, request.slot);
         let counters = self.slots.counters(request.slot);
         counters.requests -= 1;
-        counters.prefill_tokens -= request.prefill_tokens;
+        match self.config.prefill_tokens_per_s {
+            None => counters.prefills.subtract(request.prefill_tokens),
+            Some(_) => counters.prefills.remove(request.number, self.now_ms),
+        }
         counters.blocks -= released.blocks + u64::from(request.private_blocks);
         counters.discount -= released.discount + request.private_discount();
     }

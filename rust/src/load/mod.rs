@@ -7,13 +7,14 @@
 
 mod active;
 mod blocks;
+mod config;
+mod decay;
 mod holders;
 pub(crate) mod recency;
 mod slots;
 
-pub use active::{
-    ActiveSequences, BlockUse, Expired, LoadConfig, LoadTotals, RequestId, WorkerChange,
-};
+pub use active::{ActiveSequences, Expired, LoadTotals, RequestId, WorkerChange};
+pub use config::{BlockUse, LoadConfig};
 pub use slots::{MAX_WORKERS, WorkerLoad};
 
 #[cfg(test)]

@@ -1,4 +1,6 @@
-//! Requests in order of their last activity: moving one to the end costs the same at any size.
+//! Things in order of their last use: moving one to the end costs the same at any size.
+
+use hashbrown::HashMap;
 
 const NONE: u32 = u32::MAX;
 
@@ -53,5 +55,97 @@ impl Recency {
             NONE => self.last = before,
             after => self.links[after as usize].before = before,
         }
+    }
+}
+
+/// Values by key, at most so many: one more, and the value that was not used for longest goes.
+#[derive(Debug)]
+pub(crate) struct Recent<V> {
+    max: usize,
+    by_key: HashMap<u64, u32>,
+    /// Those that are free are in `free`.
+    entries: Vec<(u64, V)>,
+    free: Vec<u32>,
+    recency: Recency,
+    evicted: u64,
+}
+
+impl<V> Recent<V> {
+    /// Nothing, and room for `max` values.
+    pub(crate) fn new(max: usize) -> Self {
+        Self {
+            max,
+            by_key: HashMap::new(),
+            entries: Vec::new(),
+            free: Vec::new(),
+            recency: Recency::default(),
+            evicted: 0,
+        }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.by_key.len()
+    }
+
+    /// Values that went because there was no room.
+    pub(crate) fn evicted(&self) -> u64 {
+        self.evicted
+    }
+
+    /// The value of `key`; looking is no use.
+    pub(crate) fn get(&self, key: u64) -> Option<&V> {
+        self.by_key.get(&key).map(|&place| &self.entries[place as usize].1)
+    }
+
+    pub(crate) fn get_mut(&mut self, key: u64) -> Option<&mut V> {
+        self.by_key.get(&key).map(|&place| &mut self.entries[place as usize].1)
+    }
+
+    /// The value of `key`, made if there is none, is used now.
+    pub(crate) fn touch(&mut self, key: u64, make: impl FnOnce() -> V) -> &mut V {
+        if let Some(&place) = self.by_key.get(&key) {
+            self.recency.remove(place);
+            self.recency.push(place);
+            return &mut self.entries[place as usize].1;
+        }
+        if self.by_key.len() >= self.max
+            && let Some(place) = self.recency.first()
+        {
+            self.drop_at(place);
+            self.evicted += 1;
+        }
+        let place = self.free.pop().unwrap_or(self.entries.len() as u32);
+        match self.entries.get_mut(place as usize) {
+            Some(entry) => *entry = (key, make()),
+            None => self.entries.push((key, make())),
+        }
+        self.by_key.insert(key, place);
+        self.recency.push(place);
+        &mut self.entries[place as usize].1
+    }
+
+    /// Drop values from the one that was not used for longest on, while `is_old`; how many.
+    pub(crate) fn drop_while(&mut self, is_old: impl Fn(&V) -> bool) -> usize {
+        let before = self.len();
+        while let Some(place) = self.recency.first() {
+            if !is_old(&self.entries[place as usize].1) {
+                break;
+            }
+            self.drop_at(place);
+        }
+        before - self.len()
+    }
+
+    /// Drop all values that `is_gone` names. Costs O(all).
+    pub(crate) fn drop_where(&mut self, is_gone: impl Fn(&V) -> bool) {
+        let held = self.by_key.values().copied();
+        let gone: Vec<u32> = held.filter(|&at| is_gone(&self.entries[at as usize].1)).collect();
+        gone.into_iter().for_each(|place| self.drop_at(place));
+    }
+
+    fn drop_at(&mut self, place: u32) {
+        self.recency.remove(place);
+        self.by_key.remove(&self.entries[place as usize].0);
+        self.free.push(place);
     }
 }

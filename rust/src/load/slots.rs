@@ -2,6 +2,7 @@
 
 use hashbrown::HashMap;
 
+use super::decay::Prefills;
 use super::holders::WHOLE;
 use crate::ids::Worker;
 
@@ -15,7 +16,7 @@ pub struct WorkerLoad {
     pub worker: Worker,
     /// Requests booked and not freed.
     pub requests: u32,
-    /// Prompt tokens of those requests that are still to be prefilled.
+    /// Prompt tokens of those requests that are still to be prefilled, or should be by now.
     pub prefill_tokens: u64,
     /// Distinct blocks of those requests, rounded to whole ones.
     pub blocks: u64,
@@ -27,7 +28,7 @@ pub struct WorkerLoad {
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     pub(super) requests: u32,
-    pub(super) prefill_tokens: u64,
+    pub(super) prefills: Prefills,
     /// Distinct blocks, each as a whole.
     pub(super) blocks: u64,
     /// How much less than whole they count, in units of `1 / WHOLE`.
@@ -37,7 +38,7 @@ pub(super) struct Counters {
 
 impl Counters {
     fn is_idle(&self) -> bool {
-        (self.requests, self.prefill_tokens, self.blocks, self.discount) == (0, 0, 0, 0)
+        (self.requests, self.prefills.tokens(), self.blocks, self.discount) == (0, 0, 0, 0)
     }
 }
 
@@ -103,9 +104,12 @@ impl Slots {
         self.order.iter().map(|&slot| (slot, self.taken(slot).worker))
     }
 
-    /// Loads in worker order, with their slots.
-    pub(super) fn loads(&self) -> impl ExactSizeIterator<Item = (u16, WorkerLoad)> + '_ {
-        self.order.iter().map(|&slot| (slot, self.taken(slot).load()))
+    /// Loads in worker order, with their slots, as they should be at `now_ms`.
+    pub(super) fn loads(
+        &self,
+        now_ms: u64,
+    ) -> impl ExactSizeIterator<Item = (u16, WorkerLoad)> + '_ {
+        self.order.iter().map(move |&slot| (slot, self.taken(slot).load(now_ms)))
     }
 
     /// Give each of `workers`, none of which has a slot yet, one with empty counters.
@@ -154,15 +158,15 @@ impl Slots {
 }
 
 impl Slot {
-    fn load(&self) -> WorkerLoad {
-        let Counters { requests, prefill_tokens, blocks, discount, last_booked } = self.counters;
+    fn load(&self, now_ms: u64) -> WorkerLoad {
+        let Counters { requests, prefills, blocks, discount, last_booked } = &self.counters;
         let unit = u64::from(WHOLE);
         WorkerLoad {
             worker: self.worker,
-            requests,
-            prefill_tokens,
+            requests: *requests,
+            prefill_tokens: prefills.left(now_ms),
             blocks: (blocks * unit - discount + unit / 2) / unit,
-            last_booked,
+            last_booked: *last_booked,
         }
     }
 }

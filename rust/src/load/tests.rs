@@ -47,7 +47,7 @@ fn play(load: &mut ActiveSequences, op: &Value) {
             let blocks = BlockUse::Shared(&hashes);
             load.book(id, WORKER, blocks, isl_tokens, overlap as u32, 0).unwrap();
         }
-        "add_output_block" => load.add_output_block(id, op[2].as_f64().unwrap()).unwrap(),
+        "add_output_block" => load.add_output_blocks(id, 1, op[2].as_f64().unwrap()).unwrap(),
         "mark_prefill_completed" => load.mark_prefill_completed(id).unwrap(),
         "free" => assert!(load.free(id)),
         other => panic!("unknown operation {other}"),
@@ -71,6 +71,7 @@ fn recorded_cases_hold() {
         let config = LoadConfig {
             block_size: input["block_size"].as_u64().unwrap_or(4) as u32,
             track_prefill_tokens: input["track_prefill_tokens"] != Value::Bool(false),
+            prefill_tokens_per_s: None,
             ..LoadConfig::default()
         };
         let mut load = table(config, &[WORKER]);
@@ -129,12 +130,12 @@ fn requests_that_are_gone_are_not_found_but_freed_in_peace() {
     assert!(!load.free(RequestId(1)));
     assert!(matches!(load.mark_prefill_completed(RequestId(1)), Err(Error::NotFound(_))));
     assert!(matches!(load.touch(RequestId(1), 5), Err(Error::NotFound(_))));
-    let output = load.add_output_block(RequestId(1), 0.5);
+    let output = load.add_output_blocks(RequestId(1), 1, 0.5);
     assert!(matches!(output, Err(Error::NotFound(_))));
     load.set_workers(&[WORKER]).unwrap();
     assert_eq!(load_of(&load, WORKER).blocks, 0);
     assert!(matches!(
-        load.add_output_block(RequestId(1), f64::NAN),
+        load.add_output_blocks(RequestId(1), 1, f64::NAN),
         Err(Error::InvalidArgument(_))
     ));
 }
@@ -193,7 +194,7 @@ fn a_faded_block_is_whole_again_for_the_next_request() {
     for (id, &worker) in (1..).zip(&workers) {
         load.book(RequestId(id), worker, blocks, 1, 0, 0).unwrap();
     }
-    load.add_output_block(RequestId(1), 0.0).unwrap();
+    load.add_output_blocks(RequestId(1), 1, 0.0).unwrap();
     assert_eq!(load_of(&load, WORKER).blocks, 0);
     load.free(RequestId(1));
     load.book(RequestId(99), WORKER, blocks, 1, 0, 0).unwrap();
@@ -352,6 +353,7 @@ impl Pair {
             expiry_ms: EXPIRY_MS,
             max_requests: MAX_REQUESTS,
             track_prefill_tokens: true,
+            prefill_tokens_per_s: None,
         };
         Self {
             real: ActiveSequences::new(config),
@@ -481,7 +483,7 @@ impl Pair {
     }
 
     fn output(&mut self, id: u64, fraction: f64) {
-        let got = self.real.add_output_block(RequestId(id), fraction);
+        let got = self.real.add_output_blocks(RequestId(id), 1, fraction);
         let Some(place) = self.twin.requests.iter().position(|r| r.id == id) else {
             assert!(got.is_err());
             return;

@@ -7,6 +7,7 @@ use rand::{Rng, RngCore};
 use super::contract::{Candidates, Context, Polarity, RoutePolicy};
 use super::cost::Terms;
 use super::decision::{Choice, Reason};
+use super::lowest::Lowest;
 use crate::error::Result;
 
 /// One value per candidate, appended in their order; `None` for one without what it takes.
@@ -71,16 +72,9 @@ pub(super) fn choose_lowest(values: &[Option<f64>], rng: &mut dyn RngCore) -> Op
         return (count == 1).then_some(only);
     }
     let known = || (0..count).filter_map(|at| values[at].map(|value| (at, value)));
-    let (mut best, mut next, mut ties) = (f64::INFINITY, f64::INFINITY, 0);
-    for (_, value) in known() {
-        if ties == 0 || value < best {
-            next = if ties == 0 { next } else { best };
-            (best, ties) = (value, 1);
-        } else {
-            next = next.min(value);
-            ties += usize::from(value == best);
-        }
-    }
+    let mut lowest = Lowest::new();
+    known().for_each(|(at, value)| lowest.see(at, value, || 0));
+    let Lowest { mut index, value: best, ties, .. } = lowest;
     if ties == 0 {
         let index = rng.random_range(0..count);
         return Some(Choice {
@@ -91,10 +85,11 @@ pub(super) fn choose_lowest(values: &[Option<f64>], rng: &mut dyn RngCore) -> Op
             score: None,
         });
     }
-    let nth = if ties > 1 { rng.random_range(0..ties) } else { 0 };
-    let mut tied = known().filter(|&(_, value)| value == best).map(|(at, _)| at);
-    let index = tied.nth(nth)?;
-    let margin = (next - best).is_finite().then_some(next - best);
+    if ties > 1 {
+        let mut tied = known().filter(|&(_, value)| value == best).map(|(at, _)| at);
+        index = tied.nth(rng.random_range(0..ties))?;
+    }
+    let margin = Some(lowest.margin()).filter(|margin| margin.is_finite());
     let reason = if ties > 1 { Reason::Tie } else { Reason::LowestCost };
     Some(Choice { index, ties, margin, reason, score: None })
 }

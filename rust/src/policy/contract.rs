@@ -1,13 +1,13 @@
 //! What a policy is told, what it answers and what it must keep to.
 
 use std::fmt;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use rand::RngCore;
 
 use super::cost::{ActiveLoad, Candidate, RequestTerms, Terms};
 use super::decision::Choice;
-use super::kind::Policy;
+use super::desk::{Advice, Desk};
 use crate::error::{Error, Result};
 use crate::ids::Worker;
 
@@ -24,6 +24,17 @@ use crate::ids::Worker;
 pub trait RoutePolicy: fmt::Debug + Send + Sync {
     /// The name in configuration, logs and metrics.
     fn name(&self) -> &str;
+
+    /// Whether it chooses better when the prompt's tokens are known: it goes by overlaps, sequence
+    /// hashes or token ids.
+    fn needs_tokens(&self) -> bool {
+        false
+    }
+
+    /// Where this policy is asked before the router's lock is taken, when it is outside the core.
+    fn desk(&self) -> Option<&Arc<Desk>> {
+        None
+    }
 
     /// Work that is worth doing before the router's lock is taken: tokenizing, hashing.
     ///
@@ -97,6 +108,8 @@ pub struct Context<'a> {
     pub user: Option<&'a str>,
     /// What ties it to earlier requests.
     pub session: Session<'a>,
+    /// What a policy outside the core said of it; `None` when it was not asked or did not answer.
+    pub advice: Option<&'a Advice>,
     /// Now, on the router's clock.
     pub now_ms: u64,
     /// What policies have worked out about this request.
@@ -115,6 +128,7 @@ impl<'a> Context<'a> {
             is_indexed: false,
             user: None,
             session: Session::default(),
+            advice: None,
             now_ms,
             memo: Memo::default(),
         }
@@ -202,17 +216,14 @@ impl<'a> Candidates<'a> {
     }
 
     /// Fill `terms` with every candidate's terms; `cost` says what the policy minimises.
+    #[inline]
     pub fn fill(
         &self,
         context: &Context<'_>,
         terms: &mut Vec<Terms>,
         mut cost: impl FnMut(usize) -> f64,
     ) {
-        terms.clear();
-        terms.extend(self.list.iter().enumerate().map(|(index, candidate)| Terms {
-            cost: cost(index),
-            ..context.request.terms(Policy::Random, candidate)
-        }));
+        context.request.fill(self.list, terms, |index, _, _| cost(index));
     }
 }
 
@@ -239,6 +250,85 @@ pub struct EngineMetrics {
     pub busy_ratio: Option<f64>,
     /// A score of utilization, as the engine defines it.
     pub utilization: Option<f64>,
+}
+
+impl EngineMetrics {
+    /// Whether nothing is reported.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// This, and what `earlier` says where this says nothing.
+    pub fn or(self, earlier: Self) -> Self {
+        Self {
+            running_requests: self.running_requests.or(earlier.running_requests),
+            gpu_kv_usage: self.gpu_kv_usage.or(earlier.gpu_kv_usage),
+            cpu_kv_usage: self.cpu_kv_usage.or(earlier.cpu_kv_usage),
+            queue_s: self.queue_s.or(earlier.queue_s),
+            mean_prefill_s: self.mean_prefill_s.or(earlier.mean_prefill_s),
+            mean_decode_s: self.mean_decode_s.or(earlier.mean_decode_s),
+            avg_prompt_tokens: self.avg_prompt_tokens.or(earlier.avg_prompt_tokens),
+            avg_generation_tokens: self.avg_generation_tokens.or(earlier.avg_generation_tokens),
+            busy_ratio: self.busy_ratio.or(earlier.busy_ratio),
+            utilization: self.utilization.or(earlier.utilization),
+        }
+    }
+
+    /// From fields by name.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a name that is none, and as [`validate`](Self::validate).
+    pub fn from_fields(fields: impl IntoIterator<Item = (String, f64)>) -> Result<Self> {
+        let mut metrics = Self::default();
+        for (name, value) in fields {
+            let known = metrics.fields_mut();
+            let names = known.each_ref().map(|(name, ..)| *name).join(", ");
+            let place = known.into_iter().find(|(known, ..)| *known == name);
+            let Some((_, field, _)) = place else {
+                return Err(Error::invalid(format!("unknown figure {name:?}; known are {names}")));
+            };
+            *field = Some(value);
+        }
+        metrics.validate()?;
+        Ok(metrics)
+    }
+
+    /// Check what somebody sent.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`], naming the first field that is no number of at least 0, or no share
+    /// where it is one.
+    pub fn validate(mut self) -> Result<()> {
+        for (name, value, highest) in self.fields_mut() {
+            if let Some(value) = value.filter(|value| !(0.0..=highest).contains(value)) {
+                let wanted = if highest == 1.0 { "in 0..=1" } else { "finite and at least 0" };
+                return Err(Error::invalid(format!("{name} must be {wanted}, got {value}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// What is reported, by name.
+    pub fn reported(mut self) -> Vec<(&'static str, f64)> {
+        let fields = self.fields_mut().map(|(name, value, _)| Some((name, (*value)?)));
+        fields.into_iter().flatten().collect()
+    }
+
+    /// Every field by name, with its highest legal value.
+    fn fields_mut(&mut self) -> [(&'static str, &mut Option<f64>, f64); 10] {
+        [
+            ("running_requests", &mut self.running_requests, f64::MAX),
+            ("gpu_kv_usage", &mut self.gpu_kv_usage, 1.0),
+            ("cpu_kv_usage", &mut self.cpu_kv_usage, 1.0),
+            ("queue_s", &mut self.queue_s, f64::MAX),
+            ("mean_prefill_s", &mut self.mean_prefill_s, f64::MAX),
+            ("mean_decode_s", &mut self.mean_decode_s, f64::MAX),
+            ("avg_prompt_tokens", &mut self.avg_prompt_tokens, f64::MAX),
+            ("avg_generation_tokens", &mut self.avg_generation_tokens, f64::MAX),
+            ("busy_ratio", &mut self.busy_ratio, 1.0),
+            ("utilization", &mut self.utilization, f64::MAX),
+        ]
+    }
 }
 
 /// Which scores are good.

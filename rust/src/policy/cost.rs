@@ -78,8 +78,18 @@ pub struct Candidate {
     pub overlap_blocks: u32,
     /// How many of these it does not hold yet: the prompt was sent there, and nobody has told more.
     pub predicted_blocks: u32,
+    /// What further blocks save that it holds in host memory or on disks, in thousandths of a block to
+    /// prefill.
+    pub lower_milliblocks: u32,
     /// What it is busy with; `None` for a worker that the load table does not know.
     pub load: Option<ActiveLoad>,
+}
+
+impl Candidate {
+    /// Blocks of the prompt that need not be prefilled there, rounded down.
+    pub fn saved_blocks(&self) -> u32 {
+        self.overlap_blocks.saturating_add(self.lower_milliblocks / 1_000)
+    }
 }
 
 /// What a candidate is busy with.
@@ -106,6 +116,8 @@ pub struct Terms {
     pub overlap_blocks: u32,
     /// How many of these are only predicted.
     pub predicted_blocks: u32,
+    /// What blocks in host memory and on disks save beside these, in thousandths of a block to prefill.
+    pub lower_milliblocks: u32,
     /// Active requests, without this one; 0 for a worker the load table does not know.
     pub active_requests: u32,
     /// Tokens to prefill, those of active requests included.
@@ -118,6 +130,13 @@ pub struct Terms {
     pub decode_blocks: u64,
     /// What the policy minimises; 0 for policies that minimise nothing.
     pub cost: f64,
+}
+
+impl Terms {
+    /// Blocks of the prompt that need not be prefilled there, rounded down.
+    pub fn saved_blocks(&self) -> u32 {
+        self.overlap_blocks.saturating_add(self.lower_milliblocks / 1_000)
+    }
 }
 
 impl RequestTerms {
@@ -137,21 +156,49 @@ impl RequestTerms {
     /// and active requests cost something too. A worker that the load
     /// table does not know counts as idle and gets no credit for overlap. Behind a predicted overlap a
     /// rest of less than a block counts nothing: it is no reason to compute the same prompt elsewhere
-    /// again. `least_loaded` and
+    /// again. Blocks in host memory and on disks count as their weight says, behind those of the device.
+    /// `least_loaded` and
     /// `power_of_two`: what the candidate is busy with, whatever the request.
     ///
     /// # Source
     /// The cost function of the NVIDIA Dynamo KV router documentation.
+    #[inline]
     pub fn terms(&self, policy: Policy, candidate: &Candidate) -> Terms {
+        let is_plain = self.scale.is_plain();
+        let mut terms = self.without_cost(is_plain, candidate);
+        terms.cost = self.cost(policy, candidate, &terms);
+        terms
+    }
+
+    /// Terms of all `candidates` replace what is in `terms`; `cost` is what the policy minimises.
+    #[inline(always)]
+    pub(super) fn fill(
+        &self,
+        candidates: &[Candidate],
+        terms: &mut Vec<Terms>,
+        mut cost: impl FnMut(usize, &Candidate, &Terms) -> f64,
+    ) {
+        let is_plain = self.scale.is_plain();
+        terms.clear();
+        terms.extend(candidates.iter().enumerate().map(|(index, candidate)| {
+            let mut terms = self.without_cost(is_plain, candidate);
+            terms.cost = cost(index, candidate, &terms);
+            terms
+        }));
+    }
+
+    /// All but the cost, which no policy decides.
+    #[inline(always)]
+    fn without_cost(&self, is_plain: bool, candidate: &Candidate) -> Terms {
         let block_size = u64::from(self.block_size);
-        let blocks_of = |tokens: u64| match block_size {
-            0 => 0.0,
-            size => tokens as f64 / size as f64,
-        };
         let (prefill_tokens, decode_blocks) = match &candidate.load {
             Some(load) => {
                 // An overlap longer than the prompt is somebody's mistake and saves no more.
-                let cached_tokens = u64::from(candidate.overlap_blocks) * block_size;
+                let lower_tokens = match candidate.lower_milliblocks {
+                    0 => 0,
+                    lower => (u64::from(lower) * block_size + 500) / 1_000,
+                };
+                let cached_tokens = u64::from(candidate.overlap_blocks) * block_size + lower_tokens;
                 let own_tokens = self.isl_tokens.saturating_sub(cached_tokens);
                 let is_twin = candidate.predicted_blocks > 0 && own_tokens < block_size;
                 let own_tokens = if is_twin { 0 } else { own_tokens };
@@ -160,55 +207,67 @@ impl RequestTerms {
             }
             None => (self.isl_tokens, self.isl_tokens.checked_div(block_size).unwrap_or(0)),
         };
-        let load = candidate.load.unwrap_or_default();
-        let decode_blocks = if block_size == 0 { 0 } else { decode_blocks };
-        let prefill_blocks = blocks_of(prefill_tokens);
-        let weighed = match &candidate.load {
-            _ if self.scale.is_plain() || block_size == 0 => prefill_blocks,
+        let prefill_blocks = self.blocks_of(prefill_tokens);
+        let weighed_prefill_blocks = match &candidate.load {
+            _ if is_plain || block_size == 0 => prefill_blocks,
             None => self.scale.prefill_load_scale * prefill_blocks,
             Some(_) => self.weigh(candidate, prefill_blocks),
-        };
-        let cost = match policy {
-            Policy::Kv if block_size == 0 => {
-                self.overlap_score_weight * prefill_tokens as f64 + f64::from(load.requests)
-            }
-            Policy::Kv if self.scale.is_plain() => {
-                self.overlap_score_weight * prefill_blocks + decode_blocks as f64
-            }
-            Policy::Kv => {
-                self.overlap_score_weight * weighed
-                    + decode_blocks as f64
-                    + self.scale.active_request_weight * f64::from(load.requests)
-            }
-            Policy::LeastLoaded | Policy::PowerOfTwo if block_size == 0 => {
-                load.prefill_tokens as f64
-            }
-            Policy::LeastLoaded | Policy::PowerOfTwo => {
-                load.blocks as f64 + blocks_of(load.prefill_tokens)
-            }
-            Policy::RoundRobin | Policy::Random => 0.0,
         };
         Terms {
             worker: candidate.worker,
             overlap_blocks: candidate.overlap_blocks,
             predicted_blocks: candidate.predicted_blocks,
-            active_requests: load.requests,
+            lower_milliblocks: candidate.lower_milliblocks,
+            active_requests: candidate.load.as_ref().map_or(0, |load| load.requests),
             prefill_tokens,
             prefill_blocks,
-            weighed_prefill_blocks: weighed,
-            decode_blocks,
-            cost,
+            weighed_prefill_blocks,
+            decode_blocks: if block_size == 0 { 0 } else { decode_blocks },
+            cost: 0.0,
+        }
+    }
+
+    /// What `policy` minimises, of a candidate and its other terms.
+    #[inline(always)]
+    pub(super) fn cost(&self, policy: Policy, candidate: &Candidate, terms: &Terms) -> f64 {
+        let requests = f64::from(terms.active_requests);
+        match policy {
+            Policy::Kv if self.block_size == 0 => {
+                self.overlap_score_weight * terms.prefill_tokens as f64 + requests
+            }
+            Policy::Kv => {
+                self.overlap_score_weight * terms.weighed_prefill_blocks
+                    + terms.decode_blocks as f64
+                    + self.scale.active_request_weight * requests
+            }
+            Policy::LeastLoaded | Policy::PowerOfTwo => {
+                let load = candidate.load.as_ref();
+                let (blocks, tokens) =
+                    load.map_or((0, 0), |load| (load.blocks, load.prefill_tokens));
+                match self.block_size {
+                    0 => tokens as f64,
+                    _ => blocks as f64 + self.blocks_of(tokens),
+                }
+            }
+            Policy::RoundRobin | Policy::Random => 0.0,
+        }
+    }
+
+    #[inline(always)]
+    fn blocks_of(&self, tokens: u64) -> f64 {
+        match self.block_size {
+            0 => 0.0,
+            size => tokens as f64 / f64::from(size),
         }
     }
 
     /// Blocks to prefill as [`KvScale`] counts them: `prefill_blocks` are those without the overlap.
     fn weigh(&self, candidate: &Candidate, prefill_blocks: f64) -> f64 {
         let overlap = f64::from(candidate.overlap_blocks);
-        let blocks = |tokens: u64| tokens as f64 / f64::from(self.block_size);
         let queued = candidate.load.map_or(0, |load| load.prefill_tokens);
-        let excess = blocks(queued.saturating_sub(self.least_prefill_tokens));
+        let excess = self.blocks_of(queued.saturating_sub(self.least_prefill_tokens));
         let fading = self.scale.overlap_score_credit_decay * excess;
-        let share = fading / blocks(self.isl_tokens.max(1));
+        let share = fading / self.blocks_of(self.isl_tokens.max(1));
         let credit = self.scale.overlap_score_credit * overlap / (1.0 + share);
         self.scale.prefill_load_scale * (prefill_blocks + overlap - credit).max(0.0)
     }

@@ -33,6 +33,8 @@ pub enum Reason {
     SessionKey,
     /// An earlier turn of the conversation went there.
     SessionPrefix,
+    /// The session's last request went there, whatever the policy would have chosen.
+    SessionAffinity,
     /// It had the highest weighted score of several policies.
     HighestScore,
 }
@@ -53,6 +55,7 @@ impl Reason {
             Self::SessionHeader => "session_header",
             Self::SessionKey => "session_key",
             Self::SessionPrefix => "session_prefix",
+            Self::SessionAffinity => "session_affinity",
             Self::HighestScore => "highest_score",
         }
     }
@@ -89,8 +92,8 @@ pub struct Decision<'a> {
     pub worker: Worker,
     /// Leading blocks of the prompt that it holds.
     pub overlap_blocks: u32,
-    /// The policy that chose.
-    pub policy: Policy,
+    /// The policy that chose; `None` for one that is not built in.
+    pub policy: Option<Policy>,
     /// The request as the policy saw it.
     pub request: RequestTerms,
     /// Terms of every candidate, in the order they were given.
@@ -105,9 +108,50 @@ pub struct Decision<'a> {
     pub margin: Option<f64>,
     /// Why this one.
     pub reason: Reason,
+    /// See [`Choice::score`].
+    pub score: Option<f64>,
 }
 
-impl Decision<'_> {
+impl<'a> Decision<'a> {
+    /// `choice` among the candidates whose terms are `candidates`.
+    pub fn new(
+        policy: Option<Policy>,
+        request: RequestTerms,
+        candidates: &'a [Terms],
+        choice: &Choice,
+    ) -> Self {
+        let chosen = &candidates[choice.index];
+        Self {
+            worker: chosen.worker,
+            overlap_blocks: chosen.overlap_blocks,
+            policy,
+            request,
+            candidates,
+            chosen: choice.index,
+            ties: choice.ties,
+            margin: choice.margin,
+            reason: choice.reason,
+            score: choice.score,
+        }
+    }
+
+    /// The same with another choice among its candidates.
+    #[must_use]
+    pub fn instead(&self, choice: &Choice) -> Self {
+        Self::new(self.policy, self.request, self.candidates, choice)
+    }
+
+    /// The choice alone.
+    pub fn choice(&self) -> Choice {
+        Choice {
+            index: self.chosen,
+            ties: self.ties,
+            margin: self.margin,
+            reason: self.reason,
+            score: self.score,
+        }
+    }
+
     /// Terms of the chosen worker.
     pub fn terms(&self) -> &Terms {
         &self.candidates[self.chosen]

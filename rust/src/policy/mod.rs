@@ -7,10 +7,12 @@
 //! [`RoutePolicy`] is the same for policies that remember: one file each, entered in
 //! [`registry`] with one line. Time and chance come in as arguments there too.
 
+mod affinity;
 mod by_metric;
 mod contract;
 mod cost;
 mod decision;
+pub mod desk;
 mod kind;
 mod least_busy_time;
 mod least_gpu_cache;
@@ -18,7 +20,9 @@ mod least_kv_cache;
 mod least_latency;
 mod least_request;
 mod least_utilization;
+mod lowest;
 pub mod multi;
+mod outside;
 pub mod prefix;
 pub mod registry;
 mod select;
@@ -30,12 +34,15 @@ mod throughput;
 mod today;
 pub mod vtc_basic;
 
+pub use affinity::{Affinity, Seat};
 pub use contract::{
     Candidates, Context, EngineMetrics, Finished, Memo, Polarity, RoutePolicy, Sample, Session,
 };
 pub use cost::{ActiveLoad, Candidate, KvScale, RequestTerms, Terms};
 pub use decision::{Choice, Decision, Formula, Reason};
+pub use desk::{Advice, Desk, Question};
 pub use kind::Policy;
+pub use outside::Outside;
 pub use select::select;
 pub use settings::{Profile, Settings};
 pub use shadow::{Shadow, ShadowStats};

@@ -109,6 +109,10 @@ impl RoutePolicy for Multi {
         &self.name
     }
 
+    fn needs_tokens(&self) -> bool {
+        self.members.iter().any(|(policy, _)| policy.needs_tokens())
+    }
+
     fn prepare(&self, context: &Context<'_>) -> Result<()> {
         self.members.iter().try_for_each(|(policy, _)| policy.prepare(context))
     }
@@ -156,9 +160,9 @@ impl RoutePolicy for Multi {
 /// Who has no score, or an infinite one, gets 0; when all scores are equal each gets 1.
 pub(super) fn add(scores: &[Option<f64>], polarity: Polarity, weight: f64, sums: &mut [f64]) {
     let finite = |score: Option<f64>| score.filter(|score| score.is_finite());
-    let known = || scores.iter().filter_map(|&score| finite(score));
-    let low = known().fold(f64::INFINITY, f64::min);
-    let high = known().fold(f64::NEG_INFINITY, f64::max);
+    let known = scores.iter().filter_map(|&score| finite(score));
+    let range = (f64::INFINITY, f64::NEG_INFINITY);
+    let (low, high) = known.fold(range, |(low, high), score| (low.min(score), high.max(score)));
     for (sum, &score) in sums.iter_mut().zip(scores) {
         let Some(score) = finite(score) else { continue };
         let share = if high == low { 1.0 } else { (score - low) / (high - low) };
@@ -169,11 +173,16 @@ pub(super) fn add(scores: &[Option<f64>], polarity: Polarity, weight: f64, sums:
 
 /// The highest sum; the first of equal ones, so that members with the finer scores decide.
 pub(super) fn highest(sums: &[f64]) -> Option<Choice> {
-    let best = sums.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let index = sums.iter().position(|&sum| sum == best)?;
-    let ties = sums.iter().filter(|&&sum| sum == best).count();
-    let others = sums.iter().enumerate().filter(|&(at, _)| at != index).map(|(_, &sum)| sum);
-    let next = others.fold(f64::NEG_INFINITY, f64::max);
+    let (&first, others) = sums.split_first()?;
+    let (mut index, mut best, mut ties, mut next) = (0, first, 1, f64::NEG_INFINITY);
+    for (at, &sum) in (1..).zip(others) {
+        if sum > best {
+            (index, next, best, ties) = (at, best, sum, 1);
+        } else {
+            ties += usize::from(sum == best);
+            next = next.max(sum);
+        }
+    }
     let margin = next.is_finite().then_some(best - next);
     Some(Choice { index, ties, margin, reason: Reason::HighestScore, score: Some(best) })
 }

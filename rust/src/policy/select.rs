@@ -3,20 +3,10 @@
 use rand::Rng;
 
 use super::cost::{Candidate, RequestTerms, Terms};
-use super::decision::{Decision, Reason};
+use super::decision::{Choice, Decision, Reason};
 use super::kind::Policy;
+use super::lowest::Lowest;
 use super::softmax;
-
-/// What a policy minimises, and what it minimises among equals.
-type Key = (f64, u64);
-
-struct Choice {
-    index: usize,
-    ties: usize,
-    /// The candidate that would have been next, where the policy compares costs.
-    margin: Option<f64>,
-    reason: Reason,
-}
 
 /// Choose among `candidates`; `None` when there are none. The terms of all of them replace what
 /// is in `terms`, whose memory is reused.
@@ -41,89 +31,101 @@ pub fn select<'a>(
             candidates.iter().map(|candidate| candidate.load.map_or(0, |l| l.prefill_tokens));
         request.least_prefill_tokens = queued.min().unwrap_or(0);
     }
-    terms.clear();
-    terms.extend(candidates.iter().map(|candidate| request.terms(policy, candidate)));
+    let mut all = Lowest::new();
+    match policy {
+        // The policy that most choose by: a loop of its own, in which the lowest is found as well.
+        Policy::Kv => request.fill(candidates, terms, |index, candidate, terms| {
+            let cost = request.cost(Policy::Kv, candidate, terms);
+            all.see(index, cost, || rank(Policy::Kv, candidate, terms));
+            cost
+        }),
+        _ => request
+            .fill(candidates, terms, |_, candidate, terms| request.cost(policy, candidate, terms)),
+    }
     let terms = &*terms;
+    let lowest_of = |indices: &mut dyn Iterator<Item = usize>| {
+        let mut lowest = Lowest::new();
+        for index in indices {
+            let rank = || rank(policy, &candidates[index], &terms[index]);
+            lowest.see(index, value(policy, &terms[index]), rank);
+        }
+        lowest
+    };
     let choice = match (policy, candidates.len()) {
         (_, 0) => return None,
-        (_, 1) => Choice { index: 0, ties: 1, margin: None, reason: Reason::OnlyCandidate },
+        (_, 1) => {
+            Choice { index: 0, ties: 1, margin: None, reason: Reason::OnlyCandidate, score: None }
+        }
         (Policy::Kv, _) if request.temperature > 0.0 => {
             let costs = terms.iter().map(|terms| terms.cost);
             warm(terms, softmax::sample(costs, request.temperature, rng))
         }
         (Policy::Random, count) => {
             let index = rng.random_range(0..count);
-            Choice { index, ties: count, margin: None, reason: Reason::Chance }
+            Choice { index, ties: count, margin: None, reason: Reason::Chance, score: None }
         }
         (Policy::PowerOfTwo, count) => {
             // The second draw skips the first one's place: two different candidates.
             let first = rng.random_range(0..count);
             let second = rng.random_range(0..count - 1);
             let second = if second < first { second } else { second + 1 };
-            lowest(policy, [first, second].into_iter(), candidates, terms, rng)
+            let drawn = [first, second];
+            let lowest = lowest_of(&mut drawn.into_iter());
+            settle(policy, lowest, drawn.into_iter(), candidates, terms, rng)
         }
-        (Policy::Kv | Policy::RoundRobin | Policy::LeastLoaded, count) => {
-            lowest(policy, 0..count, candidates, terms, rng)
+        (Policy::Kv, count) => settle(policy, all, 0..count, candidates, terms, rng),
+        (Policy::RoundRobin | Policy::LeastLoaded, count) => {
+            let lowest = lowest_of(&mut (0..count));
+            settle(policy, lowest, 0..count, candidates, terms, rng)
         }
     };
-    let chosen = &terms[choice.index];
-    Some(Decision {
-        worker: chosen.worker,
-        overlap_blocks: chosen.overlap_blocks,
-        policy,
-        request,
-        candidates: terms,
-        chosen: choice.index,
-        ties: choice.ties,
-        margin: choice.margin,
-        reason: choice.reason,
-    })
+    Some(Decision::new(Some(policy), request, terms, &choice))
 }
 
-fn key(policy: Policy, candidate: &Candidate, terms: &Terms) -> Key {
+/// What a policy minimises.
+fn value(policy: Policy, terms: &Terms) -> f64 {
+    if policy == Policy::RoundRobin { 0.0 } else { terms.cost }
+}
+
+/// What it minimises among equals.
+#[inline(always)]
+fn rank(policy: Policy, candidate: &Candidate, terms: &Terms) -> u64 {
     match policy {
         Policy::Kv => {
-            let is_twin = terms.predicted_blocks > 0 && terms.active_requests <= 1;
-            (terms.cost, u64::from(!is_twin))
+            let is_twin = candidate.predicted_blocks > 0 && terms.active_requests <= 1;
+            u64::from(!is_twin)
         }
-        Policy::Random => (terms.cost, 0),
-        Policy::LeastLoaded | Policy::PowerOfTwo => (terms.cost, u64::from(terms.active_requests)),
-        Policy::RoundRobin => (0.0, candidate.load.map_or(0, |load| load.last_booked)),
+        Policy::Random => 0,
+        Policy::LeastLoaded | Policy::PowerOfTwo => u64::from(terms.active_requests),
+        Policy::RoundRobin => candidate.load.map_or(0, |load| load.last_booked),
     }
 }
 
-/// The lowest key among the candidates at `indices`, of which there are at least two.
-fn lowest(
+/// One of the `lowest` among the candidates at `indices`, of which there are at least two.
+fn settle(
     policy: Policy,
-    indices: impl Iterator<Item = usize> + Clone,
+    lowest: Lowest,
+    indices: impl Iterator<Item = usize>,
     candidates: &[Candidate],
     terms: &[Terms],
     rng: &mut (impl Rng + ?Sized),
 ) -> Choice {
-    let keys = indices.map(|index| (index, key(policy, &candidates[index], &terms[index])));
-    let (mut index, mut best, mut ties) = (0, (f64::INFINITY, u64::MAX), 0);
-    let mut next_cost = f64::INFINITY;
-    for (at, key) in keys.clone() {
-        if ties == 0 || key < best {
-            next_cost = if ties == 0 { next_cost } else { best.0 };
-            (index, best, ties) = (at, key, 1);
-        } else {
-            next_cost = next_cost.min(key.0);
-            ties += usize::from(key == best);
-        }
-    }
+    let Lowest { mut index, ties, .. } = lowest;
     if policy == Policy::RoundRobin {
         // Workers that never had a request are equally due: in their order, not by chance.
-        return Choice { index, ties: 1, margin: None, reason: Reason::Turn };
+        return Choice { index, ties: 1, margin: None, reason: Reason::Turn, score: None };
     }
     let mut reason = Reason::LowestCost;
     if ties > 1 {
         reason = Reason::Tie;
         let nth = rng.random_range(0..ties);
-        let mut tied = keys.filter(|(_, key)| *key == best).map(|(at, _)| at);
-        index = tied.nth(nth).expect("as many were counted");
+        let is_tied = |&at: &usize| {
+            value(policy, &terms[at]) == lowest.value
+                && rank(policy, &candidates[at], &terms[at]) == lowest.rank
+        };
+        index = indices.filter(is_tied).nth(nth).expect("as many were counted");
     }
-    Choice { index, ties, margin: Some(next_cost - best.0), reason }
+    Choice { index, ties, margin: Some(lowest.margin()), reason, score: None }
 }
 
 /// What is to be said of a choice drawn by temperature.
@@ -133,5 +135,5 @@ fn warm(terms: &[Terms], index: usize) -> Choice {
     let ties = terms.iter().filter(|terms| terms.cost == lowest).count();
     let others = terms.iter().enumerate().filter(|&(at, _)| at != index);
     let next = others.map(|(_, terms)| terms.cost).fold(f64::INFINITY, f64::min);
-    Choice { index, ties, margin: Some(next - chosen), reason: Reason::Temperature }
+    Choice { index, ties, margin: Some(next - chosen), reason: Reason::Temperature, score: None }
 }

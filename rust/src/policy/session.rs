@@ -5,7 +5,6 @@
 
 use std::sync::Arc;
 
-use hashbrown::HashMap;
 use parking_lot::Mutex;
 use rand::RngCore;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -17,7 +16,7 @@ use super::decision::{Choice, Reason};
 use super::settings::Settings;
 use crate::error::{Error, Result};
 use crate::ids::Worker;
-use crate::load::recency::Recency;
+use crate::load::recency::Recent;
 
 /// Longest session key.
 pub const MAX_KEY_BYTES: usize = 256;
@@ -26,8 +25,20 @@ pub const MAX_KEY_BYTES: usize = 256;
 const MAX_ID_BYTES: usize = 512;
 
 pub(super) fn build(settings: &Settings, _: &mut dyn RngCore) -> Result<Arc<dyn RoutePolicy>> {
-    let pins = Pins { max: settings.session.max_sessions, ..Pins::default() };
+    let pins = Pins(Recent::new(settings.session.max_sessions));
     Ok(Arc::new(SessionAffinity { pins: Mutex::new(pins) }))
+}
+
+/// Whether a session's key is short enough.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] with its length and the limit.
+pub fn check_key(key: Option<&str>) -> Result<()> {
+    let bytes = key.map_or(0, str::len);
+    if bytes <= MAX_KEY_BYTES {
+        return Ok(());
+    }
+    Err(Error::invalid(format!("the session key has {bytes} bytes; the limit is {MAX_KEY_BYTES}")))
 }
 
 #[derive(Debug)]
@@ -40,14 +51,12 @@ impl RoutePolicy for SessionAffinity {
         "session-affinity"
     }
 
+    fn needs_tokens(&self) -> bool {
+        true
+    }
+
     fn prepare(&self, context: &Context<'_>) -> Result<()> {
-        let bytes = context.session.key.map_or(0, str::len);
-        if bytes > MAX_KEY_BYTES {
-            return Err(Error::invalid(format!(
-                "the session key has {bytes} bytes; the limit is {MAX_KEY_BYTES}"
-            )));
-        }
-        Ok(())
+        check_key(context.session.key)
     }
 
     fn choose(
@@ -81,7 +90,9 @@ impl RoutePolicy for SessionAffinity {
     fn routed(&self, context: &Context<'_>, candidates: &Candidates<'_>, choice: &Choice) {
         if let Some(&last) = context.sequence_hashes.last() {
             let worker = candidates.list[choice.index].worker;
-            self.pins.lock().pin(context.model, last, worker);
+            let mut pins = self.pins.lock();
+            pins.follow(context.model, context.sequence_hashes);
+            pins.pin(context.model, last, worker);
         }
     }
 
@@ -91,8 +102,8 @@ impl RoutePolicy for SessionAffinity {
 
     fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
         let pins = self.pins.lock();
-        visit(Sample::plain("session_pins", pins.by_key.len() as f64));
-        visit(Sample::plain("session_evicted_pins_total", pins.evicted as f64));
+        visit(Sample::plain("session_pins", pins.0.len() as f64));
+        visit(Sample::plain("session_evicted_pins_total", pins.0.evicted() as f64));
     }
 }
 
@@ -121,63 +132,60 @@ fn mixed(mut hash: u64) -> u64 {
     hash ^ (hash >> 33)
 }
 
-/// The last full block of prompts, and who answered them.
-#[derive(Debug, Default)]
-struct Pins {
-    max: usize,
-    by_key: HashMap<u64, u32>,
-    /// Key and worker; those that are free are in `free`.
-    pins: Vec<(u64, Worker)>,
-    free: Vec<u32>,
-    recency: Recency,
-    evicted: u64,
+/// A prompt with so many continuations is what conversations begin with, not one of them.
+const FORKS_MAX: u8 = 4;
+
+/// A prompt that was answered.
+#[derive(Debug, Clone, Copy)]
+struct Pin {
+    worker: Worker,
+    /// The block behind it in the latest prompt that began with it.
+    next: Option<u64>,
+    /// How often that was another one than before, the first included.
+    forks: u8,
 }
+
+/// The last full block of prompts, and who answered them.
+#[derive(Debug)]
+struct Pins(Recent<Pin>);
 
 impl Pins {
     fn key(model: &str, hash: u64) -> u64 {
         xxh3_64_with_seed(model.as_bytes(), hash)
     }
 
-    /// Who answered the longest prompt that this one begins with.
+    /// The longest prompt of a conversation that this one begins with, by its key, and the block behind it.
+    fn find(&self, model: &str, hashes: &[u64]) -> Option<(u64, Option<u64>)> {
+        (0..hashes.len()).rev().find_map(|at| {
+            let key = Self::key(model, hashes[at]);
+            let is_shared = self.0.get(key)?.forks > FORKS_MAX;
+            (!is_shared).then(|| (key, hashes.get(at + 1).copied()))
+        })
+    }
+
+    /// Who answered it.
     fn longest(&self, model: &str, hashes: &[u64]) -> Option<Worker> {
-        let mut places =
-            hashes.iter().rev().filter_map(|&hash| self.by_key.get(&Self::key(model, hash)));
-        places.next().map(|&place| self.pins[place as usize].1)
+        let (key, _) = self.find(model, hashes)?;
+        self.0.get(key).map(|pin| pin.worker)
+    }
+
+    /// A prompt goes on where another one ended.
+    fn follow(&mut self, model: &str, hashes: &[u64]) {
+        if let Some((key, Some(next))) = self.find(model, hashes)
+            && let Some(pin) = self.0.get_mut(key)
+        {
+            pin.forks += u8::from(pin.next != Some(next));
+            pin.next = Some(next);
+        }
     }
 
     fn pin(&mut self, model: &str, hash: u64, worker: Worker) {
-        let key = Self::key(model, hash);
-        if let Some(&place) = self.by_key.get(&key) {
-            self.pins[place as usize].1 = worker;
-            self.recency.remove(place);
-            self.recency.push(place);
-            return;
-        }
-        if self.by_key.len() >= self.max
-            && let Some(place) = self.recency.first()
-        {
-            self.drop_pin(place);
-            self.evicted += 1;
-        }
-        let place = self.free.pop().unwrap_or(self.pins.len() as u32);
-        match self.pins.get_mut(place as usize) {
-            Some(pin) => *pin = (key, worker),
-            None => self.pins.push((key, worker)),
-        }
-        self.by_key.insert(key, place);
-        self.recency.push(place);
+        let new = || Pin { worker, next: None, forks: 0 };
+        self.0.touch(Self::key(model, hash), new).worker = worker;
     }
 
     fn forget(&mut self, worker: Worker) {
-        let held = self.by_key.values().copied();
-        let gone: Vec<u32> = held.filter(|&at| self.pins[at as usize].1 == worker).collect();
-        gone.into_iter().for_each(|place| self.drop_pin(place));
-    }
-
-    fn drop_pin(&mut self, place: u32) {
-        self.recency.remove(place);
-        self.by_key.remove(&self.pins[place as usize].0);
-        self.free.push(place);
+        self.0.drop_where(|pin| pin.worker == worker);
     }
 }
 

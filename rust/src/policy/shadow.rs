@@ -65,6 +65,11 @@ impl Shadow {
         self.policy.name()
     }
 
+    /// See [`RoutePolicy::needs_tokens`].
+    pub fn needs_tokens(&self) -> bool {
+        self.policy.needs_tokens()
+    }
+
     /// Before the router's lock is taken; what the policy can't route is counted in
     /// [`observe`](Self::observe).
     ///
@@ -128,6 +133,7 @@ impl Shadow {
     /// Name every counter, labelled with the policy, for the metrics.
     pub fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
         let stats = self.stats();
+        // What its policy says of itself has the names of the one that decides: it is left out.
         for (name, value) in [
             ("shadow_decisions_total", stats.decisions),
             ("shadow_agreed_total", stats.agreed),

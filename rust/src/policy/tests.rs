@@ -1,6 +1,7 @@
 //! Recorded cases of cost and temperature, and what each policy promises.
 #![allow(clippy::unwrap_used)]
 
+mod outside;
 mod pods;
 mod promised_others;
 mod promised_prefix;
@@ -35,6 +36,7 @@ fn candidate(id: u64, load: ActiveLoad) -> Candidate {
         worker: Worker::new(id, 0),
         overlap_blocks: 0,
         predicted_blocks: 0,
+        lower_milliblocks: 0,
         load: Some(load),
     }
 }
@@ -105,8 +107,13 @@ fn check_doc_example(weight: f64, input: &Value, expected: &Value) {
     };
     let blocks = input["decode_blocks"].as_f64().unwrap() as u64;
     let load = Some(ActiveLoad { blocks, ..ActiveLoad::default() });
-    let candidate =
-        Candidate { worker: Worker::new(7, 2), overlap_blocks, predicted_blocks: 0, load };
+    let candidate = Candidate {
+        worker: Worker::new(7, 2),
+        overlap_blocks,
+        predicted_blocks: 0,
+        lower_milliblocks: 0,
+        load,
+    };
     let terms = request.terms(Policy::Kv, &candidate);
     assert_eq!(terms.cost, expected["cost"].as_f64().unwrap());
     assert_eq!(
@@ -136,6 +143,7 @@ fn check_terms(id: &str, weight: f64, input: &Value, expected: &Value) {
         worker,
         overlap_blocks: number("overlap_blocks") as u32,
         predicted_blocks: 0,
+        lower_milliblocks: 0,
         load: Some(ActiveLoad {
             requests: 1,
             shared_blocks: shared[slot],
@@ -259,8 +267,13 @@ fn a_worker_unknown_to_the_load_table_costs_the_whole_prompt() {
         overlap_score_weight: 2.0,
         ..REQUEST
     };
-    let unknown =
-        Candidate { worker: Worker::new(1, 0), overlap_blocks: 3, predicted_blocks: 0, load: None };
+    let unknown = Candidate {
+        worker: Worker::new(1, 0),
+        overlap_blocks: 3,
+        predicted_blocks: 0,
+        lower_milliblocks: 0,
+        load: None,
+    };
     let terms = request.terms(Policy::Kv, &unknown);
     assert_eq!((terms.prefill_tokens, terms.decode_blocks), (70, 4));
     assert_eq!(terms.cost, 2.0 * 70.0 / 16.0 + 4.0);
@@ -278,8 +291,13 @@ fn without_a_block_size_tokens_and_requests_decide() {
         "Formula for worker_id=1 dp_rank=0 with 0 cached blocks: 42.000 = 1.000 * prefill_tokens \
          + active_requests = 1.000 * 40.000 + 2.000"
     );
-    let unknown =
-        Candidate { worker: Worker::new(1, 0), overlap_blocks: 3, predicted_blocks: 0, load: None };
+    let unknown = Candidate {
+        worker: Worker::new(1, 0),
+        overlap_blocks: 3,
+        predicted_blocks: 0,
+        lower_milliblocks: 0,
+        load: None,
+    };
     assert_eq!(request.terms(Policy::Kv, &unknown).cost, 30.0);
     assert_eq!(request.required_blocks(), 0);
 }
@@ -365,6 +383,7 @@ fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
                 worker: Worker::new(id, 0),
                 overlap_blocks,
                 predicted_blocks: predicted.unwrap_or(0).min(overlap_blocks),
+                lower_milliblocks: 0,
                 load,
             })
             .collect()
@@ -425,7 +444,7 @@ proptest! {
             ..REQUEST
         };
         let (mut terms, mut again) = (Vec::new(), vec![request.terms(policy, &Candidate {
-            worker: Worker::new(99, 0), predicted_blocks: 0,
+            worker: Worker::new(99, 0), predicted_blocks: 0, lower_milliblocks: 0,
             overlap_blocks: 0, load: None,
         })]);
         let rng = SmallRng::seed_from_u64(seed);
@@ -482,6 +501,7 @@ fn weighed_costs_are_as_published() {
             worker: Worker::new(id, 0),
             overlap_blocks: number(worker, "device_overlap", 0.0) as u32,
             predicted_blocks: 0,
+            lower_milliblocks: 0,
             load: Some(ActiveLoad {
                 requests: number(worker, "active_requests", 0.0) as u32,
                 shared_blocks: 100 - number(worker, "additional_active_blocks", 0.0) as u32,

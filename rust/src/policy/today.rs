@@ -32,13 +32,11 @@ impl RoutePolicy for Today {
         rng: &mut dyn RngCore,
     ) -> Option<Choice> {
         let decision = select(self.0, &context.request, candidates.list, terms, rng)?;
-        Some(Choice {
-            index: decision.chosen,
-            ties: decision.ties,
-            margin: decision.margin,
-            reason: decision.reason,
-            score: None,
-        })
+        Some(decision.choice())
+    }
+
+    fn needs_tokens(&self) -> bool {
+        self.0 == Policy::Kv
     }
 
     fn is_scorer(&self) -> bool {

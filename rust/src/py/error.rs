@@ -15,7 +15,7 @@ pub(super) fn raise(py: Python<'_>, error: &Error) -> PyErr {
         Error::Decode { .. } => "DecodeError",
         Error::NoWorker(_) => "NoWorkerError",
         Error::AllBusy(_) => "AllBusyError",
-        Error::Overloaded(_) => "OverloadedError",
+        Error::Overloaded(_) | Error::MustWait(_) => "OverloadedError",
         Error::NotFound(_) => "NotFoundError",
         Error::Conflict(_) => "ConflictError",
         Error::Transport(_) => "TransportError",

@@ -9,15 +9,18 @@ use super::bookings::Bookings;
 use super::catalog::Catalog;
 use super::error::OrRaise;
 use super::indexer::seconds;
-use super::select::Foresight;
+use super::policies::Chosen;
+use super::policy_desk::PolicyDesk;
+use super::select::{Foresight, queue_options};
 use super::service::Service;
 use crate::catalog;
 use crate::clock::SystemClock;
-use crate::http::frontend::{EngineSpec, FrontendApp, FrontendOptions};
-use crate::http::{RemoteIndexerOptions, Shutdown};
+use crate::fair::FairConfig;
+use crate::http::frontend::{EngineSpec, FairnessOptions, FrontendApp, FrontendOptions};
+use crate::http::{RemoteIndexerOptions, Shutdown, Tls};
 use crate::ids::InstanceId;
 use crate::policy::KvScale;
-use crate::router::RouterConfig;
+use crate::router::{RouterConfig, TierWeights};
 use crate::select::Thresholds;
 
 /// The OpenAI-compatible frontend in this process.
@@ -32,7 +35,7 @@ pub(super) struct Frontend {
 impl Frontend {
     #[new]
     #[pyo3(signature = (
-        *, policy="kv", overlap_score_weight=1.0, temperature=0.0, kv_cache_block_size=None,
+        *, policy=None, policy_desk=None, policy_profile=None, shadow_policies=Vec::new(), overlap_score_weight=1.0, temperature=0.0, kv_cache_block_size=None,
         track_active_blocks=true, assume_kv_reuse=true, active_request_expiry_s=300.0, seed=None,
         use_kv_events=true, predicted_ttl_s=5.0, router_ttl_s=120.0, router_max_tree_size=1_048_576,
         router_prune_target_ratio=0.8, active_decode_blocks_threshold=None,
@@ -44,12 +47,20 @@ impl Frontend {
         index_memory_bytes=0, body_timeout_s=60.0, connect_timeout_s=2.0, first_byte_timeout_s=600.0,
         tokenize_timeout_s=2.0, stream_idle_timeout_s=300.0, health_interval_s=2.0, drain_timeout_s=30.0,
         enforce_disagg="off", waits_for="", overlap_score_credit=1.0, overlap_score_credit_decay=0.0,
-        prefill_load_scale=1.0, active_request_weight=0.0, track_prefill_tokens=true, min_initial_workers=0
+        prefill_load_scale=1.0, active_request_weight=0.0, track_prefill_tokens=true, min_initial_workers=0, fairness=None,
+        fairness_weights=Vec::new(), fairness_queue_limit=1_024, fairness_queue_timeout_s=60.0,
+        fairness_max_running=256, fairness_cached_share=0.0,
+        router_queue_threshold=None, router_queue_policy="fcfs", router_queue_limit=1_024,
+        router_queue_timeout_s=60.0, router_queue_batched_tokens=10_000_000, track_output_blocks=false,
+        host_cache_hit_weight=0.75, disk_cache_hit_weight=0.25, prefill_tokens_per_s=None, session_affinity_ttl_s=None, tls_cert_path=None, tls_key_path=None, metrics_prefix="kvflash"
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
-        policy: &str,
+        policy: Option<&str>,
+        policy_desk: Option<PyRef<'_, PolicyDesk>>,
+        policy_profile: Option<&str>,
+        shadow_policies: Vec<String>,
         overlap_score_weight: f64,
         temperature: f64,
         kv_cache_block_size: Option<u32>,
@@ -94,10 +105,37 @@ impl Frontend {
         active_request_weight: f64,
         track_prefill_tokens: bool,
         min_initial_workers: usize,
+        fairness: Option<&str>,
+        fairness_weights: Vec<(String, f64)>,
+        fairness_queue_limit: usize,
+        fairness_queue_timeout_s: f64,
+        fairness_max_running: usize,
+        fairness_cached_share: f64,
+        router_queue_threshold: Option<f64>,
+        router_queue_policy: &str,
+        router_queue_limit: usize,
+        router_queue_timeout_s: f64,
+        router_queue_batched_tokens: u64,
+        track_output_blocks: bool,
+        host_cache_hit_weight: f64,
+        disk_cache_hit_weight: f64,
+        prefill_tokens_per_s: Option<f64>,
+        session_affinity_ttl_s: Option<u64>,
+        tls_cert_path: Option<PathBuf>,
+        tls_key_path: Option<PathBuf>,
+        metrics_prefix: &str,
     ) -> PyResult<Self> {
+        let tls = Tls::read(tls_cert_path.as_deref(), tls_key_path.as_deref()).or_raise(py)?;
+        let queue = queue_options(
+            py,
+            router_queue_threshold,
+            router_queue_policy,
+            router_queue_limit,
+            router_queue_timeout_s,
+            router_queue_batched_tokens,
+        )?;
         let expiry = seconds(py, "--active-request-expiry", active_request_expiry_s)?;
         let mut router = RouterConfig {
-            policy: policy.parse().or_raise(py)?,
             overlap_score_weight,
             scale: KvScale {
                 overlap_score_credit,
@@ -106,15 +144,29 @@ impl Frontend {
                 active_request_weight,
             },
             track_prefill_tokens,
+            prefill_tokens_per_s,
+            tiers: TierWeights { host: host_cache_hit_weight, disk: disk_cache_hit_weight },
             temperature,
             block_size: kv_cache_block_size.unwrap_or(0),
             track_active_blocks,
+            track_output_blocks,
             assume_kv_reuse,
             expiry_ms: expiry.as_millis() as u64,
             max_requests: max_concurrent_requests,
             ..RouterConfig::default()
         };
         router.seed = seed.unwrap_or_else(rand::random);
+        let desk = policy_desk.as_deref();
+        let chosen = Chosen::new(
+            policy,
+            policy_profile,
+            &shadow_policies,
+            desk,
+            session_affinity_ttl_s,
+            router.seed,
+        );
+        let Chosen { built_in, policies, settings } = chosen.or_raise(py)?;
+        router.policy = built_in;
         let foresight = Foresight::new(
             py,
             use_kv_events,
@@ -123,16 +175,36 @@ impl Frontend {
             router_max_tree_size,
             router_prune_target_ratio,
         )?;
+        let fairness = match fairness {
+            Some(discipline) => {
+                let wait = seconds(py, "--fairness-queue-timeout", fairness_queue_timeout_s)?;
+                let queue = FairConfig {
+                    discipline: discipline.parse().or_raise(py)?,
+                    cached_share: fairness_cached_share,
+                    max_queued: max_concurrent_requests,
+                    max_queued_per_client: fairness_queue_limit,
+                    max_wait_ms: wait.as_millis() as u64,
+                    ..FairConfig::default()
+                };
+                let (max_running, weights) = (fairness_max_running, fairness_weights);
+                Some(FairnessOptions { queue, max_running, weights })
+            }
+            None => None,
+        };
         let deadline = seconds(py, "--remote-indexer-deadline", remote_indexer_deadline_s)?;
         let remote_indexer = remote_indexer.map(|url| RemoteIndexerOptions { url, deadline });
         let options = FrontendOptions {
+            fairness,
             router,
+            policies,
+            settings,
             overlap: foresight.overlap,
             thresholds: Thresholds {
                 active_decode_blocks: active_decode_blocks_threshold,
                 active_prefill_tokens: active_prefill_tokens_threshold,
                 active_prefill_tokens_frac: active_prefill_tokens_threshold_frac,
             },
+            queue,
             decision_journal_bytes,
             remote_indexer,
             serve_indexer,
@@ -148,6 +220,7 @@ impl Frontend {
             first_byte_timeout: seconds(py, "--first-byte-timeout", first_byte_timeout_s)?,
             stream_idle_timeout: seconds(py, "--stream-idle-timeout", stream_idle_timeout_s)?,
             enforce_disagg: enforce_disagg.parse().or_raise(py)?,
+            metrics_prefix: metrics_prefix.to_owned(),
             waits_for: waits_for.to_owned(),
             min_initial_workers,
             tokenize_timeout: seconds(py, "--tokenize-timeout", tokenize_timeout_s)?,
@@ -160,7 +233,7 @@ impl Frontend {
         py.detach(|| {
             let shutdown = Shutdown::default();
             let app = FrontendApp::new(options, Arc::clone(&catalog), clock, shutdown.clone())?;
-            let service = Service::new(threads, shutdown, drain)?;
+            let service = Service::new(threads, shutdown, drain)?.over(tls);
             Ok(Self { catalog, app, service })
         })
         .or_raise(py)

@@ -68,7 +68,7 @@ impl Indexer {
         py.detach(|| {
             let app = self
                 .service
-                .enter(|| IndexerApp::router(Arc::clone(&self.catalog), self.options.clone()))?;
+                .enter(|| IndexerApp::service(Arc::clone(&self.catalog), self.options.clone()))?;
             self.service.start(host, port, app).map(|address| address.port())
         })
         .or_raise(py)

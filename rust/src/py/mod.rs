@@ -12,11 +12,15 @@ mod indexer;
 mod kv_indexer;
 mod log;
 mod overlap;
+mod policies;
+mod policy_desk;
 mod query;
 mod radix_tree;
 mod router;
 mod router_ask;
+mod router_booking;
 mod router_core;
+mod router_wait;
 mod select;
 mod service;
 mod snapshot;
@@ -48,11 +52,21 @@ mod _core {
     #[pymodule_export]
     use super::overlap::OverlapScores;
     #[pymodule_export]
+    use super::policies::check_policy;
+    #[pymodule_export]
+    use super::policy_desk::{
+        PolicyCandidate, PolicyDesk, PolicyEnded, PolicyQuestion, PolicyRequest,
+    };
+    #[pymodule_export]
     use super::radix_tree::RadixTree;
     #[pymodule_export]
     use super::router::Router;
     #[pymodule_export]
-    use super::router_core::{RouterBooking, RouterCore};
+    use super::router_booking::RouterBooking;
+    #[pymodule_export]
+    use super::router_core::RouterCore;
+    #[pymodule_export]
+    use super::router_wait::RouterWait;
     #[pymodule_export]
     use super::tokenizer::Tokenizer;
     #[pymodule_export]

@@ -1,5 +1,6 @@
 //! The standalone router.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use axum::body::Body;
@@ -10,19 +11,22 @@ use hyper_util::service::TowerToHyperService;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use super::bookings::Bookings;
 use super::buffer::Bytes;
 use super::catalog::Catalog;
 use super::error::{OrRaise, raise};
 use super::indexer::seconds;
-use super::select::Foresight;
+use super::policies::Chosen;
+use super::policy_desk::PolicyDesk;
+use super::select::{Foresight, queue_options};
 use super::service::Service;
 use crate::catalog;
 use crate::clock::SystemClock;
 use crate::error::Error;
 use crate::http::router::{RouterApp, RouterOptions};
-use crate::http::{RemoteIndexerOptions, Shutdown};
+use crate::http::{RemoteIndexerOptions, Shutdown, Tls};
 use crate::policy::KvScale;
-use crate::router::RouterConfig;
+use crate::router::{RouterConfig, TierWeights};
 use crate::select::{SelectorConfig, Thresholds};
 
 /// The routing decision as an HTTP service in this process.
@@ -37,7 +41,8 @@ pub(super) struct Router {
 impl Router {
     #[new]
     #[pyo3(signature = (
-        *, policy="kv", overlap_score_weight=1.0, temperature=0.0, block_size=None,
+        *, policy=None, policy_desk=None, policy_profile=None, shadow_policies=Vec::new(), overlap_score_weight=1.0,
+        temperature=0.0, block_size=None,
         track_active_blocks=true, assume_kv_reuse=true, track_prefill_tokens=true,
         active_request_expiry_s=300.0, seed=None,
         use_kv_events=true, predicted_ttl_s=5.0, router_ttl_s=120.0, router_max_tree_size=1_048_576,
@@ -48,12 +53,17 @@ impl Router {
         min_initial_workers=0, serve_indexer=false, remote_indexer=None,
         remote_indexer_deadline_s=0.05, body_timeout_s=60.0, drain_timeout_s=5.0,
         overlap_score_credit=1.0, overlap_score_credit_decay=0.0, prefill_load_scale=1.0,
-        active_request_weight=0.0
+        active_request_weight=0.0, router_queue_threshold=None, router_queue_policy="fcfs", router_queue_limit=1_024,
+        router_queue_timeout_s=60.0, router_queue_batched_tokens=10_000_000, track_output_blocks=false,
+        host_cache_hit_weight=0.75, disk_cache_hit_weight=0.25, prefill_tokens_per_s=None, session_affinity_ttl_s=None, tls_cert_path=None, tls_key_path=None
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
-        policy: &str,
+        policy: Option<&str>,
+        policy_desk: Option<PyRef<'_, PolicyDesk>>,
+        policy_profile: Option<&str>,
+        shadow_policies: Vec<String>,
         overlap_score_weight: f64,
         temperature: f64,
         block_size: Option<u32>,
@@ -87,7 +97,28 @@ impl Router {
         overlap_score_credit_decay: f64,
         prefill_load_scale: f64,
         active_request_weight: f64,
+        router_queue_threshold: Option<f64>,
+        router_queue_policy: &str,
+        router_queue_limit: usize,
+        router_queue_timeout_s: f64,
+        router_queue_batched_tokens: u64,
+        track_output_blocks: bool,
+        host_cache_hit_weight: f64,
+        disk_cache_hit_weight: f64,
+        prefill_tokens_per_s: Option<f64>,
+        session_affinity_ttl_s: Option<u64>,
+        tls_cert_path: Option<PathBuf>,
+        tls_key_path: Option<PathBuf>,
     ) -> PyResult<Self> {
+        let tls = Tls::read(tls_cert_path.as_deref(), tls_key_path.as_deref()).or_raise(py)?;
+        let queue = queue_options(
+            py,
+            router_queue_threshold,
+            router_queue_policy,
+            router_queue_limit,
+            router_queue_timeout_s,
+            router_queue_batched_tokens,
+        )?;
         let expiry = seconds(py, "--active-request-expiry", active_request_expiry_s)?;
         let foresight = Foresight::new(
             py,
@@ -97,8 +128,19 @@ impl Router {
             router_max_tree_size,
             router_prune_target_ratio,
         )?;
+        let seed = seed.unwrap_or_else(rand::random);
+        let desk = policy_desk.as_deref();
+        let chosen = Chosen::new(
+            policy,
+            policy_profile,
+            &shadow_policies,
+            desk,
+            session_affinity_ttl_s,
+            seed,
+        );
+        let Chosen { built_in, policies, settings } = chosen.or_raise(py)?;
         let router = RouterConfig {
-            policy: policy.parse().or_raise(py)?,
+            policy: built_in,
             overlap_score_weight,
             scale: KvScale {
                 overlap_score_credit,
@@ -106,14 +148,17 @@ impl Router {
                 prefill_load_scale,
                 active_request_weight,
             },
+            prefill_tokens_per_s,
+            tiers: TierWeights { host: host_cache_hit_weight, disk: disk_cache_hit_weight },
             temperature,
             block_size: block_size.unwrap_or(0),
             track_active_blocks,
+            track_output_blocks,
             assume_kv_reuse,
             track_prefill_tokens,
             expiry_ms: expiry.as_millis() as u64,
             max_requests,
-            seed: seed.unwrap_or_else(rand::random),
+            seed,
         };
         let deadline = seconds(py, "--remote-indexer-deadline", remote_indexer_deadline_s)?;
         let remote_indexer = remote_indexer.map(|url| RemoteIndexerOptions { url, deadline });
@@ -126,8 +171,12 @@ impl Router {
                     active_prefill_tokens: active_prefill_tokens_threshold,
                     active_prefill_tokens_frac: active_prefill_tokens_threshold_frac,
                 },
+                queue: queue.as_ref().map(|queue| queue.threshold),
                 journal_bytes: decision_journal_bytes,
             },
+            policies,
+            settings,
+            queue,
             use_kv_events,
             remote_indexer,
             serve_indexer,
@@ -142,7 +191,7 @@ impl Router {
         let catalog = Arc::new(catalog::Catalog::new(limits, clock.clone()));
         py.detach(|| {
             let app = RouterApp::new(options, Arc::clone(&catalog), clock)?;
-            let service = Service::new(threads, Shutdown::default(), drain)?;
+            let service = Service::new(threads, Shutdown::default(), drain)?.over(tls);
             Ok(Self { catalog, app, service })
         })
         .or_raise(py)
@@ -151,6 +200,28 @@ impl Router {
     #[getter]
     fn catalog(&self) -> Catalog {
         Catalog { inner: Arc::clone(&self.catalog) }
+    }
+
+    #[getter]
+    fn bookings(&self) -> Bookings {
+        let app = self.app.clone();
+        Bookings::new(app.outbox(), Box::new(move |call| app.any_selector(call)))
+    }
+
+    fn set_more_metrics(&self, text: String) {
+        self.app.set_more_metrics(text);
+    }
+
+    fn worker_changes(&self) -> u64 {
+        self.app.worker_changes()
+    }
+
+    fn registered(&self, py: Python<'_>) -> Vec<(u64, String, String, Option<String>, u64)> {
+        py.detach(|| {
+            let rows = self.app.registered().into_iter();
+            rows.map(|row| (row.worker_id, row.model_name, row.tenant_id, row.url, row.joined))
+                .collect()
+        })
     }
 
     fn start(&self, py: Python<'_>, host: &str, port: u16) -> PyResult<u16> {
@@ -186,8 +257,16 @@ impl Router {
                     .body(Body::from(bytes))
                     .map_err(|error| Error::invalid(format!("{method} {path}: {error}")))?;
                 let routes = TowerToHyperService::new(self.app.router());
+                let stopped = self.service.shutdown.clone();
                 self.service.block_on(async move {
-                    let Ok(response) = routes.call(request).await;
+                    let response = tokio::select! {
+                        biased;
+                        Ok(response) = routes.call(request) => response,
+                        // One that waits for room would outlive the timers that end its wait.
+                        () = stopped.wait() => {
+                            return Err(Error::Closed("the router is stopped".to_owned()));
+                        }
+                    };
                     let status = response.status().as_u16();
                     let body = response.into_body().collect().await;
                     body.map(|body| (status, body.to_bytes()))

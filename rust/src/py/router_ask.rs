@@ -5,14 +5,17 @@ use std::collections::HashSet;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use super::error::raise;
+use super::error::{OrRaise, raise};
 use crate::error::Error;
+use crate::fair::Wish;
 use crate::ids::Worker;
-use crate::router::RouteOverride;
+use crate::policy::Session;
+use crate::router::{Facts, RouteOverride};
 use crate::select::{Ask, Pin, Prompt};
 
 const KNOWN: &str = "overlap_score_weight, overlap_score_credit, prefill_load_scale, router_temperature, assume_kv_reuse, worker_id, dp_rank, \
-                     allowed_worker_ids, lora_name, cache_salt";
+                     allowed_worker_ids, lora_name, cache_salt, user, prompt, session_key, session_worker, priority, \
+                     strict_priority, expected_output_tokens";
 
 /// Overrides, pins and identity of one request.
 #[derive(Debug, Default)]
@@ -20,6 +23,13 @@ pub(super) struct Options {
     overrides: RouteOverride,
     pin: Option<Pin>,
     allowed: Option<HashSet<u64>>,
+    user: Option<String>,
+    prompt: Option<String>,
+    session_key: Option<String>,
+    session_worker: Option<(u64, u32)>,
+    priority: Option<f64>,
+    strict_priority: Option<u32>,
+    expected_output_tokens: Option<u64>,
     pub lora_name: Option<String>,
     pub cache_salt: Option<String>,
 }
@@ -70,6 +80,28 @@ impl Options {
                         value.try_iter().and_then(|ids| ids.map(|id| id?.extract()).collect());
                     options.allowed = Some(ids.map_err(|_: PyErr| wrong("a list of worker ids"))?);
                 }
+                "user" => options.user = Some(value.extract().map_err(|_| wrong("a text"))?),
+                "prompt" => options.prompt = Some(value.extract().map_err(|_| wrong("a text"))?),
+                "session_key" => {
+                    options.session_key = Some(value.extract().map_err(|_| wrong("a text"))?);
+                }
+                "session_worker" => {
+                    let worker = value.extract().map_err(|_| wrong("(worker_id, dp_rank)"))?;
+                    options.session_worker = Some(worker);
+                }
+                "priority" => {
+                    options.priority = Some(value.extract().map_err(|_| wrong("a number"))?);
+                }
+                "strict_priority" => {
+                    let strict = value.extract();
+                    let wanted = "a whole number in 0..=4294967295";
+                    options.strict_priority = Some(strict.map_err(|_| wrong(wanted))?);
+                }
+                "expected_output_tokens" => {
+                    let tokens = value.extract();
+                    let wanted = "a whole number of at least 0";
+                    options.expected_output_tokens = Some(tokens.map_err(|_| wrong(wanted))?);
+                }
                 "lora_name" => {
                     options.lora_name = Some(value.extract().map_err(|_| wrong("a text"))?);
                 }
@@ -82,6 +114,7 @@ impl Options {
                 }
             }
         }
+        Wish::of(options.priority, options.strict_priority).or_raise(py)?;
         options.pin = match (worker_id, dp_rank) {
             (Some(instance_id), dp_rank) => Some(Pin { instance_id, dp_rank }),
             (None, None) => None,
@@ -94,17 +127,47 @@ impl Options {
         Ok(options)
     }
 
+    /// What policies hash: the prompt's text, else four bytes of each token id.
+    pub fn text(&self, ids: &[u32]) -> Vec<u8> {
+        match &self.prompt {
+            Some(prompt) => prompt.clone().into_bytes(),
+            None => ids.iter().flat_map(|id| id.to_be_bytes()).collect(),
+        }
+    }
+
+    /// What policies are told beside the prompt.
+    pub fn facts(&self) -> Facts<'_> {
+        let worker = self.session_worker.map(|(id, rank)| Worker::new(id, rank));
+        Facts {
+            user: self.user.as_deref(),
+            session: Session { worker, key: self.session_key.as_deref() },
+            ..Facts::default()
+        }
+    }
+
+    /// How urgent it is among those that wait.
+    pub fn wish(&self) -> Wish {
+        // It was looked at when it came.
+        Wish::of(self.priority, self.strict_priority).unwrap_or_default()
+    }
+
+    /// Whether every worker may take it.
+    pub fn is_open(&self) -> bool {
+        self.pin.is_none() && self.allowed.is_none()
+    }
+
     /// Whether a list of workers allows `worker`.
     pub fn allows(&self, worker: Worker) -> bool {
         self.allowed.as_ref().is_none_or(|ids| ids.contains(&worker.instance_id))
     }
 
     /// The question about `prompt`; `allows` is [`allows`](Self::allows) of these options.
-    pub fn ask<'a>(&self, prompt: &'a Prompt, allows: &'a dyn Fn(Worker) -> bool) -> Ask<'a> {
+    pub fn ask<'a>(&'a self, prompt: &'a Prompt, allows: &'a dyn Fn(Worker) -> bool) -> Ask<'a> {
         Ask {
             overrides: self.overrides,
             allowed: self.allowed.is_some().then_some(allows),
             pin: self.pin,
+            expected_output_tokens: self.expected_output_tokens,
             ..Ask::new(prompt)
         }
     }

@@ -1,8 +1,8 @@
 //! Selection for Python: one component's workers, their index and their load.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
@@ -11,19 +11,20 @@ use super::catalog::Catalog;
 use super::error::{OrRaise, raise};
 use super::index;
 use super::indexer::seconds;
+use super::policies::Chosen;
+use super::policy_desk::PolicyDesk;
 use super::query::{SHORT_TOKENS, detached};
 use super::router_ask::Options;
-use super::select::Foresight;
+use super::router_booking::RouterBooking;
+use super::router_wait::{Asked, Line, RouterWait};
+use super::select::{Foresight, queue_options};
 use crate::catalog::{self, Identity, ModelKey, Registration, dump_events};
 use crate::clock::{Clock, SystemClock};
 use crate::error::Error;
 use crate::ids::Worker;
-use crate::policy::KvScale;
-use crate::router::RouterConfig;
-use crate::select::{Ask, Outcome, Report, Reservation, Selector, SelectorConfig, Thresholds};
-
-/// Tenant of a router's own index; the cache salt keeps clients apart.
-const TENANT: &str = "default";
+use crate::policy::{EngineMetrics, KvScale, Sample};
+use crate::router::{Facts, RouterConfig, TierWeights, Usage};
+use crate::select::{Ask, Entered, Report, Selector, SelectorConfig, Thresholds};
 
 /// Chooses workers for prompts, and keeps account of who is busy with what.
 #[pyclass(frozen, module = "kvflash._core")]
@@ -34,57 +35,27 @@ pub(super) struct RouterCore {
     key: ModelKey,
     block_size: u32,
     uses_events: bool,
-}
-
-/// A request that was given to a worker; its load is freed with it at the latest.
-#[pyclass(frozen, module = "kvflash._core")]
-pub(super) struct RouterBooking {
-    held: Mutex<Option<Reservation>>,
-    #[pyo3(get)]
-    worker_id: u64,
-    #[pyo3(get)]
-    dp_rank: u32,
-    #[pyo3(get)]
-    overlap_blocks: u32,
-}
-
-#[pymethods]
-impl RouterBooking {
-    fn first_token(&self) {
-        if let Some(held) = &*self.held.lock() {
-            held.first_token();
-        }
-    }
-
-    fn touch(&self) {
-        if let Some(held) = &*self.held.lock() {
-            held.touch();
-        }
-    }
-
-    fn output_block(&self, py: Python<'_>, fraction: f64) -> PyResult<()> {
-        let held = self.held.lock();
-        held.as_ref().map_or(Ok(()), |held| held.add_output_block(fraction)).or_raise(py)
-    }
-
-    fn cached(&self, tokens: u64) {
-        if let Some(held) = &*self.held.lock() {
-            held.cached(tokens);
-        }
-    }
-
-    #[pyo3(signature = (*, is_complete=false))]
-    fn free(&self, is_complete: bool) {
-        if let Some(held) = self.held.lock().take()
-            && is_complete
-        {
-            held.ended(Outcome::Complete);
-        }
-    }
+    /// Where requests wait for a worker with room to prefill, where they do.
+    line: Option<Line>,
 }
 
 impl RouterCore {
-    /// Hash the prompt and call `then` with the question, without the GIL where that pays.
+    /// As [`asked`](Self::asked), for a choice: a policy in Python says first what it thinks.
+    fn chosen<T: Send>(
+        &self,
+        py: Python<'_>,
+        token_ids: &Bound<'_, PyAny>,
+        options: Option<&Bound<'_, PyDict>>,
+        then: impl FnOnce(&Ask<'_>) -> Result<T, Error> + Send,
+    ) -> PyResult<T> {
+        self.asked(py, token_ids, options, |ask| {
+            let advice = self.selector.advice(ask);
+            then(&Ask { facts: Facts { advice: advice.as_ref(), ..ask.facts }, ..*ask })
+        })
+    }
+
+    /// Hash the prompt and call `then` with the question, without the GIL where that pays or a policy
+    /// in Python may be asked.
     fn asked<T: Send>(
         &self,
         py: Python<'_>,
@@ -95,12 +66,9 @@ impl RouterCore {
         let ids = index::token_ids(token_ids)?;
         let ids: &[u32] = &ids.as_slice();
         let options = Options::of(py, options)?;
-        detached(py, ids.len() > SHORT_TOKENS, || {
-            let (lora, salt) = (options.lora_name.as_deref(), options.cache_salt.as_deref());
-            let prompt = self.selector.prompt(ids, lora, salt);
-            then(&options.ask(&prompt, &|worker| options.allows(worker)))
-        })
-        .or_raise(py)
+        let is_long = ids.len() > SHORT_TOKENS || self.selector.desk().is_some();
+        detached(py, is_long, || Asked::new(&self.selector, ids, options).with(ids, then))
+            .or_raise(py)
     }
 }
 
@@ -108,7 +76,8 @@ impl RouterCore {
 impl RouterCore {
     #[new]
     #[pyo3(signature = (
-        *, block_size, model_name="default", overlap_score_weight=1.0, temperature=0.0, use_kv_events=true,
+        *, block_size, model_name="default", tenant_id="default", policy=None, policy_desk=None, policy_profile=None,
+        shadow_policies=Vec::new(), overlap_score_weight=1.0, temperature=0.0, use_kv_events=true,
         track_active_blocks=true, assume_kv_reuse=true, track_prefill_tokens=true,
         active_request_expiry_s=300.0, predicted_ttl_s=5.0, router_ttl_s=120.0,
         router_max_tree_size=1_048_576, router_prune_target_ratio=0.8,
@@ -116,13 +85,20 @@ impl RouterCore {
         active_prefill_tokens_threshold_frac=None, max_requests=65_536, max_blocks=33_554_432,
         index_memory_bytes=0, decision_journal_bytes=16_777_216, seed=None,
         overlap_score_credit=1.0, overlap_score_credit_decay=0.0, prefill_load_scale=1.0,
-        active_request_weight=0.0
+        active_request_weight=0.0, host_cache_hit_weight=0.75, disk_cache_hit_weight=0.25, prefill_tokens_per_s=None, session_affinity_ttl_s=None,
+        router_queue_threshold=None, router_queue_policy="fcfs", router_queue_limit=1_024,
+        router_queue_timeout_s=60.0, router_queue_batched_tokens=10_000_000
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         block_size: u32,
         model_name: &str,
+        tenant_id: &str,
+        policy: Option<&str>,
+        policy_desk: Option<PyRef<'_, PolicyDesk>>,
+        policy_profile: Option<&str>,
+        shadow_policies: Vec<String>,
         overlap_score_weight: f64,
         temperature: f64,
         use_kv_events: bool,
@@ -146,7 +122,24 @@ impl RouterCore {
         overlap_score_credit_decay: f64,
         prefill_load_scale: f64,
         active_request_weight: f64,
+        host_cache_hit_weight: f64,
+        disk_cache_hit_weight: f64,
+        prefill_tokens_per_s: Option<f64>,
+        session_affinity_ttl_s: Option<u64>,
+        router_queue_threshold: Option<f64>,
+        router_queue_policy: &str,
+        router_queue_limit: usize,
+        router_queue_timeout_s: f64,
+        router_queue_batched_tokens: u64,
     ) -> PyResult<Self> {
+        let queue = queue_options(
+            py,
+            router_queue_threshold,
+            router_queue_policy,
+            router_queue_limit,
+            router_queue_timeout_s,
+            router_queue_batched_tokens,
+        )?;
         let block_size = index::block_size(py, block_size)?;
         let expiry = seconds(py, "active_request_expiry_s", active_request_expiry_s)?;
         let foresight = Foresight::new(
@@ -157,8 +150,20 @@ impl RouterCore {
             router_max_tree_size,
             router_prune_target_ratio,
         )?;
+        let seed = seed.unwrap_or_else(rand::random);
+        let desk = policy_desk.as_deref();
+        let chosen = Chosen::new(
+            policy,
+            policy_profile,
+            &shadow_policies,
+            desk,
+            session_affinity_ttl_s,
+            seed,
+        );
+        let Chosen { built_in, policies, .. } = chosen.or_raise(py)?;
         let config = SelectorConfig {
             router: RouterConfig {
+                policy: built_in,
                 block_size,
                 overlap_score_weight,
                 scale: KvScale {
@@ -167,14 +172,17 @@ impl RouterCore {
                     prefill_load_scale,
                     active_request_weight,
                 },
+                prefill_tokens_per_s,
+                tiers: TierWeights { host: host_cache_hit_weight, disk: disk_cache_hit_weight },
                 temperature,
                 track_active_blocks,
                 assume_kv_reuse,
                 track_prefill_tokens,
+                // `KvPushRouter` sees the tokens pass and counts them itself.
+                track_output_blocks: false,
                 expiry_ms: expiry.as_millis() as u64,
-                seed: seed.unwrap_or_else(rand::random),
+                seed,
                 max_requests,
-                ..RouterConfig::default()
             },
             overlap: foresight.overlap,
             thresholds: Thresholds {
@@ -182,17 +190,21 @@ impl RouterCore {
                 active_prefill_tokens: active_prefill_tokens_threshold,
                 active_prefill_tokens_frac: active_prefill_tokens_threshold_frac,
             },
+            queue: queue.as_ref().map(|queue| queue.threshold),
             journal_bytes: decision_journal_bytes,
         };
         let clock = Arc::new(SystemClock::default());
         let limits = foresight.limit(max_blocks, index_memory_bytes);
         let catalog = Arc::new(catalog::Catalog::new(limits, clock.clone()));
-        let key = ModelKey { model_name: model_name.to_owned(), tenant_id: TENANT.to_owned() };
+        let key = ModelKey { model_name: model_name.to_owned(), tenant_id: tenant_id.to_owned() };
         let model = catalog.model_or_create(&key, Some(block_size)).or_raise(py)?;
-        let selector = Selector::new(config, model, clock.clone()).or_raise(py)?;
+        let selector =
+            Selector::with_policies(config, policies, model, clock.clone()).or_raise(py)?;
         let uses_events = use_kv_events && overlap_score_weight > 0.0 && overlap_score_credit > 0.0;
         let selector = Arc::new(selector);
-        Ok(Self { catalog, clock, selector, key, block_size, uses_events })
+        let line = queue.map(|options| Line::new(&options, &selector, clock.clone())).transpose();
+        let line = line.or_raise(py)?;
+        Ok(Self { catalog, clock, selector, key, block_size, uses_events, line })
     }
 
     #[getter]
@@ -210,6 +222,22 @@ impl RouterCore {
     #[getter]
     fn block_size(&self) -> u32 {
         self.block_size
+    }
+
+    #[getter]
+    fn policy(&self) -> &str {
+        self.selector.policy_name()
+    }
+
+    fn policy_samples(&self) -> Vec<(String, String, String, f64)> {
+        let mut samples = Vec::new();
+        let mut note = |sample: Sample<'_>| {
+            let (label, value) = sample.label;
+            let entry = (sample.name.into(), label.into(), value.into(), sample.value);
+            samples.push(entry);
+        };
+        self.selector.policies().samples(&mut note);
+        samples
     }
 
     #[getter]
@@ -247,9 +275,9 @@ impl RouterCore {
     }
 
     fn unsubscribe(&self, py: Python<'_>, worker_id: u64, dp_rank: u32) -> bool {
-        let name = &self.key.model_name;
+        let ModelKey { model_name: name, tenant_id: tenant } = &self.key;
         let gone =
-            py.detach(|| self.catalog.unregister(worker_id, name, Some(TENANT), Some(dp_rank)));
+            py.detach(|| self.catalog.unregister(worker_id, name, Some(tenant), Some(dp_rank)));
         gone.is_ok()
     }
 
@@ -276,6 +304,22 @@ impl RouterCore {
             max_num_batched_tokens,
         };
         self.selector.busy.report(Worker::new(worker_id, dp_rank), &report)
+    }
+
+    fn report_metrics(
+        &self,
+        py: Python<'_>,
+        worker_id: u64,
+        dp_rank: u32,
+        metrics: HashMap<String, f64>,
+    ) -> PyResult<bool> {
+        let metrics = EngineMetrics::from_fields(metrics).or_raise(py)?;
+        let worker = Worker::new(worker_id, dp_rank);
+        if self.selector.busy.reported(worker).is_none() {
+            return Ok(false);
+        }
+        self.selector.engines.update(worker, metrics);
+        Ok(true)
     }
 
     fn busy_workers(&self, py: Python<'_>) -> Vec<u64> {
@@ -309,7 +353,7 @@ impl RouterCore {
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<(u64, u32, u32)> {
         let (selection, _) =
-            self.asked(py, token_ids, options, |ask| self.selector.preview(ask))?;
+            self.chosen(py, token_ids, options, |ask| self.selector.preview(ask))?;
         let Worker { instance_id, dp_rank } = selection.worker;
         Ok((instance_id, dp_rank, selection.overlap_blocks))
     }
@@ -323,7 +367,7 @@ impl RouterCore {
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<(u64, u32, u32)> {
         let reserve = |ask: &Ask<'_>| self.selector.reserve(request_id, ask);
-        let selection = self.asked(py, token_ids, options, reserve)?;
+        let selection = self.chosen(py, token_ids, options, reserve)?;
         let Worker { instance_id, dp_rank } = selection.worker;
         Ok((instance_id, dp_rank, selection.overlap_blocks))
     }
@@ -337,13 +381,52 @@ impl RouterCore {
         request_id: Option<&str>,
     ) -> PyResult<RouterBooking> {
         let select = |ask: &Ask<'_>| self.selector.select(&Ask { request_id, ..*ask });
-        let (held, selection) = self.asked(py, token_ids, options, select)?;
-        Ok(RouterBooking {
-            held: Mutex::new(Some(held)),
-            worker_id: selection.worker.instance_id,
-            dp_rank: selection.worker.dp_rank,
-            overlap_blocks: selection.overlap_blocks,
-        })
+        Ok(RouterBooking::new(self.chosen(py, token_ids, options, select)?))
+    }
+
+    #[pyo3(signature = (token_ids, options=None, *, request_id=None))]
+    fn enter(
+        &self,
+        py: Python<'_>,
+        token_ids: &Bound<'_, PyAny>,
+        options: Option<&Bound<'_, PyDict>>,
+        request_id: Option<String>,
+    ) -> PyResult<Py<PyAny>> {
+        let Some(line) = &self.line else {
+            let booking = self.book(py, token_ids, options, request_id.as_deref())?;
+            return Ok(Py::new(py, booking)?.into_any());
+        };
+        let ids = index::token_ids(token_ids)?;
+        let ids: &[u32] = &ids.as_slice();
+        let options = Options::of(py, options)?;
+        let is_long = ids.len() > SHORT_TOKENS || self.selector.desk().is_some();
+        let entered = detached(py, is_long, || {
+            line.enter(&self.selector, ids, Asked::new(&self.selector, ids, options), request_id)
+        });
+        match entered.or_raise(py)? {
+            Entered::Booked(booked) => Ok(Py::new(py, RouterBooking::new(booked))?.into_any()),
+            Entered::Waits(waits) => Ok(Py::new(py, RouterWait::new(waits))?.into_any()),
+        }
+    }
+
+    #[getter]
+    fn wake_fd(&self) -> Option<i32> {
+        self.line.as_ref().map(Line::fileno)
+    }
+
+    fn called(&self) -> Vec<u64> {
+        self.line.as_ref().map(Line::called).unwrap_or_default()
+    }
+
+    fn queue_stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = self.line.as_ref().map(Line::stats).unwrap_or_default();
+        let entry = PyDict::new(py);
+        entry.set_item("pending", stats.pending)?;
+        entry.set_item("pending_isl_tokens", stats.pending_isl_tokens)?;
+        for (outcome, count) in stats.outcomes() {
+            entry.set_item(format!("{outcome}_total"), count)?;
+        }
+        Ok(entry)
     }
 
     fn mark_prefill_complete(&self, py: Python<'_>, request_id: &str) -> PyResult<()> {
@@ -354,7 +437,16 @@ impl RouterCore {
         self.selector.touch(request_id)
     }
 
-    fn free(&self, request_id: &str) -> bool {
+    #[pyo3(signature = (request_id, *, input_tokens=None, cached_tokens=None, output_tokens=None))]
+    fn free(
+        &self,
+        request_id: &str,
+        input_tokens: Option<u64>,
+        cached_tokens: Option<u64>,
+        output_tokens: Option<u64>,
+    ) -> bool {
+        let usage = Usage { input_tokens, cached_tokens, output_tokens };
+        self.selector.note_used(request_id, usage);
         self.selector.free(request_id)
     }
 
@@ -387,7 +479,7 @@ impl RouterCore {
         token_ids: &Bound<'_, PyAny>,
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<String> {
-        let (_, record) = self.asked(py, token_ids, options, |ask| self.selector.preview(ask))?;
+        let (_, record) = self.chosen(py, token_ids, options, |ask| self.selector.preview(ask))?;
         Ok(record.decision().to_string())
     }
 
@@ -423,6 +515,13 @@ impl RouterCore {
     }
 
     fn tick(&self, py: Python<'_>) -> usize {
-        py.detach(|| self.selector.tick())
+        py.detach(|| {
+            let expired = self.selector.tick();
+            if let Some(line) = &self.line {
+                // Prompts are worked on without a word, too.
+                line.call();
+            }
+            expired
+        })
     }
 }

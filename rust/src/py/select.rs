@@ -2,11 +2,30 @@
 
 use pyo3::prelude::*;
 
-use super::error::raise;
+use super::error::{OrRaise, raise};
 use super::indexer::seconds;
 use crate::catalog::CatalogOptions;
 use crate::error::Error;
-use crate::select::Overlap;
+use crate::select::{Overlap, QueueOptions, QueueThreshold};
+
+/// How requests wait for a worker with room to prefill; `None` without a threshold.
+pub(super) fn queue_options(
+    py: Python<'_>,
+    threshold: Option<f64>,
+    policy: &str,
+    limit: usize,
+    timeout_s: f64,
+    batched_tokens: u64,
+) -> PyResult<Option<QueueOptions>> {
+    let order = policy.parse().or_raise(py)?;
+    let max_wait = seconds(py, "router_queue_timeout", timeout_s)?;
+    Ok(threshold.map(|batches| QueueOptions {
+        threshold: QueueThreshold { batches, batched_tokens },
+        order,
+        limit,
+        max_wait,
+    }))
+}
 
 /// What routing itself tells of caches, and how long that stands.
 pub(super) struct Foresight {

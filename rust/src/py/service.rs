@@ -4,14 +4,13 @@ use std::future::Future;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use axum::Router;
 use parking_lot::Mutex;
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpSocket, lookup_host};
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 
 use crate::error::{Error, Result};
-use crate::http::{ServeLimits, Shutdown, serve};
+use crate::http::{App, ServeLimits, Shutdown, Tls, serve_over};
 
 /// A runtime with one HTTP server on it.
 pub(super) struct Service {
@@ -20,6 +19,7 @@ pub(super) struct Service {
     server: Mutex<Option<JoinHandle<std::io::Result<()>>>>,
     handle: tokio::runtime::Handle,
     drain_timeout: Duration,
+    tls: Option<Tls>,
 }
 
 impl Service {
@@ -41,21 +41,29 @@ impl Service {
             runtime: Mutex::new(Some(runtime)),
             server: Mutex::new(None),
             drain_timeout,
+            tls: None,
         })
+    }
+
+    /// The same over TLS, where that is given.
+    pub fn over(mut self, tls: Option<Tls>) -> Self {
+        self.tls = tls;
+        self
     }
 
     /// Bind and serve. Returns the bound address.
     ///
     /// # Errors
     /// `Config` naming the address when it can't be bound.
-    pub fn start(&self, host: &str, port: u16, app: Router) -> Result<SocketAddr> {
+    pub fn start(&self, host: &str, port: u16, app: impl App) -> Result<SocketAddr> {
         let cannot = |error: std::io::Error| {
             Error::Config(format!("can't listen on {host}:{port} (--host, --port): {error}"))
         };
-        let listener = self.handle.block_on(TcpListener::bind((host, port))).map_err(cannot)?;
+        let listener = self.handle.block_on(listen(host, port)).map_err(cannot)?;
         let address = listener.local_addr().map_err(cannot)?;
         let limits = ServeLimits { drain_timeout: self.drain_timeout, ..ServeLimits::default() };
-        let server = self.handle.spawn(serve(listener, app, limits, self.shutdown.clone()));
+        let (tls, shutdown) = (self.tls.clone(), self.shutdown.clone());
+        let server = self.handle.spawn(serve_over(tls, listener, app, limits, shutdown));
         *self.server.lock() = Some(server);
         Ok(address)
     }
@@ -110,4 +118,22 @@ impl Drop for Service {
             runtime.shutdown_background();
         }
     }
+}
+
+/// Connections that may wait to be accepted; the system may allow fewer. One too many costs its client
+/// a second, after which it asks again.
+const BACKLOG: u32 = 16_384;
+
+async fn listen(host: &str, port: u16) -> std::io::Result<TcpListener> {
+    let mut last = std::io::Error::new(std::io::ErrorKind::NotFound, "no such address");
+    for address in lookup_host((host, port)).await? {
+        let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+        // A port that was just left can be taken at once.
+        socket.set_reuseaddr(true)?;
+        match socket.bind(address).and_then(|()| socket.listen(BACKLOG)) {
+            Ok(listener) => return Ok(listener),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
 }

@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::policies::{Tail, Usage};
 use super::route::Router;
 use crate::error::Result;
 use crate::ids::Worker;
@@ -20,6 +21,8 @@ pub struct Booking {
     request: RequestId,
     worker: Worker,
     touched_ms: AtomicU64,
+    /// What policies are told at its end; `None` where none is.
+    tail: Option<Box<Tail>>,
 }
 
 impl Booking {
@@ -28,8 +31,9 @@ impl Booking {
         request: RequestId,
         worker: Worker,
         now_ms: u64,
+        tail: Option<Box<Tail>>,
     ) -> Self {
-        Self { router, request, worker, touched_ms: AtomicU64::new(now_ms) }
+        Self { router, request, worker, touched_ms: AtomicU64::new(now_ms), tail }
     }
 
     /// The worker to send the request to.
@@ -46,6 +50,17 @@ impl Booking {
     /// [`touch`](Self::touch).
     pub fn first_token(&self) {
         self.router.first_token(self.request);
+        if let Some(tail) = &self.tail {
+            tail.first_token();
+        }
+    }
+
+    /// The engine says what the request used; the last word on each figure counts. Policies are told
+    /// at its end.
+    pub fn used(&self, usage: Usage) {
+        if let Some(tail) = &self.tail {
+            tail.used(usage);
+        }
     }
 
     /// Something has arrived: the request is alive. Call it on every chunk; most calls read the
@@ -64,19 +79,22 @@ impl Booking {
         }
     }
 
-    /// One more block was generated; see [`crate::load::ActiveSequences::add_output_block`].
+    /// So many more blocks were generated; see [`crate::load::ActiveSequences::add_output_blocks`].
     ///
     /// # Errors
     /// [`Error::InvalidArgument`](crate::error::Error::InvalidArgument) for a fraction outside
     /// 0..=1.
-    pub fn add_output_block(&self, fraction: f64) -> Result<()> {
-        self.router.add_output_block(self.request, fraction)
+    pub fn add_output_blocks(&self, count: u32, fraction: f64) -> Result<()> {
+        self.router.add_output_blocks(self.request, count, fraction)
     }
 }
 
 impl Drop for Booking {
     fn drop(&mut self) {
         self.router.free(self.request);
+        if let Some(tail) = &self.tail {
+            self.router.finished(self.worker, tail);
+        }
     }
 }
 

@@ -4,6 +4,41 @@ use crate::error::{Error, Result};
 use crate::load::LoadConfig;
 use crate::policy::{KvScale, Policy};
 
+/// What a block saves that a worker holds, but not on its device: a share of prefilling it, for it is
+/// to be fetched. Finite and at least 0.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct TierWeights {
+    /// In host memory.
+    pub host: f64,
+    /// On local disks and in shared storage.
+    pub disk: f64,
+}
+
+impl Default for TierWeights {
+    fn default() -> Self {
+        Self { host: 0.75, disk: 0.25 }
+    }
+}
+
+impl TierWeights {
+    /// Whether other tiers than the device count at all.
+    pub fn is_any(&self) -> bool {
+        self.host > 0.0 || self.disk > 0.0
+    }
+
+    /// What the blocks behind the first `leading` save, in thousandths of a block, where `host` are
+    /// reached with host memory and `disk` with all tiers.
+    ///
+    /// # Source
+    /// The cases of `tier-overlap` in `tests/vectors/radix_cases.json`.
+    pub fn milliblocks(&self, leading: u32, host: u32, disk: u32) -> u32 {
+        let in_host = f64::from(host.saturating_sub(leading));
+        let on_disk = f64::from(disk.saturating_sub(host.max(leading)));
+        // Saturates, as casts of floats do.
+        ((self.host * in_host + self.disk * on_disk) * 1_000.0).round() as u32
+    }
+}
+
 /// Settings of a [`Router`](super::Router).
 #[derive(Debug, Clone, PartialEq)]
 pub struct RouterConfig {
@@ -13,18 +48,25 @@ pub struct RouterConfig {
     pub overlap_score_weight: f64,
     /// How `kv` weighs its terms beside that.
     pub scale: KvScale,
+    /// What blocks are worth that workers hold elsewhere than on their devices.
+    pub tiers: TierWeights,
     /// 0 takes the lowest cost, larger values spread the choice; finite and at least 0.
     pub temperature: f64,
     /// How a worker is chosen.
     pub policy: Policy,
     /// Count the blocks of active requests; off: only their prompt tokens count.
     pub track_active_blocks: bool,
+    /// Count the blocks that active requests generate, too; requires `track_active_blocks`.
+    pub track_output_blocks: bool,
     /// Workers keep one copy of a block for all requests that share it; off: every request
     /// occupies all of its blocks, as where blocks are transferred and not looked up.
     pub assume_kv_reuse: bool,
     /// Count prompt tokens of active requests until their first token; off on routers whose
     /// workers do not prefill.
     pub track_prefill_tokens: bool,
+    /// Prompt tokens that a worker prefills in a second, above 0; see
+    /// [`LoadConfig::prefill_tokens_per_s`].
+    pub prefill_tokens_per_s: Option<f64>,
     /// A request idle for longer is taken for leaked; at least 1.
     pub expiry_ms: u64,
     /// Where the generator of chance starts.
@@ -40,11 +82,14 @@ impl Default for RouterConfig {
             block_size: load.block_size,
             overlap_score_weight: 1.0,
             scale: KvScale::default(),
+            tiers: TierWeights::default(),
             temperature: 0.0,
             policy: Policy::default(),
             track_active_blocks: true,
+            track_output_blocks: false,
             assume_kv_reuse: true,
             track_prefill_tokens: load.track_prefill_tokens,
+            prefill_tokens_per_s: None,
             expiry_ms: load.expiry_ms,
             seed: 0,
             max_requests: load.max_requests,
@@ -63,6 +108,8 @@ impl RouterConfig {
         let limit = u32::MAX as usize - 1;
         let fault = fault_of("overlap_score_weight", self.overlap_score_weight)
             .or_else(|| fault_of("temperature", self.temperature))
+            .or_else(|| fault_of("host_cache_hit_weight", self.tiers.host))
+            .or_else(|| fault_of("disk_cache_hit_weight", self.tiers.disk))
             .or_else(|| self.scale.fields().into_iter().find_map(|(name, n)| fault_of(name, n)))
             .or_else(|| (self.expiry_ms == 0).then(|| "expiry_ms must be at least 1, got 0".into()))
             .or_else(|| {
@@ -70,6 +117,15 @@ impl RouterConfig {
                 let got = self.max_requests;
                 (!is_legal).then(|| format!("max_requests must be in 1..={limit}, got {got}"))
             });
+        let fault = fault.or_else(|| {
+            let rate =
+                self.prefill_tokens_per_s.filter(|rate| !(rate.is_finite() && *rate > 0.0))?;
+            Some(format!("prefill_tokens_per_second must be finite and above 0, got {rate}"))
+        });
+        let fault = fault.or_else(|| {
+            let is_vain = self.track_output_blocks && !self.track_active_blocks;
+            is_vain.then(|| "track_output_blocks requires track_active_blocks".into())
+        });
         fault.map_or(Ok(()), |fault| Err(Error::Config(fault)))
     }
 
@@ -79,6 +135,7 @@ impl RouterConfig {
             expiry_ms: self.expiry_ms,
             max_requests: self.max_requests,
             track_prefill_tokens: self.track_prefill_tokens,
+            prefill_tokens_per_s: self.prefill_tokens_per_s,
         }
     }
 }

@@ -1,21 +1,25 @@
 //! Selecting and booking as one step.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
+use hashbrown::HashSet;
 use parking_lot::Mutex;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
 use super::booking::Booking;
-use super::config::{RouteOverride, RouterConfig};
+use super::config::RouterConfig;
+use super::gate::{RoomWatch, check_room};
+use super::policies::{Policies, Spare, Tail};
+use super::request::RouteRequest;
 use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
 use crate::load::{
     ActiveSequences, BlockUse, Expired, LoadTotals, RequestId, WorkerChange, WorkerLoad,
 };
-use crate::policy::{self, ActiveLoad, Candidate, Decision, KvScale, RequestTerms, Terms};
+use crate::policy::{self, ActiveLoad, Candidate, Decision, KvScale, RequestTerms, Seat, Terms};
 
 /// Most sequence hashes of a request: a prompt of 16 million tokens in blocks of 16.
 const MAX_REQUEST_BLOCKS: usize = 1 << 20;
@@ -23,83 +27,40 @@ const MAX_REQUEST_BLOCKS: usize = 1 << 20;
 /// A request is noted as active once in this share of its expiry.
 const TOUCHES_PER_EXPIRY: u64 = 16;
 
-/// A request to be given to a worker.
-#[derive(Clone, Copy, Default)]
-pub struct RouteRequest<'a> {
-    /// Prompt length in tokens; at least 1.
-    pub isl_tokens: u64,
-    /// Sequence hashes of the prompt's full blocks, in order.
-    pub sequence_hashes: &'a [u64],
-    /// Leading blocks of the prompt that workers hold; none for workers that are not named.
-    /// Workers that are not registered here are passed over: the index may be behind or ahead.
-    pub overlaps: &'a [(Worker, u32)],
-    /// Leading blocks that workers are predicted to hold soon; what goes beyond `overlaps` counts as
-    /// overlap too, and is told apart.
-    pub predictions: &'a [(Worker, u32)],
-    /// Workers that may take the request; `None` for all. Called under the router's lock: it
-    /// answers from what it holds and does not come back to the router.
-    pub allowed: Option<&'a dyn Fn(Worker) -> bool>,
-    /// Who is too busy for any request; `None` for nobody.
-    pub gate: Option<&'a dyn Gate>,
-    /// What this request wants otherwise.
-    pub overrides: RouteOverride,
-}
-
-impl fmt::Debug for RouteRequest<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RouteRequest")
-            .field("isl_tokens", &self.isl_tokens)
-            .field("sequence_hashes", &self.sequence_hashes.len())
-            .field("overlaps", &self.overlaps)
-            .field("predictions", &self.predictions)
-            .field("allowed", &self.allowed.is_some())
-            .field("gate", &self.gate.is_some())
-            .field("overrides", &self.overrides)
-            .finish()
-    }
-}
-
-/// Says who is too busy, from the load at the moment of a decision.
-///
-/// Called under the router's lock: it answers from what it holds and does not come back to the router.
-pub trait Gate {
-    /// Adds to `shut` the instances that take no request now, ascending. `loads` are those of all
-    /// registered workers, in worker order.
-    fn shut(&self, loads: &mut dyn Iterator<Item = WorkerLoad>, shut: &mut Vec<InstanceId>);
-
-    /// A worker that was allowed is passed over because its instance is shut; what the request would
-    /// have cost there.
-    fn passed_over(&self, terms: Terms);
-}
-
 /// Gives requests of one model to workers and keeps account of who is busy with what.
 ///
 /// # Consistency
 /// Every decision sees every booking, first token and end that returned before it. Two decisions
 /// never see the same load unless nothing was booked in between.
 pub struct Router {
-    config: RouterConfig,
-    clock: Arc<dyn Clock>,
-    state: Mutex<State>,
+    pub(super) config: RouterConfig,
+    pub(super) policies: Policies,
+    pub(super) seat: Option<Seat>,
+    pub(super) clock: Arc<dyn Clock>,
+    pub(super) state: Mutex<State>,
+    pub(super) spare: Spare,
+    pub(super) watch: OnceLock<RoomWatch>,
 }
 
-struct State {
-    load: ActiveSequences,
-    rng: SmallRng,
-    next_request: u64,
-    scratch: Scratch,
+pub(super) struct State {
+    pub load: ActiveSequences,
+    pub rng: SmallRng,
+    pub next_request: u64,
+    pub scratch: Scratch,
 }
 
 /// Memory that decisions reuse; nothing in it outlives one.
 #[derive(Default)]
-struct Scratch {
+pub(super) struct Scratch {
     /// By slot.
     overlaps: Vec<u32>,
     /// By slot.
     predictions: Vec<u32>,
     /// By slot.
+    tiers: Vec<[u32; 2]>,
+    /// By slot.
     shared: Vec<u32>,
-    candidates: Vec<Candidate>,
+    pub candidates: Vec<Candidate>,
     /// Instances too busy, ascending.
     shut: Vec<InstanceId>,
 }
@@ -110,6 +71,18 @@ impl Router {
     /// # Errors
     /// [`Error::Config`] with the name of the first field that is out of range.
     pub fn new(config: RouterConfig, clock: Arc<dyn Clock>) -> Result<Self> {
+        Self::with_policies(config, Policies::default(), clock)
+    }
+
+    /// A router without workers, whose choices `policies` make or watch.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_policies(
+        config: RouterConfig,
+        policies: Policies,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Self> {
         config.validate()?;
         let state = State {
             load: ActiveSequences::new(config.load()),
@@ -117,7 +90,14 @@ impl Router {
             next_request: 1,
             scratch: Scratch::default(),
         };
-        Ok(Self { config, clock, state: Mutex::new(state) })
+        let (state, spare, watch) = (Mutex::new(state), Spare::default(), OnceLock::new());
+        let seat = policies.affinity.as_ref().map(|affinity| affinity.seat());
+        Ok(Self { config, policies, seat, clock, state, spare, watch })
+    }
+
+    /// The policies that choose or watch beside those that are built in.
+    pub fn policies(&self) -> &Policies {
+        &self.policies
     }
 
     /// The configuration it was made with; for the block size of now see
@@ -130,9 +110,10 @@ impl Router {
     /// replace what is in `terms`; keep the buffer for the next request.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for an empty prompt, too many hashes or an override out of
-    /// range; [`Error::NoWorker`] when there is none or none is allowed; [`Error::AllBusy`] when the gate
-    /// shuts out all of these; [`Error::Overloaded`] at `max_requests`. Nothing is booked then.
+    /// [`Error::InvalidArgument`] for an empty prompt, too many hashes, a session's key that is too
+    /// long or an override out of range; [`Error::NoWorker`] when there is none or none is allowed; [`Error::AllBusy`] when the gate
+    /// shuts out all of these, [`Error::MustWait`] when it says so; [`Error::Overloaded`] at
+    /// `max_requests`. Nothing is booked then.
     ///
     /// # Cost
     /// O(blocks of the request + workers), without allocation apart from the request's own hashes.
@@ -143,8 +124,12 @@ impl Router {
     ) -> Result<(Booking, Decision<'a>)> {
         self.validate(request)?;
         let now_ms = self.clock.now_ms();
+        if !self.policies.is_empty() {
+            return self.route_by(request, terms, now_ms);
+        }
         let mut state = self.state.lock();
         let state = &mut *state;
+        state.load.advance(now_ms);
         state.load.check_room()?;
         let blocks = self.block_use(&state.load, request);
         let known = self.terms(&state.load, request, blocks);
@@ -153,11 +138,14 @@ impl Router {
         let decision =
             policy::select(self.config.policy, &known, candidates, terms, &mut state.rng)
                 .ok_or_else(|| no_candidate(&state.load))?;
+        let decision = self.settled(request, candidates, decision, now_ms);
         let id = RequestId(state.next_request);
-        let (worker, isl) = (decision.worker, request.isl_tokens);
-        state.load.book(id, worker, blocks, isl, decision.overlap_blocks, now_ms)?;
+        let (worker, isl, saved) =
+            (decision.worker, request.isl_tokens, decision.terms().saved_blocks());
+        state.load.book(id, worker, blocks, isl, saved, now_ms)?;
         state.next_request += 1;
-        Ok((Booking::new(Arc::clone(self), id, worker, now_ms), decision))
+        self.keep(request, worker, now_ms);
+        Ok((Booking::new(Arc::clone(self), id, worker, now_ms, None), decision))
     }
 
     /// The decision that [`route`](Self::route) would make now. Changes nothing: not the load, not
@@ -171,14 +159,21 @@ impl Router {
         terms: &'a mut Vec<Terms>,
     ) -> Result<Decision<'a>> {
         self.validate(request)?;
+        if self.policies.active.is_some() {
+            return self.preview_by(request, terms);
+        }
+        let now_ms = self.clock.now_ms();
         let mut state = self.state.lock();
         let state = &mut *state;
+        state.load.advance(now_ms);
         let blocks = self.block_use(&state.load, request);
         let known = self.terms(&state.load, request, blocks);
         self.fill(state, request, &known, blocks)?;
         let mut rng = state.rng.clone();
-        policy::select(self.config.policy, &known, &state.scratch.candidates, terms, &mut rng)
-            .ok_or_else(|| no_candidate(&state.load))
+        let candidates = &state.scratch.candidates;
+        let decision = policy::select(self.config.policy, &known, candidates, terms, &mut rng)
+            .ok_or_else(|| no_candidate(&state.load))?;
+        Ok(self.settled(request, candidates, decision, now_ms))
     }
 
     /// What `request` would cost on every allowed worker now, busy ones included; changes nothing.
@@ -189,8 +184,10 @@ impl Router {
     pub fn potential(&self, request: &RouteRequest<'_>, terms: &mut Vec<Terms>) -> Result<()> {
         self.validate(request)?;
         terms.clear();
+        let now_ms = self.clock.now_ms();
         let mut state = self.state.lock();
         let state = &mut *state;
+        state.load.advance(now_ms);
         let blocks = self.block_use(&state.load, request);
         let known = self.terms(&state.load, request, blocks);
         let request = RouteRequest { gate: None, ..*request };
@@ -248,9 +245,14 @@ impl Router {
     /// [`Error::NotFound`] for a request that is not booked (any more).
     pub fn mark_prefill_completed(&self, request: RequestId) -> Result<()> {
         let now_ms = self.clock.now_ms();
-        let load = &mut self.state.lock().load;
-        load.mark_prefill_completed(request)?;
-        load.touch(request, now_ms)
+        {
+            let load = &mut self.state.lock().load;
+            load.advance(now_ms);
+            load.mark_prefill_completed(request)?;
+            load.touch(request, now_ms)?;
+        }
+        self.made_room();
+        Ok(())
     }
 
     /// Make `workers` the registered workers; see [`ActiveSequences::set_workers`].
@@ -258,12 +260,28 @@ impl Router {
     /// # Errors
     /// [`Error::InvalidArgument`] for more than [`crate::load::MAX_WORKERS`].
     pub fn set_workers(&self, workers: &[Worker]) -> Result<WorkerChange> {
-        self.state.lock().load.set_workers(workers)
+        if self.policies.is_empty() {
+            let change = self.state.lock().load.set_workers(workers)?;
+            self.made_room();
+            return Ok(change);
+        }
+        let (change, before) = {
+            let load = &mut self.state.lock().load;
+            let before: Vec<Worker> = load.loads().map(|(_, load)| load.worker).collect();
+            (load.set_workers(workers)?, before)
+        };
+        let known: HashSet<Worker> = workers.iter().copied().collect();
+        let gone = before.into_iter().filter(|worker| !known.contains(worker));
+        gone.for_each(|worker| self.policies.removed(worker));
+        self.made_room();
+        Ok(change)
     }
 
     /// Remove one worker and drop its requests; how many, `None` when it is not registered.
     pub fn remove_worker(&self, worker: Worker) -> Option<usize> {
-        self.state.lock().load.remove_worker(worker)
+        let dropped = self.state.lock().load.remove_worker(worker)?;
+        self.policies.removed(worker);
+        Some(dropped)
     }
 
     /// Tokens in a block; 0 while unknown.
@@ -281,19 +299,32 @@ impl Router {
 
     /// Load of every registered worker, in worker order.
     pub fn loads(&self) -> Vec<WorkerLoad> {
-        self.state.lock().load.loads().map(|(_, load)| load).collect()
+        let now_ms = self.clock.now_ms();
+        let load = &mut self.state.lock().load;
+        load.advance(now_ms);
+        load.loads().map(|(_, load)| load).collect()
     }
 
     /// Sums over all workers.
     pub fn totals(&self) -> LoadTotals {
-        self.state.lock().load.totals()
+        let now_ms = self.clock.now_ms();
+        let load = &mut self.state.lock().load;
+        load.advance(now_ms);
+        load.totals()
     }
 
     /// Free requests that are idle for longer than `expiry_ms`, longest idle first. Call it on a
     /// timer: it costs nothing when there are none.
     pub fn expire(&self) -> Vec<Expired> {
         let now_ms = self.clock.now_ms();
-        self.state.lock().load.expire(now_ms)
+        let expired = self.state.lock().load.expire(now_ms);
+        if let Some(affinity) = &self.policies.affinity {
+            affinity.expire(now_ms);
+        }
+        if !expired.is_empty() {
+            self.made_room();
+        }
+        expired
     }
 
     pub(super) fn now_ms(&self) -> u64 {
@@ -306,10 +337,14 @@ impl Router {
 
     pub(super) fn first_token(&self, request: RequestId) {
         let now_ms = self.clock.now_ms();
-        let load = &mut self.state.lock().load;
-        // Not booked any more: the worker went or the request expired, and its load with it.
-        let _gone = load.mark_prefill_completed(request);
-        let _gone = load.touch(request, now_ms);
+        {
+            let load = &mut self.state.lock().load;
+            load.advance(now_ms);
+            // Not booked any more: the worker went or the request expired, and its load with it.
+            let _gone = load.mark_prefill_completed(request);
+            let _gone = load.touch(request, now_ms);
+        }
+        self.made_room();
     }
 
     pub(crate) fn touch(&self, request: RequestId, now_ms: u64) {
@@ -317,28 +352,50 @@ impl Router {
         let _gone = self.state.lock().load.touch(request, now_ms);
     }
 
-    pub(super) fn add_output_block(&self, request: RequestId, fraction: f64) -> Result<()> {
-        match self.state.lock().load.add_output_block(request, fraction) {
+    pub(super) fn add_output_blocks(
+        &self,
+        request: RequestId,
+        count: u32,
+        fraction: f64,
+    ) -> Result<()> {
+        match self.state.lock().load.add_output_blocks(request, count, fraction) {
             Err(Error::NotFound(_)) => Ok(()),
             other => other,
         }
     }
 
     pub(crate) fn free(&self, request: RequestId) {
-        self.state.lock().load.free(request);
+        let now_ms = self.clock.now_ms();
+        {
+            let load = &mut self.state.lock().load;
+            load.advance(now_ms);
+            load.free(request);
+        }
+        self.made_room();
     }
 
-    fn validate(&self, request: &RouteRequest<'_>) -> Result<()> {
+    pub(super) fn finished(&self, worker: Worker, tail: &Tail) {
+        self.policies.finished(&tail.finished(worker, self.clock.now_ms()));
+    }
+
+    pub(super) fn validate(&self, request: &RouteRequest<'_>) -> Result<()> {
         if request.isl_tokens == 0 {
             return Err(Error::invalid(
                 "isl_tokens must be at least 1, got 0: the prompt is empty",
             ));
         }
         check_blocks(request.sequence_hashes.len())?;
+        if let Some(affinity) = &self.policies.affinity {
+            affinity.check(request.facts.session)?;
+        }
         request.overrides.validate()
     }
 
-    fn block_use<'a>(&self, load: &ActiveSequences, request: &RouteRequest<'a>) -> BlockUse<'a> {
+    pub(super) fn block_use<'a>(
+        &self,
+        load: &ActiveSequences,
+        request: &RouteRequest<'a>,
+    ) -> BlockUse<'a> {
         if !self.config.track_active_blocks || load.block_size() == 0 {
             BlockUse::Untracked
         } else if request.overrides.assume_kv_reuse.unwrap_or(self.config.assume_kv_reuse) {
@@ -348,7 +405,7 @@ impl Router {
         }
     }
 
-    fn terms(
+    pub(super) fn terms(
         &self,
         load: &ActiveSequences,
         request: &RouteRequest<'_>,
@@ -376,7 +433,7 @@ impl Router {
     }
 
     /// Make the candidates of `request` from what is active now.
-    fn fill(
+    pub(super) fn fill(
         &self,
         state: &mut State,
         request: &RouteRequest<'_>,
@@ -391,6 +448,7 @@ impl Router {
         load.count_shared(hashes, &mut scratch.shared);
         load.spread(request.overlaps, &mut scratch.overlaps);
         load.spread(request.predictions, &mut scratch.predictions);
+        load.spread(request.tiers, &mut scratch.tiers);
         scratch.candidates.clear();
         scratch.shut.clear();
         if let Some(gate) = request.gate {
@@ -402,10 +460,13 @@ impl Router {
                 continue;
             }
             let (held, predicted) = (scratch.overlaps[slot], scratch.predictions[slot]);
+            let leading = held.max(predicted);
+            let [host, disk] = scratch.tiers[slot];
             let candidate = Candidate {
                 worker: load.worker,
-                overlap_blocks: held.max(predicted),
+                overlap_blocks: leading,
                 predicted_blocks: predicted.saturating_sub(held),
+                lower_milliblocks: self.config.tiers.milliblocks(leading, host, disk),
                 load: Some(ActiveLoad {
                     requests: load.requests,
                     shared_blocks: scratch.shared[slot],
@@ -426,7 +487,7 @@ impl Router {
             let text = format!("all {passed_over} workers that may take this request are busy");
             return Err(Error::AllBusy(text));
         }
-        Ok(())
+        check_room(request.gate, &scratch.candidates)
     }
 }
 
@@ -444,7 +505,7 @@ fn check_blocks(blocks: usize) -> Result<()> {
     Err(Error::invalid(format!("{blocks} sequence hashes; the limit is {limit}")))
 }
 
-fn no_candidate(load: &ActiveSequences) -> Error {
+pub(super) fn no_candidate(load: &ActiveSequences) -> Error {
     let count = load.worker_count();
     Error::NoWorker(format!("none of the {count} registered workers is allowed for this request"))
 }

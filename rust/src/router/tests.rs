@@ -4,12 +4,18 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+
 use super::*;
 use crate::clock::{ManualClock, SystemClock};
 use crate::error::Error;
 use crate::ids::Worker;
 use crate::load::{Expired, WorkerLoad};
 use crate::policy::{Policy, Reason};
+
+mod affinity;
+mod by_policy;
 
 fn workers(ids: impl IntoIterator<Item = u64>) -> Vec<Worker> {
     ids.into_iter().map(|id| Worker::new(id, 0)).collect()
@@ -95,8 +101,8 @@ fn a_booking_holds_its_load_until_it_is_dropped() {
     booking.first_token();
     booking.first_token();
     assert_eq!(router.loads(), load(1, 0, 2));
-    booking.add_output_block(1.0).unwrap();
-    assert!(booking.add_output_block(1.5).is_err());
+    booking.add_output_blocks(1, 1.0).unwrap();
+    assert!(booking.add_output_blocks(1, 1.5).is_err());
     assert_eq!(router.loads(), load(1, 0, 3));
     drop(booking);
     assert_eq!(router.loads(), load(0, 0, 0));
@@ -123,7 +129,7 @@ fn a_booking_outlives_its_worker_and_its_expiry_in_peace() {
     for dead in [orphan, leaked] {
         dead.first_token();
         dead.touch();
-        dead.add_output_block(0.5).unwrap();
+        dead.add_output_blocks(1, 0.5).unwrap();
     }
     assert_eq!(router.totals().requests, 1);
     drop(alive);

@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::hash;
 use crate::ids::{InstanceId, Worker};
-use crate::router::RouteOverride;
+use crate::router::{Facts, RouteOverride};
 
 /// A prompt as selection needs it: hashed once, however often a worker is chosen for it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -103,8 +103,16 @@ pub struct Ask<'a> {
     /// What workers hold on their devices as a remote index tells, ascending by worker, instead of what the
     /// selector's own one knows.
     pub overlaps: Option<&'a [(Worker, u32)]>,
+    /// Tokens that the answer is expected to have: what it has generated fades towards its end, where
+    /// generated blocks count.
+    pub expected_output_tokens: Option<u64>,
+    /// The caller can wait: `MustWait` where no worker has room to prefill, instead of a booking.
+    pub waits: bool,
     /// The name under which the journal keeps the decision; `None` keeps nothing.
     pub request_id: Option<&'a str>,
+    /// Whose request it is, its text and its session, for policies that ask; the selector fills in
+    /// what it knows itself: model, index and engines' metrics.
+    pub facts: Facts<'a>,
 }
 
 impl<'a> Ask<'a> {
@@ -116,7 +124,10 @@ impl<'a> Ask<'a> {
             allowed: None,
             pin: None,
             overlaps: None,
+            expected_output_tokens: None,
+            waits: false,
             request_id: None,
+            facts: Facts::default(),
         }
     }
 }
@@ -129,6 +140,7 @@ impl fmt::Debug for Ask<'_> {
             .field("allowed", &self.allowed.is_some())
             .field("pin", &self.pin)
             .field("request_id", &self.request_id)
+            .field("facts", &self.facts)
             .finish()
     }
 }

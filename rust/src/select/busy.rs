@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use hashbrown::HashMap;
 use parking_lot::Mutex;
 
+use super::room::QueueThreshold;
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
 use crate::load::WorkerLoad;
@@ -114,8 +115,8 @@ pub struct Share {
 }
 
 #[derive(Debug, Default)]
-struct Rank {
-    reported: Report,
+pub(super) struct Rank {
+    pub reported: Report,
     shares: BTreeMap<u64, Share>,
     /// Blocks were above their threshold, and not all signals have been below it since.
     is_latched: bool,
@@ -124,15 +125,19 @@ struct Rank {
 impl Rank {
     fn is_busy(&mut self, thresholds: &Thresholds, own: &WorkerLoad) -> bool {
         let is_decoding = self.is_decoding_too_much(thresholds.active_decode_blocks, own.blocks);
-        let shares = self.shares.values().filter_map(|share| share.active_prefill_tokens);
-        let shares = shares.fold(0, u64::saturating_add);
-        let tracked = own.prefill_tokens.saturating_add(shares);
+        let tracked = self.tracked_prefill(own.prefill_tokens);
         let tokens = self.reported.active_prefill_tokens.unwrap_or(0).max(tracked);
         let batch = self.reported.max_num_batched_tokens.unwrap_or(DEFAULT_BATCHED_TOKENS);
         let of_batch = |factor: f64| (factor * batch as f64).floor() as u64;
         is_decoding
             || thresholds.active_prefill_tokens.is_some_and(|limit| tokens > limit)
             || thresholds.active_prefill_tokens_frac.is_some_and(|f| tokens > of_batch(f))
+    }
+
+    /// Prompt tokens still to be prefilled as all routers booked them, `own` here.
+    pub fn tracked_prefill(&self, own: u64) -> u64 {
+        let shares = self.shares.values().filter_map(|share| share.active_prefill_tokens);
+        shares.fold(own, u64::saturating_add)
     }
 
     /// Two signals stand for the blocks: what the worker says is in use, and what its requests should
@@ -161,9 +166,9 @@ impl Rank {
 }
 
 #[derive(Debug, Default)]
-struct State {
+pub(super) struct State {
     thresholds: Thresholds,
-    ranks: HashMap<Worker, Rank>,
+    pub ranks: HashMap<Worker, Rank>,
 }
 
 /// The signals of one model's workers, and the thresholds that are held against them.
@@ -175,7 +180,7 @@ struct State {
 /// Nothing while no threshold is set; else O(ranks) for a decision.
 #[derive(Debug, Default)]
 pub struct BusyTable {
-    state: Mutex<State>,
+    pub(super) state: Mutex<State>,
     is_any_set: AtomicBool,
 }
 
@@ -294,11 +299,17 @@ pub(super) struct BusyGate<'a> {
     pub table: &'a BusyTable,
     /// Terms of those that were passed over.
     pub passed_over: &'a RefCell<Vec<Terms>>,
+    /// From when on requests that can wait do so.
+    pub queue: Option<QueueThreshold>,
 }
 
 impl Gate for BusyGate<'_> {
     fn shut(&self, loads: &mut dyn Iterator<Item = WorkerLoad>, shut: &mut Vec<InstanceId>) {
         self.table.collect(loads, shut);
+    }
+
+    fn must_wait(&self, candidates: &mut dyn Iterator<Item = (Worker, u64)>) -> bool {
+        self.queue.is_some_and(|threshold| self.table.are_all_full(threshold, candidates))
     }
 
     fn passed_over(&self, terms: Terms) {

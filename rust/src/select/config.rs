@@ -1,6 +1,7 @@
 //! Settings of a selector.
 
 use super::busy::Thresholds;
+use super::room::QueueThreshold;
 use crate::error::Result;
 use crate::router::RouterConfig;
 
@@ -29,6 +30,8 @@ pub struct SelectorConfig {
     pub overlap: Overlap,
     /// From when on a worker is busy.
     pub thresholds: Thresholds,
+    /// From when on requests that can wait ([`Ask::waits`](super::Ask::waits)) must; `None` = never.
+    pub queue: Option<QueueThreshold>,
     /// Memory for past decisions, bytes; 0 keeps none.
     pub journal_bytes: usize,
 }
@@ -39,6 +42,7 @@ impl Default for SelectorConfig {
             router: RouterConfig::default(),
             overlap: Overlap::default(),
             thresholds: Thresholds::default(),
+            queue: None,
             journal_bytes: DEFAULT_JOURNAL_BYTES,
         }
     }
@@ -51,6 +55,7 @@ impl SelectorConfig {
     /// `Config` or `InvalidArgument`, naming the first field that is out of range.
     pub fn validate(&self) -> Result<()> {
         self.router.validate()?;
+        self.queue.as_ref().map_or(Ok(()), QueueThreshold::validate)?;
         self.thresholds.validate()
     }
 }

@@ -11,11 +11,12 @@ impl Record {
             self.candidates.iter().map(|one| self.candidate(one)).collect();
         json!({
             "model": &*self.model,
-            "policy": self.policy.name(),
+            "policy": &*self.policy,
             "worker": self.worker.to_string(),
             "reason": self.reason.name(),
             "ties": self.ties,
             "margin": self.margin,
+            "score": self.score,
             "isl_tokens": self.request.isl_tokens,
             "block_size": (self.request.block_size > 0).then_some(self.request.block_size),
             "request_blocks": self.request_blocks,

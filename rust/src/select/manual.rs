@@ -6,8 +6,10 @@ use parking_lot::Mutex;
 use super::ask::Ask;
 use super::record::Outcome;
 use super::reservation::Reservation;
-use super::selector::{Selection, Selector};
+use super::selection::Selection;
+use super::selector::Selector;
 use crate::error::{Error, Result};
+use crate::router::Usage;
 
 /// Longest name of a request.
 pub const MAX_REQUEST_ID_BYTES: usize = 256;
@@ -60,10 +62,22 @@ impl Selector {
         by_id.get(request_id).inspect(|held| held.touch()).is_some()
     }
 
-    /// The engine says how many tokens of `request_id`'s prompt it reused. False when it is not active.
-    pub fn note_cached(&self, request_id: &str, tokens: u64) -> bool {
+    /// The engine says what `request_id` used. False when it is not active.
+    pub fn note_used(&self, request_id: &str, usage: Usage) -> bool {
         let by_id = self.manual.by_id.lock();
-        by_id.get(request_id).inspect(|held| held.cached(tokens)).is_some()
+        let Some(held) = by_id.get(request_id) else { return false };
+        if let Some(tokens) = usage.cached_tokens {
+            held.cached(tokens);
+        }
+        held.used(usage);
+        true
+    }
+
+    /// `request_id` has generated so many tokens up to now; nothing happens when it is not active.
+    pub fn note_generated(&self, request_id: &str, tokens: u64) {
+        if let Some(held) = self.manual.by_id.lock().get(request_id) {
+            held.generated(tokens);
+        }
     }
 
     /// `request_id` has ended: its load is given back, its prompt need not be prefilled any more either.

@@ -7,26 +7,36 @@
 mod ask;
 mod busy;
 mod config;
+mod engines;
 mod explain;
 mod journal;
 mod json;
 mod manual;
+mod note;
 mod outbox;
+mod outside;
+mod queue;
 mod record;
 mod remote;
 mod reservation;
+mod room;
+mod selection;
 mod selector;
 
 pub use ask::{Ask, Pin, Prompt};
 pub use busy::{BusyTable, DEFAULT_BATCHED_TOKENS, Report, Share, Thresholds};
 pub use config::{DEFAULT_JOURNAL_BYTES, Overlap, SelectorConfig};
+pub use engines::EngineTable;
 pub use journal::{Journal, JournalStats};
 pub use manual::MAX_REQUEST_ID_BYTES;
 pub use outbox::{BookingName, DEFAULT_WAITING_BOOKINGS, Outbox, Tiding};
+pub use queue::{Entered, Queue, QueueOptions, QueueStats, Told, Waiting};
 pub use record::{CandidateRecord, Outcome, Record};
 pub use remote::RemoteStats;
 pub use reservation::Reservation;
-pub use selector::{PotentialLoad, Selection, Selector};
+pub use room::QueueThreshold;
+pub use selection::{PotentialLoad, Selection};
+pub use selector::Selector;
 
 #[cfg(test)]
 mod tests;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::ids::Worker;
-use crate::policy::{Policy, Reason, RequestTerms, Terms};
+use crate::policy::{Reason, RequestTerms, Terms};
 
 /// What became of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,7 +69,7 @@ pub struct Record {
     /// When it was decided, milliseconds of the selector's clock.
     pub decided_at_ms: u64,
     /// The policy that chose.
-    pub policy: Policy,
+    pub policy: Arc<str>,
     /// The chosen worker.
     pub worker: Worker,
     /// Why this one.
@@ -78,6 +78,8 @@ pub struct Record {
     pub ties: usize,
     /// By how much the next one is dearer.
     pub margin: Option<f64>,
+    /// What the chosen one was judged by, where that is no cost.
+    pub score: Option<f64>,
     /// The request as the policy saw it.
     pub request: RequestTerms,
     /// Full blocks of the prompt.

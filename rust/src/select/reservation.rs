@@ -1,8 +1,9 @@
 //! A booking, and its line in the journal.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use super::ask::Ask;
 use super::journal::Journal;
 use super::outbox::{BookingName, Outbox};
 use super::record::Outcome;
@@ -10,7 +11,7 @@ use crate::clock::Clock;
 use crate::error::Result;
 use crate::ids::Worker;
 use crate::load::RequestId;
-use crate::router::Booking;
+use crate::router::{Booking, Usage};
 
 /// A request that was given to a worker. Dropping it frees the load, as with [`Booking`], and ends its
 /// line in the journal.
@@ -20,6 +21,38 @@ pub struct Reservation {
     booking: Booking,
     line: Option<Line>,
     told: Option<(Arc<Outbox>, BookingName)>,
+    growth: Option<Growth>,
+}
+
+/// Most blocks of an answer that count.
+const MAX_OUTPUT_BLOCKS: u64 = 1 << 20;
+
+/// What an answer adds to its worker's blocks.
+#[derive(Debug)]
+pub(super) struct Growth {
+    block_size: u64,
+    expected_tokens: Option<u64>,
+    /// Blocks that were told.
+    blocks: AtomicU64,
+}
+
+impl Growth {
+    /// Of an answer to `ask`; `None` while the block size is unknown.
+    pub fn new(ask: &Ask<'_>) -> Option<Self> {
+        let block_size = u64::from(ask.prompt.block_size);
+        let expected_tokens = ask.expected_output_tokens;
+        (block_size > 0).then_some(Self { block_size, expected_tokens, blocks: AtomicU64::new(0) })
+    }
+
+    /// New blocks now that there are `tokens`, and how much of the answer is still expected, 0 to 1.
+    fn grow(&self, tokens: u64) -> (u32, f64) {
+        let blocks = (tokens / self.block_size).min(MAX_OUTPUT_BLOCKS);
+        // Relaxed: chunks of one answer come one after the other; it only counts.
+        let before = self.blocks.fetch_max(blocks, Ordering::Relaxed);
+        let expected = self.expected_tokens.map(|expected| expected.max(1) as f64);
+        let left = expected.map_or(1.0, |expected| (1.0 - tokens as f64 / expected).max(0.0));
+        (blocks.saturating_sub(before) as u32, left)
+    }
 }
 
 /// Where the decision is written down.
@@ -41,8 +74,9 @@ impl Reservation {
         booking: Booking,
         line: Option<Line>,
         told: Option<(Arc<Outbox>, BookingName)>,
+        growth: Option<Growth>,
     ) -> Self {
-        Self { booking, line, told }
+        Self { booking, line, told, growth }
     }
 
     /// The worker to send the request to.
@@ -77,12 +111,27 @@ impl Reservation {
         self.booking.touch();
     }
 
-    /// See [`Booking::add_output_block`].
+    /// See [`Booking::add_output_blocks`].
     ///
     /// # Errors
     /// As there.
-    pub fn add_output_block(&self, fraction: f64) -> Result<()> {
-        self.booking.add_output_block(fraction)
+    pub fn add_output_blocks(&self, count: u32, fraction: f64) -> Result<()> {
+        self.booking.add_output_blocks(count, fraction)
+    }
+
+    /// So many tokens were generated up to now; counts their blocks where generated blocks count.
+    pub fn generated(&self, tokens: u64) {
+        let Some(growth) = &self.growth else { return };
+        let (blocks, left) = growth.grow(tokens);
+        if blocks > 0 {
+            // A fraction in 0..=1 is legal.
+            let _counted = self.booking.add_output_blocks(blocks, left);
+        }
+    }
+
+    /// See [`Booking::used`].
+    pub fn used(&self, usage: Usage) {
+        self.booking.used(usage);
     }
 
     /// The engine says how many tokens of the prompt it reused.

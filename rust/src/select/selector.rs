@@ -5,76 +5,62 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use hashbrown::HashMap;
 use parking_lot::Mutex;
 
 use super::ask::{Ask, Prompt};
 use super::busy::{BusyGate, BusyTable};
 use super::config::{Overlap, SelectorConfig};
-use super::explain::log;
+use super::engines::EngineTable;
 use super::journal::Journal;
 use super::manual::Manual;
+use super::note::log;
 use super::outbox::{BookingName, Outbox, Teller, Tiding};
 use super::record::Record;
 use super::remote::Remote;
-use super::reservation::{Line, Reservation};
+use super::reservation::{Growth, Line, Reservation};
+use super::room::QueueThreshold;
+use super::selection::{PotentialLoad, Selection};
 use crate::catalog::ModelIndex;
 use crate::clock::Clock;
 use crate::error::Result;
 use crate::ids::Worker;
-use crate::index::{Match, Matches};
+use crate::index::Matches;
 use crate::load::{LoadTotals, WorkerChange, WorkerLoad};
-use crate::policy::{Decision, Policy, Reason, Terms};
-use crate::router::{RouteOverride, RouteRequest, Router};
+use crate::policy::{EngineMetrics, Policy, Terms};
+use crate::router::{Facts, Policies, RouteOverride, RouteRequest, Router};
 
 /// The index is told the time before a prediction when that is longer ago, in milliseconds.
 const ADVANCE_INTERVAL_MS: u64 = 50;
 
 #[derive(Default)]
-struct Scratch {
+pub(super) struct Scratch {
     matches: Matches,
-    overlaps: Vec<(Worker, u32)>,
-    predictions: Vec<(Worker, u32)>,
+    pub overlaps: Vec<(Worker, u32)>,
+    pub predictions: Vec<(Worker, u32)>,
+    tiers: Vec<(Worker, [u32; 2])>,
     terms: Vec<Terms>,
     passed_over: RefCell<Vec<Terms>>,
 }
 
+/// What a walk has found, and whom a decision passed over.
+#[derive(Clone, Copy)]
+pub(super) struct Found<'a> {
+    matches: &'a Matches,
+    passed_over: &'a RefCell<Vec<Terms>>,
+}
+
+/// What workers hold of a prompt.
+#[derive(Clone, Copy)]
+struct Known<'a> {
+    overlaps: &'a [(Worker, u32)],
+    predictions: &'a [(Worker, u32)],
+    tiers: &'a [(Worker, [u32; 2])],
+}
+
 thread_local! {
     // Buffers of the walk and of the decision, reused by every selection of the thread.
-    static SCRATCH: RefCell<Scratch> = RefCell::default();
-}
-
-/// Which worker was selected, and the least that callers want to know about why.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Selection {
-    /// The worker.
-    pub worker: Worker,
-    /// Leading blocks of the prompt that it holds on its device; without events, those predicted.
-    pub overlap_blocks: u32,
-    /// Leading blocks beyond these that it was credited with because the prompt was sent there lately.
-    pub predicted_blocks: u32,
-    /// Leading blocks that the best worker of all holds, whether it could take the request or not.
-    pub best_blocks: u32,
-    /// Why this one.
-    pub reason: Reason,
-    /// How many were equally good.
-    pub ties: usize,
-    /// By how much the next one is dearer.
-    pub margin: Option<f64>,
-}
-
-/// What a request would make of a worker's load.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct PotentialLoad {
-    /// The worker.
-    pub worker: Worker,
-    /// Prompt tokens to prefill there, the request's uncached ones included.
-    pub potential_prefill_tokens: u64,
-    /// Distinct blocks in use there, the request's included.
-    pub potential_decode_blocks: u64,
-    /// Requests there now.
-    pub active_requests: u32,
-    /// Leading blocks of the prompt that it was credited with.
-    pub overlap_blocks: u32,
+    pub(super) static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 
 /// Selects workers for one model.
@@ -86,9 +72,13 @@ pub struct Selector {
     pub(super) model: Arc<ModelIndex>,
     pub(super) name: Arc<str>,
     pub(super) router: Arc<Router>,
-    overlap: Overlap,
+    pub(super) policy_name: Arc<str>,
+    pub(super) overlap: Overlap,
+    pub(super) queue: Option<QueueThreshold>,
     /// Who is too busy.
     pub busy: BusyTable,
+    /// What engines report of themselves.
+    pub engines: EngineTable,
     /// Past decisions.
     pub journal: Arc<Journal>,
     pub(super) manual: Manual,
@@ -110,12 +100,31 @@ impl Selector {
         model: Arc<ModelIndex>,
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
+        Self::with_policies(config, Policies::default(), model, clock)
+    }
+
+    /// A selector whose choices `policies` make or watch.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_policies(
+        config: SelectorConfig,
+        policies: Policies,
+        model: Arc<ModelIndex>,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Self> {
         config.validate()?;
+        let built_in = config.router.policy.name();
+        let policy_name = policies.active.as_ref().map_or(built_in, |active| active.name()).into();
+        let router = Router::with_policies(config.router, policies, Arc::clone(&clock))?;
         Ok(Self {
             name: model.key.model_name.as_str().into(),
             model,
-            router: Arc::new(Router::new(config.router, Arc::clone(&clock))?),
+            router: Arc::new(router),
+            policy_name,
+            engines: EngineTable::default(),
             overlap: config.overlap,
+            queue: config.queue,
             busy: BusyTable::new(config.thresholds)?,
             journal: Arc::new(Journal::new(config.journal_bytes)),
             manual: Manual::default(),
@@ -149,9 +158,28 @@ impl Selector {
         &self.model
     }
 
-    /// The policy that chooses.
-    pub fn policy(&self) -> Policy {
-        self.router.config().policy
+    /// The name of the policy that chooses.
+    pub fn policy_name(&self) -> &str {
+        &self.policy_name
+    }
+
+    /// The policies that choose or watch beside those that are built in.
+    pub fn policies(&self) -> &Policies {
+        self.router.policies()
+    }
+
+    /// Whether prompts are to be hashed: some policy goes by tokens or caches.
+    pub fn needs_tokens(&self) -> bool {
+        self.is_kv() || self.router.policies().needs_tokens()
+    }
+
+    /// Whether some policy is told more of a request than its tokens.
+    pub fn needs_facts(&self) -> bool {
+        !self.router.policies().is_empty()
+    }
+
+    fn is_kv(&self) -> bool {
+        self.router.policies().active.is_none() && self.router.config().policy == Policy::Kv
     }
 
     /// Tokens in a block; 0 while no engine has told.
@@ -189,6 +217,7 @@ impl Selector {
         self.busy.set_workers(workers);
         let mut wanted = workers.to_vec();
         wanted.sort_unstable();
+        self.engines.keep(|worker| wanted.binary_search(&worker).is_ok());
         for worker in known.iter().filter(|worker| wanted.binary_search(worker).is_err()) {
             self.model.index.remove_worker(*worker);
         }
@@ -204,24 +233,21 @@ impl Selector {
     /// # Errors
     /// `InvalidArgument` for an empty prompt or an override out of range; `NoWorker` when none is
     /// registered or allowed, or the pinned one is not; `AllBusy` when all of these are busy;
-    /// `Overloaded` at the limit of bookings. Nothing is booked then.
+    /// `MustWait` when the caller can wait and none of these has room; `Overloaded` at the limit of
+    /// bookings. Nothing is booked then.
     ///
     /// # Cost
     /// O(blocks + workers) beside the walk; a write to the index where predictions are on.
     pub fn select(&self, ask: &Ask<'_>) -> Result<(Reservation, Selection)> {
-        SCRATCH.with_borrow_mut(|scratch| {
-            self.walk(ask, scratch);
-            let Scratch { matches, overlaps, predictions, terms, passed_over } = scratch;
-            let gate = BusyGate { table: &self.busy, passed_over };
-            let allowed = |worker| is_allowed(ask, worker);
-            let request = self.request(ask, overlaps, predictions, &allowed, &gate);
+        self.with_request(ask, |request, found, terms| {
             let (booking, decision) =
-                self.router.route(&request, terms).map_err(|error| self.explain(ask, error))?;
-            log(&self.model.key.model_name, ask, &decision);
-            let selection = self.selection(&decision, matches);
+                self.router.route(request, terms).map_err(|error| self.explain(ask, error))?;
+            log(&self.model.key.model_name, &self.policy_name, ask, &decision);
+            let selection = self.selection(&decision, found.matches);
             self.predict(ask, &selection);
             let line = ask.request_id.filter(|_| self.journal.is_on()).map(|id| {
-                let record = self.record(id, ask, &decision, matches, &passed_over.borrow());
+                let record =
+                    self.record(id, ask, &decision, found.matches, &found.passed_over.borrow());
                 Line {
                     journal: Arc::clone(&self.journal),
                     clock: Arc::clone(&self.clock),
@@ -235,7 +261,9 @@ impl Selector {
                 outbox.added(self.tiding(name, ask, &selection));
                 (Arc::clone(outbox), name)
             });
-            Ok((Reservation::new(booking, line, told), selection))
+            let is_counted = self.router.config().track_output_blocks;
+            let growth = is_counted.then(|| Growth::new(ask)).flatten();
+            Ok((Reservation::new(booking, line, told, growth), selection))
         })
     }
 
@@ -245,17 +273,13 @@ impl Selector {
     /// # Errors
     /// As [`select`](Self::select), but for `Overloaded`.
     pub fn preview(&self, ask: &Ask<'_>) -> Result<(Selection, Record)> {
-        SCRATCH.with_borrow_mut(|scratch| {
-            self.walk(ask, scratch);
-            let Scratch { matches, overlaps, predictions, terms, passed_over } = scratch;
-            let gate = BusyGate { table: &self.busy, passed_over };
-            let allowed = |worker| is_allowed(ask, worker);
-            let request = self.request(ask, overlaps, predictions, &allowed, &gate);
+        self.with_request(&Ask { waits: false, ..*ask }, |request, found, terms| {
             let decision =
-                self.router.preview(&request, terms).map_err(|error| self.explain(ask, error))?;
+                self.router.preview(request, terms).map_err(|error| self.explain(ask, error))?;
             let id = ask.request_id.unwrap_or_default();
-            let record = self.record(id, ask, &decision, matches, &passed_over.borrow());
-            Ok((self.selection(&decision, matches), record))
+            let record =
+                self.record(id, ask, &decision, found.matches, &found.passed_over.borrow());
+            Ok((self.selection(&decision, found.matches), record))
         })
     }
 
@@ -265,13 +289,8 @@ impl Selector {
     /// # Errors
     /// `InvalidArgument` for an empty prompt or an override out of range.
     pub fn potential_loads(&self, ask: &Ask<'_>) -> Result<Vec<PotentialLoad>> {
-        SCRATCH.with_borrow_mut(|scratch| {
-            self.walk(ask, scratch);
-            let Scratch { overlaps, predictions, terms, passed_over, .. } = scratch;
-            let gate = BusyGate { table: &self.busy, passed_over };
-            let allowed = |worker| is_allowed(ask, worker);
-            let request = self.request(ask, overlaps, predictions, &allowed, &gate);
-            self.router.potential(&request, terms)?;
+        self.with_request(&Ask { waits: false, ..*ask }, |request, _, terms| {
+            self.router.potential(request, terms)?;
             let load = |terms: &Terms| PotentialLoad {
                 worker: terms.worker,
                 potential_prefill_tokens: terms.prefill_tokens,
@@ -318,7 +337,9 @@ impl Selector {
             worker: selection.worker,
             hashes: is_tracked.then(|| ask.prompt.sequence_hashes.as_slice().into()),
             isl_tokens: ask.prompt.isl_tokens,
-            overlap_blocks: selection.overlap_blocks + selection.predicted_blocks,
+            overlap_blocks: selection.overlap_blocks
+                + selection.predicted_blocks
+                + selection.lower_blocks,
         }
     }
 
@@ -327,11 +348,12 @@ impl Selector {
     }
 
     /// What workers hold of the prompt. Without weight nobody asks.
-    fn walk(&self, ask: &Ask<'_>, scratch: &mut Scratch) {
+    pub(super) fn walk(&self, ask: &Ask<'_>, scratch: &mut Scratch) {
         scratch.overlaps.clear();
         scratch.predictions.clear();
+        scratch.tiers.clear();
         scratch.passed_over.borrow_mut().clear();
-        if !self.uses_index(ask) {
+        if !self.uses_overlaps(&ask.overrides, ask.prompt) {
             scratch.matches = Matches::new();
             return;
         }
@@ -339,7 +361,11 @@ impl Selector {
         if let Some(overlaps) = ask.overlaps {
             scratch.matches.set_device(overlaps);
         }
+        let has_tiers = self.router.config().tiers.is_any();
         for found in scratch.matches.as_slice() {
+            if has_tiers && found.external > found.device {
+                scratch.tiers.push((found.worker, [found.host, found.external]));
+            }
             if found.device > 0 {
                 scratch.overlaps.push((found.worker, found.device));
             }
@@ -351,19 +377,55 @@ impl Selector {
 
     /// Whether what workers hold of `prompt` has a part in the decision.
     pub fn uses_overlaps(&self, overrides: &RouteOverride, prompt: &Prompt) -> bool {
-        let is_asked = self.policy() == Policy::Kv && self.weight(overrides) > 0.0;
-        is_asked && !prompt.locals.is_empty()
+        let is_asked = self.is_kv() && self.weight(overrides) > 0.0;
+        (is_asked || self.router.policies().needs_tokens()) && !prompt.locals.is_empty()
     }
 
-    fn uses_index(&self, ask: &Ask<'_>) -> bool {
-        self.uses_overlaps(&ask.overrides, ask.prompt)
+    /// What the caller knows of a request, and what is known here.
+    fn facts<'a>(
+        &'a self,
+        ask: &Ask<'a>,
+        metrics: Option<&'a dyn Fn(Worker) -> EngineMetrics>,
+    ) -> Facts<'a> {
+        let is_hashed = ask.prompt.are_tokens_known && ask.prompt.block_size > 0;
+        Facts {
+            model: &self.name,
+            is_indexed: self.needs_facts()
+                && is_hashed
+                && self.overlap != Overlap::Predictions
+                && (!self.model.workers().is_empty()
+                    || ask.overlaps.is_some_and(|overlaps| !overlaps.is_empty())),
+            metrics,
+            ..ask.facts
+        }
+    }
+
+    /// Walk the index for `ask` and hand on what the router is to be asked.
+    pub(super) fn with_request<T>(
+        &self,
+        ask: &Ask<'_>,
+        then: impl FnOnce(&RouteRequest<'_>, Found<'_>, &mut Vec<Terms>) -> T,
+    ) -> T {
+        SCRATCH.with_borrow_mut(|scratch| {
+            self.walk(ask, scratch);
+            let Scratch { matches, overlaps, predictions, tiers, terms, passed_over } = scratch;
+            let known = Known { overlaps, predictions, tiers };
+            let gate = self.gate(ask, passed_over);
+            let allowed = |worker| is_allowed(ask, worker);
+            let reports = self.needs_facts().then(|| self.engines.all());
+            let metrics = |worker| reported(reports.as_deref(), worker);
+            let is_silent = reports.as_ref().is_none_or(|reports| reports.is_empty());
+            let facts = self.facts(ask, (!is_silent).then_some(&metrics as &_));
+            let request = self.request(ask, facts, known, &allowed, &gate);
+            then(&request, Found { matches, passed_over }, terms)
+        })
     }
 
     fn request<'a>(
         &self,
         ask: &Ask<'a>,
-        overlaps: &'a [(Worker, u32)],
-        predictions: &'a [(Worker, u32)],
+        facts: Facts<'a>,
+        known: Known<'a>,
         allowed: &'a dyn Fn(Worker) -> bool,
         gate: &'a BusyGate<'a>,
     ) -> RouteRequest<'a> {
@@ -371,11 +433,13 @@ impl Selector {
         RouteRequest {
             isl_tokens: ask.prompt.isl_tokens,
             sequence_hashes: &ask.prompt.sequence_hashes,
-            overlaps,
-            predictions,
+            overlaps: known.overlaps,
+            predictions: known.predictions,
+            tiers: known.tiers,
             allowed: is_restricted.then_some(allowed),
-            gate: if self.busy.is_any_set() { Some(gate) } else { None },
+            gate: if self.busy.is_any_set() || gate.queue.is_some() { Some(gate) } else { None },
             overrides: ask.overrides,
+            facts,
         }
     }
 
@@ -387,7 +451,11 @@ impl Selector {
         // One whose events nobody hears may keep nothing at all: it earns no credit by guesses either.
         let is_heard = self.overlap == Overlap::Predictions
             || self.model.workers().binary_search(&selection.worker).is_ok();
-        if self.overlap == Overlap::Events || is_held || !is_heard || !self.uses_index(ask) {
+        if self.overlap == Overlap::Events
+            || is_held
+            || !is_heard
+            || !self.uses_overlaps(&ask.overrides, ask.prompt)
+        {
             return;
         }
         let now_ms = self.clock.now_ms();
@@ -397,33 +465,6 @@ impl Selector {
             self.model.index.advance_to(now_ms);
         }
         self.model.index.predict(selection.worker, *seed, locals);
-    }
-
-    /// What is told of an overlap: how much of it is held, and how much beyond is a guess. Without
-    /// events, guesses are all there is.
-    pub(super) fn told(&self, terms: &Terms) -> (u32, u32) {
-        match self.overlap {
-            Overlap::Predictions => (terms.overlap_blocks, 0),
-            _ => (terms.overlap_blocks - terms.predicted_blocks, terms.predicted_blocks),
-        }
-    }
-
-    pub(super) fn selection(&self, decision: &Decision<'_>, matches: &Matches) -> Selection {
-        let (overlap_blocks, predicted_blocks) = self.told(decision.terms());
-        let best = |blocks: fn(&Match) -> u32| matches.as_slice().iter().map(blocks).max();
-        let best = match self.overlap {
-            Overlap::Predictions => best(|found| found.predicted),
-            _ => best(|found| found.device),
-        };
-        Selection {
-            worker: decision.worker,
-            overlap_blocks,
-            predicted_blocks,
-            best_blocks: best.unwrap_or(0),
-            reason: decision.reason,
-            ties: decision.ties,
-            margin: decision.margin,
-        }
     }
 }
 
@@ -437,6 +478,10 @@ impl fmt::Debug for Selector {
     }
 }
 
-fn is_allowed(ask: &Ask<'_>, worker: Worker) -> bool {
+fn reported(reports: Option<&HashMap<Worker, EngineMetrics>>, worker: Worker) -> EngineMetrics {
+    reports.and_then(|reports| reports.get(&worker)).copied().unwrap_or_default()
+}
+
+pub(super) fn is_allowed(ask: &Ask<'_>, worker: Worker) -> bool {
     ask.pin.is_none_or(|pin| pin.fits(worker)) && ask.allowed.is_none_or(|allowed| allowed(worker))
 }

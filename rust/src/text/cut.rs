@@ -7,9 +7,10 @@
 //!   independently, but for one thing: whether a piece stands at the very start of the text. Where
 //!   a pre-tokenizer may ask that, a later piece is tokenized behind a *guard* token whose id is
 //!   then taken off again.
-//! - **Between an ASCII letter and a following space or line feed**, if every stage of the
-//!   pre-tokenizer is known never to let a match run over such a place nor to look across it, and
-//!   one of them is known to end a pre-token there. Models see one pre-token at a time.
+//! - **Between an ASCII letter and a following space or line feed**, and between any other visible
+//!   ASCII character and a following space, if every stage of the pre-tokenizer is known never to let
+//!   a match run over such a place nor to look across it, and one of them is known to end a pre-token
+//!   there. Models see one pre-token at a time.
 //!
 //! Whatever is not known to be safe is not done: the whole text is then one piece.
 
@@ -177,7 +178,7 @@ impl Cutter {
         // Only with a guard does it matter whether a piece is the first.
         let is_first = is_first || self.guard.is_none();
         if self.mode == CutMode::AtWords {
-            while let Some(at) = word_end(text) {
+            while let Some(at) = word_end(text, PIECE_BYTES) {
                 let (piece, rest) = text.split_at(at);
                 visit(Segment::Piece { text: piece, is_first })?;
                 text = rest;
@@ -187,11 +188,30 @@ impl Cutter {
     }
 }
 
-/// The first place after [`PIECE_BYTES`] between an ASCII letter and a space or line feed.
-fn word_end(text: &str) -> Option<usize> {
+/// The first safe place at `from` or after it.
+fn word_end(text: &str, from: usize) -> Option<usize> {
     let bytes = text.as_bytes();
-    (PIECE_BYTES..bytes.len())
-        .find(|&at| matches!(bytes[at], b' ' | b'\n') && bytes[at - 1].is_ascii_alphabetic())
+    (from..bytes.len()).find(|&at| is_word_end(bytes[at - 1], bytes[at]))
+}
+
+fn is_word_end(last: u8, next: u8) -> bool {
+    match next {
+        b' ' => last.is_ascii_graphic(),
+        b'\n' => last.is_ascii_alphabetic(),
+        _ => false,
+    }
+}
+
+/// The words of a piece that a cutter at words has cut, each with the whitespace before it.
+pub(super) fn words(mut piece: &str) -> impl Iterator<Item = &str> {
+    std::iter::from_fn(move || {
+        if piece.is_empty() {
+            return None;
+        }
+        let (word, rest) = piece.split_at(word_end(piece, 1).unwrap_or(piece.len()));
+        piece = rest;
+        Some(word)
+    })
 }
 
 /// A plain token that no longer token starts with, so that nothing after it changes its match.
@@ -228,14 +248,14 @@ fn stages(sequence: &Value) -> &[Value] {
     sequence.get("pretokenizers").and_then(Value::as_array).map_or(&[], Vec::as_slice)
 }
 
-/// Whether text may be cut between an ASCII letter and a following space or line feed.
+/// Whether text may be cut at the ends of words, as [`is_word_end`] has them.
 fn words_are_safe(layout: &Layout, added: &[(u32, AddedToken)]) -> bool {
     // NFC leaves a space, a line feed and what precedes them alone.
     let is_normalizer_safe = layout.normalizer.is_null() || kind(&layout.normalizer) == Some("NFC");
     // Tokens matched after normalization must neither span such a place nor eat whitespace at it.
     let are_tokens_safe = added.iter().filter(|(_, token)| token.normalized).all(|(_, token)| {
         let mut pairs = token.content.as_bytes().windows(2);
-        let spans = pairs.any(|p| p[0].is_ascii_alphabetic() && p[1].is_ascii_whitespace());
+        let spans = pairs.any(|p| is_word_end(p[0], p[1]));
         !(token.lstrip || token.rstrip || token.single_word || spans)
     });
     // Raw tokens that eat whitespace are replayed by `visit` before words are looked at.
@@ -252,7 +272,7 @@ fn words_are_safe(layout: &Layout, added: &[(u32, AddedToken)]) -> bool {
         }
 }
 
-/// What a stage of a pre-tokenizer does at a place between an ASCII letter and whitespace.
+/// What a stage of a pre-tokenizer does at the end of a word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
     /// Always ends a pre-token there.
@@ -285,7 +305,8 @@ fn judge(stage: &Value) -> Stage {
 }
 
 /// Alternatives of published pre-tokenizer patterns. Each was checked to match no ASCII letter
-/// followed by whitespace, and to look at nothing but what follows a run of whitespace.
+/// followed by whitespace and no other visible character followed by a space (line feeds behind
+/// punctuation some do match), and to look at nothing but what follows a run of whitespace.
 ///
 /// An ordered choice of such alternatives has the same property: what matches at a place depends on
 /// the text from there on only, and no match holds the cut. If `\s+` is among them the whitespace
@@ -405,13 +426,21 @@ mod tests {
         let layout = Layout { pre_tokenizer, ..Layout::default() };
         let cutter = Cutter::plan(&layout, &[(9, AddedToken::from("<s>", true))]);
         assert_eq!(cutter.mode(), CutMode::AtWords);
-        let text = format!("{}ab. cd <s> e", "x".repeat(PIECE_BYTES));
-        let expected = [format!("{}ab. cd", "x".repeat(PIECE_BYTES)), " ".into()];
+        let text = format!("{}ab.\ncd <s> e", "x".repeat(PIECE_BYTES));
+        let expected = [format!("{}ab.\ncd", "x".repeat(PIECE_BYTES)), " ".into()];
         assert_eq!(segments(&cutter, &text)[..2], expected);
         assert_eq!(segments(&cutter, &text)[2..], ["#9", " e"]);
         assert_eq!(cutter.coarser().mode(), CutMode::AtTokens);
         let spaced = AddedToken::from("ab cd", false);
         assert_eq!(Cutter::plan(&layout, &[(9, spaced)]).mode(), CutMode::Whole);
+    }
+
+    #[test]
+    fn words_end_where_every_known_pattern_ends_them() {
+        let text = "It's 12,5 (so),\n x  y\u{a0}\u{e9} z;\nyes\n\nno";
+        let expected = ["It's", " 12,5", " (so),\n x", "  y\u{a0}\u{e9} z;\nyes", "\n\nno"];
+        assert_eq!(words(text).collect::<Vec<_>>(), expected);
+        assert_eq!(words("").count(), 0);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use tokenizers::{AddedToken, Tokenizer as Inner};
 
 use super::cache::{CacheOptions, CacheStats, Context, Key, PieceCache};
 use super::config::FolderConfig;
-use super::cut::{CutMode, Cutter, Layout, Segment};
+use super::cut::{CutMode, Cutter, Layout, Segment, words};
 use crate::error::{Error, Result};
 
 /// Token ids of one prompt.
@@ -18,6 +18,16 @@ const BYTES_PER_TOKEN: usize = 3;
 
 /// How many added tokens the self-test tries: the first ones are the ones templates use.
 const PROBED_TOKENS_MAX: usize = 48;
+
+/// Longer words are not kept: they seldom come again.
+const WORD_BYTES_MAX: usize = 48;
+
+/// So many words of a piece are learned. One by one they cost twice what they cost together, and
+/// words that nobody says again push out others.
+const NEW_WORDS_MAX: usize = 16;
+
+/// The words' part of the cache's memory: one in so many bytes.
+const WORDS_SHARE: usize = 8;
 
 /// What special tokens go around a text.
 #[derive(Debug, PartialEq, Eq)]
@@ -44,6 +54,8 @@ pub struct Tokenizer {
     cutter: Cutter,
     wrapping: Wrapping,
     cache: PieceCache,
+    /// Of pieces that are new, most words are not.
+    words: PieceCache,
 }
 
 impl AsRef<Tokenizer> for Tokenizer {
@@ -90,15 +102,22 @@ impl Tokenizer {
         added.sort_unstable_by_key(|(id, _)| *id);
         // A token known with two sets of flags is matched by rules of its own: no cuts then.
         let cutter = if has_conflict { Cutter::whole() } else { Cutter::plan(layout, &added) };
-        let cache = PieceCache::new(options);
-        let wrapping = Wrapping::Opaque;
-        let mut tokenizer = Self { inner, cutter, wrapping, cache };
+        let off = || PieceCache::new(CacheOptions { capacity_bytes: 0 });
+        let (wrapping, cache, words) = (Wrapping::Opaque, off(), off());
+        let mut tokenizer = Self { inner, cutter, wrapping, cache, words };
         tokenizer.wrapping = tokenizer.probe_wrapping(config)?;
         let probes = probe_texts(&added);
         while tokenizer.cutter.mode() > CutMode::Whole && !tokenizer.agrees_on(&probes)? {
             let refuted = std::mem::replace(&mut tokenizer.cutter, Cutter::whole());
             tokenizer.cutter = refuted.coarser();
         }
+        let of_words = match tokenizer.cutter.mode() {
+            CutMode::AtWords => options.capacity_bytes / WORDS_SHARE,
+            _ => 0,
+        };
+        let rest = options.capacity_bytes - of_words;
+        tokenizer.cache = PieceCache::new(CacheOptions { capacity_bytes: rest });
+        tokenizer.words = PieceCache::new(CacheOptions { capacity_bytes: of_words });
         Ok(tokenizer)
     }
 
@@ -108,8 +127,8 @@ impl Tokenizer {
     /// `Error::InvalidArgument` if the tokenizer refuses the text.
     ///
     /// # Cost
-    /// Known pieces: a hash and a copy, some 0.1 us each. New ones: what the tokenizer takes, in
-    /// the order of a microsecond per token.
+    /// Known pieces: a hash and a copy, some 0.1 us each. New ones: the same for each known word;
+    /// for new words what the tokenizer takes, in the order of a microsecond per token.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Tokens> {
         let mut ids = Vec::with_capacity(text.len() / BYTES_PER_TOKEN + 8);
         match &self.wrapping {
@@ -169,9 +188,15 @@ impl Tokenizer {
         self.cutter.mode()
     }
 
-    /// What the cache has done so far.
+    /// What the cache has done so far: pieces found and not found; bytes with those of words.
     pub fn cache_stats(&self) -> CacheStats {
-        self.cache.stats()
+        let (pieces, words) = (self.cache.stats(), self.words.stats());
+        CacheStats {
+            evictions_total: pieces.evictions_total + words.evictions_total,
+            held_bytes: pieces.held_bytes + words.held_bytes,
+            capacity_bytes: pieces.capacity_bytes + words.capacity_bytes,
+            ..pieces
+        }
     }
 
     fn append(&self, text: &str, ids: &mut Tokens) -> Result<()> {
@@ -196,10 +221,48 @@ impl Tokenizer {
         if !self.cache.is_off() && self.cache.append(key, ids) {
             return Ok(());
         }
-        let fresh = self.encode_piece(piece, context)?;
-        ids.extend_from_slice(&fresh);
+        let before = ids.len();
+        if context == Context::First && !self.words.is_off() {
+            self.append_words(piece, ids)?;
+        } else {
+            ids.extend_from_slice(&self.encode_piece(piece, context)?);
+        }
         if !self.cache.is_off() {
-            self.cache.insert(key, &fresh);
+            self.cache.insert(key, &ids[before..]);
+        }
+        Ok(())
+    }
+
+    /// Tokenize a new piece word by word, for most words are known. Beyond [`NEW_WORDS_MAX`], those
+    /// that are not go through the tokenizer together.
+    fn append_words(&self, piece: &str, ids: &mut Tokens) -> Result<()> {
+        let (mut known, mut learned) = (Tokens::new(), 0);
+        // What is not tokenized yet, and how far the words have come.
+        let (mut from, mut to) = (0, 0);
+        for word in words(piece) {
+            let start = to;
+            to += word.len();
+            if word.len() > WORD_BYTES_MAX {
+                continue;
+            }
+            let key = Key::new(word, Context::First);
+            known.clear();
+            if !self.words.append(key, &mut known) {
+                if learned == NEW_WORDS_MAX {
+                    continue;
+                }
+                learned += 1;
+                known = self.plain(word, false)?;
+                self.words.insert(key, &known);
+            }
+            if from < start {
+                ids.extend_from_slice(&self.plain(&piece[from..start], false)?);
+            }
+            ids.extend_from_slice(&known);
+            from = to;
+        }
+        if from < to {
+            ids.extend_from_slice(&self.plain(&piece[from..], false)?);
         }
         Ok(())
     }
@@ -254,6 +317,11 @@ impl Tokenizer {
             self.cutter.visit(text, |segment| {
                 match segment {
                     Segment::Token(id) => ids.push(id),
+                    Segment::Piece { text, .. } if self.cutter.mode() == CutMode::AtWords => {
+                        for word in words(text) {
+                            ids.extend(self.plain(word, false)?);
+                        }
+                    }
                     Segment::Piece { text, is_first } => {
                         let context = if is_first { Context::First } else { Context::Later };
                         ids.extend(self.encode_piece(text, context)?);

@@ -98,6 +98,13 @@ pub struct Seen {
     pub filled: usize,
 }
 
+impl Seen {
+    /// Whether some event was rejected for this cause.
+    pub fn met(&self, cause: &str) -> bool {
+        self.rejected.contains_key(cause)
+    }
+}
+
 pub struct Pair {
     options: Options,
     pub index: RadixIndex,
@@ -342,6 +349,11 @@ fn number(variable: &str) -> Option<usize> {
 /// How many events a stream of cheap ones plays.
 pub fn events() -> usize {
     number("KVFLASH_MODEL_EVENTS").unwrap_or(6_000)
+}
+
+/// Whether more seeds are played than those that every run plays.
+pub fn are_many() -> bool {
+    number("KVFLASH_MODEL_SEEDS").is_some() || number("KVFLASH_MODEL_SKIP").is_some()
 }
 
 /// Distinct seeds for the stream that a test calls `first`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def program(name: str) -> str:
 def test_each_is_run_here_and_in_the_list() -> None:
     names = {path.name for path in EXAMPLES.glob("*.py")}
     tested, listed = Path(__file__).read_text(), (EXAMPLES / "README.md").read_text()
-    assert len(names) == 5
+    assert len(names) == 6
     assert [name for name in names if f'"{name}"' not in tested or name not in listed] == []
 
 
@@ -84,3 +85,20 @@ def test_a_pair_shares_a_request(stage: Stage) -> None:
     assert status == 200 and answer["usage"]["completion_tokens"] == 5, answer
     prefiller = headers["x-kvflash-prefill-worker"]
     assert prefiller and prefiller != headers["x-kvflash-worker"]
+
+
+def test_a_user_stays_with_a_worker(stage: Stage) -> None:
+    stage.env["PYTHONPATH"] = os.pathsep.join([str(EXAMPLES), stage.env["PYTHONPATH"]])
+    assert (EXAMPLES / "policy_of_ones_own.py").exists()
+    stage.mocker(BACKEND, model="mock-model")
+    policy = "python:policy_of_ones_own:Homes"
+    http = stage.frontend("--tokenizer", str(TINY_LLAMA), "--router-mode", policy)
+    stage.wait_workers(2)
+    homes: dict[str, set[str]] = {}
+    for n in range(12):
+        user = f"user-{n % 3}"
+        body = {"model": "mock-model", "prompt": f"{n} " * 40, "max_tokens": 2, "user": user}
+        status, _, headers = http.call("POST", "/v1/completions", body)
+        assert status == 200
+        homes.setdefault(user, set()).add(headers["x-kvflash-worker"])
+    assert [len(workers) for workers in homes.values()] == [1, 1, 1]

@@ -27,6 +27,8 @@ from kvflash import (
     register_llm,
 )
 from kvflash.discovery import Put
+from kvflash.frontend.args import parse_args as frontend_args
+from kvflash.router import parse_args as router_args
 
 ROOT = Path(__file__).parents[3]
 MANUALS = (
@@ -53,6 +55,10 @@ NOT_RUN = {
     ("README.md", "python -m kvflash.vllm"): "a real engine; test_real_launcher.py has one",
     ("README.md", "python -m kvflash.router"): "test_router_process.py runs the router's manual",
     ("routing.md", "cost ="): "a formula",
+    (
+        "policies.md",
+        "python -m kvflash.frontend",
+    ): "test_routing_policies.py, test_fairness.py have it",
     ("routing.md", "Formula for worker_id="): "a log line",
     ("publishing.md", "make capi"): "built and linked by test_capi.py",
     ("publishing.md", "kvflash_publisher_options"): "C; test_capi.py runs the same calls",
@@ -80,9 +86,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_block_is_run_or_says_why_not() -> None:
     """Ran as the last line of the tables below, which are complete once the module is read."""
-    assert {block.path.name for block in BLOCKS} >= {Path(m).name for m in MANUALS} - {
-        "policies.md"
-    }
+    assert {block.path.name for block in BLOCKS} >= {Path(m).name for m in MANUALS}
     known = RUN | set(NOT_RUN)
     unknown = [
         str(block)
@@ -92,6 +96,12 @@ def test_every_block_is_run_or_says_why_not() -> None:
     assert unknown == []
     for name in NOT_RUN:
         find(*name)
+
+
+@runs(("policies.md", "from kvflash import Policy"))
+def test_a_policy_of_ones_own_in_python(stage: Stage, blocks: list[Block]) -> None:
+    ran = stage.script(blocks[0].text)
+    assert ran.output == "report 3 highest_score\nquestion 1 highest_score\n"
 
 
 # -- README, the mocker and the HTTP API of the frontend
@@ -210,6 +220,18 @@ def test_a_worker_and_its_client(
         *({"token_ids": [n]} for n in range(3)),
         {"token_ids": [], "finish_reason": "length"},
     ]
+
+
+@runs(("routing.md", "{"))
+def test_settings_in_a_file(blocks: list[Block], tmp_path: Path) -> None:
+    path = tmp_path / "policy.json"
+    path.write_text(blocks[0].text)
+    for parse in (frontend_args, router_args):
+        args = parse(["--router-policy-config", str(path)])
+        assert (args.router_mode, args.router_temperature) == ("kv", 0.1)
+        assert args.router_session_affinity_ttl_secs == 600 and args.track_output_blocks
+        assert (args.active_decode_blocks_threshold, args.router_queue_threshold) == (0.9, None)
+        assert list(args.shadow_policies) == ["least-request"]
 
 
 @runs(("routing.md", "import asyncio"))

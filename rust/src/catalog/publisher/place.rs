@@ -75,8 +75,13 @@ impl Publisher {
         }
         state.groups = Groups::crediting(place.group);
         state.is_bare = false;
-        state.is_unplaced = place.cursor.is_none();
-        state.standing.recovered(place.cursor.is_some(), !place.is_inexact);
+        let instance_id = self.worker.instance_id;
+        let blocks = |rank: &u32| self.model.index.blocks(Worker::new(instance_id, *rank));
+        // Without blocks there is nothing that a place would be missing for: the stream begins here, and
+        // what came before its first batch is asked for.
+        state.is_unplaced =
+            place.cursor.is_none() && state.ranks.iter().any(|rank| blocks(rank) > 0);
+        state.standing.recovered(!state.is_unplaced, !place.is_inexact);
         if let Some(cursor) = place.cursor {
             state.stream.resume(cursor.sequence, cursor.fingerprint, false);
         }

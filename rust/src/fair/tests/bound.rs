@@ -29,12 +29,27 @@ fn scatter(seed: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// The widest swing between `shapes.len()` clients, all of which always have a request waiting,
-/// beside one more client that comes and goes every `pause` steps; and the bound.
-fn swing(config: FairConfig, shapes: &[Shape], memory: u64, pause: u64, seed: u64) -> (f64, f64) {
+/// What came of a run: how far two clients were apart in any interval, at most.
+#[derive(Debug)]
+struct Run {
+    /// In intervals in which the engine always had something to do.
+    between_pauses: f64,
+    /// In all intervals.
+    widest: f64,
+    /// The paper's bound.
+    bound: f64,
+    /// Requests that ran at once, at most.
+    running: usize,
+}
+
+/// A run with `shapes.len()` clients, all of which always have a request waiting, beside one more
+/// client that comes and goes every `pause` steps.
+fn run(config: FairConfig, shapes: &[Shape], memory: u64, pause: u64, seed: u64) -> Run {
     let count = shapes.len();
     let mut server = Server::new(config, memory, count + 1);
-    let mut swing = Swing::new((0..count).collect());
+    let mut whole = Swing::new((0..count).collect());
+    let mut part = Swing::new((0..count).collect());
+    let (mut between_pauses, mut running): (f64, usize) = (0.0, 0);
     let mut number = seed;
     let mut next = || {
         number += 1;
@@ -51,10 +66,34 @@ fn swing(config: FairConfig, shapes: &[Shape], memory: u64, pause: u64, seed: u6
         if (step / pause) % 2 == 1 && server.waiting(count) < 3 {
             server.push(shapes[0].job(count, next()));
         }
-        server.step(|server| swing.see(&server.service));
+        if server.running.is_empty() {
+            between_pauses = between_pauses.max(part.widest());
+            part = Swing::new((0..count).collect());
+            part.see(&server.service);
+        }
+        server.step(|server| {
+            whole.see(&server.service);
+            part.see(&server.service);
+            running = running.max(server.running.len());
+        });
         assert!((0..count).all(|client| server.waiting(client) > 0), "backlogged throughout");
     }
-    (swing.widest(), server.bound(longest))
+    let (widest, bound) = (whole.widest(), server.bound(longest));
+    Run { between_pauses: between_pauses.max(part.widest()), widest, bound, running }
+}
+
+/// The widest swing of a run, and the bound.
+fn swing(config: FairConfig, shapes: &[Shape], memory: u64, pause: u64, seed: u64) -> (f64, f64) {
+    let Run { widest, bound, .. } = run(config, shapes, memory, pause, seed);
+    (widest, bound)
+}
+
+/// The bound with predictions: what is charged for answers that are still to come adds to it, for
+/// each request that runs at most the longest answer.
+fn bound_of_predictions(run: &Run, shapes: &[Shape], price: Price) -> f64 {
+    let Price::PerToken { output, .. } = price else { panic!("not per token") };
+    let longest = shapes.iter().map(|shape| shape.output.1).max().unwrap();
+    run.bound + 2.0 * output * (longest as f64) * run.running as f64
 }
 
 fn shape() -> impl Strategy<Value = Shape> {
@@ -79,6 +118,33 @@ proptest! {
         let (widest, bound) = swing(config, &shapes, memory, pause, u64::from(seed));
         prop_assert!(widest > 0.0 && widest <= bound, "{widest} with a bound of {bound}");
     }
+
+    #[test]
+    fn without_a_pause_of_the_engine_max_fair_stays_within_it_too(
+        shapes in prop::collection::vec(shape(), 2..5),
+        memory in 56_u64..160,
+        pause in 1_u64..90,
+        seed in any::<u32>(),
+    ) {
+        let run = run(config(Discipline::VtcMaxFair), &shapes, memory, pause, u64::from(seed));
+        prop_assert!(run.between_pauses > 0.0 && run.between_pauses <= run.bound, "{run:?}");
+    }
+
+    #[test]
+    fn predictions_add_what_is_charged_ahead_to_the_bound(
+        shapes in prop::collection::vec(shape(), 2..5),
+        memory in 56_u64..160,
+        pause in 1_u64..90,
+        seed in any::<u32>(),
+        prices in prop::sample::select(vec![(1.0, 2.0), (1.0, 1.0), (0.5, 4.0)]),
+    ) {
+        let (input, output) = prices;
+        let price = Price::PerToken { input, output };
+        let config = FairConfig { price, ..config(Discipline::VtcPred) };
+        let run = run(config, &shapes, memory, pause, u64::from(seed));
+        let bound = bound_of_predictions(&run, &shapes, price);
+        prop_assert!(run.widest > 0.0 && run.widest <= bound, "{run:?}, {bound}");
+    }
 }
 
 /// Prompts as long as the memory allows against answers as long as it allows.
@@ -98,6 +164,21 @@ fn extremes_stay_within_the_bound() {
 }
 
 #[test]
+fn extremes_stay_within_the_bounds_of_the_others() {
+    let price = FairConfig::default().price;
+    for (memory, pause) in [(96, 1), (200, 7), (400, 100)] {
+        let fair = run(config(Discipline::VtcMaxFair), &EXTREMES, memory, pause, 5);
+        assert!(fair.between_pauses > 0.0 && fair.between_pauses <= fair.bound, "{fair:?}");
+        let pred = run(config(Discipline::VtcPred), &EXTREMES, memory, pause, 5);
+        let bound = bound_of_predictions(&pred, &EXTREMES, price);
+        assert!(pred.widest > 0.0 && pred.widest <= bound, "{pred:?}, {bound}");
+    }
+    // Room for one request: whenever it ends nothing runs, and what others are behind is forgiven.
+    let fair = run(config(Discipline::VtcMaxFair), &EXTREMES, 96, 1_000, 5);
+    assert!(fair.widest > 2.0 * fair.bound, "{fair:?}");
+}
+
+#[test]
 fn predictions_narrow_the_swing_of_even_lengths() {
     let shapes = [Shape { input: (8, 8), output: (40, 40) }; 2];
     let widest = |discipline| swing(config(discipline), &shapes, 480, 50, 3).0;
@@ -111,8 +192,10 @@ fn predictions_narrow_the_swing_of_even_lengths() {
 fn without_fairness_the_bound_does_not_hold() {
     let shapes =
         [Shape { input: (30, 30), output: (20, 20) }, Shape { input: (1, 1), output: (1, 1) }];
-    let (widest, bound) = swing(config(Discipline::Fcfs), &shapes, 100, 600, 1);
-    assert!(widest > 2.0 * bound, "{widest} with a bound of {bound}");
+    let run = run(config(Discipline::Fcfs), &shapes, 100, 600, 1);
+    assert!(run.widest > 2.0 * run.bound, "{run:?}");
+    let of_predictions = bound_of_predictions(&run, &shapes, FairConfig::default().price);
+    assert!(run.widest > of_predictions, "{run:?}, {of_predictions}");
 }
 
 /// What a client gets more than one that was busy all along, after it was idle for 400 steps:

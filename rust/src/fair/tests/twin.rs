@@ -130,7 +130,9 @@ proptest! {
                     item += 1;
                     twin.lift(client, discipline == Discipline::VtcFair);
                     let deadline_ms = now_ms + wait_ms;
-                    let options = Options { priority, deadline_ms: Some(deadline_ms) };
+                    let score = f64::from(priority);
+                    let standing = Standing { strict_priority: 0, score };
+                    let options = Options { standing, deadline_ms: Some(deadline_ms) };
                     let cost =
                         Cost { input_tokens: input, cached_tokens: cached, output_tokens: None };
                     let ticket =

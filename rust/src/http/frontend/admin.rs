@@ -8,15 +8,16 @@ use axum::Json;
 use axum::body::Body;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
-use axum::http::StatusCode;
+use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::super::Reject;
+use super::super::metrics::escape;
 use super::app::App;
 use super::engine::{Engine, EngineSpec, is_prefill};
-use super::metrics::WorkerLabel;
+use super::metrics::{ModelNameLabel, TurnLabel, WorkerLabel};
 use super::plan::{Api, Plan};
 use super::request::Envelope;
 use crate::error::Error;
@@ -38,7 +39,7 @@ pub(super) async fn health(State(app): State<Arc<App>>) -> Response {
         "workers": engines.len(),
         "healthy_workers": healthy,
         "requests_in_flight": app.in_flight(),
-        "router_policy": app.options.router.policy.name(),
+        "router_policy": app.options.policy_name(),
         "warnings": warnings(&app),
     });
     (status, Json(body)).into_response()
@@ -63,7 +64,7 @@ const SILENT_REQUESTS: u64 = 20;
 /// What makes prefix matching fail in silence, in words.
 fn warnings(app: &App) -> Vec<String> {
     let mut warnings = Vec::new();
-    let is_kv = app.options.router.policy == Policy::Kv;
+    let is_kv = app.options.policy_name() == Policy::Kv.name();
     for engine in app.fleet.engines() {
         if let Some(why) = engine.notes.lock().last_error.clone() {
             warnings.push(format!("worker {}: {why}", engine.id));
@@ -180,6 +181,8 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
             metrics.worker_active_requests.get_or_create(&label).set(i64::from(load.requests));
         }
     }
+    tell_turns(&app);
+    tell_queues(&app);
     let journal = app.fleet.journal.stats();
     metrics.journal_bytes.set(journal.bytes as i64);
     metrics.journal_records.set(journal.records as i64);
@@ -192,7 +195,52 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
         metrics.tokenizer_misses.set(sum(|one| one.misses_total));
         metrics.tokenizer_bytes.set(sum(|one| one.held_bytes));
     }
-    app.common.expose_with(&app.catalog, &app.more_metrics.read())
+    app.common.expose_with(&app.catalog, &app.more_metrics.read(), &app.options.metrics_prefix)
+}
+
+/// Who waits for a turn, and what became of those who did.
+fn tell_turns(app: &App) {
+    let metrics = &app.metrics;
+    metrics.turns.clear();
+    metrics.turns_waiting.clear();
+    for pool in app.fleet.pools() {
+        let Some(room) = &pool.waiting else { continue };
+        let (stats, model) = (room.stats(), escape(&pool.name));
+        let waiting = metrics.turns_waiting.get_or_create(&ModelNameLabel { model: model.clone() });
+        waiting.set(stats.queued as i64);
+        for (outcome, count) in [
+            ("granted", stats.admitted_total),
+            ("refused_queue", stats.refused_queue_total),
+            ("refused_client_queue", stats.refused_client_queue_total),
+            ("refused_clients", stats.refused_clients_total),
+            ("expired", stats.expired_total),
+            ("left", stats.cancelled_total),
+        ] {
+            let label = TurnLabel { model: model.clone(), outcome };
+            metrics.turns.get_or_create(&label).inner().store(count, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Who waits for a worker with room to prefill, and what became of those who did.
+fn tell_queues(app: &App) {
+    let metrics = &app.metrics;
+    metrics.queue_pending.clear();
+    metrics.queue_pending_tokens.clear();
+    metrics.queued.clear();
+    // A model's prefill workers have a queue of their own: the sum is told.
+    for pool in app.fleet.pools() {
+        let Some(queue) = &pool.queue else { continue };
+        let (stats, model) = (queue.stats(), escape(&pool.name));
+        let label = ModelNameLabel { model: model.clone() };
+        metrics.queue_pending.get_or_create(&label).inc_by(stats.pending as i64);
+        let tokens = stats.pending_isl_tokens as i64;
+        metrics.queue_pending_tokens.get_or_create(&label).inc_by(tokens);
+        for (outcome, count) in stats.outcomes() {
+            let label = TurnLabel { model: model.clone(), outcome };
+            metrics.queued.get_or_create(&label).inc_by(count);
+        }
+    }
 }
 
 fn entry(app: &App, engine: &Engine) -> Value {
@@ -364,13 +412,17 @@ fn with_trust(mut decision: Value, model: &str, trust: &HashMap<(String, String)
 }
 
 /// POST /explain: a chat or completion request as it would be sent; nothing is booked or forwarded.
-pub(super) async fn explain(State(app): State<Arc<App>>, body: Body) -> Response {
+pub(super) async fn explain(
+    State(app): State<Arc<App>>,
+    headers: HeaderMap,
+    body: Body,
+) -> Response {
     let explained = async {
         let body = app.read_body(body).await?;
         let envelope = Envelope::parse(&body)?;
         let api = if envelope.messages.is_some() { Api::Chat } else { Api::Completions };
-        let plan = Plan::make(&app, api, &envelope, body.len(), false).await?;
-        let value = plan.explain().map_err(Reject::from)?;
+        let plan = Plan::make(&app, api, &envelope, &headers, body.len(), false).await?;
+        let value = plan.explain().await.map_err(Reject::from)?;
         Ok::<_, Reject>(with_trust(value, &plan.route.pool.name, &trust(&app)))
     };
     match explained.await {

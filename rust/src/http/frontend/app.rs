@@ -4,54 +4,53 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
-use axum::Router;
 use axum::body::Body;
 use axum::extract::{OriginalUri, State};
-use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri};
 use axum::response::Response;
 use axum::routing::{get, post};
+use axum::{Extension, Router};
 use bytes::Bytes;
 use http_body::Body as _;
-use hyper::body::Incoming;
 use parking_lot::RwLock;
 
 use super::super::body::{self, Unreadable};
 use super::super::indexer::query_routes;
 use super::super::metrics::{CommonMetrics, RequestLabel};
+use super::super::policy_metrics::PolicyMetrics;
 use super::super::remote::RemoteIndexer;
-use super::super::{Reject, Shutdown};
+use super::super::{Peer, Reject, Shutdown};
 use super::admin;
-use super::attempt::{Failed, Head, attempt};
+use super::attempt::{Failed, attempt};
 use super::busy;
 use super::disagg::{Handoff, Prefill};
 use super::engine::{Engine, EngineSpec};
+use super::fairness::{Turn, client_name};
 use super::fleet::Fleet;
 use super::metrics::{CauseLabel, FrontendMetrics};
 use super::nvext::Nvext;
 use super::openai_prefill;
 use super::options::FrontendOptions;
-use super::plan::{Api, Choice, Plan};
+use super::plan::{Api, Plan};
 use super::probe;
 use super::proxy::Upstream;
 use super::query;
-use super::relay::Relay;
+use super::reply::{PREFILL_HEADER, answer, relay};
 use super::request::Envelope;
-use super::runtime::answer::Answer;
 use super::runtime::body::Generation;
 use super::runtime::call::{self, Ask};
 use super::runtime::member::{ModelText, Tokenizers};
 use super::runtime::registry;
+use super::urgency::Urgency;
 use crate::catalog::Catalog;
 use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::ids::InstanceId;
-use crate::select::{MAX_REQUEST_ID_BYTES, Reservation};
+use crate::router::Usage;
+use crate::select::MAX_REQUEST_ID_BYTES;
 use crate::text::TextModel;
 
-pub(super) static WORKER_HEADER: HeaderName = HeaderName::from_static("x-kvflash-worker");
 pub(super) static REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
-static PREFILL_HEADER: HeaderName = HeaderName::from_static("x-kvflash-prefill-worker");
-pub(super) static OVERLAP_HEADER: HeaderName = HeaderName::from_static("x-kvflash-overlap-blocks");
 
 pub(super) struct App {
     pub options: FrontendOptions,
@@ -62,6 +61,8 @@ pub(super) struct App {
     /// The same with its end tokens, for workers whose card names no tokenizer.
     pub own_text: Option<Arc<ModelText>>,
     pub tokenizers: Tokenizers,
+    /// Clients are told how to come back to their worker.
+    pub keeps_sessions: bool,
     pub common: CommonMetrics,
     pub metrics: FrontendMetrics,
     /// Metrics that others keep, as text.
@@ -77,11 +78,37 @@ pub(super) struct App {
 }
 
 /// A request's place among those in flight; given back when it is dropped.
-pub(super) struct InFlight(Arc<App>);
+pub(super) struct InFlight {
+    app: Arc<App>,
+    /// Its turn, where clients take turns.
+    pub turn: Option<Turn>,
+}
+
+impl InFlight {
+    /// What was used so far, at the end of an answer.
+    pub fn used(&self, usage: Usage) {
+        if let Some(turn) = &self.turn {
+            turn.used(usage);
+        }
+    }
+
+    /// So many tokens were generated up to now.
+    pub fn generated(&self, tokens: u64) {
+        if let Some(turn) = &self.turn {
+            turn.generated(tokens);
+        }
+    }
+
+    fn answered(&self) {
+        if let Some(turn) = &self.turn {
+            turn.answered();
+        }
+    }
+}
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
+        self.app.in_flight.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -110,6 +137,12 @@ impl FrontendApp {
         };
         let (common, mut registry) = CommonMetrics::new();
         let metrics = FrontendMetrics::register(&mut registry);
+        let policy_metrics = PolicyMetrics {
+            name: options.policy_name().to_owned(),
+            policies: options.policies.clone(),
+            settings: options.settings.clone(),
+        };
+        registry.register_collector(Box::new(policy_metrics));
         let remote = options.remote_indexer.as_ref();
         let remote =
             remote.map(|options| RemoteIndexer::new(options, &mut registry)).transpose()?;
@@ -119,6 +152,7 @@ impl FrontendApp {
             false => None,
         };
         let app = App {
+            keeps_sessions: options.policy_name() == "session-affinity",
             fleet: Fleet::new(options.clone(), Arc::clone(&catalog), clock),
             upstream: Upstream::new(options.connect_timeout, options.worker_api_key.as_deref())?,
             options,
@@ -175,7 +209,17 @@ impl FrontendApp {
 
     /// Free bookings that nothing was heard of; call it on a timer.
     pub fn expire(&self) -> usize {
+        for pool in self.app.fleet.pools() {
+            if let Some(room) = &pool.waiting {
+                // Workers may have come since the last request did.
+                room.call(pool.members().healthy());
+            }
+        }
         let expired: usize = self.app.fleet.pools().iter().map(|pool| pool.selector.tick()).sum();
+        for queue in self.app.fleet.pools().iter().filter_map(|pool| pool.queue.as_ref()) {
+            // Workers may have become well, and others' bookings may have ended.
+            queue.call();
+        }
         self.app.metrics.load_expired.inc_by(expired as u64);
         expired
     }
@@ -187,7 +231,11 @@ impl FrontendApp {
                 async move |State(app): State<Arc<App>>,
                             OriginalUri(uri): OriginalUri,
                             headers: HeaderMap,
-                            body: Body| forward(app, api, uri, headers, body).await,
+                            peer: Option<Extension<Peer>>,
+                            body: Body| {
+                    let address = peer.map(|Extension(Peer(address))| address.ip().to_string());
+                    forward(app, api, uri, headers, address, body).await
+                },
             )
         };
         Router::new()
@@ -257,7 +305,7 @@ impl App {
             ))
             .into());
         }
-        Ok(InFlight(Arc::clone(self)))
+        Ok(InFlight { app: Arc::clone(self), turn: None })
     }
 
     /// The whole body, within its limits of size and time.
@@ -294,10 +342,19 @@ impl App {
 }
 
 /// A request from its head to its answer's head; the [`Relay`] goes on from there.
-async fn forward(app: Arc<App>, api: Api, uri: Uri, headers: HeaderMap, body: Body) -> Response {
+async fn forward(
+    app: Arc<App>,
+    api: Api,
+    uri: Uri,
+    headers: HeaderMap,
+    address: Option<String>,
+    body: Body,
+) -> Response {
     let started = Instant::now();
     let request_id = request_id(&headers);
-    let mut response = match attempt_all(&app, api, &uri, &headers, body, &request_id).await {
+    let address = address.as_deref();
+    let answered = attempt_all(&app, api, &uri, &headers, body, &request_id, address).await;
+    let mut response = match answered {
         Ok(response) => response,
         Err(reject) => reject.openai(),
     };
@@ -326,23 +383,39 @@ async fn attempt_all(
     headers: &HeaderMap,
     body: Body,
     request_id: &str,
+    address: Option<&str>,
 ) -> Result<Response, Reject> {
     app.started()?;
-    let in_flight = app.admit()?;
+    let mut in_flight = app.admit()?;
     let body = app.read_body(body).await?;
     let started = Instant::now();
     let envelope = Envelope::parse(&body)?;
     let nvext = Nvext::parse(envelope.nvext)?;
-    let mut plan = Plan::make(app, api, &envelope, body.len(), nvext.is_query()).await?;
+    let mut plan = Plan::make(app, api, &envelope, headers, body.len(), nvext.is_query()).await?;
     plan.request_id = Some(request_id.to_owned());
+    let is_plain_heard = plan.route.pool.is_queued();
+    let urgency = Urgency::read(headers, &nvext, envelope.priority, is_plain_heard)?;
+    plan.wish = urgency.wish();
+    plan.expected_output_tokens = nvext.expected_output_tokens();
     plan.pin(nvext.decode_pin())?;
     app.metrics.route_seconds.observe(started.elapsed().as_secs_f64());
     let mut prefill = Prefill::of(app, &plan, &nvext)?;
     let ask = ask(&plan, api, headers, &body, &envelope, &nvext, request_id)?;
     drop(envelope);
     if nvext.is_query() {
-        plan.decode_only(prefill.peek().is_some());
-        return query::answer(&ask, &plan, &prefill);
+        plan.decode_only(prefill.peek().await.is_some());
+        return query::answer(&ask, &plan, &prefill).await;
+    }
+
+    if let Some(room) = &plan.route.pool.waiting {
+        let client = client_name(plan.client.user.as_deref(), headers, address);
+        let workers = plan.route.pool.members().healthy();
+        let waited = Instant::now();
+        let turn = room.turn(&client, plan.cost(room.cached_share), urgency.turn(), workers).await;
+        app.metrics.turn_seconds.observe(waited.elapsed().as_secs_f64());
+        in_flight.turn = Some(turn.inspect_err(|_| {
+            app.metrics.refused.get_or_create(&CauseLabel { cause: "no_turn" }).inc();
+        })?);
     }
 
     let mut handoff = Handoff::Alone;
@@ -354,13 +427,17 @@ async fn attempt_all(
             handoff = prefill.hand_off(app, &ask).await?;
             plan.decode_only(!handoff.is_alone());
         }
-        let choice = match plan.book(&tried) {
+        let choice = match plan.book(&app.metrics, &tried).await {
             Ok(choice) => choice,
             // Everybody eligible was tried: say how that went, not that nobody is left.
             Err(_) if last.is_some() => break,
             Err(error) => {
-                let is_busy = matches!(error, Error::AllBusy(_));
-                let cause = if is_busy { "all_busy" } else { "no_worker" };
+                let cause = match error {
+                    Error::AllBusy(_) => "all_busy",
+                    Error::InvalidArgument(_) => "invalid",
+                    Error::Overloaded(_) => "overloaded",
+                    _ => "no_worker",
+                };
                 app.metrics.refused.get_or_create(&CauseLabel { cause }).inc();
                 return Err(error.into());
             }
@@ -372,6 +449,7 @@ async fn attempt_all(
                 Ok(opened) => {
                     app.metrics.first_byte_seconds.observe(started.elapsed().as_secs_f64());
                     choice.booking.first_token();
+                    in_flight.answered();
                     plan.count(&app.metrics, &choice);
                     let overlap = plan.reusable_blocks(choice.overlap_blocks);
                     return answer(app, choice, ask, handoff, opened, overlap, in_flight).await;
@@ -397,15 +475,14 @@ async fn attempt_all(
                 app.metrics.first_byte_seconds.observe(started.elapsed().as_secs_f64());
                 if head.status.is_success() {
                     choice.booking.first_token();
+                    in_flight.answered();
                     plan.count(&app.metrics, &choice);
                 }
-                let worker = choice.booking.worker();
                 let overlap = plan.reusable_blocks(choice.overlap_blocks);
                 let mut response = relay(
                     app,
                     engine,
                     choice.booking,
-                    worker.to_string(),
                     overlap,
                     head,
                     first,
@@ -471,67 +548,4 @@ fn ask(
         tokens: plan.tokens.clone(),
         generation,
     })
-}
-
-/// A runtime worker's answer that has begun, as the client wants it.
-async fn answer(
-    app: &Arc<App>,
-    choice: Choice,
-    ask: Ask,
-    handoff: Handoff,
-    opened: call::Opened,
-    overlap_blocks: u64,
-    in_flight: InFlight,
-) -> Result<Response, Reject> {
-    let worker = choice.booking.worker().to_string();
-    let prefiller = handoff.worker().map(|worker| worker.to_string());
-    let is_stream = ask.generation.as_ref().is_some_and(|generation| generation.is_stream);
-    let answer = Answer::new(app, choice.booking, ask, handoff, opened, in_flight)?;
-    let mut response = if is_stream { answer.stream() } else { answer.whole().await? };
-    let headers = response.headers_mut();
-    for (name, value) in [(&WORKER_HEADER, Some(worker)), (&PREFILL_HEADER, prefiller)] {
-        if let Some(Ok(value)) = value.map(HeaderValue::try_from) {
-            headers.insert(name.clone(), value);
-        }
-    }
-    headers.insert(OVERLAP_HEADER.clone(), overlap_blocks.into());
-    Ok(response)
-}
-
-#[allow(clippy::too_many_arguments)]
-fn relay(
-    app: &Arc<App>,
-    engine: Arc<Engine>,
-    booking: Reservation,
-    worker: String,
-    overlap_blocks: u64,
-    head: Head,
-    first: Option<Bytes>,
-    upstream: Incoming,
-    prompt_tokens: Option<u64>,
-    in_flight: InFlight,
-) -> Response {
-    let relay = Relay::new(
-        Arc::clone(app),
-        engine,
-        upstream,
-        first,
-        booking,
-        head.is_event_stream,
-        prompt_tokens,
-        in_flight,
-    );
-    let mut response = Response::new(Body::new(relay));
-    *response.status_mut() = head.status;
-    *response.headers_mut() = head.headers;
-    let headers = response.headers_mut();
-    if head.is_event_stream {
-        // A stream that breaks ends with an event more than its engine announced.
-        headers.remove(header::CONTENT_LENGTH);
-    }
-    if let Ok(value) = HeaderValue::try_from(worker) {
-        headers.insert(WORKER_HEADER.clone(), value);
-    }
-    headers.insert(OVERLAP_HEADER.clone(), overlap_blocks.into());
-    response
 }

@@ -46,9 +46,10 @@ pub(super) async fn change(
 /// The pool of `engine`, where its load is worth asking for.
 pub(super) fn watched(app: &App, engine: &Engine) -> Option<Arc<Pool>> {
     let pools = app.fleet.pools();
-    pools
-        .into_iter()
-        .find(|pool| pool.selector.busy.is_any_set() && pool.members().get(engine.id).is_some())
+    pools.into_iter().find(|pool| {
+        let is_wanted = pool.selector.busy.is_any_set() || pool.selector.needs_facts();
+        is_wanted && pool.members().get(engine.id).is_some()
+    })
 }
 
 /// Tell the busy table what an engine's metrics say of each of its ranks.

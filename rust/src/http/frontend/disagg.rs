@@ -160,8 +160,8 @@ impl Prefill {
     }
 
     /// The worker that would prefill now; changes nothing.
-    pub fn peek(&self) -> Option<Worker> {
-        self.plan.as_ref()?.peek().ok()
+    pub async fn peek(&self) -> Option<Worker> {
+        self.plan.as_ref()?.peek().await.ok()
     }
 
     /// Have the prompt prefilled, or begun.
@@ -173,7 +173,7 @@ impl Prefill {
         let mut status = StatusCode::SERVICE_UNAVAILABLE;
         if let Some(plan) = &self.plan {
             while self.tried.len() < app.options.max_attempts {
-                let choice = match plan.book(&self.tried) {
+                let choice = match plan.book(&app.metrics, &self.tried).await {
                     Ok(choice) => choice,
                     Err(error) => {
                         if self.tried.is_empty() {

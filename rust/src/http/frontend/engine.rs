@@ -163,6 +163,11 @@ pub(in crate::http) fn port_of(address: &str) -> Option<u16> {
     port.parse().ok().filter(|port| *port > 0 && !host.is_empty())
 }
 
+/// `host:port` of a base address, as sessions name workers.
+pub(in crate::http) fn address_of(url: &str) -> &str {
+    url.split_once("://").map_or(url, |(_, address)| address).trim_end_matches('/')
+}
+
 /// With data parallelism, rank r publishes on port + r.
 pub(in crate::http) fn shifted(address: &str, dp_rank: u32) -> String {
     match (port_of(address), address.rsplit_once(':')) {

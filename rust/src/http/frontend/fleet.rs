@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::RwLock;
 
 use super::engine::{Engine, EngineNotes, EngineSpec};
+use super::fairness::WaitingRoom;
 use super::options::FrontendOptions;
 use super::runtime::member::Member;
 use super::runtime::spec::EventSpec;
@@ -14,18 +15,22 @@ use crate::catalog::{Catalog, Identity, ModelIndex, ModelKey, Registration};
 use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
-use crate::select::{Journal, Outbox, Overlap, Selector, SelectorConfig};
+use crate::select::{Journal, Outbox, Overlap, Queue, Selector, SelectorConfig};
 
 /// Tenant of the frontend's own indexes; the cache salt keeps clients apart.
 const TENANT: &str = "default";
 /// Tenant of the indexes of prefill workers: what these hold is not what decode workers hold.
-const PREFILL_TENANT: &str = "prefill";
+pub(in super::super) const PREFILL_TENANT: &str = "prefill";
 
 /// All engines that serve one base model: one index, one load table.
 pub(super) struct Pool {
     pub name: String,
     pub selector: Selector,
     members: RwLock<Arc<Members>>,
+    /// Where requests wait for their turn.
+    pub waiting: Option<Arc<WaitingRoom>>,
+    /// Where they wait for a worker with room to prefill.
+    pub queue: Option<Arc<Queue>>,
 }
 
 /// The engines of a pool at one moment.
@@ -49,6 +54,10 @@ impl Members {
             && self.get(worker.instance_id).is_some_and(|engine| engine.is_healthy())
     }
 
+    pub fn healthy(&self) -> usize {
+        self.all().filter(|engine| engine.is_healthy()).count()
+    }
+
     pub fn are_all_healthy(&self) -> bool {
         self.all().all(|engine| engine.is_healthy())
     }
@@ -67,6 +76,11 @@ impl Pool {
 
     pub fn members(&self) -> Arc<Members> {
         Arc::clone(&self.members.read())
+    }
+
+    /// Whether requests may wait, be it for their turn or for a worker with room.
+    pub fn is_queued(&self) -> bool {
+        self.waiting.is_some() || self.queue.is_some()
     }
 }
 
@@ -344,19 +358,27 @@ impl Fleet {
         let mut router = self.options.router.clone();
         // Nothing stays with a prefill worker: only its prompt tokens count.
         router.track_active_blocks &= !is_prefill;
+        router.track_output_blocks &= !is_prefill;
+        let policies = self.options.policies.clone();
+        // Who waits for the worker that decodes need not wait for the one that prefills.
+        let fairness = self.options.fairness.as_ref().filter(|_| !is_prefill);
+        let waiting = match fairness {
+            Some(options) => Some(Arc::new(WaitingRoom::new(options, Arc::clone(&self.clock))?)),
+            None => None,
+        };
         let config = SelectorConfig {
             router,
             overlap: self.options.overlap,
             thresholds: self.options.thresholds,
+            queue: self.options.queue.as_ref().map(|options| options.threshold),
             journal_bytes: 0,
         };
-        Ok(Pool {
-            name: name.to_owned(),
-            selector: Selector::new(config, index, Arc::clone(&self.clock))?
-                .with_journal(Arc::clone(&self.journal))
-                .with_outbox(Arc::clone(&self.outbox)),
-            members: RwLock::default(),
-        })
+        let selector = Selector::with_policies(config, policies, index, Arc::clone(&self.clock))?
+            .with_journal(Arc::clone(&self.journal))
+            .with_outbox(Arc::clone(&self.outbox));
+        let queue = self.options.queue.as_ref();
+        let queue = queue.map(|options| Queue::serving(options, &selector, &self.clock));
+        Ok(Pool { name: name.to_owned(), selector, members: RwLock::default(), waiting, queue })
     }
 
     fn join(&self, tables: &mut Tables, engine: &Arc<Engine>, pool: &Arc<Pool>) -> Result<()> {

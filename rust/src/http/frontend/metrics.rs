@@ -30,6 +30,17 @@ pub(super) struct WorkerLabel {
     pub worker: String,
 }
 
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(super) struct ModelNameLabel {
+    pub model: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(super) struct TurnLabel {
+    pub model: String,
+    pub outcome: &'static str,
+}
+
 #[derive(Debug, Clone)]
 pub(super) struct FrontendMetrics {
     /// Tokens of all prompts.
@@ -62,6 +73,15 @@ pub(super) struct FrontendMetrics {
     pub route_seconds: Histogram,
     /// Time from a request's body to its answer's first byte.
     pub first_byte_seconds: Histogram,
+    /// Time that requests waited for their turn, refused ones included.
+    pub turn_seconds: Histogram,
+    pub turns: Family<TurnLabel, Counter>,
+    pub turns_waiting: Family<ModelNameLabel, Gauge>,
+    /// Time that requests took to get a worker where they may have to wait for one with room.
+    pub queue_seconds: Histogram,
+    pub queued: Family<TurnLabel, Counter>,
+    pub queue_pending: Family<ModelNameLabel, Gauge>,
+    pub queue_pending_tokens: Family<ModelNameLabel, Gauge>,
     pub in_flight: Gauge,
     pub worker_healthy: Family<WorkerLabel, Gauge>,
     pub worker_requests: Family<WorkerLabel, Gauge>,
@@ -99,6 +119,13 @@ impl FrontendMetrics {
             prefills: Family::default(),
             route_seconds: seconds_histogram(),
             first_byte_seconds: seconds_histogram(),
+            turn_seconds: seconds_histogram(),
+            turns: Family::default(),
+            turns_waiting: Family::default(),
+            queue_seconds: seconds_histogram(),
+            queued: Family::default(),
+            queue_pending: Family::default(),
+            queue_pending_tokens: Family::default(),
             in_flight: Gauge::default(),
             worker_healthy: Family::default(),
             worker_requests: Family::default(),
@@ -174,6 +201,43 @@ impl FrontendMetrics {
             "Time from a request's body to its answer's first byte",
             Unit::Seconds,
             m.first_byte_seconds.clone(),
+        );
+        registry.register_with_unit(
+            "turn_wait",
+            "Time that requests waited for their turn, refused ones included",
+            Unit::Seconds,
+            m.turn_seconds.clone(),
+        );
+        registry.register(
+            "turns",
+            "Requests of a model that came to wait, by what became of them",
+            m.turns.clone(),
+        );
+        registry.register(
+            "turns_waiting",
+            "Requests of a model that wait for their turn",
+            m.turns_waiting.clone(),
+        );
+        registry.register_with_unit(
+            "queue_wait",
+            "Time that requests took to get a worker, refused ones included (--router-queue-threshold)",
+            Unit::Seconds,
+            m.queue_seconds.clone(),
+        );
+        registry.register(
+            "queued",
+            "Requests of a model that waited for a worker with room to prefill, by what became of them",
+            m.queued.clone(),
+        );
+        registry.register(
+            "queue_pending_requests",
+            "Requests of a model that wait for a worker with room to prefill",
+            m.queue_pending.clone(),
+        );
+        registry.register(
+            "queue_pending_isl_tokens",
+            "Tokens of their prompts",
+            m.queue_pending_tokens.clone(),
         );
         registry.register("requests_in_flight", "Requests in flight", m.in_flight.clone());
         registry.register(

@@ -12,13 +12,28 @@ const MAX_ANNOTATIONS: usize = 64;
 const QUERY: &str = "query_instance_id";
 
 /// The fields of `nvext` that routing reads.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub(super) struct Nvext {
     annotations: Option<Vec<String>>,
     backend_instance_id: Option<InstanceId>,
     prefill_worker_id: Option<InstanceId>,
     decode_worker_id: Option<InstanceId>,
+    agent_hints: Option<AgentHints>,
+}
+
+/// What whoever drives an agent knows of a request.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Deserialize)]
+#[serde(default)]
+struct AgentHints {
+    /// The higher, the earlier among those that wait.
+    priority: Option<f64>,
+    /// An older word for it.
+    latency_sensitivity: Option<f64>,
+    /// Before all of a lower one.
+    strict_priority: Option<u32>,
+    /// Tokens that the answer is expected to have.
+    osl: Option<u64>,
 }
 
 impl Nvext {
@@ -53,6 +68,22 @@ impl Nvext {
         self.decode_worker_id.or(self.backend_instance_id)
     }
 
+    /// How urgent it is among those that wait, the higher, the earlier.
+    pub fn priority(&self) -> Option<f64> {
+        let hints = self.agent_hints?;
+        hints.priority.or(hints.latency_sensitivity)
+    }
+
+    /// It is before all requests of a lower one.
+    pub fn strict_priority(&self) -> Option<u32> {
+        self.agent_hints?.strict_priority
+    }
+
+    /// Tokens that the answer is expected to have.
+    pub fn expected_output_tokens(&self) -> Option<u64> {
+        self.agent_hints.and_then(|hints| hints.osl)
+    }
+
     /// The worker that must prefill.
     pub fn prefill_pin(&self) -> Option<InstanceId> {
         self.prefill_worker_id
@@ -79,6 +110,14 @@ mod tests {
         assert!(!parse(r#"{"annotations": ["query_instance"]}"#).unwrap().is_query());
         let both = parse(r#"{"backend_instance_id": 1, "decode_worker_id": 2}"#).unwrap();
         assert_eq!((both.decode_pin(), both.prefill_pin()), (Some(2), None));
+        let json = r#"{"agent_hints": {"priority": 10, "strict_priority": 2, "osl": 5}}"#;
+        let hints = parse(json).unwrap();
+        assert_eq!((hints.priority(), hints.strict_priority()), (Some(10.0), Some(2)));
+        assert_eq!(hints.expected_output_tokens(), Some(5));
+        let older = parse(r#"{"agent_hints": {"latency_sensitivity": -1.5}}"#).unwrap();
+        assert_eq!((older.priority(), older.strict_priority()), (Some(-1.5), None));
+        let error = parse(r#"{"agent_hints": {"priority": "high"}}"#).unwrap_err();
+        assert!(error.message.contains("nvext.agent_hints.priority"), "{}", error.message);
         let error = parse(r#"{"prefill_worker_id": "x"}"#).unwrap_err();
         assert!(
             error.message.contains("nvext.prefill_worker_id: invalid type"),

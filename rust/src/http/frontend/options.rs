@@ -4,20 +4,31 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::super::RemoteIndexerOptions;
+use super::super::metrics::{PREFIX, check_prefix};
 use super::disagg::EnforceDisagg;
+use super::fairness::FairnessOptions;
 use crate::error::{Error, Result};
-use crate::router::RouterConfig;
-use crate::select::{DEFAULT_JOURNAL_BYTES, Overlap, Thresholds};
+use crate::policy::Settings;
+use crate::router::{Policies, RouterConfig};
+use crate::select::{DEFAULT_JOURNAL_BYTES, Overlap, QueueOptions, Thresholds};
 
 /// Options of a frontend. Every limit has a flag of the same name.
 #[derive(Debug, Clone)]
 pub struct FrontendOptions {
     /// How requests are routed; its block size is learned where it is 0.
     pub router: RouterConfig,
+    /// Policies that choose or watch instead of or beside the built-in one, for all models.
+    pub policies: Policies,
+    /// What these policies were made with.
+    pub settings: Settings,
+    /// How clients take turns; `None` = first come, first served.
+    pub fairness: Option<FairnessOptions>,
     /// Where knowledge of the engines' caches comes from.
     pub overlap: Overlap,
     /// From when on a worker is busy, for every model until it is changed.
     pub thresholds: Thresholds,
+    /// How requests wait for a worker with room to prefill; `None` = they never do.
+    pub queue: Option<QueueOptions>,
     /// Memory for past decisions, bytes; 0 keeps none.
     pub decision_journal_bytes: usize,
     /// Ask this indexer what workers hold, and follow no events.
@@ -44,10 +55,12 @@ pub struct FrontendOptions {
     pub connect_timeout: Duration,
     /// Time from sending a request to the first byte of its answer.
     pub first_byte_timeout: Duration,
-    /// Time between two items of a runtime worker's answer.
+    /// Silence of a worker whose answer has begun.
     pub stream_idle_timeout: Duration,
     /// Whether requests may be answered without a prefill worker.
     pub enforce_disagg: EnforceDisagg,
+    /// What names of metrics begin with.
+    pub metrics_prefix: String,
     /// Where workers are expected from, for those who ask before there are any.
     pub waits_for: String,
     /// Healthy workers that must have been there once before the first request is taken.
@@ -62,8 +75,12 @@ impl Default for FrontendOptions {
     fn default() -> Self {
         Self {
             router: RouterConfig::default(),
+            policies: Policies::default(),
+            settings: Settings::default(),
+            fairness: None,
             overlap: Overlap::Events,
             thresholds: Thresholds::default(),
+            queue: None,
             decision_journal_bytes: DEFAULT_JOURNAL_BYTES,
             remote_indexer: None,
             serve_indexer: false,
@@ -79,6 +96,7 @@ impl Default for FrontendOptions {
             first_byte_timeout: Duration::from_secs(600),
             stream_idle_timeout: Duration::from_secs(300),
             enforce_disagg: EnforceDisagg::Off,
+            metrics_prefix: PREFIX.to_owned(),
             waits_for: String::new(),
             min_initial_workers: 0,
             tokenize_timeout: Duration::from_secs(2),
@@ -88,6 +106,12 @@ impl Default for FrontendOptions {
 }
 
 impl FrontendOptions {
+    /// The name of the policy that chooses.
+    pub fn policy_name(&self) -> &str {
+        let built_in = self.router.policy.name();
+        self.policies.active.as_ref().map_or(built_in, |policy| policy.name())
+    }
+
     /// Whether engines' events are listened to: not where routing itself is the knowledge, nor where an
     /// overlap weighs nothing.
     pub fn uses_events(&self) -> bool {
@@ -108,8 +132,11 @@ impl FrontendOptions {
                     .to_owned(),
             ));
         }
+        check_prefix(&self.metrics_prefix)?;
         self.router.validate()?;
         self.thresholds.validate()?;
+        self.queue.as_ref().map_or(Ok(()), QueueOptions::check)?;
+        self.fairness.as_ref().map_or(Ok(()), FairnessOptions::check)?;
         for (flag, value) in [
             ("--max-body-bytes", self.max_body_bytes),
             ("--max-concurrent-requests", self.max_concurrent_requests),

@@ -1,21 +1,25 @@
 //! From a request to a choice: tokens, hashes, overlaps, then the router's decision.
 
 use std::sync::Arc;
+use std::time::Instant;
 
+use axum::http::HeaderMap;
 use serde_json::json;
 use serde_json::value::RawValue;
 
-use super::super::Reject;
+use super::super::{Reject, outside, queue};
 use super::app::App;
+use super::client::Client;
 use super::engine::Engine;
 use super::fleet::{Members, Pool, Route};
 use super::metrics::{CauseLabel, FrontendMetrics};
 use super::request::{Envelope, Prompt};
 use super::runtime::prompt;
 use crate::error::{Error, Result};
+use crate::fair::{Cost, Wish};
 use crate::ids::{InstanceId, Worker};
-use crate::policy::Policy;
-use crate::router::RouteOverride;
+use crate::policy::Advice;
+use crate::router::{Facts, RouteOverride};
 use crate::select::{self, Ask, Pin, Reservation};
 use crate::text::{self, Tokens};
 
@@ -52,7 +56,13 @@ pub(super) struct Plan {
     remote: Option<Vec<(Worker, u32)>>,
     /// The prompt's tokens, where they are known.
     pub tokens: Option<Arc<Tokens>>,
+    /// Whose request it is, and its text and session, for policies that ask.
+    pub client: Client,
     cache_salt: Option<String>,
+    /// How urgent it is among those that wait.
+    pub wish: Wish,
+    /// Tokens that the answer is expected to have.
+    pub expected_output_tokens: Option<u64>,
     /// The only worker that may take it.
     pinned: Option<InstanceId>,
     /// Its prompt is prefilled elsewhere.
@@ -75,6 +85,7 @@ impl Plan {
         app: &App,
         api: Api,
         envelope: &Envelope<'_>,
+        headers: &HeaderMap,
         body_bytes: usize,
         needs_tokens: bool,
     ) -> Result<Self, Reject> {
@@ -84,13 +95,18 @@ impl Plan {
             }
             None => app.fleet.only_route().map_err(|error| Reject::from(error).param("model"))?,
         };
+        let needs_text = route.pool.selector.needs_facts();
+        let members = route.pool.members();
         let mut plan = Self {
             route,
             prompt: select::Prompt::unknown((body_bytes / BYTES_PER_TOKEN) as u64),
+            client: Client::read(headers, envelope, api, &members, needs_text),
             request_id: None,
             remote: None,
             tokens: None,
             cache_salt: envelope.cache_salt.as_deref().map(str::to_owned),
+            wish: Wish::default(),
+            expected_output_tokens: None,
             pinned: None,
             is_decode_only: false,
         };
@@ -99,7 +115,7 @@ impl Plan {
             plan.ask_remote(app).await;
             return Ok(plan);
         }
-        if app.options.router.policy != Policy::Kv && !needs_tokens {
+        if !plan.route.pool.selector.needs_tokens() && !needs_tokens {
             return Ok(plan);
         }
         match tokens(app, api, envelope, &plan, body_bytes).await {
@@ -118,10 +134,13 @@ impl Plan {
         let mut plan = Self {
             route: Route { pool, lora_name: self.route.lora_name.clone() },
             prompt: select::Prompt::unknown(self.prompt.isl_tokens),
+            client: self.client.anonymous(),
             request_id: None,
             remote: None,
             tokens: None,
             cache_salt: self.cache_salt.clone(),
+            wish: self.wish,
+            expected_output_tokens: None,
             pinned,
             is_decode_only: false,
         };
@@ -155,17 +174,18 @@ impl Plan {
     ///
     /// # Errors
     /// As [`Plan::book`].
-    pub fn peek(&self) -> Result<Worker> {
+    pub async fn peek(&self) -> Result<Worker> {
+        let advice = self.advice(&[]).await;
         let members = self.route.pool.members();
         let is_eligible = |worker: Worker| self.is_eligible(&members, worker, &[]);
-        let ask = Ask { allowed: Some(&is_eligible), ..self.ask() };
+        let ask = Ask { allowed: Some(&is_eligible), ..self.ask(advice.as_ref()) };
         let preview = self.route.pool.selector.preview(&ask);
         preview.map(|(selection, _)| selection.worker).map_err(|error| self.explain_absence(error))
     }
 
     fn look_up(&mut self, tokens: Arc<Tokens>) {
         let selector = &self.route.pool.selector;
-        self.prompt = if selector.policy() == Policy::Kv {
+        self.prompt = if selector.needs_tokens() {
             let salt = self.cache_salt.as_deref();
             selector.prompt(&tokens, self.route.lora_name.as_deref(), salt)
         } else {
@@ -186,30 +206,63 @@ impl Plan {
         }
     }
 
-    /// Choose a worker that was not tried yet and book the request there, in one step.
+    /// Choose a worker that was not tried yet and book the request there, in one step; where requests
+    /// wait for a worker with room to prefill, when there is one.
     ///
     /// # Errors
-    /// `NoWorker`, saying what there is and why it can't serve.
-    pub fn book(&self, tried: &[InstanceId]) -> Result<Choice> {
+    /// `NoWorker`, saying what there is and why it can't serve; those of the queue.
+    pub async fn book(&self, metrics: &FrontendMetrics, tried: &[InstanceId]) -> Result<Choice> {
+        let pool = &self.route.pool;
+        let advice = self.advice(tried).await;
+        let book = || self.book_now(tried, advice.as_ref());
+        let Some(line) = &pool.queue else { return book() };
+        let began = Instant::now();
+        let cached_tokens = || {
+            let members = pool.members();
+            let is_eligible = |worker: Worker| self.is_eligible(&members, worker, tried);
+            let ask = Ask { allowed: Some(&is_eligible), ..self.ask(None) };
+            let blocks = pool.selector.most_held(&ask);
+            u64::from(blocks) * u64::from(self.prompt.block_size)
+        };
+        let is_open = || self.pinned.is_none() && self.is_open(&pool.members(), tried);
+        let isl_tokens = self.prompt.isl_tokens;
+        let outcome = queue::pass(line, &self.wish, isl_tokens, cached_tokens, is_open, book).await;
+        metrics.queue_seconds.observe(began.elapsed().as_secs_f64());
+        outcome
+    }
+
+    fn book_now(&self, tried: &[InstanceId], advice: Option<&Advice>) -> Result<Choice> {
         for _ in 0..MAX_CHOICES {
-            if let Some(choice) = self.book_once(tried)? {
+            if let Some(choice) = self.book_once(tried, advice)? {
                 return Ok(choice);
             }
         }
         Err(Error::NoWorker("every chosen worker left while the request was routed".to_owned()))
     }
 
+    /// What a policy outside the core says of those that were not tried yet.
+    async fn advice(&self, tried: &[InstanceId]) -> Option<Advice> {
+        let selector = &self.route.pool.selector;
+        selector.desk()?;
+        let question = {
+            let members = self.route.pool.members();
+            let is_eligible = |worker: Worker| self.is_eligible(&members, worker, tried);
+            selector.question(&Ask { allowed: Some(&is_eligible), ..self.ask(None) })
+        };
+        outside::advice(selector, question).await
+    }
+
     /// `None` when the chosen worker has left meanwhile.
-    fn book_once(&self, tried: &[InstanceId]) -> Result<Option<Choice>> {
+    fn book_once(&self, tried: &[InstanceId], advice: Option<&Advice>) -> Result<Option<Choice>> {
         let pool = &self.route.pool;
         // Read anew each time: workers come and go while a prompt is tokenized or an attempt runs.
         let members = pool.members();
         let is_eligible = |worker: Worker| self.is_eligible(&members, worker, tried);
-        let is_open =
-            tried.is_empty() && self.route.lora_name.is_none() && members.are_all_healthy();
         let ask = Ask {
-            allowed: (!is_open).then_some(&is_eligible as &dyn Fn(Worker) -> bool),
-            ..self.ask()
+            waits: pool.queue.is_some(),
+            allowed: (!self.is_open(&members, tried))
+                .then_some(&is_eligible as &dyn Fn(Worker) -> bool),
+            ..self.ask(advice)
         };
         let (booking, selection) =
             pool.selector.select(&ask).map_err(|error| self.explain_absence(error))?;
@@ -224,6 +277,11 @@ impl Plan {
         }))
     }
 
+    /// Whether every worker may take it, but for a pin.
+    fn is_open(&self, members: &Members, tried: &[InstanceId]) -> bool {
+        tried.is_empty() && self.route.lora_name.is_none() && members.are_all_healthy()
+    }
+
     fn is_eligible(&self, members: &Members, worker: Worker, tried: &[InstanceId]) -> bool {
         members.is_eligible(worker, tried)
             && self.route.lora_name.as_deref().is_none_or(|name| {
@@ -231,7 +289,7 @@ impl Plan {
             })
     }
 
-    fn ask(&self) -> Ask<'_> {
+    fn ask<'a>(&'a self, advice: Option<&'a Advice>) -> Ask<'a> {
         let overrides = if self.is_decode_only {
             // Its blocks come from the prefill worker, whatever it holds itself.
             RouteOverride {
@@ -248,8 +306,14 @@ impl Plan {
             pin,
             overlaps: self.remote.as_deref(),
             request_id: self.request_id.as_deref(),
+            facts: Facts { advice, ..self.facts() },
+            expected_output_tokens: self.expected_output_tokens,
             ..Ask::new(&self.prompt)
         }
+    }
+
+    fn facts(&self) -> Facts<'_> {
+        self.client.facts(self.tokens.as_deref().map_or(&[], Vec::as_slice))
     }
 
     fn explain_absence(&self, error: Error) -> Error {
@@ -277,6 +341,25 @@ impl Plan {
         ))
     }
 
+    /// What the request is expected to cost, where cached tokens cost `cached_share` of others.
+    pub fn cost(&self, cached_share: f64) -> Cost {
+        // What is cached counts only where it can be known and is cheaper.
+        let is_asked = cached_share < 1.0 && !self.prompt.locals.is_empty();
+        let held = if is_asked { self.expected_blocks() } else { 0 };
+        let cached = self.reusable_blocks(held) * u64::from(self.prompt.block_size);
+        Cost { input_tokens: self.prompt.isl_tokens, cached_tokens: cached, output_tokens: None }
+    }
+
+    /// Blocks that the worker holds which would be chosen now.
+    fn expected_blocks(&self) -> u32 {
+        let members = self.route.pool.members();
+        let is_eligible = |worker: Worker| self.is_eligible(&members, worker, &[]);
+        let ask = Ask { allowed: Some(&is_eligible), ..self.ask(None) };
+        // Where nobody can be chosen now, somebody who holds nothing will be.
+        let preview = self.route.pool.selector.preview(&ask);
+        preview.map_or(0, |(selection, _)| selection.overlap_blocks)
+    }
+
     /// Blocks of an overlap that the engine can reuse.
     pub fn reusable_blocks(&self, overlap_blocks: u32) -> u64 {
         self.prompt.reusable_blocks(overlap_blocks)
@@ -301,10 +384,11 @@ impl Plan {
     ///
     /// # Errors
     /// As [`Plan::book`].
-    pub fn explain(&self) -> Result<serde_json::Value> {
+    pub async fn explain(&self) -> Result<serde_json::Value> {
+        let advice = self.advice(&[]).await;
         let members = self.route.pool.members();
         let is_eligible = |worker: Worker| self.is_eligible(&members, worker, &[]);
-        let ask = Ask { allowed: Some(&is_eligible), ..self.ask() };
+        let ask = Ask { allowed: Some(&is_eligible), ..self.ask(advice.as_ref()) };
         let pool = &self.route.pool;
         let (selection, record) =
             pool.selector.preview(&ask).map_err(|error| self.explain_absence(error))?;

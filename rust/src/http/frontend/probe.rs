@@ -9,6 +9,7 @@ use serde::Deserialize;
 use super::app::App;
 use super::busy::{label, read_load, watched};
 use super::engine::{Engine, EngineNotes};
+use super::engine_metrics;
 use super::proxy::Upstream;
 use crate::http::Shutdown;
 
@@ -72,7 +73,9 @@ pub(super) async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown
             && let Ok((200, body)) =
                 get(&app.upstream, &engine, "/metrics", interval.max(Duration::from_secs(1))).await
         {
-            read_load(&pool, &engine, &String::from_utf8_lossy(&body));
+            let text = String::from_utf8_lossy(&body);
+            read_load(&pool, &engine, &text);
+            engine_metrics::read(&pool, &engine, &text);
         }
         let pause = if engine.is_healthy() { interval } else { eager };
         tokio::select! {

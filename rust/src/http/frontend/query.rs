@@ -14,10 +14,10 @@ use super::runtime::call::Ask;
 ///
 /// # Errors
 /// 503 when nobody can take it.
-pub(super) fn answer(ask: &Ask, plan: &Plan, prefill: &Prefill) -> Result<Response, Reject> {
-    let decode = plan.peek()?;
+pub(super) async fn answer(ask: &Ask, plan: &Plan, prefill: &Prefill) -> Result<Response, Reject> {
+    let decode = plan.peek().await?;
     // Without a prefill worker the one that decodes does both.
-    let prefiller = prefill.peek().unwrap_or(decode);
+    let prefiller = prefill.peek().await.unwrap_or(decode);
     let (id, object) = match ask.api {
         Api::Chat => (format!("chatcmpl-{}", ask.request_id), "chat.completion.chunk"),
         Api::Completions => (format!("cmpl-{}", ask.request_id), "text_completion"),

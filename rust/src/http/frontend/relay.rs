@@ -1,13 +1,16 @@
 //! An answer on its way through: copied chunk by chunk, its load freed whichever way it ends.
 
+use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 
+use axum::BoxError;
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use serde_json::json;
+use tokio::time::{Instant, Sleep};
 
 use super::app::{App, InFlight};
 use super::engine::Engine;
@@ -36,8 +39,12 @@ pub(super) struct Relay {
     pub scanner: UsageScanner,
     /// Tokens of the prompt as routing counted them; `None` when they were not known.
     pub prompt_tokens: Option<u64>,
-    pub _in_flight: InFlight,
+    pub in_flight: InFlight,
     end: End,
+    /// Since when the engine is waited for; `None` while it sends as fast as the client takes it.
+    waits_since: Option<Instant>,
+    /// Made at the first wait and set anew only when it rings: chunks come too often to move it each time.
+    alarm: Option<Pin<Box<Sleep>>>,
 }
 
 impl Relay {
@@ -61,8 +68,10 @@ impl Relay {
             is_event_stream,
             scanner: UsageScanner::default(),
             prompt_tokens,
-            _in_flight: in_flight,
+            in_flight,
             end: End::Open,
+            waits_since: None,
+            alarm: None,
         };
         if relay.first.is_none() && relay.upstream.is_end_stream() {
             relay.finish();
@@ -72,6 +81,8 @@ impl Relay {
 
     fn pass(&mut self, chunk: &[u8]) {
         self.scanner.feed(chunk);
+        self.in_flight.generated(self.scanner.events);
+        self.booking.generated(self.scanner.events);
         self.booking.touch();
     }
 
@@ -96,30 +107,49 @@ impl Relay {
         }
     }
 
-    fn broken(&mut self, error: &hyper::Error) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+    /// Ready when the engine has sent nothing for `--stream-idle-timeout`: with its packets lost on the way,
+    /// or its process stopped, nothing else would ever end the wait.
+    fn poll_silence(&mut self, cx: &mut Context<'_>) -> Poll<String> {
+        let timeout = self.app.options.stream_idle_timeout;
+        let due = *self.waits_since.get_or_insert_with(Instant::now) + timeout;
+        let alarm = self.alarm.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(due)));
+        loop {
+            ready!(alarm.as_mut().poll(cx));
+            if alarm.deadline() >= due {
+                let seconds = timeout.as_secs_f64();
+                return Poll::Ready(format!("nothing for {seconds} s (--stream-idle-timeout)"));
+            }
+            alarm.as_mut().reset(due);
+        }
+    }
+
+    fn broken(&mut self, error: BoxError) -> Option<Result<Frame<Bytes>, BoxError>> {
         self.end = End::Broken;
         self.booking.ended(Outcome::Broken);
         self.app.metrics.streams_broken.inc();
         self.engine.failed(&format!("answer broke off: {error}"));
+        if !self.is_event_stream {
+            // A JSON answer cut short: breaking the connection is the only honest end.
+            return Some(Err(error));
+        }
         // Everything that came is with the client already; what follows can only be said inside the stream.
         let message = format!("worker {} broke off the answer: {error}", self.engine.id);
         let event =
             json!({ "error": { "message": message, "type": "upstream_error", "code": 502 } });
-        Poll::Ready(Some(Ok(Frame::data(Bytes::from(format!(
-            // The blank line ends an event that was cut in two.
-            "\n\ndata: {event}\n\ndata: [DONE]\n\n"
-        ))))))
+        // The blank line ends an event that was cut in two.
+        let end = format!("\n\ndata: {event}\n\ndata: [DONE]\n\n");
+        Some(Ok(Frame::data(Bytes::from(end))))
     }
 }
 
 impl Body for Relay {
     type Data = Bytes;
-    type Error = hyper::Error;
+    type Error = BoxError;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         if self.end != End::Open {
             return Poll::Ready(None);
         }
@@ -130,7 +160,12 @@ impl Body for Relay {
             }
             return Poll::Ready(Some(Ok(Frame::data(chunk))));
         }
-        match std::task::ready!(Pin::new(&mut self.upstream).poll_frame(cx)) {
+        let Poll::Ready(next) = Pin::new(&mut self.upstream).poll_frame(cx) else {
+            let silence = ready!(self.poll_silence(cx));
+            return Poll::Ready(self.broken(silence.into()));
+        };
+        self.waits_since = None;
+        match next {
             Some(Ok(frame)) => {
                 if let Some(chunk) = frame.data_ref() {
                     let chunk = chunk.clone();
@@ -141,12 +176,7 @@ impl Body for Relay {
                 }
                 Poll::Ready(Some(Ok(frame)))
             }
-            Some(Err(error)) if self.is_event_stream => self.broken(&error),
-            Some(Err(error)) => {
-                // A JSON answer cut short: breaking the connection is the only honest end.
-                let _ = self.broken(&error);
-                Poll::Ready(Some(Err(error)))
-            }
+            Some(Err(error)) => Poll::Ready(self.broken(error.into())),
             None => {
                 self.finish();
                 Poll::Ready(None)
@@ -174,6 +204,8 @@ impl Body for Relay {
 
 impl Drop for Relay {
     fn drop(&mut self) {
+        self.booking.used(self.scanner.usage());
+        self.in_flight.used(self.scanner.usage());
         match self.end {
             // The engine has told its usage already: only the end of the stream is missing.
             End::Open if self.scanner.cached_tokens.is_some() => self.finish(),

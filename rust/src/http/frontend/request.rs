@@ -34,6 +34,10 @@ pub(super) struct Envelope<'a> {
     pub reasoning_effort: Option<&'a RawValue>,
     #[serde(borrow, default)]
     pub truncate_prompt_tokens: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub user: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub priority: Option<&'a RawValue>,
     #[serde(default)]
     pub add_generation_prompt: Option<bool>,
     #[serde(default)]

@@ -1,6 +1,9 @@
 //! Reads the engine's own token counts out of an answer that streams by, without parsing it.
 
-/// Scans an answer's bytes for `"prompt_tokens":N` and `"cached_tokens":N`; the last ones count.
+use crate::router::Usage;
+
+/// Scans an answer's bytes for `"prompt_tokens":N`, `"cached_tokens":N` and
+/// `"completion_tokens":N`; the last ones count. Counts the events of a stream meanwhile.
 ///
 /// Inside a generated text the quotes are escaped, so a model that writes these words fools nobody.
 #[derive(Debug, Default)]
@@ -9,15 +12,23 @@ pub(super) struct UsageScanner {
     carry: Vec<u8>,
     pub prompt_tokens: Option<u64>,
     pub cached_tokens: Option<u64>,
+    pub completion_tokens: Option<u64>,
+    /// Events with an object in them, most of which are a token each. One that is cut within its
+    /// first bytes is missed.
+    pub events: u64,
 }
 
 /// Longer than any name, separator and number it could be cut in.
 const CARRY: usize = 48;
 const PROMPT: &[u8] = b"\"prompt_tokens\"";
 const CACHED: &[u8] = b"\"cached_tokens\"";
+const COMPLETION: &[u8] = b"\"completion_tokens\"";
+/// Inside a generated text the quote would be escaped.
+const EVENT: &[u8] = b"data: {\"";
 
 impl UsageScanner {
     pub fn feed(&mut self, chunk: &[u8]) {
+        self.events += memchr::memmem::find_iter(chunk, EVENT).count() as u64;
         if self.carry.is_empty() {
             self.scan(chunk);
         } else {
@@ -48,6 +59,18 @@ impl UsageScanner {
         if let Some(found) = last_number(bytes, CACHED) {
             self.cached_tokens = Some(found);
         }
+        if let Some(found) = last_number(bytes, COMPLETION) {
+            self.completion_tokens = Some(found);
+        }
+    }
+
+    /// What the engine said, and generated tokens as they were counted where it said nothing.
+    pub fn usage(&self) -> Usage {
+        Usage {
+            input_tokens: self.prompt_tokens,
+            cached_tokens: self.cached_tokens,
+            output_tokens: self.completion_tokens.or(Some(self.events)),
+        }
     }
 }
 
@@ -76,11 +99,20 @@ mod tests {
                 scanner.feed(chunk);
             }
             assert_eq!(
-                (scanner.prompt_tokens, scanner.cached_tokens),
-                (Some(302), Some(288)),
+                (scanner.prompt_tokens, scanner.cached_tokens, scanner.completion_tokens),
+                (Some(302), Some(288), Some(24)),
                 "chunks of {size}"
             );
         }
+    }
+
+    #[test]
+    fn tokens_are_events_until_the_engine_says_more() {
+        let mut scanner = UsageScanner::default();
+        scanner.feed(b"data: {\"a\": \"data: {\\\"\"}\n\ndata: {\"b\": 1}\n\ndata: [DONE]\n\n");
+        assert_eq!(scanner.usage().output_tokens, Some(2));
+        scanner.feed(b"data: {\"usage\": {\"completion_tokens\": 7}}\n\n");
+        assert_eq!(scanner.usage().output_tokens, Some(7));
     }
 
     #[test]

@@ -1,23 +1,28 @@
 //! Routes of the indexer.
 
+use std::convert::Infallible;
 use std::sync::Arc;
+use std::time::Instant;
 
 use axum::Router;
 use axum::body::Body;
 use axum::extract::State;
-use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, Request, StatusCode, header};
 use axum::middleware::from_fn_with_state;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use bytes::Bytes;
+use futures_util::future::{BoxFuture, Either};
+use hyper::body::Incoming;
+use hyper_util::service::{TowerToHyperService, TowerToHyperServiceFuture};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use super::super::Reject;
 use super::super::body::{self, Unreadable};
+use super::super::{self as http, Reject};
 use super::answer::worker_entries;
 use super::dump::{DUMP_TYPE, DumpQuery, Dumps, binary_body, digests, json_body};
 use super::form::{Form, Params};
-use super::metrics::{self, IndexerMetrics};
+use super::metrics::{self, Endpoint, IndexerMetrics};
 use super::openapi::openapi;
 use super::overlap::{find, find_tokens};
 use super::recover::recover;
@@ -66,7 +71,19 @@ struct App {
 pub struct IndexerApp;
 
 impl IndexerApp {
-    /// Routes over `catalog`, ready for [`super::super::serve`].
+    /// The service over `catalog`, for [`super::super::serve`].
+    ///
+    /// # Errors
+    /// Those of [`Self::router`], which this is, and which tells of peers.
+    ///
+    /// # Cost
+    /// The questions that gateways ask for each prompt take a shorter way than the router's.
+    pub fn service(catalog: Arc<Catalog>, options: IndexerOptions) -> KvResult<IndexerService> {
+        let (app, router) = Self::build(catalog, options)?;
+        Ok(IndexerService { app, router: TowerToHyperService::new(router) })
+    }
+
+    /// The same as routes, to be put among others.
     ///
     /// With peers, recovery begins here, in the tokio runtime that this is called in. Publishers wait
     /// for its end, those that registered before too if [`Catalog::hold`] came first.
@@ -74,6 +91,10 @@ impl IndexerApp {
     /// # Errors
     /// `InvalidArgument` for a peer that is no URL.
     pub fn router(catalog: Arc<Catalog>, options: IndexerOptions) -> KvResult<Router> {
+        Self::build(catalog, options).map(|(_, router)| router)
+    }
+
+    fn build(catalog: Arc<Catalog>, options: IndexerOptions) -> KvResult<(Arc<App>, Router)> {
         let startup = Arc::new(Startup::new(&options.peers, options.min_initial_workers)?);
         let figures = IndexerMetrics::new(Arc::clone(&catalog), Arc::clone(&startup));
         let metrics = Arc::new(figures);
@@ -113,9 +134,50 @@ impl IndexerApp {
                 Reject::new(StatusCode::METHOD_NOT_ALLOWED, "this path takes another method")
                     .plain()
             })
-            .with_state(app)
+            .with_state(Arc::clone(&app))
             .layer(counted);
-        Ok(router)
+        Ok((app, router))
+    }
+}
+
+/// What [`IndexerApp::service`] makes.
+#[derive(Clone)]
+pub struct IndexerService {
+    app: Arc<App>,
+    router: TowerToHyperService<Router>,
+}
+
+impl http::App for IndexerService {
+    type Service = Self;
+
+    fn serve_peer(&self, _peer: http::Peer) -> Self {
+        self.clone()
+    }
+}
+
+impl hyper::service::Service<Request<Incoming>> for IndexerService {
+    type Response = Response;
+    type Error = Infallible;
+    type Future = Either<
+        BoxFuture<'static, Result<Response, Infallible>>,
+        TowerToHyperServiceFuture<Router, Request<Incoming>>,
+    >;
+
+    fn call(&self, request: Request<Incoming>) -> Self::Future {
+        let is_asked = |endpoint: &Endpoint| endpoint.path() == request.uri().path();
+        match Endpoint::ALL.into_iter().find(is_asked) {
+            Some(endpoint) if request.method() == Method::POST => {
+                let app = Arc::clone(&self.app);
+                Either::Left(Box::pin(async move {
+                    let started = Instant::now();
+                    let (head, mut body) = request.into_parts();
+                    let response = app.ask(endpoint, &head.headers, &mut body).await;
+                    app.metrics.count_question(endpoint, response.status().as_u16(), started);
+                    Ok(response)
+                }))
+            }
+            _ => Either::Right(self.router.call(request)),
+        }
     }
 }
 
@@ -144,32 +206,58 @@ impl App {
     /// Read a bounded body, parse it, answer.
     async fn answer<T: DeserializeOwned>(
         &self,
-        body: Body,
+        mut body: Body,
         act: impl FnOnce(&Self, T) -> Result<Response, Reject>,
     ) -> Response {
-        self.answer_form(Form::Json, body, act).await
-    }
-
-    /// As [`Self::answer`], of a body in either form.
-    async fn answer_form<T: DeserializeOwned>(
-        &self,
-        form: Form,
-        body: Body,
-        act: impl FnOnce(&Self, T) -> Result<Response, Reject>,
-    ) -> Response {
-        let request = self.read(body).await.and_then(|bytes| form.parse(&bytes));
+        let request = self.read(&mut body).await.and_then(|bytes| Form::Json.parse(&bytes));
         match request.and_then(|request| act(self, request)) {
             Ok(response) => response,
             Err(reject) => reject.plain(),
         }
     }
 
-    async fn read(&self, mut body: Body) -> Result<Bytes, Reject> {
+    /// Answer one of the questions, in whichever forms `headers` say.
+    async fn ask(
+        &self,
+        endpoint: Endpoint,
+        headers: &HeaderMap,
+        body: &mut (impl http_body::Body<Data = Bytes> + Unpin),
+    ) -> Response {
+        let found = self.read(body).await.and_then(|bytes| {
+            let (form, to) = (Form::of_body(headers), Form::of_answer(headers));
+            let found = match endpoint {
+                Endpoint::Query => self.query(&form.parse_question(&bytes)?, to)?,
+                Endpoint::QueryByHash => self.query_by_hash(&form.parse_question(&bytes)?, to)?,
+            };
+            Ok((to, found))
+        });
+        match found {
+            Ok((form, bytes)) => self.mark(overlaps(form, bytes)),
+            Err(reject) => reject.plain(),
+        }
+    }
+
+    fn query(&self, request: &Query, form: Form) -> Result<Vec<u8>, Reject> {
+        let salt = request.salt()?;
+        let model = self.catalog.model(&request.model_name, &request.tenant_id)?;
+        let lora_name = request.lora_name.as_deref();
+        Ok(find_tokens(&model, &request.token_ids.0, lora_name, salt, form))
+    }
+
+    fn query_by_hash(&self, request: &QueryByHash, form: Form) -> Result<Vec<u8>, Reject> {
+        let model = self.catalog.model(&request.model_name, &request.tenant_id)?;
+        Ok(find(&model, &request.block_hashes.0, form))
+    }
+
+    async fn read(
+        &self,
+        body: &mut (impl http_body::Body<Data = Bytes> + Unpin),
+    ) -> Result<Bytes, Reject> {
         let limit = self.options.max_body_bytes;
-        match body::read(&mut body, limit).await {
+        match body::read(body, limit).await {
             Ok(bytes) => Ok(bytes),
             Err(Unreadable::TooLarge) => {
-                body::discard(&mut body).await;
+                body::discard(body).await;
                 let message = format!("the body is larger than the limit of {limit} bytes");
                 Err(Reject::new(StatusCode::PAYLOAD_TOO_LARGE, message))
             }
@@ -236,29 +324,23 @@ async fn workers(State(app): State<Arc<App>>, Params(filter): Params<WorkersFilt
     json_response(StatusCode::OK, &worker_entries(&app.catalog, filter.model_name.as_deref()))
 }
 
-async fn query(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
-    app.answer_form(Form::of_body(&headers), body, |app, request: Query| {
-        let salt = request.salt()?;
-        let model = app.catalog.model(&request.model_name, &request.tenant_id)?;
-        let form = Form::of_answer(&headers);
-        let lora_name = request.lora_name.as_deref();
-        let answer = find_tokens(&model, &request.token_ids.0, lora_name, salt, form);
-        Ok(app.mark(overlaps(form, answer)))
-    })
-    .await
+async fn query(State(app): State<Arc<App>>, headers: HeaderMap, mut body: Body) -> Response {
+    app.ask(Endpoint::Query, &headers, &mut body).await
 }
 
-async fn query_by_hash(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
-    app.answer_form(Form::of_body(&headers), body, |app, request: QueryByHash| {
-        let model = app.catalog.model(&request.model_name, &request.tenant_id)?;
-        let form = Form::of_answer(&headers);
-        Ok(app.mark(overlaps(form, find(&model, &request.block_hashes.0, form))))
-    })
-    .await
+async fn query_by_hash(
+    State(app): State<Arc<App>>,
+    headers: HeaderMap,
+    mut body: Body,
+) -> Response {
+    app.ask(Endpoint::QueryByHash, &headers, &mut body).await
 }
 
 fn overlaps(form: Form, bytes: Vec<u8>) -> Response {
-    (StatusCode::OK, [(header::CONTENT_TYPE, form.media_type())], bytes).into_response()
+    let mut response = Response::new(Body::from(bytes));
+    let media_type = HeaderValue::from_static(form.media_type());
+    response.headers_mut().insert(header::CONTENT_TYPE, media_type);
+    response
 }
 
 async fn dump(State(app): State<Arc<App>>, Params(query): Params<DumpQuery>) -> Response {

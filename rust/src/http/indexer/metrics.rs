@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use axum::extract::{MatchedPath, Request, State};
@@ -55,6 +55,26 @@ pub(super) struct IndexerMetrics {
     requests: Family<RequestLabel, Counter>,
     errors: Family<ErrorLabel, Counter>,
     seconds: Family<EndpointLabel, Histogram, Seconds>,
+    /// The figures of the endpoints that are asked most, looked up once.
+    questions: [OnceLock<(Counter, Histogram)>; Endpoint::ALL.len()],
+}
+
+/// Endpoints that are asked for each prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Endpoint {
+    Query,
+    QueryByHash,
+}
+
+impl Endpoint {
+    pub const ALL: [Self; 2] = [Self::Query, Self::QueryByHash];
+
+    pub const fn path(self) -> &'static str {
+        match self {
+            Self::Query => "/query",
+            Self::QueryByHash => "/query_by_hash",
+        }
+    }
 }
 
 impl IndexerMetrics {
@@ -71,13 +91,28 @@ impl IndexerMetrics {
             seconds.clone(),
         );
         registry.register_collector(Box::new(Figures { catalog, startup }));
-        Self { registry, requests, errors, seconds }
+        Self { registry, requests, errors, seconds, questions: Default::default() }
     }
 
     /// The exposition text, with the catalog's figures read now.
     pub fn expose(&self) -> Response {
         // Thousands of workers take tens of milliseconds: other connections go on meanwhile.
         tokio::task::block_in_place(|| exposition(&self.registry))
+    }
+
+    /// Count a POST to one of these endpoints.
+    pub fn count_question(&self, endpoint: Endpoint, status: u16, started: Instant) {
+        if status >= 400 {
+            return self.count(endpoint.path(), "POST", status, started);
+        }
+        let (requests, seconds) = self.questions[endpoint as usize].get_or_init(|| {
+            let endpoint = endpoint.path().to_owned();
+            let label = RequestLabel { endpoint: endpoint.clone(), method: "POST" };
+            let seconds = self.seconds.get_or_create(&EndpointLabel { endpoint }).clone();
+            (self.requests.get_or_create(&label).clone(), seconds)
+        });
+        requests.inc();
+        seconds.observe(started.elapsed().as_secs_f64());
     }
 
     fn count(&self, endpoint: &str, method: &'static str, status: u16, started: Instant) {

@@ -4,6 +4,7 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, SeqAccess, Unexpected, Visitor};
 
 use super::super::Reject;
+use super::plain;
 
 /// Token ids: u32, refused by index and value otherwise.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -184,8 +185,14 @@ pub(super) struct Unregister {
     pub dp_rank: Option<u32>,
 }
 
+/// A body that is mostly read without serde.
+pub(super) trait Question: Sized {
+    /// The question, if it is written as nearly all are; `None` says nothing about it.
+    fn plain(bytes: &[u8]) -> Option<Self>;
+}
+
 /// POST /query
-#[derive(Debug, Deserialize)]
+#[derive(Debug, PartialEq, Eq, Deserialize)]
 pub(super) struct Query {
     pub token_ids: TokenIds,
     pub model_name: String,
@@ -209,8 +216,22 @@ impl Query {
     }
 }
 
+impl Question for Query {
+    fn plain(bytes: &[u8]) -> Option<Self> {
+        let plain = plain::read(bytes, "token_ids")?;
+        Some(Self {
+            token_ids: TokenIds(plain.list),
+            model_name: plain.model_name.to_owned(),
+            tenant_id: plain.tenant_id.map_or_else(default_tenant, str::to_owned),
+            lora_name: plain.lora_name.map(str::to_owned),
+            cache_salt: plain.cache_salt.map(str::to_owned),
+            additional_salt: plain.additional_salt.map(str::to_owned),
+        })
+    }
+}
+
 /// POST /query_by_hash
-#[derive(Debug, Deserialize)]
+#[derive(Debug, PartialEq, Eq, Deserialize)]
 pub(super) struct QueryByHash {
     pub block_hashes: BlockHashes,
     pub model_name: String,
@@ -219,6 +240,18 @@ pub(super) struct QueryByHash {
     /// Salted hashes carry their salt already, the tenant's included: naming it again changes nothing.
     #[serde(rename = "cache_salt")]
     pub _cache_salt: Option<String>,
+}
+
+impl Question for QueryByHash {
+    fn plain(bytes: &[u8]) -> Option<Self> {
+        let plain = plain::read(bytes, "block_hashes")?;
+        Some(Self {
+            block_hashes: BlockHashes(plain.list),
+            model_name: plain.model_name.to_owned(),
+            tenant_id: plain.tenant_id.map_or_else(default_tenant, str::to_owned),
+            _cache_salt: plain.cache_salt.map(str::to_owned),
+        })
+    }
 }
 
 /// POST /register_peer, /deregister_peer

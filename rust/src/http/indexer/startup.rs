@@ -195,14 +195,27 @@ fn peer_url(url: &str) -> Result<String> {
     let base = url.trim_end_matches('/');
     let is_legal = base.parse::<Uri>().is_ok_and(|uri| {
         let has_host = uri.authority().is_some_and(|authority| {
-            !authority.host().is_empty() && !authority.as_str().contains('@')
+            is_host(authority.host()) && !authority.as_str().contains('@')
         });
-        uri.scheme_str() == Some("http") && has_host && uri.query().is_none()
+        let has_plain_path =
+            uri.path().bytes().all(|byte| is_of_name(byte) || b"/~%".contains(&byte));
+        uri.scheme_str() == Some("http") && has_host && has_plain_path && uri.query().is_none()
     });
     if is_legal {
         return Ok(base.to_owned());
     }
     Err(Error::invalid(format!("url must be http://host[:port] of a peer indexer, got {url:?}")))
+}
+
+/// A name, an address, or an IPv6 address in brackets: the URI's grammar allows `http://0*`, too.
+fn is_host(host: &str) -> bool {
+    host.starts_with('[')
+        || host.starts_with(|first: char| first.is_ascii_alphanumeric())
+            && host.bytes().all(is_of_name)
+}
+
+fn is_of_name(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric() || b"._-".contains(&byte)
 }
 
 #[cfg(test)]
@@ -258,6 +271,9 @@ mod tests {
             "http://",
             "http://u@h:1",
             "http://h:1?x=1",
+            "http://h*",
+            "http://-h",
+            "http://h/a*b",
             "ftp://h",
         ] {
             let error = startup.add_peer(bad).unwrap_err().to_string();

@@ -99,11 +99,13 @@ fn entry(
     reports: &mut HashMap<Worker, Report>,
 ) -> WorkerEntry {
     let index = &pool.selector.model().index;
+    let engines = pool.selector.engines.all();
     let rank = |worker: Worker| {
         // Ascending by worker.
         let place = loads.binary_search_by_key(&worker, |load| load.worker).ok();
         let load = place.map(|place| loads[place]);
         let reported = pool.selector.busy.reported(worker).unwrap_or_default();
+        let engine = engines.get(&worker).copied().unwrap_or_default();
         RankEntry {
             dp_rank: worker.dp_rank,
             blocks: index.blocks(worker),
@@ -116,6 +118,16 @@ fn entry(
                 "active_prefill_tokens": reported.active_prefill_tokens,
                 "kv_total_blocks": reported.kv_total_blocks,
                 "max_num_batched_tokens": reported.max_num_batched_tokens,
+                "running_requests": engine.running_requests,
+                "gpu_kv_usage": engine.gpu_kv_usage,
+                "cpu_kv_usage": engine.cpu_kv_usage,
+                "queue_s": engine.queue_s,
+                "mean_prefill_s": engine.mean_prefill_s,
+                "mean_decode_s": engine.mean_decode_s,
+                "avg_prompt_tokens": engine.avg_prompt_tokens,
+                "avg_generation_tokens": engine.avg_generation_tokens,
+                "busy_ratio": engine.busy_ratio,
+                "utilization": engine.utilization,
             }),
             listener: None,
         }
@@ -179,7 +191,7 @@ pub(super) fn health(app: &App) -> Value {
         "workers": workers,
         "models": pools.len(),
         "reservations": reservations,
-        "router_policy": app.options.selector.router.policy.name(),
+        "router_policy": app.options.policy_name(),
         "warnings": warnings,
     })
 }

@@ -13,6 +13,7 @@ use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, get, post};
 use bytes::Bytes;
+use parking_lot::RwLock;
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::json;
 
@@ -21,7 +22,8 @@ use super::super::body::{self, Unreadable};
 use super::super::busy::{Change, answer};
 use super::super::indexer::form::{Form, Params};
 use super::super::indexer::query_routes;
-use super::super::metrics::{CommonMetrics, ModelLabel, RequestLabel, escape};
+use super::super::metrics::{CommonMetrics, ModelLabel, PREFIX, RequestLabel, escape};
+use super::super::policy_metrics::PolicyMetrics;
 use super::super::remote::RemoteIndexer;
 use super::answer::{health, readiness, worker_entries, worker_entry};
 use super::choose::Chosen;
@@ -46,12 +48,14 @@ pub(super) struct App {
     pub common: CommonMetrics,
     pub metrics: RouterMetrics,
     pub remote: Option<RemoteIndexer>,
+    /// What is told of it besides, in `/metrics`.
+    pub more_metrics: RwLock<String>,
 }
 
 /// The standalone router: workers are registered with it, [`RouterApp::router`] is served.
 #[derive(Clone)]
 pub struct RouterApp {
-    app: Arc<App>,
+    pub(super) app: Arc<App>,
     routes: Router,
 }
 
@@ -68,19 +72,29 @@ impl RouterApp {
         options.check()?;
         let (common, mut registry) = CommonMetrics::new();
         let metrics = RouterMetrics::register(&mut registry);
+        let policy_metrics = PolicyMetrics {
+            name: options.policy_name().to_owned(),
+            policies: options.policies.clone(),
+            settings: options.settings.clone(),
+        };
+        registry.register_collector(Box::new(policy_metrics));
         let remote = options.remote_indexer.as_ref();
         let remote =
             remote.map(|options| RemoteIndexer::new(options, &mut registry)).transpose()?;
         common.seal(registry);
         let fleet = Fleet::new(options.clone(), Arc::clone(&catalog), clock);
-        let app = App { options, catalog, fleet, common, metrics, remote };
-        let app = Arc::new(app);
+        let more_metrics = RwLock::default();
+        let app = Arc::new(App { options, catalog, fleet, common, metrics, remote, more_metrics });
         Ok(Self { routes: routes(&app)?, app })
     }
 
     /// Free reservations that nothing was heard of; call it on a timer.
     pub fn expire(&self) -> usize {
         let expired: usize = self.app.fleet.pools().iter().map(|pool| pool.selector.tick()).sum();
+        for queue in self.app.fleet.pools().iter().filter_map(|pool| pool.queue.as_ref()) {
+            // Others' bookings may have ended.
+            queue.call();
+        }
         self.app.metrics.load_expired.inc_by(expired as u64);
         expired
     }
@@ -267,7 +281,7 @@ async fn remove_worker(
 
 async fn select(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
     let selected = async {
-        let chosen = app.chosen(&headers, body).await?;
+        let chosen = app.chosen(&headers, body).await?.advised().await;
         Ok(reply_to(&headers, &chosen.preview(&app)?))
     };
     plain(selected.await)
@@ -275,15 +289,15 @@ async fn select(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> 
 
 async fn reserve(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
     let reserved = async {
-        let chosen = app.chosen(&headers, body).await?;
-        Ok(reply_to(&headers, &chosen.reserve(&app)?))
+        let chosen = app.chosen(&headers, body).await?.advised().await;
+        Ok(reply_to(&headers, &chosen.reserve(&app).await?))
     };
     plain(reserved.await)
 }
 
 async fn explain(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
     let explained = async {
-        let chosen = app.chosen(&headers, body).await?;
+        let chosen = app.chosen(&headers, body).await?.advised().await;
         Ok(reply_to(&headers, &chosen.explain(&app)?))
     };
     plain(explained.await)
@@ -292,9 +306,10 @@ async fn explain(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) ->
 async fn potential_loads(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
     let told = async {
         let chosen = app.chosen(&headers, body).await?;
-        // Nothing waits here: a request that cannot be placed is refused at once.
         let loads = chosen.potential_loads()?;
-        let answer = json!({ "loads": loads, "pending_count": 0, "pending_isl_tokens": 0 });
+        let (count, tokens) = chosen.pending();
+        let answer =
+            json!({ "loads": loads, "pending_count": count, "pending_isl_tokens": tokens });
         Ok(reply_to(&headers, &answer))
     };
     plain(told.await)
@@ -305,7 +320,7 @@ async fn prefill_complete(State(app): State<Arc<App>>, headers: HeaderMap, body:
         let named: Named = app.parse(&headers, body).await?;
         let mut outcome = Err(unknown(&named.request_id));
         for pool in app.pools_of(&named) {
-            note_cached(&pool, &named);
+            pool.selector.note_used(&named.request_id, named.usage());
             if pool.selector.mark_prefill_completed(&named.request_id).is_ok() {
                 outcome = Ok(());
             }
@@ -320,6 +335,9 @@ async fn touch(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> R
     let touched = async {
         let named: Named = app.parse(&headers, body).await?;
         let pools = app.pools_of(&named);
+        if let Some(tokens) = named.generated_tokens {
+            pools.iter().for_each(|pool| pool.selector.note_generated(&named.request_id, tokens));
+        }
         match pools.iter().filter(|pool| pool.selector.touch(&named.request_id)).count() {
             0 => Err(unknown(&named.request_id).into()),
             _ => Ok(reply_to(&headers, &json!({ "status": "ok" }))),
@@ -332,17 +350,13 @@ async fn free(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Re
     let freed = async {
         let named: Named = app.parse(&headers, body).await?;
         let pools = app.pools_of(&named);
-        pools.iter().for_each(|pool| note_cached(pool, &named));
+        for pool in &pools {
+            pool.selector.note_used(&named.request_id, named.usage());
+        }
         let freed = pools.iter().filter(|pool| pool.selector.free(&named.request_id)).count();
         Ok(reply_to(&headers, &json!({ "status": "ok", "freed": freed > 0 })))
     };
     plain(freed.await)
-}
-
-fn note_cached(pool: &Pool, named: &Named) {
-    if let Some(tokens) = named.cached_tokens {
-        pool.selector.note_cached(&named.request_id, tokens);
-    }
 }
 
 fn unknown(request_id: &str) -> Error {
@@ -362,6 +376,7 @@ async fn report_load(State(app): State<Arc<App>>, headers: HeaderMap, body: Body
             let message = format!("worker {id} has no dp_rank {rank}");
             return Err(Error::NotFound(message).into());
         }
+        let metrics = report.engine_metrics()?;
         let is_kept = match report.router_id {
             Some(router_id) => pool.selector.busy.share(router_id, worker, report.share()?),
             None => pool.selector.busy.report(worker, &report.report()),
@@ -369,6 +384,9 @@ async fn report_load(State(app): State<Arc<App>>, headers: HeaderMap, body: Body
         if !is_kept {
             let message = format!("1024 other routers have told of worker {worker} already");
             return Err(Error::Overloaded(message).into());
+        }
+        if !metrics.is_empty() {
+            pool.selector.engines.update(worker, metrics);
         }
         Ok(reply_to(&headers, &json!({ "status": "ok" })))
     };
@@ -446,6 +464,9 @@ async fn metrics(State(app): State<Arc<App>>) -> Response {
         let loads = pool.selector.loads();
         let busy = pool.selector.busy.busy(loads.iter().copied());
         let label = ModelLabel { model: model.clone(), tenant: tenant.clone() };
+        if let Some(queue) = &pool.queue {
+            figures.tell_queue(&label, &queue.stats());
+        }
         for (family, value) in [
             (&figures.workers, pool.members().len()),
             (&figures.busy_workers, busy.len()),
@@ -465,5 +486,5 @@ async fn metrics(State(app): State<Arc<App>>) -> Response {
     figures.journal_records.set(journal.records as i64);
     figures.journal_bytes.set(journal.bytes as i64);
     figures.journal_dropped.inner().store(journal.dropped_total, Ordering::Relaxed);
-    app.common.expose(&app.catalog)
+    app.common.expose_with(&app.catalog, &app.more_metrics.read(), PREFIX)
 }

@@ -1,10 +1,13 @@
 //! From a request to a worker.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use serde::Serialize;
 use serde_json::{Value, json};
 
+use super::super::frontend::engine::address_of;
+use super::super::{outside, queue};
 use super::app::App;
 use super::fleet::Pool;
 use super::metrics::OutcomeLabel;
@@ -12,6 +15,9 @@ use super::request::{Choose, MAX_ISL_TOKENS};
 use crate::catalog::TrustState;
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
+use crate::policy::session::{read_session_id, session_id};
+use crate::policy::{Advice, Session};
+use crate::router::Facts;
 use crate::select::{Ask, Pin, PotentialLoad, Prompt, Selection};
 
 /// A request for a worker, understood.
@@ -23,6 +29,11 @@ pub(super) struct Chosen {
     request: Choose,
     pin: Option<Pin>,
     allowed: Option<Vec<InstanceId>>,
+    /// The prompt's text, or four bytes of each token id; empty where no policy asks.
+    text: Vec<u8>,
+    session_worker: Option<Worker>,
+    /// What a policy outside the core says of it.
+    advice: Option<Advice>,
 }
 
 /// What POST /select and /reserve answer.
@@ -44,6 +55,9 @@ pub(super) struct Answer {
     reason: &'static str,
     ties: usize,
     margin: Option<f64>,
+    /// What the session sends back to come to the same worker, under `session-affinity`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    session_id: Option<String>,
 }
 
 /// One entry of what POST /potential_loads answers.
@@ -76,7 +90,11 @@ impl Chosen {
             )));
         }
         let (pin, allowed) = (request.pin()?, request.allowed()?);
+        request.check_client()?;
         let prompt = prompt(&pool, &request)?;
+        let text = if pool.selector.needs_facts() { text(&request) } else { Vec::new() };
+        let named = request.session_id.as_deref().and_then(read_session_id);
+        let session_worker = named.and_then(|(address, rank)| pool.named(&address, rank));
         let is_asked = pool.selector.uses_overlaps(&request.overrides(), &prompt);
         let remote = match &app.remote {
             // Without an answer nothing is known to be held, and load decides.
@@ -86,7 +104,17 @@ impl Chosen {
             }
             _ => None,
         };
-        Ok(Self { pool, prompt, remote, request, pin, allowed })
+        Ok(Self { pool, prompt, remote, request, pin, allowed, text, session_worker, advice: None })
+    }
+
+    /// Ask a policy outside the core, where one chooses.
+    pub async fn advised(mut self) -> Self {
+        let selector = &self.pool.selector;
+        if selector.desk().is_some() {
+            let question = self.ask(|ask| Ok(selector.question(ask))).ok().flatten();
+            self.advice = outside::advice(selector, question).await;
+        }
+        self
     }
 
     fn ask<T>(&self, act: impl FnOnce(&Ask<'_>) -> Result<T>) -> Result<T> {
@@ -98,40 +126,74 @@ impl Chosen {
             allowed: self.allowed.is_some().then_some(&is_allowed as &dyn Fn(Worker) -> bool),
             pin: self.pin,
             overlaps: self.remote.as_deref(),
+            facts: self.facts(),
+            waits: self.pool.queue.is_some(),
+            expected_output_tokens: self.request.expected_output_tokens,
             ..Ask::new(&self.prompt)
         })
+    }
+
+    fn facts(&self) -> Facts<'_> {
+        let tokens = self.request.token_ids.as_ref();
+        Facts {
+            prompt: &self.text,
+            token_ids: tokens.map_or(&[], |tokens| tokens.0.as_slice()),
+            user: self.request.user.as_deref(),
+            session: Session {
+                worker: self.session_worker,
+                key: self.request.session_key.as_deref(),
+            },
+            advice: self.advice.as_ref(),
+            ..Facts::default()
+        }
     }
 
     /// The worker it would go to now; nothing changes.
     pub fn preview(&self, app: &App) -> Result<Answer> {
         let (selection, _) =
-            self.counted(app, "previewed", |ask| self.pool.selector.preview(ask))?;
-        Ok(self.answer(&selection, None))
+            counted(app, "previewed", self.ask(|ask| self.pool.selector.preview(ask)))?;
+        Ok(self.answer(app, &selection, None))
     }
 
-    /// The worker it goes to, booked under its name.
+    /// The worker it goes to, booked under its name; where reservations wait for a worker with room to
+    /// prefill, when there is one.
     ///
     /// # Errors
-    /// As [`crate::select::Selector::reserve`]; `InvalidArgument` without a name.
-    pub fn reserve(&self, app: &App) -> Result<Answer> {
+    /// As [`crate::select::Selector::reserve`]; `InvalidArgument` without a name; those of the queue.
+    pub async fn reserve(&self, app: &App) -> Result<Answer> {
         let Some(request_id) = self.request.request_id.as_deref() else {
             return Err(Error::invalid("missing field `request_id`: what is booked needs a name"));
         };
-        let selection =
-            self.counted(app, "reserved", |ask| self.pool.selector.reserve(request_id, ask))?;
+        let selector = &self.pool.selector;
+        let reserve = || self.ask(|ask| selector.reserve(request_id, ask));
+        let reserved = match &self.pool.queue {
+            None => reserve(),
+            Some(line) => {
+                let most_held = || self.ask(|ask| Ok(selector.most_held(ask))).unwrap_or(0);
+                let cached = || u64::from(most_held()) * u64::from(self.prompt.block_size);
+                let is_open = || self.pin.is_none() && self.allowed.is_none();
+                let wish = self.request.wish()?;
+                let began = Instant::now();
+                let isl_tokens = self.prompt.isl_tokens;
+                let outcome = queue::pass(line, &wish, isl_tokens, cached, is_open, reserve).await;
+                app.metrics.queue_seconds.observe(began.elapsed().as_secs_f64());
+                outcome
+            }
+        };
+        let selection = counted(app, "reserved", reserved)?;
         app.metrics.input.inc_by(self.prompt.isl_tokens);
         let tokens = |blocks| self.cached_tokens(blocks);
         app.metrics.available.inc_by(tokens(selection.best_blocks));
         app.metrics.selected.inc_by(tokens(selection.overlap_blocks));
-        Ok(self.answer(&selection, Some(request_id.to_owned())))
+        Ok(self.answer(app, &selection, Some(request_id.to_owned())))
     }
 
     /// Why it would go there: every candidate's terms.
     pub fn explain(&self, app: &App) -> Result<Value> {
         let (selection, record) =
-            self.counted(app, "explained", |ask| self.pool.selector.preview(ask))?;
+            counted(app, "explained", self.ask(|ask| self.pool.selector.preview(ask)))?;
         let mut value = record.decision();
-        let answer = serde_json::to_value(self.answer(&selection, None))
+        let answer = serde_json::to_value(self.answer(app, &selection, None))
             .map_err(|error| Error::invalid(error.to_string()))?;
         if let (Value::Object(to), Value::Object(from)) = (&mut value, answer) {
             to.extend(from);
@@ -163,34 +225,25 @@ impl Chosen {
         Ok(loads.into_iter().map(entry).collect())
     }
 
-    fn counted<T>(
-        &self,
-        app: &App,
-        done: &'static str,
-        act: impl FnOnce(&Ask<'_>) -> Result<T>,
-    ) -> Result<T> {
-        let outcome = self.ask(act);
-        let outcome_name = match &outcome {
-            Ok(_) => done,
-            Err(Error::AllBusy(_)) => "all_busy",
-            Err(Error::NoWorker(_)) => "no_worker",
-            Err(Error::Overloaded(_)) => "overloaded",
-            Err(Error::Conflict(_)) => "duplicate",
-            Err(_) => "invalid",
-        };
-        app.metrics.selections.get_or_create(&OutcomeLabel { outcome: outcome_name }).inc();
-        outcome
+    /// Requests of its model that wait, and tokens of their prompts.
+    pub fn pending(&self) -> (usize, u64) {
+        let stats = self.pool.queue.as_ref().map(|queue| queue.stats()).unwrap_or_default();
+        (stats.pending, stats.pending_isl_tokens)
     }
 
-    fn answer(&self, selection: &Selection, request_id: Option<String>) -> Answer {
+    fn answer(&self, app: &App, selection: &Selection, request_id: Option<String>) -> Answer {
         let Worker { instance_id, dp_rank } = selection.worker;
+        let url = self.pool.member(instance_id).and_then(|member| member.url.clone());
+        let keeps_sessions = app.options.policy_name() == "session-affinity";
+        let address = url.as_deref().filter(|_| keeps_sessions).map(address_of);
         Answer {
             request_id,
             model_name: self.pool.key.model_name.clone(),
             tenant_id: self.pool.key.tenant_id.clone(),
             worker_id: instance_id,
             dp_rank,
-            url: self.pool.member(instance_id).and_then(|member| member.url.clone()),
+            session_id: address.map(|address| session_id(address, dp_rank)),
+            url,
             overlap_blocks: selection.overlap_blocks,
             predicted_blocks: selection.predicted_blocks,
             best_blocks: selection.best_blocks,
@@ -211,6 +264,15 @@ impl Chosen {
         let is_its = |model: &crate::catalog::ModelIndex| model.key == self.pool.key;
         let reports = app.catalog.reports(is_its);
         reports.into_iter().map(|report| (report.view.worker, report.trust.state)).collect()
+    }
+}
+
+/// What policies hash: the prompt's text, else its tokens as the frontend has them.
+fn text(request: &Choose) -> Vec<u8> {
+    match (&request.prompt, &request.token_ids) {
+        (Some(prompt), _) => prompt.clone().into_bytes(),
+        (None, Some(tokens)) => tokens.0.iter().flat_map(|id| id.to_be_bytes()).collect(),
+        (None, None) => Vec::new(),
     }
 }
 
@@ -261,8 +323,26 @@ fn prompt(pool: &Pool, request: &Choose) -> Result<Prompt> {
         }
         (None, None, Some(isl_tokens)) if isl_tokens > 0 => Ok(Prompt::unknown(isl_tokens)),
         (None, None, Some(_)) => Err(Error::invalid("isl_tokens must be at least 1, got 0")),
+        // English text has about four bytes a token.
+        (None, None, None) if request.prompt.is_some() => {
+            let bytes = request.prompt.as_ref().map_or(0, String::len) as u64;
+            Ok(Prompt::unknown(bytes / 4))
+        }
         (None, None, None) => Err(Error::invalid(
-            "missing field `token_ids`: give token_ids, block_hashes, or isl_tokens alone",
+            "missing field `token_ids`: give token_ids, block_hashes, or isl_tokens or prompt alone",
         )),
     }
+}
+
+fn counted<T>(app: &App, done: &'static str, outcome: Result<T>) -> Result<T> {
+    let outcome_name = match &outcome {
+        Ok(_) => done,
+        Err(Error::AllBusy(_)) => "all_busy",
+        Err(Error::NoWorker(_)) => "no_worker",
+        Err(Error::Overloaded(_)) => "overloaded",
+        Err(Error::Conflict(_)) => "duplicate",
+        Err(_) => "invalid",
+    };
+    app.metrics.selections.get_or_create(&OutcomeLabel { outcome: outcome_name }).inc();
+    outcome
 }

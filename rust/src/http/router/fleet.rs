@@ -5,14 +5,15 @@ use std::sync::Arc;
 
 use parking_lot::RwLock;
 
-use super::super::frontend::engine::{port_of, shifted};
+use super::super::frontend::engine::{address_of, port_of, shifted};
+use super::super::frontend::fleet::PREFILL_TENANT;
 use super::options::RouterOptions;
 use super::request::{Events, NewWorker};
 use crate::catalog::{Catalog, Identity, ModelKey, Registration};
 use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
-use crate::select::{Journal, Selector, SelectorConfig, Thresholds};
+use crate::select::{Journal, Outbox, Queue, Selector, SelectorConfig, Thresholds};
 
 /// A registered worker.
 #[derive(Debug)]
@@ -22,6 +23,8 @@ pub(super) struct Member {
     pub dp_size: u32,
     /// Where its ranks publish.
     pub events: BTreeMap<u32, Events>,
+    /// How many were registered before it: another number when it comes again.
+    pub joined: u64,
 }
 
 impl Member {
@@ -35,12 +38,24 @@ impl Member {
 pub(super) struct Pool {
     pub key: ModelKey,
     pub selector: Selector,
+    /// Where reservations wait for a worker with room to prefill.
+    pub queue: Option<Arc<Queue>>,
     members: RwLock<BTreeMap<InstanceId, Arc<Member>>>,
 }
 
 impl Pool {
     pub fn member(&self, id: InstanceId) -> Option<Arc<Member>> {
         self.members.read().get(&id).cloned()
+    }
+
+    /// The rank that a session's id names, if it is one of these workers.
+    pub fn named(&self, address: &str, dp_rank: u32) -> Option<Worker> {
+        let members = self.members.read();
+        let is_it = |member: &&Arc<Member>| {
+            dp_rank < member.dp_size
+                && member.url.as_deref().is_some_and(|url| address_of(url) == address)
+        };
+        members.values().find(is_it).map(|member| Worker::new(member.id, dp_rank))
     }
 
     pub fn members(&self) -> Vec<Arc<Member>> {
@@ -78,13 +93,16 @@ pub(super) struct Fleet {
     pub clock: Arc<dyn Clock>,
     /// Past decisions of all models: it outlives workers that come and go.
     pub journal: Arc<Journal>,
+    /// What replicas are to hear of bookings, of all models.
+    pub outbox: Arc<Outbox>,
     tables: RwLock<Tables>,
 }
 
 impl Fleet {
     pub fn new(options: RouterOptions, catalog: Arc<Catalog>, clock: Arc<dyn Clock>) -> Self {
         let journal = Arc::new(Journal::new(options.selector.journal_bytes));
-        Self { options, catalog, clock, journal, tables: RwLock::default() }
+        let (outbox, tables) = (Arc::default(), RwLock::default());
+        Self { options, catalog, clock, journal, outbox, tables }
     }
 
     /// Add a worker with all its ranks.
@@ -110,7 +128,7 @@ impl Fleet {
         }
         let key = ModelKey { model_name: new.model_name.clone(), tenant_id: new.tenant_id.clone() };
         let pool = self.pool(&mut tables, &key)?;
-        let joined = self.join(&pool, new);
+        let joined = self.join(&pool, new, tables.registered_total);
         match &joined {
             Ok(_) => {
                 tables.joined.insert(id, key);
@@ -128,17 +146,22 @@ impl Fleet {
         let forced = Some(self.options.selector.router.block_size).filter(|size| *size > 0);
         let index = self.catalog.model_or_create(key, forced)?;
         let config = SelectorConfig { journal_bytes: 0, ..self.options.selector.clone() };
-        let selector = Selector::new(config, index, Arc::clone(&self.clock))?
-            .with_journal(Arc::clone(&self.journal));
+        let policies = self.options.policies.clone();
+        let selector = Selector::with_policies(config, policies, index, Arc::clone(&self.clock))?
+            .with_journal(Arc::clone(&self.journal))
+            .with_outbox(Arc::clone(&self.outbox));
         if let Some(thresholds) = tables.thresholds.get(key) {
             selector.busy.set_thresholds(*thresholds)?;
         }
-        let pool = Arc::new(Pool { key: key.clone(), selector, members: RwLock::default() });
-        tables.pools.insert(key.clone(), Arc::clone(&pool));
+        let queue = self.options.queue.as_ref();
+        let queue = queue.map(|options| Queue::serving(options, &selector, &self.clock));
+        let (key, members) = (key.clone(), RwLock::default());
+        let pool = Arc::new(Pool { key: key.clone(), selector, queue, members });
+        tables.pools.insert(key, Arc::clone(&pool));
         Ok(pool)
     }
 
-    fn join(&self, pool: &Pool, new: NewWorker) -> Result<Arc<Member>> {
+    fn join(&self, pool: &Pool, new: NewWorker, joined: u64) -> Result<Arc<Member>> {
         let (id, report) = (new.worker_id, new.report());
         if let Some(size) = new.block_size {
             let known = pool.selector.model().learn_block_size(size);
@@ -167,7 +190,7 @@ impl Fleet {
                 .collect(),
             None => new.events()?,
         };
-        let member = Arc::new(Member { id, url: new.url, dp_size: new.dp_size, events });
+        let member = Arc::new(Member { id, url: new.url, dp_size: new.dp_size, events, joined });
         if self.options.follows_events() {
             self.follow(pool, &member, new.kv_total_blocks)?;
         }
@@ -263,10 +286,15 @@ impl Fleet {
             (Some(_), Some(_), _) => Err(Error::invalid(
                 "model_name: several models have workers here; name one, and its tenant_id",
             )),
-            (None, _, Some(name)) => Err(Error::NotFound(format!(
-                "no workers for model={name} tenant={}",
-                tenant_id.unwrap_or("default")
-            ))),
+            (None, _, Some(name)) => {
+                // Who names no tenant means the workers that only prefill where there are no others.
+                let (model_name, tenant) = (name.to_owned(), tenant_id.unwrap_or(PREFILL_TENANT));
+                let key = ModelKey { model_name, tenant_id: tenant.to_owned() };
+                tables.pools.get(&key).cloned().ok_or_else(|| {
+                    let tenant = tenant_id.unwrap_or("default");
+                    Error::NotFound(format!("no workers for model={name} tenant={tenant}"))
+                })
+            }
             (None, _, None) => Err(Error::NoWorker("no worker is registered".to_owned())),
         }
     }
@@ -291,6 +319,12 @@ impl Fleet {
         let tables = self.tables.read();
         let pool = tables.joined.get(&id).and_then(|key| tables.pools.get(key));
         pool.cloned().ok_or_else(|| Error::NotFound(format!("no worker {id} is registered")))
+    }
+
+    /// How often a worker came or went.
+    pub fn changes(&self) -> u64 {
+        let (now, ever) = self.counts();
+        2 * ever - now as u64
     }
 
     /// Registered workers, and how many ever were.

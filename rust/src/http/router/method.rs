@@ -17,6 +17,8 @@ pub(super) enum Message {
         tokens: TokenIds,
         #[serde(flatten)]
         about: About,
+        #[serde(flatten)]
+        urgency: Urgency,
     },
     MarkPrefill {
         #[serde(flatten)]
@@ -43,6 +45,16 @@ pub(super) struct About {
     tenant_id: Option<String>,
     lora_name: Option<String>,
     cache_salt: Option<String>,
+    user: Option<String>,
+    session_key: Option<String>,
+}
+
+/// What a new request may say of itself among those that wait, and of its answer.
+#[derive(Debug, Default, Deserialize)]
+pub(super) struct Urgency {
+    priority: Option<f64>,
+    strict_priority: Option<u32>,
+    expected_output_tokens: Option<u64>,
 }
 
 /// The answer to a message.
@@ -52,7 +64,7 @@ pub(super) enum MethodAnswer {
     New { worker_id: u64, dp_rank: u32, overlap_blocks: u32 },
     PrefillMarked { success: bool },
     FreeMarked { success: bool },
-    PotentialLoads { loads: Vec<LoadAnswer>, pending_count: u64, pending_isl_tokens: u64 },
+    PotentialLoads { loads: Vec<LoadAnswer>, pending_count: usize, pending_isl_tokens: u64 },
 }
 
 impl About {
@@ -64,6 +76,8 @@ impl About {
             lora_name: self.lora_name,
             cache_salt: self.cache_salt,
             request_id: self.request_id,
+            user: self.user,
+            session_key: self.session_key,
             ..Choose::default()
         }
     }
@@ -86,11 +100,13 @@ pub(super) async fn obey(
 ) -> Result<MethodAnswer> {
     let named = |about: About| About { request_id: about.request_id.or(request_id), ..about };
     match message {
-        Message::New { tokens, about } => {
+        Message::New { tokens, about, urgency } => {
+            let Urgency { priority, strict_priority, expected_output_tokens } = urgency;
             let choose = named(about).choose(tokens);
+            let choose = Choose { priority, strict_priority, expected_output_tokens, ..choose };
             let is_named = choose.request_id.is_some();
-            let chosen = Chosen::understand(app, choose).await?;
-            let answer = if is_named { chosen.reserve(app)? } else { chosen.preview(app)? };
+            let chosen = Chosen::understand(app, choose).await?.advised().await;
+            let answer = if is_named { chosen.reserve(app).await? } else { chosen.preview(app)? };
             let (worker_id, dp_rank) = (answer.worker_id, answer.dp_rank);
             Ok(MethodAnswer::New { worker_id, dp_rank, overlap_blocks: answer.overlap_blocks })
         }
@@ -111,8 +127,8 @@ pub(super) async fn obey(
         Message::PotentialLoads { tokens, about } => {
             let chosen = Chosen::understand(app, about.choose(tokens)).await?;
             let loads = chosen.potential_loads()?;
-            // Nothing waits here: a request that cannot be placed is refused at once.
-            Ok(MethodAnswer::PotentialLoads { loads, pending_count: 0, pending_isl_tokens: 0 })
+            let (pending_count, pending_isl_tokens) = chosen.pending();
+            Ok(MethodAnswer::PotentialLoads { loads, pending_count, pending_isl_tokens })
         }
     }
 }

@@ -4,9 +4,11 @@ use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
-use super::super::metrics::ModelLabel;
+use super::super::metrics::{ModelLabel, seconds_histogram};
+use crate::select::QueueStats;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct StageLabel {
@@ -25,6 +27,13 @@ pub(super) struct WorkerLabel {
     pub worker: String,
 }
 
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(super) struct QueueLabel {
+    model: String,
+    tenant: String,
+    outcome: &'static str,
+}
+
 #[derive(Debug, Clone)]
 pub(super) struct RouterMetrics {
     /// Tokens of the prompts of all reservations.
@@ -34,6 +43,11 @@ pub(super) struct RouterMetrics {
     /// Of these, tokens that the chosen worker was expected to reuse.
     pub selected: Counter,
     pub selections: Family<OutcomeLabel, Counter>,
+    /// Time that reservations took where they may have to wait.
+    pub queue_seconds: Histogram,
+    queued: Family<QueueLabel, Counter>,
+    queue_pending: Family<ModelLabel, Gauge>,
+    queue_pending_tokens: Family<ModelLabel, Gauge>,
     pub load_expired: Counter,
     pub reservations: Family<ModelLabel, Gauge>,
     pub journal_records: Gauge,
@@ -55,6 +69,10 @@ impl RouterMetrics {
             available: stage("available"),
             selected: stage("selected"),
             selections: Family::default(),
+            queue_seconds: seconds_histogram(),
+            queued: Family::default(),
+            queue_pending: Family::default(),
+            queue_pending_tokens: Family::default(),
             load_expired: Counter::default(),
             reservations: Family::default(),
             journal_records: Gauge::default(),
@@ -76,6 +94,27 @@ impl RouterMetrics {
             "Requests for a worker by outcome; only reserved ones change anything",
             metrics.selections.clone(),
         );
+        registry.register_with_unit(
+            "queue_wait",
+            "Time that reservations took, refused ones included (--router-queue-threshold)",
+            Unit::Seconds,
+            metrics.queue_seconds.clone(),
+        );
+        registry.register(
+            "queued",
+            "Requests of a model that waited for a worker with room to prefill, by what became of them",
+            metrics.queued.clone(),
+        );
+        for (name, help, family) in [
+            (
+                "queue_pending_requests",
+                "Requests of a model that wait for a worker with room to prefill",
+                &metrics.queue_pending,
+            ),
+            ("queue_pending_isl_tokens", "Tokens of their prompts", &metrics.queue_pending_tokens),
+        ] {
+            registry.register(name, help, family.clone());
+        }
         registry.register(
             "load_expired",
             "Reservations of which nothing was heard for so long that their load was freed",
@@ -122,8 +161,22 @@ impl RouterMetrics {
         metrics
     }
 
+    /// Who waits for a worker with room to prefill, and what became of those who did.
+    pub fn tell_queue(&self, label: &ModelLabel, stats: &QueueStats) {
+        self.queue_pending.get_or_create(label).set(stats.pending as i64);
+        self.queue_pending_tokens.get_or_create(label).set(stats.pending_isl_tokens as i64);
+        let ModelLabel { model, tenant } = label;
+        for (outcome, count) in stats.outcomes() {
+            let label = QueueLabel { model: model.clone(), tenant: tenant.clone(), outcome };
+            self.queued.get_or_create(&label).inc_by(count);
+        }
+    }
+
     /// Families that are read anew at each scrape, so that who left leaves no label behind.
     pub fn clear(&self) {
+        let Self { queue_pending, queue_pending_tokens, queued, .. } = self;
+        [queue_pending, queue_pending_tokens].into_iter().for_each(Family::clear);
+        queued.clear();
         let Self { workers, busy_workers, reservations, .. } = self;
         [workers, busy_workers, reservations].into_iter().for_each(Family::clear);
         let Self { worker_active_blocks, worker_active_prefill, worker_active_requests, .. } = self;

@@ -11,7 +11,9 @@ mod method;
 mod metrics;
 mod openapi;
 mod options;
+mod replicas;
 mod request;
 
 pub use app::RouterApp;
 pub use options::RouterOptions;
+pub use replicas::Registered;

@@ -4,13 +4,22 @@ use std::time::Duration;
 
 use super::super::RemoteIndexerOptions;
 use crate::error::{Error, Result};
-use crate::select::SelectorConfig;
+use crate::policy::Settings;
+use crate::router::Policies;
+use crate::select::{QueueOptions, SelectorConfig};
 
 /// Options of a router.
 #[derive(Debug, Clone)]
 pub struct RouterOptions {
     /// How requests are routed; its block size is learned where it is 0.
     pub selector: SelectorConfig,
+    /// Policies that choose or watch instead of or beside the built-in one, for all models.
+    pub policies: Policies,
+    /// What these policies were made with.
+    pub settings: Settings,
+    /// How reservations wait for a worker with room to prefill, its threshold the selector's; `None` =
+    /// they never do.
+    pub queue: Option<QueueOptions>,
     /// Follow the events of registered workers.
     pub use_kv_events: bool,
     /// Ask this indexer what workers hold, and follow no events.
@@ -31,6 +40,9 @@ impl Default for RouterOptions {
     fn default() -> Self {
         Self {
             selector: SelectorConfig::default(),
+            policies: Policies::default(),
+            settings: Settings::default(),
+            queue: None,
             use_kv_events: true,
             remote_indexer: None,
             serve_indexer: false,
@@ -43,6 +55,12 @@ impl Default for RouterOptions {
 }
 
 impl RouterOptions {
+    /// The name of the policy that chooses.
+    pub fn policy_name(&self) -> &str {
+        let built_in = self.selector.router.policy.name();
+        self.policies.active.as_ref().map_or(built_in, |policy| policy.name())
+    }
+
     /// Check every field.
     ///
     /// # Errors
@@ -54,6 +72,7 @@ impl RouterOptions {
                     .to_owned(),
             ));
         }
+        self.queue.as_ref().map_or(Ok(()), QueueOptions::check)?;
         self.selector.validate()
     }
 

@@ -7,8 +7,11 @@ use serde::Deserialize;
 
 use super::super::indexer::request::{BlockHashes, TokenIds, default_tenant};
 use crate::error::{Error, Result};
+use crate::fair::Wish;
 use crate::ids::InstanceId;
-use crate::router::RouteOverride;
+use crate::policy::EngineMetrics;
+use crate::policy::session::MAX_KEY_BYTES;
+use crate::router::{RouteOverride, Usage};
 use crate::select::{Pin, Report, Share};
 
 /// Longest prompt, tokens: sums of as many as may be reserved stay far from where numbers end.
@@ -69,6 +72,9 @@ impl NewWorker {
         }
         if self.block_size == Some(0) {
             return Err(Error::invalid("block_size must be at least 1, got 0"));
+        }
+        if self.kv_total_blocks == Some(0) {
+            return Err(Error::invalid("kv_total_blocks must be at least 1, got 0"));
         }
         let len = self.url.as_ref().map_or(0, |url| url.chars().count());
         if len > MAX_URL_CHARS {
@@ -143,9 +149,28 @@ pub(super) struct Choose {
     pub worker_id: Option<InstanceId>,
     pub dp_rank: Option<u32>,
     pub request_id: Option<String>,
+    /// The prompt's text, for policies that go by it.
+    pub prompt: Option<String>,
+    /// Whose request it is.
+    pub user: Option<String>,
+    /// A key that all requests of a session carry.
+    pub session_key: Option<String>,
+    /// What an earlier answer told of the session's worker.
+    pub session_id: Option<String>,
+    pub priority: Option<f64>,
+    pub strict_priority: Option<u32>,
+    pub expected_output_tokens: Option<u64>,
 }
 
 impl Choose {
+    /// How urgent it is among those that wait.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a priority that is no number.
+    pub fn wish(&self) -> Result<Wish> {
+        Wish::of(self.priority, self.strict_priority)
+    }
+
     /// The worker that must take it.
     ///
     /// # Errors
@@ -177,6 +202,22 @@ impl Choose {
         Ok(Some(ids))
     }
 
+    /// Check what is told of the client.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a name that is too long.
+    pub fn check_client(&self) -> Result<()> {
+        for (field, value) in [("user", &self.user), ("session_key", &self.session_key)] {
+            let bytes = value.as_ref().map_or(0, String::len);
+            if bytes > MAX_KEY_BYTES {
+                return Err(Error::invalid(format!(
+                    "{field} may have at most {MAX_KEY_BYTES} bytes, got {bytes}"
+                )));
+            }
+        }
+        Ok(())
+    }
+
     pub fn overrides(&self) -> RouteOverride {
         let given = self.router_config_override.unwrap_or_default();
         RouteOverride {
@@ -198,8 +239,27 @@ pub(super) struct Named {
     #[serde(alias = "model")]
     pub model_name: Option<String>,
     pub tenant_id: Option<String>,
-    /// Tokens of the prompt that the engine says it reused; for GET /why.
+    /// Tokens of the prompt, as the engine counted them; for policies.
+    #[serde(alias = "prompt_tokens")]
+    pub input_tokens: Option<u64>,
+    /// Tokens of the prompt that the engine says it reused; for GET /why and policies.
     pub cached_tokens: Option<u64>,
+    /// Tokens that were generated; for policies.
+    #[serde(alias = "completion_tokens")]
+    pub output_tokens: Option<u64>,
+    /// Tokens that were generated up to now; their blocks count where generated blocks do.
+    pub generated_tokens: Option<u64>,
+}
+
+impl Named {
+    /// What the engine says was used.
+    pub fn usage(&self) -> Usage {
+        Usage {
+            input_tokens: self.input_tokens,
+            cached_tokens: self.cached_tokens,
+            output_tokens: self.output_tokens,
+        }
+    }
 }
 
 /// POST /report_load
@@ -216,9 +276,45 @@ pub(super) struct LoadReport {
     pub active_prefill_tokens: Option<u64>,
     pub kv_total_blocks: Option<u64>,
     pub max_num_batched_tokens: Option<u64>,
+    pub running_requests: Option<f64>,
+    pub gpu_kv_usage: Option<f64>,
+    pub cpu_kv_usage: Option<f64>,
+    pub queue_s: Option<f64>,
+    pub mean_prefill_s: Option<f64>,
+    pub mean_decode_s: Option<f64>,
+    pub avg_prompt_tokens: Option<f64>,
+    pub avg_generation_tokens: Option<f64>,
+    pub busy_ratio: Option<f64>,
+    pub utilization: Option<f64>,
 }
 
 impl LoadReport {
+    /// What policies are told of the engine.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a field out of range, or one that only the worker knows.
+    pub fn engine_metrics(&self) -> Result<EngineMetrics> {
+        let metrics = EngineMetrics {
+            running_requests: self.running_requests,
+            gpu_kv_usage: self.gpu_kv_usage,
+            cpu_kv_usage: self.cpu_kv_usage,
+            queue_s: self.queue_s,
+            mean_prefill_s: self.mean_prefill_s,
+            mean_decode_s: self.mean_decode_s,
+            avg_prompt_tokens: self.avg_prompt_tokens,
+            avg_generation_tokens: self.avg_generation_tokens,
+            busy_ratio: self.busy_ratio,
+            utilization: self.utilization,
+        };
+        if self.router_id.is_some() && !metrics.is_empty() {
+            return Err(Error::invalid(
+                "the engine's own figures are the worker's to say: leave them out with router_id",
+            ));
+        }
+        metrics.validate()?;
+        Ok(metrics)
+    }
+
     pub fn report(&self) -> Report {
         Report {
             kv_used_blocks: self.kv_used_blocks,

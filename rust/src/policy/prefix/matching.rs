@@ -1,14 +1,12 @@
 //! Which of the workers that hold some of the prompt takes it.
 
-use std::cmp::Reverse;
-
 use rand::{Rng, RngCore};
 
 /// Whether the most and the fewest active requests differ by more than `limit`.
 pub fn is_imbalanced(counts: &[i64], limit: i64) -> bool {
-    let most = counts.iter().copied().max().unwrap_or(0);
-    let fewest = counts.iter().copied().min().unwrap_or(0);
-    most.saturating_sub(fewest) > limit
+    let Some(&first) = counts.first() else { return 0 > limit };
+    let range = counts.iter().fold((first, first), |(low, high), &n| (low.min(n), high.max(n)));
+    range.1.saturating_sub(range.0) > limit
 }
 
 /// Of the candidates with a percentage the one with the highest, then the fewest active requests,
@@ -23,32 +21,43 @@ pub fn select_matched(
     rng: &mut dyn RngCore,
 ) -> Option<usize> {
     let limit = load_limit(counts, factor);
-    let rank = |at: usize| {
-        let able = percents[at].filter(|_| counts[at] as f64 <= limit);
-        able.map(|percent| (percent, Reverse(counts[at])))
+    let able = || {
+        let all = counts.iter().zip(percents).enumerate();
+        all.filter_map(|(at, (&count, &percent))| Some((at, count, percent?)))
+            .filter(|&(_, count, _)| count as f64 <= limit)
     };
-    let (mut best, mut index, mut ties) = (None, None, 0);
-    for at in 0..percents.len() {
-        let Some(rank) = rank(at) else { continue };
-        if best < Some(rank) {
-            (best, index, ties) = (Some(rank), Some(at), 1);
+    let (mut best, mut index, mut ties) = ((0, i64::MAX), None, 0);
+    for (at, count, percent) in able() {
+        if index.is_none() || percent > best.0 || (percent == best.0 && count < best.1) {
+            (best, index, ties) = ((percent, count), Some(at), 1);
         } else {
-            ties += usize::from(best == Some(rank));
+            ties += usize::from((percent, count) == best);
         }
     }
     if ties > 1 {
         let nth = rng.random_range(0..ties);
-        index = (0..percents.len()).filter(|&at| rank(at) == best).nth(nth);
+        let mut tied = able().filter(|&(_, count, percent)| (percent, count) == best);
+        index = tied.nth(nth).map(|(at, ..)| at);
     }
     index
 }
 
 fn load_limit(counts: &[i64], factor: f64) -> f64 {
     let count = counts.len() as f64;
-    let mean = counts.iter().map(|&count| count as f64).sum::<f64>() / count;
-    let squares: f64 = counts.iter().map(|&count| (count as f64 - mean).powi(2)).sum();
+    let mean = sum(counts, |count| count) / count;
+    let squares = sum(counts, |count| (count - mean) * (count - mean));
     let deviation = if counts.len() > 1 { (squares / (count - 1.0)).sqrt() } else { 0.0 };
     mean + factor * deviation
+}
+
+/// The sum of `of` every count. Several sums grow side by side: one would wait for each addition.
+fn sum(counts: &[i64], of: impl Fn(f64) -> f64) -> f64 {
+    let (chunks, rest) = counts.as_chunks::<8>();
+    let mut sums = [0.0; 8];
+    for chunk in chunks {
+        sums.iter_mut().zip(chunk).for_each(|(sum, &count)| *sum += of(count as f64));
+    }
+    sums.into_iter().chain(rest.iter().map(|&count| of(count as f64))).sum()
 }
 
 /// The label that a percentage counts under.

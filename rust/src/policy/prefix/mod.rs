@@ -3,6 +3,7 @@
 //! It knows who holds what from engines' events, or else from a table of what it sent where.
 
 mod hasher;
+mod holders;
 mod matching;
 mod table;
 
@@ -19,7 +20,7 @@ use super::by_metric::choose_lowest;
 use super::contract::{Candidates, Context, Polarity, RoutePolicy, Sample};
 use super::cost::Terms;
 use super::decision::{Choice, Reason};
-use super::settings::{PrefixSettings, PrefixSource, Settings};
+use super::settings::{PrefixSettings, PrefixSource, Settings, TokenizerKind};
 use crate::error::Result;
 use crate::ids::Worker;
 
@@ -119,6 +120,11 @@ impl RoutePolicy for PrefixCache {
         "prefix-cache"
     }
 
+    fn needs_tokens(&self) -> bool {
+        self.settings.source != PrefixSource::Table
+            || self.settings.tokenizer == TokenizerKind::Model
+    }
+
     fn prepare(&self, context: &Context<'_>) -> Result<()> {
         if !self.uses_index(context) {
             let _hashes_are_kept = self.hashes(context);
@@ -135,13 +141,16 @@ impl RoutePolicy for PrefixCache {
     ) -> Option<Choice> {
         candidates.fill(context, terms, |index| f64::from(candidates.requests(index)));
         let mut state = self.state.lock();
-        let scratch = &mut state.scratch;
-        scratch.counts.clear();
-        scratch.counts.extend((0..candidates.len()).map(|at| i64::from(candidates.requests(at))));
-        let lowest = scratch.counts.iter().copied().min()?;
-        let is_imbalanced = is_imbalanced(&scratch.counts, self.settings.imbalance_abs_count);
-        scratch.allowed.clear();
-        scratch.allowed.extend(scratch.counts.iter().map(|&n| !is_imbalanced || n == lowest));
+        let Scratch { counts, allowed, .. } = &mut state.scratch;
+        counts.clear();
+        counts.extend(terms.iter().map(|terms| i64::from(terms.active_requests)));
+        let lowest = counts.iter().copied().min()?;
+        allowed.clear();
+        if is_imbalanced(counts, self.settings.imbalance_abs_count) {
+            allowed.extend(counts.iter().map(|&count| count == lowest));
+        } else {
+            allowed.resize(counts.len(), true);
+        }
         self.percents(&mut state, context, candidates);
         let Scratch { counts, percents, values, .. } = &mut state.scratch;
         let factor = self.settings.standard_deviation_factor;

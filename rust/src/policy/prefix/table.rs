@@ -4,6 +4,7 @@ use hashbrown::HashMap;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::super::settings::PrefixSettings;
+use super::holders::{Holders, Slots};
 use crate::ids::Worker;
 use crate::load::recency::Recency;
 
@@ -25,8 +26,11 @@ pub struct PrefixTable {
     entries: Vec<Entry>,
     free: Vec<u32>,
     recency: Recency,
+    slots: Slots,
     /// Holders of all entries, with the room that was allocated for them.
-    holder_room: usize,
+    holder_bytes: usize,
+    /// Memory of the last look-up, for the next one.
+    walk: Walk,
     evicted: u64,
     expired: u64,
 }
@@ -38,17 +42,16 @@ type Key = (u64, u64);
 struct Entry {
     key: Key,
     used_ms: u64,
-    /// No holder was last used before.
-    oldest_ms: u64,
-    /// Sorted by model and worker.
-    holders: Vec<Holder>,
+    holders: Holders,
 }
 
-#[derive(Debug, Clone, Copy)]
-struct Holder {
-    model: u64,
-    worker: Worker,
-    used_ms: u64,
+/// A look-up. Neighbouring blocks that the same workers hold are one step of it.
+#[derive(Debug, Default)]
+struct Walk {
+    /// By slot: how many steps its worker has taken, each from the first on.
+    steps: Vec<u32>,
+    /// By steps taken: how many blocks that is.
+    depths: Vec<usize>,
 }
 
 /// What the table holds.
@@ -81,7 +84,9 @@ impl PrefixTable {
             entries: Vec::new(),
             free: Vec::new(),
             recency: Recency::default(),
-            holder_room: 0,
+            slots: Slots::default(),
+            holder_bytes: 0,
+            walk: Walk::default(),
             evicted: 0,
             expired: 0,
         }
@@ -94,15 +99,16 @@ impl PrefixTable {
     }
 
     fn bytes(&self) -> u64 {
-        (self.by_key.len() * ENTRY_BYTES + self.holder_room * size_of::<Holder>()) as u64
+        let walk = self.walk.steps.capacity() * size_of::<u32>();
+        (self.by_key.len() * ENTRY_BYTES + self.holder_bytes + self.slots.bytes() + walk) as u64
     }
 
     /// Set `percents[i]`, for each of `workers` that is allowed, to how much of `hashes` it holds
     /// without a gap from the first on, in whole percent rounded down; `None` for nothing.
     ///
     /// # Cost
-    /// O(hashes + workers) where all that hold a block hold those before it; in the worst case
-    /// their product.
+    /// O(workers + holders of blocks that others hold than the block before), and a look-up or more for
+    /// each of these blocks; in `aibrix-compat` for each block, with its holders.
     pub fn matches(
         &mut self,
         model: &str,
@@ -114,46 +120,99 @@ impl PrefixTable {
     ) {
         self.expire(now_ms);
         let model = xxh3_64(model.as_bytes());
-        let all = workers.enumerate().filter(|&(at, _)| allowed[at]);
-        // Who holds everything so far, in the order of the holders.
-        let mut alive: Vec<(Worker, usize)> = all.map(|(at, worker)| (worker, at)).collect();
-        if !alive.is_sorted() {
-            alive.sort_unstable();
-        }
-        let percent = |depth: usize| (depth > 0).then(|| (depth * 100 / hashes.len()) as u32);
-        let (mut depth, mut known) = (0, None);
-        while depth < hashes.len() && !alive.is_empty() {
-            let Some(&place) = self.by_key.get(&self.key(model, hashes[depth])) else { break };
-            let entry = &mut self.entries[place as usize];
-            if !self.is_compat && entry.oldest_ms + self.ttl_ms < now_ms {
-                self.holder_room -= entry.holders.capacity();
-                entry.prune(now_ms, self.ttl_ms);
-                self.holder_room += entry.holders.capacity();
+        self.walk(model, hashes, now_ms);
+        let Walk { steps, depths } = &self.walk;
+        let percents_of: Vec<_> =
+            depths.iter().map(|&depth| Some((depth * 100 / hashes.len()) as u32)).collect();
+        let slots = self.slots.ask(model, workers).iter();
+        for ((&(_, slot), &is_allowed), percent) in slots.zip(allowed).zip(percents) {
+            let taken = steps.get(slot as usize).copied().unwrap_or(0);
+            if taken > 0 && is_allowed {
+                *percent = percents_of[taken as usize - 1];
             }
-            // Whoever holds a block holds those before it: as many holders are the same holders.
-            if !self.is_compat && known == Some(entry.holders.len()) {
-                depth += 1;
-                continue;
-            }
-            known = Some(entry.holders.len());
-            let start = entry.holders.partition_point(|holder| holder.model < model);
-            let mut holders = entry.holders[start..].iter().take_while(|h| h.model == model);
-            let mut next = holders.next();
-            let so_far = percent(depth);
-            alive.retain(|&(worker, at)| {
-                while next.is_some_and(|holder| holder.worker < worker) {
-                    next = holders.next();
-                }
-                let is_held = next.is_some_and(|holder| holder.worker == worker);
-                if !is_held {
-                    percents[at] = so_far;
-                }
-                is_held
-            });
-            depth += usize::from(!alive.is_empty());
         }
-        let so_far = percent(depth);
-        alive.into_iter().for_each(|(_, at)| percents[at] = so_far);
+    }
+
+    /// Fill `self.walk`.
+    fn walk(&mut self, model: u64, hashes: &[u64], now_ms: u64) {
+        let Walk { mut steps, mut depths } = std::mem::take(&mut self.walk);
+        steps.clear();
+        steps.resize(self.slots.len(), 0);
+        depths.clear();
+        let mut depth = 0;
+        let mut holders = self.look(model, hashes, depth, now_ms);
+        while let Some((place, _)) = holders {
+            let taken = depths.len() as u32;
+            let mut is_anybody_left = false;
+            for &slot in self.entries[place as usize].holders.slots() {
+                let step = &mut steps[slot as usize];
+                let is_alive = *step == taken;
+                *step += u32::from(is_alive);
+                is_anybody_left |= is_alive;
+            }
+            if !is_anybody_left {
+                break;
+            }
+            depth = self.step_end(model, hashes, depth, holders, now_ms);
+            depths.push(depth);
+            holders = self.look(model, hashes, depth, now_ms);
+        }
+        self.walk = Walk { steps, depths };
+    }
+
+    /// The first block behind `depth` that others hold than the one there, of which `holders` tells.
+    ///
+    /// # Cost
+    /// O(log(blocks)) look-ups; one where it is the next block.
+    fn step_end(
+        &mut self,
+        model: u64,
+        hashes: &[u64],
+        depth: usize,
+        holders: Option<(u32, usize)>,
+        now_ms: u64,
+    ) -> usize {
+        if self.is_compat {
+            return depth + 1;
+        }
+        // Whoever holds a block holds those before it: as many holders are the same holders.
+        let mut is_same = |at| {
+            let found = self.look(model, hashes, at, now_ms);
+            found.map(|(_, count)| count) == holders.map(|(_, count)| count)
+        };
+        let (mut last, mut end, mut stride) = (depth, hashes.len(), 1);
+        while last + stride < end {
+            if is_same(last + stride) {
+                last += stride;
+                stride *= 2;
+            } else {
+                end = last + stride;
+            }
+        }
+        while end - last > 1 {
+            let middle = last.midpoint(end);
+            if is_same(middle) { last = middle } else { end = middle }
+        }
+        end
+    }
+
+    /// Where the block at `depth` is, and how many hold it; `None` when nobody does.
+    fn look(
+        &mut self,
+        model: u64,
+        hashes: &[u64],
+        depth: usize,
+        now_ms: u64,
+    ) -> Option<(u32, usize)> {
+        let place = *self.by_key.get(&self.key(model, *hashes.get(depth)?))?;
+        let holders = &mut self.entries[place as usize].holders;
+        if !self.is_compat {
+            self.holder_bytes -= holders.bytes();
+            holders.prune(&mut self.slots, now_ms, self.ttl_ms);
+            self.holder_bytes += holders.bytes();
+        }
+        let count = holders.slots().len();
+        (count > 0).then_some((place, count))
     }
 
     /// `worker` was sent the blocks of `hashes`. Of a prompt with more blocks than there is room
@@ -166,18 +225,24 @@ impl PrefixTable {
             return self.shrink();
         }
         let hashes = &hashes[..hashes.len().min(self.max_blocks)];
+        if hashes.is_empty() {
+            return;
+        }
         let place_of = |&hash: &u64| self.by_key.get(&(model, hash)).copied();
         let places: Vec<Option<u32>> = hashes.iter().map(place_of).collect();
         let missing = places.iter().filter(|place| place.is_none()).count();
-        // Those that are there are not to be forgotten for the sake of those that follow them.
-        for &place in places.iter().flatten() {
-            self.recency.remove(place);
-            self.recency.push(place);
+        if self.by_key.len() + missing > self.max_blocks {
+            // Those that are there are not to be forgotten for the sake of those that follow them.
+            for &place in places.iter().flatten() {
+                self.recency.remove(place);
+                self.recency.push(place);
+            }
+            while self.by_key.len() + missing > self.max_blocks && self.evict() {}
         }
-        while self.by_key.len() + missing > self.max_blocks && self.evict() {}
+        let slot = self.slots.of((model, worker));
         // Last ones first: then the first one is the most recently used.
         for (&hash, place) in hashes.iter().zip(places).rev() {
-            self.use_entry(place, model, hash, worker, now_ms);
+            self.use_entry(place, (model, hash), slot, now_ms);
         }
         self.shrink();
     }
@@ -191,41 +256,28 @@ impl PrefixTable {
         if place.is_none() && self.by_key.len() >= self.max_blocks {
             self.evict();
         }
-        self.use_entry(place, model, hash, worker, now_ms);
+        let slot = self.slots.of((model, worker));
+        self.use_entry(place, self.key(model, hash), slot, now_ms);
     }
 
-    /// `worker` was sent the block at `place`, or one that is not there yet.
-    fn use_entry(
-        &mut self,
-        place: Option<u32>,
-        model: u64,
-        hash: u64,
-        worker: Worker,
-        now_ms: u64,
-    ) {
+    /// The worker of `slot` was sent the block at `place`, or one that is not there yet.
+    fn use_entry(&mut self, place: Option<u32>, key: Key, slot: u32, now_ms: u64) {
         let place = match place {
             Some(place) => {
                 self.recency.remove(place);
                 place
             }
-            None => self.add(self.key(model, hash), now_ms),
+            None => self.add(key, now_ms),
         };
         self.recency.push(place);
         let entry = &mut self.entries[place as usize];
-        self.holder_room -= entry.holders.capacity();
-        if !self.is_compat && entry.oldest_ms + self.ttl_ms < now_ms {
-            entry.prune(now_ms, self.ttl_ms);
-        }
+        self.holder_bytes -= entry.holders.bytes();
         entry.used_ms = now_ms;
-        match entry.holders.binary_search_by_key(&(model, worker), |h| (h.model, h.worker)) {
-            Ok(at) => entry.holders[at].used_ms = now_ms,
-            Err(at) => {
-                // Most blocks have one holder.
-                entry.holders.reserve_exact(usize::from(entry.holders.is_empty()));
-                entry.holders.insert(at, Holder { model, worker, used_ms: now_ms });
-            }
+        entry.holders.put(&mut self.slots, slot, now_ms);
+        if !self.is_compat {
+            entry.holders.prune(&mut self.slots, now_ms, self.ttl_ms);
         }
-        self.holder_room += entry.holders.capacity();
+        self.holder_bytes += entry.holders.bytes();
     }
 
     /// Whether anybody was sent the block.
@@ -241,8 +293,8 @@ impl PrefixTable {
         let places: Vec<u32> = self.by_key.values().copied().collect();
         for place in places {
             let entry = &mut self.entries[place as usize];
-            entry.holders.retain(|holder| holder.worker != worker);
-            if entry.holders.is_empty() {
+            entry.holders.forget(&mut self.slots, worker);
+            if entry.holders.slots().is_empty() {
                 self.recency.remove(place);
                 self.drop_entry(place);
             }
@@ -287,8 +339,7 @@ impl PrefixTable {
     }
 
     fn add(&mut self, key: Key, now_ms: u64) -> u32 {
-        let holders = Vec::new();
-        let entry = Entry { key, used_ms: now_ms, oldest_ms: now_ms, holders };
+        let entry = Entry { key, used_ms: now_ms, holders: Holders::default() };
         let place = match self.free.pop() {
             Some(place) => {
                 self.entries[place as usize] = entry;
@@ -307,17 +358,8 @@ impl PrefixTable {
     fn drop_entry(&mut self, place: u32) {
         let entry = &mut self.entries[place as usize];
         self.by_key.remove(&entry.key);
-        self.holder_room -= entry.holders.capacity();
-        entry.holders = Vec::new();
+        self.holder_bytes -= entry.holders.bytes();
+        entry.holders.clear(&mut self.slots);
         self.free.push(place);
-    }
-}
-
-impl Entry {
-    /// Forget holders that did not use it for longer than `ttl_ms`.
-    fn prune(&mut self, now_ms: u64, ttl_ms: u64) {
-        self.holders.retain(|holder| now_ms.saturating_sub(holder.used_ms) <= ttl_ms);
-        let oldest_ms = self.holders.iter().map(|holder| holder.used_ms).min();
-        self.oldest_ms = oldest_ms.unwrap_or(now_ms);
     }
 }

@@ -30,7 +30,13 @@ pub(super) fn pods(object: &Value) -> (Vec<String>, Vec<Value>) {
 
 pub(super) fn candidate(id: usize, requests: Option<u32>) -> Candidate {
     let load = requests.map(|requests| ActiveLoad { requests, ..ActiveLoad::default() });
-    Candidate { worker: Worker::new(id as u64, 0), overlap_blocks: 0, predicted_blocks: 0, load }
+    Candidate {
+        worker: Worker::new(id as u64, 0),
+        overlap_blocks: 0,
+        predicted_blocks: 0,
+        lower_milliblocks: 0,
+        load,
+    }
 }
 
 pub(super) fn context(now_ms: u64) -> Context<'static> {

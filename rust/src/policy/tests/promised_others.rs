@@ -211,6 +211,33 @@ fn pins_are_bounded() {
 }
 
 #[test]
+fn what_all_conversations_begin_with_is_none_of_them() {
+    let policy = policy("session-affinity", &Settings::default());
+    let idle = [candidate(0, Some(9)), candidate(1, Some(0))];
+    let ask = |hashes: &[u64]| {
+        let context = Context { sequence_hashes: hashes, ..context(0) };
+        let choice = choose(&*policy, &context, &idle);
+        policy.routed(&context, &Candidates::new(&idle), &choice);
+        (choice.index, choice.reason)
+    };
+    let begun =
+        Choice { index: 0, ties: 1, margin: None, reason: Reason::SessionPrefix, score: None };
+    policy.routed(
+        &Context { sequence_hashes: &[1], ..context(0) },
+        &Candidates::new(&idle),
+        &begun,
+    );
+    // An edited turn, or answers drawn apart, are still of it.
+    for turn in [2, 3, 4, 5, 6] {
+        assert_eq!(ask(&[1, turn]), (0, Reason::SessionPrefix), "{turn}");
+    }
+    assert_eq!(ask(&[1, 7]).0, 1);
+    // Those that went with it stay where they are.
+    assert_eq!(ask(&[1, 2, 8]), (0, Reason::SessionPrefix));
+    assert_eq!(ask(&[1, 7, 9]), (1, Reason::SessionPrefix));
+}
+
+#[test]
 fn session_ids_name_address_and_rank() {
     for (address, rank) in [("10.0.0.1:8000", 0), ("[::1]:80", 7), ("a", 1), ("ab", 0), ("", 0)] {
         let id = session::session_id(address, rank);

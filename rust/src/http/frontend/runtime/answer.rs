@@ -24,6 +24,7 @@ use super::plane::{Cause, Items, PlaneError};
 use super::spec::ModelInput;
 use super::wording::{DONE, Usage, Wording};
 use super::writing::Writing;
+use crate::router;
 use crate::select::{Outcome, Reservation};
 
 /// Items that are written to the client in one piece at most.
@@ -63,10 +64,12 @@ pub(in super::super) struct Answer {
     content: Content,
     wording: Wording,
     usage: Usage,
+    /// Chunks of a worker of text; `usage` has its tokens once it has told them.
+    pieces: u64,
     includes_usage: bool,
     is_opened: bool,
     end: End,
-    _in_flight: InFlight,
+    in_flight: InFlight,
 }
 
 impl Answer {
@@ -100,6 +103,7 @@ impl Answer {
                 prompt_tokens: ask.tokens.as_ref().map_or(0, |tokens| tokens.len() as u64),
                 ..Usage::default()
             },
+            pieces: 0,
             includes_usage: generation.includes_usage,
             ask,
             handoff,
@@ -108,7 +112,7 @@ impl Answer {
             content,
             is_opened: false,
             end: End::Open,
-            _in_flight: in_flight,
+            in_flight,
         })
     }
 
@@ -206,6 +210,7 @@ impl Answer {
             self.end = End::Complete;
             return Ok(());
         };
+        self.pieces += 1;
         let chunk = match text_chunk(&payload)? {
             Value::String(piece) => self.wording.chunk(&piece),
             chunk => chunk,
@@ -223,6 +228,7 @@ impl Answer {
                 out.push_str(DONE);
                 return Ok(());
             };
+            self.pieces += 1;
             match text_chunk(&payload)? {
                 Value::String(piece) => self.wording.piece(&piece, out),
                 chunk => {
@@ -282,12 +288,20 @@ impl Answer {
     }
 
     fn note_usage(&mut self, chunk: &Value) {
+        let tokens = |path| chunk.pointer(path).and_then(Value::as_u64);
+        let usage = &mut self.usage;
+        usage.prompt_tokens = tokens("/usage/prompt_tokens").unwrap_or(usage.prompt_tokens);
+        usage.completion_tokens =
+            tokens("/usage/completion_tokens").unwrap_or(usage.completion_tokens);
         let cached = chunk.pointer("/usage/prompt_tokens_details/cached_tokens");
         self.usage.cached_tokens = cached.and_then(Value::as_u64).or(self.usage.cached_tokens);
     }
 
     async fn next(&mut self) -> Result<Option<Bytes>, PlaneError> {
         self.booking.touch();
+        let generated = self.usage.completion_tokens.max(self.pieces);
+        self.in_flight.generated(generated);
+        self.booking.generated(generated);
         if let Some(first) = self.first.take() {
             return Ok(Some(first));
         }
@@ -330,6 +344,20 @@ impl Answer {
         }
     }
 
+    /// What the request has used so far.
+    fn used(&self) -> router::Usage {
+        let Usage { prompt_tokens, cached_tokens, completion_tokens } = self.usage;
+        router::Usage {
+            input_tokens: (prompt_tokens > 0).then_some(prompt_tokens),
+            cached_tokens,
+            output_tokens: Some(if completion_tokens > 0 {
+                completion_tokens
+            } else {
+                self.pieces
+            }),
+        }
+    }
+
     fn count(&self, outcome: &'static str) {
         self.app.metrics.answers.get_or_create(&OutcomeLabel { outcome }).inc();
     }
@@ -337,6 +365,8 @@ impl Answer {
 
 impl Drop for Answer {
     fn drop(&mut self) {
+        self.booking.used(self.used());
+        self.in_flight.used(self.used());
         if self.end == End::Open {
             self.count("client_gone");
             self.booking.ended(Outcome::ClientGone);

@@ -26,7 +26,7 @@ pub(in super::super) async fn watch(engine: Arc<Engine>, member: Arc<Member>, sh
             () = tokio::time::sleep(pause) => {}
             () = shutdown.wait() => break,
         }
-        match member.plane.ping().await {
+        match member.plane.ping(&member.spec).await {
             Ok(()) => {
                 pause = FIRST_PAUSE;
                 if !engine.is_removed() && engine.recovered() {

@@ -12,6 +12,9 @@ use super::spec::{PlaneSpec, WorkerSpec};
 use super::tcp::{TcpItems, TcpPlane};
 use super::web::{WebItems, WebPlane};
 
+/// Time that a worker has to answer a ping.
+pub(super) const PING_TIME: Duration = Duration::from_secs(2);
+
 /// Why a stream of items ended, or never began.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in super::super) struct PlaneError {
@@ -67,6 +70,17 @@ struct RequestFrame<'a, T> {
     payload: &'a T,
 }
 
+/// The ping frame's payload: who is meant.
+#[derive(Debug, Serialize)]
+struct PingFrame<'a> {
+    endpoint: &'a str,
+    instance_id: u64,
+}
+
+fn encoded(value: Result<Vec<u8>, rmp_serde::encode::Error>) -> Result<Vec<u8>, PlaneError> {
+    value.map_err(|error| PlaneError::new(Cause::Protocol, error.to_string()))
+}
+
 /// The error frame's payload; over HTTP the same as JSON.
 #[derive(Debug, Deserialize)]
 pub(super) struct ErrorFrame {
@@ -96,7 +110,7 @@ impl Plane {
                 Self::Tcp(Arc::new(TcpPlane::new(address.clone(), connect_timeout)))
             }
             PlaneSpec::Http { url } => {
-                Self::Web(WebPlane::new(url, &spec.endpoint, connect_timeout, upstream.clone()))
+                Self::Web(WebPlane::new(url, &spec.endpoint, upstream.clone()))
             }
         }
     }
@@ -111,9 +125,6 @@ impl Plane {
         spec: &WorkerSpec,
         payload: &(impl Serialize + Sync),
     ) -> Result<Items, PlaneError> {
-        let encoded = |value: Result<Vec<u8>, rmp_serde::encode::Error>| {
-            value.map_err(|error| PlaneError::new(Cause::Protocol, error.to_string()))
-        };
         match self {
             Self::Tcp(plane) => {
                 let request =
@@ -132,9 +143,12 @@ impl Plane {
     ///
     /// # Errors
     /// Why it does not.
-    pub async fn ping(&self) -> Result<(), PlaneError> {
+    pub async fn ping(&self, spec: &WorkerSpec) -> Result<(), PlaneError> {
         match self {
-            Self::Tcp(plane) => plane.ping().await,
+            Self::Tcp(plane) => {
+                let whom = PingFrame { endpoint: &spec.endpoint, instance_id: spec.id };
+                plane.ping(&encoded(rmp_serde::to_vec_named(&whom))?).await
+            }
             Self::Web(plane) => plane.ping().await,
         }
     }

@@ -10,7 +10,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
 use super::frames::{self, Frame, Kind};
-use super::plane::{Cause, PlaneError};
+use super::plane::{Cause, PING_TIME, PlaneError};
 
 /// Connections kept for a worker while they have nothing to do, and for how long.
 const MAX_IDLE: usize = 1_024;
@@ -22,9 +22,6 @@ const KEEPALIVE_TIME: Duration = Duration::from_secs(10);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(2);
 const KEEPALIVE_RETRIES: u32 = 5;
 const UNACKED_TIME: Duration = Duration::from_secs(20);
-
-/// Time that a worker has to answer a ping.
-const PING_TIME: Duration = Duration::from_secs(2);
 
 /// Bytes asked of a socket at once.
 const READ_BYTES: usize = 16 * 1024;
@@ -74,11 +71,12 @@ impl TcpPlane {
         Ok(TcpItems { plane: Arc::clone(self), connection: Some(connection), again: None })
     }
 
-    /// Ask over a connection of its own whether somebody answers.
-    pub async fn ping(&self) -> Result<(), PlaneError> {
+    /// Ask over a connection of its own whether somebody answers. `whom` is of use to a bridge, which
+    /// answers for those behind it.
+    pub async fn ping(&self, whom: &[u8]) -> Result<(), PlaneError> {
         let asked = async {
             let mut connection = self.connect().await?;
-            let frame = frames::encode(Kind::Ping, b"")
+            let frame = frames::encode(Kind::Ping, whom)
                 .map_err(|why| PlaneError::new(Cause::Protocol, why))?;
             let sent = connection.stream.write_all(&frame).await;
             sent.map_err(|error| self.broken(&error.to_string()))?;

@@ -1,16 +1,13 @@
 //! The request plane over HTTP: the same frames as the body of an answer.
 
-use std::time::Duration;
-
-use axum::http::{Request, StatusCode, Uri, header};
+use axum::http::{Request, StatusCode, header};
 use bytes::{Bytes, BytesMut};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
-use tokio::net::TcpStream;
 
 use super::super::proxy::Upstream;
 use super::frames::{self, Frame, MAX_FRAME_BYTES};
-use super::plane::{Cause, ErrorFrame, PlaneError};
+use super::plane::{Cause, ErrorFrame, PING_TIME, PlaneError};
 
 /// The longest error body that is read.
 const MAX_ERROR_BYTES: usize = 1024 * 1024;
@@ -19,14 +16,13 @@ const MAX_ERROR_BYTES: usize = 1024 * 1024;
 #[derive(Debug)]
 pub(in super::super) struct WebPlane {
     target: String,
-    connect_timeout: Duration,
     upstream: Upstream,
 }
 
 impl WebPlane {
-    pub fn new(url: &str, endpoint: &str, connect_timeout: Duration, upstream: Upstream) -> Self {
+    pub fn new(url: &str, endpoint: &str, upstream: Upstream) -> Self {
         let target = format!("{}/{endpoint}", url.trim_end_matches('/'));
-        Self { target, connect_timeout, upstream }
+        Self { target, upstream }
     }
 
     /// Send a request; returns at the answer's head.
@@ -77,18 +73,18 @@ impl WebPlane {
         Err(error.into())
     }
 
-    /// Is the port open?
+    /// Does a server answer, whatever it says? That its port is open says nothing: a system takes connections
+    /// for a process that stands still.
     pub async fn ping(&self) -> Result<(), PlaneError> {
-        let cannot = |why: &str| {
-            PlaneError::new(Cause::Connect, format!("can't connect to {}: {why}", self.target))
+        let cannot = |why: String| {
+            PlaneError::new(Cause::Connect, format!("no answer from {}: {why}", self.target))
         };
-        let uri: Uri = self.target.parse().map_err(|_| cannot("not a URL"))?;
-        let host = uri.host().unwrap_or_default().trim_matches(['[', ']']);
-        let connecting = TcpStream::connect((host, uri.port_u16().unwrap_or(80)));
-        match tokio::time::timeout(self.connect_timeout, connecting).await {
+        let request = Request::get(&self.target).body(Full::default());
+        let request = request.map_err(|error| cannot(error.to_string()))?;
+        match tokio::time::timeout(PING_TIME, self.upstream.send(request)).await {
             Ok(Ok(_)) => Ok(()),
-            Ok(Err(error)) => Err(cannot(&error.to_string())),
-            Err(_) => Err(cannot("no answer in time (--connect-timeout)")),
+            Ok(Err(error)) => Err(cannot(error.message)),
+            Err(_) => Err(cannot(format!("none within {PING_TIME:?}"))),
         }
     }
 }

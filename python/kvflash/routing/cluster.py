@@ -1,19 +1,19 @@
-"""What a frontend shares with its replicas: the workers' events in NATS, and active requests."""
+"""What a router shares with its replicas: the workers' events in NATS, and active requests."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
-from kvflash._core import Catalog, Frontend
+from kvflash._core import Bookings, Catalog
 from kvflash.cluster_flags import ClusterFlags
-from kvflash.discovery import Discovery, open_discovery
+from kvflash.discovery import Discovery
 from kvflash.errors import ConfigError, KvflashError
 from kvflash.routing.sharing import Component, Sharing
 from kvflash.servers import NatsSettings
-from kvflash.transport import ZmqReceiver
 from kvflash.transport.base import Dispatch, Receiver, SilentReceiver
 
 __all__ = ["Cluster"]
@@ -31,32 +31,45 @@ class Cluster:
     """Follows state and shares bookings for the components whose workers discovery names.
 
     Args:
-        frontend: The core.
+        catalog: Where events go.
+        bookings: Of the router; None: it has none to share.
         flags: What to share, and how.
-        discovery_kind: Where workers are found; None: they are not.
-
-    Raises:
-        ConfigError: A flag needs discovery, and there is none.
+        open_discovery: Makes the discovery in which workers are found, in the event loop that uses
+            it.
+        show_metrics: Takes lines of the OpenMetrics text format, twice a second.
+        setting: What says that events come over NATS, for errors.
+        is_strict: See :class:`kvflash.state.attach.StateOptions`.
     """
 
-    def __init__(self, frontend: Frontend, flags: ClusterFlags, discovery_kind: str | None) -> None:
-        self._frontend, self._flags, self._kind = frontend, flags, discovery_kind
-        self._is_nats = flags.event_plane == "nats"
-        if discovery_kind is None and (self._is_nats or flags.router_replica_sync):
-            flag = "--event-plane nats" if self._is_nats else "--router-replica-sync"
-            raise ConfigError(f"{flag} needs --discovery: workers and replicas are found there")
+    def __init__(
+        self,
+        catalog: Catalog,
+        bookings: Bookings | None,
+        flags: ClusterFlags,
+        *,
+        open_discovery: Callable[[], Discovery],
+        show_metrics: Callable[[str], None] | None = None,
+        setting: str = "--event-plane nats",
+        is_strict: bool = False,
+    ) -> None:
+        self._catalog, self._flags, self._make_discovery = catalog, flags, open_discovery
+        self._show_metrics, self._setting = show_metrics, setting
+        self._is_strict = is_strict
+        self.is_nats = flags.event_plane == "nats"
         self._sharing: Sharing | None = None
-        if flags.router_replica_sync:
+        if flags.router_replica_sync and bookings is not None:
             self._sharing = Sharing(
-                frontend.bookings,
-                open_discovery=lambda: open_discovery(discovery_kind),
-                event_plane=flags.event_plane,
+                bookings, open_discovery=open_discovery, event_plane=flags.event_plane
             )
         self._lock = threading.Lock()
         self._states: dict[Component, Any] = {}
         self._warned: set[int] = set()
         self._is_stopped = threading.Event()
-        self._reporter = threading.Thread(target=self._report, name="kvflash-report", daemon=True)
+        self._reporter: threading.Thread | None = None
+        if show_metrics is not None:
+            self._reporter = threading.Thread(
+                target=self._report, args=(show_metrics,), name="kvflash-report", daemon=True
+            )
 
     def check(self) -> None:
         """Ask the servers that are needed, so that a missing one is told at the start.
@@ -65,20 +78,23 @@ class Cluster:
             TransportError: NATS or the discovery does not answer; says what to start.
             ConfigError: NATS refuses the login, or its client is not installed.
         """
-        if not self._is_nats:
+        if not self.is_nats:
             return
         try:
             from kvflash.transport.nats_connection import check_server  # noqa: PLC0415
         except ImportError as error:
             raise ConfigError(
-                f"--event-plane nats needs the NATS client ({error}): pip install 'kvflash[nats]'"
+                f"{self._setting} needs the NATS client ({error}): pip install 'kvflash[nats]'"
             ) from None
         check_server(NatsSettings.from_env())
 
     def make_receiver(self, catalog: Catalog) -> Receiver:
         """Where the core's orders go: sockets, and what comes over a broker."""
+        # Here, so that a router without events needs no ZMQ.
+        from kvflash.transport import ZmqReceiver  # noqa: PLC0415
+
         sockets = ZmqReceiver(catalog)
-        if not self._is_nats:
+        if not self.is_nats:
             return sockets
         from kvflash.transport.nats_components import NatsComponentsReceiver  # noqa: PLC0415
 
@@ -90,12 +106,13 @@ class Cluster:
         """Share in the background."""
         if self._sharing is not None:
             self._sharing.start()
-        self._reporter.start()
+        if self._reporter is not None:
+            self._reporter.start()
 
     def stop(self) -> None:
         """Leave; blocks until done."""
         self._is_stopped.set()
-        if self._reporter.is_alive():
+        if self._reporter is not None and self._reporter.is_alive():
             self._reporter.join()
         if self._sharing is not None:
             self._sharing.stop()
@@ -112,15 +129,15 @@ class Cluster:
         for rank, where in events.items():
             endpoint = str(where.get("endpoint"))
             scheme = endpoint.partition("://")[0]
-            if scheme in BROKERED and not self._is_nats and instance_id not in self._warned:
+            if scheme in BROKERED and not self.is_nats and instance_id not in self._warned:
                 self._warned.add(instance_id)
                 logger.error(
-                    "worker %d tells its events at %s: start the frontend with --event-plane nats, "
-                    "or the worker with --event-plane zmq; until then its cache earns no credit",
-                    instance_id, endpoint,
+                    "worker %d tells its events at %s: start the router with %s, or the worker "
+                    "with --event-plane zmq; until then its cache earns no credit",
+                    instance_id, endpoint, self._setting,
                 )  # fmt: skip
             # What is in JetStream comes by itself.
-            if scheme != "jetstream" and (self._is_nats or scheme not in BROKERED):
+            if scheme != "jetstream" and (self.is_nats or scheme not in BROKERED):
                 told[str(rank)] = {key: where.get(key) for key in ("endpoint", "replay_endpoint")}
         return told
 
@@ -129,30 +146,44 @@ class Cluster:
     ) -> None:
         """A worker is about to be told to the core: its component's state comes first."""
         schemes = {str(where.get("endpoint")).partition("://")[0] for where in events.values()}
-        if not self._is_nats or (schemes and "jetstream" not in schemes):
+        if not self.is_nats or (schemes and "jetstream" not in schemes):
             return
+        self.follow(component)
+        self.instance_joined(component, instance_id)
+
+    def follow(self, component: Component) -> None:
+        """Follow a component's stream. Returns when what was in it is known, or after 60 s."""
         with self._lock:
-            state = self._states.get(component)
-            if state is None and not self._is_stopped.is_set():
-                state = self._attach(component)
+            if component not in self._states and not self._is_stopped.is_set():
+                self._attach(component)
+
+    def instance_joined(self, component: Component, instance_id: int) -> None:
+        """It is there: what the stream tells of it counts."""
+        state = self._states.get(component)
         if state is not None:
             state.worker_joined(instance_id)
 
-    def worker_joined(self, component: Component, instance_id: int) -> None:
-        """The core knows it."""
+    def worker_joined(
+        self, component: Component, instance_id: int, shared_id: int | None = None
+    ) -> None:
+        """The core knows it; between routers it may have another number."""
         if self._sharing is None:
             return
         try:
-            self._sharing.worker_joined(component, instance_id)
+            self._sharing.worker_joined(component, instance_id, shared_id)
         except KvflashError as error:
             logger.error("requests of other routers do not count: %s; trying again", error)
-            self._later(lambda: self.worker_joined(component, instance_id))
+            self._later(lambda: self.worker_joined(component, instance_id, shared_id))
 
     def worker_left(self, component: Component, instance_id: int) -> None:
         """It is gone."""
         state = self._states.get(component)
         if state is not None:
             state.worker_left(instance_id)
+        self.worker_gone(instance_id)
+
+    def worker_gone(self, instance_id: int) -> None:
+        """It takes no requests any more; its blocks may still be told of."""
         if self._sharing is not None:
             self._sharing.worker_left(instance_id)
 
@@ -161,36 +192,31 @@ class Cluster:
         for component, state in list(self._states.items()):
             state.keep_only(component_ids.get(component, set()))
 
-    def _attach(self, component: Component) -> Any:
+    def _attach(self, component: Component) -> None:
         from kvflash.state.attach import StateOptions, attach  # noqa: PLC0415
 
         options = StateOptions(
             snapshot_threshold=self._flags.router_snapshot_threshold,
             is_resetting=self._flags.router_reset_states,
+            is_strict=self._is_strict,
         )
         try:
             state = attach(
-                self._frontend.catalog,
+                self._catalog,
                 *component,
                 open_keys=self._open_discovery,
                 options=options,
             )
         except KvflashError as error:
             logger.error("events of %s.%s are not followed: %s; trying again", *component, error)
-            self._later(lambda: self._attach_later(component))
-            return None
+            self._later(lambda: self.follow(component))
+            return
         self._states[component] = state
         if not state.wait_ready(READY_S_MAX):
             logger.warning(
                 "the state of %s.%s is not there after %g s; serving without what is missing",
                 *component, READY_S_MAX,
             )  # fmt: skip
-        return state
-
-    def _attach_later(self, component: Component) -> None:
-        with self._lock:
-            if component not in self._states and not self._is_stopped.is_set():
-                self._attach(component)
 
     def _later(self, work: Any) -> None:
         def run() -> None:
@@ -200,21 +226,26 @@ class Cluster:
         threading.Thread(target=run, name="kvflash-retry", daemon=True).start()
 
     async def _open_discovery(self) -> Discovery:
-        return open_discovery(self._kind)
+        return self._make_discovery()
 
     # -- metrics
 
-    def _report(self) -> None:
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Counters of each component, by ``namespace.component``; units are in the names."""
+        found = {}
+        for component, state in list(self._states.items()):
+            with contextlib.suppress(KvflashError):
+                found[f"{component[0]}.{component[1]}"] = state.stats()
+        return found
+
+    def _report(self, show: Callable[[str], None]) -> None:
         while not self._is_stopped.wait(METRICS_S):
             lines: list[str] = []
             if self._sharing is not None:
                 lines += _exposed("kvflash_sync_", {"": self._sharing.stats()})
-            states = {}
-            for component, state in list(self._states.items()):
-                with contextlib.suppress(KvflashError):
-                    states[f'component="{component[0]}.{component[1]}"'] = state.stats()
+            states = {f'component="{name}"': counts for name, counts in self.stats().items()}
             lines += _exposed("kvflash_state_", states)
-            self._frontend.set_more_metrics("".join(lines))
+            show("".join(lines))
 
 
 def _exposed(prefix: str, groups: dict[str, dict[str, int]]) -> list[str]:

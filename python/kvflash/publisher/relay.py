@@ -1,0 +1,176 @@
+"""An engine's own socket, relayed into NATS: its batches as they are, in its order."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import zmq
+
+from kvflash.errors import KvflashError
+from kvflash.publisher.brokered import BrokerOutlet
+
+__all__ = ["Relay"]
+
+logger = logging.getLogger(__name__)
+
+_POLL_MS = 100
+_REPLAY_MS = 5_000
+_FRAME_BYTES_MAX = 16 * 1024 * 1024
+_QUEUE_MESSAGES = 100_000
+# Batches that came as a replay and may come again by themselves.
+_REPLAYED_MAX = 10_000
+_END = b"\xff" * 8
+
+
+class Relay:
+    """Reads an engine's batches and hands them to an outlet; asks for those that it missed.
+
+    A number that comes again with other content is an engine that has started anew: so does the
+    outlet. One that is already beyond what its predecessor said stays unseen. What can't be had any
+    more is left out of the numbers, so that routers see the gap.
+
+    Args:
+        make_outlet: Begins a life of the publisher.
+        endpoint: Where the engine publishes.
+        replay_endpoint: Where it replays; None: it doesn't.
+        topic: What to subscribe to.
+    """
+
+    def __init__(
+        self,
+        make_outlet: Callable[[], BrokerOutlet],
+        endpoint: str,
+        replay_endpoint: str | None,
+        topic: str,
+    ) -> None:
+        self._make_outlet = make_outlet
+        self._outlet = make_outlet()
+        self._replay_endpoint = replay_endpoint
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.MAXMSGSIZE, _FRAME_BYTES_MAX),
+            (zmq.RCVHWM, _QUEUE_MESSAGES),
+        ):
+            self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
+        self._socket.connect(endpoint)
+        self._expected: int | None = None
+        self._replayed: OrderedDict[int, int] = OrderedDict()
+        self._counts = {"relayed_batches": 0, "missed_batches": 0, "restarts": 0}
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvflash-relay", daemon=True)
+        self._thread.start()
+
+    @property
+    def kind(self) -> str:
+        """Of what is announced."""
+        return self._outlet.kind
+
+    @property
+    def endpoint(self) -> str:
+        """What is announced."""
+        return self._outlet.endpoint
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Wait until what was read is stored; False if that took longer."""
+        return self._outlet.flush(timeout_s)
+
+    def stats(self) -> dict[str, int]:
+        """Counters and gauges; units are in the names."""
+        counts = {f"{name}_total": count for name, count in self._counts.items()}
+        return {**counts, **self._outlet.stats()}
+
+    def close(self) -> None:
+        """Read no more, send what waits, and end; without effect the second time."""
+        if self._is_closed.is_set():
+            return
+        self._is_closed.set()
+        self._thread.join()
+        self._socket.close(0)
+        self._context.term()
+        self._outlet.close()
+
+    def _run(self) -> None:
+        # What was there before; an engine that is not there yet is asked at its first batch.
+        self._catch_up(0, None)
+        while not self._is_closed.is_set():
+            if not self._socket.poll(_POLL_MS):
+                continue
+            frames = self._socket.recv_multipart()
+            if len(frames) >= 2 and len(frames[-2]) == 8:
+                self._take(int.from_bytes(frames[-2], "big"), frames[-1])
+            else:
+                logger.warning("the engine sent a message that is no batch: left out")
+
+    def _take(self, number: int, payload: bytes) -> None:
+        if self._expected is not None and number < self._expected:
+            if self._replayed.get(number) == hash(payload):
+                return
+            self._begin_anew()
+        if self._expected is None or number > self._expected:
+            self._catch_up(self._expected or 0, number)
+        self._put(number, payload)
+
+    def _begin_anew(self) -> None:
+        self._counts["restarts"] += 1
+        self._outlet.close()
+        while not self._is_closed.is_set():
+            try:
+                self._outlet = self._make_outlet()
+                break
+            except KvflashError as error:
+                logger.warning("events are not relayed: %s; trying again", error)
+                self._is_closed.wait(1.0)
+        self._expected = None
+        self._replayed.clear()
+
+    def _catch_up(self, first: int, end: int | None) -> None:
+        """Have the batches from the first on that are before the end, or all."""
+        for number, payload in self._replay(first):
+            if end is not None and number >= end:
+                break
+            if number >= (self._expected or 0):
+                self._put(number, payload)
+                self._replayed[number] = hash(payload)
+                while len(self._replayed) > _REPLAYED_MAX:
+                    self._replayed.popitem(last=False)
+
+    def _put(self, number: int, payload: bytes) -> None:
+        missed = 0 if self._expected is None else number - self._expected
+        if missed:
+            self._counts["missed_batches"] += missed
+            self._outlet.skip(missed)
+        try:
+            self._outlet.put(payload)
+            self._counts["relayed_batches"] += 1
+        except KvflashError as error:
+            logger.error("a batch is lost: %s", error)
+        self._expected = number + 1
+
+    def _replay(self, first: int) -> Iterator[tuple[int, bytes]]:
+        if self._replay_endpoint is None:
+            return
+        socket = self._context.socket(zmq.DEALER)
+        try:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.connect(self._replay_endpoint)
+            socket.send_multipart([b"", first.to_bytes(8, "big")])
+            waited_ms = 0
+            while not self._is_closed.is_set() and waited_ms < _REPLAY_MS:
+                if not socket.poll(_POLL_MS):
+                    waited_ms += _POLL_MS
+                    continue
+                waited_ms = 0
+                frames = socket.recv_multipart()
+                if len(frames) < 2 or len(frames[-2]) != 8 or frames[-2] == _END:
+                    return
+                yield int.from_bytes(frames[-2], "big"), frames[-1]
+        finally:
+            socket.close(0)

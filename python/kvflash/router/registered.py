@@ -1,0 +1,84 @@
+"""Workers that gateways register, told to what replicas of the router share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from typing import Protocol
+
+from kvflash.routing.cluster import Cluster
+
+__all__ = ["COMPONENT", "RegisteredWorkers", "shared_id"]
+
+#: Where routers find each other whose workers are not in discovery.
+COMPONENT = ("routers", "registered")
+
+INTERVAL_S = 0.2
+
+
+class Registry(Protocol):
+    """Who is registered; see :class:`kvflash._core.Router`."""
+
+    def worker_changes(self) -> int:
+        """How often a worker came or went."""
+
+    def registered(self) -> list[tuple[int, str, str, str | None, int]]:
+        """Those that are there."""
+
+
+class RegisteredWorkers:
+    """Looks who is registered, five times a second.
+
+    Two routers mean the same worker when its number, model, tenant and url are the same at both.
+
+    Args:
+        registry: The core.
+        cluster: Is told who comes and goes.
+    """
+
+    def __init__(self, registry: Registry, cluster: Cluster) -> None:
+        self._registry, self._cluster = registry, cluster
+        self._seen = 0
+        self._known: dict[int, tuple[int, int]] = {}
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvflash-registered", daemon=True)
+
+    def start(self) -> None:
+        """Look in the background."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more. Blocks until done."""
+        self._is_stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _look(self) -> None:
+        changes = self._registry.worker_changes()
+        if changes == self._seen:
+            return
+        self._seen = changes
+        now = {
+            worker_id: (shared_id(worker_id, model, tenant, url), joined)
+            for worker_id, model, tenant, url, joined in self._registry.registered()
+        }
+        before, self._known = self._known, now
+        for worker_id, registration in before.items():
+            if now.get(worker_id) != registration:
+                self._cluster.worker_gone(worker_id)
+        for worker_id, registration in now.items():
+            if before.get(worker_id) != registration:
+                self._cluster.worker_joined(COMPONENT, worker_id, registration[0])
+
+    def _run(self) -> None:
+        self._look()
+        while not self._is_stopped.wait(INTERVAL_S):
+            self._look()
+
+
+def shared_id(worker_id: int, model_name: str, tenant_id: str, url: str | None) -> int:
+    """A worker's number between routers: the same at all that registered it alike."""
+    told = json.dumps([worker_id, model_name, tenant_id, url]).encode()
+    # Below 2^63, so that every JSON reader takes it.
+    return int.from_bytes(hashlib.sha256(told).digest()[:8], "big") >> 1

@@ -1,0 +1,326 @@
+"""Engines that speak OpenAI's API and no request plane, asked as workers of the runtime are.
+
+A request with token ids becomes POST {url}/v1/completions with them as the prompt, and the events
+of its stream become the items that a worker would yield: token_ids, text, finish_reason,
+completion_usage. Of an engine that does not tell token ids (vLLM does, when asked to) there is the
+text; token_ids are empty then. Whoever stops reading hangs up, which ends the request there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import operator
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from kvflash.errors import ClosedError, DecodeError, InvalidArgumentError, TransportError
+from kvflash.runtime.frame import Failure, Request, pack
+from kvflash.runtime.http import HttpClient, HttpReply
+from kvflash.runtime.limits import RuntimeLimits
+from kvflash.runtime.plane import FailedError
+
+__all__ = ["OpenAiClient", "completion", "make_client"]
+
+EVENTS = "text/event-stream"
+RANK = "x-data-parallel-rank"
+# What routers send for a model whose name they were not told.
+UNKNOWN_MODEL = "unknown"
+#: Fields of a request whose options an engine knows by the same names.
+_OPTIONS = ("stop_conditions", "sampling_options", "output_options", "extra_args")
+#: Of these, what is no engine's business: its worker in between would see to it.
+_NOT_SENT = ("stop_token_ids_hidden", "formatted_prompt")
+#: What the options may not say otherwise.
+_OURS = ("prompt", "stream", "stream_options", "return_token_ids")
+
+_CODES = {
+    400: "invalid",
+    404: "not_found",
+    408: "deadline",
+    413: "invalid",
+    422: "invalid",
+    429: "overloaded",
+    502: "unreachable",
+    503: "unreachable",
+    504: "deadline",
+}
+
+
+def completion(payload: Any) -> dict[str, Any]:
+    """The body of POST /v1/completions for a request of the runtime.
+
+    Args:
+        payload: token_ids and what else a worker of the runtime is given, or a list of ids alone.
+
+    Raises:
+        InvalidArgumentError: There are no token_ids, or more than one answer is asked for.
+    """
+    request = {"token_ids": payload} if isinstance(payload, list | tuple) else payload
+    tokens = request.get("token_ids") if isinstance(request, dict) else None
+    if not isinstance(tokens, list | tuple) or not tokens:
+        raise InvalidArgumentError(
+            "an engine that speaks OpenAI's API is asked with token_ids, a list of at least one, "
+            f"got {tokens!r}"
+        )
+    body: dict[str, Any] = {}
+    for field in _OPTIONS:
+        body |= {
+            name: value
+            for name, value in _map(request, field).items()
+            if value is not None and name not in _NOT_SENT
+        }
+    for name in ("n", "best_of"):
+        if body.get(name, 1) != 1:
+            raise InvalidArgumentError(
+                f"{name} must be 1, got {body[name]!r}: items are those of one answer"
+            )
+    for name in _OURS:
+        body.pop(name, None)
+    # The two ways in which a prefill worker hands over.
+    body |= _map(request, "bootstrap_info")
+    prefilled = _map(_map(request, "prefill_result"), "disaggregated_params")
+    if prefilled.get("kv_transfer_params") is not None:
+        body["kv_transfer_params"] = prefilled["kv_transfer_params"]
+    # An engine's adapters are models of their own to it.
+    model = request.get("lora_name") or request.get("model")
+    if model and model != UNKNOWN_MODEL:
+        body["model"] = model
+    if request.get("cache_salt"):
+        body["cache_salt"] = request["cache_salt"]
+    body |= {"prompt": list(tokens), "return_token_ids": True}
+    if _map(body, "kv_transfer_params").get("do_remote_decode"):
+        # Engines tell what is to be handed over in whole answers only.
+        return body | {"stream": False}
+    return body | {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def _map(request: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    value = request.get(field)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise InvalidArgumentError(f"{field} must be an object, got {value!r}")
+    return value
+
+
+class OpenAiClient(HttpClient):
+    """Asks engines over OpenAI's API.
+
+    Args:
+        limits: Of the runtime.
+    """
+
+    # Common engines close idle connections after 5 s: be first.
+    idle_s_max = 4.0
+
+    async def ask(self, transport: dict[str, Any], request: Request) -> HttpReply:
+        """Send a request.
+
+        Raises:
+            TransportError: The engine can't be reached.
+            InvalidArgumentError: The request is too large, or no prompt of token ids.
+        """
+        try:
+            # numpy's integers are no integers to json.
+            wanted = completion(request.payload)
+            body = json.dumps(wanted, default=operator.index, allow_nan=False).encode()
+        except InvalidArgumentError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError(f"request can't be written as JSON: {error}") from error
+        if len(body) > self.limits.frame_bytes_max:
+            raise InvalidArgumentError(
+                f"request may have at most {self.limits.frame_bytes_max} bytes, got {len(body)}"
+            )
+        headers = {"content-type": "application/json", "x-request-id": request.id}
+        rank = request.payload.get("dp_rank") if isinstance(request.payload, dict) else None
+        if rank is not None:
+            headers[RANK] = str(rank)
+        url = f"{transport['url']}/v1/completions"
+        sending = asyncio.get_running_loop().create_task(self._post(url, headers, body))
+        reply = OpenAiReply(sending, self.limits, is_whole=not wanted["stream"])
+        self._replies.add(reply)
+        return reply
+
+
+class OpenAiReply(HttpReply):
+    """An engine's answer on its way."""
+
+    def __init__(
+        self,
+        sending: asyncio.Task[aiohttp.ClientResponse],
+        limits: RuntimeLimits,
+        *,
+        is_whole: bool,
+    ) -> None:
+        super().__init__(sending, limits)
+        self._is_whole = is_whole
+        self._line_bytes_max = limits.frame_bytes_max
+        self._rest = b""
+        self._lines: deque[bytes] = deque()
+        #: The item with the answer's end: its usage comes after it.
+        self._last: dict[str, Any] | None = None
+
+    async def _receive(self) -> bytes | None:
+        while True:
+            event = await self._event()
+            if event is None:
+                last, self._last = self._last, None
+                if last is not None:
+                    self._lines.appendleft(b"data: [DONE]")
+                    return pack(last, "item")
+                await self._finish()
+                return None
+            try:
+                item = self._item(event)
+            except TypeError as error:
+                raise DecodeError(f"an event has a field of another type: {error}") from error
+            if item is not None:
+                return pack(item, "item")
+
+    def _item(self, event: dict[str, Any]) -> dict[str, Any] | None:
+        """What of an event a worker would yield; None for what is not to be told, or not yet."""
+        usage = event.get("usage")
+        choices = event.get("choices")
+        choice = choices[0] if isinstance(choices, list) and choices else {}
+        if not isinstance(choice, dict):
+            raise DecodeError(f"a choice must be an object, got {choice!r}")
+        # Nothing comes after the end but usage; an engine that says more is heard all the same.
+        item = _joined(self._last or {"token_ids": [], "text": "", "finish_reason": None}, choice)
+        self._last = None
+        if isinstance(usage, dict):
+            item["completion_usage"] = usage
+        handed = event.get("kv_transfer_params")
+        if handed is not None:
+            item["disaggregated_params"] = {"kv_transfer_params": handed}
+        if item["finish_reason"] is not None and "completion_usage" not in item:
+            self._last = item
+            return None
+        # Besides these three fields there is something in it.
+        has_more = item["finish_reason"] is not None or len(item) > 3
+        return item if item["token_ids"] or item["text"] or has_more else None
+
+    async def _event(self) -> dict[str, Any] | None:
+        """The next event; None for the end.
+
+        Raises:
+            FailedError: The engine says what went wrong.
+            TransportError: It hung up before the end.
+            DecodeError: It sends what is no event.
+        """
+        while True:
+            line = await self._line()
+            if not line.startswith(b"data:"):
+                # Comments, names of events and the empty lines between.
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                return None
+            if not data:
+                # Some proxies keep a connection busy this way.
+                continue
+            try:
+                event = json.loads(data)
+            except (ValueError, RecursionError) as error:
+                raise DecodeError(f"an event is no JSON: {error}") from error
+            if not isinstance(event, dict):
+                raise DecodeError(f"an event must be an object, got {event!r}")
+            failure = _failure_in(event)
+            if failure is not None:
+                raise FailedError(failure)
+            return event
+
+    async def _whole(self) -> bytes:
+        """The body of an answer that is not streamed, as if it were."""
+        if self._response is None:
+            raise ClosedError("the stream is closed")
+        body = b""
+        while data := await self._response.content.readany():
+            body += data
+            if len(body) > self._line_bytes_max:
+                raise DecodeError(f"an answer may have at most {self._line_bytes_max} bytes")
+        return b"data: " + body.replace(b"\r", b" ").replace(b"\n", b" ")
+
+    async def _line(self) -> bytes:
+        if self._is_whole and not self._lines:
+            self._is_whole = False
+            self._lines.extend((await self._whole(), b"data: [DONE]"))
+        while not self._lines:
+            if self._response is None:
+                raise ClosedError("the stream is closed")
+            data = await self._response.content.readany()
+            if not data and self._rest:
+                # Not every engine ends its last line.
+                self._lines.append(self._rest)
+                self._rest = b""
+                break
+            if not data:
+                raise TransportError("the engine's answer ended without its end")
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            if max(map(len, (*lines, self._rest))) > self._line_bytes_max:
+                raise DecodeError(f"an event may have at most {self._line_bytes_max} bytes")
+            self._lines.extend(lines)
+        return self._lines.popleft()
+
+    def _refusal(self, response: aiohttp.ClientResponse, text: bytes) -> Failure:
+        try:
+            fields = json.loads(text)
+        except (ValueError, RecursionError):
+            fields = None
+        failure = _failure_in(fields, response.status) if isinstance(fields, dict) else None
+        said = text[:200].decode(errors="replace")
+        return failure or _failure(response.status, f"HTTP status {response.status}: {said}")
+
+    def _is_answer(self, response: aiohttp.ClientResponse) -> bool:
+        wanted = "application/json" if self._is_whole else EVENTS
+        return response.status == 200 and response.content_type == wanted
+
+
+def _joined(item: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
+    """``item`` with what an event's choice adds to it."""
+    text, logprobs = choice.get("text"), choice.get("logprobs")
+    joined = item | {
+        "token_ids": [*item["token_ids"], *(choice.get("token_ids") or ())],
+        "text": item["text"] + (text if isinstance(text, str) else ""),
+        "finish_reason": choice.get("finish_reason") or item["finish_reason"],
+    }
+    if choice.get("stop_reason") is not None:
+        joined["stop_reason"] = choice["stop_reason"]
+    if isinstance(logprobs, dict) and logprobs.get("token_logprobs"):
+        joined["log_probs"] = [*item.get("log_probs", ()), *logprobs["token_logprobs"]]
+    return joined
+
+
+def _failure_in(event: dict[str, Any], status: int | None = None) -> Failure | None:
+    """What an event or a body says went wrong: as OpenAI has it, or as older engines do."""
+    error = event.get("error")
+    if error is None and event.get("object") == "error":
+        error = event
+    if error is None and status is not None and status != 200:
+        # FastAPI's own refusals.
+        error = event.get("detail")
+    if error is None:
+        return None
+    if not isinstance(error, dict):
+        return _failure(status or 500, str(error))
+    code = error.get("code")
+    of_event = code if isinstance(code, int) else 500
+    return _failure(
+        status or of_event, str(error.get("message", error)), can_retry=status is not None
+    )
+
+
+def _failure(status: int, message: str, *, can_retry: bool = True) -> Failure:
+    code = _CODES.get(status, "internal")
+    # It has not begun: another one may have room for it, or the adapter.
+    is_another_asked = code in ("not_found", "overloaded", "unreachable")
+    return Failure(code, message, can_retry and is_another_asked)
+
+
+make_client = OpenAiClient

@@ -1,0 +1,123 @@
+//! In which order requests leave the line of those that no worker has room to prefill.
+
+use std::cmp::Ordering;
+use std::str::FromStr;
+
+use crate::error::{Error, Result};
+
+/// Whose request is first when several wait.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum LineOrder {
+    /// First come, first served: good for the slowest of all.
+    #[default]
+    Fcfs,
+    /// Last come, first served: who waits for long is left behind, as an overload wants it.
+    Lcfs,
+    /// The shortest work first, weighed by priority: good for the mean.
+    Wspt,
+}
+
+impl LineOrder {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Fcfs, Self::Lcfs, Self::Wspt];
+
+    /// The name in flags.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Fcfs => "fcfs",
+            Self::Lcfs => "lcfs",
+            Self::Wspt => "wspt",
+        }
+    }
+
+    /// Where a request of `isl_tokens`, `cached_tokens` of which the best worker holds, stands when
+    /// it came `arrival_s` seconds after some origin that all share.
+    ///
+    /// # Source
+    /// The cases of `queue-policy` in `tests/vectors/queue_cases.json`.
+    pub fn standing(
+        self,
+        wish: &Wish,
+        arrival_s: f64,
+        isl_tokens: u64,
+        cached_tokens: u64,
+    ) -> Standing {
+        let jump = wish.priority_jump;
+        let score = match self {
+            Self::Fcfs => jump - arrival_s,
+            Self::Lcfs => jump + arrival_s,
+            Self::Wspt => {
+                let work = isl_tokens.saturating_sub(cached_tokens).max(1);
+                (1.0 + jump.max(0.0)) / work as f64
+            }
+        };
+        Standing { strict_priority: wish.strict_priority, score }
+    }
+}
+
+impl FromStr for LineOrder {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let found = Self::ALL.into_iter().find(|order| order.name() == text);
+        found.ok_or_else(|| {
+            let names = Self::ALL.map(Self::name).join(", ");
+            Error::invalid(format!("router_queue_policy must be one of {names}, got {text:?}"))
+        })
+    }
+}
+
+/// How urgent a request is.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Wish {
+    /// Requests of a higher number are before all those of lower ones.
+    pub strict_priority: u32,
+    /// Within these: seconds that it is moved ahead (`fcfs`, `lcfs`), or what its weight is more
+    /// than 1 (`wspt`). Finite.
+    pub priority_jump: f64,
+}
+
+impl Wish {
+    /// As a request says it; nothing said is 0, and a priority below 0 is 0, too.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a priority that is no number.
+    pub fn of(priority: Option<f64>, strict_priority: Option<u32>) -> Result<Self> {
+        let priority = priority.unwrap_or(0.0);
+        if !priority.is_finite() {
+            return Err(Error::invalid(format!("priority must be finite, got {priority}")));
+        }
+        let strict_priority = strict_priority.unwrap_or(0);
+        Ok(Self { strict_priority, priority_jump: priority.max(0.0) })
+    }
+}
+
+/// A request's place among others: the greater, the earlier.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Standing {
+    /// Decides first.
+    pub strict_priority: u32,
+    /// Decides between those of one strict priority.
+    pub score: f64,
+}
+
+impl Ord for Standing {
+    fn cmp(&self, other: &Self) -> Ordering {
+        let by_priority = self.strict_priority.cmp(&other.strict_priority);
+        by_priority.then_with(|| self.score.total_cmp(&other.score))
+    }
+}
+
+impl PartialOrd for Standing {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Standing {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other).is_eq()
+    }
+}
+
+impl Eq for Standing {}

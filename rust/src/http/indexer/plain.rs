@@ -1,0 +1,327 @@
+//! Queries as nearly all clients write them, read without serde: a flat JSON object of one list of
+//! integers and a few strings. A query is mostly its list, and this reads eight digits at a time.
+//!
+//! What it reads, serde_json reads to the same; all else it leaves to serde_json, errors above all.
+
+use super::request::MAX_TOKEN_IDS;
+
+/// The fields of a query; the strings lie in the body.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Plain<'a, T> {
+    pub list: Vec<T>,
+    pub model_name: &'a str,
+    pub tenant_id: Option<&'a str>,
+    pub lora_name: Option<&'a str>,
+    pub cache_salt: Option<&'a str>,
+    pub additional_salt: Option<&'a str>,
+}
+
+/// An element of a list, from its sign and its digits' value.
+pub(super) trait Element: Sized {
+    fn of(is_negative: bool, value: u64) -> Option<Self>;
+}
+
+impl Element for u32 {
+    fn of(is_negative: bool, value: u64) -> Option<Self> {
+        if is_negative { None } else { Self::try_from(value).ok() }
+    }
+}
+
+impl Element for u64 {
+    fn of(is_negative: bool, value: u64) -> Option<Self> {
+        match (is_negative, value) {
+            (false, value) => Some(value),
+            // Negative numbers are the same bits as i64; "-0" is a float to serde_json.
+            (true, 1..=0x8000_0000_0000_0000) => Some(value.wrapping_neg()),
+            (true, _) => None,
+        }
+    }
+}
+
+/// Read a body whose list is called `list`; `None` for whatever is not plain.
+pub(super) fn read<'a, T: Element>(bytes: &'a [u8], list: &str) -> Option<Plain<'a, T>> {
+    let mut rest = Rest(bytes);
+    let (mut elements, mut model_name, mut tenant_id) = (None, None, None);
+    let (mut lora_name, mut cache_salt, mut additional_salt) = (None, None, None);
+    rest.token(b'{')?;
+    loop {
+        let key = rest.string()?;
+        rest.token(b':')?;
+        if key == list {
+            if elements.replace(rest.list()?).is_some() {
+                return None;
+            }
+        } else {
+            let field = match key {
+                "model_name" => &mut model_name,
+                "tenant_id" => &mut tenant_id,
+                "lora_name" => &mut lora_name,
+                "cache_salt" => &mut cache_salt,
+                "additional_salt" | "additionalsalt" => &mut additional_salt,
+                _ => return None,
+            };
+            // serde_json has the word for fields that come twice.
+            if field.replace(rest.string()?).is_some() {
+                return None;
+            }
+        }
+        match rest.next()? {
+            b',' => {}
+            b'}' => break,
+            _ => return None,
+        }
+    }
+    rest.skip_space();
+    if !rest.0.is_empty() {
+        return None;
+    }
+    let (list, model_name) = (elements?, model_name?);
+    Some(Plain { list, model_name, tenant_id, lora_name, cache_salt, additional_salt })
+}
+
+/// What is left of a body.
+struct Rest<'a>(&'a [u8]);
+
+impl<'a> Rest<'a> {
+    fn skip_space(&mut self) {
+        while let [b' ' | b'\n' | b'\r' | b'\t', rest @ ..] = self.0 {
+            self.0 = rest;
+        }
+    }
+
+    /// The next byte that is no space.
+    fn next(&mut self) -> Option<u8> {
+        self.skip_space();
+        let (first, rest) = self.0.split_first()?;
+        self.0 = rest;
+        Some(*first)
+    }
+
+    fn token(&mut self, wanted: u8) -> Option<()> {
+        (self.next()? == wanted).then_some(())
+    }
+
+    /// A string without escapes.
+    fn string(&mut self) -> Option<&'a str> {
+        self.token(b'"')?;
+        let (text, rest) = self.0.split_at_checked(memchr::memchr(b'"', self.0)?)?;
+        self.0 = rest.get(1..)?;
+        if text.iter().any(|byte| *byte == b'\\' || *byte < b' ') {
+            return None;
+        }
+        std::str::from_utf8(text).ok()
+    }
+
+    fn list<T: Element>(&mut self) -> Option<Vec<T>> {
+        self.token(b'[')?;
+        self.skip_space();
+        if let [b']', rest @ ..] = self.0 {
+            self.0 = rest;
+            return Some(Vec::new());
+        }
+        // Room for short numbers would be three times too much for long ones: grow instead.
+        let mut out = Vec::with_capacity((self.0.len() / 16).min(MAX_TOKEN_IDS));
+        loop {
+            self.skip_space();
+            out.push(self.integer()?);
+            if out.len() > MAX_TOKEN_IDS {
+                return None;
+            }
+            match self.next()? {
+                b',' => {}
+                b']' => return Some(out),
+                _ => return None,
+            }
+        }
+    }
+
+    fn integer<T: Element>(&mut self) -> Option<T> {
+        let is_negative = self.0.first() == Some(&b'-');
+        if is_negative {
+            self.0 = &self.0[1..];
+        }
+        let has_leading_zero = matches!(self.0, [b'0', b'0'..=b'9', ..]);
+        let (mut value, first) = self.eight_digits();
+        if first == 0 || has_leading_zero {
+            return None;
+        }
+        let mut count = first;
+        while count == 8 {
+            let (part, more) = self.eight_digits();
+            value = value.checked_mul(TENS[more])?.checked_add(part)?;
+            // A number of 16 digits may go on, one of fewer does not.
+            count = more;
+        }
+        // A fraction or an exponent is left where the caller wants a comma.
+        T::of(is_negative, value)
+    }
+
+    /// Up to eight digits, and how many there were.
+    fn eight_digits(&mut self) -> (u64, usize) {
+        const ZEROS: u64 = u64::from_le_bytes([b'0'; 8]);
+        let word = match self.0.first_chunk::<8>() {
+            Some(chunk) => u64::from_le_bytes(*chunk),
+            None => {
+                let mut chunk = [0; 8];
+                chunk[..self.0.len()].copy_from_slice(self.0);
+                u64::from_le_bytes(chunk)
+            }
+        };
+        // Digits become 0 to 9, all other bytes more. The sum carries only into bytes behind one of those.
+        let digits = word ^ ZEROS;
+        let others = (digits.wrapping_add(0x7676_7676_7676_7676) | digits) & 0x8080_8080_8080_8080;
+        let count = (others.trailing_zeros() / 8) as usize;
+        if count == 0 {
+            return (0, 0);
+        }
+        self.0 = &self.0[count..];
+        // Zeros in front, then pairs, pairs of pairs, and their sum.
+        let digits = digits << (64 - 8 * count);
+        let pairs = digits.wrapping_mul(10).wrapping_add(digits >> 8);
+        let low = (pairs & 0x0000_00ff_0000_00ff).wrapping_mul(0x000f_4240_0000_0064);
+        let high = ((pairs >> 16) & 0x0000_00ff_0000_00ff).wrapping_mul(0x0000_2710_0000_0001);
+        (low.wrapping_add(high) >> 32, count)
+    }
+}
+
+/// Powers of ten, by exponent.
+const TENS: [u64; 9] = [1, 10, 100, 1_000, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000];
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use proptest::prelude::*;
+    use serde::Deserialize;
+
+    use super::super::request::{BlockHashes, Query, QueryByHash, Question, TokenIds};
+    use super::*;
+
+    fn list<T: Element>(text: &str) -> Option<Vec<T>> {
+        let body = format!("{{\"list\": {text}, \"model_name\": \"m\"}}");
+        read::<T>(body.as_bytes(), "list").map(|plain| plain.list)
+    }
+
+    #[test]
+    fn every_field_is_read() {
+        let body =
+            br#" {"tenant_id":"t","list":[1 , 2],"lora_name" : "l","model_name":"Qwen/\u{e9}",
+            "cache_salt":"s","additional_salt":""} "#;
+        assert_eq!(read::<u32>(body, "list"), None, "escapes");
+        let body = String::from_utf8_lossy(body).replace("\\u{e9}", "\u{e9}");
+        let wanted = Plain {
+            list: vec![1, 2],
+            model_name: "Qwen/\u{e9}",
+            tenant_id: Some("t"),
+            lora_name: Some("l"),
+            cache_salt: Some("s"),
+            additional_salt: Some(""),
+        };
+        assert_eq!(read::<u32>(body.as_bytes(), "list"), Some(wanted));
+    }
+
+    #[test]
+    fn what_is_not_plain_is_left() {
+        for body in [
+            "",
+            "{}",
+            "[]",
+            r#"{"list":[1]}"#,
+            r#"{"model_name":"m"}"#,
+            r#"{"list":[1],"model_name":"m"} x"#,
+            r#"{"list":[1],"model_name":"m","model_name":"m"}"#,
+            r#"{"list":[1],"list":[1],"model_name":"m"}"#,
+            r#"{"list":[1],"model_name":"m","additionalsalt":"m","additional_salt":"m"}"#,
+            r#"{"list":[1],"model_name":"m",}"#,
+            r#"{"list":[1],"model_name":"m","other":"m"}"#,
+            r#"{"list":[1],"model_name":"m","tenant_id":null}"#,
+            r#"{"list":[1],"model_name":"m\n"}"#,
+            "{\"list\":[1],\"model_name\":\"m\n\"}",
+            r#"{"list":[1],"model_name":"m"#,
+            r#"{"list":"AQ==","model_name":"m"}"#,
+            r#"{"list":[1"#,
+        ] {
+            assert_eq!(read::<u64>(body.as_bytes(), "list"), None, "{body}");
+        }
+        assert_eq!(read::<u64>(b"{\"list\":[1],\"model_name\":\"\xff\"}", "list"), None);
+        let texts = "[,1];[1,];[1 2];[1.0];[1e3];[01];[00];[-];[-0];[+1];[1]];[x];[1\u{e9}]";
+        for text in texts.split(';') {
+            assert_eq!(list::<u64>(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn integers_end_where_their_type_does() {
+        assert_eq!(list("[0,4294967295]"), Some(vec![0, u32::MAX]));
+        assert_eq!(list::<u32>("[4294967296]"), None);
+        assert_eq!(list::<u32>("[-1]"), None);
+        assert_eq!(list("[18446744073709551615]"), Some(vec![u64::MAX]));
+        assert_eq!(list::<u64>("[18446744073709551616]"), None);
+        assert_eq!(list::<u64>("[100000000000000000000000]"), None);
+        assert_eq!(list("[-9223372036854775808,-1]"), Some(vec![1 << 63, u64::MAX]));
+        assert_eq!(list::<u64>("[-9223372036854775809]"), None);
+        assert_eq!(list::<u64>("[]"), Some(vec![]));
+    }
+
+    #[test]
+    fn longer_lists_than_may_be_are_left() {
+        let text = |count: usize| format!("[{}0]", "0,".repeat(count - 1));
+        assert_eq!(list::<u32>(&text(MAX_TOKEN_IDS)).map(|list| list.len()), Some(MAX_TOKEN_IDS));
+        assert_eq!(list::<u32>(&text(MAX_TOKEN_IDS + 1)), None);
+    }
+
+    #[derive(Deserialize)]
+    struct Listed<T> {
+        list: T,
+    }
+
+    /// Bodies near enough to a query that many of them are one.
+    fn body() -> impl Strategy<Value = String> {
+        let piece = prop_oneof![
+            4 => "-?[0-9]{1,20}",
+            4 => any::<i64>().prop_map(|number| number.to_string()),
+            2 => any::<u64>().prop_map(|number| number.to_string()),
+            1 => "[ -~]{0,3}",
+        ];
+        let space = prop_oneof![4 => Just(""), 1 => Just(" "), 1 => Just("\n\t")];
+        let field = prop_oneof![
+            6 => Just(""),
+            1 => Just(r#","tenant_id":"t""#),
+            1 => Just(r#","cache_salt":null"#),
+            1 => Just(r#","lora_name":"l","cache_salt":"\u00e9""#),
+            1 => Just(r#","lora_name":3"#),
+        ];
+        (prop::collection::vec((piece, space), 0..6), field).prop_map(|(pieces, field)| {
+            let list = pieces.iter().map(|(piece, space)| format!("{space}{piece}{space}"));
+            let list = list.collect::<Vec<_>>().join(",");
+            format!(r#"{{"list":[{list}],"model_name":"m"{field}}}"#)
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_read_serde_json_reads_to_the_same(body in body()) {
+            if let Some(plain) = read::<u64>(body.as_bytes(), "list") {
+                let wanted: Listed<BlockHashes> = serde_json::from_str(&body).unwrap();
+                prop_assert_eq!(plain.list, wanted.list.0);
+            }
+            if let Some(plain) = read::<u32>(body.as_bytes(), "list") {
+                let wanted: Listed<TokenIds> = serde_json::from_str(&body).unwrap();
+                prop_assert_eq!(plain.list, wanted.list.0);
+            }
+            let body = body.replace("\"list\"", "\"block_hashes\"");
+            if let Some(plain) = QueryByHash::plain(body.as_bytes()) {
+                prop_assert_eq!(plain, serde_json::from_str(&body).unwrap());
+            }
+            let body = body.replace("\"block_hashes\"", "\"token_ids\"");
+            if let Some(plain) = Query::plain(body.as_bytes()) {
+                prop_assert_eq!(plain, serde_json::from_str(&body).unwrap());
+            }
+        }
+
+        #[test]
+        fn numbers_of_any_length_are_read(numbers in prop::collection::vec((any::<u64>(), 0..64_u32), 1..9)) {
+            let wanted: Vec<u64> = numbers.iter().map(|(number, shift)| number >> shift).collect();
+            prop_assert_eq!(list(&format!("{wanted:?}")), Some(wanted));
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! A session goes on where it was, whichever policy chooses for its first request.
+//!
+//! Only sessions with a key have a place: it is the worker that took their last request, until that
+//! can't take one, or nothing was heard of the session for too long.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use super::contract::{Sample, Session};
+use super::cost::Candidate;
+use super::decision::{Choice, Reason};
+use super::session::check_key;
+use crate::error::{Error, Result};
+use crate::ids::Worker;
+use crate::load::recency::Recent;
+
+/// Most sessions that are remembered; one more, and the one that was not used for longest goes.
+pub const MAX_SESSIONS: usize = 100_000;
+
+/// Shortest and longest time for which a session is remembered, seconds.
+const TTL_RANGE_SECS: (u64, u64) = (1, 31_536_000);
+
+/// Where sessions were. Routers may share it: each has a [`Seat`] of its own.
+#[derive(Debug)]
+pub struct Affinity {
+    ttl_ms: u64,
+    seats: AtomicU64,
+    state: Mutex<State>,
+}
+
+/// A router's own part of the table: what its workers are called means nothing to others.
+#[derive(Debug, Clone, Copy)]
+pub struct Seat(u64);
+
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    worker: Worker,
+    used_ms: u64,
+}
+
+#[derive(Debug)]
+struct State {
+    places: Recent<Place>,
+    kept: u64,
+    moved: u64,
+    begun: u64,
+    expired: u64,
+}
+
+impl Affinity {
+    /// A table that remembers a session for `ttl_secs` after its last request.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for a time out of range, with the flag, the range and what came.
+    pub fn new(ttl_secs: u64) -> Result<Self> {
+        Self::with_room(ttl_secs, MAX_SESSIONS)
+    }
+
+    pub(crate) fn with_room(ttl_secs: u64, max: usize) -> Result<Self> {
+        let (low, high) = TTL_RANGE_SECS;
+        if !(low..=high).contains(&ttl_secs) {
+            return Err(Error::Config(format!(
+                "--router-session-affinity-ttl-secs must be in {low}..={high}, got {ttl_secs}"
+            )));
+        }
+        let state = State { places: Recent::new(max), kept: 0, moved: 0, begun: 0, expired: 0 };
+        Ok(Self { ttl_ms: ttl_secs * 1_000, seats: AtomicU64::new(0), state: Mutex::new(state) })
+    }
+
+    /// A seat that nobody else has.
+    pub fn seat(&self) -> Seat {
+        // Relaxed: only the numbers themselves have to differ.
+        Seat(self.seats.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Whether the key of `session` can be remembered.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] when it is too long, with its length and the limit.
+    pub fn check(&self, session: Session<'_>) -> Result<()> {
+        check_key(session.key)
+    }
+
+    /// Among `candidates`, the one that took the last request of `session`; `None` when it is not
+    /// among them, or was used too long ago. Changes nothing.
+    pub fn kept(
+        &self,
+        seat: Seat,
+        session: Session<'_>,
+        candidates: &[Candidate],
+        now_ms: u64,
+    ) -> Option<Choice> {
+        let place = *self.state.lock().places.get(key(seat, session)?)?;
+        if self.is_old(place, now_ms) {
+            return None;
+        }
+        let index = candidates.iter().position(|one| one.worker == place.worker)?;
+        let reason = Reason::SessionAffinity;
+        Some(Choice { index, ties: 1, margin: None, reason, score: None })
+    }
+
+    /// The request of `session` was given to `worker`: it is its place from `now_ms` on.
+    pub fn routed(&self, seat: Seat, session: Session<'_>, worker: Worker, now_ms: u64) {
+        let Some(key) = key(seat, session) else { return };
+        let mut state = self.state.lock();
+        let State { places, kept, moved, begun, expired } = &mut *state;
+        *expired += places.drop_while(|&place| self.is_old(place, now_ms)) as u64;
+        let before = places.get(key).map(|place| place.worker);
+        *places.touch(key, || Place { worker, used_ms: now_ms }) =
+            Place { worker, used_ms: now_ms };
+        match before {
+            Some(before) if before == worker => *kept += 1,
+            Some(_) => *moved += 1,
+            None => *begun += 1,
+        }
+    }
+
+    /// Forget the sessions of which nothing was heard for too long. Costs nothing when there are none.
+    pub fn expire(&self, now_ms: u64) {
+        let mut state = self.state.lock();
+        let gone = state.places.drop_while(|&place| self.is_old(place, now_ms));
+        state.expired += gone as u64;
+    }
+
+    /// Name every counter.
+    pub fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
+        let state = self.state.lock();
+        visit(Sample::plain("session_affinity_sessions", state.places.len() as f64));
+        let requests = [("kept", state.kept), ("moved", state.moved), ("begun", state.begun)];
+        for (outcome, count) in requests {
+            let (name, label) = ("session_affinity_requests_total", ("outcome", outcome));
+            visit(Sample { name, label, value: count as f64 });
+        }
+        let forgotten = [("expired", state.expired), ("evicted", state.places.evicted())];
+        for (cause, count) in forgotten {
+            let (name, label) = ("session_affinity_forgotten_total", ("cause", cause));
+            visit(Sample { name, label, value: count as f64 });
+        }
+    }
+
+    fn is_old(&self, place: Place, now_ms: u64) -> bool {
+        now_ms.saturating_sub(place.used_ms) >= self.ttl_ms
+    }
+}
+
+/// `None` for a request of no session.
+fn key(seat: Seat, session: Session<'_>) -> Option<u64> {
+    let key = session.key.filter(|key| !key.is_empty())?;
+    Some(xxh3_64_with_seed(key.as_bytes(), seat.0))
+}

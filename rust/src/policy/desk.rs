@@ -1,0 +1,437 @@
+//! Where a policy outside the core is asked: questions wait here, are answered within a deadline or
+//! done without.
+//!
+//! The core never waits for such a policy while it holds a lock: it is asked first, about the
+//! candidates of a moment before, and answers with scores; the choice among those that may take the
+//! request is made under the lock, by these scores.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::contract::{Context, EngineMetrics, Finished, Sample};
+use super::cost::{Candidate, Terms};
+use crate::ids::Worker;
+
+/// Questions that may wait.
+pub const MAX_QUESTIONS: usize = 1_024;
+/// News that may wait.
+pub const MAX_NEWS: usize = 8_192;
+/// The number of a question that was refused.
+const NOT_ASKED: u64 = u64::MAX;
+/// Between two lines of the log.
+const LOG_INTERVAL_MS: u64 = 60_000;
+
+/// A request, as a policy outside sees it.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct OutsideRequest {
+    /// The model that was asked for.
+    pub model: Box<str>,
+    /// Prompt length in tokens.
+    pub isl_tokens: u64,
+    /// Tokens in a block; 0 while unknown.
+    pub block_size: u32,
+    /// Text of the prompt, UTF-8.
+    pub prompt: Box<[u8]>,
+    /// The model's own token ids; empty while unknown.
+    pub token_ids: Box<[u32]>,
+    /// Whose request it is.
+    pub user: Option<Box<str>>,
+    /// The key of its session.
+    pub session_key: Option<Box<str>>,
+    /// The worker of its session, as the client says.
+    pub session_worker: Option<Worker>,
+}
+
+impl OutsideRequest {
+    /// What `context` says; copies its prompt.
+    pub fn of(context: &Context<'_>) -> Self {
+        Self {
+            model: context.model.into(),
+            isl_tokens: context.request.isl_tokens,
+            block_size: context.request.block_size,
+            prompt: context.prompt.into(),
+            token_ids: context.token_ids.into(),
+            user: context.user.map(Box::from),
+            session_key: context.session.key.map(Box::from),
+            session_worker: context.session.worker,
+        }
+    }
+}
+
+/// A candidate, as a policy outside sees it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct OutsideCandidate {
+    /// Overlap and load.
+    pub candidate: Candidate,
+    /// What its engine reports.
+    pub metrics: EngineMetrics,
+    /// What the request would cost there, as `kv` reckons.
+    pub terms: Terms,
+}
+
+/// Which of these?
+#[derive(Debug, Clone, PartialEq)]
+pub struct Question {
+    /// The request.
+    pub request: OutsideRequest,
+    /// At least two workers, in worker order.
+    pub candidates: Vec<OutsideCandidate>,
+}
+
+/// What a policy outside is told, if it wants to know.
+#[derive(Debug, Clone, PartialEq)]
+pub enum News {
+    /// A request was given to this candidate.
+    Routed(Box<OutsideRequest>, Box<OutsideCandidate>),
+    /// A request has ended: its model and user, and what it used.
+    Finished(Ended),
+    /// A worker has gone.
+    Removed(Worker),
+}
+
+/// As [`Finished`], owned.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ended {
+    /// The model that was asked for.
+    pub model: Box<str>,
+    /// Whose request it was.
+    pub user: Option<Box<str>>,
+    /// Who served it.
+    pub worker: Worker,
+    /// Tokens of the prompt.
+    pub input_tokens: u64,
+    /// Of these, tokens that the engine had cached.
+    pub cached_tokens: u64,
+    /// Tokens that were generated.
+    pub output_tokens: u64,
+    /// From the decision to the end.
+    pub duration_ms: u64,
+}
+
+impl Ended {
+    /// What `finished` says.
+    pub fn of(finished: &Finished<'_>) -> Self {
+        Self {
+            model: finished.model.into(),
+            user: finished.user.map(Box::from),
+            worker: finished.worker,
+            input_tokens: finished.input_tokens,
+            cached_tokens: finished.cached_tokens,
+            output_tokens: finished.output_tokens,
+            duration_ms: finished.now_ms.saturating_sub(finished.routed_at_ms),
+        }
+    }
+}
+
+/// Scores of candidates, of which the highest wins.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Advice {
+    /// Ascending by worker; none for those that are never to be taken.
+    scores: Vec<(Worker, f64)>,
+}
+
+impl Advice {
+    /// One score for each candidate of the question; `None` where it is never to be taken.
+    pub fn new(question: &Question, scores: &[Option<f64>]) -> Self {
+        let scored = question.candidates.iter().zip(scores);
+        let scores = scored.filter_map(|(one, score)| Some((one.candidate.worker, (*score)?)));
+        Self { scores: scores.collect() }
+    }
+
+    /// The score of `worker`.
+    pub fn score(&self, worker: Worker) -> Option<f64> {
+        let place = self.scores.binary_search_by_key(&worker, |(known, _)| *known).ok()?;
+        Some(self.scores[place].1)
+    }
+}
+
+/// Why there is no advice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Failure {
+    /// No answer within the deadline.
+    Late,
+    /// The policy raised an error.
+    Raised,
+    /// What it answered is no choice among the candidates.
+    Nonsense,
+    /// Too many questions wait.
+    Full,
+    /// Nobody answers any more.
+    Closed,
+    /// It was not asked: it is still busy with what was given up as late.
+    Stuck,
+}
+
+impl Failure {
+    const ALL: [Self; 6] =
+        [Self::Late, Self::Raised, Self::Nonsense, Self::Full, Self::Closed, Self::Stuck];
+
+    /// The name in logs and metrics.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Late => "late",
+            Self::Raised => "raised",
+            Self::Nonsense => "nonsense",
+            Self::Full => "full",
+            Self::Closed => "closed",
+            Self::Stuck => "stuck",
+        }
+    }
+}
+
+/// What comes of a question.
+pub type Answer = Result<Advice, Failure>;
+type Reply = Box<dyn FnOnce(Answer) + Send>;
+
+/// A question that waits for its answer. Dropped without one it is a failure.
+pub struct Asked {
+    /// What is asked.
+    pub question: Question,
+    reply: Option<Reply>,
+}
+
+impl Asked {
+    /// Answer it; who has given up waiting does not hear it.
+    pub fn answer(mut self, answer: Answer) {
+        if let Some(reply) = self.reply.take() {
+            reply(answer);
+        }
+    }
+}
+
+impl Drop for Asked {
+    fn drop(&mut self) {
+        if let Some(reply) = self.reply.take() {
+            reply(Err(Failure::Closed));
+        }
+    }
+}
+
+impl fmt::Debug for Asked {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Asked").field("question", &self.question).finish_non_exhaustive()
+    }
+}
+
+/// What whoever answers is to do next.
+#[derive(Debug)]
+pub enum Task {
+    /// Answer this.
+    Answer(Asked),
+    /// Take note of this.
+    Note(News),
+}
+
+#[derive(Default)]
+struct State {
+    tasks: VecDeque<(u64, Task)>,
+    questions: usize,
+    next: u64,
+    /// What whoever answers is busy with, and the next number when that was taken.
+    in_hand: Option<(u64, u64)>,
+    /// That takes longer than a question may.
+    is_stuck: bool,
+    is_closed: bool,
+}
+
+#[derive(Debug, Default)]
+struct Counts {
+    advised: AtomicU64,
+    outdated: AtomicU64,
+    failed: [AtomicU64; Failure::ALL.len()],
+    dropped_news: AtomicU64,
+    logged_ms: AtomicU64,
+}
+
+/// What the policy wants to be told.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Interests {
+    /// [`News::Routed`].
+    pub routed: bool,
+    /// [`News::Finished`].
+    pub finished: bool,
+    /// [`News::Removed`].
+    pub removed: bool,
+}
+
+/// Where questions wait for one policy.
+///
+/// # Consistency
+/// Questions and news are handed out in the order in which they came, to one thread. Who stops waiting
+/// takes the question back, unless it is being answered. A policy that has not come back by then is not
+/// asked again before it does: only those who asked meanwhile wait for nothing.
+pub struct Desk {
+    name: Box<str>,
+    deadline_ms: u64,
+    interests: Interests,
+    state: Mutex<State>,
+    arrived: Condvar,
+    counts: Counts,
+}
+
+impl Desk {
+    /// An empty one for the policy of this name, whose answers are waited for as long as this.
+    pub fn new(name: &str, deadline_ms: u64, interests: Interests) -> Self {
+        Self {
+            name: name.into(),
+            deadline_ms,
+            interests,
+            state: Mutex::default(),
+            arrived: Condvar::new(),
+            counts: Counts::default(),
+        }
+    }
+
+    /// The policy's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// How long an answer is waited for.
+    pub fn deadline_ms(&self) -> u64 {
+        self.deadline_ms
+    }
+
+    /// Ask; `reply` is called once with what comes of it, perhaps at once. The number takes the
+    /// question back.
+    pub fn ask(&self, question: Question, reply: impl FnOnce(Answer) + Send + 'static) -> u64 {
+        let asked = Asked { question, reply: Some(Box::new(reply)) };
+        let refused = {
+            let mut state = self.state.lock();
+            if !state.is_closed && !state.is_stuck && state.questions < MAX_QUESTIONS {
+                let number = state.next;
+                state.next += 1;
+                state.questions += 1;
+                state.tasks.push_back((number, Task::Answer(asked)));
+                self.arrived.notify_one();
+                return number;
+            }
+            match *state {
+                State { is_closed: true, .. } => Failure::Closed,
+                State { is_stuck: true, .. } => Failure::Stuck,
+                _ => Failure::Full,
+            }
+        };
+        asked.answer(Err(refused));
+        NOT_ASKED
+    }
+
+    /// Nobody waits for this answer any more: its time is up.
+    pub fn take_back(&self, number: u64) {
+        let taken = {
+            let mut state = self.state.lock();
+            let place = state.tasks.binary_search_by_key(&number, |(known, _)| *known).ok();
+            let taken = place.and_then(|place| state.tasks.remove(place));
+            state.questions -= usize::from(taken.is_some());
+            let is_busy_since = |(task, next): (u64, u64)| task == number || next <= number;
+            state.is_stuck |= number != NOT_ASKED && state.in_hand.is_some_and(is_busy_since);
+            taken
+        };
+        // Its reply is called without the lock.
+        drop(taken);
+    }
+
+    /// Tell what has happened, if the policy wants to know.
+    pub fn tell(&self, news: impl FnOnce() -> News, is_wanted: fn(&Interests) -> bool) {
+        if !is_wanted(&self.interests) {
+            return;
+        }
+        let news = news();
+        let mut state = self.state.lock();
+        if state.is_closed || state.tasks.len() - state.questions >= MAX_NEWS {
+            // Relaxed: a count for people.
+            self.counts.dropped_news.fetch_add(1, Ordering::Relaxed);
+            return;
+        }
+        let number = state.next;
+        state.next += 1;
+        state.tasks.push_back((number, Task::Note(news)));
+        self.arrived.notify_one();
+    }
+
+    /// Wait for something to do, done with what there was before; `None` once it is closed.
+    pub fn next(&self) -> Option<Task> {
+        let mut state = self.state.lock();
+        (state.in_hand, state.is_stuck) = (None, false);
+        loop {
+            if state.is_closed {
+                return None;
+            }
+            if let Some((number, task)) = state.tasks.pop_front() {
+                state.in_hand = Some((number, state.next));
+                state.questions -= usize::from(matches!(task, Task::Answer(_)));
+                return Some(task);
+            }
+            self.arrived.wait(&mut state);
+        }
+    }
+
+    /// Nothing is asked any more; what waits is done without.
+    pub fn close(&self) {
+        let left = {
+            let mut state = self.state.lock();
+            state.is_closed = true;
+            state.questions = 0;
+            std::mem::take(&mut state.tasks)
+        };
+        self.arrived.notify_all();
+        drop(left);
+    }
+
+    /// The advice in `answer`, if there is any; what there is instead is counted, and said once a
+    /// minute.
+    pub fn settle(&self, answer: Answer, now_ms: u64) -> Option<Advice> {
+        match answer {
+            Ok(advice) => Some(advice),
+            Err(failure) => {
+                // Relaxed: counts for people; of threads that come at once one logs.
+                self.counts.failed[failure as usize].fetch_add(1, Ordering::Relaxed);
+                let is_due = |logged_ms| {
+                    let is_late = now_ms.saturating_sub(logged_ms) >= LOG_INTERVAL_MS;
+                    (logged_ms == 0 || is_late).then_some(now_ms.max(1))
+                };
+                let logged_ms = &self.counts.logged_ms;
+                if logged_ms.fetch_update(Ordering::Relaxed, Ordering::Relaxed, is_due).is_ok() {
+                    let (policy, cause) = (&*self.name, failure.name());
+                    let deadline_ms = self.deadline_ms;
+                    tracing::warn!(policy, cause, deadline_ms, "no advice; kv chooses instead");
+                }
+                None
+            }
+        }
+    }
+
+    /// Whether a request went by the advice that there was for it.
+    pub fn followed(&self, is_followed: bool) {
+        let Counts { advised, outdated, .. } = &self.counts;
+        // Relaxed: counts for people.
+        (if is_followed { advised } else { outdated }).fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Name every counter.
+    pub fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
+        let name = "outside_policy_answers_total";
+        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed) as f64;
+        let mut answers = |outcome, counter: &AtomicU64| {
+            visit(Sample { name, label: ("outcome", outcome), value: count(counter) });
+        };
+        answers("followed", &self.counts.advised);
+        answers("outdated", &self.counts.outdated);
+        for failure in Failure::ALL {
+            answers(failure.name(), &self.counts.failed[failure as usize]);
+        }
+        let dropped = count(&self.counts.dropped_news);
+        visit(Sample::plain("outside_policy_dropped_news_total", dropped));
+        let waiting = self.state.lock().tasks.len() as f64;
+        visit(Sample::plain("outside_policy_waiting", waiting));
+    }
+}
+
+impl fmt::Debug for Desk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Desk").field("name", &self.name).finish_non_exhaustive()
+    }
+}

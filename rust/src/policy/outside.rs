@@ -1,0 +1,111 @@
+//! A policy outside the core: it scores candidates before the lock is taken, and the highest score
+//! that may take the request wins. Where there is no advice `kv` chooses.
+
+use std::sync::Arc;
+
+use rand::RngCore;
+
+use super::contract::{Candidates, Context, Finished, RoutePolicy, Sample};
+use super::cost::Terms;
+use super::decision::{Choice, Reason};
+use super::desk::{Desk, Ended, News, OutsideCandidate, OutsideRequest};
+use super::kind::Policy;
+use super::select::select;
+use crate::ids::Worker;
+
+/// The policy that answers at a [`Desk`].
+#[derive(Debug)]
+pub struct Outside {
+    desk: Arc<Desk>,
+}
+
+impl Outside {
+    /// The policy that answers at `desk`.
+    pub fn new(desk: Arc<Desk>) -> Self {
+        Self { desk }
+    }
+}
+
+impl Drop for Outside {
+    fn drop(&mut self) {
+        // Whoever answers there has nothing to wait for any more.
+        self.desk.close();
+    }
+}
+
+impl RoutePolicy for Outside {
+    fn name(&self) -> &str {
+        self.desk.name()
+    }
+
+    fn needs_tokens(&self) -> bool {
+        true
+    }
+
+    fn desk(&self) -> Option<&Arc<Desk>> {
+        Some(&self.desk)
+    }
+
+    fn choose(
+        &self,
+        context: &Context<'_>,
+        candidates: &Candidates<'_>,
+        terms: &mut Vec<Terms>,
+        rng: &mut dyn RngCore,
+    ) -> Option<Choice> {
+        let fallback = select(Policy::Kv, &context.request, candidates.list, terms, rng)?.choice();
+        let Some(advice) = context.advice else { return Some(fallback) };
+        let mut best: Option<(f64, usize)> = None;
+        let (mut ties, mut next) = (0, f64::NEG_INFINITY);
+        for (index, one) in candidates.list.iter().enumerate() {
+            let Some(score) = advice.score(one.worker) else { continue };
+            match best {
+                Some((high, held))
+                    if score < high || (score == high && !cheaper(terms, index, held)) =>
+                {
+                    next = next.max(score);
+                    ties += usize::from(score == high);
+                }
+                _ => {
+                    let high = best.map_or(f64::NEG_INFINITY, |(high, _)| high);
+                    next = next.max(high);
+                    ties = if score == high { ties + 1 } else { 1 };
+                    best = Some((score, index));
+                }
+            }
+        }
+        let Some((score, index)) = best else { return Some(fallback) };
+        let margin = next.is_finite().then_some(score - next);
+        Some(Choice { index, ties, margin, reason: Reason::HighestScore, score: Some(score) })
+    }
+
+    fn routed(&self, context: &Context<'_>, candidates: &Candidates<'_>, choice: &Choice) {
+        if context.advice.is_some() && choice.reason != Reason::SessionAffinity {
+            self.desk.followed(choice.reason == Reason::HighestScore);
+        }
+        let news = || {
+            let candidate = candidates.list[choice.index];
+            let terms = context.request.terms(Policy::Kv, &candidate);
+            let metrics = candidates.metrics(choice.index);
+            let candidate = OutsideCandidate { candidate, metrics, terms };
+            News::Routed(Box::new(OutsideRequest::of(context)), Box::new(candidate))
+        };
+        self.desk.tell(news, |wanted| wanted.routed);
+    }
+
+    fn finished(&self, finished: &Finished<'_>) {
+        self.desk.tell(|| News::Finished(Ended::of(finished)), |wanted| wanted.finished);
+    }
+
+    fn removed(&self, worker: Worker) {
+        self.desk.tell(|| News::Removed(worker), |wanted| wanted.removed);
+    }
+
+    fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
+        self.desk.samples(visit);
+    }
+}
+
+fn cheaper(terms: &[Terms], index: usize, than: usize) -> bool {
+    terms[index].cost < terms[than].cost
+}

@@ -1,0 +1,99 @@
+//! From names and the environment to policies.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+
+use super::error::OrRaise;
+use super::policy_desk::PolicyDesk;
+use crate::error::{Error, Result};
+use crate::policy::{Affinity, Outside, Policy, Profile, Settings, Shadow, registry};
+use crate::router::Policies;
+
+#[pyfunction]
+pub(super) fn check_policy(py: Python<'_>, strategy: &str) -> PyResult<()> {
+    let mut rng = SmallRng::seed_from_u64(0);
+    let built = registry::build(strategy.trim(), &Settings::default(), &mut rng);
+    built.map(|_| ()).or_raise(py)
+}
+
+/// Most policies that only watch: each costs as much as a decision.
+const MAX_SHADOWS: usize = 4;
+
+/// What the flags and variables of the policies come to.
+pub(super) struct Chosen {
+    pub built_in: Policy,
+    pub policies: Policies,
+    pub settings: Settings,
+}
+
+impl Chosen {
+    /// The policy at `desk`, else `policy` by name, else by `ROUTING_ALGORITHM`, else `kv`; defaults
+    /// from `profile`, else from `POLICY_PROFILE`. Sessions stay where they are for
+    /// `affinity_ttl_secs` before any policy chooses; `None` leaves all to the policy.
+    ///
+    /// # Errors
+    /// `Config` or `InvalidArgument`, naming the variable or what is known.
+    pub fn new(
+        policy: Option<&str>,
+        profile: Option<&str>,
+        shadows: &[String],
+        desk: Option<&PolicyDesk>,
+        affinity_ttl_secs: Option<u64>,
+        seed: u64,
+    ) -> Result<Self> {
+        let lookup = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+        let named = ["KVFLASH_POLICY_PROFILE", "AIBRIX_POLICY_PROFILE"];
+        let profile = profile.map(str::to_owned).or_else(|| named.into_iter().find_map(lookup));
+        let profile = profile.map_or(Ok(Profile::default()), |name| name.parse())?;
+        let settings = Settings::read(profile, lookup)?;
+        for warning in &settings.warnings {
+            tracing::warn!("{warning}");
+        }
+        let mut rng = SmallRng::seed_from_u64(seed);
+        let affinity = affinity_ttl_secs.map(Affinity::new).transpose()?.map(Arc::new);
+        let mut policies = Policies { affinity, ..Policies::default() };
+        let named = policy.or(settings.algorithm.as_deref()).unwrap_or("kv").trim();
+        let strategy = desk.map_or(named, |desk| desk.inner.name());
+        let built_in = match desk {
+            Some(desk) => {
+                policies.active = Some(Arc::new(Outside::new(Arc::clone(&desk.inner))));
+                None
+            }
+            None => strategy.parse().ok(),
+        };
+        if built_in.is_none() && desk.is_none() {
+            policies.active = Some(
+                registry::build(strategy, &settings, &mut rng)
+                    .map_err(|error| of_flag("--router-mode", &error))?,
+            );
+        }
+        if shadows.len() > MAX_SHADOWS {
+            let count = shadows.len();
+            return Err(Error::Config(format!(
+                "--shadow-policy: {count} policies; the limit is {MAX_SHADOWS}"
+            )));
+        }
+        for (at, name) in (1..).zip(shadows) {
+            let shadow = registry::build(name.trim(), &settings, &mut rng)
+                .map_err(|error| of_flag("--shadow-policy", &error))?;
+            if policies.shadows.iter().any(|known| known.name() == shadow.name()) {
+                return Err(Error::Config(format!("--shadow-policy: {name:?} is given twice")));
+            }
+            policies.shadows.push(Arc::new(Shadow::new(shadow, seed.wrapping_add(at))));
+        }
+        let set: Vec<String> = settings
+            .origins
+            .iter()
+            .filter_map(|origin| Some(format!("{}={:?}", origin.read_from.as_ref()?, origin.value)))
+            .collect();
+        tracing::info!(policy = strategy, %profile, variables = set.join(" "), "routing policy");
+        Ok(Self { built_in: built_in.unwrap_or_default(), policies, settings })
+    }
+}
+
+fn of_flag(flag: &str, error: &Error) -> Error {
+    Error::Config(format!("{flag}: {error}"))
+}

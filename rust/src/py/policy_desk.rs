@@ -1,0 +1,233 @@
+//! A policy in Python: what waits for it, and what it answers.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
+
+use super::error::raise;
+use super::indexer::seconds;
+use crate::error::Error;
+use crate::policy::desk::{
+    Asked, Ended, Failure, Interests, News, OutsideCandidate, OutsideRequest, Task,
+};
+use crate::policy::{Advice, Desk};
+
+/// Where a service asks a policy in Python.
+#[pyclass(frozen, module = "kvflash._core")]
+pub(super) struct PolicyDesk {
+    pub inner: Arc<Desk>,
+}
+
+#[pymethods]
+impl PolicyDesk {
+    #[new]
+    #[pyo3(signature = (name, *, deadline_s=0.005, routed=false, finished=false, removed=false))]
+    fn new(
+        py: Python<'_>,
+        name: &str,
+        deadline_s: f64,
+        routed: bool,
+        finished: bool,
+        removed: bool,
+    ) -> PyResult<Self> {
+        let deadline_ms = seconds(py, "deadline_s", deadline_s)?.as_millis() as u64;
+        if deadline_ms == 0 {
+            let message = format!("deadline_s must be at least 0.001, got {deadline_s}");
+            return Err(raise(py, &Error::Config(message)));
+        }
+        let interests = Interests { routed, finished, removed };
+        Ok(Self { inner: Arc::new(Desk::new(name, deadline_ms, interests)) })
+    }
+
+    fn next<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyTuple>>> {
+        let Some(task) = py.detach(|| self.inner.next()) else { return Ok(None) };
+        let none = || py.None().into_bound(py);
+        let (kind, first, second) = match task {
+            Task::Answer(asked) => {
+                let question = PolicyQuestion::new(py, asked)?;
+                ("choose", Bound::new(py, question)?.into_any(), none())
+            }
+            Task::Note(News::Routed(request, candidate)) => {
+                let request = Bound::new(py, PolicyRequest { inner: *request })?.into_any();
+                let candidate = PolicyCandidate::new(py, 0, &candidate)?;
+                ("routed", request, Bound::new(py, candidate)?.into_any())
+            }
+            Task::Note(News::Finished(ended)) => {
+                ("finished", Bound::new(py, PolicyEnded::from(ended))?.into_any(), none())
+            }
+            Task::Note(News::Removed(worker)) => {
+                let id = worker.instance_id.into_pyobject(py)?.into_any();
+                ("removed", id, worker.dp_rank.into_pyobject(py)?.into_any())
+            }
+        };
+        PyTuple::new(py, [kind.into_pyobject(py)?.into_any(), first, second]).map(Some)
+    }
+
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.inner.close());
+    }
+}
+
+/// A question that waits for its answer.
+#[pyclass(frozen, module = "kvflash._core")]
+pub(super) struct PolicyQuestion {
+    asked: Mutex<Option<Asked>>,
+    #[pyo3(get)]
+    request: Py<PolicyRequest>,
+    #[pyo3(get)]
+    candidates: Py<PyList>,
+}
+
+impl PolicyQuestion {
+    fn new(py: Python<'_>, mut asked: Asked) -> PyResult<Self> {
+        let request = std::mem::take(&mut asked.question.request);
+        let candidates = asked.question.candidates.iter().enumerate();
+        let candidates: PyResult<Vec<_>> =
+            candidates.map(|(at, one)| Py::new(py, PolicyCandidate::new(py, at, one)?)).collect();
+        Ok(Self {
+            asked: Mutex::new(Some(asked)),
+            request: Py::new(py, PolicyRequest { inner: request })?,
+            candidates: PyList::new(py, candidates?)?.unbind(),
+        })
+    }
+}
+
+#[pymethods]
+impl PolicyQuestion {
+    fn answer(&self, scores: Vec<Option<f64>>) -> bool {
+        let Some(asked) = self.asked.lock().take() else { return false };
+        let is_legal = scores.len() == asked.question.candidates.len()
+            && scores.iter().flatten().all(|score| score.is_finite());
+        let answer = if is_legal {
+            Ok(Advice::new(&asked.question, &scores))
+        } else {
+            Err(Failure::Nonsense)
+        };
+        asked.answer(answer);
+        is_legal
+    }
+
+    #[pyo3(signature = (*, is_nonsense=false))]
+    fn fail(&self, is_nonsense: bool) {
+        if let Some(asked) = self.asked.lock().take() {
+            asked.answer(Err(if is_nonsense { Failure::Nonsense } else { Failure::Raised }));
+        }
+    }
+}
+
+/// A request, as a policy sees it.
+#[pyclass(frozen, module = "kvflash._core")]
+pub(super) struct PolicyRequest {
+    inner: OutsideRequest,
+}
+
+#[pymethods]
+impl PolicyRequest {
+    #[getter]
+    fn model(&self) -> &str {
+        &self.inner.model
+    }
+
+    #[getter]
+    fn isl_tokens(&self) -> u64 {
+        self.inner.isl_tokens
+    }
+
+    #[getter]
+    fn block_size(&self) -> u32 {
+        self.inner.block_size
+    }
+
+    #[getter]
+    fn prompt<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.inner.prompt)
+    }
+
+    #[getter]
+    fn token_ids<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        PyList::new(py, self.inner.token_ids.iter())
+    }
+
+    #[getter]
+    fn user(&self) -> Option<&str> {
+        self.inner.user.as_deref()
+    }
+
+    #[getter]
+    fn session_key(&self) -> Option<&str> {
+        self.inner.session_key.as_deref()
+    }
+
+    #[getter]
+    fn session_worker(&self) -> Option<(u64, u32)> {
+        self.inner.session_worker.map(|worker| (worker.instance_id, worker.dp_rank))
+    }
+}
+
+/// A worker that may take a request.
+#[pyclass(frozen, get_all, module = "kvflash._core")]
+pub(super) struct PolicyCandidate {
+    index: usize,
+    worker_id: u64,
+    dp_rank: u32,
+    overlap_blocks: u32,
+    predicted_blocks: u32,
+    active_requests: u32,
+    active_blocks: u64,
+    queued_tokens: u64,
+    cost: f64,
+    metrics: Py<PyDict>,
+}
+
+impl PolicyCandidate {
+    fn new(py: Python<'_>, index: usize, one: &OutsideCandidate) -> PyResult<Self> {
+        let OutsideCandidate { candidate, metrics, terms } = one;
+        let load = candidate.load.unwrap_or_default();
+        let reported = PyDict::new(py);
+        for (name, value) in metrics.reported() {
+            reported.set_item(name, value)?;
+        }
+        Ok(Self {
+            index,
+            worker_id: candidate.worker.instance_id,
+            dp_rank: candidate.worker.dp_rank,
+            overlap_blocks: candidate.overlap_blocks,
+            predicted_blocks: candidate.predicted_blocks,
+            active_requests: load.requests,
+            active_blocks: load.blocks,
+            queued_tokens: load.prefill_tokens,
+            cost: terms.cost,
+            metrics: reported.unbind(),
+        })
+    }
+}
+
+/// A request that has ended.
+#[pyclass(frozen, get_all, module = "kvflash._core")]
+pub(super) struct PolicyEnded {
+    model: String,
+    user: Option<String>,
+    worker_id: u64,
+    dp_rank: u32,
+    input_tokens: u64,
+    cached_tokens: u64,
+    output_tokens: u64,
+    duration_s: f64,
+}
+
+impl From<Ended> for PolicyEnded {
+    fn from(ended: Ended) -> Self {
+        Self {
+            model: ended.model.into(),
+            user: ended.user.map(String::from),
+            worker_id: ended.worker.instance_id,
+            dp_rank: ended.worker.dp_rank,
+            input_tokens: ended.input_tokens,
+            cached_tokens: ended.cached_tokens,
+            output_tokens: ended.output_tokens,
+            duration_s: ended.duration_ms as f64 / 1_000.0,
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! Sessions stay where they were, under whichever policy.
+
+use super::request::RouteRequest;
+use super::route::Router;
+use crate::ids::Worker;
+use crate::policy::{Candidate, Choice, Decision, Policy, Terms};
+
+impl Router {
+    /// The candidate at which the session of `request` is, whatever a policy has chosen; `terms` are
+    /// those of the candidates.
+    pub(super) fn kept(
+        &self,
+        request: &RouteRequest<'_>,
+        candidates: &[Candidate],
+        terms: &[Terms],
+        now_ms: u64,
+    ) -> Option<Choice> {
+        let affinity = self.policies.affinity.as_ref()?;
+        let kept = affinity.kept(self.seat?, request.facts.session, candidates, now_ms)?;
+        let has_costs = self.policies.active.is_none() && self.config.policy == Policy::Kv;
+        let others = terms.iter().enumerate().filter(|&(at, _)| at != kept.index);
+        let next = others.map(|(_, terms)| terms.cost).reduce(f64::min);
+        let margin = next.filter(|_| has_costs).map(|next| next - terms[kept.index].cost);
+        Some(Choice { margin, ..kept })
+    }
+
+    /// The decision of a policy, or where the session is instead.
+    pub(super) fn settled<'a>(
+        &self,
+        request: &RouteRequest<'_>,
+        candidates: &[Candidate],
+        decision: Decision<'a>,
+        now_ms: u64,
+    ) -> Decision<'a> {
+        match self.kept(request, candidates, decision.candidates, now_ms) {
+            Some(kept) => decision.instead(&kept),
+            None => decision,
+        }
+    }
+
+    /// The session of `request` is at `worker` from now on. Called under the lock under which that
+    /// was chosen, so that the session's next request sees it.
+    pub(super) fn keep(&self, request: &RouteRequest<'_>, worker: Worker, now_ms: u64) {
+        if let (Some(affinity), Some(seat)) = (&self.policies.affinity, self.seat) {
+            affinity.routed(seat, request.facts.session, worker, now_ms);
+        }
+    }
+}

@@ -1,0 +1,252 @@
+//! Policies beside those that are built in: who chooses, who watches, and what they are told.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
+
+use super::request::RouteRequest;
+use crate::ids::Worker;
+use crate::policy::{
+    Advice, Affinity, Candidate, Candidates, Choice, Context, Desk, EngineMetrics, Finished,
+    RequestTerms, RoutePolicy, Sample, Session, Shadow,
+};
+
+/// The policies of a router, beside those that are built in. Routers may share them.
+#[derive(Debug, Clone, Default)]
+pub struct Policies {
+    /// Chooses instead of [`RouterConfig::policy`](super::RouterConfig::policy).
+    pub active: Option<Arc<dyn RoutePolicy>>,
+    /// Run beside the one that chooses and decide nothing.
+    pub shadows: Vec<Arc<Shadow>>,
+    /// Keeps sessions where they were, whichever policy chooses.
+    pub affinity: Option<Arc<Affinity>>,
+}
+
+impl Policies {
+    /// Whether there are none; a policy that is built in may have an affinity before it.
+    pub fn is_empty(&self) -> bool {
+        self.active.is_none() && self.shadows.is_empty()
+    }
+
+    /// Whether any of them is better with the prompt's tokens.
+    pub fn needs_tokens(&self) -> bool {
+        self.active.as_ref().is_some_and(|policy| policy.needs_tokens())
+            || self.shadows.iter().any(|shadow| shadow.needs_tokens())
+    }
+
+    /// Where the policy that chooses is asked beforehand, when it is outside the core.
+    pub fn desk(&self) -> Option<&Arc<Desk>> {
+        self.active.as_ref()?.desk()
+    }
+
+    /// Name every counter of the policy that chooses and of the shadows.
+    pub fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
+        if let Some(active) = &self.active {
+            active.samples(visit);
+        }
+        self.shadows.iter().for_each(|shadow| shadow.samples(visit));
+        if let Some(affinity) = &self.affinity {
+            affinity.samples(visit);
+        }
+    }
+
+    pub(super) fn prepare(&self, context: &Context<'_>) -> crate::error::Result<()> {
+        for shadow in &self.shadows {
+            // What it can't route is counted when the request was decided.
+            let _refused = shadow.prepare(context);
+        }
+        self.active.as_ref().map_or(Ok(()), |policy| policy.prepare(context))
+    }
+
+    pub(super) fn routed(&self, context: &Context<'_>, found: &Candidates<'_>, choice: &Choice) {
+        if let Some(policy) = &self.active {
+            policy.routed(context, found, choice);
+        }
+        for shadow in &self.shadows {
+            let _wanted = shadow.observe(context, found, choice);
+        }
+    }
+
+    pub(super) fn finished(&self, finished: &Finished<'_>) {
+        if let Some(policy) = &self.active {
+            policy.finished(finished);
+        }
+        self.shadows.iter().for_each(|shadow| shadow.finished(finished));
+    }
+
+    pub(super) fn removed(&self, worker: Worker) {
+        if let Some(policy) = &self.active {
+            policy.removed(worker);
+        }
+        self.shadows.iter().for_each(|shadow| shadow.removed(worker));
+    }
+}
+
+/// What policies are told of a request beside its length and its blocks.
+#[derive(Clone, Copy, Default)]
+pub struct Facts<'a> {
+    /// The model that was asked for.
+    pub model: &'a str,
+    /// Text of the prompt, UTF-8, without the JSON around it; empty when nobody needs it.
+    pub prompt: &'a [u8],
+    /// The model's own token ids; empty while unknown.
+    pub token_ids: &'a [u32],
+    /// The overlaps come from engines' events.
+    pub is_indexed: bool,
+    /// Whose request it is; `None` for nobody's.
+    pub user: Option<&'a str>,
+    /// What ties it to earlier requests.
+    pub session: Session<'a>,
+    /// What a policy outside the core said of it; see [`Router::question`](super::Router::question).
+    pub advice: Option<&'a Advice>,
+    /// What engines report of themselves; `None` where none does. Called under the router's lock:
+    /// it answers from what it holds and does not come back to the router.
+    pub metrics: Option<&'a dyn Fn(Worker) -> EngineMetrics>,
+}
+
+impl<'a> Facts<'a> {
+    pub(super) fn context(
+        &self,
+        request: &RouteRequest<'a>,
+        known: RequestTerms,
+        now_ms: u64,
+    ) -> Context<'a> {
+        Context {
+            prompt: self.prompt,
+            token_ids: self.token_ids,
+            sequence_hashes: request.sequence_hashes,
+            is_indexed: self.is_indexed,
+            user: self.user,
+            session: self.session,
+            advice: self.advice,
+            ..Context::new(known, self.model, now_ms)
+        }
+    }
+}
+
+impl fmt::Debug for Facts<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Facts")
+            .field("model", &self.model)
+            .field("prompt", &self.prompt.len())
+            .field("token_ids", &self.token_ids.len())
+            .field("is_indexed", &self.is_indexed)
+            .field("user", &self.user)
+            .field("session", &self.session)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What a request really used, as far as its engine says.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Tokens of the prompt.
+    pub input_tokens: Option<u64>,
+    /// Of these, tokens that the engine had cached.
+    pub cached_tokens: Option<u64>,
+    /// Tokens that were generated.
+    pub output_tokens: Option<u64>,
+}
+
+impl Usage {
+    /// This, and what `earlier` says where this says nothing.
+    pub fn or(self, earlier: Self) -> Self {
+        Self {
+            input_tokens: self.input_tokens.or(earlier.input_tokens),
+            cached_tokens: self.cached_tokens.or(earlier.cached_tokens),
+            output_tokens: self.output_tokens.or(earlier.output_tokens),
+        }
+    }
+}
+
+/// What policies are told of a booked request at its end.
+#[derive(Debug)]
+pub(super) struct Tail {
+    model: Box<str>,
+    user: Option<Box<str>>,
+    prompt_bytes: usize,
+    isl_tokens: u64,
+    routed_at_ms: u64,
+    has_first_token: AtomicBool,
+    usage: Mutex<Usage>,
+}
+
+impl Tail {
+    pub fn new(request: &RouteRequest<'_>, routed_at_ms: u64) -> Self {
+        let facts = &request.facts;
+        Self {
+            model: facts.model.into(),
+            user: facts.user.map(Box::from),
+            prompt_bytes: facts.prompt.len(),
+            isl_tokens: request.isl_tokens,
+            routed_at_ms,
+            has_first_token: AtomicBool::new(false),
+            usage: Mutex::default(),
+        }
+    }
+
+    pub fn first_token(&self) {
+        // Relaxed: it is read when nobody else holds the booking any more.
+        self.has_first_token.store(true, Ordering::Relaxed);
+    }
+
+    pub fn used(&self, usage: Usage) {
+        let mut known = self.usage.lock();
+        *known = usage.or(*known);
+    }
+
+    /// A request that had no answer used nothing; one whose engine is silent used its prompt.
+    pub fn finished(&self, worker: Worker, now_ms: u64) -> Finished<'_> {
+        let usage = *self.usage.lock();
+        let prefilled =
+            if self.has_first_token.load(Ordering::Relaxed) { self.isl_tokens } else { 0 };
+        Finished {
+            model: &self.model,
+            user: self.user.as_deref(),
+            worker,
+            prompt_bytes: self.prompt_bytes,
+            routed_at_ms: self.routed_at_ms,
+            now_ms,
+            input_tokens: usage.input_tokens.unwrap_or(prefilled),
+            cached_tokens: usage.cached_tokens.unwrap_or(0),
+            output_tokens: usage.output_tokens.unwrap_or(0),
+        }
+    }
+}
+
+/// Memory for the candidates of decisions that go on after the lock is given back; as many as
+/// there are threads at most.
+#[derive(Default)]
+pub(super) struct Spare(Mutex<Vec<Buffers>>);
+
+#[derive(Default)]
+pub(super) struct Buffers {
+    pub candidates: Vec<Candidate>,
+    pub metrics: Vec<EngineMetrics>,
+}
+
+impl Spare {
+    pub fn take(&self) -> Buffers {
+        self.0.lock().pop().unwrap_or_default()
+    }
+
+    pub fn give_back(&self, buffers: Buffers) {
+        self.0.lock().push(buffers);
+    }
+}
+
+impl Buffers {
+    /// What the engines of the candidates report.
+    pub fn ask(&mut self, metrics: Option<&dyn Fn(Worker) -> EngineMetrics>) {
+        self.metrics.clear();
+        if let Some(metrics) = metrics {
+            self.metrics.extend(self.candidates.iter().map(|one| metrics(one.worker)));
+        }
+    }
+
+    pub fn found(&self) -> Candidates<'_> {
+        Candidates { list: &self.candidates, metrics: &self.metrics }
+    }
+}

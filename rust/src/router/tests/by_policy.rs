@@ -1,0 +1,218 @@
+//! When policies beside those that are built in are asked, and what they are told.
+
+use std::sync::{OnceLock, Weak};
+
+use parking_lot::Mutex;
+use rand::RngCore;
+
+use super::*;
+use crate::policy::desk::Interests;
+use crate::policy::{
+    Advice, Candidates, Choice, Context, Desk, EngineMetrics, Finished, Outside, RoutePolicy,
+    Settings, Shadow, Terms, registry,
+};
+
+/// Takes the last candidate, writes down every call, and comes back to the router in those that are
+/// made without its lock.
+#[derive(Debug, Default)]
+struct Witness {
+    router: OnceLock<Weak<Router>>,
+    calls: Mutex<Vec<String>>,
+}
+
+impl Witness {
+    fn note(&self, call: String) {
+        self.calls.lock().push(call);
+    }
+
+    fn come_back(&self) {
+        // It would wait for ever if the lock were held.
+        let router = self.router.get().and_then(Weak::upgrade);
+        let _totals = router.map(|router| router.totals());
+    }
+
+    fn calls(&self) -> Vec<String> {
+        std::mem::take(&mut self.calls.lock())
+    }
+}
+
+impl RoutePolicy for Witness {
+    fn name(&self) -> &str {
+        "witness"
+    }
+
+    fn prepare(&self, context: &Context<'_>) -> crate::error::Result<()> {
+        self.come_back();
+        if context.user == Some("nobody") {
+            return Err(Error::invalid("user must not be nobody"));
+        }
+        self.note(format!("prepare {} {:?}", context.request.isl_tokens, context.user));
+        Ok(())
+    }
+
+    fn choose(
+        &self,
+        context: &Context<'_>,
+        candidates: &Candidates<'_>,
+        terms: &mut Vec<Terms>,
+        _rng: &mut dyn RngCore,
+    ) -> Option<Choice> {
+        candidates.fill(context, terms, |index| index as f64);
+        let index = candidates.len().checked_sub(1)?;
+        let running = candidates.metrics(index).running_requests;
+        self.note(format!("choose of {} {running:?}", candidates.len()));
+        Some(Choice { index, ties: 1, margin: None, reason: Reason::Turn, score: Some(7.0) })
+    }
+
+    fn routed(&self, context: &Context<'_>, candidates: &Candidates<'_>, choice: &Choice) {
+        self.come_back();
+        let worker = candidates.list[choice.index].worker;
+        self.note(format!("routed {} to {worker}", context.prompt.len()));
+    }
+
+    fn finished(&self, one: &Finished<'_>) {
+        self.come_back();
+        let (input, output) = (one.input_tokens, one.output_tokens);
+        self.note(format!("finished {:?} at {}: {input} {output}", one.user, one.worker));
+    }
+
+    fn removed(&self, worker: Worker) {
+        self.come_back();
+        self.note(format!("removed {worker}"));
+    }
+}
+
+fn with_witness(shadows: Vec<Arc<Shadow>>) -> (Arc<Router>, Arc<Witness>) {
+    let witness = Arc::new(Witness::default());
+    let active: Arc<dyn RoutePolicy> = Arc::<Witness>::clone(&witness);
+    let policies = Policies { active: Some(active), shadows, ..Policies::default() };
+    let clock = Arc::new(ManualClock::default());
+    let router = Arc::new(Router::with_policies(sized(4), policies, clock).unwrap());
+    witness.router.set(Arc::downgrade(&router)).unwrap();
+    router.set_workers(&workers([1, 2, 3])).unwrap();
+    (router, witness)
+}
+
+#[test]
+fn policies_are_asked_in_order_and_told_what_became_of_it() {
+    let (router, witness) = with_witness(Vec::new());
+    let mut terms = Vec::new();
+    let metrics = |_| EngineMetrics { running_requests: Some(5.0), ..EngineMetrics::default() };
+    let facts =
+        Facts { prompt: b"hello", user: Some("u"), metrics: Some(&metrics), ..Facts::default() };
+    let asked = RouteRequest { facts, ..request(8, &[1, 2]) };
+    let decision = router.preview(&asked, &mut terms).unwrap();
+    assert_eq!((decision.worker, decision.policy), (Worker::new(3, 0), None));
+    assert_eq!(decision.score, Some(7.0));
+    assert_eq!(witness.calls(), ["prepare 8 Some(\"u\")", "choose of 3 Some(5.0)"]);
+    assert!(is_idle(&router.loads()));
+
+    let (booking, decision) = router.route(&asked, &mut terms).unwrap();
+    assert_eq!(decision.worker, Worker::new(3, 0));
+    assert_eq!(
+        witness.calls(),
+        ["prepare 8 Some(\"u\")", "choose of 3 Some(5.0)", "routed 5 to 3:0"]
+    );
+    booking.first_token();
+    booking.used(Usage { output_tokens: Some(9), ..Usage::default() });
+    drop(booking);
+    assert_eq!(witness.calls(), ["finished Some(\"u\") at 3:0: 8 9"]);
+
+    // No answer, nothing used.
+    drop(router.route(&asked, &mut terms).unwrap());
+    assert_eq!(witness.calls().last().unwrap(), "finished Some(\"u\") at 3:0: 0 0");
+    router.set_workers(&workers([1, 2, 4])).unwrap();
+    assert_eq!(router.remove_worker(Worker::new(2, 0)), Some(0));
+    assert_eq!(router.remove_worker(Worker::new(2, 0)), None);
+    assert_eq!(witness.calls(), ["removed 3:0", "removed 2:0"]);
+}
+
+#[test]
+fn a_request_that_a_policy_refuses_books_nothing() {
+    let (router, witness) = with_witness(Vec::new());
+    let facts = Facts { user: Some("nobody"), ..Facts::default() };
+    let asked = RouteRequest { facts, ..request(8, &[]) };
+    let refused = router.route(&asked, &mut Vec::new()).unwrap_err();
+    assert!(refused.to_string().contains("user"), "{refused}");
+    let nobody = |_| false;
+    let asked = RouteRequest { allowed: Some(&nobody), ..request(8, &[]) };
+    let refused = router.route(&asked, &mut Vec::new()).unwrap_err();
+    assert!(matches!(refused, Error::NoWorker(_)), "{refused:?}");
+    assert!(
+        is_idle(&router.loads()) && !witness.calls().iter().any(|call| call.contains("routed"))
+    );
+}
+
+#[test]
+fn built_in_policies_decide_the_same_beside_shadows_and_in_the_form_of_others() {
+    let mut rng = SmallRng::seed_from_u64(1);
+    for policy in Policy::ALL {
+        let config = RouterConfig { policy, seed: 3, ..sized(4) };
+        let mut make = |name: &str| registry::build(name, &Settings::default(), &mut rng).unwrap();
+        let shadow = Arc::new(Shadow::new(make("least-request"), 9));
+        let shadows = Policies { shadows: vec![Arc::clone(&shadow)], ..Policies::default() };
+        let dynamic = Policies { active: Some(make(policy.name())), ..Policies::default() };
+        let routers: Vec<Arc<Router>> = [Policies::default(), shadows, dynamic]
+            .into_iter()
+            .map(|policies| {
+                let clock = Arc::new(ManualClock::default());
+                let router = Router::with_policies(config.clone(), policies, clock).unwrap();
+                router.set_workers(&workers(1..=6)).unwrap();
+                Arc::new(router)
+            })
+            .collect();
+        let mut held: Vec<Vec<Booking>> = vec![Vec::new(), Vec::new(), Vec::new()];
+        for n in 0..200_u64 {
+            let hashes = [n % 7, 100 + n % 11];
+            let asked = request(8 + n % 5, &hashes);
+            let chosen: Vec<_> = routers
+                .iter()
+                .zip(&mut held)
+                .map(|(router, held)| {
+                    let mut terms = Vec::new();
+                    let (booking, decision) = router.route(&asked, &mut terms).unwrap();
+                    held.push(booking);
+                    let costs: Vec<f64> = decision.candidates.iter().map(|t| t.cost).collect();
+                    (decision.choice(), costs)
+                })
+                .collect();
+            assert_eq!(chosen[0], chosen[1], "{policy} beside a shadow, request {n}");
+            assert_eq!(chosen[0], chosen[2], "{policy} as one of the others, request {n}");
+            if n % 3 == 0 {
+                held.iter_mut().for_each(|held| drop(held.remove(0)));
+            }
+        }
+        assert_eq!(shadow.stats().decisions, 200);
+    }
+}
+
+#[test]
+fn a_policy_outside_is_asked_about_those_that_may_take_it_and_its_scores_choose() {
+    let desk = Arc::new(Desk::new("outside", 5, Interests::default()));
+    let active: Arc<dyn RoutePolicy> = Arc::new(Outside::new(desk));
+    let policies = Policies { active: Some(active), ..Policies::default() };
+    let clock = Arc::new(ManualClock::default());
+    let router = Arc::new(Router::with_policies(sized(4), policies, clock).unwrap());
+    router.set_workers(&workers([1, 2, 3])).unwrap();
+    let mut terms = Vec::new();
+    let allowed = |worker: Worker| worker.instance_id != 3;
+    let ask = RouteRequest { allowed: Some(&allowed), ..request(8, &[1, 2]) };
+    let question = router.question(&ask).unwrap().unwrap();
+    let ids = question.candidates.iter().map(|one| one.candidate.worker.instance_id);
+    assert_eq!(ids.collect::<Vec<_>>(), [1, 2]);
+    assert_eq!((question.request.isl_tokens, question.request.block_size), (8, 4));
+    assert!(is_idle(&router.loads()), "a question books nothing");
+    let advice = Advice::new(&question, &[Some(0.0), Some(1.0)]);
+    let facts = Facts { advice: Some(&advice), ..Facts::default() };
+    let (held, decision) = router.route(&RouteRequest { facts, ..ask }, &mut terms).unwrap();
+    assert_eq!((held.worker().instance_id, decision.reason), (2, Reason::HighestScore));
+    // The second one may not take it any more; of those that may, the scores know one.
+    let allowed = |worker: Worker| worker.instance_id != 2;
+    let late = RouteRequest { allowed: Some(&allowed), facts, ..ask };
+    assert_eq!(router.preview(&late, &mut terms).unwrap().worker.instance_id, 1);
+    // One is no choice, and a fault is told by the routing itself.
+    let allowed = |worker: Worker| worker.instance_id == 1;
+    assert!(router.question(&RouteRequest { allowed: Some(&allowed), ..ask }).unwrap().is_none());
+    assert!(router.question(&request(0, &[])).is_err());
+    assert!(super::router(sized(4), [1, 2]).question(&request(8, &[])).unwrap().is_none());
+}

@@ -1,0 +1,52 @@
+//! Asking a policy outside the core, before a selection.
+
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::time::Duration;
+
+use super::ask::Ask;
+use super::selector::Selector;
+use crate::policy::desk::Failure;
+use crate::policy::{Advice, Desk, Question};
+
+impl Selector {
+    /// Where the policy that chooses is asked, when it is outside the core.
+    pub fn desk(&self) -> Option<&Arc<Desk>> {
+        self.router.policies().desk()
+    }
+
+    /// What it is to be asked about `ask`; `None` where nobody is to be asked: there is no such policy,
+    /// no choice, or what the selection itself will refuse.
+    ///
+    /// # Cost
+    /// As a preview; the prompt is copied.
+    pub fn question(&self, ask: &Ask<'_>) -> Option<Question> {
+        self.desk()?;
+        self.with_request(ask, |request, _, _| self.router.question(request)).ok().flatten()
+    }
+
+    /// Its advice for `ask`: the thread waits for at most the deadline. Put it into
+    /// [`Facts::advice`](crate::router::Facts::advice).
+    pub fn advice(&self, ask: &Ask<'_>) -> Option<Advice> {
+        let (desk, question) = (self.desk()?, self.question(ask)?);
+        let (sender, receiver) = sync_channel(1);
+        let number = desk.ask(question, move |answer| {
+            // Who has given up waiting does not listen any more.
+            let _gone = sender.send(answer);
+        });
+        let answer = match receiver.recv_timeout(Duration::from_millis(desk.deadline_ms())) {
+            Ok(answer) => answer,
+            Err(RecvTimeoutError::Timeout) => {
+                desk.take_back(number);
+                Err(Failure::Late)
+            }
+            Err(RecvTimeoutError::Disconnected) => Err(Failure::Closed),
+        };
+        desk.settle(answer, self.now_ms())
+    }
+
+    /// Now, on the selector's clock.
+    pub fn now_ms(&self) -> u64 {
+        self.clock.now_ms()
+    }
+}

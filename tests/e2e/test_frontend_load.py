@@ -1,0 +1,122 @@
+"""What running requests count: blocks that they generate, prompts that are worked on."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from support_frontend import COMPLETIONS, Call, Exchange, FakeEngine, Frontend, engines
+
+from service import Process, until
+
+BLOCK = 16
+
+
+class Typist:
+    """An engine's behaviour: a stream of as many tokens as it is told, one event each."""
+
+    def __init__(self) -> None:
+        self._typed = threading.Semaphore(0)
+        self.end = threading.Event()
+
+    def __call__(self, exchange: Exchange) -> bool:
+        exchange.open_stream()
+        while not self.end.is_set():
+            if self._typed.acquire(timeout=0.01):
+                exchange.chunk(b'data: {"choices": [{"text": "x"}]}\n\n')
+        exchange.chunk(b"data: [DONE]\n\n")
+        exchange.chunk(b"")
+        return True
+
+    def type(self, count: int) -> None:
+        self._typed.release(count)
+
+
+def body(**hints: Any) -> dict[str, Any]:
+    return {
+        "model": "m",
+        "prompt": list(range(2 * BLOCK)),
+        "stream": True,
+        "nvext": {"agent_hints": hints},
+    }
+
+
+def blocks(frontend: Frontend, prefix: str = "kvflash") -> float:
+    return frontend.metric(f'{prefix}_worker_active_blocks{{worker="1:0"}}')
+
+
+def wait_blocks(frontend: Frontend, count: int) -> None:
+    until(lambda: blocks(frontend) == count, f"{count} blocks")
+
+
+def test_an_answer_grows_and_fades_towards_its_expected_end() -> None:
+    typist = Typist()
+    flags = ("--router-track-output-blocks", "--kv-cache-block-size", str(BLOCK))
+    with Frontend(*flags) as frontend, engines(frontend, FakeEngine("m", typist)):
+        call = Call(frontend.url, COMPLETIONS, body())
+        typist.type(3 * BLOCK)
+        wait_blocks(frontend, 2 + 3)
+        typist.end.set()
+        assert call.finish().status == 200
+        frontend.wait_idle()
+        wait_blocks(frontend, 0)
+
+        typist.end.clear()
+        call = Call(frontend.url, COMPLETIONS, body(osl=2 * BLOCK))
+        typist.type(BLOCK)
+        # Half of three, rounded.
+        wait_blocks(frontend, 2)
+        typist.type(BLOCK)
+        wait_blocks(frontend, 0)
+        typist.end.set()
+        assert call.finish().status == 200
+        frontend.wait_idle()
+
+
+def test_generated_blocks_do_not_count_unless_asked_for() -> None:
+    typist = Typist()
+    flags = ("--kv-cache-block-size", str(BLOCK), "--metrics-prefix", "mine")
+    with Frontend(*flags) as frontend, engines(frontend, FakeEngine("m", typist)):
+        call = Call(frontend.url, COMPLETIONS, body())
+        typist.type(3 * BLOCK)
+        until(lambda: blocks(frontend, "mine") == 2, "the prompt's blocks")
+        assert {name.partition("_")[0] for name in frontend.metrics()} == {"mine"}
+        for _ in range(3 * BLOCK):
+            assert call.read_event()
+        assert blocks(frontend, "mine") == 2
+        typist.end.set()
+        assert call.finish().status == 200
+
+
+def test_a_prompt_that_is_worked_on_counts_less_and_less() -> None:
+    typist = Typist()
+    name = 'kvflash_worker_active_prefill_tokens{worker="1:0"}'
+    flags = ("--router-prefill-tokens-per-second", "16")
+    with Frontend(*flags) as frontend, engines(frontend, FakeEngine("m", typist)):
+        call = Call(frontend.url, COMPLETIONS, body())
+        until(lambda: 0 < frontend.metric(name) < 2 * BLOCK, "a part of the prompt to be left")
+        until(lambda: frontend.metric(name) == 0, "nothing of it to be left")
+        typist.end.set()
+        assert call.finish().status == 200
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--router-track-output-blocks", "--no-track-active-blocks"),
+            "track_output_blocks requires track_active_blocks",
+        ),
+        (("--metrics-prefix", "a-b"), "--metrics-prefix"),
+        (("--router-prefill-tokens-per-second", "0"), "--router-prefill-tokens-per-second"),
+        (("--router-host-cache-hit-weight", "-1"), "--router-host-cache-hit-weight"),
+    ],
+)
+def test_bad_flags_are_refused(flags: tuple[str, ...], message: str) -> None:
+    process = Process("kvflash.frontend", "--port", "0", *flags)
+    try:
+        assert process.popen.wait(30) == 2
+    finally:
+        process.close()
+    assert message in "".join(process.errors)
