@@ -284,6 +284,25 @@ def test_a_slow_reader_stops_the_handler(plane: str, environment: Environment) -
     run(scenario())
 
 
+def test_a_request_id_comes_as_it_is_or_is_refused(plane: str, environment: Environment) -> None:
+    environment("mem", plane)
+
+    async def named(request: None, context: Context) -> AsyncIterator[str]:
+        yield context.id()
+
+    async def scenario() -> None:
+        async with Pair(named) as pair:
+            for name in ("r-1", "größer 1", "a\nb", "a\r\nx-kvflash-instance: 7", "a\0"):
+                if plane == "http" and name.startswith("a"):
+                    with pytest.raises(InvalidArgumentError, match="request_id goes to the worker"):
+                        await pair.ask(None, request_id=name)
+                else:
+                    assert await pair.ask(None, request_id=name) == [name]
+            assert await pair.is_idle()
+
+    run(scenario())
+
+
 def test_frames_have_a_limit(plane: str, environment: Environment) -> None:
     environment("mem", plane)
 

@@ -22,8 +22,8 @@ CHATTED = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_t
 class Pair:
     """A certificate of this host, its key, and somebody who trusts them."""
 
-    def __init__(self, folder: Path) -> None:
-        authority = Authority(folder)
+    def __init__(self, folder: Path, authority: Authority | None = None) -> None:
+        authority = authority or Authority(folder)
         self.cert, self.key = authority.pair("127.0.0.1")
         self.flags = ("--tls-cert-path", self.cert, "--tls-key-path", self.key)
         self.trust = ssl.create_default_context(cafile=authority.ca)
@@ -126,6 +126,56 @@ def test_those_that_speak_no_tls_or_nothing_hold_up_nobody(
     finally:
         for one in silent:
             one.socket.close()
+
+
+def shown(address: tuple[str, int], pair: Pair) -> bytes:
+    """The certificate that a new connection gets."""
+    with (
+        socket.create_connection(address, timeout=DEADLINE_S) as plain,
+        pair.trust.wrap_socket(plain, server_hostname="127.0.0.1") as encrypted,
+    ):
+        return encrypted.getpeercert(binary_form=True) or b""
+
+
+def counted(address: tuple[str, int], pair: Pair, name: str, outcome: str) -> float:
+    metrics = ask(address, pair, "GET", "/metrics")[1].decode()
+    wanted = f'kvflash_tls_{name}_total{{outcome="{outcome}"}} '
+    return sum(float(line.split()[-1]) for line in metrics.splitlines() if line.startswith(wanted))
+
+
+def test_a_new_certificate_is_taken_and_a_broken_one_is_not(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair = Pair(tmp_path, authority)
+    process = Process("kvflash.router", "--port", "0", "--host", "127.0.0.1", *pair.flags)
+    try:
+        host, _, port = str(process.ready()["url"]).removeprefix("https://").partition(":")
+        address = (host, int(port))
+        first = shown(address, pair)
+        kept = connect(address, pair)
+        kept.request("GET", "/health")
+        kept.getresponse().read()
+        authority.pair("127.0.0.1")  # Into the same files.
+        until(lambda: shown(address, pair) != first, "the new certificate")
+        second = shown(address, pair)
+        kept.request("GET", "/health")  # An open connection goes on.
+        assert kept.getresponse().read()
+        kept.close()
+
+        Path(pair.cert).write_text("no certificate")
+        until(lambda: counted(address, pair, "renewals", "refused") >= 1, "the refusal")
+        assert shown(address, pair) == second
+        assert counted(address, pair, "renewals", "renewed") >= 1
+        assert counted(address, pair, "handshakes", "done") >= 4
+        with Raw(address) as plain:
+            plain.send(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            plain.read_to_end()
+        assert counted(address, pair, "handshakes", "failed") == 1
+        authority.pair("127.0.0.1")
+        until(lambda: shown(address, pair) != second, "the certificate behind the broken one")
+    finally:
+        process.close()
+    errors = "".join(process.errors)
+    assert f"--tls-cert-path {pair.cert}: holds no certificate in PEM" in errors, errors
 
 
 def test_the_router_serves_it_too(pair: Pair) -> None:

@@ -318,6 +318,23 @@ def test_an_answer_that_breaks_off_is_no_whole_one(
     run(work())
 
 
+def test_events_come_whole_however_they_are_cut() -> None:
+    async def work() -> None:
+        async with stage() as ((engine,), router):
+            said = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in WHOLE)
+
+            async def byte_by_byte(response: web.StreamResponse) -> None:
+                for at in range(len(said)):
+                    await response.write(said[at : at + 1])
+                # The last line has no end.
+                await response.write(b"data: [DONE]")
+
+            engine.script = byte_by_byte
+            assert await text_of(router) == "abcd"
+
+    run(work())
+
+
 def test_an_event_has_a_limit() -> None:
     async def work() -> None:
         discovery = MemoryDiscovery()
@@ -418,6 +435,9 @@ def test_what_is_no_request_for_one_is_refused_before_it_is_sent() -> None:
             ):
                 with pytest.raises(InvalidArgumentError, match=message):
                     await client.random(request)
+            for name in ("a\nb", "a\r\nx-other: 1", "a\0"):
+                with pytest.raises(InvalidArgumentError, match="request_id goes to the worker"):
+                    await client.random({"token_ids": [1]}, request_id=name)
             assert engine.asked == []
             handed = {"disaggregated_params": {"kv_transfer_params": {"a": 1}}}
             room = {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 2}

@@ -38,7 +38,7 @@ from kvflash.runtime.limits import RuntimeLimits
 from kvflash.runtime.plane import FailedError, GoneError
 from kvflash.runtime.serving import Running, Serving
 
-__all__ = ["HttpClient", "HttpServer", "make_client", "make_server"]
+__all__ = ["HttpClient", "HttpServer", "id_in_header", "make_client", "make_server"]
 
 logger = logging.getLogger(__name__)
 
@@ -222,6 +222,20 @@ async def _request(http: web.Request, limits: RuntimeLimits) -> Request:
     )
 
 
+def id_in_header(request_id: str) -> str:
+    """A request's id, as the value of a header.
+
+    Raises:
+        InvalidArgumentError: It holds a line break or NUL, which no header can.
+    """
+    if any(char in request_id for char in "\r\n\0"):
+        raise InvalidArgumentError(
+            "request_id goes to the worker in a header, which can hold no line break and no NUL, "
+            f"got {request_id!r}"
+        )
+    return request_id
+
+
 class HttpClient:
     """Asks instances over HTTP.
 
@@ -242,7 +256,8 @@ class HttpClient:
 
         Raises:
             TransportError: The instance can't be reached.
-            InvalidArgumentError: The request is too large or can't be written.
+            InvalidArgumentError: The request is too large or can't be written, or its id is none
+                that a header can hold.
         """
         body = pack(request.payload, "request")
         size_max = self.limits.frame_bytes_max
@@ -253,7 +268,7 @@ class HttpClient:
         headers = {
             "content-type": MSGPACK,
             INSTANCE: str(request.instance_id),
-            REQUEST_ID: request.id,
+            REQUEST_ID: id_in_header(request.id),
         }
         if request.deadline_ms is not None:
             headers[DEADLINE] = str(request.deadline_ms)

@@ -19,7 +19,7 @@ import aiohttp
 
 from kvflash.errors import ClosedError, DecodeError, InvalidArgumentError, TransportError
 from kvflash.runtime.frame import Failure, Request, pack
-from kvflash.runtime.http import HttpClient, HttpReply
+from kvflash.runtime.http import HttpClient, HttpReply, id_in_header
 from kvflash.runtime.limits import RuntimeLimits
 from kvflash.runtime.plane import FailedError
 
@@ -124,7 +124,8 @@ class OpenAiClient(HttpClient):
 
         Raises:
             TransportError: The engine can't be reached.
-            InvalidArgumentError: The request is too large, or no prompt of token ids.
+            InvalidArgumentError: The request is too large, no prompt of token ids, or its id is
+                none that a header can hold.
         """
         try:
             # numpy's integers are no integers to json.
@@ -138,7 +139,8 @@ class OpenAiClient(HttpClient):
             raise InvalidArgumentError(
                 f"request may have at most {self.limits.frame_bytes_max} bytes, got {len(body)}"
             )
-        headers = {"content-type": "application/json", "x-request-id": request.id}
+        name = id_in_header(request.id)
+        headers = {"content-type": "application/json", "x-request-id": name}
         rank = request.payload.get("dp_rank") if isinstance(request.payload, dict) else None
         if rank is not None:
             headers[RANK] = str(rank)
@@ -162,7 +164,9 @@ class OpenAiReply(HttpReply):
         super().__init__(sending, limits)
         self._is_whole = is_whole
         self._line_bytes_max = limits.frame_bytes_max
-        self._rest = b""
+        #: Pieces of a line whose end has not come.
+        self._rest: list[bytes] = []
+        self._rest_bytes = 0
         self._lines: deque[bytes] = deque()
         #: The item with the answer's end: its usage comes after it.
         self._last: dict[str, Any] | None = None
@@ -257,13 +261,18 @@ class OpenAiReply(HttpReply):
             data = await self._response.content.readany()
             if not data and self._rest:
                 # Not every engine ends its last line.
-                self._lines.append(self._rest)
-                self._rest = b""
+                self._lines.append(b"".join(self._rest))
+                self._rest.clear()
                 break
             if not data:
                 raise TransportError("the engine's answer ended without its end")
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            if max(map(len, (*lines, self._rest))) > self._line_bytes_max:
+            *lines, rest = data.split(b"\n")
+            if lines:
+                lines[0] = b"".join((*self._rest, lines[0]))
+                self._rest, self._rest_bytes = [], 0
+            self._rest.append(rest)
+            self._rest_bytes += len(rest)
+            if max((*map(len, lines), self._rest_bytes)) > self._line_bytes_max:
                 raise DecodeError(f"an event may have at most {self._line_bytes_max} bytes")
             self._lines.extend(lines)
         return self._lines.popleft()

@@ -17,7 +17,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 use super::timer::ConnectionTimer;
-use super::tls::Tls;
+use super::tls::{Handshake, Tls};
 
 /// Limits on connections.
 #[derive(Debug, Clone)]
@@ -163,11 +163,17 @@ impl<A: App> Door<A> {
             };
             match encrypted {
                 Ok(Ok(stream)) => {
+                    tls.count(Handshake::Done);
                     answer(builder.serve_connection(TokioIo::new(stream), service), shutdown).await;
                 }
-                // Somebody who speaks no TLS or does not trust the certificate, or a port scan.
-                Ok(Err(error)) => tracing::debug!(%peer, %error, "TLS handshake failed"),
-                Err(_) => tracing::debug!(%peer, ?limit, "TLS handshake took too long"),
+                Ok(Err(error)) => {
+                    tls.count(Handshake::Failed);
+                    tracing::debug!(%peer, %error, "TLS handshake failed");
+                }
+                Err(_) => {
+                    tls.count(Handshake::Slow);
+                    tracing::debug!(%peer, ?limit, "TLS handshake took too long");
+                }
             }
             drop(permit);
         });
@@ -188,8 +194,8 @@ pub async fn serve(
     serve_over(None, listener, app, limits, shutdown).await
 }
 
-/// As [`serve`], over TLS where that is given. A handshake has the time of a request's head, and holds
-/// up no other connection.
+/// As [`serve`], over TLS where that is given, with the files' newest certificate. A handshake has the
+/// time of a request's head, and holds up no other connection.
 ///
 /// # Errors
 /// As [`serve`].
@@ -201,6 +207,7 @@ pub async fn serve_over(
     shutdown: Shutdown,
 ) -> std::io::Result<()> {
     let permits = Arc::new(Semaphore::new(limits.max_connections));
+    let renewal = tls.clone().map(|tls| tokio::spawn(tls.keep_renewing()));
     let door = Door { tls, app, limits: limits.clone(), shutdown };
     loop {
         // Waiting for a free place must not hide the stop.
@@ -227,9 +234,18 @@ pub async fn serve_over(
     while let Ok(permit) = Arc::clone(&permits).try_acquire_owned() {
         let Ok((stream, peer)) = listener.accept() else { break };
         stream.set_nonblocking(true)?;
-        door.let_in(TcpStream::from_std(stream)?, peer, permit);
+        let has_asked = stream.peek(&mut [0]).is_ok_and(|bytes| bytes > 0);
+        let stream = TcpStream::from_std(stream)?;
+        if has_asked {
+            // Known to tokio, too, so that its question is read before the stop is heard of.
+            stream.readable().await?;
+        }
+        door.let_in(stream, peer, permit);
     }
     drop(listener);
+    if let Some(renewal) = renewal {
+        renewal.abort();
+    }
     let all = u32::try_from(limits.max_connections).unwrap_or(u32::MAX);
     if tokio::time::timeout(limits.drain_timeout, permits.acquire_many(all)).await.is_err() {
         tracing::warn!(

@@ -4,14 +4,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
 use super::bookings::Bookings;
 use super::catalog::Catalog;
 use super::error::OrRaise;
 use super::indexer::seconds;
-use super::policies::Chosen;
-use super::policy_desk::PolicyDesk;
-use super::select::{Foresight, queue_options};
+use super::select::Routing;
 use super::service::Service;
 use crate::catalog;
 use crate::clock::SystemClock;
@@ -19,9 +18,6 @@ use crate::fair::FairConfig;
 use crate::http::frontend::{EngineSpec, FairnessOptions, FrontendApp, FrontendOptions};
 use crate::http::{RemoteIndexerOptions, Shutdown, Tls};
 use crate::ids::InstanceId;
-use crate::policy::KvScale;
-use crate::router::{RouterConfig, TierWeights};
-use crate::select::Thresholds;
 
 /// The OpenAI-compatible frontend in this process.
 #[pyclass(frozen, module = "kvflash._core")]
@@ -35,48 +31,21 @@ pub(super) struct Frontend {
 impl Frontend {
     #[new]
     #[pyo3(signature = (
-        *, policy=None, policy_desk=None, policy_profile=None, shadow_policies=Vec::new(), overlap_score_weight=1.0, temperature=0.0, kv_cache_block_size=None,
-        track_active_blocks=true, assume_kv_reuse=true, active_request_expiry_s=300.0, seed=None,
-        use_kv_events=true, predicted_ttl_s=5.0, router_ttl_s=120.0, router_max_tree_size=1_048_576,
-        router_prune_target_ratio=0.8, active_decode_blocks_threshold=None,
-        active_prefill_tokens_threshold=None, active_prefill_tokens_threshold_frac=None,
-        decision_journal_bytes=16_777_216, serve_indexer=false, remote_indexer=None,
-        remote_indexer_deadline_s=0.05,
-        tokenizer=None, tokenizer_cache_bytes=268_435_456, worker_api_key=None, threads=2, max_body_bytes=33_554_432,
-        max_concurrent_requests=4_096, max_workers=4_096, max_attempts=5, max_blocks=33_554_432,
-        index_memory_bytes=0, body_timeout_s=60.0, connect_timeout_s=2.0, first_byte_timeout_s=600.0,
-        tokenize_timeout_s=2.0, stream_idle_timeout_s=300.0, health_interval_s=2.0, drain_timeout_s=30.0,
-        enforce_disagg="off", waits_for="", overlap_score_credit=1.0, overlap_score_credit_decay=0.0,
-        prefill_load_scale=1.0, active_request_weight=0.0, track_prefill_tokens=true, min_initial_workers=0, fairness=None,
-        fairness_weights=Vec::new(), fairness_queue_limit=1_024, fairness_queue_timeout_s=60.0,
-        fairness_max_running=256, fairness_cached_share=0.0,
-        router_queue_threshold=None, router_queue_policy="fcfs", router_queue_limit=1_024,
-        router_queue_timeout_s=60.0, router_queue_batched_tokens=10_000_000, track_output_blocks=false,
-        host_cache_hit_weight=0.75, disk_cache_hit_weight=0.25, prefill_tokens_per_s=None, session_affinity_ttl_s=None, tls_cert_path=None, tls_key_path=None, metrics_prefix="kvflash"
+        *, kv_cache_block_size=None, serve_indexer=false, remote_indexer=None,
+        remote_indexer_deadline_s=0.05, tokenizer=None, tokenizer_cache_bytes=268_435_456,
+        worker_api_key=None, threads=2, max_body_bytes=33_554_432, max_concurrent_requests=4_096,
+        max_workers=4_096, max_attempts=5, body_timeout_s=60.0, connect_timeout_s=2.0,
+        first_byte_timeout_s=600.0, tokenize_timeout_s=2.0, stream_idle_timeout_s=300.0,
+        health_interval_s=2.0, drain_timeout_s=30.0, enforce_disagg="off", waits_for="",
+        min_initial_workers=0, fairness=None, fairness_weights=Vec::new(),
+        fairness_queue_limit=1_024, fairness_queue_timeout_s=60.0, fairness_max_running=256,
+        fairness_cached_share=0.0, track_output_blocks=false, tls_cert_path=None,
+        tls_key_path=None, metrics_prefix="kvflash", **settings
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
-        policy: Option<&str>,
-        policy_desk: Option<PyRef<'_, PolicyDesk>>,
-        policy_profile: Option<&str>,
-        shadow_policies: Vec<String>,
-        overlap_score_weight: f64,
-        temperature: f64,
         kv_cache_block_size: Option<u32>,
-        track_active_blocks: bool,
-        assume_kv_reuse: bool,
-        active_request_expiry_s: f64,
-        seed: Option<u64>,
-        use_kv_events: bool,
-        predicted_ttl_s: f64,
-        router_ttl_s: f64,
-        router_max_tree_size: usize,
-        router_prune_target_ratio: f64,
-        active_decode_blocks_threshold: Option<f64>,
-        active_prefill_tokens_threshold: Option<u64>,
-        active_prefill_tokens_threshold_frac: Option<f64>,
-        decision_journal_bytes: usize,
         serve_indexer: bool,
         remote_indexer: Option<String>,
         remote_indexer_deadline_s: f64,
@@ -88,8 +57,6 @@ impl Frontend {
         max_concurrent_requests: usize,
         max_workers: usize,
         max_attempts: usize,
-        max_blocks: usize,
-        index_memory_bytes: usize,
         body_timeout_s: f64,
         connect_timeout_s: f64,
         first_byte_timeout_s: f64,
@@ -99,11 +66,6 @@ impl Frontend {
         drain_timeout_s: f64,
         enforce_disagg: &str,
         waits_for: &str,
-        overlap_score_credit: f64,
-        overlap_score_credit_decay: f64,
-        prefill_load_scale: f64,
-        active_request_weight: f64,
-        track_prefill_tokens: bool,
         min_initial_workers: usize,
         fairness: Option<&str>,
         fairness_weights: Vec<(String, f64)>,
@@ -111,70 +73,27 @@ impl Frontend {
         fairness_queue_timeout_s: f64,
         fairness_max_running: usize,
         fairness_cached_share: f64,
-        router_queue_threshold: Option<f64>,
-        router_queue_policy: &str,
-        router_queue_limit: usize,
-        router_queue_timeout_s: f64,
-        router_queue_batched_tokens: u64,
         track_output_blocks: bool,
-        host_cache_hit_weight: f64,
-        disk_cache_hit_weight: f64,
-        prefill_tokens_per_s: Option<f64>,
-        session_affinity_ttl_s: Option<u64>,
         tls_cert_path: Option<PathBuf>,
         tls_key_path: Option<PathBuf>,
         metrics_prefix: &str,
+        settings: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
         let tls = Tls::read(tls_cert_path.as_deref(), tls_key_path.as_deref()).or_raise(py)?;
-        let queue = queue_options(
-            py,
-            router_queue_threshold,
-            router_queue_policy,
-            router_queue_limit,
-            router_queue_timeout_s,
-            router_queue_batched_tokens,
-        )?;
-        let expiry = seconds(py, "--active-request-expiry", active_request_expiry_s)?;
-        let mut router = RouterConfig {
-            overlap_score_weight,
-            scale: KvScale {
-                overlap_score_credit,
-                overlap_score_credit_decay,
-                prefill_load_scale,
-                active_request_weight,
-            },
-            track_prefill_tokens,
-            prefill_tokens_per_s,
-            tiers: TierWeights { host: host_cache_hit_weight, disk: disk_cache_hit_weight },
-            temperature,
-            block_size: kv_cache_block_size.unwrap_or(0),
-            track_active_blocks,
-            track_output_blocks,
-            assume_kv_reuse,
-            expiry_ms: expiry.as_millis() as u64,
-            max_requests: max_concurrent_requests,
-            ..RouterConfig::default()
-        };
-        router.seed = seed.unwrap_or_else(rand::random);
-        let desk = policy_desk.as_deref();
-        let chosen = Chosen::new(
-            policy,
-            policy_profile,
-            &shadow_policies,
-            desk,
-            session_affinity_ttl_s,
-            router.seed,
-        );
-        let Chosen { built_in, policies, settings } = chosen.or_raise(py)?;
-        router.policy = built_in;
-        let foresight = Foresight::new(
-            py,
-            use_kv_events,
-            predicted_ttl_s,
-            router_ttl_s,
-            router_max_tree_size,
-            router_prune_target_ratio,
-        )?;
+        let Routing {
+            mut router,
+            policies,
+            settings,
+            overlap,
+            thresholds,
+            queue,
+            journal_bytes,
+            limits,
+            ..
+        } = Routing::of(py, settings)?;
+        router.block_size = kv_cache_block_size.unwrap_or(0);
+        router.track_output_blocks = track_output_blocks;
+        router.max_requests = max_concurrent_requests;
         let fairness = match fairness {
             Some(discipline) => {
                 let wait = seconds(py, "--fairness-queue-timeout", fairness_queue_timeout_s)?;
@@ -198,14 +117,10 @@ impl Frontend {
             router,
             policies,
             settings,
-            overlap: foresight.overlap,
-            thresholds: Thresholds {
-                active_decode_blocks: active_decode_blocks_threshold,
-                active_prefill_tokens: active_prefill_tokens_threshold,
-                active_prefill_tokens_frac: active_prefill_tokens_threshold_frac,
-            },
+            overlap,
+            thresholds,
             queue,
-            decision_journal_bytes,
+            decision_journal_bytes: journal_bytes,
             remote_indexer,
             serve_indexer,
             tokenizer,
@@ -225,10 +140,10 @@ impl Frontend {
             min_initial_workers,
             tokenize_timeout: seconds(py, "--tokenize-timeout", tokenize_timeout_s)?,
             health_interval: seconds(py, "--health-interval", health_interval_s)?,
+            tls: tls.clone(),
         };
         let drain = seconds(py, "--drain-timeout", drain_timeout_s)?;
         let clock = Arc::new(SystemClock::default());
-        let limits = foresight.limit(max_blocks, index_memory_bytes);
         let catalog = Arc::new(catalog::Catalog::new(limits, clock.clone()));
         py.detach(|| {
             let shutdown = Shutdown::default();

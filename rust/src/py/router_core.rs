@@ -10,20 +10,17 @@ use super::bookings::Bookings;
 use super::catalog::Catalog;
 use super::error::{OrRaise, raise};
 use super::index;
-use super::indexer::seconds;
-use super::policies::Chosen;
-use super::policy_desk::PolicyDesk;
 use super::query::{SHORT_TOKENS, detached};
 use super::router_ask::Options;
 use super::router_booking::RouterBooking;
 use super::router_wait::{Asked, Line, RouterWait};
-use super::select::{Foresight, queue_options};
+use super::select::Routing;
 use crate::catalog::{self, Identity, ModelKey, Registration, dump_events};
 use crate::clock::{Clock, SystemClock};
 use crate::error::Error;
 use crate::ids::Worker;
-use crate::policy::{EngineMetrics, KvScale, Sample};
-use crate::router::{Facts, RouterConfig, TierWeights, Usage};
+use crate::policy::{EngineMetrics, Sample};
+use crate::router::{Facts, Usage};
 use crate::select::{Ask, Entered, Report, Selector, SelectorConfig, Thresholds};
 
 /// Chooses workers for prompts, and keeps account of who is busy with what.
@@ -76,18 +73,7 @@ impl RouterCore {
 impl RouterCore {
     #[new]
     #[pyo3(signature = (
-        *, block_size, model_name="default", tenant_id="default", policy=None, policy_desk=None, policy_profile=None,
-        shadow_policies=Vec::new(), overlap_score_weight=1.0, temperature=0.0, use_kv_events=true,
-        track_active_blocks=true, assume_kv_reuse=true, track_prefill_tokens=true,
-        active_request_expiry_s=300.0, predicted_ttl_s=5.0, router_ttl_s=120.0,
-        router_max_tree_size=1_048_576, router_prune_target_ratio=0.8,
-        active_decode_blocks_threshold=None, active_prefill_tokens_threshold=None,
-        active_prefill_tokens_threshold_frac=None, max_requests=65_536, max_blocks=33_554_432,
-        index_memory_bytes=0, decision_journal_bytes=16_777_216, seed=None,
-        overlap_score_credit=1.0, overlap_score_credit_decay=0.0, prefill_load_scale=1.0,
-        active_request_weight=0.0, host_cache_hit_weight=0.75, disk_cache_hit_weight=0.25, prefill_tokens_per_s=None, session_affinity_ttl_s=None,
-        router_queue_threshold=None, router_queue_policy="fcfs", router_queue_limit=1_024,
-        router_queue_timeout_s=60.0, router_queue_batched_tokens=10_000_000
+        *, block_size, model_name="default", tenant_id="default", max_requests=65_536, **settings
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -95,112 +81,41 @@ impl RouterCore {
         block_size: u32,
         model_name: &str,
         tenant_id: &str,
-        policy: Option<&str>,
-        policy_desk: Option<PyRef<'_, PolicyDesk>>,
-        policy_profile: Option<&str>,
-        shadow_policies: Vec<String>,
-        overlap_score_weight: f64,
-        temperature: f64,
-        use_kv_events: bool,
-        track_active_blocks: bool,
-        assume_kv_reuse: bool,
-        track_prefill_tokens: bool,
-        active_request_expiry_s: f64,
-        predicted_ttl_s: f64,
-        router_ttl_s: f64,
-        router_max_tree_size: usize,
-        router_prune_target_ratio: f64,
-        active_decode_blocks_threshold: Option<f64>,
-        active_prefill_tokens_threshold: Option<u64>,
-        active_prefill_tokens_threshold_frac: Option<f64>,
         max_requests: usize,
-        max_blocks: usize,
-        index_memory_bytes: usize,
-        decision_journal_bytes: usize,
-        seed: Option<u64>,
-        overlap_score_credit: f64,
-        overlap_score_credit_decay: f64,
-        prefill_load_scale: f64,
-        active_request_weight: f64,
-        host_cache_hit_weight: f64,
-        disk_cache_hit_weight: f64,
-        prefill_tokens_per_s: Option<f64>,
-        session_affinity_ttl_s: Option<u64>,
-        router_queue_threshold: Option<f64>,
-        router_queue_policy: &str,
-        router_queue_limit: usize,
-        router_queue_timeout_s: f64,
-        router_queue_batched_tokens: u64,
+        settings: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
-        let queue = queue_options(
-            py,
-            router_queue_threshold,
-            router_queue_policy,
-            router_queue_limit,
-            router_queue_timeout_s,
-            router_queue_batched_tokens,
-        )?;
+        let Routing {
+            mut router,
+            policies,
+            overlap,
+            thresholds,
+            queue,
+            journal_bytes,
+            limits,
+            uses_events,
+            ..
+        } = Routing::of(py, settings)?;
         let block_size = index::block_size(py, block_size)?;
-        let expiry = seconds(py, "active_request_expiry_s", active_request_expiry_s)?;
-        let foresight = Foresight::new(
-            py,
-            use_kv_events,
-            predicted_ttl_s,
-            router_ttl_s,
-            router_max_tree_size,
-            router_prune_target_ratio,
-        )?;
-        let seed = seed.unwrap_or_else(rand::random);
-        let desk = policy_desk.as_deref();
-        let chosen = Chosen::new(
-            policy,
-            policy_profile,
-            &shadow_policies,
-            desk,
-            session_affinity_ttl_s,
-            seed,
-        );
-        let Chosen { built_in, policies, .. } = chosen.or_raise(py)?;
+        router.block_size = block_size;
+        router.max_requests = max_requests;
+        // `KvPushRouter` sees the tokens pass and counts them itself.
+        router.track_output_blocks = false;
+        let weighs_overlap =
+            router.overlap_score_weight > 0.0 && router.scale.overlap_score_credit > 0.0;
         let config = SelectorConfig {
-            router: RouterConfig {
-                policy: built_in,
-                block_size,
-                overlap_score_weight,
-                scale: KvScale {
-                    overlap_score_credit,
-                    overlap_score_credit_decay,
-                    prefill_load_scale,
-                    active_request_weight,
-                },
-                prefill_tokens_per_s,
-                tiers: TierWeights { host: host_cache_hit_weight, disk: disk_cache_hit_weight },
-                temperature,
-                track_active_blocks,
-                assume_kv_reuse,
-                track_prefill_tokens,
-                // `KvPushRouter` sees the tokens pass and counts them itself.
-                track_output_blocks: false,
-                expiry_ms: expiry.as_millis() as u64,
-                seed,
-                max_requests,
-            },
-            overlap: foresight.overlap,
-            thresholds: Thresholds {
-                active_decode_blocks: active_decode_blocks_threshold,
-                active_prefill_tokens: active_prefill_tokens_threshold,
-                active_prefill_tokens_frac: active_prefill_tokens_threshold_frac,
-            },
+            router,
+            overlap,
+            thresholds,
             queue: queue.as_ref().map(|queue| queue.threshold),
-            journal_bytes: decision_journal_bytes,
+            journal_bytes,
         };
         let clock = Arc::new(SystemClock::default());
-        let limits = foresight.limit(max_blocks, index_memory_bytes);
         let catalog = Arc::new(catalog::Catalog::new(limits, clock.clone()));
         let key = ModelKey { model_name: model_name.to_owned(), tenant_id: tenant_id.to_owned() };
         let model = catalog.model_or_create(&key, Some(block_size)).or_raise(py)?;
         let selector =
             Selector::with_policies(config, policies, model, clock.clone()).or_raise(py)?;
-        let uses_events = use_kv_events && overlap_score_weight > 0.0 && overlap_score_credit > 0.0;
+        let uses_events = uses_events && weighs_overlap;
         let selector = Arc::new(selector);
         let line = queue.map(|options| Line::new(&options, &selector, clock.clone())).transpose();
         let line = line.or_raise(py)?;

@@ -146,6 +146,9 @@ impl FrontendApp {
         let remote = options.remote_indexer.as_ref();
         let remote =
             remote.map(|options| RemoteIndexer::new(options, &mut registry)).transpose()?;
+        if let Some(tls) = &options.tls {
+            tls.register(&mut registry);
+        }
         common.seal(registry);
         let questions = match options.serve_indexer {
             true => Some(query_routes(Arc::clone(&catalog), options.max_body_bytes)?),

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::super::RemoteIndexerOptions;
 use super::super::metrics::{PREFIX, check_prefix};
+use super::super::{RemoteIndexerOptions, Tls};
 use super::disagg::EnforceDisagg;
 use super::fairness::FairnessOptions;
 use crate::error::{Error, Result};
@@ -69,6 +69,8 @@ pub struct FrontendOptions {
     pub tokenize_timeout: Duration,
     /// Time between two health checks of a worker.
     pub health_interval: Duration,
+    /// Encryption of its HTTP, for what `/metrics` tells of it.
+    pub tls: Option<Tls>,
 }
 
 impl Default for FrontendOptions {
@@ -101,6 +103,7 @@ impl Default for FrontendOptions {
             min_initial_workers: 0,
             tokenize_timeout: Duration::from_secs(2),
             health_interval: Duration::from_secs(2),
+            tls: None,
         }
     }
 }

@@ -81,6 +81,9 @@ impl RouterApp {
         let remote = options.remote_indexer.as_ref();
         let remote =
             remote.map(|options| RemoteIndexer::new(options, &mut registry)).transpose()?;
+        if let Some(tls) = &options.tls {
+            tls.register(&mut registry);
+        }
         common.seal(registry);
         let fleet = Fleet::new(options.clone(), Arc::clone(&catalog), clock);
         let more_metrics = RwLock::default();

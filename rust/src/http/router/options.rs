@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::super::RemoteIndexerOptions;
+use super::super::{RemoteIndexerOptions, Tls};
 use crate::error::{Error, Result};
 use crate::policy::Settings;
 use crate::router::Policies;
@@ -34,6 +34,8 @@ pub struct RouterOptions {
     pub max_workers: usize,
     /// Workers that must have registered before GET /ready says so.
     pub min_initial_workers: usize,
+    /// Encryption of its HTTP, for what `/metrics` tells of it.
+    pub tls: Option<Tls>,
 }
 
 impl Default for RouterOptions {
@@ -50,6 +52,7 @@ impl Default for RouterOptions {
             body_timeout: Duration::from_secs(60),
             max_workers: 4_096,
             min_initial_workers: 0,
+            tls: None,
         }
     }
 }
