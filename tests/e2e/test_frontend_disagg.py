@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -221,6 +222,48 @@ def test_a_client_that_leaves_ends_both(frontend: EmbeddedFrontend) -> None:
         for fake in fakes:
             until(lambda fake=fake: fake.received and fake.received[0].is_gone.is_set(), "the end")
         slow.wait_idle()
+
+
+def test_a_decode_that_fails_leaves_its_prefill_worker_to_the_next_one() -> None:
+    """Also where it is the only one, and nobody may decode alone."""
+
+    def prefill(ask: Ask) -> bool:
+        ask.item(40, finish="length")
+        return ask.end()
+
+    bad, good = FakeWorker(41, die), FakeWorker(43)
+    fakes = (bad, good, prefiller(42, prefill, bootstrap=BOOTSTRAP))
+    with EmbeddedFrontend("--enforce-disagg") as frontend, workers(frontend, *fakes):
+        while not bad.received:
+            answer = ask(frontend.url, CHAT, BODY)
+            assert (answer.status, answer.worker) == (200, 43), answer.body
+
+
+def test_explain_tells_who_would_prefill_and_who_decode(frontend: EmbeddedFrontend) -> None:
+    with workers(frontend, FakeWorker(41), FakeWorker(43), prefiller(42)):
+        pinned = {"decode_worker_id": 43, "prefill_worker_id": 42}
+        explained = frontend.explain({**BODY, "nvext": pinned})
+        assert (explained["worker"], explained["prefill"]["worker"]) == ("43:0", "42:0")
+        # What the decode worker has cached is of no use: the blocks come from elsewhere.
+        (chosen,) = (one for one in explained["candidates"] if one["worker"] == "43:0")
+        assert " = 0.000 * " in chosen["formula"], chosen["formula"]
+        (chosen,) = explained["prefill"]["candidates"]
+        assert " = 1.000 * " in chosen["formula"], chosen["formula"]
+        wrong = ask(frontend.url, "/explain", {**BODY, "nvext": {"decode_worker_id": 42}})
+        assert wrong.status == 404
+    with workers(frontend, FakeWorker(41)):
+        assert "prefill" not in frontend.explain(BODY)
+
+
+def test_a_remote_indexer_is_asked_about_both_sides() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    failed = 'kvflash_remote_indexer_lookups_total{outcome="failed"}'
+    remote = ("--use-remote-indexer", url)
+    both = (FakeWorker(41), prefiller(42))
+    with EmbeddedFrontend(*remote) as frontend, workers(frontend, *both):
+        assert ask(frontend.url, CHAT, BODY).status == 200
+        assert frontend.metric(failed) == 2
 
 
 # -- OpenAI engines

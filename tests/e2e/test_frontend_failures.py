@@ -20,6 +20,7 @@ from support_frontend import (
     FakeEngine,
     Frontend,
     Mocker,
+    Raw,
     answer_json,
     ask,
     chunked_head_only,
@@ -169,12 +170,15 @@ def test_health_of_the_engine_decides(frontend: Frontend) -> None:
 
 
 def test_no_worker_at_all(frontend: Frontend) -> None:
+    refused = 'kvflash_refused_requests_total{cause="no_worker"}'
+    before = frontend.metric(refused)
     got = ask(frontend.url, COMPLETIONS, prompt_of("any"))
     assert got.status == 503
     assert got.headers["retry-after"] == "1"
     assert "0 registered" in got.json["error"]["message"]
     status, body, _ = frontend.http.call("GET", "/health")
     assert (status, body["status"], body["workers"]) == (503, "unavailable", 0)
+    assert frontend.metric(refused) == before + 1
 
 
 def test_no_worker_at_all_without_a_model_name(frontend: Frontend) -> None:
@@ -198,6 +202,12 @@ def test_limit_of_concurrent_requests() -> None:
             assert int(got.headers["retry-after"]) >= 1
             assert "--max-concurrent-requests" in got.json["error"]["message"]
             assert frontend.metric('kvflash_refused_requests_total{cause="concurrency"}') == 1
+            # Nor is the answer lost to a client that is still sending.
+            with Raw(frontend.address) as large:
+                body = b" " * 3_000_000
+                head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+                large.send(head.encode() + b"\r\n" + body)
+                assert large.read_answer()[0] == 429
             # What operators ask is not refused.
             assert frontend.http.get("/health")["requests_in_flight"] == 2
             release.set()

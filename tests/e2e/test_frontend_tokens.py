@@ -196,6 +196,23 @@ def test_text_workers_get_the_body_and_answer_in_chunks(frontend: EmbeddedFronte
         assert worker.received[0].payload == body
         events = ask(frontend.url, CHAT, chat(stream=True)).events
         assert text_of(events) == "one two"
+        # What such a worker can do is for it to say.
+        body = chat(n=2, logprobs=True, response_format={"type": "structural_tag"})
+        assert ask(frontend.url, CHAT, body).status == 200
+        assert worker.received[-1].payload == body
+        wrong = ask(frontend.url, CHAT, chat(stream=1))
+        assert wrong.status == 400 and "stream" in wrong.json["error"]["message"]
+
+
+def test_a_request_larger_than_a_frame_is_refused_and_nobody_in_doubt() -> None:
+    """Numbers take more room on the way to the worker than in the client's JSON."""
+    limit = ("--max-body-bytes", "100000000")
+    worker = FakeWorker(24, model_input="text", tokenizer=None)
+    with EmbeddedFrontend(*limit) as frontend, workers(frontend, worker):
+        answer = ask(frontend.url, CHAT, chat(x_numbers=[0.1] * 3_800_000))
+        assert answer.status == 413
+        assert "33554432" in answer.json["error"]["message"]
+        assert worker.received == [] and frontend.workers()[24]["healthy"]
 
 
 def test_adapters_and_models_are_listed_and_leave(frontend: EmbeddedFrontend) -> None:
@@ -225,6 +242,19 @@ def test_a_worker_may_change_and_its_events_come_later(frontend: EmbeddedFronten
         assert frontend.workers()[22]["loads"]["0"]["kv_used_blocks"] == 5
         with pytest.raises(ConfigError, match="dp_rank must be below 1, got 3"):
             frontend.core.report_load(json.dumps({"id": 22, "dp_rank": 3}))
+
+
+def test_what_was_set_for_a_model_outlives_its_workers_and_what_they_said_does_not() -> None:
+    with EmbeddedFrontend("--no-kv-events") as frontend:
+        with workers(frontend, FakeWorker(25)):
+            assert frontend.workers()[25]["block_size"] == 16
+            change = {"model": "m", "active_prefill_tokens_threshold": 1_000}
+            frontend.http.post("/busy_threshold", change)
+        with workers(frontend, FakeWorker(26, kv_cache_block_size=32)):
+            (kept,) = frontend.http.get("/busy_threshold")["thresholds"]
+            assert (kept["model"], kept["active_prefill_tokens_threshold"]) == ("m", 1_000)
+            assert frontend.workers()[26]["block_size"] == 32
+            assert frontend.http.get("/health")["warnings"] == []
 
 
 def test_what_a_worker_reports_keeps_requests_from_it() -> None:

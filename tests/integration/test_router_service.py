@@ -407,6 +407,10 @@ def test_without_workers_there_is_nobody(http):
 
 def test_workers_that_cannot_be_are_refused_by_field(service, client):
     http = client(service(max_workers=2).url)
+    # What a refused one says of the block size is not taken for true.
+    http.post("/workers", {**new_worker(2), "block_size": 64, "endpoint": "nowhere"}, expect=400)
+    ipc = {"endpoint": "ipc:///tmp/x", "dp_size": 2}
+    http.post("/workers", {**new_worker(2), "block_size": 64, **ipc}, expect=400)
     add(http, 1)
     for fields, wanted in [
         ({"model_name": ""}, "model_name"),

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tokio::sync::oneshot;
 
-use crate::policy::desk::Failure;
+use crate::policy::desk::{Desk, Failure};
 use crate::policy::{Advice, Question};
 use crate::select::Selector;
 
@@ -17,6 +17,7 @@ pub(super) async fn advice(selector: &Selector, question: Option<Question>) -> O
         // Who has given up waiting does not listen any more.
         let _gone = sender.send(answer);
     });
+    let asked = Asked { desk, number };
     let answer =
         match tokio::time::timeout(Duration::from_millis(desk.deadline_ms()), receiver).await {
             Ok(answer) => answer.unwrap_or(Err(Failure::Closed)),
@@ -25,5 +26,18 @@ pub(super) async fn advice(selector: &Selector, question: Option<Question>) -> O
                 Err(Failure::Late)
             }
         };
+    drop(asked);
     desk.settle(answer, selector.now_ms())
+}
+
+/// A question of a client that may leave.
+struct Asked<'a> {
+    desk: &'a Desk,
+    number: u64,
+}
+
+impl Drop for Asked<'_> {
+    fn drop(&mut self) {
+        self.desk.withdraw(self.number);
+    }
 }

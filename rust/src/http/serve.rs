@@ -12,12 +12,20 @@ use hyper::server::conn::http1;
 use hyper::service::Service;
 use hyper_util::rt::TokioIo;
 use hyper_util::service::{TowerToHyperService, TowerToHyperServiceFuture};
+use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 use super::timer::ConnectionTimer;
 use super::tls::{Handshake, Tls};
+
+/// A client that is gone without a word is noticed after silence, probes and the time for their answer;
+/// one that takes nothing of its answer, after that time, too.
+const KEEPALIVE_TIME: Duration = Duration::from_secs(60);
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
+#[cfg(target_os = "linux")]
+const UNACKED_TIME: Duration = Duration::from_secs(120);
 
 /// Limits on connections.
 #[derive(Debug, Clone)]
@@ -141,8 +149,15 @@ struct Door<A> {
 impl<A: App> Door<A> {
     /// Answer what comes over `stream` in a task of its own, which holds `permit` until its end.
     fn let_in(&self, stream: TcpStream, peer: SocketAddr, permit: OwnedSemaphorePermit) {
-        // Without it small answers wait for the client's delayed acknowledgement.
+        // All of these only make things better; a system without them still works. Small answers do not
+        // wait for the client's delayed acknowledgement, and one that is gone is noticed.
         let _ = stream.set_nodelay(true);
+        let socket = SockRef::from(&stream);
+        let keepalive =
+            TcpKeepalive::new().with_time(KEEPALIVE_TIME).with_interval(KEEPALIVE_INTERVAL);
+        let _ = socket.set_tcp_keepalive(&keepalive);
+        #[cfg(target_os = "linux")]
+        let _ = socket.set_tcp_user_timeout(Some(UNACKED_TIME));
         let service = self.app.serve_peer(Peer(peer));
         let limit = self.limits.header_timeout;
         let mut builder = http1::Builder::new();

@@ -237,6 +237,16 @@ struct State {
     is_closed: bool,
 }
 
+impl State {
+    /// The question of this number, if it still waits.
+    fn take_out(&mut self, number: u64) -> Option<(u64, Task)> {
+        let place = self.tasks.binary_search_by_key(&number, |(known, _)| *known).ok()?;
+        let taken = self.tasks.remove(place);
+        self.questions -= usize::from(taken.is_some());
+        taken
+    }
+}
+
 #[derive(Debug, Default)]
 struct Counts {
     advised: AtomicU64,
@@ -319,13 +329,18 @@ impl Desk {
         NOT_ASKED
     }
 
+    /// Nobody waits for this answer any more, though there was time.
+    pub fn withdraw(&self, number: u64) {
+        // Its reply is called without the lock.
+        let taken = self.state.lock().take_out(number);
+        drop(taken);
+    }
+
     /// Nobody waits for this answer any more: its time is up.
     pub fn take_back(&self, number: u64) {
         let taken = {
             let mut state = self.state.lock();
-            let place = state.tasks.binary_search_by_key(&number, |(known, _)| *known).ok();
-            let taken = place.and_then(|place| state.tasks.remove(place));
-            state.questions -= usize::from(taken.is_some());
+            let taken = state.take_out(number);
             let is_busy_since = |(task, next): (u64, u64)| task == number || next <= number;
             state.is_stuck |= number != NOT_ASKED && state.in_hand.is_some_and(is_busy_since);
             taken

@@ -117,7 +117,8 @@ pub struct Share {
 #[derive(Debug, Default)]
 pub(super) struct Rank {
     pub reported: Report,
-    shares: BTreeMap<u64, Share>,
+    /// By router, with the time at which it told last.
+    shares: BTreeMap<u64, (Share, u64)>,
     /// Blocks were above their threshold, and not all signals have been below it since.
     is_latched: bool,
 }
@@ -136,7 +137,7 @@ impl Rank {
 
     /// Prompt tokens still to be prefilled as all routers booked them, `own` here.
     pub fn tracked_prefill(&self, own: u64) -> u64 {
-        let shares = self.shares.values().filter_map(|share| share.active_prefill_tokens);
+        let shares = self.shares.values().filter_map(|(share, _)| share.active_prefill_tokens);
         shares.fold(own, u64::saturating_add)
     }
 
@@ -150,7 +151,7 @@ impl Rank {
             return false;
         };
         let is_above = |blocks: u64| blocks as f64 > threshold * total as f64;
-        let shares = self.shares.values().filter_map(|share| share.active_decode_blocks);
+        let shares = self.shares.values().filter_map(|(share, _)| share.active_decode_blocks);
         let shares = shares.fold(0, u64::saturating_add);
         let tracked = own_blocks.saturating_add(shares);
         let expected = self.reported.active_decode_blocks.unwrap_or(0).max(tracked);
@@ -238,24 +239,25 @@ impl BusyTable {
         self.state.lock().ranks.get(&worker).map(|rank| rank.reported)
     }
 
-    /// Another router tells what it has booked on a rank. False when the rank is not declared, or 1,024
-    /// other routers have told already: nothing is kept then.
-    pub fn share(&self, router_id: u64, worker: Worker, share: Share) -> bool {
+    /// Another router tells now what it has booked on a rank. False when the rank is not declared, or
+    /// 1,024 other routers have told already: nothing is kept then.
+    pub fn share(&self, router_id: u64, worker: Worker, share: Share, now_ms: u64) -> bool {
         let mut state = self.state.lock();
         let Some(rank) = state.ranks.get_mut(&worker) else { return false };
         if rank.shares.len() >= MAX_ROUTERS && !rank.shares.contains_key(&router_id) {
             return false;
         }
-        let kept = rank.shares.entry(router_id).or_default();
+        let (kept, heard_ms) = rank.shares.entry(router_id).or_default();
+        *heard_ms = now_ms;
         kept.active_decode_blocks = share.active_decode_blocks.or(kept.active_decode_blocks);
         kept.active_prefill_tokens = share.active_prefill_tokens.or(kept.active_prefill_tokens);
         true
     }
 
-    /// Another router is gone, and its requests with it.
-    pub fn forget_router(&self, router_id: u64) {
+    /// Forget what other routers told before `oldest_ms`: they are gone, and their requests with them.
+    pub fn expire_shares(&self, oldest_ms: u64) {
         for rank in self.state.lock().ranks.values_mut() {
-            rank.shares.remove(&router_id);
+            rank.shares.retain(|_, (_, heard_ms)| *heard_ms >= oldest_ms);
         }
     }
 

@@ -312,11 +312,12 @@ impl Selector {
         self.router.totals()
     }
 
-    /// Let go of what is too old: bookings of which nothing was heard, and predictions. Returns how many
-    /// bookings. Call it on a timer.
+    /// Let go of what is too old: bookings of which nothing was heard, other routers' shares of the load,
+    /// and predictions. Returns how many bookings. Call it on a timer.
     pub fn tick(&self) -> usize {
         let now_ms = self.clock.now_ms();
         self.touch_remote(now_ms);
+        self.busy.expire_shares(now_ms.saturating_sub(self.router.config().expiry_ms));
         let expired = self.router.expire();
         if !expired.is_empty() {
             self.forget_gone();
@@ -450,6 +451,7 @@ impl Selector {
             && selection.overlap_blocks as usize == locals.len();
         // One whose events nobody hears may keep nothing at all: it earns no credit by guesses either.
         let is_heard = self.overlap == Overlap::Predictions
+            || ask.overlaps.is_some()
             || self.model.workers().binary_search(&selection.worker).is_ok();
         if self.overlap == Overlap::Events
             || is_held

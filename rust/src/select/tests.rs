@@ -326,9 +326,16 @@ fn a_prompt_sent_twice_in_a_row_goes_to_one_worker_before_any_event() {
 
 #[test]
 fn a_worker_whose_events_nobody_hears_earns_no_credit() {
-    let bench = bench(Overlap::EventsAndPredictions, CatalogOptions::default(), 2);
-    drop(bench.selector.select(&Ask::new(&bench.prompt(&[1; 8]))).unwrap());
-    assert_eq!(bench.known(&[1; 8]), BTreeMap::new());
+    let options = CatalogOptions { predicted_ttl_ms: 5_000, ..CatalogOptions::default() };
+    let bench = bench(Overlap::EventsAndPredictions, options, 2);
+    let prompt = bench.prompt(&[1; 8]);
+    drop(bench.selector.select(&Ask::new(&prompt)).unwrap());
+    assert_eq!(bench.selector.model().index.stats().predicted, 0);
+    // A remote indexer hears them for this router.
+    let told = Ask { overlaps: Some(&[]), ..Ask::new(&prompt) };
+    let (_first, one) = bench.selector.select(&told).unwrap();
+    let (_second, two) = bench.selector.select(&told).unwrap();
+    assert_eq!((two.worker, two.predicted_blocks), (one.worker, 2));
 }
 
 #[test]

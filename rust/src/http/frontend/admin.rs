@@ -16,10 +16,13 @@ use serde_json::{Value, json};
 use super::super::Reject;
 use super::super::metrics::escape;
 use super::app::App;
+use super::disagg::Prefill;
 use super::engine::{Engine, EngineSpec, is_prefill};
 use super::metrics::{ModelNameLabel, TurnLabel, WorkerLabel};
+use super::nvext::Nvext;
 use super::plan::{Api, Plan};
 use super::request::Envelope;
+use crate::catalog::Publisher;
 use crate::error::Error;
 use crate::ids::{InstanceId, Worker};
 use crate::policy::Policy;
@@ -85,11 +88,12 @@ fn warnings(app: &App) -> Vec<String> {
              its tokenizer or chat template is not the engine's, and such prompts never match"
         ));
     }
+    let engines: HashMap<_, _> =
+        app.fleet.engines().into_iter().map(|engine| (engine.id, engine)).collect();
     for publisher in app.catalog.publishers() {
         let view = publisher.view();
         let worker = view.worker;
-        let engines = app.fleet.engines();
-        let engine = engines.iter().find(|engine| engine.id == worker.instance_id);
+        let engine = engines.get(&worker.instance_id);
         let requests = engine.map_or(0, |engine| engine.requests.load(Ordering::Relaxed));
         if view.counts.batches == 0 && requests >= SILENT_REQUESTS {
             warnings.push(format!(
@@ -243,14 +247,13 @@ fn tell_queues(app: &App) {
     }
 }
 
-fn entry(app: &App, engine: &Engine) -> Value {
+/// What `GET /workers` says of `engine`, which publishes as `publishers` say.
+fn entry(app: &App, engine: &Engine, publishers: &[Arc<Publisher>]) -> Value {
     let notes = engine.notes.lock().clone();
     let pools = app.fleet.pools();
     let pool = pools.iter().find(|pool| pool.members().get(engine.id).is_some());
-    let publishers = app.catalog.publishers();
     let listeners: Vec<Value> = publishers
         .iter()
-        .filter(|publisher| publisher.worker.instance_id == engine.id)
         .map(|publisher| {
             let view = publisher.view();
             json!({
@@ -290,8 +293,16 @@ fn entry(app: &App, engine: &Engine) -> Value {
 
 /// GET /workers
 pub(super) async fn workers(State(app): State<Arc<App>>) -> Response {
-    let entries: Vec<Value> =
-        app.fleet.engines().iter().map(|engine| entry(&app, engine)).collect();
+    let mut publishers: HashMap<_, Vec<_>> = HashMap::new();
+    for publisher in app.catalog.publishers() {
+        publishers.entry(publisher.worker.instance_id).or_default().push(publisher);
+    }
+    let entries: Vec<Value> = app
+        .fleet
+        .engines()
+        .iter()
+        .map(|engine| entry(&app, engine, publishers.get(&engine.id).map_or(&[], Vec::as_slice)))
+        .collect();
     Json(entries).into_response()
 }
 
@@ -341,7 +352,7 @@ pub(super) async fn add_worker(State(app): State<Arc<App>>, body: Body) -> Respo
         })
     };
     match added.await {
-        Ok(engine) => (StatusCode::CREATED, Json(entry(&app, &engine))).into_response(),
+        Ok(engine) => (StatusCode::CREATED, Json(entry(&app, &engine, &[]))).into_response(),
         Err(reject) => reject.openai(),
     }
 }
@@ -421,9 +432,17 @@ pub(super) async fn explain(
         let body = app.read_body(body).await?;
         let envelope = Envelope::parse(&body)?;
         let api = if envelope.messages.is_some() { Api::Chat } else { Api::Completions };
-        let plan = Plan::make(&app, api, &envelope, &headers, body.len(), false).await?;
-        let value = plan.explain().await.map_err(Reject::from)?;
-        Ok::<_, Reject>(with_trust(value, &plan.route.pool.name, &trust(&app)))
+        let nvext = Nvext::parse(envelope.nvext)?;
+        let mut plan = Plan::make(&app, api, &envelope, &headers, body.len(), false).await?;
+        plan.pin(nvext.decode_pin())?;
+        let prefill = Prefill::of(&app, &plan, &nvext).await?.explain().await;
+        plan.decode_only(prefill.is_some());
+        let (name, trust) = (&plan.route.pool.name, trust(&app));
+        let mut value = with_trust(plan.explain().await.map_err(Reject::from)?, name, &trust);
+        if let Some(prefill) = prefill {
+            value["prefill"] = with_trust(prefill, name, &trust);
+        }
+        Ok::<_, Reject>(value)
     };
     match explained.await {
         Ok(value) => Json(value).into_response(),

@@ -41,6 +41,7 @@ use super::runtime::body::Generation;
 use super::runtime::call::{self, Ask};
 use super::runtime::member::{ModelText, Tokenizers};
 use super::runtime::registry;
+use super::runtime::spec::ModelInput;
 use super::urgency::Urgency;
 use crate::catalog::Catalog;
 use crate::clock::Clock;
@@ -253,10 +254,12 @@ impl FrontendApp {
             .route("/explain", post(admin::explain))
             .route("/why/{id}", get(admin::why))
             .route("/busy_threshold", get(busy::list).post(busy::change))
-            .fallback(async |uri: Uri| {
+            .fallback(async |uri: Uri, mut body: Body| {
+                body::discard(&mut body).await;
                 Reject::new(StatusCode::NOT_FOUND, format!("no such path: {}", uri.path())).openai()
             })
-            .method_not_allowed_fallback(async |method: Method, uri: Uri| {
+            .method_not_allowed_fallback(async |method: Method, uri: Uri, mut body: Body| {
+                body::discard(&mut body).await;
                 let message = format!("{} does not take {method}", uri.path());
                 Reject::new(StatusCode::METHOD_NOT_ALLOWED, message).openai()
             })
@@ -270,6 +273,11 @@ impl App {
         let engine = self.fleet.add(spec)?;
         tokio::spawn(probe::watch(Arc::clone(self), Arc::clone(&engine), self.shutdown.clone()));
         Ok(engine)
+    }
+
+    /// A request gets an answer of this process's own instead of a worker's.
+    fn refused(&self, cause: &'static str) {
+        self.metrics.refused.get_or_create(&CauseLabel { cause }).inc();
     }
 
     pub fn in_flight(&self) -> usize {
@@ -384,17 +392,35 @@ async fn attempt_all(
     api: Api,
     uri: &Uri,
     headers: &HeaderMap,
-    body: Body,
+    mut body: Body,
     request_id: &str,
     address: Option<&str>,
 ) -> Result<Response, Reject> {
-    app.started()?;
-    let mut in_flight = app.admit()?;
+    let admitted = match app.started() {
+        Ok(()) => app.admit(),
+        Err(error) => {
+            app.refused("no_worker");
+            Err(error.into())
+        }
+    };
+    let mut in_flight = match admitted {
+        Ok(in_flight) => in_flight,
+        Err(reject) => {
+            // Else the client, still sending, may see its connection reset instead of the answer.
+            body::discard(&mut body).await;
+            return Err(reject);
+        }
+    };
     let body = app.read_body(body).await?;
     let started = Instant::now();
     let envelope = Envelope::parse(&body)?;
     let nvext = Nvext::parse(envelope.nvext)?;
-    let mut plan = Plan::make(app, api, &envelope, headers, body.len(), nvext.is_query()).await?;
+    let plan = Plan::make(app, api, &envelope, headers, body.len(), nvext.is_query()).await;
+    let mut plan = plan.inspect_err(|reject| {
+        if reject.status == StatusCode::SERVICE_UNAVAILABLE {
+            app.refused("no_worker");
+        }
+    })?;
     plan.request_id = Some(request_id.to_owned());
     let is_plain_heard = plan.route.pool.is_queued();
     let urgency = Urgency::read(headers, &nvext, envelope.priority, is_plain_heard)?;
@@ -402,7 +428,7 @@ async fn attempt_all(
     plan.expected_output_tokens = nvext.expected_output_tokens();
     plan.pin(nvext.decode_pin())?;
     app.metrics.route_seconds.observe(started.elapsed().as_secs_f64());
-    let mut prefill = Prefill::of(app, &plan, &nvext)?;
+    let mut prefill = Prefill::of(app, &plan, &nvext).await?;
     let ask = ask(&plan, api, headers, &body, &envelope, &nvext, request_id)?;
     drop(envelope);
     if nvext.is_query() {
@@ -416,9 +442,7 @@ async fn attempt_all(
         let waited = Instant::now();
         let turn = room.turn(&client, plan.cost(room.cached_share), urgency.turn(), workers).await;
         app.metrics.turn_seconds.observe(waited.elapsed().as_secs_f64());
-        in_flight.turn = Some(turn.inspect_err(|_| {
-            app.metrics.refused.get_or_create(&CauseLabel { cause: "no_turn" }).inc();
-        })?);
+        in_flight.turn = Some(turn.inspect_err(|_| app.refused("no_turn"))?);
     }
 
     let mut handoff = Handoff::Alone;
@@ -441,7 +465,7 @@ async fn attempt_all(
                     Error::Overloaded(_) => "overloaded",
                     _ => "no_worker",
                 };
-                app.metrics.refused.get_or_create(&CauseLabel { cause }).inc();
+                app.refused(cause);
                 return Err(error.into());
             }
         };
@@ -463,6 +487,8 @@ async fn attempt_all(
                     if failed.cause == "prefill_failed" {
                         // The worker was well; it may have the request again.
                         tried.pop();
+                    } else if let Handoff::Beside { worker, .. } = &handoff {
+                        prefill.spare(*worker);
                     }
                     last = Some(failed);
                     continue;
@@ -505,7 +531,7 @@ async fn attempt_all(
             }
         }
     }
-    app.metrics.refused.get_or_create(&CauseLabel { cause: "all_failed" }).inc();
+    app.refused("all_failed");
     let failed =
         last.unwrap_or_else(|| Failed::new("none", String::new(), StatusCode::BAD_GATEWAY));
     let mut reject = Reject::new(
@@ -533,7 +559,11 @@ fn ask(
 ) -> Result<Ask, Reject> {
     let members = plan.route.pool.members();
     let mut generation = None;
-    if members.all().any(|engine| engine.member.is_some()) {
+    let mut runtime = members.all().filter_map(|engine| engine.member.as_ref()).peekable();
+    let has_runtime = runtime.peek().is_some();
+    if has_runtime && runtime.all(|member| member.spec.card.model_input == ModelInput::Text) {
+        generation = Some(Generation::of_text(body)?);
+    } else if has_runtime {
         let mut read = Generation::parse(api, body)?;
         let context = members.all().filter_map(|engine| engine.notes.lock().max_model_len).min();
         read.fit(plan.prompt_tokens().unwrap_or(1), context)?;

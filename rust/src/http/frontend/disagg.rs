@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use axum::http::StatusCode;
 use serde::Serialize;
+use serde_json::Value;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
@@ -136,7 +137,7 @@ impl Prefill {
     ///
     /// # Errors
     /// 404 for a pinned prefill worker that is not there.
-    pub fn of(app: &App, plan: &Plan, nvext: &Nvext) -> Result<Self, Reject> {
+    pub async fn of(app: &App, plan: &Plan, nvext: &Nvext) -> Result<Self, Reject> {
         let pool = app.fleet.prefill_pool(&plan.route.pool.name);
         if let Some(id) = nvext.prefill_pin()
             && pool.as_ref().is_none_or(|pool| pool.members().get(id).is_none())
@@ -150,7 +151,10 @@ impl Prefill {
             EnforceDisagg::UntilFirstPrefill => app.fleet.had_prefill(&plan.route.pool.name),
             EnforceDisagg::Always => true,
         };
-        let plan = pool.map(|pool| plan.on(pool, nvext.prefill_pin()));
+        let plan = match pool {
+            Some(pool) => Some(plan.on(app, pool, nvext.prefill_pin()).await),
+            None => None,
+        };
         Ok(Self { plan, tried: Vec::new(), is_enforced })
     }
 
@@ -164,12 +168,23 @@ impl Prefill {
         self.plan.as_ref()?.peek().await.ok()
     }
 
+    /// That, and why; changes nothing.
+    pub async fn explain(&self) -> Option<Value> {
+        self.plan.as_ref()?.explain().await.ok()
+    }
+
+    /// The decode beside which a worker prefilled has failed: that worker may be asked again.
+    pub fn spare(&mut self, worker: Worker) {
+        self.tried.retain(|id| *id != worker.instance_id);
+    }
+
     /// Have the prompt prefilled, or begun.
     ///
     /// # Errors
     /// Nobody did, and the decode worker may not do it alone; or the request itself is wrong.
     pub async fn hand_off(&mut self, app: &Arc<App>, ask: &Ask) -> Result<Handoff, Reject> {
-        let mut why = "no prefill worker is there".to_owned();
+        let none = if self.tried.is_empty() { "is there" } else { "is left to try" };
+        let mut why = format!("no prefill worker {none}");
         let mut status = StatusCode::SERVICE_UNAVAILABLE;
         if let Some(plan) = &self.plan {
             while self.tried.len() < app.options.max_attempts {

@@ -15,7 +15,7 @@ use crate::catalog::{Catalog, Identity, ModelIndex, ModelKey, Registration};
 use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
-use crate::select::{Journal, Outbox, Overlap, Queue, Selector, SelectorConfig};
+use crate::select::{Journal, Outbox, Overlap, Queue, Selector, SelectorConfig, Thresholds};
 
 /// Tenant of the frontend's own indexes; the cache salt keeps clients apart.
 const TENANT: &str = "default";
@@ -104,6 +104,8 @@ struct Tables {
     routes: HashMap<String, Route>,
     /// Which pool an engine has joined.
     joined: HashMap<InstanceId, String>,
+    /// Of models whose engines have left, where they are not what the flags say.
+    thresholds: HashMap<ModelKey, Thresholds>,
 }
 
 impl Tables {
@@ -298,6 +300,9 @@ impl Fleet {
             Some(pool) => Arc::clone(pool),
             None => {
                 let pool = Arc::new(self.new_pool(&name, is_prefill)?);
+                if let Some(thresholds) = tables.thresholds.get(&key_of(&name, is_prefill)) {
+                    pool.selector.busy.set_thresholds(*thresholds)?;
+                }
                 tables.pools_of(is_prefill).insert(name.clone(), Arc::clone(&pool));
                 pool
             }
@@ -417,6 +422,11 @@ impl Fleet {
             if pool.members().all().next().is_none() {
                 // Engines that come back may have another block size: they begin anew.
                 tables.pools_of(is_prefill).remove(&name);
+                pool.selector.model().forget_block_size();
+                let thresholds = pool.selector.busy.thresholds();
+                if thresholds != self.options.thresholds {
+                    tables.thresholds.insert(key_of(&name, is_prefill), thresholds);
+                }
                 if !tables.pools.contains_key(&name) && !tables.prefill_pools.contains_key(&name) {
                     tables.had_prefill.remove(&name);
                 }

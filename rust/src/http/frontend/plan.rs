@@ -130,7 +130,7 @@ impl Plan {
     }
 
     /// The same request for the workers of another pool.
-    pub fn on(&self, pool: Arc<Pool>, pinned: Option<InstanceId>) -> Self {
+    pub async fn on(&self, app: &App, pool: Arc<Pool>, pinned: Option<InstanceId>) -> Self {
         let mut plan = Self {
             route: Route { pool, lora_name: self.route.lora_name.clone() },
             prompt: select::Prompt::unknown(self.prompt.isl_tokens),
@@ -146,6 +146,7 @@ impl Plan {
         };
         if let Some(tokens) = &self.tokens {
             plan.look_up(Arc::clone(tokens));
+            plan.ask_remote(app).await;
         }
         plan
     }
@@ -224,7 +225,9 @@ impl Plan {
             let blocks = pool.selector.most_held(&ask);
             u64::from(blocks) * u64::from(self.prompt.block_size)
         };
-        let is_open = || self.pinned.is_none() && self.is_open(&pool.members(), tried);
+        // Unhealthy workers are nobody's: they set this request apart from no other.
+        let is_open =
+            || self.pinned.is_none() && tried.is_empty() && self.route.lora_name.is_none();
         let isl_tokens = self.prompt.isl_tokens;
         let outcome = queue::pass(line, &self.wish, isl_tokens, cached_tokens, is_open, book).await;
         metrics.queue_seconds.observe(began.elapsed().as_secs_f64());
@@ -484,7 +487,7 @@ async fn remote_tokens(
         .into_iter()
         .any(is_set)
     {
-        return Err("not_tokenizable");
+        return Err("not_text");
     }
     let name = envelope.model.as_deref().unwrap_or(&plan.route.pool.name);
     let members = plan.route.pool.members();

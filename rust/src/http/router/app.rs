@@ -381,7 +381,10 @@ async fn report_load(State(app): State<Arc<App>>, headers: HeaderMap, body: Body
         }
         let metrics = report.engine_metrics()?;
         let is_kept = match report.router_id {
-            Some(router_id) => pool.selector.busy.share(router_id, worker, report.share()?),
+            Some(router_id) => {
+                let now_ms = pool.selector.now_ms();
+                pool.selector.busy.share(router_id, worker, report.share()?, now_ms)
+            }
             None => pool.selector.busy.report(worker, &report.report()),
         };
         if !is_kept {

@@ -163,15 +163,6 @@ impl Fleet {
 
     fn join(&self, pool: &Pool, new: NewWorker, joined: u64) -> Result<Arc<Member>> {
         let (id, report) = (new.worker_id, new.report());
-        if let Some(size) = new.block_size {
-            let known = pool.selector.model().learn_block_size(size);
-            if known != size {
-                return Err(Error::Conflict(format!(
-                    "block_size {size} is not the {known} of model={} tenant={}",
-                    pool.key.model_name, pool.key.tenant_id
-                )));
-            }
-        }
         for (field, address) in
             [("endpoint", &new.endpoint), ("replay_endpoint", &new.replay_endpoint)]
         {
@@ -190,22 +181,45 @@ impl Fleet {
                 .collect(),
             None => new.events()?,
         };
+        let model = pool.selector.model();
+        let was_known = model.block_size().is_some();
+        if let Some(size) = new.block_size {
+            let known = model.learn_block_size(size);
+            if known != size {
+                return Err(Error::Conflict(format!(
+                    "block_size {size} is not the {known} of model={} tenant={}",
+                    pool.key.model_name, pool.key.tenant_id
+                )));
+            }
+        }
         let member = Arc::new(Member { id, url: new.url, dp_size: new.dp_size, events, joined });
-        if self.options.follows_events() {
-            self.follow(pool, &member, new.kv_total_blocks)?;
-        }
-        let added = pool.change(|members| {
-            members.insert(id, Arc::clone(&member));
-        });
-        if let Err(error) = added {
-            self.unfollow(pool, id);
-            return Err(error);
-        }
+        let joined = self.take_in(pool, &member, new.kv_total_blocks);
+        joined.inspect_err(|_| {
+            if !was_known {
+                // Nothing of what was refused stays.
+                model.forget_block_size();
+            }
+        })?;
         for rank in member.ranks() {
             pool.selector.busy.report(rank, &report);
         }
         tracing::info!(worker = id, model = %pool.key, url = member.url, "worker joined");
         Ok(member)
+    }
+
+    fn take_in(
+        &self,
+        pool: &Pool,
+        member: &Arc<Member>,
+        capacity_blocks: Option<u64>,
+    ) -> Result<()> {
+        if self.options.follows_events() {
+            self.follow(pool, member, capacity_blocks)?;
+        }
+        let added = pool.change(|members| {
+            members.insert(member.id, Arc::clone(member));
+        });
+        added.inspect_err(|_| self.unfollow(pool, member.id))
     }
 
     /// Subscribe to all its ranks, or none.

@@ -54,6 +54,26 @@ fn count(desk: &Desk, outcome: &str) -> f64 {
 }
 
 #[test]
+fn who_leaves_takes_the_question_along() {
+    let desk = desk(ALL);
+    let [first, left, last] = std::array::from_fn(|_| ask(&desk));
+    let in_hand = asked(&desk);
+    desk.withdraw(left.0);
+    assert_eq!(left.1.recv().unwrap(), Err(Failure::Closed));
+    // In hand it stays there, and nobody is stuck for it: there was time.
+    desk.withdraw(first.0);
+    in_hand.answer(Ok(Advice::default()));
+    asked(&desk).answer(Ok(Advice::default()));
+    assert!(last.1.recv().unwrap().is_ok());
+    let full: Vec<_> = (0..MAX_QUESTIONS).map(|_| ask(&desk)).collect();
+    assert_eq!(ask(&desk).1.recv().unwrap(), Err(Failure::Full));
+    desk.withdraw(full[7].0);
+    desk.withdraw(full[7].0);
+    assert!(ask(&desk).1.try_recv().is_err(), "one place is free");
+    assert_eq!(ask(&desk).1.recv().unwrap(), Err(Failure::Full));
+}
+
+#[test]
 fn a_policy_that_does_not_come_back_is_not_waited_for_again() {
     let desk = desk(ALL);
     let questions: [_; 3] = std::array::from_fn(|_| ask(&desk));

@@ -164,28 +164,51 @@ fn what_routers_book_is_added_up_and_never_overwritten() {
     let is_busy = || !selector.busy.busy(selector.loads()).is_empty();
     let (held, _) = selector.select(&Ask::new(&prompt)).unwrap();
     let share = |tokens| Share { active_prefill_tokens: Some(tokens), ..Share::default() };
-    assert!(selector.busy.share(71, worker(0), share(6)) && !is_busy());
-    assert!(selector.busy.share(72, worker(0), share(6)) && is_busy(), "9 + 6 + 6");
+    assert!(selector.busy.share(71, worker(0), share(6), 5) && !is_busy());
+    assert!(selector.busy.share(72, worker(0), share(6), 3) && is_busy(), "9 + 6 + 6");
     // The worker's own report of less takes nothing away, nor does it come on top.
     let few = Report { active_prefill_tokens: Some(1), ..Report::default() };
     assert!(selector.busy.report(worker(0), &few) && is_busy());
-    assert!(selector.busy.share(71, worker(0), share(5)) && !is_busy(), "replaced, not added");
-    assert!(selector.busy.share(71, worker(0), share(6)) && is_busy());
+    assert!(selector.busy.share(71, worker(0), share(5), 5) && !is_busy(), "replaced, not added");
+    assert!(selector.busy.share(71, worker(0), share(6), 5) && is_busy());
     let refused = selector.select(&Ask::new(&prompt)).unwrap_err();
     assert!(matches!(refused, Error::AllBusy(_)), "{refused:?}");
     held.first_token();
     assert!(!is_busy());
     drop(held);
-    selector.busy.forget_router(72);
-    assert!(selector.busy.share(71, worker(0), share(20)) && !is_busy());
-    assert!(!selector.busy.report(worker(9), &few) && !selector.busy.share(1, worker(9), share(1)));
+    selector.busy.expire_shares(4);
+    assert!(selector.busy.share(71, worker(0), share(20), 6) && !is_busy(), "72 is gone");
+    assert!(
+        !selector.busy.report(worker(9), &few) && !selector.busy.share(1, worker(9), share(1), 6)
+    );
+}
+
+#[test]
+fn a_router_that_tells_nothing_more_is_gone_after_a_time() {
+    let thresholds = Thresholds { active_prefill_tokens: Some(5), ..Thresholds::default() };
+    let router = RouterConfig { expiry_ms: 1_000, ..RouterConfig::default() };
+    let config = SelectorConfig { router, thresholds, ..SelectorConfig::default() };
+    let Bench { selector, clock, .. } = configured(config, CatalogOptions::default(), 1);
+    let is_busy = || !selector.busy.busy(selector.loads()).is_empty();
+    let tell = |share| assert!(selector.busy.share(7, worker(0), share, selector.now_ms()));
+    tell(Share { active_prefill_tokens: Some(6), ..Share::default() });
+    clock.advance(900);
+    // A word of anything is a sign of life.
+    tell(Share { active_decode_blocks: Some(1), ..Share::default() });
+    clock.advance(1_000);
+    selector.tick();
+    assert!(is_busy());
+    clock.advance(1);
+    selector.tick();
+    assert!(!is_busy());
 }
 
 /// The table as one sentence of its description after the other.
 #[derive(Debug, Default, Clone)]
 struct TwinRank {
     told: Report,
-    shares: BTreeMap<u64, (u64, u64)>,
+    /// Blocks, tokens and time.
+    shares: BTreeMap<u64, (u64, u64, u64)>,
     is_latched: bool,
 }
 
@@ -216,7 +239,7 @@ impl TwinRank {
 enum Op {
     Report(usize, [Option<u64>; 5]),
     Share(usize, u64, u64, u64),
-    Forget(u64),
+    Expire(u64),
     Own(usize, u64, u64),
     Limits(Option<u8>, Option<u64>, Option<u8>),
     Leave(usize),
@@ -231,7 +254,7 @@ fn op() -> impl Strategy<Value = Op> {
             .prop_map(|(rank, (a, b, c, d, e))| Op::Report(rank, [a, b, c, d, e])),
         3 => (0usize..4, 0u64..3, 0u64..8, 0u64..8)
             .prop_map(|(rank, router, blocks, tokens)| Op::Share(rank, router, blocks, tokens)),
-        1 => (0u64..3).prop_map(Op::Forget),
+        1 => (0u64..20).prop_map(Op::Expire),
         3 => (0usize..4, 0u64..8, 0u64..8).prop_map(|(rank, b, t)| Op::Own(rank, b, t)),
         2 => (prop::option::of(0u8..=4), prop::option::of(0u64..9), prop::option::of(0u8..=6))
             .prop_map(|(share, tokens, frac)| Op::Limits(share, tokens, frac)),
@@ -251,7 +274,7 @@ proptest! {
         let mut twin = workers.map(|_| TwinRank::default());
         let table = BusyTable::new(limits).unwrap();
         table.set_workers(&workers);
-        for op in ops {
+        for (now_ms, op) in (100..).zip(ops) {
             match op {
                 Op::Report(rank, [a, b, c, d, e]) => {
                     let newer = Report {
@@ -275,12 +298,13 @@ proptest! {
                         active_decode_blocks: Some(blocks),
                         active_prefill_tokens: Some(tokens),
                     };
-                    table.share(router, workers[rank], share);
-                    twin[rank].shares.insert(router, (blocks, tokens));
+                    table.share(router, workers[rank], share, now_ms);
+                    twin[rank].shares.insert(router, (blocks, tokens, now_ms));
                 }
-                Op::Forget(router) => {
-                    table.forget_router(router);
-                    twin.iter_mut().for_each(|rank| _ = rank.shares.remove(&router));
+                Op::Expire(age_ms) => {
+                    table.expire_shares(now_ms - age_ms);
+                    let is_young = |share: &(u64, u64, u64)| share.2 + age_ms >= now_ms;
+                    twin.iter_mut().for_each(|rank| rank.shares.retain(|_, share| is_young(share)));
                 }
                 Op::Own(rank, blocks, tokens) => {
                     (loads[rank].blocks, loads[rank].prefill_tokens) = (blocks, tokens);

@@ -59,9 +59,9 @@ fn a_worker_says_how_much_it_takes_and_other_routers_what_they_booked() {
     assert!(bench.selector.busy.report(worker(0), &report));
     let _second = bench.selector.select(&ask).unwrap();
     let share = Share { active_prefill_tokens: Some(1), ..Share::default() };
-    assert!(bench.selector.busy.share(9, worker(0), share));
+    assert!(bench.selector.busy.share(9, worker(0), share, 1));
     assert!(matches!(bench.selector.select(&ask), Err(Error::MustWait(_))));
-    bench.selector.busy.forget_router(9);
+    bench.selector.busy.expire_shares(2);
     assert!(bench.selector.select(&ask).is_ok());
 }
 

@@ -1,6 +1,7 @@
 //! What an OpenAI body asks of a token worker.
 
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
 use super::super::super::Reject;
@@ -101,17 +102,42 @@ pub(in super::super) struct Generation {
     pub sampling: Map<String, Value>,
 }
 
+/// Of these, what is about the answer's form: the rest is for the workers to judge.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Form {
+    stream: Option<bool>,
+    stream_options: Option<StreamOptions>,
+}
+
+fn read<T: DeserializeOwned>(body: &[u8]) -> Result<T, Reject> {
+    let mut reader = serde_json::Deserializer::from_slice(body);
+    serde_path_to_error::deserialize(&mut reader).map_err(|error| {
+        let path = error.path().to_string();
+        Reject::bad_request(format!("{path}: {}", error.into_inner()))
+    })
+}
+
 impl Generation {
+    /// Read the body of a request whose workers all take text.
+    ///
+    /// # Errors
+    /// 400 naming the field, what is legal and what came.
+    pub fn of_text(body: &[u8]) -> Result<Self, Reject> {
+        let form: Form = read(body)?;
+        Ok(Self {
+            is_stream: form.stream.unwrap_or(false),
+            includes_usage: form.stream_options.is_some_and(|o| o.include_usage.unwrap_or(false)),
+            ..Self::default()
+        })
+    }
+
     /// Read a body.
     ///
     /// # Errors
     /// 400 naming the field, what is legal and what came.
     pub fn parse(api: Api, body: &[u8]) -> Result<Self, Reject> {
-        let mut reader = serde_json::Deserializer::from_slice(body);
-        let fields: Fields = serde_path_to_error::deserialize(&mut reader).map_err(|error| {
-            let path = error.path().to_string();
-            Reject::bad_request(format!("{path}: {}", error.into_inner()))
-        })?;
+        let fields: Fields = read(body)?;
         fields.refuse(api)?;
         let nvext = fields.nvext.as_ref();
         let mut sampling = Map::new();

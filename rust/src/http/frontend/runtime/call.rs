@@ -225,6 +225,10 @@ pub(super) fn failed(engine: &Engine, error: PlaneError) -> Failed {
     let code = match &error.cause {
         Cause::Worker(code) => code,
         Cause::Prefill => return Failed::new(cause, message, StatusCode::BAD_GATEWAY),
+        Cause::TooLarge => {
+            let refused = Failed::new(cause, error.message, StatusCode::PAYLOAD_TOO_LARGE);
+            return Failed { is_final: true, ..refused };
+        }
         _ => return Failed::new(cause, message, StatusCode::BAD_GATEWAY).fault(),
     };
     match code.as_str() {

@@ -31,6 +31,8 @@ pub(in super::super) enum Cause {
     Broken,
     /// What came is not the request plane's language.
     Protocol,
+    /// The request is larger than a frame may be; nothing was sent.
+    TooLarge,
     /// The worker says so itself: its code.
     Worker(String),
     /// The prefill beside failed, so that the worker waits for nothing.
@@ -48,6 +50,7 @@ impl PlaneError {
             Cause::Connect => "connect",
             Cause::Broken => "no_answer",
             Cause::Protocol => "protocol",
+            Cause::TooLarge => "too_large",
             Cause::Prefill => "prefill_failed",
             Cause::Worker(code) => match code.as_str() {
                 "overloaded" => "overloaded",

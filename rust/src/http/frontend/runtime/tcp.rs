@@ -50,7 +50,7 @@ impl TcpPlane {
     /// Send a request frame over an idle connection or a new one.
     pub async fn call(self: &Arc<Self>, request: &[u8]) -> Result<TcpItems, PlaneError> {
         let frame = frames::encode(Kind::Request, request)
-            .map_err(|why| PlaneError::new(Cause::Protocol, why))?;
+            .map_err(|why| PlaneError::new(Cause::TooLarge, why))?;
         // The worker may close an idle connection in the moment when it is used again: another one then,
         // for a request of which no byte could be sent.
         while let Some(mut connection) = self.take_idle() {

@@ -37,7 +37,7 @@ impl WebPlane {
                 "a request of {} bytes is beyond the limit of {MAX_FRAME_BYTES}",
                 body.len()
             );
-            return Err(PlaneError::new(Cause::Protocol, message));
+            return Err(PlaneError::new(Cause::TooLarge, message));
         }
         let request = Request::post(&self.target)
             .header(header::CONTENT_TYPE, "application/msgpack")
