@@ -10,6 +10,7 @@ pub(super) mod engine;
 mod engine_metrics;
 mod fairness;
 pub(super) mod fleet;
+mod forward;
 mod metrics;
 mod nvext;
 mod openai_prefill;
