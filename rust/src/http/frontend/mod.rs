@@ -24,6 +24,7 @@ mod replicas;
 mod reply;
 mod request;
 mod runtime;
+mod tokens;
 mod urgency;
 mod usage;
 
