@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use super::super::busy::{Change, answer};
 use super::app::App;
 use super::engine::Engine;
-use super::fleet::Pool;
+use super::pool::Pool;
 use crate::ids::Worker;
 use crate::select::Report;
 

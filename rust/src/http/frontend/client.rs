@@ -7,8 +7,8 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::engine::{Engine, address_of};
-use super::fleet::Members;
 use super::plan::Api;
+use super::pool::Members;
 use super::request::{Envelope, Prompt};
 use crate::ids::Worker;
 use crate::policy::Session;

@@ -2,7 +2,7 @@
 
 use super::busy::label;
 use super::engine::Engine;
-use super::fleet::Pool;
+use super::pool::Pool;
 use crate::ids::Worker;
 use crate::policy::EngineMetrics;
 

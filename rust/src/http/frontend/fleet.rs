@@ -9,9 +9,10 @@ use parking_lot::RwLock;
 use super::engine::{Engine, EngineNotes, EngineSpec};
 use super::fairness::WaitingRoom;
 use super::options::FrontendOptions;
+use super::pool::{Pool, Route};
 use super::runtime::member::Member;
 use super::runtime::spec::EventSpec;
-use crate::catalog::{Catalog, Identity, ModelIndex, ModelKey, Registration};
+use crate::catalog::{Catalog, Identity, ModelKey, Registration};
 use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
@@ -21,76 +22,6 @@ use crate::select::{Journal, Outbox, Overlap, Queue, Selector, SelectorConfig, T
 const TENANT: &str = "default";
 /// Tenant of the indexes of prefill workers: what these hold is not what decode workers hold.
 pub(in super::super) const PREFILL_TENANT: &str = "prefill";
-
-/// All engines that serve one base model: one index, one load table.
-pub(super) struct Pool {
-    pub name: String,
-    pub selector: Selector,
-    members: RwLock<Arc<Members>>,
-    /// Where requests wait for their turn.
-    pub waiting: Option<Arc<WaitingRoom>>,
-    /// Where they wait for a worker with room to prefill.
-    pub queue: Option<Arc<Queue>>,
-}
-
-/// The engines of a pool at one moment.
-#[derive(Default)]
-pub(super) struct Members {
-    by_id: BTreeMap<InstanceId, Arc<Engine>>,
-}
-
-impl Members {
-    pub fn get(&self, id: InstanceId) -> Option<&Arc<Engine>> {
-        self.by_id.get(&id)
-    }
-
-    pub fn all(&self) -> impl Iterator<Item = &Arc<Engine>> {
-        self.by_id.values()
-    }
-
-    /// May `worker` take a request that has been at the `tried` engines already?
-    pub fn is_eligible(&self, worker: Worker, tried: &[InstanceId]) -> bool {
-        !tried.contains(&worker.instance_id)
-            && self.get(worker.instance_id).is_some_and(|engine| engine.is_healthy())
-    }
-
-    pub fn healthy(&self) -> usize {
-        self.all().filter(|engine| engine.is_healthy()).count()
-    }
-
-    pub fn are_all_healthy(&self) -> bool {
-        self.all().all(|engine| engine.is_healthy())
-    }
-
-    fn workers(&self) -> Vec<Worker> {
-        self.all()
-            .flat_map(|engine| (0..engine.spec.dp_size).map(|rank| Worker::new(engine.id, rank)))
-            .collect()
-    }
-}
-
-impl Pool {
-    pub fn index(&self) -> &Arc<ModelIndex> {
-        self.selector.model()
-    }
-
-    pub fn members(&self) -> Arc<Members> {
-        Arc::clone(&self.members.read())
-    }
-
-    /// Whether requests may wait, be it for their turn or for a worker with room.
-    pub fn is_queued(&self) -> bool {
-        self.waiting.is_some() || self.queue.is_some()
-    }
-}
-
-/// Where requests for a served name go.
-#[derive(Clone)]
-pub(super) struct Route {
-    pub pool: Arc<Pool>,
-    /// The adapter, where the name is one.
-    pub lora_name: Option<String>,
-}
 
 #[derive(Default)]
 struct Tables {
@@ -383,7 +314,7 @@ impl Fleet {
             .with_outbox(Arc::clone(&self.outbox));
         let queue = self.options.queue.as_ref();
         let queue = queue.map(|options| Queue::serving(options, &selector, &self.clock));
-        Ok(Pool { name: name.to_owned(), selector, members: RwLock::default(), waiting, queue })
+        Ok(Pool::new(name, selector, waiting, queue))
     }
 
     fn join(&self, tables: &mut Tables, engine: &Arc<Engine>, pool: &Arc<Pool>) -> Result<()> {
@@ -518,18 +449,6 @@ impl Fleet {
             .collect();
         names.sort();
         names
-    }
-}
-
-impl Pool {
-    fn change(&self, edit: impl FnOnce(&mut BTreeMap<InstanceId, Arc<Engine>>)) {
-        let mut members = self.members.write();
-        let mut by_id = members.by_id.clone();
-        edit(&mut by_id);
-        *members = Arc::new(Members { by_id });
-        if let Err(error) = self.selector.set_workers(&members.workers()) {
-            tracing::error!(model = self.name, %error, "the router does not take all workers");
-        }
     }
 }
 

@@ -16,6 +16,7 @@ mod nvext;
 mod openai_prefill;
 mod options;
 mod plan;
+mod pool;
 mod probe;
 mod proxy;
 mod query;

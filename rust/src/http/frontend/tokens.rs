@@ -4,8 +4,8 @@ use serde_json::json;
 use serde_json::value::RawValue;
 
 use super::app::App;
-use super::fleet::Pool;
 use super::plan::Api;
+use super::pool::Pool;
 use super::request::{Envelope, Prompt};
 use crate::error::Error;
 use crate::text::{self, Tokens};

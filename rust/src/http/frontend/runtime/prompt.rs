@@ -1,8 +1,8 @@
 //! The tokens of a prompt for workers that take tokens: known, or the request is refused.
 
 use super::super::super::Reject;
-use super::super::fleet::Pool;
 use super::super::plan::Api;
+use super::super::pool::Pool;
 use super::super::request::{Envelope, Prompt};
 use super::spec::ModelInput;
 use crate::error::Error;
