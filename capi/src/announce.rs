@@ -33,6 +33,8 @@ pub struct Announcement {
     folder: PathBuf,
     key: PathBuf,
     lease: PathBuf,
+    /// Who announced it: a fork withdraws nothing.
+    process: u32,
     /// Locked as long as it is open.
     _held: File,
 }
@@ -69,6 +71,9 @@ impl Announcement {
 
 impl Drop for Announcement {
     fn drop(&mut self) {
+        if self.process != std::process::id() {
+            return;
+        }
         // Without the lock the key would be swept by others once the lease is let go.
         if let Ok(_lock) = lock(&self.folder) {
             let _ = fs::remove_file(&self.key);
@@ -145,7 +150,8 @@ fn write(folder: &Path, name: &str, value: &str) -> io::Result<Announcement> {
     let draft = folder.join("new").join(format!("key-{id:016x}"));
     File::create(&draft)?.write_all(format!("{id:x}\n{value}").as_bytes())?;
     fs::rename(&draft, &key)?;
-    Ok(Announcement { folder: folder.to_owned(), key, lease, _held: held })
+    let process = std::process::id();
+    Ok(Announcement { folder: folder.to_owned(), key, lease, process, _held: held })
 }
 
 /// The lease of a key, if its process lives.

@@ -258,10 +258,7 @@ pub unsafe extern "C" fn kvflash_publisher_get_stats(
 /// Destroys a publisher.
 #[unsafe(no_mangle)]
 pub extern "C" fn kvflash_publisher_destroy(publisher: u64) -> c_int {
-    guard(|| {
-        handle::take(publisher)?.close();
-        Ok(())
-    })
+    guard(|| handle::take(publisher)?.close())
 }
 
 /// The structure behind a pointer, if it is as large as this library knows it.

@@ -19,7 +19,7 @@ pub fn add(publisher: Publisher) -> Result<u64> {
     let mut table = TABLE.write().unwrap_or_else(PoisonError::into_inner);
     if table.len() >= PUBLISHERS_MAX {
         drop(table);
-        publisher.close();
+        publisher.close()?;
         return Err(fault(Code::Limit, format!("there are {PUBLISHERS_MAX} publishers")));
     }
     let handle = NEXT.fetch_add(1, Ordering::Relaxed);

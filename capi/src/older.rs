@@ -106,8 +106,7 @@ pub extern "C" fn kvflash_llm_shutdown() -> c_int {
         if handle == 0 {
             return Err(fault(Code::NoPublisher, "kvflash_llm_init was not called, or undone"));
         }
-        handle::take(handle)?.close();
-        Ok(())
+        handle::take(handle)?.close()
     })
 }
 

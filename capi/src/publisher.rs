@@ -193,11 +193,16 @@ impl Publisher {
     }
 
     /// Withdraws the announcement, sends what is queued, closes.
-    pub fn close(&self) {
+    ///
+    /// # Errors
+    /// In a fork, where nothing is done: the process that created it goes on.
+    pub fn close(&self) -> Result<()> {
+        self.stream.check_process()?;
         let announcement =
             self.announcement.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
         drop(announcement);
         self.stream.close();
+        Ok(())
     }
 }
 

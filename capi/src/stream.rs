@@ -113,12 +113,18 @@ impl Stream {
         Ok(Self { shared, wake, thread, process, endpoint, replay_endpoint })
     }
 
+    /// Whether this process made it: a fork has none of its threads.
+    pub fn check_process(&self) -> Result<()> {
+        if self.process == std::process::id() {
+            return Ok(());
+        }
+        let text = "the publisher belongs to the process that created it, not to a fork";
+        Err(fault(Code::NoPublisher, text))
+    }
+
     /// Queues encoded events, which stay together; waits only while the queue is full.
     pub fn put(&self, events: Vec<Vec<u8>>) -> Result<()> {
-        if self.process != std::process::id() {
-            let text = "the publisher belongs to the process that created it, not to a fork";
-            return Err(fault(Code::NoPublisher, text));
-        }
+        self.check_process()?;
         let mut queue = self.shared.queue();
         while queue.pending_bytes > PENDING_BYTES_MAX && !queue.is_closing {
             queue = self.wait(queue);
@@ -135,6 +141,7 @@ impl Stream {
 
     /// Waits until everything that was put before is handed to ZMQ.
     pub fn flush(&self, timeout: Duration) -> Result<()> {
+        self.check_process()?;
         let queue = self.shared.queue();
         let wanted = queue.taken;
         let (queue, outcome) = self
@@ -151,7 +158,7 @@ impl Stream {
 
     /// Sends what is queued and closes the sockets; waits for that.
     pub fn close(&self) {
-        if self.process != std::process::id() {
+        if self.check_process().is_err() {
             return;
         }
         {

@@ -31,6 +31,20 @@ pub(super) fn is_brokered(endpoint: &str) -> bool {
     ["nats://", "jetstream://"].iter().any(|scheme| endpoint.starts_with(scheme))
 }
 
+/// Check that an event endpoint is a socket: what a broker carries has other ways in.
+///
+/// # Errors
+/// `InvalidArgument`: names the field and says what is legal.
+pub fn check_is_socket(field: &str, endpoint: &str) -> Result<()> {
+    if is_brokered(endpoint) { Err(no_socket(field, endpoint)) } else { Ok(()) }
+}
+
+fn no_socket(field: &str, endpoint: &str) -> Error {
+    Error::invalid(format!(
+        "{field} must be tcp://host:port, ipc://path or inproc://name, got {endpoint:?}"
+    ))
+}
+
 /// Check an event endpoint: `tcp://host:port`, `ipc://path` or `inproc://name`, or a broker's
 /// `nats://subject` or `jetstream://stream/worker/rank`.
 ///
@@ -44,12 +58,7 @@ pub(super) fn check_endpoint(field: &str, endpoint: &str) -> Result<()> {
         Some(("ipc" | "inproc" | "nats" | "jetstream", path)) => !path.is_empty(),
         _ => false,
     };
-    if legal {
-        return Ok(());
-    }
-    Err(Error::invalid(format!(
-        "{field} must be tcp://host:port, ipc://path or inproc://name, got {endpoint:?}"
-    )))
+    if legal { Ok(()) } else { Err(no_socket(field, endpoint)) }
 }
 
 #[cfg(test)]

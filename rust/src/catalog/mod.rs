@@ -25,6 +25,7 @@ pub use command::{Command, CommandQueue};
 pub use counters::{EventCounters, EventCounts};
 pub use dump::{apply_router_event, dump_events, dump_worker, store_blocks};
 pub use identity::Identity;
+pub use legal::check_is_socket;
 pub use model::{ModelIndex, ModelKey};
 pub use publisher::{FrameOutcome, ListenerStatus, Place, Publisher, PublisherId, PublisherView};
 pub use registry::{Catalog, CatalogOptions, Registration};

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use hashbrown::Equivalent;
 
@@ -49,6 +49,8 @@ pub struct ModelIndex {
     block_size: AtomicU32,
     /// What the operator set for every publisher to come; 0 = nothing.
     given_block_size: u32,
+    /// Somebody in this process counts on it, publishers or not.
+    is_kept: AtomicBool,
     /// Adapter and salt of events and queries that name none.
     pub(super) agreement: Agreement,
     /// Who may hold blocks of it.
@@ -62,6 +64,7 @@ impl ModelIndex {
             index,
             block_size: AtomicU32::new(given_block_size),
             given_block_size,
+            is_kept: AtomicBool::new(false),
             agreement: Agreement::default(),
             roster: Roster::default(),
         }
@@ -87,6 +90,16 @@ impl ModelIndex {
     /// The seed of an event's or a query's hashes; what it does not name is the index's.
     pub fn seed(&self, lora_name: Option<&str>, cache_salt: Option<&str>) -> u64 {
         self.agreement.seed(lora_name, cache_salt)
+    }
+
+    /// It stays when its last publisher goes.
+    pub(super) fn keep(&self) {
+        // Relaxed: the catalog's lock orders it with the removal.
+        self.is_kept.store(true, Ordering::Relaxed);
+    }
+
+    pub(super) fn is_kept(&self) -> bool {
+        self.is_kept.load(Ordering::Relaxed)
     }
 
     /// Nobody publishes for this index any more, and it is empty: what comes next may differ.

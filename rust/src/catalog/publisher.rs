@@ -18,7 +18,7 @@ use super::trust::{Code, Codes, Evidence};
 use crate::clock::Clock;
 use crate::codec::{Limits, decode_batch};
 use crate::ids::Worker;
-use crate::stream::{Step, Stream};
+use crate::stream::{END_OF_REPLAY, Step, Stream};
 
 /// Ranks that one socket may speak for; batches of further ones are counted as malformed.
 const MAX_RANKS: usize = 1_024;
@@ -173,7 +173,9 @@ impl Publisher {
         if state.closed {
             return FrameOutcome::Closed;
         }
-        self.settle_unplaced(&mut state, sequence);
+        if sequence != END_OF_REPLAY {
+            self.settle_unplaced(&mut state, sequence);
+        }
         let gaps = state.stream.gaps();
         let mut step = state.stream.live(sequence);
         if step == Step::Duplicate && state.stream.contradicts(sequence, xxh3_64(payload)) {
@@ -203,7 +205,9 @@ impl Publisher {
         if state.closed {
             return FrameOutcome::Closed;
         }
-        self.settle_unplaced(&mut state, sequence);
+        if sequence != END_OF_REPLAY {
+            self.settle_unplaced(&mut state, sequence);
+        }
         let step = state.stream.replayed(sequence);
         self.take(&mut state, step, sequence, payload, true)
     }
@@ -365,15 +369,18 @@ impl Publisher {
         state.standing.tell(self.worker, &self.endpoint, &evidence, error, looked_at);
     }
 
-    /// No more frames: drop the blocks of every rank that this socket spoke for. Returns its place.
-    pub(super) fn close(&self) -> Place {
+    /// No more frames: drop the blocks of every rank that this socket spoke for. Returns its place, but
+    /// nothing when it was closed before. Waits for whoever reads its blocks.
+    pub(super) fn close(&self) -> Option<Place> {
         let mut state = self.state.lock();
-        state.closed = true;
+        if std::mem::replace(&mut state.closed, true) {
+            return None;
+        }
         let place = self.place(&state);
         for dp_rank in state.ranks.drain(..) {
             self.release(dp_rank);
         }
-        place
+        Some(place)
     }
 
     /// Drop the blocks of a rank that only events have named; an event that names it again brings it back.
@@ -389,8 +396,10 @@ impl Publisher {
 
     fn release(&self, dp_rank: u32) {
         let worker = Worker::new(self.worker.instance_id, dp_rank);
-        self.model.index.remove_worker(worker);
-        self.model.roster.remove(worker);
+        // Another publisher may speak for it, too: then its blocks are that one's.
+        if self.model.roster.remove(worker) {
+            self.model.index.remove_worker(worker);
+        }
     }
 
     fn take(
@@ -460,10 +469,13 @@ impl Publisher {
         FrameOutcome::Applied
     }
 
-    /// Drop the blocks of every rank; they stay known.
+    /// Drop the blocks of every rank but those that another publisher is there for; they stay known.
     fn clear_ranks(&self, state: &State) {
         for dp_rank in &state.ranks {
-            self.model.index.clear(Worker::new(self.worker.instance_id, *dp_rank));
+            let worker = Worker::new(self.worker.instance_id, *dp_rank);
+            if worker == self.worker || !self.model.roster.is_shared(worker) {
+                self.model.index.clear(worker);
+            }
         }
     }
 

@@ -125,8 +125,9 @@ impl Catalog {
         &self.options
     }
 
-    /// The index of `key`, made when it is not there yet. A block size given with the first call holds
-    /// as long as the index; without one it is learned, and forgotten with the last publisher.
+    /// The index of `key`, made when it is not there yet; it stays from now on, publishers or not. A
+    /// block size given with the first call holds as long as the index; without one it is learned, and
+    /// forgotten with the last publisher.
     ///
     /// # Errors
     /// `Conflict` when the index has another block size; `Overloaded` at the limit of models.
@@ -135,7 +136,9 @@ impl Catalog {
         key: &ModelKey,
         block_size: Option<u32>,
     ) -> Result<Arc<ModelIndex>> {
-        self.model_in(&mut self.tables.write(), key, block_size, block_size)
+        let model = self.model_in(&mut self.tables.write(), key, block_size, block_size)?;
+        model.keep();
+        Ok(model)
     }
 
     /// The index of `key`, made when it is not there yet; a block size given holds until the last
@@ -283,8 +286,9 @@ impl Catalog {
         Ok(publisher)
     }
 
-    /// Unregister an instance, or one rank of it; its blocks are gone when this returns. Of a rank that only
-    /// events have named the listener stays, and brings it back when it names it again.
+    /// Unregister an instance, or one rank of it; its blocks are gone when this returns, and with the last
+    /// worker of a model the model. Of a rank that only events have named the listener stays, and brings it
+    /// back when it names it again.
     ///
     /// # Errors
     /// `NotFound` when nothing fits.
@@ -295,19 +299,24 @@ impl Catalog {
         tenant_id: Option<&str>,
         dp_rank: Option<u32>,
     ) -> Result<usize> {
-        let mut tables = self.tables.write();
         let is_meant = |key: &ModelKey| {
             key.model_name == model_name && tenant_id.is_none_or(|tenant| key.tenant_id == tenant)
         };
-        let fitting: Vec<Arc<Publisher>> = tables
+        let fitting: Vec<Arc<Publisher>> = self
+            .tables
+            .read()
             .of_instance(instance_id)
             .filter(|publisher| is_meant(&publisher.model.key))
             .cloned()
             .collect();
         let (gone, others): (Vec<_>, Vec<_>) =
             fitting.into_iter().partition(|p| dp_rank.is_none_or(|rank| p.worker.dp_rank == rank));
+        // Who reads a publisher's blocks holds it up for a while: nobody else shall wait for that.
         let dropped =
             others.iter().filter(|p| dp_rank.is_some_and(|rank| p.drop_rank(rank))).count();
+        let gone: Vec<(Arc<Publisher>, Place)> =
+            gone.into_iter().filter_map(|p| p.close().map(|place| (p, place))).collect();
+        let mut tables = self.tables.write();
         let recovered: Vec<Worker> = tables
             .past
             .range(Worker::new(instance_id, 0)..=Worker::new(instance_id, u32::MAX))
@@ -315,11 +324,6 @@ impl Catalog {
             .filter(|(worker, _)| dp_rank.is_none_or(|rank| worker.dp_rank == rank))
             .map(|(worker, _)| *worker)
             .collect();
-        for worker in &recovered {
-            if let Some(past) = tables.past.remove(worker) {
-                past.drop_blocks(instance_id);
-            }
-        }
         if gone.is_empty() && recovered.is_empty() && dropped == 0 {
             let rank = dp_rank.map(|rank| format!(" dp_rank={rank}")).unwrap_or_default();
             let tenant = tenant_id.map(|tenant| format!(" tenant={tenant}")).unwrap_or_default();
@@ -327,23 +331,28 @@ impl Catalog {
                 "instance_id {instance_id} is not registered for model={model_name}{tenant}{rank}"
             )));
         }
-        for publisher in &gone {
+        let count = gone.len() + recovered.len() + dropped;
+        let mut left = Vec::new();
+        for worker in recovered {
+            if let Some(past) = tables.past.remove(&worker) {
+                past.drop_blocks(instance_id);
+                left.push(past.model);
+            }
+        }
+        for (publisher, place) in gone {
             tables.publishers.remove(&publisher.id);
             tables.workers.remove(&publisher.worker);
-            let place = publisher.close();
             let kind = PastKind::Left { endpoint: publisher.endpoint.clone() };
             let past = Past { model: Arc::clone(&publisher.model), place, kind };
             tables.remember(publisher.worker, past, self.options.max_publishers);
             tables.departed.add(&publisher.counts());
             self.commands.push(Command::Unsubscribe { publisher: publisher.id });
-            let key = &publisher.model.key;
-            if !tables.publishers.values().any(|other| other.model.key == *key) {
-                // The next one to register may have another block size and identity.
-                publisher.model.forget_block_size();
-                publisher.model.agreement.forget();
-            }
+            left.push(Arc::clone(&publisher.model));
         }
-        Ok(gone.len() + recovered.len() + dropped)
+        for model in left {
+            tables.forget_unused(&model);
+        }
+        Ok(count)
     }
 
     /// From now on new publishers connect but do not read, until [`Catalog::release`].
@@ -391,6 +400,18 @@ impl Catalog {
     /// Registered publishers.
     pub fn publisher_count(&self) -> usize {
         self.tables.read().publishers.len()
+    }
+
+    /// Instances with a registered publisher, whatever their ranks.
+    ///
+    /// # Cost
+    /// O(publishers).
+    pub fn instance_count(&self) -> usize {
+        let tables = self.tables.read();
+        let mut last = None;
+        let is_new =
+            |worker: &&Worker| last.replace(worker.instance_id) != Some(worker.instance_id);
+        tables.workers.keys().filter(is_new).count()
     }
 
     /// Workers whose blocks came from a peer and that are not registered: model, worker, place.
@@ -458,6 +479,24 @@ impl Catalog {
 }
 
 impl Tables {
+    /// Without anybody who publishes or has published for it, `model` goes, or what its next publishers
+    /// may say otherwise.
+    fn forget_unused(&mut self, model: &ModelIndex) {
+        let is_recovered =
+            |past: &Past| past.kind == PastKind::Recovered && past.model.key == model.key;
+        if self.publishers.values().any(|other| other.model.key == model.key)
+            || self.past.values().any(is_recovered)
+        {
+            return;
+        }
+        if model.is_kept() {
+            model.forget_block_size();
+            model.agreement.forget();
+        } else {
+            self.models.remove(&model.key);
+        }
+    }
+
     /// At the limit the places of workers that left go first: they cost a replay at worst.
     fn remember(&mut self, worker: Worker, past: Past, limit: usize) {
         if self.past.len() >= limit {

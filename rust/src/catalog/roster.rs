@@ -36,15 +36,22 @@ impl Roster {
         }
     }
 
-    /// One publisher less speaks for `worker`.
-    pub fn remove(&self, worker: Worker) {
+    /// One publisher less speaks for `worker`. Returns whether nobody does any more.
+    pub fn remove(&self, worker: Worker) -> bool {
         let mut state = self.state.write();
-        let Some(claims) = state.claims.get_mut(&worker) else { return };
+        let Some(claims) = state.claims.get_mut(&worker) else { return true };
         *claims -= 1;
-        if *claims == 0 {
+        let is_gone = *claims == 0;
+        if is_gone {
             state.claims.remove(&worker);
             state.list = None;
         }
+        is_gone
+    }
+
+    /// Whether more than one publisher speaks for `worker`.
+    pub fn is_shared(&self, worker: Worker) -> bool {
+        self.state.read().claims.get(&worker).is_some_and(|claims| *claims > 1)
     }
 
     /// Everybody, by instance and rank.
@@ -72,10 +79,10 @@ mod tests {
         roster.add(first);
         assert_eq!(*roster.list(), [second, first]);
         assert!(Arc::ptr_eq(&roster.list(), &roster.list()), "an unchanged list is not made anew");
-        roster.remove(first);
+        assert!(roster.is_shared(first) && !roster.is_shared(second));
+        assert!(!roster.remove(first));
         assert_eq!(*roster.list(), [second, first]);
-        roster.remove(first);
-        roster.remove(first);
+        assert!(roster.remove(first) && roster.remove(first));
         assert_eq!(*roster.list(), [second]);
     }
 }

@@ -21,7 +21,7 @@ use super::registry::Catalog;
 use crate::codec::router::RouterEvent;
 use crate::error::Error;
 use crate::ids::{InstanceId, Worker};
-use crate::index::snapshot::{Cause, LoadError, Meta, Reader, save_workers};
+use crate::index::snapshot::{Meta, Reader, save_workers};
 
 /// First bytes of the binary form; the last one is its version.
 pub const MAGIC: [u8; 8] = *b"kvfdump\x01";
@@ -291,16 +291,6 @@ pub enum TransferError {
     NotADump(String),
 }
 
-impl From<LoadError> for TransferError {
-    fn from(error: LoadError) -> Self {
-        match error {
-            LoadError::Io(error) => Self::Io(error),
-            LoadError::Cut => Self::Cut,
-            LoadError::Field { .. } => Self::NotADump(error.to_string()),
-        }
-    }
-}
-
 /// Takes over a dump in the binary form. `tell` hears of every step.
 ///
 /// # Errors
@@ -310,7 +300,7 @@ impl From<LoadError> for TransferError {
 /// Each publisher's share is of one moment, with the place in its stream of that moment.
 ///
 /// # Cost
-/// O(blocks), and memory for the largest worker.
+/// O(blocks), and memory for the largest part, twice.
 pub fn restore(
     catalog: &Catalog,
     from: &mut dyn Read,
@@ -325,13 +315,13 @@ pub fn restore(
         if len == 0 {
             return Ok(progress);
         }
-        let mut part = from.take(len);
-        restore_part(catalog, &mut part, &mut progress)?;
-        // What follows a damaged part is in step again.
-        io::copy(&mut part, &mut io::sink())?;
-        if part.limit() > 0 {
+        // Whole before anything is locked: a slow peer holds up nobody's frames or questions.
+        let mut part = Vec::new();
+        from.take(len).read_to_end(&mut part)?;
+        if (part.len() as u64) < len {
             return Err(TransferError::Cut);
         }
+        restore_part(catalog, &part, &mut progress);
         tell(&progress);
     }
 }
@@ -345,41 +335,35 @@ fn read_word(from: &mut dyn Read) -> Result<[u8; 8], TransferError> {
     }
 }
 
-fn restore_part(
-    catalog: &Catalog,
-    from: &mut dyn Read,
-    progress: &mut Progress,
-) -> Result<(), TransferError> {
-    let snapshot = match Reader::open(from) {
+/// What can't be used of it is left out; the dump goes on behind it.
+fn restore_part(catalog: &Catalog, mut part: &[u8], progress: &mut Progress) {
+    let snapshot = match Reader::open(&mut part) {
         Ok(snapshot) => snapshot,
-        // A part that is cut within a whole dump is no end of the dump.
-        Err(LoadError::Io(error)) => return Err(error.into()),
-        Err(error) => return leave_out(progress, error.to_string()),
+        Err(error) => return progress.skip(error.to_string()),
     };
     let head: Head = match serde_json::from_slice(&snapshot.meta().key) {
         Ok(head) => head,
-        Err(error) => return leave_out(progress, format!("a part whose key is none: {error}")),
+        Err(error) => return progress.skip(format!("a part whose key is none: {error}")),
     };
     let worker = Worker::new(head.instance_id, head.dp_rank);
     let key = ModelKey { model_name: head.model_name.clone(), tenant_id: head.tenant_id.clone() };
     let block_size = Some(snapshot.meta().block_size).filter(|size| *size > 0);
     let model = match model_of(catalog, &key, block_size) {
         Ok(model) => model,
-        Err(error) => return leave_out(progress, format!("worker {worker}: {error}")),
+        Err(error) => return progress.skip(format!("worker {worker}: {error}")),
     };
     // Saying nothing means none here: the blocks are there already.
     let [lora_name, cache_salt] =
         [&head.lora_name, &head.additional_salt].map(|name| Some(name.clone().unwrap_or_default()));
     let identity = Identity { lora_name, cache_salt };
     if let Err(error) = model.agreement.check(&identity, &model.key) {
-        return leave_out(progress, format!("worker {worker}: {error}"));
+        return progress.skip(format!("worker {worker}: {error}"));
     }
     model.agreement.settle(identity);
     let mut ranks: Vec<u32> = snapshot.workers().iter().map(|worker| worker.dp_rank).collect();
     if !ranks.contains(&worker.dp_rank) {
         ranks.push(worker.dp_rank);
     }
-    let mut broken = None;
     let adopted = adopt(catalog, &model, worker, || {
         let loaded = snapshot.load(model.index.as_ref());
         let Head { group, is_inexact, .. } = head;
@@ -392,9 +376,9 @@ fn restore_part(
             }
         }
         for lost in loaded.lost {
-            if let Cause::Unreadable(kind) = lost.cause {
-                broken = Some(kind);
-            }
+            // Its blocks would never come back: the place would promise too much.
+            place.cursor = None;
+            place.is_inexact = true;
             progress.skip(format!("worker {}: {}", lost.worker, lost.cause));
         }
         place
@@ -403,13 +387,6 @@ fn restore_part(
         Ok(()) => progress.publishers += 1,
         Err(reason) => progress.skip(format!("worker {worker}: {reason}")),
     }
-    broken.map_or(Ok(()), |kind| Err(io::Error::from(kind).into()))
-}
-
-/// The dump goes on behind what was left out of it.
-fn leave_out(progress: &mut Progress, reason: String) -> Result<(), TransferError> {
-    progress.skip(reason);
-    Ok(())
 }
 
 pub(super) fn model_of(
@@ -421,6 +398,9 @@ pub(super) fn model_of(
     catalog.model_for(key, block_size)
 }
 
+/// Why a worker's blocks are not taken.
+pub(super) const OTHERS: &str = "it is registered for another model or tenant here";
+
 /// Brings the blocks that `load` loads, and the place it returns, to the worker's publisher, or keeps
 /// them until it is registered.
 pub(super) fn adopt(
@@ -431,7 +411,7 @@ pub(super) fn adopt(
 ) -> Result<(), &'static str> {
     if let Some(publisher) = catalog.publisher_of(worker) {
         if publisher.model.key != model.key {
-            return Err("it is registered for another model or tenant here");
+            return Err(OTHERS);
         }
         return publisher.take_over(load);
     }

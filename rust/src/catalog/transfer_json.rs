@@ -11,7 +11,7 @@ use super::dump::apply_router_event;
 use super::model::{ModelIndex, ModelKey};
 use super::publisher::Place;
 use super::registry::Catalog;
-use super::transfer::{Progress, TransferError, Watermark, adopt, model_of};
+use super::transfer::{OTHERS, Progress, TransferError, Watermark, adopt, model_of};
 use crate::codec::router::RouterEvent;
 use crate::ids::Worker;
 
@@ -105,13 +105,17 @@ impl<'a, 'b> Entry<'a, 'b> {
     fn apply(&mut self, event: &RouterEvent) {
         let worker = event.worker();
         let model = self.model();
-        let progress = &mut *self.dump.progress;
+        let (catalog, progress) = (self.dump.catalog, &mut *self.dump.progress);
         let is_taken = *self.workers.entry(worker).or_insert_with(|| {
-            let held = model.as_ref().map_or(0, |model| model.index.blocks(worker));
-            if held > 0 {
-                progress.skip(format!("worker {worker}: the worker holds {held} blocks already"));
-            }
-            model.is_some() && held == 0
+            let Some(model) = &model else { return false };
+            let held = model.index.blocks(worker);
+            let fault = match catalog.publisher_of(worker) {
+                Some(publisher) if publisher.model.key != model.key => OTHERS.to_owned(),
+                _ if held > 0 => format!("the worker holds {held} blocks already"),
+                _ => return true,
+            };
+            progress.skip(format!("worker {worker}: {fault}"));
+            false
         });
         let Some(model) = model.filter(|_| is_taken) else { return };
         if let Err(error) = apply_router_event(model.index.as_ref(), event) {

@@ -26,8 +26,8 @@ pub use matches::{Depth, Depths, ManyMatches, Match, Matches};
 pub use oracle::OracleIndex;
 pub use trie::RadixIndex;
 pub use types::{
-    Block, CopyOutcome, CountMode, DEFAULT_SEED, DumpEvent, IndexStats, Limits, MAX_WORKERS,
-    Membership, MemoryReport, Options, Rejection, RemoveOutcome, StoreOutcome,
+    Block, CopyOutcome, CountMode, DEFAULT_SEED, DumpEvent, IndexStats, Limits, MAX_COPIES,
+    MAX_WORKERS, Membership, MemoryReport, Options, Rejection, RemoveOutcome, StoreOutcome,
 };
 
 /// What every block index answers. Implemented by [`RadixIndex`] and its twin [`OracleIndex`].

@@ -12,8 +12,8 @@ use parking_lot::Mutex;
 use super::BlockIndex;
 use super::matches::{Match, Matches};
 use super::types::{
-    Block, CopyOutcome, CountMode, DumpEvent, IndexStats, MAX_WORKERS, Membership, Options,
-    Rejection, RemoveOutcome, StoreOutcome,
+    Block, CopyOutcome, CountMode, DumpEvent, IndexStats, MAX_COPIES, MAX_WORKERS, Membership,
+    Options, Rejection, RemoveOutcome, StoreOutcome,
 };
 use crate::ids::{InstanceId, Tier, Worker};
 
@@ -201,7 +201,8 @@ impl BlockIndex for OracleIndex {
                 }
                 Some(name) if name.copies.contains_key(&tier) => {
                     if self.options.count_mode == CountMode::Copies {
-                        *name.copies.entry(tier).or_default() += 1;
+                        let copies = name.copies.entry(tier).or_default();
+                        *copies = MAX_COPIES.min(*copies + 1);
                     }
                     outcome.duplicates += 1;
                 }
@@ -239,7 +240,7 @@ impl BlockIndex for OracleIndex {
             match name.copies.get_mut(&tier) {
                 Some(copies) => {
                     if self.options.count_mode == CountMode::Copies {
-                        *copies += 1;
+                        *copies = MAX_COPIES.min(*copies + 1);
                     }
                     outcome.duplicates += 1;
                 }

@@ -123,6 +123,20 @@ fn copies_are_counted_only_where_asked() {
 }
 
 #[test]
+fn copies_beyond_the_limit_are_one_and_the_same() {
+    for index in both(copies()) {
+        for _ in 0..1_000 {
+            store(&*index, W, &[1], None);
+        }
+        assert_eq!(index.memberships(W)[0].copies, MAX_COPIES);
+        for _ in 1..MAX_COPIES {
+            assert_eq!(index.remove(W, Tier::Device, &[100]).kept, 1);
+        }
+        assert_eq!(index.remove(W, Tier::Device, &[100]).removed, 1);
+    }
+}
+
+#[test]
 fn two_names_of_one_block_hold_it_until_both_go() {
     for index in both(Options::default()) {
         for name in [7, 8, 9] {

@@ -20,13 +20,18 @@ pub struct Block {
 /// Most ticks in [`Limits::ttl_ms`].
 const TTL_TICKS: u64 = 128;
 
+/// Copies of one block that [`CountMode::Copies`] tells apart. Who stores it more often than that says it
+/// again and keeps no copies: a dump has an event for each.
+pub const MAX_COPIES: u32 = 64;
+
 /// What a second store of the same name means.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum CountMode {
     /// Nothing: the first remove ends the membership.
     #[default]
     Set,
-    /// One more physical copy: the block is held until removed as often as it was stored.
+    /// One more physical copy: the block is held until removed as often as it was stored, or
+    /// [`MAX_COPIES`] times.
     ///
     /// # Source
     /// vLLM may keep two physical blocks of one hash, and publishes the store and the removal of both.

@@ -28,7 +28,7 @@ use super::overlap::{find, find_tokens};
 use super::recover::recover;
 use super::request::{Listener, PeerUrl, Query, QueryByHash, Register, Unregister};
 use super::startup::Startup;
-use crate::catalog::{Catalog, Identity, ModelKey, Registration};
+use crate::catalog::{Catalog, Identity, ModelKey, Registration, check_is_socket};
 use crate::error::Result as KvResult;
 use crate::ids::Worker;
 
@@ -285,6 +285,10 @@ fn json_response(status: StatusCode, body: &impl Serialize) -> Response {
 
 async fn register(State(app): State<Arc<App>>, body: Body) -> Response {
     app.answer(body, |app, request: Register| {
+        check_is_socket("endpoint", &request.endpoint)?;
+        if let Some(replay) = &request.replay_endpoint {
+            check_is_socket("replay_endpoint", replay)?;
+        }
         app.catalog.register(Registration {
             worker: Worker::new(request.instance_id, request.dp_rank),
             key: ModelKey { model_name: request.model_name, tenant_id: request.tenant_id },

@@ -101,7 +101,7 @@ impl Startup {
         if self.is_open.load(Ordering::Relaxed) {
             return true;
         }
-        let is_ready = !self.is_recovering() && catalog.publisher_count() >= self.min_workers;
+        let is_ready = !self.is_recovering() && catalog.instance_count() >= self.min_workers;
         if is_ready {
             self.is_open.store(true, Ordering::Relaxed);
         }
@@ -125,7 +125,7 @@ impl Startup {
             (false, _) => "waiting_for_workers",
         };
         let workers =
-            WorkerCount { registered: catalog.publisher_count(), wanted: self.min_workers };
+            WorkerCount { registered: catalog.instance_count(), wanted: self.min_workers };
         (is_ready, ReadyAnswer { status, workers, recovery })
     }
 
@@ -226,9 +226,13 @@ mod tests {
     use crate::ids::Worker;
 
     fn register(catalog: &Catalog, instance_id: u64) {
+        register_rank(catalog, instance_id, 0);
+    }
+
+    fn register_rank(catalog: &Catalog, instance_id: u64, dp_rank: u32) {
         let key = ModelKey { model_name: "m".into(), tenant_id: "t".into() };
         let registration = Registration {
-            worker: Worker::new(instance_id, 0),
+            worker: Worker::new(instance_id, dp_rank),
             key,
             block_size: Some(16),
             endpoint: "tcp://127.0.0.1:1".into(),
@@ -247,6 +251,9 @@ mod tests {
         assert_eq!(startup.answer(&catalog).1.status, "recovering");
         startup.update(|recovery| recovery.phase = Phase::Done);
         assert_eq!(startup.answer(&catalog).1.status, "waiting_for_workers");
+        // Further ranks of the same are no further workers.
+        register_rank(&catalog, 1, 1);
+        assert_eq!(startup.answer(&catalog).1.workers.registered, 1);
         register(&catalog, 2);
         assert_eq!(startup.answer(&catalog).1.status, "ready");
         catalog.unregister(1, "m", None, None).unwrap();

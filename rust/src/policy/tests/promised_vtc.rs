@@ -149,6 +149,45 @@ enum Step {
     Wait(u64),
 }
 
+#[test]
+fn what_was_charged_late_is_taken_back_whole() {
+    let settings = VtcSettings { time_unit: TimeUnit::Milliseconds, window_size: 50, ..document() };
+    let mut tracker = tracker(settings);
+    // Another request's clock is ahead: this one's charge is counted by it.
+    tracker.charge("b", 1.0, 0.0, 1_003).unwrap();
+    tracker.charge("a", 10.0, 0.0, 1_000).unwrap();
+    tracker.refund("a", 10.0, 0.0, 1_000);
+    assert_eq!(tracker.total("a", 1_003), 0.0);
+    // What has left the window is not taken of what came since.
+    tracker.charge("a", 7.0, 0.0, 1_100).unwrap();
+    tracker.refund("a", 7.0, 0.0, 1_003);
+    assert_eq!(tracker.total("a", 1_100), 7.0);
+}
+
+#[test]
+fn clients_of_long_ago_make_room_for_new_ones() {
+    for is_compat in [false, true] {
+        let settings = VtcSettings {
+            is_compat,
+            time_unit: TimeUnit::Seconds,
+            window_size: 5,
+            max_clients: 3,
+            ..document()
+        };
+        let mut tracker = tracker(settings);
+        for second in 0..60 {
+            for client in 0..2 {
+                let name = format!("{second} {client}");
+                tracker.charge(&name, 1.0, 0.0, second * 8_000).unwrap();
+            }
+        }
+        assert_eq!((tracker.uncounted(), tracker.len() <= 3), (0, true), "compat: {is_compat}");
+        let late: Vec<_> = (0..4).map(|n| format!("late {n}")).collect();
+        late.iter().for_each(|name| tracker.charge(name, 1.0, 0.0, 470_000).unwrap());
+        assert!(tracker.uncounted() > 0);
+    }
+}
+
 proptest! {
     #[test]
     fn totals_are_those_of_a_list_of_everything(steps in prop::collection::vec(

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 /// Tokens of clients in the last so many units of time, input and output weighted.
 ///
 /// In `document` a client leaves lowest, highest and sum as soon as its tokens leave the window.
-/// In `aibrix-compat` that happens when it is next asked for, and not before.
+/// In `aibrix-compat` that happens when it is next asked for, or when there is no room for another client.
 #[derive(Debug)]
 pub struct TokenTracker {
     is_compat: bool,
@@ -29,6 +29,8 @@ pub struct TokenTracker {
     /// Buckets in the order of their beginning (`document`).
     queue: VecDeque<(u64, Box<str>)>,
     uncounted: u64,
+    /// The bucket in which everybody was looked at last.
+    swept: Option<u64>,
     /// The latest time that was heard of: requests are charged out of order by a little.
     now_ms: u64,
 }
@@ -63,6 +65,7 @@ impl TokenTracker {
             sum: 0.0,
             queue: VecDeque::new(),
             uncounted: 0,
+            swept: None,
             now_ms: 0,
         }
     }
@@ -124,6 +127,9 @@ impl TokenTracker {
         }
         if !self.clients.contains_key(client) {
             if self.clients.len() >= self.max_clients {
+                self.sweep();
+            }
+            if self.clients.len() >= self.max_clients {
                 self.uncounted += 1;
                 return Ok(());
             }
@@ -151,10 +157,14 @@ impl TokenTracker {
     /// window.
     pub fn refund(&mut self, client: &str, input: f64, output: f64, charged_at_ms: u64) {
         let tokens = input.max(0.0) * self.weights.0 + output.max(0.0) * self.weights.1;
-        let Some(entry) = self.clients.get_mut(client) else { return };
         let bucket = charged_at_ms / self.bucket_ms;
-        let Ok(at) = entry.buckets.binary_search_by_key(&bucket, |&(at, _)| at) else { return };
-        let sum = &mut entry.buckets[at].1;
+        if bucket < self.oldest() {
+            return;
+        }
+        let Some(entry) = self.clients.get_mut(client) else { return };
+        // A time of others that was ahead may have put it into a later one.
+        let at = entry.buckets.partition_point(|&(at, _)| at < bucket);
+        let Some((_, sum)) = entry.buckets.get_mut(at) else { return };
         let taken = tokens.min(*sum);
         *sum -= taken;
         let before = entry.total;
@@ -163,10 +173,15 @@ impl TokenTracker {
         self.move_total(before, after);
     }
 
+    /// The oldest bucket of the window.
+    fn oldest(&self) -> u64 {
+        (self.now_ms / self.bucket_ms).saturating_sub(self.window)
+    }
+
     /// Forget what has left the window: of everybody, in `aibrix-compat` of `client` only.
     fn forget_old(&mut self, client: &str, now_ms: u64) {
         self.now_ms = self.now_ms.max(now_ms);
-        let oldest = (self.now_ms / self.bucket_ms).saturating_sub(self.window);
+        let oldest = self.oldest();
         if self.is_compat {
             return self.forget_of(client, oldest);
         }
@@ -177,6 +192,27 @@ impl TokenTracker {
             if let Some((_, client)) = self.queue.pop_front() {
                 self.forget_of(&client, oldest);
             }
+        }
+    }
+
+    /// Forget what has left the window of everybody, also where that waits until they are asked for: there
+    /// is no room for others else. Once in the length of a bucket, for it looks at all of them.
+    fn sweep(&mut self) {
+        let bucket = self.now_ms / self.bucket_ms;
+        if !self.is_compat || self.swept == Some(bucket) {
+            return;
+        }
+        self.swept = Some(bucket);
+        let oldest = self.oldest();
+        let is_old = |client: &Client| client.buckets.back().is_none_or(|(at, _)| *at < oldest);
+        let old: Vec<Box<str>> = self
+            .clients
+            .iter()
+            .filter(|(_, client)| is_old(client))
+            .map(|(name, _)| name.clone())
+            .collect();
+        for client in old {
+            self.forget_of(&client, oldest);
         }
     }
 

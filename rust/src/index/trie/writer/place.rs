@@ -7,7 +7,7 @@ use crate::index::arena::epoch::pin;
 use crate::index::arena::runs::{ROOT, RunId};
 use crate::index::trie::holder::{Member, MemberId, NO_MEMBER};
 use crate::index::trie::run::{Loc, RunMeta};
-use crate::index::types::{Block, CountMode, DEFAULT_SEED, StoreOutcome};
+use crate::index::types::{Block, CountMode, DEFAULT_SEED, MAX_COPIES, StoreOutcome};
 
 impl Writer {
     /// Places a part of an event at `place`, or nothing when that is [`NOWHERE`]. Returns where the next
@@ -288,7 +288,7 @@ impl Writer {
             outcome.duplicates += 1;
             if self.options.count_mode == CountMode::Copies {
                 let copies = self.slot_mut(slot).copies.entry(name).or_insert(1);
-                *copies = copies.saturating_add(1);
+                *copies = copies.saturating_add(1).min(MAX_COPIES);
             }
             return true;
         }
