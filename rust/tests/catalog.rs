@@ -78,22 +78,24 @@ fn a_rank_of_two_publishers_is_the_registered_ones() {
 }
 
 #[test]
-fn a_model_goes_with_its_last_worker_unless_somebody_counts_on_it() {
-    let catalog = Catalog::default();
-    let models = || catalog.models().len();
-    for round in 0..3 {
-        register(&catalog, 1, 0);
-        register(&catalog, 2, 0);
-        assert_eq!(catalog.unregister(1, "m", None, None), Ok(1), "round {round}");
-        assert_eq!(models(), 1);
-        assert_eq!(catalog.unregister(2, "m", None, None), Ok(1));
-        assert_eq!(models(), 0);
-        assert!(catalog.unregister(2, "m", None, None).is_err());
-    }
+fn a_model_without_workers_makes_room_unless_somebody_counts_on_it() {
+    let options = CatalogOptions { max_models: 3, ..CatalogOptions::default() };
+    let catalog = Catalog::new(options, Arc::new(ManualClock::default()));
     let kept = catalog.model_or_create(&key("m"), None).unwrap();
+    catalog.register(registration(Worker::new(100, 0), "used")).unwrap();
+    for id in 0..10 {
+        // For weeks: tenants come and go.
+        let name = format!("of {id}");
+        catalog.register(registration(Worker::new(id, 0), &name)).unwrap();
+        let late = catalog.register(registration(Worker::new(50, 0), "late")).unwrap_err();
+        assert!(late.to_string().contains("the limit of 3 models"), "{late}");
+        catalog.unregister(id, &name, None, None).unwrap();
+        assert!(catalog.model(&name, "t").is_ok(), "known as long as there is room");
+    }
+    assert_eq!(catalog.models().len(), 3);
     register(&catalog, 1, 0);
     catalog.unregister(1, "m", None, None).unwrap();
-    assert_eq!((models(), kept.block_size()), (1, None));
+    assert_eq!(kept.block_size(), None);
     let mut other = registration(Worker::new(1, 0), "m");
     other.block_size = Some(64);
     assert!(Arc::ptr_eq(&catalog.register(other).unwrap().model, &kept));
@@ -113,7 +115,6 @@ fn what_was_recovered_counts_as_long_as_it_is_there() {
     assert_eq!((model.block_size(), model.index.blocks(Worker::new(2, 0))), (Some(4), 4));
     // With it nothing is left, and what comes next may differ.
     catalog.unregister(2, "m", None, None).unwrap();
-    assert!(catalog.models().is_empty());
     let mut other = registration(Worker::new(3, 0), "m");
     other.block_size = Some(64);
     catalog.register(other).unwrap();

@@ -170,7 +170,7 @@ impl Catalog {
             }
             return Ok(Arc::clone(model));
         }
-        if tables.models.len() >= self.options.max_models {
+        if tables.models.len() >= self.options.max_models && !tables.drop_unused() {
             return Err(Error::Overloaded(format!(
                 "the limit of {} models is reached",
                 self.options.max_models
@@ -286,9 +286,9 @@ impl Catalog {
         Ok(publisher)
     }
 
-    /// Unregister an instance, or one rank of it; its blocks are gone when this returns, and with the last
-    /// worker of a model the model. Of a rank that only events have named the listener stays, and brings it
-    /// back when it names it again.
+    /// Unregister an instance, or one rank of it; its blocks are gone when this returns. Of a rank that only
+    /// events have named the listener stays, and brings it back when it names it again. A model without
+    /// workers stays known until its place is wanted.
     ///
     /// # Errors
     /// `NotFound` when nothing fits.
@@ -479,22 +479,28 @@ impl Catalog {
 }
 
 impl Tables {
-    /// Without anybody who publishes or has published for it, `model` goes, or what its next publishers
-    /// may say otherwise.
-    fn forget_unused(&mut self, model: &ModelIndex) {
-        let is_recovered =
-            |past: &Past| past.kind == PastKind::Recovered && past.model.key == model.key;
-        if self.publishers.values().any(|other| other.model.key == model.key)
-            || self.past.values().any(is_recovered)
-        {
-            return;
-        }
-        if model.is_kept() {
+    /// Without anybody who publishes for `model`, or whose blocks of it are here, its next publishers may
+    /// have another block size and identity.
+    fn forget_unused(&self, model: &ModelIndex) {
+        if !self.is_used(&model.key) {
             model.forget_block_size();
             model.agreement.forget();
-        } else {
-            self.models.remove(&model.key);
         }
+    }
+
+    fn is_used(&self, key: &ModelKey) -> bool {
+        let is_recovered = |past: &Past| past.kind == PastKind::Recovered && past.model.key == *key;
+        self.publishers.values().any(|other| other.model.key == *key)
+            || self.past.values().any(is_recovered)
+    }
+
+    /// Makes room for another model: one that nobody uses and nobody counts on goes. False without one.
+    fn drop_unused(&mut self) -> bool {
+        let is_unused = |model: &&Arc<ModelIndex>| !model.is_kept() && !self.is_used(&model.key);
+        let Some(key) = self.models.values().find(is_unused).map(|model| model.key.clone()) else {
+            return false;
+        };
+        self.models.remove(&key).is_some()
     }
 
     /// At the limit the places of workers that left go first: they cost a replay at worst.
