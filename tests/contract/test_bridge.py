@@ -24,14 +24,16 @@ from kvflash.runtime.instances import Instance
 Environment = Callable[..., dict[str, str]]
 Start = Callable[..., WorkerProcess]
 
-QUICK = {"cancel_grace_s": 0.1, "peer_silence_s": 3.0}
+CALM = {"cancel_grace_s": 0.1}
+# What a plane without connections needs to notice a silence, for the one that waits for it.
+QUICK = {**CALM, "peer_silence_s": 3.0}
 
 
 class Bridged:
     """A runtime with a bridge, and one that only knows the bridge's address."""
 
-    def __init__(self) -> None:
-        limits = RuntimeLimits(**QUICK)
+    def __init__(self, **options: float) -> None:
+        limits = RuntimeLimits(**options)
         self.runtime = DistributedRuntime(limits=limits)
         self.asker = DistributedRuntime(limits=limits)
         self.bridge = Bridge(self.runtime)
@@ -64,8 +66,8 @@ def test_requests_pass_the_bridge_both_ways(
     env = environment("file", plane)
 
     async def scenario() -> None:
-        async with Bridged() as bridged:
-            workers = [start_worker(env, **QUICK) for _ in range(2)]
+        async with Bridged(**CALM) as bridged:
+            workers = [start_worker(env, **CALM) for _ in range(2)]
             client = await bridged.through(*workers)
             for worker in workers:
                 number = worker.instance_id
@@ -89,7 +91,7 @@ def test_cancelling_and_dying_pass_the_bridge(
     env = environment("file", plane)
 
     async def scenario() -> None:
-        async with Bridged() as bridged:
+        async with Bridged(**QUICK) as bridged:
             worker = start_worker(env, **QUICK)
             client, number = await bridged.through(worker), worker.instance_id
             stream = await client.direct({"do": "wait", "n": 1}, number)
@@ -118,8 +120,8 @@ def test_a_slow_reader_behind_the_bridge_stops_the_handler(
     env = environment("file", plane)
 
     async def scenario() -> None:
-        async with Bridged() as bridged:
-            worker = start_worker(env, **QUICK)
+        async with Bridged(**CALM) as bridged:
+            worker = start_worker(env, **CALM)
             client = await bridged.through(worker)
             many, size = 3_500, 10_000
             request = {"do": "count", "n": many, "bytes": size}

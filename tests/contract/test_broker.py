@@ -6,25 +6,27 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from support_runtime import Server, eventually, nats_command, run, serving
+from support_runtime import eventually, run
 
 from kvflash import DistributedRuntime, KvflashError, RuntimeLimits, TransportError
-from kvflash.runtime.nats import NatsServer
+from kvflash.runtime import nats
+from servers import NatsServer
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NatsServer]:
     """A broker of the test's own, that it may kill."""
-    with serving(nats_command, tmp_path / "log") as server:
-        monkeypatch.setenv("NATS_SERVER", f"nats://127.0.0.1:{server.port}")
+    with closing(NatsServer(tmp_path)) as server:
+        monkeypatch.setenv("NATS_SERVER", server.url)
         yield server
 
 
 def test_streams_end_with_an_error_when_the_broker_goes_and_new_ones_begin_when_it_is_back(
-    server: Server,
+    server: NatsServer,
 ) -> None:
     ended = asyncio.Event()
 
@@ -37,7 +39,7 @@ def test_streams_end_with_an_error_when_the_broker_goes_and_new_ones_begin_when_
             ended.set()
 
     async def scenario() -> None:
-        limits = RuntimeLimits(peer_silence_s=2.0, cancel_grace_s=0.1)
+        limits = RuntimeLimits(peer_silence_s=3.0, cancel_grace_s=0.1)
         async with (
             DistributedRuntime("mem", "nats", limits=limits) as runtime,
             DistributedRuntime("mem", "nats", limits=limits) as asker,
@@ -50,7 +52,7 @@ def test_streams_end_with_an_error_when_the_broker_goes_and_new_ones_begin_when_
             assert await anext(stream) == 0
             ended.clear()
             server.kill()
-            with pytest.raises(TransportError, match="nothing came for 2 s"):
+            with pytest.raises(TransportError, match="nothing came for 3 s"):
                 await anext(stream)
             await asyncio.wait_for(ended.wait(), 30)
             server.start()
@@ -69,18 +71,18 @@ def test_streams_end_with_an_error_when_the_broker_goes_and_new_ones_begin_when_
 
 
 def test_a_message_that_is_lost_ends_the_stream_with_an_error(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published = 0
-    publish = NatsServer.publish
+    publish = nats.NatsServer.publish
 
-    async def lossy(self: NatsServer, subject: str, data: bytes) -> None:
+    async def lossy(self: nats.NatsServer, subject: str, data: bytes) -> None:
         nonlocal published
         published += 1
         if published != 3:
             await publish(self, subject, data)
 
-    monkeypatch.setattr(NatsServer, "publish", lossy)
+    monkeypatch.setattr(nats.NatsServer, "publish", lossy)
 
     async def count(request: int) -> AsyncIterator[int]:
         for number in range(request):
@@ -105,7 +107,7 @@ def test_a_message_that_is_lost_ends_the_stream_with_an_error(
 
 
 def test_a_broker_that_is_not_there_is_said(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
         server.kill()

@@ -5,41 +5,35 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
-from functools import partial
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from support_runtime import (
-    Server,
     WorkerProcess,
     client,
-    etcd_command,
     eventually,
     known,
     run,
-    serving,
 )
 
 from kvflash import ConfigError, DistributedRuntime, RuntimeLimits, TransportError
 from kvflash.discovery import Delete, Put, Synced, etcd, open_discovery
+from servers import EtcdServer
 from service import Http
 from wire import Wire
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(tmp_path: Path) -> Iterator[EtcdServer]:
     """An etcd of the test's own, that it may kill."""
-    with serving(partial(etcd_command, tmp_path), tmp_path / "log") as server:
+    with closing(EtcdServer(tmp_path)) as server:
         yield server
 
 
-def url(server: Server) -> str:
-    return f"http://127.0.0.1:{server.port}"
-
-
-def test_a_watch_and_a_lease_go_on_when_etcd_comes_back(server: Server) -> None:
+def test_a_watch_and_a_lease_go_on_when_etcd_comes_back(server: EtcdServer) -> None:
     async def scenario() -> None:
-        mine = open_discovery("etcd", endpoints=url(server))
+        mine = open_discovery("etcd", endpoints=server.url)
         lease = await mine.lease(30.0)
         await mine.put("k/1", b"1", lease)
         await mine.put("k/2", b"2")
@@ -56,16 +50,16 @@ def test_a_watch_and_a_lease_go_on_when_etcd_comes_back(server: Server) -> None:
         assert await asyncio.wait_for(anext(watch), 30) == Delete("k/2")
         assert not lease.lost.is_set()
         await mine.close()
-        other = open_discovery("etcd", endpoints=url(server))
+        other = open_discovery("etcd", endpoints=server.url)
         assert await other.get_prefix("k/") == {"k/3": b"3"}
         await other.close()
 
     run(scenario())
 
 
-def test_a_watch_tells_the_difference_when_it_missed_changes(server: Server) -> None:
+def test_a_watch_tells_the_difference_when_it_missed_changes(server: EtcdServer) -> None:
     async def scenario() -> None:
-        mine = open_discovery("etcd", endpoints=url(server))
+        mine = open_discovery("etcd", endpoints=server.url)
         await mine.put("k/gone", b"")
         await mine.put("k/stays", b"")
         watch = mine.watch("k/")
@@ -73,7 +67,7 @@ def test_a_watch_tells_the_difference_when_it_missed_changes(server: Server) -> 
         # The watch's connection breaks, and what it would go on from is forgotten by etcd.
         server.kill()
         server.start()
-        http = Http(url(server))
+        http = Http(server.url)
         http.post("/v3/kv/deleterange", {"key": "ay9nb25l"})
         answer = http.post("/v3/kv/put", {"key": "ay9uZXc=", "value": "MQ=="})
         http.post("/v3/kv/compaction", {"revision": answer["header"]["revision"]})
@@ -86,9 +80,9 @@ def test_a_watch_tells_the_difference_when_it_missed_changes(server: Server) -> 
 
 
 def test_a_runtime_announces_itself_again_when_its_lease_was_lost(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ETCD_ENDPOINTS", url(server))
+    monkeypatch.setenv("ETCD_ENDPOINTS", server.url)
     monkeypatch.setenv("KVFLASH_HOST", "127.0.0.1")
 
     async def scenario() -> None:
@@ -98,7 +92,7 @@ def test_a_runtime_announces_itself_again_when_its_lease_was_lost(
             watch = runtime.discovery.watch("v1/")
             assert isinstance(await anext(watch), Put)
             assert await anext(watch) == Synced()
-            http = Http(url(server))
+            http = Http(server.url)
             http.post("/v3/lease/revoke", {"ID": runtime.instance_id})
             http.close()
             assert await asyncio.wait_for(anext(watch), 30) == Delete("v1/instances/t/c/e/x")
@@ -109,10 +103,10 @@ def test_a_runtime_announces_itself_again_when_its_lease_was_lost(
 
 
 def test_a_stopped_process_is_gone_when_its_time_is_over_and_back_when_it_goes_on(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVFLASH_DISCOVERY", "etcd")
-    monkeypatch.setenv("ETCD_ENDPOINTS", url(server))
+    monkeypatch.setenv("ETCD_ENDPOINTS", server.url)
     monkeypatch.setenv("KVFLASH_HOST", "127.0.0.1")
     worker = WorkerProcess(dict(os.environ), lease_ttl_s=2.0)
 
@@ -131,9 +125,9 @@ def test_a_stopped_process_is_gone_when_its_time_is_over_and_back_when_it_goes_o
         worker.close()
 
 
-def test_the_next_address_is_asked_when_one_fails(server: Server) -> None:
+def test_the_next_address_is_asked_when_one_fails(server: EtcdServer) -> None:
     async def scenario() -> None:
-        both = f"http://127.0.0.1:9, {url(server).removeprefix('http://')}"
+        both = f"http://127.0.0.1:9, {server.url.removeprefix('http://')}"
         mine = open_discovery("etcd", endpoints=both)
         await mine.put("k", b"v")
         watch = mine.watch("k")
@@ -143,11 +137,11 @@ def test_the_next_address_is_asked_when_one_fails(server: Server) -> None:
     run(scenario())
 
 
-def test_etcd_that_is_not_there_is_said_and_found_later(server: Server) -> None:
+def test_etcd_that_is_not_there_is_said_and_found_later(server: EtcdServer) -> None:
     async def scenario() -> None:
         server.kill()
         limits = RuntimeLimits(lease_ttl_s=2.0)
-        discovery = open_discovery("etcd", endpoints=url(server))
+        discovery = open_discovery("etcd", endpoints=server.url)
         async with DistributedRuntime(discovery, host="127.0.0.1", limits=limits) as runtime:
             asked = client(runtime)
             waiting = asyncio.create_task(asked.wait_for_instances())
@@ -174,9 +168,9 @@ def test_etcd_that_is_not_there_is_said_and_found_later(server: Server) -> None:
 
 
 def test_a_login_is_asked_for_used_and_renewed(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    http = Http(url(server))
+    http = Http(server.url)
     http.post("/v3/auth/user/add", {"name": "root", "password": "secret"})
     http.post("/v3/auth/role/add", {"name": "root"})
     http.post("/v3/auth/user/grant", {"user": "root", "role": "root"})
@@ -184,18 +178,18 @@ def test_a_login_is_asked_for_used_and_renewed(
     http.close()
 
     async def scenario() -> None:
-        stranger = open_discovery("etcd", endpoints=url(server))
+        stranger = open_discovery("etcd", endpoints=server.url)
         with pytest.raises(ConfigError, match=r"to nobody \(.*name is empty\): set ETCD_AUTH_USER"):
             await stranger.put("k/1", b"1")
         await stranger.close()
         monkeypatch.setenv("ETCD_AUTH_USERNAME", "root")
         monkeypatch.setenv("ETCD_AUTH_PASSWORD", "wrong")
-        wrong = open_discovery("etcd", endpoints=url(server))
+        wrong = open_discovery("etcd", endpoints=server.url)
         with pytest.raises(ConfigError, match="refuses the login of 'root'"):
             await wrong.put("k/1", b"1")
         await wrong.close()
         monkeypatch.setenv("ETCD_AUTH_PASSWORD", "secret")
-        mine = open_discovery("etcd", endpoints=url(server))
+        mine = open_discovery("etcd", endpoints=server.url)
         lease = await mine.lease(10.0)
         await mine.put("k/1", b"1", lease)
         watch = mine.watch("k/")
@@ -214,15 +208,15 @@ def test_a_login_is_asked_for_used_and_renewed(
 
 
 def test_a_watch_whose_way_is_cut_without_a_word_goes_another_one(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half open: whatever is between takes everything and carries nothing."""
     monkeypatch.setattr(etcd, "SILENCE_S_MAX", 0.5)
     wire = Wire(f"127.0.0.1:{server.port}")
 
     async def scenario() -> None:
-        mine = open_discovery("etcd", endpoints=f"http://{wire.address},{url(server)}")
-        other = open_discovery("etcd", endpoints=url(server))
+        mine = open_discovery("etcd", endpoints=f"http://{wire.address},{server.url}")
+        other = open_discovery("etcd", endpoints=server.url)
         await other.put("k/1", b"1")
         watch = mine.watch("k/")
         assert [await anext(watch) for _ in range(2)] == [Put("k/1", b"1"), Synced()]

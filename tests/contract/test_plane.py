@@ -195,7 +195,7 @@ def test_a_client_that_goes_frees_the_handler(
         probe = Probe()
         limits = RuntimeLimits(cancel_grace_s=0.05)
         async with Pair(probe.hang, limits=limits) as pair:
-            timeout_s = 0.5 if how == "timeout" else None
+            timeout_s = 1.0 if how == "timeout" else None
             stream = await pair.client.generate(items, timeout_s=timeout_s)
             for number in range(items):
                 assert await anext(stream) == number
@@ -250,7 +250,7 @@ def test_the_worker_ends_what_is_over_its_deadline(plane: str, environment: Envi
         probe = Probe()
         async with Pair(probe.hang, limits=RuntimeLimits(cancel_grace_s=0.05)) as pair:
             # What the client sends: the worker knows by itself.
-            stream = await pair.client.generate(1, timeout_s=0.2)
+            stream = await pair.client.generate(1, timeout_s=1.0)
             assert await anext(stream) == 0
             await asyncio.wait_for(probe.cancelled.wait(), 30)
             with pytest.raises(DeadlineError):

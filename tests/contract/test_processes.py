@@ -23,12 +23,13 @@ from kvflash.runtime.client import Client
 Environment = Callable[..., dict[str, str]]
 Start = Callable[..., WorkerProcess]
 
-# What a plane without connections needs to notice a silence.
+# What a plane without connections needs to notice a silence, for those that wait for one.
 QUICK = {"cancel_grace_s": 0.1, "peer_silence_s": 3.0, "lease_ttl_s": 3.0}
+CALM = {"cancel_grace_s": 0.1}
 
 
-def asker() -> DistributedRuntime:
-    return DistributedRuntime(limits=RuntimeLimits(**QUICK))
+def asker(limits: dict[str, float] = QUICK) -> DistributedRuntime:
+    return DistributedRuntime(limits=RuntimeLimits(**limits))
 
 
 async def items(client: Client, request: Any, **options: Any) -> list[Any]:
@@ -173,8 +174,8 @@ def test_sigterm_lets_streams_end_whole_and_sends_new_requests_elsewhere(
     env = environment("file", plane)
 
     async def scenario() -> None:
-        async with asker() as runtime:
-            workers = [start_worker(env, **QUICK) for _ in range(2)]
+        async with asker(CALM) as runtime:
+            workers = [start_worker(env, **CALM) for _ in range(2)]
             client = await known(runtime, *workers)
             leaving, staying = workers
             streams = [
@@ -215,8 +216,8 @@ def test_what_lasts_longer_than_the_drain_is_cut_off_with_an_error(
     env = environment("file", plane)
 
     async def scenario() -> None:
-        async with asker() as runtime:
-            worker = start_worker(env, drain_timeout_s=0.3, **QUICK)
+        async with asker(CALM) as runtime:
+            worker = start_worker(env, drain_timeout_s=0.3, **CALM)
             client = await known(runtime, worker)
             stream = await client.generate({"do": "wait", "n": 1})
             assert (await anext(stream))["number"] == 0
@@ -255,8 +256,8 @@ def test_a_full_endpoint_sends_requests_to_others(
     env = environment("file", plane)
 
     async def scenario() -> None:
-        async with asker() as runtime:
-            workers = [start_worker(env, requests_max=2, **QUICK) for _ in range(2)]
+        async with asker(CALM) as runtime:
+            workers = [start_worker(env, requests_max=2, **CALM) for _ in range(2)]
             client = await known(runtime, *workers)
             full, free = workers
             held = [await client.direct({"do": "wait", "n": 1}, full.instance_id) for _ in range(2)]
@@ -275,8 +276,8 @@ def test_a_stopped_reader_in_another_process_stops_the_handler(
     env = environment("file", plane)
 
     async def scenario() -> None:
-        async with asker() as runtime:
-            worker = start_worker(env, **QUICK)
+        async with asker(CALM) as runtime:
+            worker = start_worker(env, **CALM)
             client = await known(runtime, worker)
             many, size = 3_000, 10_000
             stream = await client.generate({"do": "count", "n": many, "bytes": size})
@@ -298,8 +299,8 @@ def test_nothing_is_lost_or_answered_twice_while_workers_come_and_go(
     env = environment("file", plane)
 
     async def scenario() -> None:
-        async with asker() as runtime:
-            steady = start_worker(env, **QUICK)
+        async with asker(CALM) as runtime:
+            steady = start_worker(env, **CALM)
             client = await known(runtime, steady)
             outcomes: list[str] = []
             is_over = asyncio.Event()
@@ -316,7 +317,7 @@ def test_nothing_is_lost_or_answered_twice_while_workers_come_and_go(
             asking = [asyncio.create_task(ask()) for _ in range(8)]
             for _ in range(3):
                 # Leaves properly, amid requests: not one of them may fail.
-                flapping = start_worker(env, **QUICK)
+                flapping = start_worker(env, **CALM)
                 await known(runtime, steady, flapping)
                 before = len(outcomes)
 

@@ -23,8 +23,8 @@ KINDS = ("openai", "tcp", "http", "nats")
 HERE = Path(__file__).parent
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "Say it"}], "max_tokens": 50}
 STREAM = {**BODY, "stream": True}
-# Quick to notice; long enough for every decent answer here.
-IMPATIENT = ("--first-byte-timeout", "1", "--stream-idle-timeout", "1")
+# For those that wait for the end of a silence; long enough for every decent answer here.
+IMPATIENT = ("--first-byte-timeout", "1.5", "--stream-idle-timeout", "1.5")
 ACTIVE = (
     "kvflash_requests_in_flight",
     "kvflash_turns_waiting",
@@ -73,6 +73,8 @@ class Site:
         if discovery == "etcd":
             self._etcd = self.open.enter_context(contextlib.closing(EtcdServer(folder)))
             self.env |= {"KVFLASH_DISCOVERY": "etcd", "ETCD_ENDPOINTS": self._etcd.url}
+            # Workers that go without a word are waited for as long.
+            self.env["LEASE_TTL_S"] = "5"
         if kind == "openai":
             discovery = "none"
         common = ("--router-mode", "round-robin", "--health-interval", "0.2")

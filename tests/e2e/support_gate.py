@@ -3,7 +3,7 @@
 ===================  ==============================================================================
 ``NAME.mute``        while it is there, no first item
 ``NAME.hold``        while it is there, nothing after the second item; of a prefill, nothing at all
-``NAME.drip``        while it is there, half a second before each item
+``NAME.drip``        while it is there, half a second before each of the first five items
 ``NAME.running``     written by the worker: how many requests run
 ===================  ==============================================================================
 """
@@ -20,6 +20,7 @@ __all__ = ["Gate"]
 
 LOOK_S = 0.01
 DRIP_S = 0.5
+DRIPS = 5
 
 
 class Gate:
@@ -45,7 +46,7 @@ class Gate:
 
     async def before(self, item: int, is_stopped: Callable[[], bool] = lambda: False) -> None:
         """Wait for what the files say of an item, the first one being 0."""
-        if self._drip.exists():
+        if item < DRIPS and self._drip.exists():
             await asyncio.sleep(DRIP_S)
         # Another process decides.
         while self._is_shut(item) and not is_stopped():  # noqa: ASYNC110

@@ -62,7 +62,7 @@ def test_two_routers_leave_no_consumer_behind(cluster: Cluster) -> None:
     assert consumers() == wanted[0] == 2
     for router, count in zip(routers, wanted[1:], strict=True):
         router.process.terminate()
-        until(lambda count=count: consumers() == count, f"{count} consumers", deadline_s=5)
+        until(lambda count=count: consumers() == count, f"{count} consumers")
 
 
 def test_two_indexers_come_to_hold_the_same(cluster: Cluster) -> None:

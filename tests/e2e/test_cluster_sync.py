@@ -58,7 +58,7 @@ def test_the_load_of_a_killed_router_goes_at_once(cluster: Cluster) -> None:
     stream, own = hold(one, 1), hold(two, 2)
     until(lambda: active_blocks(two) == 16, "the other's request")
     one.process.kill()
-    until(lambda: active_blocks(two) == 8, "the dead router's load to go", deadline_s=5)
+    until(lambda: active_blocks(two) == 8, "the dead router's load to go")
     for call in (stream, own):
         call.hang_up()
     until(lambda: active_blocks(two) == 0, "the rest to go")

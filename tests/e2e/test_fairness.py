@@ -192,7 +192,7 @@ def test_every_way_to_say_how_urgent_it_is_counts_for_the_turn() -> None:
 
 def test_full_queues_and_late_requests_are_refused() -> None:
     flags = ("--fairness", "vtc-fair", "--fairness-queue-limit", "2")
-    with one_engine(*flags, "--fairness-queue-timeout", "1.5") as (frontend, turnstile, _):
+    with one_engine(*flags, "--fairness-queue-timeout", "3") as (frontend, turnstile, _):
         calls = send(frontend, "greedy", 3)
         refused = ask(frontend.url, COMPLETIONS, body(), {"user": "greedy"})
         assert refused.status == 429 and int(refused.headers["retry-after"]) >= 1

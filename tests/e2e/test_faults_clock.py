@@ -66,9 +66,10 @@ def test_requests_workers_and_load_outlive_a_leap(
     for name in ("anna", "bert"):
         one.tell(name, "hold")
     calls = [one.call(say(f"{number} {LONG}", STREAM)) for number in range(4)]
+    # Looked for before anything else: they do not live long.
+    until(lambda: one.frontend.metric(PREDICTED) > 0, "predictions")
     for call in calls:
         call.read_event()
-    assert one.frontend.metric(PREDICTED) > 0
     clock.leap(seconds)
     until(lambda: one.frontend.metric(PREDICTED) == 0, "the predictions to run out")
     assert booked(one) == 4

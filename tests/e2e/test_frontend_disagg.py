@@ -32,7 +32,7 @@ PARAMS = {"kv_transfer_params": {"remote_port": 7, "blocks": [1, 2], "opaque": b
 
 @pytest.fixture
 def frontend() -> Iterator[EmbeddedFrontend]:
-    with EmbeddedFrontend("--first-byte-timeout", "1", "--stream-idle-timeout", "1") as running:
+    with EmbeddedFrontend() as running:
         yield running
 
 
@@ -92,9 +92,11 @@ def test_prompts_that_grow_stay_at_their_prefill_worker(frontend: EmbeddedFronte
 
 @pytest.mark.parametrize("bad", [die, hang, refuse("internal"), say("no parameters")])
 def test_a_prefill_that_fails_is_tried_elsewhere_then_left_to_the_decode_worker(
-    frontend: EmbeddedFrontend, bad: Answer
+    bad: Answer,
 ) -> None:
-    with workers(frontend, decode := FakeWorker(41), prefiller(42, bad), prefiller(43)):
+    flags = ("--first-byte-timeout", "1.5") if bad is hang else ()
+    fakes = [decode := FakeWorker(41), prefiller(42, bad), prefiller(43)]
+    with EmbeddedFrontend(*flags) as frontend, workers(frontend, *fakes):
         pinned = {"prefill_worker_id": 42}
         answer = ask(frontend.url, CHAT, {**BODY, "nvext": pinned})
         assert answer.status == 200 and "x-kvflash-prefill-worker" not in answer.headers
@@ -195,17 +197,16 @@ def test_a_prefill_that_fails_late_ends_the_stream(frontend: EmbeddedFrontend) -
         return ask.error("internal", "lost the connection to the decode worker")
 
     decode = FakeWorker(41, two_items_then(hang))
-    slow = EmbeddedFrontend()
-    with slow, workers(slow, decode, prefiller(42, prefill, bootstrap=BOOTSTRAP)):
-        call = Call(slow.url, CHAT, STREAM)
+    with workers(frontend, decode, prefiller(42, prefill, bootstrap=BOOTSTRAP)):
+        call = Call(frontend.url, CHAT, STREAM)
         call.read_event()
         gate.set()
         events = call.finish().body.decode().split("\n\n")
         error = json.loads(next(event for event in events if "error" in event)[6:])["error"]
         assert "lost the connection" in error["message"]
         until(decode.received[0].is_gone.is_set, "the decode to be cancelled")
-        slow.wait_idle()
-        assert slow.outcomes() == {"broken": 1}
+        frontend.wait_idle()
+        assert frontend.outcomes() == {"broken": 1}
 
 
 def test_a_client_that_leaves_ends_both(frontend: EmbeddedFrontend) -> None:
@@ -213,15 +214,14 @@ def test_a_client_that_leaves_ends_both(frontend: EmbeddedFrontend) -> None:
         FakeWorker(41, two_items_then(hang)),
         prefiller(42, hang, bootstrap=BOOTSTRAP),
     ]
-    slow = EmbeddedFrontend()
-    with slow, workers(slow, *fakes):
-        call = Call(slow.url, CHAT, STREAM)
+    with workers(frontend, *fakes):
+        call = Call(frontend.url, CHAT, STREAM)
         call.read_event()
         until(lambda: all(fake.received for fake in fakes), "both to have the request")
         call.hang_up()
         for fake in fakes:
             until(lambda fake=fake: fake.received and fake.received[0].is_gone.is_set(), "the end")
-        slow.wait_idle()
+        frontend.wait_idle()
 
 
 def test_a_decode_that_fails_leaves_its_prefill_worker_to_the_next_one() -> None:

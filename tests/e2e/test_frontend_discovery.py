@@ -136,7 +136,7 @@ def test_a_worker_that_is_told_to_end_finishes_its_streams(fleet: Callable[..., 
 
 def test_a_worker_that_stands_still_is_given_up(fleet: Callable[..., Fleet]) -> None:
     """Half open: its system answers, the process does not."""
-    one = fleet("--first-byte-timeout", "1", "--stream-idle-timeout", "1")
+    one = fleet("--first-byte-timeout", "3", "--stream-idle-timeout", "2")
     one.start("anna")
     one.start("bert")
     one.hold("anna")

@@ -38,22 +38,27 @@ from support_frontend import (
 
 from service import until
 
-# Long enough for every decent answer here, short enough to wait for.
-FIRST_BYTE_S = 1.0
+# Round robin: the two engines of a test take turns, whichever was tried last.
+QUICK = ("--health-interval", "0.2", "--router-mode", "round-robin")
 
 
 @pytest.fixture(scope="module")
 def frontend() -> Iterator[Frontend]:
-    """A frontend that is quick to notice; tests bring engines under their own model names.
-
-    Round robin: the two engines of a test take turns, whichever was tried last.
-    """
-    flags = (
-        *("--first-byte-timeout", str(FIRST_BYTE_S), "--health-interval", "0.2"),
-        *("--router-mode", "round-robin", "--connect-timeout", "0.5"),
-    )
-    with Frontend(*flags) as frontend:
+    """A frontend that is quick to notice; tests bring engines under their own model names."""
+    with Frontend(*QUICK) as frontend:
         yield frontend
+
+
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[Frontend]:
+    """Another one, for engines that say nothing."""
+    with Frontend(*QUICK, "--first-byte-timeout", "1.5") as frontend:
+        yield frontend
+
+
+def patience(request: pytest.FixtureRequest, behaviour: Behaviour) -> Frontend:
+    """The frontend for engines of this behaviour."""
+    return request.getfixturevalue("impatient" if behaviour is hang else "frontend")
 
 
 def failed(frontend: Frontend, cause: str) -> float:
@@ -69,15 +74,15 @@ def failed(frontend: Frontend, cause: str) -> float:
         (close_at_once, "no_answer"),
         (head_only, "no_first_byte"),
         (chunked_head_only, "no_first_byte"),
-        pytest.param(
-            unframed_head_only,
-            "no_first_byte",
-        ),
+        (unframed_head_only, "no_first_byte"),
         (refuse_503, "unavailable"),
         (hang, "timeout"),
     ],
 )
-def test_another_worker_takes_over(frontend: Frontend, behaviour: Behaviour, cause: str) -> None:
+def test_another_worker_takes_over(
+    request: pytest.FixtureRequest, behaviour: Behaviour, cause: str
+) -> None:
+    frontend = patience(request, behaviour)
     bad, good = FakeEngine("over", behaviour), FakeEngine("over")
     before = failed(frontend, cause)
     with engines(frontend, bad, good) as (bad_id, good_id):
@@ -103,8 +108,9 @@ def test_another_worker_takes_over(frontend: Frontend, behaviour: Behaviour, cau
     ],
 )
 def test_no_worker_is_left(
-    frontend: Frontend, behaviour: Behaviour, status: int, wanted: str
+    request: pytest.FixtureRequest, behaviour: Behaviour, status: int, wanted: str
 ) -> None:
+    frontend = patience(request, behaviour)
     with engines(frontend, FakeEngine("none", behaviour)) as (worker,):
         got = ask(frontend.url, COMPLETIONS, prompt_of("none"))
         assert got.status == status
@@ -354,7 +360,7 @@ def test_killed_worker_loses_nothing_that_had_no_byte() -> None:
 
 def test_killed_worker_breaks_only_streams_that_had_begun() -> None:
     with (
-        Mocker("--speedup-ratio", "0.2") as victim,
+        Mocker("--speedup-ratio", "0.05") as victim,
         Mocker("--speedup-ratio", "20") as rest,
         Frontend(
             *("--worker", victim.spec(), "--worker", rest.spec()),

@@ -41,7 +41,6 @@ def wait_overlap(frontend: Frontend, body: dict[str, Any], worker: int, blocks: 
     until(
         lambda: frontend.overlaps(body).get(worker) == blocks,
         f"worker {worker} to hold {blocks} blocks",
-        10,
     )
 
 
@@ -93,7 +92,7 @@ def test_restart_without_replay_shows_with_the_first_event() -> None:
             assert ask(frontend.url, COMPLETIONS, other).status == 200
             return frontend.overlaps(PROMPT)[1] == 0
 
-        until(is_forgotten, "the old engine's blocks to be forgotten", 10)
+        until(is_forgotten, "the old engine's blocks to be forgotten")
         earn_credit(frontend, PROMPT, 1)
 
 

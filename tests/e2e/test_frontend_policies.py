@@ -187,7 +187,7 @@ def test_cold_burst_with_one_prefix_is_spread() -> None:
 
 
 def test_warm_burst_overflows_to_idle_workers() -> None:
-    with Mocker("--speedup-ratio", "1", workers=3) as mocker:
+    with Mocker("--speedup-ratio", "0.2", workers=3) as mocker:
         specs = [part for n in range(3) for part in ("--worker", mocker.spec(n))]
         with Frontend(*specs) as frontend:
             frontend.wait_healthy(1, 2, 3)

@@ -177,28 +177,28 @@ def test_signal_lets_running_answers_finish(number: signal.Signals) -> None:
         held.release.set()
         answer = call.finish()
         assert answer.body == b'data: {"n": 2}\n\ndata: [DONE]\n\n'
-        assert frontend.process.popen.wait(10) == 0
+        assert frontend.process.popen.wait(30) == 0
 
 
 def test_idle_connections_do_not_delay_the_end() -> None:
     with serving(FakeEngine("idle")) as frontend, Raw(frontend.address) as used:
         used.send(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
         assert used.read_answer()[0] == 200
-        assert frontend.process.terminate(5) == 0
+        assert frontend.process.terminate() == 0
         assert used.read_to_end() == b""
 
 
 def test_connections_without_a_request_do_not_delay_the_end() -> None:
     with serving(FakeEngine("silent")) as frontend, Raw(frontend.address):
         frontend.http.call("GET", "/health")
-        assert frontend.process.terminate(5) == 0
+        assert frontend.process.terminate() == 0
 
 
 def test_drain_timeout_bounds_the_end() -> None:
     with serving(FakeEngine("stuck", hang), "--drain-timeout", "0.2") as frontend:
         call = Call(frontend.url, COMPLETIONS, prompt_of("stuck"))
         until(lambda: frontend.metric("kvflash_requests_in_flight") == 1, "the request")
-        assert frontend.process.terminate(5) == 0
+        assert frontend.process.terminate() == 0
         with pytest.raises((ConnectionError, OSError)):
             call.finish()
 
@@ -225,7 +225,7 @@ def test_request_that_waits_at_the_signal_is_still_tried_elsewhere() -> None:
         die.set()
         assert call.finish().status == 200
         assert [len(fake.received) for fake in fakes] == [1, 1]
-        assert frontend.process.popen.wait(10) == 0
+        assert frontend.process.popen.wait(30) == 0
 
 
 def test_signal_with_real_engines_and_their_events() -> None:
@@ -239,7 +239,7 @@ def test_signal_with_real_engines_and_their_events() -> None:
             answer = call.finish()
             assert first.startswith(b"data: ")
             assert len(answer.events) == 199
-            assert frontend.process.popen.wait(10) == 0
+            assert frontend.process.popen.wait(30) == 0
             assert frontend.process.errors == []
         mocker.wait_metric("vllm:num_requests_running", 0)
 

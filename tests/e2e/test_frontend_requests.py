@@ -50,7 +50,7 @@ def stack(request: pytest.FixtureRequest) -> Iterator[Frontend]:
 @pytest.fixture(scope="module")
 def frontend() -> Iterator[Frontend]:
     """A frontend with tight limits; tests bring their own engines, under their own names."""
-    flags = ("--max-body-bytes", str(LIMIT), "--body-timeout", "0.5", "--health-interval", "0.2")
+    flags = ("--max-body-bytes", str(LIMIT), "--body-timeout", "1.5", "--health-interval", "0.2")
     with Frontend(*flags) as frontend:
         yield frontend
 

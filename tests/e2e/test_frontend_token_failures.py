@@ -29,11 +29,20 @@ from service import until
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Say it"}]}
 STREAM = {**BODY, "stream": True}
+BEGUN = "kvflash_first_byte_seconds_count"
+# For those that wait for the end of a worker's silence.
+IMPATIENT = ("--first-byte-timeout", "1.5", "--stream-idle-timeout", "1.5")
 
 
 @pytest.fixture
 def frontend() -> Iterator[EmbeddedFrontend]:
-    with EmbeddedFrontend("--first-byte-timeout", "1", "--stream-idle-timeout", "1") as running:
+    with EmbeddedFrontend() as running:
+        yield running
+
+
+@pytest.fixture
+def impatient() -> Iterator[EmbeddedFrontend]:
+    with EmbeddedFrontend(*IMPATIENT) as running:
         yield running
 
 
@@ -69,11 +78,11 @@ BAD_FRAMES = {
         *(garbage(data) for data in BAD_FRAMES.values()),
     ],
 )
-def test_before_the_first_item_another_worker_is_tried(
-    frontend: EmbeddedFrontend, bad: Answer
-) -> None:
+def test_before_the_first_item_another_worker_is_tried(bad: Answer) -> None:
     first = {"backend_instance_id": 31}
-    with workers(frontend, FakeWorker(31, bad), FakeWorker(32)):
+    flags = IMPATIENT if bad is hang else ()
+    bad_one, good = FakeWorker(31, bad), FakeWorker(32)
+    with EmbeddedFrontend(*flags) as frontend, workers(frontend, bad_one, good):
         alone = ask(frontend.url, CHAT, {**BODY, "nvext": first})
         assert alone.status in (502, 503, 504), alone.body
         for body in (BODY, STREAM, BODY, STREAM):
@@ -106,8 +115,10 @@ def test_a_request_that_the_worker_calls_wrong_is_not_tried_again(
         *(garbage(data) for data in BAD_FRAMES.values()),
     ],
 )
-def test_after_it_the_client_hears_of_it_once(frontend: EmbeddedFrontend, bad: Answer) -> None:
-    with workers(frontend, FakeWorker(31, two_items_then(bad))):
+def test_after_it_the_client_hears_of_it_once(bad: Answer) -> None:
+    flags = IMPATIENT if bad is hang else ()
+    worker = FakeWorker(31, two_items_then(bad))
+    with EmbeddedFrontend(*flags) as frontend, workers(frontend, worker):
         events = ask(frontend.url, CHAT, STREAM).events
         assert [("error" in event) for event in events[-2:]] == [False, True]
         assert "31" in events[-1]["error"]["message"]
@@ -119,18 +130,16 @@ def test_after_it_the_client_hears_of_it_once(frontend: EmbeddedFrontend, bad: A
 
 
 def test_a_client_that_leaves_ends_the_generation(frontend: EmbeddedFrontend) -> None:
-    slow = EmbeddedFrontend()
-    with slow, workers(slow, worker := FakeWorker(31, two_items_then(hang))):
+    with workers(frontend, worker := FakeWorker(31, two_items_then(hang))):
         for count, body in enumerate((STREAM, BODY), start=1):
-            call = Call(slow.url, CHAT, body)
-            begun = "kvflash_first_byte_seconds_count"
-            until(lambda count=count, begun=begun: slow.metric(begun) == count, "the first item")
+            call = Call(frontend.url, CHAT, body)
+            until(lambda count=count: frontend.metric(BEGUN) == count, "the first item")
             call.hang_up()
             until(worker.received[-1].is_gone.is_set, "the worker to be told")
-            slow.wait_idle()
+            frontend.wait_idle()
             assert len(worker.received) == count
-        wait_for(slow, "client_gone", 2)
-        assert slow.outcomes() == {"client_gone": 2}
+        wait_for(frontend, "client_gone", 2)
+        assert frontend.outcomes() == {"client_gone": 2}
 
 
 def test_a_worker_that_dies_is_left_alone_until_it_answers(frontend: EmbeddedFrontend) -> None:
@@ -160,19 +169,19 @@ def test_one_in_doubt_comes_back_with_a_ping(frontend: EmbeddedFrontend) -> None
         assert ask(frontend.url, CHAT, BODY).status == 200
 
 
-def test_a_port_that_takes_nothing_is_given_up(frontend: EmbeddedFrontend) -> None:
+def test_a_port_that_takes_nothing_is_given_up(impatient: EmbeddedFrontend) -> None:
     """Half open: the connection stands, but nobody reads or answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=16) as silent:
         with FakeWorker(31) as model:
             spec = model.spec()
         spec["plane"]["address"] = f"127.0.0.1:{silent.getsockname()[1]}"
-        frontend.core.put_worker(json.dumps(spec))
-        with workers(frontend, FakeWorker(32)):
+        impatient.core.put_worker(json.dumps(spec))
+        with workers(impatient, FakeWorker(32)):
             for _ in range(3):
-                answer = ask(frontend.url, CHAT, BODY)
+                answer = ask(impatient.url, CHAT, BODY)
                 assert (answer.status, answer.worker) == (200, 32)
-            frontend.wait_unhealthy(31)
-        frontend.core.remove_worker(31)
+            impatient.wait_unhealthy(31)
+        impatient.core.remove_worker(31)
 
 
 def test_registrations_that_flap_lose_no_request(frontend: EmbeddedFrontend) -> None:
@@ -200,7 +209,7 @@ def test_registrations_that_flap_lose_no_request(frontend: EmbeddedFrontend) -> 
         assert frontend.outcomes() == {"complete": 100}
 
 
-def test_a_slow_worker_is_waited_for(frontend: EmbeddedFrontend) -> None:
+def test_a_slow_worker_is_waited_for() -> None:
     gate = threading.Event()
 
     def slow(ask: Ask) -> bool:
@@ -208,7 +217,8 @@ def test_a_slow_worker_is_waited_for(frontend: EmbeddedFrontend) -> None:
         gate.wait(0.5)
         return bool(say("late")(ask))
 
-    with workers(frontend, FakeWorker(31, slow)):
+    flags = ("--stream-idle-timeout", "5")
+    with EmbeddedFrontend(*flags) as frontend, workers(frontend, FakeWorker(31, slow)):
         answers: list[Any] = [ask(frontend.url, CHAT, STREAM)]
         assert answers[0].events[-1]["choices"][0]["finish_reason"] == "stop"
 

@@ -233,7 +233,7 @@ def test_client_that_leaves_frees_its_blocks(is_streaming: bool) -> None:
 
 
 def test_full_queue_is_429_and_sigterm_drains() -> None:
-    flags = ("--speedup-ratio", "20", "--max-num-seqs", "1", "--max-waiting", "1")
+    flags = ("--speedup-ratio", "5", "--max-num-seqs", "1", "--max-waiting", "1")
     with mocker(*flags) as running:
         first, response = opened_stream(running, 2_000)
         waiting = http.client.HTTPConnection(first.host, first.port, timeout=DEADLINE_S)

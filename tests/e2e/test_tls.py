@@ -155,9 +155,15 @@ def test_a_new_certificate_is_taken_and_a_broken_one_is_not(tmp_path: Path) -> N
         kept.request("GET", "/health")
         kept.getresponse().read()
         authority.pair("127.0.0.1")  # Into the same files.
-        until(lambda: shown(address, pair) != first, "the new certificate")
+
+        def is_new() -> bool:
+            kept.request("GET", "/health")  # An open connection goes on.
+            assert kept.getresponse().read()
+            return shown(address, pair) != first
+
+        until(is_new, "the new certificate")
         second = shown(address, pair)
-        kept.request("GET", "/health")  # An open connection goes on.
+        kept.request("GET", "/health")
         assert kept.getresponse().read()
         kept.close()
 

@@ -1,6 +1,7 @@
 """A worker process of the runtime for tests: it answers with tokens of tests/vectors/tiny-llama.
 
-Usage: token_worker.py NAME prefill|decode REQUEST_PLANE. What it says begins with its NAME.
+Usage: token_worker.py NAME prefill|decode REQUEST_PLANE. What it says begins with its NAME, and
+its lease lives for $LEASE_TTL_S, 10 s where that is not set.
 See support_gate.py for what holds its answers.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,13 +17,22 @@ from typing import Any
 
 from support_gate import Gate
 
-from kvflash import Context, DistributedRuntime, ModelInput, ModelType, Tokenizer, register_llm
+from kvflash import (
+    Context,
+    DistributedRuntime,
+    ModelInput,
+    ModelType,
+    RuntimeLimits,
+    Tokenizer,
+    register_llm,
+)
 
 TINY_LLAMA = Path(__file__).parents[1] / "vectors" / "tiny-llama"
 
 
 async def main(name: str, role: str, plane: str) -> None:
-    runtime = DistributedRuntime(request_plane=plane)
+    limits = RuntimeLimits(lease_ttl_s=float(os.environ.get("LEASE_TTL_S", "10")))
+    runtime = DistributedRuntime(request_plane=plane, limits=limits)
     ids = Tokenizer(TINY_LLAMA).encode(f"{name} says hello to you", add_special_tokens=False)
     gate = Gate(name, role)
 

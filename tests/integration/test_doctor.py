@@ -28,7 +28,7 @@ from service import (
 )
 
 SIZE = 2
-QUICK = ZmqOptions(replay_timeout_s=0.3, reconnect_ms_max=200)
+QUICK = ZmqOptions(reconnect_ms_max=200)
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def one(name=1, parent=None, ts=1.0, **fields):
 def doctor(capsys):
     """Run it in this process: exit status, and findings by check."""
 
-    def run(*args, timeout="0.4"):
+    def run(*args, timeout="5"):
         status = main([*args, "--json", "--timeout", timeout])
         report = json.loads(capsys.readouterr().out)
         assert report["status"] == status
@@ -203,7 +203,8 @@ def test_something_else_is_there(canned, doctor):
     assert "neither an indexer nor an engine" in findings[0]["seen"]
 
 
-def test_an_answer_that_drips(doctor):
+def test_an_answer_that_drips(doctor, monkeypatch):
+    monkeypatch.setattr("kvflash.doctor.ask._SLOW", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         stop = threading.Event()
 
@@ -218,7 +219,7 @@ def test_an_answer_that_drips(doctor):
         thread = threading.Thread(target=drip, daemon=True)
         thread.start()
         try:
-            status, findings = doctor(f"127.0.0.1:{server.getsockname()[1]}", timeout="0.05")
+            status, findings = doctor(f"127.0.0.1:{server.getsockname()[1]}")
         finally:
             stop.set()
             thread.join()
@@ -330,7 +331,7 @@ def test_a_worker_that_never_published(http, engine, url, doctor):
         ("warn", "listened", ""),
     ]
     assert (status, bad(findings)) == (0, wanted)
-    assert main([url, "--strict", "--timeout", "0.4"]) == 1
+    assert main([url, "--strict", "--timeout", "5"]) == 1
 
 
 def test_lost_batches(http, engine, url, doctor):
@@ -385,7 +386,7 @@ REPLAYS = {
 def test_replay_endpoints(http, engine, url, doctor, words):
     level, answer = REPLAYS[words]
     replaying(http, engine, answer)
-    _, findings = doctor(url)
+    _, findings = doctor(url, timeout="1" if words == "did not answer" else "5")
     assert bad(findings) == [(level, "replay", "")]
     assert words in seen(findings, "replay")
 

@@ -18,7 +18,7 @@ WORKER = {"model": "m", "tenant": "default", "instance_id": "1", "dp_rank": "0"}
 
 @pytest.fixture
 def embedded():
-    made = EmbeddedIndexer(ZmqOptions(replay_timeout_s=0.3, reconnect_ms_max=200))
+    made = EmbeddedIndexer(ZmqOptions(reconnect_ms_max=200))
     yield made
     made.close()
 

@@ -35,7 +35,7 @@ async def wait_for_announced(runtime, keys):
                     return found
         raise AssertionError("the watch ended")
 
-    return await asyncio.wait_for(look(), 10)
+    return await asyncio.wait_for(look(), 30)
 
 
 def test_it_announces_itself_until_shutdown(publisher):

@@ -140,14 +140,14 @@ def test_one_that_wants_a_worker_with_room_passes_those_that_want_another():
 
 
 def test_a_full_queue_is_429_and_a_long_wait_503():
-    with router(router_queue_limit=1, router_queue_timeout=1.5) as http:
+    with router(router_queue_limit=1, router_queue_timeout=3) as http:
         add(http, 1, max_num_batched_tokens=TOKENS)
         ask(http, "/reserve", request_id="first")
         late = Reservation(http, "late", expect=503)
         wait_pending(http, 1)
         refused = ask(http, "/reserve", request_id="refused", expect=429)
         assert "router_queue_limit" in refused["error"]
-        assert "1.5 s (router_queue_timeout)" in late.finish()["error"]
+        assert "3 s (router_queue_timeout)" in late.finish()["error"]
         assert load(http, 1) == (1, 4, TOKENS)
 
 

@@ -160,7 +160,7 @@ def service(env: dict[str, str]) -> Iterator[Callable[..., tuple[Catalog, StateS
 
     def start(**options: Any) -> tuple[Catalog, StateService]:
         catalog = Catalog(max_blocks=0)
-        settings = StateOptions(lease_ttl_s=2.0, **{"snapshot_threshold": None, **options})
+        settings = StateOptions(lease_ttl_s=5.0, **{"snapshot_threshold": None, **options})
         made.append(attach(catalog, "ns", "backend", open_keys=open_keys, options=settings))
         assert made[-1].wait_ready()
         return catalog, made[-1]
@@ -299,7 +299,7 @@ def test_a_snapshot_is_taken_by_threshold_and_the_stream_shrinks(env, worker, se
 
 
 def test_a_snapshot_is_taken_by_age_before_retention_takes_the_events(worker, service) -> None:
-    settings = NatsSettings(servers=NatsSettings.from_env().servers, stream_max_age_s=4.0)
+    settings = NatsSettings(servers=NatsSettings.from_env().servers, stream_max_age_s=6.0)
     _, attached = service(settings=settings)
     engine = worker(1)
     engine.store(10)

@@ -19,7 +19,7 @@ from service import (
 )
 
 SIZE = 2
-QUICK = ZmqOptions(replay_timeout_s=0.3, reconnect_ms_max=200)
+QUICK = ZmqOptions(reconnect_ms_max=200)
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +85,16 @@ def test_connected_and_silent(http, engine):
     assert trust(http) == ("degraded", "no_events_yet")
 
 
-def test_a_replay_endpoint_that_does_not_answer_proves_nothing(http, engine):
-    made = engine()
-    made.answer = lambda first: None
-    register(http, made)
-    until(lambda: listener(http, 1)["events"]["failed_replays"] == 1, "the end of the replay")
-    assert trust(http) == ("degraded", "no_events_yet")
+def test_a_replay_endpoint_that_does_not_answer_proves_nothing(engine):
+    hasty = EmbeddedIndexer(ZmqOptions(replay_timeout_s=0.3))
+    try:
+        made, http = engine(), hasty.http
+        made.answer = lambda first: None
+        register(http, made)
+        until(lambda: listener(http, 1)["events"]["failed_replays"] == 1, "the end of the replay")
+        assert trust(http) == ("degraded", "no_events_yet")
+    finally:
+        hasty.close()
 
 
 def test_garbage_as_an_answer_proves_nothing(http, engine):
