@@ -154,12 +154,20 @@ class ReplicaSyncService:
     async def _send(self, channel: Channel) -> None:
         while True:
             messages = self.sync.outgoing(time.monotonic())
-            try:
-                for data in messages:
+            failures: list[KvflashError] = []
+            for data in messages:
+                try:
                     await channel.send(data)
-            except KvflashError as error:
-                # What was lost shows in the next digest.
-                logger.warning("replica sync: not sent: %s", error)
+                except KvflashError as error:
+                    # What was lost shows in the next digest.
+                    failures.append(error)
+            if failures:
+                logger.warning(
+                    "replica sync: %d of %d messages are not sent: %s",
+                    len(failures),
+                    len(messages),
+                    failures[-1],
+                )
                 await asyncio.sleep(_RETRY_S)
             if len(messages) < 256:
                 await asyncio.sleep(_TICK_S)
