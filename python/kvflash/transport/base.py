@@ -149,7 +149,11 @@ class Log(Protocol):
         """Where it begins and ends."""
 
     async def append(self, headers: Mapping[str, str], payload: bytes, *, key: str) -> int:
-        """Store a message; the same ``key`` again stores nothing. Returns its number."""
+        """Store a message; the same ``key`` again stores nothing. Returns its number.
+
+        Raises:
+            InvalidArgumentError: It is larger than the server ever takes.
+        """
 
     async def open_reader(self, name: str, start: int) -> Reader:
         """A reader from message ``start`` on; takes the place of one of this name."""
