@@ -325,6 +325,31 @@ def test_a_holder_that_stood_still_is_fenced(is_swept: bool) -> None:
     directed(script)
 
 
+@pytest.mark.parametrize("gone", [[23], [23, 24], [23, 26, 30], [30]])
+def test_messages_that_are_gone_from_amid_the_log_are_counted_and_left_behind(
+    gone: list[int],
+) -> None:
+    async def script(
+        world: World, one: Router, two: Router, publish: Callable[..., object]
+    ) -> None:
+        one.node.cut_until = two.node.cut_until = world.now() + 90
+        publishing = asyncio.ensure_future(publish(10))  # type: ignore[arg-type]
+        await asyncio.sleep(60)
+        assert world.last == 30
+        for sequence in gone:
+            world.delete(sequence)
+        for router in (one, two):
+            assert await router.replica.wait_applied(30, world.incarnation, 120)
+            assert router.replica.stats.lost_messages_total == len(gone)
+            assert router.replica.stats.reopened_total <= 2 * len(gone)
+            assert held(router.catalog) == truth(world)
+        await publishing
+        await publish(5)
+        assert one.replica.applied == 35
+
+    directed(script)
+
+
 def test_a_snapshot_of_a_replica_that_was_given_another_state_is_thrown_away() -> None:
     async def script(
         world: World, one: Router, two: Router, publish: Callable[..., object]

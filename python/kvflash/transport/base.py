@@ -89,7 +89,8 @@ class Message:
     """One message of a log.
 
     Attributes:
-        sequence: Its number in the log, from 1 and without holes; purging makes none in between.
+        sequence: Its number in the log, from 1 and without holes, but for messages that were
+            deleted one by one or lost by the server; purging makes none in between.
         headers: Whose it is; values as text.
         payload: Opaque bytes.
     """

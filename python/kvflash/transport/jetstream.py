@@ -170,7 +170,10 @@ class JetStreamLog:
             answer = await self._client.request(
                 f"$JS.API.STREAM.MSG.GET.{self.name}", request, timeout=5.0
             )
-            stored = json.loads(answer.data).get("message", {}).get("time")
+            told = json.loads(answer.data)
+            if told.get("error", {}).get("code", 404) != 404:
+                raise TransportError(f"stream {self.name}: {told['error'].get('description')}")
+            stored = told.get("message", {}).get("time")
             if stored is None:
                 return None
             answer = await self._client.request(
@@ -178,8 +181,8 @@ class JetStreamLog:
             )
         # By the clock that stamped the message: this machine's may be an hour off, or leap by one.
         # Servers before 2.10 do not tell theirs.
-        told = json.loads(answer.data).get("ts")
-        now_s = datetime.now(timezone.utc).timestamp() if told is None else _seconds(told)
+        now = json.loads(answer.data).get("ts")
+        now_s = datetime.now(timezone.utc).timestamp() if now is None else _seconds(now)
         return max(0.0, now_s - _seconds(stored))
 
     async def purge(self, last: int) -> None:
