@@ -136,6 +136,23 @@ def test_what_no_channel_takes_keeps_nothing_else_back(router) -> None:
     until(lambda: (one.sync.router_id, "behind it") in load_two.requests, "the one behind it")
 
 
+def test_what_nobody_thought_of_does_not_end_it(router) -> None:
+    (one, _), (two, load) = router(), router()
+    add, failures = load.add, [OSError("no space left on device")]
+
+    def fail_once(*args: Any) -> None:
+        if failures:
+            raise failures.pop()
+        add(*args)
+
+    load.add = fail_once
+    until(lambda: len(one.sync.digests()) == len(two.sync.digests()) == 2, "both to be heard")
+    one.sync.add("a", (1, 0), None, 16, 0)
+    until(lambda: not failures, "the failure")
+    one.sync.add("b", (1, 0), None, 16, 0)
+    until(lambda: (one.sync.router_id, "b") in load.requests, "the next one")
+
+
 def test_events_have_the_published_form() -> None:
     case = json.loads((VECTORS / "replica_sync_cases.json").read_text())[0]
     events = case["input"]["events"]

@@ -350,6 +350,38 @@ def test_messages_that_are_gone_from_amid_the_log_are_counted_and_left_behind(
     directed(script)
 
 
+def test_what_nobody_thought_of_ends_neither_the_following_nor_the_snapshots(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def failing(work: Callable[..., Any], times: int) -> Callable[..., Any]:
+        left = iter(range(times))
+
+        async def fail(*args: Any) -> Any:
+            if next(left, None) is not None:
+                raise OSError("no space left on device")
+            return await work(*args)
+
+        return fail
+
+    async def script(
+        world: World, one: Router, two: Router, publish: Callable[..., object]
+    ) -> None:
+        log = one.replica._log
+        log.state = failing(log.state, 3)  # type: ignore[method-assign]
+        one.snapshots.tick = failing(one.snapshots.tick, 3)  # type: ignore[method-assign]
+        one.node.spawn(one.snapshots.run())
+        # Nothing comes: it looks whether that is so.
+        await asyncio.sleep(60)
+        await publish(5)  # type: ignore[misc]
+        assert one.replica.applied == 25
+        assert one.snapshots.stats.taken_total > 0
+
+    directed(script)
+    told = [record for record in caplog.records if "no space left" in record.message]
+    assert len(told) >= 4
+    assert sum(bool(record.exc_info) for record in told) == 2, "each once with its traceback"
+
+
 def test_a_snapshot_of_a_replica_that_was_given_another_state_is_thrown_away() -> None:
     async def script(
         world: World, one: Router, two: Router, publish: Callable[..., object]

@@ -276,7 +276,7 @@ class ReplicaSync:
                 if router_id == self.router_id:
                     return
                 self._receive(router_id, message, now_s)
-            except (ValueError, TypeError, KeyError, AttributeError):
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 self.counts["malformed"] += 1
 
     def listed(self, router_ids: set[int], now_s: float) -> None:

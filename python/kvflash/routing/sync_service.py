@@ -98,11 +98,10 @@ class ReplicaSyncService:
         try:
             channel = await self._open_channel()
             await channel.open(lambda data: self.sync.received(data, time.monotonic()))
-            work = [self._keep_listed(discovery, channel), self._watch(discovery, channel)]
-            work.append(self._send(channel))
+            work = [self._keep_listed, self._watch, self._send]
+            tasks = {asyncio.ensure_future(_keep(one, discovery, channel)) for one in work}
             if isinstance(channel, ZmqChannel):
-                work.append(channel.hear())
-            tasks = {asyncio.ensure_future(one) for one in work}
+                tasks.add(asyncio.ensure_future(_keep(channel.hear)))
             ending = asyncio.ensure_future(self._end.wait())
             self._started.set_result(None)
             done, left = await asyncio.wait({*tasks, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -151,7 +150,7 @@ class ReplicaSyncService:
                 logger.warning("replica sync: who is alive is not known: %s", error)
             await asyncio.sleep(_RETRY_S)
 
-    async def _send(self, channel: Channel) -> None:
+    async def _send(self, _: Discovery, channel: Channel) -> None:
         while True:
             messages = self.sync.outgoing(time.monotonic())
             failures: list[KvflashError] = []
@@ -171,6 +170,18 @@ class ReplicaSyncService:
                 await asyncio.sleep(_RETRY_S)
             if len(messages) < 256:
                 await asyncio.sleep(_TICK_S)
+
+
+async def _keep(work: Callable[..., Awaitable[None]], *args: object) -> None:
+    """Do it again after what nobody thought of, whose traceback is told once."""
+    said = ""
+    while True:
+        try:
+            await work(*args)
+        except Exception as error:
+            logger.warning("replica sync: %s; going on", repr(error), exc_info=repr(error) != said)
+            said = repr(error)
+        await asyncio.sleep(_RETRY_S)
 
 
 def _router(name: str, value: bytes) -> dict[int, str | None]:

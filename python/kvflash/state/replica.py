@@ -100,15 +100,25 @@ class Replica:
 
     async def run(self) -> None:
         """Follow until cancelled; servers that are away are waited for."""
-        pause_s = _RETRY_S
+        pause_s, said = _RETRY_S, ""
         while True:
             try:
                 await self._follow()
-                pause_s = _RETRY_S
+                pause_s, said = _RETRY_S, ""
                 await self._clock.sleep(pause_s)
-            except KvflashError as error:
+            except Exception as error:
                 self.stats.errors_total += 1
-                logger.warning("state of %s: %s; trying again in %g s", self.name, error, pause_s)
+                # Also after what nobody thought of, whose traceback is told once: an index that
+                # stands still for ever would be worse.
+                is_new = not isinstance(error, KvflashError) and repr(error) != said
+                logger.warning(
+                    "state of %s: %s; trying again in %g s",
+                    self.name,
+                    str(error) or repr(error),
+                    pause_s,
+                    exc_info=is_new,
+                )
+                said = repr(error)
                 await self._close_reader()
                 await self._clock.sleep(pause_s)
                 pause_s = min(2 * pause_s, _RETRY_S_MAX)

@@ -156,8 +156,11 @@ class CoreFollower:
                     worker.has_overflowed = worker.is_known = False
                     continue
                 await self._take(worker, epoch, sequence, payload)
-            except KvflashError:
+            except Exception:
                 logger.exception("following worker %d failed; going on", worker.instance_id)
+                # All of it comes with a dump.
+                worker.is_known = False
+                await self._sleep(_RETRY_S)
 
     async def _take(self, worker: _Worker, epoch: int, sequence: int, payload: bytes) -> None:
         if worker.epoch is not None and epoch < worker.epoch:
