@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import nats.errors
 import nkeys
 import pytest
 
 from certificates import Authority, NatsOperator
 from kvflash import DistributedRuntime
 from kvflash.errors import ConfigError, KvflashError, TransportError
+from kvflash.nats_login import failure
 from kvflash.runtime.broker import connect as runtime_connect
 from kvflash.servers import NatsSettings
 from kvflash.transport.jetstream import JetStreamLog
@@ -110,6 +112,17 @@ def serves(env: dict[str, str]) -> None:
 def test_a_missing_server_is_one_line_that_says_what_to_start() -> None:
     with pytest.raises(TransportError, match=r"start one .nats-server -js.*--event-plane zmq"):
         check_server(NatsSettings.from_env({"NATS_SERVER": "nats://127.0.0.1:1"}))
+
+
+def test_a_login_that_took_too_long_is_no_refusal() -> None:
+    settings = NatsSettings.from_env({})
+    for said, kind in (
+        ("'Authentication Timeout'", TransportError),
+        ("'User Authentication Expired'", ConfigError),
+        ("'Authorization Violation'", ConfigError),
+    ):
+        error = nats.errors.Error(f"nats: {said}")
+        assert type(failure(settings, [error], "start one")) is kind
 
 
 def test_user_and_key(start: Start, tmp_path: Path) -> None:

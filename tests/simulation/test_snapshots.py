@@ -350,6 +350,29 @@ def test_messages_that_are_gone_from_amid_the_log_are_counted_and_left_behind(
     directed(script)
 
 
+def test_a_message_that_was_deleted_hides_no_age() -> None:
+    """Behind the snapshot, while the log begins before that: somebody is slow."""
+
+    async def script(
+        world: World, one: Router, two: Router, publish: Callable[..., object]
+    ) -> None:
+        await one.replica._roster.join("slow")
+        world.readers["slow"] = StoredReader(8, 7)
+        assert await one.snapshots.take() == Outcome.DONE
+        await publish(5)  # type: ignore[misc]
+        assert (world.first, world.last) == (8, 25)
+        # Deleted, and applied before.
+        del world.messages[21]
+        one.snapshots._options = SnapshotOptions(threshold_messages=None, age_s_max=AGE_S)
+        await asyncio.sleep(AGE_S + 1)
+        await one.snapshots.tick()
+        pointer, _ = world.flipped
+        assert pointer is not None
+        assert pointer.sequence == 25
+
+    directed(script)
+
+
 def test_what_nobody_thought_of_ends_neither_the_following_nor_the_snapshots(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

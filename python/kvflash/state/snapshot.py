@@ -249,7 +249,8 @@ class Snapshots:
         if self._options.age_s_max is None:
             return False
         age_s = await self._log.age_s(max(covered + 1, state.first))
-        return age_s is not None and age_s > self._options.age_s_max
+        # One that was deleted tells no age: a snapshot leaves it behind.
+        return age_s is None or age_s > self._options.age_s_max
 
     async def _take(self, grant: Grant) -> Outcome:
         replica = self._replica

@@ -58,7 +58,8 @@ async def connect(
         logger.debug("NATS (%s): %s", name, error)
 
     async def on_disconnected() -> None:
-        logger.warning("NATS (%s): disconnected; connecting again", name)
+        if not client.is_closed:
+            logger.warning("NATS (%s): disconnected; connecting again", name)
 
     async def on_reconnected() -> None:
         nonlocal refusal
