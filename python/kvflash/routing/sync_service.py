@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from functools import partial
 
 from kvflash.discovery import Delete, Discovery, Put, Synced
 from kvflash.errors import KvflashError
@@ -98,10 +99,14 @@ class ReplicaSyncService:
         try:
             channel = await self._open_channel()
             await channel.open(lambda data: self.sync.received(data, time.monotonic()))
-            work = [self._keep_listed, self._watch, self._send]
-            tasks = {asyncio.ensure_future(_keep(one, discovery, channel)) for one in work}
+            work: list[Callable[[], Awaitable[None]]] = [
+                partial(self._keep_listed, discovery, channel),
+                partial(self._watch, discovery, channel),
+                partial(self._send, channel),
+            ]
             if isinstance(channel, ZmqChannel):
-                tasks.add(asyncio.ensure_future(_keep(channel.hear)))
+                work.append(channel.hear)
+            tasks = {asyncio.ensure_future(_keep(one)) for one in work}
             ending = asyncio.ensure_future(self._end.wait())
             self._started.set_result(None)
             done, left = await asyncio.wait({*tasks, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -135,22 +140,23 @@ class ReplicaSyncService:
             routers: dict[int, str | None] = {}
             is_synced = False
             try:
-                async for event in discovery.watch(self._prefix):
-                    if isinstance(event, Synced):
-                        is_synced = True
-                    elif isinstance(event, Put):
-                        routers.update(_router(event.key[len(self._prefix) :], event.value))
-                    elif isinstance(event, Delete):
-                        for router_id in _router(event.key[len(self._prefix) :], b"{}"):
-                            routers.pop(router_id, None)
-                    if is_synced:
-                        channel.follow({url for url in routers.values() if url})
-                        self.sync.listed(set(routers), time.monotonic())
+                async with discovery.watch(self._prefix) as watch:
+                    async for event in watch:
+                        if isinstance(event, Synced):
+                            is_synced = True
+                        elif isinstance(event, Put):
+                            routers.update(_router(event.key[len(self._prefix) :], event.value))
+                        elif isinstance(event, Delete):
+                            for router_id in _router(event.key[len(self._prefix) :], b"{}"):
+                                routers.pop(router_id, None)
+                        if is_synced:
+                            channel.follow({url for url in routers.values() if url})
+                            self.sync.listed(set(routers), time.monotonic())
             except KvflashError as error:
                 logger.warning("replica sync: who is alive is not known: %s", error)
             await asyncio.sleep(_RETRY_S)
 
-    async def _send(self, _: Discovery, channel: Channel) -> None:
+    async def _send(self, channel: Channel) -> None:
         while True:
             messages = self.sync.outgoing(time.monotonic())
             failures: list[KvflashError] = []
@@ -172,12 +178,12 @@ class ReplicaSyncService:
                 await asyncio.sleep(_TICK_S)
 
 
-async def _keep(work: Callable[..., Awaitable[None]], *args: object) -> None:
+async def _keep(work: Callable[[], Awaitable[None]]) -> None:
     """Do it again after what nobody thought of, whose traceback is told once."""
     said = ""
     while True:
         try:
-            await work(*args)
+            await work()
         except Exception as error:
             logger.warning("replica sync: %s; going on", repr(error), exc_info=repr(error) != said)
             said = repr(error)
