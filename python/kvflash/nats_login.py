@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import nats.aio.client
+import nats.errors
 import nkeys
 from nats.aio.transport import TcpTransport
 
@@ -40,6 +42,9 @@ class _Transport(TcpTransport):
     async def connect(self, *args: Any, **options: Any) -> None:
         """Open it; not encrypted yet."""
         self._is_encrypted = False
+        if self._bare_io_writer is not None:
+            # After a refusal the client leaves the one before open.
+            self._bare_io_writer.transport.abort()
         await super().connect(*args, **options)
 
     async def connect_tls(self, *args: Any, **options: Any) -> None:
@@ -92,6 +97,24 @@ class Client(nats.aio.client.Client):
         super().__init__()
         # It is kept over all connections.
         self._transport = _Transport(must_encrypt=settings.must_encrypt)
+
+    async def _process_err(self, err_msg: str) -> None:
+        """Connect again after whatever the server has ended the connection for.
+
+        Without this the client closes for good, subscriptions and all, where a login has run out or
+        was changed at the server: it may be right again.
+        """
+        said = err_msg.strip("' ")
+        if "permissions violation" in said.lower():
+            # Of one subject: the connection goes on.
+            await super()._process_err(err_msg)
+            return
+        error = nats.errors.Error(f"nats: {said}")
+        await self._error_cb(error)
+        if self._current_server is not None:
+            # The next attempt there pauses first, as after one that failed.
+            self._current_server.last_attempt = time.monotonic()
+        await self._process_op_err(error)
 
 
 def login_options(settings: NatsSettings) -> dict[str, Any]:
@@ -148,7 +171,8 @@ def _failure(
     where = settings.where
     text = str(error) or type(error).__name__
     said = text.lower()
-    if "authorization" in said or "authentication" in said:
+    # One that took too long is a server that is busy.
+    if "authorization" in said or ("authentication" in said and "timeout" not in said):
         return ConfigError(
             f"NATS at {where} refuses the login ({text}): set NATS_AUTH_USERNAME and "
             "NATS_AUTH_PASSWORD, NATS_AUTH_TOKEN, NATS_AUTH_NKEY or NATS_AUTH_CREDENTIALS_FILE"

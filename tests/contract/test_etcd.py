@@ -57,6 +57,16 @@ def test_a_watch_and_a_lease_go_on_when_etcd_comes_back(server: EtcdServer) -> N
     run(scenario())
 
 
+def test_many_calls_at_once_leave_a_dead_address(server: EtcdServer) -> None:
+    async def scenario() -> None:
+        mine = open_discovery("etcd", endpoints=f"http://127.0.0.1:1,{server.url}")
+        found = await asyncio.gather(*(mine.get_prefix("k/") for _ in range(2)))
+        assert found == [{}, {}]
+        await mine.close()
+
+    run(scenario())
+
+
 def test_a_watch_tells_the_difference_when_it_missed_changes(server: EtcdServer) -> None:
     async def scenario() -> None:
         mine = open_discovery("etcd", endpoints=server.url)

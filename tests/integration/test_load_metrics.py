@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from kvflash import DistributedRuntime, ForwardPassMetrics, KvStats, WorkerStats
-from kvflash.errors import InvalidArgumentError, OverloadedError
+from kvflash.errors import ConflictError, InvalidArgumentError, OverloadedError, TransportError
 from kvflash.publisher import WorkerMetricsPublisher
 
 
@@ -82,6 +82,24 @@ def test_older_engines_hand_over_all_they_know():
         assert item == {"dp_rank": 2, "kv_used_blocks": 7, "kv_total_blocks": 50}
 
     watched(check)
+
+
+def test_it_is_announced_or_says_why_not(monkeypatch):
+    async def run():
+        async with DistributedRuntime(discovery="mem") as runtime:
+            component = runtime.namespace("test").component("backend")
+            await WorkerMetricsPublisher().create_endpoint(component)
+            keys = await runtime.discovery.get_prefix("v1/instances/test/backend/load_metrics/")
+            assert list(keys) == [f"v1/instances/test/backend/load_metrics/{runtime.instance_id}"]
+            with pytest.raises(ConflictError):
+                await WorkerMetricsPublisher().create_endpoint(component)
+        monkeypatch.setenv("ETCD_ENDPOINTS", "http://127.0.0.1:1")
+        async with DistributedRuntime(discovery="etcd") as runtime:
+            component = runtime.namespace("test").component("backend")
+            with pytest.raises(TransportError, match="etcd can't be reached"):
+                await WorkerMetricsPublisher().create_endpoint(component)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 def test_misuse_is_named():

@@ -204,6 +204,23 @@ def test_a_gap_is_asked_for_once(settings, closing, ring: int, kind: str) -> Non
     assert router.receiver.stats["lost_batches"] == 0
 
 
+def test_a_batch_that_the_server_does_not_take_ends_no_connection(
+    settings, closing, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Worker(settings)
+    closing.append(worker.publisher)
+    router = Router(settings)
+    closing.append(router.receiver)
+    worker.store(1)
+    until(lambda: router.held() == 1, "live events")
+    # With its headers it is too large.
+    worker.publisher.put(1, bytes((1 << 20) - 10))
+    worker.sequence = 2
+    worker.store(1)
+    until(lambda: router.receiver.stats["messages"] == 2, "the batch behind it")
+    assert "disconnected" not in caplog.text
+
+
 def test_another_life_of_a_worker_begins_empty(settings, closing) -> None:
     first = Worker(settings, epoch=1)
     first.store(5)

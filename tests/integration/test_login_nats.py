@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import nats.errors
 import nkeys
 import pytest
 
 from certificates import Authority, NatsOperator
 from kvflash import DistributedRuntime
 from kvflash.errors import ConfigError, KvflashError, TransportError
+from kvflash.nats_login import failure
+from kvflash.runtime.broker import connect as runtime_connect
 from kvflash.servers import NatsSettings
 from kvflash.transport.jetstream import JetStreamLog
+from kvflash.transport.jetstream_writer import JetStreamWriter
 from kvflash.transport.nats_connection import check_server, connect
 from servers import NatsServer
 from service import until
@@ -108,6 +114,17 @@ def test_a_missing_server_is_one_line_that_says_what_to_start() -> None:
         check_server(NatsSettings.from_env({"NATS_SERVER": "nats://127.0.0.1:1"}))
 
 
+def test_a_login_that_took_too_long_is_no_refusal() -> None:
+    settings = NatsSettings.from_env({})
+    for said, kind in (
+        ("'Authentication Timeout'", TransportError),
+        ("'User Authentication Expired'", ConfigError),
+        ("'Authorization Violation'", ConfigError),
+    ):
+        error = nats.errors.Error(f"nats: {said}")
+        assert type(failure(settings, [error], "start one")) is kind
+
+
 def test_user_and_key(start: Start, tmp_path: Path) -> None:
     pair, stranger = (
         nkeys.from_seed(nkeys.encode_seed(letter * 32, nkeys.PREFIX_BYTE_USER))
@@ -192,6 +209,88 @@ def test_tls(start: Start, tmp_path: Path, wants_client: bool) -> None:
             raise refusal({name: env[name] for name in env if name not in names})
         with pytest.raises(ConfigError, match=refused):
             raise refusal({**env, **dict(zip(names, theirs.pair("client"), strict=True))})
+
+
+def login(password: str) -> str:
+    return f'authorization {{ user: "u", password: "{password}" }}'
+
+
+def reload(server: NatsServer, config: str) -> None:
+    """Give a running server another configuration; who is refused by it is thrown out."""
+    log, told = server.folder / "log", "Reloaded server configuration"
+    before = log.read_text().count(told)
+    (server.folder / "nats.conf").write_text(config)
+    assert server.popen is not None
+    server.popen.send_signal(signal.SIGHUP)
+    until(lambda: log.read_text().count(told) > before, "the other configuration")
+
+
+@pytest.mark.parametrize("door", ["state", "requests"])
+def test_who_is_thrown_out_comes_back_with_its_subscriptions(
+    start: Start,
+    door: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = start(login("p"))
+    env = {"NATS_SERVER": server.url, "NATS_AUTH_USERNAME": "u", "NATS_AUTH_PASSWORD": "p"}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("kvflash.runtime.broker.RECONNECT_PAUSE_S", 0.05)
+
+    async def scenario() -> None:
+        if door == "state":
+            client = await connect(NatsSettings.from_env(env), name="test")
+        else:
+            client = await runtime_connect()
+        heard = asyncio.Queue[bytes]()
+
+        async def hear(message: Any) -> None:
+            heard.put_nowait(message.data)
+
+        await client.subscribe("news", cb=hear)
+        await asyncio.to_thread(reload, server, login("other"))
+
+        def is_refused() -> bool:
+            return "refuses the login" in caplog.text or caplog.text.count("Violation") > 1
+
+        await asyncio.to_thread(until, is_refused, "an attempt that is refused")
+        assert not client.is_connected
+        await asyncio.to_thread(reload, server, login("p"))
+        while heard.empty():
+            # What is said while it is away waits, or goes as it comes back.
+            await client.publish("news", b"x")
+            await asyncio.sleep(0.02)
+        await client.close()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_writer_that_is_refused_stores_what_waits_once_it_is_not(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start(login("other"))
+    env = {"NATS_SERVER": server.url, "NATS_AUTH_USERNAME": "u", "NATS_AUTH_PASSWORD": "p"}
+    writer = JetStreamWriter(
+        "stream", headers=lambda _: {}, key=str, settings=NatsSettings.from_env(env)
+    )
+    with caplog.at_level(logging.WARNING):
+        try:
+            writer.put(0, b"a")
+            until(lambda: writer.counts["errors"] > 1, "to be refused twice")
+            reload(server, login("p"))
+            assert writer.flush()
+            assert caplog.text.count("events are not stored: NATS at ") == 1, "said once"
+            caplog.clear()
+            reload(server, login("other"))
+            until(lambda: "disconnected" in caplog.text, "to be thrown out")
+            writer.put(1, b"b")
+            reload(server, login("p"))
+            assert writer.flush()
+        finally:
+            writer.close()
+    assert writer.counts["stored_batches"] == 2
 
 
 def test_a_server_without_tls_hears_no_password(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from kvflash._core import RouterCore
 from kvflash.discovery import open_discovery
-from kvflash.routing.replica_sync import ReplicaSync
+from kvflash.routing.replica_sync import ReplicaSync, SyncLimits
 from kvflash.routing.sharing import CoreSink
 from kvflash.routing.sync_service import ReplicaSyncService
 from kvflash.servers import NatsSettings
@@ -21,6 +21,8 @@ from kvflash.transport.nats_channel import NatsChannel
 from kvflash.transport.nats_connection import connect
 from servers import EtcdServer, NatsServer
 from service import VECTORS, until
+
+LONGEST_HASH = (1 << 64) - 1
 
 
 class Load:
@@ -58,7 +60,7 @@ class Load:
 @pytest.fixture(params=["nats", "zmq"])
 def router(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[], tuple[ReplicaSyncService, Load]]]:
+) -> Iterator[Callable[..., tuple[ReplicaSyncService, Load]]]:
     """Start routers that find each other."""
     started: list[ReplicaSyncService] = []
     nats_server = etcd = None
@@ -75,10 +77,16 @@ def router(
         client = await connect(NatsSettings(servers=(nats_server.url,)), name="test")
         return NatsChannel(client, names.replica_sync_subject("ns", "backend"), is_owned=True)
 
-    def start() -> tuple[ReplicaSyncService, Load]:
+    def start(limits: SyncLimits | None = None) -> tuple[ReplicaSyncService, Load]:
         load = Load()
         service = ReplicaSyncService(
-            "ns", "backend", load, open_discovery=discovery, open_channel=channel, lease_ttl_s=2
+            "ns",
+            "backend",
+            load,
+            open_discovery=discovery,
+            open_channel=channel,
+            limits=limits,
+            lease_ttl_s=2,
         )
         service.start()
         started.append(service)
@@ -108,6 +116,41 @@ def test_two_routers_converge_a_late_one_catches_up_and_a_dead_one_is_dropped(ro
     until(lambda: load_two.requests == {} and load_three.requests == {b: wanted[b]}, "the end")
     two.stop()
     until(lambda: load_one.requests == load_three.requests == {}, "the dead router's load to go")
+
+
+def test_a_late_router_takes_a_state_that_no_single_message_could_hold(router) -> None:
+    one, _ = router()
+    for at in range(150):
+        one.sync.add(f"r{at}", (1, 0), [LONGEST_HASH] * 512, 8_192, 0)
+    # Longer than a prompt of a million tokens.
+    one.sync.add("longest", (1, 0), [LONGEST_HASH] * 70_000, 1_120_000, 0)
+    two, load_two = router()
+    until(lambda: len(load_two.requests) == 151, "the whole state")
+    until(lambda: one.sync.digests() == two.sync.digests(), "digests")
+
+
+def test_what_no_channel_takes_keeps_nothing_else_back(router) -> None:
+    (one, _), (_, load_two) = router(SyncLimits(hashes_max=60_000)), router()
+    one.sync.add("too long for NATS", (1, 0), [LONGEST_HASH] * 60_000, 960_000, 0)
+    one.sync.add("behind it", (1, 0), [1], 16, 0)
+    until(lambda: (one.sync.router_id, "behind it") in load_two.requests, "the one behind it")
+
+
+def test_what_nobody_thought_of_does_not_end_it(router) -> None:
+    (one, _), (two, load) = router(), router()
+    add, failures = load.add, [OSError("no space left on device")]
+
+    def fail_once(*args: Any) -> None:
+        if failures:
+            raise failures.pop()
+        add(*args)
+
+    load.add = fail_once
+    until(lambda: len(one.sync.digests()) == len(two.sync.digests()) == 2, "both to be heard")
+    one.sync.add("a", (1, 0), None, 16, 0)
+    until(lambda: not failures, "the failure")
+    one.sync.add("b", (1, 0), None, 16, 0)
+    until(lambda: (one.sync.router_id, "b") in load.requests, "the next one")
 
 
 def test_events_have_the_published_form() -> None:

@@ -391,6 +391,18 @@ def test_what_found_no_room_is_read_again(worker, service, monkeypatch) -> None:
     assert (stats["lost_messages_total"], stats["lost_batches_total"]) == (0, 0)
 
 
+def test_a_message_that_was_deleted_is_counted_and_holds_nobody_up(env, worker, service) -> None:
+    engine = worker(1)
+    engine.store(6)
+    for sequence in (2, 3, 5):
+        ask_nats(env["NATS_SERVER"], lambda js, at=sequence: js.delete_msg(STREAM, at))
+    catalog, attached = service()
+    assert blocks(catalog) == {1: 12}
+    assert attached.stats()["lost_messages_total"] == 3
+    engine.store(1)
+    until(lambda: blocks(catalog) == {1: 16}, "what came since")
+
+
 def test_what_cannot_be_understood_is_counted_and_set_aside(env, worker, service) -> None:
     catalog, attached = service()
     engine = worker(1)

@@ -83,7 +83,7 @@ def play(seed: int) -> Counter[str]:
     dice = random.Random(seed)
     limits = SyncLimits(
         waiting_events_max=dice.choice([3, 100]),
-        state_part_requests=dice.choice([1, 3, 500]),
+        state_part_bytes=dice.choice([1, 100, 100_000]),
         held_events_max=dice.choice([2, 1000]),
     )
     lose, repeat = dice.choice([0, 0.05, 0.3]), dice.choice([0, 0.1])

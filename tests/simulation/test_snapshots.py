@@ -325,6 +325,86 @@ def test_a_holder_that_stood_still_is_fenced(is_swept: bool) -> None:
     directed(script)
 
 
+@pytest.mark.parametrize("gone", [[23], [23, 24], [23, 26, 30], [30]])
+def test_messages_that_are_gone_from_amid_the_log_are_counted_and_left_behind(
+    gone: list[int],
+) -> None:
+    async def script(
+        world: World, one: Router, two: Router, publish: Callable[..., object]
+    ) -> None:
+        one.node.cut_until = two.node.cut_until = world.now() + 90
+        publishing = asyncio.ensure_future(publish(10))  # type: ignore[arg-type]
+        await asyncio.sleep(60)
+        assert world.last == 30
+        for sequence in gone:
+            world.delete(sequence)
+        for router in (one, two):
+            assert await router.replica.wait_applied(30, world.incarnation, 120)
+            assert router.replica.stats.lost_messages_total == len(gone)
+            assert router.replica.stats.reopened_total <= 2 * len(gone)
+            assert held(router.catalog) == truth(world)
+        await publishing
+        await publish(5)
+        assert one.replica.applied == 35
+
+    directed(script)
+
+
+def test_a_message_that_was_deleted_hides_no_age() -> None:
+    """Behind the snapshot, while the log begins before that: somebody is slow."""
+
+    async def script(
+        world: World, one: Router, two: Router, publish: Callable[..., object]
+    ) -> None:
+        await one.replica._roster.join("slow")
+        world.readers["slow"] = StoredReader(8, 7)
+        assert await one.snapshots.take() == Outcome.DONE
+        await publish(5)  # type: ignore[misc]
+        assert (world.first, world.last) == (8, 25)
+        # Deleted, and applied before.
+        del world.messages[21]
+        one.snapshots._options = SnapshotOptions(threshold_messages=None, age_s_max=AGE_S)
+        await asyncio.sleep(AGE_S + 1)
+        await one.snapshots.tick()
+        pointer, _ = world.flipped
+        assert pointer is not None
+        assert pointer.sequence == 25
+
+    directed(script)
+
+
+def test_what_nobody_thought_of_ends_neither_the_following_nor_the_snapshots(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def failing(work: Callable[..., Any], times: int) -> Callable[..., Any]:
+        left = iter(range(times))
+
+        async def fail(*args: Any) -> Any:
+            if next(left, None) is not None:
+                raise OSError("no space left on device")
+            return await work(*args)
+
+        return fail
+
+    async def script(
+        world: World, one: Router, two: Router, publish: Callable[..., object]
+    ) -> None:
+        log = one.replica._log
+        log.state = failing(log.state, 3)  # type: ignore[method-assign]
+        one.snapshots.tick = failing(one.snapshots.tick, 3)  # type: ignore[method-assign]
+        one.node.spawn(one.snapshots.run())
+        # Nothing comes: it looks whether that is so.
+        await asyncio.sleep(60)
+        await publish(5)  # type: ignore[misc]
+        assert one.replica.applied == 25
+        assert one.snapshots.stats.taken_total > 0
+
+    directed(script)
+    told = [record for record in caplog.records if "no space left" in record.message]
+    assert len(told) >= 4
+    assert sum(bool(record.exc_info) for record in told) == 2, "each once with its traceback"
+
+
 def test_a_snapshot_of_a_replica_that_was_given_another_state_is_thrown_away() -> None:
     async def script(
         world: World, one: Router, two: Router, publish: Callable[..., object]

@@ -106,6 +106,12 @@ class World:
             self.messages.pop(self.first)
             self.first += 1
 
+    def delete(self, sequence: int) -> None:
+        """Somebody deletes one message amid the others."""
+        assert self.first < sequence <= self.last
+        del self.messages[sequence]
+        self.history = [message for message in self.history if message.sequence != sequence]
+
     def delete_log(self) -> None:
         """Somebody deletes the stream; whoever finds it missing makes another one."""
         self.note("the log is deleted")
@@ -290,8 +296,8 @@ class SimLog:
         world = self.node.world
 
         def look() -> float | None:
-            stored_s = world.stored_s.get(sequence)
-            return None if stored_s is None else world.now() - stored_s
+            is_there = sequence in world.messages
+            return world.now() - world.stored_s[sequence] if is_there else None
 
         return await self.node.call(look)
 
@@ -329,7 +335,8 @@ class SimReader:
             world.expire()
             stored.position = max(stored.position, world.first)
             end = min(world.last, stored.position + world.dice.randint(0, 20))
-            taken = [world.messages[at] for at in range(stored.position, end + 1)]
+            wanted = range(stored.position, end + 1)
+            taken = [world.messages[at] for at in wanted if at in world.messages]
             stored.position = end + 1
             return taken
 

@@ -230,7 +230,8 @@ class EtcdDiscovery(Discovery):
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
         data, failure = json.dumps(body).encode(), KvflashError()
         for _ in self._endpoints:
-            url = self._endpoints[self._turn % len(self._endpoints)]
+            turn = self._turn
+            url = self._endpoints[turn % len(self._endpoints)]
             try:
                 async with self._opened().post(
                     f"{url}/v3/{method}",
@@ -245,7 +246,9 @@ class EtcdDiscovery(Discovery):
                     failure = TransportError(f"etcd can't be reached: {url}: {said}")
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
                 failure = _failure(url, error)
-            self._turn += 1
+            if self._turn == turn:
+                # Else another call has found it dead, too: counted twice it would be next again.
+                self._turn += 1
         raise failure
 
     async def _ask(self, method: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,11 @@ _RETRY_S = 1.0
 _CLOSE_S_MAX = 10.0
 # Batches that wait for the model's name or the server; beyond it the oldest go.
 _WAITING_BYTES_MAX = 64 * 1024 * 1024
+# A batch is closed at this many events or bytes, fewer where the server takes less.
 _BATCH_EVENTS_MAX = 1_024
+_BATCH_BYTES_MAX = 512 * 1024
+# Of a message beside its events: its headers, with the model's name.
+_HEAD_BYTES_MAX = 16 * 1024
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class BrokerOutlet:
     Attributes:
         kind: Of what is announced: ``jetstream`` or ``nats``.
         endpoint: What is announced.
+        batch_bytes_max: Of a batch that the server takes for sure.
 
     Raises:
         TransportError: NATS does not answer; says what to start.
@@ -104,7 +109,8 @@ class BrokerOutlet:
         self._dropped = 0
         self._writer: _Writer | None = None
         self._is_closed = threading.Event()
-        check_server(self._settings)
+        message_bytes_max = check_server(self._settings)
+        self.batch_bytes_max = max(1, min(_BATCH_BYTES_MAX, message_bytes_max - _HEAD_BYTES_MAX))
         self._thread = threading.Thread(target=self._open, name="kvflash-outlet", daemon=True)
         self._thread.start()
 
@@ -253,12 +259,16 @@ class BrokerStream:
         outlet: Where batches go.
         dp_rank: Rank in every batch.
         tick_ms: How long the first event of a batch waits for more.
+
+    Attributes:
+        event_bytes_max: What a single event should not exceed.
     """
 
     replay_endpoint: str | None = None
 
     def __init__(self, outlet: BrokerOutlet, *, dp_rank: int, tick_ms: float) -> None:
         self._outlet, self._dp_rank, self._tick_s = outlet, dp_rank, tick_ms / 1000
+        self.event_bytes_max = outlet.batch_bytes_max
         self.endpoint = outlet.endpoint
         self._process = os.getpid()
         self._changed = threading.Condition()
@@ -312,8 +322,14 @@ class BrokerStream:
                     return
                 if not self._is_closing:
                     self._changed.wait_for(lambda: self._is_closing, self._tick_s)
-                count = min(len(self._pending), _BATCH_EVENTS_MAX)
-                events = [self._pending.popleft() for _ in range(count)]
+                events = [self._pending.popleft()]
+                left = self.event_bytes_max - len(events[0])
+                while (
+                    self._pending
+                    and len(events) < _BATCH_EVENTS_MAX
+                    and (left := left - len(self._pending[0])) >= 0
+                ):
+                    events.append(self._pending.popleft())
             payload = encode_batch(events, timestamp_s=time.time(), dp_rank=self._dp_rank)
             try:
                 self._outlet.put(payload)

@@ -322,24 +322,26 @@ class KvEventPublisher:
         place = arguments.name("medium", medium)
         size = self._block_size
         fitting = next((i for i, count in enumerate(sizes) if count != size), len(sizes))
-        events = []
-        step = max(1, min(wire.BLOCKS_MAX, wire.TOKENS_MAX // size))
-        for first in range(0, fitting, step):
+        events: list[bytes] = []
+        first, step = 0, max(1, min(wire.BLOCKS_MAX, wire.TOKENS_MAX // size))
+        while first < fitting:
             last = min(first + step, fitting)
-            events.append(
-                wire.encode_stored(
-                    hashes[first:last],
-                    tokens[first * size : last * size],
-                    parent_hash=parent,
-                    block_size=size,
-                    medium=place,
-                    lora_id=adapter,
-                    lora_name=adapter_name,
-                    cache_salt=salt,
-                    item_keys=items[first:last] if items else None,
-                )
+            event = wire.encode_stored(
+                hashes[first:last],
+                tokens[first * size : last * size],
+                parent_hash=parent,
+                block_size=size,
+                medium=place,
+                lora_id=adapter,
+                lora_name=adapter_name,
+                cache_salt=salt,
+                item_keys=items[first:last] if items else None,
             )
-            parent = hashes[last - 1]
+            if len(event) > stream.event_bytes_max and last - first > 1:
+                step = (last - first) // 2
+                continue
+            events.append(event)
+            first, parent = last, hashes[last - 1]
         if events:
             stream.put(events)
         self._count(stored_blocks=fitting, dropped_blocks=len(hashes) - fitting)
@@ -377,8 +379,10 @@ class KvEventPublisher:
         stream = self._open_stream("publish_removed")
         hashes = arguments.names("block_hashes", block_hashes)
         place = arguments.name("medium", medium)
-        starts = range(0, len(hashes), wire.BLOCKS_MAX)
-        events = [wire.encode_removed(hashes[at : at + wire.BLOCKS_MAX], place) for at in starts]
+        # Nine bytes each; a long name of the medium has room beside them.
+        step = max(1, min(wire.BLOCKS_MAX, stream.event_bytes_max // 16))
+        starts = range(0, len(hashes), step)
+        events = [wire.encode_removed(hashes[at : at + step], place) for at in starts]
         if events:
             stream.put(events)
         self._count(removed_blocks=len(hashes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +22,13 @@ __all__ = [
     "WorkerStats",
 ]
 
+logger = logging.getLogger(__name__)
+
 # Name of the endpoint that answers with the load.
 ENDPOINT = "load_metrics"
 _COUNT_MAX = (1 << 63) - 1
 _RANKS_MAX = 1_024
+_POLL_S = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,21 +117,32 @@ class WorkerMetricsPublisher:
         self._serving: asyncio.Task[None] | None = None
 
     async def create_endpoint(self, component: Component) -> None:
-        """Serve `load_metrics` until the runtime is shut down; returns once that has begun.
+        """Serve `load_metrics` until the runtime is shut down; returns once it is announced.
 
         Raises:
             ConflictError: It is served already.
-            TransportError: Discovery can't be reached.
+            TransportError: Discovery or the broker can't be reached.
         """
         self._loop = asyncio.get_running_loop()
-        endpoint = component.endpoint(ENDPOINT)
-        self._serving = self._loop.create_task(
+        runtime, endpoint = component.runtime, component.endpoint(ENDPOINT)
+        key = f"v1/instances/{endpoint.path}/{runtime.instance_id}"
+        serving = self._loop.create_task(
             endpoint.serve_endpoint(self.watch, graceful_shutdown=False)
         )
-        # What can't be served fails at once.
-        await asyncio.wait({self._serving}, timeout=0)
-        if self._serving.done():
-            self._serving.result()
+        self._serving = serving
+        try:
+            while True:
+                await asyncio.wait({serving}, timeout=_POLL_S)
+                if serving.done() or key in await runtime.discovery.get_prefix(key):
+                    break
+        except BaseException:
+            serving.cancel()
+            await asyncio.wait({serving})
+            raise
+        if serving.done():
+            serving.result()
+        else:
+            serving.add_done_callback(_log_failure)
 
     def publish(
         self,
@@ -218,3 +233,9 @@ class WorkerMetricsPublisher:
     def _wake(self) -> None:
         for news in self._waiting:
             news.set()
+
+
+def _log_failure(serving: asyncio.Task[None]) -> None:
+    error = None if serving.cancelled() else serving.exception()
+    if error is not None:
+        logger.error("the load is no longer told: %s", error)

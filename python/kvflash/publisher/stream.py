@@ -33,6 +33,7 @@ _PUB_QUEUE_BATCHES = 100_000
 # A batch is closed at this many events or bytes; receivers take 65,536 and 16 MiB.
 _BATCH_EVENTS_MAX = 1_024
 _BATCH_BYTES_MAX = 1 << 20
+_EVENT_BYTES_MAX = 8 << 20
 # Of each replay this many batches are sent before others get their turn.
 _REPLAY_BURST_BATCHES = 256
 # Replays under way at a time; requests beyond that are dropped, their senders ask again.
@@ -48,7 +49,12 @@ class EventStream:
     Consistency: events are published in the order in which `put` took them; those of one call stay
         together. Numbers are consecutive from 0.
     Cost: a call copies nothing and waits only while more than `pending_bytes_max` are queued.
+
+    Attributes:
+        event_bytes_max: What a single event should not exceed.
     """
+
+    event_bytes_max = _EVENT_BYTES_MAX
 
     def __init__(
         self,

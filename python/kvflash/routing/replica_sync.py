@@ -78,14 +78,17 @@ class SyncLimits:
         requests_max: Active requests of one router that are tracked; beyond it they are ignored.
         routers_max: Other routers.
         held_events_max: Events kept while a router's state arrives.
-        state_part_requests: Requests in one message of a state.
+        state_part_bytes: Of one message of a state, unless a single request has more.
+        hashes_max: Blocks of a request that are told. With them it fits into a message that any
+            channel takes; what is beyond counts at no other router.
     """
 
     waiting_events_max: int = 100_000
     requests_max: int = 100_000
     routers_max: int = 256
     held_events_max: int = 10_000
-    state_part_requests: int = 500
+    state_part_bytes: int = 256 * 1024
+    hashes_max: int = 40_000
 
 
 @dataclass
@@ -203,9 +206,10 @@ class ReplicaSync:
         lora_name: str | None = None,
     ) -> None:
         """This router has booked a request."""
+        kept = None if hashes is None else list(hashes[: self._limits.hashes_max])
         data = {
             "AddRequest": {
-                "token_sequence": None if hashes is None else list(hashes),
+                "token_sequence": kept,
                 "isl": isl,
                 "overlap": overlap,
                 "expected_output_tokens": expected_output_tokens,
@@ -214,7 +218,6 @@ class ReplicaSync:
         with self._lock:
             if request_id in self._own.requests:
                 return
-            kept = None if hashes is None else list(hashes)
             self._own.add(request_id, _Request(worker, kept, isl, overlap, lora_name=lora_name))
             self._tell(request_id, worker, data, lora_name)
 
@@ -248,9 +251,6 @@ class ReplicaSync:
             if self._outbox:
                 # A digest or a state says what all events before it amount to.
                 return [_encode(message) for message in messages]
-            if self._wants_state:
-                self._wants_state = False
-                messages += self._state()
             if now_s - self._digest_s >= DIGEST_S:
                 self._digest_s = now_s
                 told = {"count": len(self._own.requests), "hash": self._own.digest}
@@ -260,7 +260,12 @@ class ReplicaSync:
                     peer.asked_s = now_s
                     self.counts["resyncs"] += 1
                     messages.append(self._control({"Resync": {"of": router_id}}))
-            return [_encode(message) for message in messages]
+            encoded = [_encode(message) for message in messages]
+            if self._wants_state:
+                self._wants_state = False
+                # Last: it is long, and nothing else is to wait for it.
+                encoded += self._state()
+            return encoded
 
     def received(self, data: bytes, now_s: float) -> None:
         """A message came; one's own are ignored, and so is what is none."""
@@ -271,7 +276,7 @@ class ReplicaSync:
                 if router_id == self.router_id:
                     return
                 self._receive(router_id, message, now_s)
-            except (ValueError, TypeError, KeyError, AttributeError):
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 self.counts["malformed"] += 1
 
     def listed(self, router_ids: set[int], now_s: float) -> None:
@@ -339,17 +344,27 @@ class ReplicaSync:
     def _control(self, data: dict[str, Any]) -> dict[str, Any]:
         return {"router_id": self.router_id, "sequence": self._sequence, "data": data}
 
-    def _state(self) -> list[dict[str, Any]]:
-        rows = [
-            [name, *request.worker, request.hashes, request.isl, request.overlap,
-             request.is_prefilled]
-            for name, request in self._own.requests.items()
-        ]  # fmt: skip
-        size = self._limits.state_part_requests
-        parts = [rows[at : at + size] for at in range(0, len(rows), size)] or [[]]
+    def _state(self) -> list[bytes]:
+        """Its parts; the same ones whoever asks, as long as no event comes between."""
+        parts: list[list[bytes]] = [[]]
+        part_bytes = 0
+        for name, request in self._own.requests.items():
+            row = _encode(
+                [name, *request.worker, request.hashes, request.isl, request.overlap,
+                 request.is_prefilled]
+            )  # fmt: skip
+            if parts[-1] and part_bytes + len(row) > self._limits.state_part_bytes:
+                parts.append([])
+                part_bytes = 0
+            parts[-1].append(row)
+            part_bytes += len(row)
+        head = b'{"router_id":%d,"sequence":%d,' % (self.router_id, self._sequence)
         return [
-            self._control({"State": {"part": at, "parts": len(parts), "requests": part}})
-            for at, part in enumerate(parts)
+            head
+            + b'"data":{"State":{"part":%d,"parts":%d,"requests":[' % (at, len(parts))
+            + b",".join(rows)
+            + b"]}}}"
+            for at, rows in enumerate(parts)
         ]
 
     def _receive(self, router_id: int, message: dict[str, Any], now_s: float) -> None:
@@ -486,5 +501,5 @@ class ReplicaSync:
                 self._gone.popitem(last=False)
 
 
-def _encode(message: dict[str, Any]) -> bytes:
+def _encode(message: Any) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode()

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvflash._core import Bookings
 from kvflash.discovery import Discovery
-from kvflash.errors import KvflashError
 from kvflash.routing.replica_sync import Worker
 from kvflash.routing.sync_service import ReplicaSyncService
 from kvflash.runtime.settings import host_address
@@ -218,7 +217,7 @@ class Sharing:
             for tiding in fresh:
                 try:
                     self._tell(tiding)
-                except KvflashError:
+                except Exception:
                     logger.exception("replica sync: a booking is not told")
 
     def _tell(self, tiding: _Tiding) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from functools import partial
 
 from kvflash.discovery import Delete, Discovery, Put, Synced
 from kvflash.errors import KvflashError
@@ -98,11 +99,14 @@ class ReplicaSyncService:
         try:
             channel = await self._open_channel()
             await channel.open(lambda data: self.sync.received(data, time.monotonic()))
-            work = [self._keep_listed(discovery, channel), self._watch(discovery, channel)]
-            work.append(self._send(channel))
+            work: list[Callable[[], Awaitable[None]]] = [
+                partial(self._keep_listed, discovery, channel),
+                partial(self._watch, discovery, channel),
+                partial(self._send, channel),
+            ]
             if isinstance(channel, ZmqChannel):
-                work.append(channel.hear())
-            tasks = {asyncio.ensure_future(one) for one in work}
+                work.append(channel.hear)
+            tasks = {asyncio.ensure_future(_keep(one)) for one in work}
             ending = asyncio.ensure_future(self._end.wait())
             self._started.set_result(None)
             done, left = await asyncio.wait({*tasks, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -136,17 +140,18 @@ class ReplicaSyncService:
             routers: dict[int, str | None] = {}
             is_synced = False
             try:
-                async for event in discovery.watch(self._prefix):
-                    if isinstance(event, Synced):
-                        is_synced = True
-                    elif isinstance(event, Put):
-                        routers.update(_router(event.key[len(self._prefix) :], event.value))
-                    elif isinstance(event, Delete):
-                        for router_id in _router(event.key[len(self._prefix) :], b"{}"):
-                            routers.pop(router_id, None)
-                    if is_synced:
-                        channel.follow({url for url in routers.values() if url})
-                        self.sync.listed(set(routers), time.monotonic())
+                async with discovery.watch(self._prefix) as watch:
+                    async for event in watch:
+                        if isinstance(event, Synced):
+                            is_synced = True
+                        elif isinstance(event, Put):
+                            routers.update(_router(event.key[len(self._prefix) :], event.value))
+                        elif isinstance(event, Delete):
+                            for router_id in _router(event.key[len(self._prefix) :], b"{}"):
+                                routers.pop(router_id, None)
+                        if is_synced:
+                            channel.follow({url for url in routers.values() if url})
+                            self.sync.listed(set(routers), time.monotonic())
             except KvflashError as error:
                 logger.warning("replica sync: who is alive is not known: %s", error)
             await asyncio.sleep(_RETRY_S)
@@ -154,15 +159,35 @@ class ReplicaSyncService:
     async def _send(self, channel: Channel) -> None:
         while True:
             messages = self.sync.outgoing(time.monotonic())
-            try:
-                for data in messages:
+            failures: list[KvflashError] = []
+            for data in messages:
+                try:
                     await channel.send(data)
-            except KvflashError as error:
-                # What was lost shows in the next digest.
-                logger.warning("replica sync: not sent: %s", error)
+                except KvflashError as error:
+                    # What was lost shows in the next digest.
+                    failures.append(error)
+            if failures:
+                logger.warning(
+                    "replica sync: %d of %d messages are not sent: %s",
+                    len(failures),
+                    len(messages),
+                    failures[-1],
+                )
                 await asyncio.sleep(_RETRY_S)
             if len(messages) < 256:
                 await asyncio.sleep(_TICK_S)
+
+
+async def _keep(work: Callable[[], Awaitable[None]]) -> None:
+    """Do it again after what nobody thought of, whose traceback is told once."""
+    said = ""
+    while True:
+        try:
+            await work()
+        except Exception as error:
+            logger.warning("replica sync: %s; going on", repr(error), exc_info=repr(error) != said)
+            said = repr(error)
+        await asyncio.sleep(_RETRY_S)
 
 
 def _router(name: str, value: bytes) -> dict[int, str | None]:

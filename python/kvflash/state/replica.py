@@ -82,6 +82,8 @@ class Replica:
         self._step = on_step
         self._reader: Reader | None = None
         self._incarnation = ""
+        # What comes next did not come.
+        self._is_missing = False
         self.generation = 0
         self._moved = asyncio.Event()
         self._is_caught_up = asyncio.Event()
@@ -98,14 +100,25 @@ class Replica:
 
     async def run(self) -> None:
         """Follow until cancelled; servers that are away are waited for."""
-        pause_s = _RETRY_S
+        pause_s, said = _RETRY_S, ""
         while True:
             try:
                 await self._follow()
-                pause_s = _RETRY_S
-            except KvflashError as error:
+                pause_s, said = _RETRY_S, ""
+                await self._clock.sleep(pause_s)
+            except Exception as error:
                 self.stats.errors_total += 1
-                logger.warning("state of %s: %s; trying again in %g s", self.name, error, pause_s)
+                # Also after what nobody thought of, whose traceback is told once: an index that
+                # stands still for ever would be worse.
+                is_new = not isinstance(error, KvflashError) and repr(error) != said
+                logger.warning(
+                    "state of %s: %s; trying again in %g s",
+                    self.name,
+                    str(error) or repr(error),
+                    pause_s,
+                    exc_info=is_new,
+                )
+                said = repr(error)
                 await self._close_reader()
                 await self._clock.sleep(pause_s)
                 pause_s = min(2 * pause_s, _RETRY_S_MAX)
@@ -167,6 +180,7 @@ class Replica:
             was_behind = False
             if not messages or not await self._take(messages):
                 # Deliveries or messages are missing: open() finds out which.
+                self._is_missing = True
                 self.stats.reopened_total += 1
                 return
             self._step("applied")
@@ -214,22 +228,37 @@ class Replica:
                         continue
                     applied = max(covered, applied)
             self._incarnation = state.incarnation
-            if state.first > applied + 1:
-                # Gone before a snapshot had them: too old, or purged by somebody who was wrong.
-                lost = state.first - 1 - applied
+            found = max(state.first, applied + 1)
+            if found == applied + 1 and self._is_missing:
+                found = await self._find(found, state.last)
+                after = await self._log.state()
+                if after.incarnation != state.incarnation or after.first > applied + 1:
+                    # Purged meanwhile: a snapshot has them.
+                    continue
+            lost = found - 1 - applied
+            if lost:
+                # Gone before a snapshot had them: too old, deleted, lost in a crash of the server,
+                # or purged by somebody who was wrong.
                 self.stats.lost_messages_total += lost
                 logger.error("state of %s: %d messages are gone from the log", self.name, lost)
-                applied = state.first - 1
+                applied += lost
             self.stats.applied = applied
             self._moved.set()
             self._step("restored")
             self._reader = await self._log.open_reader(self.name, applied + 1)
             after = await self._log.state()
             if after.incarnation == state.incarnation and after.first <= applied + 1:
+                self._is_missing = False
                 return
             # Purged or made anew in between: look again.
             await self._close_reader()
         raise TransportError("the log is purged faster than snapshots can be restored")
+
+    async def _find(self, sequence: int, last: int) -> int:
+        """The first message from this one on that is there; last + 1 when there is none."""
+        while sequence <= last and await self._log.age_s(sequence) is None:
+            sequence += 1
+        return sequence
 
     async def _restore(self, pointer: Pointer) -> bool:
         """Take over a snapshot; False when another one has taken its place."""

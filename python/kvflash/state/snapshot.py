@@ -124,11 +124,20 @@ class Snapshots:
     async def run(self) -> None:
         """Look once a second until cancelled; servers that are away are waited for."""
         await self._replica.wait_caught_up()
+        said = ""
         while True:
             try:
                 await self.tick()
-            except KvflashError as error:
-                logger.warning("snapshots of %s: %s", self._replica.name, error)
+                said = ""
+            except Exception as error:
+                is_new = not isinstance(error, KvflashError) and repr(error) != said
+                logger.warning(
+                    "snapshots of %s: %s",
+                    self._replica.name,
+                    str(error) or repr(error),
+                    exc_info=is_new,
+                )
+                said = repr(error)
             await self._clock.sleep(_TICK_S)
 
     async def tick(self) -> None:
@@ -240,7 +249,8 @@ class Snapshots:
         if self._options.age_s_max is None:
             return False
         age_s = await self._log.age_s(max(covered + 1, state.first))
-        return age_s is not None and age_s > self._options.age_s_max
+        # One that was deleted tells no age: a snapshot leaves it behind.
+        return age_s is None or age_s > self._options.age_s_max
 
     async def _take(self, grant: Grant) -> Outcome:
         replica = self._replica

@@ -89,7 +89,8 @@ class Message:
     """One message of a log.
 
     Attributes:
-        sequence: Its number in the log, from 1 and without holes; purging makes none in between.
+        sequence: Its number in the log, from 1 and without holes, but for messages that were
+            deleted one by one or lost by the server; purging makes none in between.
         headers: Whose it is; values as text.
         payload: Opaque bytes.
     """
@@ -149,7 +150,11 @@ class Log(Protocol):
         """Where it begins and ends."""
 
     async def append(self, headers: Mapping[str, str], payload: bytes, *, key: str) -> int:
-        """Store a message; the same ``key`` again stores nothing. Returns its number."""
+        """Store a message; the same ``key`` again stores nothing. Returns its number.
+
+        Raises:
+            InvalidArgumentError: It is larger than the server ever takes.
+        """
 
     async def open_reader(self, name: str, start: int) -> Reader:
         """A reader from message ``start`` on; takes the place of one of this name."""

@@ -15,10 +15,10 @@ import nats.js.errors
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 
-from kvflash.errors import TransportError
+from kvflash.errors import InvalidArgumentError, TransportError
 from kvflash.servers import NatsSettings
 from kvflash.transport.base import LogState, Message
-from kvflash.transport.nats_connection import Client
+from kvflash.transport.nats_connection import Client, message_bytes
 
 __all__ = ["JetStreamLog", "JetStreamReader", "reaching"]
 
@@ -42,6 +42,8 @@ _ACK_WAIT_S = 30.0
 _INACTIVE_S = 3_600.0
 
 _NOT_FOUND = nats.js.errors.NotFoundError
+# The stream's own limit of a message, where it was made with one.
+_TOO_LARGE = 10054
 
 
 @contextlib.asynccontextmanager
@@ -107,8 +109,21 @@ class JetStreamLog:
     async def append(self, headers: Mapping[str, str], payload: bytes, *, key: str) -> int:
         """See :meth:`Log.append`."""
         named = {**headers, "Nats-Msg-Id": key}
+        size, size_max = message_bytes(named, payload), self._client.max_payload
+        if size > size_max:
+            raise InvalidArgumentError(
+                f"stream {self.name}: a message of {size} bytes; the server's max_payload is "
+                f"{size_max}"
+            )
         async with reaching(f"stream {self.name}"):
-            ack = await self._js.publish(self._subject, payload, headers=named)
+            try:
+                ack = await self._js.publish(self._subject, payload, headers=named)
+            except nats.js.errors.APIError as error:
+                if error.err_code != _TOO_LARGE:
+                    raise
+                raise InvalidArgumentError(
+                    f"stream {self.name}: a message of {size} bytes is above its max_msg_size"
+                ) from error
         return ack.seq
 
     async def open_reader(self, name: str, start: int) -> JetStreamReader:
@@ -155,7 +170,10 @@ class JetStreamLog:
             answer = await self._client.request(
                 f"$JS.API.STREAM.MSG.GET.{self.name}", request, timeout=5.0
             )
-            stored = json.loads(answer.data).get("message", {}).get("time")
+            told = json.loads(answer.data)
+            if told.get("error", {}).get("code", 404) != 404:
+                raise TransportError(f"stream {self.name}: {told['error'].get('description')}")
+            stored = told.get("message", {}).get("time")
             if stored is None:
                 return None
             answer = await self._client.request(
@@ -163,8 +181,8 @@ class JetStreamLog:
             )
         # By the clock that stamped the message: this machine's may be an hour off, or leap by one.
         # Servers before 2.10 do not tell theirs.
-        told = json.loads(answer.data).get("ts")
-        now_s = datetime.now(timezone.utc).timestamp() if told is None else _seconds(told)
+        now = json.loads(answer.data).get("ts")
+        now_s = datetime.now(timezone.utc).timestamp() if now is None else _seconds(now)
         return max(0.0, now_s - _seconds(stored))
 
     async def purge(self, last: int) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from kvflash.errors import ClosedError, TransportError
+from kvflash.errors import ClosedError, InvalidArgumentError, KvflashError
 from kvflash.servers import NatsSettings
 from kvflash.transport.jetstream import JetStreamLog
 from kvflash.transport.nats_connection import connect
@@ -25,7 +25,9 @@ class JetStreamWriter:
     """Writes batches to a component's stream, in a thread of its own.
 
     One is on its way at a time, so that the stream has a publisher's batches in their order; one
-    that was not acknowledged is sent again under the same key, which stores it once.
+    that was not acknowledged is sent again under the same key, which stores it once. A server that
+    is away or refuses us is asked again for as long as it takes. One that is larger than the server
+    takes goes, is counted, and is a gap to those who read.
 
     Args:
         stream: The stream's name.
@@ -108,7 +110,7 @@ class JetStreamWriter:
     async def _write(self) -> None:
         log: JetStreamLog | None = None
         client = None
-        pause_s = _RETRY_S
+        pause_s, said = _RETRY_S, ""
         try:
             while True:
                 with self._changed:
@@ -129,21 +131,27 @@ class JetStreamWriter:
                         await log.ensure()
                     sequence, payload = batch
                     await log.append(self._headers(sequence), payload, key=self._key(sequence))
-                except TransportError as error:
+                    became = "stored_batches"
+                except InvalidArgumentError as error:
+                    logger.error("a batch of events is lost: %s", error)
+                    became = "dropped_batches"
+                except (KvflashError, OSError) as error:
                     if self._is_closed:
                         return
                     self.counts["errors"] += 1
-                    logger.warning("events are not stored: %s; trying again", error)
+                    if str(error) != said:
+                        said = str(error)
+                        logger.warning("events are not stored: %s; trying again", error)
                     # It may have been deleted: then it is made again.
                     log = None
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, _RETRY_S_MAX)
                     continue
-                pause_s = _RETRY_S
+                pause_s, said = _RETRY_S, ""
                 with self._changed:
                     self._waiting.popleft()
                     self._waiting_bytes -= len(payload)
-                    self.counts["stored_batches"] += 1
+                    self.counts[became] += 1
                     self._changed.notify_all()
         finally:
             if client is not None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import nats.errors
 
+from kvflash.errors import ConfigError
 from kvflash.nats_login import Client, failure, login_options
 from kvflash.servers import NatsSettings
 
-__all__ = ["Client", "check_server", "connect"]
+__all__ = ["Client", "check_server", "connect", "message_bytes"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,17 +43,27 @@ async def connect(
     """
     said = deque[Exception](maxlen=_SAID_MAX)
     is_connected = False
+    refusal = ""
 
     async def on_error(error: Exception) -> None:
+        nonlocal refusal
         if not is_connected:
             said.append(error)
+        made = failure(settings, [error], _OTHERWISE)
+        if is_connected and isinstance(made, ConfigError) and str(made) != refusal:
+            # Once: only somebody can mend that.
+            refusal = str(made)
+            logger.warning("NATS (%s): %s; trying again", name, refusal)
         # The client tells every failed attempt; who waits for an answer hears of it anyway.
         logger.debug("NATS (%s): %s", name, error)
 
     async def on_disconnected() -> None:
-        logger.warning("NATS (%s): disconnected; connecting again", name)
+        if not client.is_closed:
+            logger.warning("NATS (%s): disconnected; connecting again", name)
 
     async def on_reconnected() -> None:
+        nonlocal refusal
+        refusal = ""
         logger.info("NATS (%s): connected again", name)
         if on_reconnect is not None:
             await on_reconnect()
@@ -80,17 +91,27 @@ async def connect(
     return client
 
 
-def check_server(settings: NatsSettings) -> None:
+def message_bytes(headers: Mapping[str, str], payload: bytes) -> int:
+    """What the server compares with its ``max_payload``: headers count, too."""
+    lines = sum(len(name) + len(value.encode()) + 4 for name, value in headers.items())
+    return len("NATS/1.0\r\n\r\n") + lines + len(payload)
+
+
+def check_server(settings: NatsSettings) -> int:
     """Connect and hang up, in a thread of its own: with or without an event loop.
+
+    Returns:
+        Bytes of the largest message that the server takes, with its headers.
 
     Raises:
         TransportError: No server answers; says which one to start.
         ConfigError: The server refuses who we are.
     """
 
-    async def ask() -> None:
+    async def ask() -> int:
         client = await connect(settings, name="kvflash-check")
         await client.close()
+        return int(client.max_payload)
 
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(lambda: asyncio.run(ask())).result()
+        return pool.submit(lambda: asyncio.run(ask())).result()

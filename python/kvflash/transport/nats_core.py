@@ -27,7 +27,7 @@ from kvflash.servers import NatsSettings
 from kvflash.transport.base import Order
 from kvflash.transport.jetstream import reaching
 from kvflash.transport.local_index import Answer, LocalIndex, join, question
-from kvflash.transport.nats_connection import Client, connect
+from kvflash.transport.nats_connection import Client, connect, message_bytes
 
 __all__ = ["Ask", "CoreFollower", "NatsCorePublisher", "NatsCoreReceiver", "nats_ask"]
 
@@ -156,8 +156,11 @@ class CoreFollower:
                     worker.has_overflowed = worker.is_known = False
                     continue
                 await self._take(worker, epoch, sequence, payload)
-            except KvflashError:
+            except Exception:
                 logger.exception("following worker %d failed; going on", worker.instance_id)
+                # All of it comes with a dump.
+                worker.is_known = False
+                await self._sleep(_RETRY_S)
 
     async def _take(self, worker: _Worker, epoch: int, sequence: int, payload: bytes) -> None:
         if worker.epoch is not None and epoch < worker.epoch:
@@ -370,11 +373,12 @@ class NatsCorePublisher(_Looped):
             await client.flush()
 
     async def _publish(self, sequence: int, payload: bytes) -> None:
-        if self._client is not None:
-            # Lost while the server is away: routers see the gap.
+        headers, client = self._headers(sequence), self._client
+        # What is too large would end the connection. Routers see the gap, as they do where it is
+        # lost while the server is away, and have it from a dump.
+        if client is not None and message_bytes(headers, payload) <= client.max_payload:
             with contextlib.suppress(nats.errors.Error, OSError):
-                headers = self._headers(sequence)
-                await self._client.publish(self._subject, payload, headers=headers)
+                await client.publish(self._subject, payload, headers=headers)
 
 
 class NatsCoreReceiver(_Looped):
