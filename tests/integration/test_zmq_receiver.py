@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
+import resource
 
 import pytest
 import zmq
@@ -634,6 +635,19 @@ def test_more_publishers_than_a_context_has_sockets(run, client, engine):
 
     until(connected, "every subscription", 10.0)
     assert {w["status"] for w in http.get("/workers")} == {"active"}
+
+
+def test_a_service_may_open_as_many_files_as_the_system_lets_it(run):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
+    try:
+        process = run("kvflash.indexer", "--port", "0", "--host", "127.0.0.1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    process.ready()
+    assert resource.prlimit(process.popen.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    told = f"up to {hard} open files, where the limit was {hard // 2}"
+    until(lambda: any(told in line for line in process.errors), "the line about it")
 
 
 # -- the receiver itself
