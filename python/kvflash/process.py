@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import resource
 import signal
 import sys
 import threading
@@ -175,6 +176,22 @@ def start_logging(level: str, log_format: str) -> None:
     logging.basicConfig(level=python_level, handlers=[handler])
 
 
+def _allow_open_files() -> None:
+    """Raise the limit of open files as far as it goes; every engine that is followed takes some.
+
+    The usual 1,024 is there for programs that use select(2).
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError) as error:
+        logger.warning("open files stay limited to %d: %s", soft, error)
+    else:
+        logger.info("up to %d open files, where the limit was %d", hard, soft)
+
+
 def run_until_stopped(service: Service, *, name: str) -> None:
     """Serve until SIGTERM or SIGINT; prints one line with the address once it listens.
 
@@ -190,6 +207,7 @@ def run_until_stopped(service: Service, *, name: str) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
+    _allow_open_files()
     service.start()
     print(json.dumps({"event": "ready", "service": name, "url": service.url}), flush=True)
     while not is_stopped:

@@ -5,9 +5,13 @@ The index is compared with plain dictionaries, through GET /dump.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import re
+import resource
+import time
+from concurrent.futures import Future
 
 import pytest
 import zmq
@@ -647,6 +651,19 @@ def test_more_publishers_than_a_context_has_sockets(run, client, engine):
     assert {w["status"] for w in http.get("/workers")} == {"active"}
 
 
+def test_a_service_may_open_as_many_files_as_the_system_lets_it(run):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
+    try:
+        process = run("kvflash.indexer", "--port", "0", "--host", "127.0.0.1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    process.ready()
+    assert resource.prlimit(process.popen.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    told = f"up to {hard} open files, where the limit was {hard // 2}"
+    until(lambda: any(told in line for line in process.errors), "the line about it")
+
+
 # -- the receiver itself
 
 
@@ -663,3 +680,161 @@ def test_stopping_twice_and_orders_after_the_stop_do_nothing(embedded):
     receiver.subscribe(1, "tcp://127.0.0.1:1", None)
     receiver.unsubscribe(1)
     receiver.stop()
+
+
+# -- slow turns
+
+
+def in_one_turn(receiver, act):
+    """Run on the receiver's thread: what is to be seen in the same turn has waited that long."""
+    done = Future()
+
+    def run():
+        try:
+            done.set_result(act())
+        except Exception as error:
+            done.set_exception(error)
+
+    receiver._order(run)
+    return done.result(30.0)
+
+
+def subscription_of(receiver, made):
+    return next(s for s in receiver._subscriptions.values() if s.endpoint == made.endpoint)
+
+
+def test_an_answer_that_waits_for_its_turn_is_not_late(http, embedded, engine):
+    made = engine()
+    register(http, made)
+    wait_for_sequence(http, 1, made.publish(one(1)))
+    made.gate.clear()
+    made.publish(one(2, (2, 2)), is_sent=False)
+    last = made.publish(one(3, (3, 3)))
+    until(lambda: made.asked == [0, 1], "the replay to be asked for")
+    replay = subscription_of(embedded.receiver, made).replay
+
+    def slow():
+        made.gate.set()
+        until(lambda: replay.socket.poll(0), "the answer")
+        replay.deadline = time.monotonic()
+
+    in_one_turn(embedded.receiver, slow)
+    entry = wait_for_sequence(http, 1, last)
+    assert "last_error" not in entry, entry
+    assert counts(http)["lost_batches"] == 0
+    assert made.asked == [0, 1]
+
+
+def test_a_connection_that_comes_back_in_a_slow_turn_is_kept(http, embedded, engine):
+    made = engine(replay=False)
+    register(http, made)
+    wait_for_sequence(http, 1, made.publish(one(1)))
+    subscription = subscription_of(embedded.receiver, made)
+    socket, monitor = subscription.socket, subscription.monitor
+
+    def slow():
+        made.stop()
+        until(lambda: monitor.poll(0), "the loss")
+        embedded.receiver._on_monitor(subscription)
+        made.start()
+        until(lambda: monitor.poll(0), "what comes after it")
+        subscription.reconnect_at = time.monotonic()
+
+    in_one_turn(embedded.receiver, slow)
+    made.wait_for_subscriber()
+    until(lambda: listener(http, 1)["status"] == "active", "the connection")
+    made.publish(one(2, (2, 2)))
+    until(lambda: counts(http)["restarts"] == 1, "the restart to be noticed")
+    assert subscription.socket is socket
+
+
+# -- no more open files
+
+
+@contextlib.contextmanager
+def no_more_files():
+    """This process can open nothing: all numbers that it may use are those of standard streams."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_publisher_without_a_socket_has_failed(http, engine, caplog):
+    made = engine(replay=False)
+    http.get("/workers")
+    with no_more_files():
+        register(http, made, is_awaited=False)
+        until(lambda: listener(http, 1)["status"] == "failed", "the failure")
+    assert "Too many open files: the process may have 3; raise" in listener(http, 1)["last_error"]
+    assert "ulimit -n" in caplog.text
+
+
+def test_a_gap_without_a_socket_for_its_replay_is_given_up(http, engine):
+    made = engine()
+    register(http, made)
+    wait_for_sequence(http, 1, made.publish(one(1)))
+    with no_more_files():
+        made.publish(one(2, (2, 2)), is_sent=False)
+        entry = wait_for_sequence(http, 1, made.publish(one(3, (3, 3))))
+    assert "Too many open files" in entry["last_error"]
+    assert entry["events"]["lost_batches"] == 1
+    made.publish(one(4, (4, 4)), is_sent=False)
+    wait_for_sequence(http, 1, made.publish(one(5, (5, 5))))
+    assert {fact[3] for fact in dumped_blocks(http)} == {1, 3, 4, 5}
+    assert made.asked == [0, 3]
+
+
+def test_a_late_replay_without_a_socket_to_ask_again_costs_nobody_else(http, engine):
+    made, other = engine(), engine()
+    register(http, made)
+    register(http, other, 2)
+    wait_for_sequence(http, 1, made.publish(one(1)))
+    made.answer = lambda first: made.ring_from(first)[:2]
+    made.gate.clear()
+    for name in range(2, 6):
+        made.publish(one(name, (name, name)), is_sent=False)
+    last = made.publish(one(6, (6, 6)))
+    until(lambda: made.asked == [0, 1], "the replay to be asked for")
+    with no_more_files():
+        made.gate.set()
+        entry = wait_for_sequence(http, 1, last)
+    assert "Too many open files" in entry["last_error"]
+    assert {fact[3] for fact in dumped_blocks(http)} == {1, 2, 3, 6}
+    wait_for_sequence(http, 2, other.publish(one(1)))
+
+
+def test_a_broken_connection_is_opened_again_when_it_can_be(http, engine, monkeypatch):
+    monkeypatch.setattr("kvflash.transport.zmq._RECONNECT_GRACE_S", 0.2)
+    made = engine(replay=False)
+    register(http, made)
+    wait_for_sequence(http, 1, made.publish(one(1)))
+    with no_more_files():
+        made.publish(b"\0" * (16 * 1024 * 1024 + 1))
+        told = "connecting again fails: Too many open files"
+        until(lambda: told in listener(http, 1).get("last_error", ""), "the failure")
+        assert listener(http, 1)["status"] == "pending"
+    made.wait_for_departure()
+    made.wait_for_subscriber()
+    wait_for_sequence(http, 1, made.publish(one(2, (2, 2))))
+    assert {fact[3] for fact in dumped_blocks(http)} == {1, 2}
+
+
+# -- sockets that can't work
+
+
+def test_a_socket_that_cannot_work_stays_failed(http, embedded, engine):
+    made = engine(replay=False)
+    register(http, made)
+    receiver = embedded.receiver
+    number = subscription_of(receiver, made).publisher
+    receiver.unsubscribe(number)
+    receiver.subscribe(number, "tcp://127.0.0.1:*", None, is_held=True)
+    receiver.resume(number)
+    receiver.pause(number)
+    in_one_turn(receiver, lambda: None)
+    entry = listener(http, 1)
+    assert entry["status"] == "failed", entry
+    assert "can't connect to tcp://127.0.0.1:*" in entry["last_error"]

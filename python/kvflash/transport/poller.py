@@ -22,7 +22,7 @@ class Poller:
 
     Sockets are used by one thread, and once registered only between a ``poll`` that returned them
     and the next: what they take in meanwhile, nobody would be told. Register a socket again to have
-    it looked at.
+    it looked at, or ask :meth:`look_at`.
 
     Source: ``ZMQ_FD`` in zmq_getsockopt(3).
     """
@@ -42,6 +42,13 @@ class Poller:
         """Watch it no more. Must come before its close."""
         self._selector.unregister(socket.fileno())
         self._looked_at.pop(socket, None)
+
+    def look_at(self, socket: zmq.Socket[bytes]) -> bool:
+        """Can this registered socket be received from? Then the next ``poll`` returns it."""
+        is_readable = _is_readable(socket)
+        if is_readable:
+            self._looked_at[socket] = None
+        return is_readable
 
     def poll(self, timeout_ms: int | None) -> list[zmq.Socket[bytes]]:
         """Wait until sockets can be received from.

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -24,6 +25,7 @@ from kvflash._core import Catalog
 from kvflash.transport.drain import find_drain
 from kvflash.transport.options import ZmqOptions
 from kvflash.transport.poller import Poller
+from kvflash.transport.zmq_socket import dialable, explain, open_replay, open_stream
 
 __all__ = ["ZmqReceiver"]
 
@@ -34,12 +36,6 @@ _Part = bytes | zmq.Frame
 
 _SEQUENCE_BYTES = 8
 _END_OF_REPLAY = b"\xff" * _SEQUENCE_BYTES
-_MONITORED = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CONNECT_RETRIED
-    | zmq.EVENT_CONNECT_DELAYED
-)
 # ZMQ does not connect again after a breach of protocol, such as a frame above the limit. It says
 # so by saying nothing: of every other attempt it tells at once.
 _RECONNECT_GRACE_S = 1.0
@@ -49,11 +45,11 @@ _RECONNECT_GRACE_S = 1.0
 class _Replay:
     """A repair under way: from which number, until when, and what waits for its end."""
 
-    socket: zmq.Socket[bytes]
     first: int
     deadline: float
     is_verifying: bool
     waiting: list[list[_Part]] = field(default_factory=list)
+    socket: zmq.Socket[bytes] | None = None
     has_answered: bool = False
     has_ended: bool = False
 
@@ -71,6 +67,7 @@ class _Subscription:
     reconnect_at: float | None = None
     wants_verify: bool = False
     is_held: bool = False
+    has_failed: bool = False
 
 
 class ZmqReceiver:
@@ -174,8 +171,7 @@ class ZmqReceiver:
                     handler = self._handlers.get(ready)
                     if handler is not None:
                         self._call(handler)
-                self._give_up_late_replays()
-                self._call(self._reopen_broken)
+                self._look_at_deadlines()
         except Exception:
             logger.exception("the event transport failed; index state is no longer updated")
             for publisher in self._subscriptions:
@@ -200,7 +196,9 @@ class ZmqReceiver:
         self._handlers[socket] = handler
         self._poller.register(socket)
 
-    def _close(self, socket: zmq.Socket[bytes]) -> None:
+    def _close(self, socket: zmq.Socket[bytes] | None) -> None:
+        if socket is None:
+            return
         if self._handlers.pop(socket, None) is not None:
             self._poller.unregister(socket)
         socket.close(0)
@@ -212,6 +210,15 @@ class ZmqReceiver:
             self._timed.clear()
             return None
         return max(0, int((min(deadlines) - time.monotonic()) * 1000) + 1)
+
+    def _look_at_deadlines(self) -> None:
+        now = time.monotonic()
+        for subscription in list(self._timed.values()):
+            replay, reconnect_at = subscription.replay, subscription.reconnect_at
+            if replay is not None and replay.deadline <= now:
+                self._call(partial(self._give_up_late, subscription, replay))
+            if reconnect_at is not None and reconnect_at <= now:
+                self._call(partial(self._reopen_broken, subscription))
 
     def _obey(self, wake: zmq.Socket[bytes]) -> None:
         while wake.poll(0):
@@ -230,9 +237,11 @@ class ZmqReceiver:
         self, publisher: int, endpoint: str, replay_endpoint: str | None, is_held: bool
     ) -> None:
         try:
-            socket, monitor = self._open()
+            socket, monitor = open_stream(self._context, self._options)
         except zmq.ZMQError as error:
-            self._catalog.set_status(publisher, "failed", f"can't open a socket: {error}")
+            message = f"can't open a socket: {explain(error)}"
+            logger.warning("publisher %d (%s): %s", publisher, endpoint, message)
+            self._catalog.set_status(publisher, "failed", message)
             return
         subscription = _Subscription(
             publisher, endpoint, replay_endpoint, socket, monitor, is_held=is_held
@@ -243,7 +252,7 @@ class ZmqReceiver:
 
     def _hold(self, publisher: int) -> None:
         subscription = self._subscriptions.get(publisher)
-        if subscription is None or subscription.is_held:
+        if subscription is None or subscription.is_held or subscription.has_failed:
             return
         subscription.is_held = True
         self._pause(subscription)
@@ -255,59 +264,52 @@ class ZmqReceiver:
             return
         subscription.is_held = False
         is_open = subscription.is_connected or subscription.endpoint.startswith("inproc://")
-        self._catalog.set_status(publisher, "active" if is_open else "pending")
+        if not subscription.has_failed:
+            self._catalog.set_status(publisher, "active" if is_open else "pending")
         if subscription.replay is not None:
             return
         self._resume(subscription)
         if subscription.is_connected and subscription.replay_endpoint is not None:
             self._on_connected(subscription)
 
-    def _open(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        options = self._options
-        socket = self._context.socket(zmq.SUB)
-        try:
-            socket.setsockopt(zmq.RCVHWM, options.receive_queue_messages)
-            socket.setsockopt(zmq.MAXMSGSIZE, options.message_bytes_max)
-            socket.setsockopt(zmq.RECONNECT_IVL, 50)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, options.reconnect_ms_max)
-            socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.SUBSCRIBE, b"")
-            return socket, socket.get_monitor_socket(_MONITORED)
-        except zmq.ZMQError:
-            socket.close(0)
-            raise
-
     def _connect(self, subscription: _Subscription) -> None:
         publisher, endpoint = subscription.publisher, subscription.endpoint
         self._add(subscription.monitor, lambda: self._on_monitor(subscription))
         try:
-            subscription.socket.connect(_dialable(endpoint))
+            subscription.socket.connect(dialable(endpoint))
         except zmq.ZMQError as error:
+            subscription.has_failed = True
             self._catalog.set_status(publisher, "failed", f"can't connect to {endpoint}: {error}")
             return
         if endpoint.startswith("inproc://"):
             # Within a process there is no handshake to wait for.
             self._catalog.set_status(publisher, "active")
 
-    def _reopen_broken(self) -> None:
+    def _reopen_broken(self, subscription: _Subscription) -> None:
+        # A turn may have taken longer than the grace: what was told meanwhile comes first.
+        self._on_monitor(subscription)
         now = time.monotonic()
-        for subscription in list(self._timed.values()):
-            if subscription.reconnect_at is None or subscription.reconnect_at > now:
-                continue
-            subscription.reconnect_at = None
-            limit = self._options.message_bytes_max
-            message = f"breach of protocol, such as a frame above {limit} bytes; connecting again"
-            logger.warning(
-                "publisher %d (%s): %s", subscription.publisher, subscription.endpoint, message
-            )
-            self._catalog.set_status(subscription.publisher, "pending", message)
-            self._close_stream(subscription)
-            subscription.socket, subscription.monitor = self._open()
-            self._connect(subscription)
-            if subscription.replay is None:
-                self._resume(subscription)
+        if subscription.reconnect_at is None or subscription.reconnect_at > now:
+            return
+        publisher, endpoint = subscription.publisher, subscription.endpoint
+        limit = self._options.message_bytes_max
+        message = f"breach of protocol, such as a frame above {limit} bytes; connecting again"
+        try:
+            socket, monitor = open_stream(self._context, self._options)
+        except zmq.ZMQError as error:
+            subscription.reconnect_at = now + _RECONNECT_GRACE_S
+            message = f"{message} fails: {explain(error)}"
+            logger.warning("publisher %d (%s): %s", publisher, endpoint, message)
+            self._catalog.set_status(publisher, "pending", message)
+            return
+        subscription.reconnect_at = None
+        logger.warning("publisher %d (%s): %s", publisher, endpoint, message)
+        self._catalog.set_status(publisher, "pending", message)
+        self._close_stream(subscription)
+        subscription.socket, subscription.monitor = socket, monitor
+        self._connect(subscription)
+        if subscription.replay is None:
+            self._resume(subscription)
 
     def _unsubscribe(self, publisher: int) -> None:
         subscription = self._subscriptions.pop(publisher, None)
@@ -416,32 +418,32 @@ class ZmqReceiver:
         is_verifying: bool,
         waiting: list[list[_Part]],
     ) -> None:
-        # A socket of its own for every replay: late answers to an earlier one can't be mistaken.
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVHWM, self._options.receive_queue_messages)
-        socket.setsockopt(zmq.MAXMSGSIZE, self._options.message_bytes_max)
-        replay = _Replay(socket, first, self._replay_deadline(), is_verifying, waiting)
+        endpoint = subscription.replay_endpoint or ""
+        replay = _Replay(first, self._replay_deadline(), is_verifying, waiting)
         subscription.replay = replay
         self._catalog.replay_started(subscription.publisher)
         self._timed[subscription.publisher] = subscription
         self._pause(subscription)
-        self._add(socket, lambda: self._on_replay(subscription, replay))
         try:
-            socket.connect(_dialable(subscription.replay_endpoint or ""))
-            socket.send_multipart([b"", first.to_bytes(8, "big")], zmq.NOBLOCK)
+            # One of its own for every replay: late answers to an earlier one can't be mistaken.
+            socket = open_replay(self._context, self._options, endpoint, first)
         except zmq.ZMQError as error:
-            self._end_replay(subscription, f"can't reach {subscription.replay_endpoint}: {error}")
+            self._end_replay(subscription, f"can't reach {endpoint}: {explain(error)}")
+            return
+        replay.socket = socket
+        self._add(socket, lambda: self._on_replay(subscription, replay, socket))
 
     def _replay_deadline(self) -> float:
         return time.monotonic() + self._options.replay_timeout_s
 
-    def _on_replay(self, subscription: _Subscription, replay: _Replay) -> None:
+    def _on_replay(
+        self, subscription: _Subscription, replay: _Replay, socket: zmq.Socket[bytes]
+    ) -> None:
         messages: list[list[bytes]] = []
         is_over = False
         try:
             for _ in range(self._options.batch_messages):
-                parts = replay.socket.recv_multipart(zmq.NOBLOCK)
+                parts = socket.recv_multipart(zmq.NOBLOCK)
                 if len(parts) < 2 or parts[-2] == _END_OF_REPLAY or not parts[-1]:
                     is_over = True
                     replay.has_ended = len(parts) > 1 and parts[-2] == _END_OF_REPLAY
@@ -505,18 +507,19 @@ class ZmqReceiver:
                 return int.from_bytes(number, "big")
         return None
 
-    def _give_up_late_replays(self) -> None:
-        now = time.monotonic()
-        for subscription in list(self._timed.values()):
-            if subscription.replay is not None and subscription.replay.deadline <= now:
-                timeout_s = self._options.replay_timeout_s
-                if self._has_progressed(subscription, subscription.replay):
-                    # The end of the answer was lost when the engine's queue overflowed.
-                    position = self._catalog.position(subscription.publisher)
-                    self._replay_again(subscription, position[0] if position else 0)
-                    continue
-                message = f"{subscription.replay_endpoint} sent nothing for {timeout_s:g} s"
-                self._end_replay(subscription, message)
+    def _give_up_late(self, subscription: _Subscription, replay: _Replay) -> None:
+        replay.deadline = self._replay_deadline()
+        if replay.socket is not None and self._poller.look_at(replay.socket):
+            # It is the turn that took so long: the answer is here.
+            return
+        if self._has_progressed(subscription, replay):
+            # The end of the answer was lost when the engine's queue overflowed.
+            position = self._catalog.position(subscription.publisher)
+            self._replay_again(subscription, position[0] if position else 0)
+            return
+        timeout_s = self._options.replay_timeout_s
+        message = f"{subscription.replay_endpoint} sent nothing for {timeout_s:g} s"
+        self._end_replay(subscription, message)
 
     def _end_replay(self, subscription: _Subscription, error: str | None) -> None:
         replay = subscription.replay
@@ -561,8 +564,3 @@ class ZmqReceiver:
         if subscription.is_held:
             return
         self._add(subscription.socket, lambda: self._on_stream(subscription))
-
-
-def _dialable(endpoint: str) -> str:
-    """The address to connect to, where the engine gave the one that it binds."""
-    return endpoint.replace("tcp://*:", "tcp://127.0.0.1:", 1)

@@ -1,0 +1,77 @@
+"""Sockets towards an engine, as the event transport wants them."""
+
+from __future__ import annotations
+
+import errno
+import resource
+
+import zmq
+
+from kvflash.transport.options import ZmqOptions
+
+__all__ = ["dialable", "explain", "open_replay", "open_stream"]
+
+_MONITORED = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_CONNECT_DELAYED
+)
+
+
+def open_stream(
+    context: zmq.Context[zmq.Socket[bytes]], options: ZmqOptions
+) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """A SUB socket for everything, not connected yet, and its monitor.
+
+    Raises:
+        zmq.ZMQError: The process can have no more sockets.
+    """
+    socket = context.socket(zmq.SUB)
+    try:
+        socket.setsockopt(zmq.RCVHWM, options.receive_queue_messages)
+        socket.setsockopt(zmq.MAXMSGSIZE, options.message_bytes_max)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, options.reconnect_ms_max)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        return socket, socket.get_monitor_socket(_MONITORED)
+    except zmq.ZMQError:
+        socket.close(0)
+        raise
+
+
+def open_replay(
+    context: zmq.Context[zmq.Socket[bytes]], options: ZmqOptions, endpoint: str, first: int
+) -> zmq.Socket[bytes]:
+    """A DEALER socket that has asked ``endpoint`` for the batches from ``first`` on.
+
+    Raises:
+        zmq.ZMQError: The process can have no more sockets, or the endpoint is none.
+    """
+    socket = context.socket(zmq.DEALER)
+    try:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, options.receive_queue_messages)
+        socket.setsockopt(zmq.MAXMSGSIZE, options.message_bytes_max)
+        socket.connect(dialable(endpoint))
+        socket.send_multipart([b"", first.to_bytes(8, "big")], zmq.NOBLOCK)
+    except zmq.ZMQError:
+        socket.close(0)
+        raise
+    return socket
+
+
+def dialable(endpoint: str) -> str:
+    """The address to connect to, where the engine gave the one that it binds."""
+    return endpoint.replace("tcp://*:", "tcp://127.0.0.1:", 1)
+
+
+def explain(error: zmq.ZMQError) -> str:
+    """The error in words, with what to do about it where that is known."""
+    if error.errno not in (errno.EMFILE, errno.ENFILE):
+        return str(error)
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"{error}: the process may have {limit}; raise that (ulimit -n, LimitNOFILE of systemd)"
