@@ -12,9 +12,11 @@ from typing import Any, Protocol
 
 from kvflash.errors import (
     ClosedError,
+    DrainingError,
     InvalidArgumentError,
     KvflashError,
     NotFoundError,
+    NoWorkerError,
     OverloadedError,
     TransportError,
 )
@@ -35,8 +37,8 @@ _ROUTING = (
     *("token_ids", "lora_name", "cache_salt", "router_config_override", "dp_rank"),
     *("user", "session_key", "priority", "strict_priority", "expected_output_tokens"),
 )
-#: The worker was not reached: another one may be.
-_RETRIED = (TransportError, OverloadedError, NotFoundError)
+#: The worker did not take the request: another one may.
+_RETRIED = (TransportError, OverloadedError, NotFoundError, DrainingError)
 
 
 class Decider(Registrar, Protocol):
@@ -118,13 +120,22 @@ class EndpointRouter:
         if not isinstance(request, dict):
             raise InvalidArgumentError(f"a request is an object with token_ids, got {request!r}")
         tried: list[int] = []
+        failed: KvflashError | None = None
         while True:
             choice = self._choice(request)
-            if tried and "worker_id" not in choice:
+            suspects = self._client.suspects()
+            if (tried or suspects) and "worker_id" not in choice:
                 rest = [i for i in self._workers.ids if i not in tried]
-                choice["allowed_worker_ids"] = rest
+                # Those that failed a moment ago have no load, and would look the cheapest.
+                choice["allowed_worker_ids"] = [i for i in rest if i not in suspects] or rest
             name = f"{context.id()}-{len(tried)}" if tried else context.id()
-            answer = await self._reserve(name, choice)
+            try:
+                answer = await self._reserve(name, choice)
+            except NoWorkerError:
+                if failed is None:
+                    raise
+                # There is nobody else: what went wrong is the reason.
+                raise failed from None
             worker = answer["worker_id"]
             has_begun, generated = False, 0
             try:
@@ -135,10 +146,9 @@ class EndpointRouter:
                 return
             except _RETRIED as error:
                 tried.append(worker)
-                others = [i for i in self._workers.ids if i not in tried]
-                is_last = len(tried) >= ATTEMPTS_MAX or not others or "worker_id" in choice
-                if has_begun or is_last:
+                if has_begun or len(tried) >= ATTEMPTS_MAX or "worker_id" in choice:
                     raise
+                failed = error
                 logger.warning("worker %d: %s; trying another one", worker, error)
             finally:
                 self._tell("/free", name, output_tokens=generated)
