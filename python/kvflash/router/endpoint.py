@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from kvflash.errors import (
 from kvflash.router.workers import DiscoveredWorkers, Registrar
 from kvflash.routing.cluster import Cluster
 from kvflash.runtime import Client, Context, DistributedRuntime
+from kvflash.runtime.serving import Handler
 
 __all__ = ["EndpointRouter", "EndpointThread"]
 
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS_MAX = 5
 SYNC_TIMEOUT_S = 10.0
+# Between two attempts to serve.
+PAUSE_S = 2.0
 # A stream that goes on says so this often, long before its reservation expires.
 TOUCH_INTERVAL_S = 1.0
 # What of a request is about routing.
@@ -84,22 +87,43 @@ class EndpointRouter:
         )
 
     async def serve(self) -> None:
-        """Serve until the runtime is shut down.
-
-        Raises:
-            TransportError: Discovery can't be reached.
-        """
+        """Serve until the runtime is shut down; discovery that is away is waited for."""
+        loop = asyncio.get_running_loop()
+        serving = loop.create_task(self._serve())
+        shutdown = loop.create_task(self._runtime.wait_for_shutdown())
         try:
-            await self._workers.start()
-            await self._workers.synced(SYNC_TIMEOUT_S)
-            router = self._runtime.namespace(self._namespace).component("router")
-            await asyncio.gather(
-                router.endpoint("generate").serve_endpoint(self.generate),
-                router.endpoint("best_worker_id").serve_endpoint(self.best_worker_id),
-            )
+            await asyncio.wait({serving, shutdown}, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                await serving
         finally:
+            for task in (serving, shutdown):
+                task.cancel()
+            await asyncio.gather(serving, shutdown, return_exceptions=True)
             self._waiting.shutdown(wait=False, cancel_futures=True)
             await self._workers.close()
+
+    async def _serve(self) -> None:
+        await self._workers.start()
+        await self._patiently(lambda: self._workers.synced(SYNC_TIMEOUT_S), "the workers")
+        router = self._runtime.namespace(self._namespace).component("router")
+
+        async def offer(name: str, handler: Handler) -> None:
+            offered = router.endpoint(name)
+            await self._patiently(lambda: offered.serve_endpoint(handler), f"a place at {name}")
+
+        await asyncio.gather(
+            offer("generate", self.generate), offer("best_worker_id", self.best_worker_id)
+        )
+
+    @staticmethod
+    async def _patiently(work: Callable[[], Awaitable[None]], what: str) -> None:
+        """Try until it works."""
+        while True:
+            try:
+                return await work()
+            except (TransportError, OSError) as error:
+                logger.warning("waiting for %s: %s", what, error)
+            await asyncio.sleep(PAUSE_S)
 
     async def best_worker_id(self, request: Any) -> AsyncIterator[int]:
         """The worker that a prompt would go to now; nothing is booked.
