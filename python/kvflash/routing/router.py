@@ -89,6 +89,9 @@ class KvPushRouter:
         self._line.close()
         if self._policy is not None:
             self._policy.close()
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
         if self._is_started:
             await self._workers.close()
             if self._feed is not None:
@@ -494,8 +497,13 @@ class KvPushRouter:
             raise ClosedError("the router is closed")
         if self._starting is None:
             self._starting = asyncio.get_running_loop().create_task(self._start())
+        starting = self._starting
         try:
-            await asyncio.shield(self._starting)
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            if starting.cancelled():
+                raise ClosedError("the router was closed while it started") from None
+            raise
         except KvflashError:
             # The next call tries again.
             self._starting = None

@@ -156,6 +156,9 @@ class Workers:
                 wanted = self._wanted()
                 await self._let_go(wanted)
                 self._set_workers(wanted)
+                # The core forgot the blocks of those that left: should they come back, their events
+                # are asked for anew.
+                self._subscribe()
 
     async def _let_go(self, wanted: list[tuple[int, int]]) -> None:
         """What is shared hears of those that leave before the core forgets them."""
@@ -258,16 +261,17 @@ class Workers:
         )
 
     def _subscribe(self) -> None:
-        """Listen to the sockets that are announced, and to no others."""
+        """Listen to the sockets that the core's workers announce, and to no others."""
         if not (self._core.uses_events and self._is_serving):
             return
+        ids = set(self.ids)
         wanted: dict[tuple[int, int], tuple[str, str | None]] = {}
         for name, value in self._known["events"].values.items():
             worker, _, rank = name.partition("/")
-            endpoint = value.get("endpoint")
             # What is in the stream comes by itself.
-            if endpoint and self._cluster.events(int(worker), {int(rank): value}):
-                wanted[int(worker), int(rank)] = (endpoint, value.get("replay_endpoint"))
+            if int(worker) in ids and self._cluster.events(int(worker), {int(rank): value}):
+                sockets = (value["endpoint"], value.get("replay_endpoint"))
+                wanted[int(worker), int(rank)] = sockets
         for key, sockets in list(self._subscribed.items()):
             if wanted.get(key) != sockets:
                 del self._subscribed[key]
