@@ -260,9 +260,9 @@ class DiscoveryWatch:
                 )
             return
         if card is None or instance is None:
+            self._bridge.forget(path, instance_id)
             if told is not None:
                 del self._told[instance_id]
-                self._bridge.forget(path, instance_id)
                 logger.info("worker %d left: %s", instance_id, path)
                 # First what is shared: the core forgets its blocks.
                 await asyncio.to_thread(self._cluster.worker_left, component, instance_id)

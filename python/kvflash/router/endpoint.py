@@ -155,7 +155,7 @@ class EndpointRouter:
             name = f"{context.id()}-{len(tried)}" if tried else context.id()
             try:
                 answer = await self._reserve(name, choice)
-            except NoWorkerError:
+            except (NoWorkerError, NotFoundError):
                 if failed is None:
                     raise
                 # There is nobody else: what went wrong is the reason.
