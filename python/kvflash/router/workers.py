@@ -122,7 +122,9 @@ class DiscoveredWorkers:
                         else:
                             value = event.value if isinstance(event, Put) else None
                             self._take(kind, event.key, value)
-                        # Registering is quick, but a worker's three keys belong together.
+                        # A worker's three keys belong together: what the other watches have at hand
+                        # comes first, or it would be registered without its card for a moment.
+                        await asyncio.sleep(0)
                         if all(one.is_set() for one in self._synced.values()):
                             async with self._registering:
                                 # First: what it tells is told before the router hears of them.
