@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,11 +14,10 @@ from typing import Any
 import pytest
 
 from kvflash import DistributedRuntime
-from kvflash.discovery import MemoryDiscovery
-from kvflash.errors import OverloadedError
+from kvflash.discovery import FileDiscovery, MemoryDiscovery
+from kvflash.errors import OverloadedError, TransportError
 from kvflash.router import RouterService, endpoint, workers
 from kvflash.router.workers import DiscoveredWorkers
-from servers import EtcdServer
 from service import DEADLINE_S, until
 
 INSTANCE = {"transport": {"kind": "tcp", "address": "127.0.0.1:1"}}
@@ -150,10 +150,17 @@ def test_who_was_refused_is_taken_when_there_is_room(
 def test_discovery_that_is_away_at_the_start_is_waited_for(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    etcd = EtcdServer(tmp_path)
-    etcd.kill()
-    monkeypatch.setenv("KVFLASH_DISCOVERY", "etcd")
-    monkeypatch.setenv("ETCD_ENDPOINTS", etcd.url)
+    is_there = threading.Event()
+    look = FileDiscovery._look
+
+    async def look_if_there(discovery: FileDiscovery) -> None:
+        if not is_there.is_set():
+            raise TransportError("it is away")
+        await look(discovery)
+
+    monkeypatch.setattr(FileDiscovery, "_look", look_if_there)
+    monkeypatch.setenv("KVFLASH_DISCOVERY", "file")
+    monkeypatch.setenv("KVFLASH_DISCOVERY_DIR", str(tmp_path))
     monkeypatch.setattr(endpoint, "SYNC_TIMEOUT_S", 0.1)
     monkeypatch.setattr(endpoint, "PAUSE_S", 0.02)
     settings = {"host": "127.0.0.1", "port": 0, "threads": 1, "endpoint": "ns.backend.generate"}
@@ -177,14 +184,11 @@ def test_discovery_that_is_away_at_the_start_is_waited_for(
             assert [item async for item in stream] == ["here"]
         await task
 
-    try:
-        with RouterService(**settings):
-            until(lambda: waits() > 1, "the first one to wait")
-        # It ends while it waits.
-        caplog.clear()
-        with RouterService(**settings) as router:
-            until(waits, "the second one to wait")
-            etcd.start()
-            asyncio.run(asyncio.wait_for(serve(), 60))
-    finally:
-        etcd.close()
+    with RouterService(**settings):
+        until(lambda: waits() > 1, "the first one to wait")
+    # It ends while it waits.
+    caplog.clear()
+    with RouterService(**settings) as router:
+        until(waits, "the second one to wait")
+        is_there.set()
+        asyncio.run(asyncio.wait_for(serve(), 60))
