@@ -81,10 +81,24 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            for folder in (path, path / "leases", path / "keys", path / "new"):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.make()
         except OSError as error:
             raise ConfigError(f"discovery folder {path}: {error.strerror}") from error
+        # What was read of each key: inode and time, lease, value.
+        self._seen: dict[str, tuple[tuple[int, int, int], int, bytes]] = {}
+        # The folder's time as it was last seen, and since when, on this process's own clock.
+        self._mtime_ns, self._since_s = -1, 0.0
+        self._is_settled = False
+
+    def make(self) -> None:
+        """Make what is not there. Cost: about 20 us.
+
+        Raises:
+            ConfigError: The folder belongs to somebody else.
+        """
+        path = self.path
+        for folder in (path, path / "leases", path / "keys", path / "new"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.stat()
         if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
             raise ConfigError(
@@ -92,11 +106,6 @@ class Folder:
                 f"nobody else; it belongs to {status.st_uid} with mode "
                 f"{stat.S_IMODE(status.st_mode):04o}"
             )
-        # What was read of each key: inode and time, lease, value.
-        self._seen: dict[str, tuple[tuple[int, int, int], int, bytes]] = {}
-        # The folder's time as it was last seen, and since when, on this process's own clock.
-        self._mtime_ns, self._since_s = -1, 0.0
-        self._is_settled = False
 
     def try_lock(self) -> IO[bytes] | None:
         """The folder's lock, given back by closing it; None while somebody has it."""
@@ -138,8 +147,12 @@ class Folder:
         if not path.exists() and sum(1 for _ in path.parent.iterdir()) >= KEYS_MAX:
             raise OverloadedError(f"discovery folder {self.path} is full: {KEYS_MAX} keys")
         draft = self.path / "new" / f"key-{new_lease_id():x}"
-        draft.write_bytes(b"%x\n" % lease_id + value)
-        draft.rename(path)
+        try:
+            draft.write_bytes(b"%x\n" % lease_id + value)
+            draft.rename(path)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
 
     def read(self, key: str) -> tuple[int, bytes] | None:
         """Lease and value of a key whose lease lives."""
