@@ -40,6 +40,7 @@ class Cluster:
         open_discovery: Makes the discovery in which workers are found, in the event loop that uses
             it.
         show_metrics: Takes lines of the OpenMetrics text format, twice a second.
+        show_warnings: Takes what keeps the state from being known, in words, as often.
         setting: What says that events come over NATS, for errors.
         is_strict: See :class:`kvflash.state.attach.StateOptions`.
     """
@@ -52,11 +53,12 @@ class Cluster:
         *,
         open_discovery: Callable[[], Discovery],
         show_metrics: Callable[[str], None] | None = None,
+        show_warnings: Callable[[list[str]], None] | None = None,
         setting: str = "--event-plane nats",
         is_strict: bool = False,
     ) -> None:
         self._catalog, self._flags, self._make_discovery = catalog, flags, open_discovery
-        self._show_metrics, self._setting = show_metrics, setting
+        self._show_warnings, self._setting = show_warnings, setting
         self._is_strict = is_strict
         self.is_nats = flags.event_plane == "nats"
         self._sharing: Sharing | None = None
@@ -264,6 +266,17 @@ class Cluster:
             states = {f'component="{name}"': counts for name, counts in self.stats().items()}
             lines += _exposed("kvflash_state_", states)
             show("".join(lines))
+            if self._show_warnings is not None:
+                self._show_warnings(self.warnings())
+
+    def warnings(self) -> list[str]:
+        """What keeps workers' events from being known, in words."""
+        return [
+            f"NATS (NATS_SERVER) can't be reached: what workers of {namespace}.{component} store "
+            "and evict is not heard, and their caches count as they were"
+            for (namespace, component), state in list(self._states.items())
+            if not state.is_connected()
+        ]
 
 
 def _exposed(prefix: str, groups: dict[str, dict[str, int]]) -> list[str]:
