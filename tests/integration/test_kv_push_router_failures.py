@@ -114,5 +114,7 @@ def test_a_worker_that_comes_back_is_credited_with_what_it_still_holds() -> None
             await known(router, TOKENS, worker, 4)
             worker.hold([*TOKENS, *range(8)])
             await known(router, [*TOKENS, *range(8)], worker, 6)
+            # It was put without the worker's lease.
+            await stage.discovery.delete(key)
 
     run(work())
