@@ -192,8 +192,15 @@ def _allow_open_files() -> None:
         logger.info("up to %d open files, where the limit was %d", hard, soft)
 
 
-def run_until_stopped(service: Service, *, name: str) -> None:
+def run_until_stopped(service: Service, *, name: str, drain_s: float | None = None) -> None:
     """Serve until SIGTERM or SIGINT; prints one line with the address once it listens.
+
+    A second signal ends the process at once.
+
+    Args:
+        service: What to run.
+        name: Its name in the log.
+        drain_s: Time that its ``stop`` gives to running requests, to be told.
 
     Raises:
         ConfigError: The address can't be bound.
@@ -203,7 +210,12 @@ def run_until_stopped(service: Service, *, name: str) -> None:
     def stop(signum: int, _frame: FrameType | None) -> None:
         nonlocal is_stopped
         is_stopped = True
-        logger.info("%s: stopping on %s", name, signal.Signals(signum).name)
+        # While the core stops no handler of Python's would run.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        grace = "" if drain_s is None else f"; running requests get up to {drain_s:g} s"
+        received = signal.Signals(signum).name
+        logger.info("%s: stopping on %s%s; a second signal ends it now", name, received, grace)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)

@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_logging(args.log_level, args.log_format)
         fleet: dict[int, str] = {}
         service = _Watched(make_frontend(args, fleet), args, fleet)
-        run_until_stopped(service, name="frontend")
+        run_until_stopped(service, name="frontend", drain_s=args.drain_timeout)
     except KvflashError as error:
         print(f"kvflash.frontend: {error}", file=sys.stderr)
         return 2
