@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import closing
@@ -31,7 +32,11 @@ def server(tmp_path: Path) -> Iterator[EtcdServer]:
         yield server
 
 
-def test_a_watch_and_a_lease_go_on_when_etcd_comes_back(server: EtcdServer) -> None:
+def test_a_watch_and_a_lease_go_on_when_etcd_comes_back(
+    server: EtcdServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvflash.discovery.etcd")
+
     async def scenario() -> None:
         mine = open_discovery("etcd", endpoints=server.url)
         lease = await mine.lease(30.0)
@@ -39,6 +44,9 @@ def test_a_watch_and_a_lease_go_on_when_etcd_comes_back(server: EtcdServer) -> N
         await mine.put("k/2", b"2")
         watch = mine.watch("k/")
         assert [await anext(watch) for _ in range(3)][2] == Synced()
+        others = [mine.watch("k/") for _ in range(3)]
+        for other in others:
+            assert [await anext(other) for _ in range(3)][2] == Synced()
         server.kill()
         with pytest.raises(TransportError, match="etcd can't be reached"):
             await mine.put("k/3", b"3")
@@ -49,10 +57,16 @@ def test_a_watch_and_a_lease_go_on_when_etcd_comes_back(server: EtcdServer) -> N
         await mine.delete("k/2")
         assert await asyncio.wait_for(anext(watch), 30) == Delete("k/2")
         assert not lease.lost.is_set()
+        for other in others:
+            assert await asyncio.wait_for(anext(other), 30) == Put("k/3", b"3")
+        # One line for all of them when it goes, and one when it is back.
+        gone, back = (record.getMessage() for record in caplog.records)
+        assert f"trying again (ETCD_ENDPOINTS: {server.url})" in gone
+        assert "etcd answers again after" in back
         await mine.close()
-        other = open_discovery("etcd", endpoints=server.url)
-        assert await other.get_prefix("k/") == {"k/3": b"3"}
-        await other.close()
+        later = open_discovery("etcd", endpoints=server.url)
+        assert await later.get_prefix("k/") == {"k/3": b"3"}
+        await later.close()
 
     run(scenario())
 

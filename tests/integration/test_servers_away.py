@@ -1,0 +1,68 @@
+"""NATS that is away: what is said of it, and that whoever ends meanwhile ends cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvflash import TransportError
+from kvflash.servers import NatsSettings
+from kvflash.transport.jetstream import JetStreamLog
+from kvflash.transport.jetstream_writer import JetStreamWriter
+from kvflash.transport.nats_connection import connect
+from servers import NatsServer
+from service import until
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[NatsServer]:
+    """A server of the test's own, that it may kill."""
+    with closing(NatsServer(tmp_path)) as server:
+        yield server
+
+
+def test_a_connection_whose_server_is_away_closes_with_all_its_tasks(server: NatsServer) -> None:
+    async def scenario() -> None:
+        settings = NatsSettings.from_env({"NATS_SERVER": server.url})
+        client = await connect(settings, name="test")
+        log = JetStreamLog(client, "s", settings)
+
+        async def hear(_message: object) -> None: ...
+
+        await client.subscribe("s", cb=hear)
+        await client.flush()
+        server.kill()
+        await asyncio.to_thread(until, lambda: not client.is_connected, "the end to be seen")
+        # It waits to be sent, and nobody will take it.
+        await client.publish("s", b"x")
+        with pytest.raises(TransportError, match="the server is away"):
+            await log.drop_reader("r")
+        await client.close()
+        # Cancelled ones need a turn.
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.wait_for(asyncio.gather(*others, return_exceptions=True), 30)
+
+    asyncio.run(scenario())
+
+
+def test_a_writer_tells_once_that_events_are_not_stored(
+    server: NatsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvflash.transport.jetstream_writer")
+    server.kill()
+    settings = NatsSettings.from_env({"NATS_SERVER": server.url})
+    writer = JetStreamWriter("s", headers=lambda _n: {}, key=str, settings=settings)
+    with closing(writer):
+        writer.put(0, b"a")
+        until(lambda: writer.counts["errors"] > 2, "some attempts")
+        server.start()
+        assert writer.flush(30)
+    gone, back = (record.getMessage() for record in caplog.records)
+    assert gone.startswith("events are not stored: ")
+    assert f"trying again (NATS_SERVER: {server.url})" in gone
+    assert back.startswith("events are stored again after ")
