@@ -132,6 +132,7 @@ class Flags:
         self._file: tuple[str, str | None] | None = None
         self._settings: list[Setting] = []
         self._presets: dict[str, dict[str, Any]] = {}
+        self._in_file: dict[str, Any] = {}
         self._is_file_open = True
 
     def add(
@@ -276,6 +277,12 @@ class Flags:
         args = self._parser.parse_args(argv)
         if self._file is not None:
             delattr(args, _FILE_DEST)
+        for preset, made in self._presets.items():
+            if getattr(args, preset):
+                # It goes before the file, as all that is said beside it.
+                for dest in made.keys() & self._in_file.keys():
+                    if getattr(args, dest) is self._in_file[dest]:
+                        setattr(args, dest, made[dest])
         for dest, default in self._lists.items():
             if getattr(args, dest) is None:
                 setattr(args, dest, default)
@@ -326,6 +333,7 @@ class Flags:
                 values |= {dest: value for dest, value in made if dest not in given}
         for dest in self._lists.keys() & values.keys():
             self._lists[dest] = values.pop(dest)
+        self._in_file = values
         self._parser.set_defaults(**values)
 
     def error(self, message: str) -> None:

@@ -121,6 +121,15 @@ def test_the_folder_must_be_ours_alone(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"discovery folder .*file"):
         FileDiscovery(tmp_path / "file")
+    # Nothing is made where something else is.
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=r"must be empty, or one that kvflash has made; it holds"):
+        FileDiscovery(tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
+    # Of its own a folder may be half made, and hold what others put there.
+    (tmp_path / "half" / "leases").mkdir(parents=True)
+    (tmp_path / "half" / "odd").write_bytes(b"")
+    FileDiscovery(tmp_path / "half")
     monkeypatch.setenv("KVFLASH_DISCOVERY_DIR", "/somewhere")
     assert default_folder() == Path("/somewhere")
     monkeypatch.delenv("KVFLASH_DISCOVERY_DIR")

@@ -10,6 +10,7 @@ import pytest
 from kvflash.config import Flags, bounded_float, bounded_int, byte_count, optional
 from kvflash.errors import ConfigError
 from kvflash.frontend import args as frontend
+from kvflash.frontend.app import main as run_frontend
 from kvflash.indexer.app import main
 from kvflash.indexer.args import IndexerArgs, WorkerEntry, parse_args, parse_workers
 
@@ -386,10 +387,31 @@ def test_durable_events_are_the_event_plane_nats_and_deprecated(monkeypatch):
 
 
 def test_load_aware_is_a_preset():
-    args = frontend.parse_args(["--load-aware", "--router-mode", "random"])
+    args = frontend.parse_args(["--load-aware", "--router-mode", "kv"])
     assert (args.router_mode, args.use_kv_events, args.assume_kv_reuse) == ("kv", False, False)
     assert args.router_kv_overlap_score_credit == 0
     assert args.track_active_blocks and args.track_prefill_tokens
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("--load-aware --router-mode random", "--load-aware .* contradicts random"),
+        ("--use-remote-indexer http://a:1 --no-kv-events", "--no-kv-events switches off"),
+        ("--use-remote-indexer http://a:1 --load-aware", "--load-aware switches off"),
+        ("--fairness-weight a=2", "--fairness-weight needs --fairness"),
+    ],
+)
+def test_flags_that_would_do_nothing_beside_others_are_refused(line, wanted):
+    with pytest.raises(ConfigError, match=wanted):
+        frontend.parse_args(line.split())
+    assert run_frontend(line.split()) == 2
+
+
+def test_a_namespace_that_nobody_can_have_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        frontend.parse_args(["--namespace", "bad name!"])
+    assert "--namespace: a namespace must have 1 to 48" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ __all__ = ["Folder", "LeaseFile"]
 
 KEYS_MAX = 65_536
 NAME_BYTES_MAX = 255
+_LEASES = "leases"
 # Times of folders are coarse: what changes that soon after a change may not show in them.
 SETTLED_S = 0.05
 
@@ -38,7 +39,7 @@ class LeaseFile:
     _held: ClassVar[weakref.WeakSet[LeaseFile]] = weakref.WeakSet()
 
     def __init__(self, folder: Path, lease_id: int) -> None:
-        self.path = folder / "leases" / f"{lease_id:016x}"
+        self.path = folder / _LEASES / f"{lease_id:016x}"
         draft = folder / "new" / f"lease-{lease_id:016x}-{new_lease_id():x}"
         self._file: IO[bytes] | None = draft.open("wb")
         # Locked before anybody can see it, so that nobody takes it for dead.
@@ -75,23 +76,19 @@ class Folder:
     """The files, without waiting; changes need :meth:`try_lock` to be held.
 
     Raises:
-        ConfigError: The folder can't be made or belongs to somebody else.
+        ConfigError: The folder can't be made, belongs to somebody else, or holds something else.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            for folder in (path, path / "leases", path / "keys", path / "new"):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check(path)
+            # The first one is what a folder of ours is known by.
+            for name in (_LEASES, "keys", "new"):
+                (path / name).mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"discovery folder {path}: {error.strerror}") from error
-        status = path.stat()
-        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
-            raise ConfigError(
-                f"discovery folder {path} must belong to user {os.getuid()} and be writable by "
-                f"nobody else; it belongs to {status.st_uid} with mode "
-                f"{stat.S_IMODE(status.st_mode):04o}"
-            )
         # What was read of each key: inode and time, lease, value.
         self._seen: dict[str, tuple[tuple[int, int, int], int, bytes]] = {}
         # The folder's time as it was last seen, and since when, on this process's own clock.
@@ -121,7 +118,7 @@ class Folder:
     def is_alive(self, lease_id: int) -> bool:
         """Whether somebody holds the lease. Cost: about 10 us."""
         try:
-            with (self.path / "leases" / f"{lease_id:016x}").open("rb") as file:
+            with (self.path / _LEASES / f"{lease_id:016x}").open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except FileNotFoundError:
             return False
@@ -162,7 +159,7 @@ class Folder:
             found = _read(path)
             if found is not None and found[0] and not self.is_alive(found[0]):
                 path.unlink(missing_ok=True)
-        for path in (self.path / "leases").iterdir():
+        for path in (self.path / _LEASES).iterdir():
             with suppress(ValueError):
                 if not self.is_alive(int(path.name, 16)):
                     path.unlink(missing_ok=True)
@@ -202,6 +199,27 @@ class Folder:
                     seen[key] = (mark, *found)
         self._seen = seen
         self._is_settled = now_s - self._since_s > SETTLED_S
+
+
+def _check(path: Path) -> None:
+    """Refuse a folder that is somebody else's, or there for something else.
+
+    Raises:
+        ConfigError: It is.
+    """
+    status = path.stat()
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
+        raise ConfigError(
+            f"discovery folder {path} must belong to user {os.getuid()} and be writable by "
+            f"nobody else; it belongs to {status.st_uid} with mode "
+            f"{stat.S_IMODE(status.st_mode):04o}"
+        )
+    found = sorted(os.listdir(path))
+    if found and _LEASES not in found:
+        raise ConfigError(
+            f"discovery folder {path} must be empty, or one that kvflash has made; it holds "
+            f"{found[0]!r}: set KVFLASH_DISCOVERY_DIR to a folder that is there for nothing else"
+        )
 
 
 def _read(path: Path) -> tuple[int, bytes] | None:
