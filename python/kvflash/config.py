@@ -19,6 +19,7 @@ __all__ = [
     "memory_limit",
     "optional",
     "size_or_zero",
+    "source_of",
     "variable_of",
 ]
 
@@ -112,6 +113,15 @@ def optional(parse: Callable[[str], _T]) -> Callable[[str], _T | None]:
 def variable_of(name: str) -> str:
     """The environment variable of a flag."""
     return "KVFLASH_" + name.lstrip("-").replace("-", "_").upper()
+
+
+def source_of(name: str, text: str) -> str:
+    """What said ``text``: the flag, or its variable where that says so, alone or among others."""
+    variable = variable_of(name)
+    said = os.environ.get(variable)
+    if said is None or text not in (said, *said.split()):
+        return name
+    return f"environment variable {variable}"
 
 
 class Flags:

@@ -11,6 +11,7 @@ from kvflash.config import Flags, bounded_float, bounded_int, byte_count, option
 from kvflash.errors import ConfigError
 from kvflash.frontend import args as frontend
 from kvflash.frontend.app import main as run_frontend
+from kvflash.frontend.app import make_frontend
 from kvflash.indexer.app import main
 from kvflash.indexer.args import IndexerArgs, WorkerEntry, parse_args, parse_workers
 
@@ -406,6 +407,32 @@ def test_flags_that_would_do_nothing_beside_others_are_refused(line, wanted):
     with pytest.raises(ConfigError, match=wanted):
         frontend.parse_args(line.split())
     assert run_frontend(line.split()) == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "variables", "wanted"),
+    [
+        (
+            [],
+            {"KVFLASH_WORKER": "http://a:1 foo"},
+            "environment variable KVFLASH_WORKER 'foo': worker",
+        ),
+        (["--worker", "foo"], {"KVFLASH_WORKER": "http://a:1"}, "^--worker 'foo': worker url must"),
+        (["--prefill-worker", "http://a:1,b=2"], {}, "^--prefill-worker 'http://a:1,b=2': unknown"),
+        (
+            [],
+            {"KVFLASH_TOKENIZER": "/nope"},
+            "^environment variable KVFLASH_TOKENIZER must be a fol",
+        ),
+        (["--tokenizer", ""], {}, "^--tokenizer must be a folder with tokenizer.json, got ''"),
+        (["--tokenizer", "/a/tokenizer.json"], {}, "^--tokenizer must be .* '/a/tokenizer.json'"),
+    ],
+)
+def test_what_can_not_be_made_names_where_it_came_from(argv, variables, wanted, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=wanted):
+        make_frontend(frontend.parse_args(argv))
 
 
 def test_a_namespace_that_nobody_can_have_is_refused(capsys):

@@ -214,7 +214,7 @@ def _check(path: Path) -> None:
             f"nobody else; it belongs to {status.st_uid} with mode "
             f"{stat.S_IMODE(status.st_mode):04o}"
         )
-    found = sorted(os.listdir(path))
+    found = sorted(entry.name for entry in path.iterdir())
     if found and _LEASES not in found:
         raise ConfigError(
             f"discovery folder {path} must be empty, or one that kvflash has made; it holds "

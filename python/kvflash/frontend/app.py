@@ -8,10 +8,12 @@ import logging
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from kvflash._core import Frontend, PolicyDesk
+from kvflash.config import source_of
 from kvflash.discovery import open_discovery
-from kvflash.errors import KvflashError
+from kvflash.errors import ConfigError, InvalidArgumentError, KvflashError
 from kvflash.frontend.args import FrontendArgs, parse_args
 from kvflash.frontend.watch import DiscoveryWatch
 from kvflash.policy import PREFIX, AskedPolicy, load
@@ -34,6 +36,7 @@ def make_frontend(args: FrontendArgs, fleet: dict[int, str] | None = None) -> Fr
         ConfigError: Names the flag or file at fault.
         ConflictError: A worker is given twice.
     """
+    _check_tokenizer(args.tokenizer)
     frontend = Frontend(
         **args.core_settings(),
         policy_desk=_desk(args.router_mode),
@@ -65,12 +68,26 @@ def make_frontend(args: FrontendArgs, fleet: dict[int, str] | None = None) -> Fr
         tls_cert_path=args.tls_cert_path,
         tls_key_path=args.tls_key_path,
     )
-    prefill = [f"{worker},role=prefill" for worker in args.prefill_workers]
-    for worker in (*args.workers, *args.decode_workers, *prefill):
-        number = frontend.add_worker(worker)
-        if fleet is not None:
-            fleet[number] = worker
+    for flag, specs, role in (
+        ("--worker", args.workers, ""),
+        ("--decode-worker", args.decode_workers, ""),
+        ("--prefill-worker", args.prefill_workers, ",role=prefill"),
+    ):
+        for spec in specs:
+            try:
+                number = frontend.add_worker(spec + role)
+            except (ConfigError, InvalidArgumentError) as error:
+                said = str(error).removeprefix(f'--worker "{spec}{role}": ')
+                raise ConfigError(f"{source_of(flag, spec)} {spec!r}: {said}") from error
+            if fleet is not None:
+                fleet[number] = spec + role
     return frontend
+
+
+def _check_tokenizer(folder: str | None) -> None:
+    if folder is not None and not Path(folder, "tokenizer.json").is_file():
+        source = source_of("--tokenizer", folder)
+        raise ConfigError(f"{source} must be a folder with tokenizer.json, got {folder!r}")
 
 
 def _component(fleet: dict[int, str]) -> tuple[str, str]:

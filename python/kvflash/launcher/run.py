@@ -38,7 +38,7 @@ def main(
         argv: Arguments without the program's name; None means those of the process.
 
     Returns:
-        The engine's exit status; 1 if it could not be started or registered.
+        The engine's exit status; 2 if what was said can't work, 1 if it could not be registered.
     """
     options, arguments = parse_options(engine, program, sys.argv[1:] if argv is None else argv)
     logging.basicConfig(
@@ -50,7 +50,7 @@ def main(
         return asyncio.run(_run(options, arguments, build))
     except KvflashError as error:
         print(f"{engine}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
 
 
 async def _run(options: LauncherOptions, arguments: Arguments, build: Build) -> int:

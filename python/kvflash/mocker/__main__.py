@@ -15,7 +15,7 @@ def main() -> int:
     """Run until a signal comes.
 
     Returns:
-        Exit status: 0 after SIGTERM or SIGINT, 1 if the workers could not start.
+        Exit status: 0 after SIGTERM or SIGINT, 2 if the workers could not start.
     """
     config, log_level = parse_args()
     # Standard output is for the ready lines.
@@ -28,7 +28,7 @@ def main() -> int:
         asyncio.run(run(config))
     except (OSError, KvflashError) as error:
         print(f"mocker: {error}", file=sys.stderr)
-        return 1
+        return 2
     return 0
 
 
