@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from kvflash.config_file import Setting, one_value, read_settings, texts, truth
+from kvflash.console import Parser
 from kvflash.errors import ConfigError
 
 __all__ = [
@@ -132,11 +133,10 @@ class Flags:
     """
 
     def __init__(self, prog: str, description: str) -> None:
-        self._parser = argparse.ArgumentParser(
+        self._parser = Parser(
             prog=prog,
             description=description,
             epilog="Every flag can be set as KVFLASH_<FLAG> in the environment.",
-            allow_abbrev=False,
         )
         self._lists: dict[str, list[str]] = {}
         self._file: tuple[str, str | None] | None = None

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Protocol
 
 from kvflash._core import Catalog, init_logging
+from kvflash.console import LogLine, utc
 from kvflash.errors import ClosedError
 from kvflash.transport import ZmqOptions, ZmqReceiver
 from kvflash.transport.base import Receiver
@@ -160,8 +161,8 @@ class _JsonFormatter(logging.Formatter):
         fields = {"message": record.getMessage(), "logger": record.name}
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created))
-        return json.dumps({"timestamp": stamp, "level": record.levelname, "fields": fields})
+        line = {"timestamp": utc(record.created), "level": record.levelname, "fields": fields}
+        return json.dumps(line)
 
 
 def start_logging(level: str, log_format: str) -> None:
@@ -171,7 +172,7 @@ def start_logging(level: str, log_format: str) -> None:
     if log_format == "json":
         handler.setFormatter(_JsonFormatter())
     else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)5s %(message)s"))
+        handler.setFormatter(LogLine())
     python_level = {"trace": "debug", "warn": "warning"}.get(level, level).upper()
     logging.basicConfig(level=python_level, handlers=[handler])
 

@@ -24,6 +24,7 @@ FLOORS = {
     "config_file": 0,
     "router_flags": 0,
     "cluster_flags": 0,
+    "console": 0,
     "lazy": 0,
     "outage": 0,
     "servers": 0,
@@ -76,7 +77,7 @@ NARROW = {
     # It lives in the engine's process, beside whatever the engine brings.
     "publisher": {"_core", "errors", "runtime", "servers", "state", "transport"},
     # The engine's double knows nothing of the router that it is to test, but how it is found.
-    "mocker": {"errors", "llm", "mocker", "publisher", "runtime"},
+    "mocker": {"console", "errors", "llm", "mocker", "publisher", "runtime"},
 }
 
 PROCESS_STARTERS = {"process", "launcher", "demo"}

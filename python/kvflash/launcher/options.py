@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from kvflash.console import Parser
 from kvflash.errors import ConfigError
 from kvflash.launcher.command import Arguments, EventPorts
 
@@ -52,11 +53,10 @@ def parse_options(
     Raises:
         SystemExit: A flag of ours is wrong, or help was asked for.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"python -m kvflash.{engine}",
         description=f"Start {engine} with KV events and register it; other flags are passed on.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--endpoint",

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 
+from kvflash.console import LogLine
 from kvflash.errors import KvflashError
 from kvflash.mocker.app import run
 from kvflash.mocker.args import parse_args
@@ -19,11 +20,9 @@ def main() -> int:
     """
     config, log_level = parse_args()
     # Standard output is for the ready lines.
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogLine("%(levelname)5s %(name)s: %(message)s"))
+    logging.basicConfig(level=log_level.upper(), handlers=[handler])
     try:
         asyncio.run(run(config))
     except (OSError, KvflashError) as error:
