@@ -1615,6 +1615,9 @@ class Frontend:
 
     @property
     def catalog(self) -> Catalog: ...
+    def set_warnings(self, warnings: list[str]) -> None:
+        """What makes matching fail and only the caller knows, for ``/health``; replaces others."""
+
     def add_worker(self, spec: str) -> int:
         """Add an engine: ``URL[,events=tcp://...][,replay=tcp://...][,id=N][,dp=N][,role=prefill|decode]``.
 

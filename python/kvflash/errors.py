@@ -15,6 +15,7 @@
     ├── TransportError (ConnectionError)    the other side could not be reached
     ├── WorkerError                         the worker's own code failed; has its code and message
     └── ClosedError                         the service is shutting down
+        └── DrainingError               the worker is; no handler saw the request
 
 A gap, a duplicate or an unknown parent in an event stream is an outcome, not an error.
 """
@@ -28,6 +29,7 @@ __all__ = [
     "ConflictError",
     "DeadlineError",
     "DecodeError",
+    "DrainingError",
     "InvalidArgumentError",
     "KvflashError",
     "NoWorkerError",
@@ -101,3 +103,7 @@ class WorkerError(KvflashError):
 
 class ClosedError(KvflashError):
     """The service is shutting down."""
+
+
+class DrainingError(ClosedError):
+    """The worker is about to end and refused the request before its handler saw it."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 from support_runtime import eventually, run
 
-from kvflash import ConfigError, TransportError
+from kvflash import ConfigError, DistributedRuntime, TransportError
 from kvflash.discovery import Delete, FileDiscovery, Put, Synced
 from kvflash.discovery.file import default_folder
 
@@ -92,6 +94,68 @@ def test_a_lock_that_is_never_given_back_is_said(
             await mine.put("k", b"")
         held.close()
         await mine.put("k", b"")
+        await mine.close()
+        await other.close()
+
+    run(scenario())
+
+
+def test_what_files_can_not_do_is_told_as_a_discovery_does_and_got_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvflash.discovery.file")
+
+    async def scenario() -> None:
+        mine = FileDiscovery(tmp_path)
+        watch = mine.watch("k")
+        assert await anext(watch) == Synced()
+        lease, given_back = await mine.lease(), await mine.lease()
+        await mine.put("k", b"0", lease)
+        assert await asyncio.wait_for(anext(watch), 30) == Put("k", b"0")
+        new = tmp_path / "new"
+        new.rmdir()
+        new.write_bytes(b"in the way")
+        for work in (
+            mine.lease(),
+            mine.put("k", b"1", lease),
+            mine.create("l", b"1"),
+            mine.delete("k"),
+            mine.get_prefix(""),
+        ):
+            with pytest.raises(TransportError, match=r"discovery folder .* File exists"):
+                await work
+        await given_back.revoke()
+
+        async def is_said() -> bool:
+            return caplog.text.count("File exists") == 2
+
+        await eventually(is_said, "the lease and the watch to say so")
+        new.unlink()
+        await mine.put("k", b"2", lease)
+        assert await asyncio.wait_for(anext(watch), 30) == Put("k", b"2")
+        assert not list(new.iterdir())
+        assert caplog.text.count("can be used again after") == 1
+        await mine.close()
+
+    run(scenario())
+
+
+def test_who_announced_is_back_when_somebody_removes_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "discovery"
+
+    async def scenario() -> None:
+        mine, other = FileDiscovery(folder), FileDiscovery(folder)
+        watch = other.watch("k")
+        assert await anext(watch) == Synced()
+        async with DistributedRuntime(mine) as runtime:
+            await runtime.announce("k", 1)
+            assert await asyncio.wait_for(anext(watch), 30) == Put("k", b"1")
+            shutil.rmtree(folder)
+
+            async def is_back() -> bool:
+                return await other.get_prefix("k") == {"k": b"1"}
+
+            await eventually(is_back, "the key to be announced again")
         await mine.close()
         await other.close()
 

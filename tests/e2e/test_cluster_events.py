@@ -82,6 +82,15 @@ def test_what_is_known_outlives_a_restart_of_all_but_the_workers(
     assert overlap(again, 5) == 0
     wait_known(again, 5)
 
+    def warnings() -> list[str]:
+        return list(again.http.get("/health")["warnings"])
+
+    assert warnings() == []
+    servers[0].kill()
+    until(lambda: "NATS (NATS_SERVER) can't be reached" in str(warnings()), "the warning")
+    servers[0].start()
+    until(lambda: warnings() == [], "the warning's end")
+
 
 def test_a_worker_that_left_is_forgotten_by_those_who_come_later_too(cluster: Cluster) -> None:
     gone, stays = cluster.workers(*NATS, count=1), cluster.workers(*NATS, count=1)

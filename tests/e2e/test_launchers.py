@@ -135,6 +135,26 @@ def test_an_engine_that_does_not_start_gives_its_status(launch):
     until(lambda: "ended with status 7 before it was ready" in "".join(process.errors), "the log")
 
 
+@pytest.mark.parametrize("is_back", [True, False])
+def test_an_engine_is_kept_while_discovery_fails_and_registered_when_it_is_back(
+    is_back, launch, folder
+):
+    process = launch("vllm", "m")
+    until((folder / "new").is_dir, "the launcher to have begun")
+    (folder / "new").rmdir()
+    (folder / "new").write_text("in the way")
+    said = "the engine can't be registered: discovery folder"
+    until(lambda: said in "".join(process.errors), "the failure to be said")
+    pid = child_of(process)
+    if is_back:
+        (folder / "new").unlink()
+        number = ready(process, "vllm")["instance_id"]
+        assert f"v1/instances/dynamo/backend/generate/{number}" in found(folder)
+        assert child_of(process) == pid
+    assert process.terminate() == 0
+    assert gone(pid)
+
+
 def test_a_program_that_is_not_there_is_named(run, folder):
     process = run("kvflash.vllm", "m", "--engine-command", "/no/such/vllm",
                   env={"KVFLASH_DISCOVERY_DIR": str(folder)})  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 
 from kvflash.discovery import open_discovery
-from kvflash.errors import NotFoundError
+from kvflash.errors import NotFoundError, OverloadedError
+from kvflash.frontend import watch
 from kvflash.frontend.watch import DiscoveryWatch
 from service import DEADLINE_S, until
 
@@ -30,11 +32,14 @@ class SlowFleet:
         self.gate = threading.Event()
         self.gate.set()
         self.calls = 0
+        self.room = 8
 
     def put_worker(self, worker: str) -> int:
         self.calls += 1
         assert self.gate.wait(DEADLINE_S)
         number = int(json.loads(worker)["id"])
+        if number not in self.workers and len(self.workers) >= self.room:
+            raise OverloadedError("no room")
         self.workers[number] = worker
         return number
 
@@ -132,3 +137,68 @@ def test_engines_are_added_by_their_url(fleet: SlowFleet) -> None:
         await asyncio.to_thread(until, lambda: not fleet.workers, "the engine to be gone")
 
     told(steps)
+
+
+async def join(discovery: Any, number: int) -> None:
+    key = f"tests/backend/generate/{number}"
+    await discovery.put(f"v1/models/{key}", value(CARD))
+    await discovery.put(f"v1/instances/{key}", instance("tcp", address="127.0.0.1:1"))
+
+
+def test_one_bad_key_hides_no_worker(fleet: SlowFleet, caplog: pytest.LogCaptureFixture) -> None:
+    bad = {
+        "v1/models/tests/backend/generate/6": {**CARD, "dp_size": "2"},
+        "v1/models/tests/backend/7": CARD,
+        "v1/instances/tests/backend/generate/1": {"transport": None},
+        "v1/instances/tests/backend/generate/2": {"transport": "127.0.0.1:1"},
+        "v1/instances/tests/backend/load_metrics/3": {"transport": {"address": 7}},
+        "v1/instances/backend/7": {"transport": {}},
+        "v1/instances/tests/backend/generate/x": {"transport": {}},
+        "v1/events/tests/backend/7": EVENTS,
+        "v1/events/tests/backend/7/0": {"endpoint": ["tcp://127.0.0.1:1"]},
+    }
+
+    async def steps(discovery: Any) -> None:
+        for key, fields in bad.items():
+            await discovery.put(key, value(fields))
+        await discovery.put("v1/events/tests/backend/8/0", b"[" * 100_000)
+        await join(discovery, 7)
+        await asyncio.to_thread(until, lambda: fleet.workers, "the good one")
+        for key in bad:
+            await discovery.delete(key)
+        await discovery.delete(f"v1/models/{KEY}")
+        await asyncio.to_thread(until, lambda: not fleet.workers, "it to be gone")
+
+    told(steps)
+    said = [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
+    assert all(any(line.startswith(f"discovery key {key}: ") for line in said) for key in bad), said
+    assert not fleet.watch._refused
+
+
+@pytest.fixture(params=[3_600.0, 0.02])
+def again_s(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
+    monkeypatch.setattr(watch, "AGAIN_S", request.param)
+    return float(request.param)
+
+
+def test_who_was_refused_is_taken_when_there_is_room(
+    again_s: float, fleet: SlowFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet.room = 1
+
+    async def steps(discovery: Any) -> None:
+        await join(discovery, 7)
+        await asyncio.to_thread(until, lambda: fleet.workers, "the first one")
+        await join(discovery, 8)
+        await asyncio.to_thread(until, lambda: fleet.watch._refused, "the second one")
+        if again_s > 60:
+            await discovery.delete(f"v1/instances/{KEY}")
+        else:
+            calls = fleet.calls
+            await asyncio.to_thread(until, lambda: fleet.calls > calls + 1, "further attempts")
+            fleet.room = 2
+        await asyncio.to_thread(until, lambda: 8 in fleet.workers, "it to be taken")
+
+    told(steps)
+    said = [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
+    assert said == ["worker 8 at tests/backend/generate: no room; trying again"]

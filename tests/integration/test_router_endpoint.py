@@ -179,6 +179,33 @@ def test_what_a_worker_raises_reaches_the_client_and_its_load_goes(router):
     run(work())
 
 
+def test_a_worker_that_drains_is_passed_over_for_the_others(router):
+    async def work():
+        first, second = await Worker().start(), await Worker().start()
+        await eventually(lambda: len(workers(router)) == 2, "both workers")
+        async with DistributedRuntime.detached() as runtime:
+            client = await runtime.endpoint("ns.router.generate").client()
+            await client.wait_for_instances(30)
+            for worker in (first, second):
+                worker.runtime._serving.endpoints["ns/backend/generate"].is_draining = True
+                pinned = {"token_ids": IDS, "worker_id": worker.id}
+                with pytest.raises(ClosedError, match="is draining"):
+                    _ = [item async for item in await client.random(pinned)]
+                if worker is first:
+                    for _ in range(3):
+                        stream = await client.random({"token_ids": IDS})
+                        assert len([item async for item in stream]) == 3
+                    assert len(second.asked) == 3
+            # There is nobody else.
+            with pytest.raises(ClosedError, match="is draining"):
+                _ = [item async for item in await client.random({"token_ids": IDS})]
+            assert load(Loads(router), first.id) == load(Loads(router), second.id) == (0, 0, 0)
+        await first.close()
+        await second.close()
+
+    run(work())
+
+
 def test_an_engine_that_speaks_openai_only_is_asked_as_a_worker_is(monkeypatch, tmp_path):
     monkeypatch.setenv("KVFLASH_DISCOVERY", "file")
     monkeypatch.setenv("KVFLASH_DISCOVERY_DIR", str(tmp_path))

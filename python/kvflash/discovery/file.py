@@ -11,8 +11,8 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from kvflash.discovery.base import (
@@ -24,7 +24,8 @@ from kvflash.discovery.base import (
     new_lease_id,
 )
 from kvflash.discovery.folder import Folder, LeaseFile
-from kvflash.errors import InvalidArgumentError, TransportError
+from kvflash.errors import InvalidArgumentError, KvflashError, TransportError
+from kvflash.outage import Outage
 
 __all__ = ["FileDiscovery", "default_folder"]
 
@@ -60,7 +61,11 @@ class _FileLease:
         if self in self._discovery.leases:
             self._discovery.leases.discard(self)
             self.file.release()
-            await self._discovery.sweep()
+            try:
+                await self._discovery.sweep()
+            except TransportError as error:
+                # It is dead to everybody; what it left, others delete.
+                logger.warning("%s", error)
 
 
 class FileDiscovery(Discovery):
@@ -88,7 +93,9 @@ class FileDiscovery(Discovery):
         """See :meth:`Discovery.lease`; its end is seen at once, whatever ``ttl_s`` says."""
         check_open(self._is_closed)
         number = lease_id or new_lease_id()
-        lease = _FileLease(self, LeaseFile(self._folder.path, number), number)
+        with self._told():
+            self._folder.make()
+            lease = _FileLease(self, LeaseFile(self._folder.path, number), number)
         self.leases.add(lease)
         self._poll()
         return lease
@@ -117,7 +124,9 @@ class FileDiscovery(Discovery):
     async def get_prefix(self, prefix: str) -> dict[str, bytes]:
         """See :meth:`Discovery.get_prefix`."""
         check_open(self._is_closed)
-        living, _ = self._folder.look()
+        with self._told():
+            self._folder.make()
+            living, _ = self._folder.look()
         return {key: value for key, value in living.items() if key.startswith(prefix)}
 
     def watch(self, prefix: str) -> Watch:
@@ -159,19 +168,36 @@ class FileDiscovery(Discovery):
         """Hold the folder's lock.
 
         Raises:
-            TransportError: Another process has it for longer than LOCK_TIMEOUT_S.
+            TransportError: Another process has it for longer than LOCK_TIMEOUT_S, or files can't
+                be had.
         """
         check_open(self._is_closed and not is_closing)
         end = time.monotonic() + LOCK_TIMEOUT_S
-        while (lock := self._folder.try_lock()) is None:
-            if time.monotonic() > end:
-                raise TransportError(
-                    f"discovery folder {self._folder.path}: its lock is held for more than "
-                    f"{LOCK_TIMEOUT_S:g} s; is a process stopped?"
-                )
-            await asyncio.sleep(LOCK_PAUSE_S)
-        with lock:
+        with self._told():
+            self._folder.make()
+            while (lock := self._folder.try_lock()) is None:
+                if time.monotonic() > end:
+                    raise TransportError(
+                        f"discovery folder {self._folder.path}: its lock is held for more than "
+                        f"{LOCK_TIMEOUT_S:g} s; is a process stopped?"
+                    )
+                await asyncio.sleep(LOCK_PAUSE_S)
+            with lock:
+                yield
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """What files can't do is told as every discovery does.
+
+        Raises:
+            TransportError: Too many files are open, the disk is full, ...
+        """
+        try:
             yield
+        except KvflashError:
+            raise
+        except OSError as error:
+            raise TransportError(f"discovery folder {self._folder.path}: {error}") from error
 
     def _poll(self) -> None:
         if self._poller is None or self._poller.done():
@@ -179,25 +205,29 @@ class FileDiscovery(Discovery):
 
     async def _poll_forever(self) -> None:
         """Tell the watches what changed, until there is nothing to look after."""
+        outage = Outage(logger, f"discovery folder {self._folder.path} can be used again")
         while self._watches or self.leases:
             began = time.monotonic()
             try:
-                await self._look()
-            except (OSError, TransportError) as error:
-                logger.warning("discovery folder %s: %s", self._folder.path, error)
+                with self._told():
+                    await self._look()
+                outage.ends()
+            except KvflashError as error:
+                outage.lasts(f"{error}; trying again")
             took_s = time.monotonic() - began
             await asyncio.sleep(max(POLL_S, took_s / POLL_SHARE_MAX))
 
     async def _look(self) -> None:
-        if self._watches:
-            living, has_dead = self._folder.look()
-            for watch, prefix in list(self._watches.items()):
-                watch.replace({k: v for k, v in living.items() if k.startswith(prefix)})
-            if has_dead:
-                await self.sweep()
         for lease in list(self.leases):
             if not lease.file.is_there():
                 # Somebody emptied the folder.
                 self.leases.discard(lease)
                 lease.file.release()
                 lease.lost.set()
+        if self._watches:
+            self._folder.make()
+            living, has_dead = self._folder.look()
+            for watch, prefix in list(self._watches.items()):
+                watch.replace({k: v for k, v in living.items() if k.startswith(prefix)})
+            if has_dead:
+                await self.sweep()

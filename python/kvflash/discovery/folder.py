@@ -83,10 +83,8 @@ class Folder:
         self.path = path
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check(path)
-            # The first one is what a folder of ours is known by.
-            for name in (_LEASES, "keys", "new"):
-                (path / name).mkdir(mode=0o700, exist_ok=True)
+            _check_content(path)
+            self.make()
         except OSError as error:
             raise ConfigError(f"discovery folder {path}: {error.strerror}") from error
         # What was read of each key: inode and time, lease, value.
@@ -94,6 +92,24 @@ class Folder:
         # The folder's time as it was last seen, and since when, on this process's own clock.
         self._mtime_ns, self._since_s = -1, 0.0
         self._is_settled = False
+
+    def make(self) -> None:
+        """Make what is not there. Cost: about 20 us.
+
+        Raises:
+            ConfigError: The folder belongs to somebody else.
+        """
+        path = self.path
+        # The first one within is what a folder of ours is known by.
+        for folder in (path, path / _LEASES, path / "keys", path / "new"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.stat()
+        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
+            raise ConfigError(
+                f"discovery folder {path} must belong to user {os.getuid()} and be writable by "
+                f"nobody else; it belongs to {status.st_uid} with mode "
+                f"{stat.S_IMODE(status.st_mode):04o}"
+            )
 
     def try_lock(self) -> IO[bytes] | None:
         """The folder's lock, given back by closing it; None while somebody has it."""
@@ -135,8 +151,12 @@ class Folder:
         if not path.exists() and sum(1 for _ in path.parent.iterdir()) >= KEYS_MAX:
             raise OverloadedError(f"discovery folder {self.path} is full: {KEYS_MAX} keys")
         draft = self.path / "new" / f"key-{new_lease_id():x}"
-        draft.write_bytes(b"%x\n" % lease_id + value)
-        draft.rename(path)
+        try:
+            draft.write_bytes(b"%x\n" % lease_id + value)
+            draft.rename(path)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
 
     def read(self, key: str) -> tuple[int, bytes] | None:
         """Lease and value of a key whose lease lives."""
@@ -201,19 +221,12 @@ class Folder:
         self._is_settled = now_s - self._since_s > SETTLED_S
 
 
-def _check(path: Path) -> None:
-    """Refuse a folder that is somebody else's, or there for something else.
+def _check_content(path: Path) -> None:
+    """Refuse a folder that is there for something else.
 
     Raises:
         ConfigError: It is.
     """
-    status = path.stat()
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
-        raise ConfigError(
-            f"discovery folder {path} must belong to user {os.getuid()} and be writable by "
-            f"nobody else; it belongs to {status.st_uid} with mode "
-            f"{stat.S_IMODE(status.st_mode):04o}"
-        )
     found = sorted(entry.name for entry in path.iterdir())
     if found and _LEASES not in found:
         raise ConfigError(

@@ -125,6 +125,7 @@ class _Watched:
             args,
             open_discovery=lambda: open_discovery(kind),
             show_metrics=frontend.set_more_metrics,
+            show_warnings=frontend.set_warnings,
         )
         self._service = FedService(
             frontend,

@@ -11,10 +11,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from kvflash.discovery import Delete, Discovery, Put, open_discovery
-from kvflash.errors import ConfigError, KvflashError, NotFoundError
+from kvflash.errors import ConflictError, KvflashError, NotFoundError
 from kvflash.frontend.bridge import Bridge
 from kvflash.frontend.loads import LoadReader
 from kvflash.routing.cluster import Cluster
+from kvflash.routing.keys import read_key
 from kvflash.runtime.limits import RuntimeLimits
 
 __all__ = ["DiscoveryWatch"]
@@ -26,6 +27,8 @@ LOAD_ENDPOINT = "load_metrics"
 # Pauses between two attempts at a discovery that fails.
 PAUSE_S, PAUSE_S_MAX = 0.2, 5.0
 STOP_TIMEOUT_S = 5.0
+# What was refused may be taken later: a limit has room again, or a folder can be read.
+AGAIN_S = 5.0
 
 # namespace/component/endpoint and the instance's number.
 Name = tuple[str, int]
@@ -81,6 +84,9 @@ class DiscoveryWatch:
         self._events: dict[Name, dict[int, dict[str, Any]]] = {}
         # What the frontend knows: the JSON that it was told, and the endpoint that it is for.
         self._told: dict[int, tuple[Name, str]] = {}
+        # What the frontend did not take, and why.
+        self._refused: dict[Name, str] = {}
+        self._has_left = asyncio.Event()
         # Keys that are believed to be there, by prefix.
         self._keys: dict[str, set[str]] = {}
         self._bridge = Bridge(RuntimeLimits())
@@ -133,6 +139,9 @@ class DiscoveryWatch:
                 await self._watch(discovery)
             except (KvflashError, OSError) as error:
                 logger.warning("discovery %s: %s; trying again", self._kind, error)
+            except Exception:
+                # What is known goes on being served, and this thread is all that learns more.
+                logger.exception("discovery %s; trying again", self._kind)
             finally:
                 if discovery is not None:
                     await discovery.close()
@@ -149,6 +158,7 @@ class DiscoveryWatch:
                 (INSTANCES, self._take_instance),
             )
         ]
+        tasks.append(asyncio.create_task(self._try_again()))
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -179,12 +189,18 @@ class DiscoveryWatch:
     async def _take_safely(self, take: Take, key: str, value: bytes | None) -> None:
         """One bad key must not hide the others."""
         try:
-            fields = None if value is None else json.loads(value)
-            if value is not None and not isinstance(fields, dict):
-                raise ConfigError(f"must be a JSON object, got {value[:80]!r}")
-            await take(key, fields)
+            await take(key, None if value is None else read_key(key, value))
         except (ValueError, LookupError, KvflashError) as error:
             logger.error("discovery key %s: %s", key, error)
+
+    async def _try_again(self) -> None:
+        """Those that were refused: when a worker has left, and now and then."""
+        while True:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._has_left.wait(), AGAIN_S)
+            self._has_left.clear()
+            for name in list(self._refused):
+                await self._tell(name)
 
     async def _take_card(self, key: str, card: dict[str, Any] | None) -> None:
         name = _name(key, MODELS)
@@ -221,7 +237,15 @@ class DiscoveryWatch:
         back beside that, the older word would come last and stay.
         """
         async with self._telling:
-            await self._tell_now(name)
+            try:
+                await self._tell_now(name)
+            except (ValueError, LookupError, KvflashError) as error:
+                # Said once.
+                if self._refused.get(name) != str(error):
+                    logger.error("worker %d at %s: %s; trying again", name[1], name[0], error)
+                self._refused[name] = str(error)
+            else:
+                self._refused.pop(name, None)
 
     async def _tell_now(self, name: Name) -> None:
         path, instance_id = name
@@ -230,19 +254,20 @@ class DiscoveryWatch:
         card, instance = self._cards.get(name), self._instances.get(name)
         if told is not None and told[0] != name:
             if card is not None and instance is not None:
-                logger.error(
-                    "worker %d serves a model at %s and at %s: one process and runtime serves one "
-                    "here; the second is left out", instance_id, told[0][0], path,
-                )  # fmt: skip
+                raise ConflictError(
+                    f"it serves a model at {told[0][0]}, too: one process and runtime serves one "
+                    "here; the second is left out"
+                )
             return
         if card is None or instance is None:
+            self._bridge.forget(path, instance_id)
             if told is not None:
                 del self._told[instance_id]
-                self._bridge.forget(path, instance_id)
                 logger.info("worker %d left: %s", instance_id, path)
                 # First what is shared: the core forgets its blocks.
                 await asyncio.to_thread(self._cluster.worker_left, component, instance_id)
                 await asyncio.to_thread(self._remove, instance_id)
+                self._has_left.set()
             return
         events = self._events.get((path.rpartition("/")[0], instance_id), {})
         if told is None:
@@ -258,6 +283,7 @@ class DiscoveryWatch:
             spec = _spec(instance_id, instance["transport"]["url"], card, events)
             if told is None or told[1] != spec:
                 if told is not None:
+                    self._told[instance_id] = (name, "")
                     await asyncio.to_thread(self._remove, instance_id)
                 await asyncio.to_thread(self._fleet.add_worker, spec)
                 self._told[instance_id] = (name, spec)
@@ -300,13 +326,15 @@ def _spec(
         "events": events.get(0, {}).get("endpoint"),
         "replay": events.get(0, {}).get("replay_endpoint"),
         "dp": card.get("dp_size"),
-        "role": "prefill" if "prefill" in card.get("model_type", ()) else None,
+        "role": "prefill" if "prefill" in (card.get("model_type") or ()) else None,
     }
     return ",".join([url, *(f"{key}={value}" for key, value in fields.items() if value)])
 
 
 def _name(key: str, prefix: str) -> Name:
     path, _, number = key.removeprefix(prefix).rpartition("/")
+    if path.count("/") != 2:
+        raise ValueError("names no worker")
     return path, int(number)
 
 

@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
-from kvflash.errors import ConfigError, KvflashError
+from kvflash.errors import ConfigError, KvflashError, OverloadedError, TransportError
 from kvflash.launcher.child import Child
 from kvflash.launcher.command import Arguments, EngineCommand
 from kvflash.launcher.options import LauncherOptions, parse_options
@@ -20,6 +20,9 @@ from kvflash.runtime import DistributedRuntime, Endpoint
 __all__ = ["Build", "main"]
 
 logger = logging.getLogger(__name__)
+
+# Between two attempts to register.
+REGISTER_PAUSE_S = 1.0
 
 # Builds an engine's command line.
 Build = Callable[[LauncherOptions, Arguments, str], EngineCommand]
@@ -83,13 +86,18 @@ async def _attend(
         status = await child.ended()
         logger.error("the engine ended with status %d before it was ready", status)
         return status
-    await _register(options, command, found, endpoint, url)
-    logger.info("%s serves %s as instance %d", url, found.model_name, runtime.instance_id)
-    print(json.dumps(_ready(command, found, endpoint, url)), flush=True)
     ended = asyncio.ensure_future(child.ended())
     stopping = asyncio.ensure_future(child.stopping.wait())
-    await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
+    registering = asyncio.ensure_future(_register_patiently(options, command, found, endpoint, url))
+    await asyncio.wait({registering, ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if registering.done():
+        registering.result()
+        logger.info("%s serves %s as instance %d", url, found.model_name, runtime.instance_id)
+        print(json.dumps(_ready(command, found, endpoint, url)), flush=True)
+        await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (registering, stopping):
+        task.cancel()
+    await asyncio.gather(registering, stopping, return_exceptions=True)
     # First nobody finds it any more, then it ends.
     await runtime.close()
     if not ended.done():
@@ -97,6 +105,22 @@ async def _attend(
         return await child.stop(options.stop_timeout_s)
     logger.error("the engine ended with status %d", ended.result())
     return ended.result()
+
+
+async def _register_patiently(
+    options: LauncherOptions,
+    command: EngineCommand,
+    found: Found,
+    endpoint: Endpoint,
+    url: str,
+) -> None:
+    """Try until it works: an engine that took minutes to load is not given up for that."""
+    while True:
+        try:
+            return await _register(options, command, found, endpoint, url)
+        except (TransportError, OverloadedError, OSError) as error:
+            logger.warning("the engine can't be registered: %s; trying again", error)
+        await asyncio.sleep(REGISTER_PAUSE_S)
 
 
 async def _register(

@@ -6,21 +6,24 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from kvflash.errors import (
     ClosedError,
+    DrainingError,
     InvalidArgumentError,
     KvflashError,
     NotFoundError,
+    NoWorkerError,
     OverloadedError,
     TransportError,
 )
 from kvflash.router.workers import DiscoveredWorkers, Registrar
 from kvflash.routing.cluster import Cluster
 from kvflash.runtime import Client, Context, DistributedRuntime
+from kvflash.runtime.serving import Handler
 
 __all__ = ["EndpointRouter", "EndpointThread"]
 
@@ -28,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS_MAX = 5
 SYNC_TIMEOUT_S = 10.0
+# Between two attempts to serve.
+PAUSE_S = 2.0
 # A stream that goes on says so this often, long before its reservation expires.
 TOUCH_INTERVAL_S = 1.0
 # What of a request is about routing.
@@ -35,8 +40,8 @@ _ROUTING = (
     *("token_ids", "lora_name", "cache_salt", "router_config_override", "dp_rank"),
     *("user", "session_key", "priority", "strict_priority", "expected_output_tokens"),
 )
-#: The worker was not reached: another one may be.
-_RETRIED = (TransportError, OverloadedError, NotFoundError)
+#: The worker did not take the request: another one may.
+_RETRIED = (TransportError, OverloadedError, NotFoundError, DrainingError)
 
 
 class Decider(Registrar, Protocol):
@@ -82,22 +87,43 @@ class EndpointRouter:
         )
 
     async def serve(self) -> None:
-        """Serve until the runtime is shut down.
-
-        Raises:
-            TransportError: Discovery can't be reached.
-        """
+        """Serve until the runtime is shut down; discovery that is away is waited for."""
+        loop = asyncio.get_running_loop()
+        serving = loop.create_task(self._serve())
+        shutdown = loop.create_task(self._runtime.wait_for_shutdown())
         try:
-            await self._workers.start()
-            await self._workers.synced(SYNC_TIMEOUT_S)
-            router = self._runtime.namespace(self._namespace).component("router")
-            await asyncio.gather(
-                router.endpoint("generate").serve_endpoint(self.generate),
-                router.endpoint("best_worker_id").serve_endpoint(self.best_worker_id),
-            )
+            await asyncio.wait({serving, shutdown}, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                await serving
         finally:
+            for task in (serving, shutdown):
+                task.cancel()
+            await asyncio.gather(serving, shutdown, return_exceptions=True)
             self._waiting.shutdown(wait=False, cancel_futures=True)
             await self._workers.close()
+
+    async def _serve(self) -> None:
+        await self._workers.start()
+        await self._patiently(lambda: self._workers.synced(SYNC_TIMEOUT_S), "the workers")
+        router = self._runtime.namespace(self._namespace).component("router")
+
+        async def offer(name: str, handler: Handler) -> None:
+            offered = router.endpoint(name)
+            await self._patiently(lambda: offered.serve_endpoint(handler), f"a place at {name}")
+
+        await asyncio.gather(
+            offer("generate", self.generate), offer("best_worker_id", self.best_worker_id)
+        )
+
+    @staticmethod
+    async def _patiently(work: Callable[[], Awaitable[None]], what: str) -> None:
+        """Try until it works."""
+        while True:
+            try:
+                return await work()
+            except (TransportError, OSError) as error:
+                logger.warning("waiting for %s: %s", what, error)
+            await asyncio.sleep(PAUSE_S)
 
     async def best_worker_id(self, request: Any) -> AsyncIterator[int]:
         """The worker that a prompt would go to now; nothing is booked.
@@ -118,13 +144,22 @@ class EndpointRouter:
         if not isinstance(request, dict):
             raise InvalidArgumentError(f"a request is an object with token_ids, got {request!r}")
         tried: list[int] = []
+        failed: KvflashError | None = None
         while True:
             choice = self._choice(request)
-            if tried and "worker_id" not in choice:
+            suspects = self._client.suspects()
+            if (tried or suspects) and "worker_id" not in choice:
                 rest = [i for i in self._workers.ids if i not in tried]
-                choice["allowed_worker_ids"] = rest
+                # Those that failed a moment ago have no load, and would look the cheapest.
+                choice["allowed_worker_ids"] = [i for i in rest if i not in suspects] or rest
             name = f"{context.id()}-{len(tried)}" if tried else context.id()
-            answer = await self._reserve(name, choice)
+            try:
+                answer = await self._reserve(name, choice)
+            except (NoWorkerError, NotFoundError):
+                if failed is None:
+                    raise
+                # There is nobody else: what went wrong is the reason.
+                raise failed from None
             worker = answer["worker_id"]
             has_begun, generated = False, 0
             try:
@@ -135,10 +170,9 @@ class EndpointRouter:
                 return
             except _RETRIED as error:
                 tried.append(worker)
-                others = [i for i in self._workers.ids if i not in tried]
-                is_last = len(tried) >= ATTEMPTS_MAX or not others or "worker_id" in choice
-                if has_begun or is_last:
+                if has_begun or len(tried) >= ATTEMPTS_MAX or "worker_id" in choice:
                     raise
+                failed = error
                 logger.warning("worker %d: %s; trying another one", worker, error)
             finally:
                 self._tell("/free", name, output_tokens=generated)

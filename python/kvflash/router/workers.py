@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from typing import Any, Protocol
 
 from kvflash.discovery import Discovery, Put, Synced
-from kvflash.errors import ClosedError, KvflashError, TransportError
+from kvflash.errors import ClosedError, DecodeError, KvflashError, TransportError
 from kvflash.routing.cluster import Cluster
+from kvflash.routing.keys import read_key
 from kvflash.routing.membership import Membership, tenant_of
 
 __all__ = ["DiscoveredWorkers", "Registrar"]
@@ -17,6 +17,8 @@ __all__ = ["DiscoveredWorkers", "Registrar"]
 logger = logging.getLogger(__name__)
 
 RESTART_PAUSE_S = 0.5
+# What was refused may be taken later: a limit has room again, or the other model has left.
+AGAIN_S = 5.0
 
 
 class Registrar(Protocol):
@@ -89,6 +91,7 @@ class DiscoveredWorkers:
         if self._cluster.is_nats:
             await self._members.follow()
         self._tasks = [loop.create_task(self._follow(kind)) for kind in self._prefixes]
+        self._tasks.append(loop.create_task(self._try_again()))
 
     async def synced(self, timeout_s: float) -> None:
         """Wait until what is there is registered.
@@ -119,7 +122,9 @@ class DiscoveredWorkers:
                         else:
                             value = event.value if isinstance(event, Put) else None
                             self._take(kind, event.key, value)
-                        # Registering is quick, but a worker's three keys belong together.
+                        # A worker's three keys belong together: what the other watches have at hand
+                        # comes first, or it would be registered without its card for a moment.
+                        await asyncio.sleep(0)
                         if all(one.is_set() for one in self._synced.values()):
                             async with self._registering:
                                 # First: what it tells is told before the router hears of them.
@@ -139,16 +144,19 @@ class DiscoveredWorkers:
             self._values[kind].pop(name, None)
             return
         try:
-            parsed = json.loads(value)
-        except ValueError as error:
-            logger.warning("%s can't be read: %s", key, error)
-            return
-        if not isinstance(parsed, dict):
-            logger.warning("%s is no object: %r", key, parsed)
-            return
-        self._values[kind][name] = parsed
+            self._values[kind][name] = read_key(key, value)
+        except DecodeError as error:
+            logger.error("discovery key %s: %s", key, error)
 
-    async def _register(self) -> None:
+    async def _try_again(self) -> None:
+        """Now and then, those that were refused."""
+        while True:
+            await asyncio.sleep(AGAIN_S)
+            async with self._registering:
+                if self._refused:
+                    await self._register(is_again=True)
+
+    async def _register(self, *, is_again: bool = False) -> None:
         wanted = {}
         for name, instance in self._values["instances"].items():
             endpoint, _, number = name.rpartition("/")
@@ -157,41 +165,41 @@ class DiscoveredWorkers:
                 wanted[int(number)] = self._body(int(number), instance)
         for worker_id in [i for i, body in self._registered.items() if wanted.get(i) != body]:
             await self._members.let_go(worker_id)
-            self._call(lambda i=worker_id: self._router.remove_worker(i))
+            try:
+                self._router.remove_worker(worker_id)
+            except KvflashError as error:
+                logger.error("%s", error)
             del self._registered[worker_id]
+            is_again = True
         self._refused = {i: body for i, body in self._refused.items() if wanted.get(i) == body}
         for worker_id, body in wanted.items():
-            if worker_id in self._registered or worker_id in self._refused:
+            if worker_id in self._registered or (worker_id in self._refused and not is_again):
                 continue
-            if self._call(lambda body=body: self._router.add_worker(body)):
-                self._registered[worker_id] = body
-                self._members.tell(self._cluster.instance_joined, self._component, worker_id)
-                # The first one of a component connects.
-                self._members.tell(self._cluster.worker_joined, self._component, worker_id)
-            else:
-                # Said once: it is tried again when it says something else.
+            try:
+                self._router.add_worker(body)
+            except KvflashError as error:
+                # Said once.
+                if worker_id not in self._refused:
+                    logger.error("worker %d: %s; trying again", worker_id, error)
                 self._refused[worker_id] = body
-
-    @staticmethod
-    def _call(call: Any) -> bool:
-        try:
-            call()
-        except KvflashError as error:
-            logger.error("%s", error)
-            return False
-        return True
+                continue
+            self._refused.pop(worker_id, None)
+            self._registered[worker_id] = body
+            self._members.tell(self._cluster.instance_joined, self._component, worker_id)
+            # The first one of a component connects.
+            self._members.tell(self._cluster.worker_joined, self._component, worker_id)
 
     def _body(self, worker_id: int, instance: dict[str, Any]) -> dict[str, Any]:
         number = str(worker_id)
         card = self._values["models"].get(number, {})
-        transport = instance.get("transport") or {}
+        transport = instance["transport"]
         ranks = {
             int(rank): value
             for key, value in self._values["events"].items()
             for owner, _, rank in [key.partition("/")]
             if owner == number and rank.isdecimal()
         }
-        sizes = [value.get("block_size") for value in self._values["events"].values()]
+        sizes = [value.get("block_size") for value in ranks.values()]
         return {
             "worker_id": worker_id,
             "model_name": card.get("model_name") or self._model_name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ __all__ = ["Cluster"]
 logger = logging.getLogger(__name__)
 
 READY_S_MAX = 60.0
+# Whoever stops waits for one step of that at most.
+READY_STEP_S = 0.2
 RETRY_S = 2.0
 METRICS_S = 0.5
 # Schemes of events that a broker carries.
@@ -37,6 +40,7 @@ class Cluster:
         open_discovery: Makes the discovery in which workers are found, in the event loop that uses
             it.
         show_metrics: Takes lines of the OpenMetrics text format, twice a second.
+        show_warnings: Takes what keeps the state from being known, in words, as often.
         setting: What says that events come over NATS, for errors.
         is_strict: See :class:`kvflash.state.attach.StateOptions`.
     """
@@ -49,11 +53,12 @@ class Cluster:
         *,
         open_discovery: Callable[[], Discovery],
         show_metrics: Callable[[str], None] | None = None,
+        show_warnings: Callable[[list[str]], None] | None = None,
         setting: str = "--event-plane nats",
         is_strict: bool = False,
     ) -> None:
         self._catalog, self._flags, self._make_discovery = catalog, flags, open_discovery
-        self._show_metrics, self._setting = show_metrics, setting
+        self._show_warnings, self._setting = show_warnings, setting
         self._is_strict = is_strict
         self.is_nats = flags.event_plane == "nats"
         self._sharing: Sharing | None = None
@@ -63,6 +68,8 @@ class Cluster:
             )
         self._lock = threading.Lock()
         self._states: dict[Component, Any] = {}
+        # Those whose state is there, or was waited for in vain.
+        self._awaited: set[Component] = set()
         self._warned: set[int] = set()
         self._is_stopped = threading.Event()
         self._reporter: threading.Thread | None = None
@@ -152,10 +159,27 @@ class Cluster:
         self.instance_joined(component, instance_id)
 
     def follow(self, component: Component) -> None:
-        """Follow a component's stream. Returns when what was in it is known, or after 60 s."""
-        with self._lock:
-            if component not in self._states and not self._is_stopped.is_set():
-                self._attach(component)
+        """Follow a component's stream.
+
+        Returns when what was in it is known, after 60 s, or when it stops.
+        """
+        end = time.monotonic() + READY_S_MAX
+        while True:
+            with self._lock:
+                if component in self._awaited or self._is_stopped.is_set():
+                    return
+                if component not in self._states and not self._attach(component):
+                    return
+                is_ready = self._states[component].wait_ready(READY_STEP_S)
+                if not is_ready and time.monotonic() < end:
+                    continue
+                self._awaited.add(component)
+            if not is_ready:
+                logger.warning(
+                    "the state of %s.%s is not there after %g s; serving without what is missing",
+                    *component, READY_S_MAX,
+                )  # fmt: skip
+            return
 
     def instance_joined(self, component: Component, instance_id: int) -> None:
         """It is there: what the stream tells of it counts."""
@@ -192,7 +216,7 @@ class Cluster:
         for component, state in list(self._states.items()):
             state.keep_only(component_ids.get(component, set()))
 
-    def _attach(self, component: Component) -> None:
+    def _attach(self, component: Component) -> bool:
         from kvflash.state.attach import StateOptions, attach  # noqa: PLC0415
 
         options = StateOptions(
@@ -210,13 +234,9 @@ class Cluster:
         except KvflashError as error:
             logger.error("events of %s.%s are not followed: %s; trying again", *component, error)
             self._later(lambda: self.follow(component))
-            return
+            return False
         self._states[component] = state
-        if not state.wait_ready(READY_S_MAX):
-            logger.warning(
-                "the state of %s.%s is not there after %g s; serving without what is missing",
-                *component, READY_S_MAX,
-            )  # fmt: skip
+        return True
 
     def _later(self, work: Any) -> None:
         def run() -> None:
@@ -246,6 +266,17 @@ class Cluster:
             states = {f'component="{name}"': counts for name, counts in self.stats().items()}
             lines += _exposed("kvflash_state_", states)
             show("".join(lines))
+            if self._show_warnings is not None:
+                self._show_warnings(self.warnings())
+
+    def warnings(self) -> list[str]:
+        """What keeps workers' events from being known, in words."""
+        return [
+            f"NATS (NATS_SERVER) can't be reached: what workers of {namespace}.{component} store "
+            "and evict is not heard, and their caches count as they were"
+            for (namespace, component), state in list(self._states.items())
+            if not state.is_connected()
+        ]
 
 
 def _exposed(prefix: str, groups: dict[str, dict[str, int]]) -> list[str]:

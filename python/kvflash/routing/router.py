@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from kvflash._core import RouterBooking, RouterCore
-from kvflash.errors import ClosedError, InvalidArgumentError, KvflashError
+from kvflash.errors import ClosedError, InvalidArgumentError, KvflashError, NoWorkerError
 from kvflash.routing.cluster import Cluster
 from kvflash.routing.config import KvRouterConfig, override_options
 from kvflash.routing.feed import Feed
@@ -89,6 +89,9 @@ class KvPushRouter:
         self._line.close()
         if self._policy is not None:
             self._policy.close()
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
         if self._is_started:
             await self._workers.close()
             if self._feed is not None:
@@ -214,11 +217,17 @@ class KvPushRouter:
         attempts_max = 1 if options["worker_id"] is not None else ATTEMPTS_MAX
 
         async def attempt(tried: set[int]) -> tuple[RouterBooking, Stream]:
+            failed: KvflashError | None = None
             while True:
-                if tried:
-                    ids = self._workers.ids if allowed is None else allowed
-                    options["allowed_worker_ids"] = [one for one in ids if one not in tried]
-                booking = await self._line.book(tokens, options, request_id=name)
+                if options["worker_id"] is None:
+                    options["allowed_worker_ids"] = self._candidates(allowed, tried)
+                try:
+                    booking = await self._line.book(tokens, options, request_id=name)
+                except NoWorkerError:
+                    if failed is None:
+                        raise
+                    # There is nobody else: what went wrong is the reason.
+                    raise failed from None
                 try:
                     tried.add(booking.worker_id)
                     payload = request | {
@@ -226,10 +235,11 @@ class KvPushRouter:
                         "estimated_prefix_hit_num_blocks": booking.overlap_blocks,
                     }
                     stream = await self._client.direct(payload, booking.worker_id, request_id=name)
-                except RETRIED:
+                except RETRIED as error:
                     booking.free()
-                    if len(tried) >= attempts_max or not set(self._workers.ids) - tried:
+                    if len(tried) >= attempts_max:
                         raise
+                    failed = error
                 except BaseException:
                     booking.free()
                     raise
@@ -246,6 +256,17 @@ class KvPushRouter:
             attempts_max=attempts_max,
             on_tokens=self._output_counter(request, options["expected_output_tokens"]),
         )
+
+    def _candidates(self, allowed: list[int] | None, tried: set[int]) -> list[int] | None:
+        """Who may take a request; one that failed a moment ago only when there is nobody else.
+
+        Its load went with what it failed, so that it would look the cheapest.
+        """
+        suspects = self._client.suspects()
+        if not tried and not suspects:
+            return allowed
+        ids = [i for i in (self._workers.ids if allowed is None else allowed) if i not in tried]
+        return [i for i in ids if i not in suspects] or ids
 
     def _output_counter(self, request: dict[str, Any], expected_tokens: int | None) -> Any:
         """What counts generated blocks, where they are to be counted."""
@@ -476,8 +497,13 @@ class KvPushRouter:
             raise ClosedError("the router is closed")
         if self._starting is None:
             self._starting = asyncio.get_running_loop().create_task(self._start())
+        starting = self._starting
         try:
-            await asyncio.shield(self._starting)
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            if starting.cancelled():
+                raise ClosedError("the router was closed while it started") from None
+            raise
         except KvflashError:
             # The next call tries again.
             self._starting = None

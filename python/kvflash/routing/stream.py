@@ -7,13 +7,19 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from kvflash._core import RouterBooking
-from kvflash.errors import NotFoundError, NoWorkerError, OverloadedError, TransportError
+from kvflash.errors import (
+    DrainingError,
+    NotFoundError,
+    NoWorkerError,
+    OverloadedError,
+    TransportError,
+)
 from kvflash.runtime import Stream
 
 __all__ = ["RoutedStream"]
 
 #: Nothing has come yet, and another worker may do better.
-RETRIED = (TransportError, NotFoundError, OverloadedError)
+RETRIED = (TransportError, NotFoundError, OverloadedError, DrainingError)
 
 
 class Attempt(Protocol):

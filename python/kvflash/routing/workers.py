@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,8 +10,9 @@ from typing import Any
 
 from kvflash._core import RouterCore
 from kvflash.discovery import Delete, Discovery, Put, Synced
-from kvflash.errors import ClosedError, KvflashError, TransportError
+from kvflash.errors import ClosedError, DecodeError, KvflashError, TransportError
 from kvflash.routing.cluster import Cluster
+from kvflash.routing.keys import read_key
 from kvflash.routing.membership import Membership, tenant_of
 
 __all__ = ["Workers"]
@@ -140,13 +140,10 @@ class Workers:
         name = event.key.removeprefix(self._prefixes[kind])
         if isinstance(event, Put):
             try:
-                value = json.loads(event.value)
-                if not isinstance(value, dict):
-                    raise TypeError("not an object")
-            except (ValueError, TypeError) as error:
-                logger.warning("%s can't be read: %s", event.key, error)
+                known.values[name] = read_key(event.key, event.value)
+            except DecodeError as error:
+                logger.error("discovery key %s: %s", event.key, error)
                 return
-            known.values[name] = value
         else:
             known.values.pop(name, None)
         if kind == "events":
@@ -159,6 +156,9 @@ class Workers:
                 wanted = self._wanted()
                 await self._let_go(wanted)
                 self._set_workers(wanted)
+                # The core forgot the blocks of those that left: should they come back, their events
+                # are asked for anew.
+                self._subscribe()
 
     async def _let_go(self, wanted: list[tuple[int, int]]) -> None:
         """What is shared hears of those that leave before the core forgets them."""
@@ -169,17 +169,7 @@ class Workers:
     def _settle(self) -> None:
         """Once all are known, and when that changes."""
         if self._members is not None and self._known["instances"].synced.is_set():
-            self._members.settle(self._instances())
-
-    def _instances(self) -> list[str]:
-        """Endpoint and number of those whose key says so."""
-        found = []
-        for name in self._known["instances"].values:
-            if name.rpartition("/")[2].isdecimal():
-                found.append(name)
-            else:
-                logger.warning("an instance is a number, got %r", name)
-        return found
+            self._members.settle(list(self._known["instances"].values))
 
     async def _attach(self, model: tuple[str, str]) -> None:
         """Serve this model with what its component's stream tells."""
@@ -196,7 +186,7 @@ class Workers:
         """Workers and ranks that discovery tells of, ascending."""
         cards = self._known["models"].values
         workers = []
-        for name in self._instances():
+        for name in self._known["instances"].values:
             endpoint, _, number = name.rpartition("/")
             if endpoint != self._endpoint:
                 continue
@@ -271,19 +261,17 @@ class Workers:
         )
 
     def _subscribe(self) -> None:
-        """Listen to the sockets that are announced, and to no others."""
+        """Listen to the sockets that the core's workers announce, and to no others."""
         if not (self._core.uses_events and self._is_serving):
             return
+        ids = set(self.ids)
         wanted: dict[tuple[int, int], tuple[str, str | None]] = {}
         for name, value in self._known["events"].values.items():
             worker, _, rank = name.partition("/")
-            endpoint = value.get("endpoint")
-            if worker.isdecimal() and rank.isdecimal() and isinstance(endpoint, str):
-                # What is in the stream comes by itself.
-                if self._cluster.events(int(worker), {int(rank): value}):
-                    wanted[int(worker), int(rank)] = (endpoint, value.get("replay_endpoint"))
-            else:
-                logger.warning("events of %r can't be listened to: %r", name, value)
+            # What is in the stream comes by itself.
+            if int(worker) in ids and self._cluster.events(int(worker), {int(rank): value}):
+                sockets = (value["endpoint"], value.get("replay_endpoint"))
+                wanted[int(worker), int(rank)] = sockets
         for key, sockets in list(self._subscribed.items()):
             if wanted.get(key) != sockets:
                 del self._subscribed[key]

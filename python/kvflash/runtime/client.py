@@ -59,6 +59,10 @@ class Client:
         self._instances.start()
         return sorted(self._instances.by_id)
 
+    def suspects(self) -> set[int]:
+        """Numbers of instances that failed a moment ago; ``random`` passes them over."""
+        return self._instances.suspects()
+
     async def wait_for_instances(self, timeout_s: float | None = None) -> list[int]:
         """Wait for at least one instance; the numbers of all.
 

@@ -84,6 +84,11 @@ class DistributedRuntime:
         self._clients: dict[str, PlaneClient] = {}
         self._instances: dict[str, Instances] = {}
         self._announced: dict[str, bytes] = {}
+        # Keys that were withdrawn and may still be there.
+        self._unwanted: set[str] = set()
+        # Held while a key is put or deleted, so that the last word is what stays.
+        self._changing = asyncio.Lock()
+        self._tidier: asyncio.Task[None] | None = None
         self._server: PlaneServer | None = None
         self._lease: Lease | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -140,16 +145,34 @@ class DistributedRuntime:
     async def announce(self, key: str, value: Any) -> None:
         """Put a key, as JSON, for as long as this process lives.
 
-        It is put again when the lease was lost.
+        It is put again when the lease was lost; if that is so just now, it is put with the next.
 
         Raises:
             ClosedError: The runtime is shut down.
             TransportError: Discovery can't be reached.
         """
         data = json.dumps(value).encode()
-        lease = await self._leased()
-        await self.discovery.put(key, data, lease)
+        await self._leased()
+        before = self._announced.get(key)
+        # First, so that who keeps the keys, or withdraws this one, knows of it.
         self._announced[key] = data
+        self._unwanted.discard(key)
+        try:
+            async with self._changing:
+                if self._announced.get(key) is data:
+                    await self.discovery.put(key, data, self._lease)
+        except BaseException as error:
+            assert self._lease is not None
+            if isinstance(error, KvflashError) and self._lease.lost.is_set():
+                return
+            if self._announced.get(key) is data:
+                if before is not None:
+                    self._announced[key] = before
+                else:
+                    # It may be there all the same.
+                    self._drop(key)
+                    self._tidy_later()
+            raise
 
     def announced(self, prefix: str) -> dict[str, Any]:
         """What this process has announced, by keys that begin so. From any thread."""
@@ -160,10 +183,42 @@ class DistributedRuntime:
         """Delete a key that was announced.
 
         Raises:
-            TransportError: Discovery can't be reached.
+            TransportError: Discovery can't be reached; it is tried again in the background.
         """
-        if self._announced.pop(key, None) is not None:
-            await self.discovery.delete(key)
+        if key in self._announced:
+            self._drop(key)
+        if key in self._unwanted:
+            try:
+                await self._delete(key)
+            except BaseException:
+                self._tidy_later()
+                raise
+
+    def _drop(self, key: str) -> None:
+        del self._announced[key]
+        self._unwanted.add(key)
+
+    def _tidy_later(self) -> None:
+        if self._shutdown is None and (self._tidier is None or self._tidier.done()):
+            self._tidier = asyncio.get_running_loop().create_task(self._tidy())
+
+    async def _delete(self, key: str) -> None:
+        async with self._changing:
+            if key in self._unwanted:
+                await self.discovery.delete(key)
+                self._unwanted.discard(key)
+
+    async def _tidy(self) -> None:
+        """Delete what is unwanted and could not be deleted."""
+        pause_s, pause_s_max = ANNOUNCE_PAUSE_S
+        while self._unwanted:
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, pause_s_max)
+            for key in list(self._unwanted):
+                try:
+                    await self._delete(key)
+                except (KvflashError, OSError) as error:
+                    logger.warning("%s is not deleted: %s; trying again", key, error)
 
     async def _leased(self) -> Lease:
         async with self._beginning:
@@ -188,8 +243,11 @@ class DistributedRuntime:
                         self.limits.lease_ttl_s, lease_id=self.instance_id
                     )
                     self._lease = lease
-                    for key, data in list(self._announced.items()):
-                        await self.discovery.put(key, data, lease)
+                    for key in list(self._announced):
+                        async with self._changing:
+                            # It may have been withdrawn meanwhile.
+                            if key in self._announced:
+                                await self.discovery.put(key, self._announced[key], lease)
                     break
                 except (KvflashError, OSError) as error:
                     logger.warning("can't announce instance %d: %s", self.instance_id, error)
@@ -230,6 +288,8 @@ class DistributedRuntime:
         served.is_graceful = False
         try:
             await self.withdraw(key)
+        except (KvflashError, OSError) as error:
+            logger.warning("%s stays for a while: %s", key, error)
         finally:
             await served.drain(0.0, self.limits.cancel_grace_s)
             self._serving.endpoints.pop(served.name, None)
@@ -321,8 +381,9 @@ class DistributedRuntime:
 
     async def _leave(self) -> None:
         """Leave discovery first, so that no new request is sent here."""
-        if self._keeper is not None:
-            self._keeper.cancel()
+        for task in (self._keeper, self._tidier):
+            if task is not None:
+                task.cancel()
         if self._lease is None:
             return
         try:

@@ -17,6 +17,7 @@ from kvflash.errors import (
     ClosedError,
     DeadlineError,
     DecodeError,
+    DrainingError,
     InvalidArgumentError,
     KvflashError,
     NotFoundError,
@@ -163,6 +164,8 @@ class Failure:
 
     def error(self) -> KvflashError:
         """The exception that the client raises."""
+        if self.code == "draining" and self.retry:
+            return DrainingError(self.message)
         for code, kind in _CODES:
             if code == self.code:
                 return kind(self.message)

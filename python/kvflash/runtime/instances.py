@@ -78,12 +78,17 @@ class Instances:
         if instance_id in self.by_id:
             self._suspects[instance_id] = time.monotonic() + for_s
 
-    def candidates(self, *, without: set[int]) -> list[Instance]:
-        """Instances to choose from, by number; suspects only when there is nobody else."""
+    def suspects(self) -> set[int]:
+        """Those to pass over now."""
         now = time.monotonic()
         self._suspects = {i: until for i, until in self._suspects.items() if until > now}
+        return set(self._suspects)
+
+    def candidates(self, *, without: set[int]) -> list[Instance]:
+        """Instances to choose from, by number; suspects only when there is nobody else."""
+        suspects = self.suspects()
         rest = [i for _, i in sorted(self.by_id.items()) if i.id not in without]
-        return [i for i in rest if i.id not in self._suspects] or rest
+        return [i for i in rest if i.id not in suspects] or rest
 
     async def close(self) -> None:
         """Stop following."""

@@ -115,6 +115,7 @@ class StateService:
         self._loop = asyncio.new_event_loop()
         self._replica: Replica | None = None
         self._snapshots: Snapshots | None = None
+        self._is_connected: Callable[[], bool] = lambda: False
         self._started: Future[None] = Future()
         self._end: asyncio.Event | None = None
         self._thread = threading.Thread(target=self._run, name="kvflash-state", daemon=True)
@@ -168,11 +169,16 @@ class StateService:
         counts["lost_messages_total"] = replica.stats.lost_messages_total
         counts["errors_total"] = replica.stats.errors_total
         counts["is_complete"] = int(replica.stats.is_complete)
+        counts["is_connected"] = int(self.is_connected())
         if snapshots is not None:
             counts["snapshots_total"] = snapshots.stats.taken_total
             counts["purged_messages_total"] = snapshots.stats.purged_messages_total
             counts["orphans_total"] = snapshots.stats.orphans_total
         return counts
+
+    def is_connected(self) -> bool:
+        """Whether NATS is there; without it nothing new is heard."""
+        return self._is_connected()
 
     def stop(self) -> None:
         """Leave the stream and discovery; blocks until done."""
@@ -206,6 +212,7 @@ class StateService:
         options, settings = self._options, self._options.settings
         self._end = asyncio.Event()
         client = await connect(settings, name=self.name)
+        self._is_connected = lambda: bool(client.is_connected)
         keys: Keys | None = None
         try:
             keys = await self._open_keys()

@@ -40,7 +40,8 @@ impl Change {
         if kind.is_some_and(|kind| kind.to_ascii_lowercase().starts_with("application/json")) {
             return Ok(());
         }
-        let message = format!("the content type must be application/json, got {kind:?}");
+        let kind = kind.map_or("none".to_owned(), |kind| format!("{kind:?}"));
+        let message = format!("the content type must be application/json, got {kind}");
         Err(Reject::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message))
     }
 

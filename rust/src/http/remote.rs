@@ -10,6 +10,7 @@ use http_body_util::{BodyExt, Full, Limited};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
+use parking_lot::Mutex;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -58,6 +59,8 @@ pub(super) struct RemoteIndexer {
     deadline: Duration,
     lookups: Family<OutcomeLabel, Counter>,
     seconds: Histogram,
+    /// Why the last question had no answer.
+    trouble: Mutex<Option<String>>,
 }
 
 #[derive(Serialize)]
@@ -120,7 +123,25 @@ impl RemoteIndexer {
             Unit::Seconds,
             Histogram::clone(&seconds),
         );
-        Ok(Self { client, uri, deadline: *deadline, lookups, seconds })
+        let trouble = Mutex::default();
+        Ok(Self { client, uri, deadline: *deadline, lookups, seconds, trouble })
+    }
+
+    /// Why the last question had no answer; nothing while it answers.
+    pub fn trouble(&self) -> Option<String> {
+        self.trouble.lock().clone()
+    }
+
+    fn note(&self, trouble: Option<String>) {
+        let mut known = self.trouble.lock();
+        match (&*known, &trouble) {
+            (None, Some(why)) => {
+                tracing::warn!(uri = %self.uri, why, "the remote indexer is of no use")
+            }
+            (Some(_), None) => tracing::info!(uri = %self.uri, "the remote indexer answers again"),
+            _ => {}
+        }
+        *known = trouble;
     }
 
     /// Leading blocks that each worker holds on its device, by worker; `None` when there is no answer in
@@ -137,15 +158,18 @@ impl RemoteIndexer {
         let started = Instant::now();
         let asked = tokio::time::timeout(self.deadline, self.ask(key, locals, block_size)).await;
         self.seconds.observe(started.elapsed().as_secs_f64());
-        let (outcome, found) = match asked.unwrap_or(Err(Failure::Late)) {
-            Ok(found) => ("answered", Some(found)),
-            Err(Failure::Late) => ("late", None),
-            Err(Failure::Unknown) => ("unknown_model", None),
-            Err(Failure::Other(why)) => {
-                tracing::debug!(why, uri = %self.uri, "the remote indexer did not answer");
-                ("failed", None)
+        let (outcome, found, trouble) = match asked.unwrap_or(Err(Failure::Late)) {
+            Ok(found) => ("answered", Some(found), None),
+            Err(Failure::Late) => {
+                let deadline = self.deadline.as_secs_f64();
+                ("late", None, Some(format!("no answer within {deadline} s")))
             }
+            Err(Failure::Unknown) => {
+                ("unknown_model", None, Some(format!("it knows no model {key} (model:tenant)")))
+            }
+            Err(Failure::Other(why)) => ("failed", None, Some(why)),
         };
+        self.note(trouble);
         self.lookups.get_or_create(&OutcomeLabel { outcome }).inc();
         found
     }

@@ -169,6 +169,10 @@ impl Frontend {
         self.app.set_more_metrics(text);
     }
 
+    fn set_warnings(&self, warnings: Vec<String>) {
+        self.app.set_warnings(warnings);
+    }
+
     fn add_worker(&self, py: Python<'_>, spec: &str) -> PyResult<u64> {
         let spec: EngineSpec = spec.parse().or_raise(py)?;
         py.detach(|| self.service.enter(|| self.app.add(spec))).or_raise(py)

@@ -173,11 +173,12 @@ impl Router {
                 self.service.block_on(async move {
                     let response = tokio::select! {
                         biased;
-                        Ok(response) = routes.call(request) => response,
-                        // One that waits for room would outlive the timers that end its wait.
+                        // First: one that waits for room must not look at its timers, which end with
+                        // the runtime.
                         () = stopped.wait() => {
                             return Err(Error::Closed("the router is stopped".to_owned()));
                         }
+                        Ok(response) = routes.call(request) => response,
                     };
                     let status = response.status().as_u16();
                     let body = response.into_body().collect().await;

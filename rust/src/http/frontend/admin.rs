@@ -1,6 +1,6 @@
 //! What operators ask: health, models, workers, metrics, and why a request would go where it goes.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -15,10 +15,11 @@ use serde_json::{Value, json};
 
 use super::super::Reject;
 use super::super::metrics::escape;
+use super::super::remote::RemoteIndexer;
 use super::app::App;
 use super::disagg::Prefill;
 use super::engine::{Engine, EngineSpec, is_prefill};
-use super::metrics::{ModelNameLabel, TurnLabel, WorkerLabel};
+use super::metrics::{CauseLabel, ModelNameLabel, TurnLabel, WorkerLabel};
 use super::nvext::Nvext;
 use super::plan::{Api, Plan};
 use super::request::Envelope;
@@ -28,12 +29,13 @@ use crate::ids::{InstanceId, Worker};
 use crate::policy::Policy;
 use crate::text::CacheStats;
 
-/// 200 while at least one worker can serve, 503 otherwise; the body says how each one fares.
+/// 200 while at least one worker can serve, 503 otherwise; the body says how each one fares. Workers that
+/// only prefill serve nobody by themselves.
 pub(super) async fn health(State(app): State<Arc<App>>) -> Response {
     let engines = app.fleet.engines();
     let healthy = engines.iter().filter(|engine| engine.is_healthy()).count();
     let (status, word) = match (healthy, engines.len()) {
-        (0, _) => (StatusCode::SERVICE_UNAVAILABLE, "unavailable"),
+        _ if !can_serve(&engines) => (StatusCode::SERVICE_UNAVAILABLE, "unavailable"),
         (healthy, all) if healthy < all => (StatusCode::OK, "degraded"),
         _ => (StatusCode::OK, "healthy"),
     };
@@ -51,14 +53,18 @@ pub(super) async fn health(State(app): State<Arc<App>>) -> Response {
 /// 200 when requests are taken: enough workers were healthy at the start, and one is now. For load
 /// balancers; `/health` says how each worker fares.
 pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
-    let is_any_healthy = app.fleet.engines().iter().any(|engine| engine.is_healthy());
+    let can_serve = can_serve(&app.fleet.engines());
     let why = match app.started() {
         Err(error) => Some(error.to_string()),
-        Ok(()) if !is_any_healthy => Some("no worker is healthy".to_owned()),
+        Ok(()) if !can_serve => Some("no worker that decodes is healthy".to_owned()),
         Ok(()) => None,
     };
     let status = why.as_ref().map_or(StatusCode::OK, |_| StatusCode::SERVICE_UNAVAILABLE);
     (status, Json(json!({ "ready": why.is_none(), "reason": why }))).into_response()
+}
+
+fn can_serve(engines: &[Arc<Engine>]) -> bool {
+    engines.iter().any(|engine| engine.is_healthy() && !engine.spec.is_prefill)
 }
 
 /// An engine that has stored nothing after this many requests publishes nothing.
@@ -66,13 +72,30 @@ const SILENT_REQUESTS: u64 = 20;
 
 /// What makes prefix matching fail in silence, in words.
 fn warnings(app: &App) -> Vec<String> {
-    let mut warnings = Vec::new();
+    let mut warnings = app.outside_warnings.read().clone();
     let is_kv = app.options.policy_name() == Policy::Kv.name();
+    let heard: HashSet<_> =
+        app.catalog.publishers().iter().map(|publisher| publisher.worker.instance_id).collect();
+    warnings.extend(app.refused_workers.lock().values().cloned());
+    for model in app.fleet.without_decode() {
+        warnings.push(format!("model {model}: it has prefill workers, and none that decodes"));
+    }
+    if let Some(trouble) = app.remote.as_ref().and_then(RemoteIndexer::trouble) {
+        warnings.push(format!("--use-remote-indexer: {trouble}; requests are routed by load"));
+    }
+    let untold = app.metrics.untokenized.get(&CauseLabel { cause: "template" });
+    if let Some(count) = untold.map(|count| count.get()).filter(|count| *count > 0) {
+        warnings.push(format!(
+            "{count} chats could not be tokenized and were routed by load: the tokenizer's folder has no \
+             chat template for them (the log says what it lacks)"
+        ));
+    }
     for engine in app.fleet.engines() {
         if let Some(why) = engine.notes.lock().last_error.clone() {
             warnings.push(format!("worker {}: {why}", engine.id));
         }
-        if is_kv && app.options.uses_events() && !engine.has_events() {
+        let is_heard = engine.has_events() || heard.contains(&engine.id);
+        if is_kv && app.options.uses_events() && !is_heard {
             let how = if engine.member.is_some() { "announced no" } else { "given without" };
             let what = if engine.member.is_some() { "events" } else { "events=" };
             warnings.push(format!(

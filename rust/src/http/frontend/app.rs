@@ -1,5 +1,6 @@
 //! Routes of the frontend, and a request's way through it.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -10,7 +11,7 @@ use axum::routing::{get, post};
 use axum::{Extension, Router};
 use bytes::Bytes;
 use http_body::Body as _;
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 
 use super::super::body::{self, Unreadable};
 use super::super::indexer::query_routes;
@@ -54,6 +55,10 @@ pub(super) struct App {
     pub common: CommonMetrics,
     pub metrics: FrontendMetrics,
     /// Metrics that others keep, as text.
+    /// What makes matching fail and is known outside only.
+    pub outside_warnings: RwLock<Vec<String>>,
+    /// Why workers of discovery were not taken, by the name of each.
+    pub refused_workers: Mutex<BTreeMap<InstanceId, String>>,
     pub more_metrics: RwLock<String>,
     pub shutdown: Shutdown,
     /// Who knows what workers hold, where that is not the catalog.
@@ -154,6 +159,8 @@ impl FrontendApp {
             tokenizers,
             common,
             metrics,
+            outside_warnings: RwLock::default(),
+            refused_workers: Mutex::default(),
             more_metrics: RwLock::default(),
             shutdown,
             remote,
@@ -188,7 +195,16 @@ impl FrontendApp {
     /// # Errors
     /// `NotFound`.
     pub fn remove_worker(&self, id: InstanceId) -> Result<()> {
-        self.app.fleet.remove(id).map(|_| ())
+        let was_refused = self.app.refused_workers.lock().remove(&id).is_some();
+        match self.app.fleet.remove(id) {
+            Err(Error::NotFound(_)) if was_refused => Ok(()),
+            removed => removed.map(|_| ()),
+        }
+    }
+
+    /// What makes matching fail and only the caller knows, for `/health`; replaces what it said before.
+    pub fn set_warnings(&self, warnings: Vec<String>) {
+        *self.app.outside_warnings.write() = warnings;
     }
 
     /// Take a runtime worker's own report of its load, by its JSON.

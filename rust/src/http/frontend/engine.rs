@@ -291,10 +291,13 @@ impl Engine {
 
     /// The engine could not be reached or misbehaved; it gets no requests until a check passes.
     pub fn failed(&self, why: &str) {
-        self.notes.lock().last_error = Some(why.to_owned());
+        let before = self.notes.lock().last_error.replace(why.to_owned());
         self.failures.fetch_add(1, Ordering::Relaxed);
         if self.healthy.swap(false, Ordering::Relaxed) {
             tracing::warn!(worker = self.id, url = self.base, why, "worker is unhealthy");
+        } else if before.is_none() && !self.is_removed() {
+            // Starting, perhaps; perhaps it will never come.
+            tracing::warn!(worker = self.id, url = self.base, why, "worker is not healthy yet");
         }
         self.doubt.notify_one();
     }

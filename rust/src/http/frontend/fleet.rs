@@ -23,6 +23,19 @@ const TENANT: &str = "default";
 /// Tenant of the indexes of prefill workers: what these hold is not what decode workers hold.
 pub(in super::super) const PREFILL_TENANT: &str = "prefill";
 
+/// Which of `engines` are unhealthy, and why, for people: the first ones.
+pub(super) fn unhealthy<'a>(engines: impl Iterator<Item = &'a Arc<Engine>>) -> String {
+    let down: Vec<String> = engines
+        .filter(|engine| !engine.is_healthy())
+        .map(|engine| {
+            let why = engine.notes.lock().last_error.clone();
+            format!("{}: {}", engine.id, why.as_deref().unwrap_or("not checked yet"))
+        })
+        .take(5)
+        .collect();
+    if down.is_empty() { String::new() } else { format!("; unhealthy: {}", down.join("; ")) }
+}
+
 #[derive(Default)]
 struct Tables {
     engines: BTreeMap<InstanceId, Arc<Engine>>,
@@ -45,11 +58,21 @@ impl Tables {
     }
 
     fn nothing_served(&self, waits_for: &str) -> Error {
-        let hint = if waits_for.is_empty() { "" } else { "; waiting for " };
-        Error::NoWorker(format!(
-            "no worker has told its models yet ({} registered){hint}{waits_for}",
-            self.engines.len()
-        ))
+        let count = self.engines.len();
+        let told = self.engines.values().filter(|engine| engine.is_healthy()).count();
+        if told > 0 {
+            return Error::NoWorker(format!(
+                "{told} of {count} workers are healthy, and all of them only prefill: none is there to \
+                 decode"
+            ));
+        }
+        let mut message = format!("no worker has told its models yet ({count} registered)");
+        if count == 0 && !waits_for.is_empty() {
+            message.push_str("; waiting for ");
+            message.push_str(waits_for);
+        }
+        message.push_str(&unhealthy(self.engines.values()));
+        Error::NoWorker(message)
     }
 }
 
@@ -256,6 +279,12 @@ impl Fleet {
         drop(tables);
         if let Some(size) = block_size {
             let known = pool.index().learn_block_size(size);
+            if self.options.router.block_size > 0 && known != size {
+                return Err(Error::Conflict(format!(
+                    "its block size {size} is not the {known} of --kv-cache-block-size: its blocks never \
+                     match; leave the flag out, or set it to what the workers have"
+                )));
+            }
             if known != size {
                 return Err(Error::Conflict(format!(
                     "its block size {size} is not the {known} of model {name}: its blocks never match; \
@@ -429,6 +458,16 @@ impl Fleet {
     }
 
     /// Has a served model had a prefill worker?
+    /// Models with healthy prefill workers and no worker that decodes.
+    pub fn without_decode(&self) -> Vec<String> {
+        let tables = self.tables.read();
+        let is_alone = |(name, pool): &(&String, &Arc<Pool>)| {
+            pool.members().healthy() > 0
+                && tables.pools.get(*name).is_none_or(|pool| pool.members().all().next().is_none())
+        };
+        tables.prefill_pools.iter().filter(is_alone).map(|(name, _)| name.clone()).collect()
+    }
+
     pub fn had_prefill(&self, name: &str) -> bool {
         self.tables.read().had_prefill.contains(name)
     }

@@ -13,7 +13,7 @@ const QUERY: &str = "query_instance_id";
 
 /// The fields of `nvext` that routing reads.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
-#[serde(default)]
+#[serde(default, expecting = "an object")]
 pub(super) struct Nvext {
     annotations: Option<Vec<String>>,
     backend_instance_id: Option<InstanceId>,
@@ -44,8 +44,12 @@ impl Nvext {
     pub fn parse(raw: Option<&RawValue>) -> Result<Self, Reject> {
         let Some(raw) = raw.filter(|raw| raw.get() != "null") else { return Ok(Self::default()) };
         let mut reader = serde_json::Deserializer::from_str(raw.get());
-        let nvext: Self = serde_path_to_error::deserialize(&mut reader)
-            .map_err(|error| Reject::bad_request(format!("nvext.{error}")))?;
+        let nvext: Self = serde_path_to_error::deserialize(&mut reader).map_err(|error| {
+            let path = error.path().to_string();
+            let dot = if path == "." { "" } else { "." };
+            let path = if path == "." { "" } else { &path };
+            Reject::bad_request(format!("nvext{dot}{path}: {}", error.into_inner()))
+        })?;
         let count = nvext.annotations().len();
         if count > MAX_ANNOTATIONS {
             let why = format!("nvext.annotations: at most {MAX_ANNOTATIONS}, got {count}");

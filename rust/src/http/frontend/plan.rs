@@ -10,6 +10,7 @@ use super::super::{Reject, outside, queue};
 use super::app::App;
 use super::client::Client;
 use super::engine::Engine;
+use super::fleet::unhealthy;
 use super::metrics::{CauseLabel, FrontendMetrics};
 use super::pool::{Members, Pool, Route};
 use super::request::Envelope;
@@ -322,23 +323,12 @@ impl Plan {
             return error;
         }
         let members = self.route.pool.members();
-        let all: Vec<_> = members.all().collect();
-        let down: Vec<String> = all
-            .iter()
-            .filter(|engine| !engine.is_healthy())
-            .map(|engine| {
-                let why = engine.notes.lock().last_error.clone();
-                format!("{}: {}", engine.id, why.as_deref().unwrap_or("not checked yet"))
-            })
-            .take(5)
-            .collect();
         Error::NoWorker(format!(
-            "no worker can take requests for model {:?}: {} registered, {} healthy{}{}",
+            "no worker can take requests for model {:?}: {} registered, {} healthy{}",
             self.route.pool.name,
-            all.len(),
-            all.iter().filter(|engine| engine.is_healthy()).count(),
-            if down.is_empty() { "" } else { "; unhealthy: " },
-            down.join("; "),
+            members.all().count(),
+            members.healthy(),
+            unhealthy(members.all()),
         ))
     }
 

@@ -11,6 +11,7 @@ use crate::text::ChatRequest;
 
 /// The fields that routing reads. Unknown ones are the engine's business.
 #[derive(Debug, Default, Deserialize)]
+#[serde(expecting = "an object")]
 pub(super) struct Envelope<'a> {
     #[serde(borrow, default)]
     pub model: Option<Cow<'a, str>>,

@@ -20,6 +20,21 @@ use crate::select::Report;
 /// `Config` naming the field or the tokenizer's file, `Overloaded` at a limit.
 pub(in super::super) fn put(app: &Arc<App>, json: &str) -> Result<InstanceId> {
     let spec = WorkerSpec::parse(json)?;
+    let id = spec.id;
+    let taken = take(app, spec);
+    let mut refused = app.refused_workers.lock();
+    match &taken {
+        Ok(_) => drop(refused.remove(&id)),
+        // Bounded, as discovery's words are.
+        Err(error) if refused.len() < app.options.max_workers || refused.contains_key(&id) => {
+            refused.insert(id, format!("a worker in discovery is not taken: {error}"));
+        }
+        Err(_) => {}
+    }
+    taken
+}
+
+fn take(app: &Arc<App>, spec: WorkerSpec) -> Result<InstanceId> {
     let (id, events) = (spec.id, spec.events.clone());
     let known = app.fleet.engine(id);
     let engine = match known {
@@ -97,7 +112,8 @@ fn text(app: &App, spec: &WorkerSpec) -> Result<Option<Arc<ModelText>>> {
         (_, None) if spec.is_prefill() || spec.card.model_input == ModelInput::Text => Ok(None),
         (Some(Err(error)), None) => Err(error),
         (None, None) => Err(Error::Config(format!(
-            "worker {}: its card names no tokenizer folder, and the frontend has no --tokenizer",
+            "worker {}: its card names no tokenizer folder, and the frontend has no --tokenizer: give \
+             register_llm the folder of the model (model_path), or the frontend that flag",
             spec.id
         ))),
     }

@@ -1,0 +1,157 @@
+"""What a runtime announces and withdraws, where discovery fails or takes its time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from support_runtime import eventually, run
+
+from kvflash import DistributedRuntime, TransportError
+from kvflash.discovery import Lease, MemoryDiscovery
+
+ENDPOINT = "t.workers.run"
+
+
+class Shaky(MemoryDiscovery):
+    """Fails when it is told to, and answers when its gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__(is_shared=False)
+        self.is_away = False
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.waiting: list[str] = []
+
+    async def lease(self, *args: Any, **options: Any) -> Lease:
+        await self._answer("lease")
+        return await super().lease(*args, **options)
+
+    async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
+        if self.is_away:
+            raise TransportError("it is away")
+        # The answer is late: what was asked for is done.
+        await super().put(key, value, lease)
+        await self._answer(key)
+
+    async def delete(self, key: str) -> bool:
+        await self._answer(key)
+        return await super().delete(key)
+
+    async def _answer(self, what: str) -> None:
+        if self.is_away:
+            raise TransportError("it is away")
+        self.waiting.append(what)
+        await self.gate.wait()
+        self.waiting.remove(what)
+
+    async def waited_for(self, what: str) -> None:
+        async def is_so() -> bool:
+            return what in self.waiting
+
+        await eventually(is_so, what)
+
+    async def has(self, *keys: str) -> None:
+        async def is_so() -> bool:
+            return set(await self.get_prefix("")) == set(keys)
+
+        await eventually(is_so, f"{keys} and no others")
+
+
+async def lose(runtime: DistributedRuntime) -> None:
+    """Its lease runs out."""
+    assert runtime._lease is not None
+    await runtime._lease.revoke()
+    runtime._lease.lost.set()
+
+
+def test_what_could_not_be_withdrawn_is_withdrawn_later() -> None:
+    async def scenario() -> None:
+        discovery = Shaky()
+        async with DistributedRuntime(discovery) as runtime:
+            await runtime.announce("a", 1)
+            await runtime.announce("b", 1)
+            discovery.is_away = True
+            for _ in range(2):
+                with pytest.raises(TransportError):
+                    await runtime.withdraw("a")
+            assert list(runtime.announced("")) == ["b"]
+            discovery.is_away = False
+            await discovery.has("b")
+            # Announced anew it stays.
+            discovery.is_away = True
+            with pytest.raises(TransportError):
+                await runtime.withdraw("b")
+            discovery.is_away = False
+            await runtime.announce("b", 2)
+            await eventually(lambda: _done(runtime._tidier), "the attempts to end")
+            assert await discovery.get_prefix("") == {"b": b"2"}
+            await runtime.withdraw("never announced")
+
+    run(scenario())
+
+
+async def _done(task: Any) -> bool:
+    return bool(task.done())
+
+
+def test_whoever_is_cancelled_while_it_announces_leaves_nothing_behind() -> None:
+    async def scenario() -> None:
+        discovery = Shaky()
+
+        async def handle(_request: Any) -> AsyncIterator[int]:
+            yield 1
+
+        async with DistributedRuntime(discovery) as runtime:
+            key = f"v1/instances/t/workers/run/{runtime.instance_id}"
+            await runtime.announce("a", 1)
+            discovery.gate.clear()
+            serving = asyncio.create_task(runtime.endpoint(ENDPOINT).serve_endpoint(handle))
+            await discovery.waited_for(key)
+            serving.cancel()
+            discovery.gate.set()
+            with pytest.raises(asyncio.CancelledError):
+                await serving
+            await discovery.has("a")
+            # It may be served again.
+            serving = asyncio.create_task(runtime.endpoint(ENDPOINT).serve_endpoint(handle))
+            await discovery.has("a", key)
+            # Also where discovery is away just then.
+            discovery.is_away = True
+            serving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await serving
+            discovery.is_away = False
+            await discovery.has("a")
+
+    run(scenario())
+
+
+def test_what_is_withdrawn_while_all_is_announced_again_stays_away() -> None:
+    async def scenario() -> None:
+        discovery = Shaky()
+        async with DistributedRuntime(discovery) as runtime:
+            await runtime.announce("a", 1)
+            await runtime.announce("b", 1)
+            discovery.gate.clear()
+            await lose(runtime)
+            await discovery.waited_for("lease")
+            # Between two leases: it comes with the next.
+            await runtime.announce("c", 1)
+            discovery.gate.set()
+            await discovery.has("a", "b", "c")
+            discovery.gate.clear()
+            await lose(runtime)
+            await discovery.waited_for("lease")
+            discovery.gate.set()
+            discovery.gate.clear()
+            await discovery.waited_for("a")
+            withdrawing = asyncio.create_task(runtime.withdraw("b"))
+            await asyncio.sleep(0)
+            discovery.gate.set()
+            await withdrawing
+            await discovery.has("a", "c")
+
+    run(scenario())

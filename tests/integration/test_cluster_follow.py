@@ -1,0 +1,93 @@
+"""What a router does while the state of a component is being restored."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from kvflash._core import Router
+from kvflash.cluster_flags import ClusterFlags
+from kvflash.discovery import MemoryDiscovery
+from kvflash.routing import cluster
+from kvflash.routing.cluster import Cluster
+from service import DEADLINE_S, until
+
+COMPONENT = ("ns", "backend")
+
+
+class Restoring:
+    """The state of a component that is a while away."""
+
+    def __init__(self) -> None:
+        self.is_ready = threading.Event()
+        self.waits: list[float] = []
+        self.is_waited_for = False
+        self.is_stopped = False
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        assert not self.is_stopped
+        self.waits.append(timeout_s)
+        self.is_waited_for = True
+        is_ready = self.is_ready.wait(timeout_s)
+        self.is_waited_for = False
+        return is_ready
+
+    def stop(self) -> None:
+        # Whoever waits then would wait for ever.
+        assert not self.is_waited_for
+        self.is_stopped = True
+
+
+@pytest.fixture
+def state(monkeypatch: pytest.MonkeyPatch) -> Restoring:
+    made = Restoring()
+    monkeypatch.setattr("kvflash.state.attach.attach", lambda *_, **__: made)
+    return made
+
+
+def following(made: Cluster) -> threading.Thread:
+    thread = threading.Thread(target=made.follow, args=(COMPONENT,))
+    thread.start()
+    return thread
+
+
+def nats_cluster() -> Cluster:
+    flags = ClusterFlags(event_plane="nats")
+    return Cluster(Router().catalog, None, flags, open_discovery=MemoryDiscovery)
+
+
+def test_stopping_does_not_wait_for_a_restore(state: Restoring) -> None:
+    made = nats_cluster()
+    threads = [following(made), following(made)]
+    until(lambda: len(state.waits) > 1, "the restore to be waited for")
+    made.stop()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+    assert state.is_stopped
+    assert max(state.waits) < 1.0
+
+
+def test_a_restore_is_waited_for_by_all_and_once(
+    state: Restoring, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = nats_cluster()
+    threads: list[Any] = [following(made), following(made)]
+    until(lambda: len(state.waits) > 1, "the restore to be waited for")
+    assert all(thread.is_alive() for thread in threads)
+    state.is_ready.set()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+    # Another component, given up.
+    monkeypatch.setattr(cluster, "READY_S_MAX", 0.0)
+    state.is_ready.clear()
+    made.follow(("ns", "other"))
+    asked = len(state.waits)
+    made.follow(("ns", "other"))
+    made.follow(COMPONENT)
+    assert len(state.waits) == asked
+    assert "the state of ns.other is not there after 0 s" in caplog.text
+    made.stop()

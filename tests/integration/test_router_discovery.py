@@ -1,0 +1,194 @@
+"""The router's workers as discovery has them, where it is away, wrong, or has more than fit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from kvflash import DistributedRuntime
+from kvflash.discovery import FileDiscovery, MemoryDiscovery
+from kvflash.errors import OverloadedError, TransportError
+from kvflash.router import RouterService, endpoint, workers
+from kvflash.router.workers import DiscoveredWorkers
+from service import DEADLINE_S, until
+
+INSTANCE = {"transport": {"kind": "tcp", "address": "127.0.0.1:1"}}
+
+
+class Alone:
+    """No other router: nothing is shared, and events come as they are announced."""
+
+    is_nats = False
+
+    def events(self, _instance_id: int, events: dict[int, Any]) -> dict[int, Any]:
+        return events
+
+    def worker_left(self, *_told: Any) -> None:
+        pass
+
+    worker_joined = instance_joined = worker_gone = only = worker_left
+
+
+class Registry:
+    """Takes workers while there is room."""
+
+    def __init__(self) -> None:
+        self.room = 8
+        self.workers: dict[int, dict[str, Any]] = {}
+        self.refused_total = 0
+
+    def add_worker(self, worker: dict[str, Any]) -> None:
+        if len(self.workers) >= self.room:
+            self.refused_total += 1
+            raise OverloadedError("no room")
+        self.workers[worker["worker_id"]] = worker
+
+    def remove_worker(self, worker_id: int) -> None:
+        del self.workers[worker_id]
+
+
+async def eventually(check: Callable[[], Any], what: str) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not check():
+        assert time.monotonic() < end, f"waited for {what}"
+        await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def followed() -> AsyncIterator[tuple[Registry, MemoryDiscovery]]:
+    registry, discovery = Registry(), MemoryDiscovery(is_shared=False)
+    found = DiscoveredWorkers(
+        registry, discovery, "ns/backend/generate", model_name="m", cluster=Alone()
+    )
+    await found.start()
+    yield registry, discovery
+    assert not any(task.done() for task in found._tasks)
+    await found.close()
+    await discovery.close()
+
+
+async def put(discovery: MemoryDiscovery, key: str, value: Any) -> None:
+    await discovery.put(f"v1/{key}", json.dumps(value).encode())
+
+
+def test_one_bad_key_hides_no_worker(caplog: pytest.LogCaptureFixture) -> None:
+    bad = [
+        ("instances/ns/backend/generate/1", {"transport": None}),
+        ("instances/ns/backend/generate/2", {"transport": "127.0.0.1:1"}),
+        ("instances/ns/backend/generate/3", {"transport": {"address": 7}}),
+        ("instances/ns/backend/generate/x", INSTANCE),
+        ("instances/ns/backend/generate/99999999999999999999", INSTANCE),
+        ("models/ns/backend/generate/9", {"dp_size": "2"}),
+        ("models/ns/backend/generate/9", {"model_name": ["m"]}),
+        ("models/ns/backend/generate/9", ["m"]),
+        ("events/ns/backend/9/0", {"endpoint": 5}),
+        ("events/ns/backend/9/-1", {"endpoint": "tcp://127.0.0.1:1"}),
+        ("events/ns/backend/9", {"endpoint": "tcp://127.0.0.1:1"}),
+    ]
+
+    async def work() -> None:
+        async with followed() as (registry, discovery):
+            for key, value in bad:
+                await put(discovery, key, value)
+            await discovery.put("v1/models/ns/backend/generate/8", b"[" * 100_000)
+            await put(discovery, "instances/ns/backend/generate/9", INSTANCE)
+            await eventually(lambda: set(registry.workers) == {9}, "the good one")
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+    said = [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
+    assert all(any(f"v1/{key}: " in line for line in said) for key, _ in bad), said
+
+
+def test_a_block_size_comes_from_the_workers_own_events() -> None:
+    async def work() -> None:
+        async with followed() as (registry, discovery):
+            where = {"endpoint": "tcp://127.0.0.1:1", "block_size": 64}
+            await put(discovery, "events/ns/backend/1/0", where)
+            await put(discovery, "events/ns/backend/2/0", {**where, "block_size": 16})
+            for number in (1, 2, 3):
+                await put(discovery, f"instances/ns/backend/generate/{number}", INSTANCE)
+
+            def sizes() -> dict[int, int | None]:
+                return {number: body["block_size"] for number, body in registry.workers.items()}
+
+            await eventually(lambda: sizes() == {1: 64, 2: 16, 3: None}, "the workers")
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+@pytest.mark.parametrize("again_s", [3_600.0, 0.02])
+def test_who_was_refused_is_taken_when_there_is_room(
+    again_s: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "AGAIN_S", again_s)
+
+    async def work() -> None:
+        async with followed() as (registry, discovery):
+            registry.room = 1
+            for number in (1, 2):
+                await put(discovery, f"instances/ns/backend/generate/{number}", INSTANCE)
+            if again_s > 60:
+                await eventually(lambda: registry.refused_total, "the second one")
+                await discovery.delete("v1/instances/ns/backend/generate/1")
+            else:
+                await eventually(lambda: registry.refused_total > 2, "further attempts")
+                registry.room = 2
+            await eventually(lambda: 2 in registry.workers, "the second one to be taken")
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+    assert [one.getMessage() for one in caplog.records] == ["worker 2: no room; trying again"]
+
+
+def test_discovery_that_is_away_at_the_start_is_waited_for(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_there = threading.Event()
+    look = FileDiscovery._look
+
+    async def look_if_there(discovery: FileDiscovery) -> None:
+        if not is_there.is_set():
+            raise TransportError("it is away")
+        await look(discovery)
+
+    monkeypatch.setattr(FileDiscovery, "_look", look_if_there)
+    monkeypatch.setenv("KVFLASH_DISCOVERY", "file")
+    monkeypatch.setenv("KVFLASH_DISCOVERY_DIR", str(tmp_path))
+    monkeypatch.setattr(endpoint, "SYNC_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(endpoint, "PAUSE_S", 0.02)
+    settings = {"host": "127.0.0.1", "port": 0, "threads": 1, "endpoint": "ns.backend.generate"}
+
+    def waits() -> int:
+        lines = [one.getMessage() for one in caplog.records]
+        return sum(line.startswith("waiting for the workers: discovery") for line in lines)
+
+    async def serve() -> None:
+        async with DistributedRuntime.detached() as worker, DistributedRuntime.detached() as user:
+
+            async def handle(_request: Any) -> AsyncIterator[str]:
+                yield "here"
+
+            served = worker.endpoint("ns.backend.generate").serve_endpoint(handle)
+            task = asyncio.create_task(served)
+            client = user.endpoint("ns.router.generate").client()
+            await client.wait_for_instances(DEADLINE_S)
+            await eventually(lambda: router.call("GET", "/workers"), "the worker")
+            stream = await client.random({"token_ids": [1, 2, 3]})
+            assert [item async for item in stream] == ["here"]
+        await task
+
+    with RouterService(**settings):
+        until(lambda: waits() > 1, "the first one to wait")
+    # It ends while it waits.
+    caplog.clear()
+    with RouterService(**settings) as router:
+        until(waits, "the second one to wait")
+        is_there.set()
+        asyncio.run(asyncio.wait_for(serve(), 60))
