@@ -19,6 +19,7 @@ from kvflash.console import LogLine, utc
 from kvflash.errors import ClosedError
 from kvflash.transport import ZmqOptions, ZmqReceiver
 from kvflash.transport.base import Receiver
+from kvflash.variables import warn_of_misspelt
 
 __all__ = ["FedService", "run_until_stopped", "start_logging"]
 
@@ -166,7 +167,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def start_logging(level: str, log_format: str) -> None:
-    """Log to stderr, both languages alike."""
+    """Log to stderr, both languages alike; the first lines are of variables that nobody reads."""
     init_logging(level, json=log_format == "json")
     handler = logging.StreamHandler(sys.stderr)
     if log_format == "json":
@@ -175,6 +176,7 @@ def start_logging(level: str, log_format: str) -> None:
         handler.setFormatter(LogLine())
     python_level = {"trace": "debug", "warn": "warning"}.get(level, level).upper()
     logging.basicConfig(level=python_level, handlers=[handler])
+    warn_of_misspelt()
 
 
 def _allow_open_files() -> None:

@@ -27,6 +27,7 @@ FLOORS = {
     "console": 0,
     "lazy": 0,
     "outage": 0,
+    "variables": 0,
     "servers": 0,
     "nats_login": 0,
     "policy": 1,
@@ -77,7 +78,7 @@ NARROW = {
     # It lives in the engine's process, beside whatever the engine brings.
     "publisher": {"_core", "errors", "runtime", "servers", "state", "transport"},
     # The engine's double knows nothing of the router that it is to test, but how it is found.
-    "mocker": {"console", "errors", "llm", "mocker", "publisher", "runtime"},
+    "mocker": {"console", "errors", "llm", "mocker", "publisher", "runtime", "variables"},
 }
 
 PROCESS_STARTERS = {"process", "launcher", "demo"}

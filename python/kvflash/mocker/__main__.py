@@ -10,6 +10,7 @@ from kvflash.console import LogLine
 from kvflash.errors import KvflashError
 from kvflash.mocker.app import run
 from kvflash.mocker.args import parse_args
+from kvflash.variables import warn_of_misspelt
 
 
 def main() -> int:
@@ -23,6 +24,7 @@ def main() -> int:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogLine("%(levelname)5s %(name)s: %(message)s"))
     logging.basicConfig(level=log_level.upper(), handlers=[handler])
+    warn_of_misspelt()
     try:
         asyncio.run(run(config))
     except (OSError, KvflashError) as error:
