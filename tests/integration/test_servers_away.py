@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvflash import TransportError
+from kvflash.runtime.broker import connect as runtime_connect
 from kvflash.servers import NatsSettings
 from kvflash.transport.jetstream import JetStreamLog
 from kvflash.transport.jetstream_writer import JetStreamWriter
@@ -66,3 +67,30 @@ def test_a_writer_tells_once_that_events_are_not_stored(
     assert gone.startswith("events are not stored: ")
     assert f"trying again (NATS_SERVER: {server.url})" in gone
     assert back.startswith("events are stored again after ")
+
+
+def test_the_broker_of_requests_tells_once_that_it_is_away(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "kvflash.runtime.broker")
+    monkeypatch.setenv("NATS_SERVER", server.url)
+    monkeypatch.setattr("kvflash.runtime.broker.RECONNECT_PAUSE_S", 0.05)
+
+    def told(level: int) -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.levelno == level]
+
+    async def scenario() -> None:
+        client = await runtime_connect()
+        server.kill()
+        await asyncio.to_thread(until, lambda: len(told(logging.DEBUG)) > 3, "some attempts")
+        await asyncio.to_thread(server.start)
+        await asyncio.to_thread(until, lambda: told(logging.INFO), "the connection")
+        await client.close()
+
+    asyncio.run(scenario())
+    # How the connection ended, and that there is none.
+    *first, gone = told(logging.WARNING)
+    [back] = told(logging.INFO)
+    assert len(first) <= 1
+    assert server.url in gone and gone.endswith("; trying again")
+    assert back.startswith("nats: connected again after ")

@@ -59,7 +59,7 @@ NARROW = {
     "transport": {"_core", "errors", "nats_login", "outage", "servers"},
     # What they carry is opaque to them: the core has no part in it.
     "discovery": {"errors", "outage", "servers"},
-    "runtime": {"errors", "discovery", "nats_login", "servers"},
+    "runtime": {"errors", "discovery", "nats_login", "outage", "servers"},
     # Discovery is a protocol to it, so that its protocols run in a simulated world.
     "state": {"_core", "errors", "servers", "transport"},
     "routing": {
