@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from kvflash import TransportError
+from kvflash import DistributedRuntime, TransportError
+from kvflash.publisher.brokered import BrokerOutlet, Served
 from kvflash.runtime.broker import connect as runtime_connect
 from kvflash.servers import NatsSettings
 from kvflash.transport.jetstream import JetStreamLog
@@ -94,3 +96,39 @@ def test_the_broker_of_requests_tells_once_that_it_is_away(
     assert len(first) <= 1
     assert server.url in gone and gone.endswith("; trying again")
     assert back.startswith("nats: connected again after ")
+
+
+def test_a_publisher_tells_once_that_nothing_is_sent(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvflash.publisher.brokered")
+    monkeypatch.setattr("kvflash.publisher.brokered._POLL_S", 0.01)
+    monkeypatch.setattr("kvflash.publisher.brokered._RETRY_S", 0.01)
+    attempts, is_known = 0, threading.Event()
+
+    def count(*_: object) -> None:
+        nonlocal attempts
+        attempts += 1
+
+    async def scenario() -> BrokerOutlet:
+        async with DistributedRuntime("mem") as runtime:
+            return BrokerOutlet(
+                runtime.namespace("ns").component("c"),
+                instance_id=1,
+                dp_rank=0,
+                block_size=4,
+                served=lambda: Served("m") if is_known.is_set() else None,
+                has_local_index=True,
+                settings=NatsSettings.from_env({"NATS_SERVER": server.url}),
+            )
+
+    outlet = asyncio.run(scenario())
+    make = BrokerOutlet._make
+    monkeypatch.setattr(BrokerOutlet, "_make", lambda *args: (count(), make(*args))[1])
+    with closing(outlet):
+        server.kill()
+        is_known.set()
+        until(lambda: attempts > 2, "some attempts")
+        server.start()
+        until(lambda: "events are sent after" in caplog.text, "the connection")
+    assert caplog.text.count("events are not sent: no NATS server answers at") == 1

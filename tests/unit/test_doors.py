@@ -76,7 +76,7 @@ NARROW = {
     # It looks from outside: what it says must not come from what it checks.
     "doctor": {"errors", "config", "doctor"},
     # It lives in the engine's process, beside whatever the engine brings.
-    "publisher": {"_core", "errors", "runtime", "servers", "state", "transport"},
+    "publisher": {"_core", "errors", "outage", "runtime", "servers", "state", "transport"},
     # The engine's double knows nothing of the router that it is to test, but how it is found.
     "mocker": {"console", "errors", "llm", "mocker", "publisher", "runtime", "variables"},
 }
