@@ -119,6 +119,9 @@ class _Watched:
         self._fleet = fleet
         kind = args.discovery_kind
         args.check_cluster(has_discovery=kind is not None, needs="--discovery")
+        if kind is not None:
+            # What can't be is refused now; the watch would try again for ever.
+            open_discovery(kind)
         self._cluster = Cluster(
             frontend.catalog,
             frontend.bookings,
