@@ -14,6 +14,7 @@ from kvflash.frontend.app import main as run_frontend
 from kvflash.frontend.app import make_frontend
 from kvflash.indexer.app import main
 from kvflash.indexer.args import IndexerArgs, WorkerEntry, parse_args, parse_workers
+from kvflash.router import args as router
 
 
 @pytest.fixture(autouse=True)
@@ -433,6 +434,16 @@ def test_what_can_not_be_made_names_where_it_came_from(argv, variables, wanted, 
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=wanted):
         make_frontend(frontend.parse_args(argv))
+
+
+def test_a_worker_of_the_router_that_is_none_names_where_it_came_from(monkeypatch):
+    with pytest.raises(ConfigError, match=r"^--worker 'http://a,b': 'b' is not key=value"):
+        router.parse_args(["--worker", "http://a,b"])
+    monkeypatch.setenv("KVFLASH_WORKER", "http://a http://a,b")
+    with pytest.raises(
+        ConfigError, match=r"^environment variable KVFLASH_WORKER 'http://a,b': 'b'"
+    ):
+        router.parse_args([])
 
 
 def test_a_namespace_that_nobody_can_have_is_refused(capsys):
