@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from kvflash.config_file import Setting, one_value, read_settings, texts, truth
+from kvflash.console import Parser
 from kvflash.errors import ConfigError
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "memory_limit",
     "optional",
     "size_or_zero",
+    "source_of",
     "variable_of",
 ]
 
@@ -114,6 +116,15 @@ def variable_of(name: str) -> str:
     return "KVFLASH_" + name.lstrip("-").replace("-", "_").upper()
 
 
+def source_of(name: str, text: str) -> str:
+    """What said ``text``: the flag, or its variable where that says so, alone or among others."""
+    variable = variable_of(name)
+    said = os.environ.get(variable)
+    if said is None or text not in (said, *said.split()):
+        return name
+    return f"environment variable {variable}"
+
+
 class Flags:
     """An argument parser whose flags can also be set by environment variables.
 
@@ -122,16 +133,16 @@ class Flags:
     """
 
     def __init__(self, prog: str, description: str) -> None:
-        self._parser = argparse.ArgumentParser(
+        self._parser = Parser(
             prog=prog,
             description=description,
             epilog="Every flag can be set as KVFLASH_<FLAG> in the environment.",
-            allow_abbrev=False,
         )
         self._lists: dict[str, list[str]] = {}
         self._file: tuple[str, str | None] | None = None
         self._settings: list[Setting] = []
         self._presets: dict[str, dict[str, Any]] = {}
+        self._in_file: dict[str, Any] = {}
         self._is_file_open = True
 
     def add(
@@ -276,6 +287,12 @@ class Flags:
         args = self._parser.parse_args(argv)
         if self._file is not None:
             delattr(args, _FILE_DEST)
+        for preset, made in self._presets.items():
+            if getattr(args, preset):
+                # It goes before the file, as all that is said beside it.
+                for dest in made.keys() & self._in_file.keys():
+                    if getattr(args, dest) is self._in_file[dest]:
+                        setattr(args, dest, made[dest])
         for dest, default in self._lists.items():
             if getattr(args, dest) is None:
                 setattr(args, dest, default)
@@ -326,6 +343,7 @@ class Flags:
                 values |= {dest: value for dest, value in made if dest not in given}
         for dest in self._lists.keys() & values.keys():
             self._lists[dest] = values.pop(dest)
+        self._in_file = values
         self._parser.set_defaults(**values)
 
     def error(self, message: str) -> None:

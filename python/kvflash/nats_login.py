@@ -98,6 +98,16 @@ class Client(nats.aio.client.Client):
         # It is kept over all connections.
         self._transport = _Transport(must_encrypt=settings.must_encrypt)
 
+    async def close(self) -> None:
+        """Close it; what still waits for a server that is away is dropped."""
+        try:
+            await super().close()
+        except OSError:
+            # It failed at sending that, before it had ended its subscriptions.
+            self._pending, self._pending_data_size = [], 0
+            self._status = self.DISCONNECTED
+            await super().close()
+
     async def _process_err(self, err_msg: str) -> None:
         """Connect again after whatever the server has ended the connection for.
 

@@ -15,9 +15,11 @@ from types import FrameType
 from typing import Protocol
 
 from kvflash._core import Catalog, init_logging
+from kvflash.console import LogLine, utc
 from kvflash.errors import ClosedError
 from kvflash.transport import ZmqOptions, ZmqReceiver
 from kvflash.transport.base import Receiver
+from kvflash.variables import warn_of_misspelt
 
 __all__ = ["FedService", "run_until_stopped", "start_logging"]
 
@@ -160,20 +162,21 @@ class _JsonFormatter(logging.Formatter):
         fields = {"message": record.getMessage(), "logger": record.name}
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created))
-        return json.dumps({"timestamp": stamp, "level": record.levelname, "fields": fields})
+        line = {"timestamp": utc(record.created), "level": record.levelname, "fields": fields}
+        return json.dumps(line)
 
 
 def start_logging(level: str, log_format: str) -> None:
-    """Log to stderr, both languages alike."""
+    """Log to stderr, both languages alike; the first lines are of variables that nobody reads."""
     init_logging(level, json=log_format == "json")
     handler = logging.StreamHandler(sys.stderr)
     if log_format == "json":
         handler.setFormatter(_JsonFormatter())
     else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)5s %(message)s"))
+        handler.setFormatter(LogLine())
     python_level = {"trace": "debug", "warn": "warning"}.get(level, level).upper()
     logging.basicConfig(level=python_level, handlers=[handler])
+    warn_of_misspelt()
 
 
 def _allow_open_files() -> None:
@@ -192,8 +195,15 @@ def _allow_open_files() -> None:
         logger.info("up to %d open files, where the limit was %d", hard, soft)
 
 
-def run_until_stopped(service: Service, *, name: str) -> None:
+def run_until_stopped(service: Service, *, name: str, drain_s: float | None = None) -> None:
     """Serve until SIGTERM or SIGINT; prints one line with the address once it listens.
+
+    A second signal ends the process at once.
+
+    Args:
+        service: What to run.
+        name: Its name in the log.
+        drain_s: Time that its ``stop`` gives to running requests, to be told.
 
     Raises:
         ConfigError: The address can't be bound.
@@ -203,7 +213,12 @@ def run_until_stopped(service: Service, *, name: str) -> None:
     def stop(signum: int, _frame: FrameType | None) -> None:
         nonlocal is_stopped
         is_stopped = True
-        logger.info("%s: stopping on %s", name, signal.Signals(signum).name)
+        # While the core stops no handler of Python's would run.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        grace = "" if drain_s is None else f"; running requests get up to {drain_s:g} s"
+        received = signal.Signals(signum).name
+        logger.info("%s: stopping on %s%s; a second signal ends it now", name, received, grace)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)

@@ -20,6 +20,7 @@ from kvflash.config import (
     size_or_zero,
     variable_of,
 )
+from kvflash.errors import ConfigError
 
 __all__ = ["RouterFlags", "add_router_flags", "settle"]
 
@@ -241,10 +242,20 @@ _LOAD_AWARE = {
 
 
 def settle(values: dict[str, Any]) -> dict[str, Any]:
-    """What the presets among ``values`` make of the others."""
-    if not values["load_aware"]:
-        return values
-    return values | _LOAD_AWARE
+    """What the presets among ``values`` make of the others.
+
+    Raises:
+        ConfigError: Two of them contradict each other.
+    """
+    if values["load_aware"]:
+        mode = values["router_mode"]
+        if mode not in (None, "kv"):
+            raise ConfigError(f"--load-aware is --router-mode kv, which contradicts {mode}")
+        values = values | _LOAD_AWARE
+    if values["use_remote_indexer"] is not None and not values["use_kv_events"]:
+        off = "--load-aware" if values["load_aware"] else "--no-kv-events"
+        raise ConfigError(f"--use-remote-indexer needs KV events, which {off} switches off")
+    return values
 
 
 def _add_cost(flags: Flags) -> None:

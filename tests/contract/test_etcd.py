@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import closing
@@ -31,7 +32,11 @@ def server(tmp_path: Path) -> Iterator[EtcdServer]:
         yield server
 
 
-def test_a_watch_and_a_lease_go_on_when_etcd_comes_back(server: EtcdServer) -> None:
+def test_a_watch_and_a_lease_go_on_when_etcd_comes_back(
+    server: EtcdServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvflash.discovery.etcd")
+
     async def scenario() -> None:
         mine = open_discovery("etcd", endpoints=server.url)
         lease = await mine.lease(30.0)
@@ -39,6 +44,9 @@ def test_a_watch_and_a_lease_go_on_when_etcd_comes_back(server: EtcdServer) -> N
         await mine.put("k/2", b"2")
         watch = mine.watch("k/")
         assert [await anext(watch) for _ in range(3)][2] == Synced()
+        others = [mine.watch("k/") for _ in range(3)]
+        for other in others:
+            assert [await anext(other) for _ in range(3)][2] == Synced()
         server.kill()
         with pytest.raises(TransportError, match="etcd can't be reached"):
             await mine.put("k/3", b"3")
@@ -49,10 +57,19 @@ def test_a_watch_and_a_lease_go_on_when_etcd_comes_back(server: EtcdServer) -> N
         await mine.delete("k/2")
         assert await asyncio.wait_for(anext(watch), 30) == Delete("k/2")
         assert not lease.lost.is_set()
+        for other in others:
+            changes = [await asyncio.wait_for(anext(other), 30) for _ in range(2)]
+            assert Put("k/3", b"3") in changes
+            assert Delete("k/2") in changes
+        # One line for all of them when it goes, and one when it is back.
+        said = [record.getMessage() for record in caplog.records]
+        gone = [line for line in said if f"trying again (ETCD_ENDPOINTS: {server.url})" in line]
+        back = [line for line in said if "etcd answers again after" in line]
+        assert 0 < len(gone) == len(back) < len(others)
         await mine.close()
-        other = open_discovery("etcd", endpoints=server.url)
-        assert await other.get_prefix("k/") == {"k/3": b"3"}
-        await other.close()
+        later = open_discovery("etcd", endpoints=server.url)
+        assert await later.get_prefix("k/") == {"k/3": b"3"}
+        await later.close()
 
     run(scenario())
 

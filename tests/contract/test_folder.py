@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import subprocess
@@ -102,6 +103,8 @@ def test_a_lock_that_is_never_given_back_is_said(
 def test_what_files_can_not_do_is_told_as_a_discovery_does_and_got_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "kvflash.discovery.file")
+
     async def scenario() -> None:
         mine = FileDiscovery(tmp_path)
         watch = mine.watch("k")
@@ -131,6 +134,7 @@ def test_what_files_can_not_do_is_told_as_a_discovery_does_and_got_over(
         await mine.put("k", b"2", lease)
         assert await asyncio.wait_for(anext(watch), 30) == Put("k", b"2")
         assert not list(new.iterdir())
+        assert caplog.text.count("can be used again after") == 1
         await mine.close()
 
     run(scenario())
@@ -181,6 +185,15 @@ def test_the_folder_must_be_ours_alone(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"discovery folder .*file"):
         FileDiscovery(tmp_path / "file")
+    # Nothing is made where something else is.
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=r"must be empty, or one that kvflash has made; it holds"):
+        FileDiscovery(tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
+    # Of its own a folder may be half made, and hold what others put there.
+    (tmp_path / "half" / "leases").mkdir(parents=True)
+    (tmp_path / "half" / "odd").write_bytes(b"")
+    FileDiscovery(tmp_path / "half")
     monkeypatch.setenv("KVFLASH_DISCOVERY_DIR", "/somewhere")
     assert default_folder() == Path("/somewhere")
     monkeypatch.delenv("KVFLASH_DISCOVERY_DIR")

@@ -98,6 +98,12 @@ def test_port_that_is_taken() -> None:
     assert port in done.stderr
 
 
+def test_a_discovery_that_can_not_be_ends_it() -> None:
+    done = start("--port", "0", KVFLASH_DISCOVERY_DIR="/etc")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "kvflash.frontend: discovery folder /etc must " in done.stderr
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -178,6 +184,23 @@ def test_signal_lets_running_answers_finish(number: signal.Signals) -> None:
         answer = call.finish()
         assert answer.body == b'data: {"n": 2}\n\ndata: [DONE]\n\n'
         assert frontend.process.popen.wait(30) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once(number: signal.Signals) -> None:
+    flags = ("--drain-timeout", "600", "--log-level", "info")
+    with serving(FakeEngine("stuck", hang), *flags) as frontend:
+        call = Call(frontend.url, COMPLETIONS, prompt_of("stuck"))
+        until(lambda: frontend.metric("kvflash_requests_in_flight") == 1, "the request")
+        frontend.process.popen.send_signal(number)
+        until(lambda: is_refused(frontend.address), "new connections to be refused")
+        frontend.process.popen.send_signal(number)
+        assert frontend.process.popen.wait(30) == -number
+        with pytest.raises((ConnectionError, OSError)):
+            call.finish()
+        frontend.process.close()
+        [said] = [line for line in frontend.process.errors if number.name in line]
+        assert "running requests get up to 600 s; a second signal ends it now" in said
 
 
 def test_idle_connections_do_not_delay_the_end() -> None:

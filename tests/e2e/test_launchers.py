@@ -158,8 +158,11 @@ def test_an_engine_is_kept_while_discovery_fails_and_registered_when_it_is_back(
 def test_a_program_that_is_not_there_is_named(run, folder):
     process = run("kvflash.vllm", "m", "--engine-command", "/no/such/vllm",
                   env={"KVFLASH_DISCOVERY_DIR": str(folder)})  # fmt: skip
-    assert process.popen.wait(30) == 1
-    until(lambda: "can't start /no/such/vllm" in "".join(process.errors), "the reason")
+    assert process.popen.wait(30) == 2
+    process.close()
+    [said] = [line for line in process.errors if line.startswith("vllm: ")]
+    assert "can't start /no/such/vllm: No such file or directory: install the engine" in said
+    assert "--engine-command" in said
 
 
 def test_an_engine_does_not_outlive_a_launcher_that_is_killed(launch, folder):

@@ -281,7 +281,7 @@ def test_taken_ports_are_named() -> None:
                 timeout=DEADLINE_S,
                 check=False,
             )
-            assert result.returncode == 1
+            assert result.returncode == 2
             assert (
                 f"mocker: [Errno {errno.EADDRINUSE}] {flags[-2]} {flags[-1]} on 127.0.0.1"
                 in result.stderr

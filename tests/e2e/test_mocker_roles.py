@@ -196,7 +196,7 @@ def test_it_leaves_when_it_is_told_and_when_it_dies(start, folder):
 
 def test_an_endpoint_that_is_none_is_refused(run):
     process = run("kvflash.mocker", "--endpoint", "only.two")
-    assert process.popen.wait(30) == 1
+    assert process.popen.wait(30) == 2
     until(lambda: "--endpoint: endpoint must be" in "".join(process.errors), "the reason")
 
 

@@ -1,13 +1,19 @@
-"""A program that does not close its router or indexer ends as any other."""
+"""How programs end: with a router or indexer that they do not close, and by signals."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
+from http.client import HTTPConnection
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
+
+from service import Process, until
 
 # Its end takes a while: what still runs beside it then has the time to do harm.
 SLOW = """
@@ -50,3 +56,77 @@ def test_what_is_not_closed_ends_with_its_program(tmp_path: Path, program: str) 
         check=False,
     )
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+# What it sets for SIGINT is its own matter, also where a runtime serves in its loop.
+OWN_HANDLER = """
+import asyncio, json, os, signal
+from kvflash import DistributedRuntime
+
+async def echo(request):
+    yield request
+
+async def main():
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+    runtime = DistributedRuntime("mem")
+    serving = asyncio.create_task(runtime.endpoint("a.b.c").serve_endpoint(echo))
+    while not await runtime.discovery.get_prefix("v1/instances/"):
+        await asyncio.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+    await stop.wait()
+    print(serving.done())
+    await runtime.close()
+    await serving
+
+asyncio.run(main())
+"""
+
+
+def test_a_runtime_leaves_a_program_its_own_handler_of_ctrl_c() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", OWN_HANDLER],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "False\n", "")
+
+
+def test_ctrl_c_ends_a_mocker_of_the_runtime(tmp_path: Path) -> None:
+    env = {"KVFLASH_DISCOVERY": "file", "KVFLASH_DISCOVERY_DIR": str(tmp_path / "discovery")}
+    mocker = Process("kvflash.mocker", "--endpoint", "a.b.c", "--no-kv-events", env=env)
+    try:
+        mocker.ready()
+        mocker.popen.send_signal(signal.SIGINT)
+        assert mocker.popen.wait(30) == 0
+    finally:
+        mocker.close()
+    assert "Traceback" not in "".join(mocker.errors)
+
+
+def test_a_second_ctrl_c_ends_a_mocker_at_once() -> None:
+    # Slow enough to be running for minutes.
+    mocker = Process("kvflash.mocker", "--port", "0", "--speedup-ratio", "0.001")
+    try:
+        address = urlsplit(mocker.ready()["url"])
+        asking, looking = (HTTPConnection(str(address.netloc), timeout=60) for _ in range(2))
+        asking.request("POST", "/v1/completions", json.dumps({"prompt": "x"}))
+
+        def is_running() -> bool:
+            looking.request("GET", "/metrics")
+            lines = looking.getresponse().read().decode().splitlines()
+            [line] = [line for line in lines if line.startswith("vllm:num_requests_running{")]
+            return line.endswith("} 1")
+
+        until(is_running, "the request to run")
+        mocker.popen.send_signal(signal.SIGINT)
+        until(lambda: any("draining" in line for line in mocker.errors), "the drain")
+        mocker.popen.send_signal(signal.SIGINT)
+        assert mocker.popen.wait(30) == -signal.SIGINT
+        asking.close()
+        looking.close()
+    finally:
+        mocker.close()
+    assert "Traceback" not in "".join(mocker.errors)

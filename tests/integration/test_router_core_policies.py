@@ -111,8 +111,18 @@ def test_faults_are_named() -> None:
     ):
         with pytest.raises(ConfigError, match=text):
             core(**settings)
-    with pytest.raises(ConfigError, match="fastest"):
-        KvRouterConfig(router_mode="fastest").make_core(4)
+    # A router's settings are checked before there is one.
+    for settings, text in (
+        ({"router_mode": "fastest"}, "router_mode: .*fastest"),
+        ({"router_mode": "kv:1,random:x"}, "router_mode: "),
+        ({"shadow_policies": ["kv", "zz"]}, "shadow_policies: .*zz"),
+        ({"policy_profile": "best"}, "policy_profile must be one of document, aibrix-compat"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            KvRouterConfig(**settings)
+    for block_size in (-1, 0, 2**32):
+        with pytest.raises(InvalidArgumentError, match="block_size must be in 1"):
+            KvRouterConfig().make_core(block_size)
     made = core(policy="session-affinity")
     for options, text in (
         ({"session_key": "k" * 257}, "257 bytes"),

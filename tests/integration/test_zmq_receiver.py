@@ -137,7 +137,7 @@ def test_any_losses_are_repaired(http, engine, seed):
     assert (events["batches"], events["lost_batches"], events["restarts"]) == (400, 0, 0)
 
 
-def test_without_a_replay_endpoint_what_is_lost_is_counted(http, engine):
+def test_without_a_replay_endpoint_what_is_lost_is_counted(http, engine, caplog):
     made = engine(replay=False)
     register(http, made)
     made.publish(one(1))
@@ -148,6 +148,9 @@ def test_without_a_replay_endpoint_what_is_lost_is_counted(http, engine):
     assert {fact[3] for fact in dumped_blocks(http)} == {1, 4}
     events = counts(http)
     assert (events["gap_batches"], events["lost_batches"], events["batches"]) == (2, 2, 2)
+    # By its address: numbers in the core are not those of workers.
+    [said] = [record.message for record in caplog.records if "no replay endpoint" in record.message]
+    assert said.startswith(f"engine at {made.endpoint}: batches ")
 
 
 def test_a_ring_that_begins_later_gives_what_it_has(http, engine):

@@ -10,8 +10,11 @@ import pytest
 from kvflash.config import Flags, bounded_float, bounded_int, byte_count, optional
 from kvflash.errors import ConfigError
 from kvflash.frontend import args as frontend
+from kvflash.frontend.app import main as run_frontend
+from kvflash.frontend.app import make_frontend
 from kvflash.indexer.app import main
 from kvflash.indexer.args import IndexerArgs, WorkerEntry, parse_args, parse_workers
+from kvflash.router import args as router
 
 
 @pytest.fixture(autouse=True)
@@ -386,10 +389,67 @@ def test_durable_events_are_the_event_plane_nats_and_deprecated(monkeypatch):
 
 
 def test_load_aware_is_a_preset():
-    args = frontend.parse_args(["--load-aware", "--router-mode", "random"])
+    args = frontend.parse_args(["--load-aware", "--router-mode", "kv"])
     assert (args.router_mode, args.use_kv_events, args.assume_kv_reuse) == ("kv", False, False)
     assert args.router_kv_overlap_score_credit == 0
     assert args.track_active_blocks and args.track_prefill_tokens
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("--load-aware --router-mode random", "--load-aware .* contradicts random"),
+        ("--use-remote-indexer http://a:1 --no-kv-events", "--no-kv-events switches off"),
+        ("--use-remote-indexer http://a:1 --load-aware", "--load-aware switches off"),
+        ("--fairness-weight a=2", "--fairness-weight needs --fairness"),
+    ],
+)
+def test_flags_that_would_do_nothing_beside_others_are_refused(line, wanted):
+    with pytest.raises(ConfigError, match=wanted):
+        frontend.parse_args(line.split())
+    assert run_frontend(line.split()) == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "variables", "wanted"),
+    [
+        (
+            [],
+            {"KVFLASH_WORKER": "http://a:1 foo"},
+            "environment variable KVFLASH_WORKER 'foo': worker",
+        ),
+        (["--worker", "foo"], {"KVFLASH_WORKER": "http://a:1"}, "^--worker 'foo': worker url must"),
+        (["--prefill-worker", "http://a:1,b=2"], {}, "^--prefill-worker 'http://a:1,b=2': unknown"),
+        (
+            [],
+            {"KVFLASH_TOKENIZER": "/nope"},
+            "^environment variable KVFLASH_TOKENIZER must be a fol",
+        ),
+        (["--tokenizer", ""], {}, "^--tokenizer must be a folder with tokenizer.json, got ''"),
+        (["--tokenizer", "/a/tokenizer.json"], {}, "^--tokenizer must be .* '/a/tokenizer.json'"),
+    ],
+)
+def test_what_can_not_be_made_names_where_it_came_from(argv, variables, wanted, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=wanted):
+        make_frontend(frontend.parse_args(argv))
+
+
+def test_a_worker_of_the_router_that_is_none_names_where_it_came_from(monkeypatch):
+    with pytest.raises(ConfigError, match=r"^--worker 'http://a,b': 'b' is not key=value"):
+        router.parse_args(["--worker", "http://a,b"])
+    monkeypatch.setenv("KVFLASH_WORKER", "http://a http://a,b")
+    with pytest.raises(
+        ConfigError, match=r"^environment variable KVFLASH_WORKER 'http://a,b': 'b'"
+    ):
+        router.parse_args([])
+
+
+def test_a_namespace_that_nobody_can_have_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        frontend.parse_args(["--namespace", "bad name!"])
+    assert "--namespace: a namespace must have 1 to 48" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

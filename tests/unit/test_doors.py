@@ -24,7 +24,10 @@ FLOORS = {
     "config_file": 0,
     "router_flags": 0,
     "cluster_flags": 0,
+    "console": 0,
     "lazy": 0,
+    "outage": 0,
+    "variables": 0,
     "servers": 0,
     "nats_login": 0,
     "policy": 1,
@@ -53,10 +56,10 @@ OPTIONAL = {"demo"}
 
 # What a room below may import of the package, where its floor would allow more.
 NARROW = {
-    "transport": {"_core", "errors", "nats_login", "servers"},
+    "transport": {"_core", "errors", "nats_login", "outage", "servers"},
     # What they carry is opaque to them: the core has no part in it.
-    "discovery": {"errors", "servers"},
-    "runtime": {"errors", "discovery", "nats_login", "servers"},
+    "discovery": {"errors", "outage", "servers"},
+    "runtime": {"errors", "discovery", "nats_login", "outage", "servers"},
     # Discovery is a protocol to it, so that its protocols run in a simulated world.
     "state": {"_core", "errors", "servers", "transport"},
     "routing": {
@@ -73,9 +76,9 @@ NARROW = {
     # It looks from outside: what it says must not come from what it checks.
     "doctor": {"errors", "config", "doctor"},
     # It lives in the engine's process, beside whatever the engine brings.
-    "publisher": {"_core", "errors", "runtime", "servers", "state", "transport"},
+    "publisher": {"_core", "errors", "outage", "runtime", "servers", "state", "transport"},
     # The engine's double knows nothing of the router that it is to test, but how it is found.
-    "mocker": {"errors", "llm", "mocker", "publisher", "runtime"},
+    "mocker": {"console", "errors", "llm", "mocker", "publisher", "runtime", "variables"},
 }
 
 PROCESS_STARTERS = {"process", "launcher", "demo"}

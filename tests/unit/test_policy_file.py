@@ -134,6 +134,8 @@ def test_the_command_line_goes_before_the_environment_and_that_before_the_file(
     # The flag's own file goes before the variable's.
     other = file({"router-mode": "least-loaded"})
     assert parse([FLAG, other]).router_mode == "least-loaded"
+    # So does a preset of the command line.
+    assert parse([FLAG, other, "--load-aware"]).router_mode == "kv"
 
 
 @pytest.mark.parametrize("parse", [frontend, router])

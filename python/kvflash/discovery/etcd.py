@@ -30,6 +30,7 @@ from kvflash.discovery.base import (
     new_lease_id,
 )
 from kvflash.errors import ConfigError, InvalidArgumentError, KvflashError, TransportError
+from kvflash.outage import Outage
 from kvflash.servers import EtcdSettings
 
 __all__ = ["EtcdDiscovery"]
@@ -85,9 +86,10 @@ class _EtcdLease:
                 answer = await self._discovery.call("lease/keepalive", {"ID": self.id})
             except KvflashError as error:
                 # Also a login that is refused just now: it may be right again before the end.
-                logger.warning("lease %d is not kept alive: %s", self.id, error)
+                self._discovery.is_away(f"lease {self.id} is not kept alive", error)
                 await asyncio.sleep(PAUSE_S[0])
                 continue
+            self._discovery.is_back()
             if int(answer.get("result", {}).get("TTL", 0)) <= 0:
                 self._discovery.leases.discard(self)
                 self.lost.set()
@@ -119,6 +121,7 @@ class EtcdDiscovery(Discovery):
         self._watches: dict[Watch, asyncio.Task[None]] = {}
         self._is_closed = False
         self.leases: set[_EtcdLease] = set()
+        self._outage = Outage(logger, "discovery: etcd answers again")
 
     def twin(self) -> EtcdDiscovery:
         """See :meth:`Discovery.twin`."""
@@ -207,6 +210,18 @@ class EtcdDiscovery(Discovery):
         await self._log_in()
         return await self._post(method, body)
 
+    def is_away(self, what: str, error: BaseException) -> None:
+        """Tell of a failure, all watches and leases together."""
+        where = ",".join(self._endpoints)
+        self._outage.lasts(
+            f"discovery: {what}: {error}; trying again (ETCD_ENDPOINTS: {where})",
+            kind=isinstance(error, ConfigError),
+        )
+
+    def is_back(self) -> None:
+        """Tell of its end."""
+        self._outage.ends()
+
     async def _log_in(self) -> None:
         settings = self._settings
         if settings.user is None or self._token is not None:
@@ -282,6 +297,7 @@ class EtcdDiscovery(Discovery):
             try:
                 state, revision = await self._read(prefix)
                 watch.replace(state)
+                self.is_back()
                 async for key, value in self._changes(prefix, revision + 1):
                     pause_s = PAUSE_S[0]
                     watch.change(key, value)
@@ -291,7 +307,7 @@ class EtcdDiscovery(Discovery):
             except (aiohttp.ClientError, OSError, KvflashError, ValueError, KeyError) as error:
                 if self._is_closed:
                     return
-                logger.warning("watch of %s: %s; again", prefix, error)
+                self.is_away(f"watch of {prefix}", error)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(pause_s * 2, PAUSE_S[1])
 

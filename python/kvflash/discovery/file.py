@@ -25,6 +25,7 @@ from kvflash.discovery.base import (
 )
 from kvflash.discovery.folder import Folder, LeaseFile
 from kvflash.errors import InvalidArgumentError, KvflashError, TransportError
+from kvflash.outage import Outage
 
 __all__ = ["FileDiscovery", "default_folder"]
 
@@ -204,18 +205,15 @@ class FileDiscovery(Discovery):
 
     async def _poll_forever(self) -> None:
         """Tell the watches what changed, until there is nothing to look after."""
-        trouble = ""
+        outage = Outage(logger, f"discovery folder {self._folder.path} can be used again")
         while self._watches or self.leases:
             began = time.monotonic()
             try:
                 with self._told():
                     await self._look()
-                trouble = ""
+                outage.ends()
             except KvflashError as error:
-                # Said once.
-                if str(error) != trouble:
-                    logger.warning("%s", error)
-                trouble = str(error)
+                outage.lasts(f"{error}; trying again")
             took_s = time.monotonic() - began
             await asyncio.sleep(max(POLL_S, took_s / POLL_SHARE_MAX))
 

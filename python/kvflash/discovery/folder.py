@@ -28,6 +28,7 @@ __all__ = ["Folder", "LeaseFile"]
 
 KEYS_MAX = 65_536
 NAME_BYTES_MAX = 255
+_LEASES = "leases"
 # Times of folders are coarse: what changes that soon after a change may not show in them.
 SETTLED_S = 0.05
 
@@ -38,7 +39,7 @@ class LeaseFile:
     _held: ClassVar[weakref.WeakSet[LeaseFile]] = weakref.WeakSet()
 
     def __init__(self, folder: Path, lease_id: int) -> None:
-        self.path = folder / "leases" / f"{lease_id:016x}"
+        self.path = folder / _LEASES / f"{lease_id:016x}"
         draft = folder / "new" / f"lease-{lease_id:016x}-{new_lease_id():x}"
         self._file: IO[bytes] | None = draft.open("wb")
         # Locked before anybody can see it, so that nobody takes it for dead.
@@ -75,12 +76,14 @@ class Folder:
     """The files, without waiting; changes need :meth:`try_lock` to be held.
 
     Raises:
-        ConfigError: The folder can't be made or belongs to somebody else.
+        ConfigError: The folder can't be made, belongs to somebody else, or holds something else.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_content(path)
             self.make()
         except OSError as error:
             raise ConfigError(f"discovery folder {path}: {error.strerror}") from error
@@ -97,7 +100,8 @@ class Folder:
             ConfigError: The folder belongs to somebody else.
         """
         path = self.path
-        for folder in (path, path / "leases", path / "keys", path / "new"):
+        # The first one within is what a folder of ours is known by.
+        for folder in (path, path / _LEASES, path / "keys", path / "new"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.stat()
         if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
@@ -130,7 +134,7 @@ class Folder:
     def is_alive(self, lease_id: int) -> bool:
         """Whether somebody holds the lease. Cost: about 10 us."""
         try:
-            with (self.path / "leases" / f"{lease_id:016x}").open("rb") as file:
+            with (self.path / _LEASES / f"{lease_id:016x}").open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except FileNotFoundError:
             return False
@@ -175,7 +179,7 @@ class Folder:
             found = _read(path)
             if found is not None and found[0] and not self.is_alive(found[0]):
                 path.unlink(missing_ok=True)
-        for path in (self.path / "leases").iterdir():
+        for path in (self.path / _LEASES).iterdir():
             with suppress(ValueError):
                 if not self.is_alive(int(path.name, 16)):
                     path.unlink(missing_ok=True)
@@ -215,6 +219,20 @@ class Folder:
                     seen[key] = (mark, *found)
         self._seen = seen
         self._is_settled = now_s - self._since_s > SETTLED_S
+
+
+def _check_content(path: Path) -> None:
+    """Refuse a folder that is there for something else.
+
+    Raises:
+        ConfigError: It is.
+    """
+    found = sorted(entry.name for entry in path.iterdir())
+    if found and _LEASES not in found:
+        raise ConfigError(
+            f"discovery folder {path} must be empty, or one that kvflash has made; it holds "
+            f"{found[0]!r}: set KVFLASH_DISCOVERY_DIR to a folder that is there for nothing else"
+        )
 
 
 def _read(path: Path) -> tuple[int, bytes] | None:

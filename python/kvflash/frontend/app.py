@@ -8,10 +8,12 @@ import logging
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from kvflash._core import Frontend, PolicyDesk
+from kvflash.config import source_of
 from kvflash.discovery import open_discovery
-from kvflash.errors import KvflashError
+from kvflash.errors import ConfigError, InvalidArgumentError, KvflashError
 from kvflash.frontend.args import FrontendArgs, parse_args
 from kvflash.frontend.watch import DiscoveryWatch
 from kvflash.policy import PREFIX, AskedPolicy, load
@@ -34,6 +36,7 @@ def make_frontend(args: FrontendArgs, fleet: dict[int, str] | None = None) -> Fr
         ConfigError: Names the flag or file at fault.
         ConflictError: A worker is given twice.
     """
+    _check_tokenizer(args.tokenizer)
     frontend = Frontend(
         **args.core_settings(),
         policy_desk=_desk(args.router_mode),
@@ -65,12 +68,26 @@ def make_frontend(args: FrontendArgs, fleet: dict[int, str] | None = None) -> Fr
         tls_cert_path=args.tls_cert_path,
         tls_key_path=args.tls_key_path,
     )
-    prefill = [f"{worker},role=prefill" for worker in args.prefill_workers]
-    for worker in (*args.workers, *args.decode_workers, *prefill):
-        number = frontend.add_worker(worker)
-        if fleet is not None:
-            fleet[number] = worker
+    for flag, specs, role in (
+        ("--worker", args.workers, ""),
+        ("--decode-worker", args.decode_workers, ""),
+        ("--prefill-worker", args.prefill_workers, ",role=prefill"),
+    ):
+        for spec in specs:
+            try:
+                number = frontend.add_worker(spec + role)
+            except (ConfigError, InvalidArgumentError) as error:
+                said = str(error).removeprefix(f'--worker "{spec}{role}": ')
+                raise ConfigError(f"{source_of(flag, spec)} {spec!r}: {said}") from error
+            if fleet is not None:
+                fleet[number] = spec + role
     return frontend
+
+
+def _check_tokenizer(folder: str | None) -> None:
+    if folder is not None and not Path(folder, "tokenizer.json").is_file():
+        source = source_of("--tokenizer", folder)
+        raise ConfigError(f"{source} must be a folder with tokenizer.json, got {folder!r}")
 
 
 def _component(fleet: dict[int, str]) -> tuple[str, str]:
@@ -102,6 +119,9 @@ class _Watched:
         self._fleet = fleet
         kind = args.discovery_kind
         args.check_cluster(has_discovery=kind is not None, needs="--discovery")
+        if kind is not None:
+            # What can't be is refused now; the watch would try again for ever.
+            open_discovery(kind)
         self._cluster = Cluster(
             frontend.catalog,
             frontend.bookings,
@@ -160,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_logging(args.log_level, args.log_format)
         fleet: dict[int, str] = {}
         service = _Watched(make_frontend(args, fleet), args, fleet)
-        run_until_stopped(service, name="frontend")
+        run_until_stopped(service, name="frontend", drain_s=args.drain_timeout)
     except KvflashError as error:
         print(f"kvflash.frontend: {error}", file=sys.stderr)
         return 2

@@ -15,7 +15,9 @@ from kvflash.config import (
     bounded_int,
     byte_count,
 )
+from kvflash.errors import ConfigError, InvalidArgumentError
 from kvflash.router_flags import RouterFlags, add_router_flags, settle
+from kvflash.runtime.component import check_name
 
 __all__ = ["FrontendArgs", "parse_args"]
 
@@ -60,6 +62,15 @@ class FrontendArgs(RouterFlags, ClusterFlags):
     tls_cert_path: str | None
     tls_key_path: str | None
 
+    def __post_init__(self) -> None:
+        """Check what flags say together.
+
+        Raises:
+            ConfigError: One of them would do nothing.
+        """
+        if self.fairness_weight and self.fairness == "none":
+            raise ConfigError("--fairness-weight needs --fairness: without it nobody waits")
+
     @property
     def discovery_kind(self) -> str | None:
         """The discovery that is watched, if any."""
@@ -83,6 +94,13 @@ def _weights(text: str) -> list[tuple[str, float]]:
             )
         weights.append((client.strip(), share))
     return weights
+
+
+def _namespace(text: str) -> str:
+    try:
+        return check_name("a namespace", text)
+    except InvalidArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _add_fairness(flags: Flags) -> None:
@@ -129,7 +147,11 @@ def _add_fairness(flags: Flags) -> None:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
-    """Parse the command line and the environment."""
+    """Parse the command line and the environment.
+
+    Raises:
+        ConfigError: Flags that contradict each other.
+    """
     flags = Flags(
         "python -m kvflash.frontend",
         "OpenAI-compatible frontend that sends each request to the worker for which it is "
@@ -157,7 +179,7 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
     )
     flags.add(
         "--namespace",
-        parse=str,
+        parse=_namespace,
         default=None,
         variables=("DYN_NAMESPACE",),
         summary="only workers of this namespace of discovery; all of them when not given",

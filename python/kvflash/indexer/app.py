@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -12,12 +13,16 @@ from kvflash.process import run_until_stopped, start_logging
 
 __all__ = ["main"]
 
+logger = logging.getLogger(__name__)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the indexer until a signal. Returns the exit status."""
     try:
         args = parse_args(argv)
         start_logging(args.log_level, args.log_format)
+        if args.block_size is not None and not args.workers:
+            logger.warning("--block-size is of the engines of --workers, and there are none")
         run_until_stopped(IndexerService(args), name="indexer")
     except KvflashError as error:
         print(f"kvflash.indexer: {error}", file=sys.stderr)

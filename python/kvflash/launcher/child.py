@@ -51,7 +51,11 @@ class Child:
                 *words, start_new_session=True, preexec_fn=_die_with_parent
             )
         except OSError as error:
-            raise ConfigError(f"can't start {words[0]}: {error.strerror or error}") from error
+            hint = ""
+            if isinstance(error, FileNotFoundError):
+                hint = ": install the engine, or say with --engine-command how it is started"
+            message = f"can't start {words[0]}: {error.strerror or error}{hint}"
+            raise ConfigError(message) from error
         return child
 
     @property

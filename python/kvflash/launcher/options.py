@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from kvflash.console import Parser
 from kvflash.errors import ConfigError
 from kvflash.launcher.command import Arguments, EventPorts
 
@@ -52,11 +53,10 @@ def parse_options(
     Raises:
         SystemExit: A flag of ours is wrong, or help was asked for.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"python -m kvflash.{engine}",
         description=f"Start {engine} with KV events and register it; other flags are passed on.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--endpoint",
@@ -65,7 +65,10 @@ def parse_options(
         "dynamo.prefill.generate for prefill",
     )
     parser.add_argument(
-        "--engine-command", default=shlex.join(program), help="words that start the engine"
+        "--engine-command",
+        type=_words,
+        default=shlex.join(program),
+        help="words that start the engine",
     )
     parser.add_argument(
         "--kv-events", action=argparse.BooleanOptionalAction, default=True, help="switch them on"
@@ -92,12 +95,22 @@ def parse_options(
     options = LauncherOptions(
         endpoint=known.endpoint or f"dynamo.{component}.generate",
         role=role,
-        program=shlex.split(known.engine_command),
+        program=known.engine_command,
         kv_events=known.kv_events,
         ready_timeout_s=known.ready_timeout,
         stop_timeout_s=known.stop_timeout,
     )
     return options, Arguments([word for word in rest if word != "--"])
+
+
+def _words(text: str) -> list[str]:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error} in {text!r}") from None
+    if not words:
+        raise argparse.ArgumentTypeError("must name a program")
+    return words
 
 
 def free_ports(count: int) -> int:

@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
+from kvflash.console import LogLine
 from kvflash.errors import ConfigError, KvflashError, OverloadedError, TransportError
 from kvflash.launcher.child import Child
 from kvflash.launcher.command import Arguments, EngineCommand
@@ -16,6 +17,7 @@ from kvflash.launcher.probe import EngineStopped, Found, wait_until_ready
 from kvflash.llm import ModelInput, ModelRuntimeConfig, ModelType, register_llm
 from kvflash.publisher.announce import events_key
 from kvflash.runtime import DistributedRuntime, Endpoint
+from kvflash.variables import warn_of_misspelt
 
 __all__ = ["Build", "main"]
 
@@ -41,19 +43,18 @@ def main(
         argv: Arguments without the program's name; None means those of the process.
 
     Returns:
-        The engine's exit status; 1 if it could not be started or registered.
+        The engine's exit status; 2 if what was said can't work, 1 if it could not be registered.
     """
     options, arguments = parse_options(engine, program, sys.argv[1:] if argv is None else argv)
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogLine("%(levelname)5s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    warn_of_misspelt()
     try:
         return asyncio.run(_run(options, arguments, build))
     except KvflashError as error:
         print(f"{engine}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
 
 
 async def _run(options: LauncherOptions, arguments: Arguments, build: Build) -> int:

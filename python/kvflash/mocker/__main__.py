@@ -6,29 +6,30 @@ import asyncio
 import logging
 import sys
 
+from kvflash.console import LogLine
 from kvflash.errors import KvflashError
 from kvflash.mocker.app import run
 from kvflash.mocker.args import parse_args
+from kvflash.variables import warn_of_misspelt
 
 
 def main() -> int:
     """Run until a signal comes.
 
     Returns:
-        Exit status: 0 after SIGTERM or SIGINT, 1 if the workers could not start.
+        Exit status: 0 after SIGTERM or SIGINT, 2 if the workers could not start.
     """
     config, log_level = parse_args()
     # Standard output is for the ready lines.
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogLine("%(levelname)5s %(name)s: %(message)s"))
+    logging.basicConfig(level=log_level.upper(), handlers=[handler])
+    warn_of_misspelt()
     try:
         asyncio.run(run(config))
     except (OSError, KvflashError) as error:
         print(f"mocker: {error}", file=sys.stderr)
-        return 1
+        return 2
     return 0
 
 

@@ -202,10 +202,11 @@ async def run(config: MockerConfig) -> None:
         for worker in mocker.workers:
             print(worker.ready_line(), flush=True)
         await stopping
-        logger.info("draining for up to %g s", config.drain_timeout_s)
-        # A second signal means now.
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+            # Not even as KeyboardInterrupt, which asyncio waits with.
+            signal.signal(number, signal.SIG_DFL)
+        logger.info("draining for up to %g s; a second signal ends it now", config.drain_timeout_s)
     logger.info("stopped")
 
 

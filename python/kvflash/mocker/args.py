@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import fields
 
+from kvflash.console import Parser
 from kvflash.errors import ConfigError
 from kvflash.mocker.config import MockerConfig, PortChoice
 from kvflash.publisher.brokered import plane_of_events
@@ -48,12 +49,10 @@ def _event_plane(parser: argparse.ArgumentParser) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     defaults = {field.name: field.default for field in fields(MockerConfig)}
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m kvflash.mocker",
         description="An LLM engine without a model: OpenAI API, KV cache events, modelled time.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        # An abbreviation that works today would break with the next flag.
-        allow_abbrev=False,
     )
     # Only who has an endpoint looks at the environment.
     defaults["event_plane"] = None

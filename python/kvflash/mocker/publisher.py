@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 from collections import deque
@@ -187,7 +188,12 @@ def _bind(
     try:
         socket.bind(f"tcp://{netloc}:{0 if port == 'auto' else port}")
     except zmq.ZMQError as error:
-        raise OSError(error.errno, f"{flag} {port} on {host}: {error.strerror}") from error
+        where = f"{flag} {port} on {host}"
+        if error.errno in (errno.ENODEV, errno.EADDRNOTAVAIL, errno.EINVAL):
+            where += (
+                " (--host, or KVFLASH_HOST with --endpoint, must be an address of this machine)"
+            )
+        raise OSError(error.errno, f"{where}: {error.strerror}") from error
     endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
     return f"tcp://{reachable(host)}:{endpoint.rpartition(':')[2]}"
 

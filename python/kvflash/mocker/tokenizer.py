@@ -119,7 +119,7 @@ class FolderTokenizer:
             ConfigError: The folder is no tokenizer, or no word survives encoding.
         """
         if not Path(folder, "tokenizer.json").is_file():
-            raise ConfigError(f"--tokenizer must be a folder with a tokenizer.json, got {folder}")
+            raise ConfigError(f"--tokenizer must be a folder with a tokenizer.json, got {folder!r}")
         # Imported when needed: bytes need no extension module.
         self._core: Any = importlib.import_module("kvflash._core").Tokenizer(folder)
         words = _PROSE.split()

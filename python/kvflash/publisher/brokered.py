@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvflash.errors import ClosedError, ConfigError, KvflashError
+from kvflash.outage import Outage
 from kvflash.publisher.wire import encode_batch
 from kvflash.runtime import Component
 from kvflash.servers import NatsSettings, plane_of_events
@@ -194,14 +195,16 @@ class BrokerOutlet:
                     "events wait for register_llm(), which says what model they are for; or give "
                     "the publisher its model_name"
                 )
+        outage = Outage(logger, "events are sent")
         while True:
             try:
                 writer = self._make(served)
                 break
             except KvflashError as error:
-                logger.warning("events are not sent: %s; trying again", error)
+                outage.lasts(f"events are not sent: {error}; trying again")
                 if self._is_closed.wait(_RETRY_S):
                     return
+        outage.ends()
         with self._lock:
             for sequence, payload in self._waiting:
                 writer.put(sequence, payload)

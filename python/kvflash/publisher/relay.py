@@ -11,6 +11,7 @@ from typing import Any
 import zmq
 
 from kvflash.errors import KvflashError
+from kvflash.outage import Outage
 from kvflash.publisher.brokered import BrokerOutlet
 
 __all__ = ["Relay"]
@@ -120,12 +121,14 @@ class Relay:
     def _begin_anew(self) -> None:
         self._counts["restarts"] += 1
         self._outlet.close()
+        outage = Outage(logger, "events are relayed again")
         while not self._is_closed.is_set():
             try:
                 self._outlet = self._make_outlet()
+                outage.ends()
                 break
             except KvflashError as error:
-                logger.warning("events are not relayed: %s; trying again", error)
+                outage.lasts(f"events are not relayed: {error}; trying again")
                 self._is_closed.wait(1.0)
         self._expected = None
         self._replayed.clear()

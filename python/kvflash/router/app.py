@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse_args(argv)
         start_logging(args.log_level, args.log_format)
-        run_until_stopped(RouterService(args), name="router")
+        run_until_stopped(RouterService(args), name="router", drain_s=args.drain_timeout)
     except KvflashError as error:
         print(f"kvflash.router: {error}", file=sys.stderr)
         return 2

@@ -14,6 +14,7 @@ from kvflash.config import (
     bounded_float,
     bounded_int,
     byte_count,
+    source_of,
 )
 from kvflash.errors import ConfigError
 from kvflash.router_flags import RouterFlags, add_router_flags, settle
@@ -156,8 +157,16 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterArgs:
     flags.end_of_file()
     _add_limits(flags)
     given = settle_cluster(settle(vars(flags.parse(argv))))
-    given["workers"] = tuple(parse_worker(text) for text in given["workers"])
+    given["workers"] = tuple(_worker(text) for text in given["workers"])
     return RouterArgs(**given)
+
+
+def _worker(text: str) -> WorkerSpec:
+    try:
+        return parse_worker(text)
+    except ConfigError as error:
+        said = str(error).removeprefix("--worker ")
+        raise ConfigError(f"{source_of('--worker', text)} {said}") from None
 
 
 def _add_workers(flags: Flags) -> None:

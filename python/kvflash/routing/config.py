@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvflash._core import RouterCore
+from kvflash._core import RouterCore, check_policy
 from kvflash.cluster_flags import ClusterFlags
 from kvflash.errors import ConfigError, InvalidArgumentError
 from kvflash.policy import PREFIX, AskedPolicy, Policy, load
@@ -17,6 +17,7 @@ __all__ = ["KvRouterConfig", "override_options"]
 
 # Who is first of those that wait for room.
 QUEUE_POLICIES = ("fcfs", "lcfs", "wspt")
+PROFILES = ("document", "aibrix-compat")
 
 # What a request may want otherwise, and the core's word for it.
 _OVERRIDES = {
@@ -161,6 +162,7 @@ class KvRouterConfig:
                 f"router_queue_policy must be one of {', '.join(QUEUE_POLICIES)}, got "
                 f"{self.router_queue_policy!r}"
             )
+        self._check_policies()
         for name, low, high in (
             ("router_max_tree_size", 1, 2**62),
             ("max_requests", 1, 2**62),
@@ -180,6 +182,21 @@ class KvRouterConfig:
             raise ConfigError("durable_kv_events requires use_kv_events")
         if self.router_track_output_blocks and not self.router_track_active_blocks:
             raise ConfigError("router_track_output_blocks requires router_track_active_blocks")
+
+    def _check_policies(self) -> None:
+        named = [("shadow_policies", name) for name in self.shadow_policies]
+        mode = self.router_mode
+        if isinstance(mode, str) and not mode.startswith(PREFIX):
+            named.append(("router_mode", mode))
+        for field_name, policy in named:
+            try:
+                check_policy(policy)
+            except ValueError as error:
+                raise ConfigError(f"{field_name}: {error}") from error
+        if self.policy_profile not in (None, *PROFILES):
+            raise ConfigError(
+                f"policy_profile must be one of {', '.join(PROFILES)}, got {self.policy_profile!r}"
+            )
 
     def cluster_flags(self) -> ClusterFlags:
         """What to share with replicas, and how.
@@ -224,6 +241,8 @@ class KvRouterConfig:
             ConfigError: An unknown policy.
             InvalidArgumentError: The block size is 0 or too large.
         """
+        if not 1 <= block_size < 2**32:
+            raise InvalidArgumentError(f"block_size must be in 1..={2**32 - 1}, got {block_size}")
         return RouterCore(
             block_size=block_size,
             model_name=model_name,

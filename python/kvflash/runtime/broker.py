@@ -7,6 +7,7 @@ import logging
 from collections import deque
 
 from kvflash.errors import ConfigError
+from kvflash.outage import Outage
 from kvflash.servers import NatsSettings
 
 try:
@@ -44,19 +45,31 @@ async def connect() -> NatsConnection:
 
     is_connected = False
 
+    outage = Outage(logger, "nats: connected again")
+
     async def log(error: Exception) -> None:
+        made = failure(settings, [error], _OTHERWISE)
+        is_refused = isinstance(made, ConfigError)
+        if is_connected and not connection.is_connected:
+            # The client tells every attempt.
+            logger.debug("nats: %r", error)
+            outage.lasts(f"nats: {made}; trying again", kind=is_refused)
+            return
         logger.warning("nats: %s", error or type(error).__name__)
         if not is_connected:
             said.append(error)
             # Who is refused would be refused again: this ends the attempts.
-            is_refused = isinstance(failure(settings, [error], _OTHERWISE), ConfigError)
             connection.options["allow_reconnect"] = not is_refused
+
+    async def end_outage() -> None:
+        outage.ends()
 
     try:
         await asyncio.wait_for(
             connection.connect(
                 **login_options(settings),
                 error_cb=log,
+                reconnected_cb=end_outage,
                 max_reconnect_attempts=-1,
                 reconnect_time_wait=RECONNECT_PAUSE_S,
                 ping_interval=PING_INTERVAL_S,

@@ -72,6 +72,7 @@ class Signals:
     def _is_usual_interrupt() -> bool:
         """Whether ctrl-c does what it does in a program that says nothing about it."""
         handler = signal.getsignal(signal.SIGINT)
-        # The event loop's runner has its own from Python 3.11 on.
-        owner = getattr(getattr(handler, "func", handler), "__module__", "") or ""
-        return handler is signal.default_int_handler or owner.startswith("asyncio")
+        # The event loop's runner has its own from Python 3.11 on. What a program adds to the loop
+        # is of asyncio, too, but of another module.
+        owner = getattr(getattr(handler, "func", handler), "__module__", "")
+        return handler is signal.default_int_handler or owner == "asyncio.runners"

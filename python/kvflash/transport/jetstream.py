@@ -159,6 +159,9 @@ class JetStreamLog:
     async def drop_reader(self, name: str) -> None:
         """See :meth:`Log.drop_reader`."""
         async with reaching(f"consumer {name} of stream {self.name}"):
+            if not self._client.is_connected:
+                # Who leaves does not wait for a server to come back.
+                raise ConnectionError("the server is away")
             with contextlib.suppress(_NOT_FOUND):
                 await self._js.delete_consumer(self.name, name)
 

@@ -8,7 +8,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from kvflash.errors import ClosedError, InvalidArgumentError, KvflashError
+from kvflash.errors import ClosedError, ConfigError, InvalidArgumentError, KvflashError
+from kvflash.outage import Outage
 from kvflash.servers import NatsSettings
 from kvflash.transport.jetstream import JetStreamLog
 from kvflash.transport.nats_connection import connect
@@ -110,7 +111,7 @@ class JetStreamWriter:
     async def _write(self) -> None:
         log: JetStreamLog | None = None
         client = None
-        pause_s, said = _RETRY_S, ""
+        pause_s, outage = _RETRY_S, Outage(logger, "events are stored again")
         try:
             while True:
                 with self._changed:
@@ -139,15 +140,18 @@ class JetStreamWriter:
                     if self._is_closed:
                         return
                     self.counts["errors"] += 1
-                    if str(error) != said:
-                        said = str(error)
-                        logger.warning("events are not stored: %s; trying again", error)
+                    outage.lasts(
+                        f"events are not stored: {error}; trying again "
+                        f"(NATS_SERVER: {self._settings.where})",
+                        kind=isinstance(error, ConfigError),
+                    )
                     # It may have been deleted: then it is made again.
                     log = None
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, _RETRY_S_MAX)
                     continue
-                pause_s, said = _RETRY_S, ""
+                pause_s = _RETRY_S
+                outage.ends()
                 with self._changed:
                     self._waiting.popleft()
                     self._waiting_bytes -= len(payload)

@@ -10,6 +10,7 @@ import threading
 
 from kvflash._core import Catalog
 from kvflash.errors import KvflashError
+from kvflash.outage import Outage
 from kvflash.transport import names
 from kvflash.transport.base import Order
 from kvflash.transport.nats_core import NatsCoreReceiver
@@ -93,6 +94,7 @@ class NatsComponentsReceiver:
             self._catalog.set_status(publisher, "failed", message)
             return None
         component = (found[1], found[2])
+        outage = Outage(logger, f"events of {subject}: NATS answers")
         while subject not in self._receivers and not self._is_stopped.is_set():
             receiver = NatsCoreReceiver(
                 self._catalog,
@@ -102,8 +104,9 @@ class NatsComponentsReceiver:
             try:
                 receiver.start()
                 self._receivers[subject] = receiver
+                outage.ends()
             except KvflashError as error:
-                logger.error("events of %s: %s; trying again", subject, error)
+                outage.lasts(f"events of {subject}: {error}; trying again")
                 self._catalog.set_status(publisher, "pending", str(error))
                 self._is_stopped.wait(_RETRY_S)
         return self._receivers.get(subject)

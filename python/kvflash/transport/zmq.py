@@ -240,7 +240,7 @@ class ZmqReceiver:
             socket, monitor = open_stream(self._context, self._options)
         except zmq.ZMQError as error:
             message = f"can't open a socket: {explain(error)}"
-            logger.warning("publisher %d (%s): %s", publisher, endpoint, message)
+            logger.warning("engine at %s: %s", endpoint, message)
             self._catalog.set_status(publisher, "failed", message)
             return
         subscription = _Subscription(
@@ -299,11 +299,11 @@ class ZmqReceiver:
         except zmq.ZMQError as error:
             subscription.reconnect_at = now + _RECONNECT_GRACE_S
             message = f"{message} fails: {explain(error)}"
-            logger.warning("publisher %d (%s): %s", publisher, endpoint, message)
+            logger.warning("engine at %s: %s", endpoint, message)
             self._catalog.set_status(publisher, "pending", message)
             return
         subscription.reconnect_at = None
-        logger.warning("publisher %d (%s): %s", publisher, endpoint, message)
+        logger.warning("engine at %s: %s", endpoint, message)
         self._catalog.set_status(publisher, "pending", message)
         self._close_stream(subscription)
         subscription.socket, subscription.monitor = socket, monitor
@@ -401,9 +401,8 @@ class ZmqReceiver:
                 self._start_replay(subscription, first, is_verifying=False, waiting=messages)
                 return
             logger.warning(
-                "publisher %d (%s): batches %d..%d are missing and it has no replay endpoint; "
-                "the index may be wrong about it",
-                subscription.publisher,
+                "engine at %s: batches %d..%d are missing and it has no replay endpoint; the index "
+                "may be wrong about it",
                 subscription.endpoint,
                 first,
                 last,
@@ -532,8 +531,7 @@ class ZmqReceiver:
         self._catalog.replay_ended(publisher, is_failed=error is not None, is_empty=is_empty)
         if error is not None:
             logger.warning(
-                "publisher %d (%s): replay from %d failed: %s",
-                publisher,
+                "engine at %s: replay from %d failed: %s",
                 subscription.endpoint,
                 replay.first,
                 error,

@@ -26,7 +26,7 @@ from service import DEADLINE_S, Http, Process, until
 TINY_LLAMA = Path(__file__).parents[2] / "vectors" / "tiny-llama"
 FAKE_ENGINE = Path(__file__).parents[1] / "fake_engine.py"
 # Ports that documents name, in the rows that services count up in.
-PORTS = ((8000, 3), (8090, 2), (8100, 3), (5557, 3), (5657, 3))
+PORTS = ((8000, 3), (8090, 4), (8100, 3), (5557, 3), (5657, 3))
 SERVICES = ("frontend", "indexer", "mocker", "vllm", "sglang")
 SCRIPT_S_MAX = 60.0
 

@@ -105,6 +105,13 @@ def test_a_policy_of_ones_own_in_python(stage: Stage, blocks: list[Block]) -> No
     assert ran.output == "report 3 highest_score\nquestion 1 highest_score\n"
 
 
+def test_services_of_the_readme_do_not_share_ports() -> None:
+    """Whoever reads it from its beginning has all of them running."""
+    text = (ROOT / "README.md").read_text()
+    started = re.findall(r"python -m kvflash\.(\w+) .*?--port (\d+)", text)
+    assert len({port for _, port in started}) == len(started) > 3, started
+
+
 # -- README, the mocker and the HTTP API of the frontend
 
 

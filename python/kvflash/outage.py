@@ -1,0 +1,45 @@
+"""What is said of a server that is away: when it goes, now and then, and at its return."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+__all__ = ["Outage"]
+
+REMIND_S = 60.0
+
+
+class Outage:
+    """Keeps the log short where many ask again and again; from one thread.
+
+    Args:
+        logger: Where to.
+        back: What is said at the return.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self, logger: logging.Logger, back: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._logger, self._back, self._clock = logger, back, clock
+        self._began_s: float | None = None
+        self._said_s = 0.0
+        self._kind: object = None
+
+    def lasts(self, message: str, *, kind: object = None) -> None:
+        """An attempt has failed: warn, unless the same kind of failure was told a while ago."""
+        now = self._clock()
+        if self._began_s is not None and kind == self._kind and now - self._said_s < REMIND_S:
+            return
+        if self._began_s is None:
+            self._began_s = now
+        self._said_s, self._kind = now, kind
+        self._logger.warning("%s", message)
+
+    def ends(self) -> None:
+        """An attempt has succeeded."""
+        if self._began_s is not None:
+            self._logger.info("%s after %.1f s", self._back, self._clock() - self._began_s)
+            self._began_s = None

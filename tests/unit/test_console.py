@@ -1,0 +1,50 @@
+"""What every command does alike: --version, a refusal in two lines, lines of the log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+from kvflash.console import LogLine
+from kvflash.demo.args import parse_args as demo
+from kvflash.doctor.args import parse_args as doctor
+from kvflash.frontend.args import parse_args as frontend
+from kvflash.indexer.args import parse_args as indexer
+from kvflash.launcher import parse_options
+from kvflash.mocker.args import parse_args as mocker
+from kvflash.router import parse_args as router
+
+
+def launcher(argv: Sequence[str]) -> Any:
+    return parse_options("vllm", ("vllm",), argv)
+
+
+COMMANDS = (demo, doctor, frontend, indexer, launcher, mocker, router)
+
+
+@pytest.mark.parametrize("parse", COMMANDS)
+def test_every_command_has_a_version_and_refuses_in_two_lines(
+    parse: Callable[[Sequence[str]], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"kvflash {metadata.version('kvflash')}\n"
+    # A launcher passes on what it does not know.
+    wrong = "--endpoint" if parse is launcher else "--nonsense"
+    with pytest.raises(SystemExit) as ended:
+        parse(["http://a", wrong] if parse is doctor else [wrong])
+    assert ended.value.code == 2
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.endswith(" ... (see --help)")
+    assert ": error: " in error and wrong in error
+
+
+def test_a_log_line_is_in_utc_as_the_core_writes_it() -> None:
+    record = logging.LogRecord("n", logging.INFO, "", 0, "said", (), None)
+    record.created = 86_400.25
+    assert LogLine().format(record) == "1970-01-02T00:00:00.250000Z  INFO said"

@@ -1,0 +1,36 @@
+"""What the log says of a server that is away."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from kvflash.outage import REMIND_S, Outage
+
+
+def test_an_outage_is_told_once_then_now_and_then_and_its_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    now = [0.0]
+    outage = Outage(logging.getLogger("kvflash"), "it answers again", lambda: now[0])
+    outage.ends()
+    for second in range(1, 121):
+        now[0] = float(second)
+        outage.lasts(f"away at {second}")
+    assert [record.message for record in caplog.records] == [
+        "away at 1",
+        f"away at {1 + REMIND_S:g}",
+    ]
+    caplog.clear()
+    # What needs somebody to mend it is not covered by what came before.
+    outage.lasts("refused", kind=True)
+    outage.ends()
+    outage.ends()
+    outage.lasts("away again")
+    assert [record.message for record in caplog.records] == [
+        "refused",
+        "it answers again after 119.0 s",
+        "away again",
+    ]
