@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support_frontend import CHAT, COMPLETIONS, Call, Exchange, FakeEngine, ask
+from support_frontend import CHAT, COMPLETIONS, Call, Exchange, FakeEngine, ask, free_port
 from support_tokens import (
     Answer,
     Ask,
@@ -256,10 +255,8 @@ def test_explain_tells_who_would_prefill_and_who_decode(frontend: EmbeddedFronte
 
 
 def test_a_remote_indexer_is_asked_about_both_sides() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
     failed = 'kvflash_remote_indexer_lookups_total{outcome="failed"}'
-    remote = ("--use-remote-indexer", url)
+    remote = ("--use-remote-indexer", f"http://127.0.0.1:{free_port()}")
     both = (FakeWorker(41), prefiller(42))
     with EmbeddedFrontend(*remote) as frontend, workers(frontend, *both):
         assert ask(frontend.url, CHAT, BODY).status == 200

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support_frontend import CHAT, COMPLETIONS, FakeEngine, Frontend, ask, engines, prompt_of
+from support_frontend import (
+    CHAT,
+    COMPLETIONS,
+    FakeEngine,
+    Frontend,
+    ask,
+    engines,
+    free_port,
+    prompt_of,
+)
 from support_tokens import TINY_LLAMA, EmbeddedFrontend, FakeWorker, workers
 
 from kvflash import ConfigError
@@ -24,8 +32,7 @@ def warnings(frontend: Frontend) -> list[str]:
 
 def nobody() -> str:
     """A URL that refuses connections."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"http://127.0.0.1:{server.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 def test_an_engine_that_never_comes_up_is_named_with_its_reason() -> None:

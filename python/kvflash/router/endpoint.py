@@ -12,16 +12,15 @@ from typing import Any, Protocol
 
 from kvflash.errors import (
     ClosedError,
-    DrainingError,
     InvalidArgumentError,
     KvflashError,
     NotFoundError,
     NoWorkerError,
-    OverloadedError,
     TransportError,
 )
 from kvflash.router.workers import DiscoveredWorkers, Registrar
 from kvflash.routing.cluster import Cluster
+from kvflash.routing.stream import RETRIED, untried
 from kvflash.runtime import Client, Context, DistributedRuntime
 from kvflash.runtime.serving import Handler
 
@@ -40,8 +39,6 @@ _ROUTING = (
     *("token_ids", "lora_name", "cache_salt", "router_config_override", "dp_rank"),
     *("user", "session_key", "priority", "strict_priority", "expected_output_tokens"),
 )
-#: The worker did not take the request: another one may.
-_RETRIED = (TransportError, OverloadedError, NotFoundError, DrainingError)
 
 
 class Decider(Registrar, Protocol):
@@ -149,9 +146,7 @@ class EndpointRouter:
             choice = self._choice(request)
             suspects = self._client.suspects()
             if (tried or suspects) and "worker_id" not in choice:
-                rest = [i for i in self._workers.ids if i not in tried]
-                # Those that failed a moment ago have no load, and would look the cheapest.
-                choice["allowed_worker_ids"] = [i for i in rest if i not in suspects] or rest
+                choice["allowed_worker_ids"] = untried(self._workers.ids, tried, suspects)
             name = f"{context.id()}-{len(tried)}" if tried else context.id()
             try:
                 answer = await self._reserve(name, choice)
@@ -168,7 +163,7 @@ class EndpointRouter:
                     generated = max(generated + _tokens_in(item), _generated(item))
                     yield item
                 return
-            except _RETRIED as error:
+            except RETRIED as error:
                 tried.append(worker)
                 if has_begun or len(tried) >= ATTEMPTS_MAX or "worker_id" in choice:
                     raise

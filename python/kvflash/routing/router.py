@@ -15,7 +15,7 @@ from kvflash.routing.cluster import Cluster
 from kvflash.routing.config import KvRouterConfig, override_options
 from kvflash.routing.feed import Feed
 from kvflash.routing.line import WaitingLine
-from kvflash.routing.stream import RETRIED, RoutedStream
+from kvflash.routing.stream import RETRIED, RoutedStream, untried
 from kvflash.routing.workers import Workers
 from kvflash.runtime import Endpoint, Stream
 
@@ -258,15 +258,11 @@ class KvPushRouter:
         )
 
     def _candidates(self, allowed: list[int] | None, tried: set[int]) -> list[int] | None:
-        """Who may take a request; one that failed a moment ago only when there is nobody else.
-
-        Its load went with what it failed, so that it would look the cheapest.
-        """
+        """Who may take a request; None leaves it to the core."""
         suspects = self._client.suspects()
         if not tried and not suspects:
             return allowed
-        ids = [i for i in (self._workers.ids if allowed is None else allowed) if i not in tried]
-        return [i for i in ids if i not in suspects] or ids
+        return untried(self._workers.ids if allowed is None else allowed, tried, suspects)
 
     def _output_counter(self, request: dict[str, Any], expected_tokens: int | None) -> Any:
         """What counts generated blocks, where they are to be counted."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -16,10 +16,19 @@ from kvflash.errors import (
 )
 from kvflash.runtime import Stream
 
-__all__ = ["RoutedStream"]
+__all__ = ["RETRIED", "RoutedStream", "untried"]
 
 #: Nothing has come yet, and another worker may do better.
 RETRIED = (TransportError, NotFoundError, OverloadedError, DrainingError)
+
+
+def untried(ids: Collection[int], tried: Collection[int], suspects: Collection[int]) -> list[int]:
+    """Of ``ids``, who may take a request; one that failed a moment ago when nobody else is left.
+
+    Its load went with what it failed, so that it would look the cheapest.
+    """
+    left = [i for i in ids if i not in tried]
+    return [i for i in left if i not in suspects] or left
 
 
 class Attempt(Protocol):

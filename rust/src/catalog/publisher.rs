@@ -18,7 +18,7 @@ use super::trust::{Code, Codes, Evidence};
 use crate::clock::Clock;
 use crate::codec::{Limits, decode_batch};
 use crate::ids::Worker;
-use crate::stream::{END_OF_REPLAY, Step, Stream};
+use crate::stream::{Step, Stream};
 
 /// Ranks that one socket may speak for; batches of further ones are counted as malformed.
 const MAX_RANKS: usize = 1_024;
@@ -173,9 +173,7 @@ impl Publisher {
         if state.closed {
             return FrameOutcome::Closed;
         }
-        if sequence != END_OF_REPLAY {
-            self.settle_unplaced(&mut state, sequence);
-        }
+        self.settle_unplaced(&mut state, sequence);
         let gaps = state.stream.gaps();
         let mut step = state.stream.live(sequence);
         if step == Step::Duplicate && state.stream.contradicts(sequence, xxh3_64(payload)) {
@@ -205,9 +203,7 @@ impl Publisher {
         if state.closed {
             return FrameOutcome::Closed;
         }
-        if sequence != END_OF_REPLAY {
-            self.settle_unplaced(&mut state, sequence);
-        }
+        self.settle_unplaced(&mut state, sequence);
         let step = state.stream.replayed(sequence);
         self.take(&mut state, step, sequence, payload, true)
     }

@@ -5,6 +5,7 @@ use super::super::trust::{self, Code, TrustState};
 use super::{MAX_RANKS, Publisher, State};
 use crate::ids::Worker;
 use crate::index::snapshot::Cursor;
+use crate::stream::END_OF_REPLAY;
 
 /// How far a publisher's events went, and for whom: what another replica, or a later registration,
 /// needs in order to go on from there.
@@ -91,7 +92,8 @@ impl Publisher {
     /// Blocks that came without a place in the stream: if the stream can be had from its start they go,
     /// for they would count twice; else it goes on from its first batch, as nothing tells better.
     pub(super) fn settle_unplaced(&self, state: &mut State, sequence: u64) {
-        if !std::mem::take(&mut state.is_unplaced) {
+        // The end's mark is no batch's number, and says nothing of the stream's place.
+        if sequence == END_OF_REPLAY || !std::mem::take(&mut state.is_unplaced) {
             return;
         }
         if sequence == 0 {

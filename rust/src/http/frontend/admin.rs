@@ -1,6 +1,6 @@
 //! What operators ask: health, models, workers, metrics, and why a request would go where it goes.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -74,8 +74,11 @@ const SILENT_REQUESTS: u64 = 20;
 fn warnings(app: &App) -> Vec<String> {
     let mut warnings = app.outside_warnings.read().clone();
     let is_kv = app.options.policy_name() == Policy::Kv.name();
+    let publishers = app.catalog.publishers();
     let heard: HashSet<_> =
-        app.catalog.publishers().iter().map(|publisher| publisher.worker.instance_id).collect();
+        publishers.iter().map(|publisher| publisher.worker.instance_id).collect();
+    let engines: BTreeMap<_, _> =
+        app.fleet.engines().into_iter().map(|engine| (engine.id, engine)).collect();
     warnings.extend(app.refused_workers.lock().values().cloned());
     for model in app.fleet.without_decode() {
         warnings.push(format!("model {model}: it has prefill workers, and none that decodes"));
@@ -90,7 +93,7 @@ fn warnings(app: &App) -> Vec<String> {
              chat template for them (the log says what it lacks)"
         ));
     }
-    for engine in app.fleet.engines() {
+    for engine in engines.values() {
         if let Some(why) = engine.notes.lock().last_error.clone() {
             warnings.push(format!("worker {}: {why}", engine.id));
         }
@@ -111,9 +114,7 @@ fn warnings(app: &App) -> Vec<String> {
              its tokenizer or chat template is not the engine's, and such prompts never match"
         ));
     }
-    let engines: HashMap<_, _> =
-        app.fleet.engines().into_iter().map(|engine| (engine.id, engine)).collect();
-    for publisher in app.catalog.publishers() {
+    for publisher in publishers {
         let view = publisher.view();
         let worker = view.worker;
         let engine = engines.get(&worker.instance_id);

@@ -314,7 +314,7 @@ impl App {
         let limit = self.options.max_concurrent_requests;
         if self.in_flight.fetch_add(1, Ordering::Relaxed) >= limit {
             self.in_flight.fetch_sub(1, Ordering::Relaxed);
-            self.metrics.refused.get_or_create(&CauseLabel { cause: "concurrency" }).inc();
+            self.refused("concurrency");
             return Err(Error::Overloaded(format!(
                 "{limit} requests are in flight, the limit (--max-concurrent-requests)"
             ))
