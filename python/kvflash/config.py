@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from kvflash.config_file import Setting, one_value, read_settings, texts, truth
 from kvflash.console import Parser
@@ -109,6 +109,16 @@ def optional(parse: Callable[[str], _T]) -> Callable[[str], _T | None]:
         return None if text.strip().lower() == "none" else parse(text)
 
     return parse_optional
+
+
+def number_or_auto(text: str) -> float | Literal["auto"]:
+    """Read a number above 0, or the word auto; the parse function of such a flag."""
+    if text.strip().lower() == "auto":
+        return "auto"
+    try:
+        return bounded_float(0.001)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error} (or auto)") from None
 
 
 def variable_of(name: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from kvflash._core import check_policy
 from kvflash.config import (
@@ -16,6 +16,7 @@ from kvflash.config import (
     bounded_float,
     bounded_int,
     memory_limit,
+    number_or_auto,
     optional,
     size_or_zero,
     variable_of,
@@ -40,7 +41,7 @@ class RouterFlags:
     router_host_cache_hit_weight: float = 0.75
     router_disk_cache_hit_weight: float = 0.25
     router_prefill_load_scale: float = 1.0
-    router_prefill_tokens_per_second: float | None = None
+    router_prefill_tokens_per_second: float | Literal["auto"] | None = None
     router_active_request_weight: float = 0.0
     router_temperature: float = 0.0
     kv_cache_block_size: int | None = None
@@ -300,10 +301,11 @@ def _add_cost(flags: Flags) -> None:
     )
     flags.add(
         "--router-prefill-tokens-per-second",
-        parse=optional(bounded_float(0.001)),
+        parse=optional(number_or_auto),
         default=None,
-        summary="prompt tokens that a worker prefills in a second: those of the request that it "
-        "works on count less and less; None counts them until their first token",
+        summary="prompt tokens that a worker prefills in a second, or auto for what its first "
+        "tokens show: those of the request that it works on count less and less; None counts them "
+        "until their first token",
     )
     flags.add(
         "--router-active-request-weight",

@@ -101,6 +101,35 @@ def test_a_prompt_that_is_worked_on_counts_less_and_less() -> None:
         assert call.finish().status == 200
 
 
+def test_how_fast_prompts_are_worked_on_is_learned_from_first_tokens() -> None:
+    typist = Typist()
+    left = 'kvflash_worker_active_prefill_tokens{worker="1:0"}'
+    speed = 'kvflash_worker_prefill_tokens_per_second{worker="1:0"}'
+    flags = ("--router-prefill-tokens-per-second", "auto")
+    with Frontend(*flags) as frontend, engines(frontend, FakeEngine("m", typist)):
+
+        def call(start: int) -> Call:
+            return Call(
+                frontend.url, COMPLETIONS, {**body(), "prompt": [*range(start, start + 5_000)]}
+            )
+
+        first = call(0)
+        until(lambda: frontend.metric(left) == 5_000, "all of a prompt that nobody can judge")
+        assert speed not in frontend.metrics()
+        typist.type(1)
+        until(lambda: frontend.metric(left) == 0, "its first token")
+        assert frontend.metric(speed) > 0
+
+        second = call(5_000)
+        running = 'kvflash_worker_active_requests{worker="1:0"}'
+        until(lambda: frontend.metric(running) == 2, "the next one")
+        until(
+            lambda: frontend.metric(left) == 0, "nothing of it to be left, before its first token"
+        )
+        typist.end.set()
+        assert {first.finish().status, second.finish().status} == {200}
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -110,6 +139,7 @@ def test_a_prompt_that_is_worked_on_counts_less_and_less() -> None:
         ),
         (("--metrics-prefix", "a-b"), "--metrics-prefix"),
         (("--router-prefill-tokens-per-second", "0"), "--router-prefill-tokens-per-second"),
+        (("--router-prefill-tokens-per-second", "fast"), "got 'fast' (or auto)"),
         (("--router-host-cache-hit-weight", "-1"), "--router-host-cache-hit-weight"),
     ],
 )

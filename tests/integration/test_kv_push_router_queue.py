@@ -273,6 +273,8 @@ def test_many_at_once_all_come_through_and_no_worker_gets_two_prompts() -> None:
 def test_settings_and_wishes_out_of_range_are_named() -> None:
     for settings, message in (
         ({"router_queue_threshold": -1.0}, "router_queue_threshold"),
+        ({"router_prefill_tokens_per_second": "fast"}, "must be a number or 'auto', got 'fast'"),
+        ({"router_prefill_tokens_per_second": 0}, "router_prefill_tokens_per_second must be"),
         ({"router_queue_policy": "lifo"}, r"router_queue_policy must be one of fcfs, lcfs, wspt"),
         (
             {"router_queue_limit": 0},

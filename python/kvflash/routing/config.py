@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from kvflash._core import RouterCore, check_policy
 from kvflash.cluster_flags import ClusterFlags
@@ -52,8 +52,9 @@ class KvRouterConfig:
             blocks to prefill.
         router_disk_cache_hit_weight: The same for disks and shared storage.
         prefill_load_scale: What the rest to prefill counts, credit taken off.
-        router_prefill_tokens_per_second: Prompt tokens that a worker prefills in a second: those of
-            the request that it works on count less and less; None: until the first token came.
+        router_prefill_tokens_per_second: Prompt tokens that a worker prefills in a second, "auto"
+            for what its first tokens show: those of the request that it works on count less and
+            less; None: until the first token came.
         active_request_weight: What each running request costs, in blocks.
         router_temperature: 0 takes the cheapest worker; more spreads the choice.
         use_kv_events: Listen to the workers' KV events. Without, a worker is believed to hold what
@@ -104,7 +105,7 @@ class KvRouterConfig:
     router_host_cache_hit_weight: float = 0.75
     router_disk_cache_hit_weight: float = 0.25
     prefill_load_scale: float = 1.0
-    router_prefill_tokens_per_second: float | None = None
+    router_prefill_tokens_per_second: float | Literal["auto"] | None = None
     active_request_weight: float = 0.0
     router_temperature: float = 0.0
     use_kv_events: bool = True
@@ -157,6 +158,14 @@ class KvRouterConfig:
             _in_range(name, getattr(self, name), 0, 1)
         _in_range("active_request_expiry_secs", self.active_request_expiry_secs, 0.001, math.inf)
         _in_range("router_queue_timeout", self.router_queue_timeout, 0.001, 86_400)
+        speed = self.router_prefill_tokens_per_second
+        if isinstance(speed, str):
+            if speed != "auto":
+                raise ConfigError(
+                    f"router_prefill_tokens_per_second must be a number or 'auto', got {speed!r}"
+                )
+        else:
+            _in_range("router_prefill_tokens_per_second", speed, 0.001, math.inf)
         if self.router_queue_policy not in QUEUE_POLICIES:
             raise ConfigError(
                 f"router_queue_policy must be one of {', '.join(QUEUE_POLICIES)}, got "

@@ -3,7 +3,8 @@
 use hashbrown::HashMap;
 
 use super::blocks::Blocks;
-use super::config::{BlockUse, LoadConfig};
+use super::config::{BlockUse, LoadConfig, PrefillSpeed};
+use super::decay::Takes;
 use super::holders::WHOLE;
 use super::recency::Recency;
 use super::slots::{Slots, WorkerLoad};
@@ -201,16 +202,19 @@ impl ActiveSequences {
         };
         self.bookings += 1;
         let (prefill_tokens, now_ms) = (request.prefill_tokens, request.active_at_ms);
-        let rate = self.config.prefill_tokens_per_s;
+        let speed = self.config.prefill_speed;
         let added = self.blocks.acquire(hashes, slot, self.slots.capacity());
         let counters = self.slots.counters(slot);
         counters.requests += 1;
-        match rate {
+        let takes = match speed {
+            PrefillSpeed::Unknown => None,
+            PrefillSpeed::Told(per_s) => Some(Takes::told(prefill_tokens, per_s)),
+            PrefillSpeed::Learned => Some(counters.prefills.learned(prefill_tokens)),
+        };
+        match takes {
             None => counters.prefills.add(prefill_tokens),
-            // Saturates, as casts of floats do.
-            Some(rate) => {
-                let expected_ms = (prefill_tokens as f64 * 1_000.0 / rate).ceil() as u64;
-                counters.prefills.push(self.bookings, prefill_tokens, Some(expected_ms), now_ms);
+            Some(takes) => {
+                counters.prefills.push(self.bookings, prefill_tokens, takes, now_ms);
             }
         }
         counters.blocks += added + u64::from(private_blocks);
@@ -268,9 +272,11 @@ impl ActiveSequences {
         let request = Self::request(&self.by_id, &mut self.requests, id)?;
         let tokens = std::mem::take(&mut request.prefill_tokens);
         let prefills = &mut self.slots.counters(request.slot).prefills;
-        match self.config.prefill_tokens_per_s {
-            None => prefills.subtract(tokens),
-            Some(_) => prefills.remove(request.number, self.now_ms),
+        match self.config.prefill_speed {
+            PrefillSpeed::Unknown => prefills.subtract(tokens),
+            PrefillSpeed::Told(_) | PrefillSpeed::Learned => {
+                prefills.complete(request.number, self.now_ms);
+            }
         }
         Ok(())
     }
@@ -448,9 +454,11 @@ impl ActiveSequences {
         let released = self.blocks.release(&request.hashes, request.slot);
         let counters = self.slots.counters(request.slot);
         counters.requests -= 1;
-        match self.config.prefill_tokens_per_s {
-            None => counters.prefills.subtract(request.prefill_tokens),
-            Some(_) => counters.prefills.remove(request.number, self.now_ms),
+        match self.config.prefill_speed {
+            PrefillSpeed::Unknown => counters.prefills.subtract(request.prefill_tokens),
+            PrefillSpeed::Told(_) | PrefillSpeed::Learned => {
+                counters.prefills.remove(request.number, self.now_ms);
+            }
         }
         counters.blocks -= released.blocks + u64::from(request.private_blocks);
         counters.discount -= released.discount + request.private_discount();

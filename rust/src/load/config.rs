@@ -11,9 +11,20 @@ pub struct LoadConfig {
     pub max_requests: usize,
     /// Count prompt tokens still to be prefilled; off where prefill happens elsewhere.
     pub track_prefill_tokens: bool,
-    /// Prompt tokens that a worker prefills in a second: those of a request that is worked on count less
-    /// and less; `None` counts them until its first token.
-    pub prefill_tokens_per_s: Option<f64>,
+    /// How fast workers prefill: by that, prompt tokens that are worked on count less and less.
+    pub prefill_speed: PrefillSpeed,
+}
+
+/// How fast a worker prefills.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub enum PrefillSpeed {
+    /// Nobody knows: prompt tokens count in full until the request's first token.
+    #[default]
+    Unknown,
+    /// Every worker so many prompt tokens in a second, finite and above 0.
+    Told(f64),
+    /// What each worker's first tokens have shown of late.
+    Learned,
 }
 
 impl Default for LoadConfig {
@@ -23,7 +34,7 @@ impl Default for LoadConfig {
             expiry_ms: 300_000,
             max_requests: 65_536,
             track_prefill_tokens: true,
-            prefill_tokens_per_s: None,
+            prefill_speed: PrefillSpeed::default(),
         }
     }
 }

@@ -14,7 +14,7 @@ pub(crate) mod recency;
 mod slots;
 
 pub use active::{ActiveSequences, Expired, LoadTotals, RequestId, WorkerChange};
-pub use config::{BlockUse, LoadConfig};
+pub use config::{BlockUse, LoadConfig, PrefillSpeed};
 pub use slots::{MAX_WORKERS, WorkerLoad};
 
 #[cfg(test)]

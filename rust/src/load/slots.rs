@@ -22,6 +22,9 @@ pub struct WorkerLoad {
     pub blocks: u64,
     /// Number of the table's last booking on this worker, counted from 1; 0 for none.
     pub last_booked: u64,
+    /// Prompt tokens a second that its first tokens have shown; `None` unless that is looked at, and until
+    /// enough was seen.
+    pub prefill_tokens_per_s: Option<u64>,
 }
 
 /// Counters of one worker. Only [`super::ActiveSequences`] changes them, with the request at hand.
@@ -167,6 +170,7 @@ impl Slot {
             prefill_tokens: prefills.left(now_ms),
             blocks: (blocks * unit - discount + unit / 2) / unit,
             last_booked: *last_booked,
+            prefill_tokens_per_s: prefills.per_s().map(|per_s| per_s.round() as u64),
         }
     }
 }

@@ -71,7 +71,7 @@ fn recorded_cases_hold() {
         let config = LoadConfig {
             block_size: input["block_size"].as_u64().unwrap_or(4) as u32,
             track_prefill_tokens: input["track_prefill_tokens"] != Value::Bool(false),
-            prefill_tokens_per_s: None,
+            prefill_speed: PrefillSpeed::Unknown,
             ..LoadConfig::default()
         };
         let mut load = table(config, &[WORKER]);
@@ -274,6 +274,7 @@ impl Twin {
             prefill_tokens: own.iter().map(|request| request.prefill_tokens).sum(),
             blocks: (shared + private).round() as u64,
             last_booked: self.workers[&worker],
+            prefill_tokens_per_s: None,
         }
     }
 
@@ -353,7 +354,7 @@ impl Pair {
             expiry_ms: EXPIRY_MS,
             max_requests: MAX_REQUESTS,
             track_prefill_tokens: true,
-            prefill_tokens_per_s: None,
+            prefill_speed: PrefillSpeed::Unknown,
         };
         Self {
             real: ActiveSequences::new(config),

@@ -10,6 +10,7 @@ use super::policies::Chosen;
 use super::policy_desk::PolicyDesk;
 use crate::catalog::CatalogOptions;
 use crate::error::Error;
+use crate::load::PrefillSpeed;
 use crate::policy::{KvScale, Settings};
 use crate::router::{Policies, RouterConfig, TierWeights};
 use crate::select::{DEFAULT_JOURNAL_BYTES, Overlap, QueueOptions, QueueThreshold, Thresholds};
@@ -45,6 +46,29 @@ macro_rules! keywords {
     };
 }
 
+/// `None`, "auto" or tokens a second.
+#[derive(Default)]
+struct Speed(PrefillSpeed);
+
+impl FromPyObject<'_, '_> for Speed {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
+        if value.is_none() {
+            return Ok(Self(PrefillSpeed::Unknown));
+        }
+        if let Ok(word) = value.extract::<String>() {
+            return match word.as_str() {
+                "auto" => Ok(Self(PrefillSpeed::Learned)),
+                _ => {
+                    Err(PyTypeError::new_err(format!("must be a number or \"auto\", got {word:?}")))
+                }
+            };
+        }
+        Ok(Self(PrefillSpeed::Told(value.extract()?)))
+    }
+}
+
 keywords! {
     /// By the names of the stub; the flags' defaults.
     Keywords {
@@ -76,7 +100,7 @@ keywords! {
         active_request_weight: f64 = 0.0,
         host_cache_hit_weight: f64 = 0.75,
         disk_cache_hit_weight: f64 = 0.25,
-        prefill_tokens_per_s: Option<f64> = None,
+        prefill_tokens_per_s: Speed = Speed::default(),
         session_affinity_ttl_s: Option<u64> = None,
         router_queue_threshold: Option<f64> = None,
         router_queue_policy: String = "fcfs".to_owned(),
@@ -130,7 +154,7 @@ impl Routing {
                 prefill_load_scale: given.prefill_load_scale,
                 active_request_weight: given.active_request_weight,
             },
-            prefill_tokens_per_s: given.prefill_tokens_per_s,
+            prefill_speed: given.prefill_tokens_per_s.0,
             tiers: TierWeights {
                 host: given.host_cache_hit_weight,
                 disk: given.disk_cache_hit_weight,

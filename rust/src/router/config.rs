@@ -1,7 +1,7 @@
 //! What a router is told at its start, and what a request may override.
 
 use crate::error::{Error, Result};
-use crate::load::LoadConfig;
+use crate::load::{LoadConfig, PrefillSpeed};
 use crate::policy::{KvScale, Policy};
 
 /// What a block saves that a worker holds, but not on its device: a share of prefilling it, for it is
@@ -64,9 +64,8 @@ pub struct RouterConfig {
     /// Count prompt tokens of active requests until their first token; off on routers whose
     /// workers do not prefill.
     pub track_prefill_tokens: bool,
-    /// Prompt tokens that a worker prefills in a second, above 0; see
-    /// [`LoadConfig::prefill_tokens_per_s`].
-    pub prefill_tokens_per_s: Option<f64>,
+    /// How fast workers prefill; see [`LoadConfig::prefill_speed`].
+    pub prefill_speed: PrefillSpeed,
     /// A request idle for longer is taken for leaked; at least 1.
     pub expiry_ms: u64,
     /// Where the generator of chance starts.
@@ -89,7 +88,7 @@ impl Default for RouterConfig {
             track_output_blocks: false,
             assume_kv_reuse: true,
             track_prefill_tokens: load.track_prefill_tokens,
-            prefill_tokens_per_s: None,
+            prefill_speed: load.prefill_speed,
             expiry_ms: load.expiry_ms,
             seed: 0,
             max_requests: load.max_requests,
@@ -118,9 +117,11 @@ impl RouterConfig {
                 (!is_legal).then(|| format!("max_requests must be in 1..={limit}, got {got}"))
             });
         let fault = fault.or_else(|| {
-            let rate =
-                self.prefill_tokens_per_s.filter(|rate| !(rate.is_finite() && *rate > 0.0))?;
-            Some(format!("prefill_tokens_per_second must be finite and above 0, got {rate}"))
+            let PrefillSpeed::Told(rate) = self.prefill_speed else { return None };
+            let is_legal = rate.is_finite() && rate > 0.0;
+            (!is_legal).then(|| {
+                format!("prefill_tokens_per_second must be finite and above 0, got {rate}")
+            })
         });
         let fault = fault.or_else(|| {
             let is_vain = self.track_output_blocks && !self.track_active_blocks;
@@ -135,7 +136,7 @@ impl RouterConfig {
             expiry_ms: self.expiry_ms,
             max_requests: self.max_requests,
             track_prefill_tokens: self.track_prefill_tokens,
-            prefill_tokens_per_s: self.prefill_tokens_per_s,
+            prefill_speed: self.prefill_speed,
         }
     }
 }

@@ -95,7 +95,15 @@ fn a_booking_holds_its_load_until_it_is_dropped() {
     assert_eq!((booking.worker(), decision.overlap_blocks), (worker, 1));
     assert_eq!(decision.reason, Reason::OnlyCandidate);
     let load = |requests, prefill_tokens, blocks| {
-        vec![WorkerLoad { worker, requests, prefill_tokens, blocks, last_booked: 1 }]
+        let (last_booked, prefill_tokens_per_s) = (1, None);
+        vec![WorkerLoad {
+            worker,
+            requests,
+            prefill_tokens,
+            blocks,
+            last_booked,
+            prefill_tokens_per_s,
+        }]
     };
     assert_eq!(router.loads(), load(1, 6, 2));
     booking.first_token();

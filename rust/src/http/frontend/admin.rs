@@ -184,6 +184,7 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
         &metrics.worker_active_blocks,
         &metrics.worker_active_prefill,
         &metrics.worker_active_requests,
+        &metrics.worker_prefill_rate,
         &metrics.worker_busy,
     ] {
         family.clear();
@@ -207,6 +208,9 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
             metrics.worker_active_blocks.get_or_create(&label).set(load.blocks as i64);
             metrics.worker_active_prefill.get_or_create(&label).set(load.prefill_tokens as i64);
             metrics.worker_active_requests.get_or_create(&label).set(i64::from(load.requests));
+            if let Some(per_s) = load.prefill_tokens_per_s {
+                metrics.worker_prefill_rate.get_or_create(&label).set(per_s as i64);
+            }
         }
     }
     tell_turns(&app);

@@ -89,6 +89,7 @@ pub(super) struct FrontendMetrics {
     pub worker_active_blocks: Family<WorkerLabel, Gauge>,
     pub worker_active_prefill: Family<WorkerLabel, Gauge>,
     pub worker_active_requests: Family<WorkerLabel, Gauge>,
+    pub worker_prefill_rate: Family<WorkerLabel, Gauge>,
     pub worker_busy: Family<WorkerLabel, Gauge>,
     pub load_expired: Counter,
     pub journal_bytes: Gauge,
@@ -133,6 +134,7 @@ impl FrontendMetrics {
             worker_active_blocks: Family::default(),
             worker_active_prefill: Family::default(),
             worker_active_requests: Family::default(),
+            worker_prefill_rate: Family::default(),
             worker_busy: Family::default(),
             load_expired: Counter::default(),
             journal_bytes: Gauge::default(),
@@ -269,6 +271,11 @@ impl FrontendMetrics {
             "worker_active_requests",
             "Requests in flight, as booked here",
             m.worker_active_requests.clone(),
+        );
+        registry.register(
+            "worker_prefill_tokens_per_second",
+            "Prompt tokens a second that first tokens have shown, where prefill speed counts",
+            m.worker_prefill_rate.clone(),
         );
         registry.register(
             "worker_busy",

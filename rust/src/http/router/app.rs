@@ -486,6 +486,9 @@ async fn metrics(State(app): State<Arc<App>>) -> Response {
             figures.worker_active_blocks.get_or_create(&label).set(load.blocks as i64);
             figures.worker_active_prefill.get_or_create(&label).set(load.prefill_tokens as i64);
             figures.worker_active_requests.get_or_create(&label).set(i64::from(load.requests));
+            if let Some(per_s) = load.prefill_tokens_per_s {
+                figures.worker_prefill_rate.get_or_create(&label).set(per_s as i64);
+            }
         }
     }
     let journal = app.fleet.journal.stats();

@@ -58,6 +58,7 @@ pub(super) struct RouterMetrics {
     pub worker_active_blocks: Family<WorkerLabel, Gauge>,
     pub worker_active_prefill: Family<WorkerLabel, Gauge>,
     pub worker_active_requests: Family<WorkerLabel, Gauge>,
+    pub worker_prefill_rate: Family<WorkerLabel, Gauge>,
 }
 
 impl RouterMetrics {
@@ -83,6 +84,7 @@ impl RouterMetrics {
             worker_active_blocks: Family::default(),
             worker_active_prefill: Family::default(),
             worker_active_requests: Family::default(),
+            worker_prefill_rate: Family::default(),
         };
         registry.register(
             "prompt_tokens",
@@ -155,6 +157,11 @@ impl RouterMetrics {
                 &metrics.worker_active_prefill,
             ),
             ("worker_active_requests", "Active requests", &metrics.worker_active_requests),
+            (
+                "worker_prefill_tokens_per_second",
+                "Prompt tokens a second that first tokens have shown, where prefill speed counts",
+                &metrics.worker_prefill_rate,
+            ),
         ] {
             registry.register(name, help, family.clone());
         }
@@ -179,8 +186,12 @@ impl RouterMetrics {
         queued.clear();
         let Self { workers, busy_workers, reservations, .. } = self;
         [workers, busy_workers, reservations].into_iter().for_each(Family::clear);
-        let Self { worker_active_blocks, worker_active_prefill, worker_active_requests, .. } = self;
-        for family in [worker_active_blocks, worker_active_prefill, worker_active_requests] {
+        for family in [
+            &self.worker_active_blocks,
+            &self.worker_active_prefill,
+            &self.worker_active_requests,
+            &self.worker_prefill_rate,
+        ] {
             family.clear();
         }
     }

@@ -13,6 +13,7 @@ const LOAD: WorkerLoad = WorkerLoad {
     prefill_tokens: 0,
     blocks: 0,
     last_booked: 0,
+    prefill_tokens_per_s: None,
 };
 
 fn report(value: &Value) -> Report {

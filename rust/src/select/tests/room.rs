@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::*;
+use crate::load::PrefillSpeed;
 
 fn queueing(batches: f64, workers: u64) -> Bench {
     let router = RouterConfig { block_size: BLOCK_SIZE, ..RouterConfig::default() };
@@ -121,7 +122,7 @@ fn a_threshold_that_is_none_is_refused() {
 fn prompts_that_are_worked_on_make_room_as_time_passes() {
     let router = RouterConfig {
         block_size: BLOCK_SIZE,
-        prefill_tokens_per_s: Some(10.0),
+        prefill_speed: PrefillSpeed::Told(10.0),
         ..RouterConfig::default()
     };
     let queue = Some(QueueThreshold { batches: 1.0, batched_tokens: 30 });
@@ -149,7 +150,8 @@ fn prompts_that_are_worked_on_make_room_as_time_passes() {
     drop(held);
     assert!(bench.is_idle());
     for rate in [0.0, -1.0, f64::NAN] {
-        let wrong = RouterConfig { prefill_tokens_per_s: Some(rate), ..RouterConfig::default() };
+        let prefill_speed = PrefillSpeed::Told(rate);
+        let wrong = RouterConfig { prefill_speed, ..RouterConfig::default() };
         let error = wrong.validate().unwrap_err().to_string();
         assert!(error.contains("prefill_tokens_per_second"), "{error}");
     }
