@@ -1,5 +1,8 @@
 """An engine of one's own: serves tokens, publishes what its cache holds, and its load.
 
+    python examples/worker_with_events.py &
+    python -m kvflash.frontend --tokenizer FOLDER
+
 Its model repeats the prompt; its cache keeps the last CAPACITY blocks. Frontends and routers find
 it through discovery.
 """
@@ -28,9 +31,8 @@ CAPACITY = 64
 class Cache:
     """Blocks by name, the longest unused first; every change is published."""
 
-    def __init__(self, publisher: KvEventPublisher, metrics: WorkerMetricsPublisher) -> None:
+    def __init__(self, publisher: KvEventPublisher) -> None:
         self._publisher = publisher
-        self._metrics = metrics
         self._held: OrderedDict[int, None] = OrderedDict()
 
     def compute(self, tokens: list[int]) -> int:
@@ -52,10 +54,27 @@ class Cache:
         evicted = [self._held.popitem(last=False)[0] for _ in range(len(self._held) - CAPACITY)]
         if evicted:
             self._publisher.publish_removed(block_hashes=evicted)
-        self._metrics.publish(
-            dp_rank=0, active_decode_blocks=len(self._held), kv_total_blocks=CAPACITY
-        )
         return known * BLOCK
+
+
+class Load:
+    """Blocks of running requests.
+
+    Those that are only cached are not active: they give way to any request. A worker that counts
+    them gets no requests any more once its cache is full and routers have a threshold.
+    """
+
+    def __init__(self, metrics: WorkerMetricsPublisher) -> None:
+        self._metrics = metrics
+        self._blocks = 0
+        self.add(0)
+
+    def add(self, blocks: int) -> None:
+        """So many more blocks are active; below 0: fewer."""
+        self._blocks += blocks
+        self._metrics.publish(
+            dp_rank=0, active_decode_blocks=self._blocks, kv_total_blocks=CAPACITY
+        )
 
 
 async def main() -> None:
@@ -66,22 +85,27 @@ async def main() -> None:
         publisher = KvEventPublisher(component, kv_block_size=BLOCK)
         metrics = WorkerMetricsPublisher()
         await metrics.create_endpoint(component)
-        cache = Cache(publisher, metrics)
+        cache, load = Cache(publisher), Load(metrics)
 
         async def generate(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
             prompt = request["token_ids"]
-            cached = cache.compute(prompt)
             count = request["stop_conditions"].get("max_tokens") or 16
-            for at in range(count):
-                yield {
-                    "token_ids": [prompt[at % len(prompt)]],
-                    "finish_reason": "length" if at == count - 1 else None,
-                    "completion_usage": {
-                        "prompt_tokens": len(prompt),
-                        "completion_tokens": at + 1,
-                        "prompt_tokens_details": {"cached_tokens": cached},
-                    },
-                }
+            blocks = (len(prompt) + count) // BLOCK + 1
+            load.add(blocks)
+            try:
+                cached = cache.compute(prompt)
+                for at in range(count):
+                    yield {
+                        "token_ids": [prompt[at % len(prompt)]],
+                        "finish_reason": "length" if at == count - 1 else None,
+                        "completion_usage": {
+                            "prompt_tokens": len(prompt),
+                            "completion_tokens": at + 1,
+                            "prompt_tokens_details": {"cached_tokens": cached},
+                        },
+                    }
+            finally:
+                load.add(-blocks)
 
         await register_llm(
             ModelInput.Tokens,

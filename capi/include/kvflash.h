@@ -63,7 +63,7 @@ typedef struct kvflash_publisher_options {
     uint64_t ring_batches;   /* batches kept for replay; 0: 10,000 */
     uint64_t ring_bytes;     /* memory that they may take, from 1 MiB; 0: 64 MiB */
     const char *namespace_;  /* announce under this namespace in the discovery folder; NULL: do not */
-    const char *component;   /* and this component; NULL: "backend" */
+    const char *component;   /* and this component; NULL: "backend"; an error without namespace_ */
     uint64_t worker_id;      /* instance that the events are of; 0: a random one */
 } kvflash_publisher_options;
 
@@ -107,7 +107,8 @@ const char *kvflash_last_error(void);
 /* Bind the sockets, start, and announce if there is a namespace. */
 int kvflash_publisher_create(const kvflash_publisher_options *options, kvflash_publisher *publisher);
 
-/* Publish. A wrong argument publishes nothing; see KVFLASH_PARTIAL for blocks of another size. */
+/* Publish. A wrong argument publishes nothing; see KVFLASH_PARTIAL for blocks of another size. A call
+ * has 2^24 blocks and 2^28 tokens at most. */
 int kvflash_publish_stored(kvflash_publisher publisher, const kvflash_stored *stored);
 int kvflash_publish_removed(kvflash_publisher publisher, const uint64_t *block_hashes,
                             size_t block_count, const char *medium);
@@ -117,7 +118,8 @@ int kvflash_publish_cleared(kvflash_publisher publisher);
 /* Wait until everything that was published is handed to the socket. */
 int kvflash_publisher_flush(kvflash_publisher publisher, uint32_t timeout_ms);
 
-/* Where the events are, and where they are replayed, e.g. "tcp://127.0.0.1:5557". */
+/* Where the events are, and where they are replayed, e.g. "tcp://127.0.0.1:5557". A buffer that is too
+ * short is KVFLASH_INVALID_ARGUMENT. */
 int kvflash_publisher_endpoint(kvflash_publisher publisher, char *buffer, size_t size);
 int kvflash_publisher_replay_endpoint(kvflash_publisher publisher, char *buffer, size_t size);
 
@@ -127,7 +129,8 @@ int kvflash_publisher_get_stats(kvflash_publisher publisher, kvflash_publisher_s
  * succeeds, the others answer KVFLASH_NO_PUBLISHER. */
 int kvflash_publisher_destroy(kvflash_publisher publisher);
 
-/* --- One publisher for the process, as engines written for older libraries have it. Answers 0 or 1.
+/* --- One publisher for the process, as engines written for older libraries have it. Answers 0 or 1;
+ * 0 also where blocks of another size were dropped (see KVFLASH_PARTIAL).
  *
  * Interface and ports come from KVFLASH_HOST, KVFLASH_EVENTS_PORT and KVFLASH_REPLAY_PORT. It
  * announces itself under namespace and component ("backend" if NULL); without a namespace it needs

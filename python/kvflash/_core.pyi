@@ -1488,13 +1488,15 @@ class Indexer:
         replay_endpoint: str | None = None,
         lora_name: str | None = None,
         additional_salt: str | None = None,
+        capacity_blocks: int | None = None,
     ) -> None:
         """Register a publisher, as POST /register does.
 
         Raises:
             ConflictError: Registered already, or another block size, adapter or salt than the
                 index's.
-            InvalidArgumentError: Block size below 1, an endpoint that is none, no model name.
+            InvalidArgumentError: Block size or capacity below 1, an endpoint that is none, no
+                model name.
             OverloadedError: The limit of publishers or models is reached.
         """
 

@@ -138,8 +138,9 @@ def source_of(name: str, text: str) -> str:
 class Flags:
     """An argument parser whose flags can also be set by environment variables.
 
-    ``--some-flag`` reads ``KVFLASH_SOME_FLAG`` when it is not given; the command line wins, and a
-    bad value in the environment is refused with the variable's name.
+    ``--some-flag`` reads ``KVFLASH_SOME_FLAG`` when it is not given, and the variables of its other
+    names; the command line wins, and a bad value in the environment is refused with the variable's
+    name.
     """
 
     def __init__(self, prog: str, description: str) -> None:
@@ -165,11 +166,12 @@ class Flags:
         choices: Sequence[_T] | None = None,
         variables: Sequence[str] = (),
     ) -> None:
-        """Add a flag with one value; ``variables`` are further names of its variable."""
-        variable, text = self._setting(names[0], variables)
-        if text is not None and text.startswith("tcp://") and names[0] == "--port":
-            # Kubernetes sets this for pods beside a Service that is named kvflash.
-            text = None
+        """Add a flag with one value.
+
+        Each name has its variable; ``variables`` are further ones.
+        """
+        others = (*map(self._variable, names[1:]), *variables)
+        variable, text = self._setting(names[0], others)
         if text is not None:
             try:
                 default = parse(text)
@@ -364,6 +366,9 @@ class Flags:
         """The variable that sets a flag, and its text; refused when two say different things."""
         variable = self._variable(name)
         found = {n: os.environ[n] for n in (variable, *others) if n in os.environ}
+        if name == "--port":
+            # Kubernetes sets these for pods beside a Service that is named kvflash or kvflash-http.
+            found = {n: text for n, text in found.items() if not text.startswith("tcp://")}
         if len(set(found.values())) > 1:
             said = " and ".join(f"{n}={text}" for n, text in found.items())
             self._parser.error(f"environment variables contradict each other: {said}")

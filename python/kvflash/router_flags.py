@@ -19,7 +19,6 @@ from kvflash.config import (
     number_or_auto,
     optional,
     size_or_zero,
-    variable_of,
 )
 from kvflash.errors import ConfigError
 
@@ -181,7 +180,7 @@ def add_router_flags(flags: Flags, *, block_size: tuple[str, ...] = ()) -> None:
     flags.add(
         "--kv-cache-block-size",
         *block_size,
-        variables=("DYN_KV_CACHE_BLOCK_SIZE", *(variable_of(name) for name in block_size)),
+        variables=("DYN_KV_CACHE_BLOCK_SIZE",),
         parse=optional(bounded_int(1, 2**32 - 1)),
         default=None,
         summary="tokens in a block; learned from the engines when not given",
@@ -200,7 +199,7 @@ def add_router_flags(flags: Flags, *, block_size: tuple[str, ...] = ()) -> None:
     flags.add(
         "--min-initial-workers",
         "--router-min-initial-workers",
-        variables=("KVFLASH_ROUTER_MIN_INITIAL_WORKERS", "DYN_ROUTER_MIN_INITIAL_WORKERS"),
+        variables=("DYN_ROUTER_MIN_INITIAL_WORKERS",),
         parse=bounded_int(0, 65_535),
         default=0,
         metavar="COUNT",

@@ -16,6 +16,7 @@ import pytest
 from support_indexer import register_and_wait as register
 
 from kvflash.doctor.app import main
+from kvflash.router import RouterService
 from kvflash.transport import ZmqOptions
 from service import (
     END_OF_REPLAY,
@@ -243,6 +244,19 @@ def test_a_frontend_tells_its_warnings(canned, doctor):
     )
     status, findings = doctor(url)
     assert (status, bad(findings)) == (0, [("warn", "warnings", "")])
+
+
+def test_a_router_is_no_indexer(doctor):
+    with RouterService(host="127.0.0.1", port=0) as router:
+        status, findings = doctor(router.url)
+        assert (status, bad(findings)) == (1, [("FAIL", "workers", "")])
+        assert seen(findings, "reachable") == "a kvflash router"
+        assert "every request is refused" in seen(findings, "workers")
+        worker = {"worker_id": 1, "model_name": "m"}
+        router.call("POST", "/workers", worker)
+        status, findings = doctor(router.url)
+    assert (status, bad(findings)) == (0, [("warn", "warnings", "")])
+    assert "the block size is not known" in seen(findings, "warnings")
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,15 @@ def test_what_http_says_the_object_says(service, client, engine):
     assert one.query(IDS, model_name="m")["scores"] == {}
 
 
+def test_a_capacity_is_registered(service, client, engine):
+    made, one = engine(replay=False), service()
+    one.register(1, made.endpoint, model_name="m", block_size=SIZE, capacity_blocks=7)
+    (worker,) = client(one.url).get("/workers")
+    assert worker["listeners"]["0"]["capacity_blocks"] == 7
+    with pytest.raises(InvalidArgumentError, match="capacity_blocks must be at least 1"):
+        one.register(2, made.endpoint, model_name="m", block_size=SIZE, capacity_blocks=0)
+
+
 def test_it_starts_once_and_stops_once(client):
     one = IndexerService(**LOCAL)
     with pytest.raises(ClosedError, match="before it is started"):

@@ -194,6 +194,49 @@ def test_names_of_one_setting_must_agree(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
+    ("names", "field", "value"),
+    [
+        ("HOST HTTP_HOST", "host", "127.0.0.1"),
+        ("PORT HTTP_PORT", "port", 8123),
+        (
+            "ACTIVE_DECODE_BLOCKS_THRESHOLD BUSY_THRESHOLD",
+            "active_decode_blocks_threshold",
+            0.5,
+        ),
+        (
+            "KV_OVERLAP_SCORE_WEIGHT ROUTER_KV_OVERLAP_SCORE_WEIGHT",
+            "kv_overlap_score_weight",
+            2.0,
+        ),
+        ("ROUTER_TTL ROUTER_TTL_SECS", "router_ttl", 7.0),
+        (
+            "ROUTER_ACTIVE_REQUEST_WEIGHT ROUTER_DECODE_ACTIVE_REQUEST_WEIGHT",
+            "router_active_request_weight",
+            3.0,
+        ),
+    ],
+)
+def test_every_name_of_a_flag_has_its_variable(names, field, value, monkeypatch, capsys):
+    first, other = (f"KVFLASH_{name}" for name in names.split())
+    monkeypatch.setenv(other, str(value))
+    for parse in (frontend.parse_args, router.parse_args):
+        assert getattr(parse([]), field) == value
+    monkeypatch.setenv(first, "0.25")
+    for parse in (frontend.parse_args, router.parse_args):
+        with pytest.raises(SystemExit):
+            parse([])
+        assert f"{first}=0.25 and {other}={value}" in capsys.readouterr().err
+
+
+def test_what_kubernetes_says_of_services_is_no_port(monkeypatch):
+    monkeypatch.setenv("KVFLASH_PORT", "tcp://10.0.0.1:80")
+    monkeypatch.setenv("KVFLASH_HTTP_PORT", "tcp://10.0.0.2:80")
+    assert frontend.parse_args([]).port == 8000
+    monkeypatch.setenv("DYN_HTTP_PORT", "8124")
+    assert frontend.parse_args([]).port == 8124
+
+
+@pytest.mark.parametrize(
     ("setting", "value", "wanted"),
     [
         ("port", 65536, "--port must be a whole number in 0..=65535, got 65536"),

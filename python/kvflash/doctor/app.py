@@ -29,15 +29,19 @@ class _Place:
     url: str
     workers: Answer
     models: Answer
+    health: Answer | None = None
 
     @property
     def kind(self) -> str:
-        """``indexer``, ``engine``, ``frontend``, ``nobody`` or ``other``."""
+        """``indexer``, ``engine``, ``frontend``, ``router``, ``nobody`` or ``other``."""
         has_workers = self.workers.status == 200 and isinstance(self.workers.json, list)
         body = self.models.json
         has_models = self.models.status == 200 and isinstance(body, dict) and "data" in body
         if has_workers:
-            return "frontend" if has_models else "indexer"
+            # Of those that have workers only an indexer decides nothing.
+            health = self.health.json if self.health else None
+            decides = isinstance(health, dict) and "router_policy" in health
+            return "frontend" if has_models else "router" if decides else "indexer"
         if has_models or self.models.status in (401, 403):
             return "engine"
         return "other" if self.workers.status or self.models.status else "nobody"
@@ -113,7 +117,9 @@ class _Doctor:
         workers = self._ask(url, "/workers")
         # Who does not answer at all is not made to wait for twice.
         models = self._ask(url, "/v1/models", with_key=True) if workers.status else workers
-        return _Place(url=url, workers=workers, models=models)
+        is_ours = workers.status == 200 and isinstance(workers.json, list)
+        health = self._ask(url, "/health") if is_ours else None
+        return _Place(url=url, workers=workers, models=models, health=health)
 
     @staticmethod
     def _known(place: _Place) -> list[Listener]:
@@ -168,8 +174,8 @@ class _Doctor:
         if place.kind == "nobody":
             how = "check host and port, and that the process runs"
             yield fail(url, "reachable", place.workers.said, how)
-        elif place.kind == "frontend":
-            yield from self._frontend(url)
+        elif place.health is not None:
+            yield from self._routing(url, f"a kvflash {place.kind}", place.health)
         else:
             seen = (
                 f"neither an indexer nor an engine: GET /workers: {place.workers.said}; "
@@ -178,15 +184,19 @@ class _Doctor:
             how = "give the URL of an indexer, or the base URL of an engine without /v1"
             yield fail(url, "reachable", seen, how)
 
-    def _frontend(self, url: str) -> Iterator[Finding]:
-        health = self._ask(url, "/health")
+    @staticmethod
+    def _routing(url: str, what: str, health: Answer) -> Iterator[Finding]:
+        """Who routes knows best what makes its matching fail: only that is told."""
         if health.status == 200:
-            yield ok(url, "reachable", "a kvflash frontend")
+            yield ok(url, "reachable", what)
         else:
             yield fail(url, "reachable", f"GET /health: {health.said}", "the message says why")
         yield from checks.check_clock(url, health.skew_s)
-        body = health.json
-        for text in body.get("warnings", []) if isinstance(body, dict) else []:
+        body = health.json if isinstance(health.json, dict) else {}
+        if body.get("status") == "no_workers":
+            how = "register workers with POST /workers, or start it with --endpoint or --worker"
+            yield fail(url, "workers", "no worker is registered: every request is refused", how)
+        for text in body.get("warnings", []):
             yield warn(url, "warnings", str(text), "see docs/troubleshooting.md")
 
 

@@ -196,7 +196,8 @@ def _check_metrics(url: str, metrics: Answer) -> Iterator[Finding]:
         if labels.get("status_class") == "5xx" and labels.get("endpoint") != "/ready"
     )
     if failed:
-        yield warn(url, "errors", f"{failed:.0f} requests were answered 5xx", "look into its log")
+        how = "fewer /dump and /digest at a time: four are answered; report anything else"
+        yield warn(url, "errors", f"{failed:.0f} requests were answered 5xx", how)
 
 
 def check_listener(

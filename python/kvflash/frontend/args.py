@@ -163,7 +163,7 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
     flags.add_list(
         "--worker",
         dest="workers",
-        metavar="URL[,events=ADDRESS][,replay=ADDRESS][,id=N][,dp=N]",
+        metavar="URL[,events=ADDRESS][,replay=ADDRESS][,id=N][,role=ROLE][,dp=N]",
         summary="an OpenAI-compatible engine, with the sockets of its KV events and their replay; "
         "may be given many times, and added later with POST /workers",
     )
@@ -173,7 +173,7 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
         parse=str,
         default=None,
         choices=("mem", "file", "etcd", "none"),
-        variables=("KVFLASH_STORE_KV", "DYN_STORE_KV"),
+        variables=("DYN_STORE_KV",),
         summary="where workers of the runtime are found: this process, a folder of this machine, "
         "etcd, or nowhere; file when no worker is given by a flag, else none",
     )

@@ -118,13 +118,15 @@ class IndexerService:
         replay_endpoint: str | None = None,
         lora_name: str | None = None,
         additional_salt: str | None = None,
+        capacity_blocks: int | None = None,
     ) -> None:
         """Register a publisher, as POST /register does.
 
         Raises:
             ConflictError: Registered already, or another block size, adapter or salt than the
                 index's.
-            InvalidArgumentError: Block size below 1, an endpoint that is none, no model name.
+            InvalidArgumentError: Block size or capacity below 1, an endpoint that is none, no
+                model name.
             OverloadedError: The limit of publishers or models is reached.
         """
         self._core.register(
@@ -137,6 +139,7 @@ class IndexerService:
             replay_endpoint=replay_endpoint,
             lora_name=lora_name,
             additional_salt=additional_salt,
+            capacity_blocks=capacity_blocks,
         )
 
     def unregister(

@@ -133,8 +133,8 @@ class KvPushRouter:
             stop_conditions: Handed on: max_tokens, stop, stop_token_ids, min_tokens, ignore_eos.
             sampling_options: Handed on: temperature, top_p, ...
             output_options: Handed on.
-            router_config_override: For this request: overlap_score_weight, router_temperature,
-                assume_kv_reuse.
+            router_config_override: For this request: overlap_score_weight, overlap_score_credit,
+                prefill_load_scale, router_temperature, assume_kv_reuse.
             worker_id: The worker that must take it; its load is booked all the same.
             dp_rank: The rank of it.
             extra_args: Handed on.

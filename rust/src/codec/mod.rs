@@ -108,7 +108,7 @@ fn batch(reader: &mut Reader<'_>) -> Result<Batch, Fault> {
                         has_events = true;
                         events(reader, &mut batch)?;
                     }
-                    Head::Text(b"data_parallel_rank" | b"attn_dp_rank") => {
+                    Head::Text(b"data_parallel_rank" | b"attn_dp_rank" | b"dp_rank") => {
                         batch.dp_rank = reader.number()?.or(batch.dp_rank);
                     }
                     Head::Text(b"events") => {

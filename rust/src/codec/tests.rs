@@ -112,6 +112,14 @@ fn what_is_no_batch_is_refused() {
 }
 
 #[test]
+fn a_map_names_its_rank_by_any_of_three_names() {
+    for name in ["data_parallel_rank", "attn_dp_rank", "dp_rank"] {
+        let wire = Map(vec![("events", List(vec![])), (name, Uint(3))]);
+        assert_eq!(decode(&wire).unwrap().dp_rank, Some(3), "{name}");
+    }
+}
+
+#[test]
 fn a_token_outside_of_32_bits_is_named_by_its_index() {
     let hashes = || uints(&[7_u64]);
     for bad in [Uint(1 << 32), Int(-1)] {

@@ -74,7 +74,7 @@ impl Indexer {
         .or_raise(py)
     }
 
-    #[pyo3(signature = (instance_id, endpoint, *, model_name, block_size, tenant_id="default", dp_rank=0, replay_endpoint=None, lora_name=None, additional_salt=None))]
+    #[pyo3(signature = (instance_id, endpoint, *, model_name, block_size, tenant_id="default", dp_rank=0, replay_endpoint=None, lora_name=None, additional_salt=None, capacity_blocks=None))]
     #[allow(clippy::too_many_arguments)]
     fn register(
         &self,
@@ -88,6 +88,7 @@ impl Indexer {
         replay_endpoint: Option<String>,
         lora_name: Option<String>,
         additional_salt: Option<String>,
+        capacity_blocks: Option<u64>,
     ) -> PyResult<()> {
         let registration = Registration {
             worker: Worker::new(instance_id, dp_rank),
@@ -95,7 +96,7 @@ impl Indexer {
             block_size: Some(block_size),
             endpoint,
             replay_endpoint,
-            capacity_blocks: None,
+            capacity_blocks,
             identity: Identity { lora_name, cache_salt: additional_salt },
         };
         py.detach(|| self.catalog.register(registration)).or_raise(py).map(|_| ())

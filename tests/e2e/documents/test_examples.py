@@ -73,6 +73,13 @@ def test_a_worker_of_ones_own_is_found_and_its_cache_known(stage: Stage) -> None
     again, overlap = answer(overlaps()[1])
     assert again == first and overlap > 0
 
+    def active() -> list[int]:
+        workers = http.get("/workers")
+        return [one["active_decode_blocks"] for w in workers for one in w["loads"].values()]
+
+    # What is only cached is no load: it would shut the worker off where there is a threshold.
+    until(lambda: active() == [0, 0], "the end of its load")
+
 
 def test_a_pair_shares_a_request(stage: Stage) -> None:
     http = stage.frontend("--tokenizer", str(TINY_LLAMA))

@@ -228,7 +228,7 @@ proptest! {
         let events = List(events.map(|(at, event)| named(event, form, rotation + at)).collect());
         let rank = optional(&batch.dp_rank, |&rank| Uint(rank.into()));
         let wire = if is_map {
-            let rank_key = if rotation.is_multiple_of(2) { "attn_dp_rank" } else { "data_parallel_rank" };
+            let rank_key = ["attn_dp_rank", "data_parallel_rank", "dp_rank"][rotation % 3];
             let mut entries =
                 vec![("ts", Float(batch.ts)), ("events", events), (rank_key, rank), ("x", Nil)];
             entries.rotate_left(rotation % 4);
