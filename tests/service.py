@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -45,6 +46,16 @@ def until(check: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> 
         if time.monotonic() > end:
             raise AssertionError(f"waited {deadline_s:g} s for {what}; last answer: {answer!r}")
         pause.wait(0.01)
+
+
+def has_ipv6() -> bool:
+    """Whether this machine has an IPv6 loopback."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
 
 
 class Http:
@@ -217,13 +228,14 @@ class Engine:
         is_shared: bool = False,
     ) -> None:
         self._is_shared = is_shared
+        host = "tcp://[::1]" if "://[::1]" in endpoint else "tcp://127.0.0.1"
         self._context: zmq.Context[Any] = zmq.Context()
         self._topic_in_replay = topic_in_replay
         self._ring_messages = ring
         self._has_replay = replay
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self.endpoint, self.replay_endpoint = endpoint, "tcp://127.0.0.1:*" if replay else None
+        self.endpoint, self.replay_endpoint = endpoint, f"{host}:*" if replay else None
         self.asked: list[int] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -252,6 +264,7 @@ class Engine:
 
     def _bind(self, socket: zmq.Socket[Any], endpoint: str) -> str:
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, int("://[" in endpoint))
 
         def bind() -> bool:
             # The predecessor's port is free a moment after its close.

@@ -1620,6 +1620,14 @@ class Frontend:
     def set_warnings(self, warnings: list[str]) -> None:
         """What makes matching fail and only the caller knows, for ``/health``; replaces others."""
 
+    @staticmethod
+    def check_worker(spec: str) -> None:
+        """Check a spec as :meth:`add_worker` takes it; nothing is added.
+
+        Raises:
+            ConfigError: A bad spec; names the field, what is legal and what came.
+        """
+
     def add_worker(self, spec: str) -> int:
         """Add an engine: ``URL[,events=tcp://...][,replay=tcp://...][,id=N][,dp=N][,role=prefill|decode]``.
 

@@ -439,6 +439,7 @@ class FakeEngine:
     max_len: int = 4096
     tokenize: Callable[[dict[str, Any]], list[int]] = lambda _body: list(range(64))
     health: int = 200
+    host: str = "127.0.0.1"
     received: list[Exchange] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -457,9 +458,9 @@ class FakeEngine:
             allow_reuse_address = True
             request_queue_size = 256
 
-        self._server = Server(("127.0.0.1", self.port), Handler)
+        self._server = Server((self.host, self.port), Handler)
         self.port = self._server.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{self.host}:{self.port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()
 

@@ -18,6 +18,7 @@ import zmq
 from support_indexer import register_and_wait as register
 
 from kvflash import compute_block_hash_for_seq, compute_sequence_hashes
+from kvflash.doctor.events import ask_replays
 from kvflash.transport import ZmqOptions, ZmqReceiver
 from service import (
     END_OF_REPLAY,
@@ -25,6 +26,7 @@ from service import (
     batch,
     cleared,
     dumped_blocks,
+    has_ipv6,
     listener,
     removed,
     stored,
@@ -99,6 +101,20 @@ def counts(http, instance=1):
 
 def one(name=1, ids=(1, 2), parent=None):
     return batch(stored([name], ids, parent, block_size=SIZE))
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
+def test_events_and_replay_of_an_engine_at_an_ipv6_address(http, engine):
+    made, held = engine(endpoint="tcp://[::1]:*"), Holdings(7)
+    register(http, made)
+    made.publish(held.next_batch())
+    made.publish(held.next_batch(), is_sent=False)
+    wait_for_sequence(http, 1, made.publish(held.next_batch()))
+    assert dumped_blocks(http) == held.facts
+    assert made.asked
+    # The doctor has sockets of its own.
+    (answer,) = ask_replays([(made.replay_endpoint, 0)], 5)
+    assert (answer.has_answered, answer.first) == (True, 0)
 
 
 # -- gaps

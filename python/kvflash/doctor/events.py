@@ -158,6 +158,12 @@ def dialable(endpoint: str) -> str:
     return endpoint.replace("tcp://*:", "tcp://127.0.0.1:", 1)
 
 
+def _dial(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    # libzmq takes IPv6 addresses, and never reaches them without this.
+    socket.setsockopt(zmq.IPV6, int("://[" in endpoint))
+    socket.connect(dialable(endpoint))
+
+
 def ask_replays(targets: Sequence[tuple[str, int]], timeout_s: float) -> list[Replayed]:
     """Ask replay sockets for their batches from a number on, many at once.
 
@@ -182,7 +188,7 @@ def _ask_round(targets: Sequence[tuple[str, int]], timeout_s: float) -> list[Rep
         for (endpoint, first), answer in zip(targets, answers, strict=True):
             socket = _open(context, zmq.DEALER)
             try:
-                socket.connect(dialable(endpoint))
+                _dial(socket, endpoint)
                 socket.send_multipart([b"", first.to_bytes(8, "big")], zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 answer.error = str(error)
@@ -239,7 +245,7 @@ def listen(endpoints: Iterable[str], seconds: float) -> list[Heard]:
             socket = _open(context, zmq.SUB)
             socket.setsockopt(zmq.SUBSCRIBE, b"")
             try:
-                socket.connect(dialable(endpoint))
+                _dial(socket, endpoint)
             except zmq.ZMQError as error:
                 heard.error = str(error)
                 socket.close(0)

@@ -7,18 +7,24 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvflash._core import Frontend, PolicyDesk
 from kvflash.config import source_of
 from kvflash.discovery import open_discovery
 from kvflash.errors import ConfigError, InvalidArgumentError, KvflashError
-from kvflash.frontend.args import FrontendArgs, parse_args
+from kvflash.frontend.args import DNS_PREFIX, FrontendArgs, parse_args
+from kvflash.frontend.reports import Reports
 from kvflash.frontend.watch import DiscoveryWatch
 from kvflash.policy import PREFIX, AskedPolicy, load
 from kvflash.process import FedService, run_until_stopped, start_logging
 from kvflash.routing.cluster import Cluster
+
+if TYPE_CHECKING:
+    from kvflash.frontend.dns_spec import DnsWorkers
+    from kvflash.frontend.dns_watch import DnsWatch
 
 __all__ = ["main", "make_frontend"]
 
@@ -68,20 +74,50 @@ def make_frontend(args: FrontendArgs, fleet: dict[int, str] | None = None) -> Fr
         tls_cert_path=args.tls_cert_path,
         tls_key_path=args.tls_key_path,
     )
+    for source, spec, role in _workers(args):
+        if spec.startswith(DNS_PREFIX):
+            continue
+        try:
+            number = frontend.add_worker(spec + role)
+        except (ConfigError, InvalidArgumentError) as error:
+            said = str(error).removeprefix(f'--worker "{spec}{role}": ')
+            raise ConfigError(f"{source} {spec!r}: {said}") from error
+        if fleet is not None:
+            fleet[number] = spec + role
+    return frontend
+
+
+def _workers(args: FrontendArgs) -> Iterator[tuple[str, str, str]]:
+    """The workers that flags name: what said so, the worker, and its role to be added to it."""
     for flag, specs, role in (
         ("--worker", args.workers, ""),
         ("--decode-worker", args.decode_workers, ""),
         ("--prefill-worker", args.prefill_workers, ",role=prefill"),
     ):
-        for spec in specs:
-            try:
-                number = frontend.add_worker(spec + role)
-            except (ConfigError, InvalidArgumentError) as error:
-                said = str(error).removeprefix(f'--worker "{spec}{role}": ')
-                raise ConfigError(f"{source_of(flag, spec)} {spec!r}: {said}") from error
-            if fleet is not None:
-                fleet[number] = spec + role
-    return frontend
+        yield from ((source_of(flag, spec), spec, role) for spec in specs)
+
+
+def _names(args: FrontendArgs) -> list[DnsWorkers]:
+    """Those of them that are names in DNS.
+
+    Raises:
+        ConfigError: Names the flag and the field at fault.
+    """
+    found: list[DnsWorkers] = []
+    for source, spec, role in _workers(args):
+        if not spec.startswith(DNS_PREFIX):
+            continue
+        # Who names none need not load the client of DNS.
+        from kvflash.frontend.dns_spec import DnsWorkers  # noqa: PLC0415
+
+        try:
+            name = DnsWorkers.parse(spec + role)
+        except ConfigError as error:
+            raise ConfigError(f"{source} {spec!r}: {error}") from error
+        if any(name.label == other.label for other in found):
+            raise ConfigError(f"{source} {spec!r}: {name.label} is given twice")
+        found.append(name)
+    return found
 
 
 def _check_tokenizer(folder: str | None) -> None:
@@ -105,18 +141,49 @@ def _desk(router_mode: str | None) -> PolicyDesk | None:
 
 def _waits_for(args: FrontendArgs) -> str:
     """Where workers may come from, in words."""
-    ways = ["POST /workers"]
+    names = [spec.partition(",")[0] for _, spec, _ in _workers(args) if spec.startswith(DNS_PREFIX)]
+    ways = [*(f"addresses of {name}" for name in names), "POST /workers"]
     if args.discovery_kind is not None:
         scope = f"namespace {args.namespace}" if args.namespace else "any namespace"
         ways.insert(0, f"workers of {scope} in discovery {args.discovery_kind!r}")
     return " or ".join(ways)
 
 
-class _Watched:
-    """The service with the watch of discovery beside it."""
+def _dns_watch(
+    frontend: Frontend,
+    args: FrontendArgs,
+    names: Sequence[DnsWorkers],
+    cluster: Cluster,
+    reports: Reports,
+) -> DnsWatch | None:
+    """What keeps the workers of names, if there are any."""
+    if not names:
+        return None
+    from kvflash.frontend.dns_watch import DnsWatch  # noqa: PLC0415
 
-    def __init__(self, frontend: Frontend, args: FrontendArgs, fleet: dict[int, str]) -> None:
+    return DnsWatch(
+        frontend,
+        names,
+        interval_s=args.worker_dns_interval_secs,
+        server=args.worker_dns_server,
+        replicas=cluster,
+        show_metrics=reports.metrics_of("dns"),
+        show_warnings=reports.warnings_of("dns"),
+    )
+
+
+class _Watched:
+    """The service with the watches of discovery and of DNS beside it."""
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        args: FrontendArgs,
+        fleet: dict[int, str],
+        names: Sequence[DnsWorkers],
+    ) -> None:
         self._fleet = fleet
+        reports = Reports(frontend)
         kind = args.discovery_kind
         args.check_cluster(has_discovery=kind is not None, needs="--discovery")
         if kind is not None:
@@ -127,8 +194,8 @@ class _Watched:
             frontend.bookings,
             args,
             open_discovery=lambda: open_discovery(kind),
-            show_metrics=frontend.set_more_metrics,
-            show_warnings=frontend.set_warnings,
+            show_metrics=reports.metrics_of("cluster"),
+            show_warnings=reports.warnings_of("cluster"),
         )
         self._service = FedService(
             frontend,
@@ -146,6 +213,7 @@ class _Watched:
                 namespace=args.namespace,
                 cluster=self._cluster,
             )
+        self._dns = _dns_watch(frontend, args, names, self._cluster, reports)
 
     @property
     def url(self) -> str:
@@ -159,6 +227,9 @@ class _Watched:
         threading.Thread(target=self._share_fleet, name="kvflash-fleet", daemon=True).start()
         if self._watch is not None:
             self._watch.start()
+        if self._dns is not None:
+            self._dns.start()
+        if self._watch is not None or self._dns is not None:
             logger.info("waiting for %s", self._waits_for)
 
     def _share_fleet(self) -> None:
@@ -168,6 +239,8 @@ class _Watched:
     def stop(self) -> None:
         if self._watch is not None:
             self._watch.stop()
+        if self._dns is not None:
+            self._dns.stop()
         # Streams may go on for a while: until they have ended, their load is told.
         self._service.stop()
         self._cluster.stop()
@@ -179,7 +252,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse_args(argv)
         start_logging(args.log_level, args.log_format)
         fleet: dict[int, str] = {}
-        service = _Watched(make_frontend(args, fleet), args, fleet)
+        names = _names(args)
+        service = _Watched(make_frontend(args, fleet), args, fleet, names)
         run_until_stopped(service, name="frontend", drain_s=args.drain_timeout)
     except KvflashError as error:
         print(f"kvflash.frontend: {error}", file=sys.stderr)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from kvflash.cluster_flags import ClusterFlags, add_cluster_flags, settle_cluster
 from kvflash.config import (
@@ -19,7 +22,10 @@ from kvflash.errors import ConfigError, InvalidArgumentError
 from kvflash.router_flags import RouterFlags, add_router_flags, settle
 from kvflash.runtime.component import check_name
 
-__all__ = ["FrontendArgs", "parse_args"]
+__all__ = ["DNS_PREFIX", "FrontendArgs", "parse_args"]
+
+#: What the URL of a worker begins with that stands for every address of a name.
+DNS_PREFIX = "dns+"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +40,8 @@ class FrontendArgs(RouterFlags, ClusterFlags):
     workers: list[str]
     prefill_workers: list[str]
     decode_workers: list[str]
+    worker_dns_interval_secs: float
+    worker_dns_server: tuple[str, int] | None
     enforce_disagg: str
     fairness: str
     fairness_weight: list[tuple[str, float]]
@@ -70,6 +78,13 @@ class FrontendArgs(RouterFlags, ClusterFlags):
         """
         if self.fairness_weight and self.fairness == "none":
             raise ConfigError("--fairness-weight needs --fairness: without it nobody waits")
+        specs = (*self.workers, *self.prefill_workers, *self.decode_workers)
+        has_names = any(spec.startswith(DNS_PREFIX) for spec in specs)
+        if self.worker_dns_server is not None and not has_names:
+            raise ConfigError(
+                f"--worker-dns-server needs a --worker that begins with {DNS_PREFIX}: nothing else "
+                "is looked up there"
+            )
 
     @property
     def discovery_kind(self) -> str | None:
@@ -94,6 +109,24 @@ def _weights(text: str) -> list[tuple[str, float]]:
             )
         weights.append((client.strip(), share))
     return weights
+
+
+def _server(text: str) -> tuple[str, int]:
+    """Parse ``ADDRESS`` or ``ADDRESS:PORT`` of a name server, IPv6 in brackets before a port."""
+    host, port = text, 53
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(f"//{text}")
+        if parts.port is not None and parts.netloc == text and "@" not in text:
+            host, port = parts.hostname or "", parts.port
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        port = 0
+    if port == 0:
+        raise argparse.ArgumentTypeError(
+            f"must be ADDRESS or ADDRESS:PORT of a name server, such as 10.0.0.10:53, got {text!r}"
+        )
+    return str(address), port
 
 
 def _namespace(text: str) -> str:
@@ -165,7 +198,22 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
         dest="workers",
         metavar="URL[,events=ADDRESS][,replay=ADDRESS][,id=N][,role=ROLE][,dp=N]",
         summary="an OpenAI-compatible engine, with the sockets of its KV events and their replay; "
-        "may be given many times, and added later with POST /workers",
+        "may be given many times, and added later with POST /workers; a URL that begins with "
+        "dns+http:// stands for every address that its name has in DNS, and * in its other "
+        "addresses for that",
+    )
+    flags.add(
+        "--worker-dns-interval-secs",
+        parse=bounded_float(0.1, 3_600),
+        default=5.0,
+        summary="seconds between two lookups of a name in DNS that stands for workers",
+    )
+    flags.add(
+        "--worker-dns-server",
+        parse=_server,
+        default=None,
+        metavar="ADDRESS[:PORT]",
+        summary="name server for them; those of /etc/resolv.conf when not given",
     )
     flags.add(
         "--discovery",

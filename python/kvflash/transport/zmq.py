@@ -25,7 +25,7 @@ from kvflash._core import Catalog
 from kvflash.transport.drain import find_drain
 from kvflash.transport.options import ZmqOptions
 from kvflash.transport.poller import Poller
-from kvflash.transport.zmq_socket import dialable, explain, open_replay, open_stream
+from kvflash.transport.zmq_socket import dial, explain, open_replay, open_stream
 
 __all__ = ["ZmqReceiver"]
 
@@ -276,7 +276,7 @@ class ZmqReceiver:
         publisher, endpoint = subscription.publisher, subscription.endpoint
         self._add(subscription.monitor, lambda: self._on_monitor(subscription))
         try:
-            subscription.socket.connect(dialable(endpoint))
+            dial(subscription.socket, endpoint)
         except zmq.ZMQError as error:
             subscription.has_failed = True
             self._catalog.set_status(publisher, "failed", f"can't connect to {endpoint}: {error}")

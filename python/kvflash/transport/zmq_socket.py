@@ -9,7 +9,7 @@ import zmq
 
 from kvflash.transport.options import ZmqOptions
 
-__all__ = ["dialable", "explain", "open_replay", "open_stream"]
+__all__ = ["dial", "dialable", "explain", "open_replay", "open_stream"]
 
 _MONITORED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -56,12 +56,24 @@ def open_replay(
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, options.receive_queue_messages)
         socket.setsockopt(zmq.MAXMSGSIZE, options.message_bytes_max)
-        socket.connect(dialable(endpoint))
+        dial(socket, endpoint)
         socket.send_multipart([b"", first.to_bytes(8, "big")], zmq.NOBLOCK)
     except zmq.ZMQError:
         socket.close(0)
         raise
     return socket
+
+
+def dial(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Connect to an engine's socket.
+
+    Raises:
+        zmq.ZMQError: The endpoint is none.
+    """
+    # libzmq takes IPv6 addresses, and never reaches them without this; where a name is given it
+    # would look for IPv6 first.
+    socket.setsockopt(zmq.IPV6, int("://[" in endpoint))
+    socket.connect(dialable(endpoint))
 
 
 def dialable(endpoint: str) -> str:

@@ -173,6 +173,11 @@ impl Frontend {
         self.app.set_warnings(warnings);
     }
 
+    #[staticmethod]
+    fn check_worker(py: Python<'_>, spec: &str) -> PyResult<()> {
+        spec.parse::<EngineSpec>().map(drop).or_raise(py)
+    }
+
     fn add_worker(&self, py: Python<'_>, spec: &str) -> PyResult<u64> {
         let spec: EngineSpec = spec.parse().or_raise(py)?;
         py.detach(|| self.service.enter(|| self.app.add(spec))).or_raise(py)

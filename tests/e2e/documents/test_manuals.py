@@ -13,11 +13,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from support_markdown import Block, read_blocks
 from support_stage import TINY_LLAMA, Stage, items, run_fragment
 
+from dns_server import DnsServer
 from kvflash import (
     DistributedRuntime,
     KvPushRouter,
@@ -172,7 +174,28 @@ def test_a_mocker_serves_an_endpoint(stage: Stage, blocks: list[Block]) -> None:
     assert answer["usage"]["completion_tokens"] == 4
 
 
-@runs(("frontend.md", "python -m kvflash.frontend"))
+@runs(("frontend.md", "python -m kvflash.frontend --worker 'dns+http"))
+def test_engines_found_by_dns(stage: Stage, blocks: list[Block]) -> None:
+    """The name server is the test's own."""
+    (worker,) = stage.start(
+        "kvflash.mocker", "--host", "127.0.0.6", "--port", "0", "--zmq-events-port", "auto",
+        "--zmq-replay-port", "auto",
+    )  # fmt: skip
+    filled = {
+        "vllm:8000": f"vllm.test:{urlsplit(worker['url']).port}",
+        "*:5557": f"*:{urlsplit(worker['events']).port}",
+        "*:5657": f"*:{urlsplit(worker['replay']).port}",
+    }
+    with DnsServer() as server:
+        server.names["vllm.test"] = ["127.0.0.6"]
+        stage.env["KVFLASH_WORKER_DNS_SERVER"] = server.address
+        stage.console(stage.localized(blocks[0].text, filled))
+        stage.wait_workers(1)
+    (found,) = stage.http().get("/workers")
+    assert (found["url"], len(found["listeners"])) == (worker["url"], 1)
+
+
+@runs(("frontend.md", "python -m kvflash.frontend --worker http"))
 def test_a_frontend_with_a_tokenizer(stage: Stage, blocks: list[Block]) -> None:
     (worker,) = stage.start(
         "kvflash.mocker", "--port", "0", "--zmq-events-port", "auto", "--zmq-replay-port", "auto",

@@ -1,0 +1,165 @@
+"""The workers that names in DNS stand for, kept at the frontend."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from kvflash.errors import ConflictError, KvflashError, NotFoundError
+from kvflash.frontend.dns_spec import Address, DnsWorkers
+
+__all__ = ["DnsFleet", "shared_id"]
+
+logger = logging.getLogger(__name__)
+
+
+class Fleet(Protocol):
+    """The frontend's core."""
+
+    def add_worker(self, spec: str) -> int:
+        """Add an engine that speaks OpenAI's API."""
+
+    def remove_worker(self, instance_id: int) -> None:
+        """Remove it; its requests go on."""
+
+
+class Replicas(Protocol):
+    """Who else routes to these workers; see :class:`kvflash.routing.cluster.Cluster`."""
+
+    def worker_joined(
+        self, component: tuple[str, str], instance_id: int, shared_id: int | None = None
+    ) -> None:
+        """The core knows it."""
+
+    def worker_gone(self, instance_id: int) -> None:
+        """It takes no requests any more."""
+
+
+class DnsFleet:
+    """Adds engines that names have got, and removes those that no name has any more.
+
+    An address that two names have is a worker of the first one, as the flags are ordered. An engine
+    that is registered another way stays what it is. One that is removed by hand stays away until
+    its address has left DNS.
+
+    Args:
+        core: The frontend's core.
+        replicas: Are told who comes and goes.
+    """
+
+    def __init__(self, core: Fleet, replicas: Replicas) -> None:
+        self._core, self._replicas = core, replicas
+        self._found: list[tuple[DnsWorkers, list[Address]]] = []
+        # What the core was told, under which number, and for which name: by URL.
+        self._told: dict[str, tuple[str, int, DnsWorkers]] = {}
+        # What it did not take, and why: by URL.
+        self._refused: dict[str, KvflashError] = {}
+        # What replicas are to know: component and number between them, by number here. They are
+        # found through servers that may be away: nobody waits for them here.
+        self._shared: dict[int, tuple[tuple[str, str], int]] = {}
+        self._changed, self._is_closed = threading.Event(), False
+        threading.Thread(target=self._share, name="kvflash-dns-replicas", daemon=True).start()
+
+    def keep(self, found: Iterable[tuple[DnsWorkers, Sequence[Address]]]) -> None:
+        """Make the workers those of these names, at these addresses.
+
+        Cost: O(addresses) where they have changed or some were refused, and for each that is new
+        what the core takes to add a worker.
+        """
+        now = [(name, list(addresses)) for name, addresses in found]
+        if now == self._found and not self._refused:
+            return
+        self._found = now
+        wanted: dict[str, tuple[str, DnsWorkers]] = {}
+        for name, addresses in now:
+            for spec in map(name.spec, addresses):
+                wanted.setdefault(spec.partition(",")[0], (spec, name))
+        for url, (spec, number, _) in list(self._told.items()):
+            if url not in wanted or wanted[url][0] != spec:
+                del self._told[url]
+                self._remove(url, number)
+        before, self._refused = self._refused, {}
+        for url, (spec, name) in wanted.items():
+            if url not in self._told:
+                self._add(url, spec, name)
+        self._tell_refused(before)
+        shared = {
+            number: (_component(name), shared_id(url))
+            for url, (_, number, name) in self._told.items()
+        }
+        if shared != self._shared:
+            self._shared = shared
+            self._changed.set()
+
+    def warnings(self) -> list[str]:
+        """Which engines were not taken, in words; those that are workers already are no trouble."""
+        found: dict[str, list[str]] = {}
+        for url, error in self._refused.items():
+            if not isinstance(error, ConflictError):
+                found.setdefault(str(error), []).append(url)
+        return [
+            f"{len(urls)} engines of DNS are no workers, such as {urls[0]}: {why}"
+            for why, urls in found.items()
+        ]
+
+    def close(self) -> None:
+        """Tell replicas nothing more; workers stay."""
+        self._is_closed = True
+        self._changed.set()
+
+    def _add(self, url: str, spec: str, name: DnsWorkers) -> None:
+        try:
+            number = self._core.add_worker(spec)
+        except KvflashError as error:
+            self._refused[url] = error
+            return
+        self._told[url] = (spec, number, name)
+        logger.info("worker %d: %s has %s", number, name.label, url)
+
+    def _remove(self, url: str, number: int) -> None:
+        logger.info("worker %d: DNS has %s no more; its running requests go on", number, url)
+        # DELETE /workers may have been first.
+        with contextlib.suppress(NotFoundError):
+            self._core.remove_worker(number)
+
+    def _share(self) -> None:
+        known: dict[int, tuple[tuple[str, str], int]] = {}
+        while self._changed.wait() and not self._is_closed:
+            self._changed.clear()
+            before, known = known, self._shared
+            try:
+                for number in before:
+                    if known.get(number) != before[number]:
+                        self._replicas.worker_gone(number)
+                for number, (component, shared) in known.items():
+                    if before.get(number) != (component, shared):
+                        self._replicas.worker_joined(component, number, shared)
+            except Exception:
+                logger.exception("replicas are not told of engines of DNS")
+
+    def _tell_refused(self, before: dict[str, KvflashError]) -> None:
+        """One line for all that were not refused alike a lookup ago."""
+        fresh = [u for u, why in self._refused.items() if str(before.get(u)) != str(why)]
+        if fresh:
+            first = fresh[0]
+            is_trouble = any(not isinstance(self._refused[u], ConflictError) for u in fresh)
+            logger.log(
+                logging.WARNING if is_trouble else logging.INFO,
+                "%d engines of DNS are not added, such as %s: %s; trying again at every lookup",
+                len(fresh), first, self._refused[first],
+            )  # fmt: skip
+
+
+def _component(name: DnsWorkers) -> tuple[str, str]:
+    """Where replicas find each other that were given the same name."""
+    return "workers", "dns-" + hashlib.sha256(name.label.encode()).hexdigest()[:16]
+
+
+def shared_id(url: str) -> int:
+    """An engine's number between replicas, each of which numbers workers as they come."""
+    # Below 2^63, so that every JSON reader takes it.
+    return int.from_bytes(hashlib.sha256(url.encode()).digest()[:8], "big") >> 1

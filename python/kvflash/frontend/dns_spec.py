@@ -1,0 +1,118 @@
+"""A ``--worker`` that stands for every address of a name."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+import dns.exception
+import dns.name
+
+from kvflash._core import Frontend
+from kvflash.errors import ConfigError
+from kvflash.frontend.args import DNS_PREFIX
+
+__all__ = ["Address", "DnsWorkers"]
+
+# The record that has the addresses of a family, by what ``ip=`` says.
+_RECORDS = {"4": "A", "6": "AAAA"}
+_ANY_HOST = "tcp://*:"
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+@dataclass(frozen=True, kw_only=True)
+class DnsWorkers:
+    """Engines that a name in DNS stands for, all of them with the same ports.
+
+    Attributes:
+        label: The URL with the name in it, as logs, ``/health`` and replicas call them.
+        name: What is looked up.
+        records: What is asked for: ``A``, ``AAAA`` or both.
+        template: A worker as ``--worker`` takes it, with ``{host}`` for its address.
+    """
+
+    label: str
+    name: str
+    records: tuple[str, ...]
+    template: str
+
+    @staticmethod
+    def parse(text: str) -> DnsWorkers:
+        """Parse ``dns+http://name:port[,events=tcp://*:port][,replay=tcp://*:port][,ip=4|6]...``.
+
+        Raises:
+            ConfigError: Names the field, what is legal and what came.
+        """
+        url, *options = (part.strip() for part in text.split(","))
+        scheme, _, rest = url.removeprefix(DNS_PREFIX).rstrip("/").partition("://")
+        authority, slash, path = rest.partition("/")
+        name, colon, port = authority.partition(":")
+        _check_name(url, authority, name)
+        records = tuple(_RECORDS.values())
+        template = [f"{scheme}://{{host}}{colon}{port}{slash}{path}"]
+        for option in options:
+            key, equals, value = (part.strip() for part in option.partition("="))
+            if key == "id":
+                raise ConfigError(
+                    f"id={value} names one worker, and {name} may stand for many: leave it out"
+                )
+            if key == "ip" and equals:
+                if value not in _RECORDS:
+                    raise ConfigError(f"ip must be 4 or 6, got {value!r}")
+                records = (_RECORDS[value],)
+                continue
+            if key in ("events", "replay"):
+                if not value.startswith(_ANY_HOST):
+                    raise ConfigError(
+                        f"{key} must be tcp://*:port, where * is each address of {name}, "
+                        f"got {value!r}"
+                    )
+                value = "tcp://{host}:" + value.removeprefix(_ANY_HOST)
+            template.append(f"{key}{equals}{value}")
+        if "{" in url or "}" in url:
+            raise ConfigError(f"worker url {url!r} is not a URL")
+        found = DnsWorkers(
+            label=url.rstrip("/"), name=name, records=records, template=",".join(template)
+        )
+        # What a worker may be is the core's to say; what it refuses is told with the name.
+        spec = found._with_host(name)
+        try:
+            Frontend.check_worker(spec)
+        except ConfigError as error:
+            raise ConfigError(str(error).removeprefix(f'--worker "{spec}": ')) from None
+        return found
+
+    def spec(self, address: Address) -> str:
+        """The worker at ``address``, as ``--worker`` takes it."""
+        return self._with_host(f"[{address}]" if address.version == 6 else str(address))
+
+    def _with_host(self, host: str) -> str:
+        return self.template.replace("{host}", host)
+
+
+def _check_name(url: str, authority: str, name: str) -> None:
+    """Check that there is a name, and that it can be looked up.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if authority.startswith("[") or _is_address(name):
+        raise ConfigError(
+            f"{authority} is an address and needs no lookup: give it without {DNS_PREFIX}, "
+            f"got {url!r}"
+        )
+    if not name or "@" in authority:
+        raise ConfigError(f"worker url must be {DNS_PREFIX}http://name:port, got {url!r}")
+    try:
+        dns.name.from_text(name)
+    except dns.exception.DNSException as error:
+        raise ConfigError(f"{name!r} is no name for DNS: {error}") from None
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,216 @@
+"""Names in DNS, looked up again and again, and their addresses as the frontend's workers."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+import dns.asyncresolver
+import dns.exception
+import dns.resolver
+
+from kvflash.frontend.dns_answers import KnownName
+from kvflash.frontend.dns_fleet import DnsFleet, Fleet, Replicas
+from kvflash.frontend.dns_spec import Address, DnsWorkers
+from kvflash.outage import Outage
+
+__all__ = ["DnsWatch", "Server"]
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 5.0
+# A lookup that takes longer has failed; with a shorter interval it is that, of at least a second.
+LOOKUP_S_MIN, LOOKUP_S_MAX = 1.0, 5.0
+
+#: Address and port of a name server.
+Server = tuple[str, int]
+
+
+class DnsWatch:
+    """Looks names up in a thread of its own, each of their records for itself.
+
+    Args:
+        core: The frontend's core.
+        names: In the order of the flags.
+        interval_s: Seconds between two lookups of a record.
+        server: Who is asked; None: as ``/etc/resolv.conf`` says, which is read again after a
+            failure.
+        replicas: Are told who comes and goes.
+        show_metrics: Takes lines of the OpenMetrics text format.
+        show_warnings: Takes what is wrong, in words.
+
+    Consistency: a lookup's outcome is in workers, metrics and warnings before the next lookup of
+    that record begins.
+    """
+
+    def __init__(
+        self,
+        core: Fleet,
+        names: Sequence[DnsWorkers],
+        *,
+        interval_s: float,
+        server: Server | None,
+        replicas: Replicas,
+        show_metrics: Callable[[str], None],
+        show_warnings: Callable[[list[str]], None],
+    ) -> None:
+        self._fleet = DnsFleet(core, replicas)
+        self._names = [(name, KnownName(name.label, name.records)) for name in names]
+        self._interval_s, self._server = interval_s, server
+        self._lookup_s = min(max(interval_s, LOOKUP_S_MIN), LOOKUP_S_MAX)
+        self._show_metrics, self._show_warnings = show_metrics, show_warnings
+        self._noted = {known.label: set(known.notes()) for _, known in self._names}
+        self._outages = {
+            known.label: Outage(logger, f"{known.label}: lookups are answered again")
+            for _, known in self._names
+        }
+        self._resolver: dns.asyncresolver.Resolver | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = threading.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._run, name="kvflash-dns", daemon=True)
+        self._tell()
+
+    def start(self) -> None:
+        """Look up in the background."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look up no more; the frontend keeps its workers. Blocks until done."""
+        self._stopping.set()
+        loop, task = self._loop, self._task
+        if loop is not None and task is not None:
+            # It may have ended by itself meanwhile.
+            try:
+                loop.call_soon_threadsafe(task.cancel)
+            except RuntimeError:
+                logger.debug("the lookups had ended")
+        if self._thread.is_alive():
+            self._thread.join(STOP_TIMEOUT_S)
+        self._fleet.close()
+
+    def _run(self) -> None:
+        asyncio.run(self._main())
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.create_task(self._look_up_all())
+        if self._stopping.is_set():
+            self._task.cancel()
+        try:
+            await self._task
+        except asyncio.CancelledError:
+            logger.debug("stopped looking names up")
+
+    async def _look_up_all(self) -> None:
+        # A record that hangs holds up no other.
+        await asyncio.gather(
+            *(
+                self._look_up_for_ever(name, known, record)
+                for name, known in self._names
+                for record in name.records
+            )
+        )
+
+    async def _look_up_for_ever(self, name: DnsWorkers, known: KnownName, record: str) -> None:
+        while True:
+            try:
+                await self._look_up(name, known, record)
+            except Exception as error:
+                # What is known goes on being served, and this task is all that learns more.
+                logger.exception("%s: the lookup (%s)", name.label, record)
+                known.answers[record].fail(repr(error))
+            try:
+                self._settle(known)
+            except Exception:
+                logger.exception("%s: its addresses", name.label)
+            await asyncio.sleep(self._interval_s)
+
+    async def _look_up(self, name: DnsWorkers, known: KnownName, record: str) -> None:
+        answers = known.answers[record]
+        try:
+            resolver = self._resolver = self._resolver or self._make_resolver()
+        except dns.exception.DNSException as error:
+            answers.fail(str(error))
+            return
+        try:
+            answers.take(await self._ask(resolver, name.name, record))
+        except dns.exception.Timeout:
+            servers = ", ".join(map(str, resolver.nameservers))
+            answers.fail(f"{servers} did not answer within {self._lookup_s:g} s")
+        except (dns.exception.DNSException, OSError) as error:
+            answers.fail(str(error))
+        if answers.failure is not None:
+            # Other name servers may be named by now.
+            self._resolver = None
+
+    async def _ask(
+        self, resolver: dns.asyncresolver.Resolver, name: str, record: str
+    ) -> list[Address]:
+        """The name's addresses; none where it does not exist or has no such record.
+
+        Raises:
+            dns.exception.DNSException: No name server has answered that.
+            OSError: It can't be asked.
+        """
+        try:
+            answer = await resolver.resolve(
+                name, record, raise_on_no_answer=False, search=True, lifetime=self._lookup_s
+            )
+        except dns.resolver.NXDOMAIN:
+            return []
+        return [ipaddress.ip_address(data.address) for data in answer]
+
+    def _make_resolver(self) -> dns.asyncresolver.Resolver:
+        if self._server is None:
+            return dns.asyncresolver.Resolver()
+        # Search domains are those of the machine, where it has any.
+        try:
+            resolver = dns.asyncresolver.Resolver()
+        except dns.resolver.NoResolverConfiguration:
+            resolver = dns.asyncresolver.Resolver(configure=False)
+        resolver.nameservers = [self._server[0]]
+        resolver.port = self._server[1]
+        return resolver
+
+    def _settle(self, known: KnownName) -> None:
+        """Make workers, log, metrics and warnings what is known now."""
+        failures, notes = known.failures(), known.notes()
+        outage, noted = self._outages[known.label], self._noted[known.label]
+        if failures:
+            outage.lasts(failures[0])
+        else:
+            outage.ends()
+        for what in notes.keys() - noted:
+            logger.warning("%s", notes[what])
+        self._noted[known.label] = set(notes)
+        self._fleet.keep((name, each.addresses()) for name, each in self._names)
+        self._tell()
+
+    def _tell(self) -> None:
+        warnings = [
+            text
+            for _, known in self._names
+            for text in (*known.failures(), *known.notes().values())
+        ]
+        self._show_warnings(warnings + self._fleet.warnings())
+        self._show_metrics("".join(self._exposed()))
+
+    def _exposed(self) -> list[str]:
+        lines = ["# TYPE kvflash_dns_lookups counter\n"]
+        for _, known in self._names:
+            for record, answers in known.answers.items():
+                lines += [
+                    f'kvflash_dns_lookups_total{{name="{known.label}",record="{record}",'
+                    f'outcome="{outcome}"}} {count}\n'
+                    for outcome, count in answers.counts.items()
+                ]
+        lines.append("# TYPE kvflash_dns_addresses gauge\n")
+        lines += [
+            f'kvflash_dns_addresses{{name="{known.label}"}} {len(known.addresses())}\n'
+            for _, known in self._names
+        ]
+        return lines

@@ -1,0 +1,32 @@
+"""What parts of the frontend say beside the core is put together, whoever spoke last."""
+
+from __future__ import annotations
+
+from kvflash.frontend.reports import Reports
+
+
+class Core:
+    def __init__(self) -> None:
+        self.metrics, self.warnings = "", list[str]()
+
+    def set_more_metrics(self, text: str) -> None:
+        self.metrics = text
+
+    def set_warnings(self, warnings: list[str]) -> None:
+        self.warnings = warnings
+
+
+def test_each_part_changes_what_it_said_itself():
+    core = Core()
+    reports = Reports(core)
+    of_one, of_two = reports.metrics_of("one"), reports.metrics_of("two")
+    of_one("a 1\n")
+    of_two("b 1\n")
+    of_one("a 2\n")
+    assert core.metrics == "a 2\nb 1\n"
+    warn_one, warn_two = reports.warnings_of("one"), reports.warnings_of("two")
+    warn_one(["x", "y"])
+    warn_two(["z"])
+    assert core.warnings == ["x", "y", "z"]
+    warn_one([])
+    assert core.warnings == ["z"]
