@@ -62,7 +62,7 @@ impl Ingest<'_> {
                     self.model.index.clear(self.worker);
                     add(&self.counters.cleared, 1);
                     if let Some(standing) = &mut self.standing {
-                        let evicted = self.model.index.stats().evicted_blocks_total;
+                        let evicted = self.model.index.evicted_blocks_total();
                         standing.cleared(self.counters.read(), evicted);
                     }
                 }

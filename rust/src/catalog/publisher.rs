@@ -137,7 +137,7 @@ impl Publisher {
         clock: Arc<dyn Clock>,
     ) -> Self {
         let Registration { worker, endpoint, replay_endpoint, capacity_blocks, .. } = registration;
-        let standing = Standing::new(model.index.stats().evicted_blocks_total);
+        let standing = Standing::new(model.index.evicted_blocks_total());
         model.roster.add(worker);
         Self {
             id,
@@ -480,7 +480,7 @@ impl Publisher {
         state.groups = Groups::default();
         state.is_bare = false;
         state.is_unplaced = false;
-        let evicted = self.model.index.stats().evicted_blocks_total;
+        let evicted = self.model.index.evicted_blocks_total();
         state.standing.forgotten(self.counters.read(), evicted);
     }
 }

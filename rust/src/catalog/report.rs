@@ -35,7 +35,7 @@ impl Catalog {
                 let model = Arc::clone(&publisher.model);
                 let evicted = *evicted
                     .entry(Arc::as_ptr(&model))
-                    .or_insert_with(|| model.index.stats().evicted_blocks_total);
+                    .or_insert_with(|| model.index.evicted_blocks_total());
                 let mut view = publisher.view();
                 let fullest = view.ranks.iter().map(|rank| {
                     let worker = Worker::new(view.worker.instance_id, *rank);

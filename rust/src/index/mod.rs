@@ -204,6 +204,14 @@ pub trait BlockIndex: Send + Sync {
     /// # Cost
     /// O(workers).
     fn stats(&self) -> IndexStats;
+
+    /// [`IndexStats::evicted_blocks_total`] alone.
+    ///
+    /// # Cost
+    /// O(1) where it is not that of [`stats`](Self::stats).
+    fn evicted_blocks_total(&self) -> u64 {
+        self.stats().evicted_blocks_total
+    }
 }
 
 /// Plays a step of a dump for `worker`. Returns the outcome of a stored step.

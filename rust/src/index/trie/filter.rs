@@ -109,6 +109,24 @@ impl Segment {
         None
     }
 
+    /// Whether two entries equal `fingerprint`.
+    fn has_two(&self, fingerprint: u32) -> bool {
+        let mut at = self.home(fingerprint);
+        let mut found = 0;
+        for _ in 0..self.buckets.len() {
+            let Bucket(entries) = &self.buckets[at];
+            found += entries.iter().filter(|entry| **entry == fingerprint).count();
+            if found > 1 {
+                return true;
+            }
+            if self.counts[at].overflow == 0 {
+                return false;
+            }
+            at = self.next(at);
+        }
+        false
+    }
+
     /// Places an entry; there must be room. True if a bucket lost count of what passed it.
     #[inline]
     fn place(&mut self, fingerprint: u32) -> bool {
@@ -205,6 +223,12 @@ impl NameFilter {
     pub(super) fn contains(&self, name: u64) -> bool {
         let (slot, fingerprint) = self.locate(name);
         self.segments.get(slot).is_some_and(|it| it.find(fingerprint).is_some())
+    }
+
+    /// Whether `name` may have been inserted twice more often than removed.
+    pub(super) fn contains_twice(&self, name: u64) -> bool {
+        let (slot, fingerprint) = self.locate(name);
+        self.segments.get(slot).is_some_and(|it| it.has_two(fingerprint))
     }
 
     /// Fetches what a later call with `name` will look at first.

@@ -245,4 +245,8 @@ impl BlockIndex for RadixIndex {
     fn stats(&self) -> IndexStats {
         self.look(Writer::stats)
     }
+
+    fn evicted_blocks_total(&self) -> u64 {
+        self.look(|writer| writer.counters.evicted_blocks_total)
+    }
 }

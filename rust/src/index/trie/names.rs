@@ -7,6 +7,8 @@
 //! costs time only. Before the search, a filter of all names in the tree tells most of those that nobody
 //! has. A worker that needs the search too often gets a table of its own, and keeps it.
 
+use std::collections::VecDeque;
+
 use super::holder::{Member, MemberId};
 use super::report::shrink_set;
 use super::run::{Column, ColumnId, Loc, NO_COLUMN};
@@ -26,6 +28,13 @@ const AHEAD: usize = 8;
 
 /// Columns up to this long are forgotten with their run; longer ones in the course of later events.
 const FORGET_AT_ONCE: usize = 32;
+
+/// Names left behind that are forgotten for each name that comes: those that went first come back first,
+/// and are new by then.
+pub(super) const FORGET_PER_NAME: usize = 2;
+
+/// Suspects that are not worth a look at who is one no more.
+const FEW_SUSPECTS: usize = 4_096;
 
 /// Columns that a new member is compared with before it gets one of its own.
 const COLUMNS_COMPARED: usize = 64;
@@ -204,10 +213,13 @@ impl Writer {
         if is_known {
             self.suspects.insert(name);
             // Mistakes of the filter stay behind; they must not pile up.
-            if self.suspects.len() > 4_096 + self.filter.len() / 64 {
+            let few = FEW_SUSPECTS + self.filter.len() / 64;
+            if self.suspects.len() > few.max(self.suspects_most) {
                 let filter = &self.filter;
-                self.suspects.retain(|name| filter.contains(*name));
+                self.suspects.retain(|name| filter.contains_twice(*name));
                 shrink_set(&mut self.suspects);
+                // Where most are suspects for good reason, a look at each at every name would be quadratic.
+                self.suspects_most = 2 * self.suspects.len();
             }
         }
         is_known
@@ -219,7 +231,11 @@ impl Writer {
         }
         let was_there = self.filter.remove(name);
         debug_assert!(was_there, "what is forgotten was noted");
-        if !self.suspects.is_empty() && self.suspects.contains(&name) && !self.may_be_known(name) {
+        // At one place only: nothing to be searched for until it comes again.
+        let is_cleared = !self.suspects.is_empty()
+            && self.suspects.contains(&name)
+            && !self.filter.contains_twice(name);
+        if is_cleared {
             self.suspects.remove(&name);
             shrink_set(&mut self.suspects);
         }
@@ -376,7 +392,9 @@ impl Writer {
             // With a budget, memory must be free when eviction asks for it.
             if names.len() > FORGET_AT_ONCE && self.options.limits.max_bytes == 0 {
                 self.left_bytes += names.capacity() * size_of::<u64>();
-                self.left.push(names);
+                // They are forgotten from the end.
+                names.reverse();
+                self.left.push_back(names);
             } else {
                 self.forget_last(&mut names, usize::MAX);
             }
@@ -398,14 +416,14 @@ impl Writer {
         gone
     }
 
-    /// Forgets up to `most` of the names that runs left behind: the filter takes them for known until then,
-    /// which costs searches, no mistakes.
+    /// Forgets up to `most` of the names that runs left behind, first those that were left first: the filter
+    /// takes them for known until then, which costs searches, no mistakes.
     pub(super) fn forget_left(&mut self, most: usize) {
         let mut credit = most;
         while credit > 0 {
-            let Some(mut names) = self.left.pop() else {
+            let Some(mut names) = self.left.pop_front() else {
                 if self.left.capacity() > 64 {
-                    self.left = Vec::new();
+                    self.left = VecDeque::new();
                 }
                 return;
             };
@@ -413,7 +431,7 @@ impl Writer {
             if names.is_empty() {
                 self.left_bytes -= names.capacity() * size_of::<u64>();
             } else {
-                self.left.push(names);
+                self.left.push_front(names);
             }
         }
     }
@@ -455,5 +473,44 @@ mod tests {
         });
         assert_eq!(searches, Some(5));
         index.audit();
+    }
+
+    #[test]
+    fn names_that_come_back_are_suspects_for_a_while_only() {
+        const NAMES: u64 = 40_000;
+        let index = RadixIndex::default();
+        let workers = [1, 2].map(|id| Worker::new(id, 0));
+        let chain = |start: u64| -> Vec<Block> {
+            (start..start + 500).map(|at| Block { engine_hash: at, local_hash: at }).collect()
+        };
+        let fill = |worker| {
+            let first = worker_start(worker);
+            for start in (first..first + NAMES).step_by(500) {
+                index.store(worker, Tier::Device, None, DEFAULT_SEED, &chain(start));
+            }
+        };
+        workers.into_iter().for_each(fill);
+        for round in 0..6 {
+            let worker = workers[round % 2];
+            match round {
+                0 | 1 => _ = index.clear(worker),
+                2 | 3 => _ = index.remove_worker(worker),
+                _ => {
+                    let first = worker_start(worker);
+                    let names: Vec<u64> = (first..first + NAMES).rev().collect();
+                    names.chunks(500).for_each(|names| {
+                        assert_eq!(index.remove(worker, Tier::Device, names).removed, 500);
+                    });
+                }
+            }
+            fill(worker);
+            let writer = index.writer.lock();
+            assert_eq!((writer.left.len(), writer.suspects.len()), (0, 0), "round {round}");
+        }
+        index.audit();
+    }
+
+    fn worker_start(worker: Worker) -> u64 {
+        worker.instance_id * 1_000_000
     }
 }

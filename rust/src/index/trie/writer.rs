@@ -5,6 +5,7 @@ mod members;
 mod place;
 mod release;
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use hashbrown::{HashMap, HashSet};
@@ -63,6 +64,8 @@ pub(super) struct Writer {
     /// Names that may stand at two places of the tree, for two workers or by mistake of the filter: for
     /// these, and only these, a worker is searched when it stores them.
     pub(super) suspects: HashSet<u64, Mix>,
+    /// So many of them are looked through for those that are none any more.
+    pub(super) suspects_most: usize,
     /// Of runs whose prompts carry an identity.
     pub(super) seeds: HashMap<RunId, u64, Mix>,
     pub(super) counters: IndexStats,
@@ -78,7 +81,7 @@ pub(super) struct Writer {
     /// Blocks that others hang on, by a name of theirs: hints, some may be wrong.
     pub(super) anchors: HashMap<u64, Loc, Mix>,
     /// Names that runs left behind, still to be forgotten, and the bytes of these lists.
-    pub(super) left: Vec<Vec<u64>>,
+    pub(super) left: VecDeque<Vec<u64>>,
     pub(super) left_bytes: usize,
     /// Bytes of stretches beyond each member's first.
     pub(super) span_bytes: usize,
@@ -166,6 +169,7 @@ impl Writer {
             numbers: HashMap::with_hasher(mix),
             filter: NameFilter::new(options.hash_seed),
             suspects: HashSet::with_hasher(mix),
+            suspects_most: 0,
             seeds: HashMap::with_hasher(mix),
             counters: IndexStats::default(),
             scattered: HashMap::with_hasher(mix),
@@ -175,7 +179,7 @@ impl Writer {
             order: Order::default(),
             column_bytes: 0,
             anchors: HashMap::with_hasher(mix),
-            left: Vec::new(),
+            left: VecDeque::new(),
             left_bytes: 0,
             span_bytes: 0,
             scattered_bytes: 0,

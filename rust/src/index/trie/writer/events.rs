@@ -5,6 +5,7 @@ use crate::ids::{Tier, Worker};
 use crate::index::arena::epoch::epochs;
 use crate::index::arena::runs::ROOT;
 use crate::index::trie::holder::{Extra, MemberId, Slot, WorkerState};
+use crate::index::trie::names::FORGET_PER_NAME;
 use crate::index::trie::report::shrink_map;
 use crate::index::trie::run::Loc;
 use crate::index::trie::seats::{NONE, Plane};
@@ -53,6 +54,7 @@ impl Writer {
         };
         let state = self.worker_mut(number);
         state.search_debt = state.search_debt.saturating_sub(blocks.len() * SEARCH_CREDIT);
+        self.forget_left(FORGET_PER_NAME * blocks.len());
         // What an event follows must not be what makes room for it.
         self.touch_before(slot, place);
         self.stamp(slot, place);
