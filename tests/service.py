@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgpack
+import pytest
 import zmq
 
 from kvflash import compute_sequence_hashes
@@ -56,6 +57,9 @@ def has_ipv6() -> bool:
     except OSError:
         return False
     return True
+
+
+needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
 
 
 class Http:

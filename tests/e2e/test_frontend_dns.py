@@ -14,7 +14,7 @@ from support_frontend import COMPLETIONS, Call, FakeEngine, Frontend, Mocker, as
 from test_frontend_load import Typist
 
 from dns_server import SERVFAIL, DnsServer
-from service import has_ipv6, until
+from service import needs_ipv6, until
 
 BLOCK = 16
 NAME = "engines.test"
@@ -241,7 +241,7 @@ def test_replicas_share_requests_of_engines_that_they_number_otherwise(
         until(lambda: active_blocks(other) == 0, "the load to be gone")
 
 
-@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
+@needs_ipv6
 def test_engines_at_ipv6_addresses(server: DnsServer) -> None:
     with MockerAt("::1") as six:
         server.names["six.test"] = ["::1", "127.0.0.9"]

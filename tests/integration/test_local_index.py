@@ -19,7 +19,7 @@ from kvflash.transport.local_index import LocalIndex, join, question
 from kvflash.transport.nats_core import NatsCorePublisher, NatsCoreReceiver
 from kvflash.transport.zmq_query import ZmqQueryServer, take_dump, zmq_ask
 from servers import NatsServer
-from service import VECTORS, Engine, until
+from service import VECTORS, Engine, needs_ipv6, until
 
 BLOCK = 4
 SUBJECT = names.event_subject("ns", "backend")
@@ -244,12 +244,13 @@ def test_a_worker_that_does_not_answer_is_followed_all_the_same(settings, closin
     until(lambda: router.held() == 4, "the worker to be there")
 
 
-def test_over_zmq_without_a_broker_what_no_ring_has_comes_with_the_dump() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
+def test_over_zmq_without_a_broker_what_no_ring_has_comes_with_the_dump(host: str) -> None:
     """The engine's replay begins at batch 8; the dump has what was before."""
     index = local_index(ring=4)
     for number in range(10):
         index.record(number, batch(number))
-    server = ZmqQueryServer(index)
+    server = ZmqQueryServer(index, host=host)
     engine = Engine()
     catalog = Catalog()
     receiver = ZmqReceiver(catalog)

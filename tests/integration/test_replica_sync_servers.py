@@ -20,7 +20,7 @@ from kvflash.transport.channel import ZmqChannel
 from kvflash.transport.nats_channel import NatsChannel
 from kvflash.transport.nats_connection import connect
 from servers import EtcdServer, NatsServer
-from service import VECTORS, until
+from service import VECTORS, needs_ipv6, until
 
 LONGEST_HASH = (1 << 64) - 1
 
@@ -57,7 +57,7 @@ class Load:
         pass
 
 
-@pytest.fixture(params=["nats", "zmq"])
+@pytest.fixture(params=["nats", "127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
 def router(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., tuple[ReplicaSyncService, Load]]]:
@@ -73,7 +73,7 @@ def router(
 
     async def channel() -> Any:
         if nats_server is None:
-            return ZmqChannel()
+            return ZmqChannel(request.param)
         client = await connect(NatsSettings(servers=(nats_server.url,)), name="test")
         return NatsChannel(client, names.replica_sync_subject("ns", "backend"), is_owned=True)
 

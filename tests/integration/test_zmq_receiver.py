@@ -26,8 +26,8 @@ from service import (
     batch,
     cleared,
     dumped_blocks,
-    has_ipv6,
     listener,
+    needs_ipv6,
     removed,
     stored,
     until,
@@ -103,7 +103,7 @@ def one(name=1, ids=(1, 2), parent=None):
     return batch(stored([name], ids, parent, block_size=SIZE))
 
 
-@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
+@needs_ipv6
 def test_events_and_replay_of_an_engine_at_an_ipv6_address(http, engine):
     made, held = engine(endpoint="tcp://[::1]:*"), Holdings(7)
     register(http, made)

@@ -12,6 +12,7 @@ import zmq.asyncio
 from kvflash._core import compute_block_hash_for_seq
 from kvflash.errors import InvalidArgumentError
 from kvflash.publisher import arguments
+from kvflash.transport.zmq_socket import dial
 
 __all__ = ["ZmqKvEventListener"]
 
@@ -47,7 +48,7 @@ class ZmqKvEventListener:
         self._socket.setsockopt(zmq.MAXMSGSIZE, _FRAME_BYTES_MAX)
         self._socket.setsockopt(zmq.SUBSCRIBE, zmq_topic.encode())
         try:
-            self._socket.connect(zmq_endpoint)
+            dial(self._socket, zmq_endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise InvalidArgumentError(

@@ -13,6 +13,7 @@ import zmq
 from kvflash.errors import KvflashError
 from kvflash.outage import Outage
 from kvflash.publisher.brokered import BrokerOutlet
+from kvflash.transport.zmq_socket import dial
 
 __all__ = ["Relay"]
 
@@ -60,7 +61,7 @@ class Relay:
         ):
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
-        self._socket.connect(endpoint)
+        dial(self._socket, endpoint)
         self._expected: int | None = None
         self._replayed: OrderedDict[int, int] = OrderedDict()
         self._counts = {"relayed_batches": 0, "missed_batches": 0, "restarts": 0}
@@ -163,7 +164,7 @@ class Relay:
         try:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
-            socket.connect(self._replay_endpoint)
+            dial(socket, self._replay_endpoint)
             socket.send_multipart([b"", first.to_bytes(8, "big")])
             waited_ms = 0
             while not self._is_closed.is_set() and waited_ms < _REPLAY_MS:

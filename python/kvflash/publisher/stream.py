@@ -22,6 +22,7 @@ import zmq
 
 from kvflash.errors import ClosedError, ConfigError
 from kvflash.publisher.wire import encode_batch
+from kvflash.transport.zmq_socket import netloc
 
 __all__ = ["EventStream"]
 
@@ -307,16 +308,14 @@ class EventStream:
 def _bind(socket: zmq.Socket[Any], host: str, port: int, field: str) -> str:
     """Bind and return the URL to connect to."""
     host = host.strip("[]")
-    is_ipv6 = ":" in host
-    socket.setsockopt(zmq.IPV6, int(is_ipv6))
-    netloc = f"[{host}]" if is_ipv6 else host
+    address = netloc(socket, host)
     try:
-        socket.bind(f"tcp://{netloc}:{port}")
+        socket.bind(f"tcp://{address}:{port}")
     except zmq.ZMQError as error:
         is_foreign = error.errno in (errno.ENODEV, errno.EADDRNOTAVAIL)
         name, value = ("host", host) if is_foreign else (field, port)
         raise ConfigError(f"{name}: can't bind {value} on {host}: {error.strerror}") from error
     bound = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
     # A wildcard is no address to connect to.
-    reachable = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "::": "[::1]"}.get(host, netloc)
+    reachable = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "::": "[::1]"}.get(host, address)
     return f"tcp://{reachable}:{bound}"

@@ -10,6 +10,8 @@ from typing import Protocol
 import zmq
 import zmq.asyncio
 
+from kvflash.transport.zmq_socket import dial, netloc
+
 __all__ = ["Channel", "ZmqChannel"]
 
 logger = logging.getLogger(__name__)
@@ -58,8 +60,8 @@ class ZmqChannel:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
         self._sub.setsockopt(zmq.SUBSCRIBE, b"")
-        port = self._pub.bind_to_random_port(f"tcp://{host}")
-        self.endpoint = f"tcp://{host}:{port}"
+        address = f"tcp://{netloc(self._pub, host)}"
+        self.endpoint = f"{address}:{self._pub.bind_to_random_port(address)}"
         self._followed: set[str] = set()
         self._is_closed = False
 
@@ -84,7 +86,7 @@ class ZmqChannel:
                 self._sub.disconnect(endpoint)
         for endpoint in wanted - self._followed:
             try:
-                self._sub.connect(endpoint)
+                dial(self._sub, endpoint)
             except zmq.ZMQError as error:
                 logger.warning("can't connect to the router at %s: %s", endpoint, error)
         self._followed = wanted

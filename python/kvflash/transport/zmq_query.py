@@ -14,6 +14,7 @@ import zmq
 from kvflash._core import Catalog
 from kvflash.errors import ConfigError, TransportError
 from kvflash.transport.local_index import Answer, LocalIndex, join, question
+from kvflash.transport.zmq_socket import dial, netloc
 
 __all__ = ["ZmqQueryServer", "take_dump", "zmq_ask"]
 
@@ -47,7 +48,7 @@ class ZmqQueryServer:
         self._socket.setsockopt(zmq.MAXMSGSIZE, _QUESTION_BYTES_MAX)
         self._socket.set_hwm(_QUEUE_PARTS)
         try:
-            self._socket.bind(f"tcp://{host}:{port}")
+            self._socket.bind(f"tcp://{netloc(self._socket, host)}:{port}")
         except zmq.ZMQError as error:
             self._context.destroy(0)
             raise ConfigError(f"can't answer at tcp://{host}:{port}: {error}") from None
@@ -94,7 +95,7 @@ def zmq_ask(
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     try:
-        socket.connect(endpoint)
+        dial(socket, endpoint)
         socket.send_multipart([b"", question(start, end)])
         parts: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + timeout_s

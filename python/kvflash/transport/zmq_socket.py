@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import resource
+from typing import Any
 
 import zmq
 
 from kvflash.transport.options import ZmqOptions
 
-__all__ = ["dial", "dialable", "explain", "open_replay", "open_stream"]
+__all__ = ["dial", "dialable", "explain", "netloc", "open_replay", "open_stream"]
 
 _MONITORED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -64,7 +65,7 @@ def open_replay(
     return socket
 
 
-def dial(socket: zmq.Socket[bytes], endpoint: str) -> None:
+def dial(socket: zmq.Socket[Any], endpoint: str) -> None:
     """Connect to an engine's socket.
 
     Raises:
@@ -74,6 +75,13 @@ def dial(socket: zmq.Socket[bytes], endpoint: str) -> None:
     # would look for IPv6 first.
     socket.setsockopt(zmq.IPV6, int("://[" in endpoint))
     socket.connect(dialable(endpoint))
+
+
+def netloc(socket: zmq.Socket[Any], host: str) -> str:
+    """``host`` as it stands in the address that ``socket`` is about to bind."""
+    is_ipv6 = ":" in host
+    socket.setsockopt(zmq.IPV6, int(is_ipv6))
+    return f"[{host}]" if is_ipv6 else host
 
 
 def dialable(endpoint: str) -> str:
