@@ -224,7 +224,7 @@ fn all_failed(app: &App, tried: &[InstanceId], last: Option<Failed>) -> Reject {
         failed.message
     );
     let mut reject = Reject::new(failed.status, message);
-    if failed.status == StatusCode::SERVICE_UNAVAILABLE {
+    if matches!(failed.status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS) {
         reject.retry_after_s = Some(1);
     }
     reject

@@ -18,7 +18,7 @@ use super::super::disagg::Handoff;
 use super::super::engine::Engine;
 use super::super::metrics::OutcomeLabel;
 use super::call::{Ask, Opened, failed};
-use super::chunks::Collected;
+use super::chunks::{self, Collected};
 use super::item::Item;
 use super::plane::{Cause, Items, PlaneError};
 use super::spec::ModelInput;
@@ -211,10 +211,13 @@ impl Answer {
             return Ok(());
         };
         self.pieces += 1;
-        let chunk = match text_chunk(&payload)? {
+        let chunk = match chunks::parse(&payload)? {
             Value::String(piece) => self.wording.chunk(&piece),
             chunk => chunk,
         };
+        if let Some(error) = chunks::failure(&chunk) {
+            return Err(error);
+        }
         self.note_usage(&chunk);
         collected.take(self.ask.api, chunk);
         Ok(())
@@ -229,11 +232,16 @@ impl Answer {
                 return Ok(());
             };
             self.pieces += 1;
-            match text_chunk(&payload)? {
+            match chunks::parse(&payload)? {
                 Value::String(piece) => self.wording.piece(&piece, out),
                 chunk => {
                     self.note_usage(&chunk);
                     out.push_str(&format!("data: {chunk}\n\n"));
+                    // The client has the worker's own words, and nothing can come behind them.
+                    if let Some(error) = chunks::failure(&chunk) {
+                        self.broken(&error);
+                        out.push_str(DONE);
+                    }
                 }
             }
             return Ok(());
@@ -383,10 +391,4 @@ fn drain(items: Option<Items>) {
         // One that goes on is cut off, as by any client that has enough.
         let _ = tokio::time::timeout(LAST_FRAME_TIME, rest).await;
     });
-}
-
-fn text_chunk(payload: &[u8]) -> Result<Value, PlaneError> {
-    rmp_serde::from_slice(payload).map_err(|error| {
-        PlaneError::new(Cause::Protocol, format!("an item that can't be read: {error}"))
-    })
 }

@@ -3,6 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use super::super::plan::Api;
+use super::plane::{Cause, PlaneError};
 
 /// Puts the chunks of a stream together to a whole answer.
 #[derive(Debug, Default)]
@@ -87,6 +88,33 @@ impl Collected {
     }
 }
 
+/// Read an item of a worker of text.
+///
+/// # Errors
+/// `Protocol` for what is none.
+pub(super) fn parse(payload: &[u8]) -> Result<Value, PlaneError> {
+    rmp_serde::from_slice(payload).map_err(|error| {
+        PlaneError::new(Cause::Protocol, format!("an item that can't be read: {error}"))
+    })
+}
+
+/// The failure that a worker tells of in a chunk: OpenAI's `{"error": ...}`, or an error object by itself.
+pub(super) fn failure(chunk: &Value) -> Option<PlaneError> {
+    let is_bare = chunk.get("object").is_some_and(|object| object == "error");
+    let error = if is_bare { Some(chunk) } else { chunk.get("error") };
+    let error = error.filter(|error| !error.is_null())?;
+    let said = error.get("message").and_then(Value::as_str).or_else(|| error.as_str());
+    let message = said.map_or_else(|| error.to_string(), str::to_owned);
+    let number = |value: &Value| value.as_u64().or_else(|| value.as_str()?.parse().ok());
+    let mut named = ["code", "status"].iter().filter_map(|key| number(error.get(key)?));
+    let cause = match named.find(|status| (400..600).contains(status)) {
+        Some(status @ 400..500) => Cause::Refused(status as u16),
+        Some(503) => Cause::Worker("overloaded".to_owned()),
+        _ => Cause::Worker("internal".to_owned()),
+    };
+    Some(PlaneError::new(cause, message))
+}
+
 /// Texts are continued, tool calls merged by their index; anything else counts as it came last.
 fn merge(known: &mut Value, value: &Value, key: &str) {
     match (known, value) {
@@ -139,6 +167,33 @@ mod tests {
         assert_eq!(message["tool_calls"][0]["function"]["arguments"], "{}");
         assert_eq!(answer["choices"][0]["finish_reason"], "tool_calls");
         assert_eq!(answer["usage"]["prompt_tokens"], 4);
+    }
+
+    #[test]
+    fn errors_among_the_chunks_keep_their_words_and_status() {
+        let internal = || Cause::Worker("internal".to_owned());
+        for (chunk, wanted) in [
+            (json!({"error": {"message": "x", "code": 400}}), Some((Cause::Refused(400), "x"))),
+            (json!({"error": {"message": "x", "code": "429"}}), Some((Cause::Refused(429), "x"))),
+            (json!({"error": {"message": "x", "code": "bad_key"}}), Some((internal(), "x"))),
+            (json!({"error": {"message": "x", "code": 500}}), Some((internal(), "x"))),
+            (
+                json!({"error": {"message": "x", "status": 503}}),
+                Some((Cause::Worker("overloaded".to_owned()), "x")),
+            ),
+            (json!({"error": "x"}), Some((internal(), "x"))),
+            (json!({"error": {"why": 1}}), Some((internal(), "{\"why\":1}"))),
+            (
+                json!({"object": "error", "message": "x", "code": 404}),
+                Some((Cause::Refused(404), "x")),
+            ),
+            (json!({"error": null, "choices": []}), None),
+            (json!("error"), None),
+        ] {
+            let got = failure(&chunk).map(|error| (error.cause, error.message));
+            let wanted = wanted.map(|(cause, message)| (cause, message.to_owned()));
+            assert_eq!(got, wanted, "{chunk}");
+        }
     }
 
     #[test]
