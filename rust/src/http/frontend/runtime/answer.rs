@@ -23,7 +23,7 @@ use super::item::Item;
 use super::plane::{Cause, Items, PlaneError};
 use super::spec::ModelInput;
 use super::wording::{DONE, Usage, Wording};
-use super::writing::Writing;
+use super::writing::{Ending, Writing};
 use crate::router;
 use crate::select::{Outcome, Reservation};
 
@@ -67,6 +67,8 @@ pub(in super::super) struct Answer {
     /// Chunks of a worker of text; `usage` has its tokens once it has told them.
     pieces: u64,
     includes_usage: bool,
+    /// The worker yields plain strings: nobody but this side says when its text is over.
+    is_plain: bool,
     is_opened: bool,
     end: End,
     in_flight: InFlight,
@@ -110,6 +112,7 @@ impl Answer {
             items: Some(opened.items),
             first: Some(opened.first),
             content,
+            is_plain: false,
             is_opened: false,
             end: End::Open,
             in_flight,
@@ -208,11 +211,17 @@ impl Answer {
         }
         let Some(payload) = payload else {
             self.end = End::Complete;
+            if self.is_plain {
+                collected.close();
+            }
             return Ok(());
         };
         self.pieces += 1;
         let chunk = match chunks::parse(&payload)? {
-            Value::String(piece) => self.wording.chunk(&piece),
+            Value::String(piece) => {
+                self.is_plain = true;
+                self.wording.chunk(&piece)
+            }
             chunk => chunk,
         };
         if let Some(error) = chunks::failure(&chunk) {
@@ -228,12 +237,20 @@ impl Answer {
         if let Content::Text = self.content {
             let Some(payload) = payload else {
                 self.end = End::Complete;
-                out.push_str(DONE);
+                match self.is_plain {
+                    true => self.wording.closing(&Ending::plain("stop"), None, out),
+                    false => out.push_str(DONE),
+                }
                 return Ok(());
             };
             self.pieces += 1;
             match chunks::parse(&payload)? {
-                Value::String(piece) => self.wording.piece(&piece, out),
+                Value::String(piece) => {
+                    if !std::mem::replace(&mut self.is_plain, true) {
+                        self.wording.opening(out);
+                    }
+                    self.wording.piece(&piece, out);
+                }
                 chunk => {
                     self.note_usage(&chunk);
                     out.push_str(&format!("data: {chunk}\n\n"));
