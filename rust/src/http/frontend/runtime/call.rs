@@ -159,9 +159,8 @@ async fn send(
                 // A worker's error within its first item is a failed attempt as well.
                 let parsed = match member.spec.card.model_input {
                     ModelInput::Tokens => Item::parse(&first).map(drop),
-                    ModelInput::Text => chunks::parse(&first).and_then(|chunk| {
-                        chunks::failure(&chunk).map_or(Ok(()), Err)
-                    }),
+                    ModelInput::Text => chunks::parse(&first)
+                        .and_then(|chunk| chunks::failure(&chunk).map_or(Ok(()), Err)),
                 };
                 parsed.map_err(|error| failed(&engine, error))?;
                 Ok(Opened {

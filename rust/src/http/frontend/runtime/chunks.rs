@@ -215,17 +215,25 @@ mod tests {
         assert_eq!(message["function_call"], json!({"name": "f", "arguments": "{\"x\":1}"}));
         let audio = json!({"id": "au", "data": "QUJD", "transcript": "hello", "expires_at": 7});
         assert_eq!((&message["audio"], &message["refusal"]), (&audio, &json!("nope")));
-        let tokens: Vec<_> =
-            choice["logprobs"]["content"].as_array().unwrap().iter().map(|one| &one["token"]).collect();
+        let tokens: Vec<_> = choice["logprobs"]["content"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|one| &one["token"])
+            .collect();
         assert_eq!(tokens, [0, 1, 2]);
-        assert_eq!((&choice["token_ids"], &choice["finish_reason"]), (&json!([0, 1, 2]), &json!("function_call")));
+        assert_eq!(
+            (&choice["token_ids"], &choice["finish_reason"]),
+            (&json!([0, 1, 2]), &json!("function_call"))
+        );
     }
 
     #[test]
     fn completions_keep_their_log_probabilities() {
         let mut collected = Collected::default();
         for (text, offset) in [("x", 0), ("y", 1)] {
-            let logprobs = json!({"tokens": [text], "text_offset": [offset], "top_logprobs": [{text: -0.5}]});
+            let logprobs =
+                json!({"tokens": [text], "text_offset": [offset], "top_logprobs": [{text: -0.5}]});
             let choice = json!({"index": 0, "text": text, "logprobs": logprobs});
             collected.take(Api::Completions, json!({"choices": [choice]}));
         }
