@@ -425,7 +425,8 @@ def test_client_that_leaves_ends_its_request_at_the_engine(
     aborted = mocker.metric("mocker:requests_aborted_total")
     prompt = {"messages": [{"role": "user", "content": "x"}]} if path == CHAT else {"prompt": "x"}
     body = {"model": "m", **prompt, "max_tokens": 4_000, "stream": moment == "streaming"}
-    calls = [Call(frontend.url, path, body) for _ in range(5)]
+    names = [{"x-request-id": f"{moment}-{path}-{n}".replace("/", "-")} for n in range(5)]
+    calls = [Call(frontend.url, path, body, name) for name in names]
     mocker.wait_metric("vllm:num_requests_running", 5)
     label = 'kvflash_worker_active_requests{worker="1:0"}'
     assert frontend.metrics()[label] == 5
@@ -439,11 +440,13 @@ def test_client_that_leaves_ends_its_request_at_the_engine(
     assert mocker.metric("mocker:requests_aborted_total") - aborted == 5
     frontend.wait_idle()
     assert frontend.metrics()[label] == 0
-    if moment == "streaming":
-        until(
-            lambda: frontend.metric("kvflash_clients_gone_total") - gone == 5,
-            "the clients to be counted",
-        )
+    until(
+        lambda: frontend.metric("kvflash_clients_gone_total") - gone == 5,
+        "the clients to be counted",
+    )
+    for name in names:
+        (decision,) = frontend.http.get(f"/why/{name['x-request-id']}")["decisions"]
+        assert decision["outcome"] == "client_gone"
 
 
 def test_client_that_leaves_while_the_prompt_is_tokenized() -> None:
@@ -463,6 +466,7 @@ def test_client_that_leaves_while_the_prompt_is_tokenized() -> None:
         release.set()
         # Nobody waits for an answer any more, so the engine is not asked for one.
         assert fake.received == []
+        assert kv.metric("kvflash_clients_gone_total") == 1
 
 
 def test_hanging_tokenizer_costs_credit_not_the_request() -> None:
