@@ -462,6 +462,24 @@ fn templates_are_chosen_as_transformers_does() {
 }
 
 #[test]
+fn lines_of_templates_end_as_jinja_ends_them() {
+    let unix = "{% for m in messages %}\n  {%- if m.role %}\n{{ m.content + 'a\nb' }}\n  {% endif %}\n{% endfor %}\n{{ 1 }}\n";
+    let body = json!({"messages": [{"role": "user", "content": "x\r\ny"}]});
+    let wanted = render(unix, &body, TemplateOptions::default());
+    assert_eq!(wanted, rendered("x\r\nya\nb\n1"));
+    for end in ["\r\n", "\r"] {
+        let source = unix.replace('\n', end);
+        assert_eq!(render(&source, &body, TemplateOptions::default()), wanted, "{end:?}");
+        let folder = folder(&[("chat_template.jinja", source.into())]);
+        let template = ChatTemplate::from_folder(folder.path(), TemplateOptions::default());
+        let template = template.expect("loads").expect("a template");
+        let request = body.to_string();
+        let request = ChatRequest::parse(request.as_bytes()).expect("a request");
+        assert_eq!(template.render(&request), wanted, "{end:?}");
+    }
+}
+
+#[test]
 fn what_cannot_be_reproduced_is_said_and_not_guessed() {
     let source = "{% for m in messages %}{{ m.content }}{% endfor %}";
     let image = json!({"messages": [{"role": "user", "content": [

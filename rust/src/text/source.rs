@@ -1,5 +1,7 @@
 //! Template sources, rewritten where the two template engines differ in what they can be told.
 //!
+//! - Lines end with a line feed, whatever they ended with in the file: Jinja reads text and string
+//!   literals so.
 //! - `{% generation %}` only marks what an assistant said: to the text it is a scope, so it becomes
 //!   `{% with %}`.
 //! - `a ~ b` joins what Python's `str()` makes of both sides. The engine used here writes values
@@ -27,47 +29,85 @@ const KEYWORDS: [&str; 17] = [
     "block",
 ];
 
-/// The template to compile for `source`.
-pub(super) fn rewrite(source: &str) -> String {
-    let mut out = String::with_capacity(source.len());
+/// What a piece of a template is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// Copied to the prompt; what is raw as well.
+    Text,
+    Comment,
+    Statement,
+    Expression,
+}
+
+/// A piece of a template.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Piece<'a> {
+    pub(super) kind: Kind,
+    text: &'a str,
+}
+
+impl<'a> Piece<'a> {
+    /// What stands between the delimiters; all of a text.
+    pub(super) fn body(&self) -> &'a str {
+        let close = match self.kind {
+            Kind::Text => return self.text,
+            Kind::Comment => "#}",
+            Kind::Statement => "%}",
+            Kind::Expression => "}}",
+        };
+        self.text[2..].strip_suffix(close).unwrap_or(&self.text[2..])
+    }
+}
+
+/// The pieces of a template, in order: together they are the template.
+pub(super) fn pieces(source: &str) -> Vec<Piece<'_>> {
+    let mut pieces = Vec::new();
     let mut rest = source;
     while let Some(start) =
         rest.find("{%").into_iter().chain(rest.find("{{")).chain(rest.find("{#")).min()
     {
-        out.push_str(&rest[..start]);
-        rest = &rest[start..];
-        let close = match &rest[..2] {
-            "{%" => "%}",
-            "{{" => "}}",
-            _ => "#}",
+        let (text, block) = rest.split_at(start);
+        let (kind, end) = match &block[..2] {
+            "{%" => (Kind::Statement, 2 + closing(&block[2..], "%}")),
+            "{{" => (Kind::Expression, 2 + closing(&block[2..], "}}")),
+            _ => (Kind::Comment, block.find("#}").map_or(block.len(), |at| at + 2)),
         };
-        let end = match close {
-            "#}" => rest.find(close).map_or(rest.len(), |at| at + 2),
-            _ => 2 + closing(&rest[2..], close),
-        };
-        let (block, after) = rest.split_at(end);
-        let body = block[2..].strip_suffix(close).unwrap_or(&block[2..]);
-        match body.trim_matches(['-', '+']).trim() {
-            word @ ("generation" | "endgeneration") if close == "%}" => {
-                let with = word.replace("generation", "with");
-                out.push_str(&block.replacen(word, &with, 1));
-            }
-            // What is raw is text: up to its end nothing is looked at.
-            "raw" if close == "%}" => {
-                let end = after.find("endraw").unwrap_or(after.len());
-                out.extend([block, &after[..end]]);
-                rest = &after[end..];
-                continue;
-            }
-            _ if close != "#}" && body.contains('~') => {
-                out.extend([&block[..2], &join_as_strings(body)]);
-                out.push_str(&block[2 + body.len()..]);
-            }
-            _ => out.push_str(block),
+        let piece = Piece { kind, text: &block[..end] };
+        rest = &block[end..];
+        pieces.extend([Piece { kind: Kind::Text, text }, piece]);
+        // What is raw is text: up to its end nothing is looked at.
+        if kind == Kind::Statement && piece.body().trim_matches(['-', '+']).trim() == "raw" {
+            let (raw, after) = rest.split_at(rest.find("endraw").unwrap_or(rest.len()));
+            pieces.push(Piece { kind: Kind::Text, text: raw });
+            rest = after;
         }
-        rest = after;
     }
-    out.push_str(rest);
+    pieces.push(Piece { kind: Kind::Text, text: rest });
+    pieces
+}
+
+/// The template with line feeds only.
+pub(super) fn unix_lines(source: &str) -> String {
+    source.replace("\r\n", "\n").replace('\r', "\n")
+}
+
+/// The template to compile for `source`.
+pub(super) fn rewrite(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    for piece in pieces(source) {
+        let body = piece.body();
+        match (piece.kind, body.trim_matches(['-', '+']).trim()) {
+            (Kind::Statement, word @ ("generation" | "endgeneration")) => {
+                let with = word.replace("generation", "with");
+                out.push_str(&piece.text.replacen(word, &with, 1));
+            }
+            (Kind::Statement | Kind::Expression, _) if body.contains('~') => {
+                out.extend([&piece.text[..2], &join_as_strings(body)]);
+                out.push_str(&piece.text[2 + body.len()..]);
+            }
+            _ => out.push_str(piece.text),
+        }
+    }
     out
 }
 
@@ -87,7 +127,7 @@ fn closing(text: &str, close: &str) -> usize {
 }
 
 /// Length of the string literal that `text` starts with.
-fn quoted(text: &str) -> usize {
+pub(super) fn quoted(text: &str) -> usize {
     let quote = text.as_bytes()[0];
     let mut is_escaped = false;
     for (at, &byte) in text.as_bytes().iter().enumerate().skip(1) {
@@ -227,6 +267,11 @@ mod tests {
             prop_assert!(text.contains('~') || rewritten == text);
             prop_assert_eq!(rewritten.replace("|string", ""), text.replace("|string", ""));
         }
+    }
+
+    #[test]
+    fn lines_end_with_a_line_feed() {
+        assert_eq!(unix_lines("a\r\n{{ 'b\r' }}\r\r\nc\n"), "a\n{{ 'b\n' }}\n\nc\n");
     }
 
     #[test]

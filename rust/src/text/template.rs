@@ -13,7 +13,7 @@ use super::content::{ContentFormat, detect_sglang, detect_vllm};
 use super::jinja::environment;
 use super::message::{Dialect, Stop, prepare_messages, prepare_tools};
 use super::request::ChatRequest;
-use super::source::rewrite;
+use super::source::{rewrite, unix_lines};
 use crate::error::{Error, Result};
 
 /// Put behind a message that is to be continued, and looked for in the rendered text.
@@ -124,6 +124,7 @@ impl ChatTemplate {
         let mut environment = environment(options.clock.clone());
         let mut formats = Vec::with_capacity(templates.len());
         for (name, source) in templates {
+            let source = &unix_lines(source);
             let found = match options.dialect {
                 Dialect::Vllm => detect_vllm(source),
                 Dialect::Sglang => detect_sglang(source),
