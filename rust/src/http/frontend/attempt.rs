@@ -177,10 +177,12 @@ pub(super) async fn attempt(
                 None => break,
             }
         }
-        let is_event_stream = parts
-            .headers
-            .get(header::CONTENT_TYPE)
-            .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"));
+        // One that is compressed has no lines to be seen, and nothing can be said inside it.
+        let is_event_stream = !parts.headers.contains_key(header::CONTENT_ENCODING)
+            && parts
+                .headers
+                .get(header::CONTENT_TYPE)
+                .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"));
         let head =
             Head { status: parts.status, headers: client_headers(parts.headers), is_event_stream };
         Ok((head, first, upstream))
