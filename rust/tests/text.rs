@@ -619,6 +619,28 @@ fn no_increment_ends_inside_a_character() {
     assert!(parts.iter().all(|part| !part.contains(char::REPLACEMENT_CHARACTER)), "{parts:?}");
 }
 
+#[test]
+fn bytes_without_an_end_spoil_nothing_before_them() {
+    let folder = folder(&[("tokenizer.json", sentence_piece(Value::Null, Value::Null))]);
+    let tokenizer = Tokenizer::from_folder(folder.path(), CacheOptions::default()).expect("loads");
+    let ids = tokenizer.encode("a\u{65e5}\u{672c}", false).expect("ids");
+    for cut in 1..=2 {
+        let mut stream = Detokenizer::new(&tokenizer, true);
+        let ids = &ids[..ids.len() - cut];
+        let mut text: String = ids.iter().map(|&id| stream.push(id).expect("text")).collect();
+        assert_eq!(text, "a\u{65e5}");
+        text.push_str(&stream.finish().expect("text"));
+        // As the library writes them: one for each byte that makes no character.
+        assert_eq!(text, format!("a\u{65e5}{}", "\u{fffd}".repeat(3 - cut)));
+    }
+    let mut broken = ids.clone();
+    let x = tokenizer.token_to_id("x").expect("a letter");
+    broken.splice(ids.len() - 1.., [x]);
+    let mut stream = Detokenizer::new(&tokenizer, true);
+    let text: String = broken.iter().map(|&id| stream.push(id).expect("text")).collect();
+    assert_eq!(text, "a\u{65e5}\u{fffd}\u{fffd}x");
+}
+
 // ---- figures ------------------------------------------------------------------------------------
 
 /// Pseudo-random English-like text: the same in every run.
