@@ -462,6 +462,24 @@ fn templates_are_chosen_as_transformers_does() {
 }
 
 #[test]
+fn values_are_written_as_python_writes_them() {
+    let body = json!({
+        "messages": [{"role": "user", "content": "x"}],
+        "chat_template_kwargs": {"documents": [{"text": "kept"}], "family": "\u{1f469}\u{200d}\u{1f467}"},
+    });
+    let source = r"{{ ['a'] + ['b'] }} {{ [family] }} {{ '\U0001F469\/' }} {{ documents }}
+        {%- set ns = namespace(l=[]) %}
+        {%- for m in messages %}{% set ns.l = ns.l + [m.role] %}{% endfor %} {{ ns.l }}";
+    let wanted =
+        "['a', 'b'] ['\u{1f469}\\u200d\u{1f467}'] \u{1f469}\\/ [{'text': 'kept'}] ['user']";
+    assert_eq!(render(source, &body, TemplateOptions::default()), rendered(wanted));
+    let own = json!({"messages": [], "documents": [1], "chat_template_kwargs": {"documents": [2]}});
+    assert_eq!(render("{{ documents }}", &own, TemplateOptions::default()), rendered("[1]"));
+    let none = json!({"messages": []});
+    assert_eq!(render("{{ documents }}", &none, TemplateOptions::default()), rendered("None"));
+}
+
+#[test]
 fn lines_of_templates_end_as_jinja_ends_them() {
     let unix = "{% for m in messages %}\n  {%- if m.role %}\n{{ m.content + 'a\nb' }}\n  {% endif %}\n{% endfor %}\n{{ 1 }}\n";
     let body = json!({"messages": [{"role": "user", "content": "x\r\ny"}]});

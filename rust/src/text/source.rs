@@ -7,6 +7,7 @@
 //! - `a ~ b` joins what Python's `str()` makes of both sides. The engine used here writes values
 //!   its own way (`true`, `none`) and cannot be told otherwise, but filters can: the operands get
 //!   a `|string`.
+//! - String literals have Python's escapes: `'\U0001F469'` is a character, and `'\/'` has a backslash.
 
 /// Words that stand between operands.
 const KEYWORDS: [&str; 17] = [
@@ -101,9 +102,10 @@ pub(super) fn rewrite(source: &str) -> String {
                 let with = word.replace("generation", "with");
                 out.push_str(&piece.text.replacen(word, &with, 1));
             }
-            (Kind::Statement | Kind::Expression, _) if body.contains('~') => {
-                out.extend([&piece.text[..2], &join_as_strings(body)]);
-                out.push_str(&piece.text[2 + body.len()..]);
+            (Kind::Statement | Kind::Expression, _) if body.contains(['~', '\\']) => {
+                let plain = plain_escapes(body);
+                let joined = if body.contains('~') { join_as_strings(&plain) } else { plain };
+                out.extend([&piece.text[..2], &joined, &piece.text[2 + body.len()..]]);
             }
             _ => out.push_str(piece.text),
         }
@@ -139,6 +141,60 @@ pub(super) fn quoted(text: &str) -> usize {
         }
     }
     text.len()
+}
+
+/// The code with its literals' escapes as both template engines read them.
+fn plain_escapes(body: &str) -> String {
+    let mut out = String::with_capacity(body.len());
+    let mut at = 0;
+    while at < body.len() {
+        let rest = &body[at..];
+        let length = match rest.as_bytes()[0] {
+            b'\'' | b'"' => quoted(rest),
+            _ => {
+                out.push_str(&rest[..width(rest)]);
+                at += width(rest);
+                continue;
+            }
+        };
+        let mut literal = &rest[..length];
+        at += length;
+        while let Some(start) = literal.find('\\') {
+            out.push_str(&literal[..start]);
+            let escape = &literal[start..];
+            let (length, plain) = plain_escape(escape);
+            out.push_str(plain.as_deref().unwrap_or(&escape[..length]));
+            literal = &escape[length..];
+        }
+        out.push_str(literal);
+    }
+    out
+}
+
+/// Length of the escape that `text` starts with, and what stands for it where the engines differ.
+fn plain_escape(text: &str) -> (usize, Option<String>) {
+    let mut characters = text.chars();
+    match characters.nth(1) {
+        None => (1, None),
+        // A backslash that escapes nothing stays.
+        Some('/') => (2, Some(r"\\/".to_owned())),
+        Some('a') => (2, Some(r"\x07".to_owned())),
+        Some('v') => (2, Some(r"\x0b".to_owned())),
+        // The line goes on.
+        Some('\n') => (2, Some(String::new())),
+        Some('U') => {
+            let code = text.get(2..10).and_then(|hex| u32::from_str_radix(hex, 16).ok());
+            match code.and_then(char::from_u32) {
+                // Quotes and delimiters among them stay escapes.
+                Some(character) if character.is_ascii() => {
+                    (10, Some(format!("\\x{:02x}", character as u32)))
+                }
+                Some(character) => (10, Some(character.to_string())),
+                None => (2, None),
+            }
+        }
+        Some(character) => (1 + character.len_utf8(), None),
+    }
 }
 
 /// Length of the bracketed group that `text` starts with.
@@ -264,8 +320,10 @@ mod tests {
         #[test]
         fn any_text_is_survived(text in "([{}%#~|()\\[\\]'\"\\\\é. a]|raw|endraw){0,40}") {
             let rewritten = rewrite(&text);
-            prop_assert!(text.contains('~') || rewritten == text);
-            prop_assert_eq!(rewritten.replace("|string", ""), text.replace("|string", ""));
+            prop_assert!(text.contains(['~', '\\']) || rewritten == text);
+            if !text.contains('\\') {
+                prop_assert_eq!(rewritten.replace("|string", ""), text.replace("|string", ""));
+            }
         }
     }
 
@@ -278,6 +336,22 @@ mod tests {
     fn generation_blocks_become_scopes() {
         let source = "a{%- generation -%} b {% endgeneration %}{% if x %}";
         assert_eq!(rewrite(source), "a{%- with -%} b {% endwith %}{% if x %}");
+    }
+
+    #[test]
+    fn escapes_are_pythons() {
+        let cases = [
+            (r"{{ '\U0001F469\U00000027' }}", r"{{ '\u{1f469}\x27' }}"),
+            (r#"{{ "a\/b\\/c\"" ~ x }}"#, r#"{{ "a\\/b\\/c\"" ~ x|string }}"#),
+            (r"{% if x == '\a\v\n\u00e9\x41\d' %}", r"{% if x == '\x07\x0b\n\u00e9\x41\d' %}"),
+            ("{{ 'a\\\nb' }}", "{{ 'ab' }}"),
+            (r"{{ '\U0001' }}\U0001F469{# '\/' #}", r"{{ '\U0001' }}\U0001F469{# '\/' #}"),
+            (r"{{ '\", r"{{ '\"),
+        ];
+        for (source, expected) in cases {
+            let expected = expected.replace(r"\u{1f469}", "\u{1f469}");
+            assert_eq!(rewrite(source), expected);
+        }
     }
 
     #[test]
