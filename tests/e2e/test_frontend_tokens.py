@@ -233,9 +233,12 @@ def test_a_request_larger_than_a_frame_is_refused_and_nobody_in_doubt() -> None:
 
 
 def test_adapters_and_models_are_listed_and_leave(frontend: EmbeddedFrontend) -> None:
-    with workers(frontend, worker := FakeWorker(21, lora_names=["tuned"])):
+    with workers(frontend, worker := FakeWorker(21, lora_names=["tuned", "org/fine tuned"])):
         listed = {one["id"]: one for one in frontend.http.get("/v1/models")["data"]}
-        assert set(listed) == {"m", "tuned"} and listed["m"]["max_model_len"] == 4096
+        assert set(listed) == {"m", "tuned", "org/fine tuned"}
+        assert listed["m"]["max_model_len"] == 4096
+        for path in ("org/fine%20tuned", "org%2Ffine%20tuned"):
+            assert frontend.http.get(f"/v1/models/{path}") == listed["org/fine tuned"]
         assert ask(frontend.url, CHAT, {**chat(), "model": "tuned"}).status == 200
         assert worker.received[0].payload["lora_name"] == "tuned"
     assert frontend.http.get("/v1/models")["data"] == []
