@@ -462,6 +462,42 @@ fn templates_are_chosen_as_transformers_does() {
 }
 
 #[test]
+fn values_are_written_as_python_writes_them() {
+    let body = json!({
+        "messages": [{"role": "user", "content": "x"}],
+        "chat_template_kwargs": {"documents": [{"text": "kept"}], "family": "\u{1f469}\u{200d}\u{1f467}"},
+    });
+    let source = r"{{ ['a'] + ['b'] }} {{ [family] }} {{ '\U0001F469\/' }} {{ documents }}
+        {%- set ns = namespace(l=[]) %}
+        {%- for m in messages %}{% set ns.l = ns.l + [m.role] %}{% endfor %} {{ ns.l }}";
+    let wanted =
+        "['a', 'b'] ['\u{1f469}\\u200d\u{1f467}'] \u{1f469}\\/ [{'text': 'kept'}] ['user']";
+    assert_eq!(render(source, &body, TemplateOptions::default()), rendered(wanted));
+    let own = json!({"messages": [], "documents": [1], "chat_template_kwargs": {"documents": [2]}});
+    assert_eq!(render("{{ documents }}", &own, TemplateOptions::default()), rendered("[1]"));
+    let none = json!({"messages": []});
+    assert_eq!(render("{{ documents }}", &none, TemplateOptions::default()), rendered("None"));
+}
+
+#[test]
+fn lines_of_templates_end_as_jinja_ends_them() {
+    let unix = "{% for m in messages %}\n  {%- if m.role %}\n{{ m.content + 'a\nb' }}\n  {% endif %}\n{% endfor %}\n{{ 1 }}\n";
+    let body = json!({"messages": [{"role": "user", "content": "x\r\ny"}]});
+    let wanted = render(unix, &body, TemplateOptions::default());
+    assert_eq!(wanted, rendered("x\r\nya\nb\n1"));
+    for end in ["\r\n", "\r"] {
+        let source = unix.replace('\n', end);
+        assert_eq!(render(&source, &body, TemplateOptions::default()), wanted, "{end:?}");
+        let folder = folder(&[("chat_template.jinja", source.into())]);
+        let template = ChatTemplate::from_folder(folder.path(), TemplateOptions::default());
+        let template = template.expect("loads").expect("a template");
+        let request = body.to_string();
+        let request = ChatRequest::parse(request.as_bytes()).expect("a request");
+        assert_eq!(template.render(&request), wanted, "{end:?}");
+    }
+}
+
+#[test]
 fn what_cannot_be_reproduced_is_said_and_not_guessed() {
     let source = "{% for m in messages %}{{ m.content }}{% endfor %}";
     let image = json!({"messages": [{"role": "user", "content": [
@@ -599,6 +635,28 @@ fn no_increment_ends_inside_a_character() {
     let parts: Vec<_> = ids.iter().map(|&id| stream.push(id).expect("text")).collect();
     assert!(parts.contains(&"\u{1f600}".to_owned()), "{parts:?}");
     assert!(parts.iter().all(|part| !part.contains(char::REPLACEMENT_CHARACTER)), "{parts:?}");
+}
+
+#[test]
+fn bytes_without_an_end_spoil_nothing_before_them() {
+    let folder = folder(&[("tokenizer.json", sentence_piece(Value::Null, Value::Null))]);
+    let tokenizer = Tokenizer::from_folder(folder.path(), CacheOptions::default()).expect("loads");
+    let ids = tokenizer.encode("a\u{65e5}\u{672c}", false).expect("ids");
+    for cut in 1..=2 {
+        let mut stream = Detokenizer::new(&tokenizer, true);
+        let ids = &ids[..ids.len() - cut];
+        let mut text: String = ids.iter().map(|&id| stream.push(id).expect("text")).collect();
+        assert_eq!(text, "a\u{65e5}");
+        text.push_str(&stream.finish().expect("text"));
+        // As the library writes them: one for each byte that makes no character.
+        assert_eq!(text, format!("a\u{65e5}{}", "\u{fffd}".repeat(3 - cut)));
+    }
+    let mut broken = ids.clone();
+    let x = tokenizer.token_to_id("x").expect("a letter");
+    broken.splice(ids.len() - 1.., [x]);
+    let mut stream = Detokenizer::new(&tokenizer, true);
+    let text: String = broken.iter().map(|&id| stream.push(id).expect("text")).collect();
+    assert_eq!(text, "a\u{65e5}\u{fffd}\u{fffd}x");
 }
 
 // ---- figures ------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import pytest
 from support_frontend import (
     CHAT,
     COMPLETIONS,
-    DONE,
     Answer,
     Behaviour,
     Call,
@@ -248,10 +247,40 @@ def test_stream_that_breaks_within_an_event(frontend: Frontend) -> None:
         exchange.chunk(b'data: {"n": "ha')
 
     with engines(frontend, FakeEngine("half", cut)):
-        got = ask(frontend.url, COMPLETIONS, prompt_of("half", stream=True))
-        assert got.body.endswith(DONE)
-        error = got.body.removesuffix(DONE).rstrip(b"\n").rpartition(b"\n")[2]
-        assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 502
+        # Half an event would be taken for a whole one, and fail as JSON before the error is read.
+        first, error = ask(frontend.url, COMPLETIONS, prompt_of("half", stream=True)).events
+        assert (first, error["error"]["code"]) == ({"n": 1}, 502)
+
+
+def test_events_that_come_in_parts_and_a_last_one_without_its_end(frontend: Frontend) -> None:
+    parts = [b"data: ", b'{"n": 1}', b"\n", b"\ndata: [DONE]"]
+
+    def drip(exchange: Exchange) -> bool:
+        exchange.open_stream()
+        for part in [*parts, b""]:
+            exchange.chunk(part)
+        return True
+
+    with engines(frontend, FakeEngine("parts", drip)):
+        got = ask(frontend.url, COMPLETIONS, prompt_of("parts", stream=True))
+        assert got.body == b"".join(parts)
+
+
+def test_a_compressed_stream_passes_as_it_comes(frontend: Frontend) -> None:
+    head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Encoding: gzip\r\n"
+    data = b"\x1f\x8b no line ends here"
+
+    def zipped(exchange: Exchange) -> None:
+        exchange.send(head.encode() + b"Transfer-Encoding: chunked\r\n\r\n")
+        exchange.chunk(data)
+        exchange.wait_gone()
+
+    with engines(frontend, FakeEngine("zip", zipped)):
+        call = Call(frontend.url, COMPLETIONS, prompt_of("zip", stream=True))
+        # It is not held back for the end of a line that may never come.
+        assert call.response.read(len(data)) == data
+        call.hang_up()
+        frontend.wait_idle()
 
 
 def test_stream_with_a_length_that_breaks(frontend: Frontend) -> None:
@@ -425,7 +454,8 @@ def test_client_that_leaves_ends_its_request_at_the_engine(
     aborted = mocker.metric("mocker:requests_aborted_total")
     prompt = {"messages": [{"role": "user", "content": "x"}]} if path == CHAT else {"prompt": "x"}
     body = {"model": "m", **prompt, "max_tokens": 4_000, "stream": moment == "streaming"}
-    calls = [Call(frontend.url, path, body) for _ in range(5)]
+    names = [{"x-request-id": f"{moment}-{path}-{n}".replace("/", "-")} for n in range(5)]
+    calls = [Call(frontend.url, path, body, name) for name in names]
     mocker.wait_metric("vllm:num_requests_running", 5)
     label = 'kvflash_worker_active_requests{worker="1:0"}'
     assert frontend.metrics()[label] == 5
@@ -439,11 +469,13 @@ def test_client_that_leaves_ends_its_request_at_the_engine(
     assert mocker.metric("mocker:requests_aborted_total") - aborted == 5
     frontend.wait_idle()
     assert frontend.metrics()[label] == 0
-    if moment == "streaming":
-        until(
-            lambda: frontend.metric("kvflash_clients_gone_total") - gone == 5,
-            "the clients to be counted",
-        )
+    until(
+        lambda: frontend.metric("kvflash_clients_gone_total") - gone == 5,
+        "the clients to be counted",
+    )
+    for name in names:
+        (decision,) = frontend.http.get(f"/why/{name['x-request-id']}")["decisions"]
+        assert decision["outcome"] == "client_gone"
 
 
 def test_client_that_leaves_while_the_prompt_is_tokenized() -> None:
@@ -463,6 +495,7 @@ def test_client_that_leaves_while_the_prompt_is_tokenized() -> None:
         release.set()
         # Nobody waits for an answer any more, so the engine is not asked for one.
         assert fake.received == []
+        assert kv.metric("kvflash_clients_gone_total") == 1
 
 
 def test_hanging_tokenizer_costs_credit_not_the_request() -> None:

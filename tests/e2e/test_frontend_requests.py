@@ -146,6 +146,10 @@ def test_models_are_those_of_the_engines(stack: Frontend) -> None:
     models = stack.http.get("/v1/models")
     assert [(card["id"], card["parent"]) for card in models["data"]] == [("m", None)]
     assert models["data"][0]["max_model_len"] > 0
+    assert stack.http.get("/v1/models/m") == models["data"][0]
+    status, body, _ = stack.http.call("GET", "/v1/models/other/m")
+    assert status == 404
+    assert body["error"]["message"] == 'the model "other/m" is not served; served are m'
 
 
 # -- what passes through

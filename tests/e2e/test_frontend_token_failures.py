@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 from support_frontend import CHAT, Call, ask, free_port
 from support_tokens import (
+    DATA,
     Answer,
     Ask,
     EmbeddedFrontend,
     FakeWorker,
     die,
+    frame,
     hang,
     refuse,
     say,
@@ -127,6 +129,55 @@ def test_after_it_the_client_hears_of_it_once(bad: Answer) -> None:
         whole = ask(frontend.url, CHAT, {**BODY, "nvext": {"backend_instance_id": 31}})
         assert whole.status in (502, 503, 504), whole.body
         assert set(frontend.outcomes()) == {"broken"}
+
+
+TEXT: dict[str, Any] = {"model_input": "text", "tokenizer": None}
+
+
+def chunk(**fields: Any) -> bytes:
+    """A frame of a worker of text."""
+    return frame(DATA, {"id": "c", "object": "chat.completion.chunk", **fields})
+
+
+def says_then_fails(error: Any) -> Answer:
+    def answer(ask: Ask) -> bool:
+        delta = {"role": "assistant", "content": "a"}
+        ask.send(chunk(choices=[{"index": 0, "delta": delta, "finish_reason": None}]))
+        ask.send(frame(DATA, {"error": error}))
+        return ask.end()
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        ({"message": "too long a prompt", "type": "BadRequestError", "code": 400}, 400),
+        ({"message": "too long a prompt", "code": 500}, 502),
+        ("too long a prompt", 502),
+    ],
+)
+def test_an_error_among_a_text_workers_chunks_is_no_answer(
+    frontend: EmbeddedFrontend, error: Any, status: int
+) -> None:
+    with workers(frontend, worker := FakeWorker(31, says_then_fails(error), **TEXT)):
+        whole = ask(frontend.url, CHAT, BODY)
+        assert whole.status == status, whole.body
+        assert "too long a prompt" in whole.json["error"]["message"]
+        events = ask(frontend.url, CHAT, STREAM).events
+        assert events[-1] == {"error": error}
+        wait_for(frontend, "broken", 2)
+        # By itself it is an attempt that failed, and a wrong request is not sent to anybody else.
+        worker.answer = lambda ask: ask.send(frame(DATA, {"error": error})) or ask.end()
+        with workers(frontend, FakeWorker(32, worker.answer, **TEXT)):
+            before = len(worker.received)
+            for body in (BODY, STREAM):
+                alone = ask(frontend.url, CHAT, body)
+                assert alone.status == status, alone.body
+                assert "too long a prompt" in alone.json["error"]["message"]
+            assert status == 502 or len(worker.received) - before <= 2
+        assert frontend.outcomes() == {"broken": 2}
+        assert all(one["healthy"] for one in frontend.workers().values())
 
 
 def test_a_client_that_leaves_ends_the_generation(frontend: EmbeddedFrontend) -> None:

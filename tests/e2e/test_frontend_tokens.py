@@ -204,6 +204,23 @@ def test_text_workers_get_the_body_and_answer_in_chunks(frontend: EmbeddedFronte
         assert wrong.status == 400 and "stream" in wrong.json["error"]["message"]
 
 
+def test_strings_of_text_workers_are_a_whole_answer(frontend: EmbeddedFrontend) -> None:
+    def strings(ask: Ask) -> bool:
+        for piece in ("one ", "two"):
+            ask.send(frame(DATA, piece))
+        return ask.end()
+
+    with workers(frontend, FakeWorker(20, strings, model_input="text", tokenizer=None)):
+        for path, body in ((CHAT, chat()), (COMPLETIONS, {"model": "m", "prompt": "Say"})):
+            (choice,) = ask(frontend.url, path, body).json["choices"]
+            assert choice.get("text", choice.get("message", {}).get("content")) == "one two"
+            assert choice["finish_reason"] == "stop"
+            events = ask(frontend.url, path, {**body, "stream": True}).events
+            assert text_of(events) == "one two"
+            reasons = [event["choices"][0]["finish_reason"] for event in events]
+            assert reasons[-1] == "stop" and not any(reasons[:-1])
+
+
 def test_a_request_larger_than_a_frame_is_refused_and_nobody_in_doubt() -> None:
     """Numbers take more room on the way to the worker than in the client's JSON."""
     limit = ("--max-body-bytes", "100000000")
@@ -216,9 +233,12 @@ def test_a_request_larger_than_a_frame_is_refused_and_nobody_in_doubt() -> None:
 
 
 def test_adapters_and_models_are_listed_and_leave(frontend: EmbeddedFrontend) -> None:
-    with workers(frontend, worker := FakeWorker(21, lora_names=["tuned"])):
+    with workers(frontend, worker := FakeWorker(21, lora_names=["tuned", "org/fine tuned"])):
         listed = {one["id"]: one for one in frontend.http.get("/v1/models")["data"]}
-        assert set(listed) == {"m", "tuned"} and listed["m"]["max_model_len"] == 4096
+        assert set(listed) == {"m", "tuned", "org/fine tuned"}
+        assert listed["m"]["max_model_len"] == 4096
+        for path in ("org/fine%20tuned", "org%2Ffine%20tuned"):
+            assert frontend.http.get(f"/v1/models/{path}") == listed["org/fine tuned"]
         assert ask(frontend.url, CHAT, {**chat(), "model": "tuned"}).status == 200
         assert worker.received[0].payload["lora_name"] == "tuned"
     assert frontend.http.get("/v1/models")["data"] == []

@@ -1,5 +1,7 @@
 //! Which form of message content a chat template expects.
 
+use super::source::{Kind, pieces, quoted};
+
 /// The form of `message.content` that a template is given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ContentFormat {
@@ -68,31 +70,52 @@ fn search(template: &str) -> Option<ContentFormat> {
 }
 
 #[derive(Debug, PartialEq, Eq)]
-enum Statement<'a> {
-    For { target: &'a str, over: &'a str },
-    Set { target: &'a str, value: &'a str },
+enum Statement {
+    For { target: String, over: String },
+    Set { target: String, value: String },
 }
 
-/// The `for` and `set` statements of a template, as text.
-fn statements(template: &str) -> Vec<Statement<'_>> {
+/// The `for` and `set` statements of a template, as text: of its code, not of comments and literals.
+fn statements(template: &str) -> Vec<Statement> {
     let mut found = Vec::new();
-    let mut rest = template;
-    while let Some(start) = rest.find("{%") {
-        rest = &rest[start + 2..];
-        let end = rest.find("%}").unwrap_or(rest.len());
-        let body = rest[..end].trim_matches(['-', '+']).trim();
-        rest = &rest[end..];
+    for piece in pieces(template).iter().filter(|piece| piece.kind == Kind::Statement) {
+        let body = spaced(piece.body().trim_matches(['-', '+']).trim());
         if let Some(body) = body.strip_prefix("for ") {
             let Some((target, over)) = body.split_once(" in ") else { continue };
             let over = outside_brackets(over, " if ").trim();
-            let over = over.strip_suffix(" recursive").unwrap_or(over);
-            found.push(Statement::For { target: target.trim(), over });
+            let over = over.strip_suffix(" recursive").unwrap_or(over).to_owned();
+            found.push(Statement::For { target: target.trim().to_owned(), over });
         } else if let Some(body) = body.strip_prefix("set ") {
             let Some((target, value)) = body.split_once('=') else { continue };
-            found.push(Statement::Set { target: target.trim(), value: value.trim() });
+            let (target, value) = (target.trim().to_owned(), value.trim().to_owned());
+            found.push(Statement::Set { target, value });
         }
     }
     found
+}
+
+/// A statement with one space wherever it has any, but none around dots; literals stay as they are.
+fn spaced(body: &str) -> String {
+    let mut out = String::with_capacity(body.len());
+    let mut at = 0;
+    while let Some(character) = body[at..].chars().next() {
+        if matches!(character, '\'' | '"') {
+            let length = quoted(&body[at..]);
+            out.push_str(&body[at..at + length]);
+            at += length;
+            continue;
+        }
+        at += character.len_utf8();
+        if !character.is_whitespace() {
+            if character == '.' && out.ends_with(' ') {
+                out.pop();
+            }
+            out.push(character);
+        } else if !out.ends_with([' ', '.']) {
+            out.push(' ');
+        }
+    }
+    out
 }
 
 /// `text` up to the first `separator` that stands outside of brackets and quotes.
@@ -193,6 +216,29 @@ mod tests {
         let tuple = "{% for a, b in messages %}{% for c in a.content %}{% endfor %}{% endfor %}";
         assert_eq!(detect_vllm(tuple), ContentFormat::String);
         assert_eq!(detect_sglang(parts), ContentFormat::Parts);
+        let inner = "{% for c in message.content %}{% endfor %}";
+        let around = |inner: &str| format!("{{% for message in messages %}}{inner}{{% endfor %}}");
+        for inner in [
+            format!("{{# {inner} #}}"),
+            format!("{{% raw %}}{inner}{{% endraw %}}"),
+            format!("{{{{ '{inner}' }}}}"),
+            "{% if x == '{% for c in message.content %}' %}{% endif %}".to_owned(),
+            "{% set x = 'for c in message.content' %}".to_owned(),
+        ] {
+            assert_eq!(detect_vllm(&around(&inner)), ContentFormat::String, "{inner}");
+            assert_eq!(detect_sglang(&around(&inner)), ContentFormat::String, "{inner}");
+        }
+        for inner in [
+            "{%\n  for\tc\n  in message.content\n%}{% endfor %}",
+            "{% for c in message . content %}{% endfor %}",
+            "{% for c in message\n  .content if c.type == 'text' %}{% endfor %}",
+            "{% for c in message [ 'content' ] %}{% endfor %}",
+            "{%- for  c  in  message.content | list -%}{% endfor %}",
+            "{% for c in message.content if c.type == '%}' %}{% endfor %}",
+        ] {
+            assert_eq!(detect_vllm(&around(inner)), ContentFormat::Parts, "{inner}");
+            assert_eq!(detect_sglang(&around(inner)), ContentFormat::Parts, "{inner}");
+        }
         assert_eq!(detect_sglang("{{ '<image>' }}"), ContentFormat::Parts);
         assert_eq!(detect_sglang(text), ContentFormat::String);
     }

@@ -14,7 +14,8 @@ const PENDING_TOKENS_MAX: usize = 64;
 ///
 /// # Consistency
 /// All increments and the final [`finish`](Self::finish) concatenated are the text of all ids
-/// decoded at once, unless more than 64 tokens in a row do not make a character.
+/// decoded at once, unless more than 64 tokens in a row do not make a character. Bytes
+/// that make none spoil the characters before them when all is decoded at once, and nothing here.
 ///
 /// # Cost
 /// Two decodes of a few tokens per step.
@@ -64,6 +65,10 @@ impl<T: AsRef<Tokenizer>> Detokenizer<T> {
         }
         self.ids.drain(..self.given_tokens);
         self.given_tokens = self.ids.len();
+        if !text.starts_with(&given) && text.contains(char::REPLACEMENT_CHARACTER) {
+            // Broken bytes spoil the whole run of bytes that they are in, that of the last piece too.
+            return self.decode(&self.ids);
+        }
         // The same tokens with more after them: their text is a prefix, but a decoder that joins
         // bytes may have changed its mind about broken ones.
         let mut at = given.len();

@@ -216,13 +216,20 @@ const MONTHS: [&str; 12] = [
 ];
 const SECONDS_PER_DAY: u64 = 86_400;
 
-/// `datetime.fromtimestamp(seconds, UTC).strftime(format)`, for the directives templates use.
-fn strftime(format: &str, seconds: u64) -> String {
+/// `datetime.fromtimestamp(seconds, UTC).strftime(format)` of a date without a time zone, as glibc writes it
+/// in the C locale.
+///
+/// # Errors
+/// For what can't be known here: parts of a second, the machine's own epoch, other locales' forms.
+fn strftime(format: &str, seconds: u64) -> Result<String, Error> {
     let days = seconds / SECONDS_PER_DAY;
     let (year, month, day, day_of_year) = civil(days);
     let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
     let half_day_hour = if hour % 12 == 0 { 12 } else { hour % 12 };
-    let (weekday, month_name) = (DAYS[(days % 7) as usize], MONTHS[month as usize - 1]);
+    // The first of January 1970 was a Thursday; the weekday counts from Sunday.
+    let weekday = (days + 4) % 7;
+    let (day_name, month_name) = (DAYS[(days % 7) as usize], MONTHS[month as usize - 1]);
+    let (iso_year, iso_week) = iso_week(year, day_of_year, weekday);
     let mut out = String::with_capacity(format.len() + 16);
     let mut characters = format.chars();
     while let Some(character) = characters.next() {
@@ -231,47 +238,96 @@ fn strftime(format: &str, seconds: u64) -> String {
             continue;
         }
         let mut directive = characters.next().unwrap_or('%');
-        let is_bare = directive == '-';
-        if is_bare {
-            directive = characters.next().unwrap_or('-');
+        let flag = matches!(directive, '-' | '_' | '0' | '^').then_some(directive);
+        if flag.is_some() {
+            directive = characters.next().unwrap_or('%');
         }
-        let (number, width) = match directive {
-            'd' => (day, 2),
-            'm' => (month, 2),
-            'y' => (year % 100, 2),
-            'Y' => (year, 4),
-            'H' => (hour, 2),
-            'I' => (half_day_hour, 2),
-            'M' => (minute, 2),
-            'S' => (second, 2),
-            'j' => (day_of_year, 3),
-            'a' | 'A' | 'b' | 'B' | 'p' | '%' => {
-                out.push_str(match directive {
-                    'a' => &weekday[..3],
-                    'A' => weekday,
-                    'b' => &month_name[..3],
-                    'B' => month_name,
-                    'p' => ["AM", "PM"][usize::from(hour >= 12)],
-                    _ => "%",
-                });
-                continue;
-            }
-            other => {
-                out.extend(['%', other]);
+        let (number, pad, width) = match directive {
+            'd' => (day, '0', 2),
+            'e' => (day, ' ', 2),
+            'm' => (month, '0', 2),
+            'y' => (year % 100, '0', 2),
+            'Y' => (year, '0', 4),
+            'C' => (year / 100, '0', 2),
+            'G' => (iso_year, '0', 4),
+            'g' => (iso_year % 100, '0', 2),
+            'V' => (iso_week, '0', 2),
+            'U' => ((day_of_year + 6 - weekday) / 7, '0', 2),
+            'W' => ((day_of_year + 6 - (weekday + 6) % 7) / 7, '0', 2),
+            'u' => ((weekday + 6) % 7 + 1, '0', 1),
+            'w' => (weekday, '0', 1),
+            'H' => (hour, '0', 2),
+            'k' => (hour, ' ', 2),
+            'I' => (half_day_hour, '0', 2),
+            'l' => (half_day_hour, ' ', 2),
+            'M' => (minute, '0', 2),
+            'S' => (second, '0', 2),
+            'j' => (day_of_year, '0', 3),
+            _ => {
+                let text = match directive {
+                    'a' => day_name[..3].to_owned(),
+                    'A' => day_name.to_owned(),
+                    'b' | 'h' => month_name[..3].to_owned(),
+                    'B' => month_name.to_owned(),
+                    'p' => ["AM", "PM"][usize::from(hour >= 12)].to_owned(),
+                    'P' => ["am", "pm"][usize::from(hour >= 12)].to_owned(),
+                    'c' => strftime("%a %b %e %H:%M:%S %Y", seconds)?,
+                    'D' | 'x' => strftime("%m/%d/%y", seconds)?,
+                    'F' => strftime("%Y-%m-%d", seconds)?,
+                    'R' => strftime("%H:%M", seconds)?,
+                    'T' | 'X' => strftime("%H:%M:%S", seconds)?,
+                    'r' => strftime("%I:%M:%S %p", seconds)?,
+                    'n' => "\n".to_owned(),
+                    't' => "\t".to_owned(),
+                    // Such a date has no zone.
+                    'z' | 'Z' => String::new(),
+                    '%' => "%".to_owned(),
+                    'f' | 's' | 'E' | 'O' | '#' | '+' | ':' | '1'..='9' => {
+                        return Err(refused(format!("strftime_now: %{directive} is not known")));
+                    }
+                    // As it stands, like any other text.
+                    other => {
+                        out.push('%');
+                        out.extend(flag);
+                        out.push(other);
+                        continue;
+                    }
+                };
+                out.push_str(&if flag == Some('^') { text.to_uppercase() } else { text });
                 continue;
             }
         };
-        let width = if is_bare { 0 } else { width };
-        put(&mut out, format_args!("{number:0width$}"));
+        match (flag, pad) {
+            (Some('-'), _) => put(&mut out, format_args!("{number}")),
+            (Some('_'), _) | (None | Some('^'), ' ') => {
+                put(&mut out, format_args!("{number:width$}"));
+            }
+            _ => put(&mut out, format_args!("{number:0width$}")),
+        }
     }
-    out
+    Ok(out)
+}
+
+/// The year and the week of ISO 8601, whose weeks begin on Mondays and belong to the year of their Thursday.
+fn iso_week(year: u64, day_of_year: u64, weekday: u64) -> (u64, u64) {
+    let from_monday = (weekday + 6) % 7;
+    // Thursday's day of this year, from 1; zero and less is the year before.
+    let thursday = (day_of_year + 3) as i64 - from_monday as i64;
+    let length = |year: u64| 365 + i64::from(is_leap(year));
+    let (year, thursday) = match thursday {
+        ..=0 => (year - 1, thursday + length(year - 1)),
+        _ if thursday > length(year) => (year + 1, thursday - length(year)),
+        _ => (year, thursday),
+    };
+    (year, (thursday as u64 - 1) / 7 + 1)
+}
+
+fn is_leap(year: u64) -> bool {
+    year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
 }
 
 /// Year, month, day and day of the year of a day since 1970-01-01.
 fn civil(mut days: u64) -> (u64, u64, u64, u64) {
-    let is_leap = |year: u64| {
-        year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
-    };
     let mut year = 1970;
     while days >= 365 + u64::from(is_leap(year)) {
         days -= 365 + u64::from(is_leap(year));
@@ -305,6 +361,7 @@ mod tests {
     fn dates_are_written_as_python_does() {
         // 2024-02-29 13:05:09 UTC, a Thursday.
         let at = 1_709_211_909;
+        let strftime = |format: &str, at| strftime(format, at).expect("a known form");
         assert_eq!(strftime("%d %b %Y", at), "29 Feb 2024");
         assert_eq!(
             strftime("%A, %-d %B %y %I:%M:%S %p %j %% %q", at),
@@ -312,5 +369,17 @@ mod tests {
         );
         assert_eq!(strftime("%Y-%m-%d %a", 0), "1970-01-01 Thu");
         assert_eq!(strftime("%Y-%m-%d", 1_767_225_599), "2025-12-31");
+        assert_eq!(
+            strftime("%F %D %x %h %T %R %C %u %w %^a[%z%Z] %-I %k %l %_m %r", at),
+            "2024-02-29 02/29/24 02/29/24 Feb 13:05:09 13:05 20 4 4 THU[] 1 13  1  2 01:05:09 PM"
+        );
+        assert_eq!(strftime("%c|%e|%-H", 3_600), "Thu Jan  1 01:00:00 1970| 1|1");
+        let day = |at: u64| strftime("%F %G-W%V-%u %g %U %W", at);
+        assert_eq!(day(1_609_459_200), "2021-01-01 2020-W53-5 20 00 00");
+        assert_eq!(day(1_735_516_800), "2024-12-30 2025-W01-1 25 52 53");
+        assert_eq!(day(1_704_585_600), "2024-01-07 2024-W01-7 24 01 01");
+        for unknown in ["%f", "%s", "%Ey", "%5Y"] {
+            assert!(super::strftime(unknown, at).is_err(), "{unknown}");
+        }
     }
 }

@@ -32,7 +32,8 @@ fn write_repr(out: &mut String, value: &Value, depth: usize) {
         ValueKind::Bool => out.push_str(if value.is_true() { "True" } else { "False" }),
         ValueKind::Number => write_number(out, value, "inf", "nan"),
         ValueKind::String => write_string_repr(out, value.as_str().unwrap_or_default()),
-        ValueKind::Seq => {
+        // A sum of lists is one, and is no list of the template engine's.
+        ValueKind::Seq | ValueKind::Iterable => {
             out.push('[');
             for (at, item) in value.try_iter().into_iter().flatten().enumerate() {
                 out.push_str(if at > 0 { ", " } else { "" });
@@ -102,15 +103,29 @@ fn write_string_repr(out: &mut String, text: &str) {
                 out.push('\\');
                 out.push(quote);
             }
-            _ if (character as u32) < 0x100
-                && (character.is_control() || matches!(character, '\u{a0}' | '\u{ad}')) =>
-            {
-                put(out, format_args!("\\x{:02x}", character as u32));
-            }
-            _ => out.push(character),
+            _ if is_printable(character) => out.push(character),
+            _ => match character as u32 {
+                code @ ..0x100 => put(out, format_args!("\\x{code:02x}")),
+                code @ 0x100..0x10000 => put(out, format_args!("\\u{code:04x}")),
+                code => put(out, format_args!("\\U{code:08x}")),
+            },
         }
     }
     out.push(quote);
+}
+
+/// `str.isprintable()`: everything but separators other than the space, and what no glyph stands for.
+fn is_printable(character: char) -> bool {
+    if character.is_ascii() {
+        return !character.is_ascii_control();
+    }
+    // The same categories as the standard library's. Behind a first character, marks that combine with
+    // one before them are not escaped for their own sake.
+    let mut text = [0; 8];
+    text[0] = b'a';
+    let length = 1 + character.encode_utf8(&mut text[1..]).len();
+    let text = std::str::from_utf8(&text[..length]).expect("a letter and a character");
+    text.escape_debug().count() == 2
 }
 
 /// How `json.dumps` writes.
@@ -239,6 +254,25 @@ fn refused(message: &str) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn strings_are_written_as_python_does() {
+        let cases = [
+            ("it's", "\"it's\""),
+            (
+                "a\u{e9}\u{301}\u{1f469}\u{4f60}\u{fe0f}",
+                "'a\u{e9}\u{301}\u{1f469}\u{4f60}\u{fe0f}'",
+            ),
+            ("\u{200d}\u{2028}\u{200b}\u{feff}", r"'\u200d\u2028\u200b\ufeff'"),
+            ("\u{7f}\u{85}\u{a0}\u{ad}\u{3000}\u{e000}", r"'\x7f\x85\xa0\xad\u3000\ue000'"),
+            ("\u{e0001}\u{10ffff}", r"'\U000e0001\U0010ffff'"),
+        ];
+        for (text, expected) in cases {
+            let mut out = String::new();
+            write_string_repr(&mut out, text);
+            assert_eq!(out, expected);
+        }
+    }
 
     #[test]
     fn floats_are_written_as_python_does() {

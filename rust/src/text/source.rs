@@ -1,10 +1,13 @@
 //! Template sources, rewritten where the two template engines differ in what they can be told.
 //!
+//! - Lines end with a line feed, whatever they ended with in the file: Jinja reads text and string
+//!   literals so.
 //! - `{% generation %}` only marks what an assistant said: to the text it is a scope, so it becomes
 //!   `{% with %}`.
 //! - `a ~ b` joins what Python's `str()` makes of both sides. The engine used here writes values
 //!   its own way (`true`, `none`) and cannot be told otherwise, but filters can: the operands get
 //!   a `|string`.
+//! - String literals have Python's escapes: `'\U0001F469'` is a character, and `'\/'` has a backslash.
 
 /// Words that stand between operands.
 const KEYWORDS: [&str; 17] = [
@@ -27,47 +30,86 @@ const KEYWORDS: [&str; 17] = [
     "block",
 ];
 
-/// The template to compile for `source`.
-pub(super) fn rewrite(source: &str) -> String {
-    let mut out = String::with_capacity(source.len());
+/// What a piece of a template is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// Copied to the prompt; what is raw as well.
+    Text,
+    Comment,
+    Statement,
+    Expression,
+}
+
+/// A piece of a template.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Piece<'a> {
+    pub(super) kind: Kind,
+    text: &'a str,
+}
+
+impl<'a> Piece<'a> {
+    /// What stands between the delimiters; all of a text.
+    pub(super) fn body(&self) -> &'a str {
+        let close = match self.kind {
+            Kind::Text => return self.text,
+            Kind::Comment => "#}",
+            Kind::Statement => "%}",
+            Kind::Expression => "}}",
+        };
+        self.text[2..].strip_suffix(close).unwrap_or(&self.text[2..])
+    }
+}
+
+/// The pieces of a template, in order: together they are the template.
+pub(super) fn pieces(source: &str) -> Vec<Piece<'_>> {
+    let mut pieces = Vec::new();
     let mut rest = source;
     while let Some(start) =
         rest.find("{%").into_iter().chain(rest.find("{{")).chain(rest.find("{#")).min()
     {
-        out.push_str(&rest[..start]);
-        rest = &rest[start..];
-        let close = match &rest[..2] {
-            "{%" => "%}",
-            "{{" => "}}",
-            _ => "#}",
+        let (text, block) = rest.split_at(start);
+        let (kind, end) = match &block[..2] {
+            "{%" => (Kind::Statement, 2 + closing(&block[2..], "%}")),
+            "{{" => (Kind::Expression, 2 + closing(&block[2..], "}}")),
+            _ => (Kind::Comment, block.find("#}").map_or(block.len(), |at| at + 2)),
         };
-        let end = match close {
-            "#}" => rest.find(close).map_or(rest.len(), |at| at + 2),
-            _ => 2 + closing(&rest[2..], close),
-        };
-        let (block, after) = rest.split_at(end);
-        let body = block[2..].strip_suffix(close).unwrap_or(&block[2..]);
-        match body.trim_matches(['-', '+']).trim() {
-            word @ ("generation" | "endgeneration") if close == "%}" => {
-                let with = word.replace("generation", "with");
-                out.push_str(&block.replacen(word, &with, 1));
-            }
-            // What is raw is text: up to its end nothing is looked at.
-            "raw" if close == "%}" => {
-                let end = after.find("endraw").unwrap_or(after.len());
-                out.extend([block, &after[..end]]);
-                rest = &after[end..];
-                continue;
-            }
-            _ if close != "#}" && body.contains('~') => {
-                out.extend([&block[..2], &join_as_strings(body)]);
-                out.push_str(&block[2 + body.len()..]);
-            }
-            _ => out.push_str(block),
+        let piece = Piece { kind, text: &block[..end] };
+        rest = &block[end..];
+        pieces.extend([Piece { kind: Kind::Text, text }, piece]);
+        // What is raw is text: up to its end nothing is looked at.
+        if kind == Kind::Statement && piece.body().trim_matches(['-', '+']).trim() == "raw" {
+            let (raw, after) = rest.split_at(rest.find("endraw").unwrap_or(rest.len()));
+            pieces.push(Piece { kind: Kind::Text, text: raw });
+            rest = after;
         }
-        rest = after;
     }
-    out.push_str(rest);
+    pieces.push(Piece { kind: Kind::Text, text: rest });
+    pieces
+}
+
+/// The template with line feeds only.
+pub(super) fn unix_lines(source: &str) -> String {
+    source.replace("\r\n", "\n").replace('\r', "\n")
+}
+
+/// The template to compile for `source`.
+pub(super) fn rewrite(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    for piece in pieces(source) {
+        let body = piece.body();
+        match (piece.kind, body.trim_matches(['-', '+']).trim()) {
+            (Kind::Statement, word @ ("generation" | "endgeneration")) => {
+                let with = word.replace("generation", "with");
+                out.push_str(&piece.text.replacen(word, &with, 1));
+            }
+            (Kind::Statement | Kind::Expression, _) if body.contains(['~', '\\']) => {
+                let plain = plain_escapes(body);
+                let joined = if body.contains('~') { join_as_strings(&plain) } else { plain };
+                out.extend([&piece.text[..2], &joined, &piece.text[2 + body.len()..]]);
+            }
+            _ => out.push_str(piece.text),
+        }
+    }
     out
 }
 
@@ -87,7 +129,7 @@ fn closing(text: &str, close: &str) -> usize {
 }
 
 /// Length of the string literal that `text` starts with.
-fn quoted(text: &str) -> usize {
+pub(super) fn quoted(text: &str) -> usize {
     let quote = text.as_bytes()[0];
     let mut is_escaped = false;
     for (at, &byte) in text.as_bytes().iter().enumerate().skip(1) {
@@ -99,6 +141,60 @@ fn quoted(text: &str) -> usize {
         }
     }
     text.len()
+}
+
+/// The code with its literals' escapes as both template engines read them.
+fn plain_escapes(body: &str) -> String {
+    let mut out = String::with_capacity(body.len());
+    let mut at = 0;
+    while at < body.len() {
+        let rest = &body[at..];
+        let length = match rest.as_bytes()[0] {
+            b'\'' | b'"' => quoted(rest),
+            _ => {
+                out.push_str(&rest[..width(rest)]);
+                at += width(rest);
+                continue;
+            }
+        };
+        let mut literal = &rest[..length];
+        at += length;
+        while let Some(start) = literal.find('\\') {
+            out.push_str(&literal[..start]);
+            let escape = &literal[start..];
+            let (length, plain) = plain_escape(escape);
+            out.push_str(plain.as_deref().unwrap_or(&escape[..length]));
+            literal = &escape[length..];
+        }
+        out.push_str(literal);
+    }
+    out
+}
+
+/// Length of the escape that `text` starts with, and what stands for it where the engines differ.
+fn plain_escape(text: &str) -> (usize, Option<String>) {
+    let mut characters = text.chars();
+    match characters.nth(1) {
+        None => (1, None),
+        // A backslash that escapes nothing stays.
+        Some('/') => (2, Some(r"\\/".to_owned())),
+        Some('a') => (2, Some(r"\x07".to_owned())),
+        Some('v') => (2, Some(r"\x0b".to_owned())),
+        // The line goes on.
+        Some('\n') => (2, Some(String::new())),
+        Some('U') => {
+            let code = text.get(2..10).and_then(|hex| u32::from_str_radix(hex, 16).ok());
+            match code.and_then(char::from_u32) {
+                // Quotes and delimiters among them stay escapes.
+                Some(character) if character.is_ascii() => {
+                    (10, Some(format!("\\x{:02x}", character as u32)))
+                }
+                Some(character) => (10, Some(character.to_string())),
+                None => (2, None),
+            }
+        }
+        Some(character) => (1 + character.len_utf8(), None),
+    }
 }
 
 /// Length of the bracketed group that `text` starts with.
@@ -224,15 +320,38 @@ mod tests {
         #[test]
         fn any_text_is_survived(text in "([{}%#~|()\\[\\]'\"\\\\é. a]|raw|endraw){0,40}") {
             let rewritten = rewrite(&text);
-            prop_assert!(text.contains('~') || rewritten == text);
-            prop_assert_eq!(rewritten.replace("|string", ""), text.replace("|string", ""));
+            prop_assert!(text.contains(['~', '\\']) || rewritten == text);
+            if !text.contains('\\') {
+                prop_assert_eq!(rewritten.replace("|string", ""), text.replace("|string", ""));
+            }
         }
+    }
+
+    #[test]
+    fn lines_end_with_a_line_feed() {
+        assert_eq!(unix_lines("a\r\n{{ 'b\r' }}\r\r\nc\n"), "a\n{{ 'b\n' }}\n\nc\n");
     }
 
     #[test]
     fn generation_blocks_become_scopes() {
         let source = "a{%- generation -%} b {% endgeneration %}{% if x %}";
         assert_eq!(rewrite(source), "a{%- with -%} b {% endwith %}{% if x %}");
+    }
+
+    #[test]
+    fn escapes_are_pythons() {
+        let cases = [
+            (r"{{ '\U0001F469\U00000027' }}", r"{{ '\u{1f469}\x27' }}"),
+            (r#"{{ "a\/b\\/c\"" ~ x }}"#, r#"{{ "a\\/b\\/c\"" ~ x|string }}"#),
+            (r"{% if x == '\a\v\n\u00e9\x41\d' %}", r"{% if x == '\x07\x0b\n\u00e9\x41\d' %}"),
+            ("{{ 'a\\\nb' }}", "{{ 'ab' }}"),
+            (r"{{ '\U0001' }}\U0001F469{# '\/' #}", r"{{ '\U0001' }}\U0001F469{# '\/' #}"),
+            (r"{{ '\", r"{{ '\"),
+        ];
+        for (source, expected) in cases {
+            let expected = expected.replace(r"\u{1f469}", "\u{1f469}");
+            assert_eq!(rewrite(source), expected);
+        }
     }
 
     #[test]

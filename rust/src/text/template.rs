@@ -13,7 +13,7 @@ use super::content::{ContentFormat, detect_sglang, detect_vllm};
 use super::jinja::environment;
 use super::message::{Dialect, Stop, prepare_messages, prepare_tools};
 use super::request::ChatRequest;
-use super::source::rewrite;
+use super::source::{rewrite, unix_lines};
 use crate::error::{Error, Result};
 
 /// Put behind a message that is to be continued, and looked for in the rendered text.
@@ -124,6 +124,7 @@ impl ChatTemplate {
         let mut environment = environment(options.clock.clone());
         let mut formats = Vec::with_capacity(templates.len());
         for (name, source) in templates {
+            let source = &unix_lines(source);
             let found = match options.dialect {
                 Dialect::Vllm => detect_vllm(source),
                 Dialect::Sglang => detect_sglang(source),
@@ -221,6 +222,7 @@ impl ChatTemplate {
     ) -> Result<Value, Stop> {
         let mut context = self.special_tokens.clone();
         let mut put = |name: &str, value: Value| context.push((name.to_owned(), value));
+        put("documents", Value::from(()));
         for (name, value) in &self.options.default_kwargs {
             put(name, Value::from_serialize(value));
         }
@@ -241,8 +243,10 @@ impl ChatTemplate {
         if let Some(effort) = parse("reasoning_effort", request.reasoning_effort)? {
             put("reasoning_effort", Value::from_serialize(effort));
         }
-        let documents = parse("documents", request.documents)?;
-        put("documents", Value::from_serialize(documents.unwrap_or_default()));
+        // None of its own does not hide those of the kwargs.
+        if let Some(documents) = parse("documents", request.documents)?.filter(|it| !it.is_null()) {
+            put("documents", Value::from_serialize(documents));
+        }
         put("add_generation_prompt", Value::from(generates));
         put("tools", Value::from_serialize(tools));
         put("messages", Value::from_serialize(messages));

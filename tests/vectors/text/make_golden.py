@@ -417,6 +417,27 @@ CONVERSATIONS = {
         ],
         "tools": TOOLS,
     },
+    # Floats whose last digit a reader that rounds twice gets wrong.
+    "floats": {
+        "messages": [
+            {"role": "user", "content": "Where?"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [
+                    call("weather", '{"lat": -26.068083554060742, "lon": 9.789590442087885}')
+                ],
+            },
+            {"role": "tool", "tool_call_id": "call_123456789", "content": "21.5"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [call("weather", {"at": -30.347107806775554, "small": 1.5e-7})],
+            },
+            {"role": "tool", "tool_call_id": "call_123456780", "content": "22"},
+        ],
+        "tools": TOOLS,
+    },
     "two_calls": {
         "messages": [
             {"role": "user", "content": "Both?"},

@@ -148,28 +148,53 @@ fn warnings(app: &App) -> Vec<String> {
 
 /// GET /v1/models, in OpenAI's shape.
 pub(super) async fn models(State(app): State<Arc<App>>) -> Response {
-    let limit = |name: &str| {
-        let pools = app.fleet.pools();
-        let pool = pools.iter().find(|pool| pool.name == name)?;
-        pool.members().all().filter_map(|engine| engine.notes.lock().max_model_len).min()
-    };
     let data: Vec<Value> = app
         .fleet
         .served()
-        .into_iter()
-        .map(|(name, parent)| {
-            json!({
-                "id": name,
-                "object": "model",
-                "created": 0,
-                "owned_by": "kvflash",
-                "root": parent.as_deref().unwrap_or(&name),
-                "parent": parent,
-                "max_model_len": limit(parent.as_deref().unwrap_or(&name)),
-            })
-        })
+        .iter()
+        .map(|(name, parent)| card(&app, name, parent.as_deref()))
         .collect();
     Json(json!({ "object": "list", "data": data })).into_response()
+}
+
+/// GET /v1/models/{id}, where the id may have slashes.
+pub(super) async fn model(
+    State(app): State<Arc<App>>,
+    id: Result<Path<String>, PathRejection>,
+) -> Response {
+    let Path(id) = match id {
+        Ok(id) => id,
+        Err(error) => return Reject::bad_request(format!("the model: {error}")).openai(),
+    };
+    let served = app.fleet.served();
+    match served.iter().find(|(name, _)| *name == id) {
+        Some((name, parent)) => Json(card(&app, name, parent.as_deref())).into_response(),
+        None => {
+            let names: Vec<&str> = served.iter().map(|(name, _)| name.as_str()).collect();
+            let message =
+                format!("the model {id:?} is not served; served are {}", names.join(", "));
+            Reject::new(StatusCode::NOT_FOUND, message).openai()
+        }
+    }
+}
+
+/// A served model, or an adapter of one, as OpenAI's API tells it.
+fn card(app: &App, name: &str, parent: Option<&str>) -> Value {
+    let base = parent.unwrap_or(name);
+    let pools = app.fleet.pools();
+    let pool = pools.iter().find(|pool| pool.name == base);
+    let limits = pool.map(|pool| {
+        pool.members().all().filter_map(|engine| engine.notes.lock().max_model_len).min()
+    });
+    json!({
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "kvflash",
+        "root": base,
+        "parent": parent,
+        "max_model_len": limits.flatten(),
+    })
 }
 
 /// GET /metrics

@@ -250,6 +250,7 @@ impl FrontendApp {
             .route("/v1/chat/completions", openai(Api::Chat))
             .route("/v1/completions", openai(Api::Completions))
             .route("/v1/models", get(admin::models))
+            .route("/v1/models/{*id}", get(admin::model))
             .route("/health", get(admin::health))
             .route("/ready", get(admin::ready))
             .route("/metrics", get(admin::metrics))

@@ -14,6 +14,48 @@ use super::engine::Engine;
 use super::metrics::CauseLabel;
 use super::plan::Choice;
 use super::proxy::{client_headers, upstream_request};
+use crate::select::{Outcome, Reservation};
+
+/// Counts the client that leaves before its answer begins: its request is dropped wherever it waits.
+pub(super) struct Waiting<'a> {
+    app: &'a App,
+    is_over: bool,
+}
+
+impl<'a> Waiting<'a> {
+    pub fn new(app: &'a App) -> Self {
+        Self { app, is_over: false }
+    }
+
+    /// From here on somebody else counts.
+    pub fn over(&mut self) {
+        self.is_over = true;
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        if !self.is_over {
+            self.app.metrics.clients_gone.inc();
+        }
+    }
+}
+
+/// Wait for a worker that was booked; where the client leaves meanwhile, the journal says so.
+pub(super) async fn watched<T>(booking: &Reservation, attempt: impl Future<Output = T>) -> T {
+    struct Watch<'a>(Option<&'a Reservation>);
+    impl Drop for Watch<'_> {
+        fn drop(&mut self) {
+            if let Some(booking) = self.0 {
+                booking.ended(Outcome::ClientGone);
+            }
+        }
+    }
+    let mut watch = Watch(Some(booking));
+    let outcome = attempt.await;
+    watch.0 = None;
+    outcome
+}
 
 /// An attempt that ended before the first byte.
 #[derive(Debug)]
@@ -135,10 +177,12 @@ pub(super) async fn attempt(
                 None => break,
             }
         }
-        let is_event_stream = parts
-            .headers
-            .get(header::CONTENT_TYPE)
-            .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"));
+        // One that is compressed has no lines to be seen, and nothing can be said inside it.
+        let is_event_stream = !parts.headers.contains_key(header::CONTENT_ENCODING)
+            && parts
+                .headers
+                .get(header::CONTENT_TYPE)
+                .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"));
         let head =
             Head { status: parts.status, headers: client_headers(parts.headers), is_event_stream };
         Ok((head, first, upstream))

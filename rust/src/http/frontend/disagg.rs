@@ -11,7 +11,7 @@ use tokio::task::JoinHandle;
 
 use super::super::Reject;
 use super::app::App;
-use super::attempt::Failed;
+use super::attempt::{Failed, watched};
 use super::engine::Engine;
 use super::metrics::{CauseLabel, OutcomeLabel};
 use super::nvext::Nvext;
@@ -253,13 +253,17 @@ fn note(app: &App, engine: &Engine, failed: &Failed) {
 async fn begin(app: &Arc<App>, choice: Choice, ask: &Ask) -> Result<Handoff, Failed> {
     let worker = choice.booking.worker();
     let Some(member) = choice.engine.member.clone() else {
-        let params = openai_prefill::prefill(app, &choice, ask).await?;
+        let prefill = openai_prefill::prefill(app, &choice, ask);
+        let params = watched(&choice.booking, prefill).await?;
         return Ok(Handoff::Done { worker, params });
     };
     let Some(bootstrap) = &member.spec.card.bootstrap else {
-        let opened = call::open_prefill(app, &choice, ask, None).await?;
-        choice.booking.first_token();
-        let params = opened.into_transfer(app).await?;
+        let prefill = async {
+            let opened = call::open_prefill(app, &choice, ask, None).await?;
+            choice.booking.first_token();
+            opened.into_transfer(app).await
+        };
+        let params = watched(&choice.booking, prefill).await?;
         return Ok(Handoff::Done { worker, params });
     };
     let info = BootstrapInfo {

@@ -11,7 +11,7 @@ use bytes::Bytes;
 use super::super::metrics::RequestLabel;
 use super::super::{Reject, body};
 use super::app::{App, InFlight, REQUEST_ID_HEADER};
-use super::attempt::{Failed, attempt};
+use super::attempt::{Failed, Waiting, attempt, watched};
 use super::disagg::{Handoff, Prefill};
 use super::fairness::client_name;
 use super::nvext::Nvext;
@@ -40,7 +40,10 @@ pub(super) async fn forward(
     let started = Instant::now();
     let request_id = request_id(&headers);
     let address = address.as_deref();
-    let answered = attempt_all(&app, api, &uri, &headers, body, &request_id, address).await;
+    let mut waiting = Waiting::new(&app);
+    let answered =
+        attempt_all(&app, api, &uri, &headers, body, &request_id, address, &mut waiting).await;
+    waiting.over();
     let mut response = match answered {
         Ok(response) => response,
         Err(reject) => reject.openai(),
@@ -79,6 +82,7 @@ async fn admit(app: &Arc<App>, body: &mut Body) -> Result<InFlight, Reject> {
     admitted
 }
 
+#[allow(clippy::too_many_arguments)]
 async fn attempt_all(
     app: &Arc<App>,
     api: Api,
@@ -87,6 +91,7 @@ async fn attempt_all(
     mut body: Body,
     request_id: &str,
     address: Option<&str>,
+    waiting: &mut Waiting<'_>,
 ) -> Result<Response, Reject> {
     let mut in_flight = admit(app, &mut body).await?;
     let body = app.read_body(body).await?;
@@ -141,8 +146,11 @@ async fn attempt_all(
         let engine = Arc::clone(&choice.engine);
         tried.push(engine.id);
         if engine.member.is_some() {
-            match call::open(app, &choice, &ask, &mut handoff).await {
+            let opening = call::open(app, &choice, &ask, &mut handoff);
+            match watched(&choice.booking, opening).await {
                 Ok(opened) => {
+                    // The answer counts a client that leaves it.
+                    waiting.over();
                     app.metrics.first_byte_seconds.observe(started.elapsed().as_secs_f64());
                     choice.booking.first_token();
                     in_flight.answered();
@@ -168,7 +176,8 @@ async fn attempt_all(
             Handoff::Done { params, .. } => openai_prefill::decode_body(&body, params)?,
             _ => body.clone(),
         };
-        match attempt(app, &choice, uri, headers, &changed).await {
+        let attempt = attempt(app, &choice, uri, headers, &changed);
+        match watched(&choice.booking, attempt).await {
             Ok((head, first, upstream)) => {
                 app.metrics.first_byte_seconds.observe(started.elapsed().as_secs_f64());
                 if head.status.is_success() {
@@ -224,7 +233,7 @@ fn all_failed(app: &App, tried: &[InstanceId], last: Option<Failed>) -> Reject {
         failed.message
     );
     let mut reject = Reject::new(failed.status, message);
-    if failed.status == StatusCode::SERVICE_UNAVAILABLE {
+    if matches!(failed.status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS) {
         reject.retry_after_s = Some(1);
     }
     reject

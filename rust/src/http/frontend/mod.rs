@@ -8,6 +8,7 @@ mod client;
 mod disagg;
 pub(super) mod engine;
 mod engine_metrics;
+mod event_stream;
 mod fairness;
 pub(super) mod fleet;
 mod forward;

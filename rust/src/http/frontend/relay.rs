@@ -14,6 +14,7 @@ use tokio::time::{Instant, Sleep};
 
 use super::app::{App, InFlight};
 use super::engine::Engine;
+use super::event_stream::WholeLines;
 use super::usage::UsageScanner;
 use crate::select::{Outcome, Reservation};
 
@@ -40,6 +41,8 @@ pub(super) struct Relay {
     /// Tokens of the prompt as routing counted them; `None` when they were not known.
     pub prompt_tokens: Option<u64>,
     pub in_flight: InFlight,
+    /// What came of a line of an event stream that is not whole yet.
+    lines: WholeLines,
     end: End,
     /// Since when the engine is waited for; `None` while it sends as fast as the client takes it.
     waits_since: Option<Instant>,
@@ -69,6 +72,7 @@ impl Relay {
             scanner: UsageScanner::default(),
             prompt_tokens,
             in_flight,
+            lines: WholeLines::default(),
             end: End::Open,
             waits_since: None,
             alarm: None,
@@ -79,11 +83,18 @@ impl Relay {
         relay
     }
 
-    fn pass(&mut self, chunk: &[u8]) {
-        self.scanner.feed(chunk);
+    /// A chunk as the client gets it; `None` while nothing of it may go out yet.
+    fn pass(&mut self, chunk: Bytes) -> Option<Bytes> {
+        self.scanner.feed(&chunk);
         self.in_flight.generated(self.scanner.events);
         self.booking.generated(self.scanner.events);
         self.booking.touch();
+        let mut ready = if self.is_event_stream { self.lines.take(chunk) } else { chunk };
+        if self.upstream.is_end_stream() {
+            self.finish();
+            ready = self.lines.end(ready);
+        }
+        (!ready.is_empty()).then_some(ready)
     }
 
     fn finish(&mut self) {
@@ -132,11 +143,11 @@ impl Relay {
             // A JSON answer cut short: breaking the connection is the only honest end.
             return Some(Err(error));
         }
-        // Everything that came is with the client already; what follows can only be said inside the stream.
+        // All whole lines are with the client already; what follows can only be said inside the stream.
         let message = format!("worker {} broke off the answer: {error}", self.engine.id);
         let event =
             json!({ "error": { "message": message, "type": "upstream_error", "code": 502 } });
-        // The blank line ends an event that was cut in two.
+        // The blank line ends an event whose lines went out without one.
         let end = format!("\n\ndata: {event}\n\ndata: [DONE]\n\n");
         Some(Ok(Frame::data(Bytes::from(end))))
     }
@@ -153,39 +164,41 @@ impl Body for Relay {
         if self.end != End::Open {
             return Poll::Ready(None);
         }
-        if let Some(chunk) = self.first.take() {
-            self.pass(&chunk);
-            if self.upstream.is_end_stream() {
-                self.finish();
-            }
-            return Poll::Ready(Some(Ok(Frame::data(chunk))));
+        if let Some(chunk) = self.first.take()
+            && let Some(ready) = self.pass(chunk)
+        {
+            return Poll::Ready(Some(Ok(Frame::data(ready))));
         }
-        let Poll::Ready(next) = Pin::new(&mut self.upstream).poll_frame(cx) else {
-            let silence = ready!(self.poll_silence(cx));
-            return Poll::Ready(self.broken(silence.into()));
-        };
-        self.waits_since = None;
-        match next {
-            Some(Ok(frame)) => {
-                if let Some(chunk) = frame.data_ref() {
-                    let chunk = chunk.clone();
-                    self.pass(&chunk);
-                }
-                if self.upstream.is_end_stream() {
+        while self.end == End::Open {
+            let Poll::Ready(next) = Pin::new(&mut self.upstream).poll_frame(cx) else {
+                let silence = ready!(self.poll_silence(cx));
+                return Poll::Ready(self.broken(silence.into()));
+            };
+            self.waits_since = None;
+            match next {
+                Some(Ok(frame)) => match frame.into_data() {
+                    Ok(chunk) => {
+                        if let Some(ready) = self.pass(chunk) {
+                            return Poll::Ready(Some(Ok(Frame::data(ready))));
+                        }
+                    }
+                    // Trailers come last; no engine sends any behind half a line.
+                    Err(frame) => return Poll::Ready(Some(Ok(frame))),
+                },
+                Some(Err(error)) => return Poll::Ready(self.broken(error.into())),
+                None => {
                     self.finish();
+                    let rest = self.lines.end(Bytes::new());
+                    return Poll::Ready((!rest.is_empty()).then(|| Ok(Frame::data(rest))));
                 }
-                Poll::Ready(Some(Ok(frame)))
-            }
-            Some(Err(error)) => Poll::Ready(self.broken(error.into())),
-            None => {
-                self.finish();
-                Poll::Ready(None)
             }
         }
+        Poll::Ready(None)
     }
 
     fn is_end_stream(&self) -> bool {
-        self.end != End::Open || (self.first.is_none() && self.upstream.is_end_stream())
+        let is_all_given = self.first.is_none() && self.lines.is_empty();
+        self.end != End::Open || (is_all_given && self.upstream.is_end_stream())
     }
 
     fn size_hint(&self) -> SizeHint {

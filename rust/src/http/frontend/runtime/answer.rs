@@ -18,12 +18,12 @@ use super::super::disagg::Handoff;
 use super::super::engine::Engine;
 use super::super::metrics::OutcomeLabel;
 use super::call::{Ask, Opened, failed};
-use super::chunks::Collected;
+use super::chunks::{self, Collected};
 use super::item::Item;
 use super::plane::{Cause, Items, PlaneError};
 use super::spec::ModelInput;
 use super::wording::{DONE, Usage, Wording};
-use super::writing::Writing;
+use super::writing::{Ending, Writing};
 use crate::router;
 use crate::select::{Outcome, Reservation};
 
@@ -67,6 +67,8 @@ pub(in super::super) struct Answer {
     /// Chunks of a worker of text; `usage` has its tokens once it has told them.
     pieces: u64,
     includes_usage: bool,
+    /// The worker yields plain strings: nobody but this side says when its text is over.
+    is_plain: bool,
     is_opened: bool,
     end: End,
     in_flight: InFlight,
@@ -110,6 +112,7 @@ impl Answer {
             items: Some(opened.items),
             first: Some(opened.first),
             content,
+            is_plain: false,
             is_opened: false,
             end: End::Open,
             in_flight,
@@ -208,13 +211,22 @@ impl Answer {
         }
         let Some(payload) = payload else {
             self.end = End::Complete;
+            if self.is_plain {
+                collected.close();
+            }
             return Ok(());
         };
         self.pieces += 1;
-        let chunk = match text_chunk(&payload)? {
-            Value::String(piece) => self.wording.chunk(&piece),
+        let chunk = match chunks::parse(&payload)? {
+            Value::String(piece) => {
+                self.is_plain = true;
+                self.wording.chunk(&piece)
+            }
             chunk => chunk,
         };
+        if let Some(error) = chunks::failure(&chunk) {
+            return Err(error);
+        }
         self.note_usage(&chunk);
         collected.take(self.ask.api, chunk);
         Ok(())
@@ -225,15 +237,28 @@ impl Answer {
         if let Content::Text = self.content {
             let Some(payload) = payload else {
                 self.end = End::Complete;
-                out.push_str(DONE);
+                match self.is_plain {
+                    true => self.wording.closing(&Ending::plain("stop"), None, out),
+                    false => out.push_str(DONE),
+                }
                 return Ok(());
             };
             self.pieces += 1;
-            match text_chunk(&payload)? {
-                Value::String(piece) => self.wording.piece(&piece, out),
+            match chunks::parse(&payload)? {
+                Value::String(piece) => {
+                    if !std::mem::replace(&mut self.is_plain, true) {
+                        self.wording.opening(out);
+                    }
+                    self.wording.piece(&piece, out);
+                }
                 chunk => {
                     self.note_usage(&chunk);
                     out.push_str(&format!("data: {chunk}\n\n"));
+                    // The client has the worker's own words, and nothing can come behind them.
+                    if let Some(error) = chunks::failure(&chunk) {
+                        self.broken(&error);
+                        out.push_str(DONE);
+                    }
                 }
             }
             return Ok(());
@@ -383,10 +408,4 @@ fn drain(items: Option<Items>) {
         // One that goes on is cut off, as by any client that has enough.
         let _ = tokio::time::timeout(LAST_FRAME_TIME, rest).await;
     });
-}
-
-fn text_chunk(payload: &[u8]) -> Result<Value, PlaneError> {
-    rmp_serde::from_slice(payload).map_err(|error| {
-        PlaneError::new(Cause::Protocol, format!("an item that can't be read: {error}"))
-    })
 }

@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::super::super::Reject;
 use super::super::plan::Api;
+use super::guide::{Guides, ResponseFormat};
 
 /// Tokens of a completion that names no limit.
 const COMPLETION_TOKENS: u64 = 16;
@@ -47,6 +48,17 @@ struct Fields {
     seed: Option<i64>,
     logit_bias: Option<Map<String, Value>>,
     response_format: Option<ResponseFormat>,
+    structured_outputs: Option<Map<String, Value>>,
+    guided_json: Option<Value>,
+    guided_regex: Option<Value>,
+    guided_choice: Option<Value>,
+    guided_grammar: Option<Value>,
+    guided_whitespace_pattern: Option<Value>,
+    guided_decoding_backend: Option<Value>,
+    tool_choice: Option<Value>,
+    bad_words: Option<Value>,
+    allowed_token_ids: Option<Value>,
+    logits_processors: Option<Value>,
     nvext: Option<Extension>,
 }
 
@@ -63,14 +75,6 @@ enum Stop {
     Many(Vec<String>),
 }
 
-#[derive(Debug, Deserialize)]
-struct ResponseFormat {
-    #[serde(rename = "type")]
-    kind: String,
-    #[serde(default)]
-    json_schema: Option<Value>,
-}
-
 /// Settings that some clients put into `nvext`; those beside it win.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
@@ -79,6 +83,12 @@ struct Extension {
     min_tokens: Option<u64>,
     top_k: Option<i64>,
     repetition_penalty: Option<f64>,
+    guided_json: Option<Value>,
+    guided_regex: Option<Value>,
+    guided_choice: Option<Value>,
+    guided_grammar: Option<Value>,
+    guided_whitespace_pattern: Option<Value>,
+    guided_decoding_backend: Option<Value>,
 }
 
 /// When an answer is over.
@@ -156,7 +166,7 @@ impl Generation {
         put("top_k", fields.top_k.or_else(|| nvext?.top_k).map(Value::from));
         put("seed", fields.seed.map(Value::from));
         put("logit_bias", fields.logit_bias.clone().map(Value::Object));
-        put("guided_decoding", guide(fields.response_format.as_ref())?);
+        put("guided_decoding", fields.guides().guided_decoding()?);
         put("n", Some(json!(1)));
         let stream_options = fields.stream_options.as_ref();
         Ok(Self {
@@ -188,11 +198,53 @@ impl Generation {
 }
 
 impl Fields {
+    /// What says how the answer must look; beside `nvext` wins here too.
+    fn guides(&self) -> Guides<'_> {
+        let nvext = self.nvext.as_ref();
+        Guides {
+            response_format: self.response_format.as_ref(),
+            structured_outputs: self.structured_outputs.as_ref(),
+            guided: [
+                ("guided_json", self.guided_json.as_ref().or_else(|| nvext?.guided_json.as_ref())),
+                (
+                    "guided_regex",
+                    self.guided_regex.as_ref().or_else(|| nvext?.guided_regex.as_ref()),
+                ),
+                (
+                    "guided_choice",
+                    self.guided_choice.as_ref().or_else(|| nvext?.guided_choice.as_ref()),
+                ),
+                (
+                    "guided_grammar",
+                    self.guided_grammar.as_ref().or_else(|| nvext?.guided_grammar.as_ref()),
+                ),
+                (
+                    "guided_whitespace_pattern",
+                    self.guided_whitespace_pattern
+                        .as_ref()
+                        .or_else(|| nvext?.guided_whitespace_pattern.as_ref()),
+                ),
+                (
+                    "guided_decoding_backend",
+                    self.guided_decoding_backend
+                        .as_ref()
+                        .or_else(|| nvext?.guided_decoding_backend.as_ref()),
+                ),
+            ],
+        }
+    }
+
     /// What token workers do not do is refused: an answer without it would be a wrong one.
     fn refuse(&self, api: Api) -> Result<(), Reject> {
         let is_wanted = |value: &Option<Value>| {
             value.as_ref().is_some_and(|value| *value != Value::Bool(false) && !value.is_null())
         };
+        let has_any = |value: &Option<Value>| match value {
+            None | Some(Value::Null) => false,
+            Some(Value::Array(items)) => !items.is_empty(),
+            Some(_) => true,
+        };
+        let must_call = |value: &Value| value == "required" || value.is_object();
         let refusals = [
             ("n", self.n.is_some_and(|n| n != 1), "only 1 answer a request"),
             ("best_of", self.best_of.is_some_and(|n| n != 1), "only 1 answer a request"),
@@ -202,10 +254,25 @@ impl Fields {
             ("logprobs", is_wanted(&self.logprobs), "no log probabilities"),
             (
                 "top_logprobs",
-                api == Api::Chat && is_wanted(&self.top_logprobs),
+                // None of them is what comes anyway.
+                api == Api::Chat
+                    && self.top_logprobs != Some(json!(0))
+                    && is_wanted(&self.top_logprobs),
                 "no log probabilities",
             ),
             ("prompt_logprobs", is_wanted(&self.prompt_logprobs), "no log probabilities"),
+            (
+                "tool_choice",
+                self.tool_choice.as_ref().is_some_and(must_call),
+                "no calls that must be made, only auto or none",
+            ),
+            ("bad_words", has_any(&self.bad_words), "no answers without words of a list"),
+            (
+                "allowed_token_ids",
+                has_any(&self.allowed_token_ids),
+                "no answers of a list's tokens",
+            ),
+            ("logits_processors", has_any(&self.logits_processors), "no processing of logits"),
         ];
         match refusals.into_iter().find(|(_, is_refused, _)| *is_refused) {
             Some((field, _, what)) => {
@@ -286,25 +353,6 @@ fn range(
     }
 }
 
-/// A response format as the engines' guided decoding names it.
-fn guide(format: Option<&ResponseFormat>) -> Result<Option<Value>, Reject> {
-    let Some(format) = format else { return Ok(None) };
-    match format.kind.as_str() {
-        "text" => Ok(None),
-        "json_object" => Ok(Some(json!({ "json_object": true }))),
-        "json_schema" => {
-            let schema = format.json_schema.as_ref().and_then(|named| named.get("schema"));
-            let schema = schema.ok_or_else(|| {
-                Reject::bad_request("response_format.json_schema.schema: is required")
-            })?;
-            Ok(Some(json!({ "json": schema })))
-        }
-        other => Err(Reject::bad_request(format!(
-            "response_format.type: must be text, json_object or json_schema, got {other:?}"
-        ))),
-    }
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -367,11 +415,19 @@ mod tests {
             (json!({"stop": vec!["x"; 65]}), "stop: at most 64 strings, got 65"),
             (json!({"temperature": -1}), "temperature: must be in 0..=100, got -1"),
             (json!({"response_format": {"type": "x"}}), "response_format.type"),
+            (json!({"tool_choice": "required"}), "tool_choice: "),
+            (json!({"tool_choice": {"type": "function"}}), "tool_choice: "),
+            (json!({"bad_words": ["x"]}), "bad_words: "),
+            (json!({"allowed_token_ids": [1]}), "allowed_token_ids: "),
+            (json!({"logits_processors": ["x"]}), "logits_processors: "),
         ] {
             let error = parse(Api::Completions, body.clone()).unwrap_err();
             assert!(error.contains(wanted), "{body}: {error}");
         }
-        let fine = json!({"logprobs": false, "n": 1, "echo": false, "stop": null});
+        let error = parse(Api::Chat, json!({"top_logprobs": 1})).unwrap_err();
+        assert!(error.contains("top_logprobs: "), "{error}");
+        let fine = json!({"logprobs": false, "top_logprobs": 0, "n": 1, "echo": false, "stop": null,
+                          "tool_choice": "auto", "bad_words": [], "allowed_token_ids": null});
         parse(Api::Chat, fine).unwrap();
     }
 }

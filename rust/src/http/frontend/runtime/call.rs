@@ -15,6 +15,7 @@ use super::super::engine::Engine;
 use super::super::openai_prefill;
 use super::super::plan::{Api, Choice};
 use super::body::Generation;
+use super::chunks;
 use super::item::Item;
 use super::member::Member;
 use super::plane::{Cause, Items, PlaneError};
@@ -156,9 +157,12 @@ async fn send(
         match items.next().await {
             Ok(Some(first)) => {
                 // A worker's error within its first item is a failed attempt as well.
-                if member.spec.card.model_input == ModelInput::Tokens {
-                    Item::parse(&first).map_err(|error| failed(&engine, error))?;
-                }
+                let parsed = match member.spec.card.model_input {
+                    ModelInput::Tokens => Item::parse(&first).map(drop),
+                    ModelInput::Text => chunks::parse(&first)
+                        .and_then(|chunk| chunks::failure(&chunk).map_or(Ok(()), Err)),
+                };
+                parsed.map_err(|error| failed(&engine, error))?;
                 Ok(Opened {
                     engine: Arc::clone(&engine),
                     member: Arc::clone(&member),
@@ -228,6 +232,12 @@ pub(super) fn failed(engine: &Engine, error: PlaneError) -> Failed {
         Cause::TooLarge => {
             let refused = Failed::new(cause, error.message, StatusCode::PAYLOAD_TOO_LARGE);
             return Failed { is_final: true, ..refused };
+        }
+        Cause::Refused(status) => {
+            let status = StatusCode::from_u16(*status).unwrap_or(StatusCode::BAD_REQUEST);
+            // Whoever has too much to do is not the only one; a wrong request is wrong everywhere.
+            let is_final = status != StatusCode::TOO_MANY_REQUESTS;
+            return Failed { is_final, ..Failed::new(cause, message, status) };
         }
         _ => return Failed::new(cause, message, StatusCode::BAD_GATEWAY).fault(),
     };

@@ -82,28 +82,34 @@ impl ModelText {
     }
 }
 
-/// The tokens that end an answer: what the generation config says, else the model's, else the tokenizer's.
+/// The tokens that end an answer: what the generation config says, else the model's, and the tokenizer's. A
+/// model that was tuned on another template often has the configs of the one it came from.
 fn eos_token_ids(folder: &Path, model: &TextModel) -> Vec<u32> {
     let read = |name: &str| -> Value {
         // A file that is missing or broken says nothing about the end of an answer.
         let text = std::fs::read(folder.join(name)).unwrap_or_default();
         serde_json::from_slice(&text).unwrap_or_default()
     };
-    for name in ["generation_config.json", "config.json"] {
-        let ids: Vec<u32> = match &read(name)["eos_token_id"] {
+    let named = |name: &&str| -> Vec<u32> {
+        match &read(name)["eos_token_id"] {
             Value::Array(ids) => {
                 ids.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()).collect()
             }
             one => one.as_u64().and_then(|id| u32::try_from(id).ok()).into_iter().collect(),
-        };
-        if !ids.is_empty() {
-            return ids;
         }
+    };
+    let configs = ["generation_config.json", "config.json"];
+    let mut ids = configs.iter().map(named).find(|ids| !ids.is_empty()).unwrap_or_default();
+    // A null in the main file is an answer; only a missing key is looked up in the other.
+    let tokens = ["tokenizer_config.json", "special_tokens_map.json"].map(read);
+    let token = tokens.iter().find_map(|tokens| tokens.get("eos_token"));
+    let text = token.and_then(|token| token.as_str().or_else(|| token["content"].as_str()));
+    if let Some(id) = text.and_then(|text| model.tokenizer.token_to_id(text))
+        && !ids.contains(&id)
+    {
+        ids.push(id);
     }
-    let config = read("tokenizer_config.json");
-    let token = &config["eos_token"];
-    let text = token.as_str().or_else(|| token["content"].as_str());
-    text.and_then(|text| model.tokenizer.token_to_id(text)).into_iter().collect()
+    ids
 }
 
 /// One tokenizer per folder, as long as a worker uses it.
@@ -140,5 +146,37 @@ impl Tokenizers {
     /// Tokenizers in memory.
     pub fn loaded(&self) -> Vec<Arc<ModelText>> {
         self.by_folder.lock().values().filter_map(Weak::upgrade).collect()
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn configs_and_the_tokenizer_both_name_ends() {
+        let tiny = Path::new("tests/vectors/tiny-llama");
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str, content: Value| {
+            fs::write(folder.path().join(name), content.to_string()).unwrap();
+        };
+        fs::copy(tiny.join("tokenizer.json"), folder.path().join("tokenizer.json")).unwrap();
+        let ends = || ModelText::load(folder.path(), 1 << 20).unwrap().eos_token_ids;
+        let model = ModelText::load(tiny, 1 << 20).unwrap().model;
+        let end = model.tokenizer.token_to_id("</s>").unwrap();
+        assert!(ends().is_empty());
+        file("special_tokens_map.json", json!({"eos_token": {"content": "</s>"}}));
+        assert_eq!(ends(), [end]);
+        file("config.json", json!({"eos_token_id": 7}));
+        assert_eq!(ends(), [7, end]);
+        file("generation_config.json", json!({"eos_token_id": [8, 9]}));
+        assert_eq!(ends(), [8, 9, end]);
+        file("tokenizer_config.json", json!({"eos_token": "<s>"}));
+        assert_eq!(ends(), [8, 9, model.tokenizer.token_to_id("<s>").unwrap()]);
+        file("tokenizer_config.json", json!({"eos_token": null}));
+        assert_eq!(ends(), [8, 9]);
     }
 }

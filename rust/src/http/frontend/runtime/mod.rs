@@ -12,6 +12,7 @@ pub(super) mod body;
 pub(super) mod call;
 mod chunks;
 mod frames;
+mod guide;
 pub(super) mod item;
 pub(super) mod liveness;
 pub(super) mod member;

@@ -35,6 +35,8 @@ pub(in super::super) enum Cause {
     TooLarge,
     /// The worker says so itself: its code.
     Worker(String),
+    /// The worker refuses the request, with this status of HTTP.
+    Refused(u16),
     /// The prefill beside failed, so that the worker waits for nothing.
     Prefill,
 }
@@ -52,6 +54,8 @@ impl PlaneError {
             Cause::Protocol => "protocol",
             Cause::TooLarge => "too_large",
             Cause::Prefill => "prefill_failed",
+            Cause::Refused(429) => "overloaded",
+            Cause::Refused(_) => "invalid",
             Cause::Worker(code) => match code.as_str() {
                 "overloaded" => "overloaded",
                 "draining" => "draining",

@@ -28,7 +28,8 @@ pub(super) struct Ending {
 }
 
 impl Ending {
-    fn plain(reason: &str) -> Self {
+    /// No string or token ended it.
+    pub fn plain(reason: &str) -> Self {
         Self { reason: reason.to_owned(), stop_reason: None }
     }
 }

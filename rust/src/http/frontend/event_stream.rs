@@ -1,0 +1,107 @@
+//! The lines of an event stream on its way through, whole.
+
+use bytes::{Bytes, BytesMut};
+
+/// Most bytes of a line that are held back for its end; of a longer one all goes out as it comes.
+const MAX_HELD_BYTES: usize = 1 << 18;
+
+/// Keeps a line back until it is whole: a client can do nothing with a part of an event's data, and where the
+/// engine is lost behind it would take the part for all of it.
+///
+/// # Cost
+/// A look at the last byte of a chunk that ends with an event, which nearly all do; a copy of what is cut.
+#[derive(Debug, Default)]
+pub(super) struct WholeLines {
+    held: BytesMut,
+    /// A part of the line at hand has gone out.
+    is_cut: bool,
+}
+
+impl WholeLines {
+    /// Is nothing held back?
+    pub fn is_empty(&self) -> bool {
+        self.held.is_empty()
+    }
+
+    /// What may go out now that `chunk` has come.
+    pub fn take(&mut self, chunk: Bytes) -> Bytes {
+        let end = memchr::memrchr(b'\n', &chunk).map_or(0, |at| at + 1);
+        if self.held.is_empty() {
+            let goes_on = self.is_cut && end == 0;
+            if goes_on || end == chunk.len() {
+                self.is_cut = goes_on;
+                return chunk;
+            }
+        }
+        self.is_cut = false;
+        let whole = match (self.held.is_empty(), end) {
+            (_, 0) => Bytes::new(),
+            (true, end) => chunk.slice(..end),
+            (false, end) => {
+                self.held.extend_from_slice(&chunk[..end]);
+                self.held.split().freeze()
+            }
+        };
+        self.held.extend_from_slice(&chunk[end..]);
+        if self.held.len() > MAX_HELD_BYTES {
+            self.is_cut = true;
+            return self.end(whole);
+        }
+        whole
+    }
+
+    /// The stream is over: `last`, and what is held behind it.
+    pub fn end(&mut self, last: Bytes) -> Bytes {
+        let held = std::mem::take(&mut self.held);
+        match (last.is_empty(), held.is_empty()) {
+            (_, true) => last,
+            (true, false) => held.freeze(),
+            (false, false) => Bytes::from([&last[..], &held[..]].concat()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_whole_lines_go_out_however_they_are_cut() {
+        for end in ["\n\n", "\r\n\r\n", "\n"] {
+            let stream = ["data: {\"a\": 1}", ": ping", "event: x", "data: [DONE]", "data: half"];
+            let stream = stream.join(end);
+            for size in 1..=stream.len() {
+                let mut lines = WholeLines::default();
+                let mut out = Vec::new();
+                for chunk in stream.as_bytes().chunks(size) {
+                    let ready = lines.take(Bytes::copy_from_slice(chunk));
+                    assert!(ready.is_empty() || ready.ends_with(b"\n"), "{ready:?}");
+                    out.extend_from_slice(&ready);
+                }
+                assert_eq!(out.len(), stream.len() - "data: half".len(), "chunks of {size}");
+                assert!(!lines.is_empty());
+                out.extend_from_slice(&lines.end(Bytes::new()));
+                assert_eq!(out, stream.as_bytes());
+            }
+        }
+    }
+
+    #[test]
+    fn a_whole_event_is_not_copied() {
+        let chunk = Bytes::from_static(b"data: 1\n\ndata: 2\n\n");
+        assert_eq!(WholeLines::default().take(chunk.clone()).as_ptr(), chunk.as_ptr());
+    }
+
+    #[test]
+    fn a_line_that_is_too_long_goes_out_as_it_comes() {
+        let mut lines = WholeLines::default();
+        let long = vec![b'x'; MAX_HELD_BYTES];
+        assert_eq!(lines.take(Bytes::from_static(b"data: 1\n\ndata: ")), "data: 1\n\n");
+        assert_eq!(lines.take(long.clone().into()).len(), "data: ".len() + long.len());
+        assert!(lines.is_empty());
+        assert_eq!(lines.take(Bytes::from_static(b"more")), "more");
+        assert_eq!(lines.take(Bytes::from_static(b"end\n\nnext")), "end\n\n");
+        assert_eq!(lines.take(Bytes::from_static(b"one")), "");
+        assert_eq!(lines.take(Bytes::from_static(b"\n\n")), "nextone\n\n");
+    }
+}
