@@ -2,6 +2,8 @@
 
 ``python benches/policies_on_mockers.py TRACE [--requests N] [--speed N] [--slow N] [MODE...]``
 
+A MODE may carry further flags of the frontend: ``"kv --no-track-active-blocks"``.
+
 Prints, for each router mode, the figures that ``cargo bench --bench policies -- --trace TRACE
 --requests N --speed N --only MODE`` prints of the simulation. The mockers run `--slow` times slower
 than they model, so that the machine's own time does not count.
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import random
 import tempfile
@@ -108,11 +111,13 @@ async def main() -> None:
         kv_overlap_score_weight=1.0,
         seed=1,
     )
-    for mode in args.modes:
+    for words in args.modes:
+        mode, *flags = words.split()
         with tempfile.TemporaryDirectory() as logs:
             async with Children(Path(logs)) as children, aiohttp.ClientSession() as session:
-                fleet = await start_fleet(children, session, mode, options)
-                print(mode, await play(fleet, lines, args.speed, args.slow), flush=True)
+                told = dataclasses.replace(options, flags=tuple(flags))
+                fleet = await start_fleet(children, session, mode, told)
+                print(words, await play(fleet, lines, args.speed, args.slow), flush=True)
 
 
 if __name__ == "__main__":

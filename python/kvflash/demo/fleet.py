@@ -29,6 +29,7 @@ class FleetOptions:
         speedup_ratio: Modelled time / real time.
         kv_overlap_score_weight: What the frontend lets a block to prefill cost.
         seed: Of the frontend's choices between equals.
+        flags: What else the frontend is told.
     """
 
     workers: int
@@ -37,6 +38,7 @@ class FleetOptions:
     speedup_ratio: float
     kv_overlap_score_weight: float
     seed: int
+    flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ async def start_fleet(
         "kvflash.frontend",
         *("--router-mode", mode, "--host", "127.0.0.1", "--port", "0"),
         *("--kv-overlap-score-weight", str(options.kv_overlap_score_weight)),
-        *("--seed", str(options.seed), "--drain-timeout", "1"),
+        *("--seed", str(options.seed), "--drain-timeout", "1", *options.flags),
         *(part for spec in specs for part in ("--worker", spec)),
     )
     (ready,) = await frontend.ready(1)
