@@ -7,11 +7,16 @@ generated one.
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from kvflash import RadixTree
 
 sys.path.insert(0, str(Path(__file__).parent / "replay"))
 from replay import HERE, Harness, build
@@ -102,3 +107,41 @@ def test_one_more_sharer_is_cheap(harness):
 def test_clearing_depends_on_runs_not_blocks(harness):
     rows = harness.compare(BOTH, "clear", trials=1, blocks=2_000_000)
     assert ratio(rows, "clear_median_us") >= 4
+
+
+@pytest.mark.parametrize("way", ["leaves", "is cleared", "evicts"])
+def test_blocks_that_come_back_are_stored_nearly_as_fast_as_new_ones(way):
+    workers, blocks, each = 4, 50_000, 500
+    chance = random.Random(1)
+    tree = RadixTree()
+
+    def chain() -> list[dict[str, int]]:
+        ids = [chance.getrandbits(62) + 1 for _ in range(each)]
+        return [{"block_hash": one, "tokens_hash": one} for one in ids]
+
+    def event(data: object) -> bytes:
+        return json.dumps({"event_id": 0, "data": data}).encode()
+
+    chains = [[chain() for _ in range(blocks // each)] for _ in range(workers)]
+    stores = [[event({"stored": {"parent_hash": None, "blocks": c}}) for c in of] for of in chains]
+
+    def store(worker: int) -> float:
+        began = time.process_time()
+        for one in stores[worker]:
+            tree.apply_event(worker, one)
+        return time.process_time() - began
+
+    first_s = sum(store(worker) for worker in range(workers)) / workers
+    again_s = []
+    for turn in range(8):
+        worker = turn % 2
+        if way == "leaves":
+            tree.remove_worker(worker)
+        elif way == "is cleared":
+            tree.clear_all_blocks(worker)
+        else:
+            for of in chains[worker]:
+                names = [block["block_hash"] for block in reversed(of)]
+                tree.apply_event(worker, event({"removed": {"block_hashes": names}}))
+        again_s.append(store(worker))
+    assert max(again_s) < 5 * first_s, (first_s, again_s)
