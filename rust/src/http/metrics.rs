@@ -12,7 +12,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
-use crate::catalog::{Catalog, EventCounts};
+use crate::catalog::Catalog;
 use crate::error::{Error, Result};
 
 /// Longest beginning of names.
@@ -85,7 +85,7 @@ impl CommonMetrics {
         );
         registry.register(
             "events",
-            "What became of engine events since the start of the registered publishers, by kind",
+            "What became of engine events since the start, of all publishers, by kind",
             metrics.events.clone(),
         );
         registry.register(
@@ -130,11 +130,7 @@ impl CommonMetrics {
     /// The exposition text, with the catalog's figures read now and `more` metrics as lines of the text
     /// format; their names begin with `prefix`.
     pub fn expose_with(&self, catalog: &Catalog, more: &str, prefix: &str) -> Response {
-        let mut counts = EventCounts::default();
-        for publisher in catalog.publishers() {
-            counts.add(&publisher.view().counts);
-        }
-        for (kind, value) in counts.entries() {
+        for (kind, value) in catalog.event_counts().entries() {
             self.events.get_or_create(&KindLabel { kind }).set(value as i64);
         }
         for model in catalog.models() {
