@@ -32,6 +32,7 @@ use super::probe;
 use super::proxy::Upstream;
 use super::runtime::member::{ModelText, Tokenizers};
 use super::runtime::registry;
+use super::scrape;
 use crate::catalog::Catalog;
 use crate::clock::Clock;
 use crate::error::{Error, Result};
@@ -252,7 +253,7 @@ impl FrontendApp {
             .route("/v1/models", get(admin::models))
             .route("/health", get(admin::health))
             .route("/ready", get(admin::ready))
-            .route("/metrics", get(admin::metrics))
+            .route("/metrics", get(scrape::metrics))
             .route("/workers", get(admin::workers).post(admin::add_worker))
             .route("/workers/{id}", axum::routing::delete(admin::remove_worker))
             .route("/explain", post(admin::explain))

@@ -25,6 +25,7 @@ mod replicas;
 mod reply;
 mod request;
 mod runtime;
+mod scrape;
 mod tokens;
 mod urgency;
 mod usage;
@@ -34,3 +35,6 @@ pub use disagg::EnforceDisagg;
 pub use engine::EngineSpec;
 pub use fairness::FairnessOptions;
 pub use options::FrontendOptions;
+
+#[cfg(test)]
+mod tests;

@@ -1,7 +1,6 @@
 //! Routes of the router.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use axum::Router;
@@ -22,14 +21,14 @@ use super::super::body::{self, Unreadable};
 use super::super::busy::{Change, answer};
 use super::super::indexer::form::{Form, Params};
 use super::super::indexer::query_routes;
-use super::super::metrics::{CommonMetrics, ModelLabel, PREFIX, RequestLabel, escape};
+use super::super::metrics::{CommonMetrics, PREFIX, RequestLabel};
 use super::super::policy_metrics::PolicyMetrics;
 use super::super::remote::RemoteIndexer;
 use super::answer::{health, readiness, worker_entries, worker_entry};
 use super::choose::Chosen;
 use super::fleet::{Fleet, Pool};
 use super::method::{Message, obey};
-use super::metrics::{RouterMetrics, WorkerLabel};
+use super::metrics::RouterMetrics;
 use super::openapi::openapi;
 use super::options::RouterOptions;
 use super::request::{Choose, LoadReport, Named, NewWorker, WorkersFilter};
@@ -462,38 +461,8 @@ async fn ready(State(app): State<Arc<App>>) -> Response {
     response
 }
 
-async fn metrics(State(app): State<Arc<App>>) -> Response {
-    let figures = &app.metrics;
-    figures.clear();
-    for pool in app.fleet.pools() {
-        let (model, tenant) = (escape(&pool.key.model_name), escape(&pool.key.tenant_id));
-        let loads = pool.selector.loads();
-        let busy = pool.selector.busy.busy(loads.iter().copied());
-        let label = ModelLabel { model: model.clone(), tenant: tenant.clone() };
-        if let Some(queue) = &pool.queue {
-            figures.tell_queue(&label, &queue.stats());
-        }
-        for (family, value) in [
-            (&figures.workers, pool.members().len()),
-            (&figures.busy_workers, busy.len()),
-            (&figures.reservations, pool.selector.reserved()),
-        ] {
-            family.get_or_create(&label).set(value as i64);
-        }
-        for load in loads {
-            let worker = load.worker.to_string();
-            let label = WorkerLabel { model: model.clone(), tenant: tenant.clone(), worker };
-            figures.worker_active_blocks.get_or_create(&label).set(load.blocks as i64);
-            figures.worker_active_prefill.get_or_create(&label).set(load.prefill_tokens as i64);
-            figures.worker_active_requests.get_or_create(&label).set(i64::from(load.requests));
-            if let Some(per_s) = load.prefill_tokens_per_s {
-                figures.worker_prefill_rate.get_or_create(&label).set(per_s as i64);
-            }
-        }
-    }
-    let journal = app.fleet.journal.stats();
-    figures.journal_records.set(journal.records as i64);
-    figures.journal_bytes.set(journal.bytes as i64);
-    figures.journal_dropped.inner().store(journal.dropped_total, Ordering::Relaxed);
-    app.common.expose_with(&app.catalog, &app.more_metrics.read(), PREFIX)
+pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
+    app.common
+        .expose_with(&app.catalog, &app.more_metrics, PREFIX, || app.metrics.refill(&app.fleet))
+        .await
 }

@@ -1,0 +1,102 @@
+//! What operators ask of a frontend with many workers.
+#![allow(clippy::unwrap_used)]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::to_bytes;
+use axum::extract::State;
+use tokio::runtime::{Builder, Runtime};
+
+use super::app::App;
+use super::engine::{Engine, EngineNotes};
+use super::{FrontendApp, FrontendOptions, scrape};
+use crate::catalog::Catalog;
+use crate::clock::ManualClock;
+use crate::error::Error;
+use crate::fair::{LineOrder, Wish};
+use crate::http::Shutdown;
+use crate::policy::Policy;
+use crate::router::RouterConfig;
+use crate::select::{QueueOptions, QueueThreshold};
+
+/// A frontend whose engines, numbered from 1, have told that they serve `m`; nobody checks them.
+fn frontend(engines: usize) -> (Arc<App>, Vec<Arc<Engine>>) {
+    let threshold = QueueThreshold { batches: 1.0, batched_tokens: 1 };
+    let max_wait = Duration::from_secs(60);
+    let queue = QueueOptions { threshold, order: LineOrder::Fcfs, limit: 8, max_wait };
+    let options = FrontendOptions {
+        router: RouterConfig { policy: Policy::RoundRobin, ..RouterConfig::default() },
+        queue: Some(queue),
+        ..FrontendOptions::default()
+    };
+    let clock = Arc::new(ManualClock::default());
+    let catalog = Arc::new(Catalog::default());
+    let made = FrontendApp::new(options, catalog, clock, Shutdown::default()).unwrap();
+    let add = |at: usize| {
+        let spec = format!("http://127.0.0.1:{}", 10_000 + at).parse().unwrap();
+        let engine = made.app.fleet.add(spec).unwrap();
+        made.app.fleet.learned(&engine, serving(&[])).unwrap();
+        engine.recovered();
+        engine
+    };
+    let engines = (0..engines).map(add).collect();
+    (Arc::clone(&made.app), engines)
+}
+
+/// What an engine tells that serves `m` and these adapters.
+fn serving(adapters: &[&str]) -> EngineNotes {
+    let adapters = adapters.iter().map(|name| ((*name).to_owned(), Some("m".to_owned())));
+    let models = std::iter::once(("m".to_owned(), None)).chain(adapters).collect();
+    EngineNotes { models, ..EngineNotes::default() }
+}
+
+fn runtime(threads: usize) -> Runtime {
+    Builder::new_multi_thread().worker_threads(threads).enable_all().build().unwrap()
+}
+
+#[test]
+fn scrapes_at_once_tell_of_every_worker() {
+    const WORKERS: usize = 300;
+    const ROUNDS: usize = 40;
+    let (app, _) = frontend(WORKERS);
+    let runtime = runtime(4);
+    // One request waits and one has left: told once in every answer.
+    let line = app.fleet.pools()[0].queue.clone().unwrap();
+    let enter = || {
+        let book = || Err::<(), _>(Error::MustWait("full".to_owned()));
+        line.enter(&Wish::default(), 7, || 0, Arc::new(|| ()), book).unwrap()
+    };
+    let waits = enter();
+    drop(enter());
+    let scrapes: Vec<_> = (0..4)
+        .map(|_| {
+            let app = Arc::clone(&app);
+            runtime.spawn(async move {
+                for _ in 0..ROUNDS {
+                    let answer = scrape::metrics(State(Arc::clone(&app))).await;
+                    let bytes = to_bytes(answer.into_body(), usize::MAX).await.unwrap();
+                    let text = String::from_utf8(bytes.to_vec()).unwrap();
+                    let rows = |name: &str| {
+                        let head = format!("kvflash_worker_{name}{{");
+                        text.lines().filter(|line| line.starts_with(&head)).count()
+                    };
+                    for name in ["healthy", "requests_sent", "busy", "active_blocks"] {
+                        assert_eq!(rows(name), WORKERS, "{name}");
+                    }
+                    for row in [
+                        "queued_total{model=\"m\",outcome=\"left\"} 1",
+                        "queue_pending_requests{model=\"m\"} 1",
+                        "queue_pending_isl_tokens{model=\"m\"} 7",
+                    ] {
+                        assert!(text.contains(&format!("\nkvflash_{row}\n")), "{row}");
+                    }
+                }
+            })
+        })
+        .collect();
+    for scrape in scrapes {
+        runtime.block_on(scrape).unwrap();
+    }
+    drop(waits);
+}
