@@ -21,8 +21,9 @@ use super::engine::{Engine, EngineSpec, is_prefill};
 use super::metrics::CauseLabel;
 use super::nvext::Nvext;
 use super::plan::{Api, Plan};
+use super::pool::Pool;
 use super::request::Envelope;
-use crate::catalog::Publisher;
+use crate::catalog::{Publisher, Trust};
 use crate::error::Error;
 use crate::ids::{InstanceId, Worker};
 use crate::policy::Policy;
@@ -30,6 +31,10 @@ use crate::policy::Policy;
 /// 200 while at least one worker can serve, 503 otherwise; the body says how each one fares. Workers that
 /// only prefill serve nobody by themselves.
 pub(super) async fn health(State(app): State<Arc<App>>) -> Response {
+    app.aside.make(|| tell_health(&app)).await
+}
+
+fn tell_health(app: &App) -> Response {
     let engines = app.fleet.engines();
     let healthy = engines.iter().filter(|engine| engine.is_healthy()).count();
     let (status, word) = match (healthy, engines.len()) {
@@ -43,7 +48,7 @@ pub(super) async fn health(State(app): State<Arc<App>>) -> Response {
         "healthy_workers": healthy,
         "requests_in_flight": app.in_flight(),
         "router_policy": app.options.policy_name(),
-        "warnings": warnings(&app),
+        "warnings": warnings(app),
     });
     (status, Json(body)).into_response()
 }
@@ -146,24 +151,31 @@ fn warnings(app: &App) -> Vec<String> {
 
 /// GET /v1/models, in OpenAI's shape.
 pub(super) async fn models(State(app): State<Arc<App>>) -> Response {
-    let limit = |name: &str| {
-        let pools = app.fleet.pools();
-        let pool = pools.iter().find(|pool| pool.name == name)?;
+    app.aside.make(|| tell_models(&app)).await
+}
+
+fn tell_models(app: &App) -> Response {
+    let pools = app.fleet.pools();
+    let limit = |pool: &Arc<Pool>| {
         pool.members().all().filter_map(|engine| engine.notes.lock().max_model_len).min()
     };
+    // Once a model, not once an adapter. In reverse, so that those that decode go before those that prefill.
+    let limits: HashMap<&str, Option<u64>> =
+        pools.iter().rev().map(|pool| (&*pool.name, limit(pool))).collect();
     let data: Vec<Value> = app
         .fleet
         .served()
         .into_iter()
         .map(|(name, parent)| {
+            let root = parent.as_deref().unwrap_or(&name);
             json!({
                 "id": name,
                 "object": "model",
                 "created": 0,
                 "owned_by": "kvflash",
-                "root": parent.as_deref().unwrap_or(&name),
+                "root": root,
                 "parent": parent,
-                "max_model_len": limit(parent.as_deref().unwrap_or(&name)),
+                "max_model_len": limits.get(root),
             })
         })
         .collect();
@@ -216,6 +228,10 @@ fn entry(app: &App, engine: &Engine, publishers: &[Arc<Publisher>]) -> Value {
 
 /// GET /workers
 pub(super) async fn workers(State(app): State<Arc<App>>) -> Response {
+    app.aside.make(|| tell_workers(&app)).await
+}
+
+fn tell_workers(app: &App) -> Response {
     let mut publishers: HashMap<_, Vec<_>> = HashMap::new();
     for publisher in app.catalog.publishers() {
         publishers.entry(publisher.worker.instance_id).or_default().push(publisher);
@@ -224,7 +240,7 @@ pub(super) async fn workers(State(app): State<Arc<App>>) -> Response {
         .fleet
         .engines()
         .iter()
-        .map(|engine| entry(&app, engine, publishers.get(&engine.id).map_or(&[], Vec::as_slice)))
+        .map(|engine| entry(app, engine, publishers.get(&engine.id).map_or(&[], Vec::as_slice)))
         .collect();
     Json(entries).into_response()
 }
@@ -303,44 +319,43 @@ pub(super) async fn why(
     State(app): State<Arc<App>>,
     id: Result<Path<String>, PathRejection>,
 ) -> Response {
-    let found = id
-        .map_err(|error| Reject::bad_request(format!("request id: {error}")))
-        .map(|Path(id)| (app.fleet.journal.find(&id), id));
-    match found {
-        Ok((records, id)) if records.is_empty() => {
-            let message = format!(
-                "no decision is kept for request {id:?}: it was never routed here, or gave way to later \
-                 ones (--decision-journal)"
-            );
-            Reject::new(StatusCode::NOT_FOUND, message).openai()
-        }
-        Ok((records, id)) => {
-            let now_ms = app.fleet.clock.now_ms();
-            let trust = trust(&app);
-            let decisions: Vec<Value> = records
-                .iter()
-                .map(|record| with_trust(record.whole(now_ms), &record.model, &trust))
-                .collect();
-            Json(json!({ "request_id": id, "decisions": decisions })).into_response()
-        }
-        Err(reject) => reject.openai(),
+    match id {
+        Ok(Path(id)) => app.aside.make(|| tell_why(&app, &id)).await,
+        Err(error) => Reject::bad_request(format!("request id: {error}")).openai(),
     }
 }
 
-/// How far the index can be believed, by model and worker.
-fn trust(app: &App) -> HashMap<(String, String), Value> {
-    let reports = app.catalog.reports(|_| true);
-    let entries = reports.iter().map(|report| {
-        let key = (report.model.key.model_name.clone(), report.view.worker.to_string());
-        (key, json!(report.trust))
-    });
-    entries.collect()
+fn tell_why(app: &App, id: &str) -> Response {
+    let records = app.fleet.journal.find(id);
+    if records.is_empty() {
+        let message = format!(
+            "no decision is kept for request {id:?}: it was never routed here, or gave way to later \
+             ones (--decision-journal)"
+        );
+        return Reject::new(StatusCode::NOT_FOUND, message).openai();
+    }
+    let now_ms = app.fleet.clock.now_ms();
+    let mut trusts = HashMap::new();
+    let decisions: Vec<Value> = records
+        .iter()
+        .map(|record| {
+            let trust = trusts.entry(&*record.model).or_insert_with(|| trust(app, &record.model));
+            with_trust(record.whole(now_ms), trust)
+        })
+        .collect();
+    Json(json!({ "request_id": id, "decisions": decisions })).into_response()
 }
 
-fn with_trust(mut decision: Value, model: &str, trust: &HashMap<(String, String), Value>) -> Value {
+/// How far the index can be believed about each worker of a model.
+fn trust(app: &App, model_name: &str) -> HashMap<String, Trust> {
+    let reports = app.catalog.reports(|model| model.key.model_name == model_name);
+    reports.into_iter().map(|report| (report.view.worker.to_string(), report.trust)).collect()
+}
+
+fn with_trust(mut decision: Value, trust: &HashMap<String, Trust>) -> Value {
     for candidate in decision["candidates"].as_array_mut().into_iter().flatten() {
-        let worker = candidate["worker"].as_str().unwrap_or_default().to_owned();
-        candidate["trust"] = trust.get(&(model.to_owned(), worker)).cloned().unwrap_or_default();
+        let known = candidate["worker"].as_str().and_then(|worker| trust.get(worker));
+        candidate["trust"] = json!(known);
     }
     decision
 }
@@ -358,17 +373,18 @@ pub(super) async fn explain(
         let nvext = Nvext::parse(envelope.nvext)?;
         let mut plan = Plan::make(&app, api, &envelope, &headers, body.len(), false).await?;
         plan.pin(nvext.decode_pin())?;
-        let prefill = Prefill::of(&app, &plan, &nvext).await?.explain().await;
+        let prefill = Prefill::of(&app, &plan, &nvext).await?.explain(&app).await;
         plan.decode_only(prefill.is_some());
-        let (name, trust) = (&plan.route.pool.name, trust(&app));
-        let mut value = with_trust(plan.explain().await.map_err(Reject::from)?, name, &trust);
-        if let Some(prefill) = prefill {
-            value["prefill"] = with_trust(prefill, name, &trust);
-        }
-        Ok::<_, Reject>(value)
+        let decision = plan.explain(&app).await.map_err(Reject::from)?;
+        let made = app.aside.make(|| {
+            let trust = trust(&app, &plan.route.pool.name);
+            let mut value = with_trust(decision, &trust);
+            if let Some(prefill) = prefill {
+                value["prefill"] = with_trust(prefill, &trust);
+            }
+            Json(value).into_response()
+        });
+        Ok::<_, Reject>(made.await)
     };
-    match explained.await {
-        Ok(value) => Json(value).into_response(),
-        Err(reject) => reject.openai(),
-    }
+    explained.await.unwrap_or_else(Reject::openai)
 }

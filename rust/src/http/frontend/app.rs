@@ -13,6 +13,7 @@ use bytes::Bytes;
 use http_body::Body as _;
 use parking_lot::{Mutex, RwLock};
 
+use super::super::aside::Aside;
 use super::super::body::{self, Unreadable};
 use super::super::indexer::query_routes;
 use super::super::metrics::CommonMetrics;
@@ -61,6 +62,8 @@ pub(super) struct App {
     /// Why workers of discovery were not taken, by the name of each.
     pub refused_workers: Mutex<BTreeMap<InstanceId, String>>,
     pub more_metrics: RwLock<String>,
+    /// Where answers that tell of every worker are made.
+    pub aside: Aside,
     pub shutdown: Shutdown,
     /// Who knows what workers hold, where that is not the catalog.
     pub remote: Option<RemoteIndexer>,
@@ -163,6 +166,7 @@ impl FrontendApp {
             outside_warnings: RwLock::default(),
             refused_workers: Mutex::default(),
             more_metrics: RwLock::default(),
+            aside: Aside::default(),
             shutdown,
             remote,
             questions,

@@ -1,16 +1,19 @@
 //! What operators ask of a frontend with many workers.
 #![allow(clippy::unwrap_used)]
 
-use std::sync::Arc;
+use std::future::Future;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use axum::body::to_bytes;
+use axum::body::{Body, to_bytes};
 use axum::extract::State;
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::Response;
 use tokio::runtime::{Builder, Runtime};
 
 use super::app::App;
 use super::engine::{Engine, EngineNotes};
-use super::{FrontendApp, FrontendOptions, scrape};
+use super::{FrontendApp, FrontendOptions, admin, scrape};
 use crate::catalog::Catalog;
 use crate::clock::ManualClock;
 use crate::error::Error;
@@ -19,6 +22,9 @@ use crate::http::Shutdown;
 use crate::policy::Policy;
 use crate::router::RouterConfig;
 use crate::select::{QueueOptions, QueueThreshold};
+
+/// Whatever takes longer does not come.
+const DEADLINE: Duration = Duration::from_secs(30);
 
 /// A frontend whose engines, numbered from 1, have told that they serve `m`; nobody checks them.
 fn frontend(engines: usize) -> (Arc<App>, Vec<Arc<Engine>>) {
@@ -99,4 +105,46 @@ fn scrapes_at_once_tell_of_every_worker() {
         runtime.block_on(scrape).unwrap();
     }
     drop(waits);
+}
+
+/// On a runtime with one serving thread: while `answer` waits for what `guard` holds, others are served.
+fn hold_up<A, G>(runtime: &Runtime, answer: A, guard: G)
+where
+    A: Future<Output = Response> + Send + 'static,
+{
+    let (begun, has_begun) = mpsc::channel();
+    let answer = runtime.spawn(async move {
+        // No await before the answer: the thread that tells is in it.
+        begun.send(()).unwrap();
+        answer.await.status()
+    });
+    has_begun.recv_timeout(DEADLINE).unwrap();
+    let (served, is_served) = mpsc::channel();
+    let other = runtime.spawn(async move { served.send(()).unwrap() });
+    let outcome = is_served.recv_timeout(DEADLINE);
+    assert!(!answer.is_finished(), "it did not wait for what is held");
+    drop(guard);
+    assert_eq!(runtime.block_on(answer).unwrap(), StatusCode::OK);
+    runtime.block_on(other).unwrap();
+    outcome.expect("the only serving thread was held up");
+}
+
+#[test]
+fn answers_of_every_worker_hold_up_no_connection() {
+    let (app, engines) = frontend(2);
+    app.fleet.learned(&engines[0], serving(&["a"])).unwrap();
+    let (runtime, notes) = (runtime(1), &engines[0].notes);
+    let state = || State(Arc::clone(&app));
+    hold_up(&runtime, admin::workers(state()), notes.lock());
+    hold_up(&runtime, admin::health(state()), notes.lock());
+    hold_up(&runtime, admin::models(state()), notes.lock());
+    // Who serves the adapter is asked of each engine.
+    let asked = Body::from(r#"{"model": "a", "prompt": "b"}"#);
+    hold_up(&runtime, admin::explain(state(), HeaderMap::new(), asked), notes.lock());
+    hold_up(&runtime, scrape::metrics(state()), app.more_metrics.write());
+    // A scrape waits for another one without a thread.
+    let first = runtime.spawn(scrape::metrics(state()));
+    let held = app.more_metrics.write();
+    hold_up(&runtime, scrape::metrics(state()), held);
+    runtime.block_on(first).unwrap();
 }

@@ -17,6 +17,7 @@ use serde::{Serialize, de::DeserializeOwned};
 use serde_json::json;
 
 use super::super::Reject;
+use super::super::aside::Aside;
 use super::super::body::{self, Unreadable};
 use super::super::busy::{Change, answer};
 use super::super::indexer::form::{Form, Params};
@@ -49,6 +50,8 @@ pub(super) struct App {
     pub remote: Option<RemoteIndexer>,
     /// What is told of it besides, in `/metrics`.
     pub more_metrics: RwLock<String>,
+    /// Where answers that tell of every worker are made.
+    aside: Aside,
 }
 
 /// The standalone router: workers are registered with it, [`RouterApp::router`] is served.
@@ -85,8 +88,9 @@ impl RouterApp {
         }
         common.seal(registry);
         let fleet = Fleet::new(options.clone(), Arc::clone(&catalog), clock);
-        let more_metrics = RwLock::default();
-        let app = Arc::new(App { options, catalog, fleet, common, metrics, remote, more_metrics });
+        let (more_metrics, aside) = (RwLock::default(), Aside::default());
+        let app = App { options, catalog, fleet, common, metrics, remote, more_metrics, aside };
+        let app = Arc::new(app);
         Ok(Self { routes: routes(&app)?, app })
     }
 
@@ -122,7 +126,7 @@ fn routes(app: &Arc<App>) -> KvResult<Router> {
         .route("/busy_threshold", get(thresholds).post(set_thresholds))
         .route("/explain", post(explain))
         .route("/why/{request_id}", get(why))
-        .route("/health", get(async |State(app): State<Arc<App>>| reply(&health(&app))))
+        .route("/health", get(tell_health))
         .route("/ready", get(ready))
         .route("/metrics", get(metrics))
         .route("/openapi.json", get(openapi))
@@ -263,7 +267,8 @@ async fn workers(
     headers: HeaderMap,
     Params(filter): Params<WorkersFilter>,
 ) -> Response {
-    reply_to(&headers, &worker_entries(&app, filter.model_name.as_deref()))
+    let entries = || worker_entries(&app, filter.model_name.as_deref());
+    app.aside.make(|| reply_to(&headers, &entries())).await
 }
 
 async fn remove_worker(
@@ -300,7 +305,7 @@ async fn reserve(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) ->
 async fn explain(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
     let explained = async {
         let chosen = app.chosen(&headers, body).await?.advised().await;
-        Ok(reply_to(&headers, &chosen.explain(&app)?))
+        app.aside.make(|| Ok(reply_to(&headers, &chosen.explain(&app)?))).await
     };
     plain(explained.await)
 }
@@ -438,7 +443,7 @@ async fn why(
         }
         Ok(reply_to(&headers, &json!({ "request_id": request_id, "decisions": decisions })))
     };
-    plain(found())
+    plain(app.aside.make(found).await)
 }
 
 async fn method(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
@@ -449,6 +454,10 @@ async fn method(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> 
         Ok(reply_to(&headers, &obey(&app, message, name).await?))
     };
     plain(obeyed.await)
+}
+
+async fn tell_health(State(app): State<Arc<App>>) -> Response {
+    app.aside.make(|| reply(&health(&app))).await
 }
 
 async fn ready(State(app): State<Arc<App>>) -> Response {
