@@ -26,6 +26,7 @@ mod reply;
 mod request;
 mod runtime;
 mod scrape;
+mod served;
 mod tokens;
 mod urgency;
 mod usage;

@@ -1,4 +1,5 @@
-//! What operators ask of a frontend with many workers.
+//! What operators ask of a frontend with many workers, and what workers cost it that only tell again what
+//! they serve.
 #![allow(clippy::unwrap_used)]
 
 use std::future::Future;
@@ -147,4 +148,34 @@ fn answers_of_every_worker_hold_up_no_connection() {
     let held = app.more_metrics.write();
     hold_up(&runtime, scrape::metrics(state()), held);
     runtime.block_on(first).unwrap();
+}
+
+#[test]
+fn an_engine_that_tells_again_what_it_serves_asks_no_other_one() {
+    let (app, engines) = frontend(3);
+    app.fleet.learned(&engines[2], serving(&["a"])).unwrap();
+    // Whoever looks at the first engine waits for ever.
+    let held = engines[0].notes.lock();
+    let (told, is_told) = mpsc::channel();
+    let last = (Arc::clone(&app), Arc::clone(&engines[2]));
+    let learning = std::thread::spawn(move || {
+        let (app, engine) = last;
+        app.fleet.learned(&engine, serving(&["a"])).unwrap();
+        app.fleet.learned(&engine, serving(&["b"])).unwrap();
+        told.send(()).unwrap();
+    });
+    let outcome = is_told.recv_timeout(DEADLINE);
+    drop(held);
+    learning.join().unwrap();
+    outcome.expect("it waited for another engine's notes");
+    let names = || app.fleet.served().into_iter().map(|(name, _)| name).collect::<Vec<_>>();
+    assert_eq!(names(), ["b", "m"]);
+    app.fleet.learned(&engines[0], serving(&["b"])).unwrap();
+    app.fleet.remove(engines[2].id).unwrap();
+    assert_eq!(names(), ["b", "m"]);
+    app.fleet.learned(&engines[0], serving(&[])).unwrap();
+    assert_eq!(names(), ["m"]);
+    app.fleet.remove(engines[0].id).unwrap();
+    app.fleet.remove(engines[1].id).unwrap();
+    assert!(names().is_empty());
 }
