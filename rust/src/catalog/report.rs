@@ -4,10 +4,10 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::model::ModelIndex;
-use super::publisher::PublisherView;
+use super::publisher::{Publisher, PublisherView};
 use super::registry::Catalog;
 use super::trust::Trust;
-use crate::ids::{Tier, Worker};
+use crate::ids::{InstanceId, Tier, Worker};
 
 /// A publisher as operators see it.
 #[derive(Debug)]
@@ -26,11 +26,20 @@ impl Catalog {
     /// # Cost
     /// The statistics of each index once, and O(1) a publisher and rank.
     pub fn reports(&self, wants: impl Fn(&ModelIndex) -> bool) -> Vec<Report> {
+        self.reports_where(|publisher| wants(&publisher.model))
+    }
+
+    /// The publishers of one instance.
+    pub fn reports_of(&self, id: InstanceId) -> Vec<Report> {
+        self.reports_where(|publisher| publisher.worker.instance_id == id)
+    }
+
+    fn reports_where(&self, wants: impl Fn(&Publisher) -> bool) -> Vec<Report> {
         // By address: every publisher of a model holds the same one.
         let mut evicted: HashMap<*const ModelIndex, u64> = HashMap::new();
         self.publishers()
             .into_iter()
-            .filter(|publisher| wants(&publisher.model))
+            .filter(|publisher| wants(publisher))
             .map(|publisher| {
                 let model = Arc::clone(&publisher.model);
                 let evicted = *evicted

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
+use parking_lot::RwLock;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -12,7 +13,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
-use crate::catalog::{Catalog, EventCounts};
+use crate::catalog::Catalog;
 use crate::error::{Error, Result};
 
 /// Longest beginning of names.
@@ -44,6 +45,8 @@ pub(super) const PREFIX: &str = "kvflash";
 /// Metrics of requests, events and indexes.
 pub(super) struct CommonMetrics {
     registry: Mutex<Registry>,
+    /// Of the scrape that is being answered.
+    turn: tokio::sync::Mutex<()>,
     pub requests: Family<RequestLabel, Counter>,
     pub request_seconds: Histogram,
     events: Family<KindLabel, Gauge>,
@@ -66,6 +69,7 @@ impl CommonMetrics {
         let mut registry = Registry::with_prefix(PREFIX);
         let metrics = Self {
             registry: Mutex::new(Registry::default()),
+            turn: tokio::sync::Mutex::default(),
             requests: Family::default(),
             request_seconds: seconds_histogram(),
             events: Family::default(),
@@ -85,7 +89,7 @@ impl CommonMetrics {
         );
         registry.register(
             "events",
-            "What became of engine events since the start of the registered publishers, by kind",
+            "What became of engine events since the start, of all publishers, by kind",
             metrics.events.clone(),
         );
         registry.register(
@@ -127,14 +131,32 @@ impl CommonMetrics {
         *self.registry.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = registry;
     }
 
-    /// The exposition text, with the catalog's figures read now and `more` metrics as lines of the text
-    /// format; their names begin with `prefix`.
-    pub fn expose_with(&self, catalog: &Catalog, more: &str, prefix: &str) -> Response {
-        let mut counts = EventCounts::default();
-        for publisher in catalog.publishers() {
-            counts.add(&publisher.view().counts);
-        }
-        for (kind, value) in counts.entries() {
+    /// The exposition text, with the figures that `refill` reads now for families of its own, the
+    /// catalog's, and `more` metrics as lines of the text format; their names begin with `prefix`.
+    ///
+    /// # Consistency
+    /// One scrape after the other: none tells of families that another one has emptied and not yet filled.
+    ///
+    /// # Cost
+    /// Thousands of workers take tens of milliseconds: other connections go on meanwhile.
+    pub async fn expose_with(
+        &self,
+        catalog: &Catalog,
+        more: &RwLock<String>,
+        prefix: &str,
+        refill: impl FnOnce(),
+    ) -> Response {
+        let _turn = self.turn.lock().await;
+        tokio::task::block_in_place(|| {
+            refill();
+            self.read(catalog);
+            let registry = self.registry.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            exposition_with(&registry, &more.read(), prefix)
+        })
+    }
+
+    fn read(&self, catalog: &Catalog) {
+        for (kind, value) in catalog.event_counts().entries() {
             self.events.get_or_create(&KindLabel { kind }).set(value as i64);
         }
         for model in catalog.models() {
@@ -152,8 +174,6 @@ impl CommonMetrics {
             self.predicted_blocks.get_or_create(&label).set(stats.predicted as i64);
             self.workers.get_or_create(&label).set(stats.workers as i64);
         }
-        let registry = self.registry.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        exposition_with(&registry, more, prefix)
     }
 }
 

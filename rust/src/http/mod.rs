@@ -1,6 +1,7 @@
 //! Doors over HTTP: the indexer's API, the OpenAI-compatible frontend, the standalone router. tokio
 //! lives here.
 
+mod aside;
 mod body;
 mod busy;
 pub mod frontend;

@@ -1,4 +1,4 @@
-//! What operators ask: health, models, workers, metrics, and why a request would go where it goes.
+//! What operators ask: health, models, workers, and why a request would go where it goes.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
@@ -14,24 +14,27 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::super::Reject;
-use super::super::metrics::escape;
 use super::super::remote::RemoteIndexer;
 use super::app::App;
 use super::disagg::Prefill;
 use super::engine::{Engine, EngineSpec, is_prefill};
-use super::metrics::{CauseLabel, ModelNameLabel, TurnLabel, WorkerLabel};
+use super::metrics::CauseLabel;
 use super::nvext::Nvext;
 use super::plan::{Api, Plan};
+use super::pool::Pool;
 use super::request::Envelope;
-use crate::catalog::Publisher;
+use crate::catalog::{Publisher, Trust};
 use crate::error::Error;
 use crate::ids::{InstanceId, Worker};
 use crate::policy::Policy;
-use crate::text::CacheStats;
 
 /// 200 while at least one worker can serve, 503 otherwise; the body says how each one fares. Workers that
 /// only prefill serve nobody by themselves.
 pub(super) async fn health(State(app): State<Arc<App>>) -> Response {
+    app.aside.make(|| tell_health(&app)).await
+}
+
+fn tell_health(app: &App) -> Response {
     let engines = app.fleet.engines();
     let healthy = engines.iter().filter(|engine| engine.is_healthy()).count();
     let (status, word) = match (healthy, engines.len()) {
@@ -45,7 +48,7 @@ pub(super) async fn health(State(app): State<Arc<App>>) -> Response {
         "healthy_workers": healthy,
         "requests_in_flight": app.in_flight(),
         "router_policy": app.options.policy_name(),
-        "warnings": warnings(&app),
+        "warnings": warnings(app),
     });
     (status, Json(body)).into_response()
 }
@@ -148,11 +151,22 @@ fn warnings(app: &App) -> Vec<String> {
 
 /// GET /v1/models, in OpenAI's shape.
 pub(super) async fn models(State(app): State<Arc<App>>) -> Response {
+    app.aside.make(|| tell_models(&app)).await
+}
+
+fn tell_models(app: &App) -> Response {
+    let pools = app.fleet.pools();
+    // Once a model, not once an adapter. In reverse, so that those that decode go before those that prefill.
+    let limits: HashMap<&str, Option<u64>> =
+        pools.iter().rev().map(|pool| (&*pool.name, max_model_len(pool))).collect();
     let data: Vec<Value> = app
         .fleet
         .served()
-        .iter()
-        .map(|(name, parent)| card(&app, name, parent.as_deref()))
+        .into_iter()
+        .map(|(name, parent)| {
+            let limit = limits.get(parent.as_deref().unwrap_or(&name));
+            card(&name, parent.as_deref(), limit.copied().flatten())
+        })
         .collect();
     Json(json!({ "object": "list", "data": data })).into_response()
 }
@@ -162,142 +176,41 @@ pub(super) async fn model(
     State(app): State<Arc<App>>,
     id: Result<Path<String>, PathRejection>,
 ) -> Response {
-    let Path(id) = match id {
-        Ok(id) => id,
-        Err(error) => return Reject::bad_request(format!("the model: {error}")).openai(),
-    };
-    let served = app.fleet.served();
-    match served.iter().find(|(name, _)| *name == id) {
-        Some((name, parent)) => Json(card(&app, name, parent.as_deref())).into_response(),
-        None => {
-            let names: Vec<&str> = served.iter().map(|(name, _)| name.as_str()).collect();
-            let message =
-                format!("the model {id:?} is not served; served are {}", names.join(", "));
-            Reject::new(StatusCode::NOT_FOUND, message).openai()
-        }
+    match id {
+        Ok(Path(id)) => app.aside.make(|| tell_model(&app, &id)).await,
+        Err(error) => Reject::bad_request(format!("the model: {error}")).openai(),
     }
 }
 
-/// A served model, or an adapter of one, as OpenAI's API tells it.
-fn card(app: &App, name: &str, parent: Option<&str>) -> Value {
-    let base = parent.unwrap_or(name);
+fn tell_model(app: &App, id: &str) -> Response {
+    let served = app.fleet.served();
+    let Some((name, parent)) = served.iter().find(|(name, _)| name == id) else {
+        let names: Vec<&str> = served.iter().map(|(name, _)| name.as_str()).collect();
+        let message = format!("the model {id:?} is not served; served are {}", names.join(", "));
+        return Reject::new(StatusCode::NOT_FOUND, message).openai();
+    };
+    let base = parent.as_deref().unwrap_or(name);
     let pools = app.fleet.pools();
-    let pool = pools.iter().find(|pool| pool.name == base);
-    let limits = pool.map(|pool| {
-        pool.members().all().filter_map(|engine| engine.notes.lock().max_model_len).min()
-    });
+    let limit = pools.iter().find(|pool| pool.name == base).and_then(max_model_len);
+    Json(card(name, parent.as_deref(), limit)).into_response()
+}
+
+/// The longest context that all workers of a model take; `None` where none has told.
+fn max_model_len(pool: &Arc<Pool>) -> Option<u64> {
+    pool.members().all().filter_map(|engine| engine.notes.lock().max_model_len).min()
+}
+
+/// A served model, or an adapter of one, as OpenAI's API tells it.
+fn card(name: &str, parent: Option<&str>, max_model_len: Option<u64>) -> Value {
     json!({
         "id": name,
         "object": "model",
         "created": 0,
         "owned_by": "kvflash",
-        "root": base,
+        "root": parent.unwrap_or(name),
         "parent": parent,
-        "max_model_len": limits.flatten(),
+        "max_model_len": max_model_len,
     })
-}
-
-/// GET /metrics
-pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
-    let metrics = &app.metrics;
-    metrics.in_flight.set(app.in_flight() as i64);
-    // Rebuilt at each scrape, so that a worker that left leaves no label behind.
-    for family in [
-        &metrics.worker_healthy,
-        &metrics.worker_requests,
-        &metrics.worker_failures,
-        &metrics.worker_active_blocks,
-        &metrics.worker_active_prefill,
-        &metrics.worker_active_requests,
-        &metrics.worker_prefill_rate,
-        &metrics.worker_busy,
-    ] {
-        family.clear();
-    }
-    for engine in app.fleet.engines() {
-        let label = WorkerLabel { worker: engine.id.to_string() };
-        metrics.worker_healthy.get_or_create(&label).set(i64::from(engine.is_healthy()));
-        let requests = engine.requests.load(Ordering::Relaxed);
-        metrics.worker_requests.get_or_create(&label).set(requests as i64);
-        metrics.worker_busy.get_or_create(&label).set(0);
-        let failures = engine.failures.load(Ordering::Relaxed);
-        metrics.worker_failures.get_or_create(&label).set(failures as i64);
-    }
-    for pool in app.fleet.pools() {
-        for id in pool.selector.busy.busy(pool.selector.loads()) {
-            let label = WorkerLabel { worker: id.to_string() };
-            metrics.worker_busy.get_or_create(&label).set(1);
-        }
-        for load in pool.selector.loads() {
-            let label = WorkerLabel { worker: load.worker.to_string() };
-            metrics.worker_active_blocks.get_or_create(&label).set(load.blocks as i64);
-            metrics.worker_active_prefill.get_or_create(&label).set(load.prefill_tokens as i64);
-            metrics.worker_active_requests.get_or_create(&label).set(i64::from(load.requests));
-            if let Some(per_s) = load.prefill_tokens_per_s {
-                metrics.worker_prefill_rate.get_or_create(&label).set(per_s as i64);
-            }
-        }
-    }
-    tell_turns(&app);
-    tell_queues(&app);
-    let journal = app.fleet.journal.stats();
-    metrics.journal_bytes.set(journal.bytes as i64);
-    metrics.journal_records.set(journal.records as i64);
-    metrics.journal_dropped.inner().store(journal.dropped_total, Ordering::Relaxed);
-    let texts = app.tokenizers.loaded();
-    let stats: Vec<_> = texts.iter().map(|text| text.model.tokenizer.cache_stats()).collect();
-    if !stats.is_empty() {
-        let sum = |part: fn(&CacheStats) -> u64| stats.iter().map(part).sum::<u64>() as i64;
-        metrics.tokenizer_hits.set(sum(|one| one.hits_total));
-        metrics.tokenizer_misses.set(sum(|one| one.misses_total));
-        metrics.tokenizer_bytes.set(sum(|one| one.held_bytes));
-    }
-    app.common.expose_with(&app.catalog, &app.more_metrics.read(), &app.options.metrics_prefix)
-}
-
-/// Who waits for a turn, and what became of those who did.
-fn tell_turns(app: &App) {
-    let metrics = &app.metrics;
-    metrics.turns.clear();
-    metrics.turns_waiting.clear();
-    for pool in app.fleet.pools() {
-        let Some(room) = &pool.waiting else { continue };
-        let (stats, model) = (room.stats(), escape(&pool.name));
-        let waiting = metrics.turns_waiting.get_or_create(&ModelNameLabel { model: model.clone() });
-        waiting.set(stats.queued as i64);
-        for (outcome, count) in [
-            ("granted", stats.admitted_total),
-            ("refused_queue", stats.refused_queue_total),
-            ("refused_client_queue", stats.refused_client_queue_total),
-            ("refused_clients", stats.refused_clients_total),
-            ("expired", stats.expired_total),
-            ("left", stats.cancelled_total),
-        ] {
-            let label = TurnLabel { model: model.clone(), outcome };
-            metrics.turns.get_or_create(&label).inner().store(count, Ordering::Relaxed);
-        }
-    }
-}
-
-/// Who waits for a worker with room to prefill, and what became of those who did.
-fn tell_queues(app: &App) {
-    let metrics = &app.metrics;
-    metrics.queue_pending.clear();
-    metrics.queue_pending_tokens.clear();
-    metrics.queued.clear();
-    // A model's prefill workers have a queue of their own: the sum is told.
-    for pool in app.fleet.pools() {
-        let Some(queue) = &pool.queue else { continue };
-        let (stats, model) = (queue.stats(), escape(&pool.name));
-        let label = ModelNameLabel { model: model.clone() };
-        metrics.queue_pending.get_or_create(&label).inc_by(stats.pending as i64);
-        let tokens = stats.pending_isl_tokens as i64;
-        metrics.queue_pending_tokens.get_or_create(&label).inc_by(tokens);
-        for (outcome, count) in stats.outcomes() {
-            let label = TurnLabel { model: model.clone(), outcome };
-            metrics.queued.get_or_create(&label).inc_by(count);
-        }
-    }
 }
 
 /// What `GET /workers` says of `engine`, which publishes as `publishers` say.
@@ -346,6 +259,10 @@ fn entry(app: &App, engine: &Engine, publishers: &[Arc<Publisher>]) -> Value {
 
 /// GET /workers
 pub(super) async fn workers(State(app): State<Arc<App>>) -> Response {
+    app.aside.make(|| tell_workers(&app)).await
+}
+
+fn tell_workers(app: &App) -> Response {
     let mut publishers: HashMap<_, Vec<_>> = HashMap::new();
     for publisher in app.catalog.publishers() {
         publishers.entry(publisher.worker.instance_id).or_default().push(publisher);
@@ -354,7 +271,7 @@ pub(super) async fn workers(State(app): State<Arc<App>>) -> Response {
         .fleet
         .engines()
         .iter()
-        .map(|engine| entry(&app, engine, publishers.get(&engine.id).map_or(&[], Vec::as_slice)))
+        .map(|engine| entry(app, engine, publishers.get(&engine.id).map_or(&[], Vec::as_slice)))
         .collect();
     Json(entries).into_response()
 }
@@ -433,44 +350,43 @@ pub(super) async fn why(
     State(app): State<Arc<App>>,
     id: Result<Path<String>, PathRejection>,
 ) -> Response {
-    let found = id
-        .map_err(|error| Reject::bad_request(format!("request id: {error}")))
-        .map(|Path(id)| (app.fleet.journal.find(&id), id));
-    match found {
-        Ok((records, id)) if records.is_empty() => {
-            let message = format!(
-                "no decision is kept for request {id:?}: it was never routed here, or gave way to later \
-                 ones (--decision-journal)"
-            );
-            Reject::new(StatusCode::NOT_FOUND, message).openai()
-        }
-        Ok((records, id)) => {
-            let now_ms = app.fleet.clock.now_ms();
-            let trust = trust(&app);
-            let decisions: Vec<Value> = records
-                .iter()
-                .map(|record| with_trust(record.whole(now_ms), &record.model, &trust))
-                .collect();
-            Json(json!({ "request_id": id, "decisions": decisions })).into_response()
-        }
-        Err(reject) => reject.openai(),
+    match id {
+        Ok(Path(id)) => app.aside.make(|| tell_why(&app, &id)).await,
+        Err(error) => Reject::bad_request(format!("request id: {error}")).openai(),
     }
 }
 
-/// How far the index can be believed, by model and worker.
-fn trust(app: &App) -> HashMap<(String, String), Value> {
-    let reports = app.catalog.reports(|_| true);
-    let entries = reports.iter().map(|report| {
-        let key = (report.model.key.model_name.clone(), report.view.worker.to_string());
-        (key, json!(report.trust))
-    });
-    entries.collect()
+fn tell_why(app: &App, id: &str) -> Response {
+    let records = app.fleet.journal.find(id);
+    if records.is_empty() {
+        let message = format!(
+            "no decision is kept for request {id:?}: it was never routed here, or gave way to later \
+             ones (--decision-journal)"
+        );
+        return Reject::new(StatusCode::NOT_FOUND, message).openai();
+    }
+    let now_ms = app.fleet.clock.now_ms();
+    let mut trusts = HashMap::new();
+    let decisions: Vec<Value> = records
+        .iter()
+        .map(|record| {
+            let trust = trusts.entry(&*record.model).or_insert_with(|| trust(app, &record.model));
+            with_trust(record.whole(now_ms), trust)
+        })
+        .collect();
+    Json(json!({ "request_id": id, "decisions": decisions })).into_response()
 }
 
-fn with_trust(mut decision: Value, model: &str, trust: &HashMap<(String, String), Value>) -> Value {
+/// How far the index can be believed about each worker of a model.
+fn trust(app: &App, model_name: &str) -> HashMap<String, Trust> {
+    let reports = app.catalog.reports(|model| model.key.model_name == model_name);
+    reports.into_iter().map(|report| (report.view.worker.to_string(), report.trust)).collect()
+}
+
+fn with_trust(mut decision: Value, trust: &HashMap<String, Trust>) -> Value {
     for candidate in decision["candidates"].as_array_mut().into_iter().flatten() {
-        let worker = candidate["worker"].as_str().unwrap_or_default().to_owned();
-        candidate["trust"] = trust.get(&(model.to_owned(), worker)).cloned().unwrap_or_default();
+        let known = candidate["worker"].as_str().and_then(|worker| trust.get(worker));
+        candidate["trust"] = json!(known);
     }
     decision
 }
@@ -488,17 +404,18 @@ pub(super) async fn explain(
         let nvext = Nvext::parse(envelope.nvext)?;
         let mut plan = Plan::make(&app, api, &envelope, &headers, body.len(), false).await?;
         plan.pin(nvext.decode_pin())?;
-        let prefill = Prefill::of(&app, &plan, &nvext).await?.explain().await;
+        let prefill = Prefill::of(&app, &plan, &nvext).await?.explain(&app).await;
         plan.decode_only(prefill.is_some());
-        let (name, trust) = (&plan.route.pool.name, trust(&app));
-        let mut value = with_trust(plan.explain().await.map_err(Reject::from)?, name, &trust);
-        if let Some(prefill) = prefill {
-            value["prefill"] = with_trust(prefill, name, &trust);
-        }
-        Ok::<_, Reject>(value)
+        let decision = plan.explain(&app).await.map_err(Reject::from)?;
+        let made = app.aside.make(|| {
+            let trust = trust(&app, &plan.route.pool.name);
+            let mut value = with_trust(decision, &trust);
+            if let Some(prefill) = prefill {
+                value["prefill"] = with_trust(prefill, &trust);
+            }
+            Json(value).into_response()
+        });
+        Ok::<_, Reject>(made.await)
     };
-    match explained.await {
-        Ok(value) => Json(value).into_response(),
-        Err(reject) => reject.openai(),
-    }
+    explained.await.unwrap_or_else(Reject::openai)
 }

@@ -13,6 +13,7 @@ use bytes::Bytes;
 use http_body::Body as _;
 use parking_lot::{Mutex, RwLock};
 
+use super::super::aside::Aside;
 use super::super::body::{self, Unreadable};
 use super::super::indexer::query_routes;
 use super::super::metrics::CommonMetrics;
@@ -32,6 +33,7 @@ use super::probe;
 use super::proxy::Upstream;
 use super::runtime::member::{ModelText, Tokenizers};
 use super::runtime::registry;
+use super::scrape;
 use crate::catalog::Catalog;
 use crate::clock::Clock;
 use crate::error::{Error, Result};
@@ -60,6 +62,8 @@ pub(super) struct App {
     /// Why workers of discovery were not taken, by the name of each.
     pub refused_workers: Mutex<BTreeMap<InstanceId, String>>,
     pub more_metrics: RwLock<String>,
+    /// Where answers that tell of every worker are made.
+    pub aside: Aside,
     pub shutdown: Shutdown,
     /// Who knows what workers hold, where that is not the catalog.
     pub remote: Option<RemoteIndexer>,
@@ -162,6 +166,7 @@ impl FrontendApp {
             outside_warnings: RwLock::default(),
             refused_workers: Mutex::default(),
             more_metrics: RwLock::default(),
+            aside: Aside::default(),
             shutdown,
             remote,
             questions,
@@ -253,7 +258,7 @@ impl FrontendApp {
             .route("/v1/models/{*id}", get(admin::model))
             .route("/health", get(admin::health))
             .route("/ready", get(admin::ready))
-            .route("/metrics", get(admin::metrics))
+            .route("/metrics", get(scrape::metrics))
             .route("/workers", get(admin::workers).post(admin::add_worker))
             .route("/workers/{id}", axum::routing::delete(admin::remove_worker))
             .route("/explain", post(admin::explain))

@@ -169,8 +169,8 @@ impl Prefill {
     }
 
     /// That, and why; changes nothing.
-    pub async fn explain(&self) -> Option<Value> {
-        self.plan.as_ref()?.explain().await.ok()
+    pub async fn explain(&self, app: &App) -> Option<Value> {
+        self.plan.as_ref()?.explain(app).await.ok()
     }
 
     /// The decode beside which a worker prefilled has failed: that worker may be asked again.

@@ -274,7 +274,8 @@ impl Fleet {
                 let route = Route { pool: Arc::clone(&pool), lora_name };
                 tables.routes.insert(served.clone(), route);
             }
-            Self::drop_unserved(&mut tables, &pool);
+            let gone = pool.served.lock().put(engine.id, &notes);
+            Self::drop_routes(&mut tables, &pool, &gone);
         }
         drop(tables);
         if let Some(size) = block_size {
@@ -378,7 +379,8 @@ impl Fleet {
             pool.change(|members| {
                 members.remove(&engine.id);
             });
-            Self::drop_unserved(tables, &pool);
+            let gone = pool.served.lock().remove(engine.id);
+            Self::drop_routes(tables, &pool, &gone);
             if pool.members().all().next().is_none() {
                 // Engines that come back may have another block size: they begin anew.
                 tables.pools_of(is_prefill).remove(&name);
@@ -396,11 +398,13 @@ impl Fleet {
     }
 
     /// A name is served as long as one engine serves it; a pool stays, for its engines come back.
-    fn drop_unserved(tables: &mut Tables, pool: &Arc<Pool>) {
-        let members = pool.members();
-        tables.routes.retain(|name, route| {
-            !Arc::ptr_eq(&route.pool, pool) || members.all().any(|engine| engine.serves(name))
-        });
+    fn drop_routes(tables: &mut Tables, pool: &Arc<Pool>, names: &[Arc<str>]) {
+        for name in names {
+            // Another pool may serve an adapter of that name.
+            if tables.routes.get(&**name).is_some_and(|route| Arc::ptr_eq(&route.pool, pool)) {
+                tables.routes.remove(&**name);
+            }
+        }
     }
 
     /// Where requests for `model` go.

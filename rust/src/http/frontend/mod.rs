@@ -26,6 +26,8 @@ mod replicas;
 mod reply;
 mod request;
 mod runtime;
+mod scrape;
+mod served;
 mod tokens;
 mod urgency;
 mod usage;
@@ -35,3 +37,6 @@ pub use disagg::EnforceDisagg;
 pub use engine::EngineSpec;
 pub use fairness::FairnessOptions;
 pub use options::FrontendOptions;
+
+#[cfg(test)]
+mod tests;

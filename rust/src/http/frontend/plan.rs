@@ -375,11 +375,16 @@ impl Plan {
     ///
     /// # Errors
     /// As [`Plan::book`].
-    pub async fn explain(&self) -> Result<serde_json::Value> {
+    pub async fn explain(&self, app: &App) -> Result<serde_json::Value> {
         let advice = self.advice(&[]).await;
+        // Every candidate of thousands is written down.
+        app.aside.make(|| self.explain_now(advice.as_ref())).await
+    }
+
+    fn explain_now(&self, advice: Option<&Advice>) -> Result<serde_json::Value> {
         let members = self.route.pool.members();
         let is_eligible = |worker: Worker| self.is_eligible(&members, worker, &[]);
-        let ask = Ask { allowed: Some(&is_eligible), ..self.ask(advice.as_ref()) };
+        let ask = Ask { allowed: Some(&is_eligible), ..self.ask(advice) };
         let pool = &self.route.pool;
         let (selection, record) =
             pool.selector.preview(&ask).map_err(|error| self.explain_absence(error))?;

@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 
 use super::engine::Engine;
 use super::fairness::WaitingRoom;
+use super::served::Served;
 use crate::catalog::ModelIndex;
 use crate::ids::{InstanceId, Worker};
 use crate::select::{Queue, Selector};
@@ -16,6 +17,8 @@ pub(super) struct Pool {
     pub name: String,
     pub selector: Selector,
     members: RwLock<Arc<Members>>,
+    /// What they serve; prefill workers serve nobody by themselves.
+    pub served: Mutex<Served>,
     /// Where requests wait for their turn.
     pub waiting: Option<Arc<WaitingRoom>>,
     /// Where they wait for a worker with room to prefill.
@@ -66,7 +69,8 @@ impl Pool {
         waiting: Option<Arc<WaitingRoom>>,
         queue: Option<Arc<Queue>>,
     ) -> Self {
-        Self { name: name.to_owned(), selector, members: RwLock::default(), waiting, queue }
+        let (name, members, served) = (name.to_owned(), RwLock::default(), Mutex::default());
+        Self { name, selector, members, served, waiting, queue }
     }
 
     pub fn index(&self) -> &Arc<ModelIndex> {

@@ -16,17 +16,20 @@ use crate::http::Shutdown;
 /// What an engine serves is asked again once in this many checks.
 const CHECKS_PER_LEARNING: u32 = 15;
 
+/// Pause after the first check that an engine did not pass. Waiting for one to start is worth asking more
+/// often than whether it still lives, but not for ever: of thousands many may be down.
+const FIRST_PAUSE: Duration = Duration::from_millis(250);
+
 /// An engine's answers to a check are small; more than this is not one.
 const MAX_ANSWER_BYTES: usize = 8 * 1024 * 1024;
 
 /// Check `engine` until it is removed or the service stops.
 pub(super) async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
     let interval = app.options.health_interval;
-    // Waiting for an engine to start is worth asking more often than whether it still lives.
-    let eager = interval.min(Duration::from_millis(250));
     // Adapters come and go while an engine runs, and one may restart between two checks.
     let learn_interval = interval * CHECKS_PER_LEARNING;
     let mut learned = None::<Instant>;
+    let mut missed = 0_u32;
     while !engine.is_removed() && !shutdown.is_stopped() {
         let is_known =
             engine.is_healthy() && learned.is_some_and(|at| at.elapsed() < learn_interval);
@@ -77,13 +80,22 @@ pub(super) async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown
             read_load(&pool, &engine, &text);
             engine_metrics::read(&pool, &engine, &text);
         }
-        let pause = if engine.is_healthy() { interval } else { eager };
+        missed = if engine.is_healthy() { 0 } else { missed.saturating_add(1) };
         tokio::select! {
-            () = tokio::time::sleep(pause) => {}
+            () = tokio::time::sleep(pause(missed, interval)) => {}
             // A request just failed there: ask again soon, but not in a tight loop.
             () = engine.doubt.notified(), if engine.is_healthy() => {}
             () = shutdown.wait() => break,
         }
+    }
+}
+
+/// Time to the next check after so many in a row that the engine did not pass: twice as long each time, up
+/// to the `interval` of those that are well.
+fn pause(missed: u32, interval: Duration) -> Duration {
+    match missed.checked_sub(1) {
+        Some(before) => FIRST_PAUSE.saturating_mul(1 << before.min(30)).min(interval),
+        None => interval,
     }
 }
 
@@ -148,7 +160,19 @@ async fn learn(upstream: &Upstream, engine: &Engine) -> Result<EngineNotes, Stri
 
 #[cfg(test)]
 mod tests {
-    use crate::http::frontend::busy::label;
+    use super::*;
+
+    #[test]
+    fn engines_that_stay_away_are_asked_less_and_less_often() {
+        let pauses = |interval_ms: u64| {
+            let pause = |missed| pause(missed, Duration::from_millis(interval_ms)).as_millis();
+            [0, 1, 2, 3, 4, 5, 32, 33, u32::MAX].map(pause)
+        };
+        assert_eq!(pauses(2_000), [2_000, 250, 500, 1_000, 2_000, 2_000, 2_000, 2_000, 2_000]);
+        assert_eq!(pauses(100), [100; 9]);
+        // An interval without end: doubled for as long as it can be told.
+        assert_eq!(pauses(u64::MAX)[6..], [250 << 30; 3]);
+    }
 
     #[test]
     fn reads_the_label_of_exactly_that_name() {

@@ -84,7 +84,8 @@ pub(super) fn worker_entries(app: &App, model_name: Option<&str>) -> Vec<WorkerE
 
 /// The entry of one worker.
 pub(super) fn worker_entry(app: &App, pool: &Pool, member: &Member) -> WorkerEntry {
-    let reports = app.catalog.reports(|model| model.key == pool.key);
+    // A worker has joined one pool.
+    let reports = app.catalog.reports_of(member.id);
     let mut reports = reports.into_iter().map(|report| (report.view.worker, report)).collect();
     let loads = pool.selector.loads();
     let busy = pool.selector.busy.busy(loads.iter().copied());

@@ -1,7 +1,6 @@
 //! Routes of the router.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use axum::Router;
@@ -18,18 +17,19 @@ use serde::{Serialize, de::DeserializeOwned};
 use serde_json::json;
 
 use super::super::Reject;
+use super::super::aside::Aside;
 use super::super::body::{self, Unreadable};
 use super::super::busy::{Change, answer};
 use super::super::indexer::form::{Form, Params};
 use super::super::indexer::query_routes;
-use super::super::metrics::{CommonMetrics, ModelLabel, PREFIX, RequestLabel, escape};
+use super::super::metrics::{CommonMetrics, PREFIX, RequestLabel};
 use super::super::policy_metrics::PolicyMetrics;
 use super::super::remote::RemoteIndexer;
 use super::answer::{health, readiness, worker_entries, worker_entry};
 use super::choose::Chosen;
 use super::fleet::{Fleet, Pool};
 use super::method::{Message, obey};
-use super::metrics::{RouterMetrics, WorkerLabel};
+use super::metrics::RouterMetrics;
 use super::openapi::openapi;
 use super::options::RouterOptions;
 use super::request::{Choose, LoadReport, Named, NewWorker, WorkersFilter};
@@ -50,6 +50,8 @@ pub(super) struct App {
     pub remote: Option<RemoteIndexer>,
     /// What is told of it besides, in `/metrics`.
     pub more_metrics: RwLock<String>,
+    /// Where answers that tell of every worker are made.
+    aside: Aside,
 }
 
 /// The standalone router: workers are registered with it, [`RouterApp::router`] is served.
@@ -86,8 +88,9 @@ impl RouterApp {
         }
         common.seal(registry);
         let fleet = Fleet::new(options.clone(), Arc::clone(&catalog), clock);
-        let more_metrics = RwLock::default();
-        let app = Arc::new(App { options, catalog, fleet, common, metrics, remote, more_metrics });
+        let (more_metrics, aside) = (RwLock::default(), Aside::default());
+        let app = App { options, catalog, fleet, common, metrics, remote, more_metrics, aside };
+        let app = Arc::new(app);
         Ok(Self { routes: routes(&app)?, app })
     }
 
@@ -123,7 +126,7 @@ fn routes(app: &Arc<App>) -> KvResult<Router> {
         .route("/busy_threshold", get(thresholds).post(set_thresholds))
         .route("/explain", post(explain))
         .route("/why/{request_id}", get(why))
-        .route("/health", get(async |State(app): State<Arc<App>>| reply(&health(&app))))
+        .route("/health", get(tell_health))
         .route("/ready", get(ready))
         .route("/metrics", get(metrics))
         .route("/openapi.json", get(openapi))
@@ -264,7 +267,8 @@ async fn workers(
     headers: HeaderMap,
     Params(filter): Params<WorkersFilter>,
 ) -> Response {
-    reply_to(&headers, &worker_entries(&app, filter.model_name.as_deref()))
+    let entries = || worker_entries(&app, filter.model_name.as_deref());
+    app.aside.make(|| reply_to(&headers, &entries())).await
 }
 
 async fn remove_worker(
@@ -301,7 +305,7 @@ async fn reserve(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) ->
 async fn explain(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
     let explained = async {
         let chosen = app.chosen(&headers, body).await?.advised().await;
-        Ok(reply_to(&headers, &chosen.explain(&app)?))
+        app.aside.make(|| Ok(reply_to(&headers, &chosen.explain(&app)?))).await
     };
     plain(explained.await)
 }
@@ -439,7 +443,7 @@ async fn why(
         }
         Ok(reply_to(&headers, &json!({ "request_id": request_id, "decisions": decisions })))
     };
-    plain(found())
+    plain(app.aside.make(found).await)
 }
 
 async fn method(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
@@ -452,6 +456,10 @@ async fn method(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> 
     plain(obeyed.await)
 }
 
+async fn tell_health(State(app): State<Arc<App>>) -> Response {
+    app.aside.make(|| reply(&health(&app))).await
+}
+
 async fn ready(State(app): State<Arc<App>>) -> Response {
     let (is_ready, answer) = readiness(&app);
     if is_ready {
@@ -462,38 +470,8 @@ async fn ready(State(app): State<Arc<App>>) -> Response {
     response
 }
 
-async fn metrics(State(app): State<Arc<App>>) -> Response {
-    let figures = &app.metrics;
-    figures.clear();
-    for pool in app.fleet.pools() {
-        let (model, tenant) = (escape(&pool.key.model_name), escape(&pool.key.tenant_id));
-        let loads = pool.selector.loads();
-        let busy = pool.selector.busy.busy(loads.iter().copied());
-        let label = ModelLabel { model: model.clone(), tenant: tenant.clone() };
-        if let Some(queue) = &pool.queue {
-            figures.tell_queue(&label, &queue.stats());
-        }
-        for (family, value) in [
-            (&figures.workers, pool.members().len()),
-            (&figures.busy_workers, busy.len()),
-            (&figures.reservations, pool.selector.reserved()),
-        ] {
-            family.get_or_create(&label).set(value as i64);
-        }
-        for load in loads {
-            let worker = load.worker.to_string();
-            let label = WorkerLabel { model: model.clone(), tenant: tenant.clone(), worker };
-            figures.worker_active_blocks.get_or_create(&label).set(load.blocks as i64);
-            figures.worker_active_prefill.get_or_create(&label).set(load.prefill_tokens as i64);
-            figures.worker_active_requests.get_or_create(&label).set(i64::from(load.requests));
-            if let Some(per_s) = load.prefill_tokens_per_s {
-                figures.worker_prefill_rate.get_or_create(&label).set(per_s as i64);
-            }
-        }
-    }
-    let journal = app.fleet.journal.stats();
-    figures.journal_records.set(journal.records as i64);
-    figures.journal_bytes.set(journal.bytes as i64);
-    figures.journal_dropped.inner().store(journal.dropped_total, Ordering::Relaxed);
-    app.common.expose_with(&app.catalog, &app.more_metrics.read(), PREFIX)
+pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
+    app.common
+        .expose_with(&app.catalog, &app.more_metrics, PREFIX, || app.metrics.refill(&app.fleet))
+        .await
 }

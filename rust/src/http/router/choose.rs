@@ -1,5 +1,6 @@
 //! From a request to a worker.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -204,8 +205,7 @@ impl Chosen {
                 let worker = candidate.terms.worker;
                 entry["worker_id"] = json!(worker.instance_id);
                 entry["dp_rank"] = json!(worker.dp_rank);
-                let known = trust.iter().find(|(other, _)| *other == worker);
-                entry["trust"] = json!(known.map(|(_, state)| state));
+                entry["trust"] = json!(trust.get(&worker));
             }
         }
         Ok(value)
@@ -260,7 +260,7 @@ impl Chosen {
         self.prompt.reusable_blocks(blocks) * u64::from(self.prompt.block_size)
     }
 
-    fn trust(&self, app: &App) -> Vec<(Worker, TrustState)> {
+    fn trust(&self, app: &App) -> HashMap<Worker, TrustState> {
         let is_its = |model: &crate::catalog::ModelIndex| model.key == self.pool.key;
         let reports = app.catalog.reports(is_its);
         reports.into_iter().map(|report| (report.view.worker, report.trust.state)).collect()

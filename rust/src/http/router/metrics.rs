@@ -1,5 +1,7 @@
 //! What the router counts besides the common metrics.
 
+use std::sync::atomic::Ordering;
+
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -7,7 +9,8 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
-use super::super::metrics::{ModelLabel, seconds_histogram};
+use super::super::metrics::{ModelLabel, escape, seconds_histogram};
+use super::fleet::Fleet;
 use crate::select::QueueStats;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -21,10 +24,10 @@ pub(super) struct OutcomeLabel {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(super) struct WorkerLabel {
-    pub model: String,
-    pub tenant: String,
-    pub worker: String,
+struct WorkerLabel {
+    model: String,
+    tenant: String,
+    worker: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -49,16 +52,16 @@ pub(super) struct RouterMetrics {
     queue_pending: Family<ModelLabel, Gauge>,
     queue_pending_tokens: Family<ModelLabel, Gauge>,
     pub load_expired: Counter,
-    pub reservations: Family<ModelLabel, Gauge>,
-    pub journal_records: Gauge,
-    pub journal_bytes: Gauge,
-    pub journal_dropped: Counter,
-    pub workers: Family<ModelLabel, Gauge>,
-    pub busy_workers: Family<ModelLabel, Gauge>,
-    pub worker_active_blocks: Family<WorkerLabel, Gauge>,
-    pub worker_active_prefill: Family<WorkerLabel, Gauge>,
-    pub worker_active_requests: Family<WorkerLabel, Gauge>,
-    pub worker_prefill_rate: Family<WorkerLabel, Gauge>,
+    reservations: Family<ModelLabel, Gauge>,
+    journal_records: Gauge,
+    journal_bytes: Gauge,
+    journal_dropped: Counter,
+    workers: Family<ModelLabel, Gauge>,
+    busy_workers: Family<ModelLabel, Gauge>,
+    worker_active_blocks: Family<WorkerLabel, Gauge>,
+    worker_active_prefill: Family<WorkerLabel, Gauge>,
+    worker_active_requests: Family<WorkerLabel, Gauge>,
+    worker_prefill_rate: Family<WorkerLabel, Gauge>,
 }
 
 impl RouterMetrics {
@@ -168,8 +171,43 @@ impl RouterMetrics {
         metrics
     }
 
+    /// Read what families tell of now.
+    pub fn refill(&self, fleet: &Fleet) {
+        self.clear();
+        for pool in fleet.pools() {
+            let (model, tenant) = (escape(&pool.key.model_name), escape(&pool.key.tenant_id));
+            let loads = pool.selector.loads();
+            let busy = pool.selector.busy.busy(loads.iter().copied());
+            let label = ModelLabel { model: model.clone(), tenant: tenant.clone() };
+            if let Some(queue) = &pool.queue {
+                self.tell_queue(&label, &queue.stats());
+            }
+            for (family, value) in [
+                (&self.workers, pool.members().len()),
+                (&self.busy_workers, busy.len()),
+                (&self.reservations, pool.selector.reserved()),
+            ] {
+                family.get_or_create(&label).set(value as i64);
+            }
+            for load in loads {
+                let worker = load.worker.to_string();
+                let label = WorkerLabel { model: model.clone(), tenant: tenant.clone(), worker };
+                self.worker_active_blocks.get_or_create(&label).set(load.blocks as i64);
+                self.worker_active_prefill.get_or_create(&label).set(load.prefill_tokens as i64);
+                self.worker_active_requests.get_or_create(&label).set(i64::from(load.requests));
+                if let Some(per_s) = load.prefill_tokens_per_s {
+                    self.worker_prefill_rate.get_or_create(&label).set(per_s as i64);
+                }
+            }
+        }
+        let journal = fleet.journal.stats();
+        self.journal_records.set(journal.records as i64);
+        self.journal_bytes.set(journal.bytes as i64);
+        self.journal_dropped.inner().store(journal.dropped_total, Ordering::Relaxed);
+    }
+
     /// Who waits for a worker with room to prefill, and what became of those who did.
-    pub fn tell_queue(&self, label: &ModelLabel, stats: &QueueStats) {
+    fn tell_queue(&self, label: &ModelLabel, stats: &QueueStats) {
         self.queue_pending.get_or_create(label).set(stats.pending as i64);
         self.queue_pending_tokens.get_or_create(label).set(stats.pending_isl_tokens as i64);
         let ModelLabel { model, tenant } = label;
@@ -180,7 +218,7 @@ impl RouterMetrics {
     }
 
     /// Families that are read anew at each scrape, so that who left leaves no label behind.
-    pub fn clear(&self) {
+    fn clear(&self) {
         let Self { queue_pending, queue_pending_tokens, queued, .. } = self;
         [queue_pending, queue_pending_tokens].into_iter().for_each(Family::clear);
         queued.clear();

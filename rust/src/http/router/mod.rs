@@ -17,3 +17,6 @@ mod request;
 pub use app::RouterApp;
 pub use options::RouterOptions;
 pub use replicas::Registered;
+
+#[cfg(test)]
+mod tests;

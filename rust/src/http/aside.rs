@@ -1,0 +1,79 @@
+//! Answers that take long to make.
+
+use tokio::sync::Semaphore;
+use tokio::task::block_in_place;
+
+/// Long answers that are made at once.
+const MAX_AT_ONCE: usize = 4;
+
+/// Makes answers that tell of every worker, which with thousands of them takes up to a tenth of a second:
+/// other connections go on meanwhile. Only a few are made at once, so that whoever asks often gets neither a
+/// thread for each nor all processors.
+#[derive(Debug)]
+pub(super) struct Aside {
+    turns: Semaphore,
+}
+
+impl Default for Aside {
+    fn default() -> Self {
+        Self { turns: Semaphore::new(MAX_AT_ONCE) }
+    }
+}
+
+impl Aside {
+    /// Call `make` when it is its turn, first come, first served. `make` must not come here itself.
+    pub async fn make<T>(&self, make: impl FnOnce() -> T) -> T {
+        let _turn = self.turns.acquire().await.expect("it is never closed");
+        block_in_place(make)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::{Arc, mpsc};
+    use std::time::Duration;
+
+    use parking_lot::Mutex;
+
+    use super::*;
+
+    /// Whatever takes longer does not come.
+    const DEADLINE: Duration = Duration::from_secs(30);
+
+    #[test]
+    fn a_few_are_made_at_once_and_others_go_on() {
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().unwrap();
+        let (aside, gate) = (Arc::new(Aside::default()), Arc::new(Mutex::new(())));
+        let (begun, has_begun) = mpsc::channel();
+        let held = gate.lock();
+        let makes: Vec<_> = (0..2 * MAX_AT_ONCE)
+            .map(|_| {
+                let (aside, gate, begun) = (Arc::clone(&aside), Arc::clone(&gate), begun.clone());
+                runtime.spawn(async move {
+                    let make = || {
+                        begun.send(()).unwrap();
+                        drop(gate.lock());
+                    };
+                    aside.make(make).await;
+                })
+            })
+            .collect();
+        for _ in 0..MAX_AT_ONCE {
+            has_begun.recv_timeout(DEADLINE).unwrap();
+        }
+        // Tasks are begun in turn: after this one all the others have been.
+        let (served, is_served) = mpsc::channel();
+        let other = runtime.spawn(async move { served.send(()).unwrap() });
+        let outcome = is_served.recv_timeout(DEADLINE);
+        let is_one_more = has_begun.try_recv().is_ok();
+        drop(held);
+        for task in makes.into_iter().chain([other]) {
+            runtime.block_on(task).unwrap();
+        }
+        outcome.expect("the only serving thread was held up");
+        assert!(!is_one_more, "more than {MAX_AT_ONCE} at once");
+        assert_eq!(has_begun.try_iter().count(), MAX_AT_ONCE);
+    }
+}

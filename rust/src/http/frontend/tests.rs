@@ -1,0 +1,181 @@
+//! What operators ask of a frontend with many workers, and what workers cost it that only tell again what
+//! they serve.
+#![allow(clippy::unwrap_used)]
+
+use std::future::Future;
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use axum::body::{Body, to_bytes};
+use axum::extract::State;
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::Response;
+use tokio::runtime::{Builder, Runtime};
+
+use super::app::App;
+use super::engine::{Engine, EngineNotes};
+use super::{FrontendApp, FrontendOptions, admin, scrape};
+use crate::catalog::Catalog;
+use crate::clock::ManualClock;
+use crate::error::Error;
+use crate::fair::{LineOrder, Wish};
+use crate::http::Shutdown;
+use crate::policy::Policy;
+use crate::router::RouterConfig;
+use crate::select::{QueueOptions, QueueThreshold};
+
+/// Whatever takes longer does not come.
+const DEADLINE: Duration = Duration::from_secs(30);
+
+/// A frontend whose engines, numbered from 1, have told that they serve `m`; nobody checks them.
+fn frontend(engines: usize) -> (Arc<App>, Vec<Arc<Engine>>) {
+    let threshold = QueueThreshold { batches: 1.0, batched_tokens: 1 };
+    let max_wait = Duration::from_secs(60);
+    let queue = QueueOptions { threshold, order: LineOrder::Fcfs, limit: 8, max_wait };
+    let options = FrontendOptions {
+        router: RouterConfig { policy: Policy::RoundRobin, ..RouterConfig::default() },
+        queue: Some(queue),
+        ..FrontendOptions::default()
+    };
+    let clock = Arc::new(ManualClock::default());
+    let catalog = Arc::new(Catalog::default());
+    let made = FrontendApp::new(options, catalog, clock, Shutdown::default()).unwrap();
+    let add = |at: usize| {
+        let spec = format!("http://127.0.0.1:{}", 10_000 + at).parse().unwrap();
+        let engine = made.app.fleet.add(spec).unwrap();
+        made.app.fleet.learned(&engine, serving(&[])).unwrap();
+        engine.recovered();
+        engine
+    };
+    let engines = (0..engines).map(add).collect();
+    (Arc::clone(&made.app), engines)
+}
+
+/// What an engine tells that serves `m` and these adapters.
+fn serving(adapters: &[&str]) -> EngineNotes {
+    let adapters = adapters.iter().map(|name| ((*name).to_owned(), Some("m".to_owned())));
+    let models = std::iter::once(("m".to_owned(), None)).chain(adapters).collect();
+    EngineNotes { models, ..EngineNotes::default() }
+}
+
+fn runtime(threads: usize) -> Runtime {
+    Builder::new_multi_thread().worker_threads(threads).enable_all().build().unwrap()
+}
+
+#[test]
+fn scrapes_at_once_tell_of_every_worker() {
+    const WORKERS: usize = 300;
+    const ROUNDS: usize = 40;
+    let (app, _) = frontend(WORKERS);
+    let runtime = runtime(4);
+    // One request waits and one has left: told once in every answer.
+    let line = app.fleet.pools()[0].queue.clone().unwrap();
+    let enter = || {
+        let book = || Err::<(), _>(Error::MustWait("full".to_owned()));
+        line.enter(&Wish::default(), 7, || 0, Arc::new(|| ()), book).unwrap()
+    };
+    let waits = enter();
+    drop(enter());
+    let scrapes: Vec<_> = (0..4)
+        .map(|_| {
+            let app = Arc::clone(&app);
+            runtime.spawn(async move {
+                for _ in 0..ROUNDS {
+                    let answer = scrape::metrics(State(Arc::clone(&app))).await;
+                    let bytes = to_bytes(answer.into_body(), usize::MAX).await.unwrap();
+                    let text = String::from_utf8(bytes.to_vec()).unwrap();
+                    let rows = |name: &str| {
+                        let head = format!("kvflash_worker_{name}{{");
+                        text.lines().filter(|line| line.starts_with(&head)).count()
+                    };
+                    for name in ["healthy", "requests_sent", "busy", "active_blocks"] {
+                        assert_eq!(rows(name), WORKERS, "{name}");
+                    }
+                    for row in [
+                        "queued_total{model=\"m\",outcome=\"left\"} 1",
+                        "queue_pending_requests{model=\"m\"} 1",
+                        "queue_pending_isl_tokens{model=\"m\"} 7",
+                    ] {
+                        assert!(text.contains(&format!("\nkvflash_{row}\n")), "{row}");
+                    }
+                }
+            })
+        })
+        .collect();
+    for scrape in scrapes {
+        runtime.block_on(scrape).unwrap();
+    }
+    drop(waits);
+}
+
+/// On a runtime with one serving thread: while `answer` waits for what `guard` holds, others are served.
+fn hold_up<A, G>(runtime: &Runtime, answer: A, guard: G)
+where
+    A: Future<Output = Response> + Send + 'static,
+{
+    let (begun, has_begun) = mpsc::channel();
+    let answer = runtime.spawn(async move {
+        // No await before the answer: the thread that tells is in it.
+        begun.send(()).unwrap();
+        answer.await.status()
+    });
+    has_begun.recv_timeout(DEADLINE).unwrap();
+    let (served, is_served) = mpsc::channel();
+    let other = runtime.spawn(async move { served.send(()).unwrap() });
+    let outcome = is_served.recv_timeout(DEADLINE);
+    assert!(!answer.is_finished(), "it did not wait for what is held");
+    drop(guard);
+    assert_eq!(runtime.block_on(answer).unwrap(), StatusCode::OK);
+    runtime.block_on(other).unwrap();
+    outcome.expect("the only serving thread was held up");
+}
+
+#[test]
+fn answers_of_every_worker_hold_up_no_connection() {
+    let (app, engines) = frontend(2);
+    app.fleet.learned(&engines[0], serving(&["a"])).unwrap();
+    let (runtime, notes) = (runtime(1), &engines[0].notes);
+    let state = || State(Arc::clone(&app));
+    hold_up(&runtime, admin::workers(state()), notes.lock());
+    hold_up(&runtime, admin::health(state()), notes.lock());
+    hold_up(&runtime, admin::models(state()), notes.lock());
+    // Who serves the adapter is asked of each engine.
+    let asked = Body::from(r#"{"model": "a", "prompt": "b"}"#);
+    hold_up(&runtime, admin::explain(state(), HeaderMap::new(), asked), notes.lock());
+    hold_up(&runtime, scrape::metrics(state()), app.more_metrics.write());
+    // A scrape waits for another one without a thread.
+    let first = runtime.spawn(scrape::metrics(state()));
+    let held = app.more_metrics.write();
+    hold_up(&runtime, scrape::metrics(state()), held);
+    runtime.block_on(first).unwrap();
+}
+
+#[test]
+fn an_engine_that_tells_again_what_it_serves_asks_no_other_one() {
+    let (app, engines) = frontend(3);
+    app.fleet.learned(&engines[2], serving(&["a"])).unwrap();
+    // Whoever looks at the first engine waits for ever.
+    let held = engines[0].notes.lock();
+    let (told, is_told) = mpsc::channel();
+    let last = (Arc::clone(&app), Arc::clone(&engines[2]));
+    let learning = std::thread::spawn(move || {
+        let (app, engine) = last;
+        app.fleet.learned(&engine, serving(&["a"])).unwrap();
+        app.fleet.learned(&engine, serving(&["b"])).unwrap();
+        told.send(()).unwrap();
+    });
+    let outcome = is_told.recv_timeout(DEADLINE);
+    drop(held);
+    learning.join().unwrap();
+    outcome.expect("it waited for another engine's notes");
+    let names = || app.fleet.served().into_iter().map(|(name, _)| name).collect::<Vec<_>>();
+    assert_eq!(names(), ["b", "m"]);
+    app.fleet.learned(&engines[0], serving(&["b"])).unwrap();
+    app.fleet.remove(engines[2].id).unwrap();
+    assert_eq!(names(), ["b", "m"]);
+    app.fleet.learned(&engines[0], serving(&[])).unwrap();
+    assert_eq!(names(), ["m"]);
+    app.fleet.remove(engines[0].id).unwrap();
+    app.fleet.remove(engines[1].id).unwrap();
+    assert!(names().is_empty());
+}
