@@ -164,7 +164,7 @@ class DiscoveredWorkers:
             if endpoint == self._endpoint and number.isdecimal() and is_named:
                 wanted[int(number)] = self._body(int(number), instance)
         for worker_id in [i for i, body in self._registered.items() if wanted.get(i) != body]:
-            await self._members.let_go(worker_id)
+            await self._members.let_go([worker_id])
             try:
                 self._router.remove_worker(worker_id)
             except KvflashError as error:
