@@ -214,10 +214,10 @@ def test_discovery_that_is_away_at_the_start_is_waited_for(
     is_there = threading.Event()
     look = FileDiscovery._look
 
-    async def look_if_there(discovery: FileDiscovery) -> None:
+    def look_if_there(discovery: FileDiscovery) -> bool:
         if not is_there.is_set():
             raise TransportError("it is away")
-        await look(discovery)
+        return look(discovery)
 
     monkeypatch.setattr(FileDiscovery, "_look", look_if_there)
     monkeypatch.setenv("KVFLASH_DISCOVERY", "file")
