@@ -200,10 +200,34 @@ def test_a_worker_whose_card_goes_first_comes_back_as_no_other_model() -> None:
             assert registry.found.models == {("x", "default")}
             await discovery.delete("v1/instances/ns/backend/generate/1")
             await eventually(lambda: set(registry.workers) == {2}, "it to be gone")
-            # Whoever comes under its number without a card is of the default model.
+            assert not registry.found._cards.keys() - {2}
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+@pytest.mark.parametrize("card_s", [3_600.0, 0.02])
+def test_where_others_have_a_card_one_that_is_seen_before_its_own_is_waited_for(
+    card_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "CARD_S", card_s)
+
+    async def work() -> None:
+        async with followed() as (registry, discovery):
+            # Where nobody has one it is not.
             await put(discovery, "instances/ns/backend/generate/1", INSTANCE)
-            await eventually(lambda: len(registry.workers) == 2, "it to be back")
-            assert registry.workers[1]["model_name"] == "m"
+            await eventually(lambda: set(registry.workers) == {1}, "one without")
+            await put(discovery, "models/ns/backend/generate/2", {"model_name": "x"})
+            for number in (3, 2):
+                await put(discovery, f"instances/ns/backend/generate/{number}", INSTANCE)
+            await eventually(lambda: 2 in registry.workers, "the one with a card")
+            if card_s > 60:
+                assert set(registry.workers) == {1, 2}
+                await put(discovery, "models/ns/backend/generate/3", {"model_name": "x"})
+            await eventually(lambda: 3 in registry.workers, "the one that waited")
+            assert registry.added_total == 3
+            names = {number: body["model_name"] for number, body in registry.workers.items()}
+            assert names == {1: "m", 2: "x", 3: "x" if card_s > 60 else "m"}
+            assert set(registry.found._bare) == ({1} if card_s > 60 else {1, 3})
 
     asyncio.run(asyncio.wait_for(work(), 60))
 

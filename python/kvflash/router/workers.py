@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 
 # What was refused may be taken later: a limit has room again, or the other model has left.
 AGAIN_S = 5.0
+# Discovery may show an instance before its card, though that was there first: a folder is read
+# while it changes. Longer than the pause between two looks at it.
+CARD_S = 2.0
 
 
 class Registrar(Protocol):
@@ -41,8 +44,8 @@ class DiscoveredWorkers:
         router: Where they are registered.
         discovery: Where to look.
         path: ``namespace/component/endpoint``.
-        model_name: Model of workers that announce no card. Where events come over NATS these
-            wait for one: events are told by model.
+        model_name: Model of workers that announce no card, after CARD_S where others have one.
+            Where events come over NATS these wait for one: events are told by model.
         cluster: What is shared with other routers of the component.
     """
 
@@ -63,8 +66,10 @@ class DiscoveredWorkers:
         self._keys = WorkerKeys(discovery, path, self._settle)
         self._trying: asyncio.Task[None] | None = None
         self._registered: dict[int, dict[str, Any]] = {}
-        # The model cards that these have, or had.
+        # The model cards that these have, or had; who was seen without one, and since when.
         self._cards: dict[int, dict[str, Any]] = {}
+        self._bare: dict[int, float] = {}
+        self._waking: asyncio.TimerHandle | None = None
         self._refused: dict[int, dict[str, Any]] = {}
         # Those that were refused have another chance.
         self._is_again = False
@@ -155,17 +160,39 @@ class DiscoveredWorkers:
             number, _, rank = name.partition("/")
             ranks.setdefault(int(number), {})[int(rank)] = where
         before, self._cards = self._cards, {}
+        bare, self._bare = self._bare, {}
+        now_s = asyncio.get_running_loop().time()
         wanted = {}
         for worker_id, instance, now in self._keys.served():
             card = now or before.get(worker_id)
             if card is not None:
                 self._cards[worker_id] = card
-            elif self._cluster.is_nats:
-                continue
+            else:
+                self._bare[worker_id] = bare.get(worker_id, now_s)
+                if self._is_card_awaited(worker_id, now_s):
+                    continue
             wanted[worker_id] = self._body(
                 worker_id, instance, card or {}, dict(sorted(ranks.get(worker_id, {}).items()))
             )
         return wanted
+
+    def _is_card_awaited(self, worker_id: int, now_s: float) -> bool:
+        """Whether a worker that has no card is not to be registered, or not yet."""
+        if self._cluster.is_nats:
+            return True
+        # Where nobody has one there is nothing to wait for.
+        if worker_id in self._registered or not self._keys.cards:
+            return False
+        if now_s - self._bare[worker_id] >= CARD_S:
+            return False
+        if self._waking is None:
+            self._waking = asyncio.get_running_loop().call_later(CARD_S, self._wake)
+        return True
+
+    def _wake(self) -> None:
+        """Look again at those whose cards are waited for."""
+        self._waking = None
+        self._keys.resettle()
 
     def _body(
         self,
