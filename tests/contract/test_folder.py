@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support_runtime import eventually, run
 
 from kvflash import ConfigError, DistributedRuntime, TransportError
 from kvflash.discovery import Delete, FileDiscovery, Put, Synced
-from kvflash.discovery.file import default_folder
+from kvflash.discovery.file import POLL_S, POLL_S_MAX, default_folder
 
 # Holds a lease with a key, forks a child that outlives it, and says the child's number.
 HOLDER = """
@@ -98,6 +101,67 @@ def test_a_lock_that_is_never_given_back_is_said(
         await other.close()
 
     run(scenario())
+
+
+def test_a_watch_goes_on_while_somebody_has_the_lock_that_sweeping_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvflash.discovery.file.LOCK_TIMEOUT_S", 3_600.0)
+
+    async def scenario() -> None:
+        mine, dead, other = (FileDiscovery(tmp_path) for _ in range(3))
+        watch = mine.watch("k/")
+        assert await anext(watch) == Synced()
+        lease = await dead.lease()
+        await dead.put("k/dead", b"1", lease)
+        assert await asyncio.wait_for(anext(watch), 30) == Put("k/dead", b"1")
+        held = other._folder.try_lock()
+        assert held is not None
+        (file,) = (one.file for one in dead.leases)
+        file.release()
+        assert await asyncio.wait_for(anext(watch), 30) == Delete("k/dead")
+        # What the one with the lock does is seen all the same.
+        other._folder.write("k/new", b"2", 0)
+        assert await asyncio.wait_for(anext(watch), 30) == Put("k/new", b"2")
+        assert len([*(tmp_path / "keys").iterdir()]) == 2
+        held.close()
+
+        async def is_swept() -> bool:
+            return len([*(tmp_path / "keys").iterdir()]) == 1
+
+        await eventually(is_swept, "what the dead left to be swept")
+        for one in (mine, dead, other):
+            await one.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("clock", "pause_s"), [("monotonic", POLL_S), ("thread_time", POLL_S_MAX)])
+def test_a_folder_is_looked_at_less_often_for_what_looking_takes_and_for_nothing_else(
+    clock: str, pause_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock leaps by 10 s whenever it is asked."""
+    clocks = {"monotonic": time.monotonic, "thread_time": time.thread_time}
+    clocks[clock] = itertools.count(0.0, 10.0).__next__
+    sleep, pauses = asyncio.sleep, list[float]()
+
+    async def note(delay_s: float) -> None:
+        pauses.append(delay_s)
+        await sleep(0.0)
+
+    async def scenario() -> None:
+        mine = FileDiscovery(tmp_path)
+        watch = mine.watch("k")
+        monkeypatch.setattr("kvflash.discovery.file.time", SimpleNamespace(**clocks))
+        monkeypatch.setattr(asyncio, "sleep", note)
+        assert await anext(watch) == Synced()
+        while len(pauses) < 3:
+            await sleep(0.0)
+        monkeypatch.undo()
+        await mine.close()
+
+    run(scenario())
+    assert set(pauses) == {pause_s}
 
 
 def test_what_files_can_not_do_is_told_as_a_discovery_does_and_got_over(

@@ -44,6 +44,7 @@ class SlowFleet:
         return number
 
     def add_worker(self, spec: str) -> int:
+        self.calls += 1
         assert 7 not in self.workers
         self.workers[7] = spec
         return 7
@@ -133,8 +134,12 @@ def test_engines_are_added_by_their_url(fleet: SlowFleet) -> None:
         await discovery.put(f"v1/models/{KEY}", value(card), lease)
         changed = {7: spec + ",role=prefill"}
         await asyncio.to_thread(until, lambda: fleet.workers == changed, "the role")
+        calls = fleet.calls
         await lease.revoke()
         await asyncio.to_thread(until, lambda: not fleet.workers, "the engine to be gone")
+        # Its sockets went first, and it was not added without them before it left.
+        await asyncio.to_thread(until, lambda: not fleet.watch._told, "that to be noted")
+        assert fleet.calls == calls
 
     told(steps)
 

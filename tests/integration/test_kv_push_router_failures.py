@@ -88,7 +88,7 @@ def test_a_router_that_is_closed_while_it_starts_leaves_nothing_behind(
                 with pytest.raises(ClosedError, match="while it started"):
                     await asked
                 connection.close()
-            assert router._workers._tasks == []
+            assert router._workers._keys._tasks == []
             with pytest.raises(ClosedError):
                 await router.best_worker(TOKENS)
 

@@ -28,7 +28,11 @@ class Alone:
 
     is_nats = False
 
+    def __init__(self) -> None:
+        self.asked_total = 0
+
     def events(self, _instance_id: int, events: dict[int, Any]) -> dict[int, Any]:
+        self.asked_total += 1
         return events
 
     def worker_left(self, *_told: Any) -> None:
@@ -41,15 +45,19 @@ class Registry:
     """Takes workers while there is room."""
 
     def __init__(self) -> None:
-        self.room = 8
+        self.room = 100
         self.workers: dict[int, dict[str, Any]] = {}
         self.refused_total = 0
+        self.added_total = 0
+        self.found: DiscoveredWorkers
+        self.cluster = Alone()
 
     def add_worker(self, worker: dict[str, Any]) -> None:
         if len(self.workers) >= self.room:
             self.refused_total += 1
             raise OverloadedError("no room")
         self.workers[worker["worker_id"]] = worker
+        self.added_total += 1
 
     def remove_worker(self, worker_id: int) -> None:
         del self.workers[worker_id]
@@ -66,11 +74,12 @@ async def eventually(check: Callable[[], Any], what: str) -> None:
 async def followed() -> AsyncIterator[tuple[Registry, MemoryDiscovery]]:
     registry, discovery = Registry(), MemoryDiscovery(is_shared=False)
     found = DiscoveredWorkers(
-        registry, discovery, "ns/backend/generate", model_name="m", cluster=Alone()
+        registry, discovery, "ns/backend/generate", model_name="m", cluster=registry.cluster
     )
+    registry.found = found
     await found.start()
     yield registry, discovery
-    assert not any(task.done() for task in found._tasks)
+    assert not any(task.done() for task in found._keys._tasks)
     await found.close()
     await discovery.close()
 
@@ -147,16 +156,92 @@ def test_who_was_refused_is_taken_when_there_is_room(
     assert [one.getMessage() for one in caplog.records] == ["worker 2: no room; trying again"]
 
 
+NUMBERS = range(40)
+SOCKET = {"endpoint": "tcp://127.0.0.1:1", "block_size": 4}
+
+
+def test_a_fleet_that_comes_and_goes_at_once_is_gone_through_once() -> None:
+    async def work() -> None:
+        async with followed() as (registry, discovery):
+            await registry.found.synced(DEADLINE_S)
+            asked = registry.cluster.asked_total
+            for number in NUMBERS:
+                await put(discovery, f"instances/ns/backend/generate/{number}", INSTANCE)
+            for number in NUMBERS:
+                await put(discovery, f"events/ns/backend/{number}/0", SOCKET)
+                await put(discovery, f"models/ns/backend/generate/{number}", {"model_name": "x"})
+            await eventually(lambda: len(registry.workers) == len(NUMBERS), "the fleet")
+            assert registry.cluster.asked_total == asked + len(NUMBERS)
+            assert registry.found.models == {("x", "default")}
+            for number in NUMBERS[:30]:
+                await discovery.delete(f"v1/events/ns/backend/{number}/0")
+                await discovery.delete(f"v1/models/ns/backend/generate/{number}")
+            for number in NUMBERS[:30]:
+                await discovery.delete(f"v1/instances/ns/backend/generate/{number}")
+            await eventually(lambda: set(registry.workers) == set(NUMBERS[30:]), "the rest")
+            assert registry.cluster.asked_total == asked + len(NUMBERS) + 10
+            assert registry.added_total == len(NUMBERS)
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_a_worker_whose_card_goes_first_comes_back_as_no_other_model() -> None:
+    async def work() -> None:
+        async with followed() as (registry, discovery):
+            for number in (1, 2):
+                await put(discovery, f"models/ns/backend/generate/{number}", {"model_name": "x"})
+                await put(discovery, f"instances/ns/backend/generate/{number}", INSTANCE)
+            await eventually(lambda: len(registry.workers) == 2, "the workers")
+            await discovery.delete("v1/models/ns/backend/generate/1")
+            # That one is registered anew says that what came before it is settled.
+            await put(discovery, "events/ns/backend/2/0", SOCKET)
+            await eventually(lambda: registry.workers[2]["events"], "the other one's events")
+            assert registry.added_total == 3
+            assert registry.found.models == {("x", "default")}
+            await discovery.delete("v1/instances/ns/backend/generate/1")
+            await eventually(lambda: set(registry.workers) == {2}, "it to be gone")
+            assert not registry.found._cards.keys() - {2}
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+@pytest.mark.parametrize("card_s", [3_600.0, 0.02])
+def test_where_others_have_a_card_one_that_is_seen_before_its_own_is_waited_for(
+    card_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "CARD_S", card_s)
+
+    async def work() -> None:
+        async with followed() as (registry, discovery):
+            # Where nobody has one it is not.
+            await put(discovery, "instances/ns/backend/generate/1", INSTANCE)
+            await eventually(lambda: set(registry.workers) == {1}, "one without")
+            await put(discovery, "models/ns/backend/generate/2", {"model_name": "x"})
+            for number in (3, 2):
+                await put(discovery, f"instances/ns/backend/generate/{number}", INSTANCE)
+            await eventually(lambda: 2 in registry.workers, "the one with a card")
+            if card_s > 60:
+                assert set(registry.workers) == {1, 2}
+                await put(discovery, "models/ns/backend/generate/3", {"model_name": "x"})
+            await eventually(lambda: 3 in registry.workers, "the one that waited")
+            assert registry.added_total == 3
+            names = {number: body["model_name"] for number, body in registry.workers.items()}
+            assert names == {1: "m", 2: "x", 3: "x" if card_s > 60 else "m"}
+            assert set(registry.found._bare) == ({1} if card_s > 60 else {1, 3})
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
 def test_discovery_that_is_away_at_the_start_is_waited_for(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     is_there = threading.Event()
     look = FileDiscovery._look
 
-    async def look_if_there(discovery: FileDiscovery) -> None:
+    def look_if_there(discovery: FileDiscovery) -> bool:
         if not is_there.is_set():
             raise TransportError("it is away")
-        await look(discovery)
+        return look(discovery)
 
     monkeypatch.setattr(FileDiscovery, "_look", look_if_there)
     monkeypatch.setenv("KVFLASH_DISCOVERY", "file")

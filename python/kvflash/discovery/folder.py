@@ -175,14 +175,19 @@ class Folder:
 
     def sweep(self) -> None:
         """Delete the keys and files of leases that nobody holds."""
-        for path in (self.path / "keys").iterdir():
-            found = _read(path)
-            if found is not None and found[0] and not self.is_alive(found[0]):
-                path.unlink(missing_ok=True)
+        # First: the lease of each of these keys was made before it, and is among the files.
+        self._read_changes()
+        living = set()
         for path in (self.path / _LEASES).iterdir():
             with suppress(ValueError):
-                if not self.is_alive(int(path.name, 16)):
+                lease = int(path.name, 16)
+                if self.is_alive(lease):
+                    living.add(lease)
+                else:
                     path.unlink(missing_ok=True)
+        for key, (_, lease, _) in self._seen.items():
+            if lease and lease not in living:
+                self.delete(key)
 
     def _path(self, key: str) -> Path:
         check_key(key)

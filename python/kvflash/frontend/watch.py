@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvflash.discovery import Delete, Discovery, Put, open_discovery
@@ -15,7 +15,7 @@ from kvflash.errors import ConflictError, KvflashError, NotFoundError
 from kvflash.frontend.bridge import Bridge
 from kvflash.frontend.loads import LoadReader
 from kvflash.routing.cluster import Cluster
-from kvflash.routing.keys import read_key
+from kvflash.routing.keys import BATCH_S, read_key
 from kvflash.runtime.limits import RuntimeLimits
 
 __all__ = ["DiscoveryWatch"]
@@ -33,7 +33,7 @@ AGAIN_S = 5.0
 # namespace/component/endpoint and the instance's number.
 Name = tuple[str, int]
 # Takes a key and its value, None when it is gone.
-Take = Callable[[str, dict[str, Any] | None], Awaitable[None]]
+Take = Callable[[str, dict[str, Any] | None], None]
 
 
 class Fleet(Protocol):
@@ -84,6 +84,11 @@ class DiscoveryWatch:
         self._events: dict[Name, dict[int, dict[str, Any]]] = {}
         # What the frontend knows: the JSON that it was told, and the endpoint that it is for.
         self._told: dict[int, tuple[Name, str]] = {}
+        # Of whom something has changed, in the order of the first change.
+        self._untold: dict[Name, None] = {}
+        self._has_untold = asyncio.Event()
+        # Components of the batch whose state has no others than discovery: O(all workers) each.
+        self._compared: set[tuple[str, str]] = set()
         # What the frontend did not take, and why.
         self._refused: dict[Name, str] = {}
         self._has_left = asyncio.Event()
@@ -91,10 +96,9 @@ class DiscoveryWatch:
         self._keys: dict[str, set[str]] = {}
         self._bridge = Bridge(RuntimeLimits())
         self._loads = LoadReader(fleet.report_load, RuntimeLimits())
-        self._telling = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = threading.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Future[Any] | None = None
         self._thread = threading.Thread(target=self._run, name="kvflash-discovery", daemon=True)
 
     def start(self) -> None:
@@ -119,7 +123,10 @@ class DiscoveryWatch:
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._task = asyncio.create_task(self._watch_for_ever())
+        # What was noted is told also while discovery fails.
+        self._task = asyncio.gather(
+            self._watch_for_ever(), self._tell_for_ever(), self._try_again()
+        )
         if self._stopping.is_set():
             self._task.cancel()
         try:
@@ -158,7 +165,6 @@ class DiscoveryWatch:
                 (INSTANCES, self._take_instance),
             )
         ]
-        tasks.append(asyncio.create_task(self._try_again()))
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -175,21 +181,21 @@ class DiscoveryWatch:
                 if isinstance(event, Put):
                     known.add(event.key)
                     self._keys[prefix].add(event.key)
-                    await self._take_safely(take, event.key, event.value)
+                    self._take_safely(take, event.key, event.value)
                     continue
                 gone = {event.key} if isinstance(event, Delete) else before - known
                 for key in gone:
                     known.discard(key)
                     self._keys[prefix].discard(key)
-                    await self._take_safely(take, key, None)
+                    self._take_safely(take, key, None)
                 if prefix.startswith(INSTANCES) and not isinstance(event, Delete):
                     self._are_instances_told = True
                     await asyncio.to_thread(self._cluster.only, self._instance_ids())
 
-    async def _take_safely(self, take: Take, key: str, value: bytes | None) -> None:
+    def _take_safely(self, take: Take, key: str, value: bytes | None) -> None:
         """One bad key must not hide the others."""
         try:
-            await take(key, None if value is None else read_key(key, value))
+            take(key, None if value is None else read_key(key, value))
         except (ValueError, LookupError, KvflashError) as error:
             logger.error("discovery key %s: %s", key, error)
 
@@ -199,15 +205,15 @@ class DiscoveryWatch:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._has_left.wait(), AGAIN_S)
             self._has_left.clear()
-            for name in list(self._refused):
-                await self._tell(name)
+            for name in self._refused:
+                self._note(name)
 
-    async def _take_card(self, key: str, card: dict[str, Any] | None) -> None:
+    def _take_card(self, key: str, card: dict[str, Any] | None) -> None:
         name = _name(key, MODELS)
         _set(self._cards, name, card)
-        await self._tell(name)
+        self._note(name)
 
-    async def _take_instance(self, key: str, instance: dict[str, Any] | None) -> None:
+    def _take_instance(self, key: str, instance: dict[str, Any] | None) -> None:
         name = _name(key, INSTANCES)
         _set(self._instances, name, instance)
         path, instance_id = name
@@ -217,37 +223,56 @@ class DiscoveryWatch:
             else:
                 self._loads.follow(path, instance_id, instance["transport"])
             return
-        await self._tell(name)
+        self._note(name)
 
-    async def _take_events(self, key: str, where: dict[str, Any] | None) -> None:
+    def _take_events(self, key: str, where: dict[str, Any] | None) -> None:
         component, _, rank = key.removeprefix(EVENTS).rpartition("/")
         path, _, number = component.rpartition("/")
         ranks = self._events.setdefault((path, int(number)), {})
         _set(ranks, int(rank), where)
         if not ranks:
             del self._events[path, int(number)]
-        for name in list(self._cards):
+        for name in self._cards:
             if name[1] == int(number) and name[0].rpartition("/")[0] == path:
-                await self._tell(name)
+                self._note(name)
+
+    def _note(self, name: Name) -> None:
+        """Something of this worker has changed."""
+        self._untold[name] = None
+        self._has_untold.set()
+
+    async def _tell_for_ever(self) -> None:
+        """Make the frontend know of workers what is known here, batch by batch.
+
+        One worker at a time: what is told takes a while, and the worker may leave meanwhile. Were
+        it taken back beside that, the older word would come last and stay.
+        """
+        while True:
+            await self._has_untold.wait()
+            # Its other keys come by other watches: one whose sockets went first would be changed
+            # before it leaves.
+            await asyncio.sleep(BATCH_S)
+            self._has_untold.clear()
+            batch, self._untold = self._untold, {}
+            self._compared.clear()
+            for name in batch:
+                await self._tell_safely(name)
+
+    async def _tell_safely(self, name: Name) -> None:
+        """One worker that is not taken must not hide the others."""
+        try:
+            await self._tell(name)
+        except Exception as error:
+            is_known = isinstance(error, ValueError | LookupError | KvflashError)
+            # Said once.
+            if self._refused.get(name) != str(error):
+                text = "worker %d at %s: %s; trying again"
+                logger.error(text, name[1], name[0], error, exc_info=not is_known)
+            self._refused[name] = str(error)
+        else:
+            self._refused.pop(name, None)
 
     async def _tell(self, name: Name) -> None:
-        """Make the frontend know of a worker what is known here.
-
-        One at a time: what is told takes a while, and the worker may leave meanwhile. Were it taken
-        back beside that, the older word would come last and stay.
-        """
-        async with self._telling:
-            try:
-                await self._tell_now(name)
-            except (ValueError, LookupError, KvflashError) as error:
-                # Said once.
-                if self._refused.get(name) != str(error):
-                    logger.error("worker %d at %s: %s; trying again", name[1], name[0], error)
-                self._refused[name] = str(error)
-            else:
-                self._refused.pop(name, None)
-
-    async def _tell_now(self, name: Name) -> None:
         path, instance_id = name
         component = _component(path)
         told = self._told.get(instance_id)
@@ -273,7 +298,8 @@ class DiscoveryWatch:
         if told is None:
             before = self._cluster.before_worker
             await asyncio.to_thread(before, component, instance_id, events)
-            if self._are_instances_told:
+            if self._are_instances_told and component not in self._compared:
+                self._compared.add(component)
                 await asyncio.to_thread(self._cluster.only, self._instance_ids())
             # It may have left meanwhile.
             card, instance = self._cards.get(name), self._instances.get(name)

@@ -6,19 +6,21 @@ import asyncio
 import logging
 from typing import Any, Protocol
 
-from kvflash.discovery import Discovery, Put, Synced
-from kvflash.errors import ClosedError, DecodeError, KvflashError, TransportError
+from kvflash.discovery import Discovery
+from kvflash.errors import KvflashError
 from kvflash.routing.cluster import Cluster
-from kvflash.routing.keys import read_key
+from kvflash.routing.keys import WorkerKeys
 from kvflash.routing.membership import Membership, tenant_of
 
 __all__ = ["DiscoveredWorkers", "Registrar"]
 
 logger = logging.getLogger(__name__)
 
-RESTART_PAUSE_S = 0.5
 # What was refused may be taken later: a limit has room again, or the other model has left.
 AGAIN_S = 5.0
+# Discovery may show an instance before its card, though that was there first: a folder is read
+# while it changes. Longer than the pause between two looks at it.
+CARD_S = 2.0
 
 
 class Registrar(Protocol):
@@ -35,14 +37,15 @@ class DiscoveredWorkers:
     """Keeps the router's workers as discovery has those of one endpoint.
 
     A worker is there as long as its instance is; what its model card and its event sockets say is
-    part of its registration. One that changes what it says is registered anew.
+    part of its registration. One that changes what it says is registered anew; a card that goes
+    changes nothing, since the instance is about to go, too.
 
     Args:
         router: Where they are registered.
         discovery: Where to look.
         path: ``namespace/component/endpoint``.
-        model_name: Model of workers that announce no card. Where events come over NATS these
-            wait for one: events are told by model.
+        model_name: Model of workers that announce no card, after CARD_S where others have one.
+            Where events come over NATS these wait for one: events are told by model.
         cluster: What is shared with other routers of the component.
     """
 
@@ -56,24 +59,20 @@ class DiscoveredWorkers:
         cluster: Cluster,
     ) -> None:
         self._router, self._cluster = router, cluster
-        self._discovery = discovery
         self._model_name = model_name
-        component, _, self._endpoint = path.rpartition("/")
-        namespace, _, name = component.partition("/")
+        namespace, name, _ = path.split("/", 2)
         self._component = (namespace, name)
         self._members = Membership(cluster, self._component)
-        self._prefixes = {
-            # Of all endpoints: what is in the stream is of all.
-            "instances": f"v1/instances/{component}/",
-            "models": f"v1/models/{path}/",
-            "events": f"v1/events/{component}/",
-        }
-        self._values: dict[str, dict[str, dict[str, Any]]] = {kind: {} for kind in self._prefixes}
-        self._synced = {kind: asyncio.Event() for kind in self._prefixes}
-        self._tasks: list[asyncio.Task[None]] = []
-        self._registering = asyncio.Lock()
+        self._keys = WorkerKeys(discovery, path, self._settle)
+        self._trying: asyncio.Task[None] | None = None
         self._registered: dict[int, dict[str, Any]] = {}
+        # The model cards that these have, or had; who was seen without one, and since when.
+        self._cards: dict[int, dict[str, Any]] = {}
+        self._bare: dict[int, float] = {}
+        self._waking: asyncio.TimerHandle | None = None
         self._refused: dict[int, dict[str, Any]] = {}
+        # Those that were refused have another chance.
+        self._is_again = False
 
     @property
     def ids(self) -> list[int]:
@@ -87,11 +86,10 @@ class DiscoveredWorkers:
 
     async def start(self) -> None:
         """Follow discovery, when what the component's stream tells is known."""
-        loop = asyncio.get_running_loop()
         if self._cluster.is_nats:
             await self._members.follow()
-        self._tasks = [loop.create_task(self._follow(kind)) for kind in self._prefixes]
-        self._tasks.append(loop.create_task(self._try_again()))
+        self._keys.start()
+        self._trying = asyncio.get_running_loop().create_task(self._try_again())
 
     async def synced(self, timeout_s: float) -> None:
         """Wait until what is there is registered.
@@ -99,106 +97,111 @@ class DiscoveredWorkers:
         Raises:
             TransportError: Discovery did not answer in time.
         """
-        waiting = asyncio.gather(*(event.wait() for event in self._synced.values()))
-        try:
-            await asyncio.wait_for(waiting, timeout_s)
-        except asyncio.TimeoutError as error:
-            raise TransportError(f"discovery has not answered within {timeout_s:g} s") from error
+        await self._keys.synced(timeout_s)
 
     async def close(self) -> None:
         """Follow no more; workers stay as they are."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._keys.close()
+        if self._trying is not None:
+            self._trying.cancel()
+            await asyncio.gather(self._trying, return_exceptions=True)
         self._members.close()
-
-    async def _follow(self, kind: str) -> None:
-        while True:
-            try:
-                async with self._discovery.watch(self._prefixes[kind]) as watch:
-                    async for event in watch:
-                        if isinstance(event, Synced):
-                            self._synced[kind].set()
-                        else:
-                            value = event.value if isinstance(event, Put) else None
-                            self._take(kind, event.key, value)
-                        # A worker's three keys belong together: what the other watches have at hand
-                        # comes first, or it would be registered without its card for a moment.
-                        await asyncio.sleep(0)
-                        if all(one.is_set() for one in self._synced.values()):
-                            async with self._registering:
-                                # First: what it tells is told before the router hears of them.
-                                self._members.settle(list(self._values["instances"]))
-                                await self._register()
-                return
-            except ClosedError:
-                return
-            except KvflashError as error:
-                # Backends reconnect by themselves; what they give up on is tried again anyway.
-                logger.warning("%s: %s", self._prefixes[kind], error)
-                await asyncio.sleep(RESTART_PAUSE_S)
-
-    def _take(self, kind: str, key: str, value: bytes | None) -> None:
-        name = key.removeprefix(self._prefixes[kind])
-        if value is None:
-            self._values[kind].pop(name, None)
-            return
-        try:
-            self._values[kind][name] = read_key(key, value)
-        except DecodeError as error:
-            logger.error("discovery key %s: %s", key, error)
 
     async def _try_again(self) -> None:
         """Now and then, those that were refused."""
         while True:
             await asyncio.sleep(AGAIN_S)
-            async with self._registering:
-                if self._refused:
-                    await self._register(is_again=True)
+            if self._refused:
+                self._is_again = True
+                self._keys.resettle()
 
-    async def _register(self, *, is_again: bool = False) -> None:
-        wanted = {}
-        for name, instance in self._values["instances"].items():
-            endpoint, _, number = name.rpartition("/")
-            is_named = number in self._values["models"] or not self._cluster.is_nats
-            if endpoint == self._endpoint and number.isdecimal() and is_named:
-                wanted[int(number)] = self._body(int(number), instance)
-        for worker_id in [i for i, body in self._registered.items() if wanted.get(i) != body]:
-            await self._members.let_go(worker_id)
+    async def _settle(self) -> None:
+        """Register those that came, forget those that left, and both for those that changed."""
+        # First: what it tells is told before the router hears of them.
+        self._members.settle(self._keys.instances)
+        wanted = self._wanted()
+        leaving = [i for i, body in self._registered.items() if wanted.get(i) != body]
+        await self._members.let_go(leaving)
+        for worker_id in leaving:
             try:
                 self._router.remove_worker(worker_id)
             except KvflashError as error:
                 logger.error("%s", error)
             del self._registered[worker_id]
-            is_again = True
+            # Requests go on between them.
+            await asyncio.sleep(0)
+        is_again, self._is_again = self._is_again or bool(leaving), False
         self._refused = {i: body for i, body in self._refused.items() if wanted.get(i) == body}
         for worker_id, body in wanted.items():
             if worker_id in self._registered or (worker_id in self._refused and not is_again):
                 continue
-            try:
-                self._router.add_worker(body)
-            except KvflashError as error:
-                # Said once.
-                if worker_id not in self._refused:
-                    logger.error("worker %d: %s; trying again", worker_id, error)
-                self._refused[worker_id] = body
-                continue
-            self._refused.pop(worker_id, None)
-            self._registered[worker_id] = body
-            self._members.tell(self._cluster.instance_joined, self._component, worker_id)
-            # The first one of a component connects.
-            self._members.tell(self._cluster.worker_joined, self._component, worker_id)
+            self._register(worker_id, body)
+            await asyncio.sleep(0)
 
-    def _body(self, worker_id: int, instance: dict[str, Any]) -> dict[str, Any]:
-        number = str(worker_id)
-        card = self._values["models"].get(number, {})
+    def _register(self, worker_id: int, body: dict[str, Any]) -> None:
+        try:
+            self._router.add_worker(body)
+        except KvflashError as error:
+            # Said once.
+            if worker_id not in self._refused:
+                logger.error("worker %d: %s; trying again", worker_id, error)
+            self._refused[worker_id] = body
+            return
+        self._refused.pop(worker_id, None)
+        self._registered[worker_id] = body
+        self._members.tell(self._cluster.instance_joined, self._component, worker_id)
+        # The first one of a component connects.
+        self._members.tell(self._cluster.worker_joined, self._component, worker_id)
+
+    def _wanted(self) -> dict[int, dict[str, Any]]:
+        """Registrations of the workers that discovery tells of."""
+        ranks: dict[int, dict[int, dict[str, Any]]] = {}
+        for name, where in self._keys.events.items():
+            number, _, rank = name.partition("/")
+            ranks.setdefault(int(number), {})[int(rank)] = where
+        before, self._cards = self._cards, {}
+        bare, self._bare = self._bare, {}
+        now_s = asyncio.get_running_loop().time()
+        wanted = {}
+        for worker_id, instance, now in self._keys.served():
+            card = now or before.get(worker_id)
+            if card is not None:
+                self._cards[worker_id] = card
+            else:
+                self._bare[worker_id] = bare.get(worker_id, now_s)
+                if self._is_card_awaited(worker_id, now_s):
+                    continue
+            wanted[worker_id] = self._body(
+                worker_id, instance, card or {}, dict(sorted(ranks.get(worker_id, {}).items()))
+            )
+        return wanted
+
+    def _is_card_awaited(self, worker_id: int, now_s: float) -> bool:
+        """Whether a worker that has no card is not to be registered, or not yet."""
+        if self._cluster.is_nats:
+            return True
+        # Where nobody has one there is nothing to wait for.
+        if worker_id in self._registered or not self._keys.cards:
+            return False
+        if now_s - self._bare[worker_id] >= CARD_S:
+            return False
+        if self._waking is None:
+            self._waking = asyncio.get_running_loop().call_later(CARD_S, self._wake)
+        return True
+
+    def _wake(self) -> None:
+        """Look again at those whose cards are waited for."""
+        self._waking = None
+        self._keys.resettle()
+
+    def _body(
+        self,
+        worker_id: int,
+        instance: dict[str, Any],
+        card: dict[str, Any],
+        ranks: dict[int, dict[str, Any]],
+    ) -> dict[str, Any]:
         transport = instance["transport"]
-        ranks = {
-            int(rank): value
-            for key, value in self._values["events"].items()
-            for owner, _, rank in [key.partition("/")]
-            if owner == number and rank.isdecimal()
-        }
         sizes = [value.get("block_size") for value in ranks.values()]
         return {
             "worker_id": worker_id,
@@ -207,7 +210,7 @@ class DiscoveredWorkers:
             "url": transport.get("url") or transport.get("address") or transport.get("subject"),
             "dp_size": max([card.get("dp_size") or 1, *(rank + 1 for rank in ranks)]),
             "block_size": card.get("kv_cache_block_size") or next(filter(None, sizes), None),
-            "events": self._cluster.events(worker_id, dict(sorted(ranks.items()))),
+            "events": self._cluster.events(worker_id, ranks),
             "kv_total_blocks": card.get("total_kv_blocks"),
             "max_num_batched_tokens": card.get("max_num_batched_tokens"),
         }

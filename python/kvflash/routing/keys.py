@@ -9,13 +9,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-from kvflash.errors import DecodeError
+from kvflash.discovery import Delete, Discovery, Put, Synced
+from kvflash.errors import ClosedError, DecodeError, KvflashError, TransportError
 
-__all__ = ["read_key"]
+__all__ = ["BATCH_S", "WorkerKeys", "read_key"]
 
+logger = logging.getLogger(__name__)
+
+# A worker's keys come by three watches: what belongs together is there after that, also over the
+# connections to etcd. It bounds how often a large fleet is gone through, too.
+BATCH_S = 0.02
+RESTART_PAUSE_S = 0.5
 PARTS = 6
 NUMBER_MAX, RANK_MAX = 2**64 - 1, 2**32 - 1
 # Fields that are used here, by kind: another type of theirs would be met far from its key.
@@ -72,3 +82,121 @@ def _check(fields: dict[str, Any], types: dict[str, type], path: str) -> None:
         field = fields.get(name)
         if field is not None and (not isinstance(field, kind) or isinstance(field, bool)):
             raise DecodeError(f"{path}{name} must be of type {kind.__name__}, got {field!r}")
+
+
+class WorkerKeys:
+    """What discovery says of an endpoint's workers: noted as it comes, settled batch by batch.
+
+    Args:
+        discovery: Where to look.
+        path: ``namespace/component/endpoint``.
+        settle: Makes of the keys what they say, once for all that changed since the last time. It
+            is first called when everything that was there is known, and never twice at once.
+
+    Attributes:
+        instances: What instances of all of the component's endpoints say, by ``endpoint/number``:
+            what is in a component's stream is of all.
+        cards: Model cards, by ``number``.
+        events: Where events are told, by ``number/rank``, of the whole component.
+    """
+
+    def __init__(
+        self, discovery: Discovery, path: str, settle: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._discovery, self._settle = discovery, settle
+        self._path = path
+        component, _, self._endpoint = path.rpartition("/")
+        self.instances: dict[str, dict[str, Any]] = {}
+        self.cards: dict[str, dict[str, Any]] = {}
+        self.events: dict[str, dict[str, Any]] = {}
+        self._values = {
+            f"v1/instances/{component}/": self.instances,
+            f"v1/models/{path}/": self.cards,
+            f"v1/events/{component}/": self.events,
+        }
+        self._unsynced = set(self._values)
+        self._synced, self._settled = asyncio.Event(), asyncio.Event()
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def served(self) -> Iterator[tuple[int, dict[str, Any], dict[str, Any] | None]]:
+        """The endpoint's instances: number, what it says, and its model card if it has one."""
+        for name, instance in self.instances.items():
+            endpoint, _, number = name.rpartition("/")
+            if endpoint == self._endpoint:
+                yield int(number), instance, self.cards.get(number)
+
+    def start(self) -> None:
+        """Follow discovery; needs a running event loop."""
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._follow(prefix)) for prefix in self._values]
+        self._tasks.append(loop.create_task(self._settle_for_ever()))
+
+    def resettle(self) -> None:
+        """Settle again, though no key may have changed."""
+        self._changed.set()
+
+    async def synced(self, timeout_s: float) -> None:
+        """Wait until what is there is known and settled.
+
+        Raises:
+            TransportError: Discovery did not answer in time.
+        """
+        if self._settled.is_set():
+            return
+        try:
+            await asyncio.wait_for(self._synced.wait(), timeout_s)
+        except asyncio.TimeoutError as error:
+            raise TransportError(f"discovery has not answered within {timeout_s:g} s") from error
+        await self._settled.wait()
+
+    async def close(self) -> None:
+        """Follow no more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # Whoever waits goes on, with what is there.
+        self._settled.set()
+
+    async def _follow(self, prefix: str) -> None:
+        while True:
+            try:
+                async with self._discovery.watch(prefix) as watch:
+                    # What waits comes without a pause.
+                    async for event in watch:
+                        self._take(prefix, event)
+                return
+            except ClosedError:
+                return
+            except KvflashError as error:
+                # Backends reconnect by themselves; what they give up on is tried again anyway.
+                logger.warning("%s: %s", prefix, error)
+                await asyncio.sleep(RESTART_PAUSE_S)
+
+    def _take(self, prefix: str, event: Put | Delete | Synced) -> None:
+        values = self._values[prefix]
+        if isinstance(event, Synced):
+            self._unsynced.discard(prefix)
+            if not self._unsynced:
+                self._synced.set()
+        elif isinstance(event, Put):
+            try:
+                values[event.key.removeprefix(prefix)] = read_key(event.key, event.value)
+            except DecodeError as error:
+                logger.error("discovery key %s: %s", event.key, error)
+        else:
+            values.pop(event.key.removeprefix(prefix), None)
+        self._changed.set()
+
+    async def _settle_for_ever(self) -> None:
+        await self._synced.wait()
+        while True:
+            await self._changed.wait()
+            await asyncio.sleep(BATCH_S)
+            self._changed.clear()
+            try:
+                await self._settle()
+            except Exception:
+                # What is known goes on being served; the next change is settled with this one.
+                logger.exception("workers of %s", self._path)
+            self._settled.set()

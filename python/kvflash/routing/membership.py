@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -51,7 +51,7 @@ class Membership:
         )
         self._is_following = True
 
-    def settle(self, names: list[str]) -> None:
+    def settle(self, names: Iterable[str]) -> None:
         """These are there and no others, of all endpoints: ``endpoint/number``.
 
         Blocks of a worker that was never seen here go as well as those of one that leaves.
@@ -79,11 +79,12 @@ class Membership:
 
         return self._thread.submit(run)
 
-    async def let_go(self, instance_id: int) -> None:
-        """It leaves: return when that is told. Before the core forgets it, and its blocks."""
-        await asyncio.wrap_future(
-            self.tell(self._cluster.worker_left, self._component, instance_id)
-        )
+    async def let_go(self, instance_ids: Collection[int]) -> None:
+        """They leave: return when that is told. Before the core forgets them, and their blocks."""
+        told = [self.tell(self._cluster.worker_left, self._component, one) for one in instance_ids]
+        # In order: with the last one all are.
+        if told:
+            await asyncio.wrap_future(told[-1])
 
     def close(self) -> None:
         """Tell no more; does not wait."""

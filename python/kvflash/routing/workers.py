@@ -5,32 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from kvflash._core import RouterCore
-from kvflash.discovery import Delete, Discovery, Put, Synced
-from kvflash.errors import ClosedError, DecodeError, KvflashError, TransportError
+from kvflash.discovery import Discovery
+from kvflash.errors import KvflashError
 from kvflash.routing.cluster import Cluster
-from kvflash.routing.keys import read_key
+from kvflash.routing.keys import WorkerKeys
 from kvflash.routing.membership import Membership, tenant_of
 
 __all__ = ["Workers"]
 
 logger = logging.getLogger(__name__)
 
-RESTART_PAUSE_S = 0.5
 RANKS_MAX = 1_024
 
-
-@dataclass
-class _Known:
-    """What the keys of one prefix say, by what follows the prefix."""
-
-    values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    synced: asyncio.Event = field(default_factory=asyncio.Event)
-
-
+# A worker and a rank of it.
+Rank = tuple[int, int]
 #: Begins to serve, with the model's name and tenant where that matters; what to tell from then on.
 Serve = Callable[[tuple[str, str] | None], tuple[RouterCore, Cluster]]
 
@@ -53,28 +44,22 @@ class Workers:
         self, core: RouterCore, discovery: Discovery, path: str, cluster: Cluster, *, serve: Serve
     ) -> None:
         self._core, self._cluster, self._serve = core, cluster, serve
-        namespace, name, self._endpoint = path.split("/", 2)
+        namespace, name, _ = path.split("/", 2)
         self._component = (namespace, name)
-        self._discovery = discovery
-        component = path.rpartition("/")[0]
-        self._prefixes = {
-            # Of all endpoints: what is in the stream is of all.
-            "instances": f"v1/instances/{component}/",
-            "models": f"v1/models/{path}/",
-            "events": f"v1/events/{component}/",
-        }
-        self._known = {kind: _Known() for kind in self._prefixes}
-        self._tasks: list[asyncio.Task[None]] = []
-        self._subscribed: dict[tuple[int, int], tuple[str, str | None]] = {}
-        self._workers: list[tuple[int, int]] = []
+        self._keys = WorkerKeys(discovery, path, self._settle)
+        self._subscribed: dict[Rank, tuple[str, str | None]] = {}
+        self._workers: list[Rank] = []
+        # What the core was told of them.
+        self._reported: dict[Rank, dict[str, int | None]] = {}
         self._warned: set[int] = set()
         #: Events come over NATS.
         self.is_brokered = cluster.is_nats and core.uses_events
         self._model: tuple[str, str] | None = None
-        self._is_serving = False
-        self._setting = asyncio.Lock()
-        self._attaching: asyncio.Task[None] | None = None
         self._members: Membership | None = None
+        self._is_serving = False
+        # Unless that is going on.
+        self._attached = asyncio.Event()
+        self._attached.set()
 
     @property
     def ids(self) -> list[int]:
@@ -83,12 +68,11 @@ class Workers:
 
     def start(self) -> None:
         """Follow discovery; needs a running event loop."""
-        loop = asyncio.get_running_loop()
         if not self.is_brokered:
             self._core, self._cluster = self._serve(None)
             self._members = Membership(self._cluster, self._component)
             self._is_serving = True
-        self._tasks = [loop.create_task(self._follow(kind)) for kind in self._prefixes]
+        self._keys.start()
 
     async def synced(self, timeout_s: float) -> None:
         """Wait until what is there is known.
@@ -96,113 +80,61 @@ class Workers:
         Raises:
             TransportError: Discovery did not answer in time.
         """
-        waiting = [one.synced.wait() for one in self._known.values() if not one.synced.is_set()]
-        if waiting:
-            try:
-                await asyncio.wait_for(asyncio.gather(*waiting), timeout_s)
-            except asyncio.TimeoutError as error:
-                raise TransportError(
-                    f"discovery has not answered within {timeout_s:g} s"
-                ) from error
-        if self._attaching is not None and not self._attaching.done():
-            # It ends by itself, with what is there.
-            await asyncio.shield(self._attaching)
+        await self._keys.synced(timeout_s)
+        # It ends by itself, with what is there.
+        await self._attached.wait()
 
     async def close(self) -> None:
         """Follow no more."""
-        tasks = [*self._tasks, *([self._attaching] if self._attaching else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._keys.close()
         if self._members is not None:
             self._members.close()
 
-    async def _follow(self, kind: str) -> None:
-        while True:
-            try:
-                async with self._discovery.watch(self._prefixes[kind]) as watch:
-                    async for event in watch:
-                        await self._take(kind, event)
-                return
-            except ClosedError:
-                return
-            except KvflashError as error:
-                # Backends reconnect by themselves; what they give up on is tried again anyway.
-                logger.warning("%s: %s", self._prefixes[kind], error)
-                await asyncio.sleep(RESTART_PAUSE_S)
-
-    async def _take(self, kind: str, event: Put | Delete | Synced) -> None:
-        known = self._known[kind]
-        if isinstance(event, Synced):
-            known.synced.set()
-            self._settle()
-            return
-        name = event.key.removeprefix(self._prefixes[kind])
-        if isinstance(event, Put):
-            try:
-                known.values[name] = read_key(event.key, event.value)
-            except DecodeError as error:
-                logger.error("discovery key %s: %s", event.key, error)
-                return
-        else:
-            known.values.pop(name, None)
-        if kind == "events":
-            self._subscribe()
-        else:
-            async with self._setting:
-                # First: what it tells is told before the core hears of them.
-                self._settle()
-                # What is told meanwhile waits for this to be done.
-                wanted = self._wanted()
-                await self._let_go(wanted)
-                self._set_workers(wanted)
-                # The core forgot the blocks of those that left: should they come back, their events
-                # are asked for anew.
-                self._subscribe()
-
-    async def _let_go(self, wanted: list[tuple[int, int]]) -> None:
-        """What is shared hears of those that leave before the core forgets them."""
-        if self._members is not None:
-            for worker in set(self.ids) - {worker for worker, _ in wanted}:
-                await self._members.let_go(worker)
-
-    def _settle(self) -> None:
-        """Once all are known, and when that changes."""
-        if self._members is not None and self._known["instances"].synced.is_set():
-            self._members.settle(list(self._known["instances"].values))
-
-    async def _attach(self, model: tuple[str, str]) -> None:
-        """Serve this model with what its component's stream tells."""
-        self._model = model
-        self._core, self._cluster = self._serve(model)
-        self._members = Membership(self._cluster, self._component)
-        await self._members.follow()
-        self._is_serving = True
-        self._settle()
-        self._set_workers(self._wanted())
-        self._subscribe()
-
-    def _wanted(self) -> list[tuple[int, int]]:
-        """Workers and ranks that discovery tells of, ascending."""
-        cards = self._known["models"].values
-        workers = []
-        for name in self._known["instances"].values:
-            endpoint, _, number = name.rpartition("/")
-            if endpoint != self._endpoint:
-                continue
-            card = cards.get(number, {})
-            if self.is_brokered and not self._has_model(int(number), card):
-                continue
-            self._check(int(number), card)
-            size = card.get("dp_size")
-            ranks = size if isinstance(size, int) and 1 <= size <= RANKS_MAX else 1
-            workers += [(int(number), rank) for rank in range(ranks)]
-        return sorted(workers)
-
-    def _set_workers(self, workers: list[tuple[int, int]]) -> None:
+    async def _settle(self) -> None:
+        """Tell the core what changed."""
+        cards = self._cards()
+        if self.is_brokered and self._model is None and cards:
+            await self._attach(next(iter(cards.values())))
+            # It took a while.
+            cards = self._cards()
         if not self._is_serving:
             return
-        cards = self._known["models"].values
+        assert self._members is not None
+        # First: what it tells is told before the core hears of them.
+        self._members.settle(self._keys.instances)
+        ranks = sorted(
+            (worker, rank) for worker, card in cards.items() for rank in range(_rank_count(card))
+        )
+        # What is shared hears of those that leave before the core forgets them.
+        await self._members.let_go(set(self.ids) - cards.keys())
+        self._set_workers(ranks, cards)
+        # The core forgot the blocks of those that left: should they come back, their events are
+        # asked for anew.
+        self._subscribe()
+
+    async def _attach(self, card: dict[str, Any]) -> None:
+        """Serve this card's model with what its component's stream tells."""
+        self._attached.clear()
+        try:
+            self._model = _model_of(card)
+            self._core, self._cluster = self._serve(self._model)
+            self._members = Membership(self._cluster, self._component)
+            await self._members.follow()
+            self._is_serving = True
+        finally:
+            self._attached.set()
+
+    def _cards(self) -> dict[int, dict[str, Any]]:
+        """Workers that discovery tells of, with what their model cards say."""
+        found = {}
+        for worker, _, card in self._keys.served():
+            if self.is_brokered and (card is None or card.get("model_name") is None):
+                continue
+            found[worker] = card or {}
+            self._check(worker, found[worker])
+        return found
+
+    def _set_workers(self, workers: list[Rank], cards: dict[int, dict[str, Any]]) -> None:
         try:
             if workers != self._workers:
                 self._core.set_workers(workers)
@@ -211,14 +143,16 @@ class Workers:
         except KvflashError as error:
             logger.error("the router does not take all workers: %s", error)
             return
+        before_reported, self._reported = self._reported, {}
         for worker, rank in workers:
-            card = cards.get(str(worker), {})
-            self._core.report(
-                worker,
-                rank,
-                kv_total_blocks=_count(card.get("total_kv_blocks")),
-                max_num_batched_tokens=_count(card.get("max_num_batched_tokens")),
-            )
+            card = cards[worker]
+            report = {
+                "kv_total_blocks": _count(card.get("total_kv_blocks")),
+                "max_num_batched_tokens": _count(card.get("max_num_batched_tokens")),
+            }
+            self._reported[worker, rank] = report
+            if before_reported.get((worker, rank)) != report:
+                self._core.report(worker, rank, **report)
 
     def _share(self, before: set[int], now: set[int]) -> None:
         assert self._members is not None
@@ -229,26 +163,19 @@ class Workers:
             # The first one of a component connects.
             self._members.tell(self._cluster.worker_joined, self._component, worker)
 
-    def _has_model(self, worker: int, card: dict[str, Any]) -> bool:
-        """Whether it has a card; the first one says which model is served."""
-        name = card.get("model_name")
-        if not isinstance(name, str):
-            return False
-        model = (name, tenant_of(card))
-        if self._attaching is None:
-            self._attaching = asyncio.get_running_loop().create_task(self._attach(model))
-        elif self._model is not None and self._model != model and worker not in self._warned:
+    def _check(self, worker: int, card: dict[str, Any]) -> None:
+        """Another model or block size makes everything score 0: that must not go unsaid."""
+        if worker in self._warned:
+            return
+        if self._model is not None and self._model != _model_of(card):
             self._warned.add(worker)
             logger.error(
                 "worker %d serves %r of tenant %r, this router %r of %r: its cache earns no credit",
-                worker, *model, *self._model,
+                worker, *_model_of(card), *self._model,
             )  # fmt: skip
-        return True
-
-    def _check(self, worker: int, card: dict[str, Any]) -> None:
-        """Another block size makes everything score 0: that must not go unsaid."""
+            return
         size = card.get("kv_cache_block_size")
-        if size is None or size == self._core.block_size or worker in self._warned:
+        if size is None or size == self._core.block_size:
             return
         self._warned.add(worker)
         logger.error(
@@ -262,11 +189,11 @@ class Workers:
 
     def _subscribe(self) -> None:
         """Listen to the sockets that the core's workers announce, and to no others."""
-        if not (self._core.uses_events and self._is_serving):
+        if not self._core.uses_events:
             return
         ids = set(self.ids)
-        wanted: dict[tuple[int, int], tuple[str, str | None]] = {}
-        for name, value in self._known["events"].values.items():
+        wanted: dict[Rank, tuple[str, str | None]] = {}
+        for name, value in self._keys.events.items():
             worker, _, rank = name.partition("/")
             # What is in the stream comes by itself.
             if int(worker) in ids and self._cluster.events(int(worker), {int(rank): value}):
@@ -284,6 +211,15 @@ class Workers:
                 self._subscribed[key] = sockets
             except KvflashError as error:
                 logger.error("events of worker %d rank %d: %s", *key, error)
+
+
+def _rank_count(card: dict[str, Any]) -> int:
+    size = card.get("dp_size")
+    return size if isinstance(size, int) and 1 <= size <= RANKS_MAX else 1
+
+
+def _model_of(card: dict[str, Any]) -> tuple[str, str]:
+    return str(card.get("model_name")), tenant_of(card)
 
 
 def _count(value: object) -> int | None:

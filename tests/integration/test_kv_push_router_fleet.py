@@ -1,0 +1,180 @@
+"""What a core is asked to do when many workers of KvPushRouter come, change and go at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvflash.discovery import MemoryDiscovery
+from kvflash.routing.keys import WorkerKeys
+from kvflash.routing.workers import Workers
+from service import DEADLINE_S
+
+NUMBERS = range(40)
+
+
+class Core:
+    """Counts what it is asked, and notes who is there."""
+
+    uses_events = True
+    block_size = 4
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self.ids: set[int] = set()
+        self.sockets: set[int] = set()
+        self.left: set[int] = set()
+
+    def set_workers(self, workers: list[tuple[int, int]]) -> None:
+        self.asked["set_workers"] += 1
+        now = {worker for worker, _ in workers}
+        # Who leaves is told to others first.
+        assert self.ids - now <= self.left
+        self.ids = now
+
+    def report(self, _worker: int, _rank: int, **figures: int | None) -> bool:
+        assert set(figures) == {"kv_total_blocks", "max_num_batched_tokens"}
+        self.asked["report"] += 1
+        return True
+
+    def subscribe(self, worker: int, _rank: int, _endpoint: str, _replay: str | None) -> None:
+        # The worker comes first: what it holds would be nobody's.
+        assert worker in self.ids
+        self.asked["subscribe"] += 1
+        self.sockets.add(worker)
+
+    def unsubscribe(self, worker: int, _rank: int) -> bool:
+        self.asked["unsubscribe"] += 1
+        self.sockets.discard(worker)
+        return True
+
+
+class Alone:
+    """No other router; notes who left."""
+
+    is_nats = False
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def events(self, _worker: int, events: dict[int, Any]) -> dict[int, Any]:
+        return events
+
+    def worker_left(self, _component: tuple[str, str], worker: int) -> None:
+        self._core.left.add(worker)
+
+    def nothing(self, *_told: Any) -> None:
+        pass
+
+    worker_joined = instance_joined = worker_gone = only = nothing
+
+
+async def eventually(check: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not check():
+        assert time.monotonic() < end, f"waited for {what}"
+        await asyncio.sleep(0.01)
+
+
+def test_each_core_call_is_made_once_for_all_that_came_or_went_at_once() -> None:
+    async def work() -> None:
+        discovery, core = MemoryDiscovery(is_shared=False), Core()
+        cluster: Any = Alone(core)
+
+        async def put(key: str, value: dict[str, Any]) -> None:
+            await discovery.put(f"v1/{key}", json.dumps(value).encode())
+
+        async def announce(numbers: range) -> None:
+            for number in numbers:
+                await put(f"events/ns/backend/{number}/0", {"endpoint": "tcp://127.0.0.1:1"})
+                await put(f"instances/ns/backend/generate/{number}", {"transport": {}})
+                await put(f"models/ns/backend/generate/{number}", {"total_kv_blocks": 100})
+
+        async def leave(numbers: range) -> None:
+            for number in numbers:
+                await discovery.delete(f"v1/models/ns/backend/generate/{number}")
+                await discovery.delete(f"v1/instances/ns/backend/generate/{number}")
+                await discovery.delete(f"v1/events/ns/backend/{number}/0")
+
+        made: Any = core
+        workers = Workers(
+            made, discovery, "ns/backend/generate", cluster, serve=lambda _model: (made, cluster)
+        )
+        await announce(NUMBERS)
+        workers.start()
+        await workers.synced(DEADLINE_S)
+        assert workers.ids == list(NUMBERS)
+        assert core.sockets == set(NUMBERS)
+        assert core.asked == {"set_workers": 1, "report": 40, "subscribe": 40}
+        # What changes is told, and nothing else.
+        await put("models/ns/backend/generate/7", {"total_kv_blocks": 200})
+        await eventually(lambda: core.asked["report"] == 41, "the card to be told")
+        assert core.asked["set_workers"] == 1
+        await leave(NUMBERS[:30])
+        await eventually(lambda: core.ids == set(NUMBERS[30:]), "the rest")
+        assert core.sockets == set(NUMBERS[30:])
+        assert core.asked["set_workers"] == 2
+        assert core.asked["unsubscribe"] == 30
+        # The core forgot all of them.
+        await announce(NUMBERS[:30])
+        await eventually(lambda: core.sockets == set(NUMBERS), "all of them")
+        assert core.asked["set_workers"] == 3
+        assert core.asked["report"] == 41 + 30
+        assert core.asked["subscribe"] == 40 + 30
+        await workers.close()
+        await discovery.close()
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_what_fails_once_is_settled_with_the_next_change(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        discovery, seen = MemoryDiscovery(is_shared=False), list[list[int]]()
+
+        async def settle() -> None:
+            seen.append([worker for worker, _, _ in keys.served()])
+            if len(seen) == 1:
+                raise RuntimeError("it fails")
+
+        keys = WorkerKeys(discovery, "ns/backend/generate", settle)
+        keys.start()
+        await keys.synced(DEADLINE_S)
+        assert seen == [[]]
+        await discovery.put("v1/instances/ns/backend/generate/1", b'{"transport": {}}')
+        await discovery.put("v1/instances/ns/backend/other/2", b'{"transport": {}}')
+        await eventually(lambda: len(seen) == 2, "the worker")
+        assert seen[1] == [1]
+        assert set(keys.instances) == {"generate/1", "other/2"}
+        await keys.close()
+        await discovery.close()
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+    (said,) = [one for one in caplog.records if one.levelno == logging.ERROR]
+    assert said.getMessage() == "workers of ns/backend/generate"
+
+
+def test_who_waits_for_the_first_workers_ends_when_they_are_followed_no_more() -> None:
+    async def work() -> None:
+        discovery, has_begun = MemoryDiscovery(is_shared=False), asyncio.Event()
+
+        async def settle() -> None:
+            has_begun.set()
+            await asyncio.Event().wait()
+
+        keys = WorkerKeys(discovery, "ns/backend/generate", settle)
+        keys.start()
+        waiting = asyncio.create_task(keys.synced(DEADLINE_S))
+        await has_begun.wait()
+        assert not waiting.done()
+        await keys.close()
+        await waiting
+        await discovery.close()
+
+    asyncio.run(asyncio.wait_for(work(), 60))
