@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-import threading
 from collections.abc import Callable, Sequence
 
 import dns.asyncresolver
 import dns.exception
 import dns.resolver
 
+from kvflash.frontend.background import Background
 from kvflash.frontend.dns_answers import KnownName
 from kvflash.frontend.dns_fleet import DnsFleet, Fleet, Replicas
 from kvflash.frontend.dns_spec import Address, DnsWorkers
@@ -21,7 +21,6 @@ __all__ = ["DnsWatch", "Server"]
 
 logger = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S = 5.0
 # A lookup that takes longer has failed; with a shorter interval it is that, of at least a second.
 LOOKUP_S_MIN, LOOKUP_S_MAX = 1.0, 5.0
 
@@ -68,42 +67,17 @@ class DnsWatch:
             for _, known in self._names
         }
         self._resolver: dns.asyncresolver.Resolver | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stopping = threading.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._thread = threading.Thread(target=self._run, name="kvflash-dns", daemon=True)
+        self._background = Background("kvflash-dns", self._look_up_all)
         self._tell()
 
     def start(self) -> None:
         """Look up in the background."""
-        self._thread.start()
+        self._background.start()
 
     def stop(self) -> None:
         """Look up no more; the frontend keeps its workers. Blocks until done."""
-        self._stopping.set()
-        loop, task = self._loop, self._task
-        if loop is not None and task is not None:
-            # It may have ended by itself meanwhile.
-            try:
-                loop.call_soon_threadsafe(task.cancel)
-            except RuntimeError:
-                logger.debug("the lookups had ended")
-        if self._thread.is_alive():
-            self._thread.join(STOP_TIMEOUT_S)
+        self._background.stop()
         self._fleet.close()
-
-    def _run(self) -> None:
-        asyncio.run(self._main())
-
-    async def _main(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._task = asyncio.create_task(self._look_up_all())
-        if self._stopping.is_set():
-            self._task.cancel()
-        try:
-            await self._task
-        except asyncio.CancelledError:
-            logger.debug("stopped looking names up")
 
     async def _look_up_all(self) -> None:
         # A record that hangs holds up no other.

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import json
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvflash.discovery import Delete, Discovery, Put, open_discovery
 from kvflash.errors import ConflictError, KvflashError, NotFoundError
+from kvflash.frontend.background import Background
 from kvflash.frontend.bridge import Bridge
 from kvflash.frontend.loads import LoadReader
 from kvflash.routing.cluster import Cluster
@@ -26,7 +26,6 @@ MODELS, INSTANCES, EVENTS = "v1/models/", "v1/instances/", "v1/events/"
 LOAD_ENDPOINT = "load_metrics"
 # Pauses between two attempts at a discovery that fails.
 PAUSE_S, PAUSE_S_MAX = 0.2, 5.0
-STOP_TIMEOUT_S = 5.0
 # What was refused may be taken later: a limit has room again, or a folder can be read.
 AGAIN_S = 5.0
 
@@ -96,43 +95,20 @@ class DiscoveryWatch:
         self._keys: dict[str, set[str]] = {}
         self._bridge = Bridge(RuntimeLimits())
         self._loads = LoadReader(fleet.report_load, RuntimeLimits())
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stopping = threading.Event()
-        self._task: asyncio.Future[Any] | None = None
-        self._thread = threading.Thread(target=self._run, name="kvflash-discovery", daemon=True)
+        self._background = Background("kvflash-discovery", self._work)
 
     def start(self) -> None:
         """Watch in the background."""
-        self._thread.start()
+        self._background.start()
 
     def stop(self) -> None:
         """Stop watching; the frontend keeps what it knows. Blocks until done."""
-        self._stopping.set()
-        loop, task = self._loop, self._task
-        if loop is not None and task is not None:
-            # It may have ended by itself meanwhile.
-            try:
-                loop.call_soon_threadsafe(task.cancel)
-            except RuntimeError:
-                logger.debug("the watch had ended")
-        if self._thread.is_alive():
-            self._thread.join(STOP_TIMEOUT_S)
+        self._background.stop()
 
-    def _run(self) -> None:
-        asyncio.run(self._main())
-
-    async def _main(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        # What was noted is told also while discovery fails.
-        self._task = asyncio.gather(
-            self._watch_for_ever(), self._tell_for_ever(), self._try_again()
-        )
-        if self._stopping.is_set():
-            self._task.cancel()
+    async def _work(self) -> None:
         try:
-            await self._task
-        except asyncio.CancelledError:
-            logger.debug("stopped watching discovery")
+            # What was noted is told also while discovery fails.
+            await asyncio.gather(self._watch_for_ever(), self._tell_for_ever(), self._try_again())
         finally:
             await self._loads.close()
             await self._bridge.close()
