@@ -48,16 +48,9 @@ CAPI = CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/capi CXXFLAGS="-w $(CXXFLAGS)" cargo
 capi:
 	$(CAPI) build --quiet --release --locked --manifest-path capi/Cargo.toml
 
-# The Python tests run in two halves side by side: most of their time they wait, for processes and for clocks.
 test: lint capi
 	cargo test --quiet
-	@$(BIN)/python -m pytest --ignore=tests/e2e $(PYTEST_FLAGS) > $(VENV)/.inner.log 2>&1 & inner=$$!; \
-	trap "kill $$inner" INT TERM; \
-	echo "pytest --ignore=tests/e2e and pytest tests/e2e side by side; the first one's report follows the second one's"; \
-	$(BIN)/python -m pytest tests/e2e $(PYTEST_FLAGS); outer=$$?; \
-	wait $$inner; inner=$$?; \
-	cat $(VENV)/.inner.log; \
-	exit $$((inner | outer))
+	$(BIN)/python tests/halves.py $(PYTEST_FLAGS)
 
 bench: dev
 	$(BIN)/python -m pytest benches --benchmark-only $(PYTEST_FLAGS)

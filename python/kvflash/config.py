@@ -369,6 +369,9 @@ class Flags:
         if name == "--port":
             # Kubernetes sets these for pods beside a Service that is named kvflash or kvflash-http.
             found = {n: text for n, text in found.items() if not text.startswith("tcp://")}
+        if name == "--host" and len(found) > 1:
+            # It is the address that others reach this process at, too: who says both means that.
+            found.pop(variable, None)
         if len(set(found.values())) > 1:
             said = " and ".join(f"{n}={text}" for n, text in found.items())
             self._parser.error(f"environment variables contradict each other: {said}")

@@ -296,3 +296,22 @@ def test_openai_engines_are_paired_as_well() -> None:
             prefill.answer = lambda exchange: exchange.whole(400, {"error": "bad prompt"})
             assert ask(frontend.url, COMPLETIONS, body).status == 400
             frontend.wait_idle()
+
+
+def test_a_prefill_that_is_refused_tells_nothing_of_its_worker_s_speed() -> None:
+    with EmbeddedFrontend("--router-prefill-tokens-per-second", "auto") as frontend:
+        decode = FakeEngine("o", max_len=50_000)
+        prefill = FakeEngine("o", openai_prefill, max_len=50_000)
+        with decode, prefill:
+            frontend.core.add_worker(decode.url)
+            frontend.core.add_worker(prefill.url + ",role=prefill")
+            until(lambda: all(w["healthy"] for w in frontend.workers().values()), "both to serve")
+            speed = 'kvflash_worker_prefill_tokens_per_second{worker="2:0"}'
+            body = {"model": "o", "prompt": list(range(5_000)), "max_tokens": 2}
+            prefill.answer = lambda exchange: exchange.whole(400, {"error": "bad prompt"})
+            assert ask(frontend.url, COMPLETIONS, body).status == 400
+            assert speed not in frontend.metrics()
+            prefill.answer = openai_prefill
+            assert ask(frontend.url, COMPLETIONS, body).status == 200
+            assert frontend.metrics()[speed] > 0
+            frontend.wait_idle()

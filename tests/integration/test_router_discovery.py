@@ -205,6 +205,50 @@ def test_a_worker_whose_card_goes_first_comes_back_as_no_other_model() -> None:
     asyncio.run(asyncio.wait_for(work(), 60))
 
 
+def test_a_worker_that_changes_is_away_for_no_turn_of_the_loop() -> None:
+    async def work() -> None:
+        async with followed() as (registry, discovery):
+            for number in (1, 2):
+                await put(discovery, f"models/ns/backend/generate/{number}", {"model_name": "x"})
+                await put(discovery, f"instances/ns/backend/generate/{number}", INSTANCE)
+            await eventually(lambda: len(registry.workers) == 2, "the workers")
+            fewest = 2
+
+            async def look() -> None:
+                nonlocal fewest
+                while True:
+                    fewest = min(fewest, len(registry.workers))
+                    await asyncio.sleep(0)
+
+            looking = asyncio.get_running_loop().create_task(look())
+            changed = {"model_name": "x", "total_kv_blocks": 9}
+            for number in (1, 2):
+                await put(discovery, f"models/ns/backend/generate/{number}", changed)
+            await eventually(lambda: registry.added_total == 4, "both to be registered anew")
+            looking.cancel()
+            assert fewest == 2
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_a_worker_whose_model_is_taken_back_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "CARD_S", 0.02)
+
+    async def work() -> None:
+        async with followed() as (registry, discovery):
+            for number in (1, 2):
+                await put(discovery, f"models/ns/backend/generate/{number}", {"model_name": "x"})
+                await put(discovery, f"instances/ns/backend/generate/{number}", INSTANCE)
+            await eventually(lambda: len(registry.workers) == 2, "the workers")
+            await discovery.delete("v1/models/ns/backend/generate/1")
+            await eventually(lambda: set(registry.workers) == {2}, "it to be let go")
+            await put(discovery, "models/ns/backend/generate/1", {"model_name": "y"})
+            await eventually(lambda: set(registry.workers) == {1, 2}, "it to be back")
+            assert registry.found.models == {("x", "default"), ("y", "default")}
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
 @pytest.mark.parametrize("card_s", [3_600.0, 0.02])
 def test_where_others_have_a_card_one_that_is_seen_before_its_own_is_waited_for(
     card_s: float, monkeypatch: pytest.MonkeyPatch

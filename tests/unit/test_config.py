@@ -196,7 +196,6 @@ def test_names_of_one_setting_must_agree(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("names", "field", "value"),
     [
-        ("HOST HTTP_HOST", "host", "127.0.0.1"),
         ("PORT HTTP_PORT", "port", 8123),
         (
             "ACTIVE_DECODE_BLOCKS_THRESHOLD BUSY_THRESHOLD",
@@ -512,3 +511,14 @@ def test_bad_routing_flags_are_refused_by_name(argv, capsys):
         frontend.parse_args(argv)
     error = capsys.readouterr().err
     assert argv[0] in error and argv[1] in error
+
+
+def test_the_address_to_listen_on_goes_before_the_one_that_others_reach(monkeypatch):
+    for parse in (frontend.parse_args, router.parse_args):
+        monkeypatch.setenv("KVFLASH_HOST", "10.1.2.3")
+        assert parse([]).host == "10.1.2.3"
+        monkeypatch.setenv("KVFLASH_HTTP_HOST", "0.0.0.0")
+        assert parse([]).host == "0.0.0.0"
+        monkeypatch.delenv("KVFLASH_HOST")
+        assert parse([]).host == "0.0.0.0"
+        monkeypatch.delenv("KVFLASH_HTTP_HOST")

@@ -21,8 +21,8 @@ __all__ = ["DnsWatch", "Server"]
 
 logger = logging.getLogger(__name__)
 
-# A lookup that takes longer has failed; with a shorter interval it is that, of at least a second.
-LOOKUP_S_MIN, LOOKUP_S_MAX = 1.0, 5.0
+# A lookup that takes longer has failed; in between it is the interval.
+LOOKUP_S_MIN, LOOKUP_S_MAX = 3.0, 5.0
 
 #: Address and port of a name server.
 Server = tuple[str, int]

@@ -66,7 +66,7 @@ class DiscoveredWorkers:
         self._keys = WorkerKeys(discovery, path, self._settle)
         self._trying: asyncio.Task[None] | None = None
         self._registered: dict[int, dict[str, Any]] = {}
-        # The model cards that these have, or had; who was seen without one, and since when.
+        # The model cards that these have, or had; who is there without one, and since when.
         self._cards: dict[int, dict[str, Any]] = {}
         self._bare: dict[int, float] = {}
         self._waking: asyncio.TimerHandle | None = None
@@ -128,6 +128,9 @@ class DiscoveredWorkers:
             except KvflashError as error:
                 logger.error("%s", error)
             del self._registered[worker_id]
+            # Who has only changed is away for no turn of the loop.
+            if (body := wanted.get(worker_id)) is not None:
+                self._register(worker_id, body)
             # Requests go on between them.
             await asyncio.sleep(0)
         is_again, self._is_again = self._is_again or bool(leaving), False
@@ -167,30 +170,39 @@ class DiscoveredWorkers:
             card = now or before.get(worker_id)
             if card is not None:
                 self._cards[worker_id] = card
-            else:
+            if now is None:
                 self._bare[worker_id] = bare.get(worker_id, now_s)
-                if self._is_card_awaited(worker_id, now_s):
+                is_late = now_s - self._bare[worker_id] >= CARD_S
+                if card is None and self._is_card_awaited(worker_id, is_late):
                     continue
+                # Its instance goes next, or the model was taken back.
+                if card is not None and is_late:
+                    continue
+                if card is not None:
+                    self._wake_later()
             wanted[worker_id] = self._body(
                 worker_id, instance, card or {}, dict(sorted(ranks.get(worker_id, {}).items()))
             )
         return wanted
 
-    def _is_card_awaited(self, worker_id: int, now_s: float) -> bool:
-        """Whether a worker that has no card is not to be registered, or not yet."""
+    def _is_card_awaited(self, worker_id: int, is_late: bool) -> bool:
+        """Whether a worker that never had a card is not to be registered, or not yet."""
         if self._cluster.is_nats:
             return True
         # Where nobody has one there is nothing to wait for.
         if worker_id in self._registered or not self._keys.cards:
             return False
-        if now_s - self._bare[worker_id] >= CARD_S:
+        if is_late:
             return False
-        if self._waking is None:
-            self._waking = asyncio.get_running_loop().call_later(CARD_S, self._wake)
+        self._wake_later()
         return True
 
+    def _wake_later(self) -> None:
+        """Look again at those whose cards are waited for, once that is too long."""
+        if self._waking is None:
+            self._waking = asyncio.get_running_loop().call_later(CARD_S, self._wake)
+
     def _wake(self) -> None:
-        """Look again at those whose cards are waited for."""
         self._waking = None
         self._keys.resettle()
 

@@ -66,6 +66,8 @@ class Cluster:
             self._sharing = Sharing(
                 bookings, open_discovery=open_discovery, event_plane=flags.event_plane
             )
+        # Workers of the core, and what they are called between routers.
+        self._joined: dict[int, tuple[Component, int | None]] = {}
         self._lock = threading.Lock()
         self._states: dict[Component, Any] = {}
         # Those whose state is there, or was waited for in vain.
@@ -193,11 +195,18 @@ class Cluster:
         """The core knows it; between routers it may have another number."""
         if self._sharing is None:
             return
+        self._joined[instance_id] = (component, shared_id)
+        self._share(component, instance_id, shared_id)
+
+    def _share(self, component: Component, instance_id: int, shared_id: int | None) -> None:
+        # A retry may come late: the number, or the address behind the shared one, may be another's.
+        if self._sharing is None or self._joined.get(instance_id) != (component, shared_id):
+            return
         try:
             self._sharing.worker_joined(component, instance_id, shared_id)
         except KvflashError as error:
             logger.error("requests of other routers do not count: %s; trying again", error)
-            self._later(lambda: self.worker_joined(component, instance_id, shared_id))
+            self._later(lambda: self._share(component, instance_id, shared_id))
 
     def worker_left(self, component: Component, instance_id: int) -> None:
         """It is gone."""
@@ -208,6 +217,7 @@ class Cluster:
 
     def worker_gone(self, instance_id: int) -> None:
         """It takes no requests any more; its blocks may still be told of."""
+        self._joined.pop(instance_id, None)
         if self._sharing is not None:
             self._sharing.worker_left(instance_id)
 

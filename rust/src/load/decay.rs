@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 /// Tokens of which a worker's speed must have been seen before it is believed.
-const FEWEST_TOKENS: f64 = 4_096.0;
+const FEWEST_TOKENS: u64 = 4_096;
 /// Of so many milliseconds of work what was seen first counts half.
 const MEMORY_MS: f64 = 30_000.0;
 
@@ -58,6 +58,8 @@ impl Prefill {
 struct Shown {
     tokens: f64,
     busy_ms: f64,
+    /// Tokens of which it was ever seen, which halving does not take back.
+    total: u64,
     /// The last first token, or since when there is something to do.
     since_ms: u64,
 }
@@ -65,6 +67,7 @@ struct Shown {
 impl Shown {
     fn see(&mut self, tokens: u64, now_ms: u64) {
         self.tokens += tokens as f64;
+        self.total = self.total.saturating_add(tokens);
         self.busy_ms += now_ms.saturating_sub(self.since_ms) as f64;
         self.since_ms = now_ms;
         if self.busy_ms > MEMORY_MS {
@@ -75,7 +78,7 @@ impl Shown {
 
     /// Tokens a second, once enough was seen.
     fn per_s(&self) -> Option<f64> {
-        let is_enough = self.tokens >= FEWEST_TOKENS && self.busy_ms > 0.0;
+        let is_enough = self.total >= FEWEST_TOKENS && self.busy_ms > 0.0;
         is_enough.then(|| self.tokens * 1_000.0 / self.busy_ms)
     }
 }
@@ -270,6 +273,17 @@ mod tests {
         (10..30).for_each(|number| _ = slower(number));
         let learned = prefills.per_s().unwrap();
         assert!((1_000.0..1_100.0).contains(&learned), "{learned}");
+    }
+
+    #[test]
+    fn a_slow_worker_s_speed_is_learned_and_stays_so() {
+        let mut prefills = Prefills::default();
+        for number in 1..200 {
+            let now_ms = number * 10_000;
+            prefills.push(number, 1_000, prefills.learned(1_000), now_ms);
+            prefills.complete(number, now_ms + 10_000);
+            assert_eq!(prefills.per_s(), (number > 4).then_some(100.0));
+        }
     }
 
     #[test]

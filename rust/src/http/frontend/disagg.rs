@@ -218,7 +218,7 @@ impl Prefill {
             count(app, "refused");
             let message = format!("no prefill: {why}; decode alone is off (--enforce-disagg)");
             let mut reject = Reject::new(status, message);
-            if status == StatusCode::SERVICE_UNAVAILABLE {
+            if matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS) {
                 reject.retry_after_s = Some(1);
             }
             return Err(reject);

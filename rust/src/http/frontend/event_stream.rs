@@ -25,7 +25,8 @@ impl WholeLines {
 
     /// What may go out now that `chunk` has come.
     pub fn take(&mut self, chunk: Bytes) -> Bytes {
-        let end = memchr::memrchr(b'\n', &chunk).map_or(0, |at| at + 1);
+        // A CR ends a line by itself, too; the LF that may follow it belongs to it.
+        let end = memchr::memrchr2(b'\n', b'\r', &chunk).map_or(0, |at| at + 1);
         if self.held.is_empty() {
             let goes_on = self.is_cut && end == 0;
             if goes_on || end == chunk.len() {
@@ -67,7 +68,7 @@ mod tests {
 
     #[test]
     fn only_whole_lines_go_out_however_they_are_cut() {
-        for end in ["\n\n", "\r\n\r\n", "\n"] {
+        for end in ["\n\n", "\r\n\r\n", "\n", "\r\r"] {
             let stream = ["data: {\"a\": 1}", ": ping", "event: x", "data: [DONE]", "data: half"];
             let stream = stream.join(end);
             for size in 1..=stream.len() {
@@ -75,7 +76,8 @@ mod tests {
                 let mut out = Vec::new();
                 for chunk in stream.as_bytes().chunks(size) {
                     let ready = lines.take(Bytes::copy_from_slice(chunk));
-                    assert!(ready.is_empty() || ready.ends_with(b"\n"), "{ready:?}");
+                    let is_whole = ready.last().is_none_or(|last| b"\r\n".contains(last));
+                    assert!(is_whole, "{ready:?}");
                     out.extend_from_slice(&ready);
                 }
                 assert_eq!(out.len(), stream.len() - "data: half".len(), "chunks of {size}");

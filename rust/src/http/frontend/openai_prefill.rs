@@ -96,7 +96,6 @@ pub(super) async fn prefill(app: &App, choice: &Choice, ask: &Ask) -> Result<rmp
         );
         Err(Failed::new("timeout", message, StatusCode::GATEWAY_TIMEOUT))
     })?;
-    choice.booking.first_token();
     if !status.is_success() {
         let text: String = String::from_utf8_lossy(&body).chars().take(300).collect();
         let message = format!("worker {} answered its prefill with {status}: {text}", engine.id);
@@ -107,6 +106,7 @@ pub(super) async fn prefill(app: &App, choice: &Choice, ask: &Ask) -> Result<rmp
         }
         return Err(failed);
     }
+    choice.booking.first_token();
     let answer: Value = serde_json::from_slice(&body).unwrap_or_default();
     match answer.get(PARAMS).filter(|params| !params.is_null()) {
         Some(params) => {

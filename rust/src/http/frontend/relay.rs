@@ -182,8 +182,13 @@ impl Body for Relay {
                             return Poll::Ready(Some(Ok(Frame::data(ready))));
                         }
                     }
-                    // Trailers come last; no engine sends any behind half a line.
-                    Err(frame) => return Poll::Ready(Some(Ok(frame))),
+                    // Trailers come last. Where half a line is left it goes before them, and in their place.
+                    Err(trailers) => {
+                        self.finish();
+                        let rest = self.lines.end(Bytes::new());
+                        let last = if rest.is_empty() { trailers } else { Frame::data(rest) };
+                        return Poll::Ready(Some(Ok(last)));
+                    }
                 },
                 Some(Err(error)) => return Poll::Ready(self.broken(error.into())),
                 None => {

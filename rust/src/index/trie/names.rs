@@ -33,6 +33,9 @@ const FORGET_AT_ONCE: usize = 32;
 /// and are new by then.
 pub(super) const FORGET_PER_NAME: usize = 2;
 
+/// Names left behind wait to be forgotten whatever is held beside them, up to so many bytes.
+const LEFT_BYTES_KEPT: usize = 1 << 20;
+
 /// Suspects that are not worth a look at who is one no more.
 const FEW_SUSPECTS: usize = 4_096;
 
@@ -389,8 +392,11 @@ impl Writer {
             let list = meta.list_bytes();
             meta.trim();
             self.column_bytes -= names.capacity() * size_of::<u64>() + list - meta.list_bytes();
-            // With a budget, memory must be free when eviction asks for it.
-            if names.len() > FORGET_AT_ONCE && self.options.limits.max_bytes == 0 {
+            // With a budget, memory must be free when eviction asks for it; and what waits must not outgrow
+            // what is held.
+            let may_wait = self.options.limits.max_bytes == 0
+                && self.left_bytes <= self.column_bytes.max(LEFT_BYTES_KEPT);
+            if names.len() > FORGET_AT_ONCE && may_wait {
                 self.left_bytes += names.capacity() * size_of::<u64>();
                 // They are forgotten from the end.
                 names.reverse();
@@ -447,6 +453,7 @@ impl Writer {
 
 #[cfg(test)]
 mod tests {
+    use super::LEFT_BYTES_KEPT;
     use crate::ids::{Tier, Worker};
     use crate::index::types::DEFAULT_SEED;
     use crate::index::{Block, BlockIndex, RadixIndex};
@@ -507,6 +514,27 @@ mod tests {
             let writer = index.writer.lock();
             assert_eq!((writer.left.len(), writer.suspects.len()), (0, 0), "round {round}");
         }
+        index.audit();
+    }
+
+    #[test]
+    fn what_is_left_to_be_forgotten_does_not_outgrow_what_is_held() {
+        let index = RadixIndex::default();
+        let [holder, other] = [1, 2].map(|id| Worker::new(id, 0));
+        let chain: Vec<Block> =
+            (1..=4_000).map(|at| Block { engine_hash: at, local_hash: at }).collect();
+        index.store(holder, Tier::Device, None, DEFAULT_SEED, &chain);
+        for round in 0..400 {
+            // It shares the holder's names, and then has one of its own: a column for itself.
+            let own = Block { engine_hash: 1_000_000 + round, local_hash: 2 };
+            index.store(other, Tier::Device, None, DEFAULT_SEED, &chain[..1]);
+            index.store(other, Tier::Device, Some(1), DEFAULT_SEED, &[own]);
+            index.remove(other, Tier::Device, &[own.engine_hash, 1]);
+        }
+        let writer = index.writer.lock();
+        let column = 8 * 4_096;
+        assert!(writer.left_bytes <= LEFT_BYTES_KEPT + column, "{} bytes", writer.left_bytes);
+        drop(writer);
         index.audit();
     }
 

@@ -107,9 +107,9 @@ fn checked(field: &'static str, key: &str, value: &Value) -> Result<Value, Rejec
         {
             Ok(value.clone())
         }
-        ("choice", _) => wrong("a list of strings"),
+        ("choice", _) => wrong("a list of strings that is not empty"),
         ("regex" | "grammar", Value::String(text)) if !text.is_empty() => Ok(value.clone()),
-        ("regex" | "grammar", _) => wrong("a string"),
+        ("regex" | "grammar", _) => wrong("a string that is not empty"),
         _ => Ok(value.clone()),
     }
 }
@@ -164,7 +164,10 @@ mod tests {
         for (body, wanted) in [
             (json!({"guided_choice": "a"}), "guided_choice: choice must be a list of strings"),
             (json!({"guided_choice": []}), "guided_choice: choice must be a list of strings"),
-            (json!({"guided_regex": 5}), "guided_regex: regex must be a string, got 5"),
+            (
+                json!({"guided_regex": 5}),
+                "guided_regex: regex must be a string that is not empty, got 5",
+            ),
             (json!({"guided_json": "{"}), "guided_json: json must be a JSON schema"),
             (json!({"structured_outputs": {"choice": 1}}), "structured_outputs: choice must be"),
             (
