@@ -1,6 +1,6 @@
 """A slice of a trace through the real frontend and mockers: what `make policies` simulates.
 
-``python benches/policies_on_mockers.py TRACE [--requests N] [--speed N] [--slow N] [MODE...]``
+``python benches/policies_on_mockers.py TRACE [MODE...] [--requests N] [--speed N] [--slow N]``
 
 A MODE may carry further flags of the frontend: ``"kv --no-track-active-blocks"``.
 
