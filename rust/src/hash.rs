@@ -7,6 +7,12 @@
 //! All of it is XXH3 with 64 bits, over little-endian bytes, so that hashes made on different
 //! machines, and by other routers that follow the same scheme, are equal bit for bit.
 
+mod content;
+pub mod engine;
+pub mod prompt_keys;
+
+pub use content::{content_hashes, embeds_key, media_key};
+
 use std::borrow::Cow;
 
 use xxhash_rust::const_xxh3::const_custom_default_secret;

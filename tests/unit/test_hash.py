@@ -470,3 +470,78 @@ def test_two_prompts_of_one_length_never_share_a_key():
     keys = {compute_block_hash_for_seq(tokens, 16)[-1] for tokens in prompts}
     sequences = {compute_sequence_hashes(compute_block_hash_for_seq(p, 16))[-1] for p in prompts}
     assert len(keys) == len(sequences) == len(prompts)
+
+
+def picture(offset=5, length=2, identifier="a"):
+    return [{"identifier": identifier, "offset": offset, "length": length}]
+
+
+def test_pictures_and_their_places_are_part_of_the_hash():
+    ids = [7] * 12
+    plain = compute_block_hash_for_seq(ids, 4)
+    assert compute_block_hash_for_seq(ids, 4, mm=[], embeds=None) == plain
+    found = compute_block_hash_for_seq(ids, 4, mm=picture())
+    assert found == compute_block_hash_for_seq(ids, 4, mm=tuple(picture()))
+    assert (found[0], found[2]) == (plain[0], plain[2])
+    others = (picture(offset=6, length=1), picture(identifier="b"), [])
+    assert all(compute_block_hash_for_seq(ids, 4, mm=other)[1] != found[1] for other in others)
+    assert compute_block_hash_for_seq(ids, 4, mm=picture(), cache_salt="s")[1] != found[1]
+    # In any order.
+    two = [*picture(offset=9), *picture(offset=1)]
+    assert compute_block_hash_for_seq(ids, 4, mm=two) == compute_block_hash_for_seq(
+        ids, 4, mm=two[::-1]
+    )
+
+
+def test_embeddings_are_part_of_the_hash():
+    ids = [7] * 12
+    found = compute_block_hash_for_seq(ids, 4, embeds=["00fF", "10", "11"])
+    assert found == compute_block_hash_for_seq(ids, 4, embeds=[b"\0\xff", b"\x10", b"\x11"])
+    other = compute_block_hash_for_seq(ids, 4, embeds=["00ff", "12", "11"])
+    assert (found[0], found[2]) == (other[0], other[2])
+    assert found[1] != other[1]
+    # It ends before the first block without a digest.
+    assert compute_block_hash_for_seq(ids, 4, embeds=["00ff"]) == found[:1]
+
+
+def test_arrays_have_the_hashes_of_pictures_and_embeddings():
+    ids = list(range(12))
+    for keys in ({"mm": picture()}, {"embeds": ["00", "01"]}, {"mm": picture(), "embeds": ["00"]}):
+        wanted = compute_block_hash_for_seq(ids, 4, **keys)
+        assert list(compute_block_hash_array(ids, 4, **keys)) == wanted
+        room = np.zeros(3, np.uint64)
+        written = compute_block_hash_array(ids, 4, out=room, **keys)
+        assert list(written) == wanted
+        assert list(room[: len(wanted)]) == wanted
+    with pytest.raises(InvalidArgumentError, match="out must have room for 3 hashes, got 2"):
+        compute_block_hash_array(ids, 4, out=np.zeros(2, np.uint64), mm=picture())
+
+
+@pytest.mark.parametrize("hashes_of", [compute_block_hash_for_seq, compute_block_hash_array])
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        ({"mm": 5}, "mm must be a list of {identifier, offset, length}, got 5"),
+        ({"mm": "a"}, "mm must be a list of {identifier, offset, length}, got a"),
+        ({"mm": picture()[0]}, "mm must be a list of {identifier, offset, length}, got {"),
+        ({"mm": [5]}, "mm[0] must be a mapping with identifier, offset and length, got 5"),
+        ({"mm": [{"identifier": "a"}]}, "mm[0] is missing the field offset"),
+        ({"mm": picture(identifier="")}, "mm[0].identifier must have 1 to 1024 bytes, got 0"),
+        ({"mm": picture(identifier="a" * 1025)}, "must have 1 to 1024 bytes, got 1025"),
+        ({"mm": picture(identifier=5)}, "mm[0].identifier must be text, got 5"),
+        ({"mm": picture(offset=-1)}, "mm[0].offset must be a whole number in 0..=4294967295, got"),
+        ({"mm": picture(length=1.5)}, "mm[0].length must be a whole number in 0..=4294967295, got"),
+        ({"mm": picture(offset=2**32 - 1)}, "mm[0] must end within 4294967295 tokens"),
+        ({"mm": picture() * 65_537}, "mm may have at most 65536 items, got 65537"),
+        ({"embeds": "00"}, "embeds must be a list of digests, got 00"),
+        ({"embeds": ["00", "0"]}, "embeds[1] must be 1 to 1024 bytes in hexadecimal digits"),
+        ({"embeds": [b""]}, "embeds[0] must have 1 to 1024 bytes, got 0"),
+        ({"embeds": [5]}, "embeds[0] must be bytes or text in hexadecimal digits, got 5"),
+        ({"embeds": ["00"] * 65_537}, "embeds may have at most 65536 digests, got 65537"),
+        ({"mm": picture(), "is_eagle": True}, "mm and embeds have no EAGLE hashes"),
+    ],
+)
+def test_wrong_items_are_refused_by_name(hashes_of, keys, wanted):
+    with pytest.raises(InvalidArgumentError) as error:
+        hashes_of([1, 2, 3, 4], 4, **keys)
+    assert wanted in str(error.value)

@@ -1,0 +1,175 @@
+//! Whether an engine names its blocks by a scheme that is known, so that they can be found by name.
+//!
+//! Nothing is believed of a publisher: a stored event that starts a prompt has tokens and names, and the
+//! names that a scheme gives these tokens are the event's or they are not.
+
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use smallvec::SmallVec;
+
+use crate::event::{ExtraKey, Stored};
+use crate::hash::engine::{Key, NameAlgorithm, NameScheme, Namer};
+
+/// Events that start a prompt and are looked at before the search for a scheme slows down.
+const EAGER_TRIES: u32 = 32;
+/// From then on one in so many is.
+const LAZY_TRIES: u32 = 256;
+/// Such events that are compared with a proven scheme before only samples are.
+const EAGER_CHECKS: u32 = 8;
+/// From then on one in so many is.
+const LAZY_CHECKS: u32 = 64;
+/// `PYTHONHASHSEED` as deployments set it that want equal names everywhere.
+const COMMON_SEEDS: [&str; 3] = [NameScheme::DEFAULT_SEED, "0", "42"];
+
+/// How an engine names blocks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Naming {
+    /// The scheme.
+    pub scheme: Arc<NameScheme>,
+    /// Tokens in what it hashes at once; divides the size of its blocks.
+    pub unit: u32,
+}
+
+/// A naming in words, for another replica.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct NamingOf {
+    algorithm: String,
+    seed: String,
+    unit: u32,
+}
+
+impl NamingOf {
+    pub fn of(naming: &Naming) -> Self {
+        let Naming { scheme, unit } = naming;
+        let algorithm = scheme.algorithm.name().to_owned();
+        Self { algorithm, seed: scheme.seed.to_string(), unit: *unit }
+    }
+
+    /// `None` for words that mean nothing here.
+    pub fn naming(&self) -> Option<Naming> {
+        let algorithm = NameAlgorithm::from_name(&self.algorithm)?;
+        let scheme = Arc::new(NameScheme::new(algorithm, &self.seed));
+        (self.unit > 0).then_some(Naming { scheme, unit: self.unit })
+    }
+}
+
+/// What is known of one publisher's naming.
+#[derive(Debug, Default)]
+pub(super) struct Proof {
+    naming: Option<Naming>,
+    looked_at: u32,
+}
+
+impl Proof {
+    /// What another replica has proven; events are compared with it from now on.
+    pub fn told(naming: Option<Naming>) -> Self {
+        Self { naming, looked_at: 0 }
+    }
+
+    /// The proven naming.
+    pub fn naming(&self) -> Option<&Naming> {
+        self.naming.as_ref()
+    }
+
+    /// Looks at a stored event. Returns whether the naming is another one now.
+    pub fn look(&mut self, event: &Stored) -> bool {
+        let Some(keys) = keys_of(event) else { return false };
+        self.looked_at = self.looked_at.saturating_add(1);
+        let (eager, lazy) = match self.naming {
+            Some(_) => (EAGER_CHECKS, LAZY_CHECKS),
+            None => (EAGER_TRIES, LAZY_TRIES),
+        };
+        if self.looked_at > eager && !self.looked_at.is_multiple_of(lazy) {
+            return false;
+        }
+        let found = match &self.naming {
+            Some(naming) if names(event, &keys, naming) => return false,
+            Some(_) => None,
+            None => candidates(event, &keys).find(|naming| names(event, &keys, naming)),
+        };
+        let has_changed = found.is_some() || self.naming.is_some();
+        if has_changed {
+            self.looked_at = 0;
+        }
+        self.naming = found;
+        has_changed
+    }
+}
+
+type Keys<'a> = SmallVec<[SmallVec<[Key<'a>; 2]>; 8]>;
+
+/// What else than tokens the event says its blocks were hashed with; `None` for an event that proves nothing.
+fn keys_of(event: &Stored) -> Option<Keys<'_>> {
+    let blocks = event.block_hashes.len();
+    let is_whole = event.parent.is_none()
+        && blocks > 0
+        && event.block_size > 0
+        && blocks.checked_mul(event.block_size as usize) == Some(event.token_ids.len());
+    // The adapter's path is hashed as well, and no event has it.
+    let has_adapter = event.lora_name.is_some() || event.lora_id.is_some_and(|id| id != 0);
+    if !is_whole || has_adapter || event.cache_salt.is_some() {
+        return None;
+    }
+    let mut all = Keys::with_capacity(blocks);
+    for block in 0..blocks {
+        let mut keys = SmallVec::new();
+        for key in event.extra_keys.get(block).into_iter().flatten().flatten() {
+            keys.push(match key {
+                ExtraKey::Text(salt) if block == 0 => Key::Salt(salt),
+                ExtraKey::Item { identifier, offset } => Key::Media(identifier, *offset),
+                ExtraKey::Digest(digest) => Key::Embeds(digest),
+                ExtraKey::Text(_) | ExtraKey::Opaque(_) => return None,
+            });
+        }
+        all.push(keys);
+    }
+    Some(all)
+}
+
+/// The schemes that the event may follow, the likeliest first.
+fn candidates<'a>(event: &'a Stored, keys: &Keys<'_>) -> impl Iterator<Item = Naming> + use<'a> {
+    // Keys are said of whole blocks; only the salt is in the first part of one in any case.
+    let is_salted_at_most = keys.iter().flatten().all(|key| matches!(key, Key::Salt(_)));
+    let block_size = event.block_size;
+    let halves = std::iter::successors(Some(block_size), |unit| {
+        (unit.is_multiple_of(2) && *unit > 1).then_some(unit / 2)
+    });
+    let units: SmallVec<[u32; 12]> = halves.take(if is_salted_at_most { 12 } else { 1 }).collect();
+    NameAlgorithm::ALL.into_iter().flat_map(move |algorithm| {
+        let units = units.clone();
+        COMMON_SEEDS.into_iter().flat_map(move |seed| {
+            let scheme = Arc::new(NameScheme::new(algorithm, seed));
+            let units = units.clone();
+            units.into_iter().map(move |unit| Naming { scheme: Arc::clone(&scheme), unit })
+        })
+    })
+}
+
+/// Whether the event's names are those that `naming` gives.
+fn names(event: &Stored, keys: &Keys<'_>, naming: &Naming) -> bool {
+    let unit = naming.unit;
+    if !event.block_size.is_multiple_of(unit) {
+        // Part of a block, in front of which tokens are missing.
+        return true;
+    }
+    let parts = (event.block_size / unit) as usize;
+    let is_salted_at_most = keys.iter().flatten().all(|key| matches!(key, Key::Salt(_)));
+    if parts > 1 && !is_salted_at_most {
+        return true;
+    }
+    let mut namer = Namer::new(&naming.scheme);
+    let mut tokens = event.token_ids.chunks_exact(unit as usize);
+    for (name, keys) in event.block_hashes.iter().zip(keys) {
+        let mut given = 0;
+        for part in 0..parts {
+            let Some(tokens) = tokens.next() else { return false };
+            let keys = if part == 0 { keys.as_slice() } else { &[] };
+            given = namer.next(tokens, keys.iter().copied());
+        }
+        if given != *name {
+            return false;
+        }
+    }
+    true
+}

@@ -1,0 +1,223 @@
+//! Names that are known already: a conversation that comes back pays for its new blocks only.
+
+use std::hash::{BuildHasher, RandomState};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use xxhash_rust::xxh3::xxh3_128_with_seed;
+
+use super::{Key, KeysOfBlocks, NameDigest, NameKeys, NameScheme, Namer, append, names_into};
+use crate::cache::{ClockCache, Weighed};
+use crate::hash::little_endian;
+
+/// Tokens of a chunk, which is found and dropped as one. Finding 64 blocks of 16 costs a lookup
+/// where computing them costs 64 digests; the blocks behind the last chunk are computed each time.
+const CHUNK_TOKENS: usize = 1_024;
+
+/// What a [`NameCache`] has done so far.
+///
+/// # Consistency
+/// Summed shard by shard without stopping anyone: each figure is exact, their sum is not a moment.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct NameCacheStats {
+    /// Blocks whose names were found.
+    pub hit_blocks_total: u64,
+    /// Blocks whose names were computed.
+    pub missed_blocks_total: u64,
+    /// Chunks dropped to make room.
+    pub evictions_total: u64,
+    /// Bytes held now, bookkeeping included.
+    pub held_bytes: u64,
+    /// Chunks held now.
+    pub held_chunks: u64,
+    /// The limit.
+    pub capacity_bytes: u64,
+}
+
+/// Names of a chunk of blocks, and the digest that the next one goes on from.
+#[derive(Debug)]
+struct Chunk {
+    digest: NameDigest,
+    names: Box<[u64]>,
+}
+
+impl Weighed for Chunk {
+    fn heap_bytes(&self) -> usize {
+        size_of_val(&*self.names)
+    }
+}
+
+/// [`names_into`] with a memory for prefixes, bounded in bytes; shared by threads.
+///
+/// Chunks are found by a hash over everything that their names depend on, all chunks before them
+/// included, so that one that was dropped costs its own blocks and not those behind it.
+///
+/// # Cost
+/// A prompt that is known: XXH3 over its tokens, and a lookup for each 1,024 of them.
+#[derive(Debug)]
+pub struct NameCache {
+    chunks: ClockCache<Chunk>,
+    /// Drawn at random: nobody outside can make two prompts meet in one key.
+    seed: u64,
+    capacity_bytes: usize,
+    // Relaxed: counters, read by nobody who decides anything.
+    hits: AtomicU64,
+    misses: AtomicU64,
+}
+
+impl Default for NameCache {
+    /// 64 MiB: some 100,000 chunks of 1,024 tokens, at 16 a block.
+    fn default() -> Self {
+        Self::new(64 << 20)
+    }
+}
+
+impl NameCache {
+    /// An empty cache that holds at most `capacity_bytes`, bookkeeping included; 0 turns it off.
+    pub fn new(capacity_bytes: usize) -> Self {
+        Self {
+            chunks: ClockCache::new(capacity_bytes),
+            seed: RandomState::new().hash_one(0),
+            capacity_bytes,
+            hits: AtomicU64::new(0),
+            misses: AtomicU64::new(0),
+        }
+    }
+
+    /// Appends the names of the complete blocks of `unit` tokens, as [`names_into`] does.
+    pub fn names(
+        &self,
+        scheme: &NameScheme,
+        tokens: &[u32],
+        unit: u32,
+        keys: &NameKeys<'_>,
+        out: &mut Vec<u64>,
+    ) -> bool {
+        let (held, found) = (out.len(), &mut 0);
+        let is_complete = match KeysOfBlocks::new(scheme.algorithm, unit, keys) {
+            Some(of_blocks) if !self.chunks.is_off() => {
+                self.append(scheme, tokens, of_blocks, out, found)
+            }
+            _ => names_into(scheme, tokens, unit, keys, out),
+        };
+        self.hits.fetch_add(*found as u64, Ordering::Relaxed);
+        self.misses.fetch_add((out.len() - held - *found) as u64, Ordering::Relaxed);
+        is_complete
+    }
+
+    fn append(
+        &self,
+        scheme: &NameScheme,
+        tokens: &[u32],
+        mut keys: KeysOfBlocks<'_>,
+        out: &mut Vec<u64>,
+        found: &mut usize,
+    ) -> bool {
+        let blocks = (CHUNK_TOKENS / keys.unit()).max(1);
+        let chunks = tokens.chunks_exact(blocks * keys.unit());
+        let (mut namer, rest) = (Namer::new(scheme), chunks.remainder());
+        let mut bytes = Vec::new();
+        let mut key = self.key_of_prompt(scheme, &keys, &mut bytes);
+        out.reserve(tokens.len() / keys.unit());
+        for tokens in chunks {
+            if !self.extend_key(&mut key, tokens, &keys, blocks, &mut bytes) {
+                return append(&mut namer, tokens, &mut keys, out);
+            }
+            let digest = self.chunks.read(key, |chunk| {
+                out.extend_from_slice(&chunk.names);
+                Some(chunk.digest)
+            });
+            if let Some(digest) = digest {
+                namer.go_on_from(digest);
+                keys.skip(blocks);
+                *found += blocks;
+                continue;
+            }
+            let start = out.len();
+            if !append(&mut namer, tokens, &mut keys, out) {
+                return false;
+            }
+            let chunk = Chunk { digest: namer.digest(), names: out[start..].into() };
+            self.chunks.insert(key, chunk);
+        }
+        append(&mut namer, rest, &mut keys, out)
+    }
+
+    /// Hash of what all names of a prompt depend on besides its tokens.
+    fn key_of_prompt(
+        &self,
+        scheme: &NameScheme,
+        keys: &KeysOfBlocks<'_>,
+        bytes: &mut Vec<u8>,
+    ) -> u128 {
+        bytes.clear();
+        bytes.push(scheme.algorithm as u8);
+        bytes.extend_from_slice(&keys.unit().to_le_bytes());
+        put(scheme.seed.as_bytes(), bytes);
+        keys.of_prompt().for_each(|key| put_key(&key, bytes));
+        xxh3_128_with_seed(bytes, self.seed)
+    }
+
+    /// Makes the key of a chunk from that of the one before; false when names cannot be known.
+    fn extend_key(
+        &self,
+        key: &mut u128,
+        tokens: &[u32],
+        keys: &KeysOfBlocks<'_>,
+        blocks: usize,
+        bytes: &mut Vec<u8>,
+    ) -> bool {
+        let of_tokens = xxh3_128_with_seed(&little_endian(tokens), self.seed);
+        bytes.clear();
+        bytes.extend_from_slice(&key.to_le_bytes());
+        bytes.extend_from_slice(&of_tokens.to_le_bytes());
+        if keys.depend_on_place() {
+            let mut keys = keys.clone();
+            for block in 0..blocks {
+                let Some(keys) = keys.next() else { return false };
+                // Those of the whole prompt are in the first key: where no others are, prompts with
+                // and without items share their chunks.
+                for key in keys.filter(|key| matches!(key, Key::Media(..) | Key::Embeds(_))) {
+                    bytes.extend_from_slice(&block.to_le_bytes());
+                    put_key(&key, bytes);
+                }
+            }
+        }
+        *key = xxh3_128_with_seed(bytes, self.seed);
+        true
+    }
+
+    /// Counters and sizes.
+    pub fn stats(&self) -> NameCacheStats {
+        let held = self.chunks.held();
+        NameCacheStats {
+            hit_blocks_total: self.hits.load(Ordering::Relaxed),
+            missed_blocks_total: self.misses.load(Ordering::Relaxed),
+            evictions_total: held.evictions_total,
+            held_bytes: held.bytes,
+            held_chunks: held.entries,
+            capacity_bytes: self.capacity_bytes as u64,
+        }
+    }
+}
+
+/// Bytes with their length before them, so that no two lists of them are alike.
+fn put(bytes: &[u8], out: &mut Vec<u8>) {
+    out.extend_from_slice(&bytes.len().to_le_bytes());
+    out.extend_from_slice(bytes);
+}
+
+fn put_key(key: &Key<'_>, out: &mut Vec<u8>) {
+    put(key.tag().as_bytes(), out);
+    match *key {
+        Key::Lora(name, path) => {
+            put(name.as_bytes(), out);
+            put(path.as_bytes(), out);
+        }
+        Key::Media(identifier, offset) => {
+            put(identifier.as_bytes(), out);
+            out.extend_from_slice(&offset.to_le_bytes());
+        }
+        Key::Salt(salt) => put(salt.as_bytes(), out),
+        Key::Embeds(digest) => put(digest, out),
+    }
+}

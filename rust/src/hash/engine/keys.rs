@@ -1,0 +1,199 @@
+//! Extra keys: what tells a prompt from another one of the same tokens, block by block.
+
+use smallvec::SmallVec;
+
+use super::{NameAlgorithm, pickle};
+
+/// A multimodal item of a prompt, which takes the tokens `offset..offset + length`.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct MediaItem {
+    /// The engine's identifier; under a LoRA adapter it may begin with the adapter's name.
+    pub identifier: String,
+    /// Its first token in the prompt; items ascend by it.
+    pub offset: u32,
+    /// Tokens.
+    pub length: u32,
+}
+
+/// What tells a prompt from another one of the same tokens.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct NameKeys<'a> {
+    /// Name and path of the adapter. An empty name means no adapter, an empty path an unknown one.
+    pub lora: Option<(&'a str, &'a str)>,
+    /// The request's `cache_salt`; an empty one means none.
+    pub cache_salt: Option<&'a str>,
+    /// Multimodal items, ascending by offset.
+    pub media: &'a [MediaItem],
+    /// Digest of each block's prompt embeddings, for blocks of `unit` tokens; empty for none.
+    pub embeds: &'a [Vec<u8>],
+}
+
+/// An extra key of one block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Key<'a> {
+    /// The adapter's name and path.
+    Lora(&'a str, &'a str),
+    /// An item's identifier, and its first token counted from the block's; negative before it.
+    Media(&'a str, i64),
+    /// The cache salt.
+    Salt(&'a str),
+    /// Digest of the block's prompt embeddings.
+    Embeds(&'a [u8]),
+}
+
+impl Key<'_> {
+    /// vLLM's tag of the key.
+    pub(super) fn tag(&self) -> &'static str {
+        match self {
+            Self::Lora(..) => "lora",
+            Self::Media(..) => "mm",
+            Self::Salt(_) => "cache_salt",
+            Self::Embeds(_) => "prompt_embeds",
+        }
+    }
+
+    /// Elements of its tuple, the tag included.
+    pub(super) fn len(&self) -> usize {
+        match self {
+            Self::Lora(..) | Self::Media(..) => 3,
+            Self::Salt(_) | Self::Embeds(_) => 2,
+        }
+    }
+}
+
+/// The extra keys of a prompt's blocks, from the first one on.
+#[derive(Debug, Clone)]
+pub(super) struct KeysOfBlocks<'a> {
+    lora: Option<Key<'a>>,
+    salt: Option<Key<'a>>,
+    /// The items that do not end before the block.
+    media: &'a [MediaItem],
+    embeds: &'a [Vec<u8>],
+    unit: u32,
+    block: usize,
+    is_pickle: bool,
+}
+
+impl<'a> KeysOfBlocks<'a> {
+    /// The keys of blocks of `unit` tokens; `None` when no block's keys can be known.
+    pub(super) fn new(algorithm: NameAlgorithm, unit: u32, keys: &NameKeys<'a>) -> Option<Self> {
+        let lora = keys.lora.filter(|(name, _)| !name.is_empty());
+        if unit == 0 || lora.is_some_and(|(_, path)| path.is_empty()) {
+            return None;
+        }
+        Some(Self {
+            lora: lora.map(|(name, path)| Key::Lora(name, path)),
+            salt: keys.cache_salt.filter(|salt| !salt.is_empty()).map(Key::Salt),
+            media: keys.media,
+            embeds: keys.embeds,
+            unit,
+            block: 0,
+            is_pickle: algorithm.is_pickle(),
+        })
+    }
+
+    /// Tokens in a block.
+    pub(super) fn unit(&self) -> usize {
+        self.unit as usize
+    }
+
+    /// Keys of the prompt as a whole: its adapter and its salt.
+    pub(super) fn of_prompt(&self) -> impl Iterator<Item = Key<'a>> {
+        self.lora.into_iter().chain(self.salt)
+    }
+
+    /// Whether keys depend on the block's place, not on the prompt alone.
+    pub(super) fn depend_on_place(&self) -> bool {
+        !self.media.is_empty() || !self.embeds.is_empty()
+    }
+
+    /// Passes over blocks.
+    pub(super) fn skip(&mut self, blocks: usize) {
+        self.block += blocks;
+    }
+
+    /// Keys of the next block, in vLLM's order; `None` when they cannot be known.
+    pub(super) fn next(&mut self) -> Option<impl Iterator<Item = Key<'a>> + use<'a>> {
+        let (block, start) = (self.block, self.block as u64 * u64::from(self.unit));
+        self.block += 1;
+        let media = MediaOfBlock::new(&mut self.media, start, start + u64::from(self.unit));
+        if self.is_pickle && media.clone().has_twins() {
+            return None;
+        }
+        let embeds = match self.embeds.get(block) {
+            None if !self.embeds.is_empty() => return None,
+            digest => digest.map(|digest| Key::Embeds(digest)),
+        };
+        let salt = self.salt.filter(|_| block == 0);
+        Some(self.lora.into_iter().chain(media).chain(salt).chain(embeds))
+    }
+}
+
+/// The keys of the items that an engine counts to the block of the tokens `start..end`, in its order. Drops
+/// from `media` the leading items that end before the block.
+pub(in crate::hash) fn media_keys<'a>(
+    media: &mut &'a [MediaItem],
+    start: u64,
+    end: u64,
+) -> impl Iterator<Item = Key<'a>> {
+    MediaOfBlock::new(media, start, end)
+}
+
+/// The keys of the items that vLLM counts to a block, in its order.
+#[derive(Clone)]
+struct MediaOfBlock<'a> {
+    items: std::slice::Iter<'a, MediaItem>,
+    start: u64,
+    end: u64,
+}
+
+impl<'a> MediaOfBlock<'a> {
+    /// Drops from `media` the leading items that end before the block.
+    fn new(media: &mut &'a [MediaItem], start: u64, end: u64) -> Self {
+        while let [first, rest @ ..] = *media
+            && first.end() <= start
+        {
+            *media = rest;
+        }
+        // vLLM looks at the last item only, though one before it may reach further.
+        let is_past = media.last().is_none_or(|last| last.end() <= start);
+        Self { items: if is_past { [].iter() } else { media.iter() }, start, end }
+    }
+
+    /// Whether two items have one identifier, of which it is not known if it is one object.
+    fn has_twins(self) -> bool {
+        if self.items.len() < 2 {
+            return false;
+        }
+        let mut identifiers: SmallVec<[&str; 8]> = self
+            .filter_map(|key| match key {
+                Key::Media(identifier, _) if !pickle::is_singleton(identifier) => Some(identifier),
+                _ => None,
+            })
+            .collect();
+        identifiers.sort_unstable();
+        identifiers.windows(2).any(|pair| pair[0] == pair[1])
+    }
+}
+
+impl<'a> Iterator for MediaOfBlock<'a> {
+    type Item = Key<'a>;
+
+    fn next(&mut self) -> Option<Key<'a>> {
+        let item = self.items.find(|item| item.end() > self.start)?;
+        let offset = u64::from(item.offset);
+        // An item that reaches into the next block, or begins there, is the last one looked at.
+        if offset >= self.end || item.end() > self.end {
+            self.items = [].iter();
+        }
+        let offset_in_block = offset.cast_signed() - self.start.cast_signed();
+        (offset < self.end).then_some(Key::Media(&item.identifier, offset_in_block))
+    }
+}
+
+impl MediaItem {
+    /// The token behind the item's last one.
+    fn end(&self) -> u64 {
+        u64::from(self.offset) + u64::from(self.length)
+    }
+}
