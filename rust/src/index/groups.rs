@@ -1,0 +1,614 @@
+//! Which worker holds which block names in which cache group: what a hybrid model needs beside the tree of
+//! contents.
+//!
+//! A hybrid model keeps several cache groups: full attention, sliding windows, states of linear attention.
+//! The tree of contents ([`RadixIndex`](super::RadixIndex)) knows where full attention stands; the other
+//! groups keep few of the same blocks, under the same names, and often without saying which block a name
+//! stands for. So this table knows names only. A *seat* is one worker in one tier, or one store that workers
+//! share; per name and seat it keeps a bit for each group.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+use hashbrown::{HashMap, HashTable};
+use parking_lot::RwLock;
+use serde::{Deserialize, Serialize};
+
+use super::types::MAX_COPIES;
+use crate::ids::{Tier, Worker};
+
+/// Cache groups of one worker that can be told apart.
+pub const MAX_GROUPS: u32 = 16;
+
+/// Tables that names are spread over, so that one that grows holds up few.
+const SHARDS: usize = 64;
+
+/// Holders of one name beside each other in the table; with more it gets a list of its own.
+const BESIDE_EACH_OTHER: usize = 8;
+
+/// Names of seats that were cleared stay until there are so many, and as many as half of the others.
+const GARBAGE_LEAST: usize = 4_096;
+
+/// Stands for "see the crowd" in place of a seat.
+const CROWD: u16 = u16::MAX;
+
+/// Who holds names.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Holder {
+    /// A worker, in one of its own tiers.
+    Worker(Worker, Tier),
+    /// A store that workers share, by the name that engines give it.
+    Store(String),
+}
+
+/// Bits of groups; bit 0 is group 0.
+pub type GroupBits = u16;
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C, packed(4))]
+struct Entry {
+    name: u64,
+    seat: u16,
+    groups: GroupBits,
+}
+
+#[derive(Debug, Default)]
+struct Shard {
+    entries: HashTable<Entry>,
+    /// Names that many hold: ascending by seat.
+    crowds: HashMap<u64, Vec<(u16, GroupBits)>>,
+    /// Names that a seat holds more than once in a group, with how often.
+    copies: HashMap<(u64, u16, u8), u32>,
+}
+
+/// A seat and how many names it has.
+#[derive(Debug, Clone)]
+struct Seat {
+    number: u16,
+    names: Arc<AtomicUsize>,
+}
+
+#[derive(Debug, Default)]
+struct Seats {
+    given: BTreeMap<Holder, Seat>,
+    /// Behind the highest number ever given.
+    opened: u16,
+    free: Vec<u16>,
+    /// Seats whose names may still be in the tables.
+    garbage: Vec<u16>,
+}
+
+/// Names by cache group.
+///
+/// # Consistency
+/// Each name is read at a moment of its own. A seat that was cleared is never seen again.
+///
+/// # Cost
+/// About 20 bytes for a name that one worker holds, in however many groups.
+#[derive(Debug)]
+pub struct GroupIndex {
+    shards: Box<[RwLock<Shard>]>,
+    seats: RwLock<Seats>,
+    /// Names held, counted per seat.
+    names: AtomicUsize,
+    garbage: AtomicUsize,
+    max_names: usize,
+    hash_seed: u64,
+}
+
+/// What became of stored names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct GroupOutcome {
+    /// Names held now.
+    pub held: u32,
+    /// Names that found no room, or a group beyond [`MAX_GROUPS`].
+    pub refused: u32,
+}
+
+/// What the table occupies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct GroupStats {
+    /// Names held, counted per seat.
+    pub names: usize,
+    /// Bytes of the tables.
+    pub bytes: usize,
+}
+
+/// One name of a seat, as it is handed to another replica.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct GroupName {
+    /// The engine's name.
+    pub name: u64,
+    /// The group.
+    pub group: u8,
+    /// How often it is held.
+    pub copies: u32,
+}
+
+impl GroupIndex {
+    /// An empty table. `max_names`: 0 means no limit; `hash_seed` keys the tables.
+    pub fn new(max_names: usize, hash_seed: u64) -> Self {
+        Self {
+            shards: (0..SHARDS).map(|_| RwLock::default()).collect(),
+            seats: RwLock::default(),
+            names: AtomicUsize::new(0),
+            garbage: AtomicUsize::new(0),
+            max_names,
+            hash_seed,
+        }
+    }
+
+    fn hash(&self, name: u64) -> u64 {
+        let wide =
+            u128::from(self.hash_seed ^ name ^ 0x9e37_79b9_7f4a_7c15) * 0xd6e8_feb8_6659_fd93;
+        (wide as u64) ^ (wide >> 64) as u64
+    }
+
+    fn shard(&self, hash: u64) -> &RwLock<Shard> {
+        // hashbrown takes bits from both ends of the hash.
+        &self.shards[(hash >> 28) as usize % SHARDS]
+    }
+
+    fn seat(&self, holder: &Holder) -> Option<Seat> {
+        self.seats.read().given.get(holder).cloned()
+    }
+
+    fn seat_or_new(&self, holder: &Holder) -> Option<Seat> {
+        if let Some(seat) = self.seat(holder) {
+            return Some(seat);
+        }
+        let mut seats = self.seats.write();
+        if let Some(seat) = seats.given.get(holder) {
+            return Some(seat.clone());
+        }
+        let number = match seats.free.pop() {
+            Some(number) => number,
+            None if seats.opened < CROWD => {
+                seats.opened += 1;
+                seats.opened - 1
+            }
+            None => return None,
+        };
+        let seat = Seat { number, names: Arc::default() };
+        seats.given.insert(holder.clone(), seat.clone());
+        Some(seat)
+    }
+
+    /// Records that `holder` now holds `names` in `group`. A name stored twice must be removed twice.
+    pub fn store(&self, holder: &Holder, group: u32, names: &[u64]) -> GroupOutcome {
+        let mut outcome = GroupOutcome::default();
+        let seat = if group < MAX_GROUPS { self.seat_or_new(holder) } else { None };
+        let Some(seat) = seat else {
+            outcome.refused = names.len() as u32;
+            return outcome;
+        };
+        for name in names {
+            // Relaxed: the limit may be passed by as many names as there are writers.
+            let is_full = self.max_names > 0 && self.names.load(Relaxed) >= self.max_names;
+            match self.put(&seat, group as u8, *name, is_full) {
+                true => outcome.held += 1,
+                false => outcome.refused += 1,
+            }
+        }
+        outcome
+    }
+
+    fn put(&self, Seat { number, names }: &Seat, group: u8, name: u64, is_full: bool) -> bool {
+        let seat = *number;
+        let hash = self.hash(name);
+        let bit = 1 << group;
+        let mut shard = self.shard(hash).write();
+        let shard = &mut *shard;
+        let groups = match shard.find_mut(hash, name, seat) {
+            Some(groups) => groups,
+            None if is_full => return false,
+            None => {
+                self.names.fetch_add(1, Relaxed);
+                names.fetch_add(1, Relaxed);
+                let rehash = |entry: &Entry| self.hash(entry.name);
+                shard.insert(hash, Entry { name, seat, groups: bit }, rehash);
+                return true;
+            }
+        };
+        if *groups & bit == 0 {
+            *groups |= bit;
+        } else {
+            *shard.copies.entry((name, seat, group)).or_insert(1) += 1;
+        }
+        true
+    }
+
+    /// Records that `holder` let go of `names` in `group`. Returns how many it did not hold there.
+    pub fn remove(&self, holder: &Holder, group: u32, names: &[u64]) -> u32 {
+        let seat = if group < MAX_GROUPS { self.seat(holder) } else { None };
+        let Some(seat) = seat else { return names.len() as u32 };
+        names.iter().map(|name| u32::from(!self.take(&seat, group as u8, *name))).sum()
+    }
+
+    fn take(&self, Seat { number, names }: &Seat, group: u8, name: u64) -> bool {
+        let seat = *number;
+        let hash = self.hash(name);
+        let bit = 1 << group;
+        let mut shard = self.shard(hash).write();
+        let shard = &mut *shard;
+        let Some(groups) = shard.find_mut(hash, name, seat) else { return false };
+        if *groups & bit == 0 {
+            return false;
+        }
+        let left = *groups & !bit;
+        if let Some(copies) = shard.copies.get_mut(&(name, seat, group)) {
+            *copies -= 1;
+            if *copies == 1 {
+                shard.copies.remove(&(name, seat, group));
+            }
+            return true;
+        }
+        if left == 0 {
+            shard.forget(hash, name, seat);
+            self.names.fetch_sub(1, Relaxed);
+            names.fetch_sub(1, Relaxed);
+        } else if let Some(groups) = shard.find_mut(hash, name, seat) {
+            *groups = left;
+        }
+        true
+    }
+
+    /// Drops everything of `holder`.
+    ///
+    /// # Cost
+    /// O(1); what it held is taken out of the tables now and then, O(names) for at least half as many.
+    pub fn clear(&self, holder: &Holder) {
+        let mut seats = self.seats.write();
+        let Some(Seat { number, names }) = seats.given.remove(holder) else { return };
+        let gone = names.swap(0, Relaxed);
+        if gone == 0 {
+            seats.free.push(number);
+            return;
+        }
+        seats.garbage.push(number);
+        let left = self.names.fetch_sub(gone, Relaxed) - gone;
+        let garbage = self.garbage.fetch_add(gone, Relaxed) + gone;
+        if garbage >= GARBAGE_LEAST.max(left / 2) || seats.garbage.len() > usize::from(CROWD) / 4 {
+            self.sweep(&mut seats);
+        }
+    }
+
+    /// Takes out what seats held that are nobody's now, and gives these seats again.
+    fn sweep(&self, seats: &mut Seats) {
+        let mut is_gone = vec![false; usize::from(CROWD) + 1];
+        seats.garbage.iter().for_each(|seat| is_gone[usize::from(*seat)] = true);
+        for shard in &self.shards {
+            let mut shard = shard.write();
+            let shard = &mut *shard;
+            shard.entries.retain(|entry| !is_gone[usize::from(entry.seat)]);
+            shard.copies.retain(|(_, seat, _), _| !is_gone[usize::from(*seat)]);
+            let mut deserted = Vec::new();
+            for (name, crowd) in &mut shard.crowds {
+                crowd.retain(|(seat, _)| !is_gone[usize::from(*seat)]);
+                if crowd.is_empty() {
+                    deserted.push(*name);
+                }
+            }
+            for name in deserted {
+                shard.desert(self.hash(name), name);
+            }
+            let room = shard.entries.len() * 2;
+            if shard.entries.capacity() > room + 64 {
+                shard.entries.shrink_to(room, |entry| self.hash(entry.name));
+            }
+        }
+        self.garbage.store(0, Relaxed);
+        seats.free.append(&mut seats.garbage);
+    }
+
+    /// Drops everything of a worker, in all tiers.
+    pub fn remove_worker(&self, worker: Worker) {
+        Tier::ALL.into_iter().for_each(|tier| self.clear(&Holder::Worker(worker, tier)));
+    }
+
+    /// The groups in which `holder` holds `name`.
+    pub fn groups_of(&self, holder: &Holder, name: u64) -> GroupBits {
+        let Some(seat) = self.seat(holder) else { return 0 };
+        let hash = self.hash(name);
+        self.shard(hash).read().find(hash, name, seat.number).unwrap_or(0)
+    }
+
+    /// Whether nobody holds anything.
+    pub fn is_empty(&self) -> bool {
+        self.names.load(Relaxed) == 0
+    }
+
+    /// The seat of each holder that has one, for [`find`](Self::find).
+    pub fn seats<T>(&self, look: impl FnOnce(&dyn Fn(&Holder) -> Option<u16>) -> T) -> T {
+        let seats = self.seats.read();
+        look(&|holder| seats.given.get(holder).map(|seat| seat.number))
+    }
+
+    /// Calls `each` with the seat and the groups of every holder of `name`.
+    ///
+    /// # Cost
+    /// One probe, and the holders.
+    pub fn find(&self, name: u64, mut each: impl FnMut(u16, GroupBits)) {
+        let hash = self.hash(name);
+        let shard = self.shard(hash).read();
+        let mut has_crowd = false;
+        for entry in shard.entries.iter_hash(hash).filter(|entry| entry.name == name) {
+            match entry.seat {
+                CROWD => has_crowd = true,
+                seat => each(seat, entry.groups),
+            }
+        }
+        if has_crowd {
+            let crowd = shard.crowds.get(&name);
+            crowd.into_iter().flatten().for_each(|(seat, groups)| each(*seat, *groups));
+        }
+    }
+
+    /// Sizes.
+    ///
+    /// # Cost
+    /// O(names held by many).
+    pub fn stats(&self) -> GroupStats {
+        let mut bytes = 0;
+        for shard in &self.shards {
+            let shard = shard.read();
+            bytes += shard.entries.allocation_size()
+                + shard.crowds.allocation_size()
+                + shard.copies.allocation_size();
+            let crowds = shard.crowds.values();
+            bytes +=
+                crowds.map(|crowd| crowd.capacity() * size_of::<(u16, GroupBits)>()).sum::<usize>();
+        }
+        GroupStats { names: self.names.load(Relaxed), bytes }
+    }
+
+    /// What each of `holders` holds, ascending.
+    ///
+    /// # Cost
+    /// O(names of all holders).
+    pub fn dump(&self, holders: &[Holder]) -> Vec<Vec<GroupName>> {
+        let mut by_seat: HashMap<u16, Vec<GroupName>> = self.seats(|seat_of| {
+            holders.iter().filter_map(|holder| Some((seat_of(holder)?, Vec::new()))).collect()
+        });
+        for shard in &self.shards {
+            let shard = shard.read();
+            let mut add = |name: u64, seat: u16, groups: GroupBits| {
+                let Some(list) = by_seat.get_mut(&seat) else { return };
+                for group in (0..MAX_GROUPS as u8).filter(|group| groups & 1 << group != 0) {
+                    let copies = shard.copies.get(&(name, seat, group)).copied().unwrap_or(1);
+                    list.push(GroupName { name, group, copies });
+                }
+            };
+            for entry in &shard.entries {
+                add(entry.name, entry.seat, entry.groups);
+            }
+            for (name, crowd) in &shard.crowds {
+                crowd.iter().for_each(|(seat, groups)| add(*name, *seat, *groups));
+            }
+        }
+        let mut of = |seat: Option<u16>| {
+            let mut names = seat.and_then(|seat| by_seat.remove(&seat)).unwrap_or_default();
+            names.sort_unstable();
+            names
+        };
+        self.seats(|seat_of| holders.iter().map(|holder| of(seat_of(holder))).collect())
+    }
+
+    /// Puts in what [`dump`](Self::dump) told of `holder`.
+    pub fn restore(&self, holder: &Holder, names: &[GroupName]) {
+        for GroupName { name, group, copies } in names {
+            for _ in 0..(*copies).min(MAX_COPIES) {
+                self.store(holder, u32::from(*group), &[*name]);
+            }
+        }
+    }
+}
+
+impl Shard {
+    fn find(&self, hash: u64, name: u64, seat: u16) -> Option<GroupBits> {
+        if let Some(crowd) = self.crowds.get(&name) {
+            let at = crowd.binary_search_by_key(&seat, |(seat, _)| *seat).ok()?;
+            return Some(crowd[at].1);
+        }
+        let is_it = |entry: &Entry| entry.name == name && entry.seat == seat;
+        self.entries.find(hash, is_it).map(|entry| entry.groups)
+    }
+
+    fn find_mut(&mut self, hash: u64, name: u64, seat: u16) -> Option<&mut GroupBits> {
+        let is_it = |entry: &Entry| entry.name == name && entry.seat == seat;
+        if self.crowds.contains_key(&name) {
+            let crowd = self.crowds.get_mut(&name)?;
+            let at = crowd.binary_search_by_key(&seat, |(seat, _)| *seat).ok()?;
+            return Some(&mut crowd[at].1);
+        }
+        // The field lies at a multiple of 4 bytes.
+        self.entries.find_mut(hash, is_it).map(|entry| &mut entry.groups)
+    }
+
+    fn insert(&mut self, hash: u64, entry: Entry, rehash: impl Fn(&Entry) -> u64) {
+        let (name, seat, groups) = (entry.name, entry.seat, entry.groups);
+        if let Some(crowd) = self.crowds.get_mut(&name) {
+            if let Err(at) = crowd.binary_search_by_key(&seat, |(seat, _)| *seat) {
+                crowd.insert(at, (seat, groups));
+            }
+            return;
+        }
+        let same = |entry: &&Entry| entry.name == name;
+        if self.entries.iter_hash(hash).filter(same).count() < BESIDE_EACH_OTHER {
+            self.entries.insert_unique(hash, entry, rehash);
+            return;
+        }
+        let mut crowd: Vec<(u16, GroupBits)> = Vec::with_capacity(BESIDE_EACH_OTHER * 2);
+        while let Ok(found) = self.entries.find_entry(hash, |entry| entry.name == name) {
+            let (entry, _) = found.remove();
+            crowd.push((entry.seat, entry.groups));
+        }
+        crowd.push((seat, groups));
+        crowd.sort_unstable();
+        self.crowds.insert(name, crowd);
+        self.entries.insert_unique(hash, Entry { name, seat: CROWD, groups: 0 }, rehash);
+    }
+
+    fn forget(&mut self, hash: u64, name: u64, seat: u16) {
+        if let Some(crowd) = self.crowds.get_mut(&name) {
+            crowd.retain(|(other, _)| *other != seat);
+            if crowd.is_empty() {
+                self.desert(hash, name);
+            }
+            return;
+        }
+        let is_it = |entry: &Entry| entry.name == name && entry.seat == seat;
+        if let Ok(entry) = self.entries.find_entry(hash, is_it) {
+            entry.remove();
+        }
+    }
+
+    /// Nobody is left in the crowd of a name.
+    fn desert(&mut self, hash: u64, name: u64) {
+        self.crowds.remove(&name);
+        if let Ok(entry) = self.entries.find_entry(hash, |entry| entry.name == name) {
+            entry.remove();
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn device(id: u64) -> Holder {
+        Holder::Worker(Worker::new(id, 0), Tier::Device)
+    }
+
+    /// Who holds a name: holders with the groups.
+    fn holders(index: &GroupIndex, name: u64, all: &[Holder]) -> BTreeMap<Holder, GroupBits> {
+        let mut found = HashMap::new();
+        index.find(name, |seat, groups| {
+            assert!(found.insert(seat, groups).is_none(), "a seat comes once");
+        });
+        index.seats(|seat_of| {
+            let of = |holder: &Holder| Some((holder.clone(), *found.get(&seat_of(holder)?)?));
+            all.iter().filter_map(of).collect()
+        })
+    }
+
+    #[test]
+    fn names_that_many_hold_are_found_with_all_holders() {
+        let index = GroupIndex::new(0, 7);
+        let all: Vec<Holder> = (0..2_000).map(device).collect();
+        for holder in &all {
+            assert_eq!(index.store(holder, 1, &[5, 6]).held, 2);
+        }
+        assert_eq!(holders(&index, 5, &all).len(), 2_000);
+        for holder in &all[..1_999] {
+            assert_eq!(index.remove(holder, 1, &[5]), 0);
+        }
+        assert_eq!(holders(&index, 5, &all), BTreeMap::from([(device(1_999), 2)]));
+        assert_eq!(index.stats().names, 2_001);
+    }
+
+    #[test]
+    fn what_was_cleared_is_never_seen_again_and_leaves_no_room_behind() {
+        let index = GroupIndex::new(0, 7);
+        for round in 0..50_u64 {
+            let names: Vec<u64> = (0..1_000).map(|at| round << 32 | at).collect();
+            index.store(&device(1), 0, &names);
+            index.clear(&device(1));
+            index.store(&device(2), 0, &names[..1]);
+            assert_eq!(holders(&index, names[0], &[device(1), device(2)]).len(), 1);
+        }
+        assert_eq!(index.stats().names, 50);
+        assert!(index.stats().bytes < 1 << 20, "{:?}", index.stats());
+    }
+
+    #[test]
+    fn groups_and_names_beyond_the_limits_are_refused() {
+        let index = GroupIndex::new(2, 7);
+        assert_eq!(index.store(&device(1), MAX_GROUPS, &[1]), GroupOutcome { held: 0, refused: 1 });
+        assert_eq!(index.store(&device(1), 0, &[1, 2, 3]), GroupOutcome { held: 2, refused: 1 });
+        // Another group of a name that is held takes no more room.
+        assert_eq!(index.store(&device(1), 1, &[1]), GroupOutcome { held: 1, refused: 0 });
+        assert_eq!(index.remove(&device(1), MAX_GROUPS, &[1]), 1);
+    }
+
+    #[derive(Debug, Clone)]
+    enum Op {
+        Store(u64, u32, Vec<u64>),
+        Remove(u64, u32, Vec<u64>),
+        Clear(u64),
+    }
+
+    fn op() -> impl Strategy<Value = Op> {
+        let names = prop::collection::vec(0..6_u64, 1..4);
+        let place = (0..12_u64, 0..3_u32, names);
+        prop_oneof![
+            6 => place.clone().prop_map(|(id, group, names)| Op::Store(id, group, names)),
+            4 => place.prop_map(|(id, group, names)| Op::Remove(id, group, names)),
+            1 => (0..12_u64).prop_map(Op::Clear),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn it_answers_as_a_plain_map_does(ops in prop::collection::vec(op(), 1..200)) {
+            let index = GroupIndex::new(0, 1);
+            let all: Vec<Holder> = (0..12).map(device).collect();
+            let mut twin: BTreeMap<(Holder, u64, u32), u32> = BTreeMap::new();
+            for op in ops {
+                match op {
+                    Op::Store(id, group, names) => {
+                        index.store(&device(id), group, &names);
+                        for name in names {
+                            *twin.entry((device(id), name, group)).or_default() += 1;
+                        }
+                    }
+                    Op::Remove(id, group, names) => {
+                        let mut unknown = 0;
+                        for name in &names {
+                            match twin.get_mut(&(device(id), *name, group)) {
+                                Some(copies) if *copies > 0 => *copies -= 1,
+                                _ => unknown += 1,
+                            }
+                        }
+                        prop_assert_eq!(index.remove(&device(id), group, &names), unknown);
+                    }
+                    Op::Clear(id) => {
+                        index.clear(&device(id));
+                        twin.retain(|(holder, ..), _| *holder != device(id));
+                    }
+                }
+                twin.retain(|_, copies| *copies > 0);
+            }
+            let mut dumped = BTreeMap::new();
+            let copy = GroupIndex::new(0, 2);
+            for (holder, names) in all.iter().zip(index.dump(&all)) {
+                copy.restore(holder, &names);
+                for GroupName { name, group, copies } in names {
+                    dumped.insert((holder.clone(), name, u32::from(group)), copies);
+                }
+            }
+            let names: BTreeSet<(Holder, u64)> =
+                twin.keys().map(|(holder, name, _)| (holder.clone(), *name)).collect();
+            prop_assert_eq!(index.stats().names, names.len());
+            for name in 0..6 {
+                let mut wanted: BTreeMap<Holder, GroupBits> = BTreeMap::new();
+                for (holder, _, group) in twin.keys().filter(|(_, other, _)| *other == name) {
+                    *wanted.entry(holder.clone()).or_default() |= 1 << group;
+                }
+                for holder in &all {
+                    let groups = wanted.get(holder).copied().unwrap_or(0);
+                    prop_assert_eq!(index.groups_of(holder, name), groups);
+                }
+                prop_assert_eq!(holders(&index, name, &all), wanted);
+            }
+            prop_assert_eq!(dumped, twin);
+            prop_assert_eq!(copy.dump(&all), index.dump(&all));
+        }
+    }
+}
