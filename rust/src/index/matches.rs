@@ -23,8 +23,9 @@ pub struct Match {
 }
 
 impl Match {
+    /// Of a worker that holds `depth` blocks on the device and nothing behind them.
     #[inline]
-    pub(super) fn on_device(worker: Worker, depth: u32) -> Self {
+    pub fn on_device(worker: Worker, depth: u32) -> Self {
         Self { worker, device: depth, host: depth, disk: depth, external: depth, predicted: 0 }
     }
 }
@@ -174,6 +175,12 @@ impl Matches {
             predicted: found.predicted,
             ..Match::on_device(found.worker, 0)
         }));
+    }
+
+    /// Puts `found` in place of what was found.
+    pub fn replace(&mut self, found: impl Iterator<Item = Match>) {
+        self.found.clear();
+        self.found.extend(found);
     }
 
     /// Puts the matches in ascending order of worker.

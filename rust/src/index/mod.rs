@@ -13,6 +13,8 @@ use crate::ids::{InstanceId, Tier, Worker};
 
 mod arena;
 mod check;
+pub mod groups;
+
 mod matches;
 pub mod oracle;
 pub mod snapshot;
@@ -70,11 +72,24 @@ pub trait BlockIndex: Send + Sync {
 
     /// Records that `worker` evicted the blocks it calls `engine_hashes` from `tier`.
     ///
-    /// Names it does not hold there are counted and skipped; the rest of the list is processed.
+    /// Names it does not hold there are counted and skipped; the rest of the list is processed. A block that
+    /// leaves the device is no longer predicted there either. Appends to `gone` the local hashes of the
+    /// blocks that left the device.
     ///
     /// # Cost
     /// O(hashes).
-    fn remove(&self, worker: Worker, tier: Tier, engine_hashes: &[u64]) -> RemoveOutcome;
+    fn evict(
+        &self,
+        worker: Worker,
+        tier: Tier,
+        engine_hashes: &[u64],
+        gone: Option<&mut Vec<u64>>,
+    ) -> RemoveOutcome;
+
+    /// As [`evict`](Self::evict), for callers that do not ask which blocks went.
+    fn remove(&self, worker: Worker, tier: Tier, engine_hashes: &[u64]) -> RemoveOutcome {
+        self.evict(worker, tier, engine_hashes, None)
+    }
 
     /// Drops everything `worker` holds, in all tiers, and what is predicted of it; it stays known.
     /// Returns the memberships dropped.
@@ -82,6 +97,13 @@ pub trait BlockIndex: Send + Sync {
     /// # Cost
     /// O(blocks of that worker), whatever the size of the index.
     fn clear(&self, worker: Worker) -> usize;
+
+    /// Drops what `worker` holds in one tier; with the device go its predictions too. It stays known.
+    /// Returns the memberships dropped.
+    ///
+    /// # Cost
+    /// O(blocks of that worker).
+    fn clear_tier(&self, worker: Worker, tier: Tier) -> usize;
 
     /// Drops everything of `worker` and forgets it. False when it was not known.
     ///
@@ -118,6 +140,13 @@ pub trait BlockIndex: Send + Sync {
     /// # Cost
     /// O(what goes), and for each worker a look at every run now and then.
     fn advance_to(&self, now_ms: u64) -> usize;
+
+    /// The time from which [`advance_to`](Self::advance_to) may find a prediction to let go of, `u64::MAX`
+    /// without any: before it every prediction stands. Call `advance_to` before a query that comes later.
+    ///
+    /// # Cost
+    /// One load; never waits for a writer.
+    fn predictions_due_ms(&self) -> u64;
 
     /// Finds, per worker, the leading blocks of the prompt `locals` that it holds, tier by tier.
     ///
@@ -161,6 +190,19 @@ pub trait BlockIndex: Send + Sync {
 
     /// The seed of a block that `worker` holds under `engine_hash`.
     fn parent_seed(&self, worker: Worker, engine_hash: u64) -> Option<u64>;
+
+    /// Whether `worker` holds every one of `engine_hashes` in `tier`. True for none.
+    ///
+    /// # Cost
+    /// O(hashes) under the writer's lock; it ends with the first one that is not held.
+    fn holds_all(&self, worker: Worker, tier: Tier, engine_hashes: &[u64]) -> bool;
+
+    /// What `worker` calls the leading blocks of the prompt `locals`, in any tier; `None` for a block that it
+    /// does not hold. Ends where nobody ever held more of the prompt.
+    ///
+    /// # Cost
+    /// O(blocks), under the writer's lock.
+    fn names_along(&self, worker: Worker, locals: &[u64], out: &mut Vec<Option<u64>>);
 
     /// The known workers, ascending.
     fn workers(&self) -> Vec<Worker>;

@@ -261,8 +261,15 @@ impl BlockIndex for OracleIndex {
         outcome
     }
 
-    fn remove(&self, worker: Worker, tier: Tier, engine_hashes: &[u64]) -> RemoveOutcome {
-        let mut state = self.state.lock();
+    fn evict(
+        &self,
+        worker: Worker,
+        tier: Tier,
+        engine_hashes: &[u64],
+        mut gone: Option<&mut Vec<u64>>,
+    ) -> RemoveOutcome {
+        let mut guard = self.state.lock();
+        let state = &mut *guard;
         let mut outcome = RemoveOutcome::default();
         let mut nobody = Held::default();
         let held = state.workers.get_mut(&worker).unwrap_or(&mut nobody);
@@ -280,8 +287,15 @@ impl BlockIndex for OracleIndex {
             }
             outcome.removed += 1;
             name.copies.remove(&tier);
+            let content = name.content;
             if name.copies.is_empty() {
                 held.let_go(hash);
+            }
+            if tier == Tier::Device && !held.holds(content, tier) {
+                held.predicted.remove(&content);
+                if let Some(gone) = &mut gone {
+                    gone.push(state.paths.steps[content].local);
+                }
             }
         }
         state.counters.unknown_removals_total += u64::from(outcome.unknown);
@@ -291,6 +305,23 @@ impl BlockIndex for OracleIndex {
     fn clear(&self, worker: Worker) -> usize {
         let mut state = self.state.lock();
         state.workers.get_mut(&worker).map_or(0, |held| std::mem::take(held).memberships())
+    }
+
+    fn clear_tier(&self, worker: Worker, tier: Tier) -> usize {
+        let mut state = self.state.lock();
+        let Some(held) = state.workers.get_mut(&worker) else { return 0 };
+        let names = held.names.iter_mut();
+        let dropped: Vec<u64> =
+            names.filter_map(|(hash, name)| name.copies.remove(&tier).map(|_| *hash)).collect();
+        for hash in &dropped {
+            if held.names[hash].copies.is_empty() {
+                held.let_go(*hash);
+            }
+        }
+        if tier == Tier::Device {
+            held.predicted.clear();
+        }
+        dropped.len()
     }
 
     fn remove_worker(&self, worker: Worker) -> bool {
@@ -343,6 +374,12 @@ impl BlockIndex for OracleIndex {
         gone
     }
 
+    fn predictions_due_ms(&self) -> u64 {
+        let state = self.state.lock();
+        let ends = state.workers.values().flat_map(|held| held.predicted.values());
+        ends.copied().flatten().min().unwrap_or(u64::MAX)
+    }
+
     fn find_matches(&self, locals: &[u64], out: &mut Matches) {
         let state = self.state.lock();
         let prompt = state.paths.follow(locals);
@@ -379,6 +416,22 @@ impl BlockIndex for OracleIndex {
 
     fn parent_seed(&self, worker: Worker, engine_hash: u64) -> Option<u64> {
         Some(self.state.lock().workers.get(&worker)?.names.get(&engine_hash)?.seed)
+    }
+
+    fn holds_all(&self, worker: Worker, tier: Tier, engine_hashes: &[u64]) -> bool {
+        let state = self.state.lock();
+        engine_hashes.iter().all(|hash| {
+            let name = state.workers.get(&worker).and_then(|held| held.names.get(hash));
+            name.is_some_and(|name| name.copies.contains_key(&tier))
+        })
+    }
+
+    fn names_along(&self, worker: Worker, locals: &[u64], out: &mut Vec<Option<u64>>) {
+        out.clear();
+        let state = self.state.lock();
+        let Some(held) = state.workers.get(&worker) else { return };
+        let prompt = state.paths.follow(locals);
+        out.extend(prompt.into_iter().map(|content| held.names_of(content).next()));
     }
 
     fn workers(&self) -> Vec<Worker> {

@@ -1,10 +1,11 @@
 //! Predictions that run out.
 //!
-//! A prediction begins at a prompt's start, so all blocks in front are predicted with it. Each member is
-//! noted in the queue once, at or before the time its last block runs out, by the low half of that time.
+//! A prediction begins at a prompt's start, so all blocks in front are predicted with it, but for those that
+//! the engine evicted since. Each member is noted in the queue once, at or before the time its last block runs out, by the low half of that time.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::sync::atomic::Ordering;
 
 use super::holder::MemberId;
 use super::paged::Slab;
@@ -101,6 +102,11 @@ impl Ages {
         self.queue = notes.into();
     }
 
+    /// Before it no block runs out.
+    fn due_ms(&self) -> u64 {
+        self.queue.peek().map_or(u64::MAX, |Reverse((at_ms, _))| *at_ms)
+    }
+
     /// A member some of whose blocks ran out by `now_ms`, with how many are left.
     fn next_over(&mut self, now_ms: u64) -> Option<(MemberId, u16)> {
         loop {
@@ -151,6 +157,15 @@ impl Writer {
         let ttl = self.options.limits.predicted_ttl_ms;
         if ttl > 0 {
             self.ages.renew(id, end, self.now_ms.saturating_add(ttl));
+            self.note_due();
+        }
+    }
+
+    fn note_due(&self) {
+        let (noted, due_ms) = (&self.shared.predictions_due_ms, self.ages.due_ms());
+        // Relaxed: see where it is read. Readers share its cache line, so it is written on a change only.
+        if noted.load(Ordering::Relaxed) != due_ms {
+            noted.store(due_ms, Ordering::Relaxed);
         }
     }
 
@@ -164,11 +179,10 @@ impl Writer {
         {
             let member = self.members.get(id);
             let (slot, run, end) = (member.slot, member.run, member.spans.end());
-            expired += usize::from(end - until);
-            self.ages.cut(id, until);
-            self.uncover(slot, run, until, end);
+            expired += self.unpredict(slot, run, until, end);
             self.recount(self.slot(slot).worker);
         }
+        self.note_due();
         self.counters.expired_blocks_total += expired as u64;
         self.finish();
         expired

@@ -108,9 +108,7 @@ impl Writer {
         let (slot, run, end) = (leaf.slot, leaf.run, leaf.end);
         let from = end - usize::from(end - leaf.from).min(most) as u16;
         let before = self.slot(slot).held;
-        let id = self.slot(slot).members[&run];
         self.drop_names(slot, run, from, end);
-        self.ages.cut(id, from);
         self.uncover(slot, run, from, end);
         let gone = before - self.slot(slot).held;
         debug_assert!(gone >= usize::from(end - from));

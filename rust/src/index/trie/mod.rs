@@ -10,6 +10,7 @@
 //! `run`, `spans`, `paged` (what the writer keeps).
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Mutex, MutexGuard};
 
@@ -56,6 +57,8 @@ struct Shared {
     runs: Runs,
     edges: Edges,
     seats: seats::Seats,
+    /// Before it no prediction runs out; only the writer changes it.
+    predictions_due_ms: AtomicU64,
 }
 
 /// The block index: exact, concurrent, readers never wait.
@@ -80,7 +83,8 @@ impl RadixIndex {
     pub fn new(options: Options) -> Self {
         let (runs, runs_writing) = Runs::new();
         let (edges, edges_writing) = Edges::new(options.hash_seed);
-        let shared = Arc::new(Shared { runs, edges, seats: seats::Seats::new() });
+        let (seats, predictions_due_ms) = (seats::Seats::new(), AtomicU64::new(u64::MAX));
+        let shared = Arc::new(Shared { runs, edges, seats, predictions_due_ms });
         let writer = Writer::new(Arc::clone(&shared), runs_writing, edges_writing, options);
         Self { shared, writer: Mutex::new(writer) }
     }
@@ -147,12 +151,22 @@ impl BlockIndex for RadixIndex {
         self.writer.lock().copy(worker, tier, engine_hashes)
     }
 
-    fn remove(&self, worker: Worker, tier: Tier, engine_hashes: &[u64]) -> RemoveOutcome {
-        self.writer.lock().remove(worker, tier, engine_hashes)
+    fn evict(
+        &self,
+        worker: Worker,
+        tier: Tier,
+        engine_hashes: &[u64],
+        gone: Option<&mut Vec<u64>>,
+    ) -> RemoveOutcome {
+        self.writer.lock().remove(worker, tier, engine_hashes, gone)
     }
 
     fn clear(&self, worker: Worker) -> usize {
         self.writer.lock().clear(worker)
+    }
+
+    fn clear_tier(&self, worker: Worker, tier: Tier) -> usize {
+        self.writer.lock().clear_tier(worker, tier)
     }
 
     fn remove_worker(&self, worker: Worker) -> bool {
@@ -182,6 +196,11 @@ impl BlockIndex for RadixIndex {
         }
     }
 
+    fn predictions_due_ms(&self) -> u64 {
+        // Relaxed: whoever sees a prediction long enough for it to run out sees this, too.
+        self.shared.predictions_due_ms.load(Ordering::Relaxed)
+    }
+
     fn find_matches(&self, locals: &[u64], out: &mut Matches) {
         self.find(locals, false, out);
     }
@@ -203,6 +222,18 @@ impl BlockIndex for RadixIndex {
         let number = writer.numbers.get(&worker).copied()?;
         let loc = writer.locate(number, engine_hash)?;
         Some(writer.seed_of(loc.run))
+    }
+
+    fn holds_all(&self, worker: Worker, tier: Tier, engine_hashes: &[u64]) -> bool {
+        let mut writer = self.writer.lock();
+        let number = writer.numbers.get(&worker).copied();
+        let slot = number.map_or(NONE, |number| writer.worker(number).slots[tier as usize]);
+        engine_hashes.iter().all(|name| slot != NONE && writer.locate_in(slot, *name).is_some())
+    }
+
+    fn names_along(&self, worker: Worker, locals: &[u64], out: &mut Vec<Option<u64>>) {
+        out.clear();
+        self.look(|writer| writer.names_along(worker, locals, out));
     }
 
     fn workers(&self) -> Vec<Worker> {

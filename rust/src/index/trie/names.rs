@@ -13,6 +13,7 @@ use super::holder::{Member, MemberId};
 use super::report::shrink_set;
 use super::run::{Column, ColumnId, Loc, NO_COLUMN};
 use super::writer::{Chain, Writer};
+use crate::ids::Worker;
 use crate::index::arena::runs::{ROOT, RunId};
 use crate::index::types::Block;
 
@@ -83,6 +84,30 @@ impl Writer {
             member.spans.contains(loc.offset as u16)
                 && self.name_at(member, loc.offset as usize) == Some(name)
         })
+    }
+
+    /// What a worker calls the leading blocks of a prompt, as far as it is in the tree.
+    pub(super) fn names_along(&self, worker: Worker, locals: &[u64], out: &mut Vec<Option<u64>>) {
+        let Some(&number) = self.numbers.get(&worker) else { return };
+        let mut place = Loc { run: ROOT, offset: 0 };
+        while let Some(first) = locals.get(out.len())
+            && let Some(run) = self.child(place.run, place.offset, *first)
+        {
+            let labels = self.shared.runs.peek(&self.runs, run).labels();
+            let rest = &locals[out.len()..];
+            let common =
+                labels.iter().zip(rest).take_while(|(label, local)| label == local).count();
+            let member = |slot: u16| self.slot(slot).members.get(&run);
+            for offset in 0..common {
+                let name = self.worker(number).fact_slots().find_map(|slot| {
+                    let member = self.members.get(*member(slot)?);
+                    let is_held = member.spans.contains(offset as u16);
+                    if is_held { self.name_at(member, offset) } else { None }
+                });
+                out.push(name);
+            }
+            place = Loc { run, offset: common as u32 };
+        }
     }
 
     /// Where the worker holds what it calls `name`, in any tier.

@@ -139,6 +139,7 @@ impl Writer {
         worker: Worker,
         tier: Tier,
         names: &[u64],
+        mut gone: Option<&mut Vec<u64>>,
     ) -> RemoveOutcome {
         let mut outcome = RemoveOutcome::default();
         let slot = self.numbers.get(&worker).map(|n| self.worker(*n).slots[tier as usize]);
@@ -155,7 +156,7 @@ impl Writer {
         while at < names.len() {
             if self.is_plain_dense(slot) {
                 let chunk = &names[at..names.len().min(at + DENSE_CHUNK)];
-                let removed = self.let_go_dense(slot, chunk);
+                let removed = self.let_go_dense(slot, chunk, gone.as_deref_mut());
                 outcome.removed += removed;
                 outcome.unknown += chunk.len() as u32 - removed;
                 at += chunk.len();
@@ -176,6 +177,10 @@ impl Writer {
                 match self.let_go(slot, loc, name) {
                     true => outcome.removed += 1,
                     false => outcome.kept += 1,
+                }
+                if !self.covers(slot, loc) {
+                    let at = loc.offset as u16;
+                    self.evicted(slot, loc.run, at, at + 1, gone.as_deref_mut());
                 }
                 hint = self.before(loc);
                 continue;
@@ -198,6 +203,7 @@ impl Writer {
             }
             outcome.removed += (high - low) as u32;
             self.uncover(slot, loc.run, low as u16, high as u16);
+            self.evicted(slot, loc.run, low as u16, high as u16, gone.as_deref_mut());
             hint = self.before(Loc { run: loc.run, offset: low as u32 });
         }
         self.counters.unknown_removals_total += u64::from(outcome.unknown);
@@ -210,44 +216,73 @@ impl Writer {
     /// Drops everything of a worker; returns its memberships.
     pub(in crate::index::trie) fn clear(&mut self, worker: Worker) -> usize {
         let Some(&number) = self.numbers.get(&worker) else { return 0 };
-        let mix = self.mix;
-        let mut dropped = 0;
-        for (plane, slot) in self.worker(number).slots.into_iter().enumerate() {
-            if slot == NONE {
-                continue;
-            }
-            let state = self.slot_mut(slot);
-            if Plane::of(plane) != Plane::Predicted {
-                dropped += state.held;
-            }
-            let extra = std::mem::replace(&mut state.extra, Extra::new(mix));
-            state.held -= extra.len();
-            self.counters.memberships -= extra.len();
-            // The filter counts them beside the columns' names, which go with the columns.
-            extra.iter().for_each(|(name, _)| self.forget_extra(name));
-            let state = self.slot_mut(slot);
-            state.copies.clear();
-            let members: Vec<MemberId> = state.members.values().copied().collect();
-            for id in members {
-                // The names of the last blocks go with the slot's others below.
-                let spans = std::mem::take(&mut self.members.get_mut(id).spans);
-                self.span_bytes -= spans.heap_bytes();
-                self.account(slot, spans.len(), false);
-                self.publish(id);
-                self.drop_member(id);
-            }
-            let state = self.slot_mut(slot);
-            debug_assert!(state.held == 0 && state.members.is_empty());
-            let plane = state.plane;
-            **self.slots[usize::from(slot)].as_mut().expect("looked at above") =
-                Slot::new(number, plane, self.mix);
-        }
+        let slots = self.worker(number).slots;
+        let dropped = slots.into_iter().map(|slot| self.clear_slot(slot)).sum();
         let WorkerState { slots, order, counted, .. } = *self.worker(number);
         let fresh = WorkerState { slots, order, counted, ..WorkerState::new(worker) };
         *self.worker_mut(number) = fresh;
         self.finish();
         self.recount(number);
         self.settle(number);
+        dropped
+    }
+
+    /// Drops what a worker holds in one tier, and with the device what is predicted of it; returns its
+    /// memberships there.
+    pub(in crate::index::trie) fn clear_tier(&mut self, worker: Worker, tier: Tier) -> usize {
+        let Some(&number) = self.numbers.get(&worker) else { return 0 };
+        let slots = self.worker(number).slots;
+        let holds = |plane: Plane| {
+            let slot = slots[plane.number()];
+            slot != NONE && self.slot(slot).held > 0
+        };
+        let mut others = Tier::ALL.into_iter().filter(|other| *other != tier).map(Plane::Held);
+        if !others.any(holds) && (tier == Tier::Device || !holds(Plane::Predicted)) {
+            return self.clear(worker);
+        }
+        let dropped = self.clear_slot(slots[tier as usize]);
+        if tier == Tier::Device {
+            self.clear_slot(slots[Plane::Predicted.number()]);
+        }
+        if self.worker(number).dense.is_some() {
+            // The table knows names of all tiers.
+            self.densify(number);
+        }
+        self.finish();
+        self.recount(number);
+        self.settle(number);
+        dropped
+    }
+
+    /// Drops everything of a slot, if it is one; returns its memberships.
+    fn clear_slot(&mut self, slot: u16) -> usize {
+        if slot == NONE {
+            return 0;
+        }
+        let mix = self.mix;
+        let state = self.slot_mut(slot);
+        let (number, plane) = (state.worker, state.plane);
+        let dropped = if plane == Plane::Predicted { 0 } else { state.held };
+        let extra = std::mem::replace(&mut state.extra, Extra::new(mix));
+        state.held -= extra.len();
+        self.counters.memberships -= extra.len();
+        // The filter counts them beside the columns' names, which go with the columns.
+        extra.iter().for_each(|(name, _)| self.forget_extra(name));
+        let state = self.slot_mut(slot);
+        state.copies.clear();
+        let members: Vec<MemberId> = state.members.values().copied().collect();
+        for id in members {
+            // The names of the last blocks go with the slot's others below.
+            let spans = std::mem::take(&mut self.members.get_mut(id).spans);
+            self.span_bytes -= spans.heap_bytes();
+            self.account(slot, spans.len(), false);
+            self.publish(id);
+            self.drop_member(id);
+        }
+        let state = self.slot_mut(slot);
+        debug_assert!(state.held == 0 && state.members.is_empty());
+        **self.slots[usize::from(slot)].as_mut().expect("looked at above") =
+            Slot::new(number, plane, mix);
         dropped
     }
 

@@ -62,7 +62,12 @@ impl Writer {
     }
 
     /// Lets go of names of which [`Writer::is_plain_dense`] is true. Returns how many were held.
-    pub(super) fn let_go_dense(&mut self, slot: u16, names: &[u64]) -> u32 {
+    pub(super) fn let_go_dense(
+        &mut self,
+        slot: u16,
+        names: &[u64],
+        mut gone: Option<&mut Vec<u64>>,
+    ) -> u32 {
         let state = self.slot(slot);
         let number = state.worker;
         let Some(dense) = &self.worker(number).dense else { return 0 };
@@ -86,6 +91,7 @@ impl Writer {
                 continue;
             };
             self.uncover(slot, run, offset as u16, offset as u16 + 1);
+            self.evicted(slot, run, offset as u16, offset as u16 + 1, gone.as_deref_mut());
             removed += 1;
         }
         removed
@@ -123,6 +129,60 @@ impl Writer {
         }
     }
 
+    /// Whether the slot has a block.
+    pub(super) fn covers(&self, slot: u16, loc: Loc) -> bool {
+        let id = self.slot(slot).members.get(&loc.run);
+        id.is_some_and(|id| self.members.get(*id).spans.contains(loc.offset as u16))
+    }
+
+    /// The engine evicted these blocks of a run, and the slot no longer has them: nobody predicts them any
+    /// more. Appends their labels to `gone`, if
+    /// somebody asks.
+    pub(super) fn evicted(
+        &mut self,
+        slot: u16,
+        run: RunId,
+        start: u16,
+        end: u16,
+        gone: Option<&mut Vec<u64>>,
+    ) {
+        let state = self.slot(slot);
+        if state.plane != Plane::Held(Tier::Device) {
+            return;
+        }
+        if let Some(gone) = gone {
+            let labels = self.shared.runs.peek(&self.runs, run).labels();
+            gone.extend_from_slice(&labels[usize::from(start)..usize::from(end)]);
+        }
+        let predicted = self.worker(state.worker).slots[Plane::Predicted.number()];
+        if predicted != NONE && self.slot(predicted).members.contains_key(&run) {
+            self.unpredict(predicted, run, start, end);
+        }
+    }
+
+    /// Ends the predictions of blocks of a run, in which the slot has a member. Returns how many there were.
+    pub(in crate::index::trie) fn unpredict(
+        &mut self,
+        slot: u16,
+        run: RunId,
+        start: u16,
+        end: u16,
+    ) -> usize {
+        let id = self.slot(slot).members[&run];
+        let before = self.members.get(id).spans.len();
+        self.reshape(id, |spans| spans.remove(start, end));
+        let spans = &self.members.get(id).spans;
+        let (gone, is_empty) = (before - spans.len(), spans.is_empty());
+        if gone > 0 {
+            self.account(slot, gone, false);
+            self.publish(id);
+            if is_empty {
+                self.drop_member(id);
+            }
+        }
+        gone
+    }
+
     /// Adds blocks, whose names are set, to a member.
     pub(super) fn grow(&mut self, slot: u16, id: MemberId, start: u16, end: u16) {
         self.reshape(id, |spans| spans.add(start, end));
@@ -144,6 +204,7 @@ impl Writer {
         }
         if new_end < old_end {
             self.stamps.cut(id, new_end);
+            self.ages.cut(id, new_end);
         }
         let member = self.members.get(id);
         let tail = |end: u16| self.name_at(member, usize::from(end.checked_sub(1)?));
