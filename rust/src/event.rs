@@ -1,5 +1,7 @@
 //! What engines say about their blocks, as the domain means it. The codec makes these from bytes.
 
+use crate::ids::Tier;
+
 /// One message of an engine's publisher.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Batch {
@@ -22,7 +24,7 @@ pub enum Event {
     Stored(Stored),
     /// Blocks were evicted.
     Removed(Removed),
-    /// Everything was dropped (all tiers of the publishing worker).
+    /// Everything on the device was dropped; farther tiers keep what they have.
     Cleared,
 }
 
@@ -31,6 +33,7 @@ pub enum Event {
 pub struct Stored {
     /// The engine's names of the blocks, in chain order. Byte-string hashes keep their last 8 bytes
     /// (big endian), as engines do themselves when they publish integers; signed ones keep their bits.
+    /// Groups other than full attention leave out blocks that they do not keep.
     pub block_hashes: Vec<u64>,
     /// The block before the first one; `None` when the chain starts the prompt.
     pub parent: Option<u64>,
@@ -54,6 +57,32 @@ pub struct Stored {
     pub group_idx: Option<u32>,
     /// Kind of attention of the group; `None` and `full_attention` describe reuse of the whole prompt.
     pub spec_kind: Option<String>,
+    /// Tokens that a sliding-window group looks back.
+    pub sliding_window: Option<u32>,
+    /// `LOCAL` or `REMOTE`, as seen from the publisher.
+    pub locality: Option<String>,
+    /// Which store of a farther tier holds the blocks, where the engine names it.
+    pub ownership: Option<String>,
+}
+
+impl Stored {
+    /// Whether the group keeps whole prompts: the engine reuses as much of a prompt as the group holds.
+    pub fn is_full_attention(&self) -> bool {
+        matches!(
+            self.spec_kind.as_deref(),
+            None | Some("full_attention" | "mla_attention" | "sink_full_attention")
+        )
+    }
+
+    /// Where the blocks are; `None` for a medium that is not known.
+    pub fn tier(&self) -> Option<Tier> {
+        tier_of(self.medium.as_deref())
+    }
+
+    /// The store that the worker shares with others, where the blocks are in one.
+    pub fn shared_store(&self) -> Option<&str> {
+        shared_store(self.locality.as_deref(), self.ownership.as_deref())
+    }
 }
 
 /// One entry of a block's extra keys.
@@ -68,6 +97,8 @@ pub enum ExtraKey {
         /// Token offset relative to the block; may be negative.
         offset: i64,
     },
+    /// Digest of a block's prompt embeddings.
+    Digest(Vec<u8>),
     /// Anything else, kept only as a hash of its bytes: it keeps blocks apart and matches nothing.
     Opaque(u64),
 }
@@ -81,4 +112,29 @@ pub struct Removed {
     pub medium: Option<String>,
     /// Cache group of hybrid models.
     pub group_idx: Option<u32>,
+    /// `LOCAL` or `REMOTE`, as seen from the publisher.
+    pub locality: Option<String>,
+    /// Which store of a farther tier held the blocks, where the engine names it.
+    pub ownership: Option<String>,
+}
+
+impl Removed {
+    /// Where the blocks were; `None` for a medium that is not known.
+    pub fn tier(&self) -> Option<Tier> {
+        tier_of(self.medium.as_deref())
+    }
+
+    /// The store that the worker shares with others, where the blocks were in one.
+    pub fn shared_store(&self) -> Option<&str> {
+        shared_store(self.locality.as_deref(), self.ownership.as_deref())
+    }
+}
+
+fn tier_of(medium: Option<&str>) -> Option<Tier> {
+    medium.map_or(Some(Tier::Device), Tier::from_medium)
+}
+
+fn shared_store<'a>(locality: Option<&str>, ownership: Option<&'a str>) -> Option<&'a str> {
+    let is_remote = locality.is_some_and(|locality| locality.eq_ignore_ascii_case("remote"));
+    if is_remote { ownership } else { None }
 }

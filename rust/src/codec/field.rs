@@ -5,6 +5,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::Limits;
 use super::cursor::{Cursor, Fault, Head};
 use crate::event::{ExtraKey, Stored};
+use crate::ids::Tier;
 
 /// A frame being decoded, under its limits.
 pub(super) struct Reader<'a> {
@@ -45,14 +46,12 @@ pub(super) fn check_shape(stored: &Stored) -> Result<(), Fault> {
     if is_shaped && is_keyed {
         return Ok(());
     }
-    // Groups with a window leave out blocks that fell from it. They say nothing about the reuse of
-    // a whole prompt, so this is no fault of the engine's.
-    match stored.spec_kind.as_deref() {
-        None | Some("full_attention" | "mla_attention") => {
-            Err(Fault::Malformed("tokens or extra keys do not fit the number of blocks"))
-        }
-        Some(_) => Err(Fault::Unsupported),
+    // Groups that keep only part of a prompt leave out the other blocks, and stores of farther tiers name a
+    // chunk of several blocks by its last one.
+    if !stored.is_full_attention() || stored.tier() != Some(Tier::Device) {
+        return Ok(());
     }
+    Err(Fault::Malformed("tokens or extra keys do not fit the number of blocks"))
 }
 
 impl<'a> Reader<'a> {
@@ -169,6 +168,9 @@ impl<'a> Reader<'a> {
         let start = self.cursor;
         match self.cursor.head()? {
             Head::Text(bytes) => return self.owned(bytes).map(ExtraKey::Text),
+            Head::Bytes(bytes) if bytes.len() <= self.limits.max_text_bytes => {
+                return Ok(ExtraKey::Digest(bytes.to_vec()));
+            }
             Head::Array(2) => {
                 if let (Head::Text(bytes), Some(offset)) =
                     (self.cursor.head()?, self.item_offset()?)

@@ -57,6 +57,9 @@ fn stored(reader: &mut Reader<'_>, entries: usize) -> Result<Stored, Fault> {
             b"extra_keys" => stored.extra_keys = reader.extra_keys()?,
             b"group_idx" => stored.group_idx = reader.number()?,
             b"kv_cache_spec_kind" => stored.spec_kind = reader.text()?,
+            b"kv_cache_spec_sliding_window" => stored.sliding_window = reader.number()?,
+            b"locality" => stored.locality = reader.text()?,
+            b"ownership" => stored.ownership = reader.text()?,
             _ => reader.skip()?,
         }
     }
@@ -71,6 +74,8 @@ fn removed(reader: &mut Reader<'_>, entries: usize) -> Result<Removed, Fault> {
             b"block_hashes" => removed.block_hashes = reader.block_hashes()?,
             b"medium" => removed.medium = reader.text()?,
             b"group_idx" => removed.group_idx = reader.number()?,
+            b"locality" => removed.locality = reader.text()?,
+            b"ownership" => removed.ownership = reader.text()?,
             _ => reader.skip()?,
         }
     }

@@ -9,6 +9,7 @@
 //! | 7 | extra_keys (array) | session_id (text) |
 //! | 8 | group_idx (integer) | lora_name (text) |
 //! | 9 | kv_cache_spec_kind (text) | |
+//! | 10 | kv_cache_spec_sliding_window (integer) | |
 //!
 //! The types at 7 and 8 tell the two apart. Where both are nil, 6 is read as a LoRA name: under
 //! the wrong name a block matches nothing, while without any it would match every tenant.
@@ -64,6 +65,10 @@ fn stored(reader: &mut Reader<'_>, fields: usize) -> Result<Stored, Fault> {
             },
             9 => match reader.peek()? {
                 Head::Text(_) => stored.spec_kind = reader.text()?,
+                _ => reader.skip()?,
+            },
+            10 => match reader.peek()? {
+                Head::Uint(_) => stored.sliding_window = reader.number()?,
                 _ => reader.skip()?,
             },
             _ => reader.skip()?,

@@ -68,20 +68,39 @@ fn what_means_nothing_here_is_skipped_and_counted() {
         Map(vec![("block_hashes", text("not a list")), ("type", text("BlockMoved"))]),
         // Pairs of tokens, as under EAGLE speculation.
         List(vec![text("BlockStored"), uints(&[1_u64]), Nil, pairs, Uint(2)]),
-        // A window group that leaves out a block.
-        Map(vec![
-            ("type", text("BlockStored")),
-            ("block_hashes", uints(&[1_u64])),
-            ("token_ids", tokens(&[1, 2, 3, 4])),
-            ("block_size", Uint(2)),
-            ("kv_cache_spec_kind", text("sliding_window")),
-        ]),
     ];
     for unknown in unknown {
         let cleared = List(vec![text("AllBlocksCleared"), Nil, text("of the future")]);
         let batch = decode_events(vec![unknown.clone(), cleared]).unwrap();
         let counts = (batch.skipped, batch.malformed);
         assert_eq!((batch.events, counts), (vec![Event::Cleared], (1, 0)), "{unknown:?}");
+    }
+}
+
+#[test]
+fn groups_may_leave_out_blocks_that_they_do_not_keep() {
+    let event = |kind: &str, medium: &str| {
+        Map(vec![
+            ("type", text("BlockStored")),
+            ("block_hashes", uints(&[1_u64])),
+            ("token_ids", tokens(&[1, 2, 3, 4])),
+            ("block_size", Uint(2)),
+            ("medium", text(medium)),
+            ("kv_cache_spec_kind", text(kind)),
+            ("kv_cache_spec_sliding_window", Uint(64)),
+        ])
+    };
+    for (kind, medium, kept) in [
+        ("sliding_window", "GPU", 1),
+        ("full_attention", "CPU", 1),
+        ("sink_full_attention", "GPU", 0),
+    ] {
+        let batch = decode_events(vec![event(kind, medium)]).unwrap();
+        assert_eq!((batch.events.len(), batch.malformed), (kept, 1 - kept as u32), "{kind}");
+        for event in batch.events {
+            let Event::Stored(stored) = event else { panic!("{event:?}") };
+            assert_eq!((stored.block_hashes, stored.sliding_window), (vec![1], Some(64)));
+        }
     }
 }
 
@@ -197,10 +216,10 @@ fn extra_keys_of_any_kind_keep_blocks_apart() {
     assert_eq!(keys(text("salt")), Some(vec![ExtraKey::Text("salt".to_owned())]));
     let item = ExtraKey::Item { identifier: "m".to_owned(), offset: -3 };
     assert_eq!(keys(List(vec![List(vec![text("m"), Int(-3)])])), Some(vec![item]));
+    assert_eq!(keys(List(vec![Bytes(vec![1])])), Some(vec![ExtraKey::Digest(vec![1])]));
     let mut seen = std::collections::BTreeSet::new();
     let opaque = [
         Int(1),
-        Bytes(vec![1]),
         List(vec![text("m")]),
         List(vec![text("m"), text("n")]),
         List(vec![List(vec![text("m")]), Int(1)]),

@@ -33,6 +33,7 @@ fn extra_keys(blocks: &[Option<Vec<ExtraKey>>]) -> Wire {
     let key = |key: &ExtraKey| match key {
         ExtraKey::Text(name) => text(name),
         ExtraKey::Item { identifier, offset } => List(vec![text(identifier), Int(*offset)]),
+        ExtraKey::Digest(digest) => Bytes(digest.clone()),
         ExtraKey::Opaque(_) => unreachable!("not generated: the wire form is lost"),
     };
     List(
@@ -71,6 +72,7 @@ fn positional(event: &Event, form: HashForm) -> Wire {
                     extra_keys(&event.extra_keys),
                     optional(&event.group_idx, |&group| Uint(group.into())),
                     optional(&event.spec_kind, |kind| text(kind)),
+                    optional(&event.sliding_window, |&tokens| Uint(tokens.into())),
                     List(vec![Map(vec![("of", text("the future"))])]),
                 ]),
             }
@@ -88,6 +90,8 @@ fn named(event: &Event, form: HashForm, rotation: usize) -> Wire {
             ("block_hashes", hashes(form, &event.block_hashes)),
             ("medium", optional(&event.medium, |medium| text(medium))),
             ("group_idx", optional(&event.group_idx, |&group| Uint(group.into()))),
+            ("locality", optional(&event.locality, |locality| text(locality))),
+            ("ownership", optional(&event.ownership, |store| text(store))),
         ],
         Event::Stored(event) => vec![
             ("type", text("BlockStored")),
@@ -102,6 +106,12 @@ fn named(event: &Event, form: HashForm, rotation: usize) -> Wire {
             ("extra_keys", extra_keys(&event.extra_keys)),
             ("group_idx", optional(&event.group_idx, |&group| Uint(group.into()))),
             ("kv_cache_spec_kind", optional(&event.spec_kind, |kind| text(kind))),
+            (
+                "kv_cache_spec_sliding_window",
+                optional(&event.sliding_window, |&tokens| Uint(tokens.into())),
+            ),
+            ("locality", optional(&event.locality, |locality| text(locality))),
+            ("ownership", optional(&event.ownership, |store| text(store))),
         ],
     };
     // Every other event omits what is nil, as engines do; the others write it.
@@ -123,6 +133,7 @@ fn extra_key() -> impl Strategy<Value = ExtraKey> {
         "[a-z]{0,5}".prop_map(ExtraKey::Text),
         ("[a-z]{0,5}", any::<i64>())
             .prop_map(|(identifier, offset)| ExtraKey::Item { identifier, offset }),
+        prop::collection::vec(any::<u8>(), 0..33).prop_map(ExtraKey::Digest),
     ]
 }
 
@@ -141,9 +152,12 @@ fn stored() -> impl Strategy<Value = Stored> {
         );
         (lists, Just(block_size))
     });
-    let numbers = (any::<Option<u64>>(), any::<Option<i64>>(), any::<Option<u32>>());
-    (shape, numbers, name(), name(), name(), name()).prop_map(
-        |(shape, (parent, lora_id, group_idx), lora_name, medium, cache_salt, spec_kind)| {
+    let numbers =
+        (any::<Option<u64>>(), any::<Option<i64>>(), any::<Option<u32>>(), any::<Option<u32>>());
+    let place = (name(), name(), name());
+    (shape, numbers, name(), place, name(), name()).prop_map(
+        |(shape, numbers, lora_name, (medium, locality, ownership), cache_salt, spec_kind)| {
+            let (parent, lora_id, group_idx, sliding_window) = numbers;
             let ((block_hashes, token_ids, extra_keys), block_size) = shape;
             Stored {
                 block_hashes,
@@ -157,17 +171,21 @@ fn stored() -> impl Strategy<Value = Stored> {
                 extra_keys,
                 group_idx,
                 spec_kind,
+                sliding_window,
+                locality,
+                ownership,
             }
         },
     )
 }
 
 fn event() -> impl Strategy<Value = Event> {
-    let removed = (prop::collection::vec(any::<u64>(), 0..9), name(), any::<Option<u32>>());
+    let names = prop::collection::vec(any::<u64>(), 0..9);
+    let removed = (names, name(), any::<Option<u32>>(), name(), name());
     prop_oneof![
         3 => stored().prop_map(Event::Stored),
-        2 => removed.prop_map(|(block_hashes, medium, group_idx)| {
-            Event::Removed(Removed { block_hashes, medium, group_idx })
+        2 => removed.prop_map(|(block_hashes, medium, group_idx, locality, ownership)| {
+            Event::Removed(Removed { block_hashes, medium, group_idx, locality, ownership })
         }),
         1 => Just(Event::Cleared),
     ]
@@ -187,14 +205,21 @@ fn batch() -> impl Strategy<Value = Batch> {
     })
 }
 
-/// What arrays have no place for: a salt beside a group, a name of nothing that tells the engine.
+/// What arrays have no place for: a salt beside a group, a name of nothing that tells the engine, and which
+/// store holds the blocks.
 fn without_what_arrays_cannot_say(mut batch: Batch) -> Batch {
     for event in &mut batch.events {
-        if let Event::Stored(Stored {
-            cache_salt: Some(_), extra_keys, group_idx, spec_kind, ..
-        }) = event
-        {
-            (*extra_keys, *group_idx, *spec_kind) = (Vec::new(), None, None);
+        match event {
+            Event::Stored(stored) => {
+                (stored.locality, stored.ownership) = (None, None);
+                if stored.cache_salt.is_some() {
+                    stored.extra_keys = Vec::new();
+                    (stored.group_idx, stored.spec_kind, stored.sliding_window) =
+                        (None, None, None);
+                }
+            }
+            Event::Removed(removed) => (removed.locality, removed.ownership) = (None, None),
+            Event::Cleared => {}
         }
     }
     batch
