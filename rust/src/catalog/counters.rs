@@ -71,8 +71,10 @@ counters! {
     refused_blocks,
     /// Events on a storage medium that is not known.
     unknown_medium,
-    /// Events of a cache group that says nothing about reuse of the whole prompt.
+    /// Events of further cache groups, and of parts of blocks: kept by name.
     other_group,
+    /// Stored events that told of reused blocks, which were held already.
+    reuse_reports,
     /// Removed blocks that the worker was not known to hold.
     unknown_removed,
     /// Batches that were missing when a later one came.

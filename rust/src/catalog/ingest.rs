@@ -1,51 +1,22 @@
 //! From an engine's event to the index: identity, tier, group and shape are checked here, once.
 
+use super::cache_groups::{CacheGroups, EngineFacts, Group};
 use super::counters::{EventCounters, add};
 use super::model::ModelIndex;
 use super::standing::Standing;
 use crate::event::{Batch, Event, ExtraKey, Removed, Stored};
 use crate::hash;
 use crate::ids::{Tier, Worker};
+use crate::index::groups::{GroupBits, Holder};
 use crate::index::{Block, Rejection};
-
-/// Cache groups of hybrid models. Credit follows one group: the first one that describes reuse of
-/// the whole prompt. The others' blocks have the same hashes, so mixing them would earn false credit.
-#[derive(Debug, Default)]
-pub(super) struct Groups {
-    credited: Option<u32>,
-}
-
-impl Groups {
-    pub(super) fn crediting(credited: Option<u32>) -> Self {
-        Self { credited }
-    }
-
-    pub(super) fn credited(&self) -> Option<u32> {
-        self.credited
-    }
-
-    fn is_credited(&mut self, group_idx: Option<u32>, spec_kind: Option<&str>) -> bool {
-        let group = group_idx.unwrap_or(0);
-        match spec_kind {
-            None | Some("full_attention" | "mla_attention") => {
-                *self.credited.get_or_insert(group) == group
-            }
-            Some(_) => false,
-        }
-    }
-
-    /// Removals do not repeat the kind of their group.
-    fn is_removal_credited(&self, group_idx: Option<u32>) -> bool {
-        group_idx.is_none() || self.credited.is_none_or(|credited| Some(credited) == group_idx)
-    }
-}
 
 /// Applies the events of one batch for one worker.
 pub(super) struct Ingest<'a> {
     pub(super) model: &'a ModelIndex,
     pub(super) counters: &'a EventCounters,
     pub(super) worker: Worker,
-    pub(super) groups: &'a mut Groups,
+    pub(super) groups: &'a mut CacheGroups,
+    pub(super) facts: &'a EngineFacts,
     /// Of the publisher, where the worker is the only one it speaks for.
     pub(super) standing: Option<&'a mut Standing>,
 }
@@ -54,12 +25,16 @@ impl Ingest<'_> {
     pub(super) fn apply(&mut self, batch: Batch) {
         add(&self.counters.unknown_type, u64::from(batch.skipped));
         add(&self.counters.malformed, u64::from(batch.malformed));
-        for event in batch.events {
+        let reports = self.reports(&batch.events);
+        for event in &batch.events {
             match event {
-                Event::Stored(stored) => self.store(&stored),
-                Event::Removed(removed) => self.remove(&removed),
+                Event::Stored(stored) if is_report(stored, &reports) => {
+                    add(&self.counters.reuse_reports, 1);
+                }
+                Event::Stored(stored) => self.store(stored),
+                Event::Removed(removed) => self.remove(removed),
                 Event::Cleared => {
-                    self.model.index.clear(self.worker);
+                    self.model.clear_device(self.worker);
                     add(&self.counters.cleared, 1);
                     if let Some(standing) = &mut self.standing {
                         let evicted = self.model.index.evicted_blocks_total();
@@ -70,13 +45,79 @@ impl Ingest<'_> {
         }
     }
 
-    fn store(&mut self, event: &Stored) {
-        if !self.groups.is_credited(event.group_idx, event.spec_kind.as_deref()) {
-            return add(&self.counters.other_group, 1);
+    /// Tokens of the events that tell of reused blocks as if they had been stored.
+    ///
+    /// With `kv_cache_report_mode=full` vLLM repeats, for every group, all blocks of a hit from the first one
+    /// on; what the request then computes follows in the same batch. A prompt that is computed once more,
+    /// although its blocks are held, comes as one event, or could not have been a hit: some group could not
+    /// go on from its end.
+    fn reports<'a>(&mut self, events: &'a [Event]) -> Vec<&'a [u32]> {
+        let mut reports = Vec::new();
+        for (at, event) in events.iter().enumerate() {
+            let Event::Stored(stored) = event else { continue };
+            if !self.starts_prompt(stored) || !self.is_resumable(stored) {
+                continue;
+            }
+            let goes_on = |later: &Event| {
+                matches!(later, Event::Stored(later)
+                    if later.parent.as_ref() == stored.block_hashes.last()
+                        && later.group_idx == stored.group_idx
+                        && later.block_size == stored.block_size
+                        && later.tier() == Some(Tier::Device))
+            };
+            if events[at + 1..].iter().any(goes_on) {
+                self.groups.note_reports();
+            }
+            if self.groups.sends_reports() {
+                reports.push(stored.token_ids.as_slice());
+            }
         }
-        let Some(tier) = tier_of(event.medium.as_deref()) else {
+        reports
+    }
+
+    fn starts_prompt(&self, event: &Stored) -> bool {
+        event.parent.is_none()
+            && !event.block_hashes.is_empty()
+            && event.is_full_attention()
+            && self.groups.is_main(event.group_idx.unwrap_or(0))
+            && event.tier() == Some(Tier::Device)
+            && self.model.block_size() == Some(event.block_size)
+    }
+
+    /// Whether the engine held all of the event's blocks and could go on from their end.
+    fn is_resumable(&self, event: &Stored) -> bool {
+        let names = &event.block_hashes;
+        if !self.model.index.holds_all(self.worker, Tier::Device, names) {
+            return false;
+        }
+        let holder = Holder::Worker(self.worker, Tier::Device);
+        let end = event.block_size * names.len() as u32;
+        self.groups.others().all(|group: &Group| {
+            let from = group.needs_from(end, self.facts);
+            let Some(from) = from.filter(|_| group.block_size == event.block_size) else {
+                return false;
+            };
+            let needed = &names[(from / event.block_size) as usize..];
+            let bit: GroupBits = 1_u16.checked_shl(group.idx).unwrap_or(0);
+            needed.iter().all(|name| self.model.groups.groups_of(&holder, *name) & bit != 0)
+        })
+    }
+
+    fn store(&mut self, event: &Stored) {
+        let Some(tier) = event.tier() else {
             return add(&self.counters.unknown_medium, 1);
         };
+        let is_device = tier == Tier::Device;
+        if is_device {
+            self.groups.prove(event);
+        }
+        let is_main = self.groups.learn(event, is_device) && event.is_full_attention();
+        if !is_device && event.group_idx.is_some() {
+            return self.store_lower(event, tier, is_main);
+        }
+        if !is_main {
+            return self.store_named(event);
+        }
         if event.token_ids.is_empty() && event.block_size == 0 {
             return self.copy(event, tier);
         }
@@ -84,6 +125,16 @@ impl Ingest<'_> {
         let expected_tokens = blocks.checked_mul(event.block_size as usize);
         if event.block_size == 0 || expected_tokens != Some(event.token_ids.len()) {
             return add(&self.counters.malformed, 1);
+        }
+        if self.is_part(event) {
+            self.groups.note_named();
+            return self.store_named(event);
+        }
+        let known = self.model.block_size();
+        if known != Some(event.block_size)
+            && self.groups.others().any(|group| Some(group.block_size) == known)
+        {
+            self.model.correct_block_size(event.block_size);
         }
         if self.model.learn_block_size(event.block_size) != event.block_size {
             let before = self.counters.read().block_size_mismatch;
@@ -99,6 +150,11 @@ impl Ingest<'_> {
             }
             return;
         }
+        if !is_device && self.groups.is_keyed() && event.extra_keys.is_empty() {
+            // The engine says of its device's blocks what else it hashed. Of these it says nothing, so only
+            // the names tell whose they are.
+            return self.copy(event, tier);
+        }
         let Some(seed) = self.seed(event) else {
             return add(&self.counters.identity_conflict, 1);
         };
@@ -107,9 +163,11 @@ impl Ingest<'_> {
         add(&self.counters.refused_blocks, u64::from(outcome.refused));
         add(&self.counters.moved_blocks, u64::from(outcome.moved));
         match outcome.rejected {
-            None => {
-                add(&self.counters.stored, 1);
-                add(&self.counters.stored_blocks, blocks.len() as u64);
+            None => self.count_stored(blocks.len()),
+            Some(Rejection::Orphan) if is_device && self.groups.naming().is_some() => {
+                // The tree has no place for them; by name they can be found all the same.
+                self.groups.note_named();
+                self.store_named(event);
             }
             Some(Rejection::Orphan) => add(&self.counters.orphaned, 1),
             Some(Rejection::SelfReference) => add(&self.counters.self_parent, 1),
@@ -119,27 +177,100 @@ impl Ingest<'_> {
         }
     }
 
+    fn count_stored(&self, blocks: usize) {
+        add(&self.counters.stored, 1);
+        add(&self.counters.stored_blocks, blocks as u64);
+    }
+
+    /// Whether the event is of the first part of one block: engines whose hashes are finer than their blocks
+    /// can reuse it.
+    fn is_part(&self, event: &Stored) -> bool {
+        let size = self.model.block_size().unwrap_or(0);
+        event.group_idx.is_some()
+            && event.block_hashes.len() == 1
+            && event.block_size < size
+            && size.is_multiple_of(event.block_size)
+    }
+
+    /// Blocks that are known by name only.
+    fn store_named(&self, event: &Stored) {
+        let holder = Holder::Worker(self.worker, Tier::Device);
+        let group = event.group_idx.unwrap_or(0);
+        let outcome = self.model.groups.store(&holder, group, &event.block_hashes);
+        add(&self.counters.other_group, 1);
+        add(&self.counters.refused_blocks, u64::from(outcome.refused));
+    }
+
+    /// Blocks in a farther tier of an engine that has cache groups. Its events carry no keys, and often no
+    /// tokens: the names alone tell whose blocks they are.
+    fn store_lower(&mut self, event: &Stored, tier: Tier, is_main: bool) {
+        let names = &event.block_hashes;
+        let store = event.shared_store();
+        let chunk = event.block_size.saturating_mul(names.len() as u32);
+        self.groups.learn_lower(chunk, store);
+        let holder = self.holder(tier, store);
+        let group = event.group_idx.unwrap_or(0);
+        let mut outcome = self.model.groups.store(&holder, group, names);
+        if is_main && store.is_none() {
+            // Those that the tree knows can be asked for by content as well.
+            outcome.refused += self.model.index.copy(self.worker, tier, names).refused;
+        }
+        self.count_stored(names.len());
+        add(&self.counters.refused_blocks, u64::from(outcome.refused));
+    }
+
+    fn holder(&self, tier: Tier, store: Option<&str>) -> Holder {
+        match store {
+            Some(store) => Holder::Store(store.to_owned()),
+            None => Holder::Worker(self.worker, tier),
+        }
+    }
+
     /// Offloading connectors name the blocks that they copied to a tier, without their tokens: the worker
     /// holds them elsewhere, which tells what they are.
     fn copy(&mut self, event: &Stored, tier: Tier) {
         let outcome = self.model.index.copy(self.worker, tier, &event.block_hashes);
-        add(&self.counters.stored, 1);
-        add(&self.counters.stored_blocks, event.block_hashes.len() as u64);
+        self.count_stored(event.block_hashes.len());
         add(&self.counters.orphaned, u64::from(outcome.unknown));
         add(&self.counters.refused_blocks, u64::from(outcome.refused));
     }
 
     fn remove(&mut self, event: &Removed) {
-        if !self.groups.is_removal_credited(event.group_idx) {
-            return add(&self.counters.other_group, 1);
-        }
-        let Some(tier) = tier_of(event.medium.as_deref()) else {
+        let Some(tier) = event.tier() else {
             return add(&self.counters.unknown_medium, 1);
         };
-        let outcome = self.model.index.remove(self.worker, tier, &event.block_hashes);
+        let group = event.group_idx.unwrap_or(0);
+        // Removals do not repeat the kind of their group.
+        let is_main = event.group_idx.is_none() || !self.groups.is_other(group);
+        let names = &event.block_hashes;
+        let unknown = if tier != Tier::Device && event.group_idx.is_some() {
+            let store = event.shared_store();
+            let unknown = self.model.groups.remove(&self.holder(tier, store), group, names);
+            if is_main && store.is_none() {
+                self.model.evict(self.worker, tier, names);
+            }
+            unknown
+        } else if !is_main {
+            add(&self.counters.other_group, 1);
+            let holder = Holder::Worker(self.worker, tier);
+            let unknown = self.model.groups.remove(&holder, group, names);
+            return add(&self.counters.unknown_removed, u64::from(unknown));
+        } else if self.groups.has_named() {
+            self.remove_main(tier, group, names)
+        } else {
+            self.model.evict(self.worker, tier, names).unknown
+        };
         add(&self.counters.removed, 1);
-        add(&self.counters.removed_blocks, event.block_hashes.len() as u64);
-        add(&self.counters.unknown_removed, u64::from(outcome.unknown));
+        add(&self.counters.removed_blocks, names.len() as u64);
+        add(&self.counters.unknown_removed, u64::from(unknown));
+    }
+
+    /// Blocks of the main group, some of which may be known by name only.
+    fn remove_main(&self, tier: Tier, group: u32, names: &[u64]) -> u32 {
+        let holder = Holder::Worker(self.worker, tier);
+        let is_named = |name: &u64| self.model.groups.remove(&holder, group, &[*name]) == 0;
+        let rest: Vec<u64> = names.iter().copied().filter(|name| !is_named(name)).collect();
+        if rest.is_empty() { 0 } else { self.model.evict(self.worker, tier, &rest).unknown }
     }
 
     /// The identity under which the blocks are hashed. Engines name the salt only with the first block of a
@@ -182,39 +313,50 @@ impl Ingest<'_> {
     }
 }
 
-fn tier_of(medium: Option<&str>) -> Option<Tier> {
-    medium.map_or(Some(Tier::Device), Tier::from_medium)
+/// Whether the event repeats what one of `reports` tells: those of all groups have the same tokens.
+fn is_report(event: &Stored, reports: &[&[u32]]) -> bool {
+    event.parent.is_none()
+        && event.tier() == Some(Tier::Device)
+        && reports.contains(&event.token_ids.as_slice())
+}
+
+/// The keys of a block beside the adapter's name, which vLLM puts first.
+fn keys_of(event: &Stored, at: usize) -> &[ExtraKey] {
+    let keys = event.extra_keys.get(at).and_then(Option::as_deref).unwrap_or(&[]);
+    match (keys, event.lora_name.as_deref()) {
+        ([ExtraKey::Text(first), rest @ ..], Some(name)) if first == name => rest,
+        _ => keys,
+    }
 }
 
 /// vLLM's order within a block's extra keys is: LoRA name, multimodal items, then (first block of a
-/// prompt only) the cache salt. So the salt is the last plain string there that is not the adapter's name.
+/// prompt only) the cache salt. So the salt is the last plain string behind the adapter's name.
 fn root_salt(event: &Stored) -> Option<&str> {
     if event.parent.is_some() {
         return None;
     }
-    let keys = event.extra_keys.first()?.as_deref()?;
-    keys.iter().rev().find_map(|key| match key {
-        ExtraKey::Text(text) if Some(text.as_str()) != event.lora_name.as_deref() => {
-            Some(text.as_str())
-        }
+    keys_of(event, 0).iter().rev().find_map(|key| match key {
+        ExtraKey::Text(text) => Some(text.as_str()),
         _ => None,
     })
 }
 
-/// What else than tokens, salt and adapter makes block `at` differ: multimodal items and unknown keys.
+/// What else than tokens, salt and adapter makes block `at` differ: multimodal items, digests of embeddings
+/// and unknown keys.
 fn item_hashes(event: &Stored, at: usize, out: &mut Vec<u64>) {
-    let Some(Some(keys)) = event.extra_keys.get(at) else { return };
-    let salt = if at == 0 { root_salt(event) } else { None };
-    for key in keys {
+    let keys = keys_of(event, at);
+    let is_text = |key: &ExtraKey| matches!(key, ExtraKey::Text(_));
+    let salt = match event.parent {
+        None if at == 0 => keys.iter().rposition(is_text),
+        _ => None,
+    };
+    for (number, key) in keys.iter().enumerate() {
         match key {
-            ExtraKey::Item { identifier, .. } => out.push(hash::item_hash(identifier)),
+            ExtraKey::Item { identifier, offset } => out.push(hash::media_key(identifier, *offset)),
+            ExtraKey::Digest(digest) => out.push(hash::embeds_key(digest)),
             ExtraKey::Opaque(bytes_hash) => out.push(*bytes_hash),
-            ExtraKey::Text(text) => {
-                let text = Some(text.as_str());
-                if text != event.lora_name.as_deref() && text != salt {
-                    out.extend(text.map(hash::item_hash));
-                }
-            }
+            ExtraKey::Text(text) if Some(number) != salt => out.push(hash::item_hash(text)),
+            ExtraKey::Text(_) => {}
         }
     }
 }

@@ -1,5 +1,6 @@
 //! What clients may name: models, tenants, endpoints.
 
+use super::cache_groups::EngineFacts;
 use super::model::ModelKey;
 use crate::error::{Error, Result};
 
@@ -37,6 +38,24 @@ pub(super) fn is_brokered(endpoint: &str) -> bool {
 /// `InvalidArgument`: names the field and says what is legal.
 pub fn check_is_socket(field: &str, endpoint: &str) -> Result<()> {
     if is_brokered(endpoint) { Err(no_socket(field, endpoint)) } else { Ok(()) }
+}
+
+/// Check what an operator says of an engine; `block_size` is the one that it registers with.
+///
+/// # Errors
+/// `InvalidArgument`: names the field, the limit and what came.
+pub(super) fn check_facts(facts: &EngineFacts, block_size: Option<u32>) -> Result<()> {
+    if facts.attention_chunk_size == Some(0) {
+        return Err(Error::invalid("attention_chunk_size must be at least 1 token, got 0"));
+    }
+    let Some(chunk) = facts.offload_chunk else { return Ok(()) };
+    let size = block_size.unwrap_or(1);
+    if chunk == 0 || !chunk.is_multiple_of(size) {
+        return Err(Error::invalid(format!(
+            "offload_chunk must be a multiple of block_size, which is {size} tokens, got {chunk}"
+        )));
+    }
+    Ok(())
 }
 
 fn no_socket(field: &str, endpoint: &str) -> Error {

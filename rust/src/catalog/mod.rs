@@ -3,6 +3,7 @@
 //! A *model index* serves one (model, tenant); a *publisher* is one engine socket whose frames feed it.
 //! Doors register publishers, hand over frames as opaque bytes and ask for repairs when told of a gap.
 
+mod cache_groups;
 mod command;
 mod counters;
 mod dump;
@@ -10,26 +11,33 @@ mod identity;
 mod ingest;
 mod legal;
 mod model;
+mod naming;
 mod past;
 mod publisher;
 mod registry;
 mod report;
+mod reuse;
 mod roster;
 mod shared;
 mod standing;
 mod transfer;
 mod transfer_json;
 mod trust;
+mod watch;
 
+pub use cache_groups::{EngineFacts, Group, Knowledge, Layout, Rule};
 pub use command::{Command, CommandQueue};
 pub use counters::{EventCounters, EventCounts};
 pub use dump::{apply_router_event, dump_events, dump_worker, store_blocks};
 pub use identity::Identity;
 pub use legal::check_is_socket;
 pub use model::{ModelIndex, ModelKey};
+pub use naming::Naming;
 pub use publisher::{FrameOutcome, ListenerStatus, Place, Publisher, PublisherId, PublisherView};
 pub use registry::{Catalog, CatalogOptions, Registration};
 pub use report::Report;
+pub use reuse::{Layouts, PromptNames, Question, Reuse};
 pub use transfer::{Digest, MAGIC, Part, Progress, TransferError, Watermark, parts, restore};
 pub use transfer_json::restore_json;
 pub use trust::{Code, Codes, Evidence, Reason, Trust, TrustState, findings};
+pub use watch::CacheWatch;

@@ -5,11 +5,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use hashbrown::Equivalent;
+use parking_lot::RwLock;
 
+use super::cache_groups::Layout;
 use super::identity::Agreement;
+use super::reuse::{self, Layouts, PromptNames, Question, Reuse};
 use super::roster::Roster;
-use crate::ids::Worker;
-use crate::index::BlockIndex;
+use super::watch::{CacheWatch, CacheWatches};
+use crate::hash::content_hashes;
+use crate::hash::engine::{NameCache, NameKeys};
+use crate::ids::{Tier, Worker};
+use crate::index::groups::{GroupIndex, Holder};
+use crate::index::{BlockIndex, Matches, RemoveOutcome};
 
 /// What an index is for: no match ever crosses it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -45,8 +52,17 @@ pub struct ModelIndex {
     pub key: ModelKey,
     /// The blocks.
     pub index: Box<dyn BlockIndex>,
+    /// Blocks by name, of workers with several cache groups.
+    pub groups: GroupIndex,
+    watches: CacheWatches,
+    name_cache: Arc<NameCache>,
+    layouts: RwLock<Arc<Layouts>>,
+    /// Whether there is any layout.
+    has_layouts: AtomicBool,
     /// 0 = not known yet: the first stored event or the engine's metrics tell.
     block_size: AtomicU32,
+    /// The block size is what an engine's metrics say: the first event may know better.
+    is_hint: AtomicBool,
     /// What the operator set for every publisher to come; 0 = nothing.
     given_block_size: u32,
     /// Somebody in this process counts on it, publishers or not.
@@ -58,11 +74,23 @@ pub struct ModelIndex {
 }
 
 impl ModelIndex {
-    pub(super) fn new(key: ModelKey, given_block_size: u32, index: Box<dyn BlockIndex>) -> Self {
+    pub(super) fn new(
+        key: ModelKey,
+        given_block_size: u32,
+        index: Box<dyn BlockIndex>,
+        groups: GroupIndex,
+        name_cache: Arc<NameCache>,
+    ) -> Self {
         Self {
             key,
             index,
+            groups,
+            watches: CacheWatches::default(),
+            name_cache,
+            layouts: RwLock::default(),
+            has_layouts: AtomicBool::new(false),
             block_size: AtomicU32::new(given_block_size),
+            is_hint: AtomicBool::new(false),
             given_block_size,
             is_kept: AtomicBool::new(false),
             agreement: Agreement::default(),
@@ -92,6 +120,117 @@ impl ModelIndex {
         self.agreement.seed(lora_name, cache_salt)
     }
 
+    /// Local hashes of a prompt's full blocks; none while the block size is not known.
+    ///
+    /// # Cost
+    /// O(tokens).
+    pub fn locals(&self, tokens: &[u32], keys: &NameKeys<'_>) -> Vec<u64> {
+        let seed = self.seed(keys.lora.map(|(name, _)| name), keys.cache_salt);
+        let block_size = self.block_size().unwrap_or(0);
+        content_hashes(tokens, block_size, seed, keys.media, keys.embeds)
+    }
+
+    /// What engines call a prompt's blocks, as far as the index needs it.
+    ///
+    /// # Cost
+    /// Nothing for models of one cache group; else a digest a block.
+    pub fn names(&self, tokens: &[u32], keys: &NameKeys<'_>) -> PromptNames {
+        // Relaxed: a query beside the first event of a group may miss it.
+        if !self.has_layouts.load(Ordering::Relaxed) {
+            return PromptNames::default();
+        }
+        let identity = self.agreement.held();
+        let lora = keys.lora.or_else(|| Some((identity.lora_name.as_deref()?, "")));
+        let cache_salt = keys.cache_salt.or(identity.cache_salt.as_deref());
+        let layouts = Arc::clone(&self.layouts.read());
+        layouts.names(&self.name_cache, tokens, &NameKeys { lora, cache_salt, ..*keys })
+    }
+
+    /// Finds, per worker, what it can reuse of a prompt: as [`BlockIndex::find_matches`], but of workers with
+    /// several cache groups only what all groups can go on from. `exact` has the same of these workers in
+    /// tokens.
+    ///
+    /// # Consistency
+    /// As [`BlockIndex::find_matches`]; each name of a group is read at a moment of its own.
+    ///
+    /// # Cost
+    /// That of the walk; where there are workers with several groups, O(names of the prompt, and who holds
+    /// them) more.
+    pub fn find(
+        &self,
+        locals: &[u64],
+        names: &PromptNames,
+        tokens: u64,
+        matches: &mut Matches,
+        exact: &mut Vec<Reuse>,
+    ) {
+        exact.clear();
+        self.index.find_matches(locals, matches);
+        if !self.has_layouts.load(Ordering::Relaxed) {
+            return;
+        }
+        let layouts = Arc::clone(&self.layouts.read());
+        let question = Question {
+            locals,
+            names,
+            tokens: u32::try_from(tokens).unwrap_or(u32::MAX),
+            block_size: self.block_size().unwrap_or(0),
+        };
+        if !layouts.is_empty() && question.block_size > 0 {
+            reuse::evaluate(&layouts, self.index.as_ref(), &self.groups, question, matches, exact);
+        }
+    }
+
+    /// What `worker`'s events have shown of its cache groups changed.
+    pub(super) fn set_layout(&self, worker: Worker, layout: Option<Arc<Layout>>) {
+        let mut layouts = self.layouts.write();
+        let is_known = layouts.get(worker).is_some();
+        if !is_known && layout.as_ref().is_none_or(|layout| layout.is_plain()) {
+            return;
+        }
+        *layouts = Arc::new(layouts.with(worker, layout));
+        self.has_layouts.store(!layouts.is_empty(), Ordering::Relaxed);
+    }
+
+    /// Have `watch` told, as long as it lives, what leaves workers' devices from now on.
+    pub fn watch(&self, watch: &Arc<dyn CacheWatch>) {
+        self.watches.add(watch);
+    }
+
+    /// The engine of `worker` evicted the blocks of these names from `tier`.
+    pub fn evict(&self, worker: Worker, tier: Tier, names: &[u64]) -> RemoveOutcome {
+        if tier != Tier::Device || !self.watches.is_any() {
+            return self.index.remove(worker, tier, names);
+        }
+        let mut gone = Vec::with_capacity(names.len());
+        let outcome = self.index.evict(worker, tier, names, Some(&mut gone));
+        if !gone.is_empty() {
+            self.watches.tell(|watch| watch.evicted(worker, &gone));
+        }
+        outcome
+    }
+
+    /// Drops all that `worker` holds, in all tiers; it stays known.
+    pub fn clear_worker(&self, worker: Worker) {
+        self.index.clear(worker);
+        self.watches.tell(|watch| watch.cleared(worker));
+        self.groups.remove_worker(worker);
+    }
+
+    /// Drops what `worker` holds on its device.
+    pub(super) fn clear_device(&self, worker: Worker) {
+        self.index.clear_tier(worker, Tier::Device);
+        self.watches.tell(|watch| watch.cleared(worker));
+        self.groups.clear(&Holder::Worker(worker, Tier::Device));
+    }
+
+    /// Drops all that `worker` holds and forgets it.
+    pub(super) fn remove_worker(&self, worker: Worker) {
+        self.index.remove_worker(worker);
+        self.groups.remove_worker(worker);
+        self.set_layout(worker, None);
+    }
+
     /// It stays when its last publisher goes.
     pub(super) fn keep(&self) {
         // Relaxed: the catalog's lock orders it with the removal.
@@ -116,6 +255,33 @@ impl ModelIndex {
             Ok(_) => size,
             Err(known) => known,
         }
+    }
+
+    /// The main group of an engine has blocks of `size` tokens, another one those of the hint that holds.
+    pub(super) fn correct_block_size(&self, size: u32) {
+        if self.is_hint.swap(false, Ordering::Relaxed) {
+            self.block_size.store(size, Ordering::Relaxed);
+        }
+    }
+
+    /// Learn the block size from an engine's metrics, which name one even where groups have several: until
+    /// events show that it is another group's. Returns the size that now holds.
+    pub fn hint_block_size(&self, size: u32) -> u32 {
+        debug_assert!(size > 0, "a block holds at least one token");
+        match self.block_size.compare_exchange(0, size, Ordering::Relaxed, Ordering::Relaxed) {
+            Ok(_) => {
+                self.is_hint.store(true, Ordering::Relaxed);
+                size
+            }
+            Err(known) => known,
+        }
+    }
+
+    /// Whether an engine of this model may name `size` in its metrics: it is the index's, or that of another
+    /// cache group.
+    pub fn fits_block_size(&self, size: u32) -> bool {
+        let layouts = Arc::clone(&self.layouts.read());
+        self.block_size() == Some(size) || layouts.have_block_size(size)
     }
 }
 

@@ -27,7 +27,7 @@ impl Past {
     /// Takes its blocks out of the index.
     pub fn drop_blocks(&self, instance_id: InstanceId) {
         for dp_rank in &self.place.ranks {
-            self.model.index.remove_worker(Worker::new(instance_id, *dp_rank));
+            self.model.remove_worker(Worker::new(instance_id, *dp_rank));
         }
     }
 }

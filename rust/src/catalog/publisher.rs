@@ -9,8 +9,9 @@ mod place;
 
 pub use place::Place;
 
+use super::cache_groups::{CacheGroups, EngineFacts};
 use super::counters::{EventCounters, EventCounts, add};
-use super::ingest::{Groups, Ingest};
+use super::ingest::Ingest;
 use super::model::ModelIndex;
 use super::registry::Registration;
 use super::standing::Standing;
@@ -61,7 +62,7 @@ pub enum FrameOutcome {
 
 struct State {
     stream: Stream,
-    groups: Groups,
+    groups: CacheGroups,
     /// Every rank that this socket has spoken for, the registered one first.
     ranks: Vec<u32>,
     status: ListenerStatus,
@@ -92,6 +93,8 @@ pub struct Publisher {
     pub replay_endpoint: Option<String>,
     /// Blocks that a rank's device has, where somebody told.
     pub capacity_blocks: Option<u64>,
+    /// What no event says of the engine.
+    pub facts: EngineFacts,
     counters: EventCounters,
     limits: Limits,
     clock: Arc<dyn Clock>,
@@ -136,7 +139,8 @@ impl Publisher {
         limits: Limits,
         clock: Arc<dyn Clock>,
     ) -> Self {
-        let Registration { worker, endpoint, replay_endpoint, capacity_blocks, .. } = registration;
+        let Registration { worker, endpoint, replay_endpoint, capacity_blocks, facts, .. } =
+            registration;
         let standing = Standing::new(model.index.evicted_blocks_total());
         model.roster.add(worker);
         Self {
@@ -146,12 +150,13 @@ impl Publisher {
             endpoint,
             replay_endpoint,
             capacity_blocks,
+            facts,
             counters: EventCounters::default(),
             limits,
             clock,
             state: Mutex::new(State {
                 stream: Stream::default(),
-                groups: Groups::default(),
+                groups: CacheGroups::default(),
                 ranks: vec![worker.dp_rank],
                 status: ListenerStatus::Pending,
                 last_error: None,
@@ -394,7 +399,7 @@ impl Publisher {
         let worker = Worker::new(self.worker.instance_id, dp_rank);
         // Another publisher may speak for it, too: then its blocks are that one's.
         if self.model.roster.remove(worker) {
-            self.model.index.remove_worker(worker);
+            self.model.remove_worker(worker);
         }
     }
 
@@ -440,6 +445,7 @@ impl Publisher {
                         return FrameOutcome::Applied;
                     }
                     state.ranks.push(dp_rank);
+                    state.groups.touch();
                     self.model.roster.add(Worker::new(self.worker.instance_id, dp_rank));
                 }
                 add(&self.counters.batches, 1);
@@ -448,10 +454,12 @@ impl Publisher {
                     counters: &self.counters,
                     worker: Worker::new(self.worker.instance_id, dp_rank),
                     groups: &mut state.groups,
+                    facts: &self.facts,
                     // A rank that clears its cache says nothing about the others.
                     standing: (state.ranks.len() == 1).then_some(&mut state.standing),
                 }
                 .apply(batch);
+                self.share_layout(state);
             }
             Err(error) => {
                 add(&self.counters.undecodable, 1);
@@ -465,19 +473,31 @@ impl Publisher {
         FrameOutcome::Applied
     }
 
+    /// Tells queries what the events have shown of the engine's cache groups.
+    fn share_layout(&self, state: &mut State) {
+        let Some(layout) = state.groups.changed(self.facts) else { return };
+        for dp_rank in &state.ranks {
+            let worker = Worker::new(self.worker.instance_id, *dp_rank);
+            self.model.set_layout(worker, Some(Arc::clone(&layout)));
+        }
+    }
+
     /// Drop the blocks of every rank but those that another publisher is there for; they stay known.
     fn clear_ranks(&self, state: &State) {
         for dp_rank in &state.ranks {
             let worker = Worker::new(self.worker.instance_id, *dp_rank);
             if worker == self.worker || !self.model.roster.is_shared(worker) {
-                self.model.index.clear(worker);
+                self.model.clear_worker(worker);
             }
         }
     }
 
     fn forget(&self, state: &mut State) {
         self.clear_ranks(state);
-        state.groups = Groups::default();
+        state.groups = CacheGroups::default();
+        for dp_rank in &state.ranks {
+            self.model.set_layout(Worker::new(self.worker.instance_id, *dp_rank), None);
+        }
         state.is_bare = false;
         state.is_unplaced = false;
         let evicted = self.model.index.evicted_blocks_total();

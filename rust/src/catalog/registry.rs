@@ -7,17 +7,20 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use hashbrown::HashMap;
 use parking_lot::RwLock;
 
+use super::cache_groups::EngineFacts;
 use super::command::{Command, CommandQueue};
 use super::counters::EventCounts;
 use super::identity::Identity;
-use super::legal::{check_endpoint, check_names, is_brokered};
+use super::legal::{check_endpoint, check_facts, check_names, is_brokered};
 use super::model::{ModelIndex, ModelKey, Named};
 use super::past::{Past, PastKind};
 use super::publisher::{ListenerStatus, Place, Publisher, PublisherId};
 use crate::clock::{Clock, SystemClock};
 use crate::codec;
 use crate::error::{Error, Result};
+use crate::hash::engine::{NameCache, NameCacheStats};
 use crate::ids::{InstanceId, Worker};
+use crate::index::groups::GroupIndex;
 use crate::index::{self, CountMode, RadixIndex};
 
 /// Default limit of one index: 32 Mi blocks, about 4 GiB when no two workers share any.
@@ -74,6 +77,8 @@ pub struct Registration {
     pub capacity_blocks: Option<u64>,
     /// Adapter and salt of its events that name none; the first registration of an index decides.
     pub identity: Identity,
+    /// What no event says of the engine.
+    pub facts: EngineFacts,
 }
 
 #[derive(Default)]
@@ -98,6 +103,8 @@ pub struct Catalog {
     clock: Arc<dyn Clock>,
     pub(super) tables: RwLock<Tables>,
     next_id: AtomicU64,
+    /// Names of prompts that come back, of all models.
+    names: Arc<NameCache>,
     /// Orders for the transport door.
     pub commands: CommandQueue,
 }
@@ -116,8 +123,14 @@ impl Catalog {
             clock,
             tables: RwLock::default(),
             next_id: AtomicU64::new(1),
+            names: Arc::default(),
             commands: CommandQueue::default(),
         }
+    }
+
+    /// What the cache of names has done.
+    pub fn name_cache_stats(&self) -> NameCacheStats {
+        self.names.stats()
     }
 
     /// Its limits.
@@ -188,7 +201,11 @@ impl Catalog {
             },
             hash_seed: rand::random(),
         });
-        let model = Arc::new(ModelIndex::new(key.clone(), given.unwrap_or(0), Box::new(index)));
+        let groups = GroupIndex::new(self.options.max_blocks, rand::random());
+        let names = Arc::clone(&self.names);
+        let model =
+            ModelIndex::new(key.clone(), given.unwrap_or(0), Box::new(index), groups, names);
+        let model = Arc::new(model);
         if let Some(size) = block_size {
             model.learn_block_size(size);
         }
@@ -212,6 +229,7 @@ impl Catalog {
             replay_endpoint,
             capacity_blocks,
             identity,
+            facts,
         } = registration.clone();
         check_endpoint("endpoint", &endpoint)?;
         if let Some(replay) = &replay_endpoint {
@@ -221,6 +239,7 @@ impl Catalog {
         if block_size == Some(0) {
             return Err(Error::invalid("block_size must be at least 1, got 0"));
         }
+        check_facts(&facts, block_size)?;
         if capacity_blocks == Some(0) {
             return Err(Error::invalid("capacity_blocks must be at least 1, got 0"));
         }

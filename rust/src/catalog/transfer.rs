@@ -1,7 +1,8 @@
 //! From one replica to another: what every publisher's worker holds, and up to which batch.
 //!
 //! The binary form is a magic, then parts: a length (8 bytes, little-endian) and a snapshot of one
-//! publisher's workers, whose key says in JSON what they are of; a length of 0 ends it. The JSON form is
+//! publisher's workers, whose key says in JSON what they are of, and in msgpack the names in their cache
+//! groups, where there are any; a length of 0 ends it. The JSON form is
 //! the published dump, which other systems' indexers answer with as well.
 
 use std::io::{self, Read};
@@ -11,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use xxhash_rust::xxh3::Xxh3;
 
+use super::cache_groups::{CacheGroups, EngineFacts, Knowledge};
 use super::dump::dump_worker;
 use super::identity::Identity;
 use super::legal::check_names;
@@ -20,7 +22,8 @@ use super::publisher::{Place, Publisher};
 use super::registry::Catalog;
 use crate::codec::router::RouterEvent;
 use crate::error::Error;
-use crate::ids::{InstanceId, Worker};
+use crate::ids::{InstanceId, Tier, Worker};
+use crate::index::groups::{GroupName, Holder};
 use crate::index::snapshot::{Meta, Reader, save_workers};
 
 /// First bytes of the binary form; the last one is its version.
@@ -37,6 +40,8 @@ struct Head {
     instance_id: InstanceId,
     dp_rank: u32,
     group: Option<u32>,
+    #[serde(default)]
+    cache: Option<Knowledge>,
     is_inexact: bool,
     lora_name: Option<String>,
     additional_salt: Option<String>,
@@ -121,6 +126,7 @@ impl Part {
                 instance_id: self.worker.instance_id,
                 dp_rank: self.worker.dp_rank,
                 group: place.group,
+                cache: place.cache.clone(),
                 is_inexact: place.is_inexact,
                 lora_name,
                 additional_salt: cache_salt,
@@ -133,6 +139,7 @@ impl Part {
             let mut bytes = vec![0; 8];
             save_workers(self.model.index.as_ref(), workers, &meta, |_| place.cursor, &mut bytes)
                 .map_err(|error| Error::invalid(format!("worker {}: {error}", self.worker)))?;
+            bytes.extend(names_of(&self.model, workers));
             let len = bytes.len() as u64 - 8;
             bytes[..8].copy_from_slice(&len.to_le_bytes());
             Ok(bytes)
@@ -214,6 +221,9 @@ pub struct Watermark {
     /// The cache group that is credited.
     #[serde(default)]
     pub group: Option<u32>,
+    /// What is known of all cache groups.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache: Option<Knowledge>,
     /// What is held is known to be not quite what the engine holds.
     #[serde(default)]
     pub is_inexact: bool,
@@ -231,6 +241,7 @@ impl Watermark {
                 .and_then(|cursor| cursor.fingerprint)
                 .map(|hash| format!("{hash:016x}")),
             group: place.group,
+            cache: place.cache.clone(),
             is_inexact: place.is_inexact,
         }
     }
@@ -245,6 +256,7 @@ impl Watermark {
                 .map(|sequence| crate::index::snapshot::Cursor { sequence, fingerprint }),
             ranks: self.dp_ranks.clone(),
             group: self.group,
+            cache: self.cache.clone(),
             is_inexact: self.is_inexact,
         }
     }
@@ -336,7 +348,8 @@ fn read_word(from: &mut dyn Read) -> Result<[u8; 8], TransferError> {
 }
 
 /// What can't be used of it is left out; the dump goes on behind it.
-fn restore_part(catalog: &Catalog, mut part: &[u8], progress: &mut Progress) {
+fn restore_part(catalog: &Catalog, part: &[u8], progress: &mut Progress) {
+    let (mut part, names) = split_names(part);
     let snapshot = match Reader::open(&mut part) {
         Ok(snapshot) => snapshot,
         Err(error) => return progress.skip(error.to_string()),
@@ -366,8 +379,11 @@ fn restore_part(catalog: &Catalog, mut part: &[u8], progress: &mut Progress) {
     }
     let adopted = adopt(catalog, &model, worker, || {
         let loaded = snapshot.load(model.index.as_ref());
-        let Head { group, is_inexact, .. } = head;
-        let mut place = Place { cursor: None, ranks, group, is_inexact };
+        let Head { group, cache, is_inexact, .. } = head;
+        let mut place = Place { cursor: None, ranks, group, cache, is_inexact };
+        if !names.is_empty() {
+            place.is_inexact |= !restore_names(&model, names);
+        }
         for restored in &loaded.workers {
             progress.workers += usize::from(restored.blocks > 0);
             progress.blocks += restored.blocks;
@@ -387,6 +403,63 @@ fn restore_part(catalog: &Catalog, mut part: &[u8], progress: &mut Progress) {
         Ok(()) => progress.publishers += 1,
         Err(reason) => progress.skip(format!("worker {worker}: {reason}")),
     }
+}
+
+/// The names that one worker has in a tier's cache groups.
+#[derive(Debug, Serialize, Deserialize)]
+struct NamesOf {
+    worker: (InstanceId, u32),
+    tier: String,
+    names: Vec<GroupName>,
+}
+
+/// Marks the end of a part that has names.
+const NAMES_MARK: [u8; 8] = *b"kvfnames";
+
+/// What workers have in the table of groups: msgpack, its length and a mark; nothing for none.
+fn names_of(model: &ModelIndex, workers: &[Worker]) -> Vec<u8> {
+    if model.groups.is_empty() {
+        return Vec::new();
+    }
+    let places: Vec<(Worker, Tier)> =
+        workers.iter().flat_map(|worker| Tier::ALL.map(|tier| (*worker, tier))).collect();
+    let holders: Vec<Holder> =
+        places.iter().map(|(worker, tier)| Holder::Worker(*worker, *tier)).collect();
+    let all: Vec<NamesOf> = places
+        .iter()
+        .zip(model.groups.dump(&holders))
+        .filter(|(_, names)| !names.is_empty())
+        .map(|((worker, tier), names)| NamesOf {
+            worker: (worker.instance_id, worker.dp_rank),
+            tier: tier.name().to_owned(),
+            names,
+        })
+        .collect();
+    let mut bytes = rmp_serde::to_vec(&all).unwrap_or_default();
+    bytes.extend((bytes.len() as u64).to_le_bytes());
+    bytes.extend(NAMES_MARK);
+    bytes
+}
+
+/// A part's snapshot, and its names where it has any.
+fn split_names(part: &[u8]) -> (&[u8], &[u8]) {
+    let whole = (part, &[][..]);
+    let Some(rest) = part.strip_suffix(&NAMES_MARK) else { return whole };
+    let Some((rest, len)) = rest.split_last_chunk::<8>() else { return whole };
+    let len = usize::try_from(u64::from_le_bytes(*len)).unwrap_or(usize::MAX);
+    rest.len().checked_sub(len).map_or(whole, |at| rest.split_at(at))
+}
+
+/// False when they can't be read.
+fn restore_names(model: &ModelIndex, bytes: &[u8]) -> bool {
+    let Ok(all) = rmp_serde::from_slice::<Vec<NamesOf>>(bytes) else { return false };
+    for NamesOf { worker: (instance_id, dp_rank), tier, names } in all {
+        let Some(tier) = Tier::from_name(&tier) else { continue };
+        let holder = Holder::Worker(Worker::new(instance_id, dp_rank), tier);
+        model.groups.clear(&holder);
+        model.groups.restore(&holder, &names);
+    }
+    true
 }
 
 pub(super) fn model_of(
@@ -417,6 +490,12 @@ pub(super) fn adopt(
     }
     let place = load();
     let past = Past { model: Arc::clone(model), place: place.clone(), kind: PastKind::Recovered };
+    if let Some(known) = &place.cache {
+        let layout = CacheGroups::knowing(known).changed(EngineFacts::default());
+        for rank in &place.ranks {
+            model.set_layout(Worker::new(worker.instance_id, *rank), layout.clone());
+        }
+    }
     if !catalog.remember_recovered(worker, past) {
         // It has registered meanwhile, and waits.
         if let Some(publisher) = catalog.publisher_of(worker) {

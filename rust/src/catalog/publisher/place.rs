@@ -1,6 +1,6 @@
 //! Where a publisher's stream stands: handed to another replica, and taken over from one.
 
-use super::super::ingest::Groups;
+use super::super::cache_groups::{CacheGroups, Knowledge};
 use super::super::trust::{self, Code, TrustState};
 use super::{MAX_RANKS, Publisher, State};
 use crate::ids::Worker;
@@ -17,6 +17,8 @@ pub struct Place {
     pub ranks: Vec<u32>,
     /// The cache group that is credited, once an event has named it.
     pub group: Option<u32>,
+    /// What is known of all cache groups; `None` from replicas that do not tell.
+    pub cache: Option<Knowledge>,
     /// What is held is known to be not quite what the engine holds.
     pub is_inexact: bool,
 }
@@ -74,7 +76,11 @@ impl Publisher {
                 self.model.roster.add(Worker::new(self.worker.instance_id, *dp_rank));
             }
         }
-        state.groups = Groups::crediting(place.group);
+        state.groups = match &place.cache {
+            Some(known) => CacheGroups::knowing(known),
+            None => CacheGroups::crediting(place.group),
+        };
+        self.share_layout(state);
         state.is_bare = false;
         let instance_id = self.worker.instance_id;
         let blocks = |rank: &u32| self.model.index.blocks(Worker::new(instance_id, *rank));
@@ -122,6 +128,7 @@ impl Publisher {
             cursor,
             ranks: state.ranks.clone(),
             group: state.groups.credited(),
+            cache: state.groups.knowledge(),
             is_inexact: findings.iter().any(is_doubt),
         }
     }

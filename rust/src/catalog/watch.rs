@@ -1,0 +1,55 @@
+//! Who is told what engines evict.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+
+use parking_lot::RwLock;
+
+use crate::ids::Worker;
+
+/// Told what leaves workers' device caches. Called without any lock of the index held, once for each event;
+/// does not block.
+pub trait CacheWatch: Send + Sync {
+    /// The engine evicted blocks with these local hashes.
+    fn evicted(&self, worker: Worker, local_hashes: &[u64]);
+
+    /// The cache is empty now.
+    fn cleared(&self, worker: Worker);
+}
+
+/// Those that watch one index.
+#[derive(Default)]
+pub(super) struct CacheWatches {
+    all: RwLock<Vec<Weak<dyn CacheWatch>>>,
+    is_any: AtomicBool,
+}
+
+impl CacheWatches {
+    /// Tell `watch`, too, as long as it lives.
+    pub fn add(&self, watch: &Arc<dyn CacheWatch>) {
+        let mut all = self.all.write();
+        all.retain(|watch| watch.strong_count() > 0);
+        all.push(Arc::downgrade(watch));
+        self.is_any.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether there may be somebody to tell.
+    pub fn is_any(&self) -> bool {
+        // Relaxed: an event beside the first watch's coming may pass it.
+        self.is_any.load(Ordering::Relaxed)
+    }
+
+    /// Tell all.
+    pub fn tell(&self, tell: impl Fn(&dyn CacheWatch)) {
+        if self.is_any() {
+            self.all.read().iter().filter_map(Weak::upgrade).for_each(|watch| tell(&*watch));
+        }
+    }
+}
+
+impl fmt::Debug for CacheWatches {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CacheWatches").field("count", &self.all.read().len()).finish()
+    }
+}
