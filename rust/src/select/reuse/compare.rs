@@ -1,0 +1,58 @@
+//! From an answer to evidence.
+
+use super::super::ask::Prompt;
+use super::super::config::Overlap;
+use super::super::selection::Selection;
+use super::super::selector::{SCRATCH, Selector};
+use super::trust::{ReuseChange, ReuseSample};
+use crate::ids::Worker;
+use crate::router::RouteOverride;
+
+impl Selector {
+    /// Whether answers to `prompt` can be compared with what events promised: it was looked up among them.
+    pub fn is_comparable(&self, prompt: &Prompt) -> bool {
+        self.overlap != Overlap::Predictions
+            && prompt.are_tokens_known
+            && self.uses_overlaps(&RouteOverride::default(), prompt)
+    }
+
+    /// The engine that `selection` chose has answered `prompt`, and says that it reused `reported_tokens`. Returns how
+    /// the judgement of the worker changed, where it did; nothing is kept of a worker that has left.
+    ///
+    /// # Cost
+    /// O(1); a walk of the index where the engine reused more than its events said at the decision.
+    pub fn compare(
+        &self,
+        prompt: &Prompt,
+        selection: &Selection,
+        reported_tokens: Option<u64>,
+    ) -> Option<ReuseChange> {
+        let block_size = u64::from(prompt.block_size);
+        let tokens = |blocks| prompt.reusable_blocks(blocks) * block_size;
+        let mut explained_tokens = tokens(selection.reached_blocks.max(selection.held_blocks));
+        if reported_tokens.is_some_and(|reported| reported > explained_tokens + block_size) {
+            // Events of requests that were running at the decision have come by now.
+            explained_tokens =
+                explained_tokens.max(tokens(self.reached_now(prompt, selection.worker)));
+        }
+        let sample = ReuseSample {
+            predicted_tokens: tokens(selection.held_blocks),
+            explained_tokens,
+            reported_tokens,
+            block_size: prompt.block_size,
+        };
+        // Held meanwhile, so that a worker which leaves takes its evidence along.
+        let known = self.workers.lock();
+        known.binary_search(&selection.worker).ok()?;
+        self.reuse.take(selection.worker, &sample)
+    }
+
+    /// Leading blocks of `prompt` that `worker` holds now, in any tier.
+    fn reached_now(&self, prompt: &Prompt, worker: Worker) -> u32 {
+        SCRATCH.with_borrow_mut(|scratch| {
+            self.model.index.find_matches(&prompt.locals, &mut scratch.matches);
+            let found = scratch.matches.as_slice().iter().find(|found| found.worker == worker);
+            found.map_or(0, |found| found.external)
+        })
+    }
+}

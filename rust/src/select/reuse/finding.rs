@@ -1,0 +1,85 @@
+//! Why a worker's overlap is not believed, with cause and fix.
+
+use serde::Serialize;
+
+use crate::ids::Worker;
+
+/// How a worker's answers contradict its events.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ReuseFinding {
+    /// It reuses much more than its events say.
+    ReuseNotInEvents,
+    /// It reuses much less than its events promise.
+    EventsNotReused,
+    /// Both.
+    EventsCrossed,
+}
+
+/// What is heard of a worker's events.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EventSource {
+    /// It has no event socket here.
+    None,
+    /// It has one, from which nothing came.
+    Silent,
+    /// Events came.
+    Heard,
+}
+
+/// What is wrong with a worker, in words, in the form of the reasons of [`crate::catalog::Trust`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct WorkerReason {
+    /// Short and stable, for machines.
+    pub code: &'static str,
+    /// The worker.
+    pub worker: String,
+    /// What was seen, and the likely cause.
+    pub message: String,
+    /// What to do.
+    pub fix: &'static str,
+}
+
+const SWAPPED: &str = "check that events= and replay= of each worker name the sockets of the engine behind its URL \
+                       (--kv-events-config of vLLM, --kv-events-config of SGLang); \
+                       python -m kvflash.doctor FRONTEND_URL checks each of them";
+
+impl ReuseFinding {
+    /// The finding about `worker`, whose events come from `source`.
+    pub fn explain(self, worker: Worker, source: EventSource) -> WorkerReason {
+        let (code, cause, fix) = match (self, source) {
+            (Self::ReuseNotInEvents | Self::EventsCrossed, EventSource::None) => (
+                "events_missing",
+                "reuses prefixes, but it has no event socket here, so none of them earns credit. Is events= missing?",
+                "give the worker events=tcp://HOST:PORT, the endpoint of the engine's --kv-events-config",
+            ),
+            (Self::ReuseNotInEvents | Self::EventsCrossed, EventSource::Silent) => (
+                "events_missing",
+                "reuses prefixes, but no event ever came from its event socket. Does events= name the right socket?",
+                "point events= at the endpoint of the engine's --kv-events-config, and check that its KV events are on",
+            ),
+            (Self::ReuseNotInEvents, EventSource::Heard) => (
+                "reuse_not_in_events",
+                "reuses prefixes that its events do not mention. Are the event ports of two engines swapped?",
+                SWAPPED,
+            ),
+            (Self::EventsNotReused, _) => (
+                "events_not_reused",
+                "does not reuse prefixes that its events promise. Are the event ports of two engines swapped, or were \
+                 removals lost?",
+                SWAPPED,
+            ),
+            (Self::EventsCrossed, EventSource::Heard) => (
+                "events_crossed",
+                "reuses prefixes that its events do not mention, and does not reuse those that they promise. Are the \
+                 event ports of two engines swapped?",
+                SWAPPED,
+            ),
+        };
+        WorkerReason {
+            code,
+            worker: worker.to_string(),
+            message: format!("worker {worker} {cause}"),
+            fix,
+        }
+    }
+}
