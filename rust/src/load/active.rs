@@ -61,6 +61,7 @@ struct Request {
     /// What the private blocks count as, in units of `1 / WHOLE`.
     private_fraction: u16,
     private_blocks: u32,
+    prompt_tokens: u64,
     /// Tokens still to be prefilled; 0 once that is done.
     prefill_tokens: u64,
     /// Its place among all bookings, from 1.
@@ -96,9 +97,10 @@ pub struct ActiveSequences {
 impl ActiveSequences {
     /// An empty table.
     pub fn new(config: LoadConfig) -> Self {
+        let estimates_queue = config.estimates_queue;
         Self {
             config,
-            slots: Slots::default(),
+            slots: Slots::new(estimates_queue),
             blocks: Blocks::default(),
             requests: Vec::new(),
             free_places: Vec::new(),
@@ -133,18 +135,28 @@ impl ActiveSequences {
         }
     }
 
+    /// The size of a model's blocks turned out to be another one. Requests that are active keep the tokens
+    /// that they were counted with.
+    pub fn correct_block_size(&mut self, block_size: u32) {
+        self.config.block_size = block_size;
+    }
+
     /// Make `workers` the workers of the table. Those that stay keep their requests, new ones
     /// start empty; requests of those that go are dropped (freeing them later does nothing).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for more than [`super::MAX_WORKERS`]; nothing changes then.
+    /// [`Error::Overloaded`] for more than [`super::MAX_WORKERS`]; nothing changes then.
     pub fn set_workers(&mut self, workers: &[Worker]) -> Result<WorkerChange> {
         let mut wanted = workers.to_vec();
         wanted.sort_unstable();
         wanted.dedup();
         if wanted.len() > super::MAX_WORKERS {
             let limit = super::MAX_WORKERS;
-            return Err(Error::invalid(format!("{} workers; the limit is {limit}", wanted.len())));
+            return Err(Error::Overloaded(format!(
+                "a router takes at most {limit} data-parallel ranks of all workers of a model together, \
+                 got {}; remove workers, or divide them between several routers",
+                wanted.len()
+            )));
         }
         let gone: Vec<Worker> = (self.slots.workers().map(|(_, worker)| worker))
             .filter(|worker| wanted.binary_search(worker).is_err())
@@ -160,11 +172,10 @@ impl ActiveSequences {
         self.slots.slot(worker).map(|_| self.drop_workers(&[worker]))
     }
 
-    /// Give `request` to `worker`: its uncached tokens are to be prefilled, its blocks are in use.
+    /// As [`book_for`](Self::book_for), for a request whose first token will be seen.
     ///
     /// # Errors
-    /// [`Error::Conflict`] for a request that is booked already, [`Error::NotFound`] for a worker
-    /// that is not in the table, [`Error::Overloaded`] at `max_requests`. Nothing changes then.
+    /// The same.
     pub fn book(
         &mut self,
         id: RequestId,
@@ -172,6 +183,29 @@ impl ActiveSequences {
         blocks: BlockUse<'_>,
         isl_tokens: u64,
         overlap_blocks: u32,
+        now_ms: u64,
+    ) -> Result<()> {
+        self.book_for(id, worker, blocks, isl_tokens, overlap_blocks, None, now_ms)
+    }
+
+    /// Give `request` to `worker`: its uncached tokens are to be prefilled, its blocks are in use.
+    ///
+    /// # Arguments
+    /// * `unseen_ms` - How long the prefill should take, where its end will not be seen; for
+    ///   [`WorkerLoad::queued_tokens`] alone.
+    ///
+    /// # Errors
+    /// [`Error::Conflict`] for a request that is booked already, [`Error::NotFound`] for a worker
+    /// that is not in the table, [`Error::Overloaded`] at `max_requests`. Nothing changes then.
+    #[allow(clippy::too_many_arguments)]
+    pub fn book_for(
+        &mut self,
+        id: RequestId,
+        worker: Worker,
+        blocks: BlockUse<'_>,
+        isl_tokens: u64,
+        overlap_blocks: u32,
+        unseen_ms: Option<u64>,
         now_ms: u64,
     ) -> Result<()> {
         if self.by_id.contains_key(&id) {
@@ -195,6 +229,7 @@ impl ActiveSequences {
             is_remote: false,
             private_fraction: WHOLE,
             private_blocks,
+            prompt_tokens: isl_tokens,
             prefill_tokens: if self.config.track_prefill_tokens { uncached_tokens } else { 0 },
             number: self.bookings + 1,
             active_at_ms: self.hear(now_ms),
@@ -206,11 +241,19 @@ impl ActiveSequences {
         let added = self.blocks.acquire(hashes, slot, self.slots.capacity());
         let counters = self.slots.counters(slot);
         counters.requests += 1;
+        counters.context_tokens += isl_tokens;
         let takes = match speed {
             PrefillSpeed::Unknown => None,
             PrefillSpeed::Told(per_s) => Some(Takes::told(prefill_tokens, per_s)),
             PrefillSpeed::Learned => Some(counters.prefills.learned(prefill_tokens)),
         };
+        if self.config.estimates_queue {
+            let takes = match unseen_ms {
+                Some(ms) => Takes::Told(ms),
+                None => counters.queue.learned(prefill_tokens),
+            };
+            counters.queue.push(self.bookings, prefill_tokens, takes, now_ms);
+        }
         match takes {
             None => counters.prefills.add(prefill_tokens),
             Some(takes) => {
@@ -271,7 +314,9 @@ impl ActiveSequences {
     pub fn mark_prefill_completed(&mut self, id: RequestId) -> Result<()> {
         let request = Self::request(&self.by_id, &mut self.requests, id)?;
         let tokens = std::mem::take(&mut request.prefill_tokens);
-        let prefills = &mut self.slots.counters(request.slot).prefills;
+        let counters = self.slots.counters(request.slot);
+        counters.queue.complete(request.number, self.now_ms);
+        let prefills = &mut counters.prefills;
         match self.config.prefill_speed {
             PrefillSpeed::Unknown => prefills.subtract(tokens),
             PrefillSpeed::Told(_) | PrefillSpeed::Learned => {
@@ -454,6 +499,8 @@ impl ActiveSequences {
         let released = self.blocks.release(&request.hashes, request.slot);
         let counters = self.slots.counters(request.slot);
         counters.requests -= 1;
+        counters.context_tokens -= request.prompt_tokens;
+        counters.queue.remove(request.number, self.now_ms);
         match self.config.prefill_speed {
             PrefillSpeed::Unknown => counters.prefills.subtract(request.prefill_tokens),
             PrefillSpeed::Told(_) | PrefillSpeed::Learned => {

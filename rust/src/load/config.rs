@@ -13,6 +13,8 @@ pub struct LoadConfig {
     pub track_prefill_tokens: bool,
     /// How fast workers prefill: by that, prompt tokens that are worked on count less and less.
     pub prefill_speed: PrefillSpeed,
+    /// Tell beside the prompt tokens without a first token what should be left of them by now.
+    pub estimates_queue: bool,
 }
 
 /// How fast a worker prefills.
@@ -35,6 +37,7 @@ impl Default for LoadConfig {
             max_requests: 65_536,
             track_prefill_tokens: true,
             prefill_speed: PrefillSpeed::default(),
+            estimates_queue: false,
         }
     }
 }

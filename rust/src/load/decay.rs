@@ -76,10 +76,10 @@ impl Shown {
         }
     }
 
-    /// Tokens a second, once enough was seen.
+    /// Tokens a second, once enough was seen. Less than a millisecond counts as one.
     fn per_s(&self) -> Option<f64> {
-        let is_enough = self.total >= FEWEST_TOKENS && self.busy_ms > 0.0;
-        is_enough.then(|| self.tokens * 1_000.0 / self.busy_ms)
+        let is_enough = self.total >= FEWEST_TOKENS;
+        is_enough.then(|| self.tokens * 1_000.0 / self.busy_ms.max(1.0))
     }
 }
 
@@ -137,7 +137,10 @@ impl Prefills {
     /// Its first token came. Saying it again changes nothing.
     pub fn complete(&mut self, number: u64, now_ms: u64) {
         if let Some(done) = self.waiting.get(&number) {
-            self.shown.see(done.tokens, now_ms);
+            // What is told teaches nothing.
+            if !done.is_told() {
+                self.shown.see(done.tokens, now_ms);
+            }
             self.remove(number, now_ms);
         }
     }

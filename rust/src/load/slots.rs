@@ -18,6 +18,10 @@ pub struct WorkerLoad {
     pub requests: u32,
     /// Prompt tokens of those requests that are still to be prefilled, or should be by now.
     pub prefill_tokens: u64,
+    /// Of these, what should be left by now; all of them unless that is estimated.
+    pub queued_tokens: u64,
+    /// Prompt tokens of those requests, prefilled or not.
+    pub context_tokens: u64,
     /// Distinct blocks of those requests, rounded to whole ones.
     pub blocks: u64,
     /// Number of the table's last booking on this worker, counted from 1; 0 for none.
@@ -31,7 +35,10 @@ pub struct WorkerLoad {
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     pub(super) requests: u32,
+    pub(super) context_tokens: u64,
     pub(super) prefills: Prefills,
+    /// The same prompts, as time should have worn them off.
+    pub(super) queue: Prefills,
     /// Distinct blocks, each as a whole.
     pub(super) blocks: u64,
     /// How much less than whole they count, in units of `1 / WHOLE`.
@@ -61,9 +68,15 @@ pub(super) struct Slots {
     by_worker: HashMap<Worker, u16>,
     /// Taken slots in worker order: what makes every walk deterministic.
     order: Vec<u16>,
+    /// See [`LoadConfig::estimates_queue`](super::LoadConfig::estimates_queue).
+    estimates_queue: bool,
 }
 
 impl Slots {
+    pub(super) fn new(estimates_queue: bool) -> Self {
+        Self { estimates_queue, ..Self::default() }
+    }
+
     /// Slots ever taken at once: every slot is below it.
     pub(super) fn capacity(&self) -> usize {
         self.slots.len()
@@ -112,7 +125,9 @@ impl Slots {
         &self,
         now_ms: u64,
     ) -> impl ExactSizeIterator<Item = (u16, WorkerLoad)> + '_ {
-        self.order.iter().map(move |&slot| (slot, self.taken(slot).load(now_ms)))
+        self.order
+            .iter()
+            .map(move |&slot| (slot, self.taken(slot).load(now_ms, self.estimates_queue)))
     }
 
     /// Give each of `workers`, none of which has a slot yet, one with empty counters.
@@ -161,13 +176,16 @@ impl Slots {
 }
 
 impl Slot {
-    fn load(&self, now_ms: u64) -> WorkerLoad {
-        let Counters { requests, prefills, blocks, discount, last_booked } = &self.counters;
+    fn load(&self, now_ms: u64, estimates: bool) -> WorkerLoad {
+        let Counters { requests, context_tokens, prefills, queue, blocks, discount, last_booked } =
+            &self.counters;
         let unit = u64::from(WHOLE);
         WorkerLoad {
             worker: self.worker,
             requests: *requests,
             prefill_tokens: prefills.left(now_ms),
+            queued_tokens: if estimates { queue.left(now_ms) } else { prefills.left(now_ms) },
+            context_tokens: *context_tokens,
             blocks: (blocks * unit - discount + unit / 2) / unit,
             last_booked: *last_booked,
             prefill_tokens_per_s: prefills.per_s().map(|per_s| per_s.round() as u64),

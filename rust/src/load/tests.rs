@@ -144,7 +144,10 @@ fn requests_that_are_gone_are_not_found_but_freed_in_peace() {
 fn too_many_workers_are_refused_as_a_whole() {
     let mut load = table(LoadConfig::default(), &[WORKER]);
     let many: Vec<Worker> = (0..=MAX_WORKERS as u64).map(|id| Worker::new(id, 0)).collect();
-    assert!(matches!(load.set_workers(&many), Err(Error::InvalidArgument(_))));
+    let error = load.set_workers(&many).unwrap_err();
+    assert!(matches!(error, Error::Overloaded(_)), "{error:?}");
+    let text = error.to_string();
+    assert!(text.contains("at most 65535") && text.contains("got 65536"), "{text}");
     assert_eq!(load.worker_count(), 1);
     load.set_workers(&many[1..]).unwrap();
     assert_eq!(load.worker_count(), MAX_WORKERS);
@@ -231,6 +234,7 @@ struct TwinRequest {
     worker: Worker,
     hashes: Vec<u64>,
     private: Vec<f64>,
+    prompt_tokens: u64,
     prefill_tokens: u64,
     active_at_ms: u64,
 }
@@ -272,6 +276,8 @@ impl Twin {
             worker,
             requests: own.len() as u32,
             prefill_tokens: own.iter().map(|request| request.prefill_tokens).sum(),
+            queued_tokens: own.iter().map(|request| request.prefill_tokens).sum(),
+            context_tokens: own.iter().map(|request| request.prompt_tokens).sum(),
             blocks: (shared + private).round() as u64,
             last_booked: self.workers[&worker],
             prefill_tokens_per_s: None,
@@ -354,6 +360,7 @@ impl Pair {
             expiry_ms: EXPIRY_MS,
             max_requests: MAX_REQUESTS,
             track_prefill_tokens: true,
+            estimates_queue: false,
             prefill_speed: PrefillSpeed::Unknown,
         };
         Self {
@@ -389,6 +396,7 @@ impl Pair {
                 worker,
                 hashes,
                 private: vec![1.0; private],
+                prompt_tokens: isl,
                 prefill_tokens: isl.saturating_sub(u64::from(overlap) * BLOCK_SIZE),
                 active_at_ms: now,
             });
@@ -542,4 +550,25 @@ proptest! {
         prop_assert_eq!((totals.requests, totals.prefill_tokens, totals.blocks), (0, 0, 0));
         prop_assert_eq!(totals.distinct_blocks, 0);
     }
+}
+
+#[test]
+fn what_should_be_left_of_a_queue_is_told_beside_what_is_not_done() {
+    let config = LoadConfig { block_size: 16, estimates_queue: true, ..LoadConfig::default() };
+    let mut load = table(config, &[WORKER]);
+    let unseen = Some(100);
+    load.book_for(RequestId(1), WORKER, BlockUse::Untracked, 800, 0, unseen, 1_000).unwrap();
+    load.book_for(RequestId(2), WORKER, BlockUse::Untracked, 400, 0, Some(50), 1_000).unwrap();
+    let both = |load: &ActiveSequences| {
+        let WorkerLoad { prefill_tokens, queued_tokens, .. } = load_of(load, WORKER);
+        (prefill_tokens, queued_tokens)
+    };
+    assert_eq!(both(&load), (1_200, 1_200));
+    load.advance(1_050);
+    assert_eq!(both(&load), (1_200, 800));
+    load.advance(2_000);
+    assert_eq!(both(&load), (1_200, 0));
+    load.mark_prefill_completed(RequestId(1)).unwrap();
+    load.free(RequestId(2));
+    assert_eq!(both(&load), (0, 0));
 }
