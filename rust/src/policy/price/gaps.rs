@@ -1,0 +1,180 @@
+//! How long sessions pause between two turns.
+
+use hashbrown::HashMap;
+
+/// Prompts whose ends are remembered, in each of two generations.
+const TAILS: usize = 32_768;
+/// Bits that tell at a glance that no prompt ended with a block.
+const FILTER_BITS: usize = 1 << 20;
+/// Blocks that are looked at from the end of a prompt, and from the deepest block that any worker holds.
+const LOOK_BACK: usize = 128;
+/// Gaps before their distribution is believed.
+const FEWEST: f64 = 10.0;
+/// Pauses of all sessions together that are a silence, in mean gaps.
+const SILENCE: f64 = 4.0;
+/// A spread of ln(gap) below this is taken for this.
+const LEAST_SPREAD: f64 = 0.2;
+/// What the distribution moves by before workers' prices are worked out anew.
+const STEP: f64 = 0.02;
+
+/// Ends of prompts, and the distribution of the time until they are continued.
+#[derive(Debug)]
+pub(super) struct Gaps {
+    /// When a prompt that ended with this block was routed last, in milliseconds: the latest of them, and
+    /// those before.
+    tails: [HashMap<u64, u64>; 2],
+    filter: Box<[u64]>,
+    /// Of ln(gap in ms).
+    mean: f64,
+    variance: f64,
+    count: f64,
+    /// When the last prompt came.
+    seen_ms: u64,
+    version: u64,
+    /// Mean and variance at that version.
+    told: (f64, f64),
+}
+
+impl Default for Gaps {
+    fn default() -> Self {
+        Self {
+            tails: Default::default(),
+            filter: vec![0; FILTER_BITS / 64].into(),
+            mean: 0.0,
+            variance: 0.25,
+            count: 0.0,
+            seen_ms: 0,
+            version: 1,
+            told: (0.0, 0.25),
+        }
+    }
+}
+
+impl Gaps {
+    /// A prompt with these sequence hashes is routed; `held` of its blocks are known to be held by a worker.
+    ///
+    /// # Cost
+    /// O(1): a session that goes on far behind its last turn's end is not recognised.
+    pub fn see(&mut self, sequence_hashes: &[u64], held: usize, now_ms: u64) {
+        let Some(last) = sequence_hashes.last() else { return };
+        // After a silence much longer than sessions pause, what comes may be other traffic: it is learned
+        // quickly.
+        if now_ms.saturating_sub(self.seen_ms) as f64 > SILENCE * self.mean.exp() {
+            self.count = self.count.min(FEWEST);
+        }
+        self.seen_ms = now_ms;
+        let len = sequence_hashes.len();
+        let from_end = len.saturating_sub(LOOK_BACK)..len;
+        let from_held = held.saturating_sub(LOOK_BACK)..held.min(from_end.start);
+        let places = from_end.rev().chain(from_held.rev());
+        let known = places.map(|at| sequence_hashes[at]).find_map(|hash| self.tail(hash));
+        if let Some(at_ms) = known {
+            self.add(now_ms.saturating_sub(at_ms));
+        }
+        self.remember(*last, now_ms);
+    }
+
+    fn tail(&self, hash: u64) -> Option<u64> {
+        let bit = hash as usize % FILTER_BITS;
+        if self.filter[bit / 64] >> (bit % 64) & 1 == 0 {
+            return None;
+        }
+        self.tails.iter().find_map(|tails| tails.get(&hash).copied())
+    }
+
+    fn remember(&mut self, hash: u64, now_ms: u64) {
+        if self.tails[0].len() >= TAILS && !self.tails[0].contains_key(&hash) {
+            let [young, old] = &mut self.tails;
+            std::mem::swap(young, old);
+            young.clear();
+            self.filter.fill(0);
+            for hash in old.keys() {
+                let bit = *hash as usize % FILTER_BITS;
+                self.filter[bit / 64] |= 1 << (bit % 64);
+            }
+        }
+        let bit = hash as usize % FILTER_BITS;
+        self.filter[bit / 64] |= 1 << (bit % 64);
+        self.tails[0].insert(hash, now_ms);
+    }
+
+    fn add(&mut self, gap_ms: u64) {
+        let ln = (gap_ms.max(1) as f64).ln();
+        self.count += 1.0;
+        if self.count == 1.0 {
+            self.mean = ln;
+        }
+        let off = ln - self.mean;
+        self.mean += (1.0 / self.count).max(0.02) * off;
+        self.variance += (0.5 / self.count).max(0.02) * (off * off - self.variance);
+        let (mean, variance) = self.told;
+        let is_news = (self.mean - mean).abs() > STEP || (self.variance - variance).abs() > STEP;
+        if is_news || self.count == FEWEST {
+            self.told = (self.mean, self.variance);
+            self.version += 1;
+        }
+    }
+
+    /// Changes when [`density`](Self::density) does.
+    pub fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// Share of sessions that come back after about `age_ms`, per unit of ln(time), as a logistic
+    /// distribution has it; `None` while too few gaps were seen.
+    pub fn density(&self, age_ms: f64) -> Option<f64> {
+        if self.count < FEWEST {
+            return None;
+        }
+        let spread = self.variance.sqrt().max(LEAST_SPREAD);
+        let z = (age_ms.max(1.0).ln() - self.mean) / spread;
+        let below = 1.0 / (1.0 + (-(1.7 * z).clamp(-30.0, 30.0)).exp());
+        Some(1.7 / spread * below * (1.0 - below))
+    }
+
+    /// Mean and spread of ln(gap in ms), and how many gaps were seen.
+    pub fn ln_gap(&self) -> (f64, f64, f64) {
+        (self.mean, self.variance.sqrt(), self.count)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_gaps_of_sessions_are_learned_and_strangers_have_none() {
+        let mut gaps = Gaps::default();
+        let prompt = |session: u64, turns: u64| -> Vec<u64> {
+            (0..10 * turns).map(|at| session << 32 | (at + 1)).collect()
+        };
+        for turn in 1..4 {
+            for session in 0..8 {
+                gaps.see(&prompt(session, turn), 0, turn * 10_000 + session);
+            }
+        }
+        let (mean, spread, count) = gaps.ln_gap();
+        assert_eq!(count, 16.0);
+        assert!((mean - 10_000_f64.ln()).abs() < 1e-9 && spread < 0.5);
+        let at = |ms: f64| gaps.density(ms).expect("enough were seen");
+        assert!(at(10_000.0) > 10.0 * at(1_000.0) && at(10_000.0) > 10.0 * at(100_000.0));
+    }
+
+    #[test]
+    fn a_long_turn_is_recognised_by_what_workers_hold() {
+        let mut gaps = Gaps::default();
+        let hashes: Vec<u64> = (1..2_000).collect();
+        gaps.see(&hashes[..500], 0, 1_000);
+        gaps.see(&hashes, 510, 3_000);
+        assert_eq!(gaps.ln_gap().2, 1.0);
+    }
+
+    #[test]
+    fn memory_is_bounded() {
+        let mut gaps = Gaps::default();
+        for hash in 0..200_000_u64 {
+            gaps.see(&[hash.wrapping_mul(0x9e37_79b9_7f4a_7c15)], 0, hash);
+        }
+        assert!(gaps.tails.iter().all(|tails| tails.len() <= TAILS));
+    }
+}

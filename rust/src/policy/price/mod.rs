@@ -1,0 +1,372 @@
+//! `auto`: the worker where a request costs everybody least, in prompt tokens.
+//!
+//! One unit for all that a request causes: the prefill queued before it, its own uncached tokens, the
+//! answers that its prefill stalls, the steps that it makes longer, and the blocks that it pushes out of a
+//! full cache. [`rule`] is the formula; the other rooms learn what goes into it from bookings, first tokens,
+//! ends and evictions, each within a fixed memory.
+
+mod gaps;
+mod marks;
+mod pace;
+mod retention;
+mod rule;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+
+use hashbrown::HashMap;
+use parking_lot::Mutex;
+use rand::RngCore;
+
+use super::contract::{Candidates, Context, Finished, RoutePolicy, Sample};
+use super::cost::{Stage, Terms};
+use super::decision::{Choice, Reason};
+use super::lowest::Lowest;
+use super::select::{among_equals, warm};
+use super::settings::Settings;
+use super::softmax;
+use crate::error::Result;
+use crate::ids::Worker;
+use gaps::Gaps;
+use marks::Wanted;
+use pace::Pace;
+use retention::Retention;
+use rule::{Inputs, MissCost};
+
+pub use marks::Marks;
+pub use rule::Price;
+
+/// The policy's name.
+pub const AUTO: &str = "auto";
+
+/// Share of a cache's retention for which the price of an eviction stands.
+const PRESSURE_STANDS: f64 = 0.05;
+
+pub(super) fn build(_: &Settings, _: &mut dyn RngCore) -> Result<Arc<dyn RoutePolicy>> {
+    Ok(Arc::new(PricePolicy::default()))
+}
+
+/// What the policy worked out for a request when it was routed; it comes back with its end.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Ticket {
+    /// Prefixes of the prompt that count as wanted while the request runs.
+    pub marks: Marks,
+    /// Tokens of prefill that stood between the request and its first token.
+    pub work_tokens: f64,
+    /// Of these, its own.
+    pub own_tokens: f64,
+    /// Its answer comes as a whole.
+    pub is_whole: bool,
+    /// What of it the worker does.
+    pub stage: Stage,
+}
+
+/// What is remembered of one worker.
+#[derive(Debug)]
+struct Known {
+    worker: Worker,
+    retention: Retention,
+    pace: Pace,
+    pressure: Pressure,
+}
+
+/// What a token pushed into a worker's full cache costs, in tokens.
+#[derive(Debug, Clone, Copy, Default)]
+struct Pressure {
+    tokens: f64,
+    /// The state of the gaps that it was worked out from; 0 for none.
+    version: u64,
+    /// Until when it is about right.
+    until_ms: u64,
+}
+
+impl Known {
+    fn pressure(&mut self, gaps: &Gaps, now_ms: u64) -> f64 {
+        if self.pressure.version != gaps.version() || now_ms >= self.pressure.until_ms {
+            let age_ms = self.retention.age_ms(now_ms).unwrap_or(f64::INFINITY);
+            self.pressure = Pressure {
+                tokens: rule::pressure(&self.retention, gaps, now_ms),
+                version: gaps.version(),
+                // Saturates, as casts of floats do.
+                until_ms: now_ms.saturating_add(((age_ms * PRESSURE_STANDS) as u64).max(1)),
+            };
+        }
+        self.pressure.tokens
+    }
+}
+
+/// What is remembered of one model's traffic.
+#[derive(Debug, Default)]
+struct Traffic {
+    gaps: Gaps,
+    wanted: Wanted,
+    answers: pace::Answers,
+    prefills: pace::Prefills,
+    wholes: pace::Wholes,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Ascending by worker: candidates come in the same order.
+    workers: Vec<Known>,
+    /// By model.
+    traffic: HashMap<Box<str>, Traffic>,
+}
+
+impl State {
+    /// Where a worker is, or would be.
+    fn place(&self, worker: Worker) -> std::result::Result<usize, usize> {
+        self.workers.binary_search_by_key(&worker, |known| known.worker)
+    }
+
+    /// What is known of a worker that requests were routed to.
+    fn find(&mut self, worker: Worker) -> Option<&mut Known> {
+        let at = self.place(worker).ok()?;
+        Some(&mut self.workers[at])
+    }
+
+    /// The same, from now on.
+    fn known(&mut self, worker: Worker) -> &mut Known {
+        let at = match self.place(worker) {
+            Ok(at) => at,
+            Err(at) => {
+                let (retention, pace) = (Retention::default(), Pace::default());
+                let pressure = Pressure::default();
+                let known = Known { worker, retention, pace, pressure };
+                self.workers.insert(at, known);
+                at
+            }
+        };
+        &mut self.workers[at]
+    }
+}
+
+/// The policy.
+///
+/// # Cost
+/// One pass over the candidates, O(1) for each; O(log blocks) for the prompt under the router's lock. Memory:
+/// about 8 KiB a worker, 3 MiB a model.
+#[derive(Debug, Default)]
+pub struct PricePolicy {
+    state: Mutex<State>,
+}
+
+impl PricePolicy {
+    /// What the request would cost on every candidate; calls `each` in their order.
+    fn prices(
+        &self,
+        context: &Context<'_>,
+        candidates: &Candidates<'_>,
+        mut each: impl FnMut(usize, Price),
+    ) {
+        let request = &context.request;
+        let size = f64::from(request.block_size);
+        let input = request.isl_tokens as f64;
+        let mut guard = self.state.lock();
+        let State { workers, traffic } = &mut *guard;
+        let Traffic { gaps, wanted, answers, .. } = traffic.entry_ref(context.model).or_default();
+        let marks = context.memo.marks(context.sequence_hashes);
+        let overlaps = candidates.list.iter().map(|one| one.overlap_blocks);
+        let weights = wanted.weights(marks, overlaps);
+        let miss = MissCost::new(input, size, &weights);
+        let answer_tokens = answers.mean_tokens(context.now_ms);
+        let mut known = workers.iter_mut().peekable();
+        for (index, one) in candidates.list.iter().enumerate() {
+            while known.next_if(|known| known.worker < one.worker).is_some() {}
+            let own = known.peek_mut().filter(|known| known.worker == one.worker);
+            let (slowness, pressure) = match own {
+                None => (1.0, 0.0),
+                Some(own) => {
+                    (own.pace.slowness(context.now_ms), own.pressure(gaps, context.now_ms))
+                }
+            };
+            let load = candidates.load(index);
+            // The load table's strangers earn nothing for what they hold.
+            let saved_blocks = match one.load {
+                Some(_) => {
+                    f64::from(one.overlap_blocks) + f64::from(one.lower_milliblocks) / 1_000.0
+                }
+                None => 0.0,
+            };
+            each(
+                index,
+                rule::price(
+                    &Inputs {
+                        input_tokens: input,
+                        cached_tokens: saved_blocks * size,
+                        queued_tokens: load.queued_tokens as f64,
+                        requests: f64::from(load.requests),
+                        context_tokens: load.context_tokens as f64,
+                        answer_tokens,
+                        slowness,
+                        pressure,
+                        stage: request.stage(),
+                    },
+                    &miss,
+                ),
+            );
+        }
+    }
+}
+
+impl RoutePolicy for PricePolicy {
+    fn name(&self) -> &str {
+        AUTO
+    }
+
+    fn needs_tokens(&self) -> bool {
+        true
+    }
+
+    fn choose(
+        &self,
+        context: &Context<'_>,
+        candidates: &Candidates<'_>,
+        terms: &mut Vec<Terms>,
+        rng: &mut dyn RngCore,
+    ) -> Option<Choice> {
+        candidates.fill(context, terms, |_| 0.0);
+        let mut lowest = Lowest::new();
+        // Among equal costs the fewest requests, then chance: turns would lead the sessions of one worker to the
+        // next one, again and again.
+        let rank = |index: usize| u64::from(candidates.requests(index));
+        self.prices(context, candidates, |index, price| {
+            let cost = price.total();
+            (terms[index].cost, terms[index].price) = (cost, price);
+            lowest.see(index, cost, || rank(index));
+        });
+        match candidates.len() {
+            0 => None,
+            1 => {
+                let reason = Reason::OnlyCandidate;
+                Some(Choice { index: 0, ties: 1, margin: None, reason, score: None })
+            }
+            _ if context.request.temperature > 0.0 => {
+                let costs = terms.iter().map(|terms| terms.cost);
+                Some(warm(terms, softmax::sample(costs, context.request.temperature, rng)))
+            }
+            count => {
+                let is_tied = |at: usize| terms[at].cost == lowest.value && rank(at) == lowest.rank;
+                Some(among_equals(lowest, 0..count, is_tied, rng))
+            }
+        }
+    }
+
+    fn unseen_prefill_ms(&self, model: &str, tokens: u64) -> Option<u64> {
+        let state = self.state.lock();
+        Some(state.traffic.get(model)?.wholes.prefill_ms(tokens))
+    }
+
+    fn routed(&self, context: &Context<'_>, candidates: &Candidates<'_>, choice: &Choice) {
+        let chosen = &candidates.list[choice.index];
+        let load = candidates.load(choice.index);
+        let own = context.request.uncached_tokens(chosen);
+        let marks = context.memo.marks(context.sequence_hashes);
+        let best = candidates.list.iter().map(|one| one.overlap_blocks).max().unwrap_or(0);
+        let mut state = self.state.lock();
+        let traffic = state.traffic.entry_ref(context.model).or_default();
+        traffic.wanted.add(marks);
+        traffic.gaps.see(context.sequence_hashes, best as usize, context.now_ms);
+        let known = state.known(chosen.worker);
+        if context.is_indexed {
+            known.retention.used(context.local_hashes, context.now_ms);
+        }
+        drop(state);
+        context.memo.set_ticket(Ticket {
+            marks: marks.clone(),
+            work_tokens: (load.queued_tokens + own) as f64,
+            own_tokens: own as f64,
+            is_whole: context.is_whole,
+            stage: context.request.stage(),
+        });
+    }
+
+    fn finished(&self, finished: &Finished<'_>) {
+        let Some(ticket) = finished.ticket else { return };
+        let mut guard = self.state.lock();
+        let state = &mut *guard;
+        let traffic = state.traffic.entry_ref(finished.model).or_default();
+        traffic.wanted.remove(&ticket.marks);
+        if finished.output_tokens > 0 && ticket.stage != Stage::Prefill {
+            traffic.answers.see(finished.output_tokens as f64, finished.now_ms);
+        }
+        let Some(ms) = finished.first_token_ms.filter(|_| ticket.stage != Stage::Decode) else {
+            return;
+        };
+        if ticket.is_whole {
+            traffic.wholes.see(ticket.own_tokens, finished.output_tokens as f64, ms as f64);
+        }
+        let residual = traffic.prefills.see(ticket.work_tokens, ms as f64);
+        let is_time = traffic.prefills.is_time_to_compare();
+        if let Some(residual) = residual {
+            // A worker that has gone meanwhile stays forgotten.
+            if let Some(known) = state.find(finished.worker) {
+                known.pace.see(residual, finished.now_ms);
+            }
+        }
+        if is_time {
+            Pace::compare(state.workers.iter_mut().map(|known| &mut known.pace));
+        }
+    }
+
+    fn watches_caches(&self) -> bool {
+        true
+    }
+
+    fn evicted(&self, worker: Worker, local_hashes: &[u64], now_ms: u64) {
+        let mut state = self.state.lock();
+        let Some(known) = state.find(worker) else { return };
+        known.retention.evicted(local_hashes, now_ms);
+        // Of no state of the gaps: it is worked out anew.
+        known.pressure.version = 0;
+    }
+
+    fn cleared(&self, worker: Worker) {
+        let mut state = self.state.lock();
+        let Some(known) = state.find(worker) else { return };
+        known.retention = Retention::default();
+        known.pressure = Pressure::default();
+    }
+
+    fn removed(&self, worker: Worker) {
+        let mut state = self.state.lock();
+        if let Ok(at) = state.place(worker) {
+            state.workers.remove(at);
+        }
+    }
+
+    fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
+        let state = self.state.lock();
+        for (model, traffic) in &state.traffic {
+            let label = ("model", &**model);
+            let mut tell = |name, value| visit(Sample { name, label, value });
+            let (mean, spread, count) = traffic.gaps.ln_gap();
+            tell("auto_answer_tokens", traffic.answers.last_mean_tokens());
+            tell("auto_session_gap_seconds", mean.exp() / 1_000.0);
+            tell("auto_session_gap_log_spread", spread);
+            tell("auto_session_gaps_total", count);
+            tell("auto_wanted_prefixes", traffic.wanted.len() as f64);
+            tell("auto_prefill_seconds_per_token", traffic.prefills.seconds_per_token());
+            tell("auto_whole_seconds_per_token", traffic.wholes.ms_per_token() / 1_000.0);
+        }
+        for known in &state.workers {
+            let worker = known.worker.to_string();
+            let label = ("worker", worker.as_str());
+            let mut tell = |name, value| visit(Sample { name, label, value });
+            tell("auto_worker_slowness_ratio", known.pace.last_slowness());
+            if let Some(ms) = known.retention.last_age_ms() {
+                tell("auto_worker_retention_seconds", ms / 1_000.0);
+            }
+            tell("auto_worker_eviction_price_ratio", known.pressure.tokens);
+        }
+    }
+}
+
+impl super::cost::RequestTerms {
+    /// What of the request is done on the worker that is chosen. A request whose overlaps weigh nothing had
+    /// its prefill elsewhere.
+    fn stage(&self) -> Stage {
+        if self.overlap_score_weight == 0.0 { Stage::Decode } else { self.stage }
+    }
+}

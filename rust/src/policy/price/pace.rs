@@ -1,0 +1,281 @@
+//! How long answers are, how long prefill takes, and which workers are slower than others.
+
+/// What answers and workers were like so long ago counts 1/e, in milliseconds.
+const ANSWERS_MS: f64 = 60_000.0;
+const PACE_MS: f64 = 30_000.0;
+/// Length of an answer while none is known, in tokens, and the answers that this guess counts for.
+const ANSWER_TOKENS: f64 = 200.0;
+const GUESS: f64 = 1.0;
+/// What the regression keeps of what it knew with each first token.
+const KEEP: f64 = 0.995;
+/// First tokens before the regression is believed, and after how many workers are compared.
+const FEWEST: u32 = 32;
+const COMPARE: u32 = 16;
+/// First tokens that a worker's own mean rests on, at the most.
+const OWN: f64 = 32.0;
+/// Prefill of a token while none is known, in milliseconds; what the guess weighs, in tokens squared; bounds.
+const TOKEN_MS: f64 = 0.2;
+const GUESS_PROMPTS: f64 = 100_000.0;
+const TOKEN_MS_BOUNDS: (f64, f64) = (0.005, 5.0);
+/// Slowness beyond these is taken for these.
+const BOUNDS: (f64, f64) = (0.1, 20.0);
+
+/// Mean length of answers of late.
+#[derive(Debug, Default)]
+pub(super) struct Answers {
+    tokens: f64,
+    count: f64,
+    at_ms: u64,
+}
+
+impl Answers {
+    /// An answer of `tokens` ended.
+    pub fn see(&mut self, tokens: f64, now_ms: u64) {
+        self.fade(now_ms);
+        self.tokens += tokens;
+        self.count += 1.0;
+    }
+
+    fn fade(&mut self, now_ms: u64) {
+        let kept = (-(now_ms.saturating_sub(self.at_ms) as f64) / ANSWERS_MS).exp();
+        self.tokens *= kept;
+        self.count *= kept;
+        self.at_ms = self.at_ms.max(now_ms);
+    }
+
+    /// Tokens of an answer, as far as those of the last minutes tell.
+    pub fn mean_tokens(&mut self, now_ms: u64) -> f64 {
+        // A little late does no harm, and saves the exponential.
+        if now_ms.saturating_sub(self.at_ms) > 1_000 {
+            self.fade(now_ms);
+        }
+        self.last_mean_tokens()
+    }
+
+    /// The same at the last look.
+    pub fn last_mean_tokens(&self) -> f64 {
+        (self.tokens + GUESS * ANSWER_TOKENS) / (self.count + GUESS)
+    }
+}
+
+/// Time to the first token against tokens of prefill before it, over all workers.
+#[derive(Debug, Default)]
+pub(super) struct Prefills {
+    weight: f64,
+    work: f64,
+    ms: f64,
+    work_work: f64,
+    work_ms: f64,
+    seen: u32,
+}
+
+impl Prefills {
+    /// A first token came after `ms`, with `work` tokens before it. Returns ln(time / expected time), once
+    /// there is an expectation.
+    pub fn see(&mut self, work: f64, ms: f64) -> Option<f64> {
+        let ms = ms.max(1.0);
+        let expected = (self.seen >= FEWEST).then(|| {
+            let (base, slope) = self.line();
+            (ms / (base + slope * work).max(1.0)).ln()
+        });
+        self.weight = self.weight * KEEP + 1.0;
+        self.work = self.work * KEEP + work;
+        self.ms = self.ms * KEEP + ms;
+        self.work_work = self.work_work * KEEP + work * work;
+        self.work_ms = self.work_ms * KEEP + work * ms;
+        self.seen = self.seen.saturating_add(1);
+        expected.filter(|ln| ln.is_finite())
+    }
+
+    /// Milliseconds before any work, and for a token of it; neither is negative.
+    fn line(&self) -> (f64, f64) {
+        let (work, ms) = (self.work / self.weight, self.ms / self.weight);
+        let variance = self.work_work / self.weight - work * work;
+        let covariance = self.work_ms / self.weight - work * ms;
+        if variance <= 1.0 || covariance <= 0.0 {
+            return (ms, 0.0);
+        }
+        let slope = (covariance / variance).min(ms / work.max(1.0));
+        ((ms - slope * work).max(0.0), slope)
+    }
+
+    /// Whether workers are to be compared with each other now.
+    pub fn is_time_to_compare(&self) -> bool {
+        self.seen >= FEWEST && self.seen.is_multiple_of(COMPARE)
+    }
+
+    /// Seconds of prefill for a token; 0 before any was seen.
+    pub fn seconds_per_token(&self) -> f64 {
+        if self.weight > 0.0 { self.line().1 / 1_000.0 } else { 0.0 }
+    }
+}
+
+/// Time that answers take as a whole, against uncached prompt tokens and tokens of the answer.
+///
+/// Without streams the first token is not seen; what a prompt token adds to the whole tells how long the
+/// prefill takes.
+#[derive(Debug, Default)]
+pub(super) struct Wholes {
+    weight: f64,
+    /// Sums of: prompt tokens, answer tokens, milliseconds.
+    sums: [f64; 3],
+    /// Sums of products: prompt x prompt, prompt x answer, answer x answer, prompt x ms, answer x ms.
+    products: [f64; 5],
+}
+
+impl Wholes {
+    /// An answer of `answer` tokens ended `ms` after its request with `prompt` uncached tokens was routed.
+    pub fn see(&mut self, prompt: f64, answer: f64, ms: f64) {
+        self.weight = self.weight * KEEP + 1.0;
+        for (sum, one) in self.sums.iter_mut().zip([prompt, answer, ms]) {
+            *sum = *sum * KEEP + one;
+        }
+        let products =
+            [prompt * prompt, prompt * answer, answer * answer, prompt * ms, answer * ms];
+        for (sum, one) in self.products.iter_mut().zip(products) {
+            *sum = *sum * KEEP + one;
+        }
+    }
+
+    /// Milliseconds that a prompt token adds: a guess until answers tell.
+    pub fn ms_per_token(&self) -> f64 {
+        if self.weight < 1.0 {
+            return TOKEN_MS;
+        }
+        let [prompt, answer, ms] = self.sums.map(|sum| sum / self.weight);
+        let [pp, pa, aa, pm, am] = self.products;
+        let off = |sum: f64, mean: f64| sum - self.weight * mean;
+        let (pp, aa) = (off(pp, prompt * prompt) + GUESS_PROMPTS, off(aa, answer * answer) + 1.0);
+        let pa = off(pa, prompt * answer);
+        let (pm, am) = (off(pm, prompt * ms) + GUESS_PROMPTS * TOKEN_MS, off(am, answer * ms));
+        let of_token = (pm * aa - am * pa) / (pp * aa - pa * pa);
+        if of_token.is_finite() {
+            of_token.clamp(TOKEN_MS_BOUNDS.0, TOKEN_MS_BOUNDS.1)
+        } else {
+            TOKEN_MS
+        }
+    }
+
+    /// How long a prefill of `tokens` takes.
+    pub fn prefill_ms(&self, tokens: u64) -> u64 {
+        (tokens as f64 * self.ms_per_token()).ceil() as u64
+    }
+}
+
+/// How one worker's times compare with what was expected of it.
+#[derive(Debug, Default)]
+pub(super) struct Pace {
+    mean: f64,
+    variance: f64,
+    count: f64,
+    seen_ms: u64,
+    /// Ln of the slowness at the last comparison.
+    ln: f64,
+}
+
+impl Pace {
+    /// ln(time / expected time) of one of its first tokens.
+    pub fn see(&mut self, ln: f64, now_ms: u64) {
+        self.count = (self.count + 1.0).min(OWN);
+        let off = ln - self.mean;
+        self.mean += off / self.count;
+        self.variance += (off * off - self.variance) / self.count;
+        self.seen_ms = now_ms;
+    }
+
+    /// Compares workers with each other: what all have in common is not slowness.
+    ///
+    /// # Cost
+    /// O(workers log workers).
+    pub fn compare<'a>(all: impl Iterator<Item = &'a mut Self>) {
+        let mut known: Vec<&mut Self> = all.filter(|one| one.count >= 4.0).collect();
+        if known.len() < 2 {
+            known.iter_mut().for_each(|one| one.ln = 0.0);
+            return;
+        }
+        let mut means: Vec<f64> = known.iter().map(|one| one.mean).collect();
+        means.sort_unstable_by(f64::total_cmp);
+        let median = f64::midpoint(means[(means.len() - 1) / 2], means[means.len() / 2]);
+        for one in known {
+            let off = one.mean - median;
+            // What may be chance counts nothing.
+            let error = 9.0 * one.variance / one.count;
+            let share = if off == 0.0 { 0.0 } else { (1.0 - error / (off * off)).max(0.0) };
+            one.ln = (off * share).clamp(BOUNDS.0.ln(), BOUNDS.1.ln());
+        }
+    }
+
+    /// Its time for a token as a multiple of what is usual. Without news it becomes usual again, so that a
+    /// worker that recovered is tried.
+    pub fn slowness(&mut self, now_ms: u64) -> f64 {
+        if self.ln == 0.0 {
+            return 1.0;
+        }
+        let silent_ms = now_ms.saturating_sub(self.seen_ms) as f64;
+        (self.ln * (-silent_ms / PACE_MS).exp()).exp()
+    }
+
+    /// The same at the last comparison.
+    pub fn last_slowness(&self) -> f64 {
+        self.ln.exp()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slow_worker_is_found_and_one_that_recovers_is_tried_again() {
+        let (mut prefills, mut paces) = (Prefills::default(), [(); 4].map(|()| Pace::default()));
+        let mut now_ms = 0;
+        for turn in 0..400_u64 {
+            let worker = turn as usize % 4;
+            let work = 100.0 + (turn * 37 % 900) as f64;
+            let ms = (5.0 + 0.1 * work) * if worker == 2 { 3.0 } else { 1.0 };
+            now_ms += 10;
+            if let Some(ln) = prefills.see(work, ms) {
+                paces[worker].see(ln, now_ms);
+            }
+            if prefills.is_time_to_compare() {
+                Pace::compare(paces.iter_mut());
+            }
+        }
+        let slow: Vec<f64> = paces.iter_mut().map(|pace| pace.slowness(now_ms)).collect();
+        assert!((slow[2] - 3.0).abs() < 0.5, "{slow:?}");
+        assert!([0, 1, 3].iter().all(|at| (slow[*at] - 1.0).abs() < 0.1), "{slow:?}");
+        assert!(paces[2].slowness(now_ms + 60_000) < 1.2);
+    }
+
+    #[test]
+    fn what_a_prompt_token_takes_is_learned_from_whole_answers() {
+        let mut wholes = Wholes::default();
+        assert_eq!(wholes.prefill_ms(1_000), 200);
+        for turn in 0..400_u64 {
+            let (prompt, answer) = (f64::from(turn as u32 * 37 % 900), f64::from(turn as u32 % 50));
+            wholes.see(prompt, answer, 30.0 + 0.05 * prompt + 12.0 * answer);
+        }
+        assert!((wholes.ms_per_token() - 0.05).abs() < 0.002, "{}", wholes.ms_per_token());
+    }
+
+    #[test]
+    fn scatter_is_no_slowness() {
+        let mut paces = [(); 2].map(|()| Pace::default());
+        for turn in 0..64 {
+            let ln = if turn % 2 == 0 { 1.0 } else { -1.0 };
+            paces[0].see(ln + 0.1, turn);
+            paces[1].see(ln, turn);
+        }
+        Pace::compare(paces.iter_mut());
+        assert_eq!(paces.map(|mut pace| pace.slowness(64)), [1.0, 1.0]);
+    }
+
+    #[test]
+    fn answers_are_a_guess_until_they_are_known_and_after_they_are_forgotten() {
+        let mut answers = Answers::default();
+        assert_eq!(answers.mean_tokens(0), 200.0);
+        (0..100).for_each(|_| answers.see(10.0, 1_000));
+        assert!((answers.mean_tokens(1_000) - 11.9).abs() < 0.1);
+        assert!(answers.mean_tokens(3_600_000) > 199.0);
+    }
+}

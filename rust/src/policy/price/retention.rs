@@ -1,0 +1,106 @@
+//! How long a worker keeps blocks: the age, since their last use, of those that it evicts now.
+
+use hashbrown::HashMap;
+
+/// Blocks of a worker whose last use is kept: a sample where it holds more.
+const SAMPLE: usize = 256;
+/// What is forgotten of older evictions while so large a share of the sample is evicted.
+const MEMORY: f64 = 0.3;
+
+/// What is known of one worker's evictions.
+#[derive(Debug, Default)]
+pub(super) struct Retention {
+    /// When blocks of the sample were routed to last, in milliseconds, by local hash.
+    used_ms: HashMap<u64, u64>,
+    /// Blocks are in the sample whose hash has so many zeros in front.
+    zeros: u32,
+    /// Mean age at eviction, in milliseconds, and what it rests on.
+    age_ms: f64,
+    weight: f64,
+    /// When it evicted last.
+    evicted_ms: u64,
+    is_full: bool,
+}
+
+impl Retention {
+    fn is_sampled(zeros: u32, hash: u64) -> bool {
+        hash.leading_zeros() >= zeros
+    }
+
+    /// A prompt of these blocks was routed to the worker.
+    pub fn used(&mut self, local_hashes: &[u64], now_ms: u64) {
+        for hash in local_hashes {
+            if Self::is_sampled(self.zeros, *hash) {
+                self.used_ms.insert(*hash, now_ms);
+                if self.used_ms.len() > SAMPLE {
+                    self.zeros += 1;
+                    let zeros = self.zeros;
+                    self.used_ms.retain(|hash, _| Self::is_sampled(zeros, *hash));
+                }
+            }
+        }
+    }
+
+    /// The worker evicted these blocks.
+    pub fn evicted(&mut self, local_hashes: &[u64], now_ms: u64) {
+        self.is_full = true;
+        self.evicted_ms = now_ms;
+        for hash in local_hashes {
+            if !Self::is_sampled(self.zeros, *hash) {
+                continue;
+            }
+            let share = 1.0 / (MEMORY * self.used_ms.len().max(4) as f64);
+            let Some(used_ms) = self.used_ms.remove(hash) else { continue };
+            let age_ms = now_ms.saturating_sub(used_ms) as f64;
+            let kept = (-share).exp();
+            self.weight = self.weight * kept + 1.0;
+            self.age_ms += (age_ms - self.age_ms) / self.weight;
+        }
+    }
+
+    /// Whether it had to evict anything since it was empty.
+    pub fn is_full(&self) -> bool {
+        self.is_full
+    }
+
+    /// Mean age of what it evicted last; `None` before any was seen.
+    pub fn last_age_ms(&self) -> Option<f64> {
+        (self.weight > 0.0).then_some(self.age_ms)
+    }
+
+    /// Mean age of what it would evict now, in milliseconds; `None` before any was seen. While it evicts
+    /// nothing, what goes next grows older.
+    pub fn age_ms(&self, now_ms: u64) -> Option<f64> {
+        let since_ms = now_ms.saturating_sub(self.evicted_ms) as f64;
+        (self.weight > 0.0).then_some(self.age_ms + since_ms)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hash(at: u64) -> u64 {
+        (at + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+    }
+
+    #[test]
+    fn the_age_of_what_goes_is_learned_from_a_sample_of_any_cache() {
+        for blocks in [100_u64, 100_000] {
+            let mut retention = Retention::default();
+            assert!(!retention.is_full() && retention.age_ms(0).is_none());
+            // First in, first out, a block a millisecond.
+            for at in 0..4 * blocks {
+                retention.used(&[hash(at)], at);
+                if at >= blocks {
+                    retention.evicted(&[hash(at - blocks)], at);
+                }
+            }
+            let now_ms = 4 * blocks - 1;
+            let age_ms = retention.age_ms(now_ms).expect("blocks went");
+            assert!((age_ms / blocks as f64 - 1.0).abs() < 0.01, "{blocks}: {age_ms}");
+            assert_eq!(retention.age_ms(now_ms + 5), Some(age_ms + 5.0));
+            assert!(retention.is_full() && retention.used_ms.len() <= SAMPLE);
+        }
+    }
+}

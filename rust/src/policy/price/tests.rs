@@ -1,0 +1,195 @@
+//! What the price promises, whatever the numbers.
+#![allow(clippy::unwrap_used)]
+
+use proptest::prelude::*;
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+
+use super::*;
+use crate::policy::{ActiveLoad, Candidate, KvScale, RequestTerms};
+
+const BLOCK: u32 = 16;
+
+fn request(isl_tokens: u64) -> RequestTerms {
+    RequestTerms {
+        isl_tokens,
+        block_size: BLOCK,
+        tracked_blocks: 0,
+        overlap_score_weight: 1.0,
+        temperature: 0.0,
+        scale: KvScale::PLAIN,
+        least_prefill_tokens: 0,
+        stage: Stage::Both,
+    }
+}
+
+fn candidate(id: u64, overlap_blocks: u32, load: ActiveLoad) -> Candidate {
+    Candidate {
+        worker: Worker::new(id, 0),
+        overlap_blocks,
+        predicted_blocks: 0,
+        lower_milliblocks: 0,
+        load: Some(load),
+    }
+}
+
+fn load(requests: u32, queued_tokens: u64) -> ActiveLoad {
+    let context_tokens = u64::from(requests) * 1_000;
+    ActiveLoad { requests, queued_tokens, context_tokens, ..ActiveLoad::default() }
+}
+
+/// The choice among `list`, and everybody's cost.
+fn choose(policy: &PricePolicy, context: &Context<'_>, list: &[Candidate]) -> (Choice, Vec<f64>) {
+    let mut terms = Vec::new();
+    let mut rng = SmallRng::seed_from_u64(7);
+    let choice = policy.choose(context, &Candidates::new(list), &mut terms, &mut rng).unwrap();
+    (choice, terms.iter().map(|terms| terms.cost).collect())
+}
+
+fn chosen(policy: &PricePolicy, isl_tokens: u64, list: &[Candidate]) -> Worker {
+    let context = Context::new(request(isl_tokens), "m", 0);
+    list[choose(policy, &context, list).0.index].worker
+}
+
+fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
+    let one = (0..80_u32, 0..20_u32, 0..20_000_u64);
+    prop::collection::vec(one, 1..9).prop_map(|all| {
+        let list = (1..).zip(all);
+        list.map(|(id, (blocks, requests, tokens))| candidate(id, blocks, load(requests, tokens)))
+            .collect()
+    })
+}
+
+proptest! {
+    #[test]
+    fn costs_are_finite_and_the_lowest_is_chosen(list in candidates(), isl_tokens in 1..200_000_u64) {
+        let context = Context::new(request(isl_tokens), "m", 0);
+        let (choice, costs) = choose(&PricePolicy::default(), &context, &list);
+        prop_assert!(costs.iter().all(|cost| cost.is_finite() && *cost > 0.0), "{costs:?}");
+        let lowest = costs.iter().copied().fold(f64::INFINITY, f64::min);
+        prop_assert_eq!(costs[choice.index], lowest);
+    }
+
+    #[test]
+    fn one_more_cached_block_or_less_queue_never_moves_a_request_away(
+        list in candidates(), isl_tokens in 1..2_000_u64, less in 0..20_000_u64,
+    ) {
+        let policy = PricePolicy::default();
+        let before = chosen(&policy, isl_tokens, &list);
+        let mut better = list;
+        let one = better.iter_mut().find(|one| one.worker == before).unwrap();
+        one.overlap_blocks += 1;
+        let load = one.load.as_mut().unwrap();
+        load.queued_tokens = load.queued_tokens.saturating_sub(less);
+        prop_assert_eq!(chosen(&policy, isl_tokens, &better), before);
+    }
+
+    #[test]
+    fn a_longer_match_never_costs_more_whatever_others_want(
+        wants in prop::collection::vec(0..64_usize, 0..12), held in prop::collection::vec(0..70_u32, 1..6),
+    ) {
+        let hashes: Vec<u64> = (1..65).collect();
+        let policy = PricePolicy::default();
+        for depth in wants {
+            let memo = Marks::of(&hashes[..depth]);
+            policy.state.lock().traffic.entry_ref("m").or_default().wanted.add(&memo);
+        }
+        let list: Vec<Candidate> = (1..).zip(&held).map(|(id, blocks)| candidate(id, *blocks, load(1, 0))).collect();
+        let context = Context { sequence_hashes: &hashes, ..Context::new(request(64 * 16 + 5), "m", 0) };
+        let (_, costs) = choose(&policy, &context, &list);
+        for (a, cost_a) in held.iter().zip(&costs) {
+            for (b, cost_b) in held.iter().zip(&costs) {
+                prop_assert!(a < b || cost_a <= &(cost_b + 1e-3), "{held:?} {costs:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_order_of_workers_does_not_matter(list in candidates(), isl_tokens in 1..5_000_u64) {
+        let context = Context::new(request(isl_tokens), "m", 0);
+        let (_, before) = choose(&PricePolicy::default(), &context, &list);
+        let count = list.len() as u64;
+        let turned = |one: &Candidate| {
+            let worker = Worker::new(count + 1 - one.worker.instance_id, 0);
+            Candidate { worker, ..*one }
+        };
+        let turned: Vec<Candidate> = list.iter().rev().map(turned).collect();
+        let (_, mut after) = choose(&PricePolicy::default(), &context, &turned);
+        after.reverse();
+        prop_assert_eq!(before, after);
+    }
+}
+
+#[test]
+fn equals_are_served_evenly_and_the_least_loaded_first() {
+    let policy = PricePolicy::default();
+    let mut list: Vec<Candidate> = (1..5).map(|id| candidate(id, 0, load(2, 0))).collect();
+    let context = Context::new(request(100), "m", 0);
+    let (mut counts, mut terms) = ([0; 4], Vec::new());
+    let mut rng = SmallRng::seed_from_u64(7);
+    for _ in 0..4_000 {
+        let found = Candidates::new(&list);
+        let choice = policy.choose(&context, &found, &mut terms, &mut rng).unwrap();
+        assert_eq!((choice.ties, choice.margin), (4, Some(0.0)));
+        counts[choice.index] += 1;
+    }
+    assert!(counts.iter().all(|count| (900..1_100).contains(count)), "{counts:?}");
+    list[2].load.as_mut().unwrap().requests = 1;
+    assert_eq!(chosen(&policy, 100, &list), Worker::new(3, 0));
+}
+
+#[test]
+fn imbalance_is_worth_no_more_than_a_full_miss() {
+    let policy = PricePolicy::default();
+    let isl_tokens = 4_096;
+    let full = candidate(1, 256, load(0, 0));
+    let context = Context::new(request(isl_tokens), "m", 0);
+    let idle = candidate(2, 0, load(0, 0));
+    let (_, costs) = choose(&policy, &context, &[full, idle]);
+    // Queued behind more than the whole prompt costs, the cache no longer holds the request.
+    let queued = 2 * (costs[1] - costs[0]) as u64 + 2;
+    let busy = candidate(1, 256, load(0, queued));
+    assert_eq!(chosen(&policy, isl_tokens, &[busy, idle]), Worker::new(2, 0));
+}
+
+#[test]
+fn a_full_cache_has_a_price_and_an_empty_one_has_none() {
+    let policy = PricePolicy::default();
+    let local_hashes: Vec<u64> =
+        (1..100_u64).map(|at| at.wrapping_mul(0x9e37_79b9_7f4a_7c15)).collect();
+    let list = [candidate(1, 0, load(0, 0)), candidate(2, 0, load(0, 0))];
+    let context = Context {
+        local_hashes: &local_hashes,
+        sequence_hashes: &local_hashes,
+        is_indexed: true,
+        ..Context::new(request(99 * 16), "m", 1_000)
+    };
+    let (choice, costs) = choose(&policy, &context, &list);
+    assert_eq!(costs[0], costs[1]);
+    policy.routed(&context, &Candidates::new(&list), &Choice { index: 0, ..choice });
+    policy.evicted(Worker::new(1, 0), &local_hashes[..4], 5_000);
+    let context = Context::new(request(1_000), "m", 6_000);
+    let (choice, costs) = choose(&policy, &context, &list);
+    assert_eq!((choice.index, costs[0] > costs[1]), (1, true));
+    policy.cleared(Worker::new(1, 0));
+    let (_, costs) = choose(&policy, &context, &list);
+    assert_eq!(costs[0], costs[1]);
+}
+
+#[test]
+fn a_prefill_worker_has_no_steps_and_a_decode_worker_no_queue() {
+    let policy = PricePolicy::default();
+    let price = |stage| {
+        let context = Context::new(RequestTerms { stage, ..request(1_000) }, "m", 0);
+        let mut terms = Vec::new();
+        let list = [candidate(1, 0, load(3, 500)), candidate(2, 0, load(0, 0))];
+        let mut rng = SmallRng::seed_from_u64(7);
+        policy.choose(&context, &Candidates::new(&list), &mut terms, &mut rng);
+        terms[0].price
+    };
+    let (both, prefill, decode) = (price(Stage::Both), price(Stage::Prefill), price(Stage::Decode));
+    assert!(both.queue == 250.0 && both.decode > 0.0 && both.prefill > prefill.prefill);
+    assert!(prefill.decode == 0.0 && prefill.queue == 250.0);
+    assert!(decode.queue == 0.0 && decode.prefill < 0.2 * prefill.prefill);
+    assert_eq!(decode.decode, both.decode);
+}
