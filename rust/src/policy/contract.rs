@@ -8,6 +8,7 @@ use rand::RngCore;
 use super::cost::{ActiveLoad, Candidate, RequestTerms, Terms};
 use super::decision::Choice;
 use super::desk::{Advice, Desk};
+use super::price::{Marks, Ticket};
 use crate::error::{Error, Result};
 use crate::ids::Worker;
 
@@ -75,12 +76,29 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
         Err(Error::invalid(format!("policy {} has no scores to be weighed", self.name())))
     }
 
+    /// How long the prefill of `tokens` prompt tokens of `model` takes, in milliseconds, when nobody sees its
+    /// end: it counts as queued for so long. `None`: it counts until the answer ends.
+    fn unseen_prefill_ms(&self, _model: &str, _tokens: u64) -> Option<u64> {
+        None
+    }
+
     /// The request was given to `candidates.list[choice.index]`, by this policy or by another one
     /// that it only watches.
     fn routed(&self, _context: &Context<'_>, _candidates: &Candidates<'_>, _choice: &Choice) {}
 
     /// The request has ended; what it really used.
     fn finished(&self, _finished: &Finished<'_>) {}
+
+    /// Whether [`evicted`](Self::evicted) and [`cleared`](Self::cleared) are to be called.
+    fn watches_caches(&self) -> bool {
+        false
+    }
+
+    /// A worker's engine evicted blocks with these local hashes from its device.
+    fn evicted(&self, _worker: Worker, _local_hashes: &[u64], _now_ms: u64) {}
+
+    /// A worker's device cache is empty now.
+    fn cleared(&self, _worker: Worker) {}
 
     /// A worker has gone: forget what was remembered of it.
     fn removed(&self, _worker: Worker) {}
@@ -102,8 +120,12 @@ pub struct Context<'a> {
     pub token_ids: &'a [u32],
     /// Sequence hashes of the prompt's full blocks, in order; empty while unknown.
     pub sequence_hashes: &'a [u64],
+    /// Local hashes of the same blocks; empty while unknown.
+    pub local_hashes: &'a [u64],
     /// Candidates' overlaps come from engines' events: what a policy guesses itself is worse.
     pub is_indexed: bool,
+    /// The answer comes as a whole, so that nobody sees its first token.
+    pub is_whole: bool,
     /// Whose request it is; `None` and `""` for nobody's.
     pub user: Option<&'a str>,
     /// What ties it to earlier requests.
@@ -125,7 +147,9 @@ impl<'a> Context<'a> {
             prompt: &[],
             token_ids: &[],
             sequence_hashes: &[],
+            local_hashes: &[],
             is_indexed: false,
+            is_whole: false,
             user: None,
             session: Session::default(),
             advice: None,
@@ -149,6 +173,8 @@ pub struct Session<'a> {
 #[derive(Debug, Default)]
 pub struct Memo {
     prefix: OnceLock<PrefixMemo>,
+    marks: OnceLock<Marks>,
+    ticket: OnceLock<Ticket>,
 }
 
 #[derive(Debug)]
@@ -163,6 +189,22 @@ impl Memo {
     pub fn hashes(&self, maker: u64, make: impl Fn() -> Vec<u64>) -> std::borrow::Cow<'_, [u64]> {
         let kept = self.prefix.get_or_init(|| PrefixMemo { maker, hashes: make().into() });
         if kept.maker == maker { kept.hashes.as_ref().into() } else { make().into() }
+    }
+
+    /// The marks of the prompt with these sequence hashes, made once.
+    pub fn marks(&self, sequence_hashes: &[u64]) -> &Marks {
+        self.marks.get_or_init(|| Marks::of(sequence_hashes))
+    }
+
+    /// Keep `ticket` for the end of the request; the first one stays.
+    pub fn set_ticket(&self, ticket: Ticket) {
+        // The policy that chooses is told first.
+        let _kept = self.ticket.set(ticket);
+    }
+
+    /// The ticket, if a policy kept one.
+    pub fn into_ticket(self) -> Option<Ticket> {
+        self.ticket.into_inner()
     }
 }
 
@@ -361,6 +403,11 @@ pub struct Finished<'a> {
     pub cached_tokens: u64,
     /// Tokens that were generated.
     pub output_tokens: u64,
+    /// Time from the decision to the first token, or to the end of an answer that came as a whole; `None`
+    /// without an answer.
+    pub first_token_ms: Option<u64>,
+    /// What a policy worked out when the request was routed.
+    pub ticket: Option<&'a Ticket>,
 }
 
 /// One counter or gauge of a policy.

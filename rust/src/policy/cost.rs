@@ -1,6 +1,7 @@
 //! What a request would cost on a worker.
 
 use super::kind::Policy;
+use super::price::Price;
 use crate::ids::Worker;
 
 /// How `kv` weighs work to prefill against work saved, beside `overlap_score_weight`. The default is
@@ -50,6 +51,18 @@ impl KvScale {
     }
 }
 
+/// What of a request the chosen worker does.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Stage {
+    /// All of it.
+    #[default]
+    Both,
+    /// Its prefill; another worker decodes.
+    Prefill,
+    /// Its decoding; another worker had its prefill.
+    Decode,
+}
+
 /// What a decision needs to know of the request.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RequestTerms {
@@ -67,6 +80,8 @@ pub struct RequestTerms {
     pub scale: KvScale,
     /// Prompt tokens still to be prefilled by the idlest candidate; [`select`](super::select) sees to it.
     pub least_prefill_tokens: u64,
+    /// What of it is done on the worker that is chosen.
+    pub stage: Stage,
 }
 
 /// One worker that could take the request.
@@ -101,8 +116,12 @@ pub struct ActiveLoad {
     pub shared_blocks: u32,
     /// Prompt tokens still to be prefilled.
     pub prefill_tokens: u64,
+    /// Of these, what should be left by now.
+    pub queued_tokens: u64,
     /// Distinct blocks in use.
     pub blocks: u64,
+    /// Prompt tokens of all active requests, prefilled or not.
+    pub context_tokens: u64,
     /// When it was last given a request, as a number that grows with every booking; 0 for never.
     pub last_booked: u64,
 }
@@ -130,6 +149,8 @@ pub struct Terms {
     pub decode_blocks: u64,
     /// What the policy minimises; 0 for policies that minimise nothing.
     pub cost: f64,
+    /// The parts of that cost for `auto`; zeros for other policies.
+    pub price: Price,
 }
 
 impl Terms {
@@ -146,6 +167,12 @@ impl RequestTerms {
             0 => 0,
             block_size => self.isl_tokens.div_ceil(u64::from(block_size)),
         }
+    }
+
+    /// Tokens of the prompt that are to be prefilled on `candidate`, in whole blocks saved.
+    pub fn uncached_tokens(&self, candidate: &Candidate) -> u64 {
+        let saved = u64::from(candidate.saved_blocks()) * u64::from(self.block_size);
+        self.isl_tokens.saturating_sub(saved)
     }
 
     /// What this request would cost on `candidate`.
@@ -224,6 +251,7 @@ impl RequestTerms {
             weighed_prefill_blocks,
             decode_blocks: if block_size == 0 { 0 } else { decode_blocks },
             cost: 0.0,
+            price: Price::default(),
         }
     }
 

@@ -110,6 +110,8 @@ pub struct Decision<'a> {
     pub reason: Reason,
     /// See [`Choice::score`].
     pub score: Option<f64>,
+    /// The number that chance was drawn from; 0 where the caller drew by a generator of its own.
+    pub seed: u64,
 }
 
 impl<'a> Decision<'a> {
@@ -132,13 +134,20 @@ impl<'a> Decision<'a> {
             margin: choice.margin,
             reason: choice.reason,
             score: choice.score,
+            seed: 0,
         }
+    }
+
+    /// The same, drawn from `seed`.
+    #[must_use]
+    pub fn drawn_from(self, seed: u64) -> Self {
+        Self { seed, ..self }
     }
 
     /// The same with another choice among its candidates.
     #[must_use]
     pub fn instead(&self, choice: &Choice) -> Self {
-        Self::new(self.policy, self.request, self.candidates, choice)
+        Self::new(self.policy, self.request, self.candidates, choice).drawn_from(self.seed)
     }
 
     /// The choice alone.
@@ -170,7 +179,8 @@ impl Terms {
     }
 }
 
-/// Shows how the `kv` cost of a candidate comes about, with three decimals.
+/// Shows how the `kv` cost of a candidate comes about, with three decimals and the names of its terms;
+/// with `{:#}` in short, with one decimal.
 #[derive(Debug, Clone, Copy)]
 pub struct Formula<'a> {
     terms: &'a Terms,
@@ -201,6 +211,23 @@ impl fmt::Display for Formula<'_> {
             ),
         };
         let requests = self.request.scale.active_request_weight;
+        if f.alternate() {
+            let active = f64::from(self.terms.active_requests);
+            let is_charged = requests > 0.0 && self.request.block_size > 0;
+            let charge = if is_charged { requests * active } else { 0.0 };
+            let cost = weight * prefill + decode + charge;
+            let instance = worker.instance_id;
+            write!(f, "Formula for worker_{instance}: {cost:.1} = {weight:.1} * {prefill:.1} + ")?;
+            write!(f, "{decode:.1}")?;
+            if is_charged {
+                write!(f, " + {requests:.1} * {active:.0}")?;
+            }
+            write!(f, " (cached_blocks: {overlap_blocks}")?;
+            return match worker.dp_rank {
+                0 => f.write_str(")"),
+                rank => write!(f, ", dp_rank: {rank})"),
+            };
+        }
         if requests > 0.0 && self.request.block_size > 0 {
             let active = self.terms.active_requests;
             let cost = weight * prefill + decode + requests * f64::from(active);

@@ -24,6 +24,7 @@ mod lowest;
 pub mod multi;
 mod outside;
 pub mod prefix;
+mod price;
 pub mod registry;
 mod select;
 pub mod session;
@@ -38,11 +39,12 @@ pub use affinity::{Affinity, Seat};
 pub use contract::{
     Candidates, Context, EngineMetrics, Finished, Memo, Polarity, RoutePolicy, Sample, Session,
 };
-pub use cost::{ActiveLoad, Candidate, KvScale, RequestTerms, Terms};
+pub use cost::{ActiveLoad, Candidate, KvScale, RequestTerms, Stage, Terms};
 pub use decision::{Choice, Decision, Formula, Reason};
 pub use desk::{Advice, Desk, Question};
 pub use kind::Policy;
 pub use outside::Outside;
+pub use price::{AUTO, Marks, Price, Ticket};
 pub use select::select;
 pub use settings::{Profile, Settings};
 pub use shadow::{Shadow, ShadowStats};

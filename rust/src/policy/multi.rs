@@ -146,6 +146,18 @@ impl RoutePolicy for Multi {
         self.members.iter().for_each(|(policy, _)| policy.finished(finished));
     }
 
+    fn watches_caches(&self) -> bool {
+        self.members.iter().any(|(policy, _)| policy.watches_caches())
+    }
+
+    fn evicted(&self, worker: Worker, local_hashes: &[u64], now_ms: u64) {
+        self.members.iter().for_each(|(policy, _)| policy.evicted(worker, local_hashes, now_ms));
+    }
+
+    fn cleared(&self, worker: Worker) {
+        self.members.iter().for_each(|(policy, _)| policy.cleared(worker));
+    }
+
     fn removed(&self, worker: Worker) {
         self.members.iter().for_each(|(policy, _)| policy.removed(worker));
     }

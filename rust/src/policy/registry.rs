@@ -9,7 +9,7 @@ use super::kind::Policy;
 use super::settings::Settings;
 use super::{
     least_busy_time, least_gpu_cache, least_kv_cache, least_latency, least_request,
-    least_utilization, multi, prefix, session, throughput, today, vtc_basic,
+    least_utilization, multi, prefix, price, session, throughput, today, vtc_basic,
 };
 use crate::error::{Error, Result};
 
@@ -31,6 +31,7 @@ const fn entry(name: &'static str, summary: &'static str, build: Build) -> Regis
 
 /// All policies, in the order in which they are listed to users.
 pub const POLICIES: &[Registration] = &[
+    entry(price::AUTO, "where the request costs everybody least", price::build),
     entry("kv", "lowest cost of prefill and active blocks", |_, _| Ok(today::policy(Policy::Kv))),
     entry("round_robin", "in turn", |_, _| Ok(today::policy(Policy::RoundRobin))),
     entry("random", "any", |_, _| Ok(today::policy(Policy::Random))),

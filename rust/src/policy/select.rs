@@ -101,6 +101,24 @@ fn rank(policy: Policy, candidate: &Candidate, terms: &Terms) -> u64 {
     }
 }
 
+/// One of the `lowest` by cost, which chance decides where `is_tied` finds several among `indices`.
+pub(super) fn among_equals(
+    lowest: Lowest,
+    mut indices: impl Iterator<Item = usize>,
+    is_tied: impl Fn(usize) -> bool,
+    rng: &mut (impl Rng + ?Sized),
+) -> Choice {
+    let Lowest { mut index, ties, .. } = lowest;
+    let mut reason = Reason::LowestCost;
+    if ties > 1 {
+        reason = Reason::Tie;
+        let nth = rng.random_range(0..ties);
+        let tied = indices.by_ref().filter(|&at| is_tied(at)).nth(nth);
+        index = tied.expect("as many were counted");
+    }
+    Choice { index, ties, margin: Some(lowest.margin()), reason, score: None }
+}
+
 /// One of the `lowest` among the candidates at `indices`, of which there are at least two.
 fn settle(
     policy: Policy,
@@ -110,26 +128,20 @@ fn settle(
     terms: &[Terms],
     rng: &mut (impl Rng + ?Sized),
 ) -> Choice {
-    let Lowest { mut index, ties, .. } = lowest;
     if policy == Policy::RoundRobin {
         // Workers that never had a request are equally due: in their order, not by chance.
+        let index = lowest.index;
         return Choice { index, ties: 1, margin: None, reason: Reason::Turn, score: None };
     }
-    let mut reason = Reason::LowestCost;
-    if ties > 1 {
-        reason = Reason::Tie;
-        let nth = rng.random_range(0..ties);
-        let is_tied = |&at: &usize| {
-            value(policy, &terms[at]) == lowest.value
-                && rank(policy, &candidates[at], &terms[at]) == lowest.rank
-        };
-        index = indices.filter(is_tied).nth(nth).expect("as many were counted");
-    }
-    Choice { index, ties, margin: Some(lowest.margin()), reason, score: None }
+    let is_tied = |at: usize| {
+        value(policy, &terms[at]) == lowest.value
+            && rank(policy, &candidates[at], &terms[at]) == lowest.rank
+    };
+    among_equals(lowest, indices, is_tied, rng)
 }
 
 /// What is to be said of a choice drawn by temperature.
-fn warm(terms: &[Terms], index: usize) -> Choice {
+pub(super) fn warm(terms: &[Terms], index: usize) -> Choice {
     let chosen = terms[index].cost;
     let lowest = terms.iter().map(|terms| terms.cost).fold(f64::INFINITY, f64::min);
     let ties = terms.iter().filter(|terms| terms.cost == lowest).count();

@@ -186,6 +186,14 @@ impl Settings {
         read::settings(profile, &lookup)
     }
 
+    /// Which of the variables that were set change nothing, each with the setting that would let it count.
+    ///
+    /// # Arguments
+    /// * `has_events` - Engines' events are listened to.
+    pub fn without_effect(&self, has_events: bool) -> Vec<String> {
+        read::without_effect(self, has_events)
+    }
+
     /// The seed of the prefix hashes: the given one, or one from `rng`.
     pub fn hash_seed(&self, rng: &mut dyn RngCore) -> u64 {
         self.prefix.hash_seed.unwrap_or_else(|| rng.random())

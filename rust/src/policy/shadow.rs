@@ -120,6 +120,21 @@ impl Shadow {
         self.policy.finished(finished);
     }
 
+    /// See [`RoutePolicy::watches_caches`].
+    pub fn watches_caches(&self) -> bool {
+        self.policy.watches_caches()
+    }
+
+    /// See [`RoutePolicy::evicted`].
+    pub fn evicted(&self, worker: Worker, local_hashes: &[u64], now_ms: u64) {
+        self.policy.evicted(worker, local_hashes, now_ms);
+    }
+
+    /// See [`RoutePolicy::cleared`].
+    pub fn cleared(&self, worker: Worker) {
+        self.policy.cleared(worker);
+    }
+
     /// A worker has gone.
     pub fn removed(&self, worker: Worker) {
         self.policy.removed(worker);

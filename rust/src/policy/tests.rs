@@ -29,6 +29,7 @@ const REQUEST: RequestTerms = RequestTerms {
     temperature: 0.0,
     scale: KvScale::PLAIN,
     least_prefill_tokens: 0,
+    stage: Stage::Both,
 };
 
 fn candidate(id: u64, load: ActiveLoad) -> Candidate {
@@ -121,6 +122,15 @@ fn check_doc_example(weight: f64, input: &Value, expected: &Value) {
         "Formula for worker_id=7 dp_rank=2 with 15 cached blocks: 125.500 = 1.000 * prefill_blocks \
          + decode_blocks = 1.000 * 100.500 + 25.000"
     );
+    assert_eq!(
+        format!("{:#}", terms.formula(&request)),
+        "Formula for worker_7: 125.5 = 1.0 * 100.5 + 25.0 (cached_blocks: 15, dp_rank: 2)"
+    );
+    let alone = Terms { worker: Worker::new(1, 0), ..terms };
+    assert_eq!(
+        format!("{:#}", alone.formula(&request)),
+        "Formula for worker_1: 125.5 = 1.0 * 100.5 + 25.0 (cached_blocks: 15)"
+    );
 }
 
 fn check_terms(id: &str, weight: f64, input: &Value, expected: &Value) {
@@ -149,6 +159,8 @@ fn check_terms(id: &str, weight: f64, input: &Value, expected: &Value) {
             shared_blocks: shared[slot],
             prefill_tokens: now.prefill_tokens,
             blocks: now.blocks,
+            queued_tokens: now.queued_tokens,
+            context_tokens: now.context_tokens,
             last_booked: now.last_booked,
         }),
     };
@@ -373,6 +385,7 @@ fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
             prefill_tokens,
             blocks,
             last_booked,
+            ..ActiveLoad::default()
         },
     );
     let one = (0u32..6, prop::option::weighted(0.2, 0u32..3), prop::option::weighted(0.9, load));
@@ -507,7 +520,7 @@ fn weighed_costs_are_as_published() {
                 shared_blocks: 100 - number(worker, "additional_active_blocks", 0.0) as u32,
                 prefill_tokens: number(worker, "active_prefill_tokens", 0.0) as u64,
                 blocks: number(worker, "active_decode_blocks", 0.0) as u64,
-                last_booked: 0,
+                ..ActiveLoad::default()
             }),
         };
         let candidates: Vec<Candidate> = match input.get("workers") {

@@ -103,6 +103,36 @@ pub(super) fn settings(
     })
 }
 
+pub(super) fn without_effect(settings: &Settings, has_events: bool) -> Vec<String> {
+    let is_indexed = match settings.prefix.source {
+        PrefixSource::Auto => has_events,
+        PrefixSource::Table => false,
+        PrefixSource::Index => true,
+    };
+    let is_compat = settings.profile == Profile::AibrixCompat;
+    let unused = |origin: &Origin| {
+        let full = origin.read_from.as_ref()?;
+        let prefix = full.strip_suffix(origin.name)?;
+        Some(match origin.name {
+            "PREFIX_CACHE_BLOCK_SIZE" if is_indexed => format!(
+                "{full} has no effect on models whose engines publish KV events: prefix-cache counts \
+                 the engines' own blocks there; {prefix}PREFIX_CACHE_KV_EVENT_SYNC_ENABLED=false makes \
+                 it cut prompts by itself, with this block size"
+            ),
+            "ROUTER_VTC_TOKEN_TRACKER_MIN_TOKENS" | "ROUTER_VTC_TOKEN_TRACKER_MAX_TOKENS"
+                if !is_compat =>
+            {
+                format!(
+                    "{full} has no effect with the policy profile document: vtc-basic scores clients \
+                     by their shares of all tokens there; --policy-profile aibrix-compat lets it count"
+                )
+            }
+            _ => return None,
+        })
+    };
+    settings.origins.iter().filter_map(unused).collect()
+}
+
 impl Reader<'_> {
     /// The value that counts for `variable`; it is legal.
     fn origin(&mut self, variable: &Variable) -> Result<Origin> {

@@ -60,7 +60,7 @@ fn names_are_found_either_way_and_unknown_ones_are_refused() {
     }
     let mut rng = SmallRng::seed_from_u64(1);
     for (strategy, wanted) in [
-        ("fastest", "policy must be one of kv, round_robin"),
+        ("fastest", "policy must be one of auto, kv, round_robin"),
         ("least-request:2,pd:1", "got \"pd\""),
         ("kv:1,random:1", "\"random\" has no scores and can't be weighed"),
         ("kv,", "an item has no name"),
@@ -305,6 +305,45 @@ fn variables_are_read_and_zero_is_legal() {
     assert_eq!(compat.vtc.time_unit, settings::TimeUnit::Minutes);
     assert_eq!(compat.warnings.len(), 4, "{:?}", compat.warnings);
     assert!(compat.warnings[0].contains("IMBALANCE_ABS_COUNT must be an integer of at least 1"));
+}
+
+#[test]
+fn variables_that_change_nothing_are_named_with_what_lets_them_count() {
+    let without_effect = |profile, source: &str, has_events| {
+        let lookup = |name: &str| {
+            let value = match name {
+                "AIBRIX_PREFIX_CACHE_BLOCK_SIZE" => "64",
+                "KVFLASH_ROUTER_VTC_TOKEN_TRACKER_MIN_TOKENS" => "10",
+                "AIBRIX_ROUTER_VTC_TOKEN_TRACKER_MAX_TOKENS" => "20",
+                "AIBRIX_PREFIX_CACHE_KV_EVENT_SYNC_ENABLED" => source,
+                _ => return None,
+            };
+            Some(value.to_owned())
+        };
+        Settings::read(profile, lookup).unwrap().without_effect(has_events)
+    };
+    let size = "AIBRIX_PREFIX_CACHE_BLOCK_SIZE has no effect on models whose engines publish KV \
+                events: prefix-cache counts the engines' own blocks there; \
+                AIBRIX_PREFIX_CACHE_KV_EVENT_SYNC_ENABLED=false makes it cut prompts by itself, with \
+                this block size";
+    let totals = |name| {
+        format!(
+            "{name} has no effect with the policy profile document: vtc-basic scores clients by their \
+             shares of all tokens there; --policy-profile aibrix-compat lets it count"
+        )
+    };
+    let least = totals("KVFLASH_ROUTER_VTC_TOKEN_TRACKER_MIN_TOKENS");
+    let most = totals("AIBRIX_ROUTER_VTC_TOKEN_TRACKER_MAX_TOKENS");
+    let all = [size.to_owned(), least.clone(), most.clone()];
+    assert_eq!(without_effect(Profile::Document, "auto", true), all);
+    assert_eq!(without_effect(Profile::Document, "true", false), all);
+    assert_eq!(without_effect(Profile::Document, "auto", false), [least.clone(), most.clone()]);
+    assert_eq!(without_effect(Profile::Document, "false", true), [least, most]);
+    assert_eq!(without_effect(Profile::AibrixCompat, "auto", true), [size]);
+    assert!(without_effect(Profile::AibrixCompat, "false", true).is_empty());
+    for profile in Profile::ALL {
+        assert!(Settings::new(profile).without_effect(true).is_empty());
+    }
 }
 
 #[test]

@@ -84,6 +84,8 @@ fn what_was_really_used_replaces_the_estimate() {
         input_tokens: 90,
         cached_tokens: 0,
         output_tokens: 20,
+        first_token_ms: None,
+        ticket: None,
     };
     // Estimated: 100 and 150 tokens.
     for (profile, wanted) in [(Profile::Document, 130.0), (Profile::AibrixCompat, 400.0)] {
