@@ -3,7 +3,7 @@
 use super::request::RouteRequest;
 use super::route::Router;
 use crate::ids::Worker;
-use crate::policy::{Candidate, Choice, Decision, Policy, Terms};
+use crate::policy::{AUTO, Candidate, Choice, Decision, Policy, Terms};
 
 impl Router {
     /// The candidate at which the session of `request` is, whatever a policy has chosen; `terms` are
@@ -17,7 +17,10 @@ impl Router {
     ) -> Option<Choice> {
         let affinity = self.policies.affinity.as_ref()?;
         let kept = affinity.kept(self.seat?, request.facts.session, candidates, now_ms)?;
-        let has_costs = self.policies.active.is_none() && self.config.policy == Policy::Kv;
+        let has_costs = match &self.policies.active {
+            Some(active) => active.name() == AUTO,
+            None => self.config.policy == Policy::Kv,
+        };
         let others = terms.iter().enumerate().filter(|&(at, _)| at != kept.index);
         let next = others.map(|(_, terms)| terms.cost).reduce(f64::min);
         let margin = next.filter(|_| has_costs).map(|next| next - terms[kept.index].cost);

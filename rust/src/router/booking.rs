@@ -51,7 +51,7 @@ impl Booking {
     pub fn first_token(&self) {
         self.router.first_token(self.request);
         if let Some(tail) = &self.tail {
-            tail.first_token();
+            tail.first_token(self.router.now_ms());
         }
     }
 

@@ -7,11 +7,11 @@ use rand::rngs::SmallRng;
 use super::booking::Booking;
 use super::policies::{Buffers, Tail};
 use super::request::RouteRequest;
-use super::route::{Router, State, no_candidate};
+use super::route::{Router, State, drawn, no_candidate};
 use crate::error::Result;
 use crate::load::RequestId;
 use crate::policy::desk::{OutsideCandidate, OutsideRequest};
-use crate::policy::{self, Choice, Context, Decision, Policy, Question, Terms};
+use crate::policy::{self, Candidate, Choice, Context, Decision, Policy, Question, Terms};
 
 impl Router {
     /// As [`route`](Self::route), where policies beside those that are built in choose or watch.
@@ -24,28 +24,31 @@ impl Router {
         let mut context = self.context(request, now_ms);
         self.policies.prepare(&context)?;
         let mut buffers = self.spare.take();
-        let (id, choice) = {
+        let (id, choice, seed) = {
             let mut state = self.state.lock();
             let state = &mut *state;
             state.load.advance(now_ms);
             state.load.check_room()?;
-            let mut rng = state.rng.clone();
+            let mut seeds = state.seeds.clone();
+            let (seed, mut rng) = drawn(request, &mut seeds);
             let choice =
                 self.choose(state, request, &mut context, &mut buffers, terms, &mut rng)?;
-            state.rng = rng;
+            state.seeds = seeds;
             let chosen = &buffers.candidates[choice.index];
             let blocks = self.block_use(&state.load, request);
             let id = RequestId(state.next_request);
             let (isl, saved) = (request.isl_tokens, chosen.saved_blocks());
-            state.load.book(id, chosen.worker, blocks, isl, saved, now_ms)?;
+            let unseen_ms = self.unseen_prefill_ms(&context, chosen);
+            state.load.book_for(id, chosen.worker, blocks, isl, saved, unseen_ms, now_ms)?;
             state.next_request += 1;
             self.keep(request, chosen.worker, now_ms);
-            (id, choice)
+            (id, choice, seed)
         };
         self.policies.routed(&context, &buffers.found(), &choice);
         self.spare.give_back(buffers);
-        let decision = Decision::new(self.chooser(), context.request, terms, &choice);
-        let tail = Box::new(Tail::new(request, now_ms));
+        let decision =
+            Decision::new(self.chooser(), context.request, terms, &choice).drawn_from(seed);
+        let tail = Box::new(Tail::new(request, now_ms, context.memo.into_ticket()));
         Ok((Booking::new(Arc::clone(self), id, decision.worker, now_ms, Some(tail)), decision))
     }
 
@@ -57,14 +60,16 @@ impl Router {
         let mut context = self.context(request, self.clock.now_ms());
         self.policies.prepare(&context)?;
         let mut buffers = self.spare.take();
-        let choice = {
+        let (choice, seed) = {
             let mut state = self.state.lock();
             state.load.advance(context.now_ms);
-            let mut rng = state.rng.clone();
-            self.choose(&mut state, request, &mut context, &mut buffers, terms, &mut rng)?
+            let (seed, mut rng) = drawn(request, &mut state.seeds.clone());
+            let choice =
+                self.choose(&mut state, request, &mut context, &mut buffers, terms, &mut rng)?;
+            (choice, seed)
         };
         self.spare.give_back(buffers);
-        Ok(Decision::new(self.chooser(), context.request, terms, &choice))
+        Ok(Decision::new(self.chooser(), context.request, terms, &choice).drawn_from(seed))
     }
 
     /// What a policy outside the core is to be asked about `request`: those that may take it now.
@@ -98,6 +103,12 @@ impl Router {
         });
         self.spare.give_back(buffers);
         filled.map(|()| question)
+    }
+
+    /// How long the request's prefill on `chosen` counts as queued, where its end is not seen.
+    fn unseen_prefill_ms(&self, context: &Context<'_>, chosen: &Candidate) -> Option<u64> {
+        let active = self.policies.active.as_ref().filter(|_| context.is_whole)?;
+        active.unseen_prefill_ms(context.model, context.request.uncached_tokens(chosen))
     }
 
     /// The built-in policy that chooses, if one does.

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::load::{LoadConfig, PrefillSpeed};
-use crate::policy::{KvScale, Policy};
+use crate::policy::{KvScale, Policy, Stage};
 
 /// What a block saves that a worker holds, but not on its device: a share of prefilling it, for it is
 /// to be fetched. Finite and at least 0.
@@ -54,6 +54,8 @@ pub struct RouterConfig {
     pub temperature: f64,
     /// How a worker is chosen.
     pub policy: Policy,
+    /// What of a request its workers do.
+    pub stage: Stage,
     /// Count the blocks of active requests; off: only their prompt tokens count.
     pub track_active_blocks: bool,
     /// Count the blocks that active requests generate, too; requires `track_active_blocks`.
@@ -66,6 +68,8 @@ pub struct RouterConfig {
     pub track_prefill_tokens: bool,
     /// How fast workers prefill; see [`LoadConfig::prefill_speed`].
     pub prefill_speed: PrefillSpeed,
+    /// See [`LoadConfig::estimates_queue`]; for `auto`.
+    pub estimates_queue: bool,
     /// A request idle for longer is taken for leaked; at least 1.
     pub expiry_ms: u64,
     /// Where the generator of chance starts.
@@ -84,11 +88,13 @@ impl Default for RouterConfig {
             tiers: TierWeights::default(),
             temperature: 0.0,
             policy: Policy::default(),
+            stage: Stage::default(),
             track_active_blocks: true,
             track_output_blocks: false,
             assume_kv_reuse: true,
             track_prefill_tokens: load.track_prefill_tokens,
             prefill_speed: load.prefill_speed,
+            estimates_queue: load.estimates_queue,
             expiry_ms: load.expiry_ms,
             seed: 0,
             max_requests: load.max_requests,
@@ -137,6 +143,7 @@ impl RouterConfig {
             max_requests: self.max_requests,
             track_prefill_tokens: self.track_prefill_tokens,
             prefill_speed: self.prefill_speed,
+            estimates_queue: self.estimates_queue,
         }
     }
 }
@@ -154,6 +161,9 @@ pub struct RouteOverride {
     pub temperature: Option<f64>,
     /// Instead of [`RouterConfig::assume_kv_reuse`].
     pub assume_kv_reuse: Option<bool>,
+    /// The number that chance is drawn from, instead of a new one: the same number gives the same choice among
+    /// the same candidates.
+    pub seed: Option<u64>,
 }
 
 impl RouteOverride {

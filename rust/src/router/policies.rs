@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
@@ -10,7 +10,7 @@ use super::request::RouteRequest;
 use crate::ids::Worker;
 use crate::policy::{
     Advice, Affinity, Candidate, Candidates, Choice, Context, Desk, EngineMetrics, Finished,
-    RequestTerms, RoutePolicy, Sample, Session, Shadow,
+    RequestTerms, RoutePolicy, Sample, Session, Shadow, Ticket,
 };
 
 /// The policies of a router, beside those that are built in. Routers may share them.
@@ -76,6 +76,26 @@ impl Policies {
         self.shadows.iter().for_each(|shadow| shadow.finished(finished));
     }
 
+    /// Whether any of them learns from what engines evict.
+    pub fn watches_caches(&self) -> bool {
+        self.active.as_ref().is_some_and(|policy| policy.watches_caches())
+            || self.shadows.iter().any(|shadow| shadow.watches_caches())
+    }
+
+    pub(super) fn evicted(&self, worker: Worker, local_hashes: &[u64], now_ms: u64) {
+        if let Some(policy) = &self.active {
+            policy.evicted(worker, local_hashes, now_ms);
+        }
+        self.shadows.iter().for_each(|shadow| shadow.evicted(worker, local_hashes, now_ms));
+    }
+
+    pub(super) fn cleared(&self, worker: Worker) {
+        if let Some(policy) = &self.active {
+            policy.cleared(worker);
+        }
+        self.shadows.iter().for_each(|shadow| shadow.cleared(worker));
+    }
+
     pub(super) fn removed(&self, worker: Worker) {
         if let Some(policy) = &self.active {
             policy.removed(worker);
@@ -93,8 +113,12 @@ pub struct Facts<'a> {
     pub prompt: &'a [u8],
     /// The model's own token ids; empty while unknown.
     pub token_ids: &'a [u32],
+    /// Local hashes of the prompt's full blocks; empty while unknown.
+    pub local_hashes: &'a [u64],
     /// The overlaps come from engines' events.
     pub is_indexed: bool,
+    /// The answer comes as a whole, so that nobody sees its first token.
+    pub is_whole: bool,
     /// Whose request it is; `None` for nobody's.
     pub user: Option<&'a str>,
     /// What ties it to earlier requests.
@@ -117,6 +141,8 @@ impl<'a> Facts<'a> {
             prompt: self.prompt,
             token_ids: self.token_ids,
             sequence_hashes: request.sequence_hashes,
+            local_hashes: self.local_hashes,
+            is_whole: self.is_whole,
             is_indexed: self.is_indexed,
             user: self.user,
             session: self.session,
@@ -169,12 +195,14 @@ pub(super) struct Tail {
     prompt_bytes: usize,
     isl_tokens: u64,
     routed_at_ms: u64,
-    has_first_token: AtomicBool,
+    /// When the first token came, from 1 on; 0 before.
+    first_token_ms: AtomicU64,
     usage: Mutex<Usage>,
+    ticket: Option<Ticket>,
 }
 
 impl Tail {
-    pub fn new(request: &RouteRequest<'_>, routed_at_ms: u64) -> Self {
+    pub fn new(request: &RouteRequest<'_>, routed_at_ms: u64, ticket: Option<Ticket>) -> Self {
         let facts = &request.facts;
         Self {
             model: facts.model.into(),
@@ -182,14 +210,18 @@ impl Tail {
             prompt_bytes: facts.prompt.len(),
             isl_tokens: request.isl_tokens,
             routed_at_ms,
-            has_first_token: AtomicBool::new(false),
+            first_token_ms: AtomicU64::new(0),
             usage: Mutex::default(),
+            ticket,
         }
     }
 
-    pub fn first_token(&self) {
-        // Relaxed: it is read when nobody else holds the booking any more.
-        self.has_first_token.store(true, Ordering::Relaxed);
+    pub fn first_token(&self, now_ms: u64) {
+        // Relaxed: it is read when nobody else holds the booking any more. The first one counts.
+        let none = self.first_token_ms.load(Ordering::Relaxed) == 0;
+        if none {
+            self.first_token_ms.store(now_ms.max(1), Ordering::Relaxed);
+        }
     }
 
     pub fn used(&self, usage: Usage) {
@@ -200,8 +232,11 @@ impl Tail {
     /// A request that had no answer used nothing; one whose engine is silent used its prompt.
     pub fn finished(&self, worker: Worker, now_ms: u64) -> Finished<'_> {
         let usage = *self.usage.lock();
-        let prefilled =
-            if self.has_first_token.load(Ordering::Relaxed) { self.isl_tokens } else { 0 };
+        let first_token_ms = match self.first_token_ms.load(Ordering::Relaxed) {
+            0 => None,
+            at_ms => Some(at_ms.saturating_sub(self.routed_at_ms)),
+        };
+        let prefilled = if first_token_ms.is_some() { self.isl_tokens } else { 0 };
         Finished {
             model: &self.model,
             user: self.user.as_deref(),
@@ -212,6 +247,8 @@ impl Tail {
             input_tokens: usage.input_tokens.unwrap_or(prefilled),
             cached_tokens: usage.cached_tokens.unwrap_or(0),
             output_tokens: usage.output_tokens.unwrap_or(0),
+            first_token_ms,
+            ticket: self.ticket.as_ref(),
         }
     }
 }

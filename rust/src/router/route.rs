@@ -5,11 +5,11 @@ use std::sync::{Arc, OnceLock};
 
 use hashbrown::HashSet;
 use parking_lot::Mutex;
-use rand::SeedableRng;
 use rand::rngs::SmallRng;
+use rand::{RngCore, SeedableRng};
 
 use super::booking::Booking;
-use super::config::RouterConfig;
+use super::config::{RouteOverride, RouterConfig};
 use super::gate::{RoomWatch, check_room};
 use super::policies::{Policies, Spare, Tail};
 use super::request::RouteRequest;
@@ -40,11 +40,14 @@ pub struct Router {
     pub(super) state: Mutex<State>,
     pub(super) spare: Spare,
     pub(super) watch: OnceLock<RoomWatch>,
+    /// Draws the seeds of questions, so that these leave the seeds of bookings alone.
+    questions: Mutex<SmallRng>,
 }
 
 pub(super) struct State {
     pub load: ActiveSequences,
-    pub rng: SmallRng,
+    /// Draws the seed of each booking.
+    pub seeds: SmallRng,
     pub next_request: u64,
     pub scratch: Scratch,
 }
@@ -86,13 +89,14 @@ impl Router {
         config.validate()?;
         let state = State {
             load: ActiveSequences::new(config.load()),
-            rng: SmallRng::seed_from_u64(config.seed),
+            seeds: SmallRng::seed_from_u64(config.seed),
             next_request: 1,
             scratch: Scratch::default(),
         };
         let (state, spare, watch) = (Mutex::new(state), Spare::default(), OnceLock::new());
         let seat = policies.affinity.as_ref().map(|affinity| affinity.seat());
-        Ok(Self { config, policies, seat, clock, state, spare, watch })
+        let questions = Mutex::new(SmallRng::seed_from_u64(!config.seed));
+        Ok(Self { config, policies, seat, clock, state, spare, watch, questions })
     }
 
     /// The policies that choose or watch beside those that are built in.
@@ -135,9 +139,10 @@ impl Router {
         let known = self.terms(&state.load, request, blocks);
         self.fill(state, request, &known, blocks)?;
         let candidates = &state.scratch.candidates;
-        let decision =
-            policy::select(self.config.policy, &known, candidates, terms, &mut state.rng)
-                .ok_or_else(|| no_candidate(&state.load))?;
+        let (seed, mut rng) = drawn(request, &mut state.seeds);
+        let decision = policy::select(self.config.policy, &known, candidates, terms, &mut rng)
+            .ok_or_else(|| no_candidate(&state.load))?
+            .drawn_from(seed);
         let decision = self.settled(request, candidates, decision, now_ms);
         let id = RequestId(state.next_request);
         let (worker, isl, saved) =
@@ -169,11 +174,27 @@ impl Router {
         let blocks = self.block_use(&state.load, request);
         let known = self.terms(&state.load, request, blocks);
         self.fill(state, request, &known, blocks)?;
-        let mut rng = state.rng.clone();
+        let (seed, mut rng) = drawn(request, &mut state.seeds.clone());
         let candidates = &state.scratch.candidates;
         let decision = policy::select(self.config.policy, &known, candidates, terms, &mut rng)
-            .ok_or_else(|| no_candidate(&state.load))?;
+            .ok_or_else(|| no_candidate(&state.load))?
+            .drawn_from(seed);
         Ok(self.settled(request, candidates, decision, now_ms))
+    }
+
+    /// A decision about what is active now, with a draw of its own: where chance decides, asking again may
+    /// give another answer, and the decision's seed gives this one again. Changes nothing else.
+    ///
+    /// # Errors
+    /// As [`preview`](Self::preview).
+    pub fn query<'a>(
+        &self,
+        request: &RouteRequest<'_>,
+        terms: &'a mut Vec<Terms>,
+    ) -> Result<Decision<'a>> {
+        let (seed, _) = drawn(request, &mut self.questions.lock());
+        let overrides = RouteOverride { seed: Some(seed), ..request.overrides };
+        self.preview(&RouteRequest { overrides, ..*request }, terms)
     }
 
     /// What `request` would cost on every allowed worker now, busy ones included; changes nothing.
@@ -198,6 +219,16 @@ impl Router {
         let candidates = &state.scratch.candidates;
         terms.extend(candidates.iter().map(|one| known.terms(self.config.policy, one)));
         Ok(())
+    }
+
+    /// A worker's engine evicted blocks with these local hashes from its device: policies learn from it.
+    pub fn evicted(&self, worker: Worker, local_hashes: &[u64]) {
+        self.policies.evicted(worker, local_hashes, self.clock.now_ms());
+    }
+
+    /// A worker's device cache is empty now.
+    pub fn cleared(&self, worker: Worker) {
+        self.policies.cleared(worker);
     }
 
     /// Whether `request` is booked: neither freed, nor expired, nor gone with its worker.
@@ -258,7 +289,7 @@ impl Router {
     /// Make `workers` the registered workers; see [`ActiveSequences::set_workers`].
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for more than [`crate::load::MAX_WORKERS`].
+    /// [`Error::Overloaded`] for more than [`crate::load::MAX_WORKERS`]; nothing changes then.
     pub fn set_workers(&self, workers: &[Worker]) -> Result<WorkerChange> {
         if self.policies.is_empty() {
             let change = self.state.lock().load.set_workers(workers)?;
@@ -295,6 +326,11 @@ impl Router {
     /// [`Error::InvalidArgument`] for 0; [`Error::Conflict`] when another size is known already.
     pub fn set_block_size(&self, block_size: u32) -> Result<()> {
         self.state.lock().load.set_block_size(block_size)
+    }
+
+    /// The index has learned better what size its blocks are.
+    pub fn correct_block_size(&self, block_size: u32) {
+        self.state.lock().load.correct_block_size(block_size);
     }
 
     /// Load of every registered worker, in worker order.
@@ -429,6 +465,7 @@ impl Router {
                 ..self.config.scale
             },
             least_prefill_tokens: 0,
+            stage: self.config.stage,
         }
     }
 
@@ -472,6 +509,8 @@ impl Router {
                     shared_blocks: scratch.shared[slot],
                     prefill_tokens: load.prefill_tokens,
                     blocks: load.blocks,
+                    queued_tokens: load.queued_tokens,
+                    context_tokens: load.context_tokens,
                     last_booked: load.last_booked,
                 }),
             };
@@ -495,6 +534,13 @@ impl fmt::Debug for Router {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Router").field("config", &self.config).finish_non_exhaustive()
     }
+}
+
+/// The seed of a decision, the request's own or the next one of `seeds`, and its generator.
+pub(super) fn drawn(request: &RouteRequest<'_>, seeds: &mut SmallRng) -> (u64, SmallRng) {
+    // Of 53 bits: every reader of JSON keeps it exactly.
+    let seed = request.overrides.seed.unwrap_or_else(|| seeds.next_u64() >> 11);
+    (seed, SmallRng::seed_from_u64(seed))
 }
 
 fn check_blocks(blocks: usize) -> Result<()> {

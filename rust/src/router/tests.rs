@@ -100,6 +100,8 @@ fn a_booking_holds_its_load_until_it_is_dropped() {
             worker,
             requests,
             prefill_tokens,
+            queued_tokens: prefill_tokens,
+            context_tokens: u64::from(requests) * 10,
             blocks,
             last_booked,
             prefill_tokens_per_s,

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use crate::catalog::PromptNames;
 use crate::hash;
 use crate::ids::{InstanceId, Worker};
 use crate::router::{Facts, RouteOverride};
@@ -21,6 +22,8 @@ pub struct Prompt {
     pub locals: Vec<u64>,
     /// Sequence hashes of its full blocks.
     pub sequence_hashes: Vec<u64>,
+    /// What engines with several cache groups call its blocks.
+    pub names: PromptNames,
 }
 
 impl Prompt {
@@ -49,7 +52,16 @@ impl Prompt {
         let mut sequence_hashes = Vec::new();
         hash::sequence_hashes_into(&locals, &mut sequence_hashes);
         let isl_tokens = locals.len() as u64 * u64::from(block_size);
-        Self { isl_tokens, are_tokens_known: true, block_size, seed, locals, sequence_hashes }
+        let names = PromptNames::default();
+        Self {
+            isl_tokens,
+            are_tokens_known: true,
+            block_size,
+            seed,
+            locals,
+            sequence_hashes,
+            names,
+        }
     }
 
     /// Blocks of an overlap that an engine can reuse: the last token is always computed anew.

@@ -34,6 +34,8 @@ pub struct SelectorConfig {
     pub queue: Option<QueueThreshold>,
     /// Memory for past decisions, bytes; 0 keeps none.
     pub journal_bytes: usize,
+    /// Log each decision at level info instead of debug.
+    pub logs_decisions: bool,
 }
 
 impl Default for SelectorConfig {
@@ -44,6 +46,7 @@ impl Default for SelectorConfig {
             thresholds: Thresholds::default(),
             queue: None,
             journal_bytes: DEFAULT_JOURNAL_BYTES,
+            logs_decisions: false,
         }
     }
 }

@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 
 use super::record::{CandidateRecord, Record};
+use crate::policy::AUTO;
 
 impl Record {
     /// The decision with every candidate's terms, without what became of it.
@@ -17,14 +18,48 @@ impl Record {
             "ties": self.ties,
             "margin": self.margin,
             "score": self.score,
+            "seed": self.seed,
             "isl_tokens": self.request.isl_tokens,
             "block_size": (self.request.block_size > 0).then_some(self.request.block_size),
             "request_blocks": self.request_blocks,
             "overlap_blocks": self.overlap_blocks,
             "overlap_score_weight": self.request.overlap_score_weight,
             "temperature": self.request.temperature,
+            "because": self.because(),
             "candidates": candidates,
         })
+    }
+
+    /// What made the chosen worker cheaper than the next one, where the price decided; largest part first.
+    fn because(&self) -> Option<String> {
+        if &*self.policy != AUTO {
+            return None;
+        }
+        let chosen = self.candidates.iter().find(|one| one.terms.worker == self.worker)?;
+        let others = self.candidates.iter().filter(|one| !one.is_busy && one != &chosen);
+        let next = others.min_by(|a, b| a.terms.cost.total_cmp(&b.terms.cost))?;
+        let parts = chosen.terms.price.parts().into_iter().zip(next.terms.price.parts());
+        let mut differences: Vec<(&str, f64)> =
+            parts.map(|((name, own), (_, other))| (name, own - other)).collect();
+        differences.retain(|(_, difference)| difference.abs() >= 0.5);
+        differences.sort_by(|a, b| b.1.abs().total_cmp(&a.1.abs()));
+        let word = |difference: f64| if difference < 0.0 { "less" } else { "more" };
+        let mut said: Vec<String> = differences
+            .iter()
+            .map(|(name, by)| format!("{:.0} tokens {} {name}", by.abs(), word(*by)))
+            .collect();
+        let (own, other) = (chosen.terms.overlap_blocks, next.terms.overlap_blocks);
+        if own != other {
+            let blocks = own.abs_diff(other);
+            said.push(format!(
+                "{blocks} {} blocks cached",
+                if own > other { "more" } else { "fewer" }
+            ));
+        }
+        if said.is_empty() {
+            return Some(format!("it costs as much as {}", next.terms.worker));
+        }
+        Some(format!("{} than {}", said.join(", "), next.terms.worker))
     }
 
     /// The decision, and what became of it by now.
@@ -40,7 +75,8 @@ impl Record {
 
     fn candidate(&self, one: &CandidateRecord) -> Value {
         let terms = &one.terms;
-        json!({
+        let is_priced = &*self.policy == AUTO;
+        let mut value = json!({
             "worker": terms.worker.to_string(),
             "overlap_blocks": one.overlap_blocks,
             "device_blocks": one.device_blocks,
@@ -53,7 +89,17 @@ impl Record {
             "active_requests": terms.active_requests,
             "is_busy": one.is_busy,
             "cost": terms.cost,
-            "formula": terms.formula(&self.request).to_string(),
-        })
+            "formula": match is_priced {
+                true => format!("{}: {}", terms.worker, terms.price),
+                false => terms.formula(&self.request).to_string(),
+            },
+        });
+        if is_priced {
+            value["price"] = terms.price.parts().into_iter().collect();
+        }
+        if let Some(credit) = one.credit {
+            value["reuse_credit"] = json!(credit);
+        }
+        value
     }
 }

@@ -8,6 +8,7 @@ mod ask;
 mod busy;
 mod config;
 mod engines;
+mod evictions;
 mod explain;
 mod journal;
 mod json;
@@ -19,9 +20,11 @@ mod queue;
 mod record;
 mod remote;
 mod reservation;
+mod reuse;
 mod room;
 mod selection;
 mod selector;
+mod start;
 
 pub use ask::{Ask, Pin, Prompt};
 pub use busy::{BusyTable, DEFAULT_BATCHED_TOKENS, Report, Share, Thresholds};
@@ -34,9 +37,14 @@ pub use queue::{Entered, Queue, QueueOptions, QueueStats, Told, Waiting};
 pub use record::{CandidateRecord, Outcome, Record};
 pub use remote::RemoteStats;
 pub use reservation::Reservation;
+pub use reuse::{
+    EventSource, ReuseChange, ReuseFinding, ReuseSample, ReuseTable, ReuseTrust, ReuseView,
+    WorkerReason,
+};
 pub use room::QueueThreshold;
 pub use selection::{PotentialLoad, Selection};
 pub use selector::Selector;
+pub use start::StartGate;
 
 #[cfg(test)]
 mod tests;

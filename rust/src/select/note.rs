@@ -8,7 +8,22 @@ use super::record::{CandidateRecord, Outcome, Record};
 use super::selection::Selection;
 use super::selector::Selector;
 use crate::index::{Match, Matches};
-use crate::policy::{Decision, Policy, Terms};
+use crate::policy::{AUTO, Decision, Policy, Terms};
+
+/// The line of a decision; a level is part of a line's place in the program.
+macro_rules! log_decision {
+    ($level:ident, $selector:expr, $ask:expr, $decision:expr) => {
+        tracing::$level!(
+            model = $selector.model.key.model_name, request_id = $ask.request_id,
+            worker = %$decision.worker, policy = %$selector.policy_name, reason = %$decision.reason,
+            isl_tokens = $ask.prompt.isl_tokens, overlap_blocks = $decision.overlap_blocks,
+            predicted_blocks = $decision.terms().predicted_blocks, cost = $decision.terms().cost,
+            ties = $decision.ties, margin = $decision.margin,
+            candidates = $decision.candidates.len(),
+            "routed"
+        )
+    };
+}
 
 impl Selector {
     /// What is told of an overlap: how much of it is held, and how much beyond is a guess. Without
@@ -27,15 +42,19 @@ impl Selector {
             Overlap::Predictions => best(|found| found.predicted),
             _ => best(|found| found.device),
         };
+        let held = matches.as_slice().iter().find(|found| found.worker == decision.worker);
         Selection {
             worker: decision.worker,
             overlap_blocks,
             predicted_blocks,
             lower_blocks: decision.terms().lower_milliblocks / 1_000,
+            held_blocks: held.map_or(0, |held| held.device),
+            reached_blocks: held.map_or(0, |held| held.external),
             best_blocks: best.unwrap_or(0),
             reason: decision.reason,
             ties: decision.ties,
             margin: decision.margin,
+            seed: decision.seed,
         }
     }
 
@@ -49,6 +68,7 @@ impl Selector {
     ) -> Record {
         let mut found: Vec<&Match> = matches.as_slice().iter().collect();
         found.sort_unstable_by_key(|found| found.worker);
+        let credits = self.reuse.credits();
         let candidate = |terms: &Terms, is_busy| {
             let place = found.binary_search_by_key(&terms.worker, |found| found.worker);
             let held = place.ok().map(|place| found[place]);
@@ -60,6 +80,7 @@ impl Selector {
                 host_blocks: blocks(|held| held.host),
                 disk_blocks: blocks(|held| held.external),
                 predicted_blocks: blocks(|held| held.predicted),
+                credit: credits.as_ref().and_then(|low| low.get(&terms.worker)).copied(),
                 is_busy,
             }
         };
@@ -74,6 +95,7 @@ impl Selector {
             reason: decision.reason,
             ties: decision.ties,
             margin: decision.margin,
+            seed: decision.seed,
             score: decision.score,
             request: decision.request,
             request_blocks: ask.prompt.sequence_hashes.len() as u32,
@@ -85,24 +107,25 @@ impl Selector {
             outcome: Outcome::Running,
         }
     }
-}
 
-/// One line for the decision, and one for each candidate's cost.
-pub(super) fn log(model: &str, policy: &str, ask: &Ask<'_>, decision: &Decision<'_>) {
-    if !tracing::enabled!(tracing::Level::DEBUG) {
-        return;
-    }
-    tracing::debug!(
-        model, request_id = ask.request_id, worker = %decision.worker, policy,
-        reason = %decision.reason, isl_tokens = ask.prompt.isl_tokens,
-        overlap_blocks = decision.overlap_blocks,
-        predicted_blocks = decision.terms().predicted_blocks, cost = decision.terms().cost,
-        ties = decision.ties, margin = decision.margin, candidates = decision.candidates.len(),
-        "routed"
-    );
-    if decision.policy == Some(Policy::Kv) {
-        for formula in decision.formulas() {
-            tracing::debug!("{formula}");
+    /// One line for the decision, and one for each candidate's cost: at level debug worked out in full,
+    /// at info, where decisions are asked for, in short.
+    pub(super) fn log(&self, ask: &Ask<'_>, decision: &Decision<'_>) {
+        let is_kv = decision.policy == Some(Policy::Kv);
+        let is_auto = &*self.policy_name == AUTO;
+        let prices = || decision.candidates.iter().filter(|_| is_auto);
+        if self.logs_decisions && tracing::enabled!(tracing::Level::INFO) {
+            log_decision!(info, self, ask, decision);
+            for formula in decision.formulas().filter(|_| is_kv) {
+                tracing::info!("{formula:#}");
+            }
+            prices().for_each(|terms| tracing::info!("worker {}: {}", terms.worker, terms.price));
+        } else if tracing::enabled!(tracing::Level::DEBUG) {
+            log_decision!(debug, self, ask, decision);
+            for formula in decision.formulas().filter(|_| is_kv) {
+                tracing::debug!("{formula}");
+            }
+            prices().for_each(|terms| tracing::debug!("worker {}: {}", terms.worker, terms.price));
         }
     }
 }

@@ -55,6 +55,8 @@ pub struct CandidateRecord {
     pub disk_blocks: u32,
     /// Leading blocks that it was predicted to hold.
     pub predicted_blocks: u32,
+    /// What its blocks counted, 0 to 1, where that was less than 1.
+    pub credit: Option<f64>,
     /// Passed over because it was busy.
     pub is_busy: bool,
 }
@@ -78,6 +80,8 @@ pub struct Record {
     pub ties: usize,
     /// By how much the next one is dearer.
     pub margin: Option<f64>,
+    /// The number that chance was drawn from.
+    pub seed: u64,
     /// What the chosen one was judged by, where that is no cost.
     pub score: Option<f64>,
     /// The request as the policy saw it.

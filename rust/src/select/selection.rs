@@ -14,6 +14,10 @@ pub struct Selection {
     pub predicted_blocks: u32,
     /// Blocks that what it holds in host memory and on disks saves beside these, rounded down.
     pub lower_blocks: u32,
+    /// Leading blocks that its events say it holds on its device, whatever credit they got.
+    pub held_blocks: u32,
+    /// Leading blocks that it holds in any tier, as far as these go on one behind the other.
+    pub reached_blocks: u32,
     /// Leading blocks that the best worker of all holds, whether it could take the request or not.
     pub best_blocks: u32,
     /// Why this one.
@@ -22,6 +26,8 @@ pub struct Selection {
     pub ties: usize,
     /// By how much the next one is dearer.
     pub margin: Option<f64>,
+    /// The number that chance was drawn from; see [`RouteOverride::seed`](crate::router::RouteOverride::seed).
+    pub seed: u64,
 }
 
 /// What a request would make of a worker's load.

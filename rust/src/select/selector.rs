@@ -12,30 +12,34 @@ use super::ask::{Ask, Prompt};
 use super::busy::{BusyGate, BusyTable};
 use super::config::{Overlap, SelectorConfig};
 use super::engines::EngineTable;
+use super::evictions::Evictions;
 use super::journal::Journal;
 use super::manual::Manual;
-use super::note::log;
 use super::outbox::{BookingName, Outbox, Teller, Tiding};
 use super::record::Record;
 use super::remote::Remote;
 use super::reservation::{Growth, Line, Reservation};
+use super::reuse::ReuseTable;
 use super::room::QueueThreshold;
 use super::selection::{PotentialLoad, Selection};
-use crate::catalog::ModelIndex;
+use crate::catalog::{CacheWatch, ModelIndex, Reuse};
 use crate::clock::Clock;
 use crate::error::Result;
+use crate::hash::engine::NameKeys;
 use crate::ids::Worker;
 use crate::index::Matches;
 use crate::load::{LoadTotals, WorkerChange, WorkerLoad};
 use crate::policy::{EngineMetrics, Policy, Terms};
 use crate::router::{Facts, Policies, RouteOverride, RouteRequest, Router};
 
-/// The index is told the time before a prediction when that is longer ago, in milliseconds.
+/// The index is told the time before a prediction when that is longer ago, in milliseconds. A prediction's
+/// age counts from the time that was told last: it may end by that much too early.
 const ADVANCE_INTERVAL_MS: u64 = 50;
 
 #[derive(Default)]
 pub(super) struct Scratch {
-    matches: Matches,
+    pub matches: Matches,
+    exact: Vec<Reuse>,
     pub overlaps: Vec<(Worker, u32)>,
     pub predictions: Vec<(Worker, u32)>,
     tiers: Vec<(Worker, [u32; 2])>,
@@ -75,10 +79,13 @@ pub struct Selector {
     pub(super) policy_name: Arc<str>,
     pub(super) overlap: Overlap,
     pub(super) queue: Option<QueueThreshold>,
+    pub(super) logs_decisions: bool,
     /// Who is too busy.
     pub busy: BusyTable,
     /// What engines report of themselves.
     pub engines: EngineTable,
+    /// Whether engines reuse what their events promise, and what their overlap counts.
+    pub reuse: ReuseTable,
     /// Past decisions.
     pub journal: Arc<Journal>,
     pub(super) manual: Manual,
@@ -88,6 +95,8 @@ pub struct Selector {
     /// When the index was last told the time.
     advanced_ms: AtomicU64,
     pub(super) workers: Mutex<Vec<Worker>>,
+    /// Watches the index for the policies; they stop to be told when it goes.
+    _evictions: Option<Arc<dyn CacheWatch>>,
 }
 
 impl Selector {
@@ -116,15 +125,23 @@ impl Selector {
         config.validate()?;
         let built_in = config.router.policy.name();
         let policy_name = policies.active.as_ref().map_or(built_in, |active| active.name()).into();
-        let router = Router::with_policies(config.router, policies, Arc::clone(&clock))?;
+        let watches = policies.watches_caches();
+        let router = Arc::new(Router::with_policies(config.router, policies, Arc::clone(&clock))?);
+        let evictions =
+            watches.then(|| Arc::new(Evictions(Arc::clone(&router))) as Arc<dyn CacheWatch>);
+        if let Some(evictions) = &evictions {
+            model.watch(evictions);
+        }
         Ok(Self {
             name: model.key.model_name.as_str().into(),
             model,
-            router: Arc::new(router),
+            router,
             policy_name,
             engines: EngineTable::default(),
+            reuse: ReuseTable::default(),
             overlap: config.overlap,
             queue: config.queue,
+            logs_decisions: config.logs_decisions,
             busy: BusyTable::new(config.thresholds)?,
             journal: Arc::new(Journal::new(config.journal_bytes)),
             manual: Manual::default(),
@@ -133,6 +150,7 @@ impl Selector {
             clock,
             advanced_ms: AtomicU64::new(0),
             workers: Mutex::default(),
+            _evictions: evictions,
         })
     }
 
@@ -185,32 +203,31 @@ impl Selector {
     /// Tokens in a block; 0 while no engine has told.
     pub fn block_size(&self) -> u32 {
         let size = self.model.block_size().unwrap_or(0);
-        if size > 0 && self.router.block_size() == 0 {
-            // Conflict means that another thread was first, with the same index's size.
-            let _ = self.router.set_block_size(size);
+        if size > 0 && self.router.block_size() != size {
+            self.router.correct_block_size(size);
         }
         size
     }
 
-    /// Hash a prompt for [`select`](Self::select).
+    /// Hash a prompt for [`select`](Self::select); `keys` is what tells it from others of the same tokens.
     ///
     /// # Cost
-    /// O(tokens).
-    pub fn prompt(
-        &self,
-        tokens: &[u32],
-        lora_name: Option<&str>,
-        cache_salt: Option<&str>,
-    ) -> Prompt {
-        let seed = self.model.seed(lora_name, cache_salt);
-        Prompt::of_tokens(tokens, self.block_size(), seed)
+    /// O(tokens); for models of several cache groups a digest a block more.
+    pub fn prompt(&self, tokens: &[u32], keys: &NameKeys<'_>) -> Prompt {
+        let seed = self.model.seed(keys.lora.map(|(name, _)| name), keys.cache_salt);
+        let locals = self.model.locals(tokens, keys);
+        Prompt {
+            isl_tokens: tokens.len() as u64,
+            names: self.model.names(tokens, keys),
+            ..Prompt::of_hashes(locals, self.block_size(), seed)
+        }
     }
 
     /// Make `workers` the workers to select from. What is known of others is forgotten: their
     /// requests, reports, blocks and predictions.
     ///
     /// # Errors
-    /// `InvalidArgument` for more than [`crate::load::MAX_WORKERS`]; nothing changes then.
+    /// `Overloaded` for more than [`crate::load::MAX_WORKERS`]; nothing changes then.
     pub fn set_workers(&self, workers: &[Worker]) -> Result<WorkerChange> {
         let mut known = self.workers.lock();
         let change = self.router.set_workers(workers)?;
@@ -218,6 +235,7 @@ impl Selector {
         let mut wanted = workers.to_vec();
         wanted.sort_unstable();
         self.engines.keep(|worker| wanted.binary_search(&worker).is_ok());
+        self.reuse.keep(|worker| wanted.binary_search(&worker).is_ok());
         for worker in known.iter().filter(|worker| wanted.binary_search(worker).is_err()) {
             self.model.index.remove_worker(*worker);
         }
@@ -242,7 +260,7 @@ impl Selector {
         self.with_request(ask, |request, found, terms| {
             let (booking, decision) =
                 self.router.route(request, terms).map_err(|error| self.explain(ask, error))?;
-            log(&self.model.key.model_name, &self.policy_name, ask, &decision);
+            self.log(ask, &decision);
             let selection = self.selection(&decision, found.matches);
             self.predict(ask, &selection);
             let line = ask.request_id.filter(|_| self.journal.is_on()).map(|id| {
@@ -280,6 +298,19 @@ impl Selector {
             let record =
                 self.record(id, ask, &decision, found.matches, &found.passed_over.borrow());
             Ok((self.selection(&decision, found.matches), record))
+        })
+    }
+
+    /// A selection for a caller that books elsewhere: as [`preview`](Self::preview), but where chance decides
+    /// it is drawn anew each time.
+    ///
+    /// # Errors
+    /// As [`preview`](Self::preview).
+    pub fn query(&self, ask: &Ask<'_>) -> Result<Selection> {
+        self.with_request(&Ask { waits: false, ..*ask }, |request, found, terms| {
+            let decision = self.router.query(request, terms);
+            let decision = decision.map_err(|error| self.explain(ask, error))?;
+            Ok(self.selection(&decision, found.matches))
         })
     }
 
@@ -326,8 +357,7 @@ impl Selector {
                 self.teller.outbox.freed(self.teller.name(gone.request));
             }
         }
-        self.advanced_ms.store(now_ms, Ordering::Relaxed);
-        self.model.index.advance_to(now_ms);
+        self.tell_time(now_ms);
         expired.len()
     }
 
@@ -358,22 +388,47 @@ impl Selector {
             scratch.matches = Matches::new();
             return;
         }
-        self.model.index.find_matches(&ask.prompt.locals, &mut scratch.matches);
+        self.end_predictions();
+        let Prompt { locals, names, isl_tokens, .. } = ask.prompt;
+        self.model.find(locals, names, *isl_tokens, &mut scratch.matches, &mut scratch.exact);
         if let Some(overlaps) = ask.overlaps {
             scratch.matches.set_device(overlaps);
         }
         let has_tiers = self.router.config().tiers.is_any();
+        let low = self.reuse.credits();
         for found in scratch.matches.as_slice() {
+            let credit = low.as_ref().and_then(|low| low.get(&found.worker)).copied();
+            let credited = |blocks| credit.map_or(blocks, |credit| scaled(blocks, credit));
+            let (device, predicted) = (credited(found.device), credited(found.predicted));
             if has_tiers && found.external > found.device {
-                scratch.tiers.push((found.worker, [found.host, found.external]));
+                let lower = [credited(found.host), credited(found.external)];
+                scratch.tiers.push((found.worker, lower));
             }
-            if found.device > 0 {
-                scratch.overlaps.push((found.worker, found.device));
+            if device > 0 {
+                scratch.overlaps.push((found.worker, device));
             }
-            if found.predicted > found.device && self.overlap != Overlap::Events {
-                scratch.predictions.push((found.worker, found.predicted));
+            if predicted > device && self.overlap != Overlap::Events {
+                scratch.predictions.push((found.worker, predicted));
             }
         }
+    }
+
+    /// Let go of predictions that are too old now: they earn no credit between two ticks either. Without any,
+    /// the writer's lock is left alone.
+    fn end_predictions(&self) {
+        if self.overlap == Overlap::Events {
+            return;
+        }
+        let now_ms = self.clock.now_ms();
+        if now_ms >= self.model.index.predictions_due_ms() {
+            self.tell_time(now_ms);
+        }
+    }
+
+    fn tell_time(&self, now_ms: u64) {
+        // Relaxed: a time that is told twice or a little late does no harm.
+        self.advanced_ms.store(now_ms, Ordering::Relaxed);
+        self.model.index.advance_to(now_ms);
     }
 
     /// Whether what workers hold of `prompt` has a part in the decision.
@@ -396,6 +451,7 @@ impl Selector {
                 && self.overlap != Overlap::Predictions
                 && (!self.model.workers().is_empty()
                     || ask.overlaps.is_some_and(|overlaps| !overlaps.is_empty())),
+            local_hashes: if is_hashed { &ask.prompt.locals } else { &[] },
             metrics,
             ..ask.facts
         }
@@ -409,7 +465,7 @@ impl Selector {
     ) -> T {
         SCRATCH.with_borrow_mut(|scratch| {
             self.walk(ask, scratch);
-            let Scratch { matches, overlaps, predictions, tiers, terms, passed_over } = scratch;
+            let Scratch { matches, overlaps, predictions, tiers, terms, passed_over, .. } = scratch;
             let known = Known { overlaps, predictions, tiers };
             let gate = self.gate(ask, passed_over);
             let allowed = |worker| is_allowed(ask, worker);
@@ -461,10 +517,8 @@ impl Selector {
             return;
         }
         let now_ms = self.clock.now_ms();
-        // Relaxed: a time that is told twice or a little late does no harm.
         if now_ms.saturating_sub(self.advanced_ms.load(Ordering::Relaxed)) >= ADVANCE_INTERVAL_MS {
-            self.advanced_ms.store(now_ms, Ordering::Relaxed);
-            self.model.index.advance_to(now_ms);
+            self.tell_time(now_ms);
         }
         self.model.index.predict(selection.worker, *seed, locals);
     }
@@ -478,6 +532,11 @@ impl fmt::Debug for Selector {
             .field("overlap", &self.overlap)
             .finish_non_exhaustive()
     }
+}
+
+/// `blocks` of a worker whose overlap counts `credit`, rounded down.
+fn scaled(blocks: u32, credit: f64) -> u32 {
+    (f64::from(blocks) * credit) as u32
 }
 
 fn reported(reports: Option<&HashMap<Worker, EngineMetrics>>, worker: Worker) -> EngineMetrics {

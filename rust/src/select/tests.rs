@@ -7,9 +7,10 @@ use std::sync::Arc;
 use serde_json::Value;
 
 use super::*;
-use crate::catalog::{Catalog, CatalogOptions, Identity, ModelKey, Registration};
+use crate::catalog::{Catalog, CatalogOptions, EngineFacts, Identity, ModelKey, Registration};
 use crate::clock::{Clock, ManualClock};
 use crate::error::Error;
+use crate::hash::engine::NameKeys;
 use crate::ids::{Tier, Worker};
 use crate::index::Block;
 use crate::router::{RouteOverride, RouterConfig};
@@ -18,6 +19,7 @@ mod busy;
 mod cost;
 mod growth;
 mod remote;
+mod reuse;
 mod room;
 mod tiers;
 
@@ -54,7 +56,7 @@ fn plain(workers: u64) -> Bench {
 
 impl Bench {
     fn prompt(&self, tokens: &[u32]) -> Prompt {
-        self.selector.prompt(tokens, None, None)
+        self.selector.prompt(tokens, &NameKeys::default())
     }
 
     fn store(&self, at: Worker, tier: Tier, tokens: &[u32]) {
@@ -117,6 +119,47 @@ fn a_preview_changes_nothing_and_answers_alike() {
     assert!(bench.is_idle());
     assert_eq!(bench.selector.model().index.stats().predicted, 0);
     assert_eq!(bench.selector.journal.stats(), JournalStats::default());
+}
+
+/// `count` equal workers, at a temperature.
+fn warm(count: u64) -> Bench {
+    let router = RouterConfig {
+        block_size: BLOCK_SIZE,
+        temperature: 1.0,
+        seed: 7,
+        ..RouterConfig::default()
+    };
+    let config = SelectorConfig { router, ..SelectorConfig::default() };
+    configured(config, CatalogOptions::default(), count)
+}
+
+#[test]
+fn each_query_draws_anew_and_its_seed_repeats_it() {
+    let bench = warm(4);
+    let next = |bench: &Bench| bench.selector.preview(&Ask::new(&bench.prompt(&[1; 16]))).unwrap();
+    let before = next(&bench);
+    let mut reached = BTreeMap::<u64, u32>::new();
+    for at in 0..200 {
+        let prompt = bench.prompt(&[at; 16]);
+        let drawn = bench.selector.query(&Ask::new(&prompt)).unwrap();
+        *reached.entry(drawn.worker.instance_id).or_default() += 1;
+        assert!(drawn.seed < 1 << 53, "readers of JSON keep it");
+        let overrides = RouteOverride { seed: Some(drawn.seed), ..RouteOverride::default() };
+        let again = Ask { overrides, ..Ask::new(&prompt) };
+        assert_eq!(bench.selector.query(&again).unwrap(), drawn);
+        assert_eq!(bench.selector.preview(&again).unwrap().0, drawn);
+    }
+    assert!(reached.len() == 4 && reached.values().all(|count| *count > 20), "{reached:?}");
+    // Questions leave the next request alone, and it is what was shown.
+    assert_eq!(next(&bench), before);
+    let prompt = bench.prompt(&[1; 16]);
+    let (held, booked) = bench.selector.select(&Ask::new(&prompt)).unwrap();
+    assert_eq!((booked, held.worker()), (before.0, before.0.worker));
+    drop(held);
+    assert_ne!(next(&bench).0.seed, booked.seed, "the next one has a number of its own");
+    let overrides = RouteOverride { seed: Some(booked.seed), ..RouteOverride::default() };
+    let (_held, again) = bench.selector.select(&Ask { overrides, ..Ask::new(&prompt) }).unwrap();
+    assert_eq!(again.worker, booked.worker);
 }
 
 #[test]
@@ -299,6 +342,7 @@ fn foreseeing(ttl_ms: u64, workers: u64) -> Bench {
                 replay_endpoint: None,
                 capacity_blocks: None,
                 identity: Identity::default(),
+                facts: EngineFacts::default(),
             })
             .unwrap();
     }
@@ -362,6 +406,34 @@ fn predictions_end_and_facts_stay() {
     let (_, held) = bench.selector.select(&Ask::new(&prompt)).unwrap();
     assert_eq!((held.overlap_blocks, held.predicted_blocks), (3, 0));
     assert_eq!(bench.selector.model().index.stats().predicted, 0, "what is held is no guess");
+}
+
+#[test]
+fn a_prediction_earns_no_credit_beyond_its_time_without_a_tick() {
+    for overlap in [Overlap::EventsAndPredictions, Overlap::Predictions] {
+        let options = CatalogOptions { predicted_ttl_ms: 1_000, ..CatalogOptions::default() };
+        let bench = bench(overlap, options, 3);
+        let prompt = bench.prompt(&[5; 12]);
+        // A remote indexer hears the workers' events.
+        let ask = || Ask {
+            overlaps: (overlap != Overlap::Predictions).then_some(&[]),
+            ..Ask::new(&prompt)
+        };
+        let credit = || {
+            let (selection, _) = bench.selector.preview(&ask()).unwrap();
+            selection.overlap_blocks + selection.predicted_blocks
+        };
+        bench.clock.advance(70);
+        drop(bench.selector.select(&ask()).unwrap());
+        bench.clock.advance(999);
+        assert_eq!(credit(), 3, "{overlap:?}");
+        bench.clock.advance(1);
+        assert_eq!(credit(), 0, "{overlap:?}");
+        assert_eq!(bench.selector.model().index.stats().predicted, 0, "{overlap:?}");
+        // So does the way to a booking.
+        let (_held, selection) = bench.selector.select(&ask()).unwrap();
+        assert_eq!((selection.overlap_blocks, selection.predicted_blocks), (0, 0), "{overlap:?}");
+    }
 }
 
 #[test]

@@ -11,6 +11,8 @@ const LOAD: WorkerLoad = WorkerLoad {
     worker: Worker::new(1, 0),
     requests: 0,
     prefill_tokens: 0,
+    queued_tokens: 0,
+    context_tokens: 0,
     blocks: 0,
     last_booked: 0,
     prefill_tokens_per_s: None,
