@@ -1,7 +1,7 @@
 """The Rust core. This file is its reference manual; ``stubtest`` compares it with the binary."""
 
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Literal, final
 
 from typing_extensions import Buffer
@@ -36,6 +36,10 @@ __all__ = [
 ]
 
 _Integers = Sequence[int] | Buffer
+# Multimodal items: identifier (text), offset and length (tokens).
+_Media = Sequence[Mapping[str, Any]]
+# Digests of prompt embeddings: bytes, or text in hexadecimal digits.
+_Embeds = Sequence[str | bytes]
 
 def check_policy(strategy: str) -> None:
     """Check the name of a policy, or a weighted strategy such as ``prefix-cache:2,least-request``.
@@ -65,6 +69,8 @@ def compute_block_hash_for_seq(
     lora_name: str | None = None,
     cache_salt: str | None = None,
     is_eagle: bool = False,
+    mm: _Media | None = None,
+    embeds: _Embeds | None = None,
 ) -> list[int]:
     """Hash the full blocks of a prompt, each by itself.
 
@@ -75,12 +81,17 @@ def compute_block_hash_for_seq(
         lora_name: LoRA adapter that the prompt is for; part of the hash.
         cache_salt: Cache salt of the prompt; part of the hash.
         is_eagle: Each block also covers the token after it, as EAGLE engines hash.
+        mm: Multimodal items, mappings with ``identifier`` (text, 1 to 1,024 bytes), ``offset`` and
+            ``length`` (tokens of the prompt, u32); shape [items], 65,536 at most, in any order.
+        embeds: Digests of the prompt's embeddings, as bytes or in hexadecimal digits, 1 to 1,024
+            bytes each; shape [blocks], 65,536 at most. Hashes end at the first block without one.
 
     Returns:
         Local block hashes, u64, in prompt order. An incomplete last block has none.
 
     Raises:
-        InvalidArgumentError: A token outside u32, by index and value, or block size below 1.
+        InvalidArgumentError: A token outside u32, by index and value; a block size below 1; a wrong
+            item or digest, by index and field; or one of these with is_eagle.
 
     Cost: O(tokens); releases the GIL while hashing. Making the list takes longer than hashing: see
         compute_block_hash_array.
@@ -95,6 +106,8 @@ def compute_block_hash_array(
     cache_salt: str | None = None,
     is_eagle: bool = False,
     out: Buffer | None = None,
+    mm: _Media | None = None,
+    embeds: _Embeds | None = None,
 ) -> memoryview:
     """Hash the full blocks of a prompt into memory instead of a list.
 
@@ -106,14 +119,17 @@ def compute_block_hash_array(
         is_eagle: Each block also covers the token after it, as EAGLE engines hash.
         out: Writable, contiguous buffer of u64 (numpy uint64, array "Q") with room for all hashes,
             to be used again from call to call; new memory when not given.
+        mm: Multimodal items of the prompt, as for compute_block_hash_for_seq; shape [items].
+        embeds: Digests of its embeddings, as there; shape [blocks].
 
     Returns:
         Local block hashes as a view of u64: of the beginning of ``out``, or of new read-only bytes.
         ``numpy.asarray`` and all functions here take it without a copy.
 
     Raises:
-        InvalidArgumentError: A token outside u32, block size below 1, or an ``out`` that is too
-            short, of another type, read-only, or in the same memory as the tokens.
+        InvalidArgumentError: A token outside u32; a block size below 1; a wrong item or digest, or
+            one of these with is_eagle; or an ``out`` that is too short, of another type, read-only,
+            or in the same memory as the tokens.
 
     Cost: O(tokens), some gigatokens a second from a buffer of u32; releases the GIL for long
         prompts.
@@ -350,6 +366,9 @@ class KvIndexer:
         token_ids: _Integers,
         lora_name: str | None = None,
         cache_salt: str | None = None,
+        *,
+        mm: _Media | None = None,
+        embeds: _Embeds | None = None,
     ) -> OverlapScores:
         """Hash a prompt and count, per worker, the leading blocks that it holds.
 
@@ -357,9 +376,12 @@ class KvIndexer:
             token_ids: Token ids, u32; buffers of unsigned 32-bit integers are not copied.
             lora_name: LoRA adapter that the prompt is for.
             cache_salt: Cache salt of the prompt.
+            mm: Multimodal items, as for compute_block_hash_for_seq; shape [items].
+            embeds: Digests of the prompt's embeddings, as there; shape [blocks].
 
         Raises:
-            InvalidArgumentError: A token outside u32, by index and value.
+            InvalidArgumentError: A token outside u32, by index and value, or a wrong item or
+                digest, by index and field.
 
         Cost: O(tokens), then as find_matches; releases the GIL for long prompts.
         """
@@ -1016,6 +1038,7 @@ class Router:
         active_prefill_tokens_threshold: int | None = None,
         active_prefill_tokens_threshold_frac: float | None = None,
         decision_journal_bytes: int = 16_777_216,
+        log_decisions: bool = False,
         threads: int = 2,
         max_body_bytes: int = 8_388_608,
         max_requests: int = 65_536,
@@ -1044,6 +1067,7 @@ class Router:
         session_affinity_ttl_s: int | None = None,
         tls_cert_path: str | os.PathLike[str] | None = None,
         tls_key_path: str | os.PathLike[str] | None = None,
+        metrics_prefix: str = "kvflash",
     ) -> Router:
         """Make a service that does not listen yet, without workers.
 
@@ -1059,6 +1083,9 @@ class Router:
     def catalog(self) -> Catalog: ...
     def set_more_metrics(self, text: str) -> None:
         """What ``/metrics`` tells besides its own: lines of the OpenMetrics text format."""
+
+    def set_warnings(self, warnings: list[str]) -> None:
+        """What only the caller knows, for ``/health``; replaces others."""
 
     def worker_changes(self) -> int:
         """How often a worker was registered or forgotten. Cost: O(1)."""
@@ -1178,7 +1205,8 @@ class RouterCore:
     one process. ``options`` of a call is a dict with any of ``overlap_score_weight``,
     ``overlap_score_credit``, ``prefill_load_scale``,
     ``router_temperature``, ``assume_kv_reuse``, ``worker_id``, ``dp_rank``, ``allowed_worker_ids``,
-    ``lora_name``, ``cache_salt``, ``user``, ``prompt`` (its text, for policies),
+    ``lora_name``, ``lora_path``, ``cache_salt``, ``mm`` and ``embeds`` (as for
+    compute_block_hash_for_seq), ``user``, ``prompt`` (its text, for policies),
     ``session_key`` and ``session_worker`` (id and rank), ``priority``, ``strict_priority``,
     ``expected_output_tokens``; ``None`` is as good as absent, an unknown name is refused.
 
@@ -1216,9 +1244,11 @@ class RouterCore:
         active_prefill_tokens_threshold: int | None = None,
         active_prefill_tokens_threshold_frac: float | None = None,
         max_requests: int = 65_536,
+        min_initial_workers: int = 0,
         max_blocks: int = 33_554_432,
         index_memory_bytes: int = 0,
         decision_journal_bytes: int = 16_777_216,
+        log_decisions: bool = False,
         seed: int | None = None,
         overlap_score_credit: float = 1.0,
         overlap_score_credit_decay: float = 0.0,
@@ -1262,7 +1292,7 @@ class RouterCore:
         """Make these (instance, rank) the workers; what is known of others is forgotten.
 
         Raises:
-            InvalidArgumentError: More than 65,535.
+            OverloadedError: More than 65,535; nothing changes then.
         """
 
     def subscribe(
@@ -1321,13 +1351,14 @@ class RouterCore:
             InvalidArgumentError: One is out of range, by name.
         """
 
-    def preview(
+    def query(
         self, token_ids: _Integers, options: dict[str, Any] | None = None
-    ) -> tuple[int, int, int]:
-        """Which worker would be selected now; nothing changes.
+    ) -> tuple[int, int, int, int]:
+        """Which worker would be selected now, drawn anew where chance decides; nothing changes.
 
         Returns:
-            Instance, rank, and leading blocks of the prompt that it holds.
+            Instance, rank, leading blocks of the prompt that it holds, and the seed of the draw:
+            as the option ``seed`` it repeats the choice.
 
         Raises:
             NoWorkerError: None is there or allowed, or the pinned one is not there.
@@ -1337,8 +1368,8 @@ class RouterCore:
 
     def reserve(
         self, token_ids: _Integers, request_id: str, options: dict[str, Any] | None = None
-    ) -> tuple[int, int, int]:
-        """As :meth:`preview`, and book it under ``request_id`` until :meth:`free`.
+    ) -> tuple[int, int, int, int]:
+        """As :meth:`query`, and book it under ``request_id`` until :meth:`free`.
 
         Raises:
             ConflictError: A request of that name is active.
@@ -1352,7 +1383,7 @@ class RouterCore:
         *,
         request_id: str | None = None,
     ) -> RouterBooking:
-        """As :meth:`preview`, and book it; ``request_id`` is its name for :meth:`why` only."""
+        """As :meth:`query`, and book it; ``request_id`` is its name for :meth:`why` only."""
 
     def enter(
         self,
@@ -1452,6 +1483,7 @@ class Indexer:
         min_initial_workers: int = 0,
         test_endpoints: bool = False,
         drain_timeout_s: float = 5.0,
+        metrics_prefix: str = "kvflash",
     ) -> Indexer:
         """Make a service that does not listen yet.
 
@@ -1465,6 +1497,7 @@ class Indexer:
             min_initial_workers: Workers that must have registered before GET /ready says so.
             test_endpoints: Serve POST /test/pause_listener and /test/resume_listener.
             drain_timeout_s: Time that open requests get at the stop, seconds.
+            metrics_prefix: What the names in GET /metrics begin with.
         """
 
     @property
@@ -1473,7 +1506,7 @@ class Indexer:
         """Bind and serve in the background. Returns the bound port.
 
         Raises:
-            ConfigError: The address can't be bound.
+            ConfigError: The address can't be bound, or metrics_prefix begins no name.
         """
 
     def register(
@@ -1489,14 +1522,32 @@ class Indexer:
         lora_name: str | None = None,
         additional_salt: str | None = None,
         capacity_blocks: int | None = None,
+        attention_chunk_size: int | None = None,
+        offload_chunk: int | None = None,
     ) -> None:
         """Register a publisher, as POST /register does.
+
+        Args:
+            instance_id: The engine's number, u64.
+            endpoint: Where it publishes: ``tcp://host:port``, ``ipc://path`` or ``inproc://name``.
+            model_name: Model that it serves.
+            block_size: Tokens in a block of its, at least 1.
+            tenant_id: Tenant of the model.
+            dp_rank: Data parallel rank, u32.
+            replay_endpoint: Where it replays; None if it does not.
+            lora_name: Adapter of events and queries that name none.
+            additional_salt: Salt of events and queries that name none.
+            capacity_blocks: Blocks that the device of a rank has, at least 1.
+            attention_chunk_size: Tokens of a chunk of the engine's chunked local attention, at
+                least 1. Without it a prefix counts only where all its chunks are held.
+            offload_chunk: Tokens that the engine copies to a farther tier at once; a multiple of
+                block_size. Without it, the most tokens that one event named there.
 
         Raises:
             ConflictError: Registered already, or another block size, adapter or salt than the
                 index's.
             InvalidArgumentError: Block size or capacity below 1, an endpoint that is none, no
-                model name.
+                model name, or a chunk out of range; names the field.
             OverloadedError: The limit of publishers or models is reached.
         """
 
@@ -1521,12 +1572,26 @@ class Indexer:
         model_name: str,
         tenant_id: str = "default",
         lora_name: str | None = None,
+        lora_path: str | None = None,
         cache_salt: str | None = None,
+        mm: _Media | None = None,
+        embeds: _Embeds | None = None,
     ) -> bytes:
         """The answer of POST /query, as JSON.
 
+        Args:
+            token_ids: Tokens of the prompt, u32; shape [tokens].
+            model_name: Model to ask about.
+            tenant_id: Its tenant.
+            lora_name: Adapter; None = the index's, "" = none.
+            lora_path: Path of the adapter as the engine was given it.
+            cache_salt: Salt; None = the index's, "" = none.
+            mm: Multimodal items, as for compute_block_hash_for_seq; shape [items].
+            embeds: Digests of the prompt's embeddings, as there; shape [blocks].
+
         Raises:
-            InvalidArgumentError: A token outside u32, by index.
+            InvalidArgumentError: A token outside u32, by index, or a wrong item or digest, by index
+                and field.
             NotFoundError: Unknown model and tenant.
         """
 
@@ -1560,6 +1625,7 @@ class Frontend:
         active_prefill_tokens_threshold: int | None = None,
         active_prefill_tokens_threshold_frac: float | None = None,
         decision_journal_bytes: int = 16_777_216,
+        log_decisions: bool = False,
         serve_indexer: bool = False,
         remote_indexer: str | None = None,
         remote_indexer_deadline_s: float = 0.05,
@@ -1607,6 +1673,7 @@ class Frontend:
         tls_cert_path: str | os.PathLike[str] | None = None,
         tls_key_path: str | os.PathLike[str] | None = None,
         metrics_prefix: str = "kvflash",
+        has_broker_events: bool = False,
     ) -> Frontend: ...
     @property
     def bookings(self) -> Bookings:
@@ -1645,8 +1712,10 @@ class Frontend:
         Args:
             worker: JSON: ``{"id", "plane": {"kind": "tcp", "address"} | {"kind": "http", "url"},
                 "endpoint": "namespace/component/endpoint", "card": the model card, "events":
-                {dp rank: {"endpoint", "replay_endpoint"}}}``. The same worker with other events
-                keeps its connections and load; with another card or address it is a new one.
+                {dp rank: {"endpoint", "replay_endpoint"}}}``. An endpoint ``nats://`` is subscribed
+                to, and a stream's ``jetstream://`` heard by its follower, with has_broker_events
+                only. The same worker with other events keeps its connections and load; with
+                another card or address it is a new one.
 
         Returns:
             Its instance id.

@@ -3,7 +3,7 @@
 //! Floors, lowest first; a room imports from its own or lower floors only (`rust/tests/doors.rs`
 //! checks it):
 //!
-//! - floor 0, words: [`error`], [`ids`], [`clock`], [`event`]
+//! - floor 0, words: [`error`], [`ids`], [`clock`], [`event`]; and `cache`, a bounded map
 //! - floor 1, pure: [`hash`], [`codec`], [`stream`], [`index`], [`load`], [`policy`], [`fair`],
 //!   [`text`], [`router`], [`catalog`], [`select`]
 //! - floor 2, doors: [`http`] (tokio lives here)
@@ -11,6 +11,7 @@
 #![deny(unsafe_op_in_unsafe_fn)]
 #![warn(missing_docs, rust_2018_idioms, clippy::unwrap_used, clippy::dbg_macro)]
 
+mod cache;
 pub mod clock;
 pub mod error;
 pub mod event;

@@ -177,9 +177,9 @@ impl CommonMetrics {
     }
 }
 
-/// A registry as the answer to a scrape.
-pub(super) fn exposition(registry: &Registry) -> Response {
-    exposition_with(registry, "", PREFIX)
+/// A registry as the answer to a scrape; its names begin with `prefix`.
+pub(super) fn exposition(registry: &Registry, prefix: &str) -> Response {
+    exposition_with(registry, "", prefix)
 }
 
 fn exposition_with(registry: &Registry, more: &str, prefix: &str) -> Response {

@@ -9,6 +9,7 @@ pub mod indexer;
 mod metrics;
 mod outside;
 mod policy_metrics;
+mod prompt_keys;
 mod queue;
 mod reject;
 mod remote;

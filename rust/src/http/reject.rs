@@ -36,6 +36,14 @@ impl Reject {
         self
     }
 
+    /// The last failure of a request that nobody is left to be tried for: whoever only had too much to do
+    /// may have less in a second.
+    pub fn last_failure(status: StatusCode, message: impl Into<String>) -> Self {
+        let is_busy =
+            matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS);
+        Self { retry_after_s: is_busy.then_some(1), ..Self::new(status, message) }
+    }
+
     /// As `{"error": "..."}`.
     pub fn plain(self) -> Response {
         self.respond(|reject| json!({ "error": reject.message }))

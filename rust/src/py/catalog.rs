@@ -10,8 +10,8 @@ use pyo3::types::{PyBytes, PyList};
 use super::buffer::Bytes;
 use super::error::{OrRaise, raise};
 use crate::catalog::{
-    self, CatalogOptions, Command, FrameOutcome, Identity, ListenerStatus, MAGIC, ModelKey, Part,
-    Publisher, Registration,
+    self, CatalogOptions, Command, EngineFacts, FrameOutcome, Identity, ListenerStatus, MAGIC,
+    ModelKey, Part, Publisher, Registration,
 };
 use crate::clock::SystemClock;
 use crate::error::Error;
@@ -118,6 +118,7 @@ impl Catalog {
             replay_endpoint,
             capacity_blocks: None,
             identity: Identity::default(),
+            facts: EngineFacts::default(),
         };
         py.detach(|| self.inner.register(registration)).or_raise(py).map(|publisher| publisher.id)
     }

@@ -40,7 +40,8 @@ impl Frontend {
         min_initial_workers=0, fairness=None, fairness_weights=Vec::new(),
         fairness_queue_limit=1_024, fairness_queue_timeout_s=60.0, fairness_max_running=256,
         fairness_cached_share=0.0, track_output_blocks=false, tls_cert_path=None,
-        tls_key_path=None, metrics_prefix="kvflash", **settings
+        tls_key_path=None, metrics_prefix="kvflash", has_broker_events=false,
+        **settings
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -77,6 +78,7 @@ impl Frontend {
         tls_cert_path: Option<PathBuf>,
         tls_key_path: Option<PathBuf>,
         metrics_prefix: &str,
+        has_broker_events: bool,
         settings: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
         let tls = Tls::read(tls_cert_path.as_deref(), tls_key_path.as_deref()).or_raise(py)?;
@@ -88,6 +90,7 @@ impl Frontend {
             thresholds,
             queue,
             journal_bytes,
+            logs_decisions,
             limits,
             ..
         } = Routing::of(py, settings)?;
@@ -121,6 +124,7 @@ impl Frontend {
             thresholds,
             queue,
             decision_journal_bytes: journal_bytes,
+            logs_decisions,
             remote_indexer,
             serve_indexer,
             tokenizer,
@@ -136,6 +140,7 @@ impl Frontend {
             stream_idle_timeout: seconds(py, "--stream-idle-timeout", stream_idle_timeout_s)?,
             enforce_disagg: enforce_disagg.parse().or_raise(py)?,
             metrics_prefix: metrics_prefix.to_owned(),
+            has_broker_events,
             waits_for: waits_for.to_owned(),
             min_initial_workers,
             tokenize_timeout: seconds(py, "--tokenize-timeout", tokenize_timeout_s)?,

@@ -9,8 +9,9 @@ use pyo3::types::PyBytes;
 use super::buffer::tokens;
 use super::catalog::Catalog;
 use super::error::{OrRaise, raise};
+use super::prompt_keys::{PromptKeys, digests, media};
 use super::service::Service;
-use crate::catalog::{self, CatalogOptions, Identity, ModelKey, Registration};
+use crate::catalog::{self, CatalogOptions, EngineFacts, Identity, ModelKey, Registration};
 use crate::clock::SystemClock;
 use crate::error::Error;
 use crate::http::Shutdown;
@@ -30,7 +31,8 @@ impl Indexer {
     #[new]
     #[pyo3(signature = (
         *, threads=4, max_body_bytes=8_388_608, max_blocks=33_554_432, index_memory_bytes=0,
-        peers=Vec::new(), min_initial_workers=0, test_endpoints=false, drain_timeout_s=5.0
+        peers=Vec::new(), min_initial_workers=0, test_endpoints=false, drain_timeout_s=5.0,
+        metrics_prefix="kvflash"
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -43,6 +45,7 @@ impl Indexer {
         min_initial_workers: usize,
         test_endpoints: bool,
         drain_timeout_s: f64,
+        metrics_prefix: &str,
     ) -> PyResult<Self> {
         let options =
             CatalogOptions { max_blocks, index_memory_bytes, ..CatalogOptions::default() };
@@ -54,7 +57,13 @@ impl Indexer {
         }
         Ok(Self {
             catalog,
-            options: IndexerOptions { max_body_bytes, peers, min_initial_workers, test_endpoints },
+            options: IndexerOptions {
+                max_body_bytes,
+                peers,
+                min_initial_workers,
+                test_endpoints,
+                metrics_prefix: metrics_prefix.to_owned(),
+            },
             service: Service::new(threads, Shutdown::default(), drain).or_raise(py)?,
         })
     }
@@ -74,7 +83,7 @@ impl Indexer {
         .or_raise(py)
     }
 
-    #[pyo3(signature = (instance_id, endpoint, *, model_name, block_size, tenant_id="default", dp_rank=0, replay_endpoint=None, lora_name=None, additional_salt=None, capacity_blocks=None))]
+    #[pyo3(signature = (instance_id, endpoint, *, model_name, block_size, tenant_id="default", dp_rank=0, replay_endpoint=None, lora_name=None, additional_salt=None, capacity_blocks=None, attention_chunk_size=None, offload_chunk=None))]
     #[allow(clippy::too_many_arguments)]
     fn register(
         &self,
@@ -89,6 +98,8 @@ impl Indexer {
         lora_name: Option<String>,
         additional_salt: Option<String>,
         capacity_blocks: Option<u64>,
+        attention_chunk_size: Option<u32>,
+        offload_chunk: Option<u32>,
     ) -> PyResult<()> {
         let registration = Registration {
             worker: Worker::new(instance_id, dp_rank),
@@ -98,6 +109,7 @@ impl Indexer {
             replay_endpoint,
             capacity_blocks,
             identity: Identity { lora_name, cache_salt: additional_salt },
+            facts: EngineFacts { attention_chunk_size, offload_chunk },
         };
         py.detach(|| self.catalog.register(registration)).or_raise(py).map(|_| ())
     }
@@ -116,20 +128,26 @@ impl Indexer {
             .map(|_| ())
     }
 
-    #[pyo3(signature = (token_ids, *, model_name, tenant_id="default", lora_name=None, cache_salt=None))]
+    #[pyo3(signature = (token_ids, *, model_name, tenant_id="default", lora_name=None, lora_path=None, cache_salt=None, mm=None, embeds=None))]
+    #[allow(clippy::too_many_arguments)]
     fn query(
         &self,
         py: Python<'_>,
         token_ids: &Bound<'_, PyAny>,
         model_name: &str,
         tenant_id: &str,
-        lora_name: Option<&str>,
-        cache_salt: Option<&str>,
+        lora_name: Option<String>,
+        lora_path: Option<String>,
+        cache_salt: Option<String>,
+        mm: Option<&Bound<'_, PyAny>>,
+        embeds: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Py<PyBytes>> {
         let ids = tokens("token_ids", token_ids)?;
         let ids = ids.as_slice();
         let key = (model_name, tenant_id);
-        py.detach(|| query_tokens(&self.catalog, key, &ids, lora_name, cache_salt))
+        let (media, embeds) = (media(mm)?, digests(embeds)?);
+        let keys = PromptKeys { lora_name, lora_path, cache_salt, media, embeds };
+        py.detach(|| query_tokens(&self.catalog, key, &ids, &keys.keys()))
             .or_raise(py)
             .map(|json| PyBytes::new(py, &json).unbind())
     }

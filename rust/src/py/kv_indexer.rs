@@ -10,6 +10,7 @@ use super::buffer::{Room, hashes};
 use super::error::{OrRaise, raise};
 use super::index;
 use super::overlap::{OverlapScores, facts};
+use super::prompt_keys::{digests, media};
 use super::query::{SHORT_TOKENS, Shape, detached, matches, overlaps};
 use super::snapshot;
 use super::time::{Time, ttl_ms};
@@ -195,19 +196,24 @@ impl KvIndexer {
         Ok(overlaps(py, self.at_now(py)?, locals.as_slice(), early_exit, facts))
     }
 
-    #[pyo3(signature = (token_ids, lora_name=None, cache_salt=None))]
+    #[pyo3(signature = (token_ids, lora_name=None, cache_salt=None, *, mm=None, embeds=None))]
     fn find_matches_for_request(
         &self,
         py: Python<'_>,
         token_ids: &Bound<'_, PyAny>,
         lora_name: Option<&str>,
         cache_salt: Option<&str>,
+        mm: Option<&Bound<'_, PyAny>>,
+        embeds: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<OverlapScores> {
+        let (media, embeds) = (media(mm)?, digests(embeds)?);
         let shape = Shape::new(self.block_size, lora_name, cache_salt);
         let ids = index::token_ids(token_ids)?;
         let ids: &[u32] = &ids.as_slice();
         let index = self.at_now(py)?;
-        Ok(detached(py, ids.len() > SHORT_TOKENS, || shape.overlaps(index, ids, facts)))
+        Ok(detached(py, ids.len() > SHORT_TOKENS, || {
+            shape.overlaps_with(index, ids, (&media, &embeds), facts)
+        }))
     }
 
     #[pyo3(signature = (requests, lora_name=None, cache_salt=None))]

@@ -14,6 +14,7 @@ mod log;
 mod overlap;
 mod policies;
 mod policy_desk;
+mod prompt_keys;
 mod query;
 mod radix_tree;
 mod router;

@@ -30,18 +30,22 @@ pub(super) struct Chosen {
 }
 
 impl Chosen {
-    /// The policy at `desk`, else `policy` by name, else by `ROUTING_ALGORITHM`, else `kv`; defaults
+    /// The policy at `desk`, else `policy` by name, else by `ROUTING_ALGORITHM`, else `default`; defaults
     /// from `profile`, else from `POLICY_PROFILE`. Sessions stay where they are for
-    /// `affinity_ttl_secs` before any policy chooses; `None` leaves all to the policy.
+    /// `affinity_ttl_secs` before any policy chooses; `None` leaves all to the policy. Without
+    /// `has_events`, none of engines are listened to.
     ///
     /// # Errors
     /// `Config` or `InvalidArgument`, naming the variable or what is known.
+    #[allow(clippy::too_many_arguments)]
     pub fn new(
         policy: Option<&str>,
         profile: Option<&str>,
         shadows: &[String],
         desk: Option<&PolicyDesk>,
         affinity_ttl_secs: Option<u64>,
+        default: &str,
+        has_events: bool,
         seed: u64,
     ) -> Result<Self> {
         let lookup = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
@@ -49,13 +53,13 @@ impl Chosen {
         let profile = profile.map(str::to_owned).or_else(|| named.into_iter().find_map(lookup));
         let profile = profile.map_or(Ok(Profile::default()), |name| name.parse())?;
         let settings = Settings::read(profile, lookup)?;
-        for warning in &settings.warnings {
+        for warning in settings.warnings.iter().chain(&settings.without_effect(has_events)) {
             tracing::warn!("{warning}");
         }
         let mut rng = SmallRng::seed_from_u64(seed);
         let affinity = affinity_ttl_secs.map(Affinity::new).transpose()?.map(Arc::new);
         let mut policies = Policies { affinity, ..Policies::default() };
-        let named = policy.or(settings.algorithm.as_deref()).unwrap_or("kv").trim();
+        let named = policy.or(settings.algorithm.as_deref()).unwrap_or(default).trim();
         let strategy = desk.map_or(named, |desk| desk.inner.name());
         let built_in = match desk {
             Some(desk) => {

@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 
 use super::overlap::OverlapScores;
 use crate::hash;
+use crate::hash::engine::MediaItem;
 use crate::index::{BlockIndex, ManyMatches, Match, Matches};
 
 /// Tokens that are hashed in a microsecond or two: giving up the GIL for less costs more than it
@@ -97,6 +98,24 @@ impl Shape {
                 index.find_matches(locals, matches);
                 OverlapScores::of(matches.as_slice(), counted)
             })
+        })
+    }
+
+    /// The overlaps of a prompt with multimodal items or embeddings; runs without Python.
+    pub fn overlaps_with(
+        self,
+        index: &dyn BlockIndex,
+        tokens: &[u32],
+        (media, embeds): (&[MediaItem], &[Vec<u8>]),
+        counted: fn(&Match) -> Match,
+    ) -> OverlapScores {
+        if media.is_empty() && embeds.is_empty() {
+            return self.overlaps(index, tokens, counted);
+        }
+        let locals = hash::content_hashes(tokens, self.block_size, self.seed, media, embeds);
+        MATCHES.with_borrow_mut(|matches| {
+            index.find_matches(&locals, matches);
+            OverlapScores::of(matches.as_slice(), counted)
         })
     }
 

@@ -40,7 +40,8 @@ impl Router {
         *, block_size=None, threads=2, max_body_bytes=8_388_608, max_requests=65_536,
         max_workers=4_096, min_initial_workers=0, serve_indexer=false, remote_indexer=None,
         remote_indexer_deadline_s=0.05, body_timeout_s=60.0, drain_timeout_s=5.0,
-        track_output_blocks=false, tls_cert_path=None, tls_key_path=None, **settings
+        track_output_blocks=false, tls_cert_path=None, tls_key_path=None,
+        metrics_prefix="kvflash", **settings
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -59,6 +60,7 @@ impl Router {
         track_output_blocks: bool,
         tls_cert_path: Option<PathBuf>,
         tls_key_path: Option<PathBuf>,
+        metrics_prefix: &str,
         settings: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
         let tls = Tls::read(tls_cert_path.as_deref(), tls_key_path.as_deref()).or_raise(py)?;
@@ -70,6 +72,7 @@ impl Router {
             thresholds,
             queue,
             journal_bytes,
+            logs_decisions,
             limits,
             uses_events,
         } = Routing::of(py, settings)?;
@@ -85,6 +88,7 @@ impl Router {
                 thresholds,
                 queue: queue.as_ref().map(|queue| queue.threshold),
                 journal_bytes,
+                logs_decisions,
             },
             policies,
             settings,
@@ -96,6 +100,7 @@ impl Router {
             body_timeout: seconds(py, "--body-timeout", body_timeout_s)?,
             max_workers,
             min_initial_workers,
+            metrics_prefix: metrics_prefix.to_owned(),
             tls: tls.clone(),
         };
         let drain = seconds(py, "--drain-timeout", drain_timeout_s)?;
@@ -122,6 +127,10 @@ impl Router {
 
     fn set_more_metrics(&self, text: String) {
         self.app.set_more_metrics(text);
+    }
+
+    fn set_warnings(&self, warnings: Vec<String>) {
+        self.app.set_warnings(warnings);
     }
 
     fn worker_changes(&self) -> u64 {

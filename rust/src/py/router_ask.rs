@@ -6,16 +6,18 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use super::error::{OrRaise, raise};
+use super::prompt_keys::{PromptKeys, digests, media};
 use crate::error::Error;
 use crate::fair::Wish;
+use crate::hash::engine::NameKeys;
 use crate::ids::Worker;
 use crate::policy::Session;
 use crate::router::{Facts, RouteOverride};
 use crate::select::{Ask, Pin, Prompt};
 
 const KNOWN: &str = "overlap_score_weight, overlap_score_credit, prefill_load_scale, router_temperature, assume_kv_reuse, worker_id, dp_rank, \
-                     allowed_worker_ids, lora_name, cache_salt, user, prompt, session_key, session_worker, priority, \
-                     strict_priority, expected_output_tokens";
+                     allowed_worker_ids, lora_name, lora_path, cache_salt, mm, embeds, user, prompt, session_key, session_worker, priority, \
+                     strict_priority, expected_output_tokens, seed";
 
 /// Overrides, pins and identity of one request.
 #[derive(Debug, Default)]
@@ -30,11 +32,15 @@ pub(super) struct Options {
     priority: Option<f64>,
     strict_priority: Option<u32>,
     expected_output_tokens: Option<u64>,
-    pub lora_name: Option<String>,
-    pub cache_salt: Option<String>,
+    keys: PromptKeys,
 }
 
 impl Options {
+    /// What tells the prompt from others of the same tokens.
+    pub fn keys(&self) -> NameKeys<'_> {
+        self.keys.keys()
+    }
+
     /// From keyword names to values; `None` is as good as absent. An unknown name is refused: it would
     /// else be a wish that nobody hears.
     pub fn of(py: Python<'_>, given: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
@@ -68,6 +74,11 @@ impl Options {
                 "assume_kv_reuse" => {
                     let reuse = value.extract().map_err(|_| wrong("True or False"))?;
                     options.overrides.assume_kv_reuse = Some(reuse);
+                }
+                "seed" => {
+                    let seed = value.extract();
+                    let wanted = "a whole number in 0..=18446744073709551615";
+                    options.overrides.seed = Some(seed.map_err(|_| wrong(wanted))?);
                 }
                 "worker_id" => {
                     worker_id = Some(value.extract().map_err(|_| wrong("a worker's id"))?);
@@ -103,11 +114,16 @@ impl Options {
                     options.expected_output_tokens = Some(tokens.map_err(|_| wrong(wanted))?);
                 }
                 "lora_name" => {
-                    options.lora_name = Some(value.extract().map_err(|_| wrong("a text"))?);
+                    options.keys.lora_name = Some(value.extract().map_err(|_| wrong("a text"))?);
+                }
+                "lora_path" => {
+                    options.keys.lora_path = Some(value.extract().map_err(|_| wrong("a text"))?);
                 }
                 "cache_salt" => {
-                    options.cache_salt = Some(value.extract().map_err(|_| wrong("a text"))?);
+                    options.keys.cache_salt = Some(value.extract().map_err(|_| wrong("a text"))?);
                 }
+                "mm" => options.keys.media = media(Some(&value))?,
+                "embeds" => options.keys.embeds = digests(Some(&value))?,
                 other => {
                     let message = format!("unknown option {other:?}; known are {KNOWN}");
                     return Err(raise(py, &Error::invalid(message)));

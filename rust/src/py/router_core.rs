@@ -1,6 +1,6 @@
 //! Selection for Python: one component's workers, their index and their load.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use pyo3::prelude::*;
@@ -15,13 +15,23 @@ use super::router_ask::Options;
 use super::router_booking::RouterBooking;
 use super::router_wait::{Asked, Line, RouterWait};
 use super::select::Routing;
-use crate::catalog::{self, Identity, ModelKey, Registration, dump_events};
+use crate::catalog::{self, EngineFacts, Identity, ModelKey, Registration, dump_events};
 use crate::clock::{Clock, SystemClock};
 use crate::error::Error;
 use crate::ids::Worker;
 use crate::policy::{EngineMetrics, Sample};
 use crate::router::{Facts, Usage};
-use crate::select::{Ask, Entered, Report, Selector, SelectorConfig, Thresholds};
+use crate::select::{
+    Ask, Entered, Report, Selection, Selector, SelectorConfig, StartGate, Thresholds,
+};
+
+/// Instance, rank, leading blocks that it holds, and the seed of the draw.
+type Selected = (u64, u32, u32, u64);
+
+fn selected(selection: &Selection) -> Selected {
+    let Worker { instance_id, dp_rank } = selection.worker;
+    (instance_id, dp_rank, selection.overlap_blocks, selection.seed)
+}
 
 /// Chooses workers for prompts, and keeps account of who is busy with what.
 #[pyclass(frozen, module = "kvflash._core")]
@@ -32,11 +42,21 @@ pub(super) struct RouterCore {
     key: ModelKey,
     block_size: u32,
     uses_events: bool,
+    start: StartGate,
     /// Where requests wait for a worker with room to prefill, where they do.
     line: Option<Line>,
 }
 
 impl RouterCore {
+    /// Whether requests are taken: from the moment on at which enough workers were there at once.
+    fn started(&self) -> Result<(), Error> {
+        self.start.check(|| {
+            let ids: HashSet<_> =
+                self.selector.loads().into_iter().map(|load| load.worker.instance_id).collect();
+            ids.len()
+        })
+    }
+
     /// As [`asked`](Self::asked), for a choice: a policy in Python says first what it thinks.
     fn chosen<T: Send>(
         &self,
@@ -45,6 +65,7 @@ impl RouterCore {
         options: Option<&Bound<'_, PyDict>>,
         then: impl FnOnce(&Ask<'_>) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
+        self.started().or_raise(py)?;
         self.asked(py, token_ids, options, |ask| {
             let advice = self.selector.advice(ask);
             then(&Ask { facts: Facts { advice: advice.as_ref(), ..ask.facts }, ..*ask })
@@ -73,7 +94,8 @@ impl RouterCore {
 impl RouterCore {
     #[new]
     #[pyo3(signature = (
-        *, block_size, model_name="default", tenant_id="default", max_requests=65_536, **settings
+        *, block_size, model_name="default", tenant_id="default", max_requests=65_536,
+        min_initial_workers=0, **settings
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -82,6 +104,7 @@ impl RouterCore {
         model_name: &str,
         tenant_id: &str,
         max_requests: usize,
+        min_initial_workers: usize,
         settings: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
         let Routing {
@@ -91,6 +114,7 @@ impl RouterCore {
             thresholds,
             queue,
             journal_bytes,
+            logs_decisions,
             limits,
             uses_events,
             ..
@@ -108,6 +132,7 @@ impl RouterCore {
             thresholds,
             queue: queue.as_ref().map(|queue| queue.threshold),
             journal_bytes,
+            logs_decisions,
         };
         let clock = Arc::new(SystemClock::default());
         let catalog = Arc::new(catalog::Catalog::new(limits, clock.clone()));
@@ -119,7 +144,8 @@ impl RouterCore {
         let selector = Arc::new(selector);
         let line = queue.map(|options| Line::new(&options, &selector, clock.clone())).transpose();
         let line = line.or_raise(py)?;
-        Ok(Self { catalog, clock, selector, key, block_size, uses_events, line })
+        let start = StartGate::new(min_initial_workers, "be there", "min_initial_workers");
+        Ok(Self { catalog, clock, selector, key, block_size, uses_events, start, line })
     }
 
     #[getter]
@@ -184,6 +210,7 @@ impl RouterCore {
             replay_endpoint,
             capacity_blocks: None,
             identity: Identity::default(),
+            facts: EngineFacts::default(),
         };
         py.detach(|| self.catalog.register(registration)).or_raise(py)?;
         Ok(())
@@ -261,16 +288,14 @@ impl RouterCore {
     }
 
     #[pyo3(signature = (token_ids, options=None))]
-    fn preview(
+    fn query(
         &self,
         py: Python<'_>,
         token_ids: &Bound<'_, PyAny>,
         options: Option<&Bound<'_, PyDict>>,
-    ) -> PyResult<(u64, u32, u32)> {
-        let (selection, _) =
-            self.chosen(py, token_ids, options, |ask| self.selector.preview(ask))?;
-        let Worker { instance_id, dp_rank } = selection.worker;
-        Ok((instance_id, dp_rank, selection.overlap_blocks))
+    ) -> PyResult<Selected> {
+        let selection = self.chosen(py, token_ids, options, |ask| self.selector.query(ask))?;
+        Ok(selected(&selection))
     }
 
     #[pyo3(signature = (token_ids, request_id, options=None))]
@@ -280,11 +305,9 @@ impl RouterCore {
         token_ids: &Bound<'_, PyAny>,
         request_id: &str,
         options: Option<&Bound<'_, PyDict>>,
-    ) -> PyResult<(u64, u32, u32)> {
+    ) -> PyResult<Selected> {
         let reserve = |ask: &Ask<'_>| self.selector.reserve(request_id, ask);
-        let selection = self.chosen(py, token_ids, options, reserve)?;
-        let Worker { instance_id, dp_rank } = selection.worker;
-        Ok((instance_id, dp_rank, selection.overlap_blocks))
+        Ok(selected(&self.chosen(py, token_ids, options, reserve)?))
     }
 
     #[pyo3(signature = (token_ids, options=None, *, request_id=None))]
@@ -311,6 +334,7 @@ impl RouterCore {
             let booking = self.book(py, token_ids, options, request_id.as_deref())?;
             return Ok(Py::new(py, booking)?.into_any());
         };
+        self.started().or_raise(py)?;
         let ids = index::token_ids(token_ids)?;
         let ids: &[u32] = &ids.as_slice();
         let options = Options::of(py, options)?;

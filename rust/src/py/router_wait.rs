@@ -34,8 +34,7 @@ impl Asked {
     /// # Cost
     /// O(tokens).
     pub fn new(selector: &Selector, ids: &[u32], options: Options) -> Self {
-        let (lora, salt) = (options.lora_name.as_deref(), options.cache_salt.as_deref());
-        let prompt = selector.prompt(ids, lora, salt);
+        let prompt = selector.prompt(ids, &options.keys());
         let text = if selector.needs_facts() { options.text(ids) } else { Vec::new() };
         Self { prompt, text, options, advice: None }
     }

@@ -11,7 +11,7 @@ use super::policy_desk::PolicyDesk;
 use crate::catalog::CatalogOptions;
 use crate::error::Error;
 use crate::load::PrefillSpeed;
-use crate::policy::{KvScale, Settings};
+use crate::policy::{AUTO, KvScale, Settings};
 use crate::router::{Policies, RouterConfig, TierWeights};
 use crate::select::{DEFAULT_JOURNAL_BYTES, Overlap, QueueOptions, QueueThreshold, Thresholds};
 
@@ -73,6 +73,7 @@ keywords! {
     /// By the names of the stub; the flags' defaults.
     Keywords {
         policy: Option<String> = None,
+        is_kv_meant: bool = false,
         policy_desk: Option<Py<PolicyDesk>> = None,
         policy_profile: Option<String> = None,
         shadow_policies: Vec<String> = Vec::new(),
@@ -107,6 +108,7 @@ keywords! {
         router_queue_limit: usize = 1_024,
         router_queue_timeout_s: f64 = 60.0,
         router_queue_batched_tokens: u64 = 10_000_000,
+        log_decisions: bool = false,
     }
 }
 
@@ -121,6 +123,7 @@ pub(super) struct Routing {
     pub thresholds: Thresholds,
     pub queue: Option<QueueOptions>,
     pub journal_bytes: usize,
+    pub logs_decisions: bool,
     pub limits: CatalogOptions,
 }
 
@@ -142,9 +145,14 @@ impl Routing {
             &given.shadow_policies,
             given.policy_desk.as_ref().map(Py::get),
             given.session_affinity_ttl_s,
+            given.default_policy(),
+            given.use_kv_events
+                && given.overlap_score_weight > 0.0
+                && given.overlap_score_credit > 0.0,
             seed,
         );
         let Chosen { built_in, policies, settings } = chosen.or_raise(py)?;
+        let is_auto = policies.active.as_ref().is_some_and(|active| active.name() == AUTO);
         let router = RouterConfig {
             policy: built_in,
             overlap_score_weight: given.overlap_score_weight,
@@ -155,6 +163,7 @@ impl Routing {
                 active_request_weight: given.active_request_weight,
             },
             prefill_speed: given.prefill_tokens_per_s.0,
+            estimates_queue: is_auto,
             tiers: TierWeights {
                 host: given.host_cache_hit_weight,
                 disk: given.disk_cache_hit_weight,
@@ -180,12 +189,31 @@ impl Routing {
             },
             queue,
             journal_bytes: given.decision_journal_bytes,
+            logs_decisions: given.log_decisions,
             limits: foresight.limit(given.max_blocks, given.index_memory_bytes),
         })
     }
 }
 
 impl Keywords {
+    /// The policy where nobody names one: `auto`, unless a setting of `kv`'s cost says that `kv` is meant.
+    fn default_policy(&self) -> &'static str {
+        let scale = KvScale {
+            overlap_score_credit: self.overlap_score_credit,
+            overlap_score_credit_decay: self.overlap_score_credit_decay,
+            prefill_load_scale: self.prefill_load_scale,
+            active_request_weight: self.active_request_weight,
+        };
+        let is_plain = !self.is_kv_meant
+            && scale.is_plain()
+            && self.overlap_score_weight == 1.0
+            && self.track_active_blocks
+            && self.track_prefill_tokens
+            && self.assume_kv_reuse
+            && self.prefill_tokens_per_s.0 == PrefillSpeed::Unknown;
+        if is_plain { AUTO } else { "kv" }
+    }
+
     /// How requests wait for a worker with room to prefill; `None` without a threshold.
     fn queue(&self, py: Python<'_>) -> PyResult<Option<QueueOptions>> {
         let order = self.router_queue_policy.parse().or_raise(py)?;

@@ -1,17 +1,10 @@
 //! Token ids of pieces of text, bounded in bytes.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use hashbrown::HashMap;
-use parking_lot::RwLock;
 use xxhash_rust::xxh3::xxh3_128_with_seed;
 
-/// Locks are taken per shard: enough of them that cores seldom meet, few enough that each has a
-/// useful share of the budget.
-const SHARD_COUNT: usize = 32;
-
-/// What a cached piece costs beside its ids: slot, map entry with its load factor, allocator.
-const ENTRY_OVERHEAD_BYTES: usize = 112;
+use crate::cache::{ClockCache, Weighed};
 
 /// Limits of the segment cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -77,67 +70,29 @@ impl Key {
 }
 
 #[derive(Debug)]
-struct Slot {
-    key: Key,
+struct Piece {
+    /// Of the text, not of the ids.
+    length_bytes: usize,
     ids: Box<[u32]>,
-    /// Second chance: set by a hit, taken away by the hand as it passes.
-    is_referenced: AtomicBool,
 }
 
-impl Slot {
-    fn size_bytes(ids: &[u32]) -> usize {
-        size_of_val(ids) + ENTRY_OVERHEAD_BYTES
+impl Weighed for Piece {
+    fn heap_bytes(&self) -> usize {
+        size_of_val(&*self.ids)
     }
 }
 
-#[derive(Debug, Default)]
-struct Shard {
-    positions: HashMap<u128, usize>,
-    slots: Vec<Slot>,
-    hand: usize,
-    held_bytes: usize,
-}
-
-impl Shard {
-    /// Drop one piece: the first one under the hand that was not used since it last passed.
-    fn evict(&mut self) {
-        // Two turns at most: the first clears every mark.
-        for _ in 0..=2 * self.slots.len() {
-            if self.hand >= self.slots.len() {
-                self.hand = 0;
-            }
-            if !self.slots[self.hand].is_referenced.swap(false, Ordering::Relaxed) {
-                break;
-            }
-            self.hand += 1;
-        }
-        if self.hand >= self.slots.len() {
-            self.hand = 0;
-        }
-        let gone = self.slots.swap_remove(self.hand);
-        self.positions.remove(&gone.key.hash);
-        self.held_bytes -= Slot::size_bytes(&gone.ids);
-        if let Some(moved) = self.slots.get(self.hand) {
-            self.positions.insert(moved.key.hash, self.hand);
-        }
-        // The newest piece has just taken this place: it is owed a whole turn.
-        self.hand += 1;
-    }
-}
-
-/// The cache: [`SHARD_COUNT`] independent CLOCK caches.
+/// The cache.
 ///
 /// # Consistency
 /// A piece's ids never change, so a reader sees either nothing or the truth.
 #[derive(Debug)]
 pub(super) struct PieceCache {
-    shards: Box<[RwLock<Shard>]>,
-    shard_capacity_bytes: usize,
+    pieces: ClockCache<Piece>,
     capacity_bytes: usize,
     // Relaxed everywhere: counters, read by nobody who decides anything.
     hits: AtomicU64,
     misses: AtomicU64,
-    evictions: AtomicU64,
     oversized: AtomicU64,
 }
 
@@ -145,87 +100,49 @@ impl PieceCache {
     /// An empty cache.
     pub(super) fn new(options: CacheOptions) -> Self {
         Self {
-            shards: (0..SHARD_COUNT).map(|_| RwLock::default()).collect(),
-            shard_capacity_bytes: options.capacity_bytes / SHARD_COUNT,
+            pieces: ClockCache::new(options.capacity_bytes),
             capacity_bytes: options.capacity_bytes,
             hits: AtomicU64::new(0),
             misses: AtomicU64::new(0),
-            evictions: AtomicU64::new(0),
             oversized: AtomicU64::new(0),
         }
     }
 
     /// Whether the cache keeps nothing at all.
     pub(super) fn is_off(&self) -> bool {
-        self.shard_capacity_bytes == 0
-    }
-
-    fn shard(&self, key: Key) -> &RwLock<Shard> {
-        // The map inside uses the low bits.
-        &self.shards[(key.hash >> 64) as usize % SHARD_COUNT]
+        self.pieces.is_off()
     }
 
     /// Append the ids of `key` to `out` if they are known; says whether they were.
     pub(super) fn append(&self, key: Key, out: &mut Vec<u32>) -> bool {
-        let shard = self.shard(key).read();
-        let slot = shard.positions.get(&key.hash).map(|&position| &shard.slots[position]);
-        let Some(slot) = slot.filter(|slot| slot.key == key) else {
-            drop(shard);
-            self.misses.fetch_add(1, Ordering::Relaxed);
-            return false;
-        };
-        // Read before write: a popular piece's cache line stays shared between cores.
-        if !slot.is_referenced.load(Ordering::Relaxed) {
-            slot.is_referenced.store(true, Ordering::Relaxed);
-        }
-        out.extend_from_slice(&slot.ids);
-        drop(shard);
-        self.hits.fetch_add(1, Ordering::Relaxed);
-        true
+        let found = self.pieces.read(key.hash, |piece| {
+            (piece.length_bytes == key.length_bytes).then(|| out.extend_from_slice(&piece.ids))
+        });
+        let counter = if found.is_some() { &self.hits } else { &self.misses };
+        counter.fetch_add(1, Ordering::Relaxed);
+        found.is_some()
     }
 
     /// Keep `ids` under `key`, dropping others as needed.
     pub(super) fn insert(&self, key: Key, ids: &[u32]) {
-        let size_bytes = Slot::size_bytes(ids);
-        if size_bytes > self.shard_capacity_bytes {
+        let piece = Piece { length_bytes: key.length_bytes, ids: ids.into() };
+        if !self.pieces.insert(key.hash, piece) {
             self.oversized.fetch_add(1, Ordering::Relaxed);
-            return;
         }
-        let slot = Slot { key, ids: ids.into(), is_referenced: AtomicBool::new(false) };
-        let mut shard = self.shard(key).write();
-        if shard.positions.contains_key(&key.hash) {
-            // Another thread was quicker with the same piece.
-            return;
-        }
-        let mut evicted = 0;
-        while shard.held_bytes + size_bytes > self.shard_capacity_bytes {
-            shard.evict();
-            evicted += 1;
-        }
-        let position = shard.slots.len();
-        shard.slots.push(slot);
-        shard.positions.insert(key.hash, position);
-        shard.held_bytes += size_bytes;
-        drop(shard);
-        self.evictions.fetch_add(evicted, Ordering::Relaxed);
     }
 
     /// Counters and sizes.
     pub(super) fn stats(&self) -> CacheStats {
-        let mut stats = CacheStats {
+        let held = self.pieces.held();
+        CacheStats {
             hits_total: self.hits.load(Ordering::Relaxed),
             misses_total: self.misses.load(Ordering::Relaxed),
-            evictions_total: self.evictions.load(Ordering::Relaxed),
+            evictions_total: held.evictions_total,
             oversized_total: self.oversized.load(Ordering::Relaxed),
+            held_bytes: held.bytes,
+            held_pieces: held.entries,
             capacity_bytes: self.capacity_bytes as u64,
-            ..CacheStats::default()
-        };
-        for shard in &self.shards {
-            let shard = shard.read();
-            stats.held_bytes += shard.held_bytes as u64;
-            stats.held_pieces += shard.slots.len() as u64;
         }
-        stats
     }
 }
 

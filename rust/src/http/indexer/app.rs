@@ -18,18 +18,20 @@ use hyper_util::service::{TowerToHyperService, TowerToHyperServiceFuture};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::super::body::{self, Unreadable};
+use super::super::metrics::{PREFIX, check_prefix};
 use super::super::{self as http, Reject};
 use super::answer::worker_entries;
 use super::dump::{DUMP_TYPE, DumpQuery, Dumps, binary_body, digests, json_body};
 use super::form::{Form, Params};
 use super::metrics::{self, Endpoint, IndexerMetrics};
 use super::openapi::openapi;
-use super::overlap::{find, find_tokens};
+use super::overlap::{find_hashes, find_tokens};
 use super::recover::recover;
 use super::request::{Listener, PeerUrl, Query, QueryByHash, Register, Unregister};
 use super::startup::Startup;
-use crate::catalog::{Catalog, Identity, ModelKey, Registration, check_is_socket};
+use crate::catalog::{Catalog, EngineFacts, Identity, ModelKey, Registration, check_is_socket};
 use crate::error::Result as KvResult;
+use crate::hash::engine::NameKeys;
 use crate::ids::Worker;
 
 /// Settings of the indexer's API.
@@ -43,6 +45,8 @@ pub struct IndexerOptions {
     pub min_initial_workers: usize,
     /// Serve POST /test/pause_listener and /test/resume_listener.
     pub test_endpoints: bool,
+    /// What names of metrics begin with.
+    pub metrics_prefix: String,
 }
 
 impl Default for IndexerOptions {
@@ -52,6 +56,7 @@ impl Default for IndexerOptions {
             peers: Vec::new(),
             min_initial_workers: 0,
             test_endpoints: false,
+            metrics_prefix: PREFIX.to_owned(),
         }
     }
 }
@@ -89,12 +94,13 @@ impl IndexerApp {
     /// for its end, those that registered before too if [`Catalog::hold`] came first.
     ///
     /// # Errors
-    /// `InvalidArgument` for a peer that is no URL.
+    /// `InvalidArgument` for a peer that is no URL, `Config` for a prefix of metrics that is none.
     pub fn router(catalog: Arc<Catalog>, options: IndexerOptions) -> KvResult<Router> {
         Self::build(catalog, options).map(|(_, router)| router)
     }
 
     fn build(catalog: Arc<Catalog>, options: IndexerOptions) -> KvResult<(Arc<App>, Router)> {
+        check_prefix(&options.metrics_prefix)?;
         let startup = Arc::new(Startup::new(&options.peers, options.min_initial_workers)?);
         let figures = IndexerMetrics::new(Arc::clone(&catalog), Arc::clone(&startup));
         let metrics = Arc::new(figures);
@@ -117,7 +123,12 @@ impl IndexerApp {
             .route("/peers", get(peers))
             .route("/digest", get(digest))
             .route("/health", get(async || StatusCode::OK))
-            .route("/metrics", get(async |State(app): State<Arc<App>>| app.metrics.expose()))
+            .route(
+                "/metrics",
+                get(async |State(app): State<Arc<App>>| {
+                    app.metrics.expose(&app.options.metrics_prefix)
+                }),
+            )
             .route("/register", post(register))
             .route("/unregister", post(unregister))
             .route("/workers", get(workers))
@@ -240,13 +251,19 @@ impl App {
     fn query(&self, request: &Query, form: Form) -> Result<Vec<u8>, Reject> {
         let salt = request.salt()?;
         let model = self.catalog.model(&request.model_name, &request.tenant_id)?;
-        let lora_name = request.lora_name.as_deref();
-        Ok(find_tokens(&model, &request.token_ids.0, lora_name, salt, form))
+        let path = request.lora_path.as_deref().unwrap_or("");
+        let keys = NameKeys {
+            lora: request.lora_name.as_deref().map(|name| (name, path)),
+            cache_salt: salt,
+            media: &request.mm.0,
+            embeds: &request.embeds.0,
+        };
+        Ok(find_tokens(&model, &request.token_ids.0, &keys, form))
     }
 
     fn query_by_hash(&self, request: &QueryByHash, form: Form) -> Result<Vec<u8>, Reject> {
         let model = self.catalog.model(&request.model_name, &request.tenant_id)?;
-        Ok(find(&model, &request.block_hashes.0, form))
+        Ok(find_hashes(&model, &request.block_hashes.0, form))
     }
 
     async fn read(
@@ -299,6 +316,10 @@ async fn register(State(app): State<Arc<App>>, body: Body) -> Response {
             identity: Identity {
                 lora_name: request.lora_name,
                 cache_salt: request.additional_salt,
+            },
+            facts: EngineFacts {
+                attention_chunk_size: request.attention_chunk_size,
+                offload_chunk: request.offload_chunk,
             },
         })?;
         Ok(json_response(StatusCode::CREATED, &serde_json::json!({"status": "ok"})))

@@ -94,10 +94,10 @@ impl IndexerMetrics {
         Self { registry, requests, errors, seconds, questions: Default::default() }
     }
 
-    /// The exposition text, with the catalog's figures read now.
-    pub fn expose(&self) -> Response {
+    /// The exposition text, with the catalog's figures read now; its names begin with `prefix`.
+    pub fn expose(&self, prefix: &str) -> Response {
         // Thousands of workers take tens of milliseconds: other connections go on meanwhile.
-        tokio::task::block_in_place(|| exposition(&self.registry))
+        tokio::task::block_in_place(|| exposition(&self.registry, prefix))
     }
 
     /// Count a POST to one of these endpoints.
@@ -284,6 +284,22 @@ impl Figures {
         page.gauges("index_unique_blocks", help, None, rows(|stats| stats.unique_blocks))?;
         let help = "Memory of the index";
         page.gauges("index", help, Some(Unit::Bytes), rows(|stats| stats.bytes))?;
+        let groups = || {
+            self.catalog
+                .models()
+                .into_iter()
+                .map(|model| (of_model(&model.key), model.groups.stats()))
+        };
+        let help =
+            "Block names held for further cache groups, one per worker and tier that holds it";
+        page.gauges("index_names", help, None, groups().map(|(of, stats)| (of, stats.names)))?;
+        let help = "Memory of the table of block names";
+        let bytes = groups().map(|(of, stats)| (of, stats.bytes));
+        page.gauges("index_names", help, Some(Unit::Bytes), bytes)?;
+        let help =
+            "Memory of the cache of prompts' block names; at its limit the least used ones go";
+        let cache = [(Vec::new(), self.catalog.name_cache_stats().held_bytes)];
+        page.gauges("name_cache", help, Some(Unit::Bytes), cache)?;
         page.counters(
             "index_evicted_blocks",
             "Blocks that the index let go at a limit, though their workers may hold them still",

@@ -4,9 +4,9 @@
 use std::cell::RefCell;
 
 use super::form::Form;
-use crate::catalog::{Catalog, ModelIndex};
+use crate::catalog::{Catalog, ModelIndex, PromptNames, Reuse};
 use crate::error::Result;
-use crate::hash;
+use crate::hash::engine::NameKeys;
 use crate::ids::{InstanceId, Worker};
 use crate::index::Matches;
 
@@ -26,6 +26,7 @@ struct Row {
 #[derive(Default)]
 struct Room {
     matches: Matches,
+    exact: Vec<Reuse>,
     rows: Vec<Row>,
     frequencies: Vec<u32>,
 }
@@ -42,46 +43,60 @@ pub fn query_tokens(
     catalog: &Catalog,
     (model_name, tenant_id): (&str, &str),
     token_ids: &[u32],
-    lora_name: Option<&str>,
-    cache_salt: Option<&str>,
+    keys: &NameKeys<'_>,
 ) -> Result<Vec<u8>> {
     let model = catalog.model(model_name, tenant_id)?;
-    Ok(find_tokens(&model, token_ids, lora_name, cache_salt, Form::Json))
+    Ok(find_tokens(&model, token_ids, keys, Form::Json))
 }
 
 /// The answer for a prompt.
 pub(super) fn find_tokens(
     model: &ModelIndex,
     token_ids: &[u32],
-    lora_name: Option<&str>,
-    cache_salt: Option<&str>,
+    keys: &NameKeys<'_>,
     form: Form,
 ) -> Vec<u8> {
-    let locals = model.block_size().map(|block_size| {
-        hash::local_hashes(token_ids, block_size, model.seed(lora_name, cache_salt))
-    });
-    find(model, &locals.unwrap_or_default(), form)
+    let names = model.names(token_ids, keys);
+    find(model, &model.locals(token_ids, keys), &names, token_ids.len() as u64, form)
 }
 
-/// The answer for local block hashes: registered workers without a match have zeros. Empty while the index
-/// has no block size.
-pub(super) fn find(model: &ModelIndex, locals: &[u64], form: Form) -> Vec<u8> {
+/// The answer for local block hashes; what workers with several cache groups hold can't be told without the
+/// prompt's tokens, unless their events tell which block a name stands for.
+pub(super) fn find_hashes(model: &ModelIndex, locals: &[u64], form: Form) -> Vec<u8> {
+    let tokens = locals.len() as u64 * u64::from(model.block_size().unwrap_or(0)) + 1;
+    find(model, locals, &PromptNames::default(), tokens, form)
+}
+
+/// Registered workers without a match have zeros. Empty while the index has no block size.
+fn find(
+    model: &ModelIndex,
+    locals: &[u64],
+    names: &PromptNames,
+    tokens: u64,
+    form: Form,
+) -> Vec<u8> {
     ROOM.with_borrow_mut(|room| {
-        let Room { matches, rows, frequencies } = room;
+        let Room { matches, exact, rows, frequencies } = room;
         rows.clear();
         frequencies.clear();
         if let Some(block_size) = model.block_size() {
-            model.index.find_matches(locals, matches);
+            model.find(locals, names, tokens, matches, exact);
             matches.frequencies(frequencies);
             matches.sort();
-            merge(matches, &model.workers(), block_size, rows);
+            merge(matches, exact, &model.workers(), block_size, rows);
         }
         write(rows, frequencies, form)
     })
 }
 
-/// Both in ascending order of worker.
-fn merge(matches: &Matches, registered: &[Worker], block_size: u32, rows: &mut Vec<Row>) {
+/// All in ascending order of worker. What is known to the token stands instead of whole blocks.
+fn merge(
+    matches: &Matches,
+    exact: &[Reuse],
+    registered: &[Worker],
+    block_size: u32,
+    rows: &mut Vec<Row>,
+) {
     let tokens = |blocks: u32| u64::from(blocks) * u64::from(block_size);
     let none = |worker: &Worker| Row { worker: *worker, gpu: 0, cpu: 0, disk: 0 };
     let mut rest = registered;
@@ -99,6 +114,12 @@ fn merge(matches: &Matches, registered: &[Worker], block_size: u32, rows: &mut V
         });
     }
     rows.extend(rest.iter().map(none));
+    for reuse in exact {
+        if let Ok(at) = rows.binary_search_by_key(&reuse.worker, |row| row.worker) {
+            let Reuse { worker, device, host, disk } = *reuse;
+            rows[at] = Row { worker, gpu: device.into(), cpu: host.into(), disk: disk.into() };
+        }
+    }
 }
 
 fn write(rows: &[Row], frequencies: &[u32], form: Form) -> Vec<u8> {
@@ -273,7 +294,7 @@ mod tests {
         matches.sort();
         let (mut rows, mut frequencies) = (Vec::new(), Vec::new());
         let registered = [Worker::new(0, 3), Worker::new(1, 0), Worker::new(2, 1)];
-        merge(&matches, &registered, 16, &mut rows);
+        merge(&matches, &[], &registered, 16, &mut rows);
         matches.frequencies(&mut frequencies);
         let wanted = serde_json::json!({
             "scores": {"0": {"3": 0}, "1": {"0": 32, "1": 16}, "2": {"1": 0}, "10": {"0": 16}},

@@ -5,6 +5,7 @@ use serde::de::{Deserializer, Error as _, SeqAccess, Unexpected, Visitor};
 
 use super::super::Reject;
 use super::plain;
+use crate::http::prompt_keys::{Embeds, Media};
 
 /// Token ids: u32, refused by index and value otherwise.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -174,6 +175,8 @@ pub(super) struct Register {
     pub lora_name: Option<String>,
     #[serde(alias = "additionalsalt")]
     pub additional_salt: Option<String>,
+    pub attention_chunk_size: Option<u32>,
+    pub offload_chunk: Option<u32>,
 }
 
 /// POST /unregister
@@ -199,9 +202,14 @@ pub(super) struct Query {
     #[serde(default = "default_tenant")]
     pub tenant_id: String,
     pub lora_name: Option<String>,
+    pub lora_path: Option<String>,
     pub cache_salt: Option<String>,
     #[serde(alias = "additionalsalt")]
     pub additional_salt: Option<String>,
+    #[serde(default)]
+    pub mm: Media,
+    #[serde(default)]
+    pub embeds: Embeds,
 }
 
 impl Query {
@@ -224,6 +232,9 @@ impl Question for Query {
             model_name: plain.model_name.to_owned(),
             tenant_id: plain.tenant_id.map_or_else(default_tenant, str::to_owned),
             lora_name: plain.lora_name.map(str::to_owned),
+            lora_path: None,
+            mm: Media::default(),
+            embeds: Embeds::default(),
             cache_salt: plain.cache_salt.map(str::to_owned),
             additional_salt: plain.additional_salt.map(str::to_owned),
         })

@@ -222,7 +222,7 @@ fn is_of_name(byte: u8) -> bool {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::catalog::{Identity, ModelKey, Registration};
+    use crate::catalog::{EngineFacts, Identity, ModelKey, Registration};
     use crate::ids::Worker;
 
     fn register(catalog: &Catalog, instance_id: u64) {
@@ -239,6 +239,7 @@ mod tests {
             replay_endpoint: None,
             capacity_blocks: None,
             identity: Identity::default(),
+            facts: EngineFacts::default(),
         };
         catalog.register(registration).unwrap();
     }

@@ -1,0 +1,115 @@
+//! What tells a prompt from others of the same tokens, out of Python values.
+
+use pyo3::exceptions::PyKeyError;
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
+use pyo3::types::{PyBytes, PyMapping, PyString};
+
+use super::error::{OrRaise, raise};
+use crate::error::Error;
+use crate::hash::engine::{MediaItem, NameKeys};
+use crate::hash::prompt_keys;
+
+/// Adapter, salt, multimodal items and embeddings of one prompt.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct PromptKeys {
+    pub lora_name: Option<String>,
+    pub lora_path: Option<String>,
+    pub cache_salt: Option<String>,
+    pub media: Vec<MediaItem>,
+    pub embeds: Vec<Vec<u8>>,
+}
+
+impl PromptKeys {
+    /// The same, borrowed.
+    pub fn keys(&self) -> NameKeys<'_> {
+        let path = self.lora_path.as_deref().unwrap_or("");
+        NameKeys {
+            lora: self.lora_name.as_deref().map(|name| (name, path)),
+            cache_salt: self.cache_salt.as_deref(),
+            media: &self.media,
+            embeds: &self.embeds,
+        }
+    }
+}
+
+/// The argument `mm`: mappings with `identifier`, `offset` and `length`; `None` is an empty list. Other
+/// keys of a mapping are ignored, as POST /query ignores them.
+///
+/// # Errors
+/// `InvalidArgumentError`, naming the item and its field.
+pub(super) fn media(mm: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<MediaItem>> {
+    let Some(mm) = mm.filter(|mm| !mm.is_none()) else { return Ok(Vec::new()) };
+    let py = mm.py();
+    let count = count(mm, "mm", "{identifier, offset, length}")?;
+    prompt_keys::check_count("mm", "items", count).or_raise(py)?;
+    let items = mm.try_iter()?.enumerate().map(|(at, item)| item_of(at, &item?));
+    prompt_keys::media(items.collect::<PyResult<_>>()?).or_raise(py)
+}
+
+fn item_of(at: usize, item: &Bound<'_, PyAny>) -> PyResult<MediaItem> {
+    let py = item.py();
+    let wrong = |message: String| raise(py, &Error::invalid(message));
+    let Ok(fields) = item.cast::<PyMapping>() else {
+        return Err(wrong(format!(
+            "mm[{at}] must be a mapping with identifier, offset and length, got {item}"
+        )));
+    };
+    let field = |name: &str| {
+        fields.get_item(name).map_err(|error| match error.is_instance_of::<PyKeyError>(py) {
+            true => wrong(format!("mm[{at}] is missing the field {name}")),
+            false => error,
+        })
+    };
+    let tokens = |name: &str| {
+        let value = field(name)?;
+        value.extract::<u32>().map_err(|_| {
+            wrong(format!("mm[{at}].{name} must be a whole number in 0..=4294967295, got {value}"))
+        })
+    };
+    let identifier = field("identifier")?;
+    let identifier = identifier
+        .extract::<String>()
+        .map_err(|_| wrong(format!("mm[{at}].identifier must be text, got {identifier}")))?;
+    Ok(MediaItem { identifier, offset: tokens("offset")?, length: tokens("length")? })
+}
+
+/// The argument `embeds`: digests as `bytes`, or as text in hexadecimal digits; `None` is an empty list.
+///
+/// # Errors
+/// `InvalidArgumentError`, naming the digest by its index.
+pub(super) fn digests(embeds: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<Vec<u8>>> {
+    let Some(embeds) = embeds.filter(|embeds| !embeds.is_none()) else { return Ok(Vec::new()) };
+    let py = embeds.py();
+    let count = count(embeds, "embeds", "digests")?;
+    prompt_keys::check_count("embeds", "digests", count).or_raise(py)?;
+    embeds.try_iter()?.enumerate().map(|(at, digest)| digest_of(at, &digest?)).collect()
+}
+
+fn digest_of(at: usize, digest: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
+    let py = digest.py();
+    let Ok(bytes) = digest.cast::<PyBytes>() else {
+        let text: PyBackedStr = digest.extract().map_err(|_| {
+            let message =
+                format!("embeds[{at}] must be bytes or text in hexadecimal digits, got {digest}");
+            raise(py, &Error::invalid(message))
+        })?;
+        return prompt_keys::digest(at, &text).or_raise(py);
+    };
+    prompt_keys::check_digest(at, bytes.as_bytes()).or_raise(py)?;
+    Ok(bytes.as_bytes().to_vec())
+}
+
+/// The length of a sequence, which no single text or mapping is.
+fn count(list: &Bound<'_, PyAny>, field: &str, of: &str) -> PyResult<usize> {
+    let is_other = list.is_instance_of::<PyString>()
+        || list.is_instance_of::<PyBytes>()
+        || list.cast::<PyMapping>().is_ok();
+    match list.len() {
+        Ok(count) if !is_other => Ok(count),
+        _ => {
+            let message = format!("{field} must be a list of {of}, got {list}");
+            Err(raise(list.py(), &Error::invalid(message)))
+        }
+    }
+}
