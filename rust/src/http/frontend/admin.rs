@@ -18,6 +18,7 @@ use super::super::remote::RemoteIndexer;
 use super::app::App;
 use super::disagg::Prefill;
 use super::engine::{Engine, EngineSpec, is_prefill};
+use super::evidence;
 use super::metrics::CauseLabel;
 use super::nvext::Nvext;
 use super::plan::{Api, Plan};
@@ -26,7 +27,8 @@ use super::request::Envelope;
 use crate::catalog::{Publisher, Trust};
 use crate::error::Error;
 use crate::ids::{InstanceId, Worker};
-use crate::policy::Policy;
+use crate::policy::{AUTO, Policy};
+use crate::select::{ReuseView, WorkerReason};
 
 /// 200 while at least one worker can serve, 503 otherwise; the body says how each one fares. Workers that
 /// only prefill serve nobody by themselves.
@@ -37,9 +39,10 @@ pub(super) async fn health(State(app): State<Arc<App>>) -> Response {
 fn tell_health(app: &App) -> Response {
     let engines = app.fleet.engines();
     let healthy = engines.iter().filter(|engine| engine.is_healthy()).count();
+    let reasons = evidence::reasons(app);
     let (status, word) = match (healthy, engines.len()) {
         _ if !can_serve(&engines) => (StatusCode::SERVICE_UNAVAILABLE, "unavailable"),
-        (healthy, all) if healthy < all => (StatusCode::OK, "degraded"),
+        (healthy, all) if healthy < all || !reasons.is_empty() => (StatusCode::OK, "degraded"),
         _ => (StatusCode::OK, "healthy"),
     };
     let body = json!({
@@ -48,9 +51,27 @@ fn tell_health(app: &App) -> Response {
         "healthy_workers": healthy,
         "requests_in_flight": app.in_flight(),
         "router_policy": app.options.policy_name(),
-        "warnings": warnings(app),
+        "warnings": warnings(app, &reasons),
+        "reasons": reasons,
+        "reuse": reuse(app, &engines),
     });
     (status, Json(body)).into_response()
+}
+
+/// What is known of the reuse of every worker that may decode or prefill.
+fn reuse(app: &App, engines: &[Arc<Engine>]) -> BTreeMap<String, Value> {
+    let mut views = BTreeMap::new();
+    for pool in app.fleet.pools() {
+        views.extend(pool.selector.reuse.views());
+    }
+    let ranks = |engine: &Arc<Engine>| {
+        let id = engine.id;
+        (0..engine.spec.dp_size).map(move |rank| Worker::new(id, rank))
+    };
+    let workers = engines.iter().flat_map(ranks);
+    workers
+        .map(|worker| (worker.to_string(), evidence::reuse_json(views.get(&worker).copied())))
+        .collect()
 }
 
 /// 200 when requests are taken: enough workers were healthy at the start, and one is now. For load
@@ -74,14 +95,15 @@ fn can_serve(engines: &[Arc<Engine>]) -> bool {
 const SILENT_REQUESTS: u64 = 20;
 
 /// What makes prefix matching fail in silence, in words.
-fn warnings(app: &App) -> Vec<String> {
+fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
     let mut warnings = app.outside_warnings.read().clone();
-    let is_kv = app.options.policy_name() == Policy::Kv.name();
+    let by_caches = [AUTO, Policy::Kv.name()].contains(&app.options.policy_name());
     let publishers = app.catalog.publishers();
     let heard: HashSet<_> =
         publishers.iter().map(|publisher| publisher.worker.instance_id).collect();
     let engines: BTreeMap<_, _> =
         app.fleet.engines().into_iter().map(|engine| (engine.id, engine)).collect();
+    warnings.extend(reasons.iter().map(|reason| format!("{} Fix: {}", reason.message, reason.fix)));
     warnings.extend(app.refused_workers.lock().values().cloned());
     for model in app.fleet.without_decode() {
         warnings.push(format!("model {model}: it has prefill workers, and none that decodes"));
@@ -100,14 +122,8 @@ fn warnings(app: &App) -> Vec<String> {
         if let Some(why) = engine.notes.lock().last_error.clone() {
             warnings.push(format!("worker {}: {why}", engine.id));
         }
-        let is_heard = engine.has_events() || heard.contains(&engine.id);
-        if is_kv && app.options.uses_events() && !is_heard {
-            let how = if engine.member.is_some() { "announced no" } else { "given without" };
-            let what = if engine.member.is_some() { "events" } else { "events=" };
-            warnings.push(format!(
-                "worker {}: {how} {what}, so its cache is not known and earns no credit",
-                engine.id
-            ));
+        if by_caches && app.options.uses_events() && !heard.contains(&engine.id) {
+            warnings.extend(unheard(app, engine));
         }
     }
     let mismatches = app.metrics.token_mismatches.get();
@@ -123,11 +139,7 @@ fn warnings(app: &App) -> Vec<String> {
         let engine = engines.get(&worker.instance_id);
         let requests = engine.map_or(0, |engine| engine.requests.load(Ordering::Relaxed));
         if view.counts.batches == 0 && requests >= SILENT_REQUESTS {
-            warnings.push(format!(
-                "worker {worker}: took {requests} requests but published nothing at {}; are KV events \
-                 enabled in the engine (vLLM: --kv-events-config)?",
-                view.endpoint
-            ));
+            warnings.push(silent(&worker.to_string(), requests, &view.endpoint));
         }
         for (count, what) in [
             (
@@ -147,6 +159,33 @@ fn warnings(app: &App) -> Vec<String> {
         }
     }
     warnings
+}
+
+/// Why nothing is known of the cache of an engine that no publisher is registered for.
+fn unheard(app: &App, engine: &Engine) -> Option<String> {
+    let id = engine.id;
+    let lost = "so its cache is not known and earns no credit";
+    let Some(events) = engine.events().next() else {
+        let how =
+            if engine.member.is_some() { "announced no events" } else { "given without events=" };
+        return Some(format!("worker {id}: {how}, {lost}"));
+    };
+    let endpoint = &events.endpoint;
+    if events.is_brokered() && !app.options.has_broker_events {
+        return Some(format!(
+            "worker {id}: its events are at {endpoint}, which needs --event-plane nats here, {lost}"
+        ));
+    }
+    let requests = engine.requests.load(Ordering::Relaxed);
+    (events.is_in_stream() && requests >= SILENT_REQUESTS)
+        .then(|| silent(&id.to_string(), requests, endpoint))
+}
+
+fn silent(worker: &str, requests: u64, endpoint: &str) -> String {
+    format!(
+        "worker {worker}: took {requests} requests but published nothing at {endpoint}; are KV events \
+         enabled in the engine (vLLM: --kv-events-config)?"
+    )
 }
 
 /// GET /v1/models, in OpenAI's shape.
@@ -371,7 +410,7 @@ fn tell_why(app: &App, id: &str) -> Response {
         .iter()
         .map(|record| {
             let trust = trusts.entry(&*record.model).or_insert_with(|| trust(app, &record.model));
-            with_trust(record.whole(now_ms), trust)
+            with_trust(record.whole(now_ms), trust, &reuse_views(app))
         })
         .collect();
     Json(json!({ "request_id": id, "decisions": decisions })).into_response()
@@ -383,10 +422,26 @@ fn trust(app: &App, model_name: &str) -> HashMap<String, Trust> {
     reports.into_iter().map(|report| (report.view.worker.to_string(), report.trust)).collect()
 }
 
-fn with_trust(mut decision: Value, trust: &HashMap<String, Trust>) -> Value {
+/// What is known of the reuse of all workers whose overlap does not count in full.
+fn reuse_views(app: &App) -> HashMap<String, ReuseView> {
+    let pools = app.fleet.pools();
+    let views = pools.iter().flat_map(|pool| pool.selector.reuse.views());
+    let low = views.filter(|(_, view)| view.credit < 1.0);
+    low.map(|(worker, view)| (worker.to_string(), view)).collect()
+}
+
+fn with_trust(
+    mut decision: Value,
+    trust: &HashMap<String, Trust>,
+    reuse: &HashMap<String, ReuseView>,
+) -> Value {
     for candidate in decision["candidates"].as_array_mut().into_iter().flatten() {
         let known = candidate["worker"].as_str().and_then(|worker| trust.get(worker));
         candidate["trust"] = json!(known);
+        let view = candidate["worker"].as_str().and_then(|worker| reuse.get(worker));
+        if let Some(view) = view {
+            candidate["reuse"] = evidence::reuse_json(Some(*view));
+        }
     }
     decision
 }
@@ -403,15 +458,17 @@ pub(super) async fn explain(
         let api = if envelope.messages.is_some() { Api::Chat } else { Api::Completions };
         let nvext = Nvext::parse(envelope.nvext)?;
         let mut plan = Plan::make(&app, api, &envelope, &headers, body.len(), false).await?;
+        plan.seed = nvext.seed();
         plan.pin(nvext.decode_pin())?;
         let prefill = Prefill::of(&app, &plan, &nvext).await?.explain(&app).await;
         plan.decode_only(prefill.is_some());
         let decision = plan.explain(&app).await.map_err(Reject::from)?;
         let made = app.aside.make(|| {
             let trust = trust(&app, &plan.route.pool.name);
-            let mut value = with_trust(decision, &trust);
+            let reuse = reuse_views(&app);
+            let mut value = with_trust(decision, &trust, &reuse);
             if let Some(prefill) = prefill {
-                value["prefill"] = with_trust(prefill, &trust);
+                value["prefill"] = with_trust(prefill, &trust, &reuse);
             }
             Json(value).into_response()
         });

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use axum::body::Body;
 use axum::extract::{OriginalUri, State};
@@ -39,6 +39,7 @@ use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::ids::InstanceId;
 use crate::router::Usage;
+use crate::select::StartGate;
 use crate::text::TextModel;
 
 pub(super) static REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
@@ -71,7 +72,7 @@ pub(super) struct App {
     questions: Option<Router>,
     in_flight: AtomicUsize,
     /// Whether there were once as many workers as the start waits for.
-    has_started: AtomicBool,
+    start: StartGate,
 }
 
 /// A request's place among those in flight; given back when it is dropped.
@@ -152,7 +153,9 @@ impl FrontendApp {
             true => Some(query_routes(Arc::clone(&catalog), options.max_body_bytes)?),
             false => None,
         };
+        let wanted = options.min_initial_workers;
         let app = App {
+            start: StartGate::new(wanted, "be healthy", "--min-initial-workers"),
             keeps_sessions: options.policy_name() == "session-affinity",
             fleet: Fleet::new(options.clone(), Arc::clone(&catalog), clock),
             upstream: Upstream::new(options.connect_timeout, options.worker_api_key.as_deref())?,
@@ -171,7 +174,6 @@ impl FrontendApp {
             remote,
             questions,
             in_flight: AtomicUsize::new(0),
-            has_started: AtomicBool::new(false),
         };
         Ok(Self { app: Arc::new(app) })
     }
@@ -299,21 +301,8 @@ impl App {
     /// # Errors
     /// `NoWorker`, saying how many are missing.
     pub fn started(&self) -> Result<()> {
-        let wanted = self.options.min_initial_workers;
-        // Relaxed: who sees it late counts the workers once more.
-        if wanted == 0 || self.has_started.load(Ordering::Relaxed) {
-            return Ok(());
-        }
-        let engines = self.fleet.engines();
-        let healthy = engines.iter().filter(|engine| engine.is_healthy()).count();
-        if healthy >= wanted {
-            self.has_started.store(true, Ordering::Relaxed);
-            return Ok(());
-        }
-        Err(Error::NoWorker(format!(
-            "starting: {healthy} of the {wanted} workers that must be healthy first \
-             (--min-initial-workers)"
-        )))
+        self.start
+            .check(|| self.fleet.engines().iter().filter(|engine| engine.is_healthy()).count())
     }
 
     pub fn admit(self: &Arc<Self>) -> Result<InFlight, Reject> {

@@ -27,6 +27,8 @@ pub(super) struct Client {
     pub user: Option<Arc<str>>,
     session_worker: Option<Worker>,
     session_key: Option<Arc<str>>,
+    /// The answer comes as a whole: its first token is not seen.
+    is_whole: bool,
     text: Arc<[u8]>,
 }
 
@@ -61,6 +63,7 @@ impl Client {
             user: user.map(Arc::from),
             session_worker,
             session_key: key.map(Arc::from),
+            is_whole: envelope.stream.is_none_or(|stream| stream.get() != "true"),
             text: if needs_text { text(api, envelope).into() } else { Arc::default() },
         }
     }
@@ -75,6 +78,7 @@ impl Client {
             prompt: &self.text,
             token_ids,
             user: self.user.as_deref(),
+            is_whole: self.is_whole,
             session: Session { worker: self.session_worker, key: self.session_key.as_deref() },
             ..Facts::default()
         }

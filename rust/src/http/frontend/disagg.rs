@@ -163,9 +163,10 @@ impl Prefill {
         self.plan.is_none() && !self.is_enforced
     }
 
-    /// The worker that would prefill now; changes nothing.
-    pub async fn peek(&self) -> Option<Worker> {
-        self.plan.as_ref()?.peek().await.ok()
+    /// The worker that would prefill now, by a draw from `seed`, the request's own or a new one; changes
+    /// nothing.
+    pub async fn query(&self, seed: Option<u64>) -> Option<Worker> {
+        self.plan.as_ref()?.query(seed).await.ok().map(|selection| selection.worker)
     }
 
     /// That, and why; changes nothing.
@@ -217,11 +218,7 @@ impl Prefill {
         if self.is_enforced {
             count(app, "refused");
             let message = format!("no prefill: {why}; decode alone is off (--enforce-disagg)");
-            let mut reject = Reject::new(status, message);
-            if matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS) {
-                reject.retry_after_s = Some(1);
-            }
-            return Err(reject);
+            return Err(Reject::last_failure(status, message));
         }
         if self.plan.is_some() {
             count(app, "fallback");

@@ -8,8 +8,9 @@ use axum::http::Uri;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
+use super::inspect::Inspection;
 use super::runtime::member::Member;
-use super::runtime::spec::EventSpec;
+use super::runtime::spec::{EventSpec, broker_path};
 use crate::error::{Error, Result};
 use crate::ids::InstanceId;
 
@@ -18,7 +19,7 @@ use crate::ids::InstanceId;
 pub struct EngineSpec {
     /// Base address, `http://host:port`.
     pub url: String,
-    /// Address of its event socket; `None` = it publishes none.
+    /// Address of its event socket, or its place at a broker; `None` = it publishes none.
     pub events: Option<String>,
     /// Address of its replay socket.
     pub replay: Option<String>,
@@ -104,6 +105,9 @@ impl EngineSpec {
         }
         for (key, address) in [("events", &self.events), ("replay", &self.replay)] {
             if let Some(address) = address {
+                if key == "events" && broker_path(address).is_some() {
+                    continue;
+                }
                 let port = port_of(address);
                 if port.is_none() && (self.dp_size > 1 || !is_local(address)) {
                     return Err(Error::Config(format!(
@@ -168,8 +172,17 @@ pub(in crate::http) fn address_of(url: &str) -> &str {
     url.split_once("://").map_or(url, |(_, address)| address).trim_end_matches('/')
 }
 
-/// With data parallelism, rank r publishes on port + r.
+/// A worker's URL without what the frontend adds itself: the trailing slash, and `/v1`.
+pub(super) fn base_of(url: &str) -> &str {
+    let url = url.trim_end_matches('/');
+    url.strip_suffix("/v1").unwrap_or(url).trim_end_matches('/')
+}
+
+/// With data parallelism, rank r publishes on port + r; at a broker its rank is the last part.
 pub(in crate::http) fn shifted(address: &str, dp_rank: u32) -> String {
+    if let (Some(_), Some((place, _))) = (broker_path(address), address.rsplit_once('/')) {
+        return format!("{place}/{dp_rank}");
+    }
     match (port_of(address), address.rsplit_once(':')) {
         (Some(port), Some((host, _))) if dp_rank > 0 => {
             format!("{host}:{}", u32::from(port) + dp_rank)
@@ -200,13 +213,17 @@ pub(super) struct EngineNotes {
 pub(super) struct Engine {
     pub id: InstanceId,
     pub spec: EngineSpec,
-    /// `http://host:port` without a trailing slash.
+    /// `http://host:port` without a trailing slash and `/v1`.
     pub base: String,
     healthy: AtomicBool,
     removed: AtomicBool,
+    /// It refused to render a chat, as engines without that door do.
+    pub has_no_render: AtomicBool,
     pub requests: AtomicU64,
     pub failures: AtomicU64,
     pub notes: Mutex<EngineNotes>,
+    /// What was found of its sockets and tokenizer.
+    pub inspection: Mutex<Inspection>,
     /// Its own side, where it is a worker of the runtime.
     pub member: Option<Arc<Member>>,
     /// Wakes the health check early.
@@ -215,16 +232,18 @@ pub(super) struct Engine {
 
 impl Engine {
     pub fn new(id: InstanceId, spec: EngineSpec) -> Self {
-        let base = spec.url.trim_end_matches('/').to_owned();
+        let base = base_of(&spec.url).to_owned();
         Self {
             id,
             spec,
             base,
             healthy: AtomicBool::new(false),
             removed: AtomicBool::new(false),
+            has_no_render: AtomicBool::new(false),
             requests: AtomicU64::new(0),
             failures: AtomicU64::new(0),
             notes: Mutex::default(),
+            inspection: Mutex::default(),
             member: None,
             doubt: Notify::new(),
         }
@@ -246,7 +265,7 @@ impl Engine {
         engine
     }
 
-    /// The sockets of a rank's events.
+    /// Where a rank's events are.
     pub fn events_of(&self, dp_rank: u32) -> Option<EventSpec> {
         match &self.member {
             Some(member) => member.events.lock().get(&dp_rank).cloned(),
@@ -257,9 +276,9 @@ impl Engine {
         }
     }
 
-    /// Does it publish events, as far as is known?
-    pub fn has_events(&self) -> bool {
-        (0..self.spec.dp_size).any(|rank| self.events_of(rank).is_some())
+    /// Where the events of its ranks are, as far as is known.
+    pub fn events(&self) -> impl Iterator<Item = EventSpec> {
+        (0..self.spec.dp_size).filter_map(|rank| self.events_of(rank))
     }
 
     // Relaxed throughout: each flag stands for itself; a reader that sees it a moment late
@@ -319,12 +338,31 @@ mod tests {
     }
 
     #[test]
+    fn ranks_at_a_broker_differ_in_the_last_part() {
+        for place in ["nats://namespace.ns.component.b.kv-events/7", "jetstream://ns-b/7"] {
+            let spec: EngineSpec = format!("http://h:8000,events={place}/0,dp=2").parse().unwrap();
+            assert_eq!(spec.events_of(0), Some(format!("{place}/0")));
+            assert_eq!(spec.events_of(1), Some(format!("{place}/1")));
+        }
+    }
+
+    #[test]
+    fn the_path_that_is_added_anyway_is_left_out() {
+        for url in ["http://h:8000", "http://h:8000/", "http://h:8000/v1", "http://h:8000/v1/"] {
+            assert_eq!(base_of(url), "http://h:8000", "{url}");
+        }
+        assert_eq!(base_of("http://h:8000/llm/v1"), "http://h:8000/llm");
+        assert_eq!(base_of("http://h:8000/llmv1"), "http://h:8000/llmv1");
+    }
+
+    #[test]
     fn refusals_name_the_field_and_what_came() {
         for (text, wanted) in [
             ("h:8000", "http://host:port"),
             ("https://h:8000", "http://host:port"),
             ("http://h:8000,evnts=tcp://h:1", "unknown key \"evnts\""),
             ("http://h:8000,events=udp://h:1", "events must be tcp://host:port"),
+            ("http://h:8000,events=nats://subject/7/x", "events must be tcp://host:port"),
             ("http://h:8000,replay=tcp://h:1", "no events="),
             ("http://h:8000,dp=0,events=tcp://h:1", "dp must be a number in 1..=1024"),
             ("http://h:8000,events=tcp://h:65535,dp=2", "above 65535"),

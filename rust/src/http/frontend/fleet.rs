@@ -6,16 +6,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::RwLock;
 
-use super::engine::{Engine, EngineNotes, EngineSpec};
+use super::engine::{Engine, EngineNotes, EngineSpec, base_of};
 use super::fairness::WaitingRoom;
 use super::options::FrontendOptions;
 use super::pool::{Pool, Route};
 use super::runtime::member::Member;
 use super::runtime::spec::EventSpec;
-use crate::catalog::{Catalog, Identity, ModelKey, Registration};
+use crate::catalog::{Catalog, EngineFacts, Identity, ModelKey, Registration};
 use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
+use crate::policy::Stage;
 use crate::select::{Journal, Outbox, Overlap, Queue, Selector, SelectorConfig, Thresholds};
 
 /// Tenant of the frontend's own indexes; the cache salt keeps clients apart.
@@ -107,7 +108,7 @@ impl Fleet {
         spec.check()?;
         let mut tables = self.tables.write();
         self.check_room(&tables)?;
-        let same_url = |engine: &&Arc<Engine>| engine.base == spec.url.trim_end_matches('/');
+        let same_url = |engine: &&Arc<Engine>| engine.base == base_of(&spec.url);
         if let Some(engine) = tables.engines.values().find(same_url) {
             return Err(Error::Conflict(format!(
                 "{} is registered already, as worker {}",
@@ -127,6 +128,15 @@ impl Fleet {
             return Err(Error::Conflict(format!("worker id {id} is registered already")));
         }
         let engine = Arc::new(Engine::new(id, spec));
+        let given = engine.spec.url.trim_end_matches('/');
+        if given != engine.base {
+            tracing::warn!(
+                worker = id,
+                url = given,
+                "the worker's URL ends with /v1, which requests bring themselves; {} is used instead: leave /v1 out",
+                engine.base
+            );
+        }
         tables.engines.insert(id, Arc::clone(&engine));
         Ok(engine)
     }
@@ -163,7 +173,13 @@ impl Fleet {
         Ok(engine)
     }
 
-    /// The event sockets of a runtime worker are these now.
+    /// Are these events heard because this fleet asks the catalog for them? Those in a stream come with
+    /// the stream, and what a broker has is not heard without its client.
+    fn subscribes_to(&self, events: &EventSpec) -> bool {
+        !events.is_brokered() || self.options.has_broker_events && !events.is_in_stream()
+    }
+
+    /// The events of a runtime worker are there now.
     ///
     /// # Errors
     /// `Conflict` or `Config` for the first one that can't be subscribed to; the others are.
@@ -178,7 +194,10 @@ impl Fleet {
         let Some(name) = tables.joined.get(&engine.id).cloned() else { return Ok(()) };
         let tenant = tenant_of(engine.spec.is_prefill);
         let before = std::mem::replace(&mut *member.events.lock(), events.clone());
-        for rank in before.keys().filter(|rank| before.get(rank) != events.get(rank)) {
+        let is_gone = |(rank, was): &(&u32, &EventSpec)| {
+            self.subscribes_to(was) && events.get(rank) != Some(was)
+        };
+        for (rank, _) in before.iter().filter(is_gone) {
             // NotFound only says that there is nothing left to do.
             let _ = self.catalog.unregister(engine.id, &name, Some(tenant), Some(*rank));
         }
@@ -193,8 +212,14 @@ impl Fleet {
         outcome
     }
 
+    /// Subscribe to the events of a rank that publishes them, unless the options make no use of events. Every
+    /// subscription of the frontend is made here.
     fn register(&self, engine: &Engine, dp_rank: u32, name: &str) -> Result<()> {
-        let Some(events) = engine.events_of(dp_rank) else { return Ok(()) };
+        if !self.options.uses_events() {
+            return Ok(());
+        }
+        let events = engine.events_of(dp_rank).filter(|events| self.subscribes_to(events));
+        let Some(events) = events else { return Ok(()) };
         let registered = self.catalog.register(Registration {
             worker: Worker::new(engine.id, dp_rank),
             key: key_of(name, engine.spec.is_prefill),
@@ -203,6 +228,7 @@ impl Fleet {
             replay_endpoint: events.replay_endpoint,
             capacity_blocks: None,
             identity: Identity::default(),
+            facts: EngineFacts::default(),
         });
         registered.map(|_| ())
     }
@@ -279,7 +305,10 @@ impl Fleet {
         }
         drop(tables);
         if let Some(size) = block_size {
-            let known = pool.index().learn_block_size(size);
+            let known = pool.index().hint_block_size(size);
+            if pool.index().fits_block_size(size) {
+                return Ok(());
+            }
             if self.options.router.block_size > 0 && known != size {
                 return Err(Error::Conflict(format!(
                     "its block size {size} is not the {known} of --kv-cache-block-size: its blocks never \
@@ -306,7 +335,7 @@ impl Fleet {
         }
         if self.options.overlap == Overlap::Predictions {
             for rank in 0..engine.spec.dp_size {
-                pool.index().index.clear(Worker::new(engine.id, rank));
+                pool.index().clear_worker(Worker::new(engine.id, rank));
             }
         }
         for publisher in self.catalog.publishers() {
@@ -325,6 +354,9 @@ impl Fleet {
         // Nothing stays with a prefill worker: only its prompt tokens count.
         router.track_active_blocks &= !is_prefill;
         router.track_output_blocks &= !is_prefill;
+        if is_prefill {
+            router.stage = Stage::Prefill;
+        }
         let policies = self.options.policies.clone();
         // Who waits for the worker that decodes need not wait for the one that prefills.
         let fairness = self.options.fairness.as_ref().filter(|_| !is_prefill);
@@ -338,6 +370,7 @@ impl Fleet {
             thresholds: self.options.thresholds,
             queue: self.options.queue.as_ref().map(|options| options.threshold),
             journal_bytes: 0,
+            logs_decisions: self.options.logs_decisions,
         };
         let selector = Selector::with_policies(config, policies, index, Arc::clone(&self.clock))?
             .with_journal(Arc::clone(&self.journal))
@@ -348,21 +381,20 @@ impl Fleet {
     }
 
     fn join(&self, tables: &mut Tables, engine: &Arc<Engine>, pool: &Arc<Pool>) -> Result<()> {
-        for dp_rank in 0..engine.spec.dp_size {
-            if !self.options.uses_events() || engine.spec.events_of(dp_rank).is_none() {
-                break;
-            }
-            if let Err(error) = self.register(engine, dp_rank, &pool.name) {
-                // All ranks or none; NotFound only says that the first one failed.
-                let tenant = tenant_of(engine.spec.is_prefill);
-                let _ = self.catalog.unregister(engine.id, &pool.name, Some(tenant), None);
-                return Err(error);
-            }
+        let mut ranks = 0..engine.spec.dp_size;
+        let joined = ranks.try_for_each(|rank| self.register(engine, rank, &pool.name));
+        let joined = joined.and_then(|()| {
+            pool.change(|members| {
+                members.insert(engine.id, Arc::clone(engine));
+            })
+        });
+        if let Err(error) = joined {
+            // All of it or nothing; NotFound only says that the first rank failed.
+            let tenant = tenant_of(engine.spec.is_prefill);
+            let _ = self.catalog.unregister(engine.id, &pool.name, Some(tenant), None);
+            return Err(error);
         }
         tables.joined.insert(engine.id, pool.name.clone());
-        pool.change(|members| {
-            members.insert(engine.id, Arc::clone(engine));
-        });
         tracing::info!(worker = engine.id, url = engine.base, model = pool.name, "worker joined");
         Ok(())
     }
@@ -370,7 +402,7 @@ impl Fleet {
     fn leave(&self, tables: &mut Tables, engine: &Arc<Engine>) {
         let Some(name) = tables.joined.remove(&engine.id) else { return };
         let is_prefill = engine.spec.is_prefill;
-        if engine.has_events() {
+        if engine.events().any(|events| self.subscribes_to(&events)) {
             // NotFound only says that there is nothing left to do.
             let tenant = tenant_of(is_prefill);
             let _ = self.catalog.unregister(engine.id, &name, Some(tenant), None);
@@ -378,7 +410,8 @@ impl Fleet {
         if let Some(pool) = tables.pools_of(is_prefill).get(&name).cloned() {
             pool.change(|members| {
                 members.remove(&engine.id);
-            });
+            })
+            .expect("fewer ranks than before fit");
             let gone = pool.served.lock().remove(engine.id);
             Self::drop_routes(tables, &pool, &gone);
             if pool.members().all().next().is_none() {

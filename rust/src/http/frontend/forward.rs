@@ -109,13 +109,15 @@ async fn attempt_all(
     let urgency = Urgency::read(headers, &nvext, envelope.priority, is_plain_heard)?;
     plan.wish = urgency.wish();
     plan.expected_output_tokens = nvext.expected_output_tokens();
+    plan.seed = nvext.seed();
     plan.pin(nvext.decode_pin())?;
     app.metrics.route_seconds.observe(started.elapsed().as_secs_f64());
     let mut prefill = Prefill::of(app, &plan, &nvext).await?;
+    let reuses_prefix = envelope.reuses_prefix();
     let ask = ask(&plan, api, headers, &body, &envelope, &nvext, request_id)?;
     drop(envelope);
     if nvext.is_query() {
-        plan.decode_only(prefill.peek().await.is_some());
+        plan.decode_only(prefill.query(None).await.is_some());
         return query::answer(&ask, &plan, &prefill).await;
     }
 
@@ -145,6 +147,9 @@ async fn attempt_all(
         };
         let engine = Arc::clone(&choice.engine);
         tried.push(engine.id);
+        // One that was at other workers before, or is prefilled elsewhere, says nothing of this one's events.
+        let is_evidence = reuses_prefix && tried.len() == 1 && handoff.is_alone();
+        let expected = plan.expectation(app, &choice).filter(|_| is_evidence);
         if engine.member.is_some() {
             let opening = call::open(app, &choice, &ask, &mut handoff);
             match watched(&choice.booking, opening).await {
@@ -156,7 +161,8 @@ async fn attempt_all(
                     in_flight.answered();
                     plan.count(&app.metrics, &choice);
                     let overlap = plan.reusable_blocks(choice.overlap_blocks);
-                    return answer(app, choice, ask, handoff, opened, overlap, in_flight).await;
+                    return answer(app, choice, ask, handoff, opened, overlap, in_flight, expected)
+                        .await;
                 }
                 Err(failed) if failed.is_final => return Err(failed.into()),
                 Err(failed) => {
@@ -196,6 +202,7 @@ async fn attempt_all(
                     upstream,
                     plan.prompt_tokens(),
                     in_flight,
+                    expected,
                 );
                 let prefiller = handoff.worker().map(|worker| worker.to_string());
                 if let Some(Ok(value)) = prefiller.map(HeaderValue::try_from) {
@@ -232,11 +239,7 @@ fn all_failed(app: &App, tried: &[InstanceId], last: Option<Failed>) -> Reject {
         "no worker answered; tried {tried:?}, the last one failed with: {}",
         failed.message
     );
-    let mut reject = Reject::new(failed.status, message);
-    if matches!(failed.status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS) {
-        reject.retry_after_s = Some(1);
-    }
-    reject
+    Reject::last_failure(failed.status, message)
 }
 
 /// What every attempt at a request needs.

@@ -1,5 +1,7 @@
 //! What the frontend counts besides the common metrics.
 
+use std::sync::atomic::AtomicU64;
+
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -91,6 +93,9 @@ pub(super) struct FrontendMetrics {
     pub worker_active_requests: Family<WorkerLabel, Gauge>,
     pub worker_prefill_rate: Family<WorkerLabel, Gauge>,
     pub worker_busy: Family<WorkerLabel, Gauge>,
+    pub worker_reuse_trust: Family<WorkerLabel, Gauge<f64, AtomicU64>>,
+    pub worker_reuse_predicted: Family<WorkerLabel, Counter>,
+    pub worker_reuse_reported: Family<WorkerLabel, Counter>,
     pub load_expired: Counter,
     pub journal_bytes: Gauge,
     pub journal_records: Gauge,
@@ -136,6 +141,9 @@ impl FrontendMetrics {
             worker_active_requests: Family::default(),
             worker_prefill_rate: Family::default(),
             worker_busy: Family::default(),
+            worker_reuse_trust: Family::default(),
+            worker_reuse_predicted: Family::default(),
+            worker_reuse_reported: Family::default(),
             load_expired: Counter::default(),
             journal_bytes: Gauge::default(),
             journal_records: Gauge::default(),
@@ -281,6 +289,21 @@ impl FrontendMetrics {
             "worker_busy",
             "1 = the worker is busier than its model's thresholds allow",
             m.worker_busy.clone(),
+        );
+        registry.register(
+            "worker_reuse_trust",
+            "What the worker's overlap counts, 0 to 1: less where the engine's reported reuse contradicts its events",
+            m.worker_reuse_trust.clone(),
+        );
+        registry.register(
+            "worker_reuse_predicted_tokens",
+            "Prompt tokens that the worker's events promised, in answers that were compared",
+            m.worker_reuse_predicted.clone(),
+        );
+        registry.register(
+            "worker_reuse_reported_tokens",
+            "Prompt tokens that the worker reported as reused, in the same answers",
+            m.worker_reuse_reported.clone(),
         );
         registry.register_with_unit(
             "decision_journal",

@@ -20,6 +20,7 @@ pub(super) struct Nvext {
     prefill_worker_id: Option<InstanceId>,
     decode_worker_id: Option<InstanceId>,
     agent_hints: Option<AgentHints>,
+    seed: Option<u64>,
 }
 
 /// What whoever drives an agent knows of a request.
@@ -70,6 +71,11 @@ impl Nvext {
     /// The worker that must answer.
     pub fn decode_pin(&self) -> Option<InstanceId> {
         self.decode_worker_id.or(self.backend_instance_id)
+    }
+
+    /// The number that routing draws chance from; not the seed of the answer's tokens.
+    pub fn seed(&self) -> Option<u64> {
+        self.seed
     }
 
     /// How urgent it is among those that wait, the higher, the earlier.

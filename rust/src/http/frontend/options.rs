@@ -31,8 +31,12 @@ pub struct FrontendOptions {
     pub queue: Option<QueueOptions>,
     /// Memory for past decisions, bytes; 0 keeps none.
     pub decision_journal_bytes: usize,
+    /// Log each decision at level info.
+    pub logs_decisions: bool,
     /// Ask this indexer what workers hold, and follow no events.
     pub remote_indexer: Option<RemoteIndexerOptions>,
+    /// Events that a broker carries are heard.
+    pub has_broker_events: bool,
     /// Answer the indexer's questions, too: /query, /query_by_hash, /dump, /digest.
     pub serve_indexer: bool,
     /// Folder with tokenizer.json and the chat template; `None` = ask the engines' /tokenize.
@@ -84,7 +88,9 @@ impl Default for FrontendOptions {
             thresholds: Thresholds::default(),
             queue: None,
             decision_journal_bytes: DEFAULT_JOURNAL_BYTES,
+            logs_decisions: false,
             remote_indexer: None,
+            has_broker_events: false,
             serve_indexer: false,
             tokenizer: None,
             tokenizer_cache_bytes: 256 * 1024 * 1024,

@@ -10,18 +10,20 @@ use super::super::{Reject, outside, queue};
 use super::app::App;
 use super::client::Client;
 use super::engine::Engine;
+use super::evidence::Expectation;
 use super::fleet::unhealthy;
 use super::metrics::{CauseLabel, FrontendMetrics};
 use super::pool::{Members, Pool, Route};
 use super::request::Envelope;
 use super::runtime::prompt;
-use super::tokens::{Untokenized, tokens};
+use super::tokens::{Known, Untokenized, tokens};
 use crate::error::{Error, Result};
 use crate::fair::{Cost, Wish};
+use crate::hash::engine::{MediaItem, NameKeys};
 use crate::ids::{InstanceId, Worker};
 use crate::policy::Advice;
 use crate::router::{Facts, RouteOverride};
-use crate::select::{self, Ask, Pin, Reservation};
+use crate::select::{self, Ask, Pin, Reservation, Selection};
 use crate::text::Tokens;
 
 /// Without tokens a prompt's length is guessed from its bytes: English text has about four a token.
@@ -48,7 +50,7 @@ impl Api {
 /// All that routing knows of a request.
 pub(super) struct Plan {
     pub route: Route,
-    prompt: select::Prompt,
+    prompt: Arc<select::Prompt>,
     /// The name under which decisions are kept.
     pub request_id: Option<String>,
     /// What workers hold, as a remote indexer tells.
@@ -57,11 +59,15 @@ pub(super) struct Plan {
     pub tokens: Option<Arc<Tokens>>,
     /// Whose request it is, and its text and session, for policies that ask.
     pub client: Client,
+    /// What stands in the prompt beside text.
+    media: Arc<[MediaItem]>,
     cache_salt: Option<String>,
     /// How urgent it is among those that wait.
     pub wish: Wish,
     /// Tokens that the answer is expected to have.
     pub expected_output_tokens: Option<u64>,
+    /// The number that chance is drawn from, where the request names one.
+    pub seed: Option<u64>,
     /// The only worker that may take it.
     pinned: Option<InstanceId>,
     /// Its prompt is prefilled elsewhere.
@@ -73,8 +79,7 @@ pub(super) struct Choice {
     pub engine: Arc<Engine>,
     pub booking: Reservation,
     pub overlap_blocks: u32,
-    /// What the best worker holds.
-    best_blocks: u32,
+    selection: Selection,
 }
 
 impl Plan {
@@ -98,19 +103,21 @@ impl Plan {
         let members = route.pool.members();
         let mut plan = Self {
             route,
-            prompt: select::Prompt::unknown((body_bytes / BYTES_PER_TOKEN) as u64),
+            prompt: Arc::new(select::Prompt::unknown((body_bytes / BYTES_PER_TOKEN) as u64)),
             client: Client::read(headers, envelope, api, &members, needs_text),
             request_id: None,
             remote: None,
             tokens: None,
+            media: Arc::default(),
             cache_salt: envelope.cache_salt.as_deref().map(str::to_owned),
             wish: Wish::default(),
             expected_output_tokens: None,
+            seed: None,
             pinned: None,
             is_decode_only: false,
         };
         if let Some(tokens) = prompt::tokens(&plan.route.pool, api, envelope, body_bytes)? {
-            plan.look_up(Arc::new(tokens));
+            plan.look_up(Arc::new(tokens), Arc::default());
             plan.ask_remote(app).await;
             return Ok(plan);
         }
@@ -118,7 +125,7 @@ impl Plan {
             return Ok(plan);
         }
         match tokens(app, api, envelope, &plan.route.pool, body_bytes).await {
-            Ok(tokens) => plan.look_up(Arc::new(tokens)),
+            Ok(Known { tokens, media }) => plan.look_up(Arc::new(tokens), media),
             Err(Untokenized::Refused(error)) => return Err(error.into()),
             Err(Untokenized::Unknown(cause)) => {
                 app.metrics.untokenized.get_or_create(&CauseLabel { cause }).inc();
@@ -132,19 +139,21 @@ impl Plan {
     pub async fn on(&self, app: &App, pool: Arc<Pool>, pinned: Option<InstanceId>) -> Self {
         let mut plan = Self {
             route: Route { pool, lora_name: self.route.lora_name.clone() },
-            prompt: select::Prompt::unknown(self.prompt.isl_tokens),
+            prompt: Arc::new(select::Prompt::unknown(self.prompt.isl_tokens)),
             client: self.client.anonymous(),
             request_id: None,
             remote: None,
             tokens: None,
+            media: Arc::default(),
             cache_salt: self.cache_salt.clone(),
             wish: self.wish,
             expected_output_tokens: None,
+            seed: self.seed,
             pinned,
             is_decode_only: false,
         };
         if let Some(tokens) = &self.tokens {
-            plan.look_up(Arc::clone(tokens));
+            plan.look_up(Arc::clone(tokens), Arc::clone(&self.media));
             plan.ask_remote(app).await;
         }
         plan
@@ -170,29 +179,37 @@ impl Plan {
         self.is_decode_only = is_decode_only;
     }
 
-    /// Who would take it now; changes nothing.
+    /// Who would take it now, by a draw from `seed`, the request's own or a new one; changes nothing.
     ///
     /// # Errors
     /// As [`Plan::book`].
-    pub async fn peek(&self) -> Result<Worker> {
+    pub async fn query(&self, seed: Option<u64>) -> Result<Selection> {
         let advice = self.advice(&[]).await;
         let members = self.route.pool.members();
         let is_eligible = |worker: Worker| self.is_eligible(&members, worker, &[]);
-        let ask = Ask { allowed: Some(&is_eligible), ..self.ask(advice.as_ref()) };
-        let preview = self.route.pool.selector.preview(&ask);
-        preview.map(|(selection, _)| selection.worker).map_err(|error| self.explain_absence(error))
+        let ask = self.ask(advice.as_ref());
+        let overrides = RouteOverride { seed: seed.or(self.seed), ..ask.overrides };
+        let ask = Ask { allowed: Some(&is_eligible), overrides, ..ask };
+        self.route.pool.selector.query(&ask).map_err(|error| self.explain_absence(error))
     }
 
-    fn look_up(&mut self, tokens: Arc<Tokens>) {
+    fn look_up(&mut self, tokens: Arc<Tokens>, media: Arc<[MediaItem]>) {
         let selector = &self.route.pool.selector;
-        self.prompt = if selector.needs_tokens() {
-            let salt = self.cache_salt.as_deref();
-            selector.prompt(&tokens, self.route.lora_name.as_deref(), salt)
+        let mut prompt = if selector.needs_tokens() {
+            // No list of models tells an adapter's path.
+            let lora = self.route.lora_name.as_deref().map(|name| (name, ""));
+            let cache_salt = self.cache_salt.as_deref();
+            selector.prompt(
+                &tokens,
+                &NameKeys { lora, cache_salt, media: &media, ..NameKeys::default() },
+            )
         } else {
             select::Prompt::of_tokens(&tokens, 0, 0)
         };
-        self.prompt.isl_tokens = self.prompt.isl_tokens.max(1);
+        prompt.isl_tokens = prompt.isl_tokens.max(1);
+        self.prompt = Arc::new(prompt);
         self.tokens = Some(tokens);
+        self.media = media;
     }
 
     /// Have a remote indexer tell what workers hold; without an answer nothing is known to be held.
@@ -200,7 +217,7 @@ impl Plan {
         let Some(remote) = &app.remote else { return };
         let selector = &self.route.pool.selector;
         if selector.uses_overlaps(&RouteOverride::default(), &self.prompt) {
-            let select::Prompt { locals, block_size, .. } = &self.prompt;
+            let select::Prompt { locals, block_size, .. } = &*self.prompt;
             let found = remote.overlaps(&selector.model().key, locals, *block_size).await;
             self.remote = Some(found.unwrap_or_default());
         }
@@ -268,14 +285,14 @@ impl Plan {
         };
         let (booking, selection) =
             pool.selector.select(&ask).map_err(|error| self.explain_absence(error))?;
-        // Once more: members change before the router's workers do, so that a worker which joined
-        // between the two readings is found.
+        // Once more: a worker may have joined between the two readings. Members and the router's workers
+        // change under one lock, so it is found.
         let engine = pool.members().get(booking.worker().instance_id).cloned();
         Ok(engine.map(|engine| Choice {
             engine,
             booking,
             overlap_blocks: selection.overlap_blocks,
-            best_blocks: selection.best_blocks,
+            selection,
         }))
     }
 
@@ -302,6 +319,7 @@ impl Plan {
         } else {
             RouteOverride::default()
         };
+        let overrides = RouteOverride { seed: self.seed, ..overrides };
         let pin = self.pinned.map(|instance_id| Pin { instance_id, dp_rank: None });
         Ask {
             overrides,
@@ -361,13 +379,26 @@ impl Plan {
         self.prompt.are_tokens_known.then_some(self.prompt.isl_tokens)
     }
 
+    /// What the answer of `choice` is to be compared with: nothing where it was not judged by events alone, or the
+    /// prompt is prefilled elsewhere.
+    pub fn expectation(&self, app: &App, choice: &Choice) -> Option<Expectation> {
+        let is_comparable = app.options.uses_events()
+            && !self.is_decode_only
+            && self.route.pool.selector.is_comparable(&self.prompt);
+        is_comparable.then(|| Expectation {
+            pool: Arc::clone(&self.route.pool),
+            prompt: Arc::clone(&self.prompt),
+            selection: choice.selection,
+        })
+    }
+
     /// Count the stages of the prompt's tokens.
     pub fn count(&self, metrics: &FrontendMetrics, choice: &Choice) {
         let Some(prompt_tokens) = self.prompt_tokens() else { return };
         let block_size = u64::from(self.prompt.block_size);
         let tokens = |blocks| self.reusable_blocks(blocks) * block_size;
         metrics.input.inc_by(prompt_tokens);
-        metrics.available.inc_by(tokens(choice.best_blocks));
+        metrics.available.inc_by(tokens(choice.selection.best_blocks));
         metrics.selected.inc_by(tokens(choice.overlap_blocks));
     }
 

@@ -9,6 +9,7 @@ use super::engine::Engine;
 use super::fairness::WaitingRoom;
 use super::served::Served;
 use crate::catalog::ModelIndex;
+use crate::error::Result;
 use crate::ids::{InstanceId, Worker};
 use crate::select::{Queue, Selector};
 
@@ -86,14 +87,19 @@ impl Pool {
         self.waiting.is_some() || self.queue.is_some()
     }
 
-    pub fn change(&self, edit: impl FnOnce(&mut BTreeMap<InstanceId, Arc<Engine>>)) {
+    /// Change who its engines are, for requests and for the selector alike.
+    ///
+    /// # Errors
+    /// `Overloaded` when they have more ranks together than the selector takes; nothing changes then.
+    pub fn change(&self, edit: impl FnOnce(&mut BTreeMap<InstanceId, Arc<Engine>>)) -> Result<()> {
         let mut members = self.members.write();
         let mut by_id = members.by_id.clone();
         edit(&mut by_id);
-        *members = Arc::new(Members { by_id });
-        if let Err(error) = self.selector.set_workers(&members.workers()) {
-            tracing::error!(model = self.name, %error, "the router does not take all workers");
-        }
+        let changed = Members { by_id };
+        // Readers wait meanwhile: whoever is given a new worker finds it among the members.
+        self.selector.set_workers(&changed.workers())?;
+        *members = Arc::new(changed);
+        Ok(())
     }
 }
 

@@ -10,6 +10,7 @@ use super::app::App;
 use super::busy::{label, read_load, watched};
 use super::engine::{Engine, EngineNotes};
 use super::engine_metrics;
+use super::inspect::inspect;
 use super::proxy::Upstream;
 use crate::http::Shutdown;
 
@@ -65,9 +66,15 @@ pub(super) async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown
                     if serves && engine.recovered() {
                         tracing::info!(worker = engine.id, url = engine.base, "worker is healthy");
                     }
-                    if let Err(error) = outcome {
-                        engine.notes.lock().last_error = Some(error.to_string());
+                    match outcome {
+                        Ok(()) => {}
+                        // It has left the model that it served, and no other one takes it.
+                        Err(error) if !serves && engine.is_healthy() => {
+                            engine.failed(&error.to_string());
+                        }
+                        Err(error) => engine.notes.lock().last_error = Some(error.to_string()),
                     }
+                    inspect(&app, &engine).await;
                 }
             },
         }

@@ -9,15 +9,16 @@ use super::super::Reject;
 use super::disagg::Prefill;
 use super::plan::{Api, Plan};
 use super::runtime::call::Ask;
+use crate::select::Selection;
 
 /// The workers that would take the request now, and its tokens.
 ///
 /// # Errors
 /// 503 when nobody can take it.
 pub(super) async fn answer(ask: &Ask, plan: &Plan, prefill: &Prefill) -> Result<Response, Reject> {
-    let decode = plan.peek().await?;
-    // Without a prefill worker the one that decodes does both.
-    let prefiller = prefill.peek().await.unwrap_or(decode);
+    let Selection { worker: decode, seed, .. } = plan.query(None).await?;
+    // One number draws both. Without a prefill worker the one that decodes does both.
+    let prefiller = prefill.query(Some(seed)).await.unwrap_or(decode);
     let (id, object) = match ask.api {
         Api::Chat => (format!("chatcmpl-{}", ask.request_id), "chat.completion.chunk"),
         Api::Completions => (format!("cmpl-{}", ask.request_id), "text_completion"),
@@ -35,6 +36,7 @@ pub(super) async fn answer(ask: &Ask, plan: &Plan, prefill: &Prefill) -> Result<
                 "decode_worker_id": decode.instance_id,
                 "decode_dp_rank": decode.dp_rank,
             },
+            "seed": seed,
             "token_ids": plan.tokens.as_ref().map(|tokens| tokens.as_slice()),
         },
     });

@@ -15,6 +15,7 @@ use tokio::time::{Instant, Sleep};
 use super::app::{App, InFlight};
 use super::engine::Engine;
 use super::event_stream::WholeLines;
+use super::evidence::Expectation;
 use super::usage::UsageScanner;
 use crate::select::{Outcome, Reservation};
 
@@ -41,6 +42,8 @@ pub(super) struct Relay {
     /// Tokens of the prompt as routing counted them; `None` when they were not known.
     pub prompt_tokens: Option<u64>,
     pub in_flight: InFlight,
+    /// What the engine's own figures are compared with at the end.
+    expected: Option<Expectation>,
     /// What came of a line of an event stream that is not whole yet.
     lines: WholeLines,
     end: End,
@@ -61,6 +64,7 @@ impl Relay {
         is_event_stream: bool,
         prompt_tokens: Option<u64>,
         in_flight: InFlight,
+        expected: Option<Expectation>,
     ) -> Self {
         let mut relay = Self {
             app,
@@ -72,6 +76,7 @@ impl Relay {
             scanner: UsageScanner::default(),
             prompt_tokens,
             in_flight,
+            expected,
             lines: WholeLines::default(),
             end: End::Open,
             waits_since: None,
@@ -105,6 +110,9 @@ impl Relay {
             metrics.delivered.inc_by(tokens);
             self.booking.cached(tokens);
             metrics.usage_reported.inc();
+        }
+        if let Some(expected) = self.expected.take() {
+            expected.compare(&self.app, self.scanner.prompt_tokens, self.scanner.cached_tokens);
         }
         match (self.prompt_tokens, self.scanner.prompt_tokens) {
             (None, Some(reported)) => {

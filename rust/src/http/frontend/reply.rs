@@ -14,6 +14,7 @@ use super::attempt::Head;
 use super::client::{SESSION_HEADER, session_id_of};
 use super::disagg::Handoff;
 use super::engine::Engine;
+use super::evidence::Expectation;
 use super::plan::Choice;
 use super::relay::Relay;
 use super::runtime::answer::Answer;
@@ -38,6 +39,7 @@ fn name_worker(app: &App, headers: &mut HeaderMap, engine: &Engine, worker: Work
 }
 
 /// A runtime worker's answer that has begun, as the client wants it.
+#[allow(clippy::too_many_arguments)]
 pub(super) async fn answer(
     app: &Arc<App>,
     choice: Choice,
@@ -46,11 +48,12 @@ pub(super) async fn answer(
     opened: call::Opened,
     overlap_blocks: u64,
     in_flight: InFlight,
+    expected: Option<Expectation>,
 ) -> Result<Response, Reject> {
     let (engine, worker) = (Arc::clone(&choice.engine), choice.booking.worker());
     let prefiller = handoff.worker().map(|worker| worker.to_string());
     let is_stream = ask.generation.as_ref().is_some_and(|generation| generation.is_stream);
-    let answer = Answer::new(app, choice.booking, ask, handoff, opened, in_flight)?;
+    let answer = Answer::new(app, choice.booking, ask, handoff, opened, in_flight, expected)?;
     let mut response = if is_stream { answer.stream() } else { answer.whole().await? };
     let headers = response.headers_mut();
     name_worker(app, headers, &engine, worker);
@@ -72,6 +75,7 @@ pub(super) fn relay(
     upstream: Incoming,
     prompt_tokens: Option<u64>,
     in_flight: InFlight,
+    expected: Option<Expectation>,
 ) -> Response {
     let worker = booking.worker();
     let relay = Relay::new(
@@ -83,6 +87,7 @@ pub(super) fn relay(
         head.is_event_stream,
         prompt_tokens,
         in_flight,
+        expected,
     );
     let mut response = Response::new(Body::new(relay));
     *response.status_mut() = head.status;

@@ -20,6 +20,8 @@ pub(super) struct Envelope<'a> {
     #[serde(borrow, default)]
     pub prompt: Option<&'a RawValue>,
     #[serde(borrow, default)]
+    pub stream: Option<&'a RawValue>,
+    #[serde(borrow, default)]
     pub tools: Option<&'a RawValue>,
     #[serde(borrow, default)]
     pub documents: Option<&'a RawValue>,
@@ -45,6 +47,20 @@ pub(super) struct Envelope<'a> {
     pub continue_final_message: Option<bool>,
     #[serde(default)]
     pub add_special_tokens: Option<bool>,
+    #[serde(borrow, default)]
+    pub prompt_logprobs: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub echo: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub n: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub best_of: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub use_beam_search: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub skip_reading_prefix_cache: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub kv_transfer_params: Option<&'a RawValue>,
     #[serde(borrow, default)]
     pub nvext: Option<&'a RawValue>,
 }
@@ -80,6 +96,23 @@ impl<'a> Envelope<'a> {
 }
 
 impl<'a> Envelope<'a> {
+    /// Whether the engine takes what it can from its cache, and says so of one prompt: not where it must compute the
+    /// logprobs of the prompt, skips its cache, generates several answers or gets the blocks from elsewhere.
+    pub fn reuses_prefix(&self) -> bool {
+        let is_off = |raw: Option<&RawValue>, off: &str| {
+            raw.is_none_or(|raw| raw.get() == "null" || raw.get() == off)
+        };
+        let switches = [
+            self.prompt_logprobs,
+            self.echo,
+            self.use_beam_search,
+            self.skip_reading_prefix_cache,
+            self.kv_transfer_params,
+        ];
+        switches.into_iter().all(|raw| is_off(raw, "false"))
+            && [self.n, self.best_of].into_iter().all(|raw| is_off(raw, "1"))
+    }
+
     /// The fields that decide a chat's tokens.
     pub fn chat(&self) -> ChatRequest<'a> {
         ChatRequest {
@@ -169,6 +202,29 @@ mod tests {
             let error = Envelope::parse(body.as_bytes()).unwrap_err();
             assert_eq!(error.status.as_u16(), 400);
             assert!(error.message.contains(wanted), "{body}: {}", error.message);
+        }
+    }
+
+    #[test]
+    fn requests_that_bypass_the_cache_are_known() {
+        let reuses = |more: &str| {
+            let body = format!(r#"{{"model": "m"{more}}}"#);
+            Envelope::parse(body.as_bytes()).unwrap().reuses_prefix()
+        };
+        for plain in ["", r#", "n": 1, "echo": false, "prompt_logprobs": null"#, r#", "best_of":1"#]
+        {
+            assert!(reuses(plain), "{plain}");
+        }
+        for other in [
+            r#", "prompt_logprobs": 1"#,
+            r#", "echo": true"#,
+            r#", "n": 2"#,
+            r#", "best_of": 3"#,
+            r#", "use_beam_search": true"#,
+            r#", "skip_reading_prefix_cache": true"#,
+            r#", "kv_transfer_params": {}"#,
+        ] {
+            assert!(!reuses(other), "{other}");
         }
     }
 

@@ -58,6 +58,7 @@ fn refill(app: &App) {
             }
         }
     }
+    tell_reuse(app);
     tell_turns(app);
     tell_queues(app);
     let journal = app.fleet.journal.stats();
@@ -71,6 +72,24 @@ fn refill(app: &App) {
         metrics.tokenizer_hits.set(sum(|one| one.hits_total));
         metrics.tokenizer_misses.set(sum(|one| one.misses_total));
         metrics.tokenizer_bytes.set(sum(|one| one.held_bytes));
+    }
+}
+
+/// How far workers' events are believed, and what that follows from.
+fn tell_reuse(app: &App) {
+    let metrics = &app.metrics;
+    metrics.worker_reuse_trust.clear();
+    metrics.worker_reuse_predicted.clear();
+    metrics.worker_reuse_reported.clear();
+    for (worker, view) in app.fleet.pools().iter().flat_map(|pool| pool.selector.reuse.views()) {
+        let label = WorkerLabel { worker: worker.to_string() };
+        metrics.worker_reuse_trust.get_or_create(&label).set(view.credit);
+        for (family, tokens) in [
+            (&metrics.worker_reuse_predicted, view.predicted_tokens),
+            (&metrics.worker_reuse_reported, view.reported_tokens),
+        ] {
+            family.get_or_create(&label).inner().store(tokens, Ordering::Relaxed);
+        }
     }
 }
 

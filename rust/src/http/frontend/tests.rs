@@ -14,15 +14,18 @@ use tokio::runtime::{Builder, Runtime};
 
 use super::app::App;
 use super::engine::{Engine, EngineNotes};
+use super::evidence::Expectation;
 use super::{FrontendApp, FrontendOptions, admin, scrape};
 use crate::catalog::Catalog;
 use crate::clock::ManualClock;
 use crate::error::Error;
 use crate::fair::{LineOrder, Wish};
+use crate::hash::engine::NameKeys;
 use crate::http::Shutdown;
+use crate::ids::Worker;
 use crate::policy::Policy;
 use crate::router::RouterConfig;
-use crate::select::{QueueOptions, QueueThreshold};
+use crate::select::{Ask, Pin, QueueOptions, QueueThreshold};
 
 /// Whatever takes longer does not come.
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -178,4 +181,82 @@ fn an_engine_that_tells_again_what_it_serves_asks_no_other_one() {
     app.fleet.remove(engines[0].id).unwrap();
     app.fleet.remove(engines[1].id).unwrap();
     assert!(names().is_empty());
+}
+
+/// A frontend that routes by events, with two workers.
+fn by_events() -> Arc<App> {
+    let clock = Arc::new(ManualClock::default());
+    let options = FrontendOptions::default();
+    let catalog = Arc::new(Catalog::default());
+    let made = FrontendApp::new(options, catalog, clock, Shutdown::default()).unwrap();
+    for port in [10_000, 10_001] {
+        let spec = format!("http://127.0.0.1:{port}").parse().unwrap();
+        let engine = made.app.fleet.add(spec).unwrap();
+        let notes = EngineNotes { block_size: Some(4), ..serving(&[]) };
+        made.app.fleet.learned(&engine, notes).unwrap();
+        engine.recovered();
+    }
+    Arc::clone(&made.app)
+}
+
+/// Worker 2 answers a new prompt, `cached` of whose tokens it has reused.
+fn answer(app: &App, at: u32, cached: Option<u64>) {
+    let pool = app.fleet.pools().remove(0);
+    let tokens: Vec<u32> = (at * 100..at * 100 + 41).collect();
+    let prompt = Arc::new(pool.selector.prompt(&tokens, &NameKeys::default()));
+    let pin = Some(Pin { instance_id: 2, dp_rank: None });
+    let (_booking, selection) = pool.selector.select(&Ask { pin, ..Ask::new(&prompt) }).unwrap();
+    let expected = Expectation { pool: Arc::clone(&pool), prompt, selection };
+    expected.compare(app, Some(41), cached);
+}
+
+#[test]
+fn a_worker_whose_reuse_its_events_do_not_mention_degrades_health() {
+    let app = by_events();
+    let runtime = runtime(1);
+    let health = || {
+        let answer = runtime.block_on(admin::health(State(Arc::clone(&app))));
+        let bytes = runtime.block_on(to_bytes(answer.into_body(), usize::MAX)).unwrap();
+        serde_json::from_slice::<serde_json::Value>(&bytes).unwrap()
+    };
+    let before = health();
+    assert_eq!(before["status"], "healthy");
+    assert_eq!(before["reuse"]["2:0"]["reported"], serde_json::Value::Null);
+    assert_eq!(before["reuse"]["2:0"]["note"], "reuse is not reported yet");
+    (0..20).for_each(|at| answer(&app, at, None));
+    assert_eq!(health()["status"], "healthy");
+    (0..20).for_each(|at| answer(&app, at, Some(40)));
+    let after = health();
+    assert_eq!(after["status"], "degraded");
+    let reason = &after["reasons"][0];
+    assert_eq!((&reason["code"], &reason["worker"]), (&"events_missing".into(), &"2:0".into()));
+    assert!(reason["fix"].as_str().unwrap().contains("events=tcp://"), "{reason}");
+    assert!(after["warnings"].to_string().contains("Is events= missing?"), "{after}");
+    let reuse = &after["reuse"]["2:0"];
+    let tokens = (&reuse["predicted_tokens"], &reuse["reported_tokens"], &reuse["reported"]);
+    assert_eq!(tokens, (&0.into(), &800.into(), &true.into()));
+    assert_eq!(after["reuse"]["1:0"]["trust"], 1.0);
+    let scraped = runtime.block_on(scrape::metrics(State(Arc::clone(&app))));
+    let text = runtime.block_on(to_bytes(scraped.into_body(), usize::MAX)).unwrap();
+    let text = String::from_utf8(text.to_vec()).unwrap();
+    for row in ["trust{worker=\"2:0\"} 0.0", "reported_tokens_total{worker=\"2:0\"} 800"] {
+        assert!(text.contains(&format!("\nkvflash_worker_reuse_{row}\n")), "{row}: {text}");
+    }
+    // It leaves, and takes the evidence along.
+    app.fleet.remove(2).unwrap();
+    assert_eq!(
+        (health()["status"].clone(), health()["reasons"].clone()),
+        ("healthy".into(), serde_json::json!([]))
+    );
+}
+
+#[test]
+fn an_engine_that_counted_another_prompt_says_nothing_of_its_events() {
+    let app = by_events();
+    let pool = app.fleet.pools().remove(0);
+    let prompt = Arc::new(pool.selector.prompt(&[7; 41], &NameKeys::default()));
+    let (booking, selection) = pool.selector.select(&Ask::new(&prompt)).unwrap();
+    let worker: Worker = booking.worker();
+    Expectation { pool: Arc::clone(&pool), prompt, selection }.compare(&app, Some(50), Some(40));
+    assert!(!pool.selector.reuse.views().contains_key(&worker));
 }

@@ -1,17 +1,36 @@
 //! A prompt's tokens: by the tokenizer here, or by an engine's own.
 
-use serde_json::json;
+use std::sync::Arc;
+
 use serde_json::value::RawValue;
+use serde_json::{Map, Value, json};
 
 use super::app::App;
+use super::engine::Engine;
 use super::plan::Api;
 use super::pool::Pool;
+use super::render::{has_media, render};
 use super::request::{Envelope, Prompt};
 use crate::error::Error;
+use crate::hash::engine::MediaItem;
 use crate::text::{self, Tokens};
 
 /// Text longer than this is tokenized off the reactor's turn: it may take milliseconds.
 const LONG_TEXT_BYTES: usize = 64 * 1024;
+
+/// A prompt as its workers will have it.
+#[derive(Debug)]
+pub(super) struct Known {
+    pub tokens: Tokens,
+    /// What stands in it beside text, ascending by place.
+    pub media: Arc<[MediaItem]>,
+}
+
+impl From<Tokens> for Known {
+    fn from(tokens: Tokens) -> Self {
+        Self { tokens, media: Arc::default() }
+    }
+}
 
 /// Why there are no tokens.
 pub(super) enum Untokenized {
@@ -21,14 +40,14 @@ pub(super) enum Untokenized {
     Unknown(&'static str),
 }
 
-/// The prompt's tokens, as the workers of `pool` will have them.
+/// The prompt, as the workers of `pool` will have it.
 pub(super) async fn tokens(
     app: &App,
     api: Api,
     envelope: &Envelope<'_>,
     pool: &Pool,
     body_bytes: usize,
-) -> Result<Tokens, Untokenized> {
+) -> Result<Known, Untokenized> {
     let prompt = match api {
         Api::Chat => {
             if envelope.messages.is_none() {
@@ -42,7 +61,7 @@ pub(super) async fn tokens(
                 return Err(Untokenized::Refused(Error::invalid("prompt: is required")));
             };
             match Prompt::parse(raw).map_err(Untokenized::Refused)? {
-                Prompt::Tokens(tokens) => return Ok(tokens),
+                Prompt::Tokens(tokens) => return Ok(tokens.into()),
                 Prompt::Batch => return Err(Untokenized::Unknown("batch")),
                 Prompt::Text(text) => Some(text),
             }
@@ -62,7 +81,10 @@ pub(super) async fn tokens(
                 local()
             };
             match outcome {
-                Ok(text::Prompt::Tokens(tokens)) => Ok(tokens),
+                Ok(text::Prompt::Tokens(tokens)) => Ok(tokens.into()),
+                Ok(text::Prompt::Unsupported(_)) if prompt.is_none() && has_media(envelope) => {
+                    render(app, envelope, pool).await.map_err(Untokenized::Unknown)
+                }
                 Ok(text::Prompt::Unsupported(why)) => {
                     tracing::debug!(why, "routed without tokens");
                     Err(Untokenized::Unknown("not_text"))
@@ -74,7 +96,13 @@ pub(super) async fn tokens(
                 }
             }
         }
-        None => remote_tokens(app, envelope, pool, prompt).await.map_err(Untokenized::Unknown),
+        None if prompt.is_none() && has_media(envelope) => {
+            render(app, envelope, pool).await.map_err(Untokenized::Unknown)
+        }
+        None => remote_tokens(app, envelope, pool, prompt)
+            .await
+            .map(Known::from)
+            .map_err(Untokenized::Unknown),
     }
 }
 
@@ -98,15 +126,39 @@ async fn remote_tokens(
         return Err("not_text");
     }
     let name = envelope.model.as_deref().unwrap_or(&pool.name);
+    let engine = some_engine(app, pool, name)?;
+    let body = ask_body(envelope, name, prompt)?;
+    let body = Value::Object(body).to_string().into_bytes();
+    let url = format!("{}/tokenize", engine.base);
+    let call = app.upstream.post_json(&url, body, 64 * 1024 * 1024);
+    match tokio::time::timeout(app.options.tokenize_timeout, call).await {
+        Err(_) => Err("tokenize_timeout"),
+        Ok(Err(_)) => Err("tokenize_failed"),
+        Ok(Ok((status, _))) if !status.is_success() => Err("tokenize_refused"),
+        Ok(Ok((_, body))) => serde_json::from_slice::<Answer>(&body)
+            .map(|answer| answer.tokens)
+            .map_err(|_| "tokenize_failed"),
+    }
+}
+
+/// A healthy engine that serves `name`, another one for each request.
+pub(super) fn some_engine(app: &App, pool: &Pool, name: &str) -> Result<Arc<Engine>, &'static str> {
     let members = pool.members();
     let healthy: Vec<_> = members
         .all()
         .filter(|one| one.member.is_none() && one.is_healthy() && one.serves(name))
         .collect();
-    let Some(engine) = healthy.get(app.in_flight() % healthy.len().max(1)) else {
-        return Err("no_engine");
-    };
-    let mut body = serde_json::Map::new();
+    let engine = healthy.get(app.in_flight() % healthy.len().max(1)).ok_or("no_engine")?;
+    Ok(Arc::clone(engine))
+}
+
+/// What an engine is asked about a prompt, as JSON.
+pub(super) fn ask_body(
+    envelope: &Envelope<'_>,
+    name: &str,
+    prompt: Option<String>,
+) -> Result<Map<String, Value>, &'static str> {
+    let mut body = Map::new();
     let mut put = |name: &str, value| body.insert(name.to_owned(), value);
     put("model", json!(name));
     if let Some(prompt) = prompt {
@@ -131,15 +183,5 @@ async fn remote_tokens(
             put(name, json!(flag));
         }
     }
-    let body = serde_json::Value::Object(body).to_string().into_bytes();
-    let url = format!("{}/tokenize", engine.base);
-    let call = app.upstream.post_json(&url, body, 64 * 1024 * 1024);
-    match tokio::time::timeout(app.options.tokenize_timeout, call).await {
-        Err(_) => Err("tokenize_timeout"),
-        Ok(Err(_)) => Err("tokenize_failed"),
-        Ok(Ok((status, _))) if !status.is_success() => Err("tokenize_refused"),
-        Ok(Ok((_, body))) => serde_json::from_slice::<Answer>(&body)
-            .map(|answer| answer.tokens)
-            .map_err(|_| "tokenize_failed"),
-    }
+    Ok(body)
 }

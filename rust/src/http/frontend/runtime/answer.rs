@@ -16,6 +16,7 @@ use super::super::super::Reject;
 use super::super::app::{App, InFlight};
 use super::super::disagg::Handoff;
 use super::super::engine::Engine;
+use super::super::evidence::Expectation;
 use super::super::metrics::OutcomeLabel;
 use super::call::{Ask, Opened, failed};
 use super::chunks::{self, Collected};
@@ -72,6 +73,8 @@ pub(in super::super) struct Answer {
     is_opened: bool,
     end: End,
     in_flight: InFlight,
+    /// What the worker's own figures are compared with at the end.
+    expected: Option<Expectation>,
 }
 
 impl Answer {
@@ -84,6 +87,7 @@ impl Answer {
         handoff: Handoff,
         opened: Opened,
         in_flight: InFlight,
+        expected: Option<Expectation>,
     ) -> Result<Self, Reject> {
         let generation = ask.generation.clone().unwrap_or_default();
         let content = match (opened.member.spec.card.model_input, &opened.member.text) {
@@ -116,6 +120,7 @@ impl Answer {
             is_opened: false,
             end: End::Open,
             in_flight,
+            expected,
         })
     }
 
@@ -355,6 +360,10 @@ impl Answer {
             self.booking.cached(tokens);
             metrics.delivered.inc_by(tokens);
             metrics.usage_reported.inc();
+        }
+        if let Some(expected) = self.expected.take() {
+            let prompt_tokens = Some(self.usage.prompt_tokens).filter(|tokens| *tokens > 0);
+            expected.compare(&self.app, prompt_tokens, self.usage.cached_tokens);
         }
     }
 

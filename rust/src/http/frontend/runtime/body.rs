@@ -199,36 +199,26 @@ impl Generation {
 
 impl Fields {
     /// What says how the answer must look; beside `nvext` wins here too.
-    fn guides(&self) -> Guides<'_> {
+    fn guides<'a>(&'a self) -> Guides<'a> {
         let nvext = self.nvext.as_ref();
+        let either = |own: &'a Option<Value>, nested: fn(&'a Extension) -> &'a Option<Value>| {
+            own.as_ref().or_else(|| nested(nvext?).as_ref())
+        };
         Guides {
             response_format: self.response_format.as_ref(),
             structured_outputs: self.structured_outputs.as_ref(),
             guided: [
-                ("guided_json", self.guided_json.as_ref().or_else(|| nvext?.guided_json.as_ref())),
-                (
-                    "guided_regex",
-                    self.guided_regex.as_ref().or_else(|| nvext?.guided_regex.as_ref()),
-                ),
-                (
-                    "guided_choice",
-                    self.guided_choice.as_ref().or_else(|| nvext?.guided_choice.as_ref()),
-                ),
-                (
-                    "guided_grammar",
-                    self.guided_grammar.as_ref().or_else(|| nvext?.guided_grammar.as_ref()),
-                ),
+                ("guided_json", either(&self.guided_json, |it| &it.guided_json)),
+                ("guided_regex", either(&self.guided_regex, |it| &it.guided_regex)),
+                ("guided_choice", either(&self.guided_choice, |it| &it.guided_choice)),
+                ("guided_grammar", either(&self.guided_grammar, |it| &it.guided_grammar)),
                 (
                     "guided_whitespace_pattern",
-                    self.guided_whitespace_pattern
-                        .as_ref()
-                        .or_else(|| nvext?.guided_whitespace_pattern.as_ref()),
+                    either(&self.guided_whitespace_pattern, |it| &it.guided_whitespace_pattern),
                 ),
                 (
                     "guided_decoding_backend",
-                    self.guided_decoding_backend
-                        .as_ref()
-                        .or_else(|| nvext?.guided_decoding_backend.as_ref()),
+                    either(&self.guided_decoding_backend, |it| &it.guided_decoding_backend),
                 ),
             ],
         }

@@ -25,3 +25,6 @@ mod tcp;
 mod web;
 mod wording;
 mod writing;
+
+#[cfg(test)]
+mod tests;

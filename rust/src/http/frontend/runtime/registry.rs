@@ -27,7 +27,7 @@ pub(in super::super) fn put(app: &Arc<App>, json: &str) -> Result<InstanceId> {
         Ok(_) => drop(refused.remove(&id)),
         // Bounded, as discovery's words are.
         Err(error) if refused.len() < app.options.max_workers || refused.contains_key(&id) => {
-            refused.insert(id, format!("a worker in discovery is not taken: {error}"));
+            refused.insert(id, format!("worker {id} in discovery is not taken: {error}"));
         }
         Err(_) => {}
     }
