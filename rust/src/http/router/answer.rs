@@ -155,7 +155,7 @@ pub(super) fn readiness(app: &App) -> (bool, Value) {
     let (workers, registered_total) = app.fleet.counts();
     let wanted = app.options.min_initial_workers;
     // Ready once is ready for ever: workers that leave later are a matter of /health.
-    let is_ready = registered_total >= wanted as u64;
+    let is_ready = app.started().is_ok();
     let answer = json!({
         "ready": is_ready,
         "workers": workers,
@@ -170,7 +170,7 @@ pub(super) fn health(app: &App) -> Value {
     let (workers, _) = app.fleet.counts();
     let pools = app.fleet.pools();
     let reservations: usize = pools.iter().map(|pool| pool.selector.reserved()).sum();
-    let mut warnings = Vec::new();
+    let mut warnings = app.outside_warnings.read().clone();
     for pool in &pools {
         if pool.selector.block_size() == 0 {
             warnings.push(format!(

@@ -22,7 +22,7 @@ use super::super::body::{self, Unreadable};
 use super::super::busy::{Change, answer};
 use super::super::indexer::form::{Form, Params};
 use super::super::indexer::query_routes;
-use super::super::metrics::{CommonMetrics, PREFIX, RequestLabel};
+use super::super::metrics::{CommonMetrics, RequestLabel};
 use super::super::policy_metrics::PolicyMetrics;
 use super::super::remote::RemoteIndexer;
 use super::answer::{health, readiness, worker_entries, worker_entry};
@@ -37,6 +37,7 @@ use crate::catalog::Catalog;
 use crate::clock::Clock;
 use crate::error::{Error, Result as KvResult};
 use crate::ids::{InstanceId, Worker};
+use crate::select::StartGate;
 
 /// Longest name that GET /why looks for and that a header may give.
 const MAX_NAME_BYTES: usize = crate::select::MAX_REQUEST_ID_BYTES;
@@ -48,8 +49,12 @@ pub(super) struct App {
     pub common: CommonMetrics,
     pub metrics: RouterMetrics,
     pub remote: Option<RemoteIndexer>,
+    /// Whether as many workers as the start waits for have registered.
+    start: StartGate,
     /// What is told of it besides, in `/metrics`.
     pub more_metrics: RwLock<String>,
+    /// What only the caller knows, for `/health`.
+    pub outside_warnings: RwLock<Vec<String>>,
     /// Where answers that tell of every worker are made.
     aside: Aside,
 }
@@ -88,8 +93,19 @@ impl RouterApp {
         }
         common.seal(registry);
         let fleet = Fleet::new(options.clone(), Arc::clone(&catalog), clock);
-        let (more_metrics, aside) = (RwLock::default(), Aside::default());
-        let app = App { options, catalog, fleet, common, metrics, remote, more_metrics, aside };
+        let wanted = options.min_initial_workers;
+        let app = App {
+            options,
+            catalog,
+            fleet,
+            common,
+            metrics,
+            remote,
+            start: StartGate::new(wanted, "have registered", "--min-initial-workers"),
+            more_metrics: RwLock::default(),
+            outside_warnings: RwLock::default(),
+            aside: Aside::default(),
+        };
         let app = Arc::new(app);
         Ok(Self { routes: routes(&app)?, app })
     }
@@ -186,6 +202,14 @@ async fn count(State(app): State<Arc<App>>, request: Request, next: Next) -> Res
 type Answer = Result<Response, Reject>;
 
 impl App {
+    /// Whether requests are taken: from the moment on at which enough workers had registered.
+    ///
+    /// # Errors
+    /// `NoWorker`, saying how many are missing.
+    pub fn started(&self) -> KvResult<()> {
+        self.start.check(|| self.fleet.counts().1 as usize)
+    }
+
     async fn read(&self, mut body: Body) -> Result<Bytes, Reject> {
         let (limit, timeout) = (self.options.max_body_bytes, self.options.body_timeout);
         match tokio::time::timeout(timeout, body::read(&mut body, limit)).await {
@@ -289,7 +313,7 @@ async fn remove_worker(
 async fn select(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
     let selected = async {
         let chosen = app.chosen(&headers, body).await?.advised().await;
-        Ok(reply_to(&headers, &chosen.preview(&app)?))
+        Ok(reply_to(&headers, &chosen.query(&app)?))
     };
     plain(selected.await)
 }
@@ -471,7 +495,7 @@ async fn ready(State(app): State<Arc<App>>) -> Response {
 }
 
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
-    app.common
-        .expose_with(&app.catalog, &app.more_metrics, PREFIX, || app.metrics.refill(&app.fleet))
-        .await
+    let prefix = &app.options.metrics_prefix;
+    let refill = || app.metrics.refill(&app.fleet);
+    app.common.expose_with(&app.catalog, &app.more_metrics, prefix, refill).await
 }

@@ -15,6 +15,7 @@ use super::metrics::OutcomeLabel;
 use super::request::{Choose, MAX_ISL_TOKENS};
 use crate::catalog::TrustState;
 use crate::error::{Error, Result};
+use crate::hash::engine::NameKeys;
 use crate::ids::{InstanceId, Worker};
 use crate::policy::session::{read_session_id, session_id};
 use crate::policy::{Advice, Session};
@@ -56,6 +57,7 @@ pub(super) struct Answer {
     reason: &'static str,
     ties: usize,
     margin: Option<f64>,
+    pub seed: u64,
     /// What the session sends back to come to the same worker, under `session-affinity`.
     #[serde(skip_serializing_if = "Option::is_none")]
     session_id: Option<String>,
@@ -149,10 +151,13 @@ impl Chosen {
         }
     }
 
-    /// The worker it would go to now; nothing changes.
-    pub fn preview(&self, app: &App) -> Result<Answer> {
-        let (selection, _) =
-            counted(app, "previewed", self.ask(|ask| self.pool.selector.preview(ask)))?;
+    /// A worker for it, drawn anew where chance decides; nothing changes.
+    ///
+    /// # Errors
+    /// As [`crate::select::Selector::query`]; `NoWorker` while the start waits for workers.
+    pub fn query(&self, app: &App) -> Result<Answer> {
+        app.started()?;
+        let selection = counted(app, "previewed", self.ask(|ask| self.pool.selector.query(ask)))?;
         Ok(self.answer(app, &selection, None))
     }
 
@@ -160,11 +165,13 @@ impl Chosen {
     /// prefill, when there is one.
     ///
     /// # Errors
-    /// As [`crate::select::Selector::reserve`]; `InvalidArgument` without a name; those of the queue.
+    /// As [`crate::select::Selector::reserve`]; `InvalidArgument` without a name; those of the queue;
+    /// `NoWorker` while the start waits for workers.
     pub async fn reserve(&self, app: &App) -> Result<Answer> {
         let Some(request_id) = self.request.request_id.as_deref() else {
             return Err(Error::invalid("missing field `request_id`: what is booked needs a name"));
         };
+        app.started()?;
         let selector = &self.pool.selector;
         let reserve = || self.ask(|ask| selector.reserve(request_id, ask));
         let reserved = match &self.pool.queue {
@@ -253,6 +260,7 @@ impl Chosen {
             reason: selection.reason.name(),
             ties: selection.ties,
             margin: selection.margin,
+            seed: selection.seed,
         }
     }
 
@@ -291,7 +299,14 @@ fn prompt(pool: &Pool, request: &Choose) -> Result<Prompt> {
                     "isl_tokens {isl_tokens} is not the {count} of token_ids: leave it out"
                 )));
             }
-            Ok(selector.prompt(&tokens.0, lora_name, cache_salt))
+            let path = request.lora_path.as_deref().unwrap_or("");
+            let keys = NameKeys {
+                lora: lora_name.map(|name| (name, path)),
+                cache_salt,
+                media: &request.mm.0,
+                embeds: &request.embeds.0,
+            };
+            Ok(selector.prompt(&tokens.0, &keys))
         }
         (None, Some(hashes), isl_tokens) => {
             let block_size = selector.block_size();

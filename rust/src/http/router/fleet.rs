@@ -9,7 +9,7 @@ use super::super::frontend::engine::{address_of, port_of, shifted};
 use super::super::frontend::fleet::PREFILL_TENANT;
 use super::options::RouterOptions;
 use super::request::{Events, NewWorker};
-use crate::catalog::{Catalog, Identity, ModelKey, Registration};
+use crate::catalog::{Catalog, EngineFacts, Identity, ModelKey, Registration};
 use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
@@ -233,6 +233,7 @@ impl Fleet {
                 replay_endpoint: events.replay_endpoint.clone(),
                 capacity_blocks,
                 identity: Identity::default(),
+                facts: EngineFacts::default(),
             });
             if let Err(error) = registered {
                 self.unfollow(pool, member.id);

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::super::indexer::request::TokenIds;
 use super::app::App;
-use super::choose::{Chosen, LoadAnswer};
+use super::choose::{Answer, Chosen, LoadAnswer};
 use super::request::Choose;
 use crate::error::{Error, Result};
 
@@ -49,22 +49,38 @@ pub(super) struct About {
     session_key: Option<String>,
 }
 
-/// What a new request may say of itself among those that wait, and of its answer.
+/// What a new request may say of itself among those that wait, of its answer and of its draw.
 #[derive(Debug, Default, Deserialize)]
 pub(super) struct Urgency {
     priority: Option<f64>,
     strict_priority: Option<u32>,
     expected_output_tokens: Option<u64>,
+    seed: Option<u64>,
 }
 
 /// The answer to a message.
 #[derive(Debug, Serialize)]
 #[serde(tag = "method", rename_all = "snake_case")]
 pub(super) enum MethodAnswer {
-    New { worker_id: u64, dp_rank: u32, overlap_blocks: u32 },
-    PrefillMarked { success: bool },
-    FreeMarked { success: bool },
-    PotentialLoads { loads: Vec<LoadAnswer>, pending_count: usize, pending_isl_tokens: u64 },
+    New {
+        worker_id: u64,
+        dp_rank: u32,
+        overlap_blocks: u32,
+        /// To those who gave one: others know the published answer.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        seed: Option<u64>,
+    },
+    PrefillMarked {
+        success: bool,
+    },
+    FreeMarked {
+        success: bool,
+    },
+    PotentialLoads {
+        loads: Vec<LoadAnswer>,
+        pending_count: usize,
+        pending_isl_tokens: u64,
+    },
 }
 
 impl About {
@@ -101,14 +117,15 @@ pub(super) async fn obey(
     let named = |about: About| About { request_id: about.request_id.or(request_id), ..about };
     match message {
         Message::New { tokens, about, urgency } => {
-            let Urgency { priority, strict_priority, expected_output_tokens } = urgency;
+            let Urgency { priority, strict_priority, expected_output_tokens, seed } = urgency;
             let choose = named(about).choose(tokens);
-            let choose = Choose { priority, strict_priority, expected_output_tokens, ..choose };
+            let choose =
+                Choose { priority, strict_priority, expected_output_tokens, seed, ..choose };
             let is_named = choose.request_id.is_some();
             let chosen = Chosen::understand(app, choose).await?.advised().await;
-            let answer = if is_named { chosen.reserve(app).await? } else { chosen.preview(app)? };
-            let (worker_id, dp_rank) = (answer.worker_id, answer.dp_rank);
-            Ok(MethodAnswer::New { worker_id, dp_rank, overlap_blocks: answer.overlap_blocks })
+            let answer = if is_named { chosen.reserve(app).await? } else { chosen.query(app)? };
+            let Answer { worker_id, dp_rank, overlap_blocks, .. } = answer;
+            Ok(MethodAnswer::New { worker_id, dp_rank, overlap_blocks, seed })
         }
         Message::MarkPrefill { about } => {
             let about = named(about);

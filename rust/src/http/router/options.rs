@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::super::metrics::{PREFIX, check_prefix};
 use super::super::{RemoteIndexerOptions, Tls};
 use crate::error::{Error, Result};
 use crate::policy::Settings;
@@ -34,6 +35,8 @@ pub struct RouterOptions {
     pub max_workers: usize,
     /// Workers that must have registered before GET /ready says so.
     pub min_initial_workers: usize,
+    /// What names of metrics begin with.
+    pub metrics_prefix: String,
     /// Encryption of its HTTP, for what `/metrics` tells of it.
     pub tls: Option<Tls>,
 }
@@ -52,6 +55,7 @@ impl Default for RouterOptions {
             body_timeout: Duration::from_secs(60),
             max_workers: 4_096,
             min_initial_workers: 0,
+            metrics_prefix: PREFIX.to_owned(),
             tls: None,
         }
     }
@@ -75,6 +79,7 @@ impl RouterOptions {
                     .to_owned(),
             ));
         }
+        check_prefix(&self.metrics_prefix)?;
         self.queue.as_ref().map_or(Ok(()), QueueOptions::check)?;
         self.selector.validate()
     }

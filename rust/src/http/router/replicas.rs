@@ -35,6 +35,11 @@ impl RouterApp {
     pub fn set_more_metrics(&self, text: String) {
         *self.app.more_metrics.write() = text;
     }
+
+    /// What only the caller knows, for `/health`; replaces what it said before.
+    pub fn set_warnings(&self, warnings: Vec<String>) {
+        *self.app.outside_warnings.write() = warnings;
+    }
 }
 
 /// A registered worker: what says that two routers mean the same one.

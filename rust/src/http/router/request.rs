@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 
 use super::super::indexer::request::{BlockHashes, TokenIds, default_tenant};
+use super::super::prompt_keys::{Embeds, Media};
 use crate::error::{Error, Result};
 use crate::fair::Wish;
 use crate::ids::InstanceId;
@@ -142,7 +143,15 @@ pub(super) struct Choose {
     pub block_hashes: Option<BlockHashes>,
     pub isl_tokens: Option<u64>,
     pub lora_name: Option<String>,
+    /// The adapter's path in the engine, which hashes it.
+    pub lora_path: Option<String>,
     pub cache_salt: Option<String>,
+    /// Multimodal items of `token_ids`.
+    #[serde(default)]
+    pub mm: Media,
+    /// Digests of the prompt's embeddings, one a hash block.
+    #[serde(default)]
+    pub embeds: Embeds,
     #[serde(alias = "overrides")]
     pub router_config_override: Option<Overrides>,
     pub allowed_worker_ids: Option<Vec<InstanceId>>,
@@ -160,6 +169,8 @@ pub(super) struct Choose {
     pub priority: Option<f64>,
     pub strict_priority: Option<u32>,
     pub expected_output_tokens: Option<u64>,
+    /// The number that chance is drawn from, instead of a new one.
+    pub seed: Option<u64>,
 }
 
 impl Choose {
@@ -226,6 +237,7 @@ impl Choose {
             prefill_load_scale: given.prefill_load_scale,
             temperature: given.router_temperature,
             assume_kv_reuse: given.assume_kv_reuse,
+            seed: self.seed,
         }
     }
 }

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use axum::body::to_bytes;
 use axum::extract::State;
+use axum::http::StatusCode;
 use serde_json::json;
 use tokio::runtime::Builder;
 
@@ -13,6 +14,7 @@ use super::app::{App, metrics};
 use super::{RouterApp, RouterOptions};
 use crate::catalog::Catalog;
 use crate::clock::ManualClock;
+use crate::http::Reject;
 
 /// Whatever takes longer does not come.
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -56,6 +58,29 @@ fn scrapes_at_once_tell_of_every_worker() {
     for scrape in scrapes {
         runtime.block_on(scrape).unwrap();
     }
+}
+
+#[test]
+fn a_worker_whose_ranks_do_not_fit_is_refused() {
+    let app = router(0);
+    let add = |id: u64, dp_size: u32| {
+        let new = json!({ "worker_id": id, "model_name": "m", "dp_size": dp_size });
+        app.fleet.add(serde_json::from_value(new).unwrap()).map(|_| ())
+    };
+    // 63 of 1,024 ranks, and one of 1,000: 23 are left of 65,535.
+    (1..=63).try_for_each(|id| add(id, 1_024)).unwrap();
+    add(64, 1_000).unwrap();
+    let error = add(65, 24).unwrap_err();
+    let text = error.to_string();
+    assert!(
+        text.contains("at most 65535 data-parallel ranks") && text.contains("got 65536"),
+        "{text}"
+    );
+    assert_eq!(Reject::from(error).status, StatusCode::TOO_MANY_REQUESTS);
+    assert_eq!(app.fleet.counts(), (64, 64));
+    add(66, 23).unwrap();
+    app.fleet.remove(64).unwrap();
+    add(65, 24).unwrap();
 }
 
 #[test]
