@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+from support_frontend import COMPLETIONS, Frontend, ask
 
 from kvflash import DistributedRuntime, KvPushRouter, KvRouterConfig, NotFoundError
 from kvflash.discovery import open_discovery
+from servers import NatsServer, free_port
 from service import EmbeddedIndexer, Http, until
 
 FAKE = f"{sys.executable} {Path(__file__).with_name('fake_engine.py')}"
@@ -26,13 +28,21 @@ def folder(tmp_path):
 
 @pytest.fixture
 def launch(run, folder):
-    def started(engine, *flags):
+    def started(engine, *flags, **env):
         return run(
             f"kvflash.{engine}", "--engine-command", FAKE, *flags,
-            env={"KVFLASH_DISCOVERY_DIR": str(folder), "KVFLASH_HOST": "127.0.0.1"},
+            env={"KVFLASH_DISCOVERY_DIR": str(folder), "KVFLASH_HOST": "127.0.0.1", **env},
         )  # fmt: skip
 
     return started
+
+
+@pytest.fixture
+def nats(tmp_path):
+    (tmp_path / "nats").mkdir()
+    server = NatsServer(tmp_path / "nats")
+    yield server
+    server.close()
 
 
 def ready(process, engine):
@@ -225,3 +235,87 @@ def test_routers_and_clients_of_the_runtime_ask_a_launched_engine(launch, folder
         await discovery.close()
 
     asyncio.run(ask())
+
+
+def completion(first):
+    return {"model": "served", "prompt": list(range(first, first + 65)), "max_tokens": 1}
+
+
+@pytest.mark.parametrize("kind", ["jetstream", "nats"])
+def test_events_of_a_launched_engine_are_relayed_to_nats(kind, launch, folder, nats, monkeypatch):
+    engine, flags = ("vllm", []) if kind == "jetstream" else ("sglang", ["--enable-local-indexer"])
+    process = launch(
+        engine, "--model", "some/model", "--served-model-name", "served", "--page-size", "16",
+        "--event-plane", "nats", *flags, NATS_SERVER=nats.url,
+    )  # fmt: skip
+    line = ready(process, engine)
+    number = line["instance_id"]
+    where = found(folder)[f"v1/events/dynamo/backend/{number}/0"]
+    assert (where["kind"], where["replay_endpoint"], where["block_size"]) == (kind, None, 16)
+    assert where["endpoint"].startswith(f"{kind}://")
+    assert where["endpoint"].endswith(f"/{number}/0")
+    assert line["events"] == [where["endpoint"]]
+    # Before there is a frontend: the stream, or the launcher's index, tells it later.
+    client = Http(line["url"])
+    client.post("/v1/completions", completion(0))
+    client.close()
+    env = {"KVFLASH_DISCOVERY_DIR": str(folder), "NATS_SERVER": nats.url}
+    with Frontend("--discovery", "file", "--event-plane", "nats", env=env) as frontend:
+        frontend.wait_healthy(number)
+        held = {number: 4}
+        until(lambda: frontend.overlaps(completion(0)) == held, "what was before")
+        ask(frontend.url, COMPLETIONS, completion(1_000))
+        until(lambda: frontend.overlaps(completion(1_000)) == held, "what came since")
+        answer = ask(frontend.url, COMPLETIONS, completion(0))
+        assert (answer.status, answer.headers["x-kvflash-overlap-blocks"]) == (200, "4")
+        assert frontend.http.get("/health")["warnings"] == []
+    monkeypatch.setenv("KVFLASH_EVENT_PLANE", "nats")
+    monkeypatch.setenv("NATS_SERVER", nats.url)
+
+    async def choose():
+        discovery = open_discovery("file", folder=folder)
+        async with DistributedRuntime(discovery) as runtime:
+            endpoint = runtime.endpoint("dynamo.backend.generate")
+            async with KvPushRouter(endpoint, 16, KvRouterConfig()) as router:
+                end = time.monotonic() + 30
+                while await router.best_worker(list(range(64))) != (number, 0, 4):
+                    assert time.monotonic() < end
+                    await asyncio.sleep(0.01)
+        await discovery.close()
+
+    asyncio.run(choose())
+    assert process.terminate() == 0
+    assert found(folder) == {}
+
+
+def test_health_tells_of_events_over_nats_only_what_is_wrong(launch, folder, nats):
+    process = launch("vllm", "m", "--event-plane", "nats", NATS_SERVER=nats.url)
+    number = ready(process, "vllm")["instance_id"]
+    place = found(folder)[f"v1/events/dynamo/backend/{number}/0"]["endpoint"]
+    env = {"KVFLASH_DISCOVERY_DIR": str(folder), "NATS_SERVER": nats.url}
+    lost = (
+        f"worker {number}: its events are at {place}, which needs --event-plane nats here, so its "
+        "cache is not known and earns no credit"
+    )
+    # The engine has said nothing yet, and need not have.
+    for flags, warnings in ((["--event-plane", "nats"], []), ([], [lost])):
+        with Frontend("--discovery", "file", *flags, env=env) as frontend:
+            frontend.wait_healthy(number)
+            assert frontend.http.get("/health")["warnings"] == warnings
+
+
+def test_a_nats_that_is_missing_is_named_before_the_engine_starts(launch):
+    url = f"nats://127.0.0.1:{free_port()}"
+    process = launch("vllm", "m", "--event-plane", "nats", NATS_SERVER=url)
+    assert process.popen.wait(30) == 1
+    process.close()
+    [said] = [line for line in process.errors if line.startswith("vllm: ")]
+    assert "NATS_SERVER" in said and "nats-server -js" in said
+    assert not any("starting" in line for line in process.errors)
+
+
+def test_what_needs_nats_is_said_to_have_no_effect_without(launch):
+    process = launch("vllm", "m", "--enable-local-indexer", NATS_SERVER="nats://127.0.0.1:1")
+    ready(process, "vllm")
+    for name in ("--enable-local-indexer has no effect", "NATS_SERVER has no effect on KV events"):
+        assert sum(f"{name} without --event-plane nats" in line for line in process.errors) == 1

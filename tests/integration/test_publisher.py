@@ -17,6 +17,7 @@ from kvflash.errors import ClosedError, ConfigError, InvalidArgumentError
 from kvflash.publisher import (
     EventStream,
     KvEventPublisher,
+    items,
 )
 from service import listener, until, wait_for_sequence
 
@@ -113,14 +114,80 @@ def test_adapter_and_salt_keep_blocks_apart(http, publisher, model):
     assert scores(http, model, tokens) == {"0": 4}
 
 
+def media(number, start, end):
+    """What an engine says of an item that takes a part of a block."""
+    return {"mm_objects": [{"mm_hash": number, "offsets": [[start, end]]}]}
+
+
+def identifier(number):
+    """64 hexadecimal digits, which begin with the hash."""
+    return f"{number:016x}" + "0" * 48
+
+
 def test_items_are_part_of_their_block(publisher, zmq_socket):
     made = publisher()
     subscriber = subscribed(made, zmq_socket)
-    items = [None, {"mm_objects": [{"mm_hash": 255, "offsets": [[5, 7]]}]}]
-    store(made, [1, 2], tokens_of(0, 2), block_mm_infos=items)
+    store(made, [1, 2], tokens_of(0, 2), block_mm_infos=[None, media(255, 1, 3)])
     (event,) = received(subscriber)[1]
-    # 64 hexadecimal digits, which begin with the hash.
-    assert event["extra_keys"] == [None, [["00000000000000ff" + "0" * 48, 5]]]
+    assert event["extra_keys"] == [None, [[identifier(255), 1]]]
+
+
+def test_an_item_of_several_blocks_begins_in_the_first(publisher, zmq_socket):
+    made = publisher()
+    subscriber = subscribed(made, zmq_socket)
+    store(made, [1, 2], tokens_of(0, 2), block_mm_infos=[media(7, 3, 4), media(7, 0, 4)])
+    # A later call goes on, from whichever block it names.
+    store(made, [3], tokens_of(8, 1), parent=2, block_mm_infos=[media(7, 0, 2)])
+    store(made, [4], tokens_of(8, 1), parent=1, block_mm_infos=[media(7, -1, 2)])
+    # Another item, and one behind a block that the item did not fill, begin where they are.
+    store(made, [5], tokens_of(8, 1), parent=2, block_mm_infos=[media(8, 0, 4)])
+    store(made, [6], tokens_of(12, 1), parent=3, block_mm_infos=[media(7, 0, 4)])
+    assert made.stats()["open_item_blocks"] == 4
+    found = []
+    while len(found) < 5:
+        found += [event["extra_keys"] for event in received(subscriber)[1]]
+    item = identifier(7)
+    assert found == [
+        [[[item, 3]], [[item, -1]]],
+        [[[item, -5]]],
+        [[[item, -1]]],
+        [[[identifier(8), 0]]],
+        [[[item, 0]]],
+    ]
+    made.publish_cleared()
+    assert made.stats()["open_item_blocks"] == 0
+
+
+def test_a_prompt_with_the_same_pictures_matches(http, publisher, model):
+    made = publisher()
+    register(http, model, made)
+    tokens = tokens_of(0, 3)
+    first = [None, media(7, 2, 4)]
+    store(made, [1, 2], tokens[:8], block_mm_infos=first)
+    store(made, [3], tokens[8:], parent=2, block_mm_infos=[media(7, 0, 3)])
+    applied(http, made)
+
+    def held(*items):
+        mm = [dict(zip(("identifier", "offset", "length"), one, strict=True)) for one in items]
+        return scores(http, model, tokens, mm=mm)
+
+    assert held((identifier(7), 6, 5)) == {"0": 12}
+    assert held((identifier(7), 7, 4)) == {"0": 4}
+    assert held((identifier(8), 6, 5)) == {"0": 4}
+    assert held() == {"0": 4}
+
+
+def test_blocks_that_items_reach_beyond_are_limited(monkeypatch):
+    monkeypatch.setattr(items, "OPEN_BLOCKS_MAX", 2)
+    places = items.ItemPlaces(SIZE)
+    for name in (1, 2, 3):
+        places.keys([media(7, 2, 4)], [name], None)
+    assert len(places) == 2
+    assert places.keys([media(7, 0, 1)], [9], 3) == [[(identifier(7), -2)]]
+    assert places.keys([media(7, 0, 1)], [9], 1) == [[(identifier(7), 0)]]
+    # The name is another block's now, without the item.
+    assert places.keys(None, [3], None) is None
+    assert len(places) == 1
 
 
 def subscribed(publisher, zmq_socket):
@@ -322,6 +389,11 @@ def test_a_block_of_another_size_drops_the_rest_of_the_call(http, publisher, mod
         ({"cache_salt": "x" * 70_000}, "cache_salt may have 65536 bytes, got 70000"),
         ({"block_mm_infos": []}, "block_mm_infos must have one entry for each of the 1 blocks"),
         ({"block_mm_infos": [{"mm": 1}]}, "block_mm_infos[0] must be None or"),
+        ({"block_mm_infos": [media(-1, 0, 4)]}, "block_mm_infos[0].mm_objects[0].mm_hash must be"),
+        (
+            {"block_mm_infos": [media(7, 5, 7)]},
+            "block_mm_infos[0].mm_objects[0].offsets must be [start, end) with start below the",
+        ),
         ({"event_id": -1}, "event_id must be in 0.."),
     ],
 )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kvflash.console import Parser
 from kvflash.errors import ConfigError
 from kvflash.launcher.command import Arguments, EventPorts
+from kvflash.servers import EVENT_PLANES, plane_of_events
 
 __all__ = ["LauncherOptions", "free_ports", "parse_options"]
 
@@ -28,6 +29,8 @@ class LauncherOptions:
         role: agg, prefill or decode.
         program: Words that start the engine, before its arguments.
         kv_events: Switch the engine's events on.
+        event_plane: How routers hear of them: ``zmq`` from its sockets, ``nats`` over NATS.
+        enable_local_indexer: With ``nats``: over NATS Core, from an index of the worker's own.
         ready_timeout_s: Time that the engine gets to load.
         stop_timeout_s: Time that it gets to end after a signal, before it is killed.
     """
@@ -36,6 +39,8 @@ class LauncherOptions:
     program: list[str]
     role: str = "agg"
     kv_events: bool = True
+    event_plane: str = "zmq"
+    enable_local_indexer: bool = False
     ready_timeout_s: float = 3600.0
     stop_timeout_s: float = 60.0
 
@@ -74,6 +79,18 @@ def parse_options(
         "--kv-events", action=argparse.BooleanOptionalAction, default=True, help="switch them on"
     )
     parser.add_argument(
+        "--event-plane",
+        choices=EVENT_PLANES,
+        help="how routers hear of them: zmq from the engine's sockets; nats: they are relayed to "
+        "the server that NATS_SERVER names; default: KVFLASH_EVENT_PLANE, else zmq",
+    )
+    parser.add_argument(
+        "--enable-local-indexer",
+        action="store_true",
+        help="with --event-plane nats: routers ask an index in this process for what they missed, "
+        "instead of a stream",
+    )
+    parser.add_argument(
         "--ready-timeout", type=float, default=3600.0, help="seconds for the engine to load"
     )
     parser.add_argument(
@@ -92,11 +109,17 @@ def parse_options(
     for flag in ("ready_timeout", "stop_timeout"):
         if not 0 < getattr(known, flag) < float("inf"):
             parser.error(f"--{flag.replace('_', '-')} must be above 0")
+    try:
+        event_plane = plane_of_events(known.event_plane)
+    except ConfigError as error:
+        parser.error(str(error))
     options = LauncherOptions(
         endpoint=known.endpoint or f"dynamo.{component}.generate",
         role=role,
         program=known.engine_command,
         kv_events=known.kv_events,
+        event_plane=event_plane,
+        enable_local_indexer=known.enable_local_indexer,
         ready_timeout_s=known.ready_timeout,
         stop_timeout_s=known.stop_timeout,
     )

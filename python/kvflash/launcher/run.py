@@ -12,10 +12,11 @@ from kvflash.console import LogLine
 from kvflash.errors import ConfigError, KvflashError, OverloadedError, TransportError
 from kvflash.launcher.child import Child
 from kvflash.launcher.command import Arguments, EngineCommand
+from kvflash.launcher.events import EngineEvents
 from kvflash.launcher.options import LauncherOptions, parse_options
 from kvflash.launcher.probe import EngineStopped, Found, wait_until_ready
 from kvflash.llm import ModelInput, ModelRuntimeConfig, ModelType, register_llm
-from kvflash.publisher.announce import events_key
+from kvflash.publisher.brokered import Served
 from kvflash.runtime import DistributedRuntime, Endpoint
 from kvflash.variables import warn_of_misspelt
 
@@ -64,16 +65,23 @@ async def _run(options: LauncherOptions, arguments: Arguments, build: Build) -> 
         except ValueError as error:
             raise ConfigError(f"--endpoint: {error}") from error
         command = build(options, arguments, runtime.host)
+        events = EngineEvents(options, command.events, command.ranks, endpoint.component)
+        await events.check()
         child = await Child.start(command.words)
         try:
-            return await _attend(options, command, child, endpoint)
+            return await _attend(options, command, child, endpoint, events)
         finally:
             if child.is_running:
                 await child.kill()
+            await events.close()
 
 
 async def _attend(
-    options: LauncherOptions, command: EngineCommand, child: Child, endpoint: Endpoint
+    options: LauncherOptions,
+    command: EngineCommand,
+    child: Child,
+    endpoint: Endpoint,
+    events: EngineEvents,
 ) -> int:
     runtime = endpoint.runtime
     host = runtime.host if command.host in (None, "0.0.0.0", "::", "*", "") else command.host
@@ -89,12 +97,14 @@ async def _attend(
         return status
     ended = asyncio.ensure_future(child.ended())
     stopping = asyncio.ensure_future(child.stopping.wait())
-    registering = asyncio.ensure_future(_register_patiently(options, command, found, endpoint, url))
+    registering = asyncio.ensure_future(
+        _register_patiently(options, command, found, endpoint, url=url, events=events)
+    )
     await asyncio.wait({registering, ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if registering.done():
-        registering.result()
+        places = registering.result()
         logger.info("%s serves %s as instance %d", url, found.model_name, runtime.instance_id)
-        print(json.dumps(_ready(command, found, endpoint, url)), flush=True)
+        print(json.dumps(_ready(command, found, endpoint, url, places)), flush=True)
         await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
     for task in (registering, stopping):
         task.cancel()
@@ -113,12 +123,14 @@ async def _register_patiently(
     command: EngineCommand,
     found: Found,
     endpoint: Endpoint,
+    *,
     url: str,
-) -> None:
+    events: EngineEvents,
+) -> list[str]:
     """Try until it works: an engine that took minutes to load is not given up for that."""
     while True:
         try:
-            return await _register(options, command, found, endpoint, url)
+            return await _register(options, command, found, endpoint, url=url, events=events)
         except (TransportError, OverloadedError, OSError) as error:
             logger.warning("the engine can't be registered: %s; trying again", error)
         await asyncio.sleep(REGISTER_PAUSE_S)
@@ -129,24 +141,14 @@ async def _register(
     command: EngineCommand,
     found: Found,
     endpoint: Endpoint,
+    *,
     url: str,
-) -> None:
-    runtime, component = endpoint.runtime, endpoint.component
+    events: EngineEvents,
+) -> list[str]:
+    runtime = endpoint.runtime
     block_size = command.block_size or found.block_size
-    if command.events is not None and block_size is None:
-        raise ConfigError("the engine does not tell its block size: give it by its flag")
-    if command.events is not None:
-        for rank, (events, replay) in enumerate(
-            command.events.endpoints(runtime.host, command.ranks)
-        ):
-            where = {
-                "kind": "zmq",
-                "endpoint": events,
-                "replay_endpoint": replay,
-                "block_size": block_size,
-            }
-            await runtime.announce(events_key(component, runtime.instance_id, rank), where)
     is_prefill = options.role == "prefill"
+    places = await events.announce(Served(found.model_name, is_prefill), block_size)
     has_room = is_prefill and command.bootstrap_port is not None
     await register_llm(
         ModelInput.Text,
@@ -176,9 +178,12 @@ async def _register(
         "transport": {"kind": "openai", "url": url},
     }
     await runtime.announce(f"v1/instances/{endpoint.path}/{runtime.instance_id}", instance)
+    return places
 
 
-def _ready(command: EngineCommand, found: Found, endpoint: Endpoint, url: str) -> dict[str, object]:
+def _ready(
+    command: EngineCommand, found: Found, endpoint: Endpoint, url: str, places: list[str]
+) -> dict[str, object]:
     return {
         "event": "ready",
         "engine": command.engine,
@@ -186,7 +191,5 @@ def _ready(command: EngineCommand, found: Found, endpoint: Endpoint, url: str) -
         "endpoint": endpoint.path.replace("/", "."),
         "instance_id": endpoint.runtime.instance_id,
         "model": found.model_name,
-        "events": [events for events, _ in command.events.endpoints("127.0.0.1", command.ranks)]
-        if command.events
-        else [],
+        "events": places,
     }

@@ -10,7 +10,7 @@ from typing import Any
 from kvflash.errors import InvalidArgumentError
 from kvflash.publisher.wire import NAME_BYTES_MAX
 
-__all__ = ["check_range", "item_keys", "lora_number", "name", "names", "tokens"]
+__all__ = ["check_range", "listed", "lora_number", "name", "names", "tokens"]
 
 _U64 = (1 << 64) - 1
 
@@ -34,7 +34,7 @@ def names(field: str, values: Sequence[int]) -> list[int]:
         InvalidArgumentError: Something else than integers of 64 bits; says where.
     """
     checked = []
-    for index, value in enumerate(_listed(field, values)):
+    for index, value in enumerate(listed(field, values)):
         number = _integer(value)
         if number is None or not -(1 << 63) <= number <= _U64:
             raise InvalidArgumentError(
@@ -50,11 +50,11 @@ def tokens(field: str, values: Sequence[int]) -> list[int]:
     Raises:
         InvalidArgumentError: Something else than integers of 32 bits; says where.
     """
-    listed = _listed(field, values)
+    numbers = listed(field, values)
     try:
-        return array("I", listed).tolist()
+        return array("I", numbers).tolist()
     except (OverflowError, TypeError):
-        for index, value in enumerate(listed):
+        for index, value in enumerate(numbers):
             number = _integer(value)
             if number is None or not 0 <= number < 1 << 32:
                 raise InvalidArgumentError(
@@ -88,43 +88,17 @@ def lora_number(value: int | None) -> int | None:
     return None if value is None else check_range("lora_id", value, 0, (1 << 63) - 1) or None
 
 
-def item_keys(
-    infos: Sequence[Any] | None, blocks: int
-) -> list[list[tuple[str, int]] | None] | None:
-    """Multimodal items of each block, as extra keys.
-
-    Args:
-        infos: Per block None, or ``{"mm_objects": [{"mm_hash": u64, "offsets": [[start, end]]}]}``.
-        blocks: How many blocks there are.
+def listed(field: str, values: Any) -> Any:
+    """A list, out of a sequence or an array.
 
     Raises:
-        InvalidArgumentError: Another shape, or not one entry per block.
+        InvalidArgumentError: It is none.
     """
-    if infos is None:
-        return None
-    field = "block_mm_infos"
-    if len(_listed(field, infos)) != blocks:
-        raise InvalidArgumentError(
-            f"{field} must have one entry for each of the {blocks} blocks, got {len(infos)}"
-        )
-    keys: list[list[tuple[str, int]] | None] = []
-    for index, info in enumerate(infos):
-        try:
-            keys.append([_item(each) for each in info["mm_objects"]] if info else None)
-        except (KeyError, TypeError, IndexError, ValueError):
-            raise InvalidArgumentError(
-                f"{field}[{index}] must be None or "
-                '{"mm_objects": [{"mm_hash": u64, "offsets": [[start, end], ...]}, ...]}, '
-                f"got {info!r}"
-            ) from None
-    return keys if any(keys) else None
-
-
-def _item(item: Any) -> tuple[str, int]:
-    offsets = item.get("offsets")
-    hashed = check_range("mm_hash", item["mm_hash"], 0, _U64)
-    # An identifier of 64 hexadecimal digits is taken for the hash that it begins with.
-    return f"{hashed:016x}{'0' * 48}", int(offsets[0][0]) if offsets else 0
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise InvalidArgumentError(f"{field} must be a list, got {type(values).__name__}")
+    return values
 
 
 def _integer(value: object) -> int | None:
@@ -135,11 +109,3 @@ def _integer(value: object) -> int | None:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
-
-
-def _listed(field: str, values: Any) -> Any:
-    if hasattr(values, "tolist"):
-        values = values.tolist()
-    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
-        raise InvalidArgumentError(f"{field} must be a list, got {type(values).__name__}")
-    return values

@@ -21,6 +21,7 @@ from kvflash.publisher.brokered import (
     plane_of_events,
     served_of,
 )
+from kvflash.publisher.items import ItemPlaces
 from kvflash.publisher.relay import Relay
 from kvflash.publisher.stream import EventStream
 from kvflash.runtime import Component
@@ -140,6 +141,7 @@ class KvEventPublisher:
         if not 0 <= tick_ms <= 1000:
             raise InvalidArgumentError(f"tick_ms must be in 0..1000, got {tick_ms!r}")
         self._lock = threading.Lock()
+        self._items = ItemPlaces(self._block_size)
         self._warnings = 0
         self._counts = {"stored_blocks": 0, "removed_blocks": 0, "dropped_blocks": 0}
         self._stream: EventStream | BrokerStream | None = None
@@ -270,10 +272,17 @@ class KvEventPublisher:
                 block; block_hashes: the engine's names of the blocks, 64 bits, signed or not;
                 lora_id: number of the adapter, 0 or None for none; parent_hash: name of the block
                 before the first, None only at the start of a prompt; block_mm_infos: multimodal
-                items per block, None or ``{"mm_objects": [{"mm_hash", "offsets"}]}``; lora_name:
-                name of the adapter, which prompts are matched by; cache_salt: salt of the prompt,
-                which later blocks inherit from their parent; medium: where the blocks are, GPU, CPU
-                or DISK; event_id: taken for compatibility, batches are numbered by the publisher.
+                items per block, None or ``{"mm_objects": [{"mm_hash": u64, "offsets": [[start,
+                end], ...]}]}``; lora_name: name of the adapter, which prompts are matched by;
+                cache_salt: salt of the prompt, which later blocks inherit from their parent;
+                medium: where the blocks are, GPU, CPU or DISK; event_id: taken for compatibility,
+                batches are numbered by the publisher.
+
+        Each of ``offsets`` is an item of its own: its first token and the one behind its last, both
+        counted from the block's first token. An item that takes the end of a block goes on in the
+        next block that names it from 0, also in a later call; its start may instead be given as it
+        is, negative. A prompt finds these blocks with ``mm`` that has the item's identifier (of 64
+        hexadecimal digits, the first 16 of which are ``mm_hash``) and its place in the prompt.
 
         A block whose number of tokens is not `kv_block_size` is dropped with all that follow it in
         this call: nobody could match them. That is counted, and warned of the first three times.
@@ -305,7 +314,6 @@ class KvEventPublisher:
         hashes = arguments.names("block_hashes", block_hashes)
         sizes = arguments.tokens("num_block_tokens", num_block_tokens)
         tokens = arguments.tokens("token_ids", token_ids)
-        items = arguments.item_keys(block_mm_infos, len(hashes))
         parent = None if parent_hash is None else arguments.names("parent_hash", [parent_hash])[0]
         if len(sizes) != len(hashes):
             raise InvalidArgumentError(
@@ -320,6 +328,8 @@ class KvEventPublisher:
         adapter_name = arguments.name("lora_name", lora_name)
         salt = arguments.name("cache_salt", cache_salt)
         place = arguments.name("medium", medium)
+        with self._lock:
+            items = self._items.keys(block_mm_infos, hashes, parent)
         size = self._block_size
         fitting = next((i for i, count in enumerate(sizes) if count != size), len(sizes))
         events: list[bytes] = []
@@ -394,7 +404,10 @@ class KvEventPublisher:
             ConflictError: The publisher relays another's events.
             ClosedError: It is shut down.
         """
-        self._open_stream("publish_cleared").put([wire.CLEARED])
+        stream = self._open_stream("publish_cleared")
+        with self._lock:
+            self._items.clear()
+        stream.put([wire.CLEARED])
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until everything that was published is handed to the socket.
@@ -409,6 +422,7 @@ class KvEventPublisher:
         """Counters and gauges; units are in the names. A relay has none of a stream."""
         with self._lock:
             counts = {f"{name}_total": count for name, count in self._counts.items()}
+            counts["open_item_blocks"] = len(self._items)
         source = self._stream or self._relay
         return {**counts, **(source.stats() if source is not None else {})}
 

@@ -1,0 +1,129 @@
+"""Where an engine's events are announced: at its own sockets, or at NATS, relayed from there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from kvflash.errors import ConfigError
+from kvflash.launcher.command import EventPorts
+from kvflash.launcher.options import LauncherOptions
+from kvflash.publisher.announce import events_key
+from kvflash.publisher.brokered import BrokerOutlet, Served
+from kvflash.publisher.relay import Relay
+from kvflash.runtime import Component
+from kvflash.servers import NatsSettings, unused_server
+
+__all__ = ["EngineEvents"]
+
+logger = logging.getLogger(__name__)
+
+# The engine is a child of this process.
+_ENGINE_HOST = "127.0.0.1"
+
+
+class EngineEvents:
+    """The events of one engine's ranks.
+
+    Args:
+        options: How routers hear of them.
+        ports: Where the engine publishes them; None if it doesn't.
+        ranks: Its data-parallel ranks.
+        component: What it serves.
+    """
+
+    def __init__(
+        self,
+        options: LauncherOptions,
+        ports: EventPorts | None,
+        ranks: int,
+        component: Component,
+    ) -> None:
+        self._options, self._ports, self._ranks = options, ports, ranks
+        self._component = component
+        self._relays: dict[int, Relay] = {}
+
+    async def check(self) -> None:
+        """Ask the server that is needed, before an engine takes minutes to load.
+
+        Raises:
+            TransportError: NATS does not answer; says what to start.
+            ConfigError: NATS refuses the login, or its client is not installed.
+        """
+        is_nats = self._options.event_plane == "nats"
+        if self._options.enable_local_indexer and not is_nats:
+            logger.warning(
+                "--enable-local-indexer has no effect without --event-plane nats: routers hear of "
+                "events from the engine's own sockets and ask its replay for what they missed"
+            )
+        if self._ports is None:
+            return
+        if not is_nats:
+            for text in unused_server("--event-plane nats"):
+                logger.warning("%s", text)
+            return
+        try:
+            from kvflash.transport.nats_connection import check_server  # noqa: PLC0415
+        except ImportError as error:
+            raise ConfigError(
+                f"--event-plane nats needs the NATS client ({error}): pip install 'kvflash[nats]'"
+            ) from None
+        await asyncio.to_thread(check_server, NatsSettings.from_env())
+
+    async def announce(self, served: Served, block_size: int | None) -> list[str]:
+        """Announce the events of every rank; over NATS their relays begin. May be called again.
+
+        Args:
+            served: What they are for.
+            block_size: Tokens in a block.
+
+        Returns:
+            Where each rank's are.
+
+        Raises:
+            ConfigError: The block size is not known.
+            TransportError: NATS or discovery can't be reached.
+        """
+        if self._ports is None:
+            return []
+        if block_size is None:
+            raise ConfigError("the engine does not tell its block size: give it by its flag")
+        runtime, places = self._component.runtime, []
+        for rank, (events, replay) in enumerate(self._ports.endpoints(runtime.host, self._ranks)):
+            where: dict[str, Any] = {
+                "kind": "zmq",
+                "endpoint": events,
+                "replay_endpoint": replay,
+                "block_size": block_size,
+            }
+            if self._options.event_plane == "nats":
+                relay = await asyncio.to_thread(self._relay, rank, served, block_size)
+                where |= {"kind": relay.kind, "endpoint": relay.endpoint, "replay_endpoint": None}
+            await runtime.announce(events_key(self._component, runtime.instance_id, rank), where)
+            places.append(where["endpoint"])
+        return places
+
+    async def close(self) -> None:
+        """Relay what the engine has said, and end."""
+        await asyncio.gather(*(asyncio.to_thread(relay.close) for relay in self._relays.values()))
+
+    def _relay(self, rank: int, served: Served, block_size: int) -> Relay:
+        if rank not in self._relays:
+            assert self._ports is not None
+            events, replay = self._ports.endpoints(_ENGINE_HOST, self._ranks)[rank]
+            self._relays[rank] = Relay(
+                lambda: BrokerOutlet(
+                    self._component,
+                    instance_id=self._component.runtime.instance_id,
+                    dp_rank=rank,
+                    block_size=block_size,
+                    served=lambda: served,
+                    has_local_index=self._options.enable_local_indexer,
+                ),
+                events,
+                replay,
+                # With a prefix of its own the engine's topic is not ours to know.
+                topic="",
+            )
+        return self._relays[rank]
