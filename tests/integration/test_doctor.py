@@ -243,7 +243,8 @@ def test_a_frontend_tells_its_warnings(canned, doctor):
         {"/workers": (200, [], {}), "/v1/models": (200, models, {}), "/health": (200, health, {})}
     )
     status, findings = doctor(url)
-    assert (status, bad(findings)) == (0, [("warn", "warnings", "")])
+    found = [("warn", "warnings", ""), ("FAIL", "workers", "")]
+    assert (status, bad(findings)) == (1, found)
 
 
 def test_a_router_is_no_indexer(doctor):

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from kvflash.doctor import checks
+from kvflash.doctor import checks, workers
 from kvflash.doctor.args import DoctorArgs, parse_args
 from kvflash.doctor.ask import Answer, ask
 from kvflash.doctor.checks import Engine, Listener
@@ -77,8 +78,9 @@ class _Doctor:
         """Everything that was found, place by place, in the order of the command line."""
         places = self._parallel(self._meet, self._args.urls)
         indexers = [place.url for place in places if place.kind == "indexer"]
+        has_listeners = any(place.kind in ("indexer", "frontend") for place in places)
         heard: dict[str, Heard] = {}
-        if self._args.listen and indexers:
+        if self._args.listen and has_listeners:
             known = [entry for place in places for entry in self._known(place)]
             yield from self._listen(known, heard)
         engines: list[Engine] = []
@@ -88,6 +90,8 @@ class _Doctor:
                 yield from self._guarded(place.url, self._indexer(place.url, listeners, heard))
             elif place.kind == "engine":
                 yield from self._guarded(place.url, self._engine(place, engines))
+            elif place.kind == "frontend":
+                yield from self._guarded(place.url, self._frontend(place, heard))
             else:
                 yield from self._guarded(place.url, self._other(place))
         if indexers:
@@ -109,9 +113,9 @@ class _Doctor:
         with ThreadPoolExecutor(_PARALLEL) as pool:
             return list(pool.map(do, urls))
 
-    def _ask(self, url: str, path: str, *, with_key: bool = False) -> Answer:
+    def _ask(self, url: str, path: str, *, with_key: bool = False, body: Any = None) -> Answer:
         key = self._args.worker_api_key if with_key else None
-        return ask(url, path, timeout_s=self._args.timeout, api_key=key)
+        return ask(url, path, timeout_s=self._args.timeout, api_key=key, body=body)
 
     def _meet(self, url: str) -> _Place:
         workers = self._ask(url, "/workers")
@@ -124,6 +128,9 @@ class _Doctor:
     @staticmethod
     def _known(place: _Place) -> list[Listener]:
         try:
+            if place.kind == "frontend":
+                known = workers.workers_of(place.url, place.workers.json)
+                return [listener for worker in known for listener in worker.listeners]
             is_indexer = place.kind == "indexer"
             return checks.listeners_of(place.url, place.workers.json) if is_indexer else []
         except Exception:
@@ -135,7 +142,7 @@ class _Doctor:
         heard.update(zip(endpoints, listen(endpoints, self._args.listen), strict=False))
         if len(endpoints) > SOCKETS_MAX:
             seen = f"listened at {SOCKETS_MAX} of {len(endpoints)} event sockets"
-            yield warn("event sockets", "listened", seen, "ask about fewer indexers at a time")
+            yield warn("event sockets", "listened", seen, "ask about fewer URLs at a time")
 
     def _indexer(
         self, url: str, listeners: list[Listener], heard: dict[str, Heard]
@@ -153,6 +160,33 @@ class _Doctor:
                 listener, replayed, heard.get(listener.endpoint), self._args.timeout
             )
             yield from found
+
+    def _frontend(self, place: _Place, heard: dict[str, Heard]) -> Iterator[Finding]:
+        url = place.url
+        health = self._ask(url, "/health")
+        yield from self._routing(url, "a kvflash frontend", health)
+        told = health.json if isinstance(health.json, dict) else {}
+        # Read anew: what was heard meanwhile is to be in it.
+        known = workers.workers_of(url, self._ask(url, "/workers").json)
+        if not known:
+            how = "POST /workers, or start the frontend with --worker or --discovery"
+            yield fail(url, "workers", "no worker is registered: every request is refused", how)
+        replays = self._replays([listener for worker in known for listener in worker.listeners])
+        tokens: dict[str, list[int] | None] = {}
+        for worker in known:
+            yield from workers.check_worker(worker, told, replays, heard, self._args.timeout)
+            if worker.is_http and worker.model and not worker.is_prefill:
+                if worker.model not in tokens:
+                    tokens[worker.model] = self._tokens(url, worker.model)
+                asked = {"model": worker.model, "prompt": workers.SAMPLE_TEXT}
+                engine = self._ask(worker.url, "/tokenize", with_key=True, body=asked)
+                yield from workers.check_tokens(worker, tokens[worker.model], engine)
+
+    def _tokens(self, url: str, model: str) -> list[int] | None:
+        """The frontend's tokens of a text; the question sends nothing to an engine."""
+        nvext = {"annotations": ["query_instance_id:"]}
+        body = {"model": model, "prompt": workers.SAMPLE_TEXT, "nvext": nvext}
+        return workers.token_ids(self._ask(url, "/v1/completions", body=body))
 
     def _replays(self, listeners: Sequence[Listener]) -> dict[tuple[int, int], Replayed]:
         asked = [entry for entry in listeners if entry.replay_endpoint is not None]
@@ -196,8 +230,7 @@ class _Doctor:
         if body.get("status") == "no_workers":
             how = "register workers with POST /workers, or start it with --endpoint or --worker"
             yield fail(url, "workers", "no worker is registered: every request is refused", how)
-        for text in body.get("warnings", []):
-            yield warn(url, "warnings", str(text), "see docs/troubleshooting.md")
+        yield from workers.check_reasons(url, body)
 
 
 def _print(findings: Sequence[Finding], *, is_json: bool, status: int) -> None:

@@ -65,23 +65,29 @@ class Answer:
         return f"{self.status} {words[:200]}".strip()
 
 
-def ask(url: str, path: str, *, timeout_s: float, api_key: str | None = None) -> Answer:
-    """GET ``path`` below ``url``. Never raises for what the other side does."""
+def ask(
+    url: str, path: str, *, timeout_s: float, api_key: str | None = None, body: Any = None
+) -> Answer:
+    """GET ``path`` below ``url``, or POST ``body`` as JSON. Never raises for an answer."""
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
     headers = {"accept": "application/json, text/plain, */*"}
     if api_key:
         headers["authorization"] = f"Bearer {api_key}"
+    data = None if body is None else json.dumps(body).encode()
+    if data is not None:
+        headers["content-type"] = "application/json"
     started = time.monotonic()
     try:
-        connection.request("GET", parts.path + path, headers=headers)
+        method = "GET" if data is None else "POST"
+        connection.request(method, parts.path + path, data, headers=headers)
         response = connection.getresponse()
         now = time.time()
-        body = _read(response, started + _SLOW * timeout_s)
+        answer = _read(response, started + _SLOW * timeout_s)
         return Answer(
             status=response.status,
-            body=body,
+            body=answer,
             seconds=time.monotonic() - started,
             skew_s=_skew_s(response.getheader("date"), now),
         )

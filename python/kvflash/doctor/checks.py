@@ -12,12 +12,17 @@ from kvflash.doctor.events import Contents, Heard, Replayed, dialable
 from kvflash.doctor.finding import FAIL, WARN, Finding, fail, ok, warn
 
 __all__ = [
+    "PROMPT_HINT",
     "Engine",
     "Listener",
+    "check_clock",
     "check_engine",
+    "check_heard",
     "check_indexer",
     "check_listener",
     "check_pairs",
+    "check_replay",
+    "engine_of",
     "listeners_of",
 ]
 
@@ -64,7 +69,7 @@ _STALE = {
     "nothing_decodable",
 }
 _NTP = "let both hosts take their time from the same NTP servers"
-_PROMPT = (
+PROMPT_HINT = (
     "send the engine a prompt longer than one block; if nothing comes, switch its KV events "
     '("enable_kv_cache_events": true, "publisher": "zmq") and prefix caching on'
 )
@@ -205,9 +210,9 @@ def check_listener(
 ) -> list[Finding]:
     """Check one event socket: what the indexer knows of it, and what it says itself."""
     found = list(_check_trust(listener))
-    found += _check_replay(listener, replayed, timeout_s)
+    found += check_replay(listener, replayed, timeout_s)
     if heard is not None:
-        found += _check_heard(listener, heard)
+        found += check_heard(listener, heard)
     # What a replay socket says that is no batch is told of above.
     if replayed is not None and replayed.contents.batches:
         found += _check_contents(listener, replayed.contents)
@@ -265,9 +270,10 @@ def _check_trust(listener: Listener) -> Iterator[Finding]:
         yield ok(subject, "complete", "nothing is missing")
 
 
-def _check_replay(
+def check_replay(
     listener: Listener, replayed: Replayed | None, timeout_s: float
 ) -> Iterator[Finding]:
+    """Check what a replay socket answered."""
     subject, endpoint, last = listener.subject, listener.replay_endpoint, listener.last_sequence
     if endpoint is None or replayed is None:
         seen = "no replay_endpoint: lost batches are lost for good, and a restart may stay unseen"
@@ -301,13 +307,14 @@ def _check_replay(
         yield ok(subject, "replay", f"{endpoint} answers, and its ring covers batch {last}")
 
 
-def _check_heard(listener: Listener, heard: Heard) -> Iterator[Finding]:
+def check_heard(listener: Listener, heard: Heard) -> Iterator[Finding]:
+    """Check what an event socket sent while we listened."""
     subject, endpoint = listener.subject, listener.endpoint
     if heard.error:
         seen = f"{endpoint} cannot be used from here: {heard.error}"
         yield fail(subject, "listened", seen, "check the endpoint of the registration")
     elif not heard.messages:
-        yield warn(subject, "listened", f"{endpoint} sent nothing meanwhile", _PROMPT)
+        yield warn(subject, "listened", f"{endpoint} sent nothing meanwhile", PROMPT_HINT)
     elif heard.malformed:
         seen = f"{heard.malformed} of {heard.messages} messages have no sequence number"
         how = "the endpoint is no KV event socket: correct the registration"

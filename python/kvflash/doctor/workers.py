@@ -1,0 +1,214 @@
+"""What a frontend's answers say of its workers: pure functions from what was asked to findings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvflash.doctor.ask import Answer
+from kvflash.doctor.checks import PROMPT_HINT, Listener, check_heard, check_replay
+from kvflash.doctor.events import Heard, Replayed
+from kvflash.doctor.finding import FAIL, Finding, fail, ok, warn
+
+__all__ = [
+    "SAMPLE_TEXT",
+    "Worker",
+    "check_reasons",
+    "check_tokens",
+    "check_worker",
+    "token_ids",
+    "workers_of",
+]
+
+#: What both sides are asked to tokenize: words, code, other scripts and white space.
+SAMPLE_TEXT = (
+    "def area(r: float) -> float:\n    return 3.14159 * r ** 2  # naïve, 東京 🙂  doesn't it?"
+)
+
+#: What /health says of an engine that has not reported its reuse.
+_REPORT = "vLLM: start it with --enable-prompt-tokens-details; SGLang: with --enable-cache-report"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """One worker of a frontend, as its GET /workers says."""
+
+    frontend: str
+    id: int
+    url: str
+    model: str | None
+    is_prefill: bool
+    entry: Mapping[str, Any]
+    listeners: tuple[Listener, ...]
+
+    @property
+    def subject(self) -> str:
+        """Its name in findings."""
+        return f"{self.frontend} worker {self.id}"
+
+    @property
+    def is_http(self) -> bool:
+        """It speaks OpenAI's API; workers of the runtime do not."""
+        return self.entry.get("loads") is None and self.url.startswith(("http://", "https://"))
+
+
+def workers_of(url: str, workers: Any) -> list[Worker]:
+    """The workers in a frontend's answer of GET /workers."""
+    found = []
+    for entry in workers if isinstance(workers, list) else []:
+        number, size = int(entry["id"]), entry.get("block_size")
+        listeners = tuple(
+            Listener(
+                indexer=url,
+                instance=number,
+                rank=int(one.get("dp_rank", 0)),
+                model=str(entry.get("model") or ""),
+                tenant="",
+                block_size=size if isinstance(size, int) else None,
+                entry=dict(one),
+            )
+            for one in entry.get("listeners") or []
+        )
+        worker = Worker(
+            frontend=url,
+            id=number,
+            url=str(entry.get("url", "")),
+            model=entry.get("model"),
+            is_prefill=entry.get("role") == "prefill",
+            entry=entry,
+            listeners=listeners,
+        )
+        found.append(worker)
+    return found
+
+
+def check_reasons(url: str, health: Mapping[str, Any]) -> Iterator[Finding]:
+    """The frontend's own reasons to be degraded, and its other warnings."""
+    reasons = [one for one in health.get("reasons") or [] if isinstance(one, dict)]
+    messages = tuple(str(reason.get("message")) for reason in reasons)
+    for reason in reasons:
+        yield Finding(
+            level=FAIL,
+            subject=f"{url} worker {reason.get('worker')}",
+            check="trust",
+            seen=str(reason.get("message")),
+            fix=str(reason.get("fix")),
+            code=str(reason.get("code")),
+        )
+    for text in health.get("warnings") or []:
+        if not (messages and str(text).startswith(messages)):
+            yield warn(url, "warnings", str(text), "see docs/troubleshooting.md")
+
+
+def check_worker(
+    worker: Worker,
+    health: Mapping[str, Any],
+    replays: Mapping[tuple[int, int], Replayed],
+    heard: Mapping[str, Heard],
+    timeout_s: float,
+) -> Iterator[Finding]:
+    """Check one worker: its health, its event sockets, and what it reports of its reuse."""
+    if worker.entry.get("healthy"):
+        yield ok(worker.subject, "healthy", f"{worker.url} serves {worker.model}")
+    else:
+        how = "check that the engine runs, and that the frontend's host reaches it"
+        yield fail(worker.subject, "healthy", f"{worker.entry.get('last_error')}", how)
+    if not worker.listeners and health.get("router_policy") in ("auto", "kv"):
+        how = "give the worker events=tcp://HOST:PORT, the endpoint of its --kv-events-config"
+        yield warn(worker.subject, "events", "it has no event socket, so it earns no credit", how)
+    for listener in worker.listeners:
+        yield from _check_listener(listener, worker.entry)
+        replayed = replays.get((listener.instance, listener.rank))
+        yield from check_replay(listener, replayed, timeout_s)
+        if listener.endpoint in heard:
+            yield from check_heard(listener, heard[listener.endpoint])
+    yield from _check_reuse(worker, health.get("reuse"))
+
+
+def _check_listener(listener: Listener, worker: Mapping[str, Any]) -> Iterator[Finding]:
+    entry, subject = listener.entry, listener.subject
+    counts = entry.get("events") or {}
+    if entry.get("status") != "active":
+        seen = f"{listener.endpoint}: {entry.get('status')}: {entry.get('last_error')}"
+        how = (
+            "check that events= is the endpoint of the engine's --kv-events-config, and that the "
+            "frontend's host reaches it (nc -vz HOST PORT)"
+        )
+        yield fail(subject, "connected", seen, how)
+        return
+    yield ok(subject, "connected", f"to {listener.endpoint}")
+    if counts.get("batches"):
+        yield ok(subject, "publishes", f"{counts['batches']} batches")
+    elif worker.get("requests"):
+        seen = f"nothing came, after {worker['requests']} requests to its engine"
+        yield warn(subject, "publishes", seen, PROMPT_HINT)
+    else:
+        yield ok(subject, "publishes", "nothing came yet, and it had no request")
+    if counts.get("undecodable"):
+        how = "check that the endpoint is the KV event socket of a vLLM or SGLang engine"
+        yield warn(subject, "decodes", f"{counts['undecodable']} messages are no batch", how)
+    own = worker.get("engine_block_size")
+    if isinstance(own, int) and listener.block_size not in (None, own):
+        seen = f"the engine has {own} tokens, the index {listener.block_size}"
+        yield fail(subject, "block size", seen, "the same --block-size for all engines of a model")
+
+
+def _check_reuse(worker: Worker, reuse: Any) -> Iterator[Finding]:
+    for name, known in sorted((reuse if isinstance(reuse, dict) else {}).items()):
+        if str(name).partition(":")[0] != str(worker.id) or not isinstance(known, dict):
+            continue
+        subject, trust = f"{worker.frontend} worker {name}", known.get("trust", 1.0)
+        if known.get("reported") is False:
+            seen = "the engine reports no reuse: its events cannot be checked"
+            yield warn(subject, "reuse", seen, _REPORT)
+        elif not known.get("reported"):
+            yield ok(subject, "reuse", "not reported yet: no prompt was sent there twice")
+        else:
+            seen = (
+                f"events promised {known.get('predicted_tokens')} tokens, the engine reused "
+                f"{known.get('reported_tokens')}; its overlap counts {trust:.2f}"
+            )
+            if trust < 1.0:
+                how = (
+                    "compare its events= with the engine's --kv-events-config; see docs/frontend.md"
+                )
+                yield warn(subject, "reuse", seen, how)
+            else:
+                yield ok(subject, "reuse", seen)
+
+
+def token_ids(answer: Answer) -> list[int] | None:
+    """The token ids in a frontend's answer to ``query_instance_id``."""
+    for line in answer.text.splitlines():
+        if line.startswith("data: {"):
+            try:
+                ids = json.loads(line[6:])["nvext"]["token_ids"]
+            except (ValueError, KeyError, TypeError):
+                return None
+            return ids if isinstance(ids, list) else None
+    return None
+
+
+def check_tokens(worker: Worker, ours: Sequence[int] | None, engine: Answer) -> Iterator[Finding]:
+    """Compare the frontend's tokens of a text with those of the worker's engine."""
+    if ours is None:
+        how = "send it a prompt; kvflash_untokenized_requests_total{cause} says why"
+        yield warn(worker.subject, "tokens", "the frontend told no tokens of a text", how)
+        return
+    body = engine.json
+    theirs = body.get("tokens") if isinstance(body, dict) and engine.status == 200 else None
+    if not isinstance(theirs, list):
+        yield ok(worker.subject, "tokens", f"not compared: POST /tokenize: {engine.said}")
+    elif list(ours) == theirs:
+        yield ok(worker.subject, "tokens", f"{len(theirs)} of a text, as the frontend's")
+    else:
+        seen = (
+            f"the frontend makes {len(ours)} tokens of a text, the engine {len(theirs)} other ones"
+        )
+        how = (
+            "give --tokenizer the folder of the model that the engine serves, or leave it out: "
+            "then the engine's own /tokenize is asked"
+        )
+        yield fail(worker.subject, "tokens", seen, how)

@@ -1,0 +1,108 @@
+"""What the doctor makes of a frontend's answers about its workers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvflash.doctor import workers
+from kvflash.doctor.ask import Answer
+from kvflash.doctor.events import Replayed
+from kvflash.doctor.finding import FAIL, OK, WARN
+
+URL = "http://f:8000"
+REUSE = {"reported": True, "predicted_tokens": 640, "reported_tokens": 640, "trust": 1.0}
+
+
+def entry(**fields: Any) -> dict[str, Any]:
+    socket = {
+        "dp_rank": 0,
+        "endpoint": "tcp://e:5557",
+        "replay_endpoint": "tcp://e:5657",
+        "status": "active",
+        "last_error": None,
+        "last_sequence": 7,
+        "events": {"batches": 8},
+    }
+    listener = {**socket, **fields.pop("listener", {})}
+    base = {
+        "id": 1,
+        "url": "http://e:8000",
+        "healthy": True,
+        "last_error": None,
+        "model": "m",
+        "role": "decode",
+        "loads": None,
+        "block_size": 16,
+        "engine_block_size": 16,
+        "requests": 9,
+        "listeners": [listener],
+    }
+    return {**base, **fields}
+
+
+def found(reuse: Any = REUSE, replayed: Replayed | None = None, **fields: Any) -> dict[str, str]:
+    """Level by check."""
+    (worker,) = workers.workers_of(URL, [entry(**fields)])
+    health = {"router_policy": "kv", "reuse": {"1:0": reuse, "11:0": {"reported": False}}}
+    replays = {(1, 0): replayed or Replayed(has_answered=True, first=7)}
+    findings = list(workers.check_worker(worker, health, replays, {}, 5.0))
+    for finding in findings:
+        assert bool(finding.fix) == (finding.level != OK) and finding.seen, finding
+    return {finding.check: finding.level for finding in findings}
+
+
+def test_a_worker_that_is_well() -> None:
+    checks = ["healthy", "connected", "publishes", "replay", "reuse"]
+    assert found() == dict.fromkeys(checks, OK)
+
+
+@pytest.mark.parametrize(
+    ("fields", "check", "level"),
+    [
+        ({"healthy": False, "last_error": "refused"}, "healthy", FAIL),
+        ({"listeners": []}, "events", WARN),
+        ({"listener": {"status": "pending"}}, "connected", FAIL),
+        ({"listener": {"events": {"batches": 0}}}, "publishes", WARN),
+        ({"listener": {"events": {"batches": 1, "undecodable": 1}}}, "decodes", WARN),
+        ({"listener": {"replay_endpoint": None}}, "replay", WARN),
+        ({"replayed": Replayed()}, "replay", FAIL),
+        ({"engine_block_size": 32}, "block size", FAIL),
+        ({"reuse": {"reported": False}}, "reuse", WARN),
+        ({"reuse": {"reported": None}}, "reuse", OK),
+        ({"reuse": {**REUSE, "reported_tokens": 0, "trust": 0.25}}, "reuse", WARN),
+    ],
+)
+def test_each_fault_once(fields: dict[str, Any], check: str, level: str) -> None:
+    assert found(**fields)[check] == level
+
+
+def test_reasons_fail_and_are_not_repeated_as_warnings() -> None:
+    reason = {"code": "events_crossed", "worker": "1:0", "message": "worker 1:0 ...", "fix": "x"}
+    health = {"reasons": [reason], "warnings": ["worker 1:0 ... Fix: x", "something else"]}
+    findings = list(workers.check_reasons(URL, health))
+    assert [(one.level, one.code) for one in findings] == [(FAIL, "events_crossed"), (WARN, "")]
+
+
+def test_tokens_are_compared() -> None:
+    (worker,) = workers.workers_of(URL, [entry()])
+    assert worker.is_http
+    (runtime,) = workers.workers_of(URL, [entry(url="tcp://e:1", loads={})])
+    assert not runtime.is_http
+    told = Answer(status=200, body=b'data: {"nvext": {"token_ids": [1, 2]}}\n\ndata: [DONE]\n\n')
+    ours = workers.token_ids(told)
+    assert ours == [1, 2]
+    assert workers.token_ids(Answer(status=503, body=b"{}")) is None
+    answer = Answer(status=200, body=json.dumps({"tokens": [1, 2]}).encode())
+    other = Answer(status=200, body=json.dumps({"tokens": [1, 3]}).encode())
+    nothing = Answer(status=404, body=b"{}")
+    for told_ids, engine, level in [
+        (ours, answer, OK),
+        (ours, other, FAIL),
+        (ours, nothing, OK),
+        (None, answer, WARN),
+    ]:
+        (finding,) = workers.check_tokens(worker, told_ids, engine)
+        assert (finding.check, finding.level) == ("tokens", level)
