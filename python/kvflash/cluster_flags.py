@@ -8,7 +8,7 @@ from typing import Any
 
 from kvflash.config import Flags, bounded_int, optional
 from kvflash.errors import ConfigError
-from kvflash.servers import EVENT_PLANES
+from kvflash.servers import EVENT_PLANES, unused_server
 
 __all__ = ["ClusterFlags", "add_cluster_flags", "settle_cluster"]
 
@@ -41,6 +41,33 @@ class ClusterFlags:
                     f"{flag} needs {needs}: replicas find each other in discovery, and their "
                     "workers"
                 )
+
+    def without_effect(self, setting: str) -> list[str]:
+        """What was set and changes nothing without NATS, each with the reason and what to add.
+
+        Args:
+            setting: What would say that events come over NATS; flags are named where it is one.
+        """
+        if self.event_plane == "nats":
+            return []
+        is_flag = setting.startswith("--")
+        found = []
+        for field_name, is_set, why in (
+            (
+                "router_reset_states",
+                self.router_reset_states,
+                "only a stream in NATS and its snapshot can be reset",
+            ),
+            (
+                "router_snapshot_threshold",
+                self.router_snapshot_threshold != ClusterFlags.router_snapshot_threshold,
+                "snapshots are taken of a stream in NATS",
+            ),
+        ):
+            name = f"--{field_name.replace('_', '-')}" if is_flag else field_name
+            if is_set:
+                found.append(f"{name} has no effect without {setting}: {why}; add {setting}")
+        return found + unused_server(setting)
 
 
 def add_cluster_flags(flags: Flags) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 from kvflash.config_file import Setting, one_value, read_settings, texts, truth
@@ -154,6 +154,8 @@ class Flags:
         self._settings: list[Setting] = []
         self._presets: dict[str, dict[str, Any]] = {}
         self._in_file: dict[str, Any] = {}
+        self._in_environment: set[str] = set()
+        self._marks: dict[str, frozenset[str]] = {}
         self._is_file_open = True
 
     def add(
@@ -296,7 +298,17 @@ class Flags:
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse; a bad value ends the process with status 2 and a message that names the flag."""
         self._read_file(argv)
-        args = self._parser.parse_args(argv)
+        watched = frozenset().union(*self._marks.values())
+        unsaid = object()
+        args = self._parser.parse_args(
+            argv, argparse.Namespace(**dict.fromkeys(watched, unsaid), **dict.fromkeys(self._marks))
+        )
+        given = {dest for dest in watched if getattr(args, dest) is not unsaid}
+        for dest in watched - given:
+            setattr(args, dest, self._parser.get_default(dest))
+        given |= self._in_environment | self._in_file.keys()
+        for dest, dests in self._marks.items():
+            setattr(args, dest, not given.isdisjoint(dests))
         if self._file is not None:
             delattr(args, _FILE_DEST)
         for preset, made in self._presets.items():
@@ -318,6 +330,10 @@ class Flags:
         self._file = (name, self._setting(name, variables)[1])
         self._parser.add_argument(name, dest=_FILE_DEST, metavar="FILE", help=summary)
 
+    def mark(self, dest: str, dests: Iterable[str]) -> None:
+        """Make ``dest`` tell whether any of ``dests`` is set, be it to its default."""
+        self._marks[dest] = frozenset(dests)
+
     def preset(self, dest: str, made: dict[str, Any]) -> None:
         """In a file ``dest`` stands for what it makes of others: flags go before that, too."""
         self._presets[dest] = made
@@ -329,6 +345,8 @@ class Flags:
     def _can_be_in_file(
         self, names: Sequence[str], dest: str, read: Callable[[str, Any], Any], is_given: bool
     ) -> None:
+        if is_given:
+            self._in_environment.add(dest)
         if self._file is not None and self._is_file_open:
             self._settings.append(Setting(names=names, dest=dest, read=read, is_given=is_given))
 
@@ -410,6 +428,17 @@ def add_tls(flags: Flags) -> None:
         variables=("DYN_TLS_KEY_PATH",),
         metavar="FILE",
         summary="its private key, PEM",
+    )
+
+
+def add_metrics_prefix(flags: Flags) -> None:
+    """Add what names of metrics begin with."""
+    flags.add(
+        "--metrics-prefix",
+        parse=str,
+        default="kvflash",
+        variables=("DYN_METRICS_PREFIX",),
+        summary="what the names in /metrics begin with, before an underscore",
     )
 
 

@@ -34,6 +34,7 @@ class RouterFlags:
     shadow_policies: list[str] = field(default_factory=list)
     router_session_affinity_ttl_secs: int | None = None
     load_aware: bool = False
+    is_kv_meant: bool = False
     kv_overlap_score_weight: float = 1.0
     router_kv_overlap_score_credit: float = 1.0
     router_kv_overlap_score_credit_decay: float = 0.0
@@ -63,6 +64,7 @@ class RouterFlags:
     router_queue_timeout: float = 60.0
     router_queue_batched_tokens: int = 10_000_000
     decision_journal: int = 16 * 1024 * 1024
+    log_decisions: bool = False
     min_initial_workers: int = 0
     max_blocks: int = 33_554_432
     index_memory: int = 0
@@ -76,6 +78,7 @@ class RouterFlags:
         """The same by the names that the core's services have for them, but for the block size."""
         return {
             "policy": self.router_mode,
+            "is_kv_meant": self.is_kv_meant,
             "policy_profile": self.policy_profile,
             "shadow_policies": self.shadow_policies,
             "session_affinity_ttl_s": self.router_session_affinity_ttl_secs,
@@ -108,6 +111,7 @@ class RouterFlags:
             "router_queue_timeout_s": self.router_queue_timeout,
             "router_queue_batched_tokens": self.router_queue_batched_tokens,
             "decision_journal_bytes": self.decision_journal,
+            "log_decisions": self.log_decisions,
             "min_initial_workers": self.min_initial_workers,
             "max_blocks": self.max_blocks,
             "index_memory_bytes": self.index_memory,
@@ -133,8 +137,9 @@ def add_router_flags(flags: Flags, *, block_size: tuple[str, ...] = ()) -> None:
         parse=_policy,
         default=None,
         metavar="POLICY",
-        summary="how a worker is chosen: kv (the default), round-robin, random, least-loaded, "
-        "power-of-two, prefix-cache, vtc-basic, session-affinity, least-request, ..., or several "
+        summary="how a worker is chosen: auto (the default), kv (the default where a weight of its "
+        "cost is set), round-robin, random, least-loaded, power-of-two, prefix-cache, "
+        "vtc-basic, session-affinity, least-request, ..., or several "
         "with weights, such as prefix-cache:2,least-request:1; or python:module:Class",
     )
     flags.add(
@@ -169,6 +174,7 @@ def add_router_flags(flags: Flags, *, block_size: tuple[str, ...] = ()) -> None:
         "--router-kv-overlap-score-credit 0 --no-kv-events --no-assume-kv-reuse",
     )
     flags.preset("load_aware", _LOAD_AWARE)
+    flags.mark("is_kv_meant", _COST_OF_KV)
     _add_cost(flags)
     flags.add(
         "--router-temperature",
@@ -195,6 +201,12 @@ def add_router_flags(flags: Flags, *, block_size: tuple[str, ...] = ()) -> None:
         default=16 * 1024 * 1024,
         metavar="SIZE",
         summary="memory for past decisions, which GET /why/{request id} tells; 0 keeps none",
+    )
+    flags.add_switch(
+        "--log-decisions",
+        dest="log_decisions",
+        value=True,
+        summary="log each decision at level info, and in auto and kv mode the cost of every worker",
     )
     flags.add(
         "--min-initial-workers",
@@ -229,6 +241,20 @@ def _policy(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
 
+
+#: What only the cost of ``kv`` knows: who sets one of them means that mode.
+_COST_OF_KV = (
+    "kv_overlap_score_weight",
+    "router_kv_overlap_score_credit",
+    "router_kv_overlap_score_credit_decay",
+    "router_prefill_load_scale",
+    "router_prefill_tokens_per_second",
+    "router_active_request_weight",
+    "track_active_blocks",
+    "track_output_blocks",
+    "track_prefill_tokens",
+    "assume_kv_reuse",
+)
 
 #: What ``--load-aware`` stands for.
 _LOAD_AWARE = {

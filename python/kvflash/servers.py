@@ -10,8 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvflash.errors import ConfigError
+from kvflash.variables import agreed
 
-__all__ = ["EVENT_PLANES", "EtcdSettings", "NatsSettings", "TlsFiles", "plane_of_events"]
+__all__ = [
+    "EVENT_PLANES",
+    "EtcdSettings",
+    "NatsSettings",
+    "TlsFiles",
+    "plane_of_events",
+    "unused_server",
+]
 
 EVENT_PLANES = ("zmq", "nats")
 
@@ -214,18 +222,25 @@ def plane_of_events(named: str | None = None) -> str:
     Raises:
         ConfigError: Neither zmq nor nats, or two variables that differ.
     """
-    variables = ("KVFLASH_EVENT_PLANE", "DYN_EVENT_PLANE")
-    found = {name: os.environ[name] for name in variables if os.environ.get(name)}
-    if named is not None:
-        found = {"event_plane": named}
-    if len(set(found.values())) > 1:
-        said = " and ".join(f"{name}={value}" for name, value in found.items())
-        raise ConfigError(f"environment variables contradict each other: {said}")
-    for name, value in found.items():
-        if value not in EVENT_PLANES:
-            raise ConfigError(f"{name} must be one of {', '.join(EVENT_PLANES)}, got {value!r}")
-        return value
-    return "zmq"
+    found = agreed("KVFLASH_EVENT_PLANE", "DYN_EVENT_PLANE") if named is None else None
+    name, value = found or ("event_plane", "zmq" if named is None else named)
+    if value not in EVENT_PLANES:
+        raise ConfigError(f"{name} must be one of {', '.join(EVENT_PLANES)}, got {value!r}")
+    return value
+
+
+def unused_server(setting: str) -> list[str]:
+    """Why ``NATS_SERVER`` changes nothing about events that do not come over NATS, if it is set.
+
+    Args:
+        setting: What would say that they do.
+    """
+    if not os.environ.get("NATS_SERVER"):
+        return []
+    return [
+        f"NATS_SERVER has no effect on KV events without {setting}: they go from the engines' own "
+        f"sockets to the routers; add {setting} to routers and workers"
+    ]
 
 
 def _addresses(name: str, value: str) -> tuple[str, ...]:

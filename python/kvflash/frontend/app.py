@@ -64,6 +64,7 @@ def make_frontend(args: FrontendArgs, fleet: dict[int, str] | None = None) -> Fr
         drain_timeout_s=args.drain_timeout,
         enforce_disagg=args.enforce_disagg,
         metrics_prefix=args.metrics_prefix,
+        has_broker_events=args.event_plane == "nats",
         waits_for=_waits_for(args),
         fairness=None if args.fairness == "none" else args.fairness,
         fairness_weights=args.fairness_weight,

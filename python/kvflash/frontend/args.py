@@ -13,6 +13,7 @@ from kvflash.cluster_flags import ClusterFlags, add_cluster_flags, settle_cluste
 from kvflash.config import (
     Flags,
     add_common,
+    add_metrics_prefix,
     add_tls,
     bounded_float,
     bounded_int,
@@ -326,13 +327,7 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
         default=30.0,
         summary="seconds that running requests get after SIGTERM",
     )
-    flags.add(
-        "--metrics-prefix",
-        parse=str,
-        default="kvflash",
-        variables=("DYN_METRICS_PREFIX",),
-        summary="what the names in /metrics begin with, before an underscore",
-    )
+    add_metrics_prefix(flags)
     flags.add(
         "--request-plane",
         parse=str,

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvflash.discovery import Delete, Discovery, Put, open_discovery
-from kvflash.errors import ConflictError, KvflashError, NotFoundError
+from kvflash.errors import ConflictError, KvflashError, NotFoundError, OverloadedError
 from kvflash.frontend.background import Background
 from kvflash.frontend.bridge import Bridge
 from kvflash.frontend.loads import LoadReader
-from kvflash.routing.cluster import Cluster
+from kvflash.routing.cluster import Cluster, announced
 from kvflash.routing.keys import BATCH_S, read_key
 from kvflash.runtime.limits import RuntimeLimits
 
@@ -240,11 +240,12 @@ class DiscoveryWatch:
             await self._tell(name)
         except Exception as error:
             is_known = isinstance(error, ValueError | LookupError | KvflashError)
-            # Said once.
-            if self._refused.get(name) != str(error):
+            # Said once; how far a limit is exceeded changes with every other worker.
+            reason = "a limit" if isinstance(error, OverloadedError) else str(error)
+            if self._refused.get(name) != reason:
                 text = "worker %d at %s: %s; trying again"
                 logger.error(text, name[1], name[0], error, exc_info=not is_known)
-            self._refused[name] = str(error)
+            self._refused[name] = reason
         else:
             self._refused.pop(name, None)
 
@@ -281,6 +282,7 @@ class DiscoveryWatch:
             card, instance = self._cards.get(name), self._instances.get(name)
             if card is None or instance is None:
                 return
+        self._cluster.check_events(instance_id, events)
         if instance["transport"].get("kind") == "openai":
             spec = _spec(instance_id, instance["transport"]["url"], card, events)
             if told is None or told[1] != spec:
@@ -296,7 +298,7 @@ class DiscoveryWatch:
             "plane": plane,
             "endpoint": path,
             "card": card,
-            "events": self._cluster.events(instance_id, events),
+            "events": announced(events),
         }
         text = json.dumps(worker, sort_keys=True)
         if told is None or told[1] != text:
@@ -322,7 +324,10 @@ class DiscoveryWatch:
 def _spec(
     instance_id: int, url: str, card: dict[str, Any], events: dict[int, dict[str, Any]]
 ) -> str:
-    """An engine that speaks OpenAI's API, as ``--worker`` takes it: rank r is at each port + r."""
+    """An engine that speaks OpenAI's API, as ``--worker`` takes it, with where rank 0's events are.
+
+    The core finds those of rank r at port + r, at a broker under its own rank.
+    """
     fields = {
         "id": instance_id,
         "events": events.get(0, {}).get("endpoint"),

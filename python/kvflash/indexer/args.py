@@ -7,7 +7,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvflash.config import Flags, add_common, bounded_int, byte_count, memory_limit
+from kvflash.config import (
+    Flags,
+    add_common,
+    add_metrics_prefix,
+    bounded_int,
+    byte_count,
+    memory_limit,
+)
 from kvflash.errors import ConfigError
 
 __all__ = ["IndexerArgs", "WorkerEntry", "parse_args", "parse_workers"]
@@ -41,6 +48,7 @@ class IndexerArgs:
         max_blocks: Blocks that one index may hold; 0 = no limit.
         index_memory: Bytes that one index may occupy; 0 = no limit.
         min_initial_workers: Workers to wait for before the service is ready; 0 = none.
+        metrics_prefix: What names of metrics begin with.
         test_endpoints: Serve /test/pause_listener and /test/resume_listener.
     """
 
@@ -58,6 +66,7 @@ class IndexerArgs:
     max_blocks: int = 33_554_432
     index_memory: int = 0
     min_initial_workers: int = 0
+    metrics_prefix: str = "kvflash"
     test_endpoints: bool = False
 
     def __post_init__(self) -> None:
@@ -196,6 +205,7 @@ def parse_args(argv: Sequence[str] | None = None) -> IndexerArgs:
         metavar="COUNT",
         summary="workers to wait for before the service is ready",
     )
+    add_metrics_prefix(flags)
     args = flags.parse(argv)
     # For tests of what is lost while a listener does not read; no flag for operators.
     test_endpoints = os.environ.get("KVFLASH_INDEXER_TEST_ENDPOINTS", "0") not in ("", "0")

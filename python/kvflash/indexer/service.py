@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -47,6 +47,7 @@ class IndexerService:
             peers=args.peers,
             min_initial_workers=args.min_initial_workers,
             test_endpoints=args.test_endpoints,
+            metrics_prefix=args.metrics_prefix,
         )
         for worker in args.workers:
             try:
@@ -119,14 +120,32 @@ class IndexerService:
         lora_name: str | None = None,
         additional_salt: str | None = None,
         capacity_blocks: int | None = None,
+        attention_chunk_size: int | None = None,
+        offload_chunk: int | None = None,
     ) -> None:
         """Register a publisher, as POST /register does.
+
+        Args:
+            instance_id: The engine's number, u64.
+            endpoint: Where it publishes: ``tcp://host:port``, ``ipc://path`` or ``inproc://name``.
+            model_name: Model that it serves.
+            block_size: Tokens in a block of its, at least 1.
+            tenant_id: Tenant of the model.
+            dp_rank: Data parallel rank, u32.
+            replay_endpoint: Where it replays; None if it does not.
+            lora_name: Adapter of events and queries that name none.
+            additional_salt: Salt of events and queries that name none.
+            capacity_blocks: Blocks that the device of a rank has, at least 1.
+            attention_chunk_size: Tokens of a chunk of the engine's chunked local attention, at
+                least 1. Without it a prefix counts only where all its chunks are held.
+            offload_chunk: Tokens that the engine copies to a farther tier at once; a multiple of
+                block_size. Without it, the most tokens that one event named there.
 
         Raises:
             ConflictError: Registered already, or another block size, adapter or salt than the
                 index's.
             InvalidArgumentError: Block size or capacity below 1, an endpoint that is none, no
-                model name.
+                model name, or a chunk out of range; names the field.
             OverloadedError: The limit of publishers or models is reached.
         """
         self._core.register(
@@ -140,6 +159,8 @@ class IndexerService:
             lora_name=lora_name,
             additional_salt=additional_salt,
             capacity_blocks=capacity_blocks,
+            attention_chunk_size=attention_chunk_size,
+            offload_chunk=offload_chunk,
         )
 
     def unregister(
@@ -166,7 +187,10 @@ class IndexerService:
         model_name: str,
         tenant_id: str = "default",
         lora_name: str | None = None,
+        lora_path: str | None = None,
         cache_salt: str | None = None,
+        mm: Sequence[Mapping[str, Any]] | None = None,
+        embeds: Sequence[str | bytes] | None = None,
     ) -> dict[str, Any]:
         """The answer of POST /query, without HTTP between.
 
@@ -175,13 +199,20 @@ class IndexerService:
             model_name: Model to ask about.
             tenant_id: Its tenant.
             lora_name: Adapter; None = the index's, "" = none.
+            lora_path: Path of the adapter as the engine was given it; needed where blocks are found
+                by the engine's own names.
             cache_salt: Salt; None = the index's, "" = none.
+            mm: Multimodal items, mappings with ``identifier`` (text, 1 to 1,024 bytes), ``offset``
+                and ``length`` (tokens of the prompt, u32); shape [items], 65,536 at most.
+            embeds: Digests of the prompt's embeddings, as bytes or in hexadecimal digits, 1 to
+                1,024 bytes each; shape [blocks], 65,536 at most.
 
         Returns:
             ``scores``, ``frequencies`` and ``instances``. Unit: tokens, frequencies workers.
 
         Raises:
-            InvalidArgumentError: A token outside u32, by index.
+            InvalidArgumentError: A token outside u32, by index, or a wrong item or digest, by index
+                and field.
             NotFoundError: Unknown model and tenant.
         """
         answer = self._core.query(
@@ -189,6 +220,9 @@ class IndexerService:
             model_name=model_name,
             tenant_id=tenant_id,
             lora_name=lora_name,
+            lora_path=lora_path,
             cache_salt=cache_salt,
+            mm=mm,
+            embeds=embeds,
         )
         return dict(json.loads(answer))

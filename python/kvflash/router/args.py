@@ -10,6 +10,7 @@ from kvflash.cluster_flags import ClusterFlags, add_cluster_flags, settle_cluste
 from kvflash.config import (
     Flags,
     add_common,
+    add_metrics_prefix,
     add_tls,
     bounded_float,
     bounded_int,
@@ -59,6 +60,7 @@ class RouterArgs(RouterFlags, ClusterFlags):
     max_workers: int = 4_096
     body_timeout: float = 60.0
     drain_timeout: float = 5.0
+    metrics_prefix: str = "kvflash"
     tls_cert_path: str | None = None
     tls_key_path: str | None = None
 
@@ -221,3 +223,4 @@ def _add_limits(flags: Flags) -> None:
         default=5.0,
         summary="seconds that running calls get after SIGTERM",
     )
+    add_metrics_prefix(flags)

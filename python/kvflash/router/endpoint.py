@@ -36,7 +36,8 @@ PAUSE_S = 2.0
 TOUCH_INTERVAL_S = 1.0
 # What of a request is about routing.
 _ROUTING = (
-    *("token_ids", "lora_name", "cache_salt", "router_config_override", "dp_rank"),
+    *("token_ids", "lora_name", "lora_path", "cache_salt", "mm", "embeds"),
+    *("router_config_override", "dp_rank"),
     *("user", "session_key", "priority", "strict_priority", "expected_output_tokens"),
 )
 

@@ -76,6 +76,7 @@ class RouterService:
             max_workers=args.max_workers,
             body_timeout_s=args.body_timeout,
             drain_timeout_s=args.drain_timeout,
+            metrics_prefix=args.metrics_prefix,
             tls_cert_path=args.tls_cert_path,
             tls_key_path=args.tls_key_path,
         )
@@ -190,6 +191,10 @@ class RouterService:
             NotFoundError: It is not registered.
         """
         self.call("DELETE", f"/workers/{worker_id}")
+
+    def set_warnings(self, warnings: list[str]) -> None:
+        """What ``/health`` warns of besides its own findings; replaces what it was told before."""
+        self._core.set_warnings(warnings)
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Counters of the state that comes over NATS, by namespace.component."""

@@ -21,6 +21,8 @@ AGAIN_S = 5.0
 # Discovery may show an instance before its card, though that was there first: a folder is read
 # while it changes. Longer than the pause between two looks at it.
 CARD_S = 2.0
+# Workers that were refused and that /health names; it counts the others.
+TOLD_MAX = 100
 
 
 class Registrar(Protocol):
@@ -32,13 +34,17 @@ class Registrar(Protocol):
     def remove_worker(self, worker_id: int) -> None:
         """Forget one."""
 
+    def set_warnings(self, warnings: list[str]) -> None:
+        """Show these in ``/health`` instead of those before."""
+
 
 class DiscoveredWorkers:
     """Keeps the router's workers as discovery has those of one endpoint.
 
     A worker is there as long as its instance is; what its model card and its event sockets say is
-    part of its registration. One that changes what it says is registered anew; a card that goes
-    changes nothing, since the instance is about to go, too.
+    part of its registration. One that changes what it says is registered anew. A card that goes
+    changes nothing for CARD_S, as the instance is mostly about to go, too; then the worker is let
+    go.
 
     Args:
         router: Where they are registered.
@@ -71,6 +77,9 @@ class DiscoveredWorkers:
         self._bare: dict[int, float] = {}
         self._waking: asyncio.TimerHandle | None = None
         self._refused: dict[int, dict[str, Any]] = {}
+        # Why, and what /health says of it.
+        self._reasons: dict[int, str] = {}
+        self._warnings: list[str] = []
         # Those that were refused have another chance.
         self._is_again = False
 
@@ -135,11 +144,25 @@ class DiscoveredWorkers:
             await asyncio.sleep(0)
         is_again, self._is_again = self._is_again or bool(leaving), False
         self._refused = {i: body for i, body in self._refused.items() if wanted.get(i) == body}
+        self._reasons = {i: self._reasons[i] for i in self._refused}
         for worker_id, body in wanted.items():
             if worker_id in self._registered or (worker_id in self._refused and not is_again):
                 continue
             self._register(worker_id, body)
             await asyncio.sleep(0)
+        self._warn()
+
+    def _warn(self) -> None:
+        """Have /health name the workers that were refused."""
+        told = [
+            f"worker {worker_id} in discovery is not taken: {self._reasons[worker_id]}"
+            for worker_id in list(self._refused)[:TOLD_MAX]
+        ]
+        if (more := len(self._refused) - len(told)) > 0:
+            told.append(f"{more} further workers in discovery are not taken; the log says why")
+        if told != self._warnings:
+            self._warnings = told
+            self._router.set_warnings(told)
 
     def _register(self, worker_id: int, body: dict[str, Any]) -> None:
         try:
@@ -148,9 +171,10 @@ class DiscoveredWorkers:
             # Said once.
             if worker_id not in self._refused:
                 logger.error("worker %d: %s; trying again", worker_id, error)
-            self._refused[worker_id] = body
+            self._refused[worker_id], self._reasons[worker_id] = body, str(error)
             return
         self._refused.pop(worker_id, None)
+        self._reasons.pop(worker_id, None)
         self._registered[worker_id] = body
         self._members.tell(self._cluster.instance_joined, self._component, worker_id)
         # The first one of a component connects.
@@ -173,36 +197,29 @@ class DiscoveredWorkers:
             if now is None:
                 self._bare[worker_id] = bare.get(worker_id, now_s)
                 is_late = now_s - self._bare[worker_id] >= CARD_S
-                if card is None and self._is_card_awaited(worker_id, is_late):
+                if self._is_kept_out(worker_id, had_card=card is not None, is_late=is_late):
                     continue
-                # Its instance goes next, or the model was taken back.
-                if card is not None and is_late:
-                    continue
-                if card is not None:
-                    self._wake_later()
             wanted[worker_id] = self._body(
                 worker_id, instance, card or {}, dict(sorted(ranks.get(worker_id, {}).items()))
             )
         return wanted
 
-    def _is_card_awaited(self, worker_id: int, is_late: bool) -> bool:
-        """Whether a worker that never had a card is not to be registered, or not yet."""
-        if self._cluster.is_nats:
-            return True
-        # Where nobody has one there is nothing to wait for.
-        if worker_id in self._registered or not self._keys.cards:
-            return False
-        if is_late:
-            return False
-        self._wake_later()
-        return True
-
-    def _wake_later(self) -> None:
-        """Look again at those whose cards are waited for, once that is too long."""
-        if self._waking is None:
+    def _is_kept_out(self, worker_id: int, *, had_card: bool, is_late: bool) -> bool:
+        """Whether a worker that has no card is not to be registered, or not yet."""
+        if not had_card:
+            # Events over NATS are told by model.
+            if self._cluster.is_nats:
+                return True
+            # Where nobody has one there is nothing to wait for.
+            if worker_id in self._registered or not self._keys.cards:
+                return False
+        if not is_late and self._waking is None:
             self._waking = asyncio.get_running_loop().call_later(CARD_S, self._wake)
+        # One that had a card is there for a while longer, one that never had one after a while.
+        return is_late == had_card
 
     def _wake(self) -> None:
+        """Look again at those without a card, once that is too long."""
         self._waking = None
         self._keys.resettle()
 

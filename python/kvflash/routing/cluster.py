@@ -17,7 +17,7 @@ from kvflash.routing.sharing import Component, Sharing
 from kvflash.servers import NatsSettings
 from kvflash.transport.base import Dispatch, Receiver, SilentReceiver
 
-__all__ = ["Cluster"]
+__all__ = ["Cluster", "announced"]
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +83,14 @@ class Cluster:
     def check(self) -> None:
         """Ask the servers that are needed, so that a missing one is told at the start.
 
+        Settings that change nothing without NATS are logged.
+
         Raises:
             TransportError: NATS or the discovery does not answer; says what to start.
             ConfigError: NATS refuses the login, or its client is not installed.
         """
+        for text in self._flags.without_effect(self._setting):
+            logger.warning("%s", text)
         if not self.is_nats:
             return
         try:
@@ -132,22 +136,29 @@ class Cluster:
 
     # -- called by the watch of discovery; each may wait for a server
 
+    def check_events(self, instance_id: int, events: dict[int, dict[str, Any]]) -> None:
+        """Log once if a worker announces events that are not heard here."""
+        for where in events.values():
+            endpoint = str(where.get("endpoint"))
+            if self.is_nats or not _is_brokered(endpoint) or instance_id in self._warned:
+                continue
+            self._warned.add(instance_id)
+            logger.error(
+                "worker %d tells its events at %s: start the router with %s, or the worker "
+                "with --event-plane zmq; until then its cache earns no credit",
+                instance_id, endpoint, self._setting,
+            )  # fmt: skip
+
     def events(self, instance_id: int, events: dict[int, dict[str, Any]]) -> dict[str, Any]:
         """The sockets that the core is to be told of, of those that a worker announces."""
+        self.check_events(instance_id, events)
         told = {}
-        for rank, where in events.items():
-            endpoint = str(where.get("endpoint"))
-            scheme = endpoint.partition("://")[0]
-            if scheme in BROKERED and not self.is_nats and instance_id not in self._warned:
-                self._warned.add(instance_id)
-                logger.error(
-                    "worker %d tells its events at %s: start the router with %s, or the worker "
-                    "with --event-plane zmq; until then its cache earns no credit",
-                    instance_id, endpoint, self._setting,
-                )  # fmt: skip
+        for rank, where in announced(events).items():
+            endpoint = str(where["endpoint"])
             # What is in JetStream comes by itself.
-            if scheme != "jetstream" and (self.is_nats or scheme not in BROKERED):
-                told[str(rank)] = {key: where.get(key) for key in ("endpoint", "replay_endpoint")}
+            is_in_stream = endpoint.startswith("jetstream://")
+            if not is_in_stream and (self.is_nats or not _is_brokered(endpoint)):
+                told[rank] = where
         return told
 
     def before_worker(
@@ -193,8 +204,6 @@ class Cluster:
         self, component: Component, instance_id: int, shared_id: int | None = None
     ) -> None:
         """The core knows it; between routers it may have another number."""
-        if self._sharing is None:
-            return
         self._joined[instance_id] = (component, shared_id)
         self._share(component, instance_id, shared_id)
 
@@ -287,6 +296,18 @@ class Cluster:
             for (namespace, component), state in list(self._states.items())
             if not state.is_connected()
         ]
+
+
+def announced(events: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """Where a worker says that its events are, by rank, in the form that the core takes."""
+    return {
+        str(rank): {key: where.get(key) for key in ("endpoint", "replay_endpoint")}
+        for rank, where in events.items()
+    }
+
+
+def _is_brokered(endpoint: str) -> bool:
+    return endpoint.partition("://")[0] in BROKERED
 
 
 def _exposed(prefix: str, groups: dict[str, dict[str, int]]) -> list[str]:

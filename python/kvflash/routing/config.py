@@ -12,12 +12,20 @@ from kvflash.cluster_flags import ClusterFlags
 from kvflash.errors import ConfigError, InvalidArgumentError
 from kvflash.policy import PREFIX, AskedPolicy, Policy, load
 from kvflash.servers import plane_of_events
+from kvflash.variables import agreed
 
 __all__ = ["KvRouterConfig", "override_options"]
 
 # Who is first of those that wait for room.
 QUEUE_POLICIES = ("fcfs", "lcfs", "wspt")
 PROFILES = ("document", "aibrix-compat")
+_WORKERS_MAX = 65_535
+# The variables of the flag of this name.
+_MIN_INITIAL_WORKERS = (
+    "KVFLASH_MIN_INITIAL_WORKERS",
+    "KVFLASH_ROUTER_MIN_INITIAL_WORKERS",
+    "DYN_ROUTER_MIN_INITIAL_WORKERS",
+)
 
 # What a request may want otherwise, and the core's word for it.
 _OVERRIDES = {
@@ -36,7 +44,8 @@ class KvRouterConfig:
 
     Attributes:
         router_mode: The policy that chooses, by name, or several with weights; or one of one's own.
-            ``ROUTING_ALGORITHM`` in the environment counts without it, else ``kv``.
+            Without it ``ROUTING_ALGORITHM`` in the environment counts, else ``auto``, or ``kv``
+            where a setting of its cost is not the default.
         policy_profile: Defaults of policies: ``document`` or ``aibrix-compat``.
         shadow_policies: Policies that run beside and are only counted; at most four.
         router_session_affinity_ttl_secs: Seconds, in 1..=31536000, for which requests with the
@@ -81,7 +90,13 @@ class KvRouterConfig:
         router_queue_timeout: Seconds that one waits.
         router_queue_batched_tokens: What a worker takes in one batch that did not tell.
         max_requests: Most requests at once.
+        min_initial_workers: Workers that must have been there at once before the first request is
+            taken; until then it is refused with NoWorkerError. None: what the environment says
+            (KVFLASH_MIN_INITIAL_WORKERS, KVFLASH_ROUTER_MIN_INITIAL_WORKERS,
+            DYN_ROUTER_MIN_INITIAL_WORKERS), else 0.
         decision_journal_bytes: Memory for past decisions, for :meth:`KvPushRouter.why`.
+        log_decisions: Log each decision at level info, and in auto and kv mode the cost of every
+            worker.
         router_snapshot_threshold: With events over NATS: messages in the workers' stream above
             which a snapshot is taken; None takes none for their number.
         router_event_threads: Accepted; one thread receives, queries wait for nobody.
@@ -127,7 +142,9 @@ class KvRouterConfig:
     router_queue_timeout: float = 60.0
     router_queue_batched_tokens: int = 10_000_000
     max_requests: int = 65_536
+    min_initial_workers: int | None = None
     decision_journal_bytes: int = 16 * 1024 * 1024
+    log_decisions: bool = False
     router_snapshot_threshold: int | None = 1_000_000
     router_event_threads: int = 4
     durable_kv_events: bool = False
@@ -175,6 +192,7 @@ class KvRouterConfig:
         for name, low, high in (
             ("router_max_tree_size", 1, 2**62),
             ("max_requests", 1, 2**62),
+            ("min_initial_workers", 0, _WORKERS_MAX),
             ("decision_journal_bytes", 0, 2**62),
             ("active_prefill_tokens_threshold", 0, 2**62),
             ("router_snapshot_threshold", 1, 2**62),
@@ -219,6 +237,14 @@ class KvRouterConfig:
             router_snapshot_threshold=self.router_snapshot_threshold,
             router_reset_states=self.router_reset_states,
         )
+
+    def _min_initial_workers(self) -> int:
+        if self.min_initial_workers is not None:
+            return self.min_initial_workers
+        name, text = agreed(*_MIN_INITIAL_WORKERS) or ("", "0")
+        if not (text.isascii() and text.isdigit() and int(text) <= _WORKERS_MAX):
+            raise ConfigError(f"{name} must be a whole number in 0..={_WORKERS_MAX}, got {text!r}")
+        return int(text)
 
     def make_policy(self) -> AskedPolicy | None:
         """The policy of one's own that chooses, asked in a thread of its own from now on.
@@ -288,7 +314,9 @@ class KvRouterConfig:
             router_queue_timeout_s=self.router_queue_timeout,
             router_queue_batched_tokens=self.router_queue_batched_tokens,
             max_requests=self.max_requests,
+            min_initial_workers=self._min_initial_workers(),
             decision_journal_bytes=self.decision_journal_bytes,
+            log_decisions=self.log_decisions,
         )
 
 

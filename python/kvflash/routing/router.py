@@ -11,6 +11,7 @@ from typing import Any
 
 from kvflash._core import RouterBooking, RouterCore
 from kvflash.errors import ClosedError, InvalidArgumentError, KvflashError, NoWorkerError
+from kvflash.routing.choice import BestWorker
 from kvflash.routing.cluster import Cluster
 from kvflash.routing.config import KvRouterConfig, override_options
 from kvflash.routing.feed import Feed
@@ -25,7 +26,7 @@ SYNC_TIMEOUT_S = 10.0
 ATTEMPTS_MAX = 5
 # What of a whole request is the router's business alone.
 _ROUTING = (
-    *("allowed_worker_ids", "user", "session_key"),
+    *("allowed_worker_ids", "user", "session_key", "lora_path", "mm", "embeds"),
     *("priority", "strict_priority", "expected_output_tokens"),
 )
 
@@ -121,6 +122,9 @@ class KvPushRouter:
         priority: float | None = None,
         strict_priority: int | None = None,
         expected_output_tokens: int | None = None,
+        lora_path: str | None = None,
+        mm: Sequence[Mapping[str, Any]] | None = None,
+        embeds: Sequence[str | bytes] | None = None,
     ) -> RoutedStream:
         """Choose a worker, book the request there, send it.
 
@@ -148,11 +152,19 @@ class KvPushRouter:
             strict_priority: Before all of a lower one that wait; 0 if not given.
             expected_output_tokens: Tokens that the answer is expected to have, where generated
                 blocks count; max_tokens if not given.
+            lora_path: Path of the adapter as engines were given it; needed where blocks are found
+                by the engine's own names.
+            mm: Multimodal items, mappings with ``identifier`` (text, 1 to 1,024 bytes), ``offset``
+                and ``length`` (tokens of the prompt, u32); shape [items], 65,536 at most.
+            embeds: Digests of the prompt's embeddings, as bytes or in hexadecimal digits, 1 to
+                1,024 bytes each; shape [blocks], 65,536 at most. These three
+                are for routing; workers do not get them.
 
         Returns:
             The items that the worker yields, as they come.
 
         Raises:
+            InvalidArgumentError: An empty prompt, or an argument out of range, by name.
             NoWorkerError: No worker is there or allowed, or the pinned one is not there.
             AllBusyError: All of these are busy, or had no room for router_queue_timeout.
             OverloadedError: As many wait for room as may, or max_requests run.
@@ -181,6 +193,9 @@ class KvPushRouter:
             "priority": priority,
             "strict_priority": strict_priority,
             "expected_output_tokens": expected_output_tokens,
+            "lora_path": lora_path,
+            "mm": mm,
+            "embeds": embeds,
         }
         return await self._send(request, options, request_id)
 
@@ -189,7 +204,8 @@ class KvPushRouter:
 
         It is what workers are given, and for routing ``router_config_override``, ``worker_id`` (or
         ``backend_instance_id``), ``dp_rank``, ``allowed_worker_ids``, ``user``, ``session_key``,
-        ``priority``, ``strict_priority``, ``expected_output_tokens`` and ``request_id``.
+        ``priority``, ``strict_priority``, ``expected_output_tokens``, ``lora_path``, ``mm``,
+        ``embeds`` and ``request_id``.
 
         Raises:
             InvalidArgumentError: There are no token_ids.
@@ -297,16 +313,43 @@ class KvPushRouter:
         cache_salt: str | None = None,
         user: str | None = None,
         session_key: str | None = None,
-    ) -> tuple[int, int, int]:
+        seed: int | None = None,
+        lora_path: str | None = None,
+        mm: Sequence[Mapping[str, Any]] | None = None,
+        embeds: Sequence[str | bytes] | None = None,
+    ) -> BestWorker:
         """Which worker a prompt would go to.
 
-        Without ``request_id`` nothing changes. With it the request is booked in the same step, and
-        the caller says :meth:`mark_prefill_complete` and :meth:`free`.
+        Without ``request_id`` nothing changes, and each call draws anew where chance decides: at a
+        temperature above 0, between equal costs. With it the request is booked in the same step,
+        and the caller says :meth:`mark_prefill_complete` and :meth:`free`.
+
+        Args:
+            token_ids: The prompt.
+            router_config_override: What this request wants otherwise than the configuration.
+            request_id: The name under which it is booked.
+            worker_id: The worker that must take it.
+            dp_rank: The rank of it that must.
+            allowed_worker_ids: Only these may take it.
+            lora_name: Adapter of the prompt.
+            cache_salt: Salt of the prompt.
+            user: Whose request it is, for policies that ask.
+            session_key: A key that all requests of a session carry.
+            seed: The number to draw from, in 0..2**64, instead of a new one: an earlier answer's
+                repeats that choice while load and caches are the same.
+            lora_path: Path of the adapter as engines were given it; needed where blocks are found
+                by the engine's own names.
+            mm: Multimodal items, mappings with ``identifier`` (text, 1 to 1,024 bytes), ``offset``
+                and ``length`` (tokens of the prompt, u32); shape [items], 65,536 at most.
+            embeds: Digests of the prompt's embeddings, as bytes or in hexadecimal digits, 1 to
+                1,024 bytes each; shape [blocks], 65,536 at most.
 
         Returns:
-            Worker, rank, and leading blocks of the prompt that it holds.
+            Worker, rank, and leading blocks of the prompt that it holds, as a tuple of three; its
+            attribute ``seed`` is the number that chance was drawn from.
 
         Raises:
+            InvalidArgumentError: An empty prompt, or an argument out of range, by name.
             NoWorkerError: No worker is there or allowed.
             AllBusyError: All of these are busy.
             ConflictError: A request of that name is active.
@@ -321,10 +364,14 @@ class KvPushRouter:
             "cache_salt": cache_salt,
             "user": user,
             "session_key": session_key,
+            "seed": seed,
+            "lora_path": lora_path,
+            "mm": mm,
+            "embeds": embeds,
         }
         if request_id is None:
-            return self._core.preview(token_ids, options)
-        return self._core.reserve(token_ids, request_id, options)
+            return BestWorker(*self._core.query(token_ids, options))
+        return BestWorker(*self._core.reserve(token_ids, request_id, options))
 
     async def best_worker_id(
         self,
@@ -347,15 +394,32 @@ class KvPushRouter:
         *,
         lora_name: str | None = None,
         cache_salt: str | None = None,
+        lora_path: str | None = None,
+        mm: Sequence[Mapping[str, Any]] | None = None,
+        embeds: Sequence[str | bytes] | None = None,
     ) -> list[dict[str, int]]:
         """What a prompt would make of each worker's load; nothing changes.
+
+        Args:
+            token_ids: The prompt.
+            lora_name: Adapter of the prompt.
+            cache_salt: Salt of the prompt.
+            lora_path: Path of the adapter as engines were given it.
+            mm: Multimodal items of the prompt, as for :meth:`best_worker`; shape [items].
+            embeds: Digests of the prompt's embeddings, as there; shape [blocks].
 
         Returns:
             For each worker and rank: worker_id, dp_rank, potential_prefill_tokens,
             potential_decode_blocks, active_requests, overlap_blocks. Empty without workers.
         """
         await self._started()
-        options = {"lora_name": lora_name, "cache_salt": cache_salt}
+        options = {
+            "lora_name": lora_name,
+            "cache_salt": cache_salt,
+            "lora_path": lora_path,
+            "mm": mm,
+            "embeds": embeds,
+        }
         return self._core.potential_loads(token_ids, options)
 
     async def mark_prefill_complete(self, request_id: str) -> None:
@@ -507,7 +571,8 @@ class KvPushRouter:
         await self._workers.synced(SYNC_TIMEOUT_S)
 
     async def _start(self) -> None:
-        if self._workers.is_brokered:
+        # Without events nothing of a server is needed.
+        if self._workers.is_brokered or not self._cluster.is_nats:
             await asyncio.to_thread(self._cluster.check)
         self._is_started = True
         self._workers.start()
