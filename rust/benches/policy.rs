@@ -10,7 +10,7 @@ use kvflash::fair::{Cost, Discipline, FairConfig, FairQueue, Options, Price, Use
 use kvflash::ids::Worker;
 use kvflash::policy::{
     ActiveLoad, Candidate, Candidates, Context, EngineMetrics, KvScale, Profile, RequestTerms,
-    Session, Settings, registry,
+    Session, Settings, Stage, registry,
 };
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
@@ -73,6 +73,7 @@ fn main() {
         temperature: 0.0,
         scale: KvScale::PLAIN,
         least_prefill_tokens: 0,
+        stage: Stage::Both,
     };
     let users: Vec<String> = (0..CLIENTS).map(|id| format!("client {id}")).collect();
     // A beginning that all share, and an end of one's own: 16 KB, 125 blocks of 128.

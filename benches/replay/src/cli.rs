@@ -39,8 +39,10 @@ pub fn entry<B: Backend>(name: &'static str) -> Entry {
 
 /// The backends of this crate.
 pub fn own_backends() -> Vec<Entry> {
+    let mut kvflash = entry::<backends::Kvflash>("kvflash");
+    kvflash.modes.push(modes::own());
     vec![
-        entry::<backends::Kvflash>("kvflash"),
+        kvflash,
         entry::<backends::Current<backends::Copies>>("kvflash-copies"),
         entry::<backends::Current<backends::Aging>>("kvflash-aging"),
         entry::<backends::Previous>("previous"),

@@ -9,6 +9,7 @@ mod bytes;
 mod check;
 mod events;
 mod large;
+mod names;
 mod reads;
 
 /// What a trial gets.
@@ -56,6 +57,11 @@ pub fn of<B: Backend>() -> Vec<Mode> {
         made_up("clear", large::clear::<B>),
         made_up("growth", large::growth::<B>),
     ]
+}
+
+/// What can be measured of kvflash alone, without a peer.
+pub fn own() -> Mode {
+    Mode { name: "names", needs_corpus: false, counts: false, run: names::names }
 }
 
 /// An index that has taken the first `part` of the corpus' events; the rest, made beforehand.

@@ -249,15 +249,16 @@ impl Play<'_> {
         if !self.row.has_events {
             return;
         }
-        let index = &self.selector.model().index;
+        let model = self.selector.model();
         match event {
             Event::Removed(ids) => {
-                index.remove(worker(at), Tier::Device, ids);
+                model.evict(worker(at), Tier::Device, ids);
             }
             Event::Stored { parent, ids } => {
                 let block = |&id: &u64| Block { engine_hash: id, local_hash: local_hash(id) };
                 let blocks: Vec<Block> = ids.iter().map(block).collect();
-                let told = index.store(worker(at), Tier::Device, *parent, DEFAULT_SEED, &blocks);
+                let told =
+                    model.index.store(worker(at), Tier::Device, *parent, DEFAULT_SEED, &blocks);
                 assert!(told.rejected.is_none(), "engines store parents first");
             }
         }

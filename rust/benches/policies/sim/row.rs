@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use kvflash::catalog::{Catalog, CatalogOptions, Identity, ModelKey, Registration};
+use kvflash::catalog::{Catalog, CatalogOptions, EngineFacts, Identity, ModelKey, Registration};
 use kvflash::clock::ManualClock;
 use kvflash::fair::Discipline;
 use kvflash::ids::Worker;
-use kvflash::policy::{KvScale, Policy, Profile, Settings, registry};
+use kvflash::policy::{AUTO, KvScale, Policy, Profile, Settings, registry};
 use kvflash::router::{Policies, RouterConfig};
 use kvflash::select::{Overlap, Selector, SelectorConfig};
 use rand::SeedableRng;
@@ -50,6 +50,8 @@ impl Row {
     pub fn all(max_running: usize) -> Vec<Self> {
         let named = |name: &str, row: Self| Self { name: name.into(), ..row };
         let mut rows = vec![
+            Self::new(AUTO),
+            named("`auto` without events", Self { has_events: false, ..Self::new(AUTO) }),
             Self::new("kv"),
             named(
                 "`kv`, credit 2, without active blocks",
@@ -110,6 +112,7 @@ impl Row {
                 replay_endpoint: None,
                 capacity_blocks: None,
                 identity: Identity::default(),
+                facts: EngineFacts::default(),
             };
             catalog.register(registration).expect("each registers once");
         }
@@ -123,6 +126,7 @@ impl Row {
             router: RouterConfig {
                 policy: built_in.unwrap_or_default(),
                 block_size,
+                estimates_queue: self.strategy == AUTO,
                 track_active_blocks: self.tracks_active_blocks,
                 scale: KvScale { overlap_score_credit: self.credit, ..KvScale::default() },
                 // A stream that is alive is heard of before it expires.
