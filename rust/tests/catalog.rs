@@ -7,8 +7,8 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use kvflash::catalog::{
-    Catalog, CatalogOptions, FrameOutcome, Identity, MAGIC, ModelKey, Publisher, Registration,
-    parts, restore, restore_json,
+    Catalog, CatalogOptions, EngineFacts, FrameOutcome, Identity, MAGIC, ModelKey, Publisher,
+    Registration, parts, restore, restore_json,
 };
 use kvflash::clock::ManualClock;
 use kvflash::ids::{Tier, Worker};
@@ -31,6 +31,7 @@ fn registration(worker: Worker, model: &str) -> Registration {
         replay_endpoint: None,
         capacity_blocks: None,
         identity: Identity::default(),
+        facts: EngineFacts::default(),
     }
 }
 
@@ -195,4 +196,42 @@ fn blocks_of_a_worker_of_another_model_are_left_out() {
     assert_eq!(publisher.live(u64::MAX, &OF_RANK_1), FrameOutcome::Duplicate);
     assert_eq!(publisher.live(5, &OF_RANK_1), FrameOutcome::Applied);
     assert_eq!(publisher.view().last_sequence, Some(5));
+}
+
+/// `[0.0, events]` with a stored event of `tokens` tokens in a block, of a group of that kind.
+fn stored(group: (u64, &str), name: u64, tokens: u64) -> rmpv::Value {
+    let field = |key: &str, value: rmpv::Value| (key.into(), value);
+    rmpv::Value::Map(vec![
+        field("type", "BlockStored".into()),
+        field("block_hashes", vec![rmpv::Value::from(name)].into()),
+        field("token_ids", (0..tokens).map(rmpv::Value::from).collect::<Vec<_>>().into()),
+        field("block_size", tokens.into()),
+        field("group_idx", group.0.into()),
+        field("kv_cache_spec_kind", group.1.into()),
+        field("kv_cache_spec_sliding_window", 64.into()),
+    ])
+}
+
+#[test]
+fn the_block_size_of_metrics_yields_to_the_main_group() {
+    for (others, wanted) in [(true, 64), (false, 16)] {
+        let catalog = Catalog::default();
+        let model = catalog.model_or_create(&key("m"), None).unwrap();
+        assert_eq!(model.hint_block_size(16), 16);
+        assert_eq!(model.hint_block_size(32), 16, "the first hint holds");
+        let registration =
+            Registration { block_size: None, ..registration(Worker::new(1, 0), "m") };
+        let publisher = catalog.register(registration).unwrap();
+        let mut events = vec![stored((1, "full_attention"), 9, 64)];
+        if others {
+            events.insert(0, stored((0, "sliding_window"), 8, 16));
+        }
+        let batch = rmpv::Value::Array(vec![0.0.into(), events.into()]);
+        let mut payload = Vec::new();
+        rmpv::encode::write_value(&mut payload, &batch).unwrap();
+        assert_eq!(publisher.live(0, &payload), FrameOutcome::Applied);
+        assert_eq!(model.block_size(), Some(wanted), "another group has the blocks of the hint");
+        assert!(model.fits_block_size(16));
+        assert_eq!(publisher.counts().block_size_mismatch, u64::from(!others));
+    }
 }

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use kvflash::catalog::{
-    Catalog, CatalogOptions, FrameOutcome, Identity, ModelKey, Publisher, Registration,
+    Catalog, CatalogOptions, EngineFacts, FrameOutcome, Identity, ModelKey, Publisher, Registration,
 };
 use kvflash::clock::ManualClock;
 use kvflash::ids::Worker;
@@ -28,7 +28,7 @@ fn seeds() -> Vec<Vec<u8>> {
             seeds.push((0..hex.len()).step_by(2).map(byte).collect());
         }
     }
-    assert_eq!(seeds.len(), 40, "batches in engine_wire.json");
+    assert_eq!(seeds.len(), 49, "batches in engine_wire.json");
     seeds
 }
 
@@ -88,6 +88,7 @@ fn broken_frames_cost_nothing_but_themselves() {
             replay_endpoint: None,
             capacity_blocks: None,
             identity: Identity::default(),
+            facts: EngineFacts::default(),
         };
         catalog.register(registration).unwrap()
     };

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvflash::catalog::{Catalog, Identity, ModelKey, Registration};
+use kvflash::catalog::{Catalog, EngineFacts, Identity, ModelKey, Registration};
 use kvflash::http::indexer::{IndexerApp, IndexerOptions};
 use kvflash::http::{App, ServeLimits, Shutdown, serve};
 use kvflash::ids::Worker;
@@ -26,6 +26,7 @@ fn catalog() -> Arc<Catalog> {
         replay_endpoint: None,
         capacity_blocks: None,
         identity: Identity::default(),
+        facts: EngineFacts::default(),
     };
     catalog.register(registration).unwrap();
     catalog

@@ -311,11 +311,12 @@ fn a_recycled_slot_never_credits_another_worker() {
                     mine.store(worker.instance_id, SeqCst);
                     let tier = Tier::ALL[worker.instance_id as usize / 7 % 2];
                     store(index, worker, tier, 0, held(worker));
-                    index.predict(worker, 1337, &prompt(held(worker)));
                     if worker.instance_id.is_multiple_of(3) {
                         remove(index, worker, tier, 0, held(worker));
                         store(index, worker, tier, 0, held(worker));
                     }
+                    // What is evicted is no longer predicted: only now.
+                    index.predict(worker, 1337, &prompt(held(worker)));
                     // What its slot's last owner left behind, or takes away late, shows here.
                     index.find_matches(&query, &mut out);
                     let own = out.as_slice().iter().find(|found| found.worker == worker);

@@ -36,6 +36,7 @@ pub enum Op {
     /// Time passes; a step back is told to the index and must change nothing.
     Advance(i64),
     Clear(Worker),
+    ClearTier(Worker, Tier),
     RemoveWorker(Worker),
     RemoveInstance(u64),
 }
@@ -47,6 +48,7 @@ impl Op {
             | Self::Copy { worker, .. }
             | Self::Remove { worker, .. }
             | Self::Predict { worker, .. }
+            | Self::ClearTier(worker, _)
             | Self::Clear(worker) => Some(*worker),
             Self::RemoveWorker(_) | Self::RemoveInstance(_) | Self::Advance(_) => None,
         }
@@ -169,9 +171,15 @@ impl Pair {
                 self.now_ms = self.now_ms.max(told_ms);
                 let expired = index.advance_to(told_ms);
                 assert_eq!(expired, twin.advance_to(told_ms));
+                // Never too late, and never at a time that has been told.
+                assert!(index.predictions_due_ms() <= twin.predictions_due_ms());
+                assert!(index.predictions_due_ms() > told_ms);
                 seen.expired += expired;
             }
             Op::Clear(worker) => assert_eq!(index.clear(*worker), twin.clear(*worker)),
+            Op::ClearTier(worker, tier) => {
+                assert_eq!(index.clear_tier(*worker, *tier), twin.clear_tier(*worker, *tier));
+            }
             Op::RemoveWorker(worker) => {
                 assert_eq!(index.remove_worker(*worker), twin.remove_worker(*worker));
             }
@@ -215,6 +223,10 @@ impl Pair {
         }
         for name in names {
             assert_eq!(index.parent_seed(worker, name), twin.parent_seed(worker, name), "{name}");
+            for tier in Tier::ALL {
+                let holds = |one: &dyn BlockIndex| one.holds_all(worker, tier, &[name]);
+                assert_eq!(holds(index), holds(twin), "{worker}, {tier:?}: {name}");
+            }
         }
     }
 
@@ -270,6 +282,19 @@ impl Pair {
         out.frequencies(&mut counts);
         for (depth, count) in counts.iter().enumerate() {
             assert_eq!(*count as usize, full.iter().filter(|m| m.device as usize > depth).count());
+        }
+        let (mut names, mut wanted) = (Vec::new(), Vec::new());
+        for worker in twin.workers() {
+            index.names_along(worker, locals, &mut names);
+            twin.names_along(worker, locals, &mut wanted);
+            // The twin remembers contents that nobody holds any more.
+            names.resize(names.len().max(wanted.len()), None);
+            wanted.resize(names.len(), None);
+            for (name, wanted) in names.iter().zip(&wanted) {
+                assert_eq!(name.is_some(), wanted.is_some(), "{worker}: {locals:?}");
+                let seed = |name: &Option<u64>| name.map(|name| twin.parent_seed(worker, name));
+                assert_eq!(seed(name), seed(wanted), "{worker}: {locals:?}");
+            }
         }
         seen.compared += 1;
         seen.matched += usize::from(!full.is_empty());

@@ -54,6 +54,7 @@ pub fn chaos(rng: &mut SmallRng, space: Space) -> Op {
             Op::Predict { worker, locals: locals(rng, space.locals, len) }
         }
         94..97 => Op::Advance(rng.random_range(-20..40)),
+        97 if rng.random() => Op::ClearTier(worker, tier),
         97 => Op::Clear(worker),
         98 => Op::RemoveWorker(worker),
         _ => Op::RemoveInstance(worker.instance_id),
@@ -173,7 +174,8 @@ pub fn slice_op(
         53..86 => Op::Remove { worker, tier, names: names() },
         86..92 => Op::Predict { worker, locals: locals[..at.end].to_vec() },
         92..97 => Op::Advance(5 * at.len() as i64),
-        97 | 98 => Op::Clear(worker),
+        97 => Op::ClearTier(worker, Tier::Device),
+        98 => Op::Clear(worker),
         _ => Op::RemoveWorker(worker),
     }
 }
