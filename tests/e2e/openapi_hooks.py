@@ -10,6 +10,7 @@ import msgpack
 import schemathesis
 
 _LARGEST = int(sys.float_info.max)
+_U32 = (1 << 32) - 1
 
 
 @schemathesis.serializer("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
@@ -49,10 +50,15 @@ def _whole(value: Any) -> Any:
 
 @schemathesis.hook
 def before_call(ctx: schemathesis.HookContext, case: schemathesis.Case, kwargs: Any) -> None:
-    """What a schema can't say: two names of one salt agree. And engines of legal addresses are
-    looked for on this machine, where nobody is.
+    """What a schema can't say: two names of one salt agree, sums and multiples, lengths in bytes.
+    And engines of legal addresses are looked for on this machine, where nobody is.
     """
     if isinstance(case.body, dict):
+        fit_media(case.body)
+        if _is_positive_u32(case.body.get("block_size")) and _is_positive_u32(
+            case.body.get("offload_chunk")
+        ):
+            case.body["offload_chunk"] = case.body["block_size"]
         salts = [case.body.get(name) for name in ("cache_salt", "additional_salt")]
         if all(isinstance(salt, str) for salt in salts):
             case.body["additional_salt"] = salts[0]
@@ -60,3 +66,19 @@ def before_call(ctx: schemathesis.HookContext, case: schemathesis.Case, kwargs: 
             address = case.body.get(field)
             if isinstance(address, str) and re.fullmatch(r"tcp://[^/]+:\d+", address):
                 case.body[field] = "tcp://127.0.0.1:1"
+
+
+def fit_media(body: dict[str, Any]) -> None:
+    """Items end within u32, and the limit of their identifiers is of bytes."""
+    items = body.get("mm")
+    for item in items if isinstance(items, list) else []:
+        if not isinstance(item, dict):
+            continue
+        if _is_positive_u32(item.get("offset")) and _is_positive_u32(item.get("length")):
+            item["length"] = min(item["length"], _U32 - item["offset"])
+        if isinstance(item.get("identifier"), str):
+            item["identifier"] = re.sub(r"[^ -~]", "x", item["identifier"])
+
+
+def _is_positive_u32(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _U32

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import openapi_hooks  # noqa: F401 - registers how msgpack is written and whole numbers are kept
+import openapi_hooks  # registers how msgpack is written and whole numbers are kept
 import schemathesis
 
 _CHOOSE = ("/select", "/reserve", "/explain", "/potential_loads")
@@ -21,6 +21,7 @@ def before_call(ctx: schemathesis.HookContext, case: schemathesis.Case, kwargs: 
     body = case.body
     if not isinstance(body, dict):
         return
+    openapi_hooks.fit_media(body)
     if "block_hashes" in body:
         # Its range depends on them, and they on the block size.
         body.pop("isl_tokens", None)

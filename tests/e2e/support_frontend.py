@@ -438,6 +438,7 @@ class FakeEngine:
     adapters: tuple[str, ...] = ()
     max_len: int = 4096
     tokenize: Callable[[dict[str, Any]], list[int]] = lambda _body: list(range(64))
+    render: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     health: int = 200
     host: str = "127.0.0.1"
     received: list[Exchange] = field(default_factory=list)
@@ -488,6 +489,10 @@ class FakeEngine:
         if target == "/tokenize":
             tokens = self.tokenize(json.loads(exchange.body))
             return exchange.whole(200, {"count": len(tokens), "tokens": tokens})
+        if target == f"{CHAT}/render":
+            if self.render is None:
+                return exchange.whole(404, {"detail": "Not Found"})
+            return exchange.whole(200, self.render(json.loads(exchange.body)))
         self.received.append(exchange)
         return bool(self.answer(exchange))
 

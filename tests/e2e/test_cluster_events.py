@@ -168,3 +168,13 @@ def test_a_frontend_on_sockets_says_what_a_worker_in_a_stream_needs(cluster: Clu
         lambda: any("start the router with --event-plane nats" in e for e in one.process.errors),
         "the hint",
     )
+
+
+def test_health_tells_of_events_in_a_stream_only_what_is_wrong(cluster: Cluster) -> None:
+    workers = cluster.workers(*NATS, count=1)
+    (worker,) = workers.ids
+    # It has stored nothing yet, and need not have.
+    assert cluster.frontend(workers, *NATS).http.get("/health")["warnings"] == []
+    (lost,) = cluster.frontend(workers).http.get("/health")["warnings"]
+    assert lost.startswith(f"worker {worker}: its events are at jetstream://"), lost
+    assert "which needs --event-plane nats here" in lost

@@ -153,7 +153,8 @@ def test_why_tells_the_decision_and_what_came_of_it(mocker: Mocker) -> None:
         chosen = candidates[after["worker"]]
         assert (chosen["device_blocks"], chosen["host_blocks"], chosen["is_busy"]) == (5, 5, False)
         assert chosen["trust"]["state"] == "exact"
-        assert chosen["formula"].startswith("Formula for worker_id=")
+        assert chosen["formula"].startswith(f"{after['worker']}: ")
+        assert "more blocks cached than" in after["because"]
         costs = sorted(one["cost"] for one in candidates.values())
         assert after["margin"] == costs[1] - costs[0]
         status, answer, _ = frontend.http.call("GET", "/why/nobody")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -212,3 +213,50 @@ def test_warm_burst_overflows_to_idle_workers() -> None:
             first = [answer for answer in answers if answer.worker == home]
             assert all(answer.cached_tokens == 128 for answer in first)
             frontend.wait_idle()
+
+
+FORMULA = re.compile(
+    r"Formula for worker_(\d+): (\d+\.\d) = 1\.0 \* (\d+\.\d) \+ (\d+\.\d) "
+    r"\(cached_blocks: (\d+)\)$"
+)
+
+
+def test_decisions_are_logged_with_the_cost_of_every_worker_when_asked_for() -> None:
+    with Mocker(workers=2) as mocker:
+        workers = [part for n in range(2) for part in ("--worker", mocker.spec(n))]
+        told: dict[int, list[tuple[str, ...]]] = {}
+        for first, flags in ((0, []), (1_000, ["--log-decisions"])):
+            mode = ("--router-mode", "kv", "--log-level", "info")
+            with Frontend(*workers, *mode, *flags) as frontend:
+                frontend.wait_healthy(1, 2)
+                prompt = list(range(first, first + 40))
+                body = {"model": "m", "prompt": prompt, "max_tokens": 1}
+                assert ask(frontend.url, COMPLETIONS, body).status == 200
+            # It has ended, and its log with it.
+            lines = frontend.process.errors
+            found = [FORMULA.search(line.strip()) for line in lines]
+            told[first] = sorted(line.groups() for line in found if line)
+            assert sum("routed" in line for line in lines) == len(flags)
+        # 40 tokens to prefill are two blocks and a half, two of which are whole.
+        cost = ("4.5", "2.5", "2.0", "0")
+        assert told == {0: [], 1_000: [("1", *cost), ("2", *cost)]}
+
+
+def test_variables_without_effect_are_named_at_the_start() -> None:
+    env = {
+        "AIBRIX_PREFIX_CACHE_BLOCK_SIZE": "64",
+        "AIBRIX_ROUTER_VTC_TOKEN_TRACKER_MIN_TOKENS": "10",
+        "KVFLASH_ROUTER_VTC_TOKEN_TRACKER_MAX_TOKENS": "20",
+        "AIBRIX_PREFIX_CACHE_BLOCK_NUMBER": "1000",
+    }
+    with Frontend("--log-level", "warn", env=env) as frontend:
+        lines = frontend.process.errors
+        until(lambda: sum("has no effect" in line for line in lines) == 3, "three warnings")
+        for name in list(env)[:3]:
+            (line,) = (line for line in lines if f"{name} has no effect" in line)
+            assert "WARN" in line
+    env["AIBRIX_POLICY_PROFILE"] = "aibrix-compat"
+    env["AIBRIX_PREFIX_CACHE_KV_EVENT_SYNC_ENABLED"] = "false"
+    with Frontend("--log-level", "warn", env=env) as frontend:
+        pass
+    assert not [line for line in frontend.process.errors if "has no effect" in line]

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,7 @@ from support_frontend import (
     prompt_of,
 )
 
-from service import until
+from service import Process, until
 
 
 def start(*flags: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -275,3 +275,15 @@ def test_connections_are_closed_behind_clients() -> None:
         for n in range(300):
             assert ask(frontend.url, COMPLETIONS, prompt_of("fds", n=n)).status == 200
         until(lambda: len(list(folder.iterdir())) <= before + 2, "the connections to be closed")
+
+
+def test_flags_that_need_nats_say_so_in_the_log(run: Callable[..., Process]) -> None:
+    flags = ("--router-reset-states", "--router-snapshot-threshold", "5")
+    env = {"NATS_SERVER": "nats://127.0.0.1:1"}
+    for module in ("kvflash.frontend", "kvflash.router"):
+        process = run(module, "--port", "0", "--host", "127.0.0.1", *flags, env=env)
+        process.ready()
+        until(lambda p=process: sum("has no effect" in x for x in p.errors) == 3, "the warnings")
+        for name in (flags[0], flags[1], "NATS_SERVER"):
+            (line,) = (line for line in process.errors if f"{name} has no effect" in line)
+            assert "WARN" in line and "add --event-plane nats" in line

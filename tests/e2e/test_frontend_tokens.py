@@ -180,6 +180,26 @@ def test_query_tells_workers_and_tokens_and_changes_nothing(frontend: EmbeddedFr
         assert "worker 5" in answer.json["error"]["message"]
 
 
+def test_each_query_draws_anew_and_its_seed_repeats_it() -> None:
+    fakes = [FakeWorker(number) for number in range(21, 25)]
+    query = {"annotations": ["query_instance_id:"]}
+    with EmbeddedFrontend("--router-temperature", "1") as frontend, workers(frontend, *fakes):
+
+        def told(**more: Any) -> tuple[int, int]:
+            (event,) = ask(frontend.url, CHAT, chat(nvext={**query, **more})).events
+            return event["nvext"]["worker_id"]["decode_worker_id"], event["nvext"]["seed"]
+
+        found = {told() for _ in range(100)}
+        assert {worker for worker, _ in found} == {21, 22, 23, 24}
+        for worker, seed in sorted(found)[::10]:
+            assert told(seed=seed) == (worker, seed)
+            assert frontend.http.post("/explain", chat(nvext={"seed": seed}))["seed"] == seed
+        explained = [frontend.http.post("/explain", chat()) for _ in range(2)]
+        assert explained[0] == explained[1]
+        refused = ask(frontend.url, CHAT, chat(nvext={"seed": -1}))
+        assert refused.status == 400 and "nvext.seed" in refused.json["error"]["message"]
+
+
 def test_text_workers_get_the_body_and_answer_in_chunks(frontend: EmbeddedFrontend) -> None:
     def chunks(ask: Ask) -> bool:
         for index, piece in enumerate(("one ", "two")):

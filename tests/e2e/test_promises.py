@@ -140,7 +140,8 @@ def test_overload_is_refused_with_a_time_to_come_back(cluster: Cluster) -> None:
 
 def test_requests_go_where_most_of_them_is_cached(cluster: Cluster) -> None:
     """Case e2e-routing/001; its tie went to the smaller tree, which ties do not look at here."""
-    frontends = [cluster.frontend(), cluster.frontend("--router-predicted-ttl-secs", "0")]
+    kv = ("--router-mode", "kv")
+    frontends = [cluster.frontend(*kv), cluster.frontend(*kv, "--router-predicted-ttl-secs", "0")]
     a, b = cluster.workers(2)
 
     def overlaps(letters: str, **expected: int) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
 
 import pytest
 
+from kvflash import ConfigError
+from kvflash.indexer import IndexerService
 from kvflash.transport import ZmqOptions
 from service import EmbeddedIndexer, Engine, batch, listener, stored, until, wait_for_sequence
 
@@ -234,3 +237,13 @@ def test_trust_by_worker_state_and_reason(http, engine):
     assert value(http, "trust_reasons", **model, reason="no_events_yet") == 0
     engine.stop()
     until(lambda: states() == [0, 0, 1], "the loss of the connection")
+
+
+def test_names_begin_as_asked():
+    with closing(EmbeddedIndexer(metrics_prefix="mine")) as indexer:
+        lines = indexer.http.get("/metrics").decode().splitlines()
+    names = {line.split()[2] if line.startswith("# ") else line for line in lines[:-1]}
+    assert len(names) > 20
+    assert all(name.startswith("mine_kvindexer_") for name in names), names
+    with pytest.raises(ConfigError, match="--metrics-prefix must be 1 to 64 letters"):
+        IndexerService(host="127.0.0.1", port=0, metrics_prefix="a-b").start()

@@ -208,7 +208,7 @@ def test_models_and_tenants_are_apart(http, engine, model):
     assert {f"{name}:{tenant}" for name, tenant in places} <= set(http.get("/dump"))
 
 
-def test_groups_that_say_nothing_about_the_prompt_give_no_credit(http, engine, model):
+def test_reuse_ends_where_every_group_can_go_on(http, engine, model):
     made = engine(replay=False)
     register(http, made, model)
     groups = [
@@ -230,12 +230,13 @@ def test_groups_that_say_nothing_about_the_prompt_give_no_credit(http, engine, m
         *(stored([1, 2], IDS[:8], block_size=SIZE, **group) for group in groups[2:]),
     )
     assert query(http, model)["scores"] == {"1": {"0": 8}}
-    # A removal from another group takes nothing from the one that counts.
-    entry = publish(http, made, *(removed([1, 2], group_idx=group) for group in (0, 1, 3)))
-    assert query(http, model)["scores"] == {"1": {"0": 8}}
-    assert entry["events"]["other_group"] == 6
-    publish(http, made, removed([2], group_idx=2))
+    # A state is needed at the end of the prefix only.
+    publish(http, made, removed([2], group_idx=1))
     assert query(http, model)["scores"] == {"1": {"0": 4}}
+    # A window whose length nobody told may be any: all of it must be there.
+    entry = publish(http, made, removed([1], group_idx=0))
+    assert query(http, model)["scores"] == {"1": {"0": 0}}
+    assert entry["events"]["other_group"] == 5
 
 
 def test_another_block_size_is_counted_and_seen(http, engine, model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import pytest
@@ -75,6 +76,50 @@ def test_what_http_says_the_object_says(service, client, engine):
     one.unregister(1, model_name="m")
     made.wait_for_departure()
     assert one.query(IDS, model_name="m")["scores"] == {}
+
+
+def test_pictures_and_embeddings_are_asked_for(service, client, engine):
+    made, one = engine(replay=False), service()
+    http = client(one.url)
+    one.register(1, made.endpoint, model_name="m", block_size=SIZE)
+    made.wait_for_subscriber()
+    pictured = stored([1, 2], IDS[:8], block_size=SIZE, extra_keys=[None, [["a", 1]]])
+    embedded = stored([3], IDS[8:12], block_size=SIZE, extra_keys=[[b"\x01\xff"]])
+    publish(http, made, pictured, embedded)
+
+    def held(ids, **fields):
+        found = one.query(ids, model_name="m", **fields)
+        if all(isinstance(digest, str) for digest in fields.get("embeds", [])):
+            assert found == query(http, "m", ids, **fields)
+        return found["scores"]["1"]["0"]
+
+    item = {"identifier": "a", "offset": 5, "length": 2}
+    assert held(IDS[:8], mm=[item], lora_path="/sql") == 8
+    assert held(IDS[:8], mm=[{**item, "offset": 6}]) == held(IDS[:8]) == 4
+    assert held(IDS[8:12], embeds=["01ff"]) == held(IDS[8:12], embeds=[b"\x01\xff"]) == 4
+    assert held(IDS[8:12], embeds=["01fe"]) == held(IDS[8:12]) == 0
+    for fields, wanted in (
+        ({"mm": [{**item, "identifier": ""}]}, r"mm\[0\].identifier must have 1 to 1024 bytes"),
+        ({"embeds": ["01", "xy"]}, r"embeds\[1\] must be 1 to 1024 bytes in hexadecimal digits"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=wanted):
+            one.query(IDS, model_name="m", **fields)
+        body = {"token_ids": IDS, "model_name": "m", **fields}
+        refused = http.post("/query", body, expect=400)
+        assert re.search(wanted, str(refused))
+
+
+def test_facts_of_engines_are_registered(service, engine):
+    made, one = engine(replay=False), service()
+
+    def register(number, **facts):
+        one.register(number, made.endpoint, model_name="m", block_size=SIZE, **facts)
+
+    register(1, attention_chunk_size=8, offload_chunk=2 * SIZE)
+    with pytest.raises(InvalidArgumentError, match="attention_chunk_size must be at least 1"):
+        register(2, attention_chunk_size=0)
+    with pytest.raises(InvalidArgumentError, match="offload_chunk must be a multiple of block_siz"):
+        register(2, offload_chunk=SIZE + 1)
 
 
 def test_a_capacity_is_registered(service, client, engine):

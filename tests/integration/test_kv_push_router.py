@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import pickle
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
@@ -99,11 +100,12 @@ class Worker:
             },
         )
 
-    def hold(self, tokens: Sequence[int]) -> None:
+    def hold(self, tokens: Sequence[int], **extras: Any) -> None:
         assert self.engine is not None
         hashes = compute_sequence_hashes(compute_block_hash_for_seq(list(tokens), BLOCK))
         held = list(tokens)[: len(hashes) * BLOCK]
-        self.engine.publish(batch(stored([int(h) for h in hashes], held, block_size=BLOCK)))
+        event = stored([int(h) for h in hashes], held, block_size=BLOCK, **extras)
+        self.engine.publish(batch(event))
 
     async def stop(self) -> None:
         await self.runtime.close()
@@ -157,14 +159,20 @@ class Stage:
         return router
 
 
-async def known(router: KvPushRouter, tokens: Sequence[int], worker: Worker, blocks: int) -> None:
+async def known(
+    router: KvPushRouter, tokens: Sequence[int], worker: Worker, blocks: int, **keys: Any
+) -> None:
     async def is_known() -> bool:
-        loads = await router.get_potential_loads(tokens)
+        loads = await router.get_potential_loads(tokens, **keys)
         return any(
             (load["worker_id"], load["overlap_blocks"]) == (worker.id, blocks) for load in loads
         )
 
     await eventually(is_known, f"{blocks} blocks of worker {worker.id}")
+
+
+PICTURE = {"identifier": "a", "offset": 5, "length": 2}
+DIGESTS = [b"\0", b"\1", b"\2", b"\3"]
 
 
 def is_idle(router: KvPushRouter) -> bool:
@@ -218,9 +226,8 @@ def test_best_worker_books_only_with_a_name() -> None:
             for _ in range(2):
                 await stage.worker()
             router = await stage.router(2, router_predicted_ttl_secs=None)
-            first = await router.best_worker(TOKENS)
             for _ in range(10):
-                assert await router.best_worker(TOKENS) == first
+                assert await router.best_worker(TOKENS) in [(one, 0, 0) for one in stage.workers]
             assert is_idle(router)
             with pytest.deprecated_call(match="best_worker"):
                 worker_id, overlap = await router.best_worker_id(TOKENS, request_id="req-123")
@@ -241,6 +248,34 @@ def test_best_worker_books_only_with_a_name() -> None:
             assert is_idle(router)
             with pytest.raises(NotFoundError, match="req-123"):
                 await router.mark_prefill_complete("req-123")
+
+    run(work())
+
+
+def test_each_question_draws_anew_and_its_seed_repeats_it() -> None:
+    async def work() -> None:
+        async with Stage() as stage:
+            for _ in range(4):
+                await stage.worker()
+            router = await stage.router(4, router_temperature=1.0)
+            found = [await router.best_worker([number] * 16) for number in range(200)]
+            assert {one.worker_id for one in found} == set(stage.workers)
+            for number, one in enumerate(found[:50]):
+                again = await router.best_worker([number] * 16, seed=one.seed)
+                assert (again, again.seed) == (one, one.seed)
+            assert len({one.seed for one in found}) == 200
+            # To those who know a tuple of three it is one.
+            worker, rank, overlap = found[0]
+            assert found[0] == (worker, rank, overlap) == pickle.loads(pickle.dumps(found[0]))
+            assert pickle.loads(pickle.dumps(found[0])).seed == found[0].seed
+            assert is_idle(router)
+            booked = await router.best_worker(TOKENS, request_id="r", seed=7)
+            assert booked.seed == 7
+            await router.free("r")
+            assert await router.best_worker(TOKENS, seed=7) == booked
+            for bad in (-1, 2**64, 0.5, "7"):
+                with pytest.raises(InvalidArgumentError, match=r"seed must be a whole number"):
+                    await router.best_worker(TOKENS, seed=bad)
 
     run(work())
 
@@ -537,3 +572,89 @@ def test_without_weight_or_credit_nobody_listens() -> None:
     assert KvRouterConfig().make_core(16).uses_events
     assert not KvRouterConfig(overlap_score_weight=0.0).make_core(16).uses_events
     assert not KvRouterConfig(overlap_score_credit=0.0).make_core(16).uses_events
+
+
+def test_requests_are_refused_until_enough_workers_were_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work() -> None:
+        async with Stage() as stage:
+            first = await stage.worker()
+            router = await stage.router(1)
+            wanted = "starting: 1 of the 2 workers that must be there first"
+            for refused in (
+                router.generate(TOKENS),
+                router.best_worker(TOKENS),
+                router.best_worker(TOKENS, request_id="r"),
+            ):
+                with pytest.raises(NoWorkerError, match=wanted):
+                    await refused
+            assert is_idle(router)
+            second = await stage.worker()
+
+            async def is_open() -> bool:
+                try:
+                    return bool(await router.best_worker(TOKENS))
+                except NoWorkerError:
+                    return False
+
+            await eventually(is_open, "the second worker")
+            await second.stop()
+
+            async def is_alone() -> bool:
+                return router._workers.ids == [first.id]
+
+            await eventually(is_alone, "it to be gone")
+            assert (await router.best_worker(TOKENS))[0] == first.id
+
+    monkeypatch.setenv("DYN_ROUTER_MIN_INITIAL_WORKERS", "2")
+    run(work())
+    monkeypatch.setenv("DYN_ROUTER_MIN_INITIAL_WORKERS", "two")
+    with pytest.raises(ConfigError, match="DYN_ROUTER_MIN_INITIAL_WORKERS must be a whole number"):
+        KvRouterConfig().make_core(BLOCK)
+    assert KvRouterConfig(min_initial_workers=0).make_core(BLOCK)
+
+
+def test_prompts_with_pictures_and_embeddings_go_where_they_are_cached() -> None:
+    async def work() -> None:
+        async with Stage() as stage:
+            pictured, embedded = await stage.worker(), await stage.worker()
+            await stage.worker()
+            router = await stage.router(3)
+            pictured.hold(TOKENS, extra_keys=[None, [["a", 1]], None, None])
+            embedded.hold(TOKENS, extra_keys=[[digest] for digest in DIGESTS])
+            await known(router, TOKENS, pictured, 4, mm=[PICTURE])
+            await known(router, TOKENS, embedded, 4, embeds=DIGESTS)
+            # One token further is another prompt.
+            await known(router, TOKENS, pictured, 1, mm=[{**PICTURE, "offset": 6}])
+            text = [digest.hex() for digest in DIGESTS]
+            for keys, home in (
+                ({"mm": [PICTURE]}, pictured),
+                ({"embeds": text, "lora_path": "/sql"}, embedded),
+            ):
+                assert await router.best_worker(TOKENS, **keys) == (home.id, 0, 4)
+                for stream in (
+                    await router.generate(token_ids=TOKENS, **keys),
+                    await router.generate_from_request(
+                        {"token_ids": TOKENS, "stop_conditions": {}, **keys}
+                    ),
+                ):
+                    async with stream:
+                        assert (stream.worker_id, stream.overlap_blocks) == (home.id, 4)
+                        async for _ in stream:
+                            pass
+                assert not {"mm", "embeds", "lora_path"} & set(home.requests[-1])
+            for wrong, wanted in (
+                ({"mm": [{**PICTURE, "length": -1}]}, r"mm\[0\].length must be"),
+                ({"embeds": ["xy"]}, r"embeds\[0\] must be"),
+                ({"lora_path": 5}, "lora_path must be"),
+            ):
+                with pytest.raises(InvalidArgumentError, match=wanted):
+                    await router.generate(token_ids=TOKENS, **wrong)
+                with pytest.raises(InvalidArgumentError, match=wanted):
+                    await router.best_worker(TOKENS, **wrong)
+                with pytest.raises(InvalidArgumentError, match=wanted):
+                    await router.get_potential_loads(TOKENS, **wrong)
+            assert is_idle(router)
+
+    run(work())

@@ -259,19 +259,22 @@ def test_refusals_are_errors_of_their_cause(
 def test_another_engine_is_asked_before_the_first_item_and_never_after() -> None:
     async def work() -> None:
         async with stage(2) as (engines, router):
+            home, other = engines
             for refusal in (
                 (429, {"error": {"message": "full"}}),
                 (503, {"error": {"message": "ends"}}),
             ):
-                first, _, _ = await router.best_worker(TOKENS)
-                home = next(engine for engine in engines if engine.id == first)
+                # The other one has something to do.
+                busy = [9] * len(TOKENS)
+                await router.best_worker(busy, request_id="other", worker_id=other.id)
                 home.refusal = refusal
                 home.asked.clear()
                 stream = await router.generate(TOKENS)
                 assert "".join([item["text"] async for item in stream]) == "abcd"
-                assert stream.worker_id != first
+                assert stream.worker_id == other.id
                 assert len(home.asked) == 1
                 home.refusal = None
+                await router.free("other")
                 assert is_idle(router)
             for engine in engines:
                 engine.events = [

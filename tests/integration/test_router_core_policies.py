@@ -130,13 +130,13 @@ def test_faults_are_named() -> None:
         ({"user": 5}, "user must be a text"),
     ):
         with pytest.raises(InvalidArgumentError, match=text):
-            made.preview(IDS, options)
+            made.query(IDS, options)
 
 
 def test_sessions_users_and_figures_of_engines_are_told() -> None:
     sessions = core(policy="session-affinity")
     assert len({sessions.book([n, *IDS], {"session_key": "k"}).worker_id for n in range(5)}) == 1
-    assert sessions.preview(IDS, {"session_worker": (3, 0), "session_key": "k"})[0] == 3
+    assert sessions.query(IDS, {"session_worker": (3, 0), "session_key": "k"})[0] == 3
     shares = core(policy="vtc-basic")
     booking = shares.book(IDS, {"user": "u"})
     booking.first_token()
@@ -151,7 +151,7 @@ def test_sessions_users_and_figures_of_engines_are_told() -> None:
     for worker_id, value in ((1, 0.5), (2, 0.125), (3, 0.75)):
         assert usage.report_metrics(worker_id, 0, {"gpu_kv_usage": value})
     assert usage.report_metrics(2, 0, {"running_requests": 3})
-    assert usage.preview(IDS)[0] == 2
+    assert usage.query(IDS)[0] == 2
     assert not usage.report_metrics(9, 0, {"gpu_kv_usage": 0})
     for figures, text in (({"gpu_kv_usage": 2}, r"in 0..=1, got 2"), ({"load": 1}, "queue_s")):
         with pytest.raises(InvalidArgumentError, match=text):
@@ -161,7 +161,7 @@ def test_sessions_users_and_figures_of_engines_are_told() -> None:
 def test_text_stands_for_four_bytes_a_token() -> None:
     made = core(policy="prefix-cache")
     home = made.book([0x61626364] * 64).worker_id
-    found = made.preview([1], {"prompt": "abcd" * 64})
+    found = made.query([1], {"prompt": "abcd" * 64})
     assert found[0] == home
 
 
@@ -175,8 +175,8 @@ def test_a_policy_in_python_chooses_and_is_told(asked: Callable[..., AskedPolicy
     booking = made.book(IDS, {"user": "u"})
     assert booking.worker_id == 3
     # The one that may not take it is not among the candidates; one alone is no choice.
-    assert made.preview(IDS, {"allowed_worker_ids": [1, 2]})[0] == 2
-    assert made.preview(IDS, {"worker_id": 1})[0] == 1
+    assert made.query(IDS, {"allowed_worker_ids": [1, 2]})[0] == 2
+    assert made.query(IDS, {"worker_id": 1})[0] == 1
     booking.first_token()
     booking.used(cached_tokens=8, output_tokens=5)
     booking.free()
@@ -210,7 +210,7 @@ def test_kv_chooses_for_a_policy_that_is_stuck_and_nobody_piles_up(
 def test_the_thread_ends_with_its_router(asked: Callable[..., AskedPolicy]) -> None:
     thread = asked(Last())
     made = core(policy_desk=thread.desk)
-    assert made.preview(IDS)[0] == 3
+    assert made.query(IDS)[0] == 3
     del made
     until(lambda: not thread._thread.is_alive(), "the thread to end")
     with pytest.raises(ConfigError, match=r"deadline_s must be at least 0\.001"):

@@ -49,6 +49,7 @@ class Registry:
         self.workers: dict[int, dict[str, Any]] = {}
         self.refused_total = 0
         self.added_total = 0
+        self.warnings: list[str] = []
         self.found: DiscoveredWorkers
         self.cluster = Alone()
 
@@ -61,6 +62,9 @@ class Registry:
 
     def remove_worker(self, worker_id: int) -> None:
         del self.workers[worker_id]
+
+    def set_warnings(self, warnings: list[str]) -> None:
+        self.warnings = warnings
 
 
 async def eventually(check: Callable[[], Any], what: str) -> None:
@@ -145,12 +149,15 @@ def test_who_was_refused_is_taken_when_there_is_room(
             for number in (1, 2):
                 await put(discovery, f"instances/ns/backend/generate/{number}", INSTANCE)
             if again_s > 60:
-                await eventually(lambda: registry.refused_total, "the second one")
+                await eventually(lambda: registry.warnings, "the second one")
+                refused = "worker 2 in discovery is not taken: no room"
+                assert registry.warnings == [refused]
                 await discovery.delete("v1/instances/ns/backend/generate/1")
             else:
                 await eventually(lambda: registry.refused_total > 2, "further attempts")
                 registry.room = 2
             await eventually(lambda: 2 in registry.workers, "the second one to be taken")
+            await eventually(lambda: not registry.warnings, "/health to be content")
 
     asyncio.run(asyncio.wait_for(work(), 60))
     assert [one.getMessage() for one in caplog.records] == ["worker 2: no room; trying again"]
@@ -185,13 +192,18 @@ def test_a_fleet_that_comes_and_goes_at_once_is_gone_through_once() -> None:
     asyncio.run(asyncio.wait_for(work(), 60))
 
 
+async def two_with_cards(registry: Registry, discovery: MemoryDiscovery) -> None:
+    """Workers 1 and 2, of the model x."""
+    for number in (1, 2):
+        await put(discovery, f"models/ns/backend/generate/{number}", {"model_name": "x"})
+        await put(discovery, f"instances/ns/backend/generate/{number}", INSTANCE)
+    await eventually(lambda: len(registry.workers) == 2, "the workers")
+
+
 def test_a_worker_whose_card_goes_first_comes_back_as_no_other_model() -> None:
     async def work() -> None:
         async with followed() as (registry, discovery):
-            for number in (1, 2):
-                await put(discovery, f"models/ns/backend/generate/{number}", {"model_name": "x"})
-                await put(discovery, f"instances/ns/backend/generate/{number}", INSTANCE)
-            await eventually(lambda: len(registry.workers) == 2, "the workers")
+            await two_with_cards(registry, discovery)
             await discovery.delete("v1/models/ns/backend/generate/1")
             # That one is registered anew says that what came before it is settled.
             await put(discovery, "events/ns/backend/2/0", SOCKET)
@@ -208,10 +220,7 @@ def test_a_worker_whose_card_goes_first_comes_back_as_no_other_model() -> None:
 def test_a_worker_that_changes_is_away_for_no_turn_of_the_loop() -> None:
     async def work() -> None:
         async with followed() as (registry, discovery):
-            for number in (1, 2):
-                await put(discovery, f"models/ns/backend/generate/{number}", {"model_name": "x"})
-                await put(discovery, f"instances/ns/backend/generate/{number}", INSTANCE)
-            await eventually(lambda: len(registry.workers) == 2, "the workers")
+            await two_with_cards(registry, discovery)
             fewest = 2
 
             async def look() -> None:
@@ -236,10 +245,7 @@ def test_a_worker_whose_model_is_taken_back_is_let_go(monkeypatch: pytest.Monkey
 
     async def work() -> None:
         async with followed() as (registry, discovery):
-            for number in (1, 2):
-                await put(discovery, f"models/ns/backend/generate/{number}", {"model_name": "x"})
-                await put(discovery, f"instances/ns/backend/generate/{number}", INSTANCE)
-            await eventually(lambda: len(registry.workers) == 2, "the workers")
+            await two_with_cards(registry, discovery)
             await discovery.delete("v1/models/ns/backend/generate/1")
             await eventually(lambda: set(registry.workers) == {2}, "it to be let go")
             await put(discovery, "models/ns/backend/generate/1", {"model_name": "y"})

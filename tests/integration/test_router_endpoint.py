@@ -127,6 +127,12 @@ def test_requests_go_to_the_worker_that_holds_the_prompt_and_items_come_back(rou
             await best.wait_for_instances(30)
             assert [item async for item in await best.random(IDS)] == [second.id]
             assert load(Loads(router), second.id) == (0, 0, 0)
+            wrong = {"mm": [{"identifier": "", "offset": 0, "length": 1}]}, {"embeds": ["xy"]}
+            for keys in wrong:
+                (field,) = keys
+                with pytest.raises(InvalidArgumentError, match=rf"{field}\[0\]"):
+                    stream = await best.random({"token_ids": IDS, **keys})
+                    await anext(aiter(stream))
             client = await runtime.endpoint("ns.router.generate").client()
             await client.wait_for_instances(30)
             second.gate.clear()

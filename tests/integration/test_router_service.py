@@ -147,6 +147,29 @@ def test_selecting_changes_nothing(http):
     assert health["reservations"] == 0
 
 
+def test_each_selection_draws_anew_and_its_seed_repeats_it(http):
+    for worker_id in range(1, 5):
+        add(http, worker_id)
+    warm = {"router_config_override": {"router_temperature": 1.0}}
+    explained = ask(http, "/explain", **warm)
+    drawn = [ask(http, tokens=[n] * 16, **warm) for n in range(200)]
+    assert {answer["worker_id"] for answer in drawn} == {1, 2, 3, 4}
+    for number, answer in enumerate(drawn[:50]):
+        again = ask(http, tokens=[number] * 16, seed=answer["seed"], **warm)
+        assert again == answer
+    # Questions leave the next request alone, and /explain shows it, as often as it is asked.
+    assert ask(http, "/explain", **warm) == explained
+    booked = ask(http, "/reserve", request_id="r", **warm)
+    assert (booked["worker_id"], booked["seed"]) == (explained["worker_id"], explained["seed"])
+    (decision,) = http.get("/why/r")["decisions"]
+    assert decision["seed"] == booked["seed"]
+    http.post("/free", {"request_id": "r"})
+    named = http.post("/", {"method": "new", "tokens": IDS, "seed": 5})
+    assert (named["worker_id"], named["seed"]) == (ask(http, seed=5)["worker_id"], 5)
+    for bad in (-1, 2**64, 0.5, "7"):
+        assert "seed" in ask(http, seed=bad, expect=400)["error"]
+
+
 # -- the life of a reservation
 
 
@@ -346,7 +369,9 @@ def test_a_decision_is_explained_before_and_after(http, engine):
     assert (candidates[1]["device_blocks"], candidates[2]["device_blocks"]) == (4, 0)
     assert candidates[1]["cost"] < candidates[2]["cost"]
     assert candidates[1]["trust"] == "exact"
-    assert candidates[1]["formula"].startswith("Formula for worker_id=1 dp_rank=0")
+    assert candidates[1]["formula"].startswith("1:0: ")
+    assert set(candidates[1]["price"]) == {"queue", "prefill", "decode", "eviction"}
+    assert "4 more blocks cached than 2:0" in before["because"]
     assert http.call("GET", "/why/r")[0] == 404
     ask(http, "/reserve", request_id="r")
     http.post("/prefill_complete", {"request_id": "r"})
@@ -654,15 +679,34 @@ def test_metrics_follow_what_happens(http):
         assert line in text, text
 
 
+def test_names_of_metrics_begin_as_asked(service, client):
+    http = client(service(metrics_prefix="mine").url)
+    add(http, 1)
+    lines = http.get("/metrics").decode().splitlines()
+    names = {line.split()[2] if line.startswith("# ") else line for line in lines[:-1]}
+    assert len(names) > 20
+    assert all(name.startswith("mine_") for name in names), names
+    with pytest.raises(ConfigError, match="--metrics-prefix must be 1 to 64 letters"):
+        RouterService(**LOCAL, metrics_prefix="a-b")
+
+
 def test_ready_waits_for_workers(service, client):
     http = client(service(min_initial_workers=2).url)
     add(http, 1)
     status, answer, headers = http.call("GET", "/ready")
     assert (status, answer["ready"], headers["retry-after"]) == (503, False, "1")
+    for path, fields in (("/select", {}), ("/reserve", {"request_id": "r"})):
+        refused = ask(http, path, expect=503, **fields)
+        assert "starting: 1 of the 2 workers that must have registered" in str(refused)
+    body = {"method": "new", "tokens": IDS, "model_name": "m", "request_id": "n"}
+    assert "starting: 1 of the 2 workers" in str(http.post("/", body, expect=503))
+    # A question about one worker more or less is answered.
+    ask(http, "/explain")
     add(http, 2)
     assert http.get("/ready")["ready"]
     http.call("DELETE", "/workers/2")
     assert http.get("/ready")["ready"]
+    assert ask(http, "/reserve", request_id="r")["worker_id"] == 1
 
 
 def test_the_object_says_what_http_says(service):

@@ -117,4 +117,4 @@ def test_a_core_checks_the_key():
     core = RouterCore(block_size=4, seed=1, session_affinity_ttl_s=60)
     core.set_workers([(1, 0)])
     with pytest.raises(InvalidArgumentError, match="257 bytes; the limit is 256"):
-        core.preview(IDS, {"session_key": "k" * 257})
+        core.query(IDS, {"session_key": "k" * 257})

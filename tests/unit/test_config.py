@@ -7,6 +7,8 @@ import os
 
 import pytest
 
+from kvflash import KvRouterConfig
+from kvflash.cluster_flags import ClusterFlags
 from kvflash.config import Flags, bounded_float, bounded_int, byte_count, optional
 from kvflash.errors import ConfigError
 from kvflash.frontend import args as frontend
@@ -21,7 +23,7 @@ from kvflash.router import args as router
 def _no_settings(monkeypatch):
     """The environment of the caller must not reach in."""
     for name in [*os.environ]:
-        if name.startswith(("KVFLASH_", "DYN_")):
+        if name.startswith(("KVFLASH_", "DYN_", "NATS_")):
             monkeypatch.delenv(name)
 
 
@@ -522,3 +524,23 @@ def test_the_address_to_listen_on_goes_before_the_one_that_others_reach(monkeypa
         monkeypatch.delenv("KVFLASH_HOST")
         assert parse([]).host == "0.0.0.0"
         monkeypatch.delenv("KVFLASH_HTTP_HOST")
+
+
+def test_settings_of_nats_without_it_are_named_with_what_to_add(monkeypatch):
+    flag, field = "--event-plane nats", "KVFLASH_EVENT_PLANE=nats"
+    assert ClusterFlags().without_effect(flag) == []
+    flags = frontend.parse_args(["--router-reset-states", "--router-snapshot-threshold", "5"])
+    reset, threshold = flags.without_effect(flag)
+    assert reset.startswith("--router-reset-states has no effect without --event-plane nats: ")
+    assert threshold.startswith("--router-snapshot-threshold has no effect without --event-plane")
+    assert reset.endswith("; add --event-plane nats") and threshold.endswith("; add " + flag)
+    config = KvRouterConfig(router_reset_states=True, router_snapshot_threshold=None)
+    assert [text.split(" has no")[0] for text in config.cluster_flags().without_effect(field)] == [
+        "router_reset_states",
+        "router_snapshot_threshold",
+    ]
+    monkeypatch.setenv("NATS_SERVER", "nats://10.0.0.1:4222")
+    (server,) = ClusterFlags().without_effect(flag)
+    assert server.startswith("NATS_SERVER has no effect on KV events without --event-plane nats")
+    nats = ClusterFlags(event_plane="nats", router_reset_states=True, router_snapshot_threshold=5)
+    assert nats.without_effect(flag) == []

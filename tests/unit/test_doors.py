@@ -72,6 +72,7 @@ NARROW = {
         "servers",
         "state",
         "transport",
+        "variables",
     },
     # It looks from outside: what it says must not come from what it checks.
     "doctor": {"errors", "config", "doctor"},

@@ -362,3 +362,24 @@ def test_threads_ask_and_tell_at_once():
         thread.join()
     assert len(asked) >= 200
     assert wrong == []
+
+
+def test_prompts_with_pictures_and_embeddings_are_found():
+    item = {"identifier": "a", "offset": 5, "length": 2}
+    pictured = compute_block_hash_for_seq(IDS, SIZE, mm=[item])
+    embedded = compute_block_hash_for_seq(IDS, SIZE, embeds=["00", "01", "02", "03"])
+    index = KvIndexer(SIZE)
+    index.store(1, [11, 12, 13, 14], pictured)
+    index.store(2, [21, 22, 23, 24], embedded)
+
+    def found(**keys):
+        return index.find_matches_for_request(IDS, **keys).scores
+
+    assert found(mm=[item]) == index.find_matches(pictured).scores == {(1, 0): 4}
+    assert found(mm=[{**item, "offset": 6}]) == found() == {(1, 0): 1}
+    assert found(embeds=[b"\0", b"\1", b"\2", b"\3"]) == {(2, 0): 4}
+    assert found(embeds=["00", "ff", "02", "03"]) == {(2, 0): 1}
+    with pytest.raises(InvalidArgumentError, match=r"mm\[0\].offset must be"):
+        found(mm=[{**item, "offset": -1}])
+    with pytest.raises(InvalidArgumentError, match=r"embeds\[0\] must be"):
+        found(embeds=["xy"])

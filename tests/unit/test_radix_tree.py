@@ -9,7 +9,13 @@ from array import array
 import numpy as np
 import pytest
 
-from kvflash import DecodeError, InvalidArgumentError, OverlapScores, RadixTree
+from kvflash import (
+    DecodeError,
+    InvalidArgumentError,
+    OverlapScores,
+    RadixTree,
+    compute_block_hash_for_seq,
+)
 from service import VECTORS, played
 
 CASES = [
@@ -295,3 +301,21 @@ def test_queries_run_beside_events():
         thread.join()
     assert asked > 10
     assert errors == []
+
+
+def test_prompts_with_pictures_are_found():
+    ids, item = [7] * 12, {"identifier": "a", "offset": 5, "length": 2}
+    tree = RadixTree()
+    blocks_held = [
+        {"block_hash": name, "tokens_hash": local}
+        for name, local in enumerate(compute_block_hash_for_seq(ids, 4, mm=[item]))
+    ]
+    data = {"stored": {"parent_hash": None, "blocks": blocks_held}}
+    tree.apply_event(1, json.dumps({"event_id": 0, "data": data, "dp_rank": 0}).encode())
+
+    def blocks(**keys):
+        return scores(tree, compute_block_hash_for_seq(ids, 4, **keys)).get((1, 0), 0)
+
+    assert blocks(mm=[item]) == 3
+    assert blocks(mm=[{**item, "offset": 6}]) == blocks() == 1
+    assert blocks(embeds=["00", "01", "02"]) == 0

@@ -57,12 +57,19 @@ NOT_RUN = {
     ("README.md", "vllm serve MODEL"): "a real engine; test_real_engine.py has one",
     ("README.md", "python -m kvflash.vllm"): "a real engine; test_real_launcher.py has one",
     ("README.md", "python -m kvflash.router"): "test_router_process.py runs the router's manual",
-    ("routing.md", "cost ="): "a formula",
+    ("routing.md", "cost = queue"): "a formula",
+    ("routing.md", "cost = overlap_score_weight"): "a formula",
     (
         "policies.md",
         "python -m kvflash.frontend",
     ): "test_routing_policies.py, test_fairness.py have it",
     ("routing.md", "Formula for worker_id="): "a log line",
+    ("routing.md", "Formula for worker_1:"): "a log line",
+    ("engines.md", "export NATS_SERVER"): "a real engine; test_launchers.py relays to a real NATS",
+    (
+        "publishing.md",
+        "publisher.publish_stored(tokens[:32]",
+    ): "test_publisher.py publishes items and asks for them",
     ("publishing.md", "make capi"): "built and linked by test_capi.py",
     ("publishing.md", "kvflash_publisher_options"): "C; test_capi.py runs the same calls",
 }
