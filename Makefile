@@ -33,8 +33,8 @@ demo-cluster: dev
 	$(BIN)/python -m kvflash.demo.cluster --tokenizer tests/vectors/tiny-llama $(DEMO_FLAGS)
 
 lint: dev
-	cargo fmt --check
-	cargo clippy --quiet --all-targets --features python -- -D warnings
+	cargo fmt --all --check
+	cargo clippy --quiet --workspace --all-targets --features kvflash/python -- -D warnings
 	cargo fmt --check --manifest-path capi/Cargo.toml
 	$(CAPI) clippy --quiet --release --locked --manifest-path capi/Cargo.toml -- -D warnings
 	$(BIN)/ruff format --check python tests benches examples
@@ -49,7 +49,7 @@ capi:
 	$(CAPI) build --quiet --release --locked --manifest-path capi/Cargo.toml
 
 test: lint capi
-	cargo test --quiet
+	cargo test --quiet --workspace
 	$(BIN)/python tests/halves.py $(PYTEST_FLAGS)
 
 bench: dev
@@ -57,10 +57,14 @@ bench: dev
 	$(BIN)/python -m pytest benches/test_index_gates.py $(PYTEST_FLAGS)
 	$(BIN)/python benches/state.py --dry
 
-# The tables of docs/policies.md. TRACE=path plays a recorded trace; without it one of the same shape is made.
+# The tables of docs/policies.md: the matrix of workloads and fleets, then every policy on one trace. TRACE= and
+# AGENTS= play recorded conversations and coding agents; without them ones of the same shape are made. SEED= draws others.
+POLICIES = cargo run --quiet --profile $(PROFILE) --package kvflash-sim -- 
+SEED ?= 1
 policies:
-	cargo bench --quiet --profile $(PROFILE) --bench policies -- \
-		--trace "$(if $(TRACE),$(abspath $(TRACE)))" --write docs/policies.md
+	$(POLICIES) matrix --trace "$(abspath $(TRACE))" --agents "$(abspath $(AGENTS))" --seed $(SEED) \
+		--write docs/policies.md --figures docs/policies.csv
+	$(POLICIES) tables --trace "$(abspath $(TRACE))" --seed $(SEED) --write docs/policies.md
 
 wheel: $(VENV)/.ready
 	$(BIN)/maturin build --release --out dist
