@@ -108,7 +108,6 @@ async def main() -> None:
         block_size=BLOCK_TOKENS,
         cache_blocks=2_048,
         speedup_ratio=1 / args.slow,
-        kv_overlap_score_weight=1.0,
         seed=1,
     )
     for words in args.modes:

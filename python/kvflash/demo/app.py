@@ -112,7 +112,6 @@ async def _run_arm(
         block_size=args.block_size,
         cache_blocks=args.cache_blocks,
         speedup_ratio=args.speedup_ratio,
-        kv_overlap_score_weight=args.kv_overlap_score_weight,
         seed=args.seed,
     )
     with console.status(f"{mode}: starting {args.workers} cold engines and a frontend"):

@@ -27,7 +27,6 @@ class DemoArgs:
     conversations: int
     turns: int
     concurrency: int
-    kv_overlap_score_weight: float
     seed: int
     out: Path
     no_plot: bool
@@ -70,12 +69,6 @@ def parse_args(argv: Sequence[str] | None = None) -> DemoArgs:
         parse=bounded_int(1, 1_000),
         default=16,
         summary="users at a time; each waits for an answer before the next turn",
-    )
-    flags.add(
-        "--kv-overlap-score-weight",
-        parse=bounded_float(0, 1_000),
-        default=1.0,
-        summary="the frontend's flag of that name: more holds on to caches, less spreads load",
     )
     flags.add("--seed", parse=bounded_int(0, 2**64 - 1), default=1, summary="seed of the workload")
     flags.add(

@@ -27,7 +27,6 @@ class FleetOptions:
         block_size: Tokens in a block.
         cache_blocks: Blocks of one engine's cache.
         speedup_ratio: Modelled time / real time.
-        kv_overlap_score_weight: What the frontend lets a block to prefill cost.
         seed: Of the frontend's choices between equals.
         flags: What else the frontend is told.
     """
@@ -36,7 +35,6 @@ class FleetOptions:
     block_size: int
     cache_blocks: int
     speedup_ratio: float
-    kv_overlap_score_weight: float
     seed: int
     flags: tuple[str, ...] = ()
 
@@ -84,7 +82,6 @@ async def start_fleet(
         f"{mode}-frontend",
         "kvflash.frontend",
         *("--router-mode", mode, "--host", "127.0.0.1", "--port", "0"),
-        *("--kv-overlap-score-weight", str(options.kv_overlap_score_weight)),
         *("--seed", str(options.seed), "--drain-timeout", "1", *options.flags),
         *(part for spec in specs for part in ("--worker", spec)),
     )
