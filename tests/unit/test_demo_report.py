@@ -1,23 +1,14 @@
-"""The demo's figures, from records to the table."""
+"""The demo's figures of one run."""
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
 
 import pytest
 
 from kvflash.demo.record import ArmRun, Record
-from kvflash.demo.report import (
-    figures,
-    judge,
-    notes,
-    percentile,
-    reuse_over_time,
-    stage_tokens,
-    to_json,
-)
+from kvflash.demo.report import figures, percentile, reuse_over_time, stage_tokens
 
 
 def record(place: int, *, cached: int = 0, ttft_ms: float = 10.0, worker: str = "1:0") -> Record:
@@ -104,27 +95,6 @@ def test_an_arm_without_answers_has_figures() -> None:
     assert column.ttft_ms_p50 is column.ttft_ms_max is None
 
 
-def test_the_verdict() -> None:
-    less = arm("round-robin", [record(0, ttft_ms=40.0), record(1, cached=20, ttft_ms=40.0)])
-    more = arm("kv", [record(0), record(1, cached=80)])
-    verdict = judge(less, more)
-    assert verdict.is_good
-    assert verdict.sentences == (
-        "Same 2 requests, 10 % -> 40 % of the prompt tokens reused: the engines computed 33 % "
-        "fewer of them.",
-        "Median time to first token 40 -> 10 ms (4.0x).",
-    )
-    for before, after, wanted in (
-        (more, less, "kv did NOT reuse more than round-robin: 20 against 80"),
-        (more, more, "kv did NOT reuse more"),
-        (less, arm("kv", [record(0), failed(1)]), "1 requests failed or could not be sent in kv"),
-        (less, arm("kv", [record(0), record(2, cached=80)]), "did not get the same requests"),
-    ):
-        verdict = judge(before, after)
-        assert not verdict.is_good
-        assert any(wanted in sentence for sentence in verdict.sentences), verdict
-
-
 def test_reuse_over_time_looks_back_on_a_window() -> None:
     records = [record(0), failed(1), record(2, cached=100), record(3, cached=50)]
     times_s, percents = reuse_over_time(records, window=2)
@@ -140,19 +110,3 @@ def test_stage_tokens_out_of_metrics() -> None:
         "kvflash_usage_reports_total 3\n"
     )
     assert stage_tokens(text) == {"selected": 1760.0, "delivered": 1500.0}
-
-
-def test_the_result_is_json() -> None:
-    runs = [arm("round-robin", [record(0)]), arm("kv", [record(0, cached=50)])]
-    result = json.loads(json.dumps(to_json(runs, judge(*runs), {"seed": 1})))
-    assert result["settings"] == {"seed": 1}
-    assert result["modes"]["kv"]["reused_tokens"] == 50
-    assert result["are_requests_identical"]
-    assert result["is_good"]
-
-
-def test_notes_name_the_limits() -> None:
-    text = " ".join(notes(shared_tokens=78_000, cache_tokens=48_000, speedup_ratio=1))
-    assert all(part in text for part in ("mocks", "78,000", "48,000", "in real time", "Not shown"))
-    faster = " ".join(notes(shared_tokens=1, cache_tokens=1, speedup_ratio=2.5))
-    assert "2.5 times as fast as modelled" in faster

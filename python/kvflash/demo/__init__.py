@@ -5,7 +5,8 @@ The rooms, from the ground up; a file imports only from files above it in this l
 - ``args``: the flags.
 - ``workload``: conversations, all of them a function of a seed (pure).
 - ``record``: what the client saw of a request (words).
-- ``report``: records to figures and a verdict (pure).
+- ``report``: the records of one run to figures (pure).
+- ``summary``: the figures of all runs to a verdict (pure).
 - ``plot``: figures to PNG and SVG (needs matplotlib).
 - ``screen``: the terminal (needs rich).
 - ``child``: processes that are started, watched and stopped.

@@ -18,7 +18,8 @@ from kvflash.demo.child import ChildError, Children
 from kvflash.demo.client import send_workload
 from kvflash.demo.fleet import MODEL, Fleet, FleetOptions, start_fleet
 from kvflash.demo.record import ArmRun
-from kvflash.demo.report import BASELINE, KV, figures, judge, notes, to_json
+from kvflash.demo.report import BASELINE, KV, figures
+from kvflash.demo.summary import judge, notes, to_json
 from kvflash.demo.workload import Workload, WorkloadOptions, generate
 
 __all__ = ["run_demo"]

@@ -12,7 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvflash.demo.record import Record
-from kvflash.demo.report import P99_SAMPLES_MIN, ArmFigures, Verdict
+from kvflash.demo.report import P99_SAMPLES_MIN, ArmFigures
+from kvflash.demo.summary import Verdict
 
 __all__ = ["examples", "progress", "show_notes", "show_table", "show_verdict"]
 
