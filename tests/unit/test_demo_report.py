@@ -32,6 +32,7 @@ def failed(place: int) -> Record:
 def arm(mode: str, records: list[Record], *, planned: int | None = None) -> ArmRun:
     return ArmRun(
         mode=mode,
+        seed=1,
         records=records,
         planned_requests=len(records) if planned is None else planned,
         worker_count=2,
@@ -68,13 +69,13 @@ def test_figures_count_what_was_answered() -> None:
     assert column.reuse_percent == pytest.approx(40.0)
     assert (column.ttft_ms_p50, column.ttft_ms_max) == (20.0, 30.0)
     assert column.requests_by_worker == {"1:0": 2, "2:0": 1}
-    assert column.spread == pytest.approx(2 / 1.5)
+    assert column.busiest_ratio == pytest.approx(2 / 1.5)
     assert (column.available_tokens, column.selected_tokens) == (90, 80)
     assert column.delivered_tokens == 70
 
 
-def test_idle_workers_count_in_the_spread() -> None:
-    assert figures(arm("kv", [record(0), record(1)])).spread == pytest.approx(2.0)
+def test_idle_workers_count_in_the_mean() -> None:
+    assert figures(arm("kv", [record(0), record(1)])).busiest_ratio == pytest.approx(2.0)
 
 
 def test_a_maximum_is_not_called_p99() -> None:
@@ -91,7 +92,8 @@ def test_round_robin_expects_nothing() -> None:
 
 def test_an_arm_without_answers_has_figures() -> None:
     column = figures(arm("kv", [failed(0)]))
-    assert (column.requests, column.failures, column.reuse_percent, column.spread) == (0, 1, 0, 0)
+    assert (column.requests, column.failures) == (0, 1)
+    assert column.reuse_percent == column.busiest_ratio == 0
     assert column.ttft_ms_p50 is column.ttft_ms_max is None
 
 

@@ -100,6 +100,7 @@ async def send_workload(
         stages = stage_tokens(await response.text())
     return ArmRun(
         mode=mode,
+        seed=workload.options.seed,
         records=records,
         planned_requests=workload.request_count,
         worker_count=worker_count,

@@ -60,7 +60,7 @@ async def start_fleet(
     """Start cold engines and a frontend; returns when every engine is known to be healthy.
 
     Args:
-        children: Who stops them.
+        children: Who stops them; logs are named by mode and seed.
         session: To ask the frontend how it is.
         mode: The frontend's --router-mode.
         options: The fleet.
@@ -69,7 +69,7 @@ async def start_fleet(
         ChildError: A process ended or was not ready in time.
     """
     engines = await children.start(
-        f"{mode}-mocker",
+        f"{mode}-{options.seed}-mocker",
         "kvflash.mocker",
         *("--num-workers", str(options.workers), "--port", "0", "--model-name", MODEL),
         *("--zmq-events-port", "auto", "--zmq-replay-port", "auto"),
@@ -79,7 +79,7 @@ async def start_fleet(
     workers = await engines.ready(options.workers)
     specs = [f"{w['url']},events={w['events']},replay={w['replay']}" for w in workers]
     frontend = await children.start(
-        f"{mode}-frontend",
+        f"{mode}-{options.seed}-frontend",
         "kvflash.frontend",
         *("--router-mode", mode, "--host", "127.0.0.1", "--port", "0"),
         *("--seed", str(options.seed), "--drain-timeout", "1", *options.flags),

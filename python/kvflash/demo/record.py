@@ -43,6 +43,7 @@ class ArmRun:
 
     Attributes:
         mode: The frontend's --router-mode.
+        seed: Of the workload.
         records: In order of their ends.
         planned_requests: Requests of the workload; more than records when one failed, because the
             rest of its conversation can't be asked.
@@ -52,6 +53,7 @@ class ArmRun:
     """
 
     mode: str
+    seed: int
     records: list[Record]
     planned_requests: int
     worker_count: int

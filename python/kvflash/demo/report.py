@@ -35,10 +35,11 @@ _STAGE = re.compile(r'^kvflash_tokens_total\{stage="(\w+)"\} (\S+)$', re.MULTILI
 
 @dataclass(frozen=True, kw_only=True)
 class ArmFigures:
-    """One column of the table.
+    """What one mode did with the workload of one seed.
 
     Attributes:
         mode: The router mode.
+        seed: Of the workload.
         requests: Requests that were answered in full.
         failures: Requests that were not, and those that could then not be sent.
         prompt_tokens: Of the answered requests, as the engines count.
@@ -50,7 +51,7 @@ class ArmFigures:
         ttft_ms_max: The slowest one.
         wall_s: Duration of the arm.
         requests_by_worker: Answered requests of every worker that had one.
-        spread: Requests of the busiest worker / mean of all workers; 1 is even.
+        busiest_ratio: Requests of the busiest worker / mean of all workers; 1 is even.
         available_tokens: What the best worker held for each request, as the router saw it; None
             where the router does not look.
         selected_tokens: What the chosen worker held, as the router saw it; None as above.
@@ -58,6 +59,7 @@ class ArmFigures:
     """
 
     mode: str
+    seed: int
     requests: int
     failures: int
     prompt_tokens: int
@@ -69,7 +71,7 @@ class ArmFigures:
     ttft_ms_max: float | None
     wall_s: float
     requests_by_worker: Mapping[str, int]
-    spread: float
+    busiest_ratio: float
     available_tokens: int | None
     selected_tokens: int | None
     delivered_tokens: int | None
@@ -97,7 +99,7 @@ def stage_tokens(metrics: str) -> dict[str, float]:
 
 
 def figures(run: ArmRun) -> ArmFigures:
-    """Compute one column of the table."""
+    """Compute the figures of a run."""
     answered = [record for record in run.records if record.error is None]
     prompt_tokens = sum(record.prompt_tokens for record in answered)
     reused_tokens = sum(record.cached_tokens for record in answered)
@@ -110,6 +112,7 @@ def figures(run: ArmRun) -> ArmFigures:
 
     return ArmFigures(
         mode=run.mode,
+        seed=run.seed,
         requests=len(answered),
         failures=run.planned_requests - len(answered),
         prompt_tokens=prompt_tokens,
@@ -121,7 +124,9 @@ def figures(run: ArmRun) -> ArmFigures:
         ttft_ms_max=max(ttft_ms, default=None),
         wall_s=run.wall_s,
         requests_by_worker=dict(sorted(by_worker.items())),
-        spread=max(by_worker.values()) * run.worker_count / len(answered) if answered else 0.0,
+        busiest_ratio=(
+            max(by_worker.values()) * run.worker_count / len(answered) if answered else 0.0
+        ),
         available_tokens=stage("available", is_known=is_looking),
         selected_tokens=stage("selected", is_known=is_looking),
         delivered_tokens=stage("delivered", is_known=True),

@@ -22,8 +22,6 @@ LEGEND = (
     "From the frontend's /metrics: available = the most that any worker held; selected = held by "
     "the chosen one; delivered = reused, as the engines say. round-robin does not look at caches."
 )
-# More workers than that are shown as a range.
-SHARES_MAX = 6
 
 
 @contextmanager
@@ -71,13 +69,12 @@ def show_table(console: Console, columns: Sequence[ArmFigures]) -> None:
         ("time to first token p99 (ms)", lambda c: _number(c.ttft_ms_p99)),
         ("time to first token max (ms)", lambda c: _number(c.ttft_ms_max)),
         ("whole run (s)", lambda c: f"{c.wall_s:.1f}"),
-        ("requests by worker", lambda c: _shares(list(c.requests_by_worker.values()))),
-        ("  busiest worker / mean", lambda c: f"{c.spread:.2f}"),
+        ("requests, busiest worker / mean", lambda c: f"{c.busiest_ratio:.2f}"),
         ("router: available (tokens)", lambda c: _number(c.available_tokens)),
         ("router: selected (tokens)", lambda c: _number(c.selected_tokens)),
         ("router: delivered (tokens)", lambda c: _number(c.delivered_tokens)),
     ]
-    sections = {"prompt tokens", "time to first token p50 (ms)", "requests by worker"}
+    sections = {"prompt tokens", "time to first token p50 (ms)", "requests, busiest worker / mean"}
     sections.add("router: available (tokens)")
     for name, value in rows:
         if name in sections:
@@ -124,9 +121,3 @@ def examples(url: str, model: str) -> str:
 
 def _number(value: float | None) -> str:
     return NOTHING if value is None else f"{value:,.0f}"
-
-
-def _shares(requests: Sequence[int]) -> str:
-    if len(requests) > SHARES_MAX:
-        return f"{min(requests):,} to {max(requests):,}"
-    return " / ".join(f"{count:,}" for count in requests)
