@@ -34,20 +34,20 @@ def is_gone(pid: int) -> bool:
 
 
 def until_kept(demo: Process, out: Path) -> str:
-    """Wait until the kv fleet is kept running; returns its frontend's URL."""
+    """Wait until the auto fleet is kept running; returns its frontend's URL."""
     until((out / "result.json").exists, "the result", 90.0)
     ready = [
         json.loads(line)
-        for line in (out / "kv-1-frontend.log").read_text().splitlines()
+        for line in (out / "auto-1-frontend.log").read_text().splitlines()
         if line.startswith("{")
     ]
     assert demo.popen.poll() is None
     return str(ready[0]["url"])
 
 
-def test_kv_reuses_more_and_the_result_says_so(tmp_path: Path) -> None:
+def test_auto_reuses_more_and_the_result_says_so(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "kvflash.demo", "--quick", "--out", str(tmp_path)],
+        [sys.executable, "-m", "kvflash.demo", "--quick", "--seeds", "2", "--out", str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=100,
@@ -57,8 +57,10 @@ def test_kv_reuses_more_and_the_result_says_so(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["is_good"]
     assert result["are_requests_identical"]
-    before, after = result["modes"]["round-robin"], result["modes"]["kv"]
-    for column in (before, after):
+    assert list(result["modes"]) == ["round-robin", "kv", "auto"]
+    columns = [one for mode in result["modes"].values() for one in mode["seeds"]]
+    assert [one["seed"] for one in columns] == [1, 2] * 3
+    for column in columns:
         assert (column["requests"], column["failures"]) == (18 * 3, 0)
         assert sum(column["requests_by_worker"].values()) == column["requests"]
         # What engines tell the client is what they tell the frontend.
@@ -66,24 +68,32 @@ def test_kv_reuses_more_and_the_result_says_so(tmp_path: Path) -> None:
         assert column["computed_tokens"] + column["reused_tokens"] == column["prompt_tokens"]
         assert 0 < column["ttft_ms_p50"] <= column["ttft_ms_max"]
         assert column["ttft_ms_p99"] is None, "54 samples have no p99"
-    assert before["prompt_tokens"] == after["prompt_tokens"] > 54 * 5_000
-    assert before["busiest_ratio"] < 1.05
-    assert after["reused_tokens"] > before["reused_tokens"]
-    assert before["selected_tokens"] is None
-    assert 0 < after["selected_tokens"] <= after["available_tokens"]
+        assert column["prompt_tokens"] > 54 * 5_000
+        if column["mode"] == "round-robin":
+            assert column["busiest_ratio"] < 1.05
+            assert column["selected_tokens"] is None
+        else:
+            assert 0 < column["selected_tokens"] <= column["available_tokens"]
     records = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
-    assert len(records) == 2 * 54
-    assert sum(r["cached_tokens"] for r in records if r["mode"] == "kv") == after["reused_tokens"]
+    assert len(records) == 6 * 54
+    cached = sum(r["cached_tokens"] for r in records if (r["mode"], r["seed"]) == ("auto", 2))
+    assert cached == columns[-1]["reused_tokens"]
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "demo.svg").read_text()
-    for mode in ("round-robin", "kv"):
-        for part in ("mocker", "frontend"):
-            assert (tmp_path / f"{mode}-1-{part}.log").stat().st_size > 0
-    for part in ("round-robin", "time to first token p50 (ms)", "mocks", "selected", "delivered"):
+    table = (tmp_path / "table.md").read_text()
+    for mode in result["modes"]:
+        for seed in (1, 2):
+            for part in ("mocker", "frontend"):
+                assert (tmp_path / f"{mode}-{seed}-{part}.log").stat().st_size > 0
+        reused = result["modes"][mode]["mean"]["prompt tokens reused (%)"]
+        cell = f"{reused['mean']:.1f} ± {reused['off']:.1f}"
+        assert f"| {mode} | {cell} |" in table
+        assert cell in done.stdout
+    for part in ("time to first token p50 (ms)", "mocks", "selected", "delivered"):
         assert part in done.stdout
 
 
-def test_keep_leaves_the_kv_fleet_until_a_signal(
+def test_keep_leaves_the_auto_fleet_until_a_signal(
     run: Callable[..., Process], client: Callable[[str], Http], tmp_path: Path
 ) -> None:
     demo = run("kvflash.demo", *TINY, "--keep", "--out", str(tmp_path))
@@ -92,7 +102,7 @@ def test_keep_leaves_the_kv_fleet_until_a_signal(
     assert [worker["healthy"] for worker in workers] == [True] * 4
     assert sum(worker["blocks"] for worker in workers) > 0
     ask = {"model": "mock-model", "messages": [{"role": "user", "content": "Hello"}]}
-    assert http.post("/explain", ask)["policy"] == "kv"
+    assert http.post("/explain", ask)["policy"] == "auto"
     assert http.post("/v1/chat/completions", ask)["usage"]["completion_tokens"] > 0
     started = children_of(demo.popen.pid)
     assert len(started) == 2
@@ -117,7 +127,7 @@ def test_a_signal_in_the_middle_leaves_nothing_behind(
     run: Callable[..., Process], tmp_path: Path, number: signal.Signals
 ) -> None:
     demo = run("kvflash.demo", "--no-plot", "--out", str(tmp_path))
-    until(lambda: len(children_of(demo.popen.pid)) == 2, "the fleet of the first arm")
+    until(lambda: len(children_of(demo.popen.pid)) == 6, "the fleets of the first seed")
     started = children_of(demo.popen.pid)
     demo.popen.send_signal(number)
     assert demo.popen.wait(DEADLINE_S) == 130

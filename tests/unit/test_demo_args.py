@@ -18,6 +18,7 @@ def test_defaults_and_quick() -> None:
     assert full.out == Path("demo-out")
     assert quick.conversations * quick.turns < full.conversations * full.turns
     assert quick.speedup_ratio > full.speedup_ratio
+    assert (full.seeds, quick.seeds) == (3, 1)
 
 
 def test_what_is_given_wins_over_quick() -> None:

@@ -1,4 +1,4 @@
-"""Two router modes, one workload, no GPU: ``python -m kvflash.demo``.
+"""Three router modes, the same workloads, no GPU: ``python -m kvflash.demo``.
 
 The rooms, from the ground up; a file imports only from files above it in this list:
 
@@ -6,11 +6,11 @@ The rooms, from the ground up; a file imports only from files above it in this l
 - ``workload``: conversations, all of them a function of a seed (pure).
 - ``record``: what the client saw of a request (words).
 - ``report``: the records of one run to figures (pure).
-- ``summary``: the figures of all runs to a verdict (pure).
+- ``summary``: figures of all seeds to means, a table and a verdict (pure).
 - ``plot``: figures to PNG and SVG (needs matplotlib).
 - ``screen``: the terminal (needs rich).
 - ``child``: processes that are started, watched and stopped.
 - ``fleet``: mock engines and a frontend, ready to serve.
 - ``client``: the users who send the workload.
-- ``app``, ``__main__``: one arm after the other, then the answer.
+- ``app``, ``__main__``: seed after seed, all modes side by side, then the answer.
 """

@@ -10,8 +10,8 @@ def main() -> int:
     """Run the demo.
 
     Returns:
-        Exit status: 0 when kv routing reused more and no request failed, 1 when not, 2 when it
-        could not be tried, 130 after Ctrl-C.
+        Exit status: 0 when auto reused more than round-robin and no request failed, 1 when not,
+        2 when it could not be tried, 130 after Ctrl-C.
     """
     args = parse_args()
     wanted = ["rich"] if args.no_plot else ["rich", "matplotlib"]

@@ -1,4 +1,4 @@
-"""One arm after the other, then the answer."""
+"""Seed after seed, all modes side by side, then the answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 import json
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -14,12 +16,12 @@ from rich.console import Console
 
 from kvflash.demo import screen
 from kvflash.demo.args import DemoArgs
-from kvflash.demo.child import ChildError, Children
+from kvflash.demo.child import ChildError, Children, together
 from kvflash.demo.client import send_workload
 from kvflash.demo.fleet import MODEL, Fleet, FleetOptions, start_fleet
 from kvflash.demo.record import ArmRun
-from kvflash.demo.report import BASELINE, KV, figures
-from kvflash.demo.summary import judge, notes, to_json
+from kvflash.demo.report import AUTO, MODES
+from kvflash.demo.summary import judge, markdown, notes, summarize, to_json
 from kvflash.demo.workload import Workload, WorkloadOptions, generate
 
 __all__ = ["run_demo"]
@@ -67,58 +69,76 @@ async def _until_signal(args: DemoArgs) -> int:
 
 
 async def _run(args: DemoArgs, console: Console, children: Children) -> int:
-    workload = generate(
-        WorkloadOptions(
-            applications=args.applications,
-            conversations=args.conversations,
-            turns=args.turns,
-            seed=args.seed,
+    workloads = [
+        generate(
+            WorkloadOptions(
+                applications=args.applications,
+                conversations=args.conversations,
+                turns=args.turns,
+                seed=args.seed + number,
+            )
         )
-    )
+        for number in range(args.seeds)
+    ]
     console.print(
-        f"{args.workers} mock engines, {args.applications} applications, {args.conversations} "
-        f"conversations of {args.turns} turns, {args.concurrency} users at a time; "
-        f"logs and results in {args.out}/",
+        f"{args.workers} mock engines a mode, {args.applications} applications, "
+        f"{args.conversations} conversations of {args.turns} turns, {args.concurrency} users at a "
+        f"time; logs and results in {args.out}/",
         highlight=False,
     )
     runs: list[ArmRun] = []
+    kept: Fleet | None = None
     # No limit on connections: the users are the limit.
     connector = aiohttp.TCPConnector(limit=0)
     async with children, aiohttp.ClientSession(connector=connector) as session:
-        for mode in (BASELINE, KV):
-            run, fleet = await _run_arm(
-                args, console, children, session, mode=mode, workload=workload
-            )
-            runs.append(run)
-            is_kept = args.keep and mode == KV
-            if not is_kept:
-                await children.stop(*fleet.children)
-        is_good = _tell(args, console, workload, runs)
-        if args.keep:
-            await _keep(console, children, fleet)
+        for workload in workloads:
+            seed = workload.options.seed
+            fleets = await _start_fleets(args, console, children, session, seed=seed)
+            runs += await _send(args, console, children, session, fleets=fleets, workload=workload)
+            kept = fleets[AUTO] if args.keep and workload is workloads[-1] else None
+            stopped = [fleet for fleet in fleets.values() if fleet is not kept]
+            await children.stop(*(child for fleet in stopped for child in fleet.children))
+        is_good = _tell(args, console, workloads, runs)
+        if kept is not None:
+            await _keep(console, children, kept)
     return 0 if is_good else 1
 
 
-async def _run_arm(
+async def _start_fleets(
     args: DemoArgs,
     console: Console,
     children: Children,
     session: aiohttp.ClientSession,
     *,
-    mode: str,
-    workload: Workload,
-) -> tuple[ArmRun, Fleet]:
+    seed: int,
+) -> dict[str, Fleet]:
+    """Start a cold fleet for each mode."""
     options = FleetOptions(
         workers=args.workers,
         block_size=args.block_size,
         cache_blocks=args.cache_blocks,
         speedup_ratio=args.speedup_ratio,
-        seed=args.seed,
+        seed=seed,
     )
-    with console.status(f"{mode}: starting {args.workers} cold engines and a frontend"):
-        fleet = await start_fleet(children, session, mode, options)
-    with screen.progress(console, mode, workload.request_count) as on_record:
-        run = await children.watch(
+    with console.status(f"seed {seed}: starting {args.workers} cold engines for each mode"):
+        fleets = await together(*(start_fleet(children, session, mode, options) for mode in MODES))
+    return dict(zip(MODES, fleets, strict=True))
+
+
+async def _send(
+    args: DemoArgs,
+    console: Console,
+    children: Children,
+    session: aiohttp.ClientSession,
+    *,
+    fleets: Mapping[str, Fleet],
+    workload: Workload,
+) -> list[ArmRun]:
+    """Send the workload to all fleets at once: what else this machine does meets them alike."""
+    with screen.progress(
+        console, fleets, seed=workload.options.seed, total=workload.request_count
+    ) as on_record:
+        sent = (
             send_workload(
                 session,
                 fleet.url,
@@ -127,25 +147,30 @@ async def _run_arm(
                 mode=mode,
                 concurrency=args.concurrency,
                 worker_count=args.workers,
-                on_record=on_record,
+                on_record=partial(on_record, mode),
             )
+            for mode, fleet in fleets.items()
         )
-    return run, fleet
+        return await children.watch(together(*sent))
 
 
-def _tell(args: DemoArgs, console: Console, workload: Workload, runs: list[ArmRun]) -> bool:
+def _tell(
+    args: DemoArgs, console: Console, workloads: Sequence[Workload], runs: list[ArmRun]
+) -> bool:
     """Show and store the result. Returns whether it is the wanted one."""
-    verdict = judge(*runs)
-    screen.show_table(console, [figures(run) for run in runs])
+    verdict = judge(runs)
+    screen.show_table(console, list(summarize(runs).values()))
     screen.show_verdict(console, verdict)
     for run in runs:
         error = next((record.error for record in run.records if record.error), None)
         if error is not None:
-            console.print(f"first failure in {run.mode}: {error}", markup=False, highlight=False)
+            where = f"{run.mode}, seed {run.seed}"
+            console.print(f"first failure in {where}: {error}", markup=False, highlight=False)
     screen.show_notes(
         console,
         notes(
-            shared_tokens=workload.shared_chars,
+            seeds=args.seeds,
+            shared_tokens=sum(one.shared_chars for one in workloads) // len(workloads),
             cache_tokens=args.cache_blocks * args.block_size,
             speedup_ratio=args.speedup_ratio,
         ),
@@ -156,17 +181,23 @@ def _tell(args: DemoArgs, console: Console, workload: Workload, runs: list[ArmRu
 
 
 def _store(args: DemoArgs, runs: list[ArmRun], result: object) -> list[Path]:
-    files = [args.out / "result.json", args.out / "requests.jsonl"]
+    files = [args.out / name for name in ("result.json", "requests.jsonl", "table.md")]
     files[0].write_text(json.dumps(result, indent=2) + "\n")
-    lines = [json.dumps({"mode": run.mode, **asdict(one)}) for run in runs for one in run.records]
+    lines = [
+        json.dumps({"mode": run.mode, "seed": run.seed, **asdict(one)})
+        for run in runs
+        for one in run.records
+    ]
     files[1].write_text("\n".join(lines) + "\n")
+    files[2].write_text(markdown(summarize(runs)))
     if not args.no_plot:
         # Only now: matplotlib takes a second to import, and --no-plot does without it.
         from kvflash.demo.plot import draw  # noqa: PLC0415
 
         caption = (
-            f"{args.workers} mock engines (no GPU, modelled time), {runs[-1].planned_requests} "
-            f"requests a mode, {args.concurrency} users, "
+            f"{args.workers} mock engines a mode (no GPU, modelled time), "
+            f"{runs[-1].planned_requests} requests a mode and seed, seeds: {args.seeds}, "
+            f"{args.concurrency} users, "
             f"{args.cache_blocks * args.block_size:,} tokens of cache an engine"
         )
         files += draw(runs, args.out, caption=caption)
@@ -179,7 +210,7 @@ async def _keep(console: Console, children: Children, fleet: Fleet) -> None:
     Raises:
         ChildError: It ended by itself.
     """
-    console.print("\n[bold]The kv fleet is running; try:[/bold]\n")
+    console.print("\n[bold]The auto fleet is running; try:[/bold]\n")
     # Copied by hand: not wrapped, not coloured.
     print(screen.examples(fleet.url, MODEL), flush=True)
     console.print("\nCtrl-C stops it.")

@@ -11,8 +11,8 @@ from kvflash.config import Flags, bounded_float, bounded_int
 __all__ = ["DemoArgs", "parse_args"]
 
 # What --quick runs instead of the defaults: enough to see the effect, in a few seconds.
-_QUICK = {"applications": 6, "conversations": 18, "turns": 3, "speedup_ratio": 2.0}
-_FULL = {"applications": 12, "conversations": 60, "turns": 5, "speedup_ratio": 1.0}
+_QUICK = {"applications": 6, "conversations": 18, "turns": 3, "speedup_ratio": 2.0, "seeds": 1}
+_FULL = {"applications": 12, "conversations": 36, "turns": 5, "speedup_ratio": 1.0, "seeds": 3}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,7 @@ class DemoArgs:
     turns: int
     concurrency: int
     seed: int
+    seeds: int
     out: Path
     no_plot: bool
     keep: bool
@@ -38,8 +39,8 @@ def parse_args(argv: Sequence[str] | None = None) -> DemoArgs:
     """Parse the command line and the environment."""
     flags = Flags(
         "python -m kvflash.demo",
-        "Send the same conversations through round-robin and through KV-aware routing, each to a "
-        "fresh fleet of mock engines on this machine, and compare what the engines could reuse.",
+        "Send the same conversations through round-robin, kv and auto, the default policy, each "
+        "with a fresh fleet of mock engines on this machine, and compare what engines could reuse.",
     )
     # With one engine there is nothing to choose.
     flags.add("--workers", parse=bounded_int(2, 64), default=4, summary="mock engines")
@@ -60,7 +61,7 @@ def parse_args(argv: Sequence[str] | None = None) -> DemoArgs:
     )
     for name, summary in (
         ("applications", "different system prompts (default: 12, with --quick 6)"),
-        ("conversations", "conversations of all applications (default: 60, with --quick 18)"),
+        ("conversations", "conversations of all applications (default: 36, with --quick 18)"),
         ("turns", "requests in a conversation (default: 5, with --quick 3)"),
     ):
         flags.add(f"--{name}", parse=bounded_int(1, 10_000), default=None, summary=summary)
@@ -70,7 +71,15 @@ def parse_args(argv: Sequence[str] | None = None) -> DemoArgs:
         default=16,
         summary="users at a time; each waits for an answer before the next turn",
     )
-    flags.add("--seed", parse=bounded_int(0, 2**64 - 1), default=1, summary="seed of the workload")
+    flags.add(
+        "--seed", parse=bounded_int(0, 2**32), default=1, summary="seed of the first workload"
+    )
+    flags.add(
+        "--seeds",
+        parse=bounded_int(1, 100),
+        default=None,
+        summary="workloads, each with cold engines (default: 3, with --quick 1)",
+    )
     flags.add(
         "--out",
         parse=Path,
@@ -80,7 +89,7 @@ def parse_args(argv: Sequence[str] | None = None) -> DemoArgs:
     )
     for name, dest, summary in (
         ("--no-plot", "no_plot", "draw nothing; matplotlib is then not needed"),
-        ("--keep", "keep", "leave the kv fleet running for your own requests, until Ctrl-C"),
+        ("--keep", "keep", "leave the auto fleet running for your own requests, until Ctrl-C"),
         ("--quick", "quick", "a few seconds of it: smaller workload, faster engines"),
     ):
         flags.add_switch(name, dest=dest, value=True, summary=summary)

@@ -13,7 +13,7 @@ from typing import IO, Any, TypeVar
 
 from kvflash.errors import KvflashError
 
-__all__ = ["Child", "ChildError", "Children"]
+__all__ = ["Child", "ChildError", "Children", "together"]
 
 T = TypeVar("T")
 
@@ -198,6 +198,15 @@ class Children:
     async def __aexit__(self, *_: object) -> None:
         """Stop all that still run."""
         await self.stop(*self._running)
+
+
+async def together(*wanted: Coroutine[Any, Any, T]) -> list[T]:
+    """Await all side by side. When one fails, the others have ended before it is raised."""
+    works = [asyncio.ensure_future(one) for one in wanted]
+    try:
+        return await asyncio.gather(*works)
+    finally:
+        await _cancel(*works)
 
 
 async def _spawn(

@@ -14,20 +14,21 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from kvflash.demo.record import ArmRun
-from kvflash.demo.report import REUSE_WINDOW_REQUESTS, figures, reuse_over_time
+from kvflash.demo.report import MODES, REUSE_WINDOW_REQUESTS, percentile, reuse_over_time
 
 __all__ = ["draw"]
 
 # Told apart by everybody, also in print: colour, and line style.
-STYLES = {"round-robin": ("#b35806", "--"), "kv": ("#2166ac", "-")}
-PLAIN = ("#555555", "-.")
+STYLES = {"round-robin": ("#b35806", "--"), "kv": ("#2166ac", ":"), "auto": ("#1a7837", "-")}
 
 
 def draw(runs: Sequence[ArmRun], folder: Path, *, caption: str) -> tuple[Path, ...]:
-    """Draw time to first token and reuse over time, every mode a line.
+    """Draw time to first token and reuse over time.
+
+    Times of all seeds of a mode are one line; each seed's reuse is a line of its own.
 
     Args:
-        runs: The arms.
+        runs: Of all modes and seeds.
         folder: Where the files go.
         caption: What the figures were measured on.
 
@@ -36,12 +37,13 @@ def draw(runs: Sequence[ArmRun], folder: Path, *, caption: str) -> tuple[Path, .
     """
     with plt.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
         figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
-        for run in runs:
-            _draw_ttft(left, run)
-            _draw_reuse(right, run)
+        for mode in MODES:
+            of_mode = [run for run in runs if run.mode == mode]
+            _draw_ttft(left, mode, of_mode)
+            _draw_reuse(right, mode, of_mode)
         _finish_ttft(left)
         _finish_reuse(right)
-        figure.suptitle("kvflash demo: same requests, two ways to choose a worker")
+        figure.suptitle("kvflash demo: same requests, three ways to choose a worker")
         figure.supxlabel(caption, fontsize=9, color="#444444")
         paths = (folder / "demo.png", folder / "demo.svg")
         for path in paths:
@@ -50,14 +52,14 @@ def draw(runs: Sequence[ArmRun], folder: Path, *, caption: str) -> tuple[Path, .
     return paths
 
 
-def _draw_ttft(axes: Axes, run: ArmRun) -> None:
-    samples = sorted(r.ttft_ms for r in run.records if r.ttft_ms is not None)
-    median = figures(run).ttft_ms_p50
+def _draw_ttft(axes: Axes, mode: str, runs: Sequence[ArmRun]) -> None:
+    samples = sorted(r.ttft_ms for run in runs for r in run.records if r.ttft_ms is not None)
+    median = percentile(samples, 50)
     if median is None:
         return
-    color, style = STYLES.get(run.mode, PLAIN)
+    color, style = STYLES[mode]
     shares = [100 * (rank + 1) / len(samples) for rank in range(len(samples))]
-    label = f"{run.mode} (median {median:,.0f} ms)"
+    label = f"{mode} (median of all seeds {median:,.0f} ms)"
     axes.step(samples, shares, where="post", color=color, linestyle=style, linewidth=2, label=label)
     axes.plot(median, 50, "o", color=color)
 
@@ -75,11 +77,12 @@ def _finish_ttft(axes: Axes) -> None:
     axes.legend(loc="lower right", frameon=False)
 
 
-def _draw_reuse(axes: Axes, run: ArmRun) -> None:
-    times_s, percents = reuse_over_time(run.records)
-    color, style = STYLES.get(run.mode, PLAIN)
-    label = f"{run.mode} ({figures(run).reuse_percent:.0f} % in all)"
-    axes.plot(times_s, percents, color=color, linestyle=style, linewidth=2, label=label)
+def _draw_reuse(axes: Axes, mode: str, runs: Sequence[ArmRun]) -> None:
+    color, style = STYLES[mode]
+    for run in runs:
+        times_s, percents = reuse_over_time(run.records)
+        label = mode if run is runs[0] else None
+        axes.plot(times_s, percents, color=color, linestyle=style, linewidth=1.5, label=label)
 
 
 def _finish_reuse(axes: Axes) -> None:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from kvflash.demo.record import ArmRun, Record
 
 __all__ = [
+    "AUTO",
     "BASELINE",
-    "KV",
+    "MODES",
     "P99_SAMPLES_MIN",
     "REUSE_WINDOW_REQUESTS",
     "ArmFigures",
@@ -23,7 +24,9 @@ __all__ = [
 ]
 
 BASELINE = "round-robin"
-KV = "kv"
+AUTO = "auto"
+# In the order of the table.
+MODES = (BASELINE, "kv", AUTO)
 
 # With fewer samples the nearest rank of the 99th percentile is the maximum, and is not called p99.
 P99_SAMPLES_MIN = 100
@@ -105,7 +108,7 @@ def figures(run: ArmRun) -> ArmFigures:
     reused_tokens = sum(record.cached_tokens for record in answered)
     ttft_ms = _ttft_ms(answered)
     by_worker = Counter(record.worker for record in answered)
-    is_looking = run.mode == KV
+    is_looking = run.mode != BASELINE
 
     def stage(name: str, *, is_known: bool) -> int | None:
         return int(run.stage_tokens[name]) if is_known and name in run.stage_tokens else None

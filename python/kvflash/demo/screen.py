@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.box import HORIZONTALS
@@ -13,22 +14,25 @@ from rich.table import Table
 
 from kvflash.demo.record import Record
 from kvflash.demo.report import P99_SAMPLES_MIN, ArmFigures
-from kvflash.demo.summary import Verdict
+from kvflash.demo.summary import HEADLINES, ModeFigures, Verdict
 
 __all__ = ["examples", "progress", "show_notes", "show_table", "show_verdict"]
 
 NOTHING = "-"
 LEGEND = (
-    "From the frontend's /metrics: available = the most that any worker held; selected = held by "
-    "the chosen one; delivered = reused, as the engines say. round-robin does not look at caches."
+    "From the frontend's /metrics, of the prompt tokens: available = the most that any worker "
+    "held; selected = held by the chosen one; delivered = reused, as the engines say. round-robin "
+    "does not look at caches."
 )
 
 
 @contextmanager
-def progress(console: Console, mode: str, total: int) -> Iterator[Callable[[Record], None]]:
-    """A bar of an arm's requests, with the reuse so far; call the result after every request."""
+def progress(
+    console: Console, modes: Iterable[str], *, seed: int, total: int
+) -> Iterator[Callable[[str, Record], None]]:
+    """A bar for each mode, with the reuse so far; call the result after every request."""
     bar = Progress(
-        TextColumn("{task.description:<12}"),
+        TextColumn("{task.description:<21}"),
         BarColumn(bar_width=36),
         MofNCompleteColumn(),
         TextColumn("requests  reused {task.fields[reuse]:>3} %"),
@@ -36,54 +40,63 @@ def progress(console: Console, mode: str, total: int) -> Iterator[Callable[[Reco
         TimeElapsedColumn(),
         console=console,
     )
-    prompt_tokens = cached_tokens = failures = 0
     with bar:
-        task = bar.add_task(mode, total=total, reuse="0", failures="")
+        tasks = {
+            mode: bar.add_task(f"seed {seed}: {mode}", total=total, reuse="0", failures="")
+            for mode in modes
+        }
+        counts = {mode: Counter[str]() for mode in tasks}
 
-        def on_record(record: Record) -> None:
-            nonlocal prompt_tokens, cached_tokens, failures
-            prompt_tokens += record.prompt_tokens
-            cached_tokens += record.cached_tokens
-            failures += record.error is not None
-            reuse = f"{100 * cached_tokens / prompt_tokens:.0f}" if prompt_tokens else "0"
-            shown = f"{failures} failed" if failures else ""
-            bar.update(task, advance=1, reuse=reuse, failures=shown)
+        def on_record(mode: str, record: Record) -> None:
+            count = counts[mode]
+            count["prompt"] += record.prompt_tokens
+            count["cached"] += record.cached_tokens
+            count["failures"] += record.error is not None
+            reuse = f"{100 * count['cached'] / count['prompt']:.0f}" if count["prompt"] else "0"
+            shown = f"{count['failures']} failed" if count["failures"] else ""
+            bar.update(tasks[mode], advance=1, reuse=reuse, failures=shown)
 
         yield on_record
 
 
-def show_table(console: Console, columns: Sequence[ArmFigures]) -> None:
-    """The figures, the modes side by side."""
+def show_table(console: Console, columns: Sequence[ModeFigures]) -> None:
+    """The figures of all seeds, the modes side by side."""
     table = Table(box=HORIZONTALS, show_edge=False, pad_edge=False, header_style="bold")
     table.add_column("")
     for column in columns:
         table.add_column(column.mode, justify="right")
-    rows: list[tuple[str, Callable[[ArmFigures], str]]] = [
-        ("requests answered", lambda c: f"{c.requests:,}"),
-        ("requests failed", lambda c: f"[red]{c.failures:,}[/red]" if c.failures else "0"),
-        ("prompt tokens", lambda c: f"{c.prompt_tokens:,}"),
-        ("  reused, as the engines say", lambda c: f"{c.reused_tokens:,}"),
-        ("  reused (%)", lambda c: f"[bold]{c.reuse_percent:.1f}[/bold]"),
-        ("  computed", lambda c: f"{c.computed_tokens:,}"),
-        ("time to first token p50 (ms)", lambda c: f"[bold]{_number(c.ttft_ms_p50)}[/bold]"),
-        ("time to first token p99 (ms)", lambda c: _number(c.ttft_ms_p99)),
-        ("time to first token max (ms)", lambda c: _number(c.ttft_ms_max)),
-        ("whole run (s)", lambda c: f"{c.wall_s:.1f}"),
-        ("requests, busiest worker / mean", lambda c: f"{c.busiest_ratio:.2f}"),
-        ("router: available (tokens)", lambda c: _number(c.available_tokens)),
-        ("router: selected (tokens)", lambda c: _number(c.selected_tokens)),
-        ("router: delivered (tokens)", lambda c: _number(c.delivered_tokens)),
-    ]
-    sections = {"prompt tokens", "time to first token p50 (ms)", "requests, busiest worker / mean"}
-    sections.add("router: available (tokens)")
-    for name, value in rows:
-        if name in sections:
-            table.add_section()
-        table.add_row(name, *(value(column) for column in columns))
+
+    def add(name: str, figure: Callable[[ArmFigures], float | None], digits: int = 0) -> None:
+        spreads = [column.over_seeds(figure) for column in columns]
+        table.add_row(name, *(NOTHING if one is None else one.text(digits) for one in spreads))
+
+    def add_sum(name: str, count: Callable[[ArmFigures], int]) -> None:
+        sums = [sum(map(count, column.by_seed)) for column in columns]
+        table.add_row(name, *(f"{one:,}" for one in sums))
+
+    add_sum("requests answered, all seeds", lambda one: one.requests)
+    add_sum("requests failed, all seeds", lambda one: one.failures)
+    table.add_section()
+    add("prompt tokens computed (thousands)", lambda one: one.computed_tokens / 1_000)
+    for headline in HEADLINES:
+        add(f"[bold]{headline.title}[/bold]", headline.figure, headline.digits)
+    add("time to first token max (ms)", lambda one: one.ttft_ms_max)
+    table.add_section()
+    add("whole run (s)", lambda one: one.wall_s, 1)
+    add("requests, busiest worker / mean", lambda one: one.busiest_ratio, 2)
+    table.add_section()
+    add("available (%)", lambda one: _percent(one.available_tokens, one), 1)
+    add("selected (%)", lambda one: _percent(one.selected_tokens, one), 1)
+    add("delivered (%)", lambda one: _percent(one.delivered_tokens, one), 1)
     console.print(Padding(table, (1, 0, 0, 0)))
-    if any(column.requests < P99_SAMPLES_MIN for column in columns):
+    if any(one.requests < P99_SAMPLES_MIN for column in columns for one in column.by_seed):
         console.print(f"[dim]p99 needs {P99_SAMPLES_MIN} requests.[/dim]")
     console.print(f"[dim]{LEGEND}[/dim]", highlight=False)
+
+
+def _percent(tokens: int | None, of: ArmFigures) -> float | None:
+    """Tokens as a share of the prompt tokens."""
+    return None if tokens is None or of.prompt_tokens == 0 else 100 * tokens / of.prompt_tokens
 
 
 def show_verdict(console: Console, verdict: Verdict) -> None:
@@ -117,7 +130,3 @@ def examples(url: str, model: str) -> str:
             f"curl -s {url}/metrics | grep kvflash_tokens",
         ]
     )
-
-
-def _number(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:,.0f}"

@@ -1,15 +1,96 @@
-"""The figures of all runs to a verdict. Pure."""
+"""The figures of all seeds to means, a table and a verdict. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvflash.demo.record import ArmRun
-from kvflash.demo.report import figures
+from kvflash.demo.report import AUTO, BASELINE, MODES, ArmFigures, figures
 
-__all__ = ["Verdict", "judge", "notes", "to_json"]
+__all__ = [
+    "HEADLINES",
+    "Headline",
+    "ModeFigures",
+    "Spread",
+    "Verdict",
+    "judge",
+    "markdown",
+    "notes",
+    "summarize",
+    "to_json",
+]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A figure of several seeds.
+
+    Attributes:
+        mean: Of the seeds.
+        off: How far the farthest seed is from the mean; None for one seed.
+    """
+
+    mean: float
+    off: float | None
+
+    def text(self, digits: int = 0) -> str:
+        """``mean ± off``, each with so many decimal places."""
+        mean = f"{self.mean:,.{digits}f}"
+        return mean if self.off is None else f"{mean} ± {self.off:,.{digits}f}"
+
+
+@dataclass(frozen=True)
+class ModeFigures:
+    """What one mode did, seed by seed.
+
+    Attributes:
+        mode: The router mode.
+        by_seed: Figures of each seed, in the order of the seeds; at least one.
+    """
+
+    mode: str
+    by_seed: tuple[ArmFigures, ...]
+
+    def over_seeds(self, figure: Callable[[ArmFigures], float | None]) -> Spread | None:
+        """Mean and spread of a figure; None where a seed lacks it."""
+        values = [value for one in self.by_seed if (value := figure(one)) is not None]
+        if len(values) < len(self.by_seed):
+            return None
+        mean = sum(values) / len(values)
+        off = max(abs(value - mean) for value in values) if len(values) > 1 else None
+        return Spread(mean, off)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headline:
+    """A column of the short table.
+
+    Attributes:
+        title: Its head, with the unit.
+        figure: What it shows of a run.
+        digits: Decimal places.
+        is_more_better: Whether the highest mean is the best.
+    """
+
+    title: str
+    figure: Callable[[ArmFigures], float | None]
+    digits: int = 0
+    is_more_better: bool = False
+
+
+# The first one is what the verdict goes by.
+HEADLINES = (
+    Headline(
+        title="prompt tokens reused (%)",
+        figure=lambda one: one.reuse_percent,
+        digits=1,
+        is_more_better=True,
+    ),
+    Headline(title="time to first token p50 (ms)", figure=lambda one: one.ttft_ms_p50),
+    Headline(title="time to first token p99 (ms)", figure=lambda one: one.ttft_ms_p99),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +98,8 @@ class Verdict:
     """What the figures say.
 
     Attributes:
-        is_good: No request failed, both arms saw the same requests, and kv reused more.
+        is_good: No request failed, all modes got the same requests, and auto reused more than
+            round-robin.
         sentences: Why, or why not, plainly.
     """
 
@@ -25,58 +107,101 @@ class Verdict:
     sentences: tuple[str, ...]
 
 
-def judge(baseline: ArmRun, kv: ArmRun) -> Verdict:
-    """Compare the two arms."""
-    before, after = figures(baseline), figures(kv)
-    bad: list[str] = []
-    for column in (before, after):
-        if column.failures:
-            bad.append(f"{column.failures} requests failed or could not be sent in {column.mode}.")
-    if not bad and _asked(baseline) != _asked(kv):
-        bad.append("The two modes did not get the same requests; the figures don't compare.")
-    if after.reused_tokens <= before.reused_tokens:
+def summarize(runs: Sequence[ArmRun]) -> dict[str, ModeFigures]:
+    """The figures of each mode, in the order of the table."""
+    columns = [figures(run) for run in sorted(runs, key=lambda run: run.seed)]
+    by_mode = {mode: tuple(one for one in columns if one.mode == mode) for mode in MODES}
+    return {mode: ModeFigures(mode, found) for mode, found in by_mode.items() if found}
+
+
+def judge(runs: Sequence[ArmRun]) -> Verdict:
+    """Compare the modes, each of which ran with every seed."""
+    modes = summarize(runs)
+    bad = [
+        f"{failures} requests failed or could not be sent in {mode}."
+        for mode, found in modes.items()
+        if (failures := sum(one.failures for one in found.by_seed))
+    ]
+    if not bad and not _are_requests_identical(runs):
+        bad.append("The modes did not get the same requests; the figures don't compare.")
+    before, after = modes[BASELINE], modes[AUTO]
+    reused = {mode: sum(one.reused_tokens for one in modes[mode].by_seed) for mode in modes}
+    if reused[AUTO] <= reused[BASELINE]:
         bad.append(
-            f"kv did NOT reuse more than round-robin: {after.reused_tokens:,} against "
-            f"{before.reused_tokens:,} prompt tokens."
+            f"auto did NOT reuse more than round-robin: {reused[AUTO]:,} against "
+            f"{reused[BASELINE]:,} prompt tokens."
         )
     if bad:
         return Verdict(is_good=False, sentences=tuple(bad))
-    less = 100 * (1 - after.computed_tokens / before.computed_tokens)
+    computed = [sum(one.computed_tokens for one in found.by_seed) for found in (before, after)]
     sentences = [
-        f"Same {after.requests:,} requests, {before.reuse_percent:.0f} % -> "
-        f"{after.reuse_percent:.0f} % of the prompt tokens reused: the engines computed "
-        f"{less:.0f} % fewer of them."
+        f"auto reused {_mean(after, HEADLINES[0])} % of the prompt tokens, round-robin "
+        f"{_mean(before, HEADLINES[0])} %: the engines computed "
+        f"{100 * (1 - computed[1] / computed[0]):.0f} % fewer of them."
     ]
-    if before.ttft_ms_p50 is not None and after.ttft_ms_p50 is not None:
-        sentences.append(
-            "Median time to first token "
-            + _change(before.ttft_ms_p50, after.ttft_ms_p50)
-            + (
-                f", p99 {_change(before.ttft_ms_p99, after.ttft_ms_p99)}."
-                if before.ttft_ms_p99 is not None and after.ttft_ms_p99 is not None
-                else "."
+    for headline in HEADLINES[1:]:
+        pair = [found.over_seeds(headline.figure) for found in (before, after)]
+        if pair[0] is not None and pair[1] is not None:
+            sentences.append(
+                f"{headline.title.capitalize()}: {pair[0].text()} -> {pair[1].text()} "
+                f"({pair[0].mean / pair[1].mean:.1f}x)."
             )
-        )
-    return Verdict(is_good=True, sentences=tuple(sentences))
+    return Verdict(is_good=True, sentences=(*sentences, *_losses(modes)))
 
 
-def notes(*, shared_tokens: int, cache_tokens: int, speedup_ratio: float) -> tuple[str, ...]:
+def _losses(modes: Mapping[str, ModeFigures]) -> list[str]:
+    """A sentence for each headline in which auto is not the best."""
+    sentences = []
+    for headline in HEADLINES:
+        means = {
+            mode: spread.mean * (1 if headline.is_more_better else -1)
+            for mode, found in modes.items()
+            if (spread := found.over_seeds(headline.figure)) is not None
+        }
+        best = max(means, key=means.__getitem__, default=AUTO)
+        if AUTO in means and means[best] > means[AUTO]:
+            sentences.append(
+                f"auto is not the best in {headline.title}: {best} has "
+                f"{_mean(modes[best], headline)}, auto {_mean(modes[AUTO], headline)}."
+            )
+    return sentences
+
+
+def markdown(modes: Mapping[str, ModeFigures]) -> str:
+    """The short table, a row a mode, in Markdown; ends with a newline."""
+    rows = [["", *(headline.title for headline in HEADLINES)], ["---"] * (1 + len(HEADLINES))]
+    for mode, found in modes.items():
+        rows.append([mode, *(_mean(found, headline) for headline in HEADLINES)])
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows).replace("|  |", "| |")
+
+
+def notes(
+    *, seeds: int, shared_tokens: int, cache_tokens: int, speedup_ratio: float
+) -> tuple[str, ...]:
     """What a reader must know before they believe the figures.
 
     Args:
-        shared_tokens: Of all different system prompts together.
+        seeds: Workloads that every mode ran.
+        shared_tokens: Of all different system prompts of one workload together.
         cache_tokens: Of one engine.
         speedup_ratio: Modelled time / real time.
     """
     pace = "in real time" if speedup_ratio == 1 else f"{speedup_ratio:g} times as fast as modelled"
+    spread = (
+        "One seed, so no spread."
+        if seeds == 1
+        else f"Figures are means of {seeds} seeds; ± is the distance of the farthest one."
+    )
     return (
+        spread,
         "The engines are mocks: no model, no GPU. Prefill and decode times follow curves fitted to "
         f"one GPU, played {pace}; block manager, LRU eviction, events, HTTP and routing are real.",
         "The workload is of the kind that can gain: histories grow and system prompts are shared, "
         f"{shared_tokens:,} tokens of them, where one engine's cache holds {cache_tokens:,}. "
         "Prompts that share nothing gain nothing.",
-        "Times are what the client saw; engines, router and client share this machine's CPU. Users "
-        "wait for their answers, so the faster mode also gets its requests faster. One run each.",
+        "Times are what the client saw. All modes run side by side; their engines, routers and "
+        "clients share this machine's CPU. Users wait for their answers, so a faster mode also "
+        "gets its requests faster.",
         "A token is a byte here. Not shown: answer quality, several frontends, a real network, "
         "failing workers, the router's own limits.",
     )
@@ -84,18 +209,32 @@ def notes(*, shared_tokens: int, cache_tokens: int, speedup_ratio: float) -> tup
 
 def to_json(runs: Sequence[ArmRun], verdict: Verdict, settings: Mapping[str, Any]) -> Any:
     """The machine-readable result."""
+    modes = {}
+    for mode, found in summarize(runs).items():
+        spreads = {h.title: found.over_seeds(h.figure) for h in HEADLINES}
+        modes[mode] = {
+            "seeds": [asdict(one) for one in found.by_seed],
+            "mean": {title: spread and asdict(spread) for title, spread in spreads.items()},
+        }
     return {
         "settings": dict(settings),
-        "modes": {run.mode: asdict(figures(run)) for run in runs},
-        "are_requests_identical": len({frozenset(_asked(run)) for run in runs}) == 1,
+        "modes": modes,
+        "are_requests_identical": _are_requests_identical(runs),
         "is_good": verdict.is_good,
         "verdict": list(verdict.sentences),
     }
 
 
-def _asked(run: ArmRun) -> set[tuple[int, int, str]]:
-    return {(record.conversation, record.turn, record.request) for record in run.records}
+def _mean(found: ModeFigures, headline: Headline) -> str:
+    spread = found.over_seeds(headline.figure)
+    return "-" if spread is None else spread.text(headline.digits)
 
 
-def _change(before_ms: float, after_ms: float) -> str:
-    return f"{before_ms:,.0f} -> {after_ms:,.0f} ms ({before_ms / after_ms:.1f}x)"
+def _are_requests_identical(runs: Sequence[ArmRun]) -> bool:
+    """Whether all modes got the same requests."""
+    asked: dict[str, set[tuple[int, int, int, str]]] = {run.mode: set() for run in runs}
+    for run in runs:
+        asked[run.mode] |= {
+            (run.seed, record.conversation, record.turn, record.request) for record in run.records
+        }
+    return len(set(map(frozenset, asked.values()))) == 1
