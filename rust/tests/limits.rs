@@ -318,6 +318,80 @@ fn predictions_end_to_the_millisecond() {
     }
 }
 
+/// Histories against the twin, to the block: of what lengths, with what times beside them, and with evictions
+/// that leave holes.
+#[test]
+fn histories_keep_what_was_predicted_last() {
+    let _alone = alone();
+    let mut outgrown = 0;
+    for seed in 0..20 {
+        let mut rng = SmallRng::seed_from_u64(seed);
+        let prompts = prompts(&mut rng, 10, [6, 60, 300][seed as usize % 3]);
+        let limits = Limits { predicted_ttl_ms: 50, ..Limits::default() };
+        let (index, oracle) = (RadixIndex::new(limited(limits)), OracleIndex::new(limited(limits)));
+        let both = [&index as &dyn BlockIndex, &oracle];
+        let mut most = 100;
+        for now_ms in 0..400 {
+            let prompt = prompts.choose(&mut rng).expect("some");
+            let prompt = &prompt[..rng.random_range(1..=prompt.len())];
+            let who = worker(rng.random_range(0..4));
+            if rng.random_bool(0.05) {
+                most = rng.random_range(0..200);
+            }
+            let fresh = both.map(|index| match who.instance_id {
+                // From some time on.
+                0 | 1 if now_ms > 50 => index.predict_within(who, SEED, prompt, most),
+                _ => index.predict(who, SEED, prompt),
+            });
+            assert_eq!(fresh[0], fresh[1]);
+            if rng.random_bool(0.3) {
+                let from = rng.random_range(0..prompt.len());
+                let blocks = named(prompt, 1);
+                let names: Vec<u64> =
+                    blocks[from..].iter().map(|block| block.engine_hash).collect();
+                for index in both {
+                    index.store(who, Tier::Device, None, SEED, &blocks);
+                    index.remove(who, Tier::Device, &names[..names.len().min(5)]);
+                }
+            }
+            let _ = both.map(|index| index.advance_to(now_ms));
+            if rng.random_bool(0.02) {
+                let _ = both.map(|index| index.clear(who));
+            }
+            if rng.random_bool(0.02) {
+                let _ = both.map(|index| index.remove_worker(who));
+            }
+            index.audit();
+            assert_eq!(predicted(&index, &prompts), predicted(&oracle, &prompts));
+            let stats = both.map(|index| index.stats());
+            assert_eq!(stats[0].expired_blocks_total, stats[1].expired_blocks_total);
+            assert_eq!(stats[0].predicted, stats[1].predicted);
+        }
+        outgrown += index.stats().expired_blocks_total;
+    }
+    assert!(outgrown > 1_000, "{outgrown}");
+}
+
+#[test]
+fn histories_do_not_pile_up() {
+    let _alone = alone();
+    let index = RadixIndex::default();
+    let mut settled = 0;
+    for round in 0..200_000 {
+        // One that all have in common, one that comes again, and one of its own.
+        let own: Vec<u64> =
+            (0..5).chain((0..20).map(|at| round % 400 * 100 + at + 1_000)).collect();
+        index.predict_within(worker(round % 3), SEED, &own, 1_000);
+        assert!(index.stats().predicted <= 3_000);
+        if round == 10_000 {
+            settled = index.stats().bytes;
+        }
+    }
+    let bytes = index.stats().bytes;
+    assert!(bytes <= settled + settled / 20, "{settled} -> {bytes}");
+    index.audit();
+}
+
 #[test]
 fn repeated_predictions_do_not_pile_up() {
     let _alone = alone();

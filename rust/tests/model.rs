@@ -71,7 +71,7 @@ fn run_chaos(seed: u64, count_mode: CountMode, limits: Limits, space: Space) -> 
     // Where there is room for few blocks, few are stored twice.
     let keeps = count_mode == CountMode::Copies && seen.duplicates > 100;
     covers!(seen, (seen.kept > 0) == keeps || seen.duplicates <= 100);
-    covers!(seen, (seen.expired > 0) == (limits.predicted_ttl_ms > 0));
+    covers!(seen, (seen.expired > 0) == (limits.predicted_ttl_ms > 0), seen.outgrown > 0);
     covers!(seen, (seen.copied > 0 && seen.lower > 0) == (space.tiers > 1));
     covers!(seen, seen.dump_events > 0, seen.filled > 0);
     seen
@@ -296,7 +296,7 @@ fn a_very_long_chain() {
         }
     }
     pair.play(&stored(c, 0, LEN));
-    pair.play(&Op::Predict { worker: b, locals: locals[..LEN - 1].to_vec() });
+    pair.play(&streams::predict(b, locals[..LEN - 1].to_vec()));
     pair.compare(&[]);
     pair.compare_query(&locals, 1);
     assert_eq!((pair.seen.most_matches, pair.seen.deepest as usize), (3, LEN));
@@ -385,7 +385,7 @@ fn any_op() -> impl Strategy<Value = Op> {
         ),
         6 => held.clone().prop_map(|(worker, tier, names)| Op::Remove { worker, tier, names }),
         2 => held.prop_map(|(worker, tier, names)| Op::Copy { worker, tier, names }),
-        1 => (worker.clone(), prompt).prop_map(|(worker, locals)| Op::Predict { worker, locals }),
+        1 => (worker.clone(), prompt).prop_map(|(worker, locals)| streams::predict(worker, locals)),
         1 => (-3..8_i64).prop_map(Op::Advance),
         1 => worker.clone().prop_map(Op::Clear),
         1 => worker.prop_map(Op::RemoveWorker),

@@ -121,12 +121,31 @@ pub trait BlockIndex: Send + Sync {
     ///
     /// Predictions are a plane of their own: they never count as fact, appear in [`Match::predicted`]
     /// only, and end by age ([`Limits::predicted_ttl_ms`], counted from the last prediction of that
-    /// block), by [`Limits::capacity_blocks`] or [`Limits::max_predicted`], or with their worker. Makes the worker known. Returns the
+    /// block) or [history](Self::predict_within), by [`Limits::capacity_blocks`] or [`Limits::max_predicted`], or with their worker. Makes the worker known. Returns the
     /// blocks that were not predicted before; 0 also when no more workers can be known.
     ///
     /// # Cost
     /// O(blocks).
     fn predict(&self, worker: Worker, seed: u64, locals: &[u64]) -> usize;
+
+    /// As [`predict`](Self::predict), for a worker whose history stands for its cache: predictions of it no
+    /// longer end by age, but when they are more than `history_blocks`.
+    ///
+    /// Then the blocks go that were predicted longest ago, of one prompt the deepest first; a prompt that is
+    /// longer itself keeps its beginning. The worker has a history from the first such call on until it is
+    /// removed; each call sets its length, and `predict` leaves it as it is. What was predicted before
+    /// for a time is forgotten with the first call. [`Limits::predicted_ttl_ms`] is the only limit that a
+    /// history replaces.
+    ///
+    /// # Cost
+    /// O(blocks), and O(log runs) for each run that blocks go from.
+    fn predict_within(
+        &self,
+        worker: Worker,
+        seed: u64,
+        locals: &[u64],
+        history_blocks: usize,
+    ) -> usize;
 
     /// Tells the index what time it is, in milliseconds of any clock that does not go back, and lets go
     /// of predictions and blocks that are too old by then. Returns how many went.

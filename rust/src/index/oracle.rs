@@ -5,6 +5,7 @@
 //! It knows neither [`super::Limits::capacity_blocks`] nor [`super::Limits::max_bytes`]: what goes
 //! there depends on how the index lies in memory.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 use parking_lot::Mutex;
@@ -66,14 +67,21 @@ struct Name {
     copies: BTreeMap<Tier, u32>,
 }
 
+/// When a prediction ends, `None` is never; and how many there were when it was made.
+struct Prediction {
+    end_ms: Option<u64>,
+    number: u64,
+}
+
 /// What one worker holds, and what is predicted of it.
 #[derive(Default)]
 struct Held {
     names: BTreeMap<u64, Name>,
     /// The same names by content, to find them.
     places: BTreeSet<(Content, u64)>,
-    /// When each prediction ends; `None` is never.
-    predicted: BTreeMap<Content, Option<u64>>,
+    predicted: BTreeMap<Content, Prediction>,
+    /// How many blocks may be predicted, where that is what ends them.
+    history_blocks: Option<usize>,
     /// With which tick each content ends that was stored, and those above it, held or not.
     stored: BTreeMap<Content, u64>,
 }
@@ -109,6 +117,8 @@ struct State {
     workers: BTreeMap<Worker, Held>,
     counters: IndexStats,
     now_ms: u64,
+    /// Prompts that were predicted.
+    predictions: u64,
 }
 
 impl State {
@@ -129,6 +139,43 @@ impl State {
         let end = options.limits.end_tick(self.now_ms);
         let held = self.workers.entry(worker).or_default();
         held.stored.extend(self.paths.up(content).map(|content| (content, end)));
+    }
+
+    fn predict(
+        &mut self,
+        worker: Worker,
+        locals: &[u64],
+        history_blocks: Option<usize>,
+        options: &Options,
+    ) -> usize {
+        if locals.is_empty() || !self.admit(worker, options) {
+            return 0;
+        }
+        self.predictions += 1;
+        let number = self.predictions;
+        let held = self.workers.entry(worker).or_default();
+        if history_blocks.is_some() && held.history_blocks.is_none() {
+            held.predicted.clear();
+        }
+        held.history_blocks = history_blocks.or(held.history_blocks);
+        let is_timed = options.limits.predicted_ttl_ms > 0 && held.history_blocks.is_none();
+        let end_ms = self.now_ms.saturating_add(options.limits.predicted_ttl_ms);
+        let (mut content, mut fresh) = (None, 0);
+        for &local in locals {
+            let own = self.paths.extend(content, local);
+            let prediction = Prediction { end_ms: is_timed.then_some(end_ms), number };
+            fresh += usize::from(held.predicted.insert(own, prediction).is_none());
+            content = Some(own);
+        }
+        while held.predicted.len() > held.history_blocks.unwrap_or(usize::MAX) {
+            // The oldest first, and of one prompt the deepest: it has the highest number.
+            let all = held.predicted.iter();
+            let oldest = all.min_by_key(|(content, made)| (made.number, Reverse(**content)));
+            let Some((&oldest, _)) = oldest else { break };
+            held.predicted.remove(&oldest);
+            self.counters.expired_blocks_total += 1;
+        }
+        fresh
     }
 
     /// Makes `worker` known; false when there are too many already.
@@ -304,7 +351,9 @@ impl BlockIndex for OracleIndex {
 
     fn clear(&self, worker: Worker) -> usize {
         let mut state = self.state.lock();
-        state.workers.get_mut(&worker).map_or(0, |held| std::mem::take(held).memberships())
+        let Some(held) = state.workers.get_mut(&worker) else { return 0 };
+        let empty = Held { history_blocks: held.history_blocks, ..Held::default() };
+        std::mem::replace(held, empty).memberships()
     }
 
     fn clear_tier(&self, worker: Worker, tier: Tier) -> usize {
@@ -336,20 +385,17 @@ impl BlockIndex for OracleIndex {
     }
 
     fn predict(&self, worker: Worker, _seed: u64, locals: &[u64]) -> usize {
-        let mut state = self.state.lock();
-        if locals.is_empty() || !state.admit(worker, &self.options) {
-            return 0;
-        }
-        let ttl_ms = self.options.limits.predicted_ttl_ms;
-        let end_ms = (ttl_ms > 0).then(|| state.now_ms.saturating_add(ttl_ms));
-        let (mut content, mut fresh) = (None, 0);
-        for &local in locals {
-            let own = state.paths.extend(content, local);
-            let held = state.workers.entry(worker).or_default();
-            fresh += usize::from(held.predicted.insert(own, end_ms).is_none());
-            content = Some(own);
-        }
-        fresh
+        self.state.lock().predict(worker, locals, None, &self.options)
+    }
+
+    fn predict_within(
+        &self,
+        worker: Worker,
+        _seed: u64,
+        locals: &[u64],
+        history_blocks: usize,
+    ) -> usize {
+        self.state.lock().predict(worker, locals, Some(history_blocks), &self.options)
     }
 
     fn advance_to(&self, now_ms: u64) -> usize {
@@ -359,7 +405,7 @@ impl BlockIndex for OracleIndex {
         let mut gone = 0;
         for held in state.workers.values_mut() {
             let before = held.predicted.len();
-            held.predicted.retain(|_, end_ms| end_ms.is_none_or(|end_ms| end_ms > now_ms));
+            held.predicted.retain(|_, made| made.end_ms.is_none_or(|end_ms| end_ms > now_ms));
             gone += before - held.predicted.len();
             let before = held.memberships();
             let tick = self.options.limits.tick_at(now_ms);
@@ -377,7 +423,7 @@ impl BlockIndex for OracleIndex {
     fn predictions_due_ms(&self) -> u64 {
         let state = self.state.lock();
         let ends = state.workers.values().flat_map(|held| held.predicted.values());
-        ends.copied().flatten().min().unwrap_or(u64::MAX)
+        ends.filter_map(|made| made.end_ms).min().unwrap_or(u64::MAX)
     }
 
     fn find_matches(&self, locals: &[u64], out: &mut Matches) {

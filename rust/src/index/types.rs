@@ -57,7 +57,8 @@ pub struct Limits {
     pub max_predicted: usize,
     /// What is left then; at most `max_predicted`.
     pub predicted_target: usize,
-    /// How long a prediction stands, in milliseconds; 0 means until it is pushed out.
+    /// How long a prediction of a worker without a history stands, in milliseconds; 0 means until it is
+    /// pushed out.
     pub predicted_ttl_ms: u64,
     /// How long a block that a worker holds stands, in milliseconds, from when the worker stored it last, or
     /// anything behind it; 0 means until it is removed. It goes at most a 64th of this and 2 ms later.
@@ -235,7 +236,7 @@ pub struct IndexStats {
     pub moved_blocks_total: u64,
     /// Blocks and predictions pushed out by a limit.
     pub evicted_blocks_total: u64,
-    /// Blocks and predictions that ran out.
+    /// Blocks and predictions that ran out of time, and predictions that ran out of a history.
     pub expired_blocks_total: u64,
     /// Bytes the index occupies, added up from what it asked of the allocator; 0 for the oracle.
     pub bytes: usize,

@@ -62,7 +62,10 @@ impl Fleet {
                 let mut locals = self.trunk[..len].to_vec();
                 self.next += 1;
                 locals.push(self.next);
-                owned.call(|| index.predict(who, SEED, &locals));
+                owned.call(|| match who.instance_id % 3 {
+                    0 => index.predict_within(who, SEED, &locals, 400),
+                    _ => index.predict(who, SEED, &locals),
+                });
             }
             95..98 => {
                 self.next += 1;

@@ -32,6 +32,7 @@ pub enum Op {
     Predict {
         worker: Worker,
         locals: Vec<u64>,
+        history_blocks: Option<usize>,
     },
     /// Time passes; a step back is told to the index and must change nothing.
     Advance(i64),
@@ -95,6 +96,8 @@ pub struct Seen {
     pub copied: u32,
     pub kept: u32,
     pub expired: usize,
+    /// Predictions that ran out of a history.
+    pub outgrown: u64,
     pub dump_events: usize,
     /// Dumps that had to store blocks only to let them go again.
     pub filled: usize,
@@ -161,10 +164,15 @@ impl Pair {
                 assert_eq!(outcome, twin.remove(*worker, *tier, names));
                 seen.kept += outcome.kept;
             }
-            Op::Predict { worker, locals } => {
+            Op::Predict { worker, locals, history_blocks } => {
                 let seed = seed_of(locals.first().copied().unwrap_or(0));
-                let fresh = index.predict(*worker, seed, locals);
-                assert_eq!(fresh, twin.predict(*worker, seed, locals));
+                let before = twin.stats().expired_blocks_total;
+                let predict = |one: &dyn BlockIndex| match history_blocks {
+                    None => one.predict(*worker, seed, locals),
+                    Some(most) => one.predict_within(*worker, seed, locals, *most),
+                };
+                assert_eq!(predict(index), predict(twin));
+                seen.outgrown += twin.stats().expired_blocks_total - before;
             }
             Op::Advance(by_ms) => {
                 let told_ms = self.now_ms.saturating_add_signed(*by_ms);

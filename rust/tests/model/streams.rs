@@ -31,6 +31,13 @@ fn locals(rng: &mut SmallRng, alphabet: u64, len: usize) -> Vec<u64> {
     (0..len).map(|_| rng.random_range(1..=alphabet)).collect()
 }
 
+/// A prediction. Every other instance has a history, now of one length and now of another.
+pub fn predict(worker: Worker, locals: Vec<u64>) -> Op {
+    let has_history = worker.instance_id % 2 == 1;
+    let history_blocks = has_history.then(|| 2 + locals.len() * 3 % 40);
+    Op::Predict { worker, locals, history_blocks }
+}
+
 /// An event with no regard for what is valid: tiny alphabets, so that names move, repeat and twin.
 pub fn chaos(rng: &mut SmallRng, space: Space) -> Op {
     let worker = space.worker(rng);
@@ -51,7 +58,7 @@ pub fn chaos(rng: &mut SmallRng, space: Space) -> Op {
         62..90 => Op::Remove { worker, tier, names: names(rng) },
         90..94 => {
             let len = rng.random_range(0..6);
-            Op::Predict { worker, locals: locals(rng, space.locals, len) }
+            predict(worker, locals(rng, space.locals, len))
         }
         94..97 => Op::Advance(rng.random_range(-20..40)),
         97 if rng.random() => Op::ClearTier(worker, tier),
@@ -172,7 +179,7 @@ pub fn slice_op(
         }
         48..53 => Op::Copy { worker, tier, names: names() },
         53..86 => Op::Remove { worker, tier, names: names() },
-        86..92 => Op::Predict { worker, locals: locals[..at.end].to_vec() },
+        86..92 => predict(worker, locals[..at.end].to_vec()),
         92..97 => Op::Advance(5 * at.len() as i64),
         97 => Op::ClearTier(worker, Tier::Device),
         98 => Op::Clear(worker),
@@ -383,7 +390,7 @@ pub fn crowded(rng: &mut SmallRng, workers: u64, prompt: &[u64], do_agree: bool)
             Op::Store { worker, tier: Tier::Host, parent, blocks }
         }
         15 | 16 => Op::Copy { worker, tier: Tier::Host, names: (from..depth).map(name).collect() },
-        17 => Op::Predict { worker, locals: prompt[..depth].to_vec() },
+        17 => predict(worker, prompt[..depth].to_vec()),
         18 => Op::Advance(1),
         _ => match rng.random() {
             true => Op::Clear(worker),

@@ -1,7 +1,12 @@
-//! Predictions that run out.
+//! Predictions that run out: of time, or of their worker's history.
 //!
 //! A prediction begins at a prompt's start, so all blocks in front are predicted with it, but for those that
-//! the engine evicted since. Each member is noted in the queue once, at or before the time its last block runs out, by the low half of that time.
+//! the engine evicted since. Each member is noted in a queue once, at or before the end of its last block, by
+//! the low half of that end.
+//!
+//! Ends are times, in one queue for all workers. A worker with a *history* has a queue of its own, and its
+//! ends are stamps: they count its predictions, and of one prompt a deeper run has a lower stamp. The lowest
+//! stamp is what goes first: what was predicted longest ago, deepest first.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -9,156 +14,335 @@ use std::sync::atomic::Ordering;
 
 use super::holder::MemberId;
 use super::paged::Slab;
+use super::run::Loc;
 use super::steps::{Step, Steps};
 use super::writer::Writer;
 
 /// Notes of members that went which are kept before anyone looks for them.
 const NOTES_KEPT: usize = 64;
 
+/// From here on an end is a stamp; below it is a time in milliseconds.
+const STAMPS: u64 = 1 << 63;
+
+/// Bits of a stamp that tell how deep a run begins. Prompts are shorter by far; deeper runs go as one.
+const DEPTH_BITS: u32 = 24;
+
 type Age = Steps<u64, u32>;
+
+/// Members by the end of their last block, or earlier.
+#[derive(Default)]
+struct Queue {
+    notes: BinaryHeap<Reverse<(u64, MemberId)>>,
+    /// Members that are noted here.
+    len: usize,
+}
+
+impl Queue {
+    fn bytes(&self) -> usize {
+        self.notes.capacity() * size_of::<(u64, MemberId)>()
+    }
+
+    /// Members that went stay noted until their time: they must not pile up.
+    fn forget_notes(&mut self, ages: &Slab<Age>) {
+        if self.notes.len() <= 2 * self.len + NOTES_KEPT {
+            return;
+        }
+        let mut notes = std::mem::take(&mut self.notes).into_vec();
+        notes.retain(|Reverse((at, id))| is_noted(ages, *id, *at));
+        notes.sort_unstable();
+        notes.dedup();
+        notes.shrink_to_fit();
+        self.notes = notes.into();
+    }
+}
+
+fn is_kept(ages: &Slab<Age>, id: MemberId) -> bool {
+    id < ages.end() && ages.get(id).is_kept()
+}
+
+/// Whether a note counts: it may be of the number's last owner, or older than the last prediction.
+fn is_noted(ages: &Slab<Age>, id: MemberId, at: u64) -> bool {
+    is_kept(ages, id) && ages.get(id).noted == at as u32
+}
+
+/// What was sent to one worker, where that stands for its cache.
+struct History {
+    /// Blocks that it may have.
+    most: usize,
+    /// Predictions there were.
+    count: u64,
+    queue: Queue,
+}
 
 /// All predictions' ages.
 pub(super) struct Ages {
     by_member: Slab<Age>,
-    /// Members of which anything is kept.
-    len: usize,
-    queue: BinaryHeap<Reverse<(u64, MemberId)>>,
+    timed: Queue,
+    /// By the worker's number.
+    histories: Vec<Option<Box<History>>>,
+    /// Bytes of histories and of all queues.
+    queue_bytes: usize,
     /// Bytes of steps beyond each member's last.
     step_bytes: usize,
+    /// Blocks of the prompt that are predicted already, while it is.
+    depth: usize,
 }
 
 impl Ages {
     pub fn new() -> Self {
-        Self { by_member: Slab::new(), len: 0, queue: BinaryHeap::new(), step_bytes: 0 }
+        Self {
+            by_member: Slab::new(),
+            timed: Queue::default(),
+            histories: Vec::new(),
+            queue_bytes: 0,
+            step_bytes: 0,
+            depth: 0,
+        }
     }
 
     pub fn bytes(&self) -> usize {
-        self.by_member.bytes()
-            + self.queue.capacity() * size_of::<(u64, MemberId)>()
-            + self.step_bytes
+        self.by_member.bytes() + self.table_bytes() + self.queue_bytes + self.step_bytes
     }
 
-    /// Bytes that `more` members may cost at once.
-    pub fn growth(&self, more: usize) -> usize {
+    /// Bytes of the table of histories.
+    pub fn table_bytes(&self) -> usize {
+        self.histories.capacity() * size_of::<usize>()
+    }
+
+    /// Bytes that `more` members of a worker may cost at once.
+    pub fn growth(&self, number: u32, more: usize) -> usize {
         let pages = more.div_ceil(256) + 1;
-        let queue = self.queue.capacity() * size_of::<(u64, MemberId)>();
-        let is_full = self.queue.capacity() - self.queue.len() < more;
-        pages * self.by_member.page_bytes() + if is_full { 2 * queue + more * 32 } else { 0 }
+        let queue = self.history(number).map_or(&self.timed, |history| &history.queue);
+        let is_full = queue.notes.capacity() - queue.notes.len() < more;
+        pages * self.by_member.page_bytes()
+            + if is_full { 2 * queue.bytes() + more * 32 } else { 0 }
     }
 
-    /// Changes what is kept of a member, keeping count.
+    fn history(&self, number: u32) -> Option<&History> {
+        self.histories.get(number as usize)?.as_deref()
+    }
+
+    /// How many blocks the history of a worker may have; `None` without one.
+    pub fn history_most(&self, number: u32) -> Option<usize> {
+        self.history(number).map(|history| history.most)
+    }
+
+    /// Gives a worker, of which nothing is predicted, a history of so many blocks, or changes how many.
+    pub fn set_history(&mut self, number: u32, most: usize) {
+        let at = number as usize;
+        if self.histories.len() <= at {
+            self.histories.resize_with(at + 1, || None);
+        }
+        match &mut self.histories[at] {
+            Some(history) => history.most = most,
+            none => {
+                *none = Some(Box::new(History { most, count: 0, queue: Queue::default() }));
+                self.queue_bytes += size_of::<History>();
+            }
+        }
+    }
+
+    /// The worker goes, after all that was predicted of it.
+    pub fn forget_history(&mut self, number: u32) {
+        let history = self.histories.get_mut(number as usize).and_then(Option::take);
+        if let Some(History { queue, .. }) = history.as_deref() {
+            self.queue_bytes -= size_of::<History>() + queue.bytes();
+        }
+    }
+
+    /// A prompt is predicted of a worker, from its first block on.
+    pub fn begin(&mut self, number: u32) {
+        self.depth = 0;
+        if let Some(Some(history)) = self.histories.get_mut(number as usize) {
+            history.count += 1;
+        }
+    }
+
+    /// Works on the queue that a worker's members are noted in, or on that of times.
+    fn noting<R>(
+        &mut self,
+        number: Option<u32>,
+        work: impl FnOnce(&mut Slab<Age>, &mut Queue) -> R,
+    ) -> R {
+        let history = number.and_then(|number| self.histories.get_mut(number as usize)?.as_mut());
+        let queue = history.map_or(&mut self.timed, |history| &mut history.queue);
+        let before = queue.bytes();
+        let done = work(&mut self.by_member, queue);
+        self.queue_bytes = self.queue_bytes + queue.bytes() - before;
+        done
+    }
+
+    /// Changes what is kept of a member, keeping count of bytes.
     fn change(&mut self, id: MemberId, change: impl FnOnce(&mut Age)) {
         let age = self.by_member.get_or_grow(id);
-        let (bytes, was_kept) = (age.heap_bytes(), age.is_kept());
+        let bytes = age.heap_bytes();
         change(age);
         self.step_bytes = self.step_bytes + age.heap_bytes() - bytes;
-        self.len = self.len + usize::from(age.is_kept()) - usize::from(was_kept);
     }
 
-    fn is_kept(&self, id: MemberId) -> bool {
-        id < self.by_member.end() && self.by_member.get(id).is_kept()
-    }
-
-    /// Predicts a member's blocks up to `end`, until `at_ms`.
-    fn renew(&mut self, id: MemberId, end: u16, at_ms: u64) {
-        let is_new = !self.is_kept(id);
+    /// Predicts blocks of a worker's member up to `end`, until `at`.
+    fn renew(&mut self, number: u32, id: MemberId, end: u16, at: u64) {
+        let is_new = !is_kept(&self.by_member, id);
         self.change(id, |age| {
-            age.renew(end, at_ms);
+            age.renew(end, at);
             if is_new {
-                age.noted = at_ms as u32;
+                age.noted = at as u32;
             }
         });
         if is_new {
-            self.queue.push(Reverse((at_ms, id)));
-            self.forget_notes();
+            self.noting(Some(number), |ages, queue| {
+                queue.len += 1;
+                queue.notes.push(Reverse((at, id)));
+                queue.forget_notes(ages);
+            });
         }
     }
 
-    /// The member has no blocks from `end` on any more.
-    pub fn cut(&mut self, id: MemberId, end: u16) {
-        if self.is_kept(id) {
-            self.change(id, |age| age.cut(end));
-            self.forget_notes();
-        }
-    }
-
-    /// The member goes.
-    pub fn forget(&mut self, id: MemberId) {
-        self.cut(id, 0);
-    }
-
-    /// Members that went stay noted until their time: they must not pile up.
-    fn forget_notes(&mut self) {
-        if self.queue.len() <= 2 * self.len + NOTES_KEPT {
+    /// A worker's member has no blocks from `end` on any more.
+    pub fn cut(&mut self, number: u32, id: MemberId, end: u16) {
+        if !is_kept(&self.by_member, id) {
             return;
         }
-        let mut notes = std::mem::take(&mut self.queue).into_vec();
-        notes.retain(|Reverse((at_ms, id))| {
-            self.is_kept(*id) && self.by_member.get(*id).noted == *at_ms as u32
+        self.change(id, |age| age.cut(end));
+        self.noting(Some(number), |ages, queue| {
+            queue.len -= usize::from(!is_kept(ages, id));
+            queue.forget_notes(ages);
         });
-        notes.sort_unstable();
-        notes.dedup();
-        notes.shrink_to_fit();
-        self.queue = notes.into();
     }
 
-    /// Before it no block runs out.
+    /// A worker's member goes.
+    pub fn forget(&mut self, number: u32, id: MemberId) {
+        self.cut(number, id, 0);
+    }
+
+    /// Before it no block runs out of time.
     fn due_ms(&self) -> u64 {
-        self.queue.peek().map_or(u64::MAX, |Reverse((at_ms, _))| *at_ms)
+        self.timed.notes.peek().map_or(u64::MAX, |Reverse((at_ms, _))| *at_ms)
     }
 
     /// A member some of whose blocks ran out by `now_ms`, with how many are left.
     fn next_over(&mut self, now_ms: u64) -> Option<(MemberId, u16)> {
-        loop {
-            let Reverse((at_ms, id)) = *self.queue.peek()?;
-            if at_ms > now_ms {
-                return None;
+        self.noting(None, |ages, queue| {
+            loop {
+                let Reverse((at_ms, id)) = *queue.notes.peek()?;
+                if at_ms > now_ms {
+                    return None;
+                }
+                queue.notes.pop();
+                if !is_noted(ages, id, at_ms) || ages.get(id).front() >= Some(STAMPS) {
+                    continue;
+                }
+                let age = ages.get_mut(id);
+                let left = age.iter().find(|step| step.at > now_ms);
+                let Some(step) = left else { return Some((id, 0)) };
+                age.noted = step.at as u32;
+                let is_over = step.end < age.end();
+                queue.notes.push(Reverse((step.at, id)));
+                if is_over {
+                    return Some((id, step.end));
+                }
             }
-            self.queue.pop();
-            // A note may be of the number's last owner, or older than the last prediction.
-            if !self.is_kept(id) || self.by_member.get(id).noted != at_ms as u32 {
-                continue;
+        })
+    }
+
+    /// The member that has the lowest stamp of a worker's history, with how many of its blocks have higher
+    /// ones. `is_own` tells the worker's members.
+    fn oldest(
+        &mut self,
+        number: u32,
+        is_own: impl Fn(MemberId) -> bool,
+    ) -> Option<(MemberId, u16)> {
+        self.noting(Some(number), |ages, queue| {
+            loop {
+                let Reverse((at, id)) = *queue.notes.peek()?;
+                if !is_noted(ages, id, at) || !is_own(id) {
+                    queue.notes.pop();
+                    continue;
+                }
+                let steps = ages.get(id);
+                let (last, later) = (steps.iter().next()?, steps.iter().nth(1));
+                if last.at == at {
+                    return Some((id, later.map_or(0, |step| step.end)));
+                }
+                queue.notes.pop();
+                queue.notes.push(Reverse((last.at, id)));
+                ages.get_mut(id).noted = last.at as u32;
             }
-            let age = self.by_member.get_mut(id);
-            let left = age.iter().find(|step| step.at > now_ms);
-            let Some(step) = left else { return Some((id, 0)) };
-            age.noted = step.at as u32;
-            let is_over = step.end < age.end();
-            self.queue.push(Reverse((step.at, id)));
-            if is_over {
-                return Some((id, step.end));
-            }
-        }
+        })
     }
 
     /// Checks one member against its blocks.
-    pub fn audit(&self, id: MemberId, end: u16) {
+    pub fn audit(&self, number: u32, id: MemberId, end: u16) {
         let age = self.by_member.get(id);
         assert_eq!(age.end(), end, "the last step ends with the blocks");
         let steps: Vec<Step<u64>> = age.iter().collect();
         assert!(steps.windows(2).all(|w| w[0].end > w[1].end && w[0].at < w[1].at));
+        let history = self.history(number);
+        assert!(steps.iter().all(|step| (step.at >= STAMPS) == history.is_some()));
         let is_noted = |note: &Reverse<(u64, MemberId)>| {
             note.0.1 == id && note.0.0 as u32 == age.noted && note.0.0 <= steps[0].at
         };
-        assert!(self.queue.iter().any(is_noted), "every prediction comes to its end");
+        let queue = history.map_or(&self.timed, |history| &history.queue);
+        assert!(queue.notes.iter().any(is_noted), "every prediction comes to its end");
     }
 
-    /// Checks the whole against the number of predicted members.
-    pub fn audit_all(&self, members: usize) {
-        assert_eq!(self.len, members);
+    /// Checks the whole against the number of members predicted for a time, and of each history.
+    pub fn audit_all(&self, timed: usize, of_history: impl Fn(u32) -> (usize, usize)) {
+        assert_eq!(self.timed.len, timed);
         assert_eq!(self.step_bytes, self.by_member.all().map(Steps::heap_bytes).sum::<usize>());
-        assert!(self.queue.len() <= 2 * self.len + NOTES_KEPT + 1);
+        let histories = (0..).zip(&self.histories).filter_map(|(n, h)| Some((n, h.as_deref()?)));
+        let mut bytes = self.timed.bytes();
+        for (number, History { most, queue, .. }) in histories.clone() {
+            let (members, blocks) = of_history(number);
+            assert_eq!(queue.len, members);
+            assert!(blocks <= *most, "{blocks} of {most}");
+            bytes += size_of::<History>() + queue.bytes();
+        }
+        assert_eq!(self.queue_bytes, bytes);
+        for queue in histories.map(|(_, history)| &history.queue).chain([&self.timed]) {
+            assert!(queue.notes.len() <= 2 * queue.len + NOTES_KEPT + 1);
+        }
     }
 }
 
 impl Writer {
-    /// Predictions of a member's blocks up to `end` count from now.
-    pub(super) fn refresh(&mut self, id: MemberId, end: u16) {
+    /// Predictions of a member's blocks, from `loc` up to `end`, count from now.
+    pub(super) fn refresh(&mut self, id: MemberId, loc: Loc, end: u16) {
+        let offset = loc.offset as usize;
+        let start = self.ages.depth - offset;
+        self.ages.depth += usize::from(end) - offset;
+        let number = self.slot(self.members.get(id).slot).worker;
         let ttl = self.options.limits.predicted_ttl_ms;
-        if ttl > 0 {
-            self.ages.renew(id, end, self.now_ms.saturating_add(ttl));
-            self.note_due();
+        let at = match self.ages.history(number) {
+            Some(history) => {
+                let deepest = (1 << DEPTH_BITS) - 1;
+                STAMPS | history.count << DEPTH_BITS | (deepest - start.min(deepest)) as u64
+            }
+            None if ttl > 0 => self.now_ms.saturating_add(ttl).min(STAMPS - 1),
+            None => return,
+        };
+        self.ages.renew(number, id, end, at);
+        self.note_due();
+    }
+
+    /// Lets go of what was predicted longest ago of a worker, deepest first, where that is more than its
+    /// history may have.
+    ///
+    /// # Cost
+    /// O(log runs) for each run that blocks go from, or were predicted anew in since.
+    pub(super) fn keep_history(&mut self, slot: u16) {
+        let number = self.slot(slot).worker;
+        let Some(most) = self.ages.history_most(number) else { return };
+        while let Some(excess) = self.slot(slot).held.checked_sub(most).filter(|more| *more > 0) {
+            let (ages, members) = (&mut self.ages, &self.members);
+            let oldest = ages.oldest(number, |id| members.get(id).slot == slot);
+            debug_assert!(oldest.is_some(), "every prediction comes to its end");
+            let Some((id, until)) = oldest else { break };
+            let (run, end) = (members.get(id).run, members.get(id).spans.end());
+            let from = until.max(end - excess.min(end.into()) as u16);
+            self.counters.expired_blocks_total += self.unpredict(slot, run, from, end) as u64;
         }
+        self.finish();
     }
 
     fn note_due(&self) {

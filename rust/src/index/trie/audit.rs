@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::holder::{MemberId, NO_MEMBER};
+use super::holder::{MemberId, NO_MEMBER, Slot};
 use super::run::Loc;
 use super::seats::Plane;
 use super::writer::Writer;
@@ -149,10 +149,17 @@ impl Writer {
                 self.stamps.audit(*id, self.members.get(*id).spans.end());
             }
         }
-        if self.options.limits.predicted_ttl_ms > 0 {
-            self.ages.audit_all(slots.iter().map(|slot| slot.members.len()).sum());
-            for id in slots.iter().flat_map(|slot| slot.members.values()) {
-                self.ages.audit(*id, self.members.get(*id).spans.end());
+        let has_history = |number| self.ages.history_most(number).is_some();
+        let has_time = self.options.limits.predicted_ttl_ms > 0;
+        let is_timed = |slot: &&&Box<Slot>| has_time && !has_history(slot.worker);
+        let timed = slots.iter().filter(is_timed).map(|slot| slot.members.len()).sum();
+        self.ages.audit_all(timed, |number| {
+            let own = slots.iter().find(|slot| slot.worker == number);
+            own.map_or((0, 0), |slot| (slot.members.len(), slot.held))
+        });
+        for slot in slots.iter().filter(|slot| has_time || has_history(slot.worker)) {
+            for id in slot.members.values() {
+                self.ages.audit(slot.worker, *id, self.members.get(*id).spans.end());
             }
         }
     }

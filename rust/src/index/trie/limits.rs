@@ -7,6 +7,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
+use super::holder::Slot;
 use super::order::Lane;
 use super::paged::Slab;
 use super::report::map_growth;
@@ -161,7 +162,8 @@ impl Writer {
     /// Makes room for the records of one more worker.
     pub(super) fn make_room_for_worker(&mut self) -> bool {
         let Some(budget) = self.budget() else { return true };
-        let lists = (self.workers.capacity() + self.slots.capacity()) * size_of::<usize>();
+        let lists = (self.workers.capacity() + self.slots.capacity()) * size_of::<usize>()
+            + 2 * self.ages.table_bytes();
         let need = WORKER_BYTES + lists + map_growth(&self.numbers, 1);
         self.fit(need, budget)
     }
@@ -235,17 +237,17 @@ impl Writer {
             + map_growth(&self.seeds, 1)
             + map_growth(&self.scattered, blocks)
             + state.extra.growth(blocks)
-            + self.age_growth(state.plane, blocks);
+            + self.age_growth(state, blocks);
         let pages = Slab::growth(&self.members, blocks) + Runs::growth(&self.runs, blocks);
         let metas = if Runs::growth(&self.runs, blocks) > 0 { self.metas.page_bytes() } else { 0 };
         arrays + dense + maps + pages + metas + TABLE_BYTES
     }
 
     /// What it may cost that members of as many blocks run out some time.
-    fn age_growth(&self, plane: Plane, blocks: usize) -> usize {
+    fn age_growth(&self, slot: &Slot, blocks: usize) -> usize {
         let limits = &self.options.limits;
-        match plane {
-            Plane::Predicted => self.ages.growth(blocks),
+        match slot.plane {
+            Plane::Predicted => self.ages.growth(slot.worker, blocks),
             Plane::Held(_) if limits.ttl_ms == 0 => 0,
             Plane::Held(_) => self.stamps.growth(blocks, limits.end_tick(self.now_ms)),
         }

@@ -181,7 +181,17 @@ impl BlockIndex for RadixIndex {
     }
 
     fn predict(&self, worker: Worker, seed: u64, locals: &[u64]) -> usize {
-        self.writer.lock().predict(worker, seed, locals)
+        self.writer.lock().predict(worker, seed, locals, None)
+    }
+
+    fn predict_within(
+        &self,
+        worker: Worker,
+        seed: u64,
+        locals: &[u64],
+        history_blocks: usize,
+    ) -> usize {
+        self.writer.lock().predict(worker, seed, locals, Some(history_blocks))
     }
 
     fn advance_to(&self, now_ms: u64) -> usize {

@@ -76,12 +76,21 @@ impl Writer {
         worker: Worker,
         seed: u64,
         locals: &[u64],
+        history_blocks: Option<usize>,
     ) -> usize {
         if locals.is_empty() {
             return 0;
         }
         let Some(number) = self.worker_or_new(worker) else { return 0 };
         let Some(slot) = self.slot_or_new(number, Plane::Predicted) else { return 0 };
+        if let Some(most) = history_blocks {
+            if self.ages.history_most(number).is_none() {
+                // Its ends are times, which no stamp compares with.
+                self.clear_slot(slot);
+            }
+            self.ages.set_history(number, most);
+        }
+        self.ages.begin(number);
         let mut outcome = StoreOutcome::default();
         let mut place = Loc { run: ROOT, offset: 0 };
         for piece in locals.chunks(self.piece()) {
@@ -89,6 +98,7 @@ impl Writer {
         }
         self.finish();
         self.keep_capacity(slot);
+        self.keep_history(slot);
         self.settle(number);
         self.keep_predicted();
         outcome.added as usize
@@ -290,6 +300,7 @@ impl Writer {
         self.clear(worker);
         let Some(number) = self.numbers.remove(&worker) else { return false };
         let state = self.workers[number as usize].take().expect("a known worker has a state");
+        self.ages.forget_history(number);
         shrink_map(&mut self.numbers);
         self.worker_bytes -= state.counted;
         for slot in state.slots.into_iter().filter(|slot| *slot != NONE) {

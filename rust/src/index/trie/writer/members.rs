@@ -38,7 +38,8 @@ impl Writer {
         let Member { run, slot, column, cut, is_scattered, kids, spans, .. } =
             self.members.take(id);
         debug_assert!(spans.is_empty() && cut == 0 && !is_scattered, "it covers nothing");
-        self.ages.forget(id);
+        let number = self.slot(slot).worker;
+        self.ages.forget(number, id);
         self.stamps.forget(id);
         let (parent, _) = self.shared.runs.peek(&self.runs, run).place();
         let state = self.slots[usize::from(slot)].as_mut().expect("a member's slot");

@@ -205,7 +205,7 @@ impl Writer {
             self.publish(id);
         }
         self.touch(id);
-        self.refresh(id, end);
+        self.refresh(id, loc, end);
         added
     }
 

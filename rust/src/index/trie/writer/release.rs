@@ -204,7 +204,8 @@ impl Writer {
         }
         if new_end < old_end {
             self.stamps.cut(id, new_end);
-            self.ages.cut(id, new_end);
+            let number = self.slot(slot).worker;
+            self.ages.cut(number, id, new_end);
         }
         let member = self.members.get(id);
         let tail = |end: u16| self.name_at(member, usize::from(end.checked_sub(1)?));
