@@ -53,6 +53,7 @@ class RouterFlags:
     use_kv_events: bool = True
     router_predicted_ttl_secs: float | None = 5.0
     router_ttl: float = 120.0
+    is_router_ttl_meant: bool = False
     router_max_tree_size: int = 1_048_576
     router_prune_target_ratio: float = 0.8
     active_decode_blocks_threshold: float | None = None
@@ -100,6 +101,7 @@ class RouterFlags:
             "use_kv_events": self.use_kv_events,
             "predicted_ttl_s": self.router_predicted_ttl_secs or 0.0,
             "router_ttl_s": self.router_ttl,
+            "is_router_ttl_meant": self.is_router_ttl_meant,
             "router_max_tree_size": self.router_max_tree_size,
             "router_prune_target_ratio": self.router_prune_target_ratio,
             "active_decode_blocks_threshold": self.active_decode_blocks_threshold,
@@ -395,13 +397,15 @@ def _add_knowledge(flags: Flags) -> None:
         summary="listen to the engines' events (off: a worker is believed to hold what was sent "
         "to it lately)",
     )
+    flags.mark("is_router_ttl_meant", ("router_ttl",))
     flags.add(
         "--router-ttl",
         "--router-ttl-secs",
         variables=("DYN_ROUTER_TTL", "DYN_ROUTER_TTL_SECS"),
         parse=bounded_float(0, 86_400 * 365),
         default=120.0,
-        summary="without events: seconds for which a worker is believed to hold what was sent",
+        summary="without events: seconds for which a worker is believed to hold what was sent; "
+        "auto goes by the size of the worker's cache where it is known, unless this is given",
     )
     flags.add(
         "--router-max-tree-size",

@@ -102,6 +102,31 @@ def test_every_policy_chooses_beside_shadows(policy: str) -> None:
     assert f'"policy":"{policy}"' in made.explain(IDS)
 
 
+@pytest.mark.parametrize(
+    ("settings", "left_blocks"),
+    [
+        # Of 10 blocks it is believed to keep 9: the last prompt, and half of the one before.
+        ({}, 3),
+        ({"policy": "auto"}, 3),
+        # Who gives a time means it, and kv has its own one.
+        ({"router_ttl_s": 60.0}, 6),
+        ({"is_router_ttl_meant": True}, 6),
+        ({"policy": "kv"}, 6),
+    ],
+)
+def test_without_events_auto_goes_by_the_size_of_the_cache(
+    settings: dict[str, Any], left_blocks: int
+) -> None:
+    made = core(use_kv_events=False, **settings)
+    made.set_workers([(1, 0)])
+    assert made.report(1, kv_total_blocks=10)
+    first, second = list(range(24)), list(range(100, 124))
+    for prompt in (first, second):
+        made.book(prompt)
+    assert made.query(first)[2] == left_blocks
+    assert made.query(second)[2] == 6
+
+
 def test_faults_are_named() -> None:
     for settings, text in (
         ({"policy": "fastest"}, "session-affinity"),

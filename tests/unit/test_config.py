@@ -397,6 +397,16 @@ def test_the_frontend_takes_every_spelling(argv, field, wanted):
     assert getattr(frontend.parse_args(argv), field) == wanted
 
 
+def test_a_time_that_is_given_is_meant_be_it_the_default(monkeypatch):
+    assert not frontend.parse_args([]).is_router_ttl_meant
+    assert frontend.parse_args(["--router-ttl", "120"]).is_router_ttl_meant
+    monkeypatch.setenv("DYN_ROUTER_TTL_SECS", "120")
+    args = frontend.parse_args([])
+    assert args.is_router_ttl_meant
+    assert args.router_ttl == 120.0
+    assert args.core_settings()["is_router_ttl_meant"]
+
+
 def test_the_frontend_reads_the_variables_of_those_who_come_from_elsewhere(monkeypatch):
     for variable, text, field, wanted in (
         ("DYN_ROUTER_MODE", "random", "router_mode", "random"),

@@ -67,7 +67,8 @@ class KvRouterConfig:
         active_request_weight: What each running request costs, in blocks.
         router_temperature: 0 takes the cheapest worker; more spreads the choice.
         use_kv_events: Listen to the workers' KV events. Without, a worker is believed to hold what
-            was sent to it, for router_ttl_secs.
+            was sent to it: with auto as much as 0.9 of its cache, where its size is known and
+            router_ttl_secs is the default; else for router_ttl_secs.
         router_track_active_blocks: Count the blocks of running requests.
         router_track_output_blocks: Count generated blocks too.
         router_track_prefill_tokens: Count prompt tokens until the first token came.

@@ -8,7 +8,7 @@ use kvflash::fair::Discipline;
 use kvflash::ids::Worker;
 use kvflash::policy::{AUTO, KvScale, Policy, Profile, Settings, registry};
 use kvflash::router::{Policies, RouterConfig};
-use kvflash::select::{Overlap, Selector, SelectorConfig};
+use kvflash::select::{Overlap, Report, Selector, SelectorConfig};
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
@@ -139,6 +139,7 @@ impl Row {
         let options = CatalogOptions {
             predicted_ttl_ms: ttl_ms,
             max_predicted: (1_048_576, 838_860),
+            has_histories: self.strategy == AUTO && !self.has_events,
             ..CatalogOptions::default()
         };
         let catalog = Catalog::new(options, Arc::<ManualClock>::clone(clock));
@@ -192,6 +193,10 @@ impl Row {
         let selector = Selector::with_policies(config, policies, model, clock)
             .expect("the configuration is legal");
         selector.set_workers(workers).expect("there are few");
+        let kv_total_blocks = Some(capacity_tokens / u64::from(block_size));
+        for worker in workers {
+            selector.busy.report(*worker, &Report { kv_total_blocks, ..Report::default() });
+        }
         selector
     }
 }

@@ -18,6 +18,12 @@ use crate::ids::{Tier, Worker};
 use crate::index::groups::{GroupIndex, Holder};
 use crate::index::{BlockIndex, Matches, RemoveOutcome};
 
+/// Share of a worker's cache that is believed to hold what was sent there last: answers take room, too.
+///
+/// # Source
+/// Simulated fleets without events: a fixed time of 120 s loses 11 points of hit on small caches.
+const HISTORY_SHARE: f64 = 0.9;
+
 /// What an index is for: no match ever crosses it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ModelKey {
@@ -65,6 +71,8 @@ pub struct ModelIndex {
     is_hint: AtomicBool,
     /// What the operator set for every publisher to come; 0 = nothing.
     given_block_size: u32,
+    /// See [`CatalogOptions::has_histories`](super::CatalogOptions::has_histories).
+    pub(super) has_histories: bool,
     /// Somebody in this process counts on it, publishers or not.
     is_kept: AtomicBool,
     /// Adapter and salt of events and queries that name none.
@@ -92,9 +100,35 @@ impl ModelIndex {
             block_size: AtomicU32::new(given_block_size),
             is_hint: AtomicBool::new(false),
             given_block_size,
+            has_histories: false,
             is_kept: AtomicBool::new(false),
             agreement: Agreement::default(),
             roster: Roster::default(),
+        }
+    }
+
+    /// Predicts that `worker`, whose device has `capacity_blocks` where that is known, will hold the prompt
+    /// `locals`. Returns the blocks that were not predicted before.
+    ///
+    /// Where the catalog keeps histories and the capacity is known, the worker's predictions stand until
+    /// they are more than 0.9 of it; else for the catalog's time.
+    ///
+    /// # Cost
+    /// As [`BlockIndex::predict_within`].
+    pub fn predict(
+        &self,
+        worker: Worker,
+        seed: u64,
+        locals: &[u64],
+        capacity_blocks: Option<u64>,
+    ) -> usize {
+        match capacity_blocks.filter(|blocks| self.has_histories && *blocks > 0) {
+            Some(blocks) => {
+                // Saturates, as casts of floats do.
+                let most = (blocks as f64 * HISTORY_SHARE) as usize;
+                self.index.predict_within(worker, seed, locals, most)
+            }
+            None => self.index.predict(worker, seed, locals),
         }
     }
 

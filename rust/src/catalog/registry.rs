@@ -42,6 +42,9 @@ pub struct CatalogOptions {
     /// Most predicted blocks of one index, counted per worker, and how many are left when there were
     /// more; 0 = no limit.
     pub max_predicted: (usize, usize),
+    /// Predictions of a worker whose size is known stand until they are more than it keeps, as
+    /// [`ModelIndex::predict`] says, and not for `predicted_ttl_ms`.
+    pub has_histories: bool,
     /// Limits of one event frame.
     pub frame: codec::Limits,
 }
@@ -55,6 +58,7 @@ impl Default for CatalogOptions {
             index_memory_bytes: 0,
             predicted_ttl_ms: 0,
             max_predicted: (0, 0),
+            has_histories: false,
             frame: codec::Limits::default(),
         }
     }
@@ -203,8 +207,9 @@ impl Catalog {
         });
         let groups = GroupIndex::new(self.options.max_blocks, rand::random());
         let names = Arc::clone(&self.names);
-        let model =
+        let mut model =
             ModelIndex::new(key.clone(), given.unwrap_or(0), Box::new(index), groups, names);
+        model.has_histories = self.options.has_histories;
         let model = Arc::new(model);
         if let Some(size) = block_size {
             model.learn_block_size(size);

@@ -15,6 +15,9 @@ use crate::policy::{AUTO, KvScale, Settings};
 use crate::router::{Policies, RouterConfig, TierWeights};
 use crate::select::{DEFAULT_JOURNAL_BYTES, Overlap, QueueOptions, QueueThreshold, Thresholds};
 
+/// How long a prediction stands without events, where nobody says.
+const ROUTER_TTL_S: f64 = 120.0;
+
 /// A struct of keyword arguments with their defaults, read of a call's `**settings`.
 macro_rules! keywords {
     ($(#[$doc:meta])* $name:ident { $($field:ident: $kind:ty = $default:expr,)* }) => {
@@ -86,7 +89,8 @@ keywords! {
         seed: Option<u64> = None,
         use_kv_events: bool = true,
         predicted_ttl_s: f64 = 5.0,
-        router_ttl_s: f64 = 120.0,
+        router_ttl_s: f64 = ROUTER_TTL_S,
+        is_router_ttl_meant: bool = false,
         router_max_tree_size: usize = 1_048_576,
         router_prune_target_ratio: f64 = 0.8,
         active_decode_blocks_threshold: Option<f64> = None,
@@ -190,7 +194,14 @@ impl Routing {
             queue,
             journal_bytes: given.decision_journal_bytes,
             logs_decisions: given.log_decisions,
-            limits: foresight.limit(given.max_blocks, given.index_memory_bytes),
+            limits: CatalogOptions {
+                // Who gives a time means it; `kv` has its documented one.
+                has_histories: is_auto
+                    && !given.use_kv_events
+                    && !given.is_router_ttl_meant
+                    && given.router_ttl_s == ROUTER_TTL_S,
+                ..foresight.limit(given.max_blocks, given.index_memory_bytes)
+            },
         })
     }
 }

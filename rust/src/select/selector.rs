@@ -520,7 +520,11 @@ impl Selector {
         if now_ms.saturating_sub(self.advanced_ms.load(Ordering::Relaxed)) >= ADVANCE_INTERVAL_MS {
             self.tell_time(now_ms);
         }
-        self.model.index.predict(selection.worker, *seed, locals);
+        // With events a prediction only bridges the time until they come.
+        let is_history = self.overlap == Overlap::Predictions;
+        let report = is_history.then(|| self.busy.reported(selection.worker)).flatten();
+        let capacity = report.and_then(|report| report.kv_total_blocks);
+        self.model.predict(selection.worker, *seed, locals, capacity);
     }
 }
 

@@ -18,6 +18,7 @@ use crate::router::{RouteOverride, RouterConfig};
 mod busy;
 mod cost;
 mod growth;
+mod histories;
 mod remote;
 mod reuse;
 mod room;

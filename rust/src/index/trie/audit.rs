@@ -140,7 +140,7 @@ impl Writer {
         if self.options.limits.max_bytes > 0 {
             assert_eq!(self.bytes_now(), self.bytes(), "what is counted along the way");
         }
-        let slots = self.slots.iter().flatten();
+        let slots = self.slots.iter().flatten().map(Box::as_ref);
         let (slots, facts): (Vec<_>, Vec<_>) =
             slots.partition(|slot| slot.plane == Plane::Predicted);
         if self.options.limits.ttl_ms > 0 {
@@ -151,7 +151,7 @@ impl Writer {
         }
         let has_history = |number| self.ages.history_most(number).is_some();
         let has_time = self.options.limits.predicted_ttl_ms > 0;
-        let is_timed = |slot: &&&Box<Slot>| has_time && !has_history(slot.worker);
+        let is_timed = |slot: &&&Slot| has_time && !has_history(slot.worker);
         let timed = slots.iter().filter(is_timed).map(|slot| slot.members.len()).sum();
         self.ages.audit_all(timed, |number| {
             let own = slots.iter().find(|slot| slot.worker == number);
