@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use crate::groups::{Group, longest_hit};
+use crate::groups::{Group, Reach, alignment, longest_hit};
 use crate::pool::{NULL, Pool};
 use crate::timing::{Step, Timing};
 
@@ -12,6 +12,9 @@ use crate::timing::{Step, Timing};
 pub struct EngineConfig {
     /// Groups of layers; the first one is told to routers.
     pub groups: Vec<Group>,
+    /// Blocks of windows keep their names wherever they are in a prompt. Without it only those that the same prompt
+    /// would go on from: vLLM's `prefix_cache_retention_interval` of 0.
+    pub names_all_windows: bool,
     /// Blocks of the pool, the null block among them.
     pub blocks: u32,
     /// Requests that run at once.
@@ -376,14 +379,25 @@ impl Engine {
         if !removed.is_empty() {
             events.push(Event::Removed(removed));
         }
+        let align = alignment(&config.groups);
         for (at, group) in config.groups.iter().enumerate() {
             let (first, full) = (job.tables[at].named, (tokens / group.block_size) as usize);
             if full <= first {
                 continue;
             }
             let ids: Vec<u64> = (first..full).map(|block| job.id(at, block)).collect();
-            for (block, &id) in job.tables[at].blocks[first..full].iter().zip(&ids) {
-                if *block != NULL {
+            let named = match group.reach {
+                Reach::Window(wide) if !config.names_all_windows => {
+                    let end = (job.input - 1) / align * align / group.block_size;
+                    let needed = (wide - 1).div_ceil(group.block_size);
+                    end.saturating_sub(needed) as usize..end as usize
+                }
+                _ => 0..full,
+            };
+            for (number, (block, &id)) in
+                (first..).zip(job.tables[at].blocks[first..full].iter().zip(&ids))
+            {
+                if *block != NULL && named.contains(&number) {
                     pool.name(*block, (at as u8, id));
                 }
             }

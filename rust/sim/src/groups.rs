@@ -100,7 +100,7 @@ pub fn longest_hit(
     most: u64,
     pool: &Pool,
 ) -> (u64, Vec<Vec<u32>>) {
-    let align = groups.iter().map(|group| group.block_size).fold(1, lcm);
+    let align = alignment(groups);
     let mut length = most;
     let mut found: Vec<Vec<u32>> = vec![Vec::new(); groups.len()];
     loop {
@@ -117,6 +117,11 @@ pub fn longest_hit(
         blocks.truncate((length / group.block_size) as usize);
     }
     (length, found)
+}
+
+/// What lengths of hits are multiples of, in tokens.
+pub fn alignment(groups: &[Group]) -> u64 {
+    groups.iter().map(|group| group.block_size).fold(1, lcm)
 }
 
 fn lcm(a: u64, b: u64) -> u64 {

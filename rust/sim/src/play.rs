@@ -75,6 +75,7 @@ impl Fleet {
     fn engine(&self, at: usize, block_size: u64) -> Engine {
         Engine::new(EngineConfig {
             groups: vec![Group { reach: Reach::Full, block_size }],
+            names_all_windows: true,
             blocks: (self.capacity_tokens / block_size) as u32 + 1,
             max_running: MAX_RUNNING,
             max_batched_tokens: MAX_BATCHED_TOKENS,
