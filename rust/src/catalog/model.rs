@@ -21,7 +21,9 @@ use crate::index::{BlockIndex, Matches, RemoveOutcome};
 /// Share of a worker's cache that is believed to hold what was sent there last: answers take room, too.
 ///
 /// # Source
-/// Simulated fleets without events: a fixed time of 120 s loses 11 points of hit on small caches.
+/// A simulated fleet without events on Mooncake's conversations, share of prompt tokens reused: where caches
+/// keep blocks for minutes 0.247, and 0.122 with a fixed time of 120 s; where they keep them for seconds
+/// 0.262 and 0.273.
 const HISTORY_SHARE: f64 = 0.9;
 
 /// What an index is for: no match ever crosses it.
