@@ -13,10 +13,12 @@ use crate::error::Error;
 use crate::hash::engine::NameKeys;
 use crate::ids::{Tier, Worker};
 use crate::index::Block;
-use crate::router::{RouteOverride, RouterConfig};
+use crate::router::{Policies, RouteOverride, RouterConfig};
 
+mod auto;
 mod busy;
 mod cost;
+mod fleet;
 mod growth;
 mod histories;
 mod remote;
@@ -42,11 +44,25 @@ fn bench(overlap: Overlap, options: CatalogOptions, workers: u64) -> Bench {
 }
 
 fn configured(config: SelectorConfig, options: CatalogOptions, workers: u64) -> Bench {
+    with_policies(config, Policies::default(), options, workers)
+}
+
+fn with_policies(
+    config: SelectorConfig,
+    policies: Policies,
+    options: CatalogOptions,
+    workers: u64,
+) -> Bench {
     let clock = Arc::new(ManualClock::default());
     let catalog = Catalog::new(options, Arc::<ManualClock>::clone(&clock));
     let key = ModelKey { model_name: "m".into(), tenant_id: "default".into() };
-    let model = catalog.model_or_create(&key, Some(BLOCK_SIZE)).unwrap();
-    let selector = Selector::new(config, model, Arc::<ManualClock>::clone(&clock)).unwrap();
+    let size = match config.router.block_size {
+        0 => BLOCK_SIZE,
+        size => size,
+    };
+    let model = catalog.model_or_create(&key, Some(size)).unwrap();
+    let time = Arc::<ManualClock>::clone(&clock);
+    let selector = Selector::with_policies(config, policies, model, time).unwrap();
     selector.set_workers(&(0..workers).map(worker).collect::<Vec<_>>()).unwrap();
     Bench { catalog, selector, clock }
 }
@@ -61,11 +77,32 @@ impl Bench {
     }
 
     fn store(&self, at: Worker, tier: Tier, tokens: &[u32]) {
-        let prompt = self.prompt(tokens);
+        self.store_prompt(at, tier, &self.prompt(tokens));
+    }
+
+    fn store_prompt(&self, at: Worker, tier: Tier, prompt: &Prompt) {
         let blocks: Vec<Block> = (prompt.locals.iter().zip(&prompt.sequence_hashes))
             .map(|(local, sequence)| Block { engine_hash: *sequence, local_hash: *local })
             .collect();
         self.selector.model().index.store(at, tier, None, prompt.seed, &blocks);
+    }
+
+    /// Events of these workers are heard from now on.
+    fn register(&self, workers: u64) {
+        for id in 0..workers {
+            self.catalog
+                .register(Registration {
+                    worker: worker(id),
+                    key: self.selector.model().key.clone(),
+                    block_size: self.selector.model().block_size(),
+                    endpoint: format!("tcp://127.0.0.1:{}", 5_000 + id),
+                    replay_endpoint: None,
+                    capacity_blocks: None,
+                    identity: Identity::default(),
+                    facts: EngineFacts::default(),
+                })
+                .unwrap();
+        }
     }
 
     fn is_idle(&self) -> bool {
@@ -332,21 +369,7 @@ fn a_hundred_bookings_at_once_spread() {
 fn foreseeing(ttl_ms: u64, workers: u64) -> Bench {
     let options = CatalogOptions { predicted_ttl_ms: ttl_ms, ..CatalogOptions::default() };
     let bench = bench(Overlap::EventsAndPredictions, options, workers);
-    for id in 0..workers {
-        bench
-            .catalog
-            .register(Registration {
-                worker: worker(id),
-                key: bench.selector.model().key.clone(),
-                block_size: Some(BLOCK_SIZE),
-                endpoint: format!("tcp://127.0.0.1:{}", 5_000 + id),
-                replay_endpoint: None,
-                capacity_blocks: None,
-                identity: Identity::default(),
-                facts: EngineFacts::default(),
-            })
-            .unwrap();
-    }
+    bench.register(workers);
     bench
 }
 

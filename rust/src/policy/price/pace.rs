@@ -17,8 +17,9 @@ const OWN: f64 = 32.0;
 const TOKEN_MS: f64 = 0.2;
 const GUESS_PROMPTS: f64 = 100_000.0;
 const TOKEN_MS_BOUNDS: (f64, f64) = (0.005, 5.0);
-/// Slowness beyond these is taken for these.
+/// Slowness beyond these is taken for these; whose logarithm is nearer to 0 than this is usual.
 const BOUNDS: (f64, f64) = (0.1, 20.0);
+const LEAST_LN: f64 = 0.05;
 
 /// Mean length of answers of late.
 #[derive(Debug, Default)]
@@ -176,7 +177,10 @@ pub(super) struct Pace {
 impl Pace {
     /// ln(time / expected time) of one of its first tokens.
     pub fn see(&mut self, ln: f64, now_ms: u64) {
-        self.count = (self.count + 1.0).min(OWN);
+        // What faded while nothing came stays faded: one that is hardly asked is not judged by old times.
+        let kept = self.kept(now_ms);
+        self.ln *= kept;
+        self.count = (self.count * kept + 1.0).min(OWN);
         let off = ln - self.mean;
         self.mean += off / self.count;
         self.variance += (off * off - self.variance) / self.count;
@@ -188,7 +192,7 @@ impl Pace {
     /// # Cost
     /// O(workers log workers).
     pub fn compare<'a>(all: impl Iterator<Item = &'a mut Self>) {
-        let mut known: Vec<&mut Self> = all.filter(|one| one.count >= 4.0).collect();
+        let mut known: Vec<&mut Self> = all.filter(|one| one.count > 0.0).collect();
         if known.len() < 2 {
             known.iter_mut().for_each(|one| one.ln = 0.0);
             return;
@@ -201,18 +205,24 @@ impl Pace {
             // What may be chance counts nothing.
             let error = 9.0 * one.variance / one.count;
             let share = if off == 0.0 { 0.0 } else { (1.0 - error / (off * off)).max(0.0) };
-            one.ln = (off * share).clamp(BOUNDS.0.ln(), BOUNDS.1.ln());
+            let ln = (off * share).clamp(BOUNDS.0.ln(), BOUNDS.1.ln());
+            // A hair slower than others that are idle, too, it would get nothing at all.
+            one.ln = if ln.abs() < LEAST_LN { 0.0 } else { ln };
         }
     }
 
     /// Its time for a token as a multiple of what is usual. Without news it becomes usual again, so that a
     /// worker that recovered is tried.
-    pub fn slowness(&mut self, now_ms: u64) -> f64 {
+    pub fn slowness(&self, now_ms: u64) -> f64 {
         if self.ln == 0.0 {
             return 1.0;
         }
-        let silent_ms = now_ms.saturating_sub(self.seen_ms) as f64;
-        (self.ln * (-silent_ms / PACE_MS).exp()).exp()
+        (self.ln * self.kept(now_ms)).exp()
+    }
+
+    /// What silence has left of what was known.
+    fn kept(&self, now_ms: u64) -> f64 {
+        (-(now_ms.saturating_sub(self.seen_ms) as f64) / PACE_MS).exp()
     }
 
     /// The same at the last comparison.
@@ -241,7 +251,7 @@ mod tests {
                 Pace::compare(paces.iter_mut());
             }
         }
-        let slow: Vec<f64> = paces.iter_mut().map(|pace| pace.slowness(now_ms)).collect();
+        let slow: Vec<f64> = paces.iter().map(|pace| pace.slowness(now_ms)).collect();
         assert!((slow[2] - 3.0).abs() < 0.5, "{slow:?}");
         assert!([0, 1, 3].iter().all(|at| (slow[*at] - 1.0).abs() < 0.1), "{slow:?}");
         assert!(paces[2].slowness(now_ms + 60_000) < 1.2);
@@ -267,7 +277,7 @@ mod tests {
             paces[1].see(ln, turn);
         }
         Pace::compare(paces.iter_mut());
-        assert_eq!(paces.map(|mut pace| pace.slowness(64)), [1.0, 1.0]);
+        assert_eq!(paces.map(|pace| pace.slowness(64)), [1.0, 1.0]);
     }
 
     #[test]
