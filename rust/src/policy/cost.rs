@@ -154,6 +154,20 @@ pub struct Terms {
 }
 
 impl Terms {
+    const NOTHING: Self = Self {
+        worker: Worker::new(0, 0),
+        overlap_blocks: 0,
+        predicted_blocks: 0,
+        lower_milliblocks: 0,
+        active_requests: 0,
+        prefill_tokens: 0,
+        prefill_blocks: 0.0,
+        weighed_prefill_blocks: 0.0,
+        decode_blocks: 0,
+        cost: 0.0,
+        price: Price::NOTHING,
+    };
+
     /// Blocks of the prompt that need not be prefilled there, rounded down.
     pub fn saved_blocks(&self) -> u32 {
         self.overlap_blocks.saturating_add(self.lower_milliblocks / 1_000)
@@ -206,12 +220,23 @@ impl RequestTerms {
         mut cost: impl FnMut(usize, &Candidate, &Terms) -> f64,
     ) {
         let is_plain = self.scale.is_plain();
-        terms.clear();
-        terms.extend(candidates.iter().enumerate().map(|(index, candidate)| {
-            let mut terms = self.without_cost(is_plain, candidate);
-            terms.cost = cost(index, candidate, &terms);
-            terms
-        }));
+        terms.resize(candidates.len(), Terms::NOTHING);
+        for (index, (place, candidate)) in terms.iter_mut().zip(candidates).enumerate() {
+            let known = self.without_cost(is_plain, candidate);
+            let cost = cost(index, candidate, &known);
+            // Field by field: copied as a whole it would go through memory, which takes as long as all the rest.
+            place.worker = known.worker;
+            place.overlap_blocks = known.overlap_blocks;
+            place.predicted_blocks = known.predicted_blocks;
+            place.lower_milliblocks = known.lower_milliblocks;
+            place.active_requests = known.active_requests;
+            place.prefill_tokens = known.prefill_tokens;
+            place.prefill_blocks = known.prefill_blocks;
+            place.weighed_prefill_blocks = known.weighed_prefill_blocks;
+            place.decode_blocks = known.decode_blocks;
+            place.cost = cost;
+            place.price = Price::NOTHING;
+        }
     }
 
     /// All but the cost, which no policy decides.
@@ -223,14 +248,16 @@ impl RequestTerms {
                 // An overlap longer than the prompt is somebody's mistake and saves no more.
                 let lower_tokens = match candidate.lower_milliblocks {
                     0 => 0,
-                    lower => (u64::from(lower) * block_size + 500) / 1_000,
+                    lower => (u64::from(lower) * block_size).saturating_add(500) / 1_000,
                 };
-                let cached_tokens = u64::from(candidate.overlap_blocks) * block_size + lower_tokens;
+                let cached_tokens =
+                    (u64::from(candidate.overlap_blocks) * block_size).saturating_add(lower_tokens);
                 let own_tokens = self.isl_tokens.saturating_sub(cached_tokens);
                 let is_twin = candidate.predicted_blocks > 0 && own_tokens < block_size;
                 let own_tokens = if is_twin { 0 } else { own_tokens };
                 let own_blocks = self.tracked_blocks.saturating_sub(load.shared_blocks);
-                (load.prefill_tokens + own_tokens, load.blocks + u64::from(own_blocks))
+                let prefill_tokens = load.prefill_tokens.saturating_add(own_tokens);
+                (prefill_tokens, load.blocks.saturating_add(u64::from(own_blocks)))
             }
             None => (self.isl_tokens, self.isl_tokens.checked_div(block_size).unwrap_or(0)),
         };

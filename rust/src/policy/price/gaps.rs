@@ -14,8 +14,6 @@ const FEWEST: f64 = 10.0;
 const SILENCE: f64 = 4.0;
 /// A spread of ln(gap) below this is taken for this.
 const LEAST_SPREAD: f64 = 0.2;
-/// What the distribution moves by before workers' prices are worked out anew.
-const STEP: f64 = 0.02;
 
 /// Ends of prompts, and the distribution of the time until they are continued.
 #[derive(Debug)]
@@ -30,9 +28,6 @@ pub(super) struct Gaps {
     count: f64,
     /// When the last prompt came.
     seen_ms: u64,
-    version: u64,
-    /// Mean and variance at that version.
-    told: (f64, f64),
 }
 
 impl Default for Gaps {
@@ -44,8 +39,6 @@ impl Default for Gaps {
             variance: 0.25,
             count: 0.0,
             seen_ms: 0,
-            version: 1,
-            told: (0.0, 0.25),
         }
     }
 }
@@ -107,17 +100,6 @@ impl Gaps {
         let off = ln - self.mean;
         self.mean += (1.0 / self.count).max(0.02) * off;
         self.variance += (0.5 / self.count).max(0.02) * (off * off - self.variance);
-        let (mean, variance) = self.told;
-        let is_news = (self.mean - mean).abs() > STEP || (self.variance - variance).abs() > STEP;
-        if is_news || self.count == FEWEST {
-            self.told = (self.mean, self.variance);
-            self.version += 1;
-        }
-    }
-
-    /// Changes when [`density`](Self::density) does.
-    pub fn version(&self) -> u64 {
-        self.version
     }
 
     /// Share of sessions that come back after about `age_ms`, per unit of ln(time), as a logistic

@@ -19,15 +19,13 @@ pub(super) fn blocks_of(at: usize) -> u64 {
 }
 
 /// The piece that block number `blocks` (from 0) lies in: the number of marks at or before it.
-pub(super) fn piece_of(blocks: u64) -> usize {
-    match blocks {
-        0 => 0,
-        1 => 1,
-        blocks => {
-            let power = blocks.ilog2() as usize;
-            2 * power + usize::from(blocks >= 3 << (power - 1))
-        }
-    }
+#[inline(always)]
+pub(super) fn piece_of(blocks: u32) -> usize {
+    // The exponent and the first digit behind it count the marks, from that at two blocks on. Without a branch,
+    // for what workers hold can't be foreseen.
+    const BEFORE: u64 = 2 * 1_023;
+    let digits = f64::from(blocks).to_bits() >> 51;
+    digits.saturating_sub(BEFORE).max(u64::from(blocks.min(1))) as usize
 }
 
 /// Sequence hashes of a prompt at the depths of the marks.
@@ -85,9 +83,15 @@ impl Wanted {
         if wants.is_empty() {
             return SmallVec::new();
         }
-        let mut holders = [0_u32; MAX_MARKS + 2];
-        for blocks in overlaps {
-            holders[piece_of(u64::from(blocks)).min(wants.len())] += 1;
+        // In turn into one of four, for most workers fall into the same piece: one more there would wait for the
+        // one before.
+        let mut turns = [[0_u32; MAX_MARKS + 2]; 4];
+        for (at, blocks) in overlaps.enumerate() {
+            turns[at % 4][piece_of(blocks).min(wants.len())] += 1;
+        }
+        let mut holders = [0; MAX_MARKS + 2];
+        for (at, count) in holders.iter_mut().enumerate() {
+            *count = turns.iter().map(|turn| turn[at]).sum();
         }
         // From those that hold so much and no more to those that hold so much at least.
         for piece in (0..wants.len()).rev() {
@@ -110,7 +114,8 @@ mod tests {
         let depths: Vec<u64> = (0..9).map(blocks_of).collect();
         assert_eq!(depths, [1, 2, 3, 4, 6, 8, 12, 16, 24]);
         for blocks in 0..5_000 {
-            let passed = (0..MAX_MARKS).take_while(|at| blocks_of(*at) <= blocks).count();
+            let passed =
+                (0..MAX_MARKS).take_while(|at| blocks_of(*at) <= u64::from(blocks)).count();
             assert_eq!(piece_of(blocks), passed, "{blocks}");
         }
         assert_eq!(Marks::of(&[7; 5]).0.len(), 4);

@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 use rand::RngCore;
 
 use super::contract::{Candidates, Context, Finished, RoutePolicy, Sample};
-use super::cost::{Stage, Terms};
+use super::cost::{ActiveLoad, Stage, Terms};
 use super::decision::{Choice, Reason};
 use super::lowest::Lowest;
 use super::select::{among_equals, warm};
@@ -32,7 +32,7 @@ use gaps::Gaps;
 use marks::Wanted;
 use pace::Pace;
 use retention::Retention;
-use rule::{Inputs, MissCost};
+use rule::{MissCost, Rates, Tariff};
 
 pub use marks::Marks;
 pub use rule::Price;
@@ -40,8 +40,10 @@ pub use rule::Price;
 /// The policy's name.
 pub const AUTO: &str = "auto";
 
-/// Share of a cache's retention for which the price of an eviction stands.
-const PRESSURE_STANDS: f64 = 0.05;
+/// For how long a worker's rates stand while nothing new is learned: a share of its cache's retention, and
+/// milliseconds at the most.
+const RATES_STAND: f64 = 0.05;
+const RATES_STAND_MS: u64 = 1_000;
 
 pub(super) fn build(_: &Settings, _: &mut dyn RngCore) -> Result<Arc<dyn RoutePolicy>> {
     Ok(Arc::new(PricePolicy::default()))
@@ -62,37 +64,46 @@ pub struct Ticket {
     pub stage: Stage,
 }
 
-/// What is remembered of one worker.
+/// What is remembered of one worker. Decisions pass over all of them: what they need is in one place.
 #[derive(Debug)]
 struct Known {
     worker: Worker,
-    retention: Retention,
-    pace: Pace,
-    pressure: Pressure,
+    rates: Rates,
+    /// Until when the rates are about right; 0 when something new was learned.
+    until_ms: u64,
+    learned: Box<Learned>,
 }
 
-/// What a token pushed into a worker's full cache costs, in tokens.
-#[derive(Debug, Clone, Copy, Default)]
-struct Pressure {
-    tokens: f64,
-    /// The state of the gaps that it was worked out from; 0 for none.
-    version: u64,
-    /// Until when it is about right.
-    until_ms: u64,
+#[derive(Debug, Default)]
+struct Learned {
+    retention: Retention,
+    pace: Pace,
 }
 
 impl Known {
-    fn pressure(&mut self, gaps: &Gaps, now_ms: u64) -> f64 {
-        if self.pressure.version != gaps.version() || now_ms >= self.pressure.until_ms {
-            let age_ms = self.retention.age_ms(now_ms).unwrap_or(f64::INFINITY);
-            self.pressure = Pressure {
-                tokens: rule::pressure(&self.retention, gaps, now_ms),
-                version: gaps.version(),
-                // Saturates, as casts of floats do.
-                until_ms: now_ms.saturating_add(((age_ms * PRESSURE_STANDS) as u64).max(1)),
-            };
+    fn new(worker: Worker) -> Self {
+        Self { worker, rates: Rates::NEUTRAL, until_ms: 0, learned: Box::default() }
+    }
+
+    #[inline(always)]
+    fn rates(&mut self, gaps: &Gaps, now_ms: u64) -> Rates {
+        if now_ms >= self.until_ms {
+            self.refresh(gaps, now_ms);
         }
-        self.pressure.tokens
+        self.rates
+    }
+
+    #[cold]
+    fn refresh(&mut self, gaps: &Gaps, now_ms: u64) {
+        let Learned { retention, pace } = &*self.learned;
+        let age_ms = retention.age_ms(now_ms).unwrap_or(f64::INFINITY);
+        self.rates = Rates {
+            slowness: pace.slowness(now_ms),
+            pressure: rule::pressure(retention, gaps, now_ms),
+        };
+        // Saturates, as casts of floats do.
+        let stands_ms = ((age_ms * RATES_STAND) as u64).clamp(1, RATES_STAND_MS);
+        self.until_ms = now_ms.saturating_add(stands_ms);
     }
 }
 
@@ -131,10 +142,7 @@ impl State {
         let at = match self.place(worker) {
             Ok(at) => at,
             Err(at) => {
-                let (retention, pace) = (Retention::default(), Pace::default());
-                let pressure = Pressure::default();
-                let known = Known { worker, retention, pace, pressure };
-                self.workers.insert(at, known);
+                self.workers.insert(at, Known::new(worker));
                 at
             }
         };
@@ -153,13 +161,13 @@ pub struct PricePolicy {
 }
 
 impl PricePolicy {
-    /// What the request would cost on every candidate; calls `each` in their order.
-    fn prices(
+    /// Fill `terms` with what the request would cost on every candidate; the lowest of it.
+    fn price(
         &self,
         context: &Context<'_>,
         candidates: &Candidates<'_>,
-        mut each: impl FnMut(usize, Price),
-    ) {
+        terms: &mut Vec<Terms>,
+    ) -> Lowest {
         let request = &context.request;
         let size = f64::from(request.block_size);
         let input = request.isl_tokens as f64;
@@ -171,42 +179,28 @@ impl PricePolicy {
         let weights = wanted.weights(marks, overlaps);
         let miss = MissCost::new(input, size, &weights);
         let answer_tokens = answers.mean_tokens(context.now_ms);
-        let mut known = workers.iter_mut().peekable();
-        for (index, one) in candidates.list.iter().enumerate() {
-            while known.next_if(|known| known.worker < one.worker).is_some() {}
-            let own = known.peek_mut().filter(|known| known.worker == one.worker);
-            let (slowness, pressure) = match own {
-                None => (1.0, 0.0),
-                Some(own) => {
-                    (own.pace.slowness(context.now_ms), own.pressure(gaps, context.now_ms))
-                }
+        let tariff = Tariff::new(answer_tokens, request.stage(), miss);
+        let mut lowest = Lowest::new();
+        let mut next = 0;
+        request.fill(candidates.list, terms, |_, _, _| 0.0);
+        for (index, (one, terms)) in candidates.list.iter().zip(terms).enumerate() {
+            // Both are in worker order.
+            while workers.get(next).is_some_and(|known| known.worker < one.worker) {
+                next += 1;
+            }
+            let rates = match workers.get_mut(next) {
+                Some(known) if known.worker == one.worker => known.rates(gaps, context.now_ms),
+                _ => Rates::NEUTRAL,
             };
-            let load = candidates.load(index);
-            // The load table's strangers earn nothing for what they hold.
-            let saved_blocks = match one.load {
-                Some(_) => {
-                    f64::from(one.overlap_blocks) + f64::from(one.lower_milliblocks) / 1_000.0
-                }
-                None => 0.0,
+            let (cost, price) = match &one.load {
+                Some(load) => tariff.price(one.overlap_blocks, one.lower_milliblocks, load, rates),
+                // The load table's strangers earn nothing for what they hold.
+                None => tariff.price(0, 0, &ActiveLoad::default(), rates),
             };
-            each(
-                index,
-                rule::price(
-                    &Inputs {
-                        input_tokens: input,
-                        cached_tokens: saved_blocks * size,
-                        queued_tokens: load.queued_tokens as f64,
-                        requests: f64::from(load.requests),
-                        context_tokens: load.context_tokens as f64,
-                        answer_tokens,
-                        slowness,
-                        pressure,
-                        stage: request.stage(),
-                    },
-                    &miss,
-                ),
-            );
+            (terms.cost, terms.price) = (cost, price);
+            lowest.see(index, cost, || u64::from(candidates.requests(index)));
         }
+        lowest
     }
 }
 
@@ -226,16 +220,7 @@ impl RoutePolicy for PricePolicy {
         terms: &mut Vec<Terms>,
         rng: &mut dyn RngCore,
     ) -> Option<Choice> {
-        candidates.fill(context, terms, |_| 0.0);
-        let mut lowest = Lowest::new();
-        // Among equal costs the fewest requests, then chance: turns would lead the sessions of one worker to the
-        // next one, again and again.
-        let rank = |index: usize| u64::from(candidates.requests(index));
-        self.prices(context, candidates, |index, price| {
-            let cost = price.total();
-            (terms[index].cost, terms[index].price) = (cost, price);
-            lowest.see(index, cost, || rank(index));
-        });
+        let lowest = self.price(context, candidates, terms);
         match candidates.len() {
             0 => None,
             1 => {
@@ -247,7 +232,12 @@ impl RoutePolicy for PricePolicy {
                 Some(warm(terms, softmax::sample(costs, context.request.temperature, rng)))
             }
             count => {
-                let is_tied = |at: usize| terms[at].cost == lowest.value && rank(at) == lowest.rank;
+                // Among equal costs the fewest requests, then chance: turns would lead the sessions of one
+                // worker to the next one, again and again.
+                let is_tied = |at: usize| {
+                    let rank = u64::from(candidates.requests(at));
+                    terms[at].cost == lowest.value && rank == lowest.rank
+                };
                 Some(among_equals(lowest, 0..count, is_tied, rng))
             }
         }
@@ -270,12 +260,12 @@ impl RoutePolicy for PricePolicy {
         traffic.gaps.see(context.sequence_hashes, best as usize, context.now_ms);
         let known = state.known(chosen.worker);
         if context.is_indexed {
-            known.retention.used(context.local_hashes, context.now_ms);
+            known.learned.retention.used(context.local_hashes, context.now_ms);
         }
         drop(state);
         context.memo.set_ticket(Ticket {
             marks: marks.clone(),
-            work_tokens: (load.queued_tokens + own) as f64,
+            work_tokens: load.queued_tokens.saturating_add(own) as f64,
             own_tokens: own as f64,
             is_whole: context.is_whole,
             stage: context.request.stage(),
@@ -302,11 +292,12 @@ impl RoutePolicy for PricePolicy {
         if let Some(residual) = residual {
             // A worker that has gone meanwhile stays forgotten.
             if let Some(known) = state.find(finished.worker) {
-                known.pace.see(residual, finished.now_ms);
+                known.learned.pace.see(residual, finished.now_ms);
+                known.until_ms = 0;
             }
         }
         if is_time {
-            Pace::compare(state.workers.iter_mut().map(|known| &mut known.pace));
+            Pace::compare(state.workers.iter_mut().map(|known| &mut known.learned.pace));
         }
     }
 
@@ -317,16 +308,15 @@ impl RoutePolicy for PricePolicy {
     fn evicted(&self, worker: Worker, local_hashes: &[u64], now_ms: u64) {
         let mut state = self.state.lock();
         let Some(known) = state.find(worker) else { return };
-        known.retention.evicted(local_hashes, now_ms);
-        // Of no state of the gaps: it is worked out anew.
-        known.pressure.version = 0;
+        known.learned.retention.evicted(local_hashes, now_ms);
+        known.until_ms = 0;
     }
 
     fn cleared(&self, worker: Worker) {
         let mut state = self.state.lock();
         let Some(known) = state.find(worker) else { return };
-        known.retention = Retention::default();
-        known.pressure = Pressure::default();
+        known.learned.retention = Retention::default();
+        known.until_ms = 0;
     }
 
     fn removed(&self, worker: Worker) {
@@ -354,11 +344,11 @@ impl RoutePolicy for PricePolicy {
             let worker = known.worker.to_string();
             let label = ("worker", worker.as_str());
             let mut tell = |name, value| visit(Sample { name, label, value });
-            tell("auto_worker_slowness_ratio", known.pace.last_slowness());
-            if let Some(ms) = known.retention.last_age_ms() {
+            tell("auto_worker_slowness_ratio", known.learned.pace.last_slowness());
+            if let Some(ms) = known.learned.retention.last_age_ms() {
                 tell("auto_worker_retention_seconds", ms / 1_000.0);
             }
-            tell("auto_worker_eviction_price_ratio", known.pressure.tokens);
+            tell("auto_worker_eviction_price_ratio", known.rates.pressure);
         }
     }
 }

@@ -7,9 +7,9 @@
 use std::fmt;
 
 use super::gaps::Gaps;
-use super::marks::MAX_MARKS;
+use super::marks::{self, MAX_MARKS};
 use super::retention::Retention;
-use crate::policy::cost::Stage;
+use crate::policy::cost::{ActiveLoad, Stage};
 
 /// What a queued token counts: engines prefill several prompts side by side, so that a request waits for a
 /// part of what is queued before it.
@@ -45,6 +45,9 @@ pub struct Price {
 }
 
 impl Price {
+    /// Of a policy that has no price.
+    pub(crate) const NOTHING: Self = Self { queue: 0.0, prefill: 0.0, decode: 0.0, eviction: 0.0 };
+
     /// The parts by name.
     pub fn parts(&self) -> [(&'static str, f64); 4] {
         [
@@ -71,52 +74,85 @@ impl fmt::Display for Price {
     }
 }
 
-/// What the price of one worker depends on. Tokens are prompt tokens unless said otherwise.
+/// What a worker's tokens cost beside those of others.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Inputs {
-    /// Length of the prompt; at least 1.
-    pub input_tokens: f64,
-    /// Leading tokens that need not be computed there.
-    pub cached_tokens: f64,
-    /// Tokens that the worker has still to prefill.
-    pub queued_tokens: f64,
-    /// Requests that it has.
-    pub requests: f64,
-    /// Sum of the lengths of their prompts.
-    pub context_tokens: f64,
-    /// Length of the answer that is to be expected.
-    pub answer_tokens: f64,
-    /// Time that it takes for a token, as a multiple of what its fleet takes.
+pub(super) struct Rates {
+    /// Its time for a token, as a multiple of what its fleet takes.
     pub slowness: f64,
-    /// What a token pushed into its cache costs, in tokens.
+    /// What a token pushed into its full cache costs, in tokens.
     pub pressure: f64,
-    /// What is done there.
-    pub stage: Stage,
 }
 
-pub(super) fn price(inputs: &Inputs, miss: &MissCost) -> Price {
-    let Inputs { input_tokens, requests, slowness, answer_tokens, .. } = *inputs;
-    // The last token is computed in any case.
-    let cached = inputs.cached_tokens.clamp(0.0, input_tokens - 1.0);
-    let uncached = input_tokens - cached;
-    let step = STEP_PER_REQUEST * (requests + 1.0)
-        + STEP_PER_CONTEXT * (inputs.context_tokens + input_tokens);
-    let added = STEP_PER_REQUEST + STEP_PER_CONTEXT * input_tokens;
-    let decode = STEP_WEIGHT * answer_tokens * slowness * (step + requests * added);
-    let stalled = STALLED_MOST * requests / (requests + STALLED_MOST);
-    let own = slowness * miss.beyond(cached);
-    let eviction = inputs.pressure * uncached;
-    let queue = QUEUE_WEIGHT * slowness * inputs.queued_tokens;
-    let (queue, prefill, decode) = match inputs.stage {
-        Stage::Both => (queue, own * (1.0 + stalled), decode),
-        Stage::Prefill => (queue, own, 0.0),
-        Stage::Decode => (0.0, TRANSFER * uncached, decode),
-    };
-    Price {
-        queue: queue as f32,
-        prefill: prefill as f32,
-        decode: decode as f32,
-        eviction: eviction as f32,
+impl Rates {
+    /// Of a worker of which nothing is known.
+    pub const NEUTRAL: Self = Self { slowness: 1.0, pressure: 0.0 };
+}
+
+/// The price of one request: what of it is the same for all workers is worked out once.
+#[derive(Debug)]
+pub(super) struct Tariff {
+    miss: MissCost,
+    /// What a queued token counts.
+    queued: f64,
+    /// What its prefill counts, and the answers that this stalls.
+    computed: f64,
+    stalled: f64,
+    /// What an uncached token counts that is fetched.
+    fetched: f64,
+    /// What the answer's steps cost on an idle worker, more for each of its requests and for each of their
+    /// prompt tokens.
+    steps: f64,
+    steps_per_request: f64,
+    steps_per_context: f64,
+}
+
+impl Tariff {
+    /// Of a prompt whose uncached tokens cost `miss`, and an answer that is expected to have `answer_tokens`;
+    /// `stage` is what is done on the worker.
+    pub fn new(answer_tokens: f64, stage: Stage, miss: MissCost) -> Self {
+        let weight = if stage == Stage::Prefill { 0.0 } else { STEP_WEIGHT * answer_tokens };
+        let added = STEP_PER_REQUEST + STEP_PER_CONTEXT * miss.input;
+        let is_fetched = stage == Stage::Decode;
+        Self {
+            miss,
+            queued: if is_fetched { 0.0 } else { QUEUE_WEIGHT },
+            computed: if is_fetched { 0.0 } else { 1.0 },
+            stalled: if stage == Stage::Both { STALLED_MOST } else { 0.0 },
+            fetched: if is_fetched { TRANSFER } else { 0.0 },
+            steps: weight * added,
+            // Its own steps are longer for each of the others, and theirs are longer by it.
+            steps_per_request: weight * (STEP_PER_REQUEST + added),
+            steps_per_context: weight * STEP_PER_CONTEXT,
+        }
+    }
+
+    /// The cost on a worker that holds `leading` blocks of the prompt, and what saves `lower` thousandths of a
+    /// block behind them; with its parts.
+    #[inline(always)]
+    pub fn price(&self, leading: u32, lower: u32, load: &ActiveLoad, rates: Rates) -> (f64, Price) {
+        let Rates { slowness, pressure } = rates;
+        let requests = f64::from(load.requests);
+        let (uncached, miss) = match lower {
+            0 => self.miss.beyond(leading),
+            lower => self.miss.beyond_lower(leading, lower),
+        };
+        let stalls = 1.0 + self.stalled * requests / (requests + STALLED_MOST);
+        let queue = self.queued * slowness * load.queued_tokens as f64;
+        let prefill = self.computed * slowness * miss * stalls + self.fetched * uncached;
+        let steps = self.steps
+            + self.steps_per_request * requests
+            + self.steps_per_context * load.context_tokens as f64;
+        let decode = slowness * steps;
+        let eviction = pressure * uncached;
+        // Numbers beyond all bounds are shown as the largest one.
+        let finite = |part: f64| (part as f32).min(f32::MAX);
+        let price = Price {
+            queue: finite(queue),
+            prefill: finite(prefill),
+            decode: finite(decode),
+            eviction: finite(eviction),
+        };
+        (queue + prefill + decode + eviction, price)
     }
 }
 
@@ -128,55 +164,60 @@ pub(super) fn price(inputs: &Inputs, miss: &MissCost) -> Price {
 pub(super) struct MissCost {
     input: f64,
     block_size: f64,
-    weights: [f64; MAX_MARKS],
-    /// Cost from the start of each piece to the end of the prompt.
-    from: [f64; MAX_MARKS + 1],
+    /// The last token's block, and the tokens before it.
+    last: u32,
+    most: f64,
     pieces: usize,
+    /// Of each piece: what the whole prompt would cost if all before counted as the piece does, and what a token
+    /// of it counts; behind the last mark in full.
+    costs: [(f64, f64); MAX_MARKS + 1],
 }
 
 impl MissCost {
-    /// `weights`: of the piece that ends at each mark, the shortest prefix first; what is behind the last
-    /// one counts in full.
+    /// Of a prompt of `input` tokens. `weights`: of the piece that ends at each mark, the shortest prefix first;
+    /// what is behind the last one counts in full.
     pub fn new(input: f64, block_size: f64, weights: &[f64]) -> Self {
-        let mut of = Self {
-            input,
-            block_size,
-            weights: [1.0; MAX_MARKS],
-            from: [0.0; MAX_MARKS + 1],
-            pieces: weights.len(),
-        };
-        of.weights[..weights.len()].copy_from_slice(weights);
-        let mut behind = work(input) - work(of.start(of.pieces).min(input));
-        of.from[of.pieces] = behind;
-        for piece in (0..of.pieces).rev() {
-            let (start, end) = (of.start(piece).min(input), of.start(piece + 1).min(input));
-            behind += of.weights[piece] * (work(end) - work(start));
-            of.from[piece] = behind;
+        let pieces = weights.len();
+        let mut costs = [(0.0, 1.0); MAX_MARKS + 1];
+        costs[pieces] = (work(input), 1.0);
+        for (piece, weight) in weights.iter().enumerate().rev() {
+            let (whole, next) = costs[piece + 1];
+            let end = work(input.min(marks::blocks_of(piece) as f64 * block_size));
+            costs[piece] = (whole - next * end + weight * end, *weight);
         }
-        of
+        let most = (input - 1.0).max(0.0);
+        // Saturates, as casts of floats do.
+        let last = (most / block_size) as u32;
+        Self { input, block_size, last, most, pieces, costs }
     }
 
-    /// Where a piece starts, in tokens.
-    fn start(&self, piece: usize) -> f64 {
-        match piece {
-            0 => 0.0,
-            piece => super::marks::blocks_of(piece - 1) as f64 * self.block_size,
-        }
+    /// Tokens that are not cached behind the first `leading` blocks, and what they cost.
+    #[inline(always)]
+    pub fn beyond(&self, leading: u32) -> (f64, f64) {
+        self.of(leading, f64::from(leading) * self.block_size)
     }
 
-    /// The cost of all tokens behind the first `cached`.
-    pub fn beyond(&self, cached: f64) -> f64 {
-        if self.pieces == 0 {
-            return work(self.input) - work(cached);
-        }
-        let blocks = cached / self.block_size;
-        let piece = super::marks::piece_of(blocks as u64).min(self.pieces);
-        let weight = if piece < self.pieces { self.weights[piece] } else { 1.0 };
-        self.from[piece] - weight * (work(cached) - work(self.start(piece).min(self.input)))
+    /// The same where `lower` thousandths of a block more are saved.
+    #[cold]
+    pub fn beyond_lower(&self, leading: u32, lower: u32) -> (f64, f64) {
+        let blocks = f64::from(leading) + f64::from(lower) / 1_000.0;
+        // Saturates, as casts of floats do.
+        self.of(blocks as u32, blocks * self.block_size)
+    }
+
+    /// Behind `cached` tokens, which end in block number `blocks`.
+    #[inline(always)]
+    fn of(&self, blocks: u32, cached: f64) -> (f64, f64) {
+        // The last token is computed in any case.
+        let cached = cached.min(self.most);
+        let piece = marks::piece_of(blocks.min(self.last)).min(self.pieces);
+        let (whole, weight) = self.costs[piece];
+        (self.input - cached, whole - weight * work(cached))
     }
 }
 
 /// Tokens of work in the first `tokens` of a prompt, attention included.
+#[inline(always)]
 fn work(tokens: f64) -> f64 {
     tokens * (1.0 + ATTENTION * tokens / 2.0)
 }
