@@ -1,6 +1,8 @@
 //! What the price promises, whatever the numbers.
 #![allow(clippy::unwrap_used)]
 
+mod properties;
+
 use proptest::prelude::*;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
