@@ -28,6 +28,7 @@ __all__ = [
     "Tokenizer",
     "ZmqDrain",
     "check_policy",
+    "check_shadow_policies",
     "compute_block_hash_array",
     "compute_block_hash_for_seq",
     "compute_sequence_hashes",
@@ -46,6 +47,14 @@ def check_policy(strategy: str) -> None:
 
     Raises:
         InvalidArgumentError: Lists the policies there are.
+    """
+
+def check_shadow_policies(policies: Sequence[str]) -> None:
+    """Check policies that only watch: strategies, or one with settings: ``kv:temperature=0.5``.
+
+    Raises:
+        InvalidArgumentError: Names the policy, the parameter and what is legal; also for more than
+            four, and for the same policy with the same parameters twice.
     """
 
 def init_logging(level: str = "info", *, json: bool = False) -> bool:

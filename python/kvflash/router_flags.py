@@ -156,8 +156,9 @@ def add_router_flags(flags: Flags, *, block_size: tuple[str, ...] = ()) -> None:
         "--shadow-policy",
         dest="shadow_policies",
         metavar="POLICY",
-        summary="a policy that runs beside and decides nothing, to be compared in /metrics; may be "
-        "given up to 4 times",
+        summary="a policy that runs beside and decides nothing, to be compared in /metrics; may "
+        "have settings of its own, such as kv:overlap_score_weight=8,temperature=0.5; may be given "
+        "up to 4 times",
     )
     flags.add(
         "--router-session-affinity-ttl-secs",

@@ -129,6 +129,7 @@ def test_without_events_auto_goes_by_the_size_of_the_cache(
 
 def test_faults_are_named() -> None:
     for settings, text in (
+        ({"shadow_policies": ["kv:weight=8"]}, "--shadow-policy: .*it takes overlap_score_weight"),
         ({"policy": "fastest"}, "session-affinity"),
         ({"policy": "kv:1,random:1"}, "has no scores"),
         ({"shadow_policies": ["kv"] * 5}, "limit is 4"),
@@ -141,6 +142,7 @@ def test_faults_are_named() -> None:
         ({"router_mode": "fastest"}, "router_mode: .*fastest"),
         ({"router_mode": "kv:1,random:x"}, "router_mode: "),
         ({"shadow_policies": ["kv", "zz"]}, "shadow_policies: .*zz"),
+        ({"shadow_policies": ["kv:temperature=x"]}, 'shadow_policies: .*at least 0, got "x"'),
         ({"policy_profile": "best"}, "policy_profile must be one of document, aibrix-compat"),
     ):
         with pytest.raises(ConfigError, match=text):

@@ -60,14 +60,15 @@ def free(http, name, **used):
 
 @pytest.mark.parametrize("policy", OTHERS)
 def test_every_policy_chooses_and_says_its_name(http, policy):
-    router = http(policy, shadow_policies=["kv", "least-request"])
+    weighty = "kv:overlap_score_weight=8,temperature=0.5"
+    router = http(policy, shadow_policies=["kv", "least-request", weighty])
     for n in range(6):
         reserve(router, f"r-{n}", [n, *IDS], user="somebody")
     assert router.get("/health")["router_policy"] == policy
     assert ask(router, "/explain")["policy"] == policy
     info = f'kvflash_policy_info{{policy="{policy}",profile="document"}}'
     assert metric(router, info) == 1
-    for shadow in ("kv", "least-request"):
+    for shadow in ("kv", "least-request", weighty):
         assert metric(router, f'kvflash_shadow_decisions_total{{policy="{shadow}"}}') == 6
 
 

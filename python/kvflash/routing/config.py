@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from kvflash._core import RouterCore, check_policy
+from kvflash._core import RouterCore, check_policy, check_shadow_policies
 from kvflash.cluster_flags import ClusterFlags
 from kvflash.errors import ConfigError, InvalidArgumentError
 from kvflash.policy import PREFIX, AskedPolicy, Policy, load
@@ -47,7 +47,8 @@ class KvRouterConfig:
             Without it ``ROUTING_ALGORITHM`` in the environment counts, else ``auto``, or ``kv``
             where a setting of its cost is not the default.
         policy_profile: Defaults of policies: ``document`` or ``aibrix-compat``.
-        shadow_policies: Policies that run beside and are only counted; at most four.
+        shadow_policies: Policies that run beside and are only counted; at most four. One policy may
+            have settings of its own: ``kv:overlap_score_weight=8,temperature=0.5``.
         router_session_affinity_ttl_secs: Seconds, in 1..=31536000, for which requests with the
             ``session_key`` of an earlier one go where that went, whatever the policy, until that
             worker can't take one; None: the policy decides alone.
@@ -212,15 +213,16 @@ class KvRouterConfig:
             raise ConfigError("router_track_output_blocks requires router_track_active_blocks")
 
     def _check_policies(self) -> None:
-        named = [("shadow_policies", name) for name in self.shadow_policies]
+        try:
+            check_shadow_policies(list(self.shadow_policies))
+        except ValueError as error:
+            raise ConfigError(f"shadow_policies: {error}") from error
         mode = self.router_mode
         if isinstance(mode, str) and not mode.startswith(PREFIX):
-            named.append(("router_mode", mode))
-        for field_name, policy in named:
             try:
-                check_policy(policy)
+                check_policy(mode)
             except ValueError as error:
-                raise ConfigError(f"{field_name}: {error}") from error
+                raise ConfigError(f"router_mode: {error}") from error
         if self.policy_profile not in (None, *PROFILES):
             raise ConfigError(
                 f"policy_profile must be one of {', '.join(PROFILES)}, got {self.policy_profile!r}"

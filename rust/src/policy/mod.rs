@@ -33,6 +33,7 @@ mod shadow;
 mod softmax;
 mod throughput;
 mod today;
+mod tuned;
 pub mod vtc_basic;
 
 pub use affinity::{Affinity, Seat};
@@ -47,8 +48,9 @@ pub use outside::Outside;
 pub use price::{AUTO, Marks, Price, Ticket};
 pub use select::select;
 pub use settings::{Profile, Settings};
-pub use shadow::{Shadow, ShadowStats};
+pub use shadow::{MAX_SHADOWS, Shadow, ShadowStats};
 pub use softmax::softmax_probabilities;
+pub use tuned::Counted;
 
 #[cfg(test)]
 mod tests;

@@ -9,6 +9,7 @@ use std::str::FromStr;
 use rand::{Rng, RngCore};
 
 pub use read::Origin;
+pub(super) use read::flag;
 pub use table::{Kind, VARIABLES, Variable};
 
 use crate::error::{Error, Result};
@@ -184,6 +185,27 @@ impl Settings {
     /// and what came. In `aibrix-compat` it gets its default and a line in `warnings` instead.
     pub fn read(profile: Profile, lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
         read::settings(profile, &lookup)
+    }
+
+    /// The same, but for these variables by name, whose values are legal.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub(super) fn with(&self, variables: &[(&str, String)]) -> Result<Self> {
+        Self::read(self.profile, |full| {
+            let name = full.strip_prefix("KVFLASH_")?;
+            let given = variables.iter().find(|(known, _)| *known == name);
+            let known = || {
+                let mut set = self.origins.iter().filter(|origin| origin.read_from.is_some());
+                Some(set.find(|origin| origin.name == name)?.value.clone())
+            };
+            given.map(|(_, value)| value.clone()).or_else(known)
+        })
+    }
+
+    /// What is legal for a variable, when `value` is not.
+    pub(super) fn fault(&self, variable: &Variable, value: &str) -> Option<String> {
+        read::fault(self.profile, variable, value)
     }
 
     /// Which of the variables that were set change nothing, each with the setting that would let it count.

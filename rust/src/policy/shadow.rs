@@ -3,14 +3,19 @@
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use rand::SeedableRng;
 use rand::rngs::SmallRng;
+use rand::{RngCore, SeedableRng};
 
 use super::contract::{Candidates, Context, Finished, RoutePolicy, Sample};
 use super::cost::Terms;
 use super::decision::Choice;
-use crate::error::Result;
+use super::settings::Settings;
+use super::tuned::{self, Counted};
+use crate::error::{Error, Result};
 use crate::ids::Worker;
+
+/// Most policies that only watch: each costs as much as a decision.
+pub const MAX_SHADOWS: usize = 4;
 
 /// What a policy would have done with requests that another one decided.
 ///
@@ -60,7 +65,37 @@ impl Shadow {
         Self { policy, state: Mutex::new(state) }
     }
 
-    /// The name of its policy.
+    /// One for each of `texts`: a strategy as for [`registry::build`](super::registry::build), or one policy with
+    /// settings of its own, `NAME:PARAMETER=VALUE,...`. `counted` is what the router's load table counts, `rng`
+    /// gives what a policy draws once, and the shadows' own chance starts behind `seed`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for more than [`MAX_SHADOWS`], an unknown policy or parameter, a value that
+    /// is not legal, and the same policy with the same parameters twice.
+    pub fn of_texts(
+        texts: &[String],
+        settings: &Settings,
+        counted: Counted,
+        rng: &mut dyn RngCore,
+        seed: u64,
+    ) -> Result<Vec<Arc<Self>>> {
+        if texts.len() > MAX_SHADOWS {
+            let count = texts.len();
+            return Err(Error::invalid(format!("{count} policies; the limit is {MAX_SHADOWS}")));
+        }
+        let (mut shadows, mut keys) = (Vec::new(), Vec::new());
+        for (at, text) in (1..).zip(texts) {
+            let (policy, key) = tuned::build(text, settings, counted, rng)?;
+            if keys.contains(&key) {
+                return Err(Error::invalid(format!("{text:?} is given twice")));
+            }
+            keys.push(key);
+            shadows.push(Arc::new(Self::new(policy, seed.wrapping_add(at))));
+        }
+        Ok(shadows)
+    }
+
+    /// The name of its policy, as it was given where it has settings of its own.
     pub fn name(&self) -> &str {
         self.policy.name()
     }

@@ -5,6 +5,7 @@ mod outside;
 mod pods;
 mod promised_others;
 mod promised_prefix;
+mod promised_shadows;
 mod promised_vtc;
 mod recorded_others;
 mod recorded_prefix;

@@ -53,7 +53,7 @@ mod _core {
     #[pymodule_export]
     use super::overlap::OverlapScores;
     #[pymodule_export]
-    use super::policies::check_policy;
+    use super::policies::{check_policy, check_shadow_policies};
     #[pymodule_export]
     use super::policy_desk::{
         PolicyCandidate, PolicyDesk, PolicyEnded, PolicyQuestion, PolicyRequest,

@@ -9,7 +9,7 @@ use rand::rngs::SmallRng;
 use super::error::OrRaise;
 use super::policy_desk::PolicyDesk;
 use crate::error::{Error, Result};
-use crate::policy::{Affinity, Outside, Policy, Profile, Settings, Shadow, registry};
+use crate::policy::{Affinity, Counted, Outside, Policy, Profile, Settings, Shadow, registry};
 use crate::router::Policies;
 
 #[pyfunction]
@@ -19,8 +19,13 @@ pub(super) fn check_policy(py: Python<'_>, strategy: &str) -> PyResult<()> {
     built.map(|_| ()).or_raise(py)
 }
 
-/// Most policies that only watch: each costs as much as a decision.
-const MAX_SHADOWS: usize = 4;
+#[pyfunction]
+pub(super) fn check_shadow_policies(py: Python<'_>, policies: Vec<String>) -> PyResult<()> {
+    let (settings, counted) = (Settings::default(), Counted::default());
+    let mut rng = SmallRng::seed_from_u64(0);
+    let built = Shadow::of_texts(&policies, &settings, counted, &mut rng, 0);
+    built.map(|_| ()).or_raise(py)
+}
 
 /// What the flags and variables of the policies come to.
 pub(super) struct Chosen {
@@ -32,7 +37,8 @@ pub(super) struct Chosen {
 impl Chosen {
     /// The policy at `desk`, else `policy` by name, else by `ROUTING_ALGORITHM`, else `default`; defaults
     /// from `profile`, else from `POLICY_PROFILE`. Sessions stay where they are for
-    /// `affinity_ttl_secs` before any policy chooses; `None` leaves all to the policy. Without
+    /// `affinity_ttl_secs` before any policy chooses; `None` leaves all to the policy. `counted` is what the router's
+    /// load table counts. Without
     /// `has_events`, none of engines are listened to.
     ///
     /// # Errors
@@ -42,6 +48,7 @@ impl Chosen {
         policy: Option<&str>,
         profile: Option<&str>,
         shadows: &[String],
+        counted: Counted,
         desk: Option<&PolicyDesk>,
         affinity_ttl_secs: Option<u64>,
         default: &str,
@@ -74,20 +81,8 @@ impl Chosen {
                     .map_err(|error| of_flag("--router-mode", &error))?,
             );
         }
-        if shadows.len() > MAX_SHADOWS {
-            let count = shadows.len();
-            return Err(Error::Config(format!(
-                "--shadow-policy: {count} policies; the limit is {MAX_SHADOWS}"
-            )));
-        }
-        for (at, name) in (1..).zip(shadows) {
-            let shadow = registry::build(name.trim(), &settings, &mut rng)
-                .map_err(|error| of_flag("--shadow-policy", &error))?;
-            if policies.shadows.iter().any(|known| known.name() == shadow.name()) {
-                return Err(Error::Config(format!("--shadow-policy: {name:?} is given twice")));
-            }
-            policies.shadows.push(Arc::new(Shadow::new(shadow, seed.wrapping_add(at))));
-        }
+        policies.shadows = Shadow::of_texts(shadows, &settings, counted, &mut rng, seed)
+            .map_err(|error| of_flag("--shadow-policy", &error))?;
         let set: Vec<String> = settings
             .origins
             .iter()

@@ -11,7 +11,7 @@ use super::policy_desk::PolicyDesk;
 use crate::catalog::CatalogOptions;
 use crate::error::Error;
 use crate::load::PrefillSpeed;
-use crate::policy::{AUTO, KvScale, Settings};
+use crate::policy::{AUTO, Counted, KvScale, Settings};
 use crate::router::{Policies, RouterConfig, TierWeights};
 use crate::select::{DEFAULT_JOURNAL_BYTES, Overlap, QueueOptions, QueueThreshold, Thresholds};
 
@@ -147,6 +147,11 @@ impl Routing {
             given.policy.as_deref(),
             given.policy_profile.as_deref(),
             &given.shadow_policies,
+            Counted {
+                active_blocks: given.track_active_blocks,
+                prefill_tokens: given.track_prefill_tokens,
+                kv_reuse: given.assume_kv_reuse,
+            },
             given.policy_desk.as_ref().map(Py::get),
             given.session_affinity_ttl_s,
             given.default_policy(),

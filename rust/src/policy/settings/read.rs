@@ -152,7 +152,7 @@ impl Reader<'_> {
             Some((full, value))
         });
         let Some((full, value)) = found else { return Ok(by_default) };
-        match self.fault(variable, &value) {
+        match fault(self.profile, variable, &value) {
             None => Ok(Origin { name, value, read_from: Some(full) }),
             Some(legal) if self.profile == Profile::Document => {
                 Err(Error::Config(format!("{full} must be {legal}, got {value:?}")))
@@ -162,48 +162,6 @@ impl Reader<'_> {
                     .push(format!("{full} must be {legal}, got {value:?}: {default:?} is used"));
                 Ok(by_default)
             }
-        }
-    }
-
-    /// What is legal, when `value` is not.
-    fn fault(&self, variable: &Variable, value: &str) -> Option<String> {
-        let is_compat = self.profile == Profile::AibrixCompat;
-        match variable.kind {
-            Kind::Integer { low, high } => {
-                // AIBrix takes every value that is not above 0 for a mistake.
-                let low = if is_compat { low.max(1) } else { low };
-                let is_legal = value.parse().is_ok_and(|value| (low..=high).contains(&value));
-                let above = format!("an integer of at least {low}");
-                let within = format!("an integer in {low}..={high}");
-                (!is_legal).then_some(if high == i64::MAX { above } else { within })
-            }
-            Kind::Number { .. } if is_compat && variable.name.ends_with("DEVIATION_FACTOR") => {
-                let is_legal = value.parse::<i64>().is_ok_and(|value| value > 0);
-                (!is_legal).then(|| "an integer of at least 1".into())
-            }
-            Kind::Number { is_zero_legal } => {
-                let is_zero_legal = is_zero_legal && !is_compat;
-                let is_legal = value.parse::<f64>().is_ok_and(|value| {
-                    value.is_finite() && (value > 0.0 || is_zero_legal && value == 0.0)
-                });
-                let legal = if is_zero_legal { "of at least 0" } else { "above 0" };
-                (!is_legal).then(|| format!("a finite number {legal}"))
-            }
-            Kind::Word(words) => {
-                let is_unknown_hour = is_compat && value == "hours";
-                let is_legal = words.contains(&value) && !is_unknown_hour;
-                (!is_legal).then(|| format!("one of {}", words.join(", ")))
-            }
-            Kind::Flag => flag(value).is_none().then(|| "true or false".into()),
-            Kind::Seed => {
-                let is_legal = value.parse::<u64>().is_ok();
-                (!is_legal).then(|| format!("an integer in 0..={}", u64::MAX))
-            }
-            Kind::Text if variable.name.ends_with("KV_EVENT_SYNC_ENABLED") => {
-                let is_legal = value == "auto" || flag(value).is_some();
-                (!is_legal).then(|| "auto, true or false".into())
-            }
-            Kind::Text => None,
         }
     }
 
@@ -229,8 +187,50 @@ impl Reader<'_> {
     }
 }
 
+/// What is legal, when `value` is not.
+pub(super) fn fault(profile: Profile, variable: &Variable, value: &str) -> Option<String> {
+    let is_compat = profile == Profile::AibrixCompat;
+    match variable.kind {
+        Kind::Integer { low, high } => {
+            // AIBrix takes every value that is not above 0 for a mistake.
+            let low = if is_compat { low.max(1) } else { low };
+            let is_legal = value.parse().is_ok_and(|value| (low..=high).contains(&value));
+            let above = format!("an integer of at least {low}");
+            let within = format!("an integer in {low}..={high}");
+            (!is_legal).then_some(if high == i64::MAX { above } else { within })
+        }
+        Kind::Number { .. } if is_compat && variable.name.ends_with("DEVIATION_FACTOR") => {
+            let is_legal = value.parse::<i64>().is_ok_and(|value| value > 0);
+            (!is_legal).then(|| "an integer of at least 1".into())
+        }
+        Kind::Number { is_zero_legal } => {
+            let is_zero_legal = is_zero_legal && !is_compat;
+            let is_legal = value.parse::<f64>().is_ok_and(|value| {
+                value.is_finite() && (value > 0.0 || is_zero_legal && value == 0.0)
+            });
+            let legal = if is_zero_legal { "of at least 0" } else { "above 0" };
+            (!is_legal).then(|| format!("a finite number {legal}"))
+        }
+        Kind::Word(words) => {
+            let is_unknown_hour = is_compat && value == "hours";
+            let is_legal = words.contains(&value) && !is_unknown_hour;
+            (!is_legal).then(|| format!("one of {}", words.join(", ")))
+        }
+        Kind::Flag => flag(value).is_none().then(|| "true or false".into()),
+        Kind::Seed => {
+            let is_legal = value.parse::<u64>().is_ok();
+            (!is_legal).then(|| format!("an integer in 0..={}", u64::MAX))
+        }
+        Kind::Text if variable.name.ends_with("KV_EVENT_SYNC_ENABLED") => {
+            let is_legal = value == "auto" || flag(value).is_some();
+            (!is_legal).then(|| "auto, true or false".into())
+        }
+        Kind::Text => None,
+    }
+}
+
 /// A truth value as Go's `strconv.ParseBool` reads it.
-fn flag(value: &str) -> Option<bool> {
+pub(in crate::policy) fn flag(value: &str) -> Option<bool> {
     match value {
         "1" | "t" | "T" | "true" | "TRUE" | "True" => Some(true),
         "0" | "f" | "F" | "false" | "FALSE" | "False" => Some(false),
