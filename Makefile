@@ -55,6 +55,7 @@ test: lint capi
 bench: dev
 	$(BIN)/python -m pytest benches --benchmark-only $(PYTEST_FLAGS)
 	$(BIN)/python -m pytest benches/test_index_gates.py $(PYTEST_FLAGS)
+	PROFILE=$(PROFILE) $(BIN)/python -m pytest benches/test_policy_gates.py $(PYTEST_FLAGS)
 	$(BIN)/python benches/state.py --dry
 
 # The tables of docs/policies.md: the matrix of workloads and fleets, then every policy on one trace. TRACE= and

@@ -1,16 +1,18 @@
 //! What a decision costs with 1,000 workers and 10,000 clients: policies, and the fair queue. Prints
 //! the median and the 99th percentile of single calls.
 //!
-//! `cargo bench --bench policy`, or `-- prefix-cache` behind it for what begins with that.
+//! `cargo bench --bench policy`, or `-- prefix-cache` behind it for what begins with that. `-- decision` compares
+//! `auto` with `kv`: they take turns at the same requests.
 
+use std::collections::VecDeque;
 use std::hint::black_box;
 use std::time::Instant;
 
 use kvflash::fair::{Cost, Discipline, FairConfig, FairQueue, Options, Price, Used};
 use kvflash::ids::Worker;
 use kvflash::policy::{
-    ActiveLoad, Candidate, Candidates, Context, EngineMetrics, KvScale, Profile, RequestTerms,
-    Session, Settings, Stage, registry,
+    AUTO, ActiveLoad, Candidate, Candidates, Context, EngineMetrics, Finished, KvScale, Profile,
+    RequestTerms, Session, Settings, Stage, registry,
 };
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
@@ -91,6 +93,7 @@ fn main() {
     let is_wanted =
         |name: &str| wanted.is_empty() || wanted.iter().any(|one| name.starts_with(one.as_str()));
     let names = [
+        AUTO,
         "kv",
         "least-request",
         "least-kv-cache",
@@ -136,6 +139,134 @@ fn main() {
     for discipline in Discipline::ALL.into_iter().filter(|one| is_wanted(&one.to_string())) {
         queue(discipline, &users);
     }
+    if is_wanted("decision") {
+        for workers in [200, 2_000] {
+            for tokens in [1_000, 100_000] {
+                decision(workers, tokens);
+            }
+        }
+    }
+}
+
+/// What workers hold of the prompts that come, and what they are busy with.
+fn fleet(workers: u64, blocks: u32, rng: &mut SmallRng) -> Vec<Candidate> {
+    let held = |rng: &mut SmallRng| match rng.random_range(0..10) {
+        // The system prompt that all have; parts of conversations; nothing at all.
+        0..4 => 16.min(blocks),
+        4..6 => rng.random_range(0..blocks),
+        _ => 0,
+    };
+    let candidate = |id| {
+        let requests = rng.random_range(0..12);
+        Candidate {
+            worker: Worker::new(id, 0),
+            overlap_blocks: held(rng),
+            predicted_blocks: 0,
+            lower_milliblocks: 0,
+            load: Some(ActiveLoad {
+                requests,
+                prefill_tokens: rng.random_range(0..10_000),
+                queued_tokens: rng.random_range(0..10_000),
+                blocks: rng.random_range(0..4_000),
+                context_tokens: u64::from(requests) * 2_000,
+                ..ActiveLoad::default()
+            }),
+        }
+    };
+    (0..workers).map(candidate).collect()
+}
+
+/// The choice alone, by `kv` and by `auto`, a thousand times a second of the policies' clock: half of the
+/// caches are full and evict with every request, a tenth of the workers is slow, 4 requests a worker run.
+fn decision(workers: u64, tokens: u64) {
+    let blocks = tokens as u32 / 16;
+    let mut rng = SmallRng::seed_from_u64(3);
+    let fleets: Vec<Vec<Candidate>> = (0..64).map(|_| fleet(workers, blocks, &mut rng)).collect();
+    let prompts: Vec<Vec<u64>> = (0..64)
+        .map(|_| {
+            let own = (16..blocks).map(|_| rng.random());
+            (0..16.min(blocks)).map(u64::from).chain(own).collect()
+        })
+        .collect();
+    let request = RequestTerms {
+        isl_tokens: tokens,
+        block_size: 16,
+        tracked_blocks: blocks,
+        overlap_score_weight: 1.0,
+        temperature: 0.0,
+        scale: KvScale::PLAIN,
+        least_prefill_tokens: 0,
+        stage: Stage::Both,
+    };
+    let settings = Settings::new(Profile::Document);
+    let policies = ["kv", AUTO].map(|name| {
+        registry::build(name, &settings, &mut rng).expect("the names are those of the registry")
+    });
+    let [_, auto] = &policies;
+    let (mut terms, mut running) = (Vec::new(), VecDeque::new());
+    let mut times = [const { Vec::new() }; 3];
+    let warm = 20 * workers as usize;
+    for n in 0..warm + CALLS {
+        let (list, prompt) = (&fleets[n * 7 % 64], &prompts[n * 5 % 64]);
+        let candidates = Candidates::new(list);
+        let context = |now_ms| Context {
+            sequence_hashes: prompt,
+            local_hashes: prompt,
+            is_indexed: true,
+            ..Context::new(request, "model", now_ms)
+        };
+        let now_ms = n as u64;
+        for at in [n % 2, 1 - n % 2] {
+            let context = context(now_ms);
+            let start = Instant::now();
+            let choice = policies[at].choose(&context, &candidates, &mut terms, &mut rng);
+            let took = start.elapsed();
+            black_box(choice);
+            if n >= warm {
+                times[at].push(took.as_nanos() as f64 / 1e3);
+            }
+        }
+        // All that the policy learns of requests, which are everywhere, whatever it would have.
+        let context = context(now_ms);
+        let mut choice =
+            auto.choose(&context, &candidates, &mut terms, &mut rng).expect("there are candidates");
+        choice.index = n * 13 % workers as usize;
+        let worker = list[choice.index].worker;
+        let start = Instant::now();
+        auto.routed(&context, &candidates, &choice);
+        if n >= warm {
+            times[2].push(start.elapsed().as_nanos() as f64 / 1e3);
+        }
+        running.push_back((worker, now_ms, context.memo.into_ticket()));
+        if worker.instance_id % 2 == 0 {
+            auto.evicted(worker, &prompt[..prompt.len().min(8)], now_ms);
+        }
+        if running.len() > 4 * workers as usize {
+            let (worker, routed_at_ms, ticket) = running.pop_front().expect("it is full");
+            let slowness = if worker.instance_id % 10 == 3 { 3 } else { 1 };
+            auto.finished(&Finished {
+                model: "model",
+                user: None,
+                worker,
+                prompt_bytes: 0,
+                routed_at_ms,
+                now_ms,
+                input_tokens: tokens,
+                cached_tokens: 0,
+                output_tokens: 150 + n as u64 % 100,
+                first_token_ms: Some(slowness * (100 + n as u64 % 7)),
+                ticket: ticket.as_ref(),
+            });
+        }
+    }
+    let [kv, auto, routed] = times.map(|mut times| {
+        times.sort_by(f64::total_cmp);
+        (times[CALLS / 2], times[CALLS * 99 / 100])
+    });
+    let row = format!("decision {workers} workers {tokens} tokens");
+    print(&format!("{row} kv"), kv);
+    print(&format!("{row} {AUTO}"), auto);
+    print(&format!("{row} {AUTO}, routed"), routed);
 }
 
 fn queue(discipline: Discipline, users: &[String]) {

@@ -1,0 +1,56 @@
+"""What a decision by ``auto`` costs beside ``kv``, at the same requests in turn: ``make bench``."""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+RUNS = 3
+ROW = re.compile(r"^decision (\d+) workers (\d+) tokens (kv|auto) +median +([0-9.]+) us", re.M)
+
+pytestmark = pytest.mark.timeout(3_600)
+
+Medians = dict[tuple[int, int, str], float]
+
+
+@pytest.fixture(scope="module")
+def medians() -> Medians:
+    """By workers, prompt tokens and policy: the median of the runs' medians, in microseconds."""
+    profile = os.environ.get("PROFILE", "fast")
+    command = ["cargo", "bench", "--quiet", "--profile", profile, "--bench", "policy"]
+    runs: list[Medians] = []
+    for _ in range(RUNS):
+        run = subprocess.run(
+            [*command, "--", "decision"], cwd=ROOT, check=True, capture_output=True, text=True
+        )
+        rows = ROW.findall(run.stdout)
+        runs.append({(int(of), int(tokens), name): float(us) for of, tokens, name, us in rows})
+    keys = {
+        (of, tokens, name)
+        for of in (200, 2_000)
+        for tokens in (1_000, 100_000)
+        for name in ("kv", "auto")
+    }
+    assert all(set(run) == keys for run in runs), runs
+    return {key: statistics.median(run[key] for run in runs) for key in keys}
+
+
+@pytest.mark.parametrize("tokens", [1_000, 100_000])
+@pytest.mark.parametrize(("workers", "most"), [(200, 6.0), (2_000, 3.5)])
+def test_a_decision_by_auto_is_fast(
+    medians: Medians, workers: int, most: float, tokens: int
+) -> None:
+    auto, kv = medians[workers, tokens, "auto"], medians[workers, tokens, "kv"]
+    print(f"{workers} workers, {tokens} tokens: auto {auto} us, kv {kv} us")
+    assert auto < most * kv
+
+
+@pytest.mark.parametrize("workers", [200, 2_000])
+def test_a_long_prompt_is_decided_as_fast_as_a_short_one(medians: Medians, workers: int) -> None:
+    assert medians[workers, 100_000, "auto"] < 1.5 * medians[workers, 1_000, "auto"]
