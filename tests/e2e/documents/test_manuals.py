@@ -63,6 +63,7 @@ NOT_RUN = {
         "policies.md",
         "python -m kvflash.frontend",
     ): "test_routing_policies.py, test_fairness.py have it",
+    ("policies.md", "make policies"): "rust/sim/tests play the same rows in smaller fleets",
     ("routing.md", "Formula for worker_id="): "a log line",
     ("routing.md", "Formula for worker_1:"): "a log line",
     ("engines.md", "export NATS_SERVER"): "a real engine; test_launchers.py relays to a real NATS",
