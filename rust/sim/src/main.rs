@@ -1,7 +1,7 @@
 //! Every policy before simulated engines: `make policies`.
 //!
 //! `kvflash-policies matrix|tables [--trace PATH] [--agents PATH] [--seed N] [--only ROW] [--cells TEXT] [--threads N]
-//! [--requests N] [--write FILE] [--figures FILE]`
+//! [--requests N] [--speed N] [--write FILE] [--figures FILE]`
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -17,7 +17,7 @@ use kvflash_sim::workload::Workload;
 /// Requests that run at once behind a queue, for each worker.
 const MAX_RUNNING: usize = 32;
 /// How many times faster than it was recorded the trace is played for the tables.
-const SPEED: f64 = 5.0;
+const SPEED: f64 = 2.5;
 
 struct Options {
     is_matrix: bool,
@@ -27,6 +27,7 @@ struct Options {
     cells: String,
     threads: usize,
     requests: usize,
+    speed: f64,
     write: Option<PathBuf>,
     figures: Option<PathBuf>,
 }
@@ -47,6 +48,7 @@ fn options() -> Result<Options, String> {
         cells: String::new(),
         threads,
         requests: usize::MAX,
+        speed: SPEED,
         write: None,
         figures: None,
     };
@@ -62,6 +64,11 @@ fn options() -> Result<Options, String> {
             "--seed" => options.seed = value.parse().map_err(illegal)?,
             "--threads" => options.threads = value.parse().map_err(illegal)?,
             "--requests" => options.requests = value.parse().map_err(illegal)?,
+            "--speed" => {
+                let speed = value.parse().ok().filter(|speed| *speed > 0.0);
+                options.speed =
+                    speed.ok_or(format!("{name} must be a number above 0, got {value:?}"))?;
+            }
             "--only" => options.only = value,
             "--cells" => options.cells = value,
             _ => return Err(format!("unknown option {name}")),
@@ -120,11 +127,11 @@ fn matrix(options: &Options) -> Result<(), String> {
 
 fn tables(options: &Options) -> Result<(), String> {
     let conversations = match &options.traces.conversations {
-        Some(path) => Workload::conversations(path, SPEED)?,
+        Some(path) => Workload::conversations(path, options.speed)?,
         None => {
             let mut made = Traffic::Conversations.make(options.seed, 12_031);
             // As many a second as recorded.
-            let seconds = 3_537.0 / SPEED;
+            let seconds = 3_537.0 / options.speed;
             let factor = seconds * 1e6 / made.sessions.last().map_or(1, |one| one.at_us) as f64;
             for session in &mut made.sessions {
                 session.at_us = (session.at_us as f64 * factor) as u64;
@@ -134,7 +141,7 @@ fn tables(options: &Options) -> Result<(), String> {
     };
     let fleet = Fleet { capacity_tokens: 1 << 20, ..Fleet::of(8) };
     let mut text = String::new();
-    for mut workload in [conversations, tenants(options.seed, 120.0, 24.0)] {
+    for mut workload in [conversations, tenants(options.seed, 120.0, 14.0)] {
         workload.truncate(options.requests);
         println!("{}: {} requests", workload.name, workload.requests());
         let mut runs = Vec::new();
@@ -146,7 +153,7 @@ fn tables(options: &Options) -> Result<(), String> {
                 runs.push((row, outcome));
             }
         }
-        let title = title(&workload, options.traces.conversations.is_some());
+        let title = title(&workload, options.traces.conversations.is_some(), options.speed);
         text.push_str(&report::table(&title, &workload, &runs));
         text.push_str(&report::turns(&runs));
     }
@@ -156,7 +163,7 @@ fn tables(options: &Options) -> Result<(), String> {
     }
 }
 
-fn title(workload: &Workload, is_recorded: bool) -> String {
+fn title(workload: &Workload, is_recorded: bool, speed: f64) -> String {
     let count = workload.requests();
     let minutes = workload.sessions.last().map_or(0.0, |one| one.at_us as f64 / 6e7);
     let clients = workload.clients.len();
@@ -166,7 +173,7 @@ fn title(workload: &Workload, is_recorded: bool) -> String {
             "Tenants (generated): {count} requests in {minutes:.1} minutes by {clients} clients, four of which flood:"
         ),
         _ => format!(
-            "Conversations ({kind}, {SPEED} times as fast): {count} requests in {minutes:.1} minutes, {clients} conversations:"
+            "Conversations ({kind}, {speed} times as fast): {count} requests in {minutes:.1} minutes, {clients} conversations:"
         ),
     }
 }

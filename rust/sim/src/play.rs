@@ -322,7 +322,9 @@ impl Play<'_> {
             let turn = &self.workload.sessions[flight.session].turns[flight.turn];
             let ids = std::slice::from_ref(&turn.ids);
             let mut best = cached;
-            for engine in &self.engines {
+            // Its own engine holds all of it by now.
+            let others = self.engines.iter().enumerate().filter(|(other, _)| *other != at);
+            for (_, engine) in others {
                 // Prefixes are lost from their ends: who lacks the next block has no more.
                 let next = (best / self.workload.block_size) as usize;
                 if turn.ids.get(next).is_some_and(|id| engine.holds(*id)) {

@@ -25,6 +25,8 @@ pub struct Row {
     pub rule: Option<Rule>,
     /// Engines' events are heard.
     pub has_events: bool,
+    /// Without events a worker's own history stands for its cache, not what was sent there within 120 s: `auto` only.
+    pub has_histories: bool,
     /// What a block to prefill costs: `kv` only.
     pub weight: f64,
     /// Credit of a cached block, and whether blocks of running requests count: `kv` only.
@@ -43,6 +45,7 @@ impl Row {
             strategy,
             rule: None,
             has_events: true,
+            has_histories: strategy == AUTO,
             weight: 1.0,
             credit: 1.0,
             tracks_active_blocks: true,
@@ -90,7 +93,9 @@ impl Row {
             let row = Self { has_events: false, ..Self::new(strategy) };
             row.named(&format!("`{strategy}` without events"))
         };
-        let mut rows = vec![Self::new(AUTO), blind(AUTO), Self::new("kv"), Self::credit_2()];
+        let timed = Self { has_histories: false, ..blind(AUTO) };
+        let timed = timed.named("`auto` without events, for 120 s");
+        let mut rows = vec![Self::new(AUTO), blind(AUTO), timed, Self::new("kv"), Self::credit_2()];
         rows.push(Self { credit: 2.0, ..Self::new("kv") }.named("`kv`, credit 2"));
         rows.push(blind("kv"));
         rows.extend(["round_robin", "random", "least_loaded", "power_of_two"].map(Self::new));
@@ -139,7 +144,7 @@ impl Row {
         let options = CatalogOptions {
             predicted_ttl_ms: ttl_ms,
             max_predicted: (1_048_576, 838_860),
-            has_histories: self.strategy == AUTO && !self.has_events,
+            has_histories: self.has_histories && !self.has_events,
             ..CatalogOptions::default()
         };
         let catalog = Catalog::new(options, Arc::<ManualClock>::clone(clock));
