@@ -7,6 +7,7 @@
 
 pub mod engine;
 pub mod groups;
+mod lru;
 pub mod matrix;
 pub mod outcome;
 pub mod play;

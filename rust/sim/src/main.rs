@@ -21,7 +21,8 @@ const SPEED: f64 = 2.5;
 
 struct Options {
     is_matrix: bool,
-    traces: Traces,
+    trace: Option<PathBuf>,
+    agents: Option<PathBuf>,
     seed: u64,
     only: String,
     cells: String,
@@ -42,7 +43,8 @@ fn options() -> Result<Options, String> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let mut options = Options {
         is_matrix,
-        traces: Traces::default(),
+        trace: None,
+        agents: None,
         seed: 1,
         only: String::new(),
         cells: String::new(),
@@ -57,8 +59,8 @@ fn options() -> Result<Options, String> {
         let path = || Some(PathBuf::from(&value)).filter(|path| !path.as_os_str().is_empty());
         let illegal = |_| format!("{name} must be a whole number, got {value:?}");
         match name.as_str() {
-            "--trace" => options.traces.conversations = path(),
-            "--agents" => options.traces.agents = path(),
+            "--trace" => options.trace = path(),
+            "--agents" => options.agents = path(),
             "--write" => options.write = path(),
             "--figures" => options.figures = path(),
             "--seed" => options.seed = value.parse().map_err(illegal)?,
@@ -111,7 +113,8 @@ fn matrix(options: &Options) -> Result<(), String> {
             );
         }
     };
-    let played = run(cells, &rows, &options.traces, options.seed, options.threads, &print)?;
+    let traces = Traces::read(options.trace.as_deref(), options.agents.as_deref())?;
+    let played = run(cells, &rows, &traces, options.seed, options.threads, &print);
     let text = report::regrets(&rows, &played);
     println!("\n{text}");
     if let Some(path) = &options.write {
@@ -126,7 +129,7 @@ fn matrix(options: &Options) -> Result<(), String> {
 }
 
 fn tables(options: &Options) -> Result<(), String> {
-    let conversations = match &options.traces.conversations {
+    let conversations = match &options.trace {
         Some(path) => Workload::conversations(path, options.speed)?,
         None => {
             let mut made = Traffic::Conversations.make(options.seed, 12_031);
@@ -153,7 +156,7 @@ fn tables(options: &Options) -> Result<(), String> {
                 runs.push((row, outcome));
             }
         }
-        let title = title(&workload, options.traces.conversations.is_some(), options.speed);
+        let title = title(&workload, options.trace.is_some(), options.speed);
         text.push_str(&report::table(&title, &workload, &runs));
         text.push_str(&report::turns(&runs));
     }

@@ -1,12 +1,13 @@
 //! Every row before every cell of workload, load and fleet: what each way to route costs against the best one.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use hashbrown::HashMap;
 
+use crate::lru::Lru;
 use crate::outcome::Outcome;
 use crate::play::{Fleet, play};
 use crate::row::Row;
@@ -18,9 +19,25 @@ use crate::workload::Workload;
 #[derive(Debug, Clone, Default)]
 pub struct Traces {
     /// See [`Workload::conversations`].
-    pub conversations: Option<PathBuf>,
+    pub conversations: Option<Workload>,
     /// See [`Workload::agents`].
-    pub agents: Option<PathBuf>,
+    pub agents: Option<Workload>,
+}
+
+impl Traces {
+    /// Those at the paths that are given. Agents' sessions end after 30 turns or before a prompt of more than 110,000
+    /// tokens, and pause for two minutes at the most.
+    ///
+    /// # Errors
+    /// As [`Workload::conversations`].
+    pub fn read(conversations: Option<&Path>, agents: Option<&Path>) -> Result<Self, String> {
+        Ok(Self {
+            conversations: conversations
+                .map(|path| Workload::conversations(path, 1.0))
+                .transpose()?,
+            agents: agents.map(|path| Workload::agents(path, 30, 110_000, 120.0)).transpose()?,
+        })
+    }
 }
 
 /// One workload before one fleet.
@@ -108,15 +125,12 @@ impl Cell {
     }
 
     /// What is played in it.
-    ///
-    /// # Errors
-    /// As [`Workload::conversations`].
-    pub fn workload(&self, traces: &Traces, seed: u64) -> Result<Workload, String> {
+    pub fn workload(&self, traces: &Traces, seed: u64) -> Workload {
         let workers = self.fleet.workers();
         let requests = (300 * workers).clamp(1_500, 9_000);
         let mut workload = match (self.traffic, &traces.conversations, &traces.agents) {
-            (Traffic::Conversations, Some(path), _) => {
-                let mut all = Workload::conversations(path, 1.0)?;
+            (Traffic::Conversations, Some(all), _) => {
+                let mut all = all.clone();
                 let count = requests.min(all.sessions.len());
                 // Another stretch of the trace for each seed.
                 let first = (seed as usize * 2_503) % (all.sessions.len() - count + 1);
@@ -125,8 +139,8 @@ impl Cell {
                 all.sessions.iter_mut().for_each(|session| session.at_us -= start_us);
                 all
             }
-            (Traffic::Agents, _, Some(path)) => {
-                let mut all = Workload::agents(path, 30, 110_000, 120.0)?;
+            (Traffic::Agents, _, Some(all)) => {
+                let mut all = all.clone();
                 let first = (seed as usize * 97) % all.sessions.len();
                 all.sessions.rotate_left(first);
                 for (at, session) in all.sessions.iter_mut().enumerate() {
@@ -140,7 +154,7 @@ impl Cell {
         if self.is_prefill_only {
             workload = workload.prefill_only();
         }
-        Ok(workload.at_load(self.load, workers, &self.fleet.timing))
+        workload.at_load(self.load, workers, &self.fleet.timing)
     }
 }
 
@@ -245,9 +259,6 @@ impl Played {
 }
 
 /// Play every row in every cell on `threads` threads; `seen` is called when a cell is done.
-///
-/// # Errors
-/// As [`Workload::conversations`].
 pub fn run(
     cells: Vec<Cell>,
     rows: &[Row],
@@ -255,9 +266,9 @@ pub fn run(
     seed: u64,
     threads: usize,
     seen: &(dyn Fn(&Played) + Sync),
-) -> Result<Vec<Played>, String> {
+) -> Vec<Played> {
     let next = AtomicUsize::new(0);
-    let done: Mutex<BTreeMap<usize, Result<Played, String>>> = Mutex::default();
+    let done: Mutex<BTreeMap<usize, Played>> = Mutex::default();
     std::thread::scope(|scope| {
         for _ in 0..threads.max(1) {
             scope.spawn(|| {
@@ -266,9 +277,7 @@ pub fn run(
                     let at = next.fetch_add(1, Ordering::Relaxed);
                     let Some(cell) = cells.get(at) else { return };
                     let played = one(cell, rows, traces, seed);
-                    if let Ok(played) = &played {
-                        seen(played);
-                    }
+                    seen(&played);
                     done.lock().expect("no thread panics with it").insert(at, played);
                 }
             });
@@ -277,46 +286,15 @@ pub fn run(
     done.into_inner().expect("no thread panics with it").into_values().collect()
 }
 
-fn one(cell: &Cell, rows: &[Row], traces: &Traces, seed: u64) -> Result<Played, String> {
-    let workload = cell.workload(traces, seed)?;
+fn one(cell: &Cell, rows: &[Row], traces: &Traces, seed: u64) -> Played {
+    let workload = cell.workload(traces, seed);
     let fleet = Fleet { seed, ..cell.fleet.clone() };
     let mut figures = Vec::new();
     for row in rows {
         figures.push(Figures::new(&play(&workload, &fleet, row), &fleet.timing));
     }
     let bounds = bounds(&workload, &fleet);
-    Ok(Played { cell: cell.clone(), figures, bounds })
-}
-
-/// A cache that loses what was used the longest ago.
-struct Lru {
-    stamps: HashMap<u64, u64>,
-    by_stamp: BTreeMap<u64, u64>,
-    clock: u64,
-    capacity: usize,
-}
-
-impl Lru {
-    fn new(capacity: usize) -> Self {
-        Self { stamps: HashMap::new(), by_stamp: BTreeMap::new(), clock: 0, capacity }
-    }
-
-    /// Leading blocks that it had; it has all of them then.
-    fn see(&mut self, ids: &[u64], usable: usize) -> usize {
-        let known = ids.iter().take(usable).take_while(|id| self.stamps.contains_key(*id)).count();
-        for &id in ids.iter().rev() {
-            self.clock += 1;
-            if let Some(old) = self.stamps.insert(id, self.clock) {
-                self.by_stamp.remove(&old);
-            }
-            self.by_stamp.insert(self.clock, id);
-        }
-        while self.stamps.len() > self.capacity {
-            let Some((_, id)) = self.by_stamp.pop_first() else { break };
-            self.stamps.remove(&id);
-        }
-        known
-    }
+    Played { cell: cell.clone(), figures, bounds }
 }
 
 /// Turns in the order in which they would come if answers took no time.
@@ -345,7 +323,9 @@ fn bounds(workload: &Workload, fleet: &Fleet) -> Bounds {
             let root = turn.ids.first().copied().unwrap_or(session as u64);
             let at = place(session, root, turn.input);
             let usable = ((turn.input - 1) / workload.block_size) as usize;
-            cached += caches[at].see(&turn.ids, usable) as u64 * workload.block_size;
+            let usable = usable.min(turn.ids.len());
+            cached += caches[at].matched(&turn.ids[..usable]) as u64 * workload.block_size;
+            caches[at].add(&turn.ids);
         }
         cached as f64 / input as f64
     };

@@ -1,14 +1,14 @@
 //! What other routers do, from their papers and documents, as policies of kvflash's own router.
 
-use std::collections::{BTreeMap, VecDeque};
-use std::sync::Arc;
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
 
 use hashbrown::HashMap;
 use kvflash::ids::Worker;
 use kvflash::policy::{Candidates, Choice, Context, Reason, RoutePolicy, Terms};
-use std::sync::Mutex;
-
 use rand::{Rng, RngCore};
+
+use crate::lru::Lru;
 
 /// A router that somebody else has built.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,35 +42,6 @@ impl Rule {
     }
 }
 
-/// Blocks that were sent to a worker, the least recently used ones forgotten.
-#[derive(Debug, Default)]
-struct Sent {
-    stamps: HashMap<u64, u64>,
-    by_stamp: BTreeMap<u64, u64>,
-    clock: u64,
-}
-
-impl Sent {
-    fn matched(&self, hashes: &[u64]) -> usize {
-        hashes.iter().take_while(|hash| self.stamps.contains_key(*hash)).count()
-    }
-
-    fn add(&mut self, hashes: &[u64], most: usize) {
-        // The last block is the first to go.
-        for &hash in hashes.iter().rev() {
-            self.clock += 1;
-            if let Some(old) = self.stamps.insert(hash, self.clock) {
-                self.by_stamp.remove(&old);
-            }
-            self.by_stamp.insert(self.clock, hash);
-        }
-        while self.stamps.len() > most {
-            let Some((_, hash)) = self.by_stamp.pop_first() else { return };
-            self.stamps.remove(&hash);
-        }
-    }
-}
-
 /// Work of the last three minutes: when, and how much.
 #[derive(Debug, Default)]
 struct Recent {
@@ -100,7 +71,7 @@ impl Recent {
 
 #[derive(Debug, Default)]
 struct State {
-    sent: HashMap<Worker, Sent>,
+    sent: HashMap<Worker, Lru>,
     recent: HashMap<Worker, Recent>,
 }
 
@@ -126,6 +97,28 @@ impl Peer {
         (tokens / u64::from(block_size.max(1))) as usize
     }
 
+    /// What was sent to a worker, the least recently used blocks forgotten.
+    fn sent<'a>(
+        &self,
+        sent: &'a mut HashMap<Worker, Lru>,
+        worker: Worker,
+        block_size: u32,
+    ) -> &'a mut Lru {
+        sent.entry(worker).or_insert_with(|| Lru::new(self.most_blocks(block_size)))
+    }
+
+    /// Leading blocks of the prompt that were sent to each candidate.
+    fn matched(
+        &self,
+        sent: &mut HashMap<Worker, Lru>,
+        context: &Context<'_>,
+        found: &Candidates<'_>,
+    ) -> Vec<usize> {
+        let size = context.request.block_size;
+        let of = |worker| self.sent(sent, worker, size).matched(context.sequence_hashes);
+        found.list.iter().map(|one| one.worker).map(of).collect()
+    }
+
     /// What each candidate costs.
     fn costs(&self, context: &Context<'_>, found: &Candidates<'_>) -> Vec<f64> {
         let state = &mut *self.state.lock().expect("nobody panics with it");
@@ -141,13 +134,7 @@ impl Peer {
                 })
                 .collect(),
             Rule::SgLang => {
-                let matched: Vec<usize> = found
-                    .list
-                    .iter()
-                    .map(|one| {
-                        state.sent.entry(one.worker).or_default().matched(context.sequence_hashes)
-                    })
-                    .collect();
+                let matched = self.matched(&mut state.sent, context, found);
                 let most = all.clone().map(requests).fold(0.0, f64::max);
                 let least = all.clone().map(requests).fold(f64::MAX, f64::min);
                 let best = matched.iter().copied().max().unwrap_or(0);
@@ -156,11 +143,9 @@ impl Peer {
                     () if most - least > 64.0 && most > 1.5 * least => all.map(requests).collect(),
                     () if share > 0.3 => matched.iter().map(|blocks| -(*blocks as f64)).collect(),
                     // The smallest tree.
-                    () => found
-                        .list
-                        .iter()
-                        .map(|one| state.sent[&one.worker].stamps.len() as f64)
-                        .collect(),
+                    () => {
+                        found.list.iter().map(|one| state.sent[&one.worker].len() as f64).collect()
+                    }
                 }
             }
             Rule::LlmD => {
@@ -180,13 +165,7 @@ impl Peer {
             Rule::Preble => {
                 let blocks = context.sequence_hashes.len();
                 let size = f64::from(request.block_size);
-                let matched: Vec<usize> = found
-                    .list
-                    .iter()
-                    .map(|one| {
-                        state.sent.entry(one.worker).or_default().matched(context.sequence_hashes)
-                    })
-                    .collect();
+                let matched = self.matched(&mut state.sent, context, found);
                 let loads: Vec<f64> = found
                     .list
                     .iter()
@@ -194,10 +173,9 @@ impl Peer {
                     .collect();
                 let best = matched.iter().copied().max().unwrap_or(0);
                 let least = loads.iter().copied().fold(f64::MAX, f64::min);
-                let most = self.most_blocks(request.block_size);
                 let explore = |at: usize| {
                     let new = request.isl_tokens as f64 - matched[at] as f64 * size;
-                    let is_full = state.sent[&found.list[at].worker].stamps.len() >= most;
+                    let is_full = state.sent[&found.list[at].worker].is_full();
                     // What is pushed out is expected to be wanted again as often as not.
                     loads[at] + new + if is_full { 0.5 * new } else { 0.0 }
                 };
@@ -244,12 +222,11 @@ impl RoutePolicy for Peer {
             return;
         }
         let worker = found.list[choice.index].worker;
-        let most = self.most_blocks(context.request.block_size);
+        let size = context.request.block_size;
         let state = &mut *self.state.lock().expect("nobody panics with it");
-        let sent = state.sent.entry(worker).or_default();
-        let cached =
-            sent.matched(context.sequence_hashes) as f64 * f64::from(context.request.block_size);
-        sent.add(context.sequence_hashes, most);
+        let sent = self.sent(&mut state.sent, worker, size);
+        let cached = sent.matched(context.sequence_hashes) as f64 * f64::from(size);
+        sent.add(context.sequence_hashes);
         let work = context.request.isl_tokens as f64 - cached + DECODE_WORK * ANSWER_TOKENS;
         state.recent.entry(worker).or_default().add(context.now_ms, work);
     }
