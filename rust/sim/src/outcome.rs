@@ -16,6 +16,8 @@ pub struct Way {
     pub input: u64,
     /// Of these, tokens that its engine had cached.
     pub cached: u64,
+    /// Which engine served it.
+    pub engine: usize,
     /// When it came; its first token and its last one so much later, in microseconds.
     pub at_us: u64,
     /// See `at_us`; `None` before it.
@@ -49,6 +51,11 @@ impl Outcome {
     pub(crate) fn arrived(&mut self, client: usize, input: u64, at_us: u64) -> usize {
         self.ways.push(Way { client, input, at_us, ..Way::default() });
         self.ways.len() - 1
+    }
+
+    /// A request was given to an engine.
+    pub(crate) fn sent(&mut self, number: usize, engine: usize) {
+        self.ways[number].engine = engine;
     }
 
     /// A request was admitted by an engine that had `cached` tokens of it, where one had `best`.

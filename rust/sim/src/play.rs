@@ -305,6 +305,7 @@ impl Play<'_> {
             Job::new(number, request.input, request.output, vec![Arc::clone(&request.ids)]);
         job.added_us = self.now_us;
         self.engines[worker].add(job);
+        self.outcome.sent(number, worker);
         self.flights[number] = Some(Flight { session, turn, worker, router, reservation, grant });
         self.tell(router);
         if !self.engines[worker].is_in_step() {

@@ -176,7 +176,6 @@ impl Row {
             router: RouterConfig {
                 policy: built_in.unwrap_or_default(),
                 block_size,
-                estimates_queue: self.strategy == AUTO,
                 track_active_blocks: self.tracks_active_blocks,
                 overlap_score_weight: self.weight,
                 scale: KvScale { overlap_score_credit: self.credit, ..KvScale::default() },

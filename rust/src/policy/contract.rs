@@ -82,6 +82,11 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
         None
     }
 
+    /// Whether it goes by [`ActiveLoad::queued_tokens`], which the load table then keeps apart.
+    fn estimates_queue(&self) -> bool {
+        false
+    }
+
     /// The request was given to `candidates.list[choice.index]`, by this policy or by another one
     /// that it only watches.
     fn routed(&self, _context: &Context<'_>, _candidates: &Candidates<'_>, _choice: &Choice) {}

@@ -37,9 +37,8 @@ pub(super) struct Chosen {
 impl Chosen {
     /// The policy at `desk`, else `policy` by name, else by `ROUTING_ALGORITHM`, else `default`; defaults
     /// from `profile`, else from `POLICY_PROFILE`. Sessions stay where they are for
-    /// `affinity_ttl_secs` before any policy chooses; `None` leaves all to the policy. `counted` is what the router's
-    /// load table counts. Without
-    /// `has_events`, none of engines are listened to.
+    /// `affinity_ttl_secs` before any policy chooses; `None` leaves all to the policy. `counted` is what the
+    /// router's load table counts; `has_events`: engines' events are listened to.
     ///
     /// # Errors
     /// `Config` or `InvalidArgument`, naming the variable or what is known.

@@ -172,7 +172,6 @@ impl Routing {
                 active_request_weight: given.active_request_weight,
             },
             prefill_speed: given.prefill_tokens_per_s.0,
-            estimates_queue: is_auto,
             tiers: TierWeights {
                 host: given.host_cache_hit_weight,
                 disk: given.disk_cache_hit_weight,

@@ -68,8 +68,6 @@ pub struct RouterConfig {
     pub track_prefill_tokens: bool,
     /// How fast workers prefill; see [`LoadConfig::prefill_speed`].
     pub prefill_speed: PrefillSpeed,
-    /// See [`LoadConfig::estimates_queue`]; for `auto`.
-    pub estimates_queue: bool,
     /// A request idle for longer is taken for leaked; at least 1.
     pub expiry_ms: u64,
     /// Where the generator of chance starts.
@@ -94,7 +92,6 @@ impl Default for RouterConfig {
             assume_kv_reuse: true,
             track_prefill_tokens: load.track_prefill_tokens,
             prefill_speed: load.prefill_speed,
-            estimates_queue: load.estimates_queue,
             expiry_ms: load.expiry_ms,
             seed: 0,
             max_requests: load.max_requests,
@@ -136,14 +133,15 @@ impl RouterConfig {
         fault.map_or(Ok(()), |fault| Err(Error::Config(fault)))
     }
 
-    pub(super) fn load(&self) -> LoadConfig {
+    /// `estimates_queue`: see [`LoadConfig::estimates_queue`].
+    pub(super) fn load(&self, estimates_queue: bool) -> LoadConfig {
         LoadConfig {
             block_size: self.block_size,
             expiry_ms: self.expiry_ms,
             max_requests: self.max_requests,
             track_prefill_tokens: self.track_prefill_tokens,
             prefill_speed: self.prefill_speed,
-            estimates_queue: self.estimates_queue,
+            estimates_queue,
         }
     }
 }

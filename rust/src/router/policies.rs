@@ -36,6 +36,11 @@ impl Policies {
             || self.shadows.iter().any(|shadow| shadow.needs_tokens())
     }
 
+    /// Whether the one that chooses goes by estimates of what is queued.
+    pub(super) fn estimates_queue(&self) -> bool {
+        self.active.as_ref().is_some_and(|policy| policy.estimates_queue())
+    }
+
     /// Where the policy that chooses is asked beforehand, when it is outside the core.
     pub fn desk(&self) -> Option<&Arc<Desk>> {
         self.active.as_ref()?.desk()

@@ -88,7 +88,7 @@ impl Router {
     ) -> Result<Self> {
         config.validate()?;
         let state = State {
-            load: ActiveSequences::new(config.load()),
+            load: ActiveSequences::new(config.load(policies.estimates_queue())),
             seeds: SmallRng::seed_from_u64(config.seed),
             next_request: 1,
             scratch: Scratch::default(),

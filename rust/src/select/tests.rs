@@ -15,10 +15,8 @@ use crate::ids::{Tier, Worker};
 use crate::index::Block;
 use crate::router::{Policies, RouteOverride, RouterConfig};
 
-mod auto;
 mod busy;
 mod cost;
-mod fleet;
 mod growth;
 mod histories;
 mod remote;

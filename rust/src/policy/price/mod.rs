@@ -243,6 +243,10 @@ impl RoutePolicy for PricePolicy {
         }
     }
 
+    fn estimates_queue(&self) -> bool {
+        true
+    }
+
     fn unseen_prefill_ms(&self, model: &str, tokens: u64) -> Option<u64> {
         let state = self.state.lock();
         Some(state.traffic.get(model)?.wholes.prefill_ms(tokens))
