@@ -1,21 +1,28 @@
-//! What engines evict, on its way from the index to the policies.
+//! What engines remove, on its way from the index to the policies and to what judges answers.
 
 use std::sync::Arc;
 
+use super::reuse::Removals;
 use crate::catalog::CacheWatch;
+use crate::clock::Clock;
 use crate::ids::Worker;
 use crate::router::Router;
 
-/// Tells a router.
-#[derive(Debug)]
-pub(super) struct Evictions(pub(super) Arc<Router>);
+/// Tells a router, and notes when.
+pub(super) struct Evictions {
+    pub router: Arc<Router>,
+    pub removals: Arc<Removals>,
+    pub clock: Arc<dyn Clock>,
+}
 
 impl CacheWatch for Evictions {
     fn evicted(&self, worker: Worker, local_hashes: &[u64]) {
-        self.0.evicted(worker, local_hashes);
+        self.removals.removed(worker, local_hashes, self.clock.now_ms());
+        self.router.evicted(worker, local_hashes);
     }
 
     fn cleared(&self, worker: Worker) {
-        self.0.cleared(worker);
+        self.removals.cleared(worker, self.clock.now_ms());
+        self.router.cleared(worker);
     }
 }

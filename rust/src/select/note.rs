@@ -51,6 +51,7 @@ impl Selector {
             held_blocks: held.map_or(0, |held| held.device),
             reached_blocks: held.map_or(0, |held| held.external),
             best_blocks: best.unwrap_or(0),
+            at_ms: self.clock.now_ms(),
             reason: decision.reason,
             ties: decision.ties,
             margin: decision.margin,

@@ -20,6 +20,8 @@ pub struct Selection {
     pub reached_blocks: u32,
     /// Leading blocks that the best worker of all holds, whether it could take the request or not.
     pub best_blocks: u32,
+    /// When, by the clock of the selector.
+    pub at_ms: u64,
     /// Why this one.
     pub reason: Reason,
     /// How many were equally good.

@@ -19,7 +19,7 @@ use super::outbox::{BookingName, Outbox, Teller, Tiding};
 use super::record::Record;
 use super::remote::Remote;
 use super::reservation::{Growth, Line, Reservation};
-use super::reuse::ReuseTable;
+use super::reuse::{Removals, ReuseTable};
 use super::room::QueueThreshold;
 use super::selection::{PotentialLoad, Selection};
 use crate::catalog::{CacheWatch, ModelIndex, Reuse};
@@ -86,6 +86,7 @@ pub struct Selector {
     pub engines: EngineTable,
     /// Whether engines reuse what their events promise, and what their overlap counts.
     pub reuse: ReuseTable,
+    pub(super) removals: Arc<Removals>,
     /// Past decisions.
     pub journal: Arc<Journal>,
     pub(super) manual: Manual,
@@ -95,7 +96,7 @@ pub struct Selector {
     /// When the index was last told the time.
     advanced_ms: AtomicU64,
     pub(super) workers: Mutex<Vec<Worker>>,
-    /// Watches the index for the policies; they stop to be told when it goes.
+    /// Watches the index for the policies and for `removals`; they stop to be told when it goes.
     _evictions: Option<Arc<dyn CacheWatch>>,
 }
 
@@ -125,10 +126,16 @@ impl Selector {
         config.validate()?;
         let built_in = config.router.policy.name();
         let policy_name = policies.active.as_ref().map_or(built_in, |active| active.name()).into();
-        let watches = policies.watches_caches();
+        let watches = policies.watches_caches() || config.overlap != Overlap::Predictions;
         let router = Arc::new(Router::with_policies(config.router, policies, Arc::clone(&clock))?);
-        let evictions =
-            watches.then(|| Arc::new(Evictions(Arc::clone(&router))) as Arc<dyn CacheWatch>);
+        let removals = Arc::<Removals>::default();
+        let evictions = watches.then(|| -> Arc<dyn CacheWatch> {
+            Arc::new(Evictions {
+                router: Arc::clone(&router),
+                removals: Arc::clone(&removals),
+                clock: Arc::clone(&clock),
+            })
+        });
         if let Some(evictions) = &evictions {
             model.watch(evictions);
         }
@@ -139,6 +146,7 @@ impl Selector {
             policy_name,
             engines: EngineTable::default(),
             reuse: ReuseTable::default(),
+            removals,
             overlap: config.overlap,
             queue: config.queue,
             logs_decisions: config.logs_decisions,
@@ -236,6 +244,7 @@ impl Selector {
         wanted.sort_unstable();
         self.engines.keep(|worker| wanted.binary_search(&worker).is_ok());
         self.reuse.keep(|worker| wanted.binary_search(&worker).is_ok());
+        self.removals.keep(|worker| wanted.binary_search(&worker).is_ok());
         for worker in known.iter().filter(|worker| wanted.binary_search(worker).is_err()) {
             self.model.index.remove_worker(*worker);
         }

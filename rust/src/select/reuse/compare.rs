@@ -20,7 +20,8 @@ impl Selector {
     /// the judgement of the worker changed, where it did; nothing is kept of a worker that has left.
     ///
     /// # Cost
-    /// O(1); a walk of the index where the engine reused more than its events said at the decision.
+    /// O(1); a walk of the index where the engine reused more than its events said at the decision, and of the
+    /// worker's latest removals where it reused less.
     pub fn compare(
         &self,
         prompt: &Prompt,
@@ -35,8 +36,15 @@ impl Selector {
             explained_tokens =
                 explained_tokens.max(tokens(self.reached_now(prompt, selection.worker)));
         }
+        let mut predicted_tokens = tokens(selection.held_blocks);
+        if let Some(reported) = reported_tokens.filter(|reported| *reported < predicted_tokens)
+            && self.is_gone_since(prompt, selection, reported)
+        {
+            // True at the decision, and evicted before the engine began.
+            predicted_tokens = reported;
+        }
         let sample = ReuseSample {
-            predicted_tokens: tokens(selection.held_blocks),
+            predicted_tokens,
             explained_tokens,
             reported_tokens,
             block_size: prompt.block_size,
@@ -45,6 +53,13 @@ impl Selector {
         let known = self.workers.lock();
         known.binary_search(&selection.worker).ok()?;
         self.reuse.take(selection.worker, &sample)
+    }
+
+    /// Whether the engine removed the first block that it did not reuse after it was chosen.
+    fn is_gone_since(&self, prompt: &Prompt, selection: &Selection, reported_tokens: u64) -> bool {
+        let first = (reported_tokens / u64::from(prompt.block_size.max(1))) as usize;
+        let is_gone = |local| self.removals.has_removed(selection.worker, local, selection.at_ms);
+        prompt.locals.get(first).is_some_and(|&local| is_gone(local))
     }
 
     /// Leading blocks of `prompt` that `worker` holds now, in any tier.

@@ -2,10 +2,12 @@
 
 mod compare;
 mod finding;
+mod removals;
 mod table;
 mod trust;
 
 pub use finding::{EventSource, ReuseFinding, WorkerReason};
+pub use removals::Removals;
 pub use table::ReuseTable;
 pub use trust::{ReuseChange, ReuseSample, ReuseTrust, ReuseView};
 

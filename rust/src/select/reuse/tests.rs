@@ -8,6 +8,7 @@ use proptest::prelude::*;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
+use super::removals::REMOVALS;
 use super::trust::SILENT_SAMPLES;
 use super::*;
 use crate::ids::Worker;
@@ -334,6 +335,24 @@ fn the_table_tells_decisions_only_of_those_with_less_credit() {
     assert_eq!((table.views()[&one].credit, table.views()[&two].credit), (1.0, 0.0));
     table.keep(|worker| worker == one);
     assert!(table.credits().is_none() && table.views().len() == 1);
+}
+
+#[test]
+fn the_latest_removals_of_a_worker_are_known() {
+    let removals = Removals::default();
+    let (one, two) = (Worker::new(1, 0), Worker::new(2, 0));
+    for hash in 0..5_000 {
+        removals.removed(one, &[hash], hash);
+    }
+    assert!(removals.has_removed(one, 4_999, 0) && removals.has_removed(one, 4_999, 4_999));
+    assert!(!removals.has_removed(one, 4_999, 5_000), "before that time");
+    assert!(removals.has_removed(one, 5_000 - REMOVALS as u64, 0));
+    assert!(!removals.has_removed(one, 5_000 - REMOVALS as u64 - 1, 0), "too many came after it");
+    assert!(!removals.has_removed(two, 4_999, 0));
+    removals.cleared(two, 70);
+    assert!(removals.has_removed(two, 1, 70) && !removals.has_removed(two, 1, 71));
+    removals.keep(|worker| worker == two);
+    assert!(!removals.has_removed(one, 4_999, 0));
 }
 
 proptest! {

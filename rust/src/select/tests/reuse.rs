@@ -95,6 +95,61 @@ fn reuse_that_events_never_mention_is_found_and_costs_credit() {
 }
 
 #[test]
+fn a_promise_that_was_evicted_before_the_engine_began_is_not_broken() {
+    let bench = plain(1);
+    let engine = worker(0);
+    let model = bench.selector.model();
+    let pressed = |at: u32, keeps: usize, evicts_before: bool, stores: bool| {
+        let tokens: Vec<u32> = (at * 1_000..=at * 1_000 + LONG).collect();
+        let prompt = bench.prompt(&tokens);
+        bench.store_prompt(engine, Tier::Device, &prompt);
+        let evict = || {
+            bench.clock.advance(10);
+            model.evict(engine, Tier::Device, &prompt.sequence_hashes[keeps..]);
+            bench.clock.advance(10);
+        };
+        if evicts_before {
+            evict();
+            bench.store_prompt(engine, Tier::Device, &prompt);
+        }
+        let (_held, selection) = bench.selector.select(&Ask::new(&prompt)).unwrap();
+        assert_eq!(selection.held_blocks, 12);
+        if !evicts_before {
+            evict();
+        }
+        if stores {
+            // The engine computes and stores again what it had lost.
+            bench.store_prompt(engine, Tier::Device, &prompt);
+        }
+        let reported = keeps as u64 * u64::from(BLOCK_SIZE);
+        bench.selector.compare(&prompt, &selection, Some(reported))
+    };
+    for at in 0..100 {
+        assert_eq!(pressed(at, at as usize % 12, false, at % 2 == 0), None);
+    }
+    let view = bench.selector.reuse.views()[&engine];
+    assert_eq!((view.finding, view.credit), (None, 1.0));
+    // What was evicted before the decision excuses nothing.
+    let mut changes = (100..120).filter_map(|at| pressed(at, at as usize % 4, true, true));
+    assert_eq!(changes.next(), Some(ReuseChange::Distrusted(ReuseFinding::EventsNotReused)));
+}
+
+#[test]
+fn a_cache_that_was_cleared_breaks_no_promise() {
+    let bench = plain(1);
+    bench.answer(worker(0), &long(), Some(u64::from(LONG)));
+    for _ in 0..40 {
+        bench.store(worker(0), Tier::Device, &long());
+        let prompt = bench.prompt(&long());
+        let (_held, selection) = bench.selector.select(&Ask::new(&prompt)).unwrap();
+        bench.clock.advance(5);
+        bench.selector.model().clear_worker(worker(0));
+        assert_eq!(bench.selector.compare(&prompt, &selection, Some(0)), None);
+    }
+    assert_eq!(bench.selector.reuse.views()[&worker(0)].credit, 1.0);
+}
+
+#[test]
 fn a_worker_that_left_leaves_no_evidence() {
     let bench = plain(3);
     bench.store(worker(1), Tier::Device, &long());

@@ -1,0 +1,66 @@
+//! What engines removed lately: a promise that was true at the decision may be gone when the engine begins.
+
+use hashbrown::HashMap;
+use parking_lot::Mutex;
+
+use crate::ids::Worker;
+
+/// Removals that are remembered of a worker: 32 KiB.
+///
+/// One that more than so many others followed before its request was answered counts as a broken promise.
+pub(super) const REMOVALS: usize = 2_048;
+
+/// The latest removals of every worker that has removed something.
+#[derive(Debug, Default)]
+pub struct Removals {
+    by_worker: Mutex<HashMap<Worker, Ring>>,
+}
+
+#[derive(Debug, Default)]
+struct Ring {
+    /// Local hash and time; the one after the newest is the oldest.
+    latest: Vec<(u64, u64)>,
+    newest: usize,
+    cleared_ms: Option<u64>,
+}
+
+impl Removals {
+    /// `worker` removed blocks with these local hashes from its device.
+    ///
+    /// # Cost
+    /// O(blocks), under one lock.
+    pub fn removed(&self, worker: Worker, local_hashes: &[u64], now_ms: u64) {
+        let mut by_worker = self.by_worker.lock();
+        let ring = by_worker.entry(worker).or_default();
+        for &hash in local_hashes {
+            if ring.latest.len() < REMOVALS {
+                ring.newest = ring.latest.len();
+                ring.latest.push((hash, now_ms));
+            } else {
+                ring.newest = (ring.newest + 1) % REMOVALS;
+                ring.latest[ring.newest] = (hash, now_ms);
+            }
+        }
+    }
+
+    /// `worker` emptied its device cache.
+    pub fn cleared(&self, worker: Worker, now_ms: u64) {
+        self.by_worker.lock().entry(worker).or_default().cleared_ms = Some(now_ms);
+    }
+
+    /// Whether `worker` removed a block with this local hash at `since_ms` or later.
+    ///
+    /// # Cost
+    /// O([`REMOVALS`]).
+    pub fn has_removed(&self, worker: Worker, local_hash: u64, since_ms: u64) -> bool {
+        let by_worker = self.by_worker.lock();
+        let Some(ring) = by_worker.get(&worker) else { return false };
+        ring.cleared_ms.is_some_and(|at_ms| at_ms >= since_ms)
+            || ring.latest.iter().any(|&(hash, at_ms)| hash == local_hash && at_ms >= since_ms)
+    }
+
+    /// Forget workers that are not `wanted`.
+    pub fn keep(&self, wanted: impl Fn(Worker) -> bool) {
+        self.by_worker.lock().retain(|worker, _| wanted(*worker));
+    }
+}
