@@ -12,6 +12,8 @@ const LOOK_BACK: usize = 128;
 const FEWEST: f64 = 10.0;
 /// Pauses of all sessions together that are a silence, in mean gaps.
 const SILENCE: f64 = 4.0;
+/// What the latest gap counts at the least.
+const LATEST: f64 = 0.05;
 /// A spread of ln(gap) below this is taken for this.
 const LEAST_SPREAD: f64 = 0.2;
 
@@ -98,8 +100,8 @@ impl Gaps {
             self.mean = ln;
         }
         let off = ln - self.mean;
-        self.mean += (1.0 / self.count).max(0.02) * off;
-        self.variance += (0.5 / self.count).max(0.02) * (off * off - self.variance);
+        self.mean += (1.0 / self.count).max(LATEST) * off;
+        self.variance += (0.5 / self.count).max(LATEST) * (off * off - self.variance);
     }
 
     /// Share of sessions that come back after about `age_ms`, per unit of ln(time), as a logistic

@@ -17,7 +17,7 @@ const QUEUE_WEIGHT: f64 = 0.5;
 /// What attention adds to a token of prefill for each token in front of it, in tokens.
 const ATTENTION: f64 = 3e-5;
 /// Running answers that a prefill stalls, at the most: more share the same stall.
-const STALLED_MOST: f64 = 4.0;
+const STALLED_MOST: f64 = 2.0;
 /// What a request adds to a decode step, in tokens of prefill.
 const STEP_PER_REQUEST: f64 = 0.2;
 /// What a token of context adds to a decode step.
@@ -25,7 +25,7 @@ const STEP_PER_CONTEXT: f64 = 0.002;
 /// What a decode step of somebody counts, beside the time to the first token.
 const STEP_WEIGHT: f64 = 0.1;
 /// What a lost block costs beside a computed one.
-const EVICTION: f64 = 4.0;
+const EVICTION: f64 = 6.0;
 /// What a token pushed into a full cache costs whatever the gaps between turns are.
 const EVICTION_FLAT: f64 = 0.25;
 /// What it costs to fetch a token's keys and values from another worker, in tokens of prefill.
