@@ -117,6 +117,12 @@ impl Cell {
             let cell = Self::new("prefill only", traffic, MEDIUM, eight());
             cells.push(Self { is_prefill_only: true, ..cell });
         }
+        // The conversations need half as much again as there is, and half of it.
+        for capacity_tokens in [150_000, 450_000] {
+            let fleet = Fleet { capacity_tokens, ..Fleet::of(4) };
+            let cell = Self::new("in line", Traffic::InLine, MEDIUM, fleet);
+            cells.push(cell.detailed(&format!("caches of {capacity_tokens} tokens")));
+        }
         for traffic in [Chat, Documents, Mixed] {
             let large = Fleet { timing: Timing::A100_70B, ..eight() };
             cells.push(Self::new("a 70B model", traffic, MEDIUM, large));

@@ -131,6 +131,8 @@ struct Play<'a> {
     clock: Arc<ManualClock>,
     routers: Vec<Selector>,
     engines: Vec<Engine>,
+    /// Sessions that wait for others, and their next turns; see [`Workload::at_once`].
+    line: VecDeque<(usize, usize)>,
     turns: Option<Turns>,
     flights: Vec<Option<Flight>>,
     due: BinaryHeap<Reverse<(u64, Due)>>,
@@ -171,10 +173,10 @@ pub fn play(workload: &Workload, fleet: &Fleet, row: &Row) -> Outcome {
         router
     };
     let turn = |number: usize| workload.sessions[number].turns[0].pause_us;
-    let arrivals =
-        workload.sessions.iter().enumerate().map(|(number, session)| {
-            Reverse((session.at_us + turn(number), Due::Arrive(number, 0)))
-        });
+    let first = workload.at_once.unwrap_or(usize::MAX).min(workload.sessions.len());
+    let arrivals = workload.sessions[..first].iter().enumerate();
+    let arrivals = arrivals
+        .map(|(number, session)| Reverse((session.at_us + turn(number), Due::Arrive(number, 0))));
     let changes = fleet.changes.iter().enumerate();
     let changes = changes.map(|(number, &(at_us, ..))| Reverse((at_us, Due::Change(number))));
     let mut play = Play {
@@ -184,6 +186,7 @@ pub fn play(workload: &Workload, fleet: &Fleet, row: &Row) -> Outcome {
         routers: (0..fleet.routers).map(router).collect(),
         clock,
         engines: (0..count).map(|at| fleet.engine(at, workload.block_size)).collect(),
+        line: (first..workload.sessions.len()).map(|number| (number, 0)).collect(),
         turns,
         flights: Vec::new(),
         due: [Reverse((0, Due::Probe)), Reverse((0, Due::Tick))]
@@ -384,7 +387,14 @@ impl Play<'_> {
             turns.running -= 1;
         }
         let next = flight.turn + 1;
-        if let Some(turn) = self.workload.sessions[flight.session].turns.get(next) {
+        let turn = self.workload.sessions[flight.session].turns.get(next);
+        if self.workload.at_once.is_some() {
+            self.line.extend(turn.map(|_| (flight.session, next)));
+            let first = self.line.pop_front();
+            let arrival =
+                first.map(|(session, turn)| Reverse((self.now_us, Due::Arrive(session, turn))));
+            self.due.extend(arrival);
+        } else if let Some(turn) = turn {
             let at_us = self.now_us + turn.pause_us;
             self.due.push(Reverse((at_us, Due::Arrive(flight.session, next))));
         }

@@ -124,10 +124,12 @@ pub enum Traffic {
     Conversations,
     /// Agents whose prompts grow to 100,000 tokens, a request a few seconds after each answer.
     Agents,
+    /// Conversations behind three system prompts that take turns, eight requests at once, as a load test has it.
+    InLine,
 }
 
 impl Traffic {
-    /// All of them.
+    /// All that come at some load.
     pub const ALL: [Self; 9] = [
         Self::Conversations,
         Self::Agents,
@@ -152,6 +154,7 @@ impl Traffic {
             Self::Mixed => "mixed",
             Self::Conversations => "conversations",
             Self::Agents => "coding agents",
+            Self::InLine => "in line",
         }
     }
 
@@ -184,6 +187,7 @@ impl Traffic {
             }
             Self::Conversations => return conversations(maker, requests),
             Self::Agents => agents(&mut maker, requests, 0.0),
+            Self::InLine => return in_line(maker, requests),
         }
         maker.into(self.name())
     }
@@ -280,6 +284,26 @@ fn agents(maker: &mut Maker, requests: usize, last_s: f64) {
     }
 }
 
+fn in_line(mut maker: Maker, requests: usize) -> Workload {
+    const TURNS: usize = 8;
+    let systems: Vec<Said> = (0..3)
+        .map(|_| {
+            let tokens = maker.rng.random_range(1_800..3_500);
+            maker.shared(tokens)
+        })
+        .collect();
+    for _ in 0..requests / TURNS {
+        let mut said = systems[maker.rng.random_range(0..systems.len())].clone();
+        let turns = (0..TURNS).map(|_| {
+            let more = maker.rng.random_range(180..900);
+            maker.turn(&mut said, 0.0, more, 64)
+        });
+        let turns = turns.collect();
+        maker.session(0.0, turns);
+    }
+    Workload { at_once: Some(8), ..maker.into(Traffic::InLine.name()) }
+}
+
 fn conversations(mut maker: Maker, requests: usize) -> Workload {
     const BLOCK: u64 = 512;
     let (mut open, mut clients, mut at_s) = (Vec::<(usize, Vec<u64>)>::new(), 0, 0.0);
@@ -313,7 +337,13 @@ fn conversations(mut maker: Maker, requests: usize) -> Workload {
     }
     let client = |n| Client { name: format!("conversation {n}"), is_light: true };
     let clients = (0..clients).map(client).collect();
-    Workload { name: Traffic::Conversations.name().into(), block_size: BLOCK, sessions, clients }
+    Workload {
+        name: Traffic::Conversations.name().into(),
+        block_size: BLOCK,
+        sessions,
+        clients,
+        at_once: None,
+    }
 }
 
 /// Tenants for `seconds`: 4 that flood with batches, 8 that are on and off, 48 that chat. Ten system prompts
@@ -371,5 +401,5 @@ pub fn tenants(seed: u64, seconds: f64, flood: f64) -> Workload {
         }
     }
     sessions.sort_by_key(|session| session.at_us);
-    Workload { name: "tenants".into(), block_size: BLOCK, sessions, clients }
+    Workload { name: "tenants".into(), block_size: BLOCK, sessions, clients, at_once: None }
 }

@@ -54,6 +54,9 @@ pub struct Workload {
     pub sessions: Vec<Session>,
     /// Whose they are.
     pub clients: Vec<Client>,
+    /// Sessions wait in line, and so many requests are under way at once: whoever has waited longest has the next turn.
+    /// Starts and pauses count for nothing then.
+    pub at_once: Option<usize>,
 }
 
 impl Workload {
@@ -64,7 +67,7 @@ impl Workload {
             .map(|n| Client { name: format!("session {n}"), is_light: true })
             .collect();
         sessions.iter_mut().enumerate().for_each(|(n, session)| session.client = n);
-        Self { name: name.into(), block_size, sessions, clients }
+        Self { name: name.into(), block_size, sessions, clients, at_once: None }
     }
 
     /// Requests of all sessions.
@@ -173,7 +176,13 @@ impl Workload {
             .map(|n| Client { name: format!("conversation {n}"), is_light: true })
             .collect();
         sessions.sort_by_key(|session| session.at_us);
-        Ok(Self { name: "conversations".into(), block_size: BLOCK, sessions, clients })
+        Ok(Self {
+            name: "conversations".into(),
+            block_size: BLOCK,
+            sessions,
+            clients,
+            at_once: None,
+        })
     }
 
     /// Recorded sessions of a coding agent (one a line: `requests` of `[t, input, output, api_s, think_s, [[first_id,
