@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Outside the checkout, so that a fresh clone does not build the dependencies again.
 export CARGO_TARGET_DIR ?= $(HOME)/.cache/kvflash/target
-PROFILE ?= fast
+# One profile for lint, tests and the package in place, so that dependencies compile once. Measurements take `fast`.
+PROFILE ?= dev
 PYTEST_FLAGS ?=
 
 .PHONY: help demo demo-cluster test lint bench policies dev capi wheel fuzz loom sanitize soak peers clean
@@ -17,13 +18,16 @@ $(VENV)/.ready:
 	@touch $@
 
 # The package in place (editable) with its tools; rebuilt when a Rust source or pyproject.toml changes.
-RUST_SOURCES := $(shell find rust/src -name '*.rs' -o -name '*.json') Cargo.toml Cargo.lock pyproject.toml
-$(VENV)/.built: $(VENV)/.ready $(RUST_SOURCES)
+RUST_SOURCES := $(shell find rust/src rust/core/src rust/serve/src -name '*.rs' -o -name '*.json') \
+	$(wildcard rust/*/Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
+BUILT := $(VENV)/.built-$(PROFILE)
+$(BUILT): $(VENV)/.ready $(RUST_SOURCES)
 	@echo "building the Rust core (some minutes the first time) ..."
 	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --quiet --profile $(PROFILE) --extras dev
+	@rm -f $(VENV)/.built-*
 	@touch $@
 
-dev: $(VENV)/.built
+dev: $(BUILT)
 
 demo: dev
 	$(BIN)/python -m kvflash.demo $(DEMO_FLAGS)
@@ -32,35 +36,38 @@ demo: dev
 demo-cluster: dev
 	$(BIN)/python -m kvflash.demo.cluster --tokenizer tests/vectors/tiny-llama $(DEMO_FLAGS)
 
+# As maturin sets them: pyo3 is compiled again whenever they change.
+PYO3 = PYO3_PYTHON=$(abspath $(BIN)/python) PYO3_BUILD_EXTENSION_MODULE=1 PYO3_ENVIRONMENT_SIGNATURE=$$($(BIN)/python -c \
+	'import sys; print("%s-%d.%d-%dbit" % (sys.implementation.name, *sys.version_info[:2], sys.maxsize.bit_length() + 1))')
 lint: dev
 	cargo fmt --all --check
-	cargo clippy --quiet --workspace --all-targets --features kvflash/python -- -D warnings
-	cargo fmt --check --manifest-path capi/Cargo.toml
-	$(CAPI) clippy --quiet --release --locked --manifest-path capi/Cargo.toml -- -D warnings
+	$(PYO3) cargo clippy --quiet --locked --all-targets --features kvflash/python -- -D warnings
+	$(CAPI) clippy --quiet --release --locked --package kvflash-capi -- -D warnings
 	$(BIN)/ruff format --check python tests benches examples
 	$(BIN)/ruff check python tests benches examples
 	$(BIN)/mypy
-	$(BIN)/python -m mypy.stubtest kvflash._core 
+	$(BIN)/python -m mypy.stubtest kvflash._core
 
-# The C library, $(CARGO_TARGET_DIR)/capi/release/libkvflash.{so,a}; its header is capi/include/kvflash.h.
-# libzmq is compiled into it, once; what the compiler thinks of libzmq is nobody's concern here.
-CAPI = CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/capi CXXFLAGS="-w $(CXXFLAGS)" cargo
+# The C library, $(CARGO_TARGET_DIR)/release/libkvflash.{so,a}; its header is capi/include/kvflash.h.
+# libzmq is compiled into it, once, and without the warnings that its sources cause.
+CAPI = CXXFLAGS="-w $(CXXFLAGS)" cargo
 capi:
-	$(CAPI) build --quiet --release --locked --manifest-path capi/Cargo.toml
+	$(CAPI) build --quiet --release --locked --package kvflash-capi
 
 test: lint capi
-	cargo test --quiet --workspace
+	cargo test --quiet --locked
 	$(BIN)/python tests/halves.py $(PYTEST_FLAGS)
 
-bench: dev
+bench:
+	$(MAKE) dev PROFILE=fast
 	$(BIN)/python -m pytest benches --benchmark-only $(PYTEST_FLAGS)
 	$(BIN)/python -m pytest benches/test_index_gates.py $(PYTEST_FLAGS)
-	PROFILE=$(PROFILE) $(BIN)/python -m pytest benches/test_policy_gates.py $(PYTEST_FLAGS)
+	PROFILE=fast $(BIN)/python -m pytest benches/test_policy_gates.py $(PYTEST_FLAGS)
 	$(BIN)/python benches/state.py --dry
 
 # The tables of docs/policies.md: the matrix of workloads and fleets, then every policy on one trace. TRACE= and
 # AGENTS= play recorded conversations and coding agents; without them ones of the same shape are made. SEED= draws others.
-POLICIES = cargo run --quiet --profile $(PROFILE) --package kvflash-sim -- 
+POLICIES = cargo run --quiet --profile fast --package kvflash-sim --
 SEED ?= 1
 policies:
 	$(POLICIES) matrix --trace "$(abspath $(TRACE))" --agents "$(abspath $(AGENTS))" --seed $(SEED) \
@@ -73,12 +80,12 @@ wheel: $(VENV)/.ready
 fuzz: dev
 	KVFLASH_SCHEMA_EXAMPLES=$(or $(EXAMPLES),1000) $(BIN)/python -m pytest tests/e2e/test_indexer_openapi.py --timeout 0
 	cd fuzz && for target in decode_batch load_snapshot; do \
-		RUSTC_BOOTSTRAP=1 cargo fuzz run $$target -- -max_total_time=$(or $(SECONDS),300) || exit 1; \
+		CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 RUSTC_BOOTSTRAP=1 cargo fuzz run $$target -- -max_total_time=$(or $(SECONDS),300) || exit 1; \
 	done
 
 # Every interleaving of the index's shared memory that few preemptions can bring about.
 loom:
-	cargo test --release --quiet --manifest-path rust/loom/Cargo.toml
+	cargo test --quiet --locked --package kvflash-loom
 
 # What the compiler sees at run time of memory (address, leaks) and of races (thread), while the index is under stress.
 # Its own target folders: all dependencies are compiled once more for each. The one test that is left out waits for
@@ -86,18 +93,20 @@ loom:
 SANITIZER_HOST = $(shell rustc -vV | sed -n 's/^host: //p')
 sanitize:
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address" CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/sanitize/address \
-		cargo test --quiet --target $(SANITIZER_HOST) --test stress --test snapshot
+		cargo test --quiet --target $(SANITIZER_HOST) --test stress
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address" CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/sanitize/address \
+		cargo test --quiet --target $(SANITIZER_HOST) --test all snapshot::
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer" \
 		CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/sanitize/thread \
-		TSAN_OPTIONS=suppressions=$(abspath rust/tests/thread_sanitizer.txt) KVFLASH_STRESS_SECONDS=4 \
+		TSAN_OPTIONS=suppressions=$(abspath rust/core/tests/thread_sanitizer.txt) KVFLASH_STRESS_SECONDS=4 \
 		cargo test --quiet --target $(SANITIZER_HOST) --test stress -- --skip predictions_run_out_beside_readers
 
 soak: dev
 	KVFLASH_SIM_SEEDS=10000 $(BIN)/python -m pytest tests/simulation -s --timeout 0
 	KVFLASH_STRESS_SECONDS=30 cargo test --release --quiet --test stress
-	KVFLASH_MODEL_SEEDS=210 cargo test --release --quiet --test model -- --nocapture
+	KVFLASH_MODEL_SEEDS=210 cargo test --release --quiet --test all model:: -- --nocapture
 	KVFLASH_CHURN_BLOCKS=100000000 cargo test --release --quiet --test limits churn -- --nocapture --test-threads=1
-	KVFLASH_FUZZ_FRAMES=10000000 cargo test --release --quiet --test frames
+	KVFLASH_FUZZ_FRAMES=10000000 cargo test --release --quiet --test all frames::
 	KVFLASH_CHAOS_SECONDS=600 $(BIN)/python -m pytest tests/e2e/test_chaos.py -s --timeout 0
 	KVFLASH_SOAK_BLOCKS=100000000 KVFLASH_SOAK_SECONDS=600 $(BIN)/python -m pytest benches/soak -s --timeout 0
 

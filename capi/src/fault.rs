@@ -48,6 +48,15 @@ pub fn invalid(text: impl Into<String>) -> Fault {
     fault(Code::InvalidArgument, text)
 }
 
+impl From<kvflash_publish::Error> for Fault {
+    fn from(error: kvflash_publish::Error) -> Self {
+        match error {
+            kvflash_publish::Error::InvalidArgument(text) => invalid(text),
+            kvflash_publish::Error::Io(text) => fault(Code::Io, text),
+        }
+    }
+}
+
 thread_local! {
     static LAST: RefCell<CString> = RefCell::default();
 }

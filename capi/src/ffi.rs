@@ -3,10 +3,12 @@
 use std::ffi::{CStr, c_char, c_int};
 use std::time::Duration;
 
-use crate::announce::random_id;
+use kvflash_publish::announce::{Place, random_id};
+use kvflash_publish::blocks::{Blocks, CALL_BLOCKS_MAX, CALL_TOKENS_MAX};
+
 use crate::fault::{self, Result, guard, invalid};
 use crate::handle;
-use crate::publisher::{Blocks, CALL_BLOCKS_MAX, CALL_TOKENS_MAX, Place, Publisher, Stats};
+use crate::publisher::{Publisher, Stats};
 use crate::stream;
 
 /// `kvflash_publisher_options`.

@@ -6,11 +6,13 @@ use std::ffi::{c_char, c_int};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::announce::random_id;
+use kvflash_publish::announce::{Place, random_id};
+use kvflash_publish::blocks::{Blocks, CALL_TOKENS_MAX};
+
 use crate::fault::{Code, Result, fault, guard, invalid};
 use crate::ffi::{block_list, list, optional, text};
 use crate::handle;
-use crate::publisher::{Blocks, CALL_TOKENS_MAX, Place, Publisher};
+use crate::publisher::Publisher;
 use crate::stream;
 
 /// Number of the default publisher; 0 without one.

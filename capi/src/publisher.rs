@@ -3,22 +3,12 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::announce::Announcement;
+use kvflash_publish::announce::{Announcement, Offer, Place};
+use kvflash_publish::blocks::{self, Blocks};
+use kvflash_publish::wire;
+
 use crate::fault::{Code, Result, fault, invalid};
 use crate::stream::{self, Stream};
-use crate::wire::{self, Stored};
-
-/// Blocks and tokens of one call; more is a mistake of the caller's.
-pub const CALL_BLOCKS_MAX: usize = 1 << 24;
-pub const CALL_TOKENS_MAX: usize = 1 << 28;
-
-/// Where the publisher is announced.
-#[derive(Debug)]
-pub struct Place {
-    pub namespace: String,
-    pub component: String,
-    pub worker_id: u64,
-}
 
 /// One data-parallel rank of an engine.
 #[derive(Debug)]
@@ -44,20 +34,6 @@ pub struct Stats {
     pub replays_refused_total: u64,
 }
 
-/// The blocks of a call.
-#[derive(Debug, Clone, Copy)]
-pub struct Blocks<'a> {
-    pub token_ids: &'a [u32],
-    /// None: each has as many as a block.
-    pub sizes: Option<&'a [usize]>,
-    pub block_hashes: &'a [u64],
-    pub parent_hash: Option<u64>,
-    pub lora_id: u64,
-    pub lora_name: Option<&'a str>,
-    pub cache_salt: Option<&'a str>,
-    pub medium: Option<&'a str>,
-}
-
 impl Publisher {
     /// Binds, starts, announces.
     pub fn start(block_size: u32, options: stream::Options, place: Option<Place>) -> Result<Self> {
@@ -68,13 +44,21 @@ impl Publisher {
         let stream = Stream::start(options)?;
         let announcement = match &place {
             None => Ok(None),
-            Some(place) => Announcement::put(place, dp_rank, block_size, &stream).map(Some),
+            Some(place) => {
+                let offer = Offer {
+                    endpoint: &stream.endpoint,
+                    replay_endpoint: &stream.replay_endpoint,
+                    dp_rank,
+                    block_size,
+                };
+                Announcement::put(place, &offer).map(Some)
+            }
         };
         let announcement = match announcement {
             Ok(announcement) => std::sync::Mutex::new(announcement),
-            Err(fault) => {
+            Err(error) => {
                 stream.close();
-                return Err(fault);
+                return Err(error.into());
             }
         };
         Ok(Self {
@@ -89,58 +73,10 @@ impl Publisher {
 
     /// Publishes stored blocks, up to the first one of another size.
     pub fn store(&self, blocks: &Blocks<'_>) -> Result<()> {
-        let size = self.block_size as usize;
-        let (count, tokens) = (blocks.block_hashes.len(), blocks.token_ids.len());
-        let fitting = match blocks.sizes {
-            None => count,
-            Some(sizes) => sizes.iter().position(|&each| each != size).unwrap_or(count),
-        };
-        let declared = match blocks.sizes {
-            None => count.checked_mul(size),
-            Some(sizes) => sizes.iter().try_fold(0_usize, |sum, &each| sum.checked_add(each)),
-        };
-        if declared != Some(tokens) {
-            let declared = declared.map_or("too many".to_owned(), |sum| sum.to_string());
-            return Err(invalid(format!(
-                "num_block_tokens adds up to {declared} tokens, token_count is {tokens}"
-            )));
-        }
-        if blocks.lora_id > i64::MAX as u64 {
-            return Err(invalid(format!(
-                "lora_id must be at most {}, got {}",
-                i64::MAX,
-                blocks.lora_id
-            )));
-        }
-        let names = [
-            ("lora_name", blocks.lora_name),
-            ("cache_salt", blocks.cache_salt),
-            ("medium", blocks.medium),
-        ];
-        for (field, name) in names {
-            check_name(field, name)?;
-        }
-        let step = wire::BLOCKS_MAX.min(wire::TOKENS_MAX / size).max(1);
-        let mut parent_hash = blocks.parent_hash;
-        let mut events = Vec::new();
-        for first in (0..fitting).step_by(step) {
-            let last = fitting.min(first + step);
-            let block_hashes = &blocks.block_hashes[first..last];
-            events.push(wire::stored(&Stored {
-                block_hashes,
-                parent_hash,
-                token_ids: &blocks.token_ids[first * size..last * size],
-                block_size: self.block_size,
-                // Engines count from 1.
-                lora_id: Some(blocks.lora_id).filter(|&id| id > 0),
-                medium: blocks.medium,
-                lora_name: blocks.lora_name,
-                cache_salt: blocks.cache_salt,
-            }));
-            parent_hash = block_hashes.last().copied();
-        }
-        if !events.is_empty() {
-            self.stream.put(events)?;
+        let encoded = blocks.encode(self.block_size)?;
+        let (size, count, fitting) = (self.block_size, blocks.block_hashes.len(), encoded.blocks);
+        if !encoded.events.is_empty() {
+            self.stream.put(encoded.events)?;
         }
         self.stored_blocks.fetch_add(fitting as u64, Ordering::Relaxed);
         let Some(odd) = blocks.sizes.and_then(|sizes| sizes.get(fitting)) else { return Ok(()) };
@@ -154,11 +90,7 @@ impl Publisher {
 
     /// Publishes removed blocks.
     pub fn remove(&self, block_hashes: &[u64], medium: Option<&str>) -> Result<()> {
-        check_name("medium", medium)?;
-        let events: Vec<_> = block_hashes
-            .chunks(wire::BLOCKS_MAX)
-            .map(|hashes| wire::removed(hashes, medium))
-            .collect();
+        let events = blocks::removed(block_hashes, medium)?;
         if !events.is_empty() {
             self.stream.put(events)?;
         }
@@ -203,14 +135,5 @@ impl Publisher {
         drop(announcement);
         self.stream.close();
         Ok(())
-    }
-}
-
-fn check_name(field: &str, name: Option<&str>) -> Result<()> {
-    match name.map(str::len) {
-        Some(length) if length > wire::NAME_BYTES_MAX => {
-            Err(invalid(format!("{field} may have {} bytes, got {length}", wire::NAME_BYTES_MAX)))
-        }
-        _ => Ok(()),
     }
 }

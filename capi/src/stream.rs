@@ -1,7 +1,5 @@
-//! One stream of event batches: numbered from 0, published, and kept for those who missed some. The
-//! sockets belong to a thread of the stream's own.
+//! One stream of event batches: the thread and the sockets that publish and replay them.
 
-use std::collections::VecDeque;
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
@@ -10,22 +8,16 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use kvflash_publish::pending::Pending;
+use kvflash_publish::replay::{REPLAY_BURST_BATCHES, Replays, Request};
+use kvflash_publish::ring::Ring;
+use kvflash_publish::wire;
+
 use crate::fault::{Code, Result, fault};
-use crate::wire;
 use crate::zmq::Sockets;
 
-const END_OF_REPLAY: [u8; 8] = [0xff; 8];
 /// Batches queued for a slow subscriber; beyond that ZMQ drops them, and it sees a gap.
 const PUB_QUEUE_BATCHES: usize = 100_000;
-/// A batch is closed at this many events or bytes; receivers take 65,536 and 16 MiB.
-const BATCH_EVENTS_MAX: usize = 1_024;
-const BATCH_BYTES_MAX: usize = 1 << 20;
-/// Encoded events that may wait for the thread; beyond it callers wait.
-const PENDING_BYTES_MAX: usize = 16 << 20;
-/// Of each replay this many batches are sent before others get their turn.
-const REPLAY_BURST_BATCHES: usize = 256;
-/// Replays under way at a time; requests beyond that are dropped, their senders ask again.
-const REPLAYS_MAX: usize = 64;
 /// Sockets that are closed may still hand over what they have for this long.
 const LINGER_MS: i32 = 500;
 
@@ -52,8 +44,7 @@ pub struct Counters {
 
 #[derive(Debug, Default)]
 struct Queue {
-    pending: VecDeque<Vec<u8>>,
-    pending_bytes: usize,
+    pending: Pending,
     taken: u64,
     sent: u64,
     /// The thread has been told and not yet found the queue empty.
@@ -98,11 +89,9 @@ impl Stream {
             shared: Arc::clone(&shared),
             sockets,
             woken,
+            ring: Ring::new(options.ring_batches, options.ring_bytes),
+            replays: Replays::default(),
             options,
-            ring: VecDeque::new(),
-            ring_bytes: 0,
-            next_sequence: 0,
-            replays: Vec::new(),
         };
         let thread = std::thread::Builder::new()
             .name("kvflash-events".to_owned())
@@ -126,15 +115,14 @@ impl Stream {
     pub fn put(&self, events: Vec<Vec<u8>>) -> Result<()> {
         self.check_process()?;
         let mut queue = self.shared.queue();
-        while queue.pending_bytes > PENDING_BYTES_MAX && !queue.is_closing {
+        while queue.pending.is_full() && !queue.is_closing {
             queue = self.wait(queue);
         }
         if queue.is_closing {
             return Err(fault(Code::NoPublisher, "the publisher was destroyed"));
         }
-        queue.pending_bytes += events.iter().map(Vec::len).sum::<usize>();
         queue.taken += events.len() as u64;
-        queue.pending.extend(events);
+        queue.pending.put(events);
         self.wake(&mut queue);
         Ok(())
     }
@@ -199,16 +187,8 @@ struct Worker {
     sockets: Sockets,
     woken: UnixStream,
     options: Options,
-    ring: VecDeque<(u64, Arc<Vec<u8>>)>,
-    ring_bytes: usize,
-    next_sequence: u64,
-    replays: Vec<Replay>,
-}
-
-/// What one client is still to be sent.
-struct Replay {
-    client: Vec<u8>,
-    batches: std::vec::IntoIter<(u64, Arc<Vec<u8>>)>,
+    ring: Ring,
+    replays: Replays,
 }
 
 /// However the thread ends: nobody waits for it any more.
@@ -219,7 +199,6 @@ impl Drop for Farewell {
         let mut queue = self.0.queue();
         queue.is_closing = true;
         queue.pending.clear();
-        queue.pending_bytes = 0;
         queue.sent = queue.taken;
         self.0.changed.notify_all();
     }
@@ -239,12 +218,11 @@ impl Worker {
             if ready.replay {
                 self.accept_replay();
             }
-            self.go_on_replaying();
+            let topic = self.options.topic.as_bytes();
+            self.replays.go_on(topic, |frames| self.sockets.answer(frames));
             let (is_closing, is_full) = {
                 let queue = self.shared.queue();
-                let is_full = queue.pending_bytes >= BATCH_BYTES_MAX
-                    || queue.pending.len() >= BATCH_EVENTS_MAX;
-                (queue.is_closing, is_full)
+                (queue.is_closing, queue.pending.has_batch())
             };
             let is_due = due.is_some_and(|due| Instant::now() >= due);
             if due.is_some() && (is_closing || is_full || is_due) && !self.send_batch() {
@@ -268,21 +246,11 @@ impl Worker {
 
     /// Publishes one batch; says whether more is queued. If not, the next call wakes the thread.
     fn send_batch(&mut self) -> bool {
-        let mut events = Vec::new();
-        let mut size = 0;
-        let has_more = {
+        let (events, has_more) = {
             let mut queue = self.shared.queue();
-            while events.len() < BATCH_EVENTS_MAX {
-                let Some(next) = queue.pending.front().map(Vec::len) else { break };
-                if !events.is_empty() && size + next > BATCH_BYTES_MAX {
-                    break;
-                }
-                size += next;
-                events.extend(queue.pending.pop_front());
-            }
-            queue.pending_bytes -= size;
+            let events = queue.pending.take_batch();
             queue.is_awake = !queue.pending.is_empty();
-            queue.is_awake
+            (events, queue.is_awake)
         };
         if !events.is_empty() {
             let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -296,59 +264,21 @@ impl Worker {
     }
 
     fn publish(&mut self, payload: Vec<u8>) {
-        let sequence = self.next_sequence;
-        self.next_sequence += 1;
-        let payload = Arc::new(payload);
         // First into the ring: a number that was seen can always be asked for.
-        self.ring_bytes += payload.len();
-        self.ring.push_back((sequence, Arc::clone(&payload)));
-        while self.ring.len() > 1
-            && (self.ring.len() > self.options.ring_batches
-                || self.ring_bytes > self.options.ring_bytes)
-        {
-            if let Some((_, oldest)) = self.ring.pop_front() {
-                self.ring_bytes -= oldest.len();
-            }
-        }
-        self.shared.counters.batches.store(self.next_sequence, Ordering::Relaxed);
+        let (sequence, payload) = self.ring.push(payload);
+        self.shared.counters.batches.store(self.ring.next_sequence(), Ordering::Relaxed);
         let topic = self.options.topic.as_bytes();
         self.sockets.publish(&[topic, &sequence.to_be_bytes(), &payload]);
     }
 
     fn accept_replay(&mut self) {
         let Some(frames) = self.sockets.request() else { return };
-        let [client, empty, start] = &frames[..] else { return };
-        let Ok(start) = <[u8; 8]>::try_from(&start[..]) else { return };
-        if !empty.is_empty() {
-            return;
-        }
-        self.replays.retain(|replay| replay.client != *client);
-        if self.replays.len() >= REPLAYS_MAX {
-            self.shared.counters.replays_refused.fetch_add(1, Ordering::Relaxed);
-            return;
-        }
-        self.shared.counters.replays.fetch_add(1, Ordering::Relaxed);
-        let start = u64::from_be_bytes(start);
-        // A copy: batches published meanwhile reach the client by the PUB socket.
-        let batches: Vec<_> =
-            self.ring.iter().filter(|(sequence, _)| *sequence >= start).cloned().collect();
-        self.replays.push(Replay { client: client.clone(), batches: batches.into_iter() });
-    }
-
-    fn go_on_replaying(&mut self) {
-        let topic = self.options.topic.as_bytes();
-        let sockets = &self.sockets;
-        self.replays.retain_mut(|replay| {
-            for _ in 0..REPLAY_BURST_BATCHES {
-                let Some((sequence, payload)) = replay.batches.next() else {
-                    sockets.answer(&[&replay.client, b"", topic, &END_OF_REPLAY, b""]);
-                    return false;
-                };
-                let number = sequence.to_be_bytes();
-                sockets.answer(&[&replay.client, b"", topic, &number, &payload]);
-            }
-            true
-        });
+        let counter = match self.replays.accept(&frames, &self.ring) {
+            Request::Started => &self.shared.counters.replays,
+            Request::Refused => &self.shared.counters.replays_refused,
+            Request::Malformed => return,
+        };
+        counter.fetch_add(1, Ordering::Relaxed);
     }
 }
 

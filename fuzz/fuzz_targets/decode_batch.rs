@@ -4,9 +4,9 @@
 //! tests/vectors/engine_wire.json.
 #![no_main]
 
-use kvflash::codec::{Limits, decode_batch};
-use kvflash::error::Error;
-use kvflash::event::Event;
+use kvflash_core::codec::{Limits, decode_batch};
+use kvflash_core::error::Error;
+use kvflash_core::event::Event;
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|payload: &[u8]| {

@@ -4,8 +4,8 @@
 //! is behind them, so each input is tried as it is and with its checksums mended.
 #![no_main]
 
-use kvflash::index::snapshot::{Expected, Meta, load, save};
-use kvflash::index::{BlockIndex, CountMode, Limits, Options, RadixIndex};
+use kvflash_core::index::snapshot::{Expected, Meta, load, save};
+use kvflash_core::index::{BlockIndex, CountMode, Limits, Options, RadixIndex};
 use libfuzzer_sys::fuzz_target;
 use xxhash_rust::xxh3::xxh3_64;
 

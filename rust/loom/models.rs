@@ -6,7 +6,7 @@
 #![cfg(test)]
 
 #[allow(dead_code)]
-#[path = "../src/index/arena/mod.rs"]
+#[path = "../core/src/index/arena/mod.rs"]
 mod arena;
 
 mod append;

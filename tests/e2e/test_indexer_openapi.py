@@ -18,7 +18,7 @@ import pytest
 from service import Engine
 
 HERE = Path(__file__).parent
-SOURCES = HERE.parents[1] / "rust" / "src" / "http" / "indexer"
+SOURCES = HERE.parents[1] / "rust" / "serve" / "src" / "indexer"
 EXAMPLES = int(os.environ.get("KVFLASH_SCHEMA_EXAMPLES", "12"))
 
 

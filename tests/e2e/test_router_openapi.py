@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-SOURCES = HERE.parents[1] / "rust" / "src" / "http" / "router"
+SOURCES = HERE.parents[1] / "rust" / "serve" / "src" / "router"
 EXAMPLES = int(os.environ.get("KVFLASH_SCHEMA_EXAMPLES", "12"))
 
 

@@ -19,7 +19,7 @@ from kvflash.discovery import open_discovery
 from service import listener, until, wait_for_sequence
 
 ROOT = Path(__file__).parents[2]
-TARGET = Path(os.environ.get("CARGO_TARGET_DIR", "~/.cache/kvflash/target")).expanduser() / "capi"
+TARGET = Path(os.environ.get("CARGO_TARGET_DIR", "~/.cache/kvflash/target")).expanduser()
 LIBRARY = TARGET / "release" / "libkvflash.so"
 SOURCE = ROOT / "tests" / "capi" / "engine.c"
 FLAGS = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-g", "-pthread", f"-I{ROOT}/capi/include"]
@@ -34,7 +34,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def library():
-    environment = {**os.environ, "CARGO_TARGET_DIR": str(TARGET.parent)}
+    environment = {**os.environ, "CARGO_TARGET_DIR": str(TARGET)}
     subprocess.run(
         ["make", "--silent", "-C", ROOT, "capi"], check=True, env=environment, timeout=BUILD_S
     )

@@ -1,4 +1,4 @@
-"""KvIndexer.save_snapshot and load_snapshot; the format is tested in rust/tests/snapshot.rs."""
+"""KvIndexer.save_snapshot and load_snapshot; rust/core/tests/all/snapshot.rs tests the format."""
 
 from __future__ import annotations
 

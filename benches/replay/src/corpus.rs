@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
-use kvflash::hash::{SEED, extend, local_hashes};
+use kvflash_core::hash::{SEED, extend, local_hashes};
 
 use crate::engine::{Act, Engine, Job, Labeled};
 use crate::trace::{Dice, ID_TOKENS, Request, mix};
@@ -273,7 +273,7 @@ impl Corpus {
 
     fn answer(&self, query: usize, held: &[HashSet<u64>], names: Names) -> Vec<(u32, u32)> {
         let mut chains = Vec::new();
-        kvflash::hash::sequence_hashes_into(self.query(query), &mut chains);
+        kvflash_core::hash::sequence_hashes_into(self.query(query), &mut chains);
         let depth = |worker: u32| {
             let held = &held[worker as usize];
             let name = |chain| match names {

@@ -2,7 +2,7 @@
 
 use crate::corpus::{EventView, NamedBlock};
 use crate::trace::{Dice, mix};
-use kvflash::hash::extend;
+use kvflash_core::hash::extend;
 
 /// A chain of blocks as every engine names it: content `tag`, from `from` on to `to`.
 pub fn chain(tag: u64, len: usize) -> Vec<NamedBlock> {

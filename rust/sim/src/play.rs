@@ -5,13 +5,13 @@ use std::collections::{BinaryHeap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvflash::clock::ManualClock;
-use kvflash::fair::{Cost, FairConfig, FairQueue, Grant, Options, Used};
-use kvflash::ids::{Tier, Worker};
-use kvflash::index::{Block, DEFAULT_SEED};
-use kvflash::policy::{EngineMetrics, Session as Tie};
-use kvflash::router::{Facts, Usage};
-use kvflash::select::{Ask, Outcome as End, Prompt, Reservation, Selector, Tiding};
+use kvflash_core::clock::ManualClock;
+use kvflash_core::fair::{Cost, FairConfig, FairQueue, Grant, Options, Used};
+use kvflash_core::ids::{Tier, Worker};
+use kvflash_core::index::{Block, DEFAULT_SEED};
+use kvflash_core::policy::{EngineMetrics, Session as Tie};
+use kvflash_core::router::{Facts, Usage};
+use kvflash_core::select::{Ask, Outcome as End, Prompt, Reservation, Selector, Tiding};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use kvflash::fair::Discipline;
+use kvflash_core::fair::Discipline;
 
 use crate::matrix::{METRICS, Played, TTFT_P99};
 use crate::outcome::Outcome;

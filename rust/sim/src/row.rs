@@ -2,13 +2,15 @@
 
 use std::sync::Arc;
 
-use kvflash::catalog::{Catalog, CatalogOptions, EngineFacts, Identity, ModelKey, Registration};
-use kvflash::clock::ManualClock;
-use kvflash::fair::Discipline;
-use kvflash::ids::Worker;
-use kvflash::policy::{AUTO, KvScale, Policy, Profile, Settings, registry};
-use kvflash::router::{Policies, RouterConfig};
-use kvflash::select::{Overlap, Report, Selector, SelectorConfig};
+use kvflash_core::catalog::{
+    Catalog, CatalogOptions, EngineFacts, Identity, ModelKey, Registration,
+};
+use kvflash_core::clock::ManualClock;
+use kvflash_core::fair::Discipline;
+use kvflash_core::ids::Worker;
+use kvflash_core::policy::{AUTO, KvScale, Policy, Profile, Settings, registry};
+use kvflash_core::router::{Policies, RouterConfig};
+use kvflash_core::select::{Overlap, Report, Selector, SelectorConfig};
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 

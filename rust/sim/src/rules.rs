@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
 use hashbrown::HashMap;
-use kvflash::ids::Worker;
-use kvflash::policy::{Candidates, Choice, Context, Reason, RoutePolicy, Terms};
+use kvflash_core::ids::Worker;
+use kvflash_core::policy::{Candidates, Choice, Context, Reason, RoutePolicy, Terms};
 use rand::{Rng, RngCore};
 
 use crate::lru::Lru;

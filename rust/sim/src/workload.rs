@@ -4,8 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use hashbrown::HashMap;
-use kvflash::index::DEFAULT_SEED;
-use kvflash::select::Prompt;
+use kvflash_core::index::DEFAULT_SEED;
+use kvflash_core::select::Prompt;
 
 use crate::timing::Timing;
 

@@ -1,5 +1,7 @@
 //! The index for engines without events: it believes that a worker holds what was sent there lately.
 
+use kvflash_core::ids::Worker;
+use kvflash_core::index::{BlockIndex, Limits, Options, RadixIndex};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -8,8 +10,6 @@ use super::index;
 use super::overlap::{OverlapScores, predictions};
 use super::query::{SHORT_TOKENS, Shape, detached, overlaps};
 use super::time::{Time, ttl_ms};
-use crate::ids::Worker;
-use crate::index::{BlockIndex, Limits, Options, RadixIndex};
 
 /// Which worker probably holds which blocks, by where requests were sent.
 #[pyclass(frozen, module = "kvflash._core")]

@@ -4,14 +4,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use kvflash_core::error::Error;
+use kvflash_core::ids::Worker;
+use kvflash_core::select::{Outbox, Selector, Tiding};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
 use super::error::OrRaise;
 use super::indexer::seconds;
-use crate::error::Error;
-use crate::ids::Worker;
-use crate::select::{Outbox, Selector, Tiding};
 
 /// Calls back with one selector after the other until the answer is true; whether it was.
 pub(super) type Each = Box<dyn Fn(&mut dyn FnMut(&Selector) -> bool) -> bool + Send + Sync>;

@@ -5,12 +5,12 @@ use std::borrow::Cow;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::marker::PhantomData;
 
+use kvflash_core::error::Error;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyList, PySequence, PyString};
 
 use super::error::raise;
-use crate::error::Error;
 
 /// C layout of `Py_buffer`.
 ///

@@ -3,19 +3,19 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvflash_core::catalog::{
+    self, CatalogOptions, Command, EngineFacts, FrameOutcome, Identity, ListenerStatus, MAGIC,
+    ModelKey, Part, Publisher, Registration,
+};
+use kvflash_core::clock::SystemClock;
+use kvflash_core::error::Error;
+use kvflash_core::ids::Worker;
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
 use super::buffer::Bytes;
 use super::error::{OrRaise, raise};
-use crate::catalog::{
-    self, CatalogOptions, Command, EngineFacts, FrameOutcome, Identity, ListenerStatus, MAGIC,
-    ModelKey, Part, Publisher, Registration,
-};
-use crate::clock::SystemClock;
-use crate::error::Error;
-use crate::ids::Worker;
 
 /// Orders for the transport, and the frames it brings.
 #[pyclass(frozen, module = "kvflash._core")]

@@ -1,11 +1,10 @@
 //! The table from the core's errors to Python's, whose classes live in `kvflash.errors`.
 
+use kvflash_core::error::Error;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
-
-use crate::error::Error;
 
 /// Raise `error` as the class of `kvflash.errors` that stands for its cause.
 pub(super) fn raise(py: Python<'_>, error: &Error) -> PyErr {
@@ -37,7 +36,7 @@ pub(super) trait OrRaise<T> {
     fn or_raise(self, py: Python<'_>) -> PyResult<T>;
 }
 
-impl<T> OrRaise<T> for crate::error::Result<T> {
+impl<T> OrRaise<T> for kvflash_core::error::Result<T> {
     fn or_raise(self, py: Python<'_>) -> PyResult<T> {
         self.map_err(|error| raise(py, &error))
     }

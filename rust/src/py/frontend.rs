@@ -3,6 +3,12 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use kvflash_core::catalog;
+use kvflash_core::clock::SystemClock;
+use kvflash_core::fair::FairConfig;
+use kvflash_core::ids::InstanceId;
+use kvflash_serve::frontend::{EngineSpec, FairnessOptions, FrontendApp, FrontendOptions};
+use kvflash_serve::{RemoteIndexerOptions, Shutdown, Tls};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -12,12 +18,6 @@ use super::error::OrRaise;
 use super::indexer::seconds;
 use super::select::Routing;
 use super::service::Service;
-use crate::catalog;
-use crate::clock::SystemClock;
-use crate::fair::FairConfig;
-use crate::http::frontend::{EngineSpec, FairnessOptions, FrontendApp, FrontendOptions};
-use crate::http::{RemoteIndexerOptions, Shutdown, Tls};
-use crate::ids::InstanceId;
 
 /// The OpenAI-compatible frontend in this process.
 #[pyclass(frozen, module = "kvflash._core")]

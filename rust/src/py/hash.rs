@@ -1,5 +1,8 @@
 //! Hashes of token blocks.
 
+use kvflash_core::error::Error;
+use kvflash_core::hash;
+use kvflash_core::hash::engine::MediaItem;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyMemoryView, PySlice};
@@ -8,9 +11,6 @@ use super::buffer::{Room, hashes, tokens};
 use super::error::raise;
 use super::prompt_keys::{digests, media};
 use super::query::{SHORT_TOKENS, detached};
-use crate::error::Error;
-use crate::hash;
-use crate::hash::engine::MediaItem;
 
 #[pyfunction]
 #[pyo3(signature = (

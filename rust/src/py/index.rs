@@ -1,16 +1,16 @@
 //! What the classes over an index have in common.
 
+use kvflash_core::catalog::apply_router_event;
+use kvflash_core::codec::router::{KvEvent, RouterEvent};
+use kvflash_core::error::{Error, Result};
+use kvflash_core::hash;
+use kvflash_core::ids::{InstanceId, Tier, Worker};
+use kvflash_core::index::{BlockIndex, IndexStats};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use super::buffer::{Integers, tokens};
 use super::error::raise;
-use crate::catalog::apply_router_event;
-use crate::codec::router::{KvEvent, RouterEvent};
-use crate::error::{Error, Result};
-use crate::hash;
-use crate::ids::{InstanceId, Tier, Worker};
-use crate::index::{BlockIndex, IndexStats};
 
 /// Applies an engine's event as JSON, on the device.
 pub(super) fn apply_event(index: &dyn BlockIndex, worker_id: u64, json: &[u8]) -> Result<()> {

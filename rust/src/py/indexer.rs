@@ -3,6 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvflash_core::catalog::{self, CatalogOptions, EngineFacts, Identity, ModelKey, Registration};
+use kvflash_core::clock::SystemClock;
+use kvflash_core::error::Error;
+use kvflash_core::ids::Worker;
+use kvflash_serve::Shutdown;
+use kvflash_serve::indexer::{IndexerApp, IndexerOptions, query_tokens};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -11,12 +17,6 @@ use super::catalog::Catalog;
 use super::error::{OrRaise, raise};
 use super::prompt_keys::{PromptKeys, digests, media};
 use super::service::Service;
-use crate::catalog::{self, CatalogOptions, EngineFacts, Identity, ModelKey, Registration};
-use crate::clock::SystemClock;
-use crate::error::Error;
-use crate::http::Shutdown;
-use crate::http::indexer::{IndexerApp, IndexerOptions, query_tokens};
-use crate::ids::Worker;
 
 /// The standalone indexer's HTTP service in this process.
 #[pyclass(frozen, module = "kvflash._core")]

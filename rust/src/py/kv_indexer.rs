@@ -2,6 +2,12 @@
 
 use std::path::PathBuf;
 
+use kvflash_core::catalog::{apply_router_event, dump_events, store_blocks};
+use kvflash_core::codec::router::RouterEvent;
+use kvflash_core::error::{Error, Result};
+use kvflash_core::hash;
+use kvflash_core::ids::{InstanceId, Worker};
+use kvflash_core::index::{Block, BlockIndex, CountMode, Limits, Match, Options, RadixIndex};
 use pyo3::prelude::*;
 use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
 use pyo3::types::{PyDict, PyList};
@@ -14,12 +20,6 @@ use super::prompt_keys::{digests, media};
 use super::query::{SHORT_TOKENS, Shape, detached, matches, overlaps};
 use super::snapshot;
 use super::time::{Time, ttl_ms};
-use crate::catalog::{apply_router_event, dump_events, store_blocks};
-use crate::codec::router::RouterEvent;
-use crate::error::{Error, Result};
-use crate::hash;
-use crate::ids::{InstanceId, Worker};
-use crate::index::{Block, BlockIndex, CountMode, Limits, Match, Options, RadixIndex};
 
 /// Which worker holds which blocks, by what engines report.
 #[pyclass(frozen, module = "kvflash._core")]

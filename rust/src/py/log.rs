@@ -1,10 +1,10 @@
 //! The core's log lines go to stderr, beside Python's.
 
+use kvflash_core::error::Error;
 use pyo3::prelude::*;
 use tracing_subscriber::EnvFilter;
 
 use super::error::raise;
-use crate::error::Error;
 
 #[pyfunction]
 #[pyo3(signature = (level="info", *, json=false))]

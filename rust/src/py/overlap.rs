@@ -1,11 +1,10 @@
 //! The answer to a query as a Python class: kept as it came, converted when it is read.
 
+use kvflash_core::ids::Worker;
+use kvflash_core::index::Match;
 use pyo3::exceptions::PyStopIteration;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-
-use crate::ids::Worker;
-use crate::index::Match;
 
 /// How many leading blocks of a prompt each worker holds.
 #[pyclass(frozen, module = "kvflash._core")]

@@ -2,15 +2,17 @@
 
 use std::sync::Arc;
 
+use kvflash_core::error::{Error, Result};
+use kvflash_core::policy::{
+    Affinity, Counted, Outside, Policy, Profile, Settings, Shadow, registry,
+};
+use kvflash_core::router::Policies;
 use pyo3::prelude::*;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
 use super::error::OrRaise;
 use super::policy_desk::PolicyDesk;
-use crate::error::{Error, Result};
-use crate::policy::{Affinity, Counted, Outside, Policy, Profile, Settings, Shadow, registry};
-use crate::router::Policies;
 
 #[pyfunction]
 pub(super) fn check_policy(py: Python<'_>, strategy: &str) -> PyResult<()> {

@@ -2,17 +2,17 @@
 
 use std::sync::Arc;
 
+use kvflash_core::error::Error;
+use kvflash_core::policy::desk::{
+    Asked, Ended, Failure, Interests, News, OutsideCandidate, OutsideRequest, Task,
+};
+use kvflash_core::policy::{Advice, Desk};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 use super::error::raise;
 use super::indexer::seconds;
-use crate::error::Error;
-use crate::policy::desk::{
-    Asked, Ended, Failure, Interests, News, OutsideCandidate, OutsideRequest, Task,
-};
-use crate::policy::{Advice, Desk};
 
 /// Where a service asks a policy in Python.
 #[pyclass(frozen, module = "kvflash._core")]

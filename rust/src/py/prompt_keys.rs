@@ -1,14 +1,14 @@
 //! What tells a prompt from others of the same tokens, out of Python values.
 
+use kvflash_core::error::Error;
+use kvflash_core::hash::engine::{MediaItem, NameKeys};
+use kvflash_core::hash::prompt_keys;
 use pyo3::exceptions::PyKeyError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBytes, PyMapping, PyString};
 
 use super::error::{OrRaise, raise};
-use crate::error::Error;
-use crate::hash::engine::{MediaItem, NameKeys};
-use crate::hash::prompt_keys;
 
 /// Adapter, salt, multimodal items and embeddings of one prompt.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -2,12 +2,12 @@
 
 use std::cell::RefCell;
 
+use kvflash_core::hash;
+use kvflash_core::hash::engine::MediaItem;
+use kvflash_core::index::{BlockIndex, ManyMatches, Match, Matches};
 use pyo3::prelude::*;
 
 use super::overlap::OverlapScores;
-use crate::hash;
-use crate::hash::engine::MediaItem;
-use crate::index::{BlockIndex, ManyMatches, Match, Matches};
 
 /// Tokens that are hashed in a microsecond or two: giving up the GIL for less costs more than it
 /// frees, and other threads may keep it for milliseconds.

@@ -1,5 +1,7 @@
 //! The bare index as a Python class: events in as JSON, overlaps out.
 
+use kvflash_core::ids::Worker;
+use kvflash_core::index::{BlockIndex, Options, RadixIndex};
 use pyo3::prelude::*;
 
 use super::buffer::hashes;
@@ -7,8 +9,6 @@ use super::error::OrRaise;
 use super::index;
 use super::overlap::{OverlapScores, facts};
 use super::query::overlaps;
-use crate::ids::Worker;
-use crate::index::{BlockIndex, Options, RadixIndex};
 
 /// Which worker holds which blocks.
 #[pyclass(frozen, module = "kvflash._core")]
@@ -54,7 +54,7 @@ impl RadixTree {
 
     fn dump_tree_as_events(&self, py: Python<'_>) -> Vec<String> {
         py.detach(|| {
-            crate::catalog::dump_events(&self.index).map(|event| event.to_json()).collect()
+            kvflash_core::catalog::dump_events(&self.index).map(|event| event.to_json()).collect()
         })
     }
 

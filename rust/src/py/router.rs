@@ -8,6 +8,12 @@ use axum::http::{Request, header};
 use http_body_util::BodyExt;
 use hyper::service::Service as _;
 use hyper_util::service::TowerToHyperService;
+use kvflash_core::catalog;
+use kvflash_core::clock::SystemClock;
+use kvflash_core::error::Error;
+use kvflash_core::select::SelectorConfig;
+use kvflash_serve::router::{RouterApp, RouterOptions};
+use kvflash_serve::{RemoteIndexerOptions, Shutdown, Tls};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -18,12 +24,6 @@ use super::error::{OrRaise, raise};
 use super::indexer::seconds;
 use super::select::Routing;
 use super::service::Service;
-use crate::catalog;
-use crate::clock::SystemClock;
-use crate::error::Error;
-use crate::http::router::{RouterApp, RouterOptions};
-use crate::http::{RemoteIndexerOptions, Shutdown, Tls};
-use crate::select::SelectorConfig;
 
 /// The routing decision as an HTTP service in this process.
 #[pyclass(frozen, module = "kvflash._core")]

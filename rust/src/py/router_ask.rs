@@ -2,18 +2,18 @@
 
 use std::collections::HashSet;
 
+use kvflash_core::error::Error;
+use kvflash_core::fair::Wish;
+use kvflash_core::hash::engine::NameKeys;
+use kvflash_core::ids::Worker;
+use kvflash_core::policy::Session;
+use kvflash_core::router::{Facts, RouteOverride};
+use kvflash_core::select::{Ask, Pin, Prompt};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use super::error::{OrRaise, raise};
 use super::prompt_keys::{PromptKeys, digests, media};
-use crate::error::Error;
-use crate::fair::Wish;
-use crate::hash::engine::NameKeys;
-use crate::ids::Worker;
-use crate::policy::Session;
-use crate::router::{Facts, RouteOverride};
-use crate::select::{Ask, Pin, Prompt};
 
 const KNOWN: &str = "overlap_score_weight, overlap_score_credit, prefill_load_scale, router_temperature, assume_kv_reuse, worker_id, dp_rank, \
                      allowed_worker_ids, lora_name, lora_path, cache_salt, mm, embeds, user, prompt, session_key, session_worker, priority, \

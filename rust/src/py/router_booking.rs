@@ -1,11 +1,11 @@
 //! A request that was given to a worker, as Python holds it.
 
+use kvflash_core::router::Usage;
+use kvflash_core::select::{Outcome, Reservation, Selection};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 
 use super::error::OrRaise;
-use crate::router::Usage;
-use crate::select::{Outcome, Reservation, Selection};
 
 /// A request that was given to a worker; its load is freed with it at the latest.
 #[pyclass(frozen, module = "kvflash._core")]

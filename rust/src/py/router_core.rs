@@ -3,6 +3,15 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
+use kvflash_core::catalog::{self, EngineFacts, Identity, ModelKey, Registration, dump_events};
+use kvflash_core::clock::{Clock, SystemClock};
+use kvflash_core::error::Error;
+use kvflash_core::ids::Worker;
+use kvflash_core::policy::{EngineMetrics, Sample};
+use kvflash_core::router::{Facts, Usage};
+use kvflash_core::select::{
+    Ask, Entered, Report, Selection, Selector, SelectorConfig, StartGate, Thresholds,
+};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
@@ -15,15 +24,6 @@ use super::router_ask::Options;
 use super::router_booking::RouterBooking;
 use super::router_wait::{Asked, Line, RouterWait};
 use super::select::Routing;
-use crate::catalog::{self, EngineFacts, Identity, ModelKey, Registration, dump_events};
-use crate::clock::{Clock, SystemClock};
-use crate::error::Error;
-use crate::ids::Worker;
-use crate::policy::{EngineMetrics, Sample};
-use crate::router::{Facts, Usage};
-use crate::select::{
-    Ask, Entered, Report, Selection, Selector, SelectorConfig, StartGate, Thresholds,
-};
 
 /// Instance, rank, leading blocks that it holds, and the seed of the draw.
 type Selected = (u64, u32, u32, u64);

@@ -6,6 +6,14 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kvflash_core::clock::Clock;
+use kvflash_core::error::{Error, Result};
+use kvflash_core::policy::Advice;
+use kvflash_core::router::Facts;
+use kvflash_core::select::{
+    Ask, Entered, Prompt, Queue, QueueOptions, QueueStats, Reservation, Selection, Selector,
+    Waiting,
+};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 
@@ -13,14 +21,6 @@ use super::error::{OrRaise, raise};
 use super::query::{SHORT_BLOCKS, detached};
 use super::router_ask::Options;
 use super::router_booking::RouterBooking;
-use crate::clock::Clock;
-use crate::error::{Error, Result};
-use crate::policy::Advice;
-use crate::router::Facts;
-use crate::select::{
-    Ask, Entered, Prompt, Queue, QueueOptions, QueueStats, Reservation, Selection, Selector,
-    Waiting,
-};
 
 /// A prompt, hashed, and what is wanted for it.
 pub(super) struct Asked {

@@ -1,5 +1,13 @@
 //! Settings of routing that the frontend, the router and the router's core share.
 
+use kvflash_core::catalog::CatalogOptions;
+use kvflash_core::error::Error;
+use kvflash_core::load::PrefillSpeed;
+use kvflash_core::policy::{AUTO, Counted, KvScale, Settings};
+use kvflash_core::router::{Policies, RouterConfig, TierWeights};
+use kvflash_core::select::{
+    DEFAULT_JOURNAL_BYTES, Overlap, QueueOptions, QueueThreshold, Thresholds,
+};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -8,12 +16,6 @@ use super::error::{OrRaise, raise};
 use super::indexer::seconds;
 use super::policies::Chosen;
 use super::policy_desk::PolicyDesk;
-use crate::catalog::CatalogOptions;
-use crate::error::Error;
-use crate::load::PrefillSpeed;
-use crate::policy::{AUTO, Counted, KvScale, Settings};
-use crate::router::{Policies, RouterConfig, TierWeights};
-use crate::select::{DEFAULT_JOURNAL_BYTES, Overlap, QueueOptions, QueueThreshold, Thresholds};
 
 /// How long a prediction stands without events, where nobody says.
 const ROUTER_TTL_S: f64 = 120.0;

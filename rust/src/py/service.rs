@@ -4,13 +4,12 @@ use std::future::Future;
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use kvflash_core::error::{Error, Result};
+use kvflash_serve::{App, ServeLimits, Shutdown, Tls, serve_over};
 use parking_lot::Mutex;
 use tokio::net::{TcpListener, TcpSocket, lookup_host};
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
-
-use crate::error::{Error, Result};
-use crate::http::{App, ServeLimits, Shutdown, Tls, serve_over};
 
 /// A runtime with one HTTP server on it.
 pub(super) struct Service {

@@ -5,14 +5,14 @@ use std::io;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use kvflash_core::error::Error;
+use kvflash_core::index::BlockIndex;
+use kvflash_core::index::snapshot::{Expected, LoadError, Loaded, Meta, load, save_to_path};
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use super::error::raise;
-use crate::error::Error;
-use crate::index::BlockIndex;
-use crate::index::snapshot::{Expected, LoadError, Loaded, Meta, load, save_to_path};
 
 pub(super) fn save<'py>(
     py: Python<'py>,

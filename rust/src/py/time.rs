@@ -2,12 +2,12 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kvflash_core::clock::{Clock, SystemClock};
+use kvflash_core::error::Error;
+use kvflash_core::index::BlockIndex;
 use pyo3::prelude::*;
 
 use super::error::raise;
-use crate::clock::{Clock, SystemClock};
-use crate::error::Error;
-use crate::index::BlockIndex;
 
 /// The caller's clock, or the machine's, told to the index when it moves.
 pub(super) struct Time {

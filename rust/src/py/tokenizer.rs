@@ -2,12 +2,12 @@
 
 use std::path::PathBuf;
 
+use kvflash_core::error::Error;
+use kvflash_core::text::{CacheOptions, ChatRequest, Prompt, Rendered, TextModel, TextOptions};
 use pyo3::prelude::*;
 
 use super::buffer::tokens;
 use super::error::{OrRaise, raise};
-use crate::error::Error;
-use crate::text::{CacheOptions, ChatRequest, Prompt, Rendered, TextModel, TextOptions};
 
 /// Tokenizer and chat template of a model folder.
 #[pyclass(frozen, module = "kvflash._core")]
@@ -84,7 +84,7 @@ fn with_chat<T: Send>(
     messages: &str,
     tools: Option<&str>,
     add_generation_prompt: bool,
-    call: impl FnOnce(&ChatRequest<'_>) -> crate::error::Result<T> + Send,
+    call: impl FnOnce(&ChatRequest<'_>) -> kvflash_core::error::Result<T> + Send,
 ) -> PyResult<T> {
     let parse = |name: &str, text| {
         serde_json::from_str(text)

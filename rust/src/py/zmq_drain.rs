@@ -9,13 +9,13 @@
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::mem::MaybeUninit;
 
+use kvflash_core::catalog::FrameOutcome;
+use kvflash_core::error::Error;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use super::catalog::Catalog;
 use super::error::raise;
-use crate::catalog::FrameOutcome;
-use crate::error::Error;
 
 const DONT_WAIT: c_int = 1;
 

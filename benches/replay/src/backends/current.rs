@@ -3,8 +3,8 @@
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use kvflash::ids::{Tier, Worker};
-use kvflash::index::{
+use kvflash_core::ids::{Tier, Worker};
+use kvflash_core::index::{
     Block, BlockIndex, CountMode, DEFAULT_SEED, Depth, Depths, Limits, Matches, Options, RadixIndex,
 };
 use rustc_hash::FxHashMap;
@@ -47,7 +47,7 @@ impl Mode for Copies {
     const MODE: CountMode = CountMode::Copies;
 }
 
-/// `kvflash::index::RadixIndex`.
+/// `kvflash_core::index::RadixIndex`.
 pub struct Current<M> {
     index: RadixIndex,
     applied: AtomicU64,

@@ -9,7 +9,7 @@ pub use null::Null;
 pub use previous::Previous;
 
 use crate::corpus::EventView;
-use kvflash::ids::Worker;
+use kvflash_core::ids::Worker;
 
 /// An owned event of the indexes that take slices: what a decoder would hand over.
 #[derive(Debug, Clone)]

@@ -1,6 +1,6 @@
 //! The index before the run trie.
 
-use kvflash::ids::{Tier, Worker};
+use kvflash_core::ids::{Tier, Worker};
 use rustc_hash::FxHashMap;
 
 use super::{Owned, number};

@@ -2,7 +2,7 @@
 
 use std::hint::black_box;
 
-use kvflash::hash::engine::{NameCache, NameKeys, NameScheme, names_into};
+use kvflash_core::hash::engine::{NameCache, NameKeys, NameScheme, names_into};
 
 use super::Trial;
 use crate::figures::{Figures, median, thread_ns};

@@ -6,7 +6,7 @@ use hashbrown::hash_map::Entry;
 use super::ghosts::Ghosts;
 use super::nodes::{Mix, Nodes, Pinned};
 use super::types::{CountMode, DEFAULT_SEED, DumpBlock};
-use kvflash::ids::{Tier, Worker};
+use kvflash_core::ids::{Tier, Worker};
 
 /// What is not the common case of a name: another seed, other tiers, more than one copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

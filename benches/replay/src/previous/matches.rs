@@ -1,7 +1,7 @@
 //! The answer to a query: owned by the caller, used again and again.
 
 use super::walk::Scratch;
-use kvflash::ids::Worker;
+use kvflash_core::ids::Worker;
 
 /// How much of a prompt one worker holds. Unit: leading blocks; each figure includes the one before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -15,8 +15,8 @@
 //! leaves the rest held. What a prompt *scores* is the leading contiguous part only, so a block
 //! behind a hole earns nothing until the hole is stored again.
 
-use kvflash::hash::extend as chain;
-use kvflash::ids::{InstanceId, Tier, Worker};
+use kvflash_core::hash::extend as chain;
+use kvflash_core::ids::{InstanceId, Tier, Worker};
 
 mod dump;
 mod ghosts;

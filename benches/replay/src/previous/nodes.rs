@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use papaya::{HashMap, HashMapRef, LocalGuard, ResizeMode};
 
 use super::holders::HolderSet;
-use kvflash::ids::Tier;
+use kvflash_core::ids::Tier;
 
 /// The sets of the tiers below [`Tier::Device`], nearest first.
 pub(super) type LowerSets = [HolderSet; 3];

@@ -19,7 +19,7 @@ use super::types::{
 };
 use super::walk::Chains;
 use super::{BlockIndex, chain, dump};
-use kvflash::ids::{InstanceId, Tier, Worker};
+use kvflash_core::ids::{InstanceId, Tier, Worker};
 
 /// Events up to this many blocks are searched for repetitions pair by pair, longer ones by a set.
 const PAIRWISE_BLOCKS: usize = 32;

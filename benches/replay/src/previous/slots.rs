@@ -10,7 +10,7 @@ use std::sync::Arc;
 use arc_swap::{ArcSwap, Guard};
 use parking_lot::RwLock;
 
-use kvflash::ids::{InstanceId, Worker};
+use kvflash_core::ids::{InstanceId, Worker};
 
 /// Seats in a page; a change copies one page and the list of pages.
 const PAGE: usize = 256;

@@ -1,9 +1,9 @@
 //! The words of the index: what goes in, what comes out, what is counted.
 
-use kvflash::ids::{Tier, Worker};
+use kvflash_core::ids::{Tier, Worker};
 
 /// Seed of local hashes that carry neither a LoRA adapter nor a cache salt.
-pub const DEFAULT_SEED: u64 = kvflash::hash::SEED;
+pub const DEFAULT_SEED: u64 = kvflash_core::hash::SEED;
 
 /// The most workers one index can number.
 pub const MAX_WORKERS: usize = 65_535;

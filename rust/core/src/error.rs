@@ -1,0 +1,66 @@
+//! Errors by cause. One enum for callers of the core; the fence maps each variant to one Python class.
+
+use thiserror::Error;
+
+/// Result of everything in the core that can fail.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What went wrong, by what the caller can do about it.
+///
+/// A gap, a duplicate or an unknown parent is an outcome of an event, not an error. Doors match every
+/// cause, so that a new one does not compile until each of them answers it.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum Error {
+    /// The configuration cannot work: fix the flag or the file. Names the field and what is legal.
+    #[error("{0}")]
+    Config(String),
+    /// The call's arguments are wrong: fix the call. Names the field, the limit and what came. HTTP 400.
+    #[error("{0}")]
+    InvalidArgument(String),
+    /// The bytes are not what they claim to be: drop the frame and count it.
+    #[error("{reason} at byte {offset}")]
+    Decode {
+        /// Where in the frame, in bytes from its start.
+        offset: usize,
+        /// What was expected and what was found.
+        reason: String,
+    },
+    /// No worker can take the request: none registered, none healthy or none allowed. HTTP 503.
+    #[error("{0}")]
+    NoWorker(String),
+    /// Every worker that could take the request is busy beyond the thresholds in force. HTTP 503 with
+    /// Retry-After.
+    #[error("{0}")]
+    AllBusy(String),
+    /// Every worker that could take the request has as much to prefill as it may: wait until one of
+    /// them has room, and ask again. HTTP 429 with Retry-After for those who can't wait.
+    #[error("{0}")]
+    MustWait(String),
+    /// A named limit is reached; try again later. HTTP 429 with Retry-After.
+    #[error("{0}")]
+    Overloaded(String),
+    /// The named thing is not there. HTTP 404.
+    #[error("{0}")]
+    NotFound(String),
+    /// The named thing is there already, or contradicts what is there. HTTP 409.
+    #[error("{0}")]
+    Conflict(String),
+    /// The other side could not be reached or hung up. HTTP 502.
+    #[error("{0}")]
+    Transport(String),
+    /// The service is shutting down. HTTP 503.
+    #[error("{0}")]
+    Closed(String),
+}
+
+impl Error {
+    /// A decode error at `offset` bytes from the start of the frame.
+    pub fn decode(offset: usize, reason: impl Into<String>) -> Self {
+        Self::Decode { offset, reason: reason.into() }
+    }
+
+    /// An argument error; say the field, the limit and what came.
+    pub fn invalid(message: impl Into<String>) -> Self {
+        Self::InvalidArgument(message.into())
+    }
+}

@@ -1,0 +1,311 @@
+//! Recorded cases of the paper's artifact, and what a queue promises one call at a time.
+#![allow(clippy::unwrap_used)]
+
+mod bound;
+mod line;
+mod server;
+mod twin;
+
+use serde_json::Value;
+
+use super::*;
+use crate::error::Error;
+
+fn config(discipline: Discipline) -> FairConfig {
+    FairConfig { discipline, ..FairConfig::default() }
+}
+
+fn queue(discipline: Discipline) -> FairQueue<u32> {
+    FairQueue::new(config(discipline)).unwrap()
+}
+
+fn cost(input_tokens: u64) -> Cost {
+    Cost { input_tokens, ..Cost::default() }
+}
+
+/// Have a request wait, and find it still without limits.
+fn push(queue: &mut FairQueue<u32>, client: &str, item: u32, cost: Cost) -> Ticket {
+    queue.push(client, item, cost, Options::default(), 0).unwrap()
+}
+
+fn pop(queue: &mut FairQueue<u32>) -> Option<(Grant, u32)> {
+    queue.pop(0, |_| true).map(|granted| (granted.grant, granted.item))
+}
+
+fn cases(area: &str) -> Vec<Value> {
+    let text = include_str!("../../../../tests/vectors/policy_cases.json");
+    let cases: Vec<Value> = serde_json::from_str(text).unwrap();
+    let wanted = |case: &Value| case["system"] == "vtc-paper" && case["area"] == area;
+    cases.into_iter().filter(wanted).collect()
+}
+
+#[test]
+fn recorded_counters_hold() {
+    let cases = cases("counter");
+    assert_eq!(cases.len(), 1);
+    for case in &cases {
+        let mut queue = queue(Discipline::VtcFair);
+        let weight = case["input"]["client_weight"].as_f64().unwrap();
+        queue.set_weight("a", weight).unwrap();
+        let mut grant = None;
+        let mut after = Vec::new();
+        for event in case["input"]["events"].as_array().unwrap() {
+            match event[0].as_str().unwrap() {
+                "admit" => {
+                    push(&mut queue, "a", 1, cost(event[1].as_u64().unwrap()));
+                    grant = pop(&mut queue).map(|(grant, _)| grant);
+                }
+                "token" => queue.tokens(grant.unwrap(), 1),
+                other => panic!("{other}"),
+            }
+            after.push(queue.counter("a").unwrap());
+        }
+        let wanted = case["expected"]["counter_after_each"].as_array().unwrap();
+        assert_eq!(after, wanted.iter().map(|one| one.as_f64().unwrap()).collect::<Vec<_>>());
+    }
+}
+
+#[test]
+fn recorded_lifts_hold() {
+    let cases = cases("counter-lift");
+    assert_eq!(cases.len(), 3);
+    for case in &cases {
+        let mut queue = queue(Discipline::VtcFair);
+        let input = &case["input"];
+        for (client, count) in input["queued"].as_object().unwrap() {
+            for _ in 0..count.as_u64().unwrap() {
+                push(&mut queue, client, 1, cost(1));
+            }
+        }
+        for (client, counter) in input["counters"].as_object().unwrap() {
+            queue.set_counter(client, counter.as_f64().unwrap());
+        }
+        push(&mut queue, input["arrival"].as_str().unwrap(), 1, cost(1));
+        for (client, counter) in case["expected"].as_object().unwrap() {
+            assert_eq!(queue.counter(client), counter.as_f64(), "{}", case["id"]);
+        }
+    }
+}
+
+#[test]
+fn recorded_predictions_hold() {
+    let pred = cases("pred");
+    let oracle = cases("oracle");
+    assert_eq!((pred.len(), oracle.len()), (2, 1));
+    for case in pred.iter().chain(&oracle) {
+        let (input, expected) = (&case["input"], &case["expected"]);
+        let number = |name: &str| input[name].as_u64();
+        let is_oracle = case["area"] == "oracle";
+        let length = number("actual_len").or(number("output_len")).unwrap();
+        let discipline = if is_oracle { Discipline::VtcOracle } else { Discipline::VtcPred };
+        let mut queue = queue(discipline);
+        let output_tokens = number("predicted_len").or(number("output_len"));
+        let cost = Cost { output_tokens, ..cost(number("input_len").unwrap()) };
+        push(&mut queue, "a", 1, cost);
+        let (grant, _) = pop(&mut queue).unwrap();
+        let counter = |queue: &FairQueue<u32>| queue.counter("a").unwrap();
+        assert_eq!(counter(&queue), expected["at_admission"].as_f64().unwrap());
+        (0..length).for_each(|_| queue.tokens(grant, 1));
+        let after = expected["after_tokens"].as_f64().or(expected["after_8_tokens"].as_f64());
+        after.into_iter().for_each(|after| assert_eq!(counter(&queue), after));
+        assert!(queue.finish(grant, Used::default()));
+        let last = expected["final"].as_f64().or(expected["after_tokens"].as_f64()).unwrap();
+        assert_eq!(counter(&queue), last);
+    }
+}
+
+#[test]
+fn recorded_averages_hold() {
+    let cases = cases("pred-window");
+    assert_eq!(cases.len(), 1);
+    for case in &cases {
+        let window = case["input"]["window"].as_u64().unwrap() as u32;
+        let config = FairConfig { prediction_window: window, ..config(Discipline::VtcPred) };
+        let mut queue = FairQueue::new(config).unwrap();
+        let lengths = case["input"]["finished_lengths"].as_array().unwrap();
+        let wanted = case["expected"]["predictions_after_each"].as_array().unwrap();
+        assert_eq!(queue.predicted("a"), 0.0);
+        for (length, wanted) in lengths.iter().zip(wanted) {
+            push(&mut queue, "a", 1, cost(1));
+            let (grant, _) = pop(&mut queue).unwrap();
+            queue.tokens(grant, length.as_u64().unwrap());
+            queue.finish(grant, Used::default());
+            assert_eq!(queue.predicted("a"), wanted.as_f64().unwrap());
+        }
+    }
+}
+
+#[test]
+fn recorded_profile_holds() {
+    let cases = cases("profile-cost");
+    assert_eq!(cases.len(), 1);
+    for case in &cases {
+        let number = |name: &str| case["input"][name].as_u64().unwrap();
+        let wanted = case["expected"]["cost"].as_f64().unwrap();
+        let (input, output) = (number("input"), number("output"));
+        assert!((Price::Profiled.total(input as f64, output as f64) - wanted).abs() < 1e-9);
+        let config = FairConfig { price: Price::Profiled, ..FairConfig::default() };
+        let mut queue = FairQueue::new(config).unwrap();
+        push(&mut queue, "a", 1, cost(input));
+        let (grant, _) = pop(&mut queue).unwrap();
+        (0..output).for_each(|_| queue.tokens(grant, 1));
+        assert!((queue.counter("a").unwrap() - wanted).abs() < 1e-9);
+    }
+}
+
+#[test]
+fn every_case_of_the_paper_has_its_test() {
+    let areas = ["counter", "counter-lift", "pred", "pred-window", "oracle", "profile-cost"];
+    assert_eq!(areas.iter().map(|area| cases(area).len()).sum::<usize>(), 9);
+}
+
+#[test]
+fn nobody_waiting_means_no_lift_until_somebody_has_waited() {
+    let mut queue = queue(Discipline::VtcFair);
+    queue.set_counter("a", 100.0);
+    push(&mut queue, "c", 1, cost(1));
+    assert_eq!(queue.counter("c"), Some(0.0), "nobody has ever waited");
+    pop(&mut queue).unwrap();
+    push(&mut queue, "a", 2, cost(5));
+    let (grant, _) = pop(&mut queue).unwrap();
+    queue.tokens(grant, 10);
+    push(&mut queue, "b", 3, cost(1));
+    assert_eq!(queue.counter("b"), Some(125.0), "where the last one that waited is now");
+    assert_eq!(queue.stats().lifted_total, 1);
+}
+
+#[test]
+fn cached_tokens_are_free_or_cheaper() {
+    for (cached_share, wanted) in [(0.0, 40.0), (0.25, 55.0), (1.0, 100.0)] {
+        let config = FairConfig { cached_share, ..FairConfig::default() };
+        let mut queue = FairQueue::new(config).unwrap();
+        let cost = Cost { cached_tokens: 60, ..cost(100) };
+        push(&mut queue, "a", 1, cost);
+        let (grant, _) = pop(&mut queue).unwrap();
+        assert_eq!(queue.counter("a"), Some(wanted));
+        // The engine had nothing cached, and generated more than was counted.
+        let used = Used { input_tokens: Some((100, 0)), output_tokens: Some(7) };
+        queue.tokens(grant, 5);
+        queue.finish(grant, used);
+        assert_eq!(queue.counter("a"), Some(114.0));
+    }
+    let config = FairConfig { cached_share: 1.5, ..FairConfig::default() };
+    let error = FairQueue::<u32>::new(config).unwrap_err().to_string();
+    assert_eq!(error, "cached_share must be in 0..=1, got 1.5");
+}
+
+#[test]
+fn weights_divide_what_is_charged() {
+    let mut queue = queue(Discipline::VtcFair);
+    queue.set_weight("a", 4.0).unwrap();
+    push(&mut queue, "a", 1, cost(8));
+    let (grant, _) = pop(&mut queue).unwrap();
+    queue.tokens(grant, 2);
+    assert_eq!(queue.counter("a"), Some(3.0));
+    for weight in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+        let error = queue.set_weight("a", weight).unwrap_err().to_string();
+        assert!(error.contains("weight of client \"a\" must be finite and above 0"), "{error}");
+    }
+}
+
+#[test]
+fn priorities_order_a_clients_own_requests_only() {
+    let mut queue = queue(Discipline::VtcFair);
+    let options = |strict_priority, score| Options {
+        standing: Standing { strict_priority, score },
+        ..Options::default()
+    };
+    queue.push("a", 1, cost(10), options(0, 0.0), 0).unwrap();
+    queue.push("b", 2, cost(10), options(0, 0.0), 0).unwrap();
+    queue.push("a", 3, cost(10), options(0, 5.0), 0).unwrap();
+    queue.push("a", 4, cost(10), options(0, 5.0), 0).unwrap();
+    queue.push("a", 5, cost(10), options(0, -0.5), 0).unwrap();
+    queue.push("a", 6, cost(10), options(1, -9.0), 0).unwrap();
+    // Both counters are 0; the request that b has waiting came before what a puts first.
+    let order: Vec<u32> = std::iter::from_fn(|| pop(&mut queue)).map(|(_, item)| item).collect();
+    assert_eq!(order, [2, 6, 3, 4, 1, 5]);
+}
+
+#[test]
+fn what_does_not_fit_stops_the_queue_unless_others_may_be_asked() {
+    for (skip_limit, wanted) in [(0, None), (1, Some(2))] {
+        let mut queue = FairQueue::new(FairConfig { skip_limit, ..FairConfig::default() }).unwrap();
+        push(&mut queue, "a", 1, cost(1));
+        push(&mut queue, "b", 2, cost(1));
+        let next = queue.pop(0, |&item| item != 1).map(|granted| granted.item);
+        assert_eq!(next, wanted);
+    }
+}
+
+#[test]
+fn every_limit_refuses_and_gives_the_request_back() {
+    let limits = FairConfig {
+        max_queued: 3,
+        max_queued_per_client: 2,
+        max_clients: 2,
+        ..FairConfig::default()
+    };
+    let mut queue = FairQueue::new(limits).unwrap();
+    let refused = |queue: &mut FairQueue<u32>, client: &str, item| {
+        let refused = queue.push(client, item, cost(1), Options::default(), 0).unwrap_err();
+        assert_eq!(refused.item, item);
+        assert!((1_000..=60_000).contains(&refused.retry_after_ms));
+        (refused.refusal, refused.error.to_string())
+    };
+    push(&mut queue, "a", 1, cost(1));
+    push(&mut queue, "a", 2, cost(1));
+    let (refusal, error) = refused(&mut queue, "a", 3);
+    assert_eq!(refusal, Refusal::ClientQueueFull);
+    assert_eq!(error, "2 requests of client \"a\" wait; max_queued_per_client is 2");
+    push(&mut queue, "b", 4, cost(1));
+    let (refusal, error) = refused(&mut queue, "b", 5);
+    assert_eq!((refusal, error.as_str()), (Refusal::QueueFull, "3 requests wait; max_queued is 3"));
+    let (grant, item) = pop(&mut queue).unwrap();
+    assert_eq!(item, 1);
+    let (refusal, error) = refused(&mut queue, "c", 6);
+    assert_eq!(refusal, Refusal::TooManyClients);
+    assert_eq!(error, "2 clients have requests; max_clients is 2");
+    let (refusal, _) = refused(&mut queue, &"x".repeat(257), 7);
+    assert!(matches!(refusal, Refusal::Name(Error::InvalidArgument(_))), "{refusal:?}");
+    // When a client is idle it makes room.
+    queue.finish(grant, Used::default());
+    let (grant, item) = pop(&mut queue).unwrap();
+    assert_eq!(item, 4);
+    queue.finish(grant, Used::default());
+    push(&mut queue, "c", 8, cost(1));
+    assert_eq!((queue.counter("b"), queue.stats().forgotten_clients_total), (None, 1));
+}
+
+#[test]
+fn time_runs_out_and_requests_are_taken_back() {
+    let mut queue =
+        FairQueue::new(FairConfig { max_wait_ms: 100, ..FairConfig::default() }).unwrap();
+    let at = |deadline_ms| Options { deadline_ms: Some(deadline_ms), ..Options::default() };
+    queue.push("a", 1, cost(1), at(50), 10).unwrap();
+    queue.push("a", 2, cost(1), at(5_000), 10).unwrap();
+    let ticket = queue.push("b", 3, cost(1), Options::default(), 20).unwrap();
+    assert_eq!(queue.next_deadline_ms(), Some(50));
+    assert_eq!(queue.expire(49), []);
+    // Time that ran out is found by whoever comes first.
+    assert!(queue.pop(50, |_| false).is_none());
+    let dropped = queue.expire(50);
+    assert_eq!((dropped.len(), dropped[0].item, dropped[0].waited_ms), (1, 1, 40));
+    assert_eq!(queue.cancel(ticket), Some(3));
+    assert_eq!(queue.cancel(ticket), None);
+    assert_eq!(queue.next_deadline_ms(), Some(110), "no later than the queue's own limit");
+    assert_eq!(queue.expire(110).len(), 1);
+    assert!(queue.is_empty() && queue.next_deadline_ms().is_none());
+    let stats = queue.stats();
+    assert_eq!((stats.expired_total, stats.cancelled_total, stats.queued), (2, 1, 0));
+    assert!(queue.pop(110, |_| true).is_none());
+}
+
+#[test]
+fn disciplines_have_one_name_each() {
+    for discipline in Discipline::ALL {
+        assert_eq!(discipline.name().parse(), Ok(discipline));
+        assert_eq!(discipline.to_string().replace('-', "_").parse(), Ok(discipline));
+    }
+    let unknown = "wfq".parse::<Discipline>().unwrap_err().to_string();
+    assert!(unknown.contains("vtc-max-fair") && unknown.contains("wfq"), "{unknown}");
+}

@@ -1,0 +1,42 @@
+//! kvflash's pure core: it knows what workers hold and decides who gets a request. No sockets, no
+//! Python, no tokio: Cargo.toml lists none of them.
+//!
+//! Rooms, lowest first; a room uses the rooms above it in this table only (`tests/all/rooms.rs` checks
+//! it):
+//!
+//! | room | what |
+//! |---|---|
+//! | `cache` | a map with a limit |
+//! | [`error`] | errors by cause |
+//! | [`ids`] | workers, tiers |
+//! | [`clock`] | the time, as callers give it |
+//! | [`event`] | what engines publish |
+//! | [`hash`] | blocks' hashes, engines' names of blocks |
+//! | [`codec`] | bytes to events |
+//! | [`stream`] | the order of a publisher's batches |
+//! | [`index`] | who holds which blocks |
+//! | [`load`] | what each worker has to do |
+//! | [`policy`] | the choice among workers |
+//! | [`fair`] | the queue in front of a choice |
+//! | [`text`] | text to tokens and back |
+//! | [`router`] | a decision and its booking |
+//! | [`catalog`] | models, tenants, publishers and their indexes |
+//! | [`select`] | from a request to a worker |
+
+mod cache;
+pub mod clock;
+pub mod error;
+pub mod event;
+pub mod ids;
+
+pub mod catalog;
+pub mod codec;
+pub mod fair;
+pub mod hash;
+pub mod index;
+pub mod load;
+pub mod policy;
+pub mod router;
+pub mod select;
+pub mod stream;
+pub mod text;

@@ -1,0 +1,237 @@
+//! Who is registered, whose blocks are whose, and what a recovery brings: over the catalog's own calls.
+#![allow(clippy::unwrap_used)]
+
+use std::io::Read;
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use kvflash_core::catalog::{
+    Catalog, CatalogOptions, EngineFacts, FrameOutcome, Identity, MAGIC, ModelKey, Publisher,
+    Registration, parts, restore, restore_json,
+};
+use kvflash_core::clock::ManualClock;
+use kvflash_core::ids::{Tier, Worker};
+use kvflash_core::index::{Block, DEFAULT_SEED};
+use serde_json::json;
+
+/// A batch without events that speaks for rank 1: `[0.0, [], 1]`.
+const OF_RANK_1: [u8; 12] = [0x93, 0xcb, 0, 0, 0, 0, 0, 0, 0, 0, 0x90, 1];
+
+fn key(model: &str) -> ModelKey {
+    ModelKey { model_name: model.into(), tenant_id: "t".into() }
+}
+
+fn registration(worker: Worker, model: &str) -> Registration {
+    Registration {
+        worker,
+        key: key(model),
+        block_size: Some(4),
+        endpoint: format!("tcp://127.0.0.1:{}", 1_000 + worker.dp_rank),
+        replay_endpoint: None,
+        capacity_blocks: None,
+        identity: Identity::default(),
+        facts: EngineFacts::default(),
+    }
+}
+
+fn register(catalog: &Catalog, id: u64, dp_rank: u32) -> Arc<Publisher> {
+    catalog.register(registration(Worker::new(id, dp_rank), "m")).unwrap()
+}
+
+/// Has `worker` hold these blocks, one behind the other.
+fn hold(publisher: &Publisher, worker: Worker, names: std::ops::Range<u64>) {
+    let blocks: Vec<Block> =
+        names.map(|name| Block { engine_hash: name, local_hash: name }).collect();
+    publisher.model.index.store(worker, Tier::Device, None, DEFAULT_SEED, &blocks);
+}
+
+fn binary(catalog: &Catalog) -> Vec<u8> {
+    let mut bytes = MAGIC.to_vec();
+    for part in parts(catalog) {
+        bytes.extend(part.encode().unwrap());
+    }
+    bytes.extend([0; 8]);
+    bytes
+}
+
+fn limited(max_blocks: usize) -> Catalog {
+    let options = CatalogOptions { max_blocks, ..CatalogOptions::default() };
+    Catalog::new(options, Arc::new(ManualClock::default()))
+}
+
+#[test]
+fn a_rank_of_two_publishers_is_the_registered_ones() {
+    let catalog = Catalog::default();
+    let (first, second) = (register(&catalog, 1, 0), register(&catalog, 1, 1));
+    let (own, other) = (first.worker, second.worker);
+    hold(&first, own, 1..4);
+    hold(&second, other, 11..14);
+    assert_eq!(first.live(0, &OF_RANK_1), FrameOutcome::Applied);
+    let blocks = || (second.model.index.blocks(own), second.model.index.blocks(other));
+    first.restarted();
+    assert_eq!(blocks(), (0, 3));
+    hold(&first, own, 1..4);
+    assert_eq!(catalog.unregister(1, "m", None, Some(0)), Ok(1));
+    assert_eq!(blocks(), (0, 3));
+    assert_eq!(catalog.unregister(1, "m", None, Some(1)), Ok(1));
+    assert_eq!(blocks(), (0, 0));
+}
+
+#[test]
+fn a_model_without_workers_makes_room_unless_somebody_counts_on_it() {
+    let options = CatalogOptions { max_models: 3, ..CatalogOptions::default() };
+    let catalog = Catalog::new(options, Arc::new(ManualClock::default()));
+    let kept = catalog.model_or_create(&key("m"), None).unwrap();
+    catalog.register(registration(Worker::new(100, 0), "used")).unwrap();
+    for id in 0..10 {
+        // For weeks: tenants come and go.
+        let name = format!("of {id}");
+        catalog.register(registration(Worker::new(id, 0), &name)).unwrap();
+        let late = catalog.register(registration(Worker::new(50, 0), "late")).unwrap_err();
+        assert!(late.to_string().contains("the limit of 3 models"), "{late}");
+        catalog.unregister(id, &name, None, None).unwrap();
+        assert!(catalog.model(&name, "t").is_ok(), "known as long as there is room");
+    }
+    assert_eq!(catalog.models().len(), 3);
+    register(&catalog, 1, 0);
+    catalog.unregister(1, "m", None, None).unwrap();
+    assert_eq!(kept.block_size(), None);
+    let mut other = registration(Worker::new(1, 0), "m");
+    other.block_size = Some(64);
+    assert!(Arc::ptr_eq(&catalog.register(other).unwrap().model, &kept));
+}
+
+#[test]
+fn what_was_recovered_counts_as_long_as_it_is_there() {
+    let source = Catalog::default();
+    for id in [1, 2] {
+        hold(&register(&source, id, 0), Worker::new(id, 0), 10 * id..10 * id + 4);
+    }
+    let catalog = Catalog::default();
+    restore(&catalog, &mut binary(&source).as_slice(), &mut |_| {}).unwrap();
+    // The one that publishes leaves: the other one's blocks are of this block size, too.
+    let model = Arc::clone(&register(&catalog, 1, 0).model);
+    catalog.unregister(1, "m", None, None).unwrap();
+    assert_eq!((model.block_size(), model.index.blocks(Worker::new(2, 0))), (Some(4), 4));
+    // With it nothing is left, and what comes next may differ.
+    catalog.unregister(2, "m", None, None).unwrap();
+    let mut other = registration(Worker::new(3, 0), "m");
+    other.block_size = Some(64);
+    catalog.register(other).unwrap();
+}
+
+/// Gives half of its bytes; then looks on while the other half is awaited.
+struct Slow<'a> {
+    halves: Vec<&'a [u8]>,
+    between: Box<dyn FnMut() + 'a>,
+}
+
+impl Read for Slow<'_> {
+    fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
+        if self.halves[0].is_empty() && self.halves.len() > 1 {
+            self.halves.remove(0);
+            (self.between)();
+        }
+        self.halves[0].read(into)
+    }
+}
+
+#[test]
+fn nobody_waits_for_a_slow_peer() {
+    let source = Catalog::default();
+    hold(&register(&source, 1, 0), Worker::new(1, 0), 1..400);
+    let bytes = binary(&source);
+    let catalog = Arc::new(Catalog::default());
+    let publisher = register(&catalog, 1, 0);
+    let (first, second) = bytes.split_at(bytes.len() / 2);
+    let between = || {
+        let (sender, receiver) = channel();
+        let (catalog, publisher) = (Arc::clone(&catalog), Arc::clone(&publisher));
+        std::thread::spawn(move || {
+            let seen =
+                (publisher.view().last_sequence, catalog.unregister(9, "m", None, None).is_err());
+            sender.send((seen, catalog.model("m", "t").is_ok())).unwrap();
+        });
+        let seen = receiver.recv_timeout(Duration::from_secs(30));
+        assert_eq!(seen, Ok(((None, true), true)), "it is locked while the peer is awaited");
+    };
+    let mut slow = Slow { halves: vec![first, second], between: Box::new(between) };
+    let progress = restore(&catalog, &mut slow, &mut |_| {}).unwrap();
+    assert_eq!((progress.publishers, progress.blocks), (1, 399));
+}
+
+#[test]
+fn a_place_that_promises_too_much_is_none() {
+    let source = Catalog::default();
+    let publisher = register(&source, 1, 0);
+    assert_eq!(publisher.live(0, &OF_RANK_1), FrameOutcome::Applied);
+    hold(&publisher, Worker::new(1, 0), 1..5);
+    hold(&publisher, Worker::new(1, 1), 11..15);
+    for (max_blocks, is_whole) in [(8, true), (7, false)] {
+        let catalog = limited(max_blocks);
+        let progress = restore(&catalog, &mut binary(&source).as_slice(), &mut |_| {}).unwrap();
+        assert_eq!(progress.skipped_count, usize::from(!is_whole), "{progress:?}");
+        let (_, worker, place) = catalog.recovered().pop().unwrap();
+        assert_eq!((worker, place.cursor.is_some()), (Worker::new(1, 0), is_whole));
+        assert_eq!(place.is_inexact, !is_whole);
+    }
+}
+
+#[test]
+fn blocks_of_a_worker_of_another_model_are_left_out() {
+    let source = Catalog::default();
+    hold(&register(&source, 7, 0), Worker::new(7, 0), 1..4);
+    hold(&register(&source, 8, 0), Worker::new(8, 0), 1..4);
+    let events: Vec<_> = parts(&source).iter().flat_map(|part| part.events().0).collect();
+    let dump = json!({"m:t": {"block_size": 4, "events": events}}).to_string();
+    let catalog = Catalog::default();
+    catalog.register(registration(Worker::new(7, 0), "other")).unwrap();
+    let progress = restore_json(&catalog, &mut dump.as_bytes(), &mut |_| {}).unwrap();
+    let model = catalog.model("m", "t").unwrap();
+    assert_eq!(model.index.workers(), [Worker::new(8, 0)]);
+    assert!(progress.skipped[0].contains("registered for another model"), "{progress:?}");
+    // No number of a batch is the mark of a replay's end, wherever the stream may be.
+    let publisher = register(&catalog, 8, 0);
+    assert_eq!(publisher.live(u64::MAX, &OF_RANK_1), FrameOutcome::Duplicate);
+    assert_eq!(publisher.live(5, &OF_RANK_1), FrameOutcome::Applied);
+    assert_eq!(publisher.view().last_sequence, Some(5));
+}
+
+/// `[0.0, events]` with a stored event of `tokens` tokens in a block, of a group of that kind.
+fn stored(group: (u64, &str), name: u64, tokens: u64) -> rmpv::Value {
+    let field = |key: &str, value: rmpv::Value| (key.into(), value);
+    rmpv::Value::Map(vec![
+        field("type", "BlockStored".into()),
+        field("block_hashes", vec![rmpv::Value::from(name)].into()),
+        field("token_ids", (0..tokens).map(rmpv::Value::from).collect::<Vec<_>>().into()),
+        field("block_size", tokens.into()),
+        field("group_idx", group.0.into()),
+        field("kv_cache_spec_kind", group.1.into()),
+        field("kv_cache_spec_sliding_window", 64.into()),
+    ])
+}
+
+#[test]
+fn the_block_size_of_metrics_yields_to_the_main_group() {
+    for (others, wanted) in [(true, 64), (false, 16)] {
+        let catalog = Catalog::default();
+        let model = catalog.model_or_create(&key("m"), None).unwrap();
+        assert_eq!(model.hint_block_size(16), 16);
+        assert_eq!(model.hint_block_size(32), 16, "the first hint holds");
+        let registration =
+            Registration { block_size: None, ..registration(Worker::new(1, 0), "m") };
+        let publisher = catalog.register(registration).unwrap();
+        let mut events = vec![stored((1, "full_attention"), 9, 64)];
+        if others {
+            events.insert(0, stored((0, "sliding_window"), 8, 16));
+        }
+        let batch = rmpv::Value::Array(vec![0.0.into(), events.into()]);
+        let mut payload = Vec::new();
+        rmpv::encode::write_value(&mut payload, &batch).unwrap();
+        assert_eq!(publisher.live(0, &payload), FrameOutcome::Applied);
+        assert_eq!(model.block_size(), Some(wanted), "another group has the blocks of the hint");
+        assert!(model.fits_block_size(16));
+        assert_eq!(publisher.counts().block_size_mismatch, u64::from(!others));
+    }
+}

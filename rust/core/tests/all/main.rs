@@ -1,0 +1,15 @@
+//! The core's tests from outside, in one program: linking each by itself would take longer than running it.
+//! `limits` and `stress` are programs of their own, as each brings an allocator that counts.
+
+mod catalog;
+mod engine_truth;
+mod frames;
+mod model;
+mod names;
+mod rooms;
+mod scenarios;
+mod snapshot;
+mod tenants;
+mod text;
+mod trace;
+mod vectors;

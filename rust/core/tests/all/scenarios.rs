@@ -1,0 +1,288 @@
+//! Scenario files: events in, decisions out. The files say what happens in words that can be
+//! reviewed; this file only plays them.
+//!
+//! One line is one event; ` -> ` separates what happens from what must come of it; `#` starts a
+//! comment. Workers are `instance` or `instance:rank`. The events:
+//!
+//! - `router key=value ...`: a new router; `policy`, `block_size`, `weight`, `temperature`, `seed`,
+//!   `track_blocks`, `kv_reuse`, `expiry_ms`, `max_requests`
+//! - `workers W ...`: these are registered from now on
+//! - `route NAME isl=N [hashes=H,..] [overlaps=W=BLOCKS,..] [allowed=W,..] [weight=F]
+//!   [temperature=F]` books; `preview` with the same arguments (and no name) does not. Expected:
+//!   a worker, `any`, or an error (`no_worker`, `invalid`, `overloaded`); then any of `overlap=N`,
+//!   `cost=F`, `ties=N`, `margin=F`, `reason=R`, `candidates=N`
+//! - `first NAME`, `touch NAME`, `free NAME`: first token, any token, end of the request
+//! - `output NAME FRACTION`: one more block generated
+//! - `block_size N -> ok|invalid|conflict`
+//! - `advance MS`: time passes
+//! - `expire -> NAME ...`: the requests taken for leaked, longest idle first
+//! - `loads -> W=REQUESTS/PREFILL_TOKENS/BLOCKS ...`: of all workers
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use kvflash_core::clock::ManualClock;
+use kvflash_core::error::Error;
+use kvflash_core::ids::Worker;
+use kvflash_core::policy::Decision;
+use kvflash_core::router::{Booking, RouteOverride, RouteRequest, Router, RouterConfig};
+
+/// Events of all files together, at least: a check that reads nothing proves nothing.
+const EVENTS_MIN: usize = 100;
+
+#[test]
+fn every_scenario_comes_out_as_written() {
+    let folder = Path::new("tests/scenarios");
+    let mut files: Vec<_> = std::fs::read_dir(folder)
+        .expect("the folder of scenarios")
+        .map(|entry| entry.expect("a readable folder").path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "txt"))
+        .collect();
+    files.sort();
+    let mut events = 0;
+    for file in &files {
+        let text = std::fs::read_to_string(file).expect("a readable scenario");
+        let mut stage = Stage::new();
+        for (number, line) in (1..).zip(text.lines()) {
+            let line = line.split('#').next().unwrap_or_default().trim();
+            if line.is_empty() {
+                continue;
+            }
+            events += 1;
+            if let Err(fault) = stage.play(line) {
+                panic!("{}:{number}: {fault}\n  {line}", file.display());
+            }
+        }
+    }
+    assert!(files.len() >= 7, "only {} scenario files", files.len());
+    assert!(events >= EVENTS_MIN, "only {events} events were played");
+}
+
+type Outcome<T> = Result<T, String>;
+
+struct Stage {
+    clock: Arc<ManualClock>,
+    router: Option<Arc<Router>>,
+    bookings: BTreeMap<String, Booking>,
+    /// Names by request number, for `expire`.
+    names: BTreeMap<u64, String>,
+}
+
+/// The arguments of a `route` or `preview`.
+#[derive(Default)]
+struct Ask {
+    isl_tokens: u64,
+    hashes: Vec<u64>,
+    overlaps: Vec<(Worker, u32)>,
+    allowed: Option<Vec<Worker>>,
+    overrides: RouteOverride,
+}
+
+impl Stage {
+    fn new() -> Self {
+        Self {
+            clock: Arc::default(),
+            router: None,
+            bookings: BTreeMap::new(),
+            names: BTreeMap::new(),
+        }
+    }
+
+    fn play(&mut self, line: &str) -> Outcome<()> {
+        let (event, expected) = line.split_once("->").map_or((line, ""), |(e, x)| (e, x.trim()));
+        let words: Vec<&str> = event.split_whitespace().collect();
+        let wants_none = |got: Outcome<()>| match expected {
+            "" => got,
+            other => Err(format!("this event has no outcome, but {other:?} is expected")),
+        };
+        match words.as_slice() {
+            ["router", settings @ ..] => wants_none(self.start(settings)),
+            ["workers", workers @ ..] => {
+                let workers: Outcome<Vec<_>> = workers.iter().map(|text| worker(text)).collect();
+                self.router()?.set_workers(&workers?).map_err(|error| error.to_string())?;
+                wants_none(Ok(()))
+            }
+            ["route", name, arguments @ ..] => self.route(Some(name), arguments, expected),
+            ["preview", arguments @ ..] => self.route(None, arguments, expected),
+            ["first", name] => wants_none(self.booking(name).map(Booking::first_token)),
+            ["touch", name] => wants_none(self.booking(name).map(Booking::touch)),
+            ["free", name] => {
+                let booking = self.bookings.remove(*name).ok_or("no such request")?;
+                drop(booking);
+                wants_none(Ok(()))
+            }
+            ["output", name, fraction] => {
+                let added = self.booking(name)?.add_output_blocks(1, number(fraction)?);
+                wants_none(added.map_err(|error| error.to_string()))
+            }
+            ["block_size", size] => {
+                let got = self.router()?.set_block_size(number(size)?);
+                same(&got.map_or_else(|error| kind(&error), |()| "ok".into()), expected)
+            }
+            ["advance", by_ms] => {
+                self.clock.advance(number(by_ms)?);
+                wants_none(Ok(()))
+            }
+            ["expire"] => {
+                let expired = self.router()?.expire();
+                let names: Vec<&str> =
+                    expired.iter().map(|expired| self.names[&expired.request.0].as_str()).collect();
+                same(&names.join(" "), expected)
+            }
+            ["loads"] => {
+                let loads = self.router()?.loads();
+                let loads: Vec<String> = loads
+                    .iter()
+                    .map(|load| {
+                        let (requests, tokens) = (load.requests, load.prefill_tokens);
+                        format!("{}={requests}/{tokens}/{}", name_of(load.worker), load.blocks)
+                    })
+                    .collect();
+                same(&loads.join(" "), expected)
+            }
+            _ => Err("no such event".into()),
+        }
+    }
+
+    fn start(&mut self, settings: &[&str]) -> Outcome<()> {
+        let mut config = RouterConfig::default();
+        for setting in settings {
+            let (key, value) = setting.split_once('=').ok_or("key=value is wanted")?;
+            match key {
+                "policy" => config.policy = value.parse().map_err(|e: Error| e.to_string())?,
+                "block_size" => config.block_size = number(value)?,
+                "weight" => config.overlap_score_weight = number(value)?,
+                "temperature" => config.temperature = number(value)?,
+                "seed" => config.seed = number(value)?,
+                "track_blocks" => config.track_active_blocks = number(value)?,
+                "kv_reuse" => config.assume_kv_reuse = number(value)?,
+                "expiry_ms" => config.expiry_ms = number(value)?,
+                "max_requests" => config.max_requests = number(value)?,
+                _ => return Err(format!("no such setting: {key}")),
+            }
+        }
+        self.bookings.clear();
+        self.names.clear();
+        let router = Router::new(config, self.clock.clone()).map_err(|error| error.to_string())?;
+        self.router = Some(Arc::new(router));
+        Ok(())
+    }
+
+    fn route(&mut self, name: Option<&str>, arguments: &[&str], expected: &str) -> Outcome<()> {
+        let ask = Ask::parse(arguments)?;
+        let is_allowed = |worker: Worker| match &ask.allowed {
+            Some(allowed) => allowed.contains(&worker),
+            None => true,
+        };
+        let request = RouteRequest {
+            isl_tokens: ask.isl_tokens,
+            sequence_hashes: &ask.hashes,
+            overlaps: &ask.overlaps,
+            allowed: ask.allowed.as_ref().map(|_| &is_allowed as &dyn Fn(Worker) -> bool),
+            overrides: ask.overrides,
+            ..RouteRequest::default()
+        };
+        let mut terms = Vec::new();
+        let router = Arc::clone(self.router()?);
+        let got = match name {
+            None => router.preview(&request, &mut terms),
+            Some(name) => router.route(&request, &mut terms).map(|(booking, decision)| {
+                self.names.insert(booking.request().0, name.to_owned());
+                self.bookings.insert(name.to_owned(), booking);
+                decision
+            }),
+        };
+        match (got, expected.split_whitespace().collect::<Vec<_>>().as_slice()) {
+            (_, []) => Err("a decision is expected: write it behind ->".into()),
+            (Err(error), [wanted]) => same(&kind(&error), wanted),
+            (Err(error), _) => Err(format!("got {error:?}")),
+            (Ok(decision), [wanted, facts @ ..]) => {
+                if *wanted != "any" {
+                    same(&name_of(decision.worker), wanted)?;
+                }
+                facts.iter().try_for_each(|fact| check(&decision, fact))
+            }
+        }
+    }
+
+    fn router(&self) -> Outcome<&Arc<Router>> {
+        self.router.as_ref().ok_or_else(|| "a scenario starts with a router".into())
+    }
+
+    fn booking(&self, name: &str) -> Outcome<&Booking> {
+        self.bookings.get(name).ok_or_else(|| "no such request".into())
+    }
+}
+
+impl Ask {
+    fn parse(arguments: &[&str]) -> Outcome<Self> {
+        let mut ask = Self::default();
+        for argument in arguments {
+            let (key, value) = argument.split_once('=').ok_or("key=value is wanted")?;
+            let list = || value.split(',').filter(|item| !item.is_empty());
+            match key {
+                "isl" => ask.isl_tokens = number(value)?,
+                "hashes" => ask.hashes = list().map(number).collect::<Outcome<_>>()?,
+                "overlaps" => {
+                    let pair = |item: &str| -> Outcome<(Worker, u32)> {
+                        let (name, blocks) = item.split_once('=').ok_or("W=BLOCKS is wanted")?;
+                        Ok((worker(name)?, number(blocks)?))
+                    };
+                    ask.overlaps = list().map(pair).collect::<Outcome<_>>()?;
+                }
+                "allowed" => ask.allowed = Some(list().map(worker).collect::<Outcome<_>>()?),
+                "weight" => ask.overrides.overlap_score_weight = Some(number(value)?),
+                "temperature" => ask.overrides.temperature = Some(number(value)?),
+                _ => return Err(format!("no such argument: {key}")),
+            }
+        }
+        Ok(ask)
+    }
+}
+
+fn check(decision: &Decision<'_>, fact: &str) -> Outcome<()> {
+    let (key, wanted) = fact.split_once('=').ok_or("key=value is wanted")?;
+    let got = match key {
+        "overlap" => decision.overlap_blocks.to_string(),
+        "cost" => decision.terms().cost.to_string(),
+        "ties" => decision.ties.to_string(),
+        "margin" => decision.margin.map_or("none".into(), |margin| margin.to_string()),
+        "reason" => decision.reason.to_string(),
+        "candidates" => decision.candidates.len().to_string(),
+        _ => return Err(format!("no such fact: {key}")),
+    };
+    same(&got, wanted).map_err(|fault| format!("{key}: {fault}"))
+}
+
+fn same(got: &str, wanted: &str) -> Outcome<()> {
+    if got == wanted { Ok(()) } else { Err(format!("got {got:?}, expected {wanted:?}")) }
+}
+
+fn kind(error: &Error) -> String {
+    let kind = match error {
+        Error::NoWorker(_) => "no_worker",
+        Error::InvalidArgument(_) => "invalid",
+        Error::Overloaded(_) => "overloaded",
+        Error::Conflict(_) => "conflict",
+        other => return format!("{other:?}"),
+    };
+    kind.to_owned()
+}
+
+fn worker(text: &str) -> Outcome<Worker> {
+    let (instance, rank) = text.split_once(':').unwrap_or((text, "0"));
+    Ok(Worker::new(number(instance)?, number(rank)?))
+}
+
+/// The rank only where there is one.
+fn name_of(worker: Worker) -> String {
+    match worker.dp_rank {
+        0 => worker.instance_id.to_string(),
+        _ => worker.to_string(),
+    }
+}
+
+fn number<T: std::str::FromStr>(text: &str) -> Outcome<T> {
+    text.parse().map_err(|_| format!("not a value: {text:?}"))
+}

@@ -1,0 +1,232 @@
+//! A key in the discovery folder, as `kvflash.discovery.file` keeps them, for as long as this process
+//! lives: `keys/<key>` holds the number of a lease and the value, `leases/<number>` is locked by the
+//! process, and `lock` is held while keys change.
+
+use std::env;
+use std::fs::{self, DirBuilder, File};
+use std::io::{self, Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result, invalid};
+
+const LOCK_SH: i32 = 1;
+const LOCK_EX: i32 = 2;
+const LOCK_NB: i32 = 4;
+const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
+const LOCK_PAUSE: Duration = Duration::from_millis(5);
+/// A file name's length; keys are names of files.
+const NAME_BYTES_MAX: usize = 255;
+
+unsafe extern "C" {
+    fn flock(fd: i32, operation: i32) -> i32;
+    fn getuid() -> u32;
+}
+
+/// Where a publisher is announced.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Place {
+    /// Namespace of the workers.
+    pub namespace: String,
+    /// Component of the workers.
+    pub component: String,
+    /// Number of the worker.
+    pub worker_id: u64,
+}
+
+/// What is announced: how to receive one rank's events.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Offer<'a> {
+    /// Where events are published.
+    pub endpoint: &'a str,
+    /// Where they are replayed.
+    pub replay_endpoint: &'a str,
+    /// The data-parallel rank.
+    pub dp_rank: u32,
+    /// Tokens of a block.
+    pub block_size: u32,
+}
+
+/// An announced publisher; dropping it withdraws.
+#[derive(Debug)]
+pub struct Announcement {
+    folder: PathBuf,
+    key: PathBuf,
+    lease: PathBuf,
+    /// Who announced it: a fork withdraws nothing.
+    process: u32,
+    /// Locked as long as it is open.
+    _held: File,
+}
+
+impl Announcement {
+    /// Announces a publisher in the folder that the environment names.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a name that cannot be part of a key, and where the environment selects
+    /// another kind of discovery; `Io` if the folder cannot be used.
+    pub fn put(place: &Place, offer: &Offer<'_>) -> Result<Self> {
+        check_discovery()?;
+        for (field, name) in [("namespace", &place.namespace), ("component", &place.component)] {
+            if name.is_empty() || name.contains('/') {
+                return Err(invalid(format!("{field} must be a name without '/', got {name:?}")));
+            }
+        }
+        let folder = folder()?;
+        let dp_rank = offer.dp_rank;
+        let key = format!(
+            "v1/events/{}/{}/{}/{dp_rank}",
+            place.namespace, place.component, place.worker_id
+        );
+        let name = quoted(&key);
+        if name.len() > NAME_BYTES_MAX {
+            let text =
+                format!("namespace and component are too long: a key of {} bytes", name.len());
+            return Err(invalid(text));
+        }
+        let value = format!(
+            "{{\"kind\": \"zmq\", \"endpoint\": \"{}\", \"replay_endpoint\": \"{}\", \"block_size\": {}}}",
+            offer.endpoint, offer.replay_endpoint, offer.block_size
+        );
+        write(&folder, &name, &value)
+            .map_err(|error| Error::Io(format!("discovery folder {}: {error}", folder.display())))
+    }
+}
+
+impl Drop for Announcement {
+    fn drop(&mut self) {
+        if self.process != std::process::id() {
+            return;
+        }
+        // Without the lock the key would be swept by others once the lease is let go.
+        if let Ok(_lock) = lock(&self.folder) {
+            let _ = fs::remove_file(&self.key);
+        }
+        let _ = fs::remove_file(&self.lease);
+    }
+}
+
+/// A number for a worker that has none, at least 1.
+///
+/// # Errors
+/// `Io` if the machine has no randomness.
+pub fn random_id() -> Result<u64> {
+    let mut bytes = [0; 8];
+    File::open("/dev/urandom")
+        .and_then(|mut file| file.read_exact(&mut bytes))
+        .map_err(|error| Error::Io(format!("/dev/urandom: {error}")))?;
+    Ok((u64::from_le_bytes(bytes) >> 1).max(1))
+}
+
+fn check_discovery() -> Result<()> {
+    for name in ["KVFLASH_DISCOVERY", "KVFLASH_STORE_KV", "DYN_STORE_KV"] {
+        if let Some(kind) = env::var_os(name).filter(|kind| !kind.is_empty()) {
+            if kind == "file" {
+                return Ok(());
+            }
+            return Err(invalid(format!(
+                "{name} is {}: libkvflash announces in the discovery folder of the machine only; \
+                 give fixed ports and no namespace, and register them",
+                kind.display()
+            )));
+        }
+    }
+    Ok(())
+}
+
+fn folder() -> Result<PathBuf> {
+    // SAFETY: takes nothing, can't fail.
+    let user = unsafe { getuid() };
+    let named = |name: &str| env::var_os(name).filter(|path| !path.is_empty()).map(PathBuf::from);
+    let folder = named("KVFLASH_DISCOVERY_DIR").unwrap_or_else(|| {
+        let base = named("XDG_RUNTIME_DIR").unwrap_or_else(|| PathBuf::from("/tmp"));
+        base.join(format!("kvflash-{user}")).join("discovery")
+    });
+    let broken =
+        |error: io::Error| Error::Io(format!("discovery folder {}: {error}", folder.display()));
+    for path in [&folder, &folder.join("leases"), &folder.join("keys"), &folder.join("new")] {
+        DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(broken)?;
+    }
+    let status = fs::metadata(&folder).map_err(broken)?;
+    if status.uid() != user || status.mode() & 0o022 != 0 {
+        let text = format!(
+            "discovery folder {} must belong to user {user} and be writable by nobody else",
+            folder.display()
+        );
+        return Err(Error::Io(text));
+    }
+    Ok(folder)
+}
+
+fn write(folder: &Path, name: &str, value: &str) -> io::Result<Announcement> {
+    let id = random_id().map_err(io::Error::other)?;
+    let draft = folder.join("new").join(format!("lease-{id:016x}"));
+    let held = File::create(&draft)?;
+    // Locked before anybody can see it, so that nobody takes it for dead.
+    locked(&held, LOCK_EX | LOCK_NB)?;
+    let lease = folder.join("leases").join(format!("{id:016x}"));
+    fs::rename(&draft, &lease)?;
+    let key = folder.join("keys").join(name);
+    let _lock = lock(folder)?;
+    if let Some(other) = living_lease(folder, &key) {
+        let _ = fs::remove_file(&lease);
+        let text = format!("another publisher that lives (lease {other:x}) announces {name}");
+        return Err(io::Error::new(io::ErrorKind::AlreadyExists, text));
+    }
+    let draft = folder.join("new").join(format!("key-{id:016x}"));
+    File::create(&draft)?.write_all(format!("{id:x}\n{value}").as_bytes())?;
+    fs::rename(&draft, &key)?;
+    let process = std::process::id();
+    Ok(Announcement { folder: folder.to_owned(), key, lease, process, _held: held })
+}
+
+/// The lease of a key, if its process lives.
+fn living_lease(folder: &Path, key: &Path) -> Option<u64> {
+    let content = fs::read(key).ok()?;
+    let head = content.split(|&byte| byte == b'\n').next()?;
+    let id = u64::from_str_radix(std::str::from_utf8(head).ok()?, 16).ok()?;
+    let file = File::open(folder.join("leases").join(format!("{id:016x}"))).ok()?;
+    locked(&file, LOCK_SH | LOCK_NB).err().map(|_| id)
+}
+
+/// Holds the folder's lock until dropped. Who has it keeps it for the writing of a file; only a
+/// process that is stopped just then keeps it longer.
+fn lock(folder: &Path) -> io::Result<File> {
+    let file = File::create(folder.join("lock"))?;
+    let end = Instant::now() + LOCK_TIMEOUT;
+    while let Err(error) = locked(&file, LOCK_EX | LOCK_NB) {
+        if error.kind() != io::ErrorKind::WouldBlock || Instant::now() >= end {
+            return Err(error);
+        }
+        std::thread::sleep(LOCK_PAUSE);
+    }
+    Ok(file)
+}
+
+fn locked(file: &File, operation: i32) -> io::Result<()> {
+    loop {
+        // SAFETY: the descriptor is open as long as the file is borrowed.
+        if unsafe { flock(file.as_raw_fd(), operation) } == 0 {
+            return Ok(());
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}
+
+/// As Python's `quote(key, safe="")`.
+fn quoted(key: &str) -> String {
+    let mut name = String::with_capacity(key.len() * 2);
+    for byte in key.bytes() {
+        if byte.is_ascii_alphanumeric() || b"_.-~".contains(&byte) {
+            name.push(byte as char);
+        } else {
+            name.push_str(&format!("%{byte:02X}"));
+        }
+    }
+    name
+}

@@ -1,0 +1,117 @@
+//! The blocks of a call: checked, then cut into events that receivers take.
+
+use crate::error::{Result, invalid};
+use crate::wire::{self, BLOCKS_MAX, NAME_BYTES_MAX, Stored, TOKENS_MAX};
+
+/// Blocks of one call; more is a mistake of the caller's.
+pub const CALL_BLOCKS_MAX: usize = 1 << 24;
+/// Tokens of one call.
+pub const CALL_TOKENS_MAX: usize = 1 << 28;
+
+/// The blocks of a call.
+#[derive(Debug, Clone, Copy)]
+pub struct Blocks<'a> {
+    /// Tokens of all the blocks, in prompt order.
+    pub token_ids: &'a [u32],
+    /// Tokens of each block. None: each has as many as a block.
+    pub sizes: Option<&'a [usize]>,
+    /// The engine's names of the blocks, each the continuation of the one before.
+    pub block_hashes: &'a [u64],
+    /// The block before the first one; `None` when the first one starts the prompt.
+    pub parent_hash: Option<u64>,
+    /// The engine's number of the LoRA adapter; 0 for none, as engines count from 1.
+    pub lora_id: u64,
+    /// The adapter's name.
+    pub lora_name: Option<&'a str>,
+    /// The cache salt of the request.
+    pub cache_salt: Option<&'a str>,
+    /// Storage medium; `None` means device.
+    pub medium: Option<&'a str>,
+}
+
+/// Encoded events, and how many of the call's blocks are in them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Encoded {
+    /// Each event's bytes; none where no block fits.
+    pub events: Vec<Vec<u8>>,
+    /// Blocks in the events: those before the first one of another size.
+    pub blocks: usize,
+}
+
+impl Blocks<'_> {
+    /// Encodes the blocks up to the first one of another size than `block_size`, which is at least 1.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the sizes do not add up to the tokens, for a LoRA number that receivers
+    /// cannot read, and for a name that is too long.
+    pub fn encode(&self, block_size: u32) -> Result<Encoded> {
+        let size = block_size as usize;
+        let (count, tokens) = (self.block_hashes.len(), self.token_ids.len());
+        let fitting = match self.sizes {
+            None => count,
+            Some(sizes) => sizes.iter().position(|&each| each != size).unwrap_or(count),
+        };
+        let declared = match self.sizes {
+            None => count.checked_mul(size),
+            Some(sizes) => sizes.iter().try_fold(0_usize, |sum, &each| sum.checked_add(each)),
+        };
+        if declared != Some(tokens) {
+            let declared = declared.map_or("too many".to_owned(), |sum| sum.to_string());
+            return Err(invalid(format!(
+                "num_block_tokens adds up to {declared} tokens, token_count is {tokens}"
+            )));
+        }
+        if self.lora_id > i64::MAX as u64 {
+            return Err(invalid(format!(
+                "lora_id must be at most {}, got {}",
+                i64::MAX,
+                self.lora_id
+            )));
+        }
+        let names = [
+            ("lora_name", self.lora_name),
+            ("cache_salt", self.cache_salt),
+            ("medium", self.medium),
+        ];
+        for (field, name) in names {
+            check_name(field, name)?;
+        }
+        let step = BLOCKS_MAX.min(TOKENS_MAX / size).max(1);
+        let mut parent_hash = self.parent_hash;
+        let mut events = Vec::new();
+        for first in (0..fitting).step_by(step) {
+            let last = fitting.min(first + step);
+            let block_hashes = &self.block_hashes[first..last];
+            events.push(wire::stored(&Stored {
+                block_hashes,
+                parent_hash,
+                token_ids: &self.token_ids[first * size..last * size],
+                block_size,
+                lora_id: Some(self.lora_id).filter(|&id| id > 0),
+                medium: self.medium,
+                lora_name: self.lora_name,
+                cache_salt: self.cache_salt,
+            }));
+            parent_hash = block_hashes.last().copied();
+        }
+        Ok(Encoded { events, blocks: fitting })
+    }
+}
+
+/// Encodes removed blocks.
+///
+/// # Errors
+/// `InvalidArgument` for a name that is too long.
+pub fn removed(block_hashes: &[u64], medium: Option<&str>) -> Result<Vec<Vec<u8>>> {
+    check_name("medium", medium)?;
+    Ok(block_hashes.chunks(BLOCKS_MAX).map(|hashes| wire::removed(hashes, medium)).collect())
+}
+
+fn check_name(field: &str, name: Option<&str>) -> Result<()> {
+    match name.map(str::len) {
+        Some(length) if length > NAME_BYTES_MAX => {
+            Err(invalid(format!("{field} may have {NAME_BYTES_MAX} bytes, got {length}")))
+        }
+        _ => Ok(()),
+    }
+}

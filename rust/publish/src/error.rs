@@ -1,0 +1,30 @@
+//! Why something could not be published or announced.
+
+use std::fmt;
+
+/// A failure by its cause, with a text for people.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Error {
+    /// An argument is wrong.
+    InvalidArgument(String),
+    /// A file or folder could not be read or written.
+    Io(String),
+}
+
+/// Shorthand of the crate.
+pub type Result<T> = std::result::Result<T, Error>;
+
+impl fmt::Display for Error {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::InvalidArgument(text) | Self::Io(text) => formatter.write_str(text),
+        }
+    }
+}
+
+impl std::error::Error for Error {}
+
+/// An argument that is wrong.
+pub(crate) fn invalid(text: impl Into<String>) -> Error {
+    Error::InvalidArgument(text.into())
+}

@@ -1,0 +1,93 @@
+//! Events that wait to be published, oldest first.
+
+use std::collections::VecDeque;
+
+/// A batch is closed at this many events or bytes; receivers take 65,536 and 16 MiB.
+const BATCH_EVENTS_MAX: usize = 1_024;
+const BATCH_BYTES_MAX: usize = 1 << 20;
+/// Encoded events that may wait; beyond it callers wait.
+const PENDING_BYTES_MAX: usize = 16 << 20;
+
+/// The events that wait.
+#[derive(Debug, Default)]
+pub struct Pending {
+    events: VecDeque<Vec<u8>>,
+    bytes: usize,
+}
+
+impl Pending {
+    /// Adds events behind those that wait.
+    pub fn put(&mut self, events: Vec<Vec<u8>>) {
+        self.bytes += events.iter().map(Vec::len).sum::<usize>();
+        self.events.extend(events);
+    }
+
+    /// Takes the events of the next batch; none if none wait. An event that is larger than a batch
+    /// is a batch of its own.
+    pub fn take_batch(&mut self) -> Vec<Vec<u8>> {
+        let mut events = Vec::new();
+        let mut size = 0;
+        while events.len() < BATCH_EVENTS_MAX {
+            let Some(next) = self.events.front().map(Vec::len) else { break };
+            if !events.is_empty() && size + next > BATCH_BYTES_MAX {
+                break;
+            }
+            size += next;
+            events.extend(self.events.pop_front());
+        }
+        self.bytes -= size;
+        events
+    }
+
+    /// Forgets the events.
+    pub fn clear(&mut self) {
+        *self = Self::default();
+    }
+
+    /// Whether nothing waits.
+    pub fn is_empty(&self) -> bool {
+        self.events.is_empty()
+    }
+
+    /// Whether a batch is full, so that it need not wait for more events.
+    pub fn has_batch(&self) -> bool {
+        self.bytes >= BATCH_BYTES_MAX || self.events.len() >= BATCH_EVENTS_MAX
+    }
+
+    /// Whether callers must wait before they add more.
+    pub fn is_full(&self) -> bool {
+        self.bytes > PENDING_BYTES_MAX
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn batches_keep_the_order_and_their_limits() {
+        let mut pending = Pending::default();
+        pending.put((0..3_000_u32).map(|n| n.to_be_bytes().to_vec()).collect());
+        assert!(pending.has_batch() && !pending.is_full());
+        let mut sizes = Vec::new();
+        let mut seen = Vec::new();
+        while !pending.is_empty() {
+            let batch = pending.take_batch();
+            sizes.push(batch.len());
+            seen.extend(batch);
+        }
+        assert_eq!(sizes, [1_024, 1_024, 952]);
+        assert!(seen.is_sorted() && seen.len() == 3_000);
+        assert!(pending.take_batch().is_empty());
+    }
+
+    #[test]
+    fn a_large_event_is_a_batch_of_its_own() {
+        let mut pending = Pending::default();
+        pending.put(vec![vec![0; 17 << 20], vec![1]]);
+        assert!(pending.is_full());
+        assert_eq!(pending.take_batch().len(), 1);
+        assert!(!pending.is_full() && !pending.has_batch());
+        assert_eq!(pending.take_batch(), [vec![1]]);
+    }
+}

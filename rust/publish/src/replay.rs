@@ -1,0 +1,149 @@
+//! Replays: what clients asked for, sent a part at a time.
+//!
+//! A request is `[client, "", start]` with the first number as 8 bytes, big endian. It is answered by
+//! `[client, "", topic, number, payload]` for each batch, then by a number of eight `0xff` bytes.
+
+use std::vec::IntoIter;
+
+use crate::ring::{Batch, Ring};
+
+/// The number that ends a replay.
+pub const END_OF_REPLAY: [u8; 8] = [0xff; 8];
+/// Of each replay this many batches are sent before others get their turn.
+pub const REPLAY_BURST_BATCHES: usize = 256;
+/// Replays under way at a time; requests beyond that are dropped, their senders ask again.
+const REPLAYS_MAX: usize = 64;
+
+/// What became of a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Request {
+    /// Its replay is under way; an earlier one of the same client is given up.
+    Started,
+    /// Too many replays are under way.
+    Refused,
+    /// The frames are no request.
+    Malformed,
+}
+
+/// Replays under way.
+#[derive(Debug, Default)]
+pub struct Replays(Vec<Replay>);
+
+/// What one client is still to be sent.
+#[derive(Debug)]
+struct Replay {
+    client: Vec<u8>,
+    batches: IntoIter<Batch>,
+}
+
+impl Replays {
+    /// Reads a request's frames, and starts its replay.
+    pub fn accept(&mut self, frames: &[Vec<u8>], ring: &Ring) -> Request {
+        let [client, empty, start] = frames else { return Request::Malformed };
+        let Ok(start) = <[u8; 8]>::try_from(&start[..]) else { return Request::Malformed };
+        if !empty.is_empty() {
+            return Request::Malformed;
+        }
+        self.0.retain(|replay| replay.client != *client);
+        if self.0.len() >= REPLAYS_MAX {
+            return Request::Refused;
+        }
+        // A copy: batches published meanwhile reach the client as they are published.
+        let batches = ring.since(u64::from_be_bytes(start)).into_iter();
+        self.0.push(Replay { client: client.clone(), batches });
+        Request::Started
+    }
+
+    /// Hands the next part of each replay to `send`, as frames; replays that end are forgotten.
+    pub fn go_on(&mut self, topic: &[u8], mut send: impl FnMut(&[&[u8]])) {
+        self.0.retain_mut(|replay| {
+            for _ in 0..REPLAY_BURST_BATCHES {
+                let Some((sequence, payload)) = replay.batches.next() else {
+                    send(&[&replay.client, b"", topic, &END_OF_REPLAY, b""]);
+                    return false;
+                };
+                send(&[&replay.client, b"", topic, &sequence.to_be_bytes(), &payload]);
+            }
+            true
+        });
+    }
+
+    /// Whether no replay is under way.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(client: &[u8], start: u64) -> Vec<Vec<u8>> {
+        vec![client.to_vec(), Vec::new(), start.to_be_bytes().to_vec()]
+    }
+
+    fn ring(batches: usize) -> Ring {
+        let mut ring = Ring::new(batches, 1 << 20);
+        for n in 0..batches {
+            ring.push(vec![n as u8]);
+        }
+        ring
+    }
+
+    /// The numbers that each client is sent in one turn.
+    fn turn(replays: &mut Replays) -> Vec<(Vec<u8>, [u8; 8])> {
+        let mut sent = Vec::new();
+        replays.go_on(b"topic", |frames| {
+            let [client, empty, topic, number, _payload] = frames else {
+                panic!("{} frames", frames.len())
+            };
+            assert!(empty.is_empty() && *topic == b"topic");
+            sent.push((client.to_vec(), (*number).try_into().expect("8 bytes")));
+        });
+        sent
+    }
+
+    #[test]
+    fn replays_take_turns_and_end_with_a_mark() {
+        let (mut replays, ring) = (Replays::default(), ring(REPLAY_BURST_BATCHES + 2));
+        assert_eq!(replays.accept(&request(b"a", 0), &ring), Request::Started);
+        assert_eq!(
+            replays.accept(&request(b"b", REPLAY_BURST_BATCHES as u64), &ring),
+            Request::Started
+        );
+        let first = turn(&mut replays);
+        assert_eq!(first.len(), REPLAY_BURST_BATCHES + 3, "a's first part, then all of b's");
+        assert_eq!(first.last(), Some(&(b"b".to_vec(), END_OF_REPLAY)));
+        let second = turn(&mut replays);
+        let numbers: Vec<_> = second.iter().map(|(_, number)| *number).collect();
+        assert_eq!(numbers, [256_u64.to_be_bytes(), 257_u64.to_be_bytes(), END_OF_REPLAY]);
+        assert!(replays.is_empty());
+    }
+
+    #[test]
+    fn a_client_has_one_replay_and_all_have_a_limit() {
+        let (mut replays, ring) = (Replays::default(), ring(4));
+        assert_eq!(replays.accept(&request(b"a", 0), &ring), Request::Started);
+        assert_eq!(replays.accept(&request(b"a", 3), &ring), Request::Started);
+        assert_eq!(turn(&mut replays).len(), 2, "one batch and the end");
+        for client in 0..REPLAYS_MAX as u8 {
+            assert_eq!(replays.accept(&request(&[client], 0), &ring), Request::Started);
+        }
+        assert_eq!(replays.accept(&request(b"one more", 0), &ring), Request::Refused);
+        assert_eq!(replays.accept(&request(&[7], 0), &ring), Request::Started, "it has one");
+    }
+
+    #[test]
+    fn what_is_no_request_starts_nothing() {
+        let (mut replays, ring) = (Replays::default(), ring(4));
+        for frames in [
+            vec![],
+            vec![b"a".to_vec(), Vec::new()],
+            vec![b"a".to_vec(), b"x".to_vec(), 0_u64.to_be_bytes().to_vec()],
+            vec![b"a".to_vec(), Vec::new(), b"short".to_vec()],
+        ] {
+            assert_eq!(replays.accept(&frames, &ring), Request::Malformed);
+        }
+        assert!(replays.is_empty());
+    }
+}

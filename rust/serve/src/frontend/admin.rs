@@ -1,0 +1,478 @@
+//! What operators ask: health, models, workers, and why a request would go where it goes.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use axum::Json;
+use axum::body::Body;
+use axum::extract::rejection::PathRejection;
+use axum::extract::{Path, State};
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::{IntoResponse, Response};
+use kvflash_core::catalog::{Publisher, Trust};
+use kvflash_core::error::Error;
+use kvflash_core::ids::{InstanceId, Worker};
+use kvflash_core::policy::{AUTO, Policy};
+use kvflash_core::select::{ReuseView, WorkerReason};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::super::Reject;
+use super::super::remote::RemoteIndexer;
+use super::app::App;
+use super::disagg::Prefill;
+use super::engine::{Engine, EngineSpec, is_prefill};
+use super::evidence;
+use super::metrics::CauseLabel;
+use super::nvext::Nvext;
+use super::plan::{Api, Plan};
+use super::pool::Pool;
+use super::request::Envelope;
+
+/// 200 while at least one worker can serve, 503 otherwise; the body says how each one fares. Workers that
+/// only prefill serve nobody by themselves.
+pub(super) async fn health(State(app): State<Arc<App>>) -> Response {
+    app.aside.make(|| tell_health(&app)).await
+}
+
+fn tell_health(app: &App) -> Response {
+    let engines = app.fleet.engines();
+    let healthy = engines.iter().filter(|engine| engine.is_healthy()).count();
+    let reasons = evidence::reasons(app);
+    let (status, word) = match (healthy, engines.len()) {
+        _ if !can_serve(&engines) => (StatusCode::SERVICE_UNAVAILABLE, "unavailable"),
+        (healthy, all) if healthy < all || !reasons.is_empty() => (StatusCode::OK, "degraded"),
+        _ => (StatusCode::OK, "healthy"),
+    };
+    let body = json!({
+        "status": word,
+        "workers": engines.len(),
+        "healthy_workers": healthy,
+        "requests_in_flight": app.in_flight(),
+        "router_policy": app.options.policy_name(),
+        "warnings": warnings(app, &reasons),
+        "reasons": reasons,
+        "reuse": reuse(app, &engines),
+    });
+    (status, Json(body)).into_response()
+}
+
+/// What is known of the reuse of every worker that may decode or prefill.
+fn reuse(app: &App, engines: &[Arc<Engine>]) -> BTreeMap<String, Value> {
+    let mut views = BTreeMap::new();
+    for pool in app.fleet.pools() {
+        views.extend(pool.selector.reuse.views());
+    }
+    let ranks = |engine: &Arc<Engine>| {
+        let id = engine.id;
+        (0..engine.spec.dp_size).map(move |rank| Worker::new(id, rank))
+    };
+    let workers = engines.iter().flat_map(ranks);
+    workers
+        .map(|worker| (worker.to_string(), evidence::reuse_json(views.get(&worker).copied())))
+        .collect()
+}
+
+/// 200 when requests are taken: enough workers were healthy at the start, and one is now. For load
+/// balancers; `/health` says how each worker fares.
+pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
+    let can_serve = can_serve(&app.fleet.engines());
+    let why = match app.started() {
+        Err(error) => Some(error.to_string()),
+        Ok(()) if !can_serve => Some("no worker that decodes is healthy".to_owned()),
+        Ok(()) => None,
+    };
+    let status = why.as_ref().map_or(StatusCode::OK, |_| StatusCode::SERVICE_UNAVAILABLE);
+    (status, Json(json!({ "ready": why.is_none(), "reason": why }))).into_response()
+}
+
+fn can_serve(engines: &[Arc<Engine>]) -> bool {
+    engines.iter().any(|engine| engine.is_healthy() && !engine.spec.is_prefill)
+}
+
+/// An engine that has stored nothing after this many requests publishes nothing.
+const SILENT_REQUESTS: u64 = 20;
+
+/// What makes prefix matching fail in silence, in words.
+fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
+    let mut warnings = app.outside_warnings.read().clone();
+    let by_caches = [AUTO, Policy::Kv.name()].contains(&app.options.policy_name());
+    let publishers = app.catalog.publishers();
+    let heard: HashSet<_> =
+        publishers.iter().map(|publisher| publisher.worker.instance_id).collect();
+    let engines: BTreeMap<_, _> =
+        app.fleet.engines().into_iter().map(|engine| (engine.id, engine)).collect();
+    warnings.extend(reasons.iter().map(|reason| format!("{} Fix: {}", reason.message, reason.fix)));
+    warnings.extend(app.refused_workers.lock().values().cloned());
+    for model in app.fleet.without_decode() {
+        warnings.push(format!("model {model}: it has prefill workers, and none that decodes"));
+    }
+    if let Some(trouble) = app.remote.as_ref().and_then(RemoteIndexer::trouble) {
+        warnings.push(format!("--use-remote-indexer: {trouble}; requests are routed by load"));
+    }
+    let untold = app.metrics.untokenized.get(&CauseLabel { cause: "template" });
+    if let Some(count) = untold.map(|count| count.get()).filter(|count| *count > 0) {
+        warnings.push(format!(
+            "{count} chats could not be tokenized and were routed by load: the tokenizer's folder has no \
+             chat template for them (the log says what it lacks)"
+        ));
+    }
+    for engine in engines.values() {
+        if let Some(why) = engine.notes.lock().last_error.clone() {
+            warnings.push(format!("worker {}: {why}", engine.id));
+        }
+        if by_caches && app.options.uses_events() && !heard.contains(&engine.id) {
+            warnings.extend(unheard(app, engine));
+        }
+    }
+    let mismatches = app.metrics.token_mismatches.get();
+    if mismatches > 0 {
+        warnings.push(format!(
+            "{mismatches} answers had another number of prompt tokens than the tokenizer here counted: \
+             its tokenizer or chat template is not the engine's, and such prompts never match"
+        ));
+    }
+    for publisher in publishers {
+        let view = publisher.view();
+        let worker = view.worker;
+        let engine = engines.get(&worker.instance_id);
+        let requests = engine.map_or(0, |engine| engine.requests.load(Ordering::Relaxed));
+        if view.counts.batches == 0 && requests >= SILENT_REQUESTS {
+            warnings.push(silent(&worker.to_string(), requests, &view.endpoint));
+        }
+        for (count, what) in [
+            (
+                view.counts.block_size_mismatch,
+                "stored events have another block size than the index",
+            ),
+            (view.counts.lost_batches, "event batches were lost and not replayed"),
+            (view.counts.undecodable, "event frames could not be decoded"),
+            (view.counts.refused_blocks, "blocks were refused: the index is full"),
+        ] {
+            if count > 0 {
+                warnings.push(format!("worker {worker}: {count} {what}"));
+            }
+        }
+        if let Some(error) = view.last_error {
+            warnings.push(format!("worker {worker}: events at {}: {error}", view.endpoint));
+        }
+    }
+    warnings
+}
+
+/// Why nothing is known of the cache of an engine that no publisher is registered for.
+fn unheard(app: &App, engine: &Engine) -> Option<String> {
+    let id = engine.id;
+    let lost = "so its cache is not known and earns no credit";
+    let Some(events) = engine.events().next() else {
+        let how =
+            if engine.member.is_some() { "announced no events" } else { "given without events=" };
+        return Some(format!("worker {id}: {how}, {lost}"));
+    };
+    let endpoint = &events.endpoint;
+    if events.is_brokered() && !app.options.has_broker_events {
+        return Some(format!(
+            "worker {id}: its events are at {endpoint}, which needs --event-plane nats here, {lost}"
+        ));
+    }
+    let requests = engine.requests.load(Ordering::Relaxed);
+    (events.is_in_stream() && requests >= SILENT_REQUESTS)
+        .then(|| silent(&id.to_string(), requests, endpoint))
+}
+
+fn silent(worker: &str, requests: u64, endpoint: &str) -> String {
+    format!(
+        "worker {worker}: took {requests} requests but published nothing at {endpoint}; are KV events \
+         enabled in the engine (vLLM: --kv-events-config)?"
+    )
+}
+
+/// GET /v1/models, in OpenAI's shape.
+pub(super) async fn models(State(app): State<Arc<App>>) -> Response {
+    app.aside.make(|| tell_models(&app)).await
+}
+
+fn tell_models(app: &App) -> Response {
+    let pools = app.fleet.pools();
+    // Once a model, not once an adapter. In reverse, so that those that decode go before those that prefill.
+    let limits: HashMap<&str, Option<u64>> =
+        pools.iter().rev().map(|pool| (&*pool.name, max_model_len(pool))).collect();
+    let data: Vec<Value> = app
+        .fleet
+        .served()
+        .into_iter()
+        .map(|(name, parent)| {
+            let limit = limits.get(parent.as_deref().unwrap_or(&name));
+            card(&name, parent.as_deref(), limit.copied().flatten())
+        })
+        .collect();
+    Json(json!({ "object": "list", "data": data })).into_response()
+}
+
+/// GET /v1/models/{id}, where the id may have slashes.
+pub(super) async fn model(
+    State(app): State<Arc<App>>,
+    id: Result<Path<String>, PathRejection>,
+) -> Response {
+    match id {
+        Ok(Path(id)) => app.aside.make(|| tell_model(&app, &id)).await,
+        Err(error) => Reject::bad_request(format!("the model: {error}")).openai(),
+    }
+}
+
+fn tell_model(app: &App, id: &str) -> Response {
+    let served = app.fleet.served();
+    let Some((name, parent)) = served.iter().find(|(name, _)| name == id) else {
+        let names: Vec<&str> = served.iter().map(|(name, _)| name.as_str()).collect();
+        let message = format!("the model {id:?} is not served; served are {}", names.join(", "));
+        return Reject::new(StatusCode::NOT_FOUND, message).openai();
+    };
+    let base = parent.as_deref().unwrap_or(name);
+    let pools = app.fleet.pools();
+    let limit = pools.iter().find(|pool| pool.name == base).and_then(max_model_len);
+    Json(card(name, parent.as_deref(), limit)).into_response()
+}
+
+/// The longest context that all workers of a model take; `None` where none has told.
+fn max_model_len(pool: &Arc<Pool>) -> Option<u64> {
+    pool.members().all().filter_map(|engine| engine.notes.lock().max_model_len).min()
+}
+
+/// A served model, or an adapter of one, as OpenAI's API tells it.
+fn card(name: &str, parent: Option<&str>, max_model_len: Option<u64>) -> Value {
+    json!({
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "kvflash",
+        "root": parent.unwrap_or(name),
+        "parent": parent,
+        "max_model_len": max_model_len,
+    })
+}
+
+/// What `GET /workers` says of `engine`, which publishes as `publishers` say.
+fn entry(app: &App, engine: &Engine, publishers: &[Arc<Publisher>]) -> Value {
+    let notes = engine.notes.lock().clone();
+    let pools = app.fleet.pools();
+    let pool = pools.iter().find(|pool| pool.members().get(engine.id).is_some());
+    let listeners: Vec<Value> = publishers
+        .iter()
+        .map(|publisher| {
+            let view = publisher.view();
+            json!({
+                "dp_rank": view.worker.dp_rank,
+                "endpoint": view.endpoint,
+                "replay_endpoint": view.replay_endpoint,
+                "status": view.status,
+                "last_error": view.last_error,
+                "last_sequence": view.last_sequence,
+                "last_event_age_ms": view.last_event_age_ms,
+                "events": view.counts,
+            })
+        })
+        .collect();
+    let blocks: usize = (0..engine.spec.dp_size)
+        .filter_map(|rank| Some(pool?.index().index.blocks(Worker::new(engine.id, rank))))
+        .sum();
+    json!({
+        "id": engine.id,
+        "url": engine.base,
+        "healthy": engine.is_healthy(),
+        "last_error": notes.last_error,
+        "model": pool.map(|pool| &pool.name),
+        "serves": notes.models.iter().map(|(name, _)| name).collect::<Vec<_>>(),
+        "role": if engine.spec.is_prefill { "prefill" } else { "decode" },
+        "loads": engine.member.as_ref().map(|member| member.load_json()),
+        "dp_size": engine.spec.dp_size,
+        "block_size": pool.and_then(|pool| pool.index().block_size()),
+        "engine_block_size": notes.block_size,
+        "capacity_blocks": notes.capacity_blocks,
+        "blocks": blocks,
+        "requests": engine.requests.load(Ordering::Relaxed),
+        "failures": engine.failures.load(Ordering::Relaxed),
+        "listeners": listeners,
+    })
+}
+
+/// GET /workers
+pub(super) async fn workers(State(app): State<Arc<App>>) -> Response {
+    app.aside.make(|| tell_workers(&app)).await
+}
+
+fn tell_workers(app: &App) -> Response {
+    let mut publishers: HashMap<_, Vec<_>> = HashMap::new();
+    for publisher in app.catalog.publishers() {
+        publishers.entry(publisher.worker.instance_id).or_default().push(publisher);
+    }
+    let entries: Vec<Value> = app
+        .fleet
+        .engines()
+        .iter()
+        .map(|engine| entry(app, engine, publishers.get(&engine.id).map_or(&[], Vec::as_slice)))
+        .collect();
+    Json(entries).into_response()
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct NewWorker {
+    url: String,
+    events: Option<String>,
+    replay: Option<String>,
+    id: Option<InstanceId>,
+    dp_size: Option<u32>,
+    role: Option<String>,
+}
+
+/// POST /workers {url, events?, replay?, id?, dp_size?, role?}
+pub(super) async fn add_worker(State(app): State<Arc<App>>, body: Body) -> Response {
+    let added = async {
+        let body = app.read_body(body).await?;
+        // The derived reader would take a list too, field by field.
+        if body.trim_ascii_start().first() == Some(&b'[') {
+            return Err(Reject::bad_request("invalid worker: a list instead of an object"));
+        }
+        let mut json = serde_json::Deserializer::from_slice(&body);
+        let new: NewWorker = serde_path_to_error::deserialize(&mut json)
+            .map_err(|error| Reject::bad_request(format!("invalid worker: {error}")))?;
+        json.end().map_err(|error| Reject::bad_request(format!("invalid worker: {error}")))?;
+        let spec = EngineSpec {
+            url: new.url,
+            events: new.events,
+            replay: new.replay,
+            instance_id: new.id,
+            dp_size: new.dp_size.unwrap_or(1),
+            is_prefill: match new.role.as_deref() {
+                Some(role) => {
+                    is_prefill(role).map_err(|error| Reject::bad_request(error.to_string()))?
+                }
+                None => false,
+            },
+        };
+        if !(1..=1_024).contains(&spec.dp_size) {
+            let message = format!("dp_size must be in 1..=1024, got {}", spec.dp_size);
+            return Err(Reject::bad_request(message));
+        }
+        app.add_engine(spec).map_err(|error| match error {
+            Error::Config(message) => Reject::bad_request(message),
+            other => other.into(),
+        })
+    };
+    match added.await {
+        Ok(engine) => (StatusCode::CREATED, Json(entry(&app, &engine, &[]))).into_response(),
+        Err(reject) => reject.openai(),
+    }
+}
+
+/// DELETE /workers/{id}
+pub(super) async fn remove_worker(
+    State(app): State<Arc<App>>,
+    id: Result<Path<String>, PathRejection>,
+) -> Response {
+    let removed = id
+        .map_err(|error| Reject::bad_request(format!("worker id: {error}")))
+        .and_then(|Path(id)| {
+            id.parse()
+                .map_err(|_| Reject::bad_request(format!("a worker id is a number, got {id:?}")))
+        })
+        .and_then(|id| app.fleet.remove(id).map_err(Reject::from));
+    match removed {
+        Ok(engine) => Json(json!({ "status": "ok", "id": engine.id })).into_response(),
+        Err(reject) => reject.openai(),
+    }
+}
+
+/// GET /why/{request id}: the decisions that were made for a request, and what became of it.
+pub(super) async fn why(
+    State(app): State<Arc<App>>,
+    id: Result<Path<String>, PathRejection>,
+) -> Response {
+    match id {
+        Ok(Path(id)) => app.aside.make(|| tell_why(&app, &id)).await,
+        Err(error) => Reject::bad_request(format!("request id: {error}")).openai(),
+    }
+}
+
+fn tell_why(app: &App, id: &str) -> Response {
+    let records = app.fleet.journal.find(id);
+    if records.is_empty() {
+        let message = format!(
+            "no decision is kept for request {id:?}: it was never routed here, or gave way to later \
+             ones (--decision-journal)"
+        );
+        return Reject::new(StatusCode::NOT_FOUND, message).openai();
+    }
+    let now_ms = app.fleet.clock.now_ms();
+    let mut trusts = HashMap::new();
+    let decisions: Vec<Value> = records
+        .iter()
+        .map(|record| {
+            let trust = trusts.entry(&*record.model).or_insert_with(|| trust(app, &record.model));
+            with_trust(record.whole(now_ms), trust, &reuse_views(app))
+        })
+        .collect();
+    Json(json!({ "request_id": id, "decisions": decisions })).into_response()
+}
+
+/// How far the index can be believed about each worker of a model.
+fn trust(app: &App, model_name: &str) -> HashMap<String, Trust> {
+    let reports = app.catalog.reports(|model| model.key.model_name == model_name);
+    reports.into_iter().map(|report| (report.view.worker.to_string(), report.trust)).collect()
+}
+
+/// What is known of the reuse of all workers whose overlap does not count in full.
+fn reuse_views(app: &App) -> HashMap<String, ReuseView> {
+    let pools = app.fleet.pools();
+    let views = pools.iter().flat_map(|pool| pool.selector.reuse.views());
+    let low = views.filter(|(_, view)| view.credit < 1.0);
+    low.map(|(worker, view)| (worker.to_string(), view)).collect()
+}
+
+fn with_trust(
+    mut decision: Value,
+    trust: &HashMap<String, Trust>,
+    reuse: &HashMap<String, ReuseView>,
+) -> Value {
+    for candidate in decision["candidates"].as_array_mut().into_iter().flatten() {
+        let known = candidate["worker"].as_str().and_then(|worker| trust.get(worker));
+        candidate["trust"] = json!(known);
+        let view = candidate["worker"].as_str().and_then(|worker| reuse.get(worker));
+        if let Some(view) = view {
+            candidate["reuse"] = evidence::reuse_json(Some(*view));
+        }
+    }
+    decision
+}
+
+/// POST /explain: a chat or completion request as it would be sent; nothing is booked or forwarded.
+pub(super) async fn explain(
+    State(app): State<Arc<App>>,
+    headers: HeaderMap,
+    body: Body,
+) -> Response {
+    let explained = async {
+        let body = app.read_body(body).await?;
+        let envelope = Envelope::parse(&body)?;
+        let api = if envelope.messages.is_some() { Api::Chat } else { Api::Completions };
+        let nvext = Nvext::parse(envelope.nvext)?;
+        let mut plan = Plan::make(&app, api, &envelope, &headers, body.len(), false).await?;
+        plan.seed = nvext.seed();
+        plan.pin(nvext.decode_pin())?;
+        let prefill = Prefill::of(&app, &plan, &nvext).await?.explain(&app).await;
+        plan.decode_only(prefill.is_some());
+        let decision = plan.explain(&app).await.map_err(Reject::from)?;
+        let made = app.aside.make(|| {
+            let trust = trust(&app, &plan.route.pool.name);
+            let reuse = reuse_views(&app);
+            let mut value = with_trust(decision, &trust, &reuse);
+            if let Some(prefill) = prefill {
+                value["prefill"] = with_trust(prefill, &trust, &reuse);
+            }
+            Json(value).into_response()
+        });
+        Ok::<_, Reject>(made.await)
+    };
+    explained.await.unwrap_or_else(Reject::openai)
+}

@@ -1,0 +1,192 @@
+//! Who asks, and what ties a request to earlier ones.
+
+use std::sync::Arc;
+
+use axum::http::HeaderMap;
+use kvflash_core::ids::Worker;
+use kvflash_core::policy::Session;
+use kvflash_core::policy::session::{read_session_id, session_id};
+use kvflash_core::router::Facts;
+use serde::Deserialize;
+use serde_json::value::RawValue;
+
+use super::engine::{Engine, address_of};
+use super::plan::Api;
+use super::pool::Members;
+use super::request::{Envelope, Prompt};
+
+/// Header that names the worker a session is with; answers carry it under `session-affinity`.
+pub(super) const SESSION_HEADER: &str = "x-session-id";
+/// Headers that carry a session's key; the first one counts.
+const KEY_HEADERS: [&str; 2] = ["x-aibrix-session-key", "x-session-key"];
+
+/// What policies are told of a request.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Client {
+    /// Whose request it is: the header `user`, else OpenAI's field.
+    pub user: Option<Arc<str>>,
+    session_worker: Option<Worker>,
+    session_key: Option<Arc<str>>,
+    /// The answer comes as a whole: its first token is not seen.
+    is_whole: bool,
+    text: Arc<[u8]>,
+}
+
+impl Client {
+    /// What `headers` and a body say; the prompt's text only where it `needs_text`.
+    pub fn read(
+        headers: &HeaderMap,
+        envelope: &Envelope<'_>,
+        api: Api,
+        members: &Members,
+        needs_text: bool,
+    ) -> Self {
+        let header = |name: &str| {
+            headers.get(name).and_then(|value| value.to_str().ok()).filter(|text| !text.is_empty())
+        };
+        let field = envelope.user.and_then(|raw| serde_json::from_str::<String>(raw.get()).ok());
+        let user = header("user").map(str::to_owned).or(field).filter(|user| !user.is_empty());
+        let id = header(SESSION_HEADER);
+        let named = id.and_then(read_session_id);
+        let session_worker = named.as_ref().and_then(|(address, rank)| {
+            let mut engines = members.all();
+            let engine = engines.find(|engine| address_of(&engine.base) == address)?;
+            (*rank < engine.spec.dp_size).then(|| Worker::new(engine.id, *rank))
+        });
+        // An id that is no address is somebody's own: a key like the others.
+        let is_address = named.as_ref().is_some_and(|(address, _)| {
+            address.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok())
+        });
+        let own_id = id.filter(|_| !is_address);
+        let key = KEY_HEADERS.into_iter().find_map(header).or(own_id);
+        Self {
+            user: user.map(Arc::from),
+            session_worker,
+            session_key: key.map(Arc::from),
+            is_whole: envelope.stream.is_none_or(|stream| stream.get() != "true"),
+            text: if needs_text { text(api, envelope).into() } else { Arc::default() },
+        }
+    }
+
+    /// The same without its user: what one request does at two workers is charged once.
+    pub fn anonymous(&self) -> Self {
+        Self { user: None, session_worker: None, ..self.clone() }
+    }
+
+    pub fn facts<'a>(&'a self, token_ids: &'a [u32]) -> Facts<'a> {
+        Facts {
+            prompt: &self.text,
+            token_ids,
+            user: self.user.as_deref(),
+            is_whole: self.is_whole,
+            session: Session { worker: self.session_worker, key: self.session_key.as_deref() },
+            ..Facts::default()
+        }
+    }
+}
+
+/// What a client sends back in [`SESSION_HEADER`] to come to the same worker again.
+pub(super) fn session_id_of(engine: &Engine, dp_rank: u32) -> String {
+    session_id(address_of(&engine.base), dp_rank)
+}
+
+/// The prompt's text, message by message and without roles; of token ids four bytes each. Nothing
+/// for what is no text or can't be read: the request is still routed.
+fn text(api: Api, envelope: &Envelope<'_>) -> Vec<u8> {
+    match api {
+        Api::Chat => envelope.messages.map(chat_text).unwrap_or_default(),
+        Api::Completions => match envelope.prompt.map(Prompt::parse) {
+            Some(Ok(Prompt::Text(text))) => text.into_bytes(),
+            Some(Ok(Prompt::Tokens(ids))) => ids.iter().flat_map(|id| id.to_be_bytes()).collect(),
+            _ => Vec::new(),
+        },
+    }
+}
+
+fn chat_text(messages: &RawValue) -> Vec<u8> {
+    #[derive(Deserialize)]
+    struct Message {
+        #[serde(default)]
+        content: Option<Content>,
+    }
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Content {
+        Text(String),
+        Parts(Vec<Part>),
+        Other(serde::de::IgnoredAny),
+    }
+    #[derive(Deserialize)]
+    struct Part {
+        #[serde(default)]
+        text: Option<String>,
+    }
+    let messages: Vec<Message> = serde_json::from_str(messages.get()).unwrap_or_default();
+    let mut text = Vec::new();
+    for message in messages {
+        match message.content {
+            Some(Content::Text(piece)) => text.extend(piece.into_bytes()),
+            Some(Content::Parts(parts)) => {
+                parts
+                    .into_iter()
+                    .filter_map(|part| part.text)
+                    .for_each(|one| text.extend(one.into_bytes()));
+            }
+            Some(Content::Other(_)) | None => {}
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn read(headers: &[(&'static str, &str)], body: &str) -> Client {
+        let headers =
+            headers.iter().map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap()));
+        let headers: HeaderMap = headers.collect();
+        let envelope = Envelope::parse(body.as_bytes()).unwrap();
+        let api = if envelope.messages.is_some() { Api::Chat } else { Api::Completions };
+        Client::read(&headers, &envelope, api, &Members::default(), true)
+    }
+
+    #[test]
+    fn text_of_prompts_in_all_forms() {
+        for (body, wanted) in [
+            (r#"{"prompt": "a\nb"}"#, b"a\nb".as_slice()),
+            (r#"{"prompt": [1, 258]}"#, &[0, 0, 0, 1, 0, 0, 1, 2]),
+            (r#"{"prompt": ["a", "b"]}"#, b""),
+            (
+                r#"{"messages": [{"role": "system", "content": "be "},
+                    {"role": "user", "content": [{"type": "text", "text": "kind"},
+                        {"type": "image_url", "image_url": {"url": "u"}}]},
+                    {"role": "assistant", "content": null, "tool_calls": []},
+                    {"role": "tool", "content": 5}]}"#,
+                b"be kind",
+            ),
+            (r#"{"messages": 5}"#, b""),
+        ] {
+            assert_eq!(&*read(&[], body).text, wanted, "{body}");
+        }
+    }
+
+    #[test]
+    fn users_and_sessions_by_header_and_field() {
+        let body = r#"{"prompt": "p", "user": "by-field"}"#;
+        assert_eq!(read(&[], body).user.as_deref(), Some("by-field"));
+        assert_eq!(read(&[("user", "by-header")], body).user.as_deref(), Some("by-header"));
+        assert_eq!(read(&[], r#"{"prompt": "p", "user": 5}"#).user, None);
+        assert_eq!(read(&[], r#"{"prompt": "p", "user": ""}"#).user, None);
+        let key = |headers: &[(&'static str, &str)]| {
+            read(headers, body).session_key.as_deref().map(str::to_owned)
+        };
+        assert_eq!(key(&[("x-session-key", "k")]).as_deref(), Some("k"));
+        assert_eq!(key(&[("x-session-id", "mine")]).as_deref(), Some("mine"));
+        // The worker it names is gone: the session begins anew.
+        assert_eq!(key(&[("x-session-id", &session_id("10.0.0.1:8000", 0))]), None);
+        let both = [("x-session-key", "b"), ("x-aibrix-session-key", "a")];
+        assert_eq!(key(&both).as_deref(), Some("a"));
+    }
+}

@@ -1,0 +1,374 @@
+//! One engine behind the frontend: where it is, how it fares, what it said of itself.
+
+use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use axum::http::Uri;
+use kvflash_core::error::{Error, Result};
+use kvflash_core::ids::InstanceId;
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+
+use super::inspect::Inspection;
+use super::runtime::member::Member;
+use super::runtime::spec::{EventSpec, broker_path};
+
+/// An engine as its operator names it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EngineSpec {
+    /// Base address, `http://host:port`.
+    pub url: String,
+    /// Address of its event socket, or its place at a broker; `None` = it publishes none.
+    pub events: Option<String>,
+    /// Address of its replay socket.
+    pub replay: Option<String>,
+    /// Instance id; `None` = the frontend numbers it.
+    pub instance_id: Option<InstanceId>,
+    /// Data-parallel ranks behind the address; rank r publishes on the event port + r.
+    pub dp_size: u32,
+    /// It only prefills; another engine decodes.
+    pub is_prefill: bool,
+}
+
+impl FromStr for EngineSpec {
+    type Err = Error;
+
+    /// `URL[,events=tcp://...][,replay=tcp://...][,id=N][,dp=N][,role=prefill|decode]`
+    fn from_str(text: &str) -> Result<Self> {
+        let mut parts = text.split(',');
+        let url = parts.next().unwrap_or_default().trim().to_owned();
+        let mut spec = Self {
+            url,
+            events: None,
+            replay: None,
+            instance_id: None,
+            dp_size: 1,
+            is_prefill: false,
+        };
+        for part in parts {
+            let (key, value) = part.split_once('=').ok_or_else(|| {
+                Error::Config(format!("--worker {text:?}: {part:?} is not key=value"))
+            })?;
+            let number = |limit: u64| match value.parse::<u64>() {
+                Ok(number) if (1..=limit).contains(&number) => Ok(number),
+                _ => Err(Error::Config(format!(
+                    "--worker {text:?}: {key} must be a number in 1..={limit}, got {value:?}"
+                ))),
+            };
+            match key.trim() {
+                "events" => spec.events = Some(value.to_owned()),
+                "replay" => spec.replay = Some(value.to_owned()),
+                "id" => spec.instance_id = Some(number(u64::MAX)?),
+                "dp" => spec.dp_size = number(1_024)? as u32,
+                "role" => spec.is_prefill = is_prefill(value)?,
+                other => {
+                    return Err(Error::Config(format!(
+                        "--worker {text:?}: unknown key {other:?}; known are events, replay, id, dp, \
+                         role"
+                    )));
+                }
+            }
+        }
+        spec.check()?;
+        Ok(spec)
+    }
+}
+
+impl EngineSpec {
+    /// Check the addresses.
+    ///
+    /// # Errors
+    /// `Config`, naming the field and what is legal.
+    pub fn check(&self) -> Result<()> {
+        let uri: Uri = self
+            .url
+            .parse()
+            .map_err(|_| Error::Config(format!("worker url {:?} is not a URL", self.url)))?;
+        // A port that is no number would become 80; the host may not be empty, and a user or a
+        // fragment would be lost without a word.
+        let is_whole = uri.authority().is_some_and(|authority| {
+            let port = authority.as_str().rsplit_once(':').map(|(_, port)| port);
+            !authority.host().is_empty()
+                && !authority.as_str().contains('@')
+                && (authority.port_u16().is_some_and(|port| port > 0)
+                    || port.is_none_or(|port| port.ends_with(']')))
+        });
+        if uri.scheme_str() != Some("http") || !is_whole || self.url.contains('#') {
+            return Err(Error::Config(format!(
+                "worker url must be http://host:port, got {:?}",
+                self.url
+            )));
+        }
+        if uri.query().is_some() {
+            return Err(Error::Config(format!("worker url {:?} must not have a query", self.url)));
+        }
+        for (key, address) in [("events", &self.events), ("replay", &self.replay)] {
+            if let Some(address) = address {
+                if key == "events" && broker_path(address).is_some() {
+                    continue;
+                }
+                let port = port_of(address);
+                if port.is_none() && (self.dp_size > 1 || !is_local(address)) {
+                    return Err(Error::Config(format!(
+                        "worker {key} must be tcp://host:port or ipc://path, got {address:?}"
+                    )));
+                }
+                if port.is_some_and(|port| u32::from(port) + self.dp_size - 1 > 65_535) {
+                    return Err(Error::Config(format!(
+                        "worker {key} {address:?}: rank {} would need a port above 65535",
+                        self.dp_size - 1
+                    )));
+                }
+            }
+        }
+        if self.replay.is_some() && self.events.is_none() {
+            return Err(Error::Config(format!(
+                "worker {:?} has replay= but no events=: there is nothing to repair",
+                self.url
+            )));
+        }
+        Ok(())
+    }
+
+    /// The event socket of a rank.
+    pub fn events_of(&self, dp_rank: u32) -> Option<String> {
+        self.events.as_deref().map(|address| shifted(address, dp_rank))
+    }
+
+    /// The replay socket of a rank.
+    pub fn replay_of(&self, dp_rank: u32) -> Option<String> {
+        self.replay.as_deref().map(|address| shifted(address, dp_rank))
+    }
+}
+
+/// The role that a worker is given: a decode worker is one that may do all.
+///
+/// # Errors
+/// `Config`, with what is legal and what came.
+pub(super) fn is_prefill(role: &str) -> Result<bool> {
+    match role {
+        "prefill" => Ok(true),
+        "decode" => Ok(false),
+        other => {
+            Err(Error::Config(format!("worker role must be prefill or decode, got {other:?}")))
+        }
+    }
+}
+
+fn is_local(address: &str) -> bool {
+    ["ipc://", "inproc://"]
+        .iter()
+        .any(|scheme| address.strip_prefix(scheme).is_some_and(|path| !path.is_empty()))
+}
+
+pub(crate) fn port_of(address: &str) -> Option<u16> {
+    let (host, port) = address.strip_prefix("tcp://")?.rsplit_once(':')?;
+    port.parse().ok().filter(|port| *port > 0 && !host.is_empty())
+}
+
+/// `host:port` of a base address, as sessions name workers.
+pub(crate) fn address_of(url: &str) -> &str {
+    url.split_once("://").map_or(url, |(_, address)| address).trim_end_matches('/')
+}
+
+/// A worker's URL without what the frontend adds itself: the trailing slash, and `/v1`.
+pub(super) fn base_of(url: &str) -> &str {
+    let url = url.trim_end_matches('/');
+    url.strip_suffix("/v1").unwrap_or(url).trim_end_matches('/')
+}
+
+/// With data parallelism, rank r publishes on port + r; at a broker its rank is the last part.
+pub(crate) fn shifted(address: &str, dp_rank: u32) -> String {
+    if let (Some(_), Some((place, _))) = (broker_path(address), address.rsplit_once('/')) {
+        return format!("{place}/{dp_rank}");
+    }
+    match (port_of(address), address.rsplit_once(':')) {
+        (Some(port), Some((host, _))) if dp_rank > 0 => {
+            format!("{host}:{}", u32::from(port) + dp_rank)
+        }
+        _ => address.to_owned(),
+    }
+}
+
+/// How an engine fares.
+#[derive(Debug, Clone, Default)]
+pub(super) struct EngineNotes {
+    /// Model and adapters it serves: (name, base model of an adapter).
+    pub models: Vec<(String, Option<String>)>,
+    /// Longest prompt plus answer, tokens.
+    pub max_model_len: Option<u64>,
+    /// Blocks of its cache.
+    pub capacity_blocks: Option<u64>,
+    /// Tokens in a block, as its metrics say.
+    pub block_size: Option<u32>,
+    /// When its process started, seconds since 1970, as its metrics say.
+    pub started_s: Option<f64>,
+    /// Last trouble, in words.
+    pub last_error: Option<String>,
+}
+
+/// One engine.
+#[derive(Debug)]
+pub(super) struct Engine {
+    pub id: InstanceId,
+    pub spec: EngineSpec,
+    /// `http://host:port` without a trailing slash and `/v1`.
+    pub base: String,
+    healthy: AtomicBool,
+    removed: AtomicBool,
+    /// It refused to render a chat, as engines without that door do.
+    pub has_no_render: AtomicBool,
+    pub requests: AtomicU64,
+    pub failures: AtomicU64,
+    pub notes: Mutex<EngineNotes>,
+    /// What was found of its sockets and tokenizer.
+    pub inspection: Mutex<Inspection>,
+    /// Its own side, where it is a worker of the runtime.
+    pub member: Option<Arc<Member>>,
+    /// Wakes the health check early.
+    pub doubt: Notify,
+}
+
+impl Engine {
+    pub fn new(id: InstanceId, spec: EngineSpec) -> Self {
+        let base = base_of(&spec.url).to_owned();
+        Self {
+            id,
+            spec,
+            base,
+            healthy: AtomicBool::new(false),
+            removed: AtomicBool::new(false),
+            has_no_render: AtomicBool::new(false),
+            requests: AtomicU64::new(0),
+            failures: AtomicU64::new(0),
+            notes: Mutex::default(),
+            inspection: Mutex::default(),
+            member: None,
+            doubt: Notify::new(),
+        }
+    }
+
+    /// A worker of the runtime; it is healthy until a request fails, for discovery has told of it.
+    pub fn of_member(member: Arc<Member>) -> Self {
+        let spec = EngineSpec {
+            url: member.spec.address(),
+            events: None,
+            replay: None,
+            instance_id: Some(member.spec.id),
+            dp_size: member.spec.dp_size(),
+            is_prefill: member.spec.is_prefill(),
+        };
+        let mut engine = Self::new(member.spec.id, spec);
+        engine.healthy = AtomicBool::new(true);
+        engine.member = Some(member);
+        engine
+    }
+
+    /// Where a rank's events are.
+    pub fn events_of(&self, dp_rank: u32) -> Option<EventSpec> {
+        match &self.member {
+            Some(member) => member.events.lock().get(&dp_rank).cloned(),
+            None => self.spec.events_of(dp_rank).map(|endpoint| EventSpec {
+                endpoint,
+                replay_endpoint: self.spec.replay_of(dp_rank),
+            }),
+        }
+    }
+
+    /// Where the events of its ranks are, as far as is known.
+    pub fn events(&self) -> impl Iterator<Item = EventSpec> {
+        (0..self.spec.dp_size).filter_map(|rank| self.events_of(rank))
+    }
+
+    // Relaxed throughout: each flag stands for itself; a reader that sees it a moment late
+    // tries a worker that fails, and goes on to the next one.
+    pub fn is_healthy(&self) -> bool {
+        self.healthy.load(Ordering::Relaxed)
+    }
+
+    pub fn is_removed(&self) -> bool {
+        self.removed.load(Ordering::Relaxed)
+    }
+
+    /// Is `name` among the models and adapters that it has told?
+    pub fn serves(&self, name: &str) -> bool {
+        self.notes.lock().models.iter().any(|(served, _)| served == name)
+    }
+
+    pub fn remove(&self) {
+        self.removed.store(true, Ordering::Relaxed);
+        self.healthy.store(false, Ordering::Relaxed);
+        self.doubt.notify_one();
+    }
+
+    /// A health check passed. Returns whether the engine was unhealthy before.
+    pub fn recovered(&self) -> bool {
+        self.notes.lock().last_error = None;
+        !self.healthy.swap(true, Ordering::Relaxed)
+    }
+
+    /// The engine could not be reached or misbehaved; it gets no requests until a check passes.
+    pub fn failed(&self, why: &str) {
+        let before = self.notes.lock().last_error.replace(why.to_owned());
+        self.failures.fetch_add(1, Ordering::Relaxed);
+        if self.healthy.swap(false, Ordering::Relaxed) {
+            tracing::warn!(worker = self.id, url = self.base, why, "worker is unhealthy");
+        } else if before.is_none() && !self.is_removed() {
+            // Starting, perhaps; perhaps it will never come.
+            tracing::warn!(worker = self.id, url = self.base, why, "worker is not healthy yet");
+        }
+        self.doubt.notify_one();
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parses_every_key_and_shifts_ports_by_rank() {
+        let spec: EngineSpec =
+            "http://h:8000,events=tcp://h:5557,replay=tcp://h:5657,id=7,dp=2".parse().unwrap();
+        assert_eq!((spec.instance_id, spec.dp_size), (Some(7), 2));
+        assert_eq!(spec.events_of(0).as_deref(), Some("tcp://h:5557"));
+        assert_eq!(spec.events_of(1).as_deref(), Some("tcp://h:5558"));
+        assert_eq!(spec.replay_of(1).as_deref(), Some("tcp://h:5658"));
+    }
+
+    #[test]
+    fn ranks_at_a_broker_differ_in_the_last_part() {
+        for place in ["nats://namespace.ns.component.b.kv-events/7", "jetstream://ns-b/7"] {
+            let spec: EngineSpec = format!("http://h:8000,events={place}/0,dp=2").parse().unwrap();
+            assert_eq!(spec.events_of(0), Some(format!("{place}/0")));
+            assert_eq!(spec.events_of(1), Some(format!("{place}/1")));
+        }
+    }
+
+    #[test]
+    fn the_path_that_is_added_anyway_is_left_out() {
+        for url in ["http://h:8000", "http://h:8000/", "http://h:8000/v1", "http://h:8000/v1/"] {
+            assert_eq!(base_of(url), "http://h:8000", "{url}");
+        }
+        assert_eq!(base_of("http://h:8000/llm/v1"), "http://h:8000/llm");
+        assert_eq!(base_of("http://h:8000/llmv1"), "http://h:8000/llmv1");
+    }
+
+    #[test]
+    fn refusals_name_the_field_and_what_came() {
+        for (text, wanted) in [
+            ("h:8000", "http://host:port"),
+            ("https://h:8000", "http://host:port"),
+            ("http://h:8000,evnts=tcp://h:1", "unknown key \"evnts\""),
+            ("http://h:8000,events=udp://h:1", "events must be tcp://host:port"),
+            ("http://h:8000,events=nats://subject/7/x", "events must be tcp://host:port"),
+            ("http://h:8000,replay=tcp://h:1", "no events="),
+            ("http://h:8000,dp=0,events=tcp://h:1", "dp must be a number in 1..=1024"),
+            ("http://h:8000,events=tcp://h:65535,dp=2", "above 65535"),
+        ] {
+            let error = text.parse::<EngineSpec>().unwrap_err().to_string();
+            assert!(error.contains(wanted), "{text}: {error}");
+        }
+    }
+}

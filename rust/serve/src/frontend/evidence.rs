@@ -1,0 +1,83 @@
+//! What an answer says of its worker's events: how much was promised, and how much the engine reused.
+
+use std::sync::Arc;
+
+use kvflash_core::ids::Worker;
+use kvflash_core::select::{EventSource, Prompt, ReuseChange, ReuseView, Selection, WorkerReason};
+use serde_json::{Value, json};
+
+use super::app::App;
+use super::pool::Pool;
+
+/// What was promised for one request; to be compared with its answer.
+pub(super) struct Expectation {
+    pub pool: Arc<Pool>,
+    pub prompt: Arc<Prompt>,
+    pub selection: Selection,
+}
+
+impl Expectation {
+    /// The answer is complete: the engine counted `prompt_tokens`, and reused `cached_tokens` of them. Where it counted
+    /// another prompt than was looked up, the answer says nothing of the events.
+    pub fn compare(self, app: &App, prompt_tokens: Option<u64>, cached_tokens: Option<u64>) {
+        let Self { pool, prompt, selection } = self;
+        if prompt_tokens.is_some_and(|tokens| tokens != prompt.isl_tokens) {
+            return;
+        }
+        let worker = selection.worker;
+        match pool.selector.compare(&prompt, &selection, cached_tokens) {
+            None => {}
+            Some(ReuseChange::Recovered) => tracing::info!(
+                %worker, model = pool.name,
+                "the engine's reported reuse agrees with its events again; its overlap earns credit"
+            ),
+            Some(ReuseChange::Distrusted(finding)) => {
+                let WorkerReason { code, message, fix, .. } =
+                    finding.explain(worker, source_of(app, worker));
+                tracing::warn!(%worker, model = pool.name, code, fix, "{message}");
+            }
+        }
+    }
+}
+
+/// What is heard of a worker's events.
+fn source_of(app: &App, worker: Worker) -> EventSource {
+    let publishers = app.catalog.publishers();
+    let own = publishers.iter().find(|publisher| publisher.worker == worker);
+    match own.map(|publisher| publisher.view().counts.batches) {
+        None => EventSource::None,
+        Some(0) => EventSource::Silent,
+        Some(_) => EventSource::Heard,
+    }
+}
+
+/// Why workers are distrusted, or cannot be right as they are registered, with cause and fix.
+pub(super) fn reasons(app: &App) -> Vec<WorkerReason> {
+    let engines = app.fleet.engines();
+    let faults = engines.iter().flat_map(|engine| engine.inspection.lock().faults.clone());
+    let pools = app.fleet.pools();
+    let views = pools.iter().flat_map(|pool| pool.selector.reuse.views());
+    let found = views
+        .filter_map(|(worker, view)| Some(view.finding?.explain(worker, source_of(app, worker))));
+    faults.chain(found).collect()
+}
+
+/// What is known of a worker's reuse; of one that has not answered yet, nothing.
+pub(super) fn reuse_json(view: Option<ReuseView>) -> Value {
+    let is_reported = view.and_then(|view| view.is_reported);
+    json!({
+        "reported": is_reported,
+        "note": match is_reported {
+            Some(true) => None,
+            Some(false) => Some(
+                "the engine reports no reuse, so its events cannot be checked; vLLM reports it with \
+                 --enable-prompt-tokens-details, SGLang with --enable-cache-report",
+            ),
+            None => Some("reuse is not reported yet"),
+        },
+        "requests": view.map_or(0, |view| view.samples),
+        "predicted_tokens": view.map_or(0, |view| view.predicted_tokens),
+        "reported_tokens": view.map_or(0, |view| view.reported_tokens),
+        "trust": view.map_or(1.0, |view| view.credit),
+    })
+}

@@ -1,0 +1,248 @@
+//! Fair turns: requests of a model wait until its workers have room, and clients take turns by what
+//! they were served.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::http::HeaderMap;
+use axum::http::header::AUTHORIZATION;
+use kvflash_core::clock::Clock;
+use kvflash_core::error::{Error, Result};
+use kvflash_core::fair::{
+    Cost, FairConfig, FairQueue, FairStats, Grant, Options, Refusal, Ticket, Used,
+};
+use kvflash_core::router::Usage;
+use parking_lot::Mutex;
+use tokio::sync::oneshot;
+
+use super::super::Reject;
+
+/// How clients share.
+#[derive(Debug, Clone)]
+pub struct FairnessOptions {
+    /// Whose turn it is, prices and limits; see [`FairConfig`].
+    pub queue: FairConfig,
+    /// Requests that run at once for each healthy worker of a model; at least 1.
+    pub max_running: usize,
+    /// Clients with other shares than 1.
+    pub weights: Vec<(String, f64)>,
+}
+
+impl FairnessOptions {
+    /// Check every field.
+    ///
+    /// # Errors
+    /// `Config` or `InvalidArgument`, naming the first field that is out of range.
+    pub fn check(&self) -> Result<()> {
+        if self.max_running == 0 {
+            return Err(Error::Config("--fairness-max-running must be at least 1, got 0".into()));
+        }
+        self.new_queue().map(|_| ())
+    }
+
+    fn new_queue(&self) -> Result<FairQueue<Waiter>> {
+        let mut queue = FairQueue::new(self.queue.clone())?;
+        for (client, weight) in &self.weights {
+            queue.set_weight(client, *weight)?;
+        }
+        Ok(queue)
+    }
+}
+
+type Waiter = oneshot::Sender<Turn>;
+
+/// Where the requests of one model wait.
+///
+/// # Consistency
+/// A request that may run is never left waiting: whoever makes room says whose turn it is.
+pub(super) struct WaitingRoom {
+    clock: Arc<dyn Clock>,
+    max_running: usize,
+    max_wait: Duration,
+    /// What a cached token costs, in others.
+    pub cached_share: f64,
+    state: Mutex<State>,
+}
+
+struct State {
+    queue: FairQueue<Waiter>,
+    running: usize,
+    /// Healthy workers when it was last asked; one where there is none, so that requests learn why
+    /// they can't be served.
+    workers: usize,
+}
+
+impl WaitingRoom {
+    /// # Errors
+    /// As [`FairnessOptions::check`].
+    pub fn new(options: &FairnessOptions, clock: Arc<dyn Clock>) -> Result<Self> {
+        Ok(Self {
+            clock,
+            max_running: options.max_running,
+            cached_share: options.queue.cached_share,
+            max_wait: Duration::from_millis(options.queue.max_wait_ms),
+            state: Mutex::new(State { queue: options.new_queue()?, running: 0, workers: 1 }),
+        })
+    }
+
+    /// Wait for a turn. Whoever stops waiting leaves the queue.
+    ///
+    /// # Errors
+    /// 429 when too many wait, 503 when it took too long, both with Retry-After; 400 for a name that is too long.
+    pub async fn turn(
+        self: &Arc<Self>,
+        client: &str,
+        cost: Cost,
+        options: Options,
+        workers: usize,
+    ) -> Result<Turn, Reject> {
+        let (sender, receiver) = oneshot::channel();
+        let now_ms = self.clock.now_ms();
+        let pushed = self.state.lock().queue.push(client, sender, cost, options, now_ms);
+        let ticket = pushed.map_err(|refused| {
+            let is_full = !matches!(refused.refusal, Refusal::Name(_));
+            let mut reject = Reject::from(refused.error);
+            if is_full {
+                reject.retry_after_s = Some(refused.retry_after_ms.div_ceil(1_000) as u32);
+            }
+            reject
+        })?;
+        let mut waiting = Waiting { room: self, ticket, receiver };
+        self.call(workers);
+        match tokio::time::timeout(self.max_wait, &mut waiting.receiver).await {
+            Ok(Ok(turn)) => Ok(turn),
+            _ => {
+                // What counts as late is counted as that, not as having left.
+                let _late = self.state.lock().queue.expire(self.clock.now_ms());
+                let error = Error::AllBusy(format!(
+                    "no turn within {} s (--fairness-queue-timeout)",
+                    self.max_wait.as_secs_f64()
+                ));
+                Err(error.into())
+            }
+        }
+    }
+
+    /// Let in whoever fits while `workers` workers are healthy.
+    pub fn call(self: &Arc<Self>, workers: usize) {
+        self.state.lock().workers = workers.max(1);
+        self.call_next();
+    }
+
+    fn call_next(self: &Arc<Self>) {
+        loop {
+            let granted = {
+                let mut state = self.state.lock();
+                let limit = self.max_running.saturating_mul(state.workers);
+                if state.running >= limit {
+                    return;
+                }
+                let now_ms = self.clock.now_ms();
+                let granted = state.queue.pop(now_ms, |_| true);
+                // Whose time ran out learns it by itself.
+                let _late = state.queue.expire(now_ms);
+                let Some(granted) = granted else { return };
+                state.running += 1;
+                granted
+            };
+            let turn = Turn { room: Arc::clone(self), grant: granted.grant, end: Mutex::default() };
+            // Who has just left gives the turn back.
+            let _left = granted.item.send(turn);
+        }
+    }
+
+    pub fn stats(&self) -> FairStats {
+        self.state.lock().queue.stats()
+    }
+}
+
+/// A place in the queue; given up when it is dropped.
+struct Waiting<'a> {
+    room: &'a Arc<WaitingRoom>,
+    ticket: Ticket,
+    receiver: oneshot::Receiver<Turn>,
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        // None: it was its turn, or its time ran out.
+        let _waited = self.room.state.lock().queue.cancel(self.ticket);
+    }
+}
+
+#[derive(Debug, Default)]
+struct End {
+    charged: u64,
+    has_answer: bool,
+    usage: Usage,
+}
+
+/// A request that may run. Dropping it makes room for the next one.
+pub(super) struct Turn {
+    room: Arc<WaitingRoom>,
+    grant: Grant,
+    end: Mutex<End>,
+}
+
+impl Turn {
+    /// The request has an answer, which is paid for.
+    pub fn answered(&self) {
+        self.end.lock().has_answer = true;
+    }
+
+    /// So many tokens were generated up to now.
+    pub fn generated(&self, tokens: u64) {
+        let more = {
+            let mut end = self.end.lock();
+            let more = tokens.saturating_sub(end.charged);
+            end.charged += more;
+            more
+        };
+        if more > 0 {
+            self.room.state.lock().queue.tokens(self.grant, more);
+        }
+    }
+
+    /// The engine says what the request used.
+    pub fn used(&self, usage: Usage) {
+        self.end.lock().usage = usage;
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        let end = std::mem::take(self.end.get_mut());
+        let used = if end.has_answer {
+            let Usage { input_tokens, cached_tokens, output_tokens } = end.usage;
+            Used { input_tokens: input_tokens.zip(cached_tokens), output_tokens }
+        } else {
+            Used { input_tokens: Some((0, 0)), output_tokens: Some(0) }
+        };
+        {
+            let mut state = self.room.state.lock();
+            state.queue.finish(self.grant, used);
+            state.running -= 1;
+        }
+        self.room.call_next();
+    }
+}
+
+/// Who shares: the user, else who holds the API key, else the address.
+pub(super) fn client_name(
+    user: Option<&str>,
+    headers: &HeaderMap,
+    address: Option<&str>,
+) -> String {
+    use std::hash::BuildHasher;
+    use std::sync::OnceLock;
+    // Drawn anew by each process, so that nobody can make a key that shares another one's turns.
+    static KEYS: OnceLock<std::hash::RandomState> = OnceLock::new();
+    if let Some(user) = user {
+        return user.to_owned();
+    }
+    if let Some(key) = headers.get(AUTHORIZATION) {
+        let hash = KEYS.get_or_init(std::hash::RandomState::new).hash_one(key.as_bytes());
+        return format!("key-{hash:016x}");
+    }
+    address.unwrap_or_default().to_owned()
+}

@@ -1,0 +1,174 @@
+//! What an operator can set.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use kvflash_core::error::{Error, Result};
+use kvflash_core::policy::Settings;
+use kvflash_core::router::{Policies, RouterConfig};
+use kvflash_core::select::{DEFAULT_JOURNAL_BYTES, Overlap, QueueOptions, Thresholds};
+
+use super::super::metrics::{PREFIX, check_prefix};
+use super::super::{RemoteIndexerOptions, Tls};
+use super::disagg::EnforceDisagg;
+use super::fairness::FairnessOptions;
+
+/// Options of a frontend. Every limit has a flag of the same name.
+#[derive(Debug, Clone)]
+pub struct FrontendOptions {
+    /// How requests are routed; its block size is learned where it is 0.
+    pub router: RouterConfig,
+    /// Policies that choose or watch instead of or beside the built-in one, for all models.
+    pub policies: Policies,
+    /// What these policies were made with.
+    pub settings: Settings,
+    /// How clients take turns; `None` = first come, first served.
+    pub fairness: Option<FairnessOptions>,
+    /// Where knowledge of the engines' caches comes from.
+    pub overlap: Overlap,
+    /// From when on a worker is busy, for every model until it is changed.
+    pub thresholds: Thresholds,
+    /// How requests wait for a worker with room to prefill; `None` = they never do.
+    pub queue: Option<QueueOptions>,
+    /// Memory for past decisions, bytes; 0 keeps none.
+    pub decision_journal_bytes: usize,
+    /// Log each decision at level info.
+    pub logs_decisions: bool,
+    /// Ask this indexer what workers hold, and follow no events.
+    pub remote_indexer: Option<RemoteIndexerOptions>,
+    /// Events that a broker carries are heard.
+    pub has_broker_events: bool,
+    /// Answer the indexer's questions, too: /query, /query_by_hash, /dump, /digest.
+    pub serve_indexer: bool,
+    /// Folder with tokenizer.json and the chat template; `None` = ask the engines' /tokenize.
+    pub tokenizer: Option<PathBuf>,
+    /// Memory for tokenized text, bytes.
+    pub tokenizer_cache_bytes: usize,
+    /// Key for the frontend's own calls to the engines; clients' requests carry their own.
+    pub worker_api_key: Option<String>,
+    /// Largest request body, bytes.
+    pub max_body_bytes: usize,
+    /// Requests in flight at once; more are refused with 429.
+    pub max_concurrent_requests: usize,
+    /// Engines that may be registered at once.
+    pub max_workers: usize,
+    /// Workers that one request may try before its first byte.
+    pub max_attempts: usize,
+    /// Time that a client may take to send its body.
+    pub body_timeout: Duration,
+    /// Time to a worker's TCP connection.
+    pub connect_timeout: Duration,
+    /// Time from sending a request to the first byte of its answer.
+    pub first_byte_timeout: Duration,
+    /// Silence of a worker whose answer has begun.
+    pub stream_idle_timeout: Duration,
+    /// Whether requests may be answered without a prefill worker.
+    pub enforce_disagg: EnforceDisagg,
+    /// What names of metrics begin with.
+    pub metrics_prefix: String,
+    /// Where workers are expected from, for those who ask before there are any.
+    pub waits_for: String,
+    /// Healthy workers that must have been there once before the first request is taken.
+    pub min_initial_workers: usize,
+    /// Time for an engine's /tokenize; after it the request is routed without tokens.
+    pub tokenize_timeout: Duration,
+    /// Time between two health checks of a worker.
+    pub health_interval: Duration,
+    /// Encryption of its HTTP, for what `/metrics` tells of it.
+    pub tls: Option<Tls>,
+}
+
+impl Default for FrontendOptions {
+    fn default() -> Self {
+        Self {
+            router: RouterConfig::default(),
+            policies: Policies::default(),
+            settings: Settings::default(),
+            fairness: None,
+            overlap: Overlap::Events,
+            thresholds: Thresholds::default(),
+            queue: None,
+            decision_journal_bytes: DEFAULT_JOURNAL_BYTES,
+            logs_decisions: false,
+            remote_indexer: None,
+            has_broker_events: false,
+            serve_indexer: false,
+            tokenizer: None,
+            tokenizer_cache_bytes: 256 * 1024 * 1024,
+            worker_api_key: None,
+            max_body_bytes: 32 * 1024 * 1024,
+            max_concurrent_requests: 4_096,
+            max_workers: 4_096,
+            max_attempts: 5,
+            body_timeout: Duration::from_secs(60),
+            connect_timeout: Duration::from_secs(2),
+            first_byte_timeout: Duration::from_secs(600),
+            stream_idle_timeout: Duration::from_secs(300),
+            enforce_disagg: EnforceDisagg::Off,
+            metrics_prefix: PREFIX.to_owned(),
+            waits_for: String::new(),
+            min_initial_workers: 0,
+            tokenize_timeout: Duration::from_secs(2),
+            health_interval: Duration::from_secs(2),
+            tls: None,
+        }
+    }
+}
+
+impl FrontendOptions {
+    /// The name of the policy that chooses.
+    pub fn policy_name(&self) -> &str {
+        let built_in = self.router.policy.name();
+        self.policies.active.as_ref().map_or(built_in, |policy| policy.name())
+    }
+
+    /// Whether engines' events are listened to: not where routing itself is the knowledge, nor where an
+    /// overlap weighs nothing.
+    pub fn uses_events(&self) -> bool {
+        self.overlap != Overlap::Predictions
+            && self.remote_indexer.is_none()
+            && self.router.overlap_score_weight > 0.0
+            && self.router.scale.overlap_score_credit > 0.0
+    }
+
+    /// Check what the types cannot.
+    ///
+    /// # Errors
+    /// `Config`, naming the flag.
+    pub fn check(&self) -> Result<()> {
+        if self.serve_indexer && self.remote_indexer.is_some() {
+            return Err(Error::Config(
+                "--serve-indexer with --use-remote-indexer: there is no index here to serve"
+                    .to_owned(),
+            ));
+        }
+        check_prefix(&self.metrics_prefix)?;
+        self.router.validate()?;
+        self.thresholds.validate()?;
+        self.queue.as_ref().map_or(Ok(()), QueueOptions::check)?;
+        self.fairness.as_ref().map_or(Ok(()), FairnessOptions::check)?;
+        for (flag, value) in [
+            ("--max-body-bytes", self.max_body_bytes),
+            ("--max-concurrent-requests", self.max_concurrent_requests),
+            ("--max-workers", self.max_workers),
+            ("--max-attempts", self.max_attempts),
+        ] {
+            if value == 0 {
+                return Err(Error::Config(format!("{flag} must be at least 1, got 0")));
+            }
+        }
+        for (flag, value) in [
+            ("--body-timeout", self.body_timeout),
+            ("--connect-timeout", self.connect_timeout),
+            ("--first-byte-timeout", self.first_byte_timeout),
+            ("--stream-idle-timeout", self.stream_idle_timeout),
+            ("--tokenize-timeout", self.tokenize_timeout),
+            ("--health-interval", self.health_interval),
+        ] {
+            if value.is_zero() {
+                return Err(Error::Config(format!("{flag} must be longer than 0")));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,190 @@
+//! Health checks, and learning from an engine what it serves.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use serde::Deserialize;
+
+use super::app::App;
+use super::busy::{label, read_load, watched};
+use super::engine::{Engine, EngineNotes};
+use super::engine_metrics;
+use super::inspect::inspect;
+use super::proxy::Upstream;
+use crate::Shutdown;
+
+/// What an engine serves is asked again once in this many checks.
+const CHECKS_PER_LEARNING: u32 = 15;
+
+/// Pause after the first check that an engine did not pass. Waiting for one to start is worth asking more
+/// often than whether it still lives, but not for ever: of thousands many may be down.
+const FIRST_PAUSE: Duration = Duration::from_millis(250);
+
+/// An engine's answers to a check are small; more than this is not one.
+const MAX_ANSWER_BYTES: usize = 8 * 1024 * 1024;
+
+/// Check `engine` until it is removed or the service stops.
+pub(super) async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
+    let interval = app.options.health_interval;
+    // Adapters come and go while an engine runs, and one may restart between two checks.
+    let learn_interval = interval * CHECKS_PER_LEARNING;
+    let mut learned = None::<Instant>;
+    let mut missed = 0_u32;
+    while !engine.is_removed() && !shutdown.is_stopped() {
+        let is_known =
+            engine.is_healthy() && learned.is_some_and(|at| at.elapsed() < learn_interval);
+        match check(&app.upstream, &engine, interval.max(Duration::from_secs(1))).await {
+            Err(why) => engine.failed(&why),
+            Ok(()) if is_known => {}
+            Ok(()) => match learn(&app.upstream, &engine).await {
+                // It serves and has told its models before: what it serves now can wait.
+                Err(why) if engine.is_healthy() => {
+                    tracing::warn!(
+                        worker = engine.id,
+                        url = engine.base,
+                        why,
+                        "could not ask again"
+                    );
+                }
+                Err(why) => engine.failed(&why),
+                Ok(notes) => {
+                    learned = Some(Instant::now());
+                    let outcome = app.fleet.learned(&engine, notes);
+                    if engine.is_removed() {
+                        break;
+                    }
+                    let known = engine.notes.lock().last_error.clone();
+                    if let Err(error) = &outcome
+                        && known.as_ref() != Some(&error.to_string())
+                    {
+                        tracing::error!(worker = engine.id, url = engine.base, %error, "worker does not fit");
+                    }
+                    // One that does not fit the index still serves: it only earns no credit.
+                    let serves =
+                        app.fleet.pools().iter().any(|p| p.members().get(engine.id).is_some());
+                    if serves && engine.recovered() {
+                        tracing::info!(worker = engine.id, url = engine.base, "worker is healthy");
+                    }
+                    match outcome {
+                        Ok(()) => {}
+                        // It has left the model that it served, and no other one takes it.
+                        Err(error) if !serves && engine.is_healthy() => {
+                            engine.failed(&error.to_string());
+                        }
+                        Err(error) => engine.notes.lock().last_error = Some(error.to_string()),
+                    }
+                    inspect(&app, &engine).await;
+                }
+            },
+        }
+        if engine.is_healthy()
+            && let Some(pool) = watched(&app, &engine)
+            && let Ok((200, body)) =
+                get(&app.upstream, &engine, "/metrics", interval.max(Duration::from_secs(1))).await
+        {
+            let text = String::from_utf8_lossy(&body);
+            read_load(&pool, &engine, &text);
+            engine_metrics::read(&pool, &engine, &text);
+        }
+        missed = if engine.is_healthy() { 0 } else { missed.saturating_add(1) };
+        tokio::select! {
+            () = tokio::time::sleep(pause(missed, interval)) => {}
+            // A request just failed there: ask again soon, but not in a tight loop.
+            () = engine.doubt.notified(), if engine.is_healthy() => {}
+            () = shutdown.wait() => break,
+        }
+    }
+}
+
+/// Time to the next check after so many in a row that the engine did not pass: twice as long each time, up
+/// to the `interval` of those that are well.
+fn pause(missed: u32, interval: Duration) -> Duration {
+    match missed.checked_sub(1) {
+        Some(before) => FIRST_PAUSE.saturating_mul(1 << before.min(30)).min(interval),
+        None => interval,
+    }
+}
+
+async fn check(upstream: &Upstream, engine: &Engine, timeout: Duration) -> Result<(), String> {
+    let answer = get(upstream, engine, "/health", timeout).await?;
+    if answer.0 == 200 { Ok(()) } else { Err(format!("GET /health answered {}", answer.0)) }
+}
+
+async fn get(
+    upstream: &Upstream,
+    engine: &Engine,
+    path: &str,
+    timeout: Duration,
+) -> Result<(u16, Bytes), String> {
+    let url = format!("{}{path}", engine.base);
+    match tokio::time::timeout(timeout, upstream.get(&url, MAX_ANSWER_BYTES)).await {
+        Ok(Ok(answer)) => Ok(answer),
+        Ok(Err(error)) => Err(format!("GET {path}: {error}")),
+        Err(_) => Err(format!("GET {path}: no answer within {} ms", timeout.as_millis())),
+    }
+}
+
+#[derive(Deserialize)]
+struct ModelList {
+    data: Vec<ModelCard>,
+}
+
+#[derive(Deserialize)]
+struct ModelCard {
+    id: String,
+    parent: Option<String>,
+    max_model_len: Option<u64>,
+}
+
+async fn learn(upstream: &Upstream, engine: &Engine) -> Result<EngineNotes, String> {
+    let timeout = Duration::from_secs(5);
+    let (status, body) = get(upstream, engine, "/v1/models", timeout).await?;
+    if status != 200 {
+        return Err(format!("GET /v1/models answered {status}"));
+    }
+    let list: ModelList = serde_json::from_slice(&body)
+        .map_err(|error| format!("GET /v1/models: not a model list: {error}"))?;
+    let mut notes = EngineNotes {
+        max_model_len: list.data.first().and_then(|card| card.max_model_len),
+        models: list.data.into_iter().map(|card| (card.id, card.parent)).collect(),
+        ..EngineNotes::default()
+    };
+    // Not every engine has metrics; its events tell the block size as well.
+    if let Ok((200, body)) = get(upstream, engine, "/metrics", timeout).await {
+        let text = String::from_utf8_lossy(&body);
+        let info = text.lines().find(|line| line.starts_with("vllm:cache_config_info{"));
+        notes.block_size = info.and_then(|line| label(line, "block_size"));
+        notes.started_s = text
+            .lines()
+            .find_map(|line| line.strip_prefix("process_start_time_seconds "))
+            .and_then(|value| value.trim().parse().ok());
+        notes.capacity_blocks = info.and_then(|line| label(line, "num_gpu_blocks"));
+    }
+    notes.block_size = notes.block_size.filter(|size| *size > 0);
+    Ok(notes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn engines_that_stay_away_are_asked_less_and_less_often() {
+        let pauses = |interval_ms: u64| {
+            let pause = |missed| pause(missed, Duration::from_millis(interval_ms)).as_millis();
+            [0, 1, 2, 3, 4, 5, 32, 33, u32::MAX].map(pause)
+        };
+        assert_eq!(pauses(2_000), [2_000, 250, 500, 1_000, 2_000, 2_000, 2_000, 2_000, 2_000]);
+        assert_eq!(pauses(100), [100; 9]);
+        // An interval without end: doubled for as long as it can be told.
+        assert_eq!(pauses(u64::MAX)[6..], [250 << 30; 3]);
+    }
+
+    #[test]
+    fn reads_the_label_of_exactly_that_name() {
+        let line = r#"vllm:cache_config_info{user_block_size="8",block_size="32",num_gpu_blocks="None"} 1"#;
+        assert_eq!(label::<u32>(line, "block_size"), Some(32));
+        assert_eq!(label::<u64>(line, "num_gpu_blocks"), None);
+    }
+}

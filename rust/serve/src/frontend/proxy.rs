@@ -1,0 +1,174 @@
+//! The way to the engines: one client with pooled connections, and the headers that may travel.
+
+use std::time::Duration;
+
+use axum::http::{
+    HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, header,
+};
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Incoming;
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::{TokioExecutor, TokioTimer};
+use kvflash_core::error::Error;
+
+/// HTTP/1 to the engines, connections kept and reused.
+#[derive(Debug, Clone)]
+pub(super) struct Upstream {
+    client: Client<HttpConnector, Full<Bytes>>,
+    /// Authorization of the frontend's own calls.
+    authorization: Option<HeaderValue>,
+}
+
+/// Why an attempt ended before the first byte.
+#[derive(Debug)]
+pub(super) struct AttemptError {
+    pub cause: &'static str,
+    pub message: String,
+}
+
+impl Upstream {
+    /// # Errors
+    /// `Config` for an API key that can't be a header.
+    pub fn new(connect_timeout: Duration, api_key: Option<&str>) -> Result<Self, Error> {
+        let authorization = match api_key {
+            None => None,
+            Some(key) => {
+                let mut value = HeaderValue::try_from(format!("Bearer {key}")).map_err(|_| {
+                    Error::Config("--worker-api-key has characters that no header may have".into())
+                })?;
+                value.set_sensitive(true);
+                Some(value)
+            }
+        };
+        let mut connector = HttpConnector::new();
+        connector.set_nodelay(true);
+        connector.set_connect_timeout(Some(connect_timeout));
+        connector.set_keepalive(Some(Duration::from_secs(30)));
+        let client = Client::builder(TokioExecutor::new())
+            .pool_timer(TokioTimer::new())
+            // Common engines close idle connections after 5 s; be first, so that no request meets a closed one.
+            .pool_idle_timeout(Duration::from_secs(4))
+            .pool_max_idle_per_host(1_024)
+            .build(connector);
+        Ok(Self { client, authorization })
+    }
+
+    /// Send a request; returns at the answer's head.
+    pub async fn send(
+        &self,
+        request: Request<Full<Bytes>>,
+    ) -> Result<Response<Incoming>, AttemptError> {
+        self.client.request(request).await.map_err(|error| {
+            let cause = if error.is_connect() { "connect" } else { "no_answer" };
+            // The outermost text only says "client error"; the operator needs the root of it.
+            let mut message = error.to_string();
+            let mut source = std::error::Error::source(&error);
+            while let Some(inner) = source {
+                message = format!("{message}: {inner}");
+                source = inner.source();
+            }
+            AttemptError { cause, message }
+        })
+    }
+
+    /// GET with the whole answer, at most `limit` bytes.
+    pub async fn get(&self, url: &str, limit: usize) -> Result<(u16, Bytes), String> {
+        let request = Request::get(url).body(Full::default()).map_err(|e| e.to_string())?;
+        self.whole(request, limit).await.map(|(status, bytes)| (status.as_u16(), bytes))
+    }
+
+    /// POST JSON with the whole answer, at most `limit` bytes.
+    pub async fn post_json(
+        &self,
+        url: &str,
+        body: Vec<u8>,
+        limit: usize,
+    ) -> Result<(StatusCode, Bytes), String> {
+        let request = Request::post(url)
+            .header(header::CONTENT_TYPE, "application/json")
+            .body(Full::from(body))
+            .map_err(|e| e.to_string())?;
+        self.whole(request, limit).await
+    }
+
+    async fn whole(
+        &self,
+        mut request: Request<Full<Bytes>>,
+        limit: usize,
+    ) -> Result<(StatusCode, Bytes), String> {
+        if let Some(authorization) = &self.authorization {
+            request.headers_mut().insert(header::AUTHORIZATION, authorization.clone());
+        }
+        let response = self.send(request).await.map_err(|error| error.message)?;
+        let status = response.status();
+        let body = Limited::new(response.into_body(), limit);
+        let bytes = body.collect().await.map_err(|error| error.to_string())?.to_bytes();
+        Ok((status, bytes))
+    }
+}
+
+/// Headers that speak about one connection, not about the request or answer.
+fn is_hop_by_hop(name: &HeaderName) -> bool {
+    matches!(
+        name.as_str(),
+        "connection"
+            | "keep-alive"
+            | "proxy-connection"
+            | "proxy-authenticate"
+            | "proxy-authorization"
+            | "te"
+            | "trailer"
+            | "transfer-encoding"
+            | "upgrade"
+    )
+}
+
+/// Headers that `Connection` declares to be about this connection only (RFC 9110, 7.6.1).
+fn named_by_connection(headers: &HeaderMap) -> Vec<HeaderName> {
+    headers
+        .get_all(header::CONNECTION)
+        .iter()
+        .filter_map(|value| value.to_str().ok())
+        .flat_map(|value| value.split(','))
+        .filter_map(|name| name.trim().parse().ok())
+        .collect()
+}
+
+/// The request as the engine gets it: same method, path and body, without the client's connection headers.
+pub(super) fn upstream_request(
+    method: &Method,
+    uri: Uri,
+    headers: &HeaderMap,
+    dp_rank: Option<u32>,
+    body: Bytes,
+) -> Request<Full<Bytes>> {
+    let mut request = Request::new(Full::new(body));
+    *request.method_mut() = method.clone();
+    *request.uri_mut() = uri;
+    let out = request.headers_mut();
+    out.reserve(headers.len() + 1);
+    let named = named_by_connection(headers);
+    for (name, value) in headers {
+        let is_ours = matches!(*name, header::HOST | header::CONTENT_LENGTH | header::EXPECT);
+        if !is_ours && !is_hop_by_hop(name) && !named.contains(name) {
+            out.append(name.clone(), value.clone());
+        }
+    }
+    if let Some(rank) = dp_rank {
+        // vLLM's name for the rank that shall take the request.
+        out.insert(HeaderName::from_static("x-data-parallel-rank"), rank.into());
+    }
+    request
+}
+
+/// The answer's headers as the client gets them.
+pub(super) fn client_headers(mut headers: HeaderMap) -> HeaderMap {
+    let mut listed = named_by_connection(&headers);
+    listed.extend(headers.keys().filter(|name| is_hop_by_hop(name)).cloned());
+    for name in listed {
+        headers.remove(name);
+    }
+    headers
+}

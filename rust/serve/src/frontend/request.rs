@@ -1,0 +1,243 @@
+//! What routing needs of an OpenAI request; the rest of the body passes through untouched.
+
+use std::borrow::Cow;
+
+use kvflash_core::error::Error;
+use kvflash_core::text::ChatRequest;
+use serde::Deserialize;
+use serde_json::value::RawValue;
+
+use super::super::Reject;
+
+/// The fields that routing reads. Unknown ones are the engine's business.
+#[derive(Debug, Default, Deserialize)]
+#[serde(expecting = "an object")]
+pub(super) struct Envelope<'a> {
+    #[serde(borrow, default)]
+    pub model: Option<Cow<'a, str>>,
+    #[serde(borrow, default)]
+    pub messages: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub prompt: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub stream: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub tools: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub documents: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub chat_template: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub chat_template_kwargs: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub cache_salt: Option<Cow<'a, str>>,
+    #[serde(borrow, default)]
+    pub tool_choice: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub reasoning_effort: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub truncate_prompt_tokens: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub user: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub priority: Option<&'a RawValue>,
+    #[serde(default)]
+    pub add_generation_prompt: Option<bool>,
+    #[serde(default)]
+    pub continue_final_message: Option<bool>,
+    #[serde(default)]
+    pub add_special_tokens: Option<bool>,
+    #[serde(borrow, default)]
+    pub prompt_logprobs: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub echo: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub n: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub best_of: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub use_beam_search: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub skip_reading_prefix_cache: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub kv_transfer_params: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    pub nvext: Option<&'a RawValue>,
+}
+
+impl<'a> Envelope<'a> {
+    /// Read a body.
+    ///
+    /// # Errors
+    /// 400 naming the field, what was expected and what came.
+    pub fn parse(body: &'a [u8]) -> Result<Self, Reject> {
+        // The derived reader would take a list too, field by field.
+        if body.trim_ascii_start().first() == Some(&b'[') {
+            return Err(Reject::bad_request("the body is not a JSON object but a list"));
+        }
+        serde_json::from_slice(body).map_err(|_| {
+            // Second, slower pass, for the name of the field at fault.
+            let mut json = serde_json::Deserializer::from_slice(body);
+            match serde_path_to_error::deserialize::<_, Envelope<'_>>(&mut json) {
+                Err(error) => {
+                    let path = error.path().to_string();
+                    let cause = error.into_inner();
+                    // "?" is where a body that is cut off ends.
+                    if path == "." || path == "?" {
+                        Reject::bad_request(format!("the body is not a JSON object: {cause}"))
+                    } else {
+                        Reject::bad_request(format!("{path}: {cause}"))
+                    }
+                }
+                Ok(_) => Reject::bad_request("the body has characters after its JSON object"),
+            }
+        })
+    }
+}
+
+impl<'a> Envelope<'a> {
+    /// Whether the engine takes what it can from its cache, and says so of one prompt: not where it must compute the
+    /// logprobs of the prompt, skips its cache, generates several answers or gets the blocks from elsewhere.
+    pub fn reuses_prefix(&self) -> bool {
+        let is_off = |raw: Option<&RawValue>, off: &str| {
+            raw.is_none_or(|raw| raw.get() == "null" || raw.get() == off)
+        };
+        let switches = [
+            self.prompt_logprobs,
+            self.echo,
+            self.use_beam_search,
+            self.skip_reading_prefix_cache,
+            self.kv_transfer_params,
+        ];
+        switches.into_iter().all(|raw| is_off(raw, "false"))
+            && [self.n, self.best_of].into_iter().all(|raw| is_off(raw, "1"))
+    }
+
+    /// The fields that decide a chat's tokens.
+    pub fn chat(&self) -> ChatRequest<'a> {
+        ChatRequest {
+            messages: self.messages,
+            tools: self.tools,
+            tool_choice: self.tool_choice,
+            documents: self.documents,
+            chat_template_kwargs: self.chat_template_kwargs,
+            chat_template: self.chat_template,
+            reasoning_effort: self.reasoning_effort,
+            truncate_prompt_tokens: self.truncate_prompt_tokens,
+            add_generation_prompt: self.add_generation_prompt,
+            continue_final_message: self.continue_final_message,
+            add_special_tokens: self.add_special_tokens,
+        }
+    }
+}
+
+/// A completion prompt, in the forms that OpenAI allows.
+#[derive(Debug, PartialEq)]
+pub(super) enum Prompt {
+    Text(String),
+    Tokens(Vec<u32>),
+    /// Several prompts in one request: no single prefix to route by.
+    Batch,
+}
+
+impl Prompt {
+    /// # Errors
+    /// `InvalidArgument` naming the element at fault.
+    pub fn parse(raw: &RawValue) -> Result<Self, Error> {
+        Self::parse_at(raw, false)
+    }
+
+    /// A list within a list is a batch of one; no engine takes more levels, and a stack has an end.
+    fn parse_at(raw: &RawValue, is_nested: bool) -> Result<Self, Error> {
+        let wrong = |what: &str| Error::invalid(format!("prompt: {what}"));
+        let text = raw.get().trim_start();
+        if text.starts_with('"') {
+            return serde_json::from_str(text)
+                .map(Self::Text)
+                .map_err(|error| wrong(&error.to_string()));
+        }
+        if !text.starts_with('[') {
+            return Err(wrong("must be a string, a list of token ids or a list of prompts"));
+        }
+        let items: Vec<&RawValue> =
+            serde_json::from_str(text).map_err(|error| wrong(&error.to_string()))?;
+        let Some(first) = items.first() else { return Err(wrong("must not be empty")) };
+        if !first.get().starts_with(|c: char| c.is_ascii_digit() || c == '-') {
+            return match items.as_slice() {
+                [only] if !is_nested => Self::parse_at(only, true),
+                [_] => Err(wrong("a list of prompts must hold strings or lists of token ids")),
+                _ => Ok(Self::Batch),
+            };
+        }
+        let token = |(at, item): (usize, &&RawValue)| {
+            item.get().parse::<u32>().map_err(|_| {
+                wrong(&format!(
+                    "token id [{at}] must be an integer in 0..=4294967295, got {}",
+                    item.get()
+                ))
+            })
+        };
+        items.iter().enumerate().map(token).collect::<Result<_, _>>().map(Self::Tokens)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn prompt(json: &str) -> Result<Prompt, Error> {
+        Prompt::parse(&RawValue::from_string(json.to_owned()).unwrap())
+    }
+
+    #[test]
+    fn errors_name_the_field() {
+        for (body, wanted) in [
+            (r#"{"model": 5}"#, "model: invalid type: integer `5`"),
+            (r#"{"model": "m", "cache_salt": []}"#, "cache_salt: invalid type: sequence"),
+            (r#"{"model": "m""#, "EOF"),
+            ("[]", "not a JSON object"),
+            (r#"{"model":"m"} x"#, "characters after"),
+        ] {
+            let error = Envelope::parse(body.as_bytes()).unwrap_err();
+            assert_eq!(error.status.as_u16(), 400);
+            assert!(error.message.contains(wanted), "{body}: {}", error.message);
+        }
+    }
+
+    #[test]
+    fn requests_that_bypass_the_cache_are_known() {
+        let reuses = |more: &str| {
+            let body = format!(r#"{{"model": "m"{more}}}"#);
+            Envelope::parse(body.as_bytes()).unwrap().reuses_prefix()
+        };
+        for plain in ["", r#", "n": 1, "echo": false, "prompt_logprobs": null"#, r#", "best_of":1"#]
+        {
+            assert!(reuses(plain), "{plain}");
+        }
+        for other in [
+            r#", "prompt_logprobs": 1"#,
+            r#", "echo": true"#,
+            r#", "n": 2"#,
+            r#", "best_of": 3"#,
+            r#", "use_beam_search": true"#,
+            r#", "skip_reading_prefix_cache": true"#,
+            r#", "kv_transfer_params": {}"#,
+        ] {
+            assert!(!reuses(other), "{other}");
+        }
+    }
+
+    #[test]
+    fn prompts_in_all_forms() {
+        assert_eq!(prompt(r#""a\nb""#).unwrap(), Prompt::Text("a\nb".into()));
+        assert_eq!(prompt("[1, 2]").unwrap(), Prompt::Tokens(vec![1, 2]));
+        assert_eq!(prompt(r#"["only"]"#).unwrap(), Prompt::Text("only".into()));
+        assert_eq!(prompt("[[7,8]]").unwrap(), Prompt::Tokens(vec![7, 8]));
+        assert_eq!(prompt(r#"["a","b"]"#).unwrap(), Prompt::Batch);
+        let error = prompt("[1, 4294967296]").unwrap_err().to_string();
+        assert!(error.contains("[1]") && error.contains("4294967296"), "{error}");
+        assert!(prompt("[1, -2]").unwrap_err().to_string().contains("-2"));
+        assert!(prompt("{}").is_err());
+    }
+}

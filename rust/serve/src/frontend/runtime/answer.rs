@@ -1,0 +1,420 @@
+//! A runtime worker's answer on its way to the client.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Json;
+use axum::body::Body;
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
+use futures_util::stream;
+use kvflash_core::router;
+use kvflash_core::select::{Outcome, Reservation};
+use serde_json::{Value, json};
+
+use super::super::super::Reject;
+use super::super::app::{App, InFlight};
+use super::super::disagg::Handoff;
+use super::super::engine::Engine;
+use super::super::evidence::Expectation;
+use super::super::metrics::OutcomeLabel;
+use super::call::{Ask, Opened, failed};
+use super::chunks::{self, Collected};
+use super::item::Item;
+use super::plane::{Cause, Items, PlaneError};
+use super::spec::ModelInput;
+use super::wording::{DONE, Usage, Wording};
+use super::writing::{Ending, Writing};
+
+/// Items that are written to the client in one piece at most.
+const MAX_BATCH: usize = 64;
+
+/// Time that a worker has to end a stream whose last item has come.
+const LAST_FRAME_TIME: Duration = Duration::from_secs(1);
+
+/// How an answer ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    Open,
+    Complete,
+    Broken,
+}
+
+/// What the items are turned into.
+enum Content {
+    Tokens(Box<Writing>),
+    /// The worker's own chunks.
+    Text,
+}
+
+/// An answer between its worker and its client.
+///
+/// Dropping it at any point frees the booking, ends the prefill beside it and, where it is not complete,
+/// closes the connection to the worker, which is how the worker learns that nobody is listening.
+pub(in super::super) struct Answer {
+    app: Arc<App>,
+    engine: Arc<Engine>,
+    booking: Reservation,
+    ask: Ask,
+    handoff: Handoff,
+    /// Gone once the answer is over.
+    items: Option<Items>,
+    first: Option<Bytes>,
+    content: Content,
+    wording: Wording,
+    usage: Usage,
+    /// Chunks of a worker of text; `usage` has its tokens once it has told them.
+    pieces: u64,
+    includes_usage: bool,
+    /// The worker yields plain strings: nobody but this side says when its text is over.
+    is_plain: bool,
+    is_opened: bool,
+    end: End,
+    in_flight: InFlight,
+    /// What the worker's own figures are compared with at the end.
+    expected: Option<Expectation>,
+}
+
+impl Answer {
+    /// # Errors
+    /// 503 for a worker of tokens without a tokenizer.
+    pub fn new(
+        app: &Arc<App>,
+        booking: Reservation,
+        ask: Ask,
+        handoff: Handoff,
+        opened: Opened,
+        in_flight: InFlight,
+        expected: Option<Expectation>,
+    ) -> Result<Self, Reject> {
+        let generation = ask.generation.clone().unwrap_or_default();
+        let content = match (opened.member.spec.card.model_input, &opened.member.text) {
+            (ModelInput::Text, _) => Content::Text,
+            (ModelInput::Tokens, Some(text)) => {
+                Content::Tokens(Box::new(Writing::new(Arc::clone(text), &generation)))
+            }
+            (ModelInput::Tokens, None) => {
+                let message = format!("worker {} has no tokenizer", opened.engine.id);
+                return Err(Reject::new(StatusCode::SERVICE_UNAVAILABLE, message));
+            }
+        };
+        Ok(Self {
+            app: Arc::clone(app),
+            engine: opened.engine,
+            booking,
+            wording: Wording::new(ask.api, &ask.request_id, &ask.model),
+            usage: Usage {
+                prompt_tokens: ask.tokens.as_ref().map_or(0, |tokens| tokens.len() as u64),
+                ..Usage::default()
+            },
+            pieces: 0,
+            includes_usage: generation.includes_usage,
+            ask,
+            handoff,
+            items: Some(opened.items),
+            first: Some(opened.first),
+            content,
+            is_plain: false,
+            is_opened: false,
+            end: End::Open,
+            in_flight,
+            expected,
+        })
+    }
+
+    /// The answer as an event stream.
+    pub fn stream(self) -> Response {
+        let events = stream::unfold(self, |mut answer| async move {
+            let events = answer.events().await?;
+            Some((Ok::<_, Infallible>(events), answer))
+        });
+        let mut response = Response::new(Body::from_stream(events));
+        let headers = response.headers_mut();
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
+        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+        response
+    }
+
+    /// The answer in one piece, once it is complete.
+    ///
+    /// # Errors
+    /// 502 or 504 when the worker failed on the way.
+    pub async fn whole(mut self) -> Result<Response, Reject> {
+        let (mut text, mut collected) = (String::new(), Collected::default());
+        while self.end == End::Open {
+            let outcome = match self.next().await {
+                Ok(payload) => self.gather(payload, &mut text, &mut collected),
+                Err(error) => Err(error),
+            };
+            if let Err(error) = outcome {
+                self.broken(&error);
+                let status = failed(&self.engine, error.clone()).status;
+                let message = format!("worker {} failed: {}", self.engine.id, error.message);
+                return Err(Reject::new(status, message));
+            }
+        }
+        self.complete();
+        let answer = match &self.content {
+            Content::Tokens(writing) => {
+                let ending = writing.ending.clone().unwrap_or_default();
+                Some(self.wording.whole(&text, &ending, self.usage))
+            }
+            Content::Text => collected.finish(self.ask.api),
+        };
+        answer.map(|answer| Json(answer).into_response()).ok_or_else(|| {
+            let message = format!("worker {} answered with nothing", self.engine.id);
+            Reject::new(StatusCode::BAD_GATEWAY, message)
+        })
+    }
+
+    /// The next events of the stream; `None` behind the last one.
+    async fn events(&mut self) -> Option<Bytes> {
+        if self.end != End::Open {
+            return None;
+        }
+        let mut out = String::new();
+        let mut count = 0;
+        while self.end == End::Open {
+            let outcome = match self.next().await {
+                Ok(payload) => self.tell(payload, &mut out),
+                Err(error) => Err(error),
+            };
+            if let Err(error) = outcome {
+                self.broken(&error);
+                let status = failed(&self.engine, error.clone()).status.as_u16();
+                let message = format!("worker {} broke off: {}", self.engine.id, error.message);
+                let kind = "upstream_error";
+                let event =
+                    json!({ "error": { "message": message, "type": kind, "code": status } });
+                out.push_str(&format!("data: {event}\n\n{DONE}"));
+            }
+            count += 1;
+            // What has come already goes out in one piece.
+            let is_more = self.items.as_ref().is_some_and(Items::is_ready) && count < MAX_BATCH;
+            if !out.is_empty() && !is_more {
+                break;
+            }
+        }
+        if self.end == End::Complete {
+            self.complete();
+        }
+        (!out.is_empty()).then(|| Bytes::from(out))
+    }
+
+    /// An item, or the end, towards the whole answer.
+    fn gather(
+        &mut self,
+        payload: Option<Bytes>,
+        text: &mut String,
+        collected: &mut Collected,
+    ) -> Result<(), PlaneError> {
+        if let Content::Tokens(_) = self.content {
+            text.push_str(&self.write(payload.as_deref())?);
+            return Ok(());
+        }
+        let Some(payload) = payload else {
+            self.end = End::Complete;
+            if self.is_plain {
+                collected.close();
+            }
+            return Ok(());
+        };
+        self.pieces += 1;
+        let chunk = match chunks::parse(&payload)? {
+            Value::String(piece) => {
+                self.is_plain = true;
+                self.wording.chunk(&piece)
+            }
+            chunk => chunk,
+        };
+        if let Some(error) = chunks::failure(&chunk) {
+            return Err(error);
+        }
+        self.note_usage(&chunk);
+        collected.take(self.ask.api, chunk);
+        Ok(())
+    }
+
+    /// An item, or the end, as events.
+    fn tell(&mut self, payload: Option<Bytes>, out: &mut String) -> Result<(), PlaneError> {
+        if let Content::Text = self.content {
+            let Some(payload) = payload else {
+                self.end = End::Complete;
+                match self.is_plain {
+                    true => self.wording.closing(&Ending::plain("stop"), None, out),
+                    false => out.push_str(DONE),
+                }
+                return Ok(());
+            };
+            self.pieces += 1;
+            match chunks::parse(&payload)? {
+                Value::String(piece) => {
+                    if !std::mem::replace(&mut self.is_plain, true) {
+                        self.wording.opening(out);
+                    }
+                    self.wording.piece(&piece, out);
+                }
+                chunk => {
+                    self.note_usage(&chunk);
+                    out.push_str(&format!("data: {chunk}\n\n"));
+                    // The client has the worker's own words, and nothing can come behind them.
+                    if let Some(error) = chunks::failure(&chunk) {
+                        self.broken(&error);
+                        out.push_str(DONE);
+                    }
+                }
+            }
+            return Ok(());
+        }
+        let text = self.write(payload.as_deref())?;
+        if !std::mem::replace(&mut self.is_opened, true) {
+            self.wording.opening(out);
+        }
+        if !text.is_empty() {
+            self.wording.piece(&text, out);
+        }
+        if self.end == End::Complete
+            && let Content::Tokens(writing) = &self.content
+            && let Some(ending) = &writing.ending
+        {
+            self.wording.closing(ending, self.includes_usage.then_some(self.usage), out);
+        }
+        Ok(())
+    }
+
+    /// Take a token worker's item, or its end; the text that comes of it.
+    fn write(&mut self, payload: Option<&[u8]>) -> Result<String, PlaneError> {
+        let Content::Tokens(writing) = &mut self.content else { return Ok(String::new()) };
+        let wrong =
+            |error: kvflash_core::error::Error| PlaneError::new(Cause::Protocol, error.to_string());
+        let text = match payload {
+            None => writing.end().map_err(wrong)?,
+            Some(payload) => {
+                let item = Item::parse(payload)?;
+                self.usage.cached_tokens = item.cached_tokens().or(self.usage.cached_tokens);
+                if let Some(tokens) = item.prompt_tokens()
+                    && tokens != self.usage.prompt_tokens
+                {
+                    self.app.metrics.token_mismatches.inc();
+                    self.usage.prompt_tokens = tokens;
+                }
+                let text = writing.take(&item).map_err(wrong)?;
+                let is_known = item.finish().is_some()
+                    || writing.ending.as_ref().is_some_and(|ending| ending.reason == "length");
+                if writing.ending.is_some() && is_known {
+                    // The worker knows as well: its last frame follows.
+                    drain(self.items.take());
+                }
+                text
+            }
+        };
+        self.usage.completion_tokens = writing.tokens;
+        if writing.ending.is_some() {
+            self.end = End::Complete;
+        }
+        Ok(text)
+    }
+
+    fn note_usage(&mut self, chunk: &Value) {
+        let tokens = |path| chunk.pointer(path).and_then(Value::as_u64);
+        let usage = &mut self.usage;
+        usage.prompt_tokens = tokens("/usage/prompt_tokens").unwrap_or(usage.prompt_tokens);
+        usage.completion_tokens =
+            tokens("/usage/completion_tokens").unwrap_or(usage.completion_tokens);
+        let cached = chunk.pointer("/usage/prompt_tokens_details/cached_tokens");
+        self.usage.cached_tokens = cached.and_then(Value::as_u64).or(self.usage.cached_tokens);
+    }
+
+    async fn next(&mut self) -> Result<Option<Bytes>, PlaneError> {
+        self.booking.touch();
+        let generated = self.usage.completion_tokens.max(self.pieces);
+        self.in_flight.generated(generated);
+        self.booking.generated(generated);
+        if let Some(first) = self.first.take() {
+            return Ok(Some(first));
+        }
+        let Some(items) = &mut self.items else { return Ok(None) };
+        let timeout = self.app.options.stream_idle_timeout;
+        tokio::select! {
+            biased;
+            item = tokio::time::timeout(timeout, items.next()) => item.unwrap_or_else(|_| {
+                let seconds = timeout.as_secs_f64();
+                let message = format!("no item for {seconds} s (--stream-idle-timeout)");
+                Err(PlaneError::new(Cause::Broken, message))
+            }),
+            why = self.handoff.failure() => Err(PlaneError::new(Cause::Prefill, why)),
+        }
+    }
+
+    /// The answer is with the client as a whole.
+    fn complete(&mut self) {
+        self.handoff.complete();
+        // Where the worker does not know yet that it is over, this tells it.
+        self.items = None;
+        self.count("complete");
+        self.booking.ended(Outcome::Complete);
+        let metrics = &self.app.metrics;
+        if let Some(tokens) = self.usage.cached_tokens {
+            self.booking.cached(tokens);
+            metrics.delivered.inc_by(tokens);
+            metrics.usage_reported.inc();
+        }
+        if let Some(expected) = self.expected.take() {
+            let prompt_tokens = Some(self.usage.prompt_tokens).filter(|tokens| *tokens > 0);
+            expected.compare(&self.app, prompt_tokens, self.usage.cached_tokens);
+        }
+    }
+
+    fn broken(&mut self, error: &PlaneError) {
+        self.end = End::Broken;
+        self.items = None;
+        self.count("broken");
+        self.booking.ended(Outcome::Broken);
+        self.app.metrics.streams_broken.inc();
+        if failed(&self.engine, error.clone()).is_engine_at_fault {
+            self.engine.failed(&format!("answer broke off: {}", error.message));
+        }
+    }
+
+    /// What the request has used so far.
+    fn used(&self) -> router::Usage {
+        let Usage { prompt_tokens, cached_tokens, completion_tokens } = self.usage;
+        router::Usage {
+            input_tokens: (prompt_tokens > 0).then_some(prompt_tokens),
+            cached_tokens,
+            output_tokens: Some(if completion_tokens > 0 {
+                completion_tokens
+            } else {
+                self.pieces
+            }),
+        }
+    }
+
+    fn count(&self, outcome: &'static str) {
+        self.app.metrics.answers.get_or_create(&OutcomeLabel { outcome }).inc();
+    }
+}
+
+impl Drop for Answer {
+    fn drop(&mut self) {
+        self.booking.used(self.used());
+        self.in_flight.used(self.used());
+        if self.end == End::Open {
+            self.count("client_gone");
+            self.booking.ended(Outcome::ClientGone);
+            self.app.metrics.clients_gone.inc();
+        }
+    }
+}
+
+/// Read the end of a stream whose last item has come, so that its connection serves again.
+fn drain(items: Option<Items>) {
+    let Some(mut items) = items else { return };
+    tokio::spawn(async move {
+        let rest = async { while let Ok(Some(_)) = items.next().await {} };
+        // One that goes on is cut off, as by any client that has enough.
+        let _ = tokio::time::timeout(LAST_FRAME_TIME, rest).await;
+    });
+}

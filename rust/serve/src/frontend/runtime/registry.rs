@@ -1,0 +1,147 @@
+//! Runtime workers come, change and go.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use kvflash_core::error::{Error, Result};
+use kvflash_core::ids::{InstanceId, Worker};
+use kvflash_core::select::Report;
+use parking_lot::Mutex;
+
+use super::super::app::App;
+use super::liveness;
+use super::member::{Member, ModelText};
+use super::plane::Plane;
+use super::spec::{LoadReport, ModelInput, WorkerSpec};
+
+/// Add a worker or change it. Must be called within a tokio runtime.
+///
+/// # Errors
+/// `Config` naming the field or the tokenizer's file, `Overloaded` at a limit.
+pub(in super::super) fn put(app: &Arc<App>, json: &str) -> Result<InstanceId> {
+    let spec = WorkerSpec::parse(json)?;
+    let id = spec.id;
+    let taken = take(app, spec);
+    let mut refused = app.refused_workers.lock();
+    match &taken {
+        Ok(_) => drop(refused.remove(&id)),
+        // Bounded, as discovery's words are.
+        Err(error) if refused.len() < app.options.max_workers || refused.contains_key(&id) => {
+            refused.insert(id, format!("worker {id} in discovery is not taken: {error}"));
+        }
+        Err(_) => {}
+    }
+    taken
+}
+
+fn take(app: &Arc<App>, spec: WorkerSpec) -> Result<InstanceId> {
+    let (id, events) = (spec.id, spec.events.clone());
+    let known = app.fleet.engine(id);
+    let engine = match known {
+        Some(engine)
+            if engine.member.as_ref().is_some_and(|old| old.spec.is_same_but_events(&spec)) =>
+        {
+            engine
+        }
+        Some(engine) if engine.member.is_none() => {
+            return Err(Error::Conflict(format!(
+                "worker id {id} is registered already, as {}",
+                engine.base
+            )));
+        }
+        other => {
+            // Loaded before the old one goes: a card that can't be served changes nothing.
+            let text = text(app, &spec)?;
+            if other.is_some() {
+                // NotFound only says that it left by itself.
+                let _ = app.fleet.remove(id);
+            }
+            let plane = Plane::new(&spec, app.options.connect_timeout, &app.upstream);
+            let member = Arc::new(Member {
+                plane,
+                text,
+                events: Mutex::new(BTreeMap::new()),
+                loads: Mutex::new(BTreeMap::new()),
+                spec,
+            });
+            let engine = app.fleet.add_member(Arc::clone(&member))?;
+            let watch = liveness::watch(Arc::clone(&engine), member, app.shutdown.clone());
+            tokio::spawn(watch);
+            engine
+        }
+    };
+    if let Err(error) = app.fleet.change_events(&engine, events) {
+        // It serves without them: its cache is not known and earns no credit.
+        tracing::error!(worker = id, %error, "its events can't be subscribed to");
+        engine.notes.lock().last_error = Some(format!("events: {error}"));
+    }
+    if let Some(member) = &engine.member {
+        let card = &member.spec.card;
+        let size = Report {
+            kv_total_blocks: card.total_kv_blocks,
+            max_num_batched_tokens: card.max_num_batched_tokens,
+            ..Report::default()
+        };
+        for dp_rank in 0..engine.spec.dp_size {
+            tell_busy_table(app, Worker::new(id, dp_rank), &size);
+        }
+    }
+    Ok(id)
+}
+
+fn tell_busy_table(app: &App, worker: Worker, report: &Report) {
+    let pools = app.fleet.pools();
+    let pool = pools.iter().find(|pool| pool.members().get(worker.instance_id).is_some());
+    if let Some(pool) = pool {
+        pool.selector.busy.report(worker, report);
+    }
+}
+
+/// The tokenizer of a worker: its card's folder, else that of --tokenizer.
+fn text(app: &App, spec: &WorkerSpec) -> Result<Option<Arc<ModelText>>> {
+    let named = spec.card.tokenizer.as_ref();
+    let opened = named.map(|folder| app.tokenizers.open(folder, app.options.tokenizer_cache_bytes));
+    match (opened, &app.own_text) {
+        (Some(Ok(text)), _) => Ok(Some(text)),
+        (Some(Err(error)), Some(own)) => {
+            tracing::warn!(worker = spec.id, %error, "takes --tokenizer instead");
+            Ok(Some(Arc::clone(own)))
+        }
+        (None, Some(own)) => Ok(Some(Arc::clone(own))),
+        // Only text that is cut into tokens here needs a tokenizer here.
+        (_, None) if spec.is_prefill() || spec.card.model_input == ModelInput::Text => Ok(None),
+        (Some(Err(error)), None) => Err(error),
+        (None, None) => Err(Error::Config(format!(
+            "worker {}: its card names no tokenizer folder, and the frontend has no --tokenizer: give \
+             register_llm the folder of the model (model_path), or the frontend that flag",
+            spec.id
+        ))),
+    }
+}
+
+/// Take a worker's own report of its load.
+///
+/// # Errors
+/// `Config` naming the field; `NotFound` for a worker that is not registered.
+pub(in super::super) fn report(app: &App, json: &str) -> Result<()> {
+    let report = LoadReport::parse(json)?;
+    let unknown = || Error::NotFound(format!("no runtime worker {} is registered", report.id));
+    let engine = app.fleet.engine(report.id).ok_or_else(unknown)?;
+    let member = engine.member.as_ref().ok_or_else(unknown)?;
+    if report.dp_rank >= engine.spec.dp_size {
+        return Err(Error::Config(format!(
+            "load report of worker {}: dp_rank must be below {}, got {}",
+            report.id, engine.spec.dp_size, report.dp_rank
+        )));
+    }
+    let told = Report {
+        kv_used_blocks: report.kv_used_blocks,
+        kv_total_blocks: report.kv_total_blocks,
+        active_decode_blocks: report.active_decode_blocks,
+        active_prefill_tokens: report.active_prefill_tokens,
+        max_num_batched_tokens: None,
+    };
+    tell_busy_table(app, Worker::new(report.id, report.dp_rank), &told);
+    member.loads.lock().insert(report.dp_rank, report);
+    Ok(())
+}

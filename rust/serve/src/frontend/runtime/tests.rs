@@ -1,0 +1,158 @@
+//! Workers of discovery as the frontend takes them, without a network.
+#![allow(clippy::unwrap_used)]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::to_bytes;
+use axum::extract::State;
+use kvflash_core::catalog::{Catalog, Command};
+use kvflash_core::clock::ManualClock;
+use kvflash_core::error::{Error, Result};
+use kvflash_core::select::Overlap;
+use serde_json::{Value, json};
+use tokio::runtime::{Builder, Runtime};
+
+use crate::frontend::engine::EngineNotes;
+use crate::frontend::{FrontendApp, FrontendOptions, admin};
+use crate::{RemoteIndexerOptions, Shutdown};
+
+/// A frontend, the catalog that it subscribes with, and the runtime that its tasks need.
+struct Frontend {
+    app: FrontendApp,
+    catalog: Arc<Catalog>,
+    runtime: Runtime,
+}
+
+impl Frontend {
+    fn new(options: FrontendOptions) -> Self {
+        let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let catalog = Arc::new(Catalog::default());
+        let clock = Arc::new(ManualClock::default());
+        let app = {
+            let _guard = runtime.enter();
+            FrontendApp::new(options, Arc::clone(&catalog), clock, Shutdown::default()).unwrap()
+        };
+        Self { app, catalog, runtime }
+    }
+
+    /// Discovery announces worker 7 of model `m`, with two ranks that publish at these addresses.
+    fn put(&self, endpoints: [&str; 2]) {
+        let _guard = self.runtime.enter();
+        let worker = json!({
+            "id": 7, "plane": {"kind": "tcp", "address": "127.0.0.1:9"}, "endpoint": "n/c/e",
+            "card": {"model_name": "m", "model_input": "text", "dp_size": 2},
+            "events": {"0": {"endpoint": endpoints[0]}, "1": {"endpoint": endpoints[1]}},
+        });
+        assert_eq!(self.app.put_worker(&worker.to_string()).unwrap(), 7);
+    }
+
+    /// Discovery announces worker `id` of model `m`, with so many ranks.
+    fn put_ranks(&self, id: u64, dp_size: u32) -> Result<u64> {
+        let _guard = self.runtime.enter();
+        let worker = json!({
+            "id": id, "plane": {"kind": "tcp", "address": "127.0.0.1:9"}, "endpoint": "n/c/e",
+            "card": {"model_name": "m", "model_input": "text", "dp_size": dp_size},
+        });
+        self.app.put_worker(&worker.to_string())
+    }
+
+    /// What GET /health warns of.
+    fn warnings(&self) -> String {
+        let answer = admin::health(State(Arc::clone(&self.app.app)));
+        let body = self
+            .runtime
+            .block_on(async { to_bytes(answer.await.into_body(), usize::MAX).await.unwrap() });
+        serde_json::from_slice::<Value>(&body).unwrap()["warnings"].to_string()
+    }
+
+    /// The sockets that it has been told to subscribe to.
+    fn subscribed(&self) -> Vec<String> {
+        let orders = std::iter::from_fn(|| self.catalog.commands.next(Duration::ZERO));
+        let endpoint = |order| match order {
+            Command::Subscribe { endpoint, .. } => Some(endpoint),
+            _ => None,
+        };
+        orders.filter_map(endpoint).collect()
+    }
+}
+
+fn remote() -> RemoteIndexerOptions {
+    let (url, deadline) = ("http://127.0.0.1:9".to_owned(), Duration::from_millis(50));
+    RemoteIndexerOptions { url, deadline }
+}
+
+const FIRST: [&str; 2] = ["tcp://h:1", "tcp://h:2"];
+const LATER: [&str; 2] = ["tcp://h:1", "tcp://h:3"];
+
+#[test]
+fn sockets_of_discovery_are_subscribed_to() {
+    let frontend = Frontend::new(FrontendOptions::default());
+    frontend.put(FIRST);
+    assert_eq!(frontend.subscribed(), FIRST);
+    frontend.put(LATER);
+    assert_eq!(frontend.subscribed(), LATER[1..]);
+    assert_eq!(frontend.catalog.publishers().len(), 2);
+}
+
+#[test]
+fn sockets_of_discovery_are_left_alone_where_events_are_not_used() {
+    let set = |edit: fn(&mut FrontendOptions)| {
+        let mut options = FrontendOptions::default();
+        edit(&mut options);
+        options
+    };
+    for (mode, options) in [
+        ("--no-kv-events", set(|options| options.overlap = Overlap::Predictions)),
+        ("--use-remote-indexer", set(|options| options.remote_indexer = Some(remote()))),
+        ("overlap weight 0", set(|options| options.router.overlap_score_weight = 0.0)),
+        ("credit 0", set(|options| options.router.scale.overlap_score_credit = 0.0)),
+        (
+            "--load-aware",
+            set(|options| {
+                options.overlap = Overlap::Predictions;
+                options.router.scale.overlap_score_credit = 0.0;
+            }),
+        ),
+    ] {
+        let frontend = Frontend::new(options);
+        frontend.put(FIRST);
+        frontend.put(LATER);
+        assert!(frontend.subscribed().is_empty(), "{mode}");
+        assert!(frontend.catalog.publishers().is_empty(), "{mode}");
+    }
+}
+
+#[test]
+fn a_worker_whose_ranks_do_not_fit_is_refused_and_comes_when_others_left() {
+    let options = FrontendOptions { overlap: Overlap::Predictions, ..FrontendOptions::default() };
+    let frontend = Frontend::new(options);
+    // 63 of 1,024 ranks, and one of 1,000: 23 are left of 65,535.
+    for id in 1..=63 {
+        frontend.put_ranks(id, 1_024).unwrap();
+    }
+    frontend.put_ranks(64, 1_000).unwrap();
+    assert_eq!(frontend.warnings(), "[]");
+    let error = frontend.put_ranks(165, 24).unwrap_err();
+    assert!(matches!(error, Error::Overloaded(_)), "{error:?}");
+    let wanted = "a router takes at most 65535 data-parallel ranks";
+    assert!(error.to_string().contains(wanted), "{error}");
+    let warnings = frontend.warnings();
+    let wanted = format!("worker 165 in discovery is not taken: {wanted}");
+    assert!(warnings.contains(&wanted) && warnings.contains("got 65536"), "{warnings}");
+    let fleet = &frontend.app.app.fleet;
+    assert!(fleet.engine(165).is_none());
+    assert_eq!(fleet.pools()[0].selector.loads().len(), 65_512, "the others are served");
+    // An engine at an address is learned of later: it does not become healthy, and says why.
+    let engine = fleet.add("http://127.0.0.1:9,dp=24".parse().unwrap()).unwrap();
+    let models = vec![("m".to_owned(), None)];
+    let notes = EngineNotes { models, ..EngineNotes::default() };
+    assert!(matches!(fleet.learned(&engine, notes.clone()), Err(Error::Overloaded(_))));
+    assert!(!engine.is_healthy());
+    assert!(fleet.pools()[0].members().get(engine.id).is_none());
+    frontend.put_ranks(66, 23).unwrap();
+    frontend.app.remove_worker(64).unwrap();
+    frontend.put_ranks(165, 24).unwrap();
+    fleet.learned(&engine, notes).unwrap();
+    assert_eq!(frontend.warnings(), "[]");
+}

@@ -1,0 +1,139 @@
+//! GET /metrics: families that are read anew at each scrape.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use axum::extract::State;
+use axum::response::Response;
+use kvflash_core::text::CacheStats;
+
+use super::super::metrics::escape;
+use super::app::App;
+use super::metrics::{ModelNameLabel, TurnLabel, WorkerLabel};
+
+/// GET /metrics
+pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
+    let prefix = &app.options.metrics_prefix;
+    app.common.expose_with(&app.catalog, &app.more_metrics, prefix, || refill(&app)).await
+}
+
+/// Read what families tell of now.
+fn refill(app: &App) {
+    let metrics = &app.metrics;
+    metrics.in_flight.set(app.in_flight() as i64);
+    // Rebuilt at each scrape, so that a worker that left leaves no label behind.
+    for family in [
+        &metrics.worker_healthy,
+        &metrics.worker_requests,
+        &metrics.worker_failures,
+        &metrics.worker_active_blocks,
+        &metrics.worker_active_prefill,
+        &metrics.worker_active_requests,
+        &metrics.worker_prefill_rate,
+        &metrics.worker_busy,
+    ] {
+        family.clear();
+    }
+    for engine in app.fleet.engines() {
+        let label = WorkerLabel { worker: engine.id.to_string() };
+        metrics.worker_healthy.get_or_create(&label).set(i64::from(engine.is_healthy()));
+        let requests = engine.requests.load(Ordering::Relaxed);
+        metrics.worker_requests.get_or_create(&label).set(requests as i64);
+        metrics.worker_busy.get_or_create(&label).set(0);
+        let failures = engine.failures.load(Ordering::Relaxed);
+        metrics.worker_failures.get_or_create(&label).set(failures as i64);
+    }
+    for pool in app.fleet.pools() {
+        for id in pool.selector.busy.busy(pool.selector.loads()) {
+            let label = WorkerLabel { worker: id.to_string() };
+            metrics.worker_busy.get_or_create(&label).set(1);
+        }
+        for load in pool.selector.loads() {
+            let label = WorkerLabel { worker: load.worker.to_string() };
+            metrics.worker_active_blocks.get_or_create(&label).set(load.blocks as i64);
+            metrics.worker_active_prefill.get_or_create(&label).set(load.prefill_tokens as i64);
+            metrics.worker_active_requests.get_or_create(&label).set(i64::from(load.requests));
+            if let Some(per_s) = load.prefill_tokens_per_s {
+                metrics.worker_prefill_rate.get_or_create(&label).set(per_s as i64);
+            }
+        }
+    }
+    tell_reuse(app);
+    tell_turns(app);
+    tell_queues(app);
+    let journal = app.fleet.journal.stats();
+    metrics.journal_bytes.set(journal.bytes as i64);
+    metrics.journal_records.set(journal.records as i64);
+    metrics.journal_dropped.inner().store(journal.dropped_total, Ordering::Relaxed);
+    let texts = app.tokenizers.loaded();
+    let stats: Vec<_> = texts.iter().map(|text| text.model.tokenizer.cache_stats()).collect();
+    if !stats.is_empty() {
+        let sum = |part: fn(&CacheStats) -> u64| stats.iter().map(part).sum::<u64>() as i64;
+        metrics.tokenizer_hits.set(sum(|one| one.hits_total));
+        metrics.tokenizer_misses.set(sum(|one| one.misses_total));
+        metrics.tokenizer_bytes.set(sum(|one| one.held_bytes));
+    }
+}
+
+/// How far workers' events are believed, and what that follows from.
+fn tell_reuse(app: &App) {
+    let metrics = &app.metrics;
+    metrics.worker_reuse_trust.clear();
+    metrics.worker_reuse_predicted.clear();
+    metrics.worker_reuse_reported.clear();
+    for (worker, view) in app.fleet.pools().iter().flat_map(|pool| pool.selector.reuse.views()) {
+        let label = WorkerLabel { worker: worker.to_string() };
+        metrics.worker_reuse_trust.get_or_create(&label).set(view.credit);
+        for (family, tokens) in [
+            (&metrics.worker_reuse_predicted, view.predicted_tokens),
+            (&metrics.worker_reuse_reported, view.reported_tokens),
+        ] {
+            family.get_or_create(&label).inner().store(tokens, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Who waits for a turn, and what became of those who did.
+fn tell_turns(app: &App) {
+    let metrics = &app.metrics;
+    metrics.turns.clear();
+    metrics.turns_waiting.clear();
+    for pool in app.fleet.pools() {
+        let Some(room) = &pool.waiting else { continue };
+        let (stats, model) = (room.stats(), escape(&pool.name));
+        let waiting = metrics.turns_waiting.get_or_create(&ModelNameLabel { model: model.clone() });
+        waiting.set(stats.queued as i64);
+        for (outcome, count) in [
+            ("granted", stats.admitted_total),
+            ("refused_queue", stats.refused_queue_total),
+            ("refused_client_queue", stats.refused_client_queue_total),
+            ("refused_clients", stats.refused_clients_total),
+            ("expired", stats.expired_total),
+            ("left", stats.cancelled_total),
+        ] {
+            let label = TurnLabel { model: model.clone(), outcome };
+            metrics.turns.get_or_create(&label).inner().store(count, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Who waits for a worker with room to prefill, and what became of those who did.
+fn tell_queues(app: &App) {
+    let metrics = &app.metrics;
+    metrics.queue_pending.clear();
+    metrics.queue_pending_tokens.clear();
+    metrics.queued.clear();
+    // A model's prefill workers have a queue of their own: the sum is told.
+    for pool in app.fleet.pools() {
+        let Some(queue) = &pool.queue else { continue };
+        let (stats, model) = (queue.stats(), escape(&pool.name));
+        let label = ModelNameLabel { model: model.clone() };
+        metrics.queue_pending.get_or_create(&label).inc_by(stats.pending as i64);
+        let tokens = stats.pending_isl_tokens as i64;
+        metrics.queue_pending_tokens.get_or_create(&label).inc_by(tokens);
+        for (outcome, count) in stats.outcomes() {
+            let label = TurnLabel { model: model.clone(), outcome };
+            metrics.queued.get_or_create(&label).inc_by(count);
+        }
+    }
+}

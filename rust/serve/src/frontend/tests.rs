@@ -1,0 +1,262 @@
+//! What operators ask of a frontend with many workers, and what workers cost it that only tell again what
+//! they serve.
+#![allow(clippy::unwrap_used)]
+
+use std::future::Future;
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use axum::body::{Body, to_bytes};
+use axum::extract::State;
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::Response;
+use kvflash_core::catalog::Catalog;
+use kvflash_core::clock::ManualClock;
+use kvflash_core::error::Error;
+use kvflash_core::fair::{LineOrder, Wish};
+use kvflash_core::hash::engine::NameKeys;
+use kvflash_core::ids::Worker;
+use kvflash_core::policy::Policy;
+use kvflash_core::router::RouterConfig;
+use kvflash_core::select::{Ask, Pin, QueueOptions, QueueThreshold};
+use tokio::runtime::{Builder, Runtime};
+
+use super::app::App;
+use super::engine::{Engine, EngineNotes};
+use super::evidence::Expectation;
+use super::{FrontendApp, FrontendOptions, admin, scrape};
+use crate::Shutdown;
+
+/// Whatever takes longer does not come.
+const DEADLINE: Duration = Duration::from_secs(30);
+
+/// A frontend whose engines, numbered from 1, have told that they serve `m`; nobody checks them.
+fn frontend(engines: usize) -> (Arc<App>, Vec<Arc<Engine>>) {
+    let threshold = QueueThreshold { batches: 1.0, batched_tokens: 1 };
+    let max_wait = Duration::from_secs(60);
+    let queue = QueueOptions { threshold, order: LineOrder::Fcfs, limit: 8, max_wait };
+    let options = FrontendOptions {
+        router: RouterConfig { policy: Policy::RoundRobin, ..RouterConfig::default() },
+        queue: Some(queue),
+        ..FrontendOptions::default()
+    };
+    let clock = Arc::new(ManualClock::default());
+    let catalog = Arc::new(Catalog::default());
+    let made = FrontendApp::new(options, catalog, clock, Shutdown::default()).unwrap();
+    let add = |at: usize| {
+        let spec = format!("http://127.0.0.1:{}", 10_000 + at).parse().unwrap();
+        let engine = made.app.fleet.add(spec).unwrap();
+        made.app.fleet.learned(&engine, serving(&[])).unwrap();
+        engine.recovered();
+        engine
+    };
+    let engines = (0..engines).map(add).collect();
+    (Arc::clone(&made.app), engines)
+}
+
+/// What an engine tells that serves `m` and these adapters.
+fn serving(adapters: &[&str]) -> EngineNotes {
+    let adapters = adapters.iter().map(|name| ((*name).to_owned(), Some("m".to_owned())));
+    let models = std::iter::once(("m".to_owned(), None)).chain(adapters).collect();
+    EngineNotes { models, ..EngineNotes::default() }
+}
+
+fn runtime(threads: usize) -> Runtime {
+    Builder::new_multi_thread().worker_threads(threads).enable_all().build().unwrap()
+}
+
+#[test]
+fn scrapes_at_once_tell_of_every_worker() {
+    const WORKERS: usize = 300;
+    const ROUNDS: usize = 40;
+    let (app, _) = frontend(WORKERS);
+    let runtime = runtime(4);
+    // One request waits and one has left: told once in every answer.
+    let line = app.fleet.pools()[0].queue.clone().unwrap();
+    let enter = || {
+        let book = || Err::<(), _>(Error::MustWait("full".to_owned()));
+        line.enter(&Wish::default(), 7, || 0, Arc::new(|| ()), book).unwrap()
+    };
+    let waits = enter();
+    drop(enter());
+    let scrapes: Vec<_> = (0..4)
+        .map(|_| {
+            let app = Arc::clone(&app);
+            runtime.spawn(async move {
+                for _ in 0..ROUNDS {
+                    let answer = scrape::metrics(State(Arc::clone(&app))).await;
+                    let bytes = to_bytes(answer.into_body(), usize::MAX).await.unwrap();
+                    let text = String::from_utf8(bytes.to_vec()).unwrap();
+                    let rows = |name: &str| {
+                        let head = format!("kvflash_worker_{name}{{");
+                        text.lines().filter(|line| line.starts_with(&head)).count()
+                    };
+                    for name in ["healthy", "requests_sent", "busy", "active_blocks"] {
+                        assert_eq!(rows(name), WORKERS, "{name}");
+                    }
+                    for row in [
+                        "queued_total{model=\"m\",outcome=\"left\"} 1",
+                        "queue_pending_requests{model=\"m\"} 1",
+                        "queue_pending_isl_tokens{model=\"m\"} 7",
+                    ] {
+                        assert!(text.contains(&format!("\nkvflash_{row}\n")), "{row}");
+                    }
+                }
+            })
+        })
+        .collect();
+    for scrape in scrapes {
+        runtime.block_on(scrape).unwrap();
+    }
+    drop(waits);
+}
+
+/// On a runtime with one serving thread: while `answer` waits for what `guard` holds, others are served.
+fn hold_up<A, G>(runtime: &Runtime, answer: A, guard: G)
+where
+    A: Future<Output = Response> + Send + 'static,
+{
+    let (begun, has_begun) = mpsc::channel();
+    let answer = runtime.spawn(async move {
+        // No await before the answer: the thread that tells is in it.
+        begun.send(()).unwrap();
+        answer.await.status()
+    });
+    has_begun.recv_timeout(DEADLINE).unwrap();
+    let (served, is_served) = mpsc::channel();
+    let other = runtime.spawn(async move { served.send(()).unwrap() });
+    let outcome = is_served.recv_timeout(DEADLINE);
+    assert!(!answer.is_finished(), "it did not wait for what is held");
+    drop(guard);
+    assert_eq!(runtime.block_on(answer).unwrap(), StatusCode::OK);
+    runtime.block_on(other).unwrap();
+    outcome.expect("the only serving thread was held up");
+}
+
+#[test]
+fn answers_of_every_worker_hold_up_no_connection() {
+    let (app, engines) = frontend(2);
+    app.fleet.learned(&engines[0], serving(&["a"])).unwrap();
+    let (runtime, notes) = (runtime(1), &engines[0].notes);
+    let state = || State(Arc::clone(&app));
+    hold_up(&runtime, admin::workers(state()), notes.lock());
+    hold_up(&runtime, admin::health(state()), notes.lock());
+    hold_up(&runtime, admin::models(state()), notes.lock());
+    // Who serves the adapter is asked of each engine.
+    let asked = Body::from(r#"{"model": "a", "prompt": "b"}"#);
+    hold_up(&runtime, admin::explain(state(), HeaderMap::new(), asked), notes.lock());
+    hold_up(&runtime, scrape::metrics(state()), app.more_metrics.write());
+    // A scrape waits for another one without a thread.
+    let first = runtime.spawn(scrape::metrics(state()));
+    let held = app.more_metrics.write();
+    hold_up(&runtime, scrape::metrics(state()), held);
+    runtime.block_on(first).unwrap();
+}
+
+#[test]
+fn an_engine_that_tells_again_what_it_serves_asks_no_other_one() {
+    let (app, engines) = frontend(3);
+    app.fleet.learned(&engines[2], serving(&["a"])).unwrap();
+    // Whoever looks at the first engine waits for ever.
+    let held = engines[0].notes.lock();
+    let (told, is_told) = mpsc::channel();
+    let last = (Arc::clone(&app), Arc::clone(&engines[2]));
+    let learning = std::thread::spawn(move || {
+        let (app, engine) = last;
+        app.fleet.learned(&engine, serving(&["a"])).unwrap();
+        app.fleet.learned(&engine, serving(&["b"])).unwrap();
+        told.send(()).unwrap();
+    });
+    let outcome = is_told.recv_timeout(DEADLINE);
+    drop(held);
+    learning.join().unwrap();
+    outcome.expect("it waited for another engine's notes");
+    let names = || app.fleet.served().into_iter().map(|(name, _)| name).collect::<Vec<_>>();
+    assert_eq!(names(), ["b", "m"]);
+    app.fleet.learned(&engines[0], serving(&["b"])).unwrap();
+    app.fleet.remove(engines[2].id).unwrap();
+    assert_eq!(names(), ["b", "m"]);
+    app.fleet.learned(&engines[0], serving(&[])).unwrap();
+    assert_eq!(names(), ["m"]);
+    app.fleet.remove(engines[0].id).unwrap();
+    app.fleet.remove(engines[1].id).unwrap();
+    assert!(names().is_empty());
+}
+
+/// A frontend that routes by events, with two workers.
+fn by_events() -> Arc<App> {
+    let clock = Arc::new(ManualClock::default());
+    let options = FrontendOptions::default();
+    let catalog = Arc::new(Catalog::default());
+    let made = FrontendApp::new(options, catalog, clock, Shutdown::default()).unwrap();
+    for port in [10_000, 10_001] {
+        let spec = format!("http://127.0.0.1:{port}").parse().unwrap();
+        let engine = made.app.fleet.add(spec).unwrap();
+        let notes = EngineNotes { block_size: Some(4), ..serving(&[]) };
+        made.app.fleet.learned(&engine, notes).unwrap();
+        engine.recovered();
+    }
+    Arc::clone(&made.app)
+}
+
+/// Worker 2 answers a new prompt, `cached` of whose tokens it has reused.
+fn answer(app: &App, at: u32, cached: Option<u64>) {
+    let pool = app.fleet.pools().remove(0);
+    let tokens: Vec<u32> = (at * 100..at * 100 + 41).collect();
+    let prompt = Arc::new(pool.selector.prompt(&tokens, &NameKeys::default()));
+    let pin = Some(Pin { instance_id: 2, dp_rank: None });
+    let (_booking, selection) = pool.selector.select(&Ask { pin, ..Ask::new(&prompt) }).unwrap();
+    let expected = Expectation { pool: Arc::clone(&pool), prompt, selection };
+    expected.compare(app, Some(41), cached);
+}
+
+#[test]
+fn a_worker_whose_reuse_its_events_do_not_mention_degrades_health() {
+    let app = by_events();
+    let runtime = runtime(1);
+    let health = || {
+        let answer = runtime.block_on(admin::health(State(Arc::clone(&app))));
+        let bytes = runtime.block_on(to_bytes(answer.into_body(), usize::MAX)).unwrap();
+        serde_json::from_slice::<serde_json::Value>(&bytes).unwrap()
+    };
+    let before = health();
+    assert_eq!(before["status"], "healthy");
+    assert_eq!(before["reuse"]["2:0"]["reported"], serde_json::Value::Null);
+    assert_eq!(before["reuse"]["2:0"]["note"], "reuse is not reported yet");
+    (0..20).for_each(|at| answer(&app, at, None));
+    assert_eq!(health()["status"], "healthy");
+    (0..20).for_each(|at| answer(&app, at, Some(40)));
+    let after = health();
+    assert_eq!(after["status"], "degraded");
+    let reason = &after["reasons"][0];
+    assert_eq!((&reason["code"], &reason["worker"]), (&"events_missing".into(), &"2:0".into()));
+    assert!(reason["fix"].as_str().unwrap().contains("events=tcp://"), "{reason}");
+    assert!(after["warnings"].to_string().contains("Is events= missing?"), "{after}");
+    let reuse = &after["reuse"]["2:0"];
+    let tokens = (&reuse["predicted_tokens"], &reuse["reported_tokens"], &reuse["reported"]);
+    assert_eq!(tokens, (&0.into(), &800.into(), &true.into()));
+    assert_eq!(after["reuse"]["1:0"]["trust"], 1.0);
+    let scraped = runtime.block_on(scrape::metrics(State(Arc::clone(&app))));
+    let text = runtime.block_on(to_bytes(scraped.into_body(), usize::MAX)).unwrap();
+    let text = String::from_utf8(text.to_vec()).unwrap();
+    for row in ["trust{worker=\"2:0\"} 0.0", "reported_tokens_total{worker=\"2:0\"} 800"] {
+        assert!(text.contains(&format!("\nkvflash_worker_reuse_{row}\n")), "{row}: {text}");
+    }
+    // It leaves, and takes the evidence along.
+    app.fleet.remove(2).unwrap();
+    assert_eq!(
+        (health()["status"].clone(), health()["reasons"].clone()),
+        ("healthy".into(), serde_json::json!([]))
+    );
+}
+
+#[test]
+fn an_engine_that_counted_another_prompt_says_nothing_of_its_events() {
+    let app = by_events();
+    let pool = app.fleet.pools().remove(0);
+    let prompt = Arc::new(pool.selector.prompt(&[7; 41], &NameKeys::default()));
+    let (booking, selection) = pool.selector.select(&Ask::new(&prompt)).unwrap();
+    let worker: Worker = booking.worker();
+    Expectation { pool: Arc::clone(&pool), prompt, selection }.compare(&app, Some(50), Some(40));
+    assert!(!pool.selector.reuse.views().contains_key(&worker));
+}

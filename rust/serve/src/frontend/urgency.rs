@@ -1,0 +1,149 @@
+//! How urgent a request says it is: one answer, wherever it waits.
+
+use axum::http::HeaderMap;
+use kvflash_core::fair::{Options, Standing, Wish};
+use serde_json::value::RawValue;
+
+use super::super::Reject;
+use super::nvext::Nvext;
+
+/// Lower is earlier, as in the field `priority` of vLLM's bodies.
+const NICE_HEADER: &str = "x-kvflash-priority";
+/// Higher is earlier, as in `nvext.agent_hints.priority`.
+const PRIORITY_HEADER: &str = "x-dynamo-request-priority";
+const STRICT_PRIORITY_HEADER: &str = "x-dynamo-request-strict-priority";
+
+/// What a request says of its urgency.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(super) struct Urgency {
+    /// Requests of a higher number are before all those of lower ones.
+    strict: u32,
+    /// Within these, the higher, the earlier; finite.
+    earliness: f64,
+}
+
+impl Urgency {
+    /// Headers go before the body, and `nvext` before its `field`, which the engine may read in its
+    /// own way: where `is_plain_heard` is false, neither that nor the header of its kind is looked at.
+    ///
+    /// # Errors
+    /// 400, naming header or field, what is legal and what came.
+    pub fn read(
+        headers: &HeaderMap,
+        nvext: &Nvext,
+        field: Option<&RawValue>,
+        is_plain_heard: bool,
+    ) -> Result<Self, Reject> {
+        let header =
+            |name| headers.get(name).map(|value| value.to_str().unwrap_or("no text").trim());
+        let nice = header(NICE_HEADER).filter(|_| is_plain_heard);
+        let nice = nice.map(|text| earliness_of(NICE_HEADER, text)).transpose()?;
+        let jump = header(PRIORITY_HEADER).map(|text| number(PRIORITY_HEADER, text)).transpose()?;
+        let strict = header(STRICT_PRIORITY_HEADER)
+            .map(|text| number(STRICT_PRIORITY_HEADER, text))
+            .transpose()?;
+        let of_body = || {
+            let text = field.map(RawValue::get).filter(|text| is_plain_heard && *text != "null");
+            text.map(|text| earliness_of("priority", text)).transpose()
+        };
+        let earliness = match nice.or(jump).or(nvext.priority()) {
+            Some(earliness) => earliness,
+            None => of_body()?.unwrap_or(0.0),
+        };
+        Ok(Self {
+            strict: strict.or(nvext.strict_priority()).unwrap_or(0),
+            // JSON knows no infinities; a header may. A sum, so that there is no -0 below 0.
+            earliness: if earliness.is_finite() { earliness + 0.0 } else { 0.0 },
+        })
+    }
+
+    /// Where it waits for a worker with room: nobody is put back behind those that say nothing.
+    pub fn wish(self) -> Wish {
+        Wish { strict_priority: self.strict, priority_jump: self.earliness.max(0.0) }
+    }
+
+    /// Where it waits for its client's turn.
+    pub fn turn(self) -> Options {
+        let standing = Standing { strict_priority: self.strict, score: self.earliness };
+        Options { standing, ..Options::default() }
+    }
+}
+
+/// Of a whole number of which a lower one is earlier.
+fn earliness_of(name: &str, text: &str) -> Result<f64, Reject> {
+    let lower_is_earlier = text.parse::<i32>().map_err(|_| {
+        let (low, high) = (i32::MIN, i32::MAX);
+        let text: String = text.chars().take(64).collect();
+        Reject::bad_request(format!("{name}: must be an integer in {low}..={high}, got {text}"))
+    })?;
+    Ok(-f64::from(lower_is_earlier))
+}
+
+fn number<T: std::str::FromStr>(name: &str, text: &str) -> Result<T, Reject> {
+    text.parse().map_err(|_| {
+        let text: String = text.chars().take(64).collect();
+        Reject::bad_request(format!("header {name} must be a number, got {text:?}"))
+    })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// What `headers` and a body's fields come to: before all of a lower one, and how early.
+    fn read(headers: &[(&'static str, &str)], nvext: &str, field: &str) -> (u32, f64) {
+        let urgency = read_where(true, headers, nvext, field).unwrap();
+        assert_eq!(urgency.wish().strict_priority, urgency.turn().standing.strict_priority);
+        assert_eq!(urgency.wish().priority_jump, urgency.turn().standing.score.max(0.0));
+        (urgency.strict, urgency.earliness)
+    }
+
+    fn read_where(
+        is_plain_heard: bool,
+        headers: &[(&'static str, &str)],
+        nvext: &str,
+        field: &str,
+    ) -> Result<Urgency, Reject> {
+        let mut map = HeaderMap::new();
+        for (name, value) in headers {
+            map.insert(*name, value.parse().unwrap());
+        }
+        let raw = |json: &str| RawValue::from_string(json.to_owned()).unwrap();
+        let nvext = Nvext::parse(Some(&raw(nvext))).unwrap();
+        Urgency::read(&map, &nvext, Some(&raw(field)), is_plain_heard)
+    }
+
+    #[test]
+    fn one_answer_from_all_that_says_how_urgent_it_is() {
+        let hints = r#"{"agent_hints": {"priority": 10, "strict_priority": 2}}"#;
+        let (dynamo, own) = ((PRIORITY_HEADER, "2.5"), (NICE_HEADER, "-7"));
+        assert_eq!(read(&[], "{}", "null"), (0, 0.0));
+        assert_eq!(read(&[], "{}", "-3"), (0, 3.0));
+        assert_eq!(read(&[], "{}", "4"), (0, -4.0));
+        assert_eq!(read(&[], hints, "-3"), (2, 10.0));
+        assert_eq!(read(&[dynamo], hints, "-3"), (2, 2.5));
+        assert_eq!(read(&[dynamo, own], hints, "-3"), (2, 7.0));
+        assert_eq!(read(&[(STRICT_PRIORITY_HEADER, "5")], hints, "null"), (5, 10.0));
+        let older = r#"{"agent_hints": {"latency_sensitivity": -1.5}}"#;
+        assert_eq!(read(&[], older, "null"), (0, -1.5));
+        assert_eq!(read(&[(PRIORITY_HEADER, "inf")], hints, "null"), (2, 0.0));
+        assert!(read(&[], "{}", "0").1.is_sign_positive());
+        // Nobody waits by it: it is the engine's own.
+        let unheard = read_where(false, &[own], "{}", r#""soon""#).unwrap();
+        assert_eq!(unheard, Urgency::default());
+    }
+
+    #[test]
+    fn what_is_no_number_is_named() {
+        for (headers, field, text) in [
+            (vec![(STRICT_PRIORITY_HEADER, "-1")], "null", STRICT_PRIORITY_HEADER),
+            (vec![(PRIORITY_HEADER, "soon")], "null", "must be a number, got \"soon\""),
+            (vec![(NICE_HEADER, "1.5")], "null", "x-kvflash-priority: must be an integer in"),
+            (vec![], "[1]", "priority: must be an integer in -2147483648..=2147483647, got [1]"),
+        ] {
+            let error = read_where(true, &headers, "{}", field).unwrap_err();
+            assert!(error.message.contains(text), "{}", error.message);
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! What GET /workers answers, in the shape of the published document.
+
+use std::collections::BTreeMap;
+
+use kvflash_core::catalog::{
+    Catalog, EventCounts, ListenerStatus, ModelIndex, Reason, Report, Trust, TrustState,
+};
+use kvflash_core::ids::{InstanceId, Worker};
+use serde::Serialize;
+
+#[derive(Debug, Serialize)]
+struct Listener {
+    endpoint: String,
+    status: ListenerStatus,
+    trust: Trust,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    replay_endpoint: Option<String>,
+    /// Blocks that a rank's device has, as it was registered.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    capacity_blocks: Option<u64>,
+    /// Blocks held on the device by the fullest of its ranks.
+    device_blocks: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    last_error: Option<String>,
+    last_sequence: Option<u64>,
+    last_event_age_ms: Option<u64>,
+    events: EventCounts,
+}
+
+/// One entry of GET /workers.
+#[derive(Debug, Serialize)]
+pub(super) struct WorkerEntry {
+    instance_id: InstanceId,
+    source: &'static str,
+    status: ListenerStatus,
+    trust: InstanceTrust,
+    model_name: String,
+    tenant_id: String,
+    block_size: Option<u32>,
+    /// Blocks held, all ranks and tiers.
+    blocks: usize,
+    endpoints: BTreeMap<u32, String>,
+    listeners: BTreeMap<u32, Listener>,
+    /// Ranks that only events have named.
+    dynamic_dp_ranks: Vec<u32>,
+}
+
+/// The status of an instance from those of its listeners: failed > pending > active > paused.
+fn aggregate(statuses: impl Iterator<Item = ListenerStatus>) -> ListenerStatus {
+    use ListenerStatus::{Active, Failed, Paused, Pending};
+    let priority = |status: &ListenerStatus| match status {
+        Failed => 3,
+        Pending => 2,
+        Active => 1,
+        Paused => 0,
+    };
+    statuses.max_by_key(priority).unwrap_or(Active)
+}
+
+/// The worst trust of an instance's listeners, with all reasons and whose they are.
+#[derive(Debug, Serialize)]
+struct InstanceTrust {
+    state: TrustState,
+    reasons: Vec<RankReason>,
+}
+
+#[derive(Debug, Serialize)]
+struct RankReason {
+    dp_rank: u32,
+    #[serde(flatten)]
+    reason: Reason,
+}
+
+impl InstanceTrust {
+    fn of(reports: &[Report]) -> Self {
+        let rank_reason = |report: &Report, reason: &Reason| RankReason {
+            dp_rank: report.view.worker.dp_rank,
+            reason: reason.clone(),
+        };
+        Self {
+            state: reports.iter().map(|report| report.trust.state).max().unwrap_or_default(),
+            reasons: reports
+                .iter()
+                .flat_map(|report| report.trust.reasons.iter().map(|r| rank_reason(report, r)))
+                .collect(),
+        }
+    }
+}
+
+/// All instances, optionally of one model, by id.
+pub(super) fn worker_entries(catalog: &Catalog, model_name: Option<&str>) -> Vec<WorkerEntry> {
+    let mut instances: BTreeMap<InstanceId, Vec<Report>> = BTreeMap::new();
+    let wants = |model: &ModelIndex| model_name.is_none_or(|name| model.key.model_name == name);
+    for report in catalog.reports(wants) {
+        instances.entry(report.view.worker.instance_id).or_default().push(report);
+    }
+    instances
+        .into_iter()
+        .map(|(instance_id, reports)| {
+            // A registration belongs to one model and tenant, and an instance to one of them.
+            let model = &reports[0].model;
+            let mut ranks: Vec<u32> =
+                reports.iter().flat_map(|report| report.view.ranks.clone()).collect();
+            ranks.sort_unstable();
+            ranks.dedup();
+            let registered: Vec<u32> = reports.iter().map(|r| r.view.worker.dp_rank).collect();
+            WorkerEntry {
+                instance_id,
+                source: "zmq",
+                status: aggregate(reports.iter().map(|report| report.view.status)),
+                trust: InstanceTrust::of(&reports),
+                model_name: model.key.model_name.clone(),
+                tenant_id: model.key.tenant_id.clone(),
+                block_size: model.block_size(),
+                blocks: ranks
+                    .iter()
+                    .map(|rank| model.index.blocks(Worker::new(instance_id, *rank)))
+                    .sum(),
+                endpoints: reports
+                    .iter()
+                    .map(|report| (report.view.worker.dp_rank, report.view.endpoint.clone()))
+                    .collect(),
+                dynamic_dp_ranks: ranks
+                    .into_iter()
+                    .filter(|rank| !registered.contains(rank))
+                    .collect(),
+                listeners: reports
+                    .into_iter()
+                    .map(|Report { view, trust, .. }| {
+                        let rank = view.worker.dp_rank;
+                        let listener = Listener {
+                            endpoint: view.endpoint,
+                            status: view.status,
+                            trust,
+                            replay_endpoint: view.replay_endpoint,
+                            capacity_blocks: view.capacity_blocks,
+                            device_blocks: view.evidence.device_blocks,
+                            last_error: view.last_error,
+                            last_sequence: view.last_sequence,
+                            last_event_age_ms: view.last_event_age_ms,
+                            events: view.counts,
+                        };
+                        (rank, listener)
+                    })
+                    .collect(),
+            }
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::ListenerStatus::{Active, Failed, Paused, Pending};
+    use super::*;
+
+    #[test]
+    fn status_priority_is_failed_pending_active_paused() {
+        for (statuses, wanted) in [
+            (vec![Failed, Active], Failed),
+            (vec![Pending, Active], Pending),
+            (vec![Active, Paused], Active),
+            (vec![Paused], Paused),
+        ] {
+            assert_eq!(aggregate(statuses.into_iter()), wanted);
+        }
+    }
+}

@@ -1,0 +1,439 @@
+//! Routes of the indexer.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Instant;
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::State;
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, Request, StatusCode, header};
+use axum::middleware::from_fn_with_state;
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use bytes::Bytes;
+use futures_util::future::{BoxFuture, Either};
+use hyper::body::Incoming;
+use hyper_util::service::{TowerToHyperService, TowerToHyperServiceFuture};
+use kvflash_core::catalog::{
+    Catalog, EngineFacts, Identity, ModelKey, Registration, check_is_socket,
+};
+use kvflash_core::error::Result as KvResult;
+use kvflash_core::hash::engine::NameKeys;
+use kvflash_core::ids::Worker;
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+use super::super::body::{self, Unreadable};
+use super::super::metrics::{PREFIX, check_prefix};
+use super::answer::worker_entries;
+use super::dump::{DUMP_TYPE, DumpQuery, Dumps, binary_body, digests, json_body};
+use super::form::{Form, Params};
+use super::metrics::{self, Endpoint, IndexerMetrics};
+use super::openapi::openapi;
+use super::overlap::{find_hashes, find_tokens};
+use super::recover::recover;
+use super::request::{Listener, PeerUrl, Query, QueryByHash, Register, Unregister};
+use super::startup::Startup;
+use crate::Reject;
+
+/// Settings of the indexer's API.
+#[derive(Debug, Clone)]
+pub struct IndexerOptions {
+    /// Largest request body, bytes.
+    pub max_body_bytes: usize,
+    /// Peers to recover from at the start, `http://host:port`; the first healthy one serves.
+    pub peers: Vec<String>,
+    /// Workers that must have registered before GET /ready says so.
+    pub min_initial_workers: usize,
+    /// Serve POST /test/pause_listener and /test/resume_listener.
+    pub test_endpoints: bool,
+    /// What names of metrics begin with.
+    pub metrics_prefix: String,
+}
+
+impl Default for IndexerOptions {
+    fn default() -> Self {
+        Self {
+            max_body_bytes: 8 * 1024 * 1024,
+            peers: Vec::new(),
+            min_initial_workers: 0,
+            test_endpoints: false,
+            metrics_prefix: PREFIX.to_owned(),
+        }
+    }
+}
+
+/// Header of answers that were given before this replica was ready; its value is `false`.
+const NOT_READY: HeaderName = HeaderName::from_static("x-kvflash-ready");
+
+struct App {
+    catalog: Arc<Catalog>,
+    options: IndexerOptions,
+    metrics: Arc<IndexerMetrics>,
+    startup: Arc<Startup>,
+    dumps: Dumps,
+}
+
+/// The indexer's HTTP service over a catalog.
+pub struct IndexerApp;
+
+impl IndexerApp {
+    /// The service over `catalog`, for [`super::super::serve`].
+    ///
+    /// # Errors
+    /// Those of [`Self::router`], which this is, and which tells of peers.
+    ///
+    /// # Cost
+    /// The questions that gateways ask for each prompt take a shorter way than the router's.
+    pub fn service(catalog: Arc<Catalog>, options: IndexerOptions) -> KvResult<IndexerService> {
+        let (app, router) = Self::build(catalog, options)?;
+        Ok(IndexerService { app, router: TowerToHyperService::new(router) })
+    }
+
+    /// The same as routes, to be put among others.
+    ///
+    /// With peers, recovery begins here, in the tokio runtime that this is called in. Publishers wait
+    /// for its end, those that registered before too if [`Catalog::hold`] came first.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a peer that is no URL, `Config` for a prefix of metrics that is none.
+    pub fn router(catalog: Arc<Catalog>, options: IndexerOptions) -> KvResult<Router> {
+        Self::build(catalog, options).map(|(_, router)| router)
+    }
+
+    fn build(catalog: Arc<Catalog>, options: IndexerOptions) -> KvResult<(Arc<App>, Router)> {
+        check_prefix(&options.metrics_prefix)?;
+        let startup = Arc::new(Startup::new(&options.peers, options.min_initial_workers)?);
+        let figures = IndexerMetrics::new(Arc::clone(&catalog), Arc::clone(&startup));
+        let metrics = Arc::new(figures);
+        let counted = from_fn_with_state(Arc::clone(&metrics), metrics::count);
+        if !options.peers.is_empty() {
+            catalog.hold();
+            tokio::spawn(recover(Arc::clone(&catalog), Arc::clone(&startup)));
+        }
+        let app = Arc::new(App { catalog, options, metrics, startup, dumps: Dumps::default() });
+        let mut router = Router::new();
+        if app.options.test_endpoints {
+            router = router
+                .route("/test/pause_listener", post(pause_listener))
+                .route("/test/resume_listener", post(resume_listener));
+        }
+        let router = router
+            .route("/ready", get(ready))
+            .route("/register_peer", post(register_peer))
+            .route("/deregister_peer", post(deregister_peer))
+            .route("/peers", get(peers))
+            .route("/digest", get(digest))
+            .route("/health", get(async || StatusCode::OK))
+            .route(
+                "/metrics",
+                get(async |State(app): State<Arc<App>>| {
+                    app.metrics.expose(&app.options.metrics_prefix)
+                }),
+            )
+            .route("/register", post(register))
+            .route("/unregister", post(unregister))
+            .route("/workers", get(workers))
+            .route("/query", post(query))
+            .route("/query_by_hash", post(query_by_hash))
+            .route("/dump", get(dump))
+            .route("/openapi.json", get(openapi))
+            .fallback(async |mut body: Body| {
+                body::discard(&mut body).await;
+                Reject::new(StatusCode::NOT_FOUND, "no such path").plain()
+            })
+            .method_not_allowed_fallback(async |mut body: Body| {
+                body::discard(&mut body).await;
+                Reject::new(StatusCode::METHOD_NOT_ALLOWED, "this path takes another method")
+                    .plain()
+            })
+            .with_state(Arc::clone(&app))
+            .layer(counted);
+        Ok((app, router))
+    }
+}
+
+/// What [`IndexerApp::service`] makes.
+#[derive(Clone)]
+pub struct IndexerService {
+    app: Arc<App>,
+    router: TowerToHyperService<Router>,
+}
+
+impl crate::App for IndexerService {
+    type Service = Self;
+
+    fn serve_peer(&self, _peer: crate::Peer) -> Self {
+        self.clone()
+    }
+}
+
+impl hyper::service::Service<Request<Incoming>> for IndexerService {
+    type Response = Response;
+    type Error = Infallible;
+    type Future = Either<
+        BoxFuture<'static, Result<Response, Infallible>>,
+        TowerToHyperServiceFuture<Router, Request<Incoming>>,
+    >;
+
+    fn call(&self, request: Request<Incoming>) -> Self::Future {
+        let is_asked = |endpoint: &Endpoint| endpoint.path() == request.uri().path();
+        match Endpoint::ALL.into_iter().find(is_asked) {
+            Some(endpoint) if request.method() == Method::POST => {
+                let app = Arc::clone(&self.app);
+                Either::Left(Box::pin(async move {
+                    let started = Instant::now();
+                    let (head, mut body) = request.into_parts();
+                    let response = app.ask(endpoint, &head.headers, &mut body).await;
+                    app.metrics.count_question(endpoint, response.status().as_u16(), started);
+                    Ok(response)
+                }))
+            }
+            _ => Either::Right(self.router.call(request)),
+        }
+    }
+}
+
+/// The questions alone, over a catalog that another service fills.
+///
+/// # Errors
+/// None, without peers.
+pub(crate) fn query_routes(catalog: Arc<Catalog>, max_body_bytes: usize) -> KvResult<Router> {
+    let options = IndexerOptions { max_body_bytes, ..IndexerOptions::default() };
+    let startup = Arc::new(Startup::new(&[], 0)?);
+    let figures = IndexerMetrics::new(Arc::clone(&catalog), Arc::clone(&startup));
+    let metrics = Arc::new(figures);
+    let app = Arc::new(App { catalog, options, metrics, startup, dumps: Dumps::default() });
+    let routes = Router::new()
+        .route("/query", post(query))
+        .route("/query_by_hash", post(query_by_hash))
+        .route("/dump", get(dump))
+        .route("/digest", get(digest));
+    Ok(routes.with_state(app))
+}
+
+impl App {
+    /// Read a bounded body, parse it, answer.
+    async fn answer<T: DeserializeOwned>(
+        &self,
+        mut body: Body,
+        act: impl FnOnce(&Self, T) -> Result<Response, Reject>,
+    ) -> Response {
+        let request = self.read(&mut body).await.and_then(|bytes| Form::Json.parse(&bytes));
+        match request.and_then(|request| act(self, request)) {
+            Ok(response) => response,
+            Err(reject) => reject.plain(),
+        }
+    }
+
+    /// Answer one of the questions, in whichever forms `headers` say.
+    async fn ask(
+        &self,
+        endpoint: Endpoint,
+        headers: &HeaderMap,
+        body: &mut (impl http_body::Body<Data = Bytes> + Unpin),
+    ) -> Response {
+        let found = self.read(body).await.and_then(|bytes| {
+            let (form, to) = (Form::of_body(headers), Form::of_answer(headers));
+            let found = match endpoint {
+                Endpoint::Query => self.query(&form.parse_question(&bytes)?, to)?,
+                Endpoint::QueryByHash => self.query_by_hash(&form.parse_question(&bytes)?, to)?,
+            };
+            Ok((to, found))
+        });
+        match found {
+            Ok((form, bytes)) => self.mark(overlaps(form, bytes)),
+            Err(reject) => reject.plain(),
+        }
+    }
+
+    fn query(&self, request: &Query, form: Form) -> Result<Vec<u8>, Reject> {
+        let salt = request.salt()?;
+        let model = self.catalog.model(&request.model_name, &request.tenant_id)?;
+        let path = request.lora_path.as_deref().unwrap_or("");
+        let keys = NameKeys {
+            lora: request.lora_name.as_deref().map(|name| (name, path)),
+            cache_salt: salt,
+            media: &request.mm.0,
+            embeds: &request.embeds.0,
+        };
+        Ok(find_tokens(&model, &request.token_ids.0, &keys, form))
+    }
+
+    fn query_by_hash(&self, request: &QueryByHash, form: Form) -> Result<Vec<u8>, Reject> {
+        let model = self.catalog.model(&request.model_name, &request.tenant_id)?;
+        Ok(find_hashes(&model, &request.block_hashes.0, form))
+    }
+
+    async fn read(
+        &self,
+        body: &mut (impl http_body::Body<Data = Bytes> + Unpin),
+    ) -> Result<Bytes, Reject> {
+        let limit = self.options.max_body_bytes;
+        match body::read(body, limit).await {
+            Ok(bytes) => Ok(bytes),
+            Err(Unreadable::TooLarge) => {
+                body::discard(body).await;
+                let message = format!("the body is larger than the limit of {limit} bytes");
+                Err(Reject::new(StatusCode::PAYLOAD_TOO_LARGE, message))
+            }
+            Err(Unreadable::CutOff) => {
+                Err(Reject::bad_request("the body ended before its declared length"))
+            }
+        }
+    }
+
+    /// Answers that were given before this replica was ready say so.
+    fn mark(&self, mut response: Response) -> Response {
+        if !self.startup.is_ready(&self.catalog) {
+            response.headers_mut().insert(NOT_READY, HeaderValue::from_static("false"));
+        }
+        response
+    }
+}
+
+fn json_response(status: StatusCode, body: &impl Serialize) -> Response {
+    match serde_json::to_vec(body) {
+        Ok(bytes) => (status, [(header::CONTENT_TYPE, "application/json")], bytes).into_response(),
+        Err(error) => Reject::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).plain(),
+    }
+}
+
+async fn register(State(app): State<Arc<App>>, body: Body) -> Response {
+    app.answer(body, |app, request: Register| {
+        check_is_socket("endpoint", &request.endpoint)?;
+        if let Some(replay) = &request.replay_endpoint {
+            check_is_socket("replay_endpoint", replay)?;
+        }
+        app.catalog.register(Registration {
+            worker: Worker::new(request.instance_id, request.dp_rank),
+            key: ModelKey { model_name: request.model_name, tenant_id: request.tenant_id },
+            block_size: Some(request.block_size),
+            endpoint: request.endpoint,
+            replay_endpoint: request.replay_endpoint,
+            capacity_blocks: request.capacity_blocks,
+            identity: Identity {
+                lora_name: request.lora_name,
+                cache_salt: request.additional_salt,
+            },
+            facts: EngineFacts {
+                attention_chunk_size: request.attention_chunk_size,
+                offload_chunk: request.offload_chunk,
+            },
+        })?;
+        Ok(json_response(StatusCode::CREATED, &serde_json::json!({"status": "ok"})))
+    })
+    .await
+}
+
+async fn unregister(State(app): State<Arc<App>>, body: Body) -> Response {
+    app.answer(body, |app, request: Unregister| {
+        app.catalog.unregister(
+            request.instance_id,
+            &request.model_name,
+            request.tenant_id.as_deref(),
+            request.dp_rank,
+        )?;
+        Ok(json_response(StatusCode::OK, &serde_json::json!({"status": "ok"})))
+    })
+    .await
+}
+
+#[derive(Debug, Deserialize)]
+struct WorkersFilter {
+    model_name: Option<String>,
+}
+
+async fn workers(State(app): State<Arc<App>>, Params(filter): Params<WorkersFilter>) -> Response {
+    json_response(StatusCode::OK, &worker_entries(&app.catalog, filter.model_name.as_deref()))
+}
+
+async fn query(State(app): State<Arc<App>>, headers: HeaderMap, mut body: Body) -> Response {
+    app.ask(Endpoint::Query, &headers, &mut body).await
+}
+
+async fn query_by_hash(
+    State(app): State<Arc<App>>,
+    headers: HeaderMap,
+    mut body: Body,
+) -> Response {
+    app.ask(Endpoint::QueryByHash, &headers, &mut body).await
+}
+
+fn overlaps(form: Form, bytes: Vec<u8>) -> Response {
+    let mut response = Response::new(Body::from(bytes));
+    let media_type = HeaderValue::from_static(form.media_type());
+    response.headers_mut().insert(header::CONTENT_TYPE, media_type);
+    response
+}
+
+async fn dump(State(app): State<Arc<App>>, Params(query): Params<DumpQuery>) -> Response {
+    let reading = match app.dumps.begin() {
+        Ok(reading) => reading,
+        Err(reject) => return reject.plain(),
+    };
+    let (kind, body) = match query.format.as_deref() {
+        None | Some("json") => ("application/json", json_body(&app.catalog, &query, reading)),
+        Some("snapshot") => (DUMP_TYPE, binary_body(&app.catalog, &query, reading)),
+        Some(other) => {
+            let message = format!("format must be json or snapshot, got {other:?}");
+            return Reject::bad_request(message).plain();
+        }
+    };
+    app.mark((StatusCode::OK, [(header::CONTENT_TYPE, kind)], body).into_response())
+}
+
+async fn digest(State(app): State<Arc<App>>, Params(query): Params<DumpQuery>) -> Response {
+    match app.dumps.begin() {
+        Ok(reading) => {
+            app.mark(json_response(StatusCode::OK, &digests(&app.catalog, &query, &reading)))
+        }
+        Err(reject) => reject.plain(),
+    }
+}
+
+async fn ready(State(app): State<Arc<App>>) -> Response {
+    let (is_ready, answer) = app.startup.answer(&app.catalog);
+    if is_ready {
+        return json_response(StatusCode::OK, &answer);
+    }
+    let mut response = json_response(StatusCode::SERVICE_UNAVAILABLE, &answer);
+    response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+    response
+}
+
+async fn register_peer(State(app): State<Arc<App>>, body: Body) -> Response {
+    app.answer(body, |app, request: PeerUrl| {
+        app.startup.add_peer(&request.url)?;
+        Ok(json_response(StatusCode::CREATED, &serde_json::json!({"status": "ok"})))
+    })
+    .await
+}
+
+async fn deregister_peer(State(app): State<Arc<App>>, body: Body) -> Response {
+    app.answer(body, |app, request: PeerUrl| {
+        app.startup.remove_peer(&request.url)?;
+        Ok(json_response(StatusCode::OK, &serde_json::json!({"status": "ok"})))
+    })
+    .await
+}
+
+async fn peers(State(app): State<Arc<App>>) -> Response {
+    json_response(StatusCode::OK, &app.startup.peers())
+}
+
+async fn pause_listener(State(app): State<Arc<App>>, body: Body) -> Response {
+    set_paused(&app, body, true).await
+}
+
+async fn resume_listener(State(app): State<Arc<App>>, body: Body) -> Response {
+    set_paused(&app, body, false).await
+}
+
+async fn set_paused(app: &App, body: Body, is_paused: bool) -> Response {
+    app.answer(body, |app, request: Listener| {
+        app.catalog.pause(Worker::new(request.instance_id, request.dp_rank), is_paused)?;
+        Ok(json_response(StatusCode::OK, &serde_json::json!({"status": "ok"})))
+    })
+    .await
+}

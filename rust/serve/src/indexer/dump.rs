@@ -1,0 +1,241 @@
+//! GET /dump and GET /digest: what is held, made publisher by publisher while it is sent.
+
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::fmt::Write;
+use std::iter::once;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use axum::body::Body;
+use axum::http::StatusCode;
+use bytes::Bytes;
+use futures_util::stream;
+use kvflash_core::catalog::{self, Catalog, ModelIndex, ModelKey, Part};
+use kvflash_core::ids::InstanceId;
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::Xxh3;
+
+use super::super::Reject;
+
+/// Media type of the binary form.
+pub(super) const DUMP_TYPE: &str = "application/vnd.kvflash.dump";
+
+/// Dumps that may be read at once.
+const DUMPS_MAX: usize = 4;
+
+/// A dump whose reader asked for nothing for so long does not count as read any more, in seconds.
+const IDLE_S: u64 = 30;
+
+/// What of it is asked for.
+#[derive(Debug, Default, Deserialize)]
+pub(super) struct DumpQuery {
+    pub format: Option<String>,
+    pub model_name: Option<String>,
+    pub tenant_id: Option<String>,
+}
+
+impl DumpQuery {
+    fn wants(&self, key: &ModelKey) -> bool {
+        let is_fit = |wanted: &Option<String>, name: &str| {
+            wanted.as_deref().is_none_or(|wanted| wanted == name)
+        };
+        is_fit(&self.model_name, &key.model_name) && is_fit(&self.tenant_id, &key.tenant_id)
+    }
+}
+
+/// Who reads dumps just now.
+pub(super) struct Dumps {
+    since: Instant,
+    readers: Mutex<Vec<Arc<AtomicU64>>>,
+}
+
+/// The right to read one; given back when dropped.
+pub(super) struct Reading {
+    since: Instant,
+    /// Seconds from `since` to when its reader asked last.
+    asked: Arc<AtomicU64>,
+}
+
+impl Default for Dumps {
+    fn default() -> Self {
+        Self { since: Instant::now(), readers: Mutex::default() }
+    }
+}
+
+impl Dumps {
+    /// # Errors
+    /// 503 while as many are read as may be.
+    pub fn begin(&self) -> Result<Reading, Reject> {
+        let mut readers = self.readers.lock();
+        readers.retain(|reader| Arc::strong_count(reader) > 1);
+        let now = self.since.elapsed().as_secs();
+        // Relaxed: a clock reading that guards nothing.
+        let is_busy = |reader: &&Arc<AtomicU64>| reader.load(Ordering::Relaxed) + IDLE_S >= now;
+        if readers.iter().filter(is_busy).count() >= DUMPS_MAX {
+            let message = format!("{DUMPS_MAX} dumps are being read, which is the limit");
+            let mut reject = Reject::new(StatusCode::SERVICE_UNAVAILABLE, message);
+            reject.retry_after_s = Some(1);
+            return Err(reject);
+        }
+        let asked = Arc::new(AtomicU64::new(now));
+        readers.push(Arc::clone(&asked));
+        Ok(Reading { since: self.since, asked })
+    }
+}
+
+impl Reading {
+    fn ask(&self) {
+        self.asked.store(self.since.elapsed().as_secs(), Ordering::Relaxed);
+    }
+}
+
+/// Models that `query` wants, each with its parts.
+fn models(catalog: &Catalog, query: &DumpQuery) -> Vec<(Arc<ModelIndex>, Vec<Part>)> {
+    let mut parts: BTreeMap<ModelKey, Vec<Part>> = BTreeMap::new();
+    for part in catalog::parts(catalog) {
+        parts.entry(part.model.key.clone()).or_default().push(part);
+    }
+    let models = catalog.models().into_iter().filter(|model| query.wants(&model.key));
+    models
+        .map(|model| {
+            let parts = parts.remove(&model.key).unwrap_or_default();
+            (model, parts)
+        })
+        .collect()
+}
+
+/// `{"model:tenant": {"block_size": N, "model_name": .., "tenant_id": .., "events": [...], "watermarks":
+/// [...]}, ...}`; events are numbered from 0 in each model.
+///
+/// # Cost
+/// One publisher's events in memory at a time, however slowly the client reads.
+pub(super) fn json_body(catalog: &Catalog, query: &DumpQuery, reading: Reading) -> Body {
+    let all = models(catalog, query).into_iter().enumerate();
+    let chunks = all.flat_map(move |(at, (model, parts))| {
+        let mut event_id = 0;
+        let mut marks: Vec<String> = Vec::new();
+        // One element more than there are parts: the last one closes the model.
+        let mut parts = parts.into_iter();
+        let mut is_open = true;
+        let body = std::iter::from_fn(move || {
+            if let Some(part) = parts.next() {
+                return Some(part_events(&part, &mut event_id, &mut marks));
+            }
+            std::mem::take(&mut is_open)
+                .then(|| format!("],\"watermarks\":[{}]}}", marks.join(",")))
+        });
+        once(model_head(at, &model)).chain(body)
+    });
+    body(once("{".to_owned()).chain(chunks).chain(once("}".to_owned())), reading)
+}
+
+fn body(chunks: impl Iterator<Item = impl Into<Bytes>> + Send + 'static, reading: Reading) -> Body {
+    let chunks = chunks.map(move |chunk| {
+        reading.ask();
+        let chunk: Bytes = chunk.into();
+        chunk
+    });
+    let chunks = chunks.filter(|chunk| !chunk.is_empty()).map(Ok::<_, Infallible>);
+    Body::from_stream(stream::iter(chunks))
+}
+
+fn model_head(at: usize, model: &ModelIndex) -> String {
+    let separator = if at == 0 { "" } else { "," };
+    let [key, model_name, tenant_id] =
+        [&model.key.to_string(), &model.key.model_name, &model.key.tenant_id]
+            .map(|name| serde_json::Value::from(name.as_str()));
+    let block_size = serde_json::Value::from(model.block_size());
+    format!(
+        "{separator}{key}:{{\"block_size\":{block_size},\"model_name\":{model_name},\
+         \"tenant_id\":{tenant_id},\"events\":["
+    )
+}
+
+fn part_events(part: &Part, event_id: &mut u64, marks: &mut Vec<String>) -> String {
+    // Sorting a large worker's blocks takes milliseconds: other connections go on meanwhile.
+    let (events, mark) = tokio::task::block_in_place(|| part.events());
+    marks.push(serde_json::to_string(&mark).unwrap_or_default());
+    let mut text = String::new();
+    for event in events {
+        let separator = if *event_id == 0 { "" } else { "," };
+        // Writing to a String cannot fail.
+        let _ = write!(text, "{separator}{}", event.numbered(*event_id).to_json());
+        *event_id += 1;
+    }
+    text
+}
+
+/// The binary form: `catalog/transfer.rs` says how it looks.
+pub(super) fn binary_body(catalog: &Catalog, query: &DumpQuery, reading: Reading) -> Body {
+    let parts = models(catalog, query).into_iter().flat_map(|(_, parts)| parts);
+    let chunks = parts.map(|part| {
+        tokio::task::block_in_place(|| part.encode()).unwrap_or_else(|error| {
+            tracing::error!(worker = %part.worker, %error, "left out of a dump");
+            Vec::new()
+        })
+    });
+    let head = once(catalog::MAGIC.to_vec());
+    body(head.chain(chunks).chain(once(vec![0; 8])), reading)
+}
+
+#[derive(Debug, Serialize)]
+struct WorkerDigest {
+    instance_id: InstanceId,
+    dp_rank: u32,
+    blocks: usize,
+    digest: String,
+    last_sequence: Option<u64>,
+}
+
+/// One model of GET /digest.
+#[derive(Debug, Serialize)]
+pub(super) struct ModelDigest {
+    model_name: String,
+    tenant_id: String,
+    block_size: Option<u32>,
+    blocks: usize,
+    digest: String,
+    workers: Vec<WorkerDigest>,
+}
+
+/// What is held, in a few bytes a worker: replicas that hold the same answer the same.
+///
+/// # Cost
+/// One worker's blocks in memory at a time, 48 bytes each.
+pub(super) fn digests(catalog: &Catalog, query: &DumpQuery, reading: &Reading) -> Vec<ModelDigest> {
+    let digest_of = |(model, parts): (Arc<ModelIndex>, Vec<Part>)| {
+        let mut workers = Vec::new();
+        for part in parts {
+            reading.ask();
+            workers.extend(tokio::task::block_in_place(|| part.digests()));
+        }
+        workers.sort_unstable_by_key(|digest| digest.worker);
+        let mut hash = Xxh3::new();
+        for digest in &workers {
+            let words = [digest.worker.instance_id, digest.worker.dp_rank.into(), digest.digest];
+            words.iter().for_each(|word| hash.update(&word.to_le_bytes()));
+        }
+        ModelDigest {
+            model_name: model.key.model_name.clone(),
+            tenant_id: model.key.tenant_id.clone(),
+            block_size: model.block_size(),
+            blocks: workers.iter().map(|digest| digest.blocks).sum(),
+            digest: format!("{:016x}", hash.digest()),
+            workers: workers
+                .into_iter()
+                .map(|digest| WorkerDigest {
+                    instance_id: digest.worker.instance_id,
+                    dp_rank: digest.worker.dp_rank,
+                    blocks: digest.blocks,
+                    digest: format!("{:016x}", digest.digest),
+                    last_sequence: digest.last_sequence,
+                })
+                .collect(),
+        }
+    };
+    // A model that nobody holds anything of has no digest either: whoever never heard of it agrees.
+    models(catalog, query).into_iter().map(digest_of).filter(|model| model.blocks > 0).collect()
+}

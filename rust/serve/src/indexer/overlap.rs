@@ -1,0 +1,318 @@
+//! What POST /query and /query_by_hash answer, written as it is found: answers name every worker of a
+//! model, and with thousands of them the writing is most of the work.
+
+use std::cell::RefCell;
+
+use kvflash_core::catalog::{Catalog, ModelIndex, PromptNames, Reuse};
+use kvflash_core::error::Result;
+use kvflash_core::hash::engine::NameKeys;
+use kvflash_core::ids::{InstanceId, Worker};
+use kvflash_core::index::Matches;
+
+use super::form::Form;
+
+/// Bytes that a worker takes in an answer, about; room is made once.
+const BYTES_PER_WORKER: usize = 112;
+
+/// One worker in the answer; all counts in tokens, tiers cumulative.
+#[derive(Debug, Clone, Copy)]
+struct Row {
+    worker: Worker,
+    gpu: u64,
+    cpu: u64,
+    disk: u64,
+}
+
+/// Buffers of a thread's queries.
+#[derive(Default)]
+struct Room {
+    matches: Matches,
+    exact: Vec<Reuse>,
+    rows: Vec<Row>,
+    frequencies: Vec<u32>,
+}
+
+thread_local! {
+    static ROOM: RefCell<Room> = RefCell::default();
+}
+
+/// The answer for a prompt, as JSON.
+///
+/// # Errors
+/// `NotFound` for an unknown model and tenant.
+pub fn query_tokens(
+    catalog: &Catalog,
+    (model_name, tenant_id): (&str, &str),
+    token_ids: &[u32],
+    keys: &NameKeys<'_>,
+) -> Result<Vec<u8>> {
+    let model = catalog.model(model_name, tenant_id)?;
+    Ok(find_tokens(&model, token_ids, keys, Form::Json))
+}
+
+/// The answer for a prompt.
+pub(super) fn find_tokens(
+    model: &ModelIndex,
+    token_ids: &[u32],
+    keys: &NameKeys<'_>,
+    form: Form,
+) -> Vec<u8> {
+    let names = model.names(token_ids, keys);
+    find(model, &model.locals(token_ids, keys), &names, token_ids.len() as u64, form)
+}
+
+/// The answer for local block hashes; what workers with several cache groups hold can't be told without the
+/// prompt's tokens, unless their events tell which block a name stands for.
+pub(super) fn find_hashes(model: &ModelIndex, locals: &[u64], form: Form) -> Vec<u8> {
+    let tokens = locals.len() as u64 * u64::from(model.block_size().unwrap_or(0)) + 1;
+    find(model, locals, &PromptNames::default(), tokens, form)
+}
+
+/// Registered workers without a match have zeros. Empty while the index has no block size.
+fn find(
+    model: &ModelIndex,
+    locals: &[u64],
+    names: &PromptNames,
+    tokens: u64,
+    form: Form,
+) -> Vec<u8> {
+    ROOM.with_borrow_mut(|room| {
+        let Room { matches, exact, rows, frequencies } = room;
+        rows.clear();
+        frequencies.clear();
+        if let Some(block_size) = model.block_size() {
+            model.find(locals, names, tokens, matches, exact);
+            matches.frequencies(frequencies);
+            matches.sort();
+            merge(matches, exact, &model.workers(), block_size, rows);
+        }
+        write(rows, frequencies, form)
+    })
+}
+
+/// All in ascending order of worker. What is known to the token stands instead of whole blocks.
+fn merge(
+    matches: &Matches,
+    exact: &[Reuse],
+    registered: &[Worker],
+    block_size: u32,
+    rows: &mut Vec<Row>,
+) {
+    let tokens = |blocks: u32| u64::from(blocks) * u64::from(block_size);
+    let none = |worker: &Worker| Row { worker: *worker, gpu: 0, cpu: 0, disk: 0 };
+    let mut rest = registered;
+    for found in matches.as_slice() {
+        let before = rest.partition_point(|worker| *worker < found.worker);
+        rows.extend(rest[..before].iter().map(none));
+        let is_registered = rest.get(before) == Some(&found.worker);
+        rest = &rest[before + usize::from(is_registered)..];
+        rows.push(Row {
+            worker: found.worker,
+            gpu: tokens(found.device),
+            cpu: tokens(found.host),
+            // Shared storage counts as disk, as in the published API.
+            disk: tokens(found.disk.max(found.external)),
+        });
+    }
+    rows.extend(rest.iter().map(none));
+    for reuse in exact {
+        if let Ok(at) = rows.binary_search_by_key(&reuse.worker, |row| row.worker) {
+            let Reuse { worker, device, host, disk } = *reuse;
+            rows[at] = Row { worker, gpu: device.into(), cpu: host.into(), disk: disk.into() };
+        }
+    }
+}
+
+fn write(rows: &[Row], frequencies: &[u32], form: Form) -> Vec<u8> {
+    let out = Vec::with_capacity(64 + rows.len() * BYTES_PER_WORKER + frequencies.len() * 6);
+    match form {
+        Form::Json => write_with(JsonPen(out), rows, frequencies),
+        Form::Msgpack => write_with(MsgpackPen(out), rows, frequencies),
+    }
+}
+
+fn write_with<P: Pen>(mut pen: P, rows: &[Row], frequencies: &[u32]) -> Vec<u8> {
+    let instances = || rows.chunk_by(|a, b| a.worker.instance_id == b.worker.instance_id);
+    let count = instances().count();
+    pen.open_map(3);
+    pen.key("scores");
+    pen.open_map(count);
+    for ranks in instances() {
+        pen.number_key(instance_of(ranks));
+        write_ranks(&mut pen, ranks);
+    }
+    pen.close_map();
+    pen.key("frequencies");
+    pen.open_list(frequencies.len());
+    frequencies.iter().for_each(|workers| pen.number(u64::from(*workers)));
+    pen.close_list();
+    pen.key("instances");
+    pen.open_map(count);
+    for ranks in instances() {
+        let best = |count: fn(&Row) -> u64| ranks.iter().map(count).max().unwrap_or(0);
+        let (gpu, cpu, disk) = (best(|row| row.gpu), best(|row| row.cpu), best(|row| row.disk));
+        pen.number_key(instance_of(ranks));
+        pen.open_map(5);
+        pen.key("longest_matched");
+        pen.number(gpu.max(cpu).max(disk));
+        pen.key("gpu");
+        pen.number(gpu);
+        pen.key("dp");
+        write_ranks(&mut pen, ranks);
+        pen.key("cpu");
+        pen.number(cpu);
+        pen.key("disk");
+        pen.number(disk);
+        pen.close_map();
+    }
+    pen.close_map();
+    pen.close_map();
+    pen.done()
+}
+
+fn instance_of(ranks: &[Row]) -> InstanceId {
+    ranks.first().map_or(0, |row| row.worker.instance_id)
+}
+
+fn write_ranks(pen: &mut impl Pen, ranks: &[Row]) {
+    pen.open_map(ranks.len());
+    for row in ranks {
+        pen.number_key(u64::from(row.worker.dp_rank));
+        pen.number(row.gpu);
+    }
+    pen.close_map();
+}
+
+/// What writes an answer. Keys are text in both forms: not every msgpack reader takes others.
+trait Pen {
+    fn open_map(&mut self, len: usize);
+    fn close_map(&mut self);
+    fn open_list(&mut self, len: usize);
+    fn close_list(&mut self);
+    fn key(&mut self, key: &str);
+    fn number(&mut self, number: u64);
+    fn done(self) -> Vec<u8>;
+
+    fn number_key(&mut self, number: u64) {
+        self.key(itoa::Buffer::new().format(number));
+    }
+}
+
+/// Keys are names of fields and digits: nothing to escape.
+struct JsonPen(Vec<u8>);
+
+impl JsonPen {
+    fn separate(&mut self) {
+        if !matches!(self.0.last(), None | Some(b'{' | b'[' | b':')) {
+            self.0.push(b',');
+        }
+    }
+}
+
+impl Pen for JsonPen {
+    fn open_map(&mut self, _len: usize) {
+        self.0.push(b'{');
+    }
+
+    fn close_map(&mut self) {
+        self.0.push(b'}');
+    }
+
+    fn open_list(&mut self, _len: usize) {
+        self.0.push(b'[');
+    }
+
+    fn close_list(&mut self) {
+        self.0.push(b']');
+    }
+
+    fn key(&mut self, key: &str) {
+        self.separate();
+        self.0.push(b'"');
+        self.0.extend_from_slice(key.as_bytes());
+        self.0.extend_from_slice(b"\":");
+    }
+
+    fn number(&mut self, number: u64) {
+        self.separate();
+        self.0.extend_from_slice(itoa::Buffer::new().format(number).as_bytes());
+    }
+
+    fn done(self) -> Vec<u8> {
+        self.0
+    }
+}
+
+/// Writing to a Vec cannot fail, and no answer has 2^32 entries.
+struct MsgpackPen(Vec<u8>);
+
+impl Pen for MsgpackPen {
+    fn open_map(&mut self, len: usize) {
+        let _ = rmp::encode::write_map_len(&mut self.0, len as u32);
+    }
+
+    fn close_map(&mut self) {}
+
+    fn open_list(&mut self, len: usize) {
+        let _ = rmp::encode::write_array_len(&mut self.0, len as u32);
+    }
+
+    fn close_list(&mut self) {}
+
+    fn key(&mut self, key: &str) {
+        let _ = rmp::encode::write_str(&mut self.0, key);
+    }
+
+    fn number(&mut self, number: u64) {
+        let _ = rmp::encode::write_uint(&mut self.0, number);
+    }
+
+    fn done(self) -> Vec<u8> {
+        self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvflash_core::ids::Tier;
+    use kvflash_core::index::{Block, BlockIndex, DEFAULT_SEED, Options, OracleIndex};
+
+    #[test]
+    fn answer_is_in_tokens_with_zeros_for_the_registered_rest() {
+        let index = OracleIndex::new(Options::default());
+        let block = |n: u64| Block { engine_hash: n, local_hash: n };
+        let store = |worker, tier, parent: Option<u64>, blocks: &[Block]| {
+            index.store(worker, tier, parent, DEFAULT_SEED, blocks);
+        };
+        store(Worker::new(1, 0), Tier::Device, None, &[block(1), block(2)]);
+        store(Worker::new(1, 0), Tier::Host, Some(2), &[block(3)]);
+        store(Worker::new(1, 1), Tier::Device, None, &[block(1)]);
+        store(Worker::new(1, 1), Tier::External, Some(1), &[block(2), block(3), block(4)]);
+        store(Worker::new(10, 0), Tier::Device, None, &[block(1)]);
+        let mut matches = Matches::default();
+        index.find_matches(&[1, 2, 3, 4], &mut matches);
+        matches.sort();
+        let (mut rows, mut frequencies) = (Vec::new(), Vec::new());
+        let registered = [Worker::new(0, 3), Worker::new(1, 0), Worker::new(2, 1)];
+        merge(&matches, &[], &registered, 16, &mut rows);
+        matches.frequencies(&mut frequencies);
+        let wanted = serde_json::json!({
+            "scores": {"0": {"3": 0}, "1": {"0": 32, "1": 16}, "2": {"1": 0}, "10": {"0": 16}},
+            "frequencies": [3, 1],
+            "instances": {
+                "0": {"longest_matched": 0, "gpu": 0, "dp": {"3": 0}, "cpu": 0, "disk": 0},
+                "1": {"longest_matched": 64, "gpu": 32, "dp": {"0": 32, "1": 16}, "cpu": 48, "disk": 64},
+                "2": {"longest_matched": 0, "gpu": 0, "dp": {"1": 0}, "cpu": 0, "disk": 0},
+                "10": {"longest_matched": 16, "gpu": 16, "dp": {"0": 16}, "cpu": 16, "disk": 16},
+            },
+        });
+        let json = write(&rows, &frequencies, Form::Json);
+        assert_eq!(String::from_utf8_lossy(&json), wanted.to_string(), "no space, keys in order");
+        let msgpack = write(&rows, &frequencies, Form::Msgpack);
+        let read: serde_json::Value = rmp_serde::from_slice(&msgpack).expect("what was written");
+        assert_eq!(read, wanted);
+        let empty = write(&[], &[], Form::Json);
+        assert_eq!(empty, br#"{"scores":{},"frequencies":[],"instances":{}}"#);
+    }
+}

@@ -1,0 +1,270 @@
+//! Taking over what a peer holds, before the own events are read.
+
+use std::io::{self, BufReader, Read};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use axum::http::{Request, StatusCode, header};
+use bytes::{Buf, Bytes};
+use http_body_util::{BodyExt, Empty, Limited};
+use hyper::body::Incoming;
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
+use kvflash_core::catalog::{
+    Catalog, ListenerStatus, Progress, TransferError, restore, restore_json,
+};
+use serde::Deserialize;
+use tokio::sync::mpsc;
+use tokio::time::{sleep, timeout};
+
+use super::dump::DUMP_TYPE;
+use super::startup::{Phase, Startup};
+
+/// Listeners get so long to connect before the dump is asked for, so that nothing is published between
+/// the two that neither has.
+const LISTENERS_WAIT: Duration = Duration::from_secs(1);
+
+/// Peers that do not answer yet, or look for a peer themselves, are asked again for so long.
+const PEERS_WAIT: Duration = Duration::from_secs(1);
+
+/// A peer that is loading itself is waited for so long.
+const LOADING_PEER_WAIT: Duration = Duration::from_secs(30);
+
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// A dump of which nothing comes for so long is given up; also how long a peer may think before its head.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The answer of GET /ready is small.
+const READY_BYTES_MAX: usize = 1024 * 1024;
+
+type HttpClient = Client<HttpConnector, Empty<Bytes>>;
+
+/// What a peer can do for us.
+enum Peer {
+    /// Its dump is worth reading.
+    Healthy,
+    /// It is loading a dump itself, and will have one soon.
+    Loading,
+    /// It has nothing more than we have.
+    Looking,
+}
+
+/// Recovers from the first healthy peer, then lets the publishers read. Whatever happens, it ends.
+pub(super) async fn recover(catalog: Arc<Catalog>, startup: Arc<Startup>) {
+    wait_for_listeners(&catalog).await;
+    let mut connector = HttpConnector::new();
+    connector.set_nodelay(true);
+    connector.set_connect_timeout(Some(CONNECT_TIMEOUT));
+    let client = Client::builder(TokioExecutor::new()).build(connector);
+    let peer = first_healthy(&client, &catalog, &startup).await;
+    match peer {
+        Some((peer, progress)) => tracing::info!(
+            peer,
+            publishers = progress.publishers,
+            workers = progress.workers,
+            blocks = progress.blocks,
+            skipped = progress.skipped_count,
+            "recovered"
+        ),
+        None => tracing::warn!("no peer to recover from: starting with what the engines replay"),
+    }
+    startup.update(|recovery| recovery.phase = Phase::Done);
+    catalog.release();
+}
+
+/// The peer that was recovered from. Those whose dump is none are asked once, the others until time is up.
+async fn first_healthy(
+    client: &HttpClient,
+    catalog: &Arc<Catalog>,
+    startup: &Arc<Startup>,
+) -> Option<(String, Progress)> {
+    let began = Instant::now();
+    let mut broken: Vec<(String, String)> = Vec::new();
+    loop {
+        let mut waits = PEERS_WAIT;
+        let mut errors = Vec::new();
+        for peer in startup.peers() {
+            if broken.iter().any(|(known, _)| *known == peer) {
+                continue;
+            }
+            match look_at(client, &peer).await {
+                Ok(Peer::Healthy) => match load(client, &peer, catalog, startup).await {
+                    Ok(progress) => {
+                        broken.iter().chain(&errors).for_each(|(p, why)| startup.failed(p, why));
+                        return Some((peer, progress));
+                    }
+                    Err(error) => {
+                        startup.update(|recovery| {
+                            (recovery.phase, recovery.peer) = (Phase::Looking, None);
+                        });
+                        broken.push((peer, error));
+                    }
+                },
+                Ok(Peer::Loading) => {
+                    waits = LOADING_PEER_WAIT;
+                    errors.push((peer, "it is loading a dump itself".to_owned()));
+                }
+                Ok(Peer::Looking) => {
+                    errors.push((peer, "it is looking for a peer itself".to_owned()));
+                }
+                Err(error) => errors.push((peer, error)),
+            }
+        }
+        if errors.is_empty() || began.elapsed() > waits {
+            broken.iter().chain(&errors).for_each(|(peer, why)| startup.failed(peer, why));
+            return None;
+        }
+        sleep(Duration::from_millis(100)).await;
+    }
+}
+
+async fn wait_for_listeners(catalog: &Catalog) {
+    let deadline = Instant::now() + LISTENERS_WAIT;
+    let is_pending = || {
+        catalog
+            .publishers()
+            .iter()
+            .any(|publisher| publisher.view().status == ListenerStatus::Pending)
+    };
+    while is_pending() && Instant::now() < deadline {
+        sleep(Duration::from_millis(10)).await;
+    }
+}
+
+async fn get(client: &HttpClient, url: &str) -> Result<hyper::Response<Incoming>, String> {
+    let request = Request::get(url)
+        .header(header::ACCEPT, format!("{DUMP_TYPE}, application/json"))
+        .body(Empty::new())
+        .map_err(|error| error.to_string())?;
+    match timeout(IDLE_TIMEOUT, client.request(request)).await {
+        Err(_) => Err(format!("no answer within {} s", IDLE_TIMEOUT.as_secs())),
+        Ok(Err(error)) if error.is_connect() => Err("no connection".to_owned()),
+        Ok(Err(error)) => Err(error.to_string()),
+        Ok(Ok(response)) => Ok(response),
+    }
+}
+
+async fn look_at(client: &HttpClient, peer: &str) -> Result<Peer, String> {
+    #[derive(Deserialize)]
+    struct Recovery {
+        phase: String,
+    }
+    #[derive(Deserialize)]
+    struct Ready {
+        recovery: Recovery,
+    }
+    let response = get(client, &format!("{peer}/ready")).await?;
+    match response.status() {
+        StatusCode::SERVICE_UNAVAILABLE => {}
+        // Indexers without this path are ready when they answer.
+        status if status.is_success() || status == StatusCode::NOT_FOUND => {
+            return Ok(Peer::Healthy);
+        }
+        status => return Err(format!("GET /ready answered {status}")),
+    }
+    let body = Limited::new(response.into_body(), READY_BYTES_MAX);
+    let body = timeout(IDLE_TIMEOUT, body.collect()).await;
+    let body = body.map_err(|_| "GET /ready did not end".to_owned())?;
+    let bytes = body.map_err(|error| error.to_string())?.to_bytes();
+    match serde_json::from_slice::<Ready>(&bytes).map(|ready| ready.recovery.phase).as_deref() {
+        Ok("looking") => Ok(Peer::Looking),
+        Ok("loading") => Ok(Peer::Loading),
+        // Only waiting for workers.
+        Ok(_) => Ok(Peer::Healthy),
+        Err(error) => Err(format!("GET /ready is no answer of an indexer: {error}")),
+    }
+}
+
+async fn load(
+    client: &HttpClient,
+    peer: &str,
+    catalog: &Arc<Catalog>,
+    startup: &Arc<Startup>,
+) -> Result<Progress, String> {
+    let response = get(client, &format!("{peer}/dump?format=snapshot")).await?;
+    if response.status() != StatusCode::OK {
+        return Err(format!("GET /dump answered {}", response.status()));
+    }
+    let kind = response.headers().get(header::CONTENT_TYPE);
+    let is_binary = kind.is_some_and(|kind| kind.as_bytes() == DUMP_TYPE.as_bytes());
+    startup.update(|recovery| {
+        recovery.phase = Phase::Loading;
+        recovery.peer = Some(peer.to_owned());
+        recovery.bytes = 0;
+    });
+    let (pieces, received) = mpsc::channel(16);
+    let reader = {
+        let (catalog, startup) = (Arc::clone(catalog), Arc::clone(startup));
+        tokio::task::spawn_blocking(move || {
+            let mut tell = |progress: &Progress| {
+                startup.update(|recovery| recovery.progress = progress.clone());
+            };
+            let mut from = Pieces { received, piece: Bytes::new() };
+            if is_binary {
+                restore(&catalog, &mut from, &mut tell)
+            } else {
+                let mut from = BufReader::with_capacity(64 * 1024, from);
+                restore_json(&catalog, &mut from, &mut tell)
+            }
+        })
+    };
+    pump(response.into_body(), &pieces, startup).await;
+    drop(pieces);
+    let outcome: Result<Progress, TransferError> =
+        reader.await.map_err(|error| format!("the recovery failed: {error}"))?;
+    match outcome {
+        Ok(progress) => {
+            startup.update(|recovery| recovery.progress = progress.clone());
+            Ok(progress)
+        }
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// Hands the body over piece by piece, until it ends or nobody wants more.
+async fn pump(mut body: Incoming, pieces: &mpsc::Sender<io::Result<Bytes>>, startup: &Startup) {
+    loop {
+        let piece = match timeout(IDLE_TIMEOUT, body.frame()).await {
+            Ok(None) => return,
+            Ok(Some(Ok(frame))) => match frame.into_data() {
+                Ok(data) => Ok(data),
+                // Trailers.
+                Err(_) => continue,
+            },
+            Ok(Some(Err(error))) => Err(io::Error::other(error)),
+            Err(_) => Err(io::Error::new(
+                io::ErrorKind::TimedOut,
+                format!("nothing came for {} s", IDLE_TIMEOUT.as_secs()),
+            )),
+        };
+        let is_last = piece.is_err();
+        if let Ok(data) = &piece {
+            startup.update(|recovery| recovery.bytes += data.len() as u64);
+        }
+        if pieces.send(piece).await.is_err() || is_last {
+            return;
+        }
+    }
+}
+
+/// Pieces of a body, as something to read from in a thread of its own.
+struct Pieces {
+    received: mpsc::Receiver<io::Result<Bytes>>,
+    piece: Bytes,
+}
+
+impl Read for Pieces {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        while self.piece.is_empty() {
+            match self.received.blocking_recv() {
+                None => return Ok(0),
+                Some(piece) => self.piece = piece?,
+            }
+        }
+        let len = into.len().min(self.piece.len());
+        self.piece.copy_to_slice(&mut into[..len]);
+        Ok(len)
+    }
+}

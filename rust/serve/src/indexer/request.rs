@@ -1,0 +1,306 @@
+//! What clients of the indexer send. Every field at fault is named with what came.
+
+use serde::Deserialize;
+use serde::de::{Deserializer, Error as _, SeqAccess, Unexpected, Visitor};
+
+use super::super::Reject;
+use super::plain;
+use crate::prompt_keys::{Embeds, Media};
+
+/// Token ids: u32, refused by index and value otherwise.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct TokenIds(pub Vec<u32>);
+
+/// Block hashes: u64; negative numbers are the same bits as i64.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct BlockHashes(pub Vec<u64>);
+
+/// Most elements that one query may name.
+pub(super) const MAX_TOKEN_IDS: usize = 4_194_304;
+
+struct Element<const HASH: bool>(u64);
+
+impl<'de, const HASH: bool> Deserialize<'de> for Element<HASH> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct ElementVisitor<const HASH: bool>;
+        impl<const HASH: bool> Visitor<'_> for ElementVisitor<HASH> {
+            type Value = Element<HASH>;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str(if HASH {
+                    "an integer of 64 bits"
+                } else {
+                    "an integer in 0..=4294967295"
+                })
+            }
+
+            fn visit_u64<E: serde::de::Error>(self, value: u64) -> Result<Self::Value, E> {
+                if HASH || value <= u64::from(u32::MAX) {
+                    Ok(Element(value))
+                } else {
+                    Err(E::invalid_value(Unexpected::Unsigned(value), &self))
+                }
+            }
+
+            fn visit_i64<E: serde::de::Error>(self, value: i64) -> Result<Self::Value, E> {
+                if HASH {
+                    // Engines in Python publish hashes as signed numbers; the bits are what counts.
+                    Ok(Element(value as u64))
+                } else if (0..=i64::from(u32::MAX)).contains(&value) {
+                    // Some msgpack writers sign every number.
+                    Ok(Element(value as u64))
+                } else {
+                    Err(E::invalid_value(Unexpected::Signed(value), &self))
+                }
+            }
+        }
+        deserializer.deserialize_any(ElementVisitor::<HASH>)
+    }
+}
+
+struct ElementsVisitor<const HASH: bool> {
+    field: &'static str,
+}
+
+impl<'de, const HASH: bool> ElementsVisitor<HASH> {
+    fn collect<A, T>(self, mut seq: A, convert: impl Fn(u64) -> T) -> Result<Vec<T>, A::Error>
+    where
+        A: SeqAccess<'de>,
+    {
+        let mut out = Vec::with_capacity(seq.size_hint().unwrap_or(0).min(1_024));
+        loop {
+            match seq.next_element::<Element<HASH>>() {
+                Ok(Some(element)) => out.push(convert(element.0)),
+                Ok(None) => return Ok(out),
+                Err(error) => {
+                    return Err(A::Error::custom(format!(
+                        "{}[{}]: {error}",
+                        self.field,
+                        out.len()
+                    )));
+                }
+            }
+            if out.len() > MAX_TOKEN_IDS {
+                return Err(self.too_many());
+            }
+        }
+    }
+
+    /// Little-endian words of `N` bytes.
+    fn unpack<E: serde::de::Error, T, const N: usize>(
+        self,
+        bytes: &[u8],
+        convert: impl Fn([u8; N]) -> T,
+    ) -> Result<Vec<T>, E> {
+        let (words, rest) = bytes.as_chunks::<N>();
+        if !rest.is_empty() {
+            return Err(E::custom(format!(
+                "{} has {} bytes, which are no whole number of {N}-byte little-endian integers",
+                self.field,
+                bytes.len()
+            )));
+        }
+        if words.len() > MAX_TOKEN_IDS {
+            return Err(self.too_many());
+        }
+        Ok(words.iter().map(|word| convert(*word)).collect())
+    }
+
+    fn too_many<E: serde::de::Error>(&self) -> E {
+        E::custom(format!("{} may have at most {MAX_TOKEN_IDS} elements", self.field))
+    }
+}
+
+impl<'de> Visitor<'de> for ElementsVisitor<false> {
+    type Value = TokenIds;
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} as a list of integers", self.field)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<TokenIds, A::Error> {
+        self.collect(seq, |value| value as u32).map(TokenIds)
+    }
+
+    fn visit_bytes<E: serde::de::Error>(self, bytes: &[u8]) -> Result<TokenIds, E> {
+        self.unpack(bytes, u32::from_le_bytes).map(TokenIds)
+    }
+}
+
+impl<'de> Visitor<'de> for ElementsVisitor<true> {
+    type Value = BlockHashes;
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} as a list of integers", self.field)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<BlockHashes, A::Error> {
+        self.collect(seq, |value| value).map(BlockHashes)
+    }
+
+    fn visit_bytes<E: serde::de::Error>(self, bytes: &[u8]) -> Result<BlockHashes, E> {
+        self.unpack(bytes, u64::from_le_bytes).map(BlockHashes)
+    }
+}
+
+impl<'de> Deserialize<'de> for TokenIds {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(ElementsVisitor::<false> { field: "token_ids" })
+    }
+}
+
+impl<'de> Deserialize<'de> for BlockHashes {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(ElementsVisitor::<true> { field: "block_hashes" })
+    }
+}
+
+pub(crate) fn default_tenant() -> String {
+    "default".to_owned()
+}
+
+/// POST /register
+#[derive(Debug, Deserialize)]
+pub(super) struct Register {
+    pub instance_id: u64,
+    pub endpoint: String,
+    pub model_name: String,
+    pub block_size: u32,
+    #[serde(default = "default_tenant")]
+    pub tenant_id: String,
+    #[serde(default)]
+    pub dp_rank: u32,
+    pub replay_endpoint: Option<String>,
+    pub capacity_blocks: Option<u64>,
+    pub lora_name: Option<String>,
+    #[serde(alias = "additionalsalt")]
+    pub additional_salt: Option<String>,
+    pub attention_chunk_size: Option<u32>,
+    pub offload_chunk: Option<u32>,
+}
+
+/// POST /unregister
+#[derive(Debug, Deserialize)]
+pub(super) struct Unregister {
+    pub instance_id: u64,
+    pub model_name: String,
+    pub tenant_id: Option<String>,
+    pub dp_rank: Option<u32>,
+}
+
+/// A body that is mostly read without serde.
+pub(super) trait Question: Sized {
+    /// The question, if it is written as nearly all are; `None` says nothing about it.
+    fn plain(bytes: &[u8]) -> Option<Self>;
+}
+
+/// POST /query
+#[derive(Debug, PartialEq, Eq, Deserialize)]
+pub(super) struct Query {
+    pub token_ids: TokenIds,
+    pub model_name: String,
+    #[serde(default = "default_tenant")]
+    pub tenant_id: String,
+    pub lora_name: Option<String>,
+    pub lora_path: Option<String>,
+    pub cache_salt: Option<String>,
+    #[serde(alias = "additionalsalt")]
+    pub additional_salt: Option<String>,
+    #[serde(default)]
+    pub mm: Media,
+    #[serde(default)]
+    pub embeds: Embeds,
+}
+
+impl Query {
+    /// The salt, by whichever name.
+    pub fn salt(&self) -> Result<Option<&str>, Reject> {
+        match (&self.cache_salt, &self.additional_salt) {
+            (Some(salt), Some(other)) if salt != other => Err(Reject::bad_request(format!(
+                "cache_salt {salt:?} and additional_salt {other:?} are two names of one field"
+            ))),
+            (salt, other) => Ok(salt.as_deref().or(other.as_deref())),
+        }
+    }
+}
+
+impl Question for Query {
+    fn plain(bytes: &[u8]) -> Option<Self> {
+        let plain = plain::read(bytes, "token_ids")?;
+        Some(Self {
+            token_ids: TokenIds(plain.list),
+            model_name: plain.model_name.to_owned(),
+            tenant_id: plain.tenant_id.map_or_else(default_tenant, str::to_owned),
+            lora_name: plain.lora_name.map(str::to_owned),
+            lora_path: None,
+            mm: Media::default(),
+            embeds: Embeds::default(),
+            cache_salt: plain.cache_salt.map(str::to_owned),
+            additional_salt: plain.additional_salt.map(str::to_owned),
+        })
+    }
+}
+
+/// POST /query_by_hash
+#[derive(Debug, PartialEq, Eq, Deserialize)]
+pub(super) struct QueryByHash {
+    pub block_hashes: BlockHashes,
+    pub model_name: String,
+    #[serde(default = "default_tenant")]
+    pub tenant_id: String,
+    /// Salted hashes carry their salt already, the tenant's included: naming it again changes nothing.
+    #[serde(rename = "cache_salt")]
+    pub _cache_salt: Option<String>,
+}
+
+impl Question for QueryByHash {
+    fn plain(bytes: &[u8]) -> Option<Self> {
+        let plain = plain::read(bytes, "block_hashes")?;
+        Some(Self {
+            block_hashes: BlockHashes(plain.list),
+            model_name: plain.model_name.to_owned(),
+            tenant_id: plain.tenant_id.map_or_else(default_tenant, str::to_owned),
+            _cache_salt: plain.cache_salt.map(str::to_owned),
+        })
+    }
+}
+
+/// POST /register_peer, /deregister_peer
+#[derive(Debug, Deserialize)]
+pub(super) struct PeerUrl {
+    pub url: String,
+}
+
+/// POST /test/pause_listener, /test/resume_listener
+#[derive(Debug, Deserialize)]
+pub(super) struct Listener {
+    pub instance_id: u64,
+    #[serde(default)]
+    pub dp_rank: u32,
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn token_ids_outside_u32_are_refused_by_index_and_value() {
+        for (json, wanted) in [
+            ("[1,2,-5]", ["token_ids[2]", "-5"]),
+            ("[4294967296]", ["token_ids[0]", "4294967296"]),
+            ("[1,2.5]", ["token_ids[1]", "2.5"]),
+            ("[1,null]", ["token_ids[1]", "null"]),
+        ] {
+            let error = serde_json::from_str::<TokenIds>(json).unwrap_err().to_string();
+            assert!(wanted.iter().all(|part| error.contains(part)), "{json}: {error}");
+        }
+        assert_eq!(serde_json::from_str::<TokenIds>("[0,4294967295]").unwrap().0, [0, u32::MAX]);
+    }
+
+    #[test]
+    fn signed_hashes_keep_their_bits() {
+        let hashes: BlockHashes = serde_json::from_str("[-1,18446744073709551615,0]").unwrap();
+        assert_eq!(hashes.0, [u64::MAX, u64::MAX, 0]);
+    }
+}

@@ -1,0 +1,300 @@
+//! From the start to readiness: recovery from a peer, and the workers to wait for.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use axum::http::Uri;
+use kvflash_core::catalog::{Catalog, Progress};
+use kvflash_core::error::{Error, Result};
+use parking_lot::Mutex;
+use serde::Serialize;
+
+/// Most peers that may be known.
+const PEERS_MAX: usize = 64;
+
+/// Errors of peers that are kept in words; the last ones.
+const ERRORS_MAX: usize = 16;
+
+/// Where the recovery is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Phase {
+    /// There was no peer to recover from.
+    None,
+    /// Waiting for listeners to connect, and for a peer that answers.
+    Looking,
+    /// A peer's dump is coming in.
+    Loading,
+    /// Over, with whatever came.
+    Done,
+}
+
+/// How the recovery goes, as GET /ready says it.
+#[derive(Debug, Clone, Serialize)]
+pub(super) struct Recovery {
+    pub phase: Phase,
+    /// The peer whose dump comes in, or came.
+    pub peer: Option<String>,
+    /// Bytes of the dump that came.
+    pub bytes: u64,
+    #[serde(flatten)]
+    pub progress: Progress,
+    /// Why peers were not recovered from.
+    pub errors: Vec<String>,
+    /// How long it took, or has taken.
+    pub seconds: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct WorkerCount {
+    registered: usize,
+    wanted: usize,
+}
+
+/// GET /ready
+#[derive(Debug, Serialize)]
+pub(super) struct ReadyAnswer {
+    status: &'static str,
+    workers: WorkerCount,
+    recovery: Recovery,
+}
+
+/// What has to happen before this replica is ready, and the peers it knows.
+#[derive(Debug)]
+pub(super) struct Startup {
+    began: Instant,
+    min_workers: usize,
+    /// Once open it stays so: a gate for the start, not a health check.
+    is_open: AtomicBool,
+    peers: Mutex<Vec<String>>,
+    recovery: Mutex<Recovery>,
+}
+
+impl Startup {
+    /// # Errors
+    /// `InvalidArgument` for a peer that is no URL, or too many of them.
+    pub fn new(peers: &[String], min_workers: usize) -> Result<Self> {
+        let phase = if peers.is_empty() { Phase::None } else { Phase::Looking };
+        let recovery = Recovery {
+            phase,
+            peer: None,
+            bytes: 0,
+            progress: Progress::default(),
+            errors: Vec::new(),
+            seconds: 0.0,
+        };
+        let startup = Self {
+            began: Instant::now(),
+            min_workers,
+            is_open: AtomicBool::new(false),
+            peers: Mutex::default(),
+            recovery: Mutex::new(recovery),
+        };
+        peers.iter().try_for_each(|peer| startup.add_peer(peer))?;
+        Ok(startup)
+    }
+
+    /// Whether the gate is open. Opens it when nothing is left to wait for.
+    pub fn is_ready(&self, catalog: &Catalog) -> bool {
+        // Relaxed: whoever reads it late only marks one answer more.
+        if self.is_open.load(Ordering::Relaxed) {
+            return true;
+        }
+        let is_ready = !self.is_recovering() && catalog.instance_count() >= self.min_workers;
+        if is_ready {
+            self.is_open.store(true, Ordering::Relaxed);
+        }
+        is_ready
+    }
+
+    fn is_recovering(&self) -> bool {
+        matches!(self.recovery.lock().phase, Phase::Looking | Phase::Loading)
+    }
+
+    /// What GET /ready answers, and whether it is so.
+    pub fn answer(&self, catalog: &Catalog) -> (bool, ReadyAnswer) {
+        let is_ready = self.is_ready(catalog);
+        let mut recovery = self.recovery.lock().clone();
+        if matches!(recovery.phase, Phase::Looking | Phase::Loading) {
+            recovery.seconds = self.began.elapsed().as_secs_f64();
+        }
+        let status = match (is_ready, recovery.phase) {
+            (true, _) => "ready",
+            (false, Phase::Looking | Phase::Loading) => "recovering",
+            (false, _) => "waiting_for_workers",
+        };
+        let workers =
+            WorkerCount { registered: catalog.instance_count(), wanted: self.min_workers };
+        (is_ready, ReadyAnswer { status, workers, recovery })
+    }
+
+    /// Blocks that the peer's dump brought so far.
+    pub fn recovered_blocks(&self) -> usize {
+        self.recovery.lock().progress.blocks
+    }
+
+    /// Change what is known of the recovery.
+    pub fn update(&self, change: impl FnOnce(&mut Recovery)) {
+        let mut recovery = self.recovery.lock();
+        change(&mut recovery);
+        recovery.seconds = self.began.elapsed().as_secs_f64();
+    }
+
+    /// A peer was not recovered from.
+    pub fn failed(&self, peer: &str, why: &str) {
+        tracing::warn!(peer, why, "not recovered from this peer");
+        self.update(|recovery| {
+            if recovery.errors.len() == ERRORS_MAX {
+                recovery.errors.remove(0);
+            }
+            recovery.errors.push(format!("{peer}: {why}"));
+        });
+    }
+
+    /// The peers, in the order in which they became known.
+    pub fn peers(&self) -> Vec<String> {
+        self.peers.lock().clone()
+    }
+
+    /// Know a peer. Knowing it already is fine.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for what is no peer's URL; `Overloaded` at the limit.
+    pub fn add_peer(&self, url: &str) -> Result<()> {
+        let peer = peer_url(url)?;
+        let mut peers = self.peers.lock();
+        if peers.contains(&peer) {
+            return Ok(());
+        }
+        if peers.len() >= PEERS_MAX {
+            return Err(Error::Overloaded(format!("the limit of {PEERS_MAX} peers is reached")));
+        }
+        peers.push(peer);
+        Ok(())
+    }
+
+    /// Forget a peer.
+    ///
+    /// # Errors
+    /// `NotFound`, in the words of the published API.
+    pub fn remove_peer(&self, url: &str) -> Result<()> {
+        let wanted = url.trim_end_matches('/');
+        let mut peers = self.peers.lock();
+        let before = peers.len();
+        peers.retain(|peer| peer != wanted);
+        if peers.len() == before {
+            return Err(Error::NotFound("peer not found".to_owned()));
+        }
+        Ok(())
+    }
+}
+
+/// The base URL of a peer, without a slash at its end.
+fn peer_url(url: &str) -> Result<String> {
+    let base = url.trim_end_matches('/');
+    let is_legal = base.parse::<Uri>().is_ok_and(|uri| {
+        let has_host = uri.authority().is_some_and(|authority| {
+            is_host(authority.host()) && !authority.as_str().contains('@')
+        });
+        let has_plain_path =
+            uri.path().bytes().all(|byte| is_of_name(byte) || b"/~%".contains(&byte));
+        uri.scheme_str() == Some("http") && has_host && has_plain_path && uri.query().is_none()
+    });
+    if is_legal {
+        return Ok(base.to_owned());
+    }
+    Err(Error::invalid(format!("url must be http://host[:port] of a peer indexer, got {url:?}")))
+}
+
+/// A name, an address, or an IPv6 address in brackets: the URI's grammar allows `http://0*`, too.
+fn is_host(host: &str) -> bool {
+    host.starts_with('[')
+        || host.starts_with(|first: char| first.is_ascii_alphanumeric())
+            && host.bytes().all(is_of_name)
+}
+
+fn is_of_name(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric() || b"._-".contains(&byte)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use kvflash_core::catalog::{EngineFacts, Identity, ModelKey, Registration};
+    use kvflash_core::ids::Worker;
+
+    fn register(catalog: &Catalog, instance_id: u64) {
+        register_rank(catalog, instance_id, 0);
+    }
+
+    fn register_rank(catalog: &Catalog, instance_id: u64, dp_rank: u32) {
+        let key = ModelKey { model_name: "m".into(), tenant_id: "t".into() };
+        let registration = Registration {
+            worker: Worker::new(instance_id, dp_rank),
+            key,
+            block_size: Some(16),
+            endpoint: "tcp://127.0.0.1:1".into(),
+            replay_endpoint: None,
+            capacity_blocks: None,
+            identity: Identity::default(),
+            facts: EngineFacts::default(),
+        };
+        catalog.register(registration).unwrap();
+    }
+
+    #[test]
+    fn the_gate_opens_once_and_stays_open() {
+        let catalog = Catalog::default();
+        let startup = Startup::new(&["http://a:1/".to_owned()], 2).unwrap();
+        register(&catalog, 1);
+        assert_eq!(startup.answer(&catalog).1.status, "recovering");
+        startup.update(|recovery| recovery.phase = Phase::Done);
+        assert_eq!(startup.answer(&catalog).1.status, "waiting_for_workers");
+        // Further ranks of the same are no further workers.
+        register_rank(&catalog, 1, 1);
+        assert_eq!(startup.answer(&catalog).1.workers.registered, 1);
+        register(&catalog, 2);
+        assert_eq!(startup.answer(&catalog).1.status, "ready");
+        catalog.unregister(1, "m", None, None).unwrap();
+        assert!(startup.is_ready(&catalog));
+    }
+
+    #[test]
+    fn peers_are_known_once_and_by_their_base() {
+        let startup = Startup::new(&[], 0).unwrap();
+        startup.add_peer("http://peer:8091").unwrap();
+        startup.add_peer("http://peer:8091/").unwrap();
+        assert_eq!(startup.peers(), ["http://peer:8091"]);
+        startup.remove_peer("http://peer:8091/").unwrap();
+        assert_eq!(
+            startup.remove_peer("http://peer:8091"),
+            Err(Error::NotFound("peer not found".into()))
+        );
+        for bad in [
+            "",
+            "peer:8091",
+            "https://peer:1",
+            "http://",
+            "http://u@h:1",
+            "http://h:1?x=1",
+            "http://h*",
+            "http://-h",
+            "http://h/a*b",
+            "ftp://h",
+        ] {
+            let error = startup.add_peer(bad).unwrap_err().to_string();
+            assert!(error.starts_with("url must be") && error.contains(bad), "{error}");
+        }
+    }
+
+    #[test]
+    fn peers_are_limited() {
+        let startup = Startup::new(&[], 0).unwrap();
+        for n in 0..PEERS_MAX {
+            startup.add_peer(&format!("http://peer{n}:1")).unwrap();
+        }
+        assert!(matches!(startup.add_peer("http://late:1"), Err(Error::Overloaded(_))));
+        startup.add_peer("http://peer0:1").unwrap();
+    }
+}

@@ -1,0 +1,259 @@
+//! Prometheus text: the form of an answer, and what the frontend reads of the catalog.
+
+use std::sync::Mutex;
+use std::sync::atomic::Ordering;
+
+use axum::http::header;
+use axum::response::{IntoResponse, Response};
+use kvflash_core::catalog::Catalog;
+use kvflash_core::error::{Error, Result};
+use parking_lot::RwLock;
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::{Registry, Unit};
+
+/// Longest beginning of names.
+const MAX_PREFIX_BYTES: usize = 64;
+
+/// Label of event metrics.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(super) struct KindLabel {
+    pub kind: &'static str,
+}
+
+/// Label of per-model metrics.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(super) struct ModelLabel {
+    pub model: String,
+    pub tenant: String,
+}
+
+/// Label of HTTP metrics. Paths are the routes of the API, never what a client sent.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(super) struct RequestLabel {
+    pub endpoint: &'static str,
+    pub status: u16,
+}
+
+/// What names of metrics begin with, where nothing else is asked for.
+pub(super) const PREFIX: &str = "kvflash";
+
+/// Metrics of requests, events and indexes.
+pub(super) struct CommonMetrics {
+    registry: Mutex<Registry>,
+    /// Of the scrape that is being answered.
+    turn: tokio::sync::Mutex<()>,
+    pub requests: Family<RequestLabel, Counter>,
+    pub request_seconds: Histogram,
+    events: Family<KindLabel, Gauge>,
+    blocks: Family<ModelLabel, Gauge>,
+    unique_blocks: Family<ModelLabel, Gauge>,
+    index_bytes: Family<ModelLabel, Gauge>,
+    evicted_blocks: Family<ModelLabel, Counter>,
+    predicted_blocks: Family<ModelLabel, Gauge>,
+    workers: Family<ModelLabel, Gauge>,
+}
+
+/// 50 us to 100 s, three steps a decade.
+pub(super) fn seconds_histogram() -> Histogram {
+    let steps = [5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5];
+    Histogram::new(steps.into_iter().chain([1.0, 2.0, 5.0, 10.0, 30.0, 100.0]))
+}
+
+impl CommonMetrics {
+    pub fn new() -> (Self, Registry) {
+        let mut registry = Registry::with_prefix(PREFIX);
+        let metrics = Self {
+            registry: Mutex::new(Registry::default()),
+            turn: tokio::sync::Mutex::default(),
+            requests: Family::default(),
+            request_seconds: seconds_histogram(),
+            events: Family::default(),
+            blocks: Family::default(),
+            unique_blocks: Family::default(),
+            index_bytes: Family::default(),
+            evicted_blocks: Family::default(),
+            predicted_blocks: Family::default(),
+            workers: Family::default(),
+        };
+        registry.register("requests", "HTTP requests answered", metrics.requests.clone());
+        registry.register_with_unit(
+            "request_duration",
+            "Time from a request's head to its answer's head",
+            Unit::Seconds,
+            metrics.request_seconds.clone(),
+        );
+        registry.register(
+            "events",
+            "What became of engine events since the start, of all publishers, by kind",
+            metrics.events.clone(),
+        );
+        registry.register(
+            "index_blocks",
+            "Blocks held, one per worker and tier that holds it",
+            metrics.blocks.clone(),
+        );
+        registry.register(
+            "index_unique_blocks",
+            "Different blocks held by any worker",
+            metrics.unique_blocks.clone(),
+        );
+        registry.register_with_unit(
+            "index",
+            "Memory of the index",
+            Unit::Bytes,
+            metrics.index_bytes.clone(),
+        );
+        registry.register(
+            "index_evicted_blocks",
+            "Blocks that the index let go at a limit, though their workers may hold them still",
+            metrics.evicted_blocks.clone(),
+        );
+        registry.register(
+            "index_predicted_blocks",
+            "Blocks that workers are predicted to hold soon",
+            metrics.predicted_blocks.clone(),
+        );
+        registry.register(
+            "index_workers",
+            "Workers whose blocks are indexed",
+            metrics.workers.clone(),
+        );
+        (metrics, registry)
+    }
+
+    /// Hand over the registry once everything is registered.
+    pub fn seal(&self, registry: Registry) {
+        *self.registry.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = registry;
+    }
+
+    /// The exposition text, with the figures that `refill` reads now for families of its own, the
+    /// catalog's, and `more` metrics as lines of the text format; their names begin with `prefix`.
+    ///
+    /// # Consistency
+    /// One scrape after the other: none tells of families that another one has emptied and not yet filled.
+    ///
+    /// # Cost
+    /// Thousands of workers take tens of milliseconds: other connections go on meanwhile.
+    pub async fn expose_with(
+        &self,
+        catalog: &Catalog,
+        more: &RwLock<String>,
+        prefix: &str,
+        refill: impl FnOnce(),
+    ) -> Response {
+        let _turn = self.turn.lock().await;
+        tokio::task::block_in_place(|| {
+            refill();
+            self.read(catalog);
+            let registry = self.registry.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            exposition_with(&registry, &more.read(), prefix)
+        })
+    }
+
+    fn read(&self, catalog: &Catalog) {
+        for (kind, value) in catalog.event_counts().entries() {
+            self.events.get_or_create(&KindLabel { kind }).set(value as i64);
+        }
+        for model in catalog.models() {
+            let label = ModelLabel {
+                model: escape(&model.key.model_name),
+                tenant: escape(&model.key.tenant_id),
+            };
+            let stats = model.index.stats();
+            self.blocks.get_or_create(&label).set(stats.memberships as i64);
+            self.unique_blocks.get_or_create(&label).set(stats.unique_blocks as i64);
+            self.index_bytes.get_or_create(&label).set(stats.bytes as i64);
+            // The index counts; what is scraped is its count of now.
+            let evicted = self.evicted_blocks.get_or_create(&label);
+            evicted.inner().store(stats.evicted_blocks_total, Ordering::Relaxed);
+            self.predicted_blocks.get_or_create(&label).set(stats.predicted as i64);
+            self.workers.get_or_create(&label).set(stats.workers as i64);
+        }
+    }
+}
+
+/// A registry as the answer to a scrape; its names begin with `prefix`.
+pub(super) fn exposition(registry: &Registry, prefix: &str) -> Response {
+    exposition_with(registry, "", prefix)
+}
+
+fn exposition_with(registry: &Registry, more: &str, prefix: &str) -> Response {
+    let mut text = String::with_capacity(16 * 1024);
+    // Writing to a String cannot fail.
+    let _ = prometheus_client::encoding::text::encode(&mut text, registry);
+    // Nothing may follow its last line.
+    let end = text.rfind("# EOF").unwrap_or(text.len());
+    text.insert_str(end, more);
+    let text = if prefix == PREFIX { text } else { renamed(&text, prefix) };
+    let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    ([(header::CONTENT_TYPE, content_type)], text).into_response()
+}
+
+/// An exposition whose names begin with `prefix` instead.
+fn renamed(text: &str, prefix: &str) -> String {
+    let mut renamed = String::with_capacity(text.len());
+    for line in text.lines() {
+        let heads = ["# HELP ", "# TYPE ", "# UNIT ", ""];
+        let head = heads.into_iter().find(|head| line.starts_with(head)).unwrap_or_default();
+        renamed.push_str(head);
+        match line[head.len()..].strip_prefix(PREFIX) {
+            Some(rest) if rest.starts_with('_') => {
+                renamed.push_str(prefix);
+                renamed.push_str(rest);
+            }
+            _ => renamed.push_str(&line[head.len()..]),
+        }
+        renamed.push('\n');
+    }
+    renamed
+}
+
+/// Check what names of metrics are to begin with.
+///
+/// # Errors
+/// `Config`, saying what is legal.
+pub(super) fn check_prefix(prefix: &str) -> Result<()> {
+    let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    let begins = |c: char| c.is_ascii_alphabetic() || c == '_';
+    if prefix.len() <= MAX_PREFIX_BYTES && prefix.starts_with(begins) && prefix.chars().all(is_word)
+    {
+        return Ok(());
+    }
+    Err(Error::Config(format!(
+        "--metrics-prefix must be 1 to {MAX_PREFIX_BYTES} letters, digits and underscores that begin \
+         with no digit, got {prefix:?}"
+    )))
+}
+
+/// A label's value as the text format wants it; the encoder writes it as it is.
+pub(super) fn escape(value: &str) -> String {
+    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_begin_as_asked_and_nothing_else_changes() {
+        let text = "# HELP kvflash_a kvflash_a of kvflash.\n# TYPE kvflash_a counter\n\
+                    # UNIT kvflash_b_seconds seconds\nkvflash_a_total{model=\"kvflash_x\"} 1\n\
+                    kvflashy_total 2\n# EOF\n";
+        let expected = "# HELP mine_a kvflash_a of kvflash.\n# TYPE mine_a counter\n\
+                        # UNIT mine_b_seconds seconds\nmine_a_total{model=\"kvflash_x\"} 1\n\
+                        kvflashy_total 2\n# EOF\n";
+        assert_eq!(renamed(text, "mine"), expected);
+        for legal in ["a", "_a1", "dynamo_frontend"] {
+            check_prefix(legal).unwrap();
+        }
+        for wrong in ["", "1a", "a-b", "a b", &"a".repeat(65)] {
+            let error = check_prefix(wrong).unwrap_err().to_string();
+            assert!(error.contains("--metrics-prefix"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! Refusals: status and body declared together, one table for both APIs.
+
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use kvflash_core::error::Error;
+use serde_json::json;
+
+/// A refused request. The indexer's API answers `{"error": "..."}`, the OpenAI API an error object.
+#[derive(Debug, Clone)]
+pub struct Reject {
+    /// HTTP status.
+    pub status: StatusCode,
+    /// What is wrong: names the field, the limit and what came.
+    pub message: String,
+    /// OpenAI's `param`: the field at fault.
+    pub param: Option<&'static str>,
+    /// Seconds after which trying again makes sense.
+    pub retry_after_s: Option<u32>,
+}
+
+impl Reject {
+    /// A refusal with this status.
+    pub fn new(status: StatusCode, message: impl Into<String>) -> Self {
+        Self { status, message: message.into(), param: None, retry_after_s: None }
+    }
+
+    /// 400: the request is wrong.
+    pub fn bad_request(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, message)
+    }
+
+    /// Name the field at fault.
+    pub fn param(mut self, param: &'static str) -> Self {
+        self.param = Some(param);
+        self
+    }
+
+    /// The last failure of a request that nobody is left to be tried for: whoever only had too much to do
+    /// may have less in a second.
+    pub fn last_failure(status: StatusCode, message: impl Into<String>) -> Self {
+        let is_busy =
+            matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS);
+        Self { retry_after_s: is_busy.then_some(1), ..Self::new(status, message) }
+    }
+
+    /// As `{"error": "..."}`.
+    pub fn plain(self) -> Response {
+        self.respond(|reject| json!({ "error": reject.message }))
+    }
+
+    /// As OpenAI's `{"error": {"message", "type", "param", "code"}}`.
+    pub fn openai(self) -> Response {
+        self.respond(|reject| {
+            json!({ "error": {
+                "message": reject.message,
+                "type": reject.kind(),
+                "param": reject.param,
+                "code": reject.status.as_u16(),
+            } })
+        })
+    }
+
+    fn kind(&self) -> &'static str {
+        match self.status.as_u16() {
+            404 => "not_found_error",
+            429 => "rate_limit_error",
+            400..=499 => "invalid_request_error",
+            503 => "service_unavailable_error",
+            502 | 504 => "upstream_error",
+            _ => "internal_error",
+        }
+    }
+
+    fn respond(self, body: impl Fn(&Self) -> serde_json::Value) -> Response {
+        let mut response =
+            (self.status, [(header::CONTENT_TYPE, "application/json")], body(&self).to_string())
+                .into_response();
+        if let Some(seconds) = self.retry_after_s {
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        response
+    }
+}
+
+impl From<Error> for Reject {
+    fn from(error: Error) -> Self {
+        let (status, retry_after_s) = match &error {
+            Error::InvalidArgument(_) | Error::Decode { .. } => (StatusCode::BAD_REQUEST, None),
+            Error::NotFound(_) => (StatusCode::NOT_FOUND, None),
+            Error::Conflict(_) => (StatusCode::CONFLICT, None),
+            Error::Overloaded(_) | Error::MustWait(_) => (StatusCode::TOO_MANY_REQUESTS, Some(1)),
+            Error::NoWorker(_) | Error::AllBusy(_) | Error::Closed(_) => {
+                (StatusCode::SERVICE_UNAVAILABLE, Some(1))
+            }
+            Error::Transport(_) => (StatusCode::BAD_GATEWAY, None),
+            Error::Config(_) => (StatusCode::INTERNAL_SERVER_ERROR, None),
+        };
+        let mut reject = Self::new(status, error.to_string());
+        reject.retry_after_s = retry_after_s;
+        reject
+    }
+}

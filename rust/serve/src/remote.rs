@@ -1,0 +1,217 @@
+//! Overlaps from a remote indexer instead of an index of one's own, within a deadline.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+use axum::http::{Request, StatusCode, Uri, header};
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full, Limited};
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::{TokioExecutor, TokioTimer};
+use kvflash_core::catalog::ModelKey;
+use kvflash_core::error::{Error, Result};
+use kvflash_core::ids::Worker;
+use parking_lot::Mutex;
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::{Registry, Unit};
+use serde::{Deserialize, Serialize};
+use tokio::time::Instant;
+
+use super::metrics::seconds_histogram;
+
+/// Largest answer: thousands of workers.
+const ANSWER_BYTES_MAX: usize = 16 * 1024 * 1024;
+/// Indexers close connections that were idle for 10 s, and may do so while a request is on its way.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(4);
+const IDLE_CONNECTIONS_MAX: usize = 64;
+
+/// Where the indexer is, and how long it may take.
+#[derive(Debug, Clone)]
+pub struct RemoteIndexerOptions {
+    /// Its address, `http://host:port`.
+    pub url: String,
+    /// After that long a request is routed by load alone.
+    pub deadline: Duration,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OutcomeLabel {
+    outcome: &'static str,
+}
+
+/// Why there is no answer.
+#[derive(Debug)]
+enum Failure {
+    Late,
+    Unknown,
+    Other(String),
+}
+
+/// A kvflash indexer, asked over HTTP.
+pub(super) struct RemoteIndexer {
+    client: Client<HttpConnector, Full<Bytes>>,
+    uri: Uri,
+    deadline: Duration,
+    lookups: Family<OutcomeLabel, Counter>,
+    seconds: Histogram,
+    /// Why the last question had no answer.
+    trouble: Mutex<Option<String>>,
+}
+
+#[derive(Serialize)]
+struct Query<'a> {
+    model_name: &'a str,
+    tenant_id: &'a str,
+    #[serde(serialize_with = "as_bytes")]
+    block_hashes: &'a [u64],
+}
+
+/// Tokens by instance and rank; the rest of the answer is for people.
+#[derive(Deserialize)]
+struct Answer {
+    scores: BTreeMap<String, BTreeMap<String, u64>>,
+}
+
+fn as_bytes<S: serde::Serializer>(hashes: &&[u64], serializer: S) -> Result<S::Ok, S::Error> {
+    let bytes: Vec<u8> = hashes.iter().flat_map(|hash| hash.to_le_bytes()).collect();
+    serializer.serialize_bytes(&bytes)
+}
+
+impl RemoteIndexer {
+    /// A client; nothing is asked yet.
+    ///
+    /// # Errors
+    /// `Config`, naming the flag.
+    pub fn new(options: &RemoteIndexerOptions, registry: &mut Registry) -> Result<Self> {
+        let RemoteIndexerOptions { url, deadline } = options;
+        let address = url.trim_end_matches('/');
+        let wrong = || {
+            Error::Config(format!(
+                "--use-remote-indexer must be http://host:port of an indexer, got {url:?}"
+            ))
+        };
+        let uri: Uri = format!("{address}/query_by_hash").parse().map_err(|_| wrong())?;
+        let has_host = uri.authority().is_some_and(|authority| !authority.host().is_empty());
+        if uri.scheme_str() != Some("http") || !has_host || uri.query().is_some() {
+            return Err(wrong());
+        }
+        if deadline.is_zero() {
+            return Err(Error::Config("--remote-indexer-deadline must be above 0".to_owned()));
+        }
+        let mut connector = HttpConnector::new();
+        connector.set_nodelay(true);
+        connector.set_connect_timeout(Some(*deadline));
+        let client = Client::builder(TokioExecutor::new())
+            .pool_timer(TokioTimer::new())
+            .pool_idle_timeout(IDLE_TIMEOUT)
+            .pool_max_idle_per_host(IDLE_CONNECTIONS_MAX)
+            .build(connector);
+        let (lookups, seconds) = (Family::default(), seconds_histogram());
+        registry.register(
+            "remote_indexer_lookups",
+            "Questions to the remote indexer by outcome; without an answer a request is routed by load alone",
+            Family::clone(&lookups),
+        );
+        registry.register_with_unit(
+            "remote_indexer_lookup",
+            "Time that questions to the remote indexer took, those without an answer included",
+            Unit::Seconds,
+            Histogram::clone(&seconds),
+        );
+        let trouble = Mutex::default();
+        Ok(Self { client, uri, deadline: *deadline, lookups, seconds, trouble })
+    }
+
+    /// Why the last question had no answer; nothing while it answers.
+    pub fn trouble(&self) -> Option<String> {
+        self.trouble.lock().clone()
+    }
+
+    fn note(&self, trouble: Option<String>) {
+        let mut known = self.trouble.lock();
+        match (&*known, &trouble) {
+            (None, Some(why)) => {
+                tracing::warn!(uri = %self.uri, why, "the remote indexer is of no use")
+            }
+            (Some(_), None) => tracing::info!(uri = %self.uri, "the remote indexer answers again"),
+            _ => {}
+        }
+        *known = trouble;
+    }
+
+    /// Leading blocks that each worker holds on its device, by worker; `None` when there is no answer in
+    /// time, which is counted and logged.
+    ///
+    /// # Cost
+    /// At most the deadline.
+    pub async fn overlaps(
+        &self,
+        key: &ModelKey,
+        locals: &[u64],
+        block_size: u32,
+    ) -> Option<Vec<(Worker, u32)>> {
+        let started = Instant::now();
+        let asked = tokio::time::timeout(self.deadline, self.ask(key, locals, block_size)).await;
+        self.seconds.observe(started.elapsed().as_secs_f64());
+        let (outcome, found, trouble) = match asked.unwrap_or(Err(Failure::Late)) {
+            Ok(found) => ("answered", Some(found), None),
+            Err(Failure::Late) => {
+                let deadline = self.deadline.as_secs_f64();
+                ("late", None, Some(format!("no answer within {deadline} s")))
+            }
+            Err(Failure::Unknown) => {
+                ("unknown_model", None, Some(format!("it knows no model {key} (model:tenant)")))
+            }
+            Err(Failure::Other(why)) => ("failed", None, Some(why)),
+        };
+        self.note(trouble);
+        self.lookups.get_or_create(&OutcomeLabel { outcome }).inc();
+        found
+    }
+
+    async fn ask(
+        &self,
+        key: &ModelKey,
+        locals: &[u64],
+        block_size: u32,
+    ) -> Result<Vec<(Worker, u32)>, Failure> {
+        let other = |error: &dyn fmt::Display| Failure::Other(error.to_string());
+        let query =
+            Query { model_name: &key.model_name, tenant_id: &key.tenant_id, block_hashes: locals };
+        let body = rmp_serde::to_vec_named(&query).map_err(|error| other(&error))?;
+        let request = Request::post(self.uri.clone())
+            .header(header::CONTENT_TYPE, "application/msgpack")
+            .header(header::ACCEPT, "application/msgpack")
+            .body(Full::new(Bytes::from(body)))
+            .map_err(|error| other(&error))?;
+        let response = self.client.request(request).await.map_err(|error| other(&error))?;
+        match response.status() {
+            StatusCode::OK => {}
+            StatusCode::NOT_FOUND => return Err(Failure::Unknown),
+            status => return Err(other(&format!("it answered {status}"))),
+        }
+        let body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
+        let bytes = body.map_err(|error| other(&error))?.to_bytes();
+        let answer: Answer = rmp_serde::from_slice(&bytes).map_err(|error| other(&error))?;
+        let mut found = Vec::new();
+        for (instance, ranks) in &answer.scores {
+            let instance_id = instance.parse().map_err(|_| other(&"a score of no instance"))?;
+            for (rank, tokens) in ranks.iter().filter(|(_, tokens)| **tokens > 0) {
+                let dp_rank = rank.parse().map_err(|_| other(&"a score of no rank"))?;
+                // It counts in tokens; another block size matches no hash of ours.
+                let blocks = tokens / u64::from(block_size.max(1));
+                found.push((
+                    Worker::new(instance_id, dp_rank),
+                    blocks.min(locals.len() as u64) as u32,
+                ));
+            }
+        }
+        found.sort_unstable();
+        Ok(found)
+    }
+}

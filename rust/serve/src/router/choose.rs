@@ -1,0 +1,363 @@
+//! From a request to a worker.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvflash_core::catalog::TrustState;
+use kvflash_core::error::{Error, Result};
+use kvflash_core::hash::engine::NameKeys;
+use kvflash_core::ids::{InstanceId, Worker};
+use kvflash_core::policy::session::{read_session_id, session_id};
+use kvflash_core::policy::{Advice, Session};
+use kvflash_core::router::Facts;
+use kvflash_core::select::{Ask, Pin, PotentialLoad, Prompt, Selection};
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use super::super::frontend::engine::address_of;
+use super::super::{outside, queue};
+use super::app::App;
+use super::fleet::Pool;
+use super::metrics::OutcomeLabel;
+use super::request::{Choose, MAX_ISL_TOKENS};
+
+/// A request for a worker, understood.
+pub(super) struct Chosen {
+    pub pool: Arc<Pool>,
+    prompt: Prompt,
+    /// Leading blocks on each worker's device, as a remote indexer tells.
+    remote: Option<Vec<(Worker, u32)>>,
+    request: Choose,
+    pin: Option<Pin>,
+    allowed: Option<Vec<InstanceId>>,
+    /// The prompt's text, or four bytes of each token id; empty where no policy asks.
+    text: Vec<u8>,
+    session_worker: Option<Worker>,
+    /// What a policy outside the core says of it.
+    advice: Option<Advice>,
+}
+
+/// What POST /select and /reserve answer.
+#[derive(Debug, Serialize)]
+pub(super) struct Answer {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    request_id: Option<String>,
+    model_name: String,
+    tenant_id: String,
+    pub worker_id: InstanceId,
+    pub dp_rank: u32,
+    url: Option<String>,
+    pub overlap_blocks: u32,
+    predicted_blocks: u32,
+    best_blocks: u32,
+    block_size: Option<u32>,
+    isl_tokens: u64,
+    expected_cached_tokens: u64,
+    reason: &'static str,
+    ties: usize,
+    margin: Option<f64>,
+    pub seed: u64,
+    /// What the session sends back to come to the same worker, under `session-affinity`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    session_id: Option<String>,
+}
+
+/// One entry of what POST /potential_loads answers.
+#[derive(Debug, Serialize)]
+pub(super) struct LoadAnswer {
+    worker_id: InstanceId,
+    dp_rank: u32,
+    potential_prefill_tokens: u64,
+    potential_decode_blocks: u64,
+    active_requests: u32,
+    overlap_blocks: u32,
+}
+
+impl Chosen {
+    /// Find the model, hash the prompt, and ask the remote indexer where there is one.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, naming the field; `NotFound` for a model without workers.
+    pub async fn understand(app: &App, request: Choose) -> Result<Self> {
+        let pool = match (&request.model_name, request.worker_id.map(|id| app.fleet.pool_of(id))) {
+            // The worker says which model is meant.
+            (None, Some(Ok(pool))) => pool,
+            (model_name, _) => {
+                app.fleet.find(model_name.as_deref(), request.tenant_id.as_deref())?
+            }
+        };
+        if let Some(isl_tokens) = request.isl_tokens.filter(|tokens| *tokens > MAX_ISL_TOKENS) {
+            return Err(Error::invalid(format!(
+                "isl_tokens may be at most {MAX_ISL_TOKENS}, got {isl_tokens}"
+            )));
+        }
+        let (pin, allowed) = (request.pin()?, request.allowed()?);
+        request.check_client()?;
+        let prompt = prompt(&pool, &request)?;
+        let text = if pool.selector.needs_facts() { text(&request) } else { Vec::new() };
+        let named = request.session_id.as_deref().and_then(read_session_id);
+        let session_worker = named.and_then(|(address, rank)| pool.named(&address, rank));
+        let is_asked = pool.selector.uses_overlaps(&request.overrides(), &prompt);
+        let remote = match &app.remote {
+            // Without an answer nothing is known to be held, and load decides.
+            Some(remote) if is_asked => {
+                let found = remote.overlaps(&pool.key, &prompt.locals, prompt.block_size).await;
+                Some(found.unwrap_or_default())
+            }
+            _ => None,
+        };
+        Ok(Self { pool, prompt, remote, request, pin, allowed, text, session_worker, advice: None })
+    }
+
+    /// Ask a policy outside the core, where one chooses.
+    pub async fn advised(mut self) -> Self {
+        let selector = &self.pool.selector;
+        if selector.desk().is_some() {
+            let question = self.ask(|ask| Ok(selector.question(ask))).ok().flatten();
+            self.advice = outside::advice(selector, question).await;
+        }
+        self
+    }
+
+    fn ask<T>(&self, act: impl FnOnce(&Ask<'_>) -> Result<T>) -> Result<T> {
+        let is_allowed = |worker: Worker| {
+            self.allowed.as_ref().is_none_or(|ids| ids.binary_search(&worker.instance_id).is_ok())
+        };
+        act(&Ask {
+            overrides: self.request.overrides(),
+            allowed: self.allowed.is_some().then_some(&is_allowed as &dyn Fn(Worker) -> bool),
+            pin: self.pin,
+            overlaps: self.remote.as_deref(),
+            facts: self.facts(),
+            waits: self.pool.queue.is_some(),
+            expected_output_tokens: self.request.expected_output_tokens,
+            ..Ask::new(&self.prompt)
+        })
+    }
+
+    fn facts(&self) -> Facts<'_> {
+        let tokens = self.request.token_ids.as_ref();
+        Facts {
+            prompt: &self.text,
+            token_ids: tokens.map_or(&[], |tokens| tokens.0.as_slice()),
+            user: self.request.user.as_deref(),
+            session: Session {
+                worker: self.session_worker,
+                key: self.request.session_key.as_deref(),
+            },
+            advice: self.advice.as_ref(),
+            ..Facts::default()
+        }
+    }
+
+    /// A worker for it, drawn anew where chance decides; nothing changes.
+    ///
+    /// # Errors
+    /// As [`kvflash_core::select::Selector::query`]; `NoWorker` while the start waits for workers.
+    pub fn query(&self, app: &App) -> Result<Answer> {
+        app.started()?;
+        let selection = counted(app, "previewed", self.ask(|ask| self.pool.selector.query(ask)))?;
+        Ok(self.answer(app, &selection, None))
+    }
+
+    /// The worker it goes to, booked under its name; where reservations wait for a worker with room to
+    /// prefill, when there is one.
+    ///
+    /// # Errors
+    /// As [`kvflash_core::select::Selector::reserve`]; `InvalidArgument` without a name; those of the queue;
+    /// `NoWorker` while the start waits for workers.
+    pub async fn reserve(&self, app: &App) -> Result<Answer> {
+        let Some(request_id) = self.request.request_id.as_deref() else {
+            return Err(Error::invalid("missing field `request_id`: what is booked needs a name"));
+        };
+        app.started()?;
+        let selector = &self.pool.selector;
+        let reserve = || self.ask(|ask| selector.reserve(request_id, ask));
+        let reserved = match &self.pool.queue {
+            None => reserve(),
+            Some(line) => {
+                let most_held = || self.ask(|ask| Ok(selector.most_held(ask))).unwrap_or(0);
+                let cached = || u64::from(most_held()) * u64::from(self.prompt.block_size);
+                let is_open = || self.pin.is_none() && self.allowed.is_none();
+                let wish = self.request.wish()?;
+                let began = Instant::now();
+                let isl_tokens = self.prompt.isl_tokens;
+                let outcome = queue::pass(line, &wish, isl_tokens, cached, is_open, reserve).await;
+                app.metrics.queue_seconds.observe(began.elapsed().as_secs_f64());
+                outcome
+            }
+        };
+        let selection = counted(app, "reserved", reserved)?;
+        app.metrics.input.inc_by(self.prompt.isl_tokens);
+        let tokens = |blocks| self.cached_tokens(blocks);
+        app.metrics.available.inc_by(tokens(selection.best_blocks));
+        app.metrics.selected.inc_by(tokens(selection.overlap_blocks));
+        Ok(self.answer(app, &selection, Some(request_id.to_owned())))
+    }
+
+    /// Why it would go there: every candidate's terms.
+    pub fn explain(&self, app: &App) -> Result<Value> {
+        let (selection, record) =
+            counted(app, "explained", self.ask(|ask| self.pool.selector.preview(ask)))?;
+        let mut value = record.decision();
+        let answer = serde_json::to_value(self.answer(app, &selection, None))
+            .map_err(|error| Error::invalid(error.to_string()))?;
+        if let (Value::Object(to), Value::Object(from)) = (&mut value, answer) {
+            to.extend(from);
+        }
+        let trust = self.trust(app);
+        if let Some(candidates) = value["candidates"].as_array_mut() {
+            for (entry, candidate) in candidates.iter_mut().zip(&record.candidates) {
+                let worker = candidate.terms.worker;
+                entry["worker_id"] = json!(worker.instance_id);
+                entry["dp_rank"] = json!(worker.dp_rank);
+                entry["trust"] = json!(trust.get(&worker));
+            }
+        }
+        Ok(value)
+    }
+
+    /// What it would make of every worker's load.
+    pub fn potential_loads(&self) -> Result<Vec<LoadAnswer>> {
+        let loads = self.ask(|ask| self.pool.selector.potential_loads(ask))?;
+        let entry = |load: PotentialLoad| LoadAnswer {
+            worker_id: load.worker.instance_id,
+            dp_rank: load.worker.dp_rank,
+            potential_prefill_tokens: load.potential_prefill_tokens,
+            potential_decode_blocks: load.potential_decode_blocks,
+            active_requests: load.active_requests,
+            overlap_blocks: load.overlap_blocks,
+        };
+        Ok(loads.into_iter().map(entry).collect())
+    }
+
+    /// Requests of its model that wait, and tokens of their prompts.
+    pub fn pending(&self) -> (usize, u64) {
+        let stats = self.pool.queue.as_ref().map(|queue| queue.stats()).unwrap_or_default();
+        (stats.pending, stats.pending_isl_tokens)
+    }
+
+    fn answer(&self, app: &App, selection: &Selection, request_id: Option<String>) -> Answer {
+        let Worker { instance_id, dp_rank } = selection.worker;
+        let url = self.pool.member(instance_id).and_then(|member| member.url.clone());
+        let keeps_sessions = app.options.policy_name() == "session-affinity";
+        let address = url.as_deref().filter(|_| keeps_sessions).map(address_of);
+        Answer {
+            request_id,
+            model_name: self.pool.key.model_name.clone(),
+            tenant_id: self.pool.key.tenant_id.clone(),
+            worker_id: instance_id,
+            dp_rank,
+            session_id: address.map(|address| session_id(address, dp_rank)),
+            url,
+            overlap_blocks: selection.overlap_blocks,
+            predicted_blocks: selection.predicted_blocks,
+            best_blocks: selection.best_blocks,
+            block_size: (self.prompt.block_size > 0).then_some(self.prompt.block_size),
+            isl_tokens: self.prompt.isl_tokens,
+            expected_cached_tokens: self.cached_tokens(selection.overlap_blocks),
+            reason: selection.reason.name(),
+            ties: selection.ties,
+            margin: selection.margin,
+            seed: selection.seed,
+        }
+    }
+
+    fn cached_tokens(&self, blocks: u32) -> u64 {
+        self.prompt.reusable_blocks(blocks) * u64::from(self.prompt.block_size)
+    }
+
+    fn trust(&self, app: &App) -> HashMap<Worker, TrustState> {
+        let is_its = |model: &kvflash_core::catalog::ModelIndex| model.key == self.pool.key;
+        let reports = app.catalog.reports(is_its);
+        reports.into_iter().map(|report| (report.view.worker, report.trust.state)).collect()
+    }
+}
+
+/// What policies hash: the prompt's text, else its tokens as the frontend has them.
+fn text(request: &Choose) -> Vec<u8> {
+    match (&request.prompt, &request.token_ids) {
+        (Some(prompt), _) => prompt.clone().into_bytes(),
+        (None, Some(tokens)) => tokens.0.iter().flat_map(|id| id.to_be_bytes()).collect(),
+        (None, None) => Vec::new(),
+    }
+}
+
+fn prompt(pool: &Pool, request: &Choose) -> Result<Prompt> {
+    let selector = &pool.selector;
+    let (lora_name, cache_salt) = (request.lora_name.as_deref(), request.cache_salt.as_deref());
+    match (&request.token_ids, &request.block_hashes, request.isl_tokens) {
+        (Some(_), Some(_), _) => {
+            Err(Error::invalid("token_ids and block_hashes say the same thing: give one of them"))
+        }
+        (Some(tokens), None, isl_tokens) => {
+            let count = tokens.0.len() as u64;
+            if isl_tokens.is_some_and(|isl_tokens| isl_tokens != count) {
+                let isl_tokens = isl_tokens.unwrap_or_default();
+                return Err(Error::invalid(format!(
+                    "isl_tokens {isl_tokens} is not the {count} of token_ids: leave it out"
+                )));
+            }
+            let path = request.lora_path.as_deref().unwrap_or("");
+            let keys = NameKeys {
+                lora: lora_name.map(|name| (name, path)),
+                cache_salt,
+                media: &request.mm.0,
+                embeds: &request.embeds.0,
+            };
+            Ok(selector.prompt(&tokens.0, &keys))
+        }
+        (None, Some(hashes), isl_tokens) => {
+            let block_size = selector.block_size();
+            if block_size == 0 && isl_tokens.is_none() {
+                return Err(Error::invalid(
+                    "block_hashes: no worker has told the block size yet; register one with \
+                     block_size, or give isl_tokens",
+                ));
+            }
+            // Salt and adapter are in the hashes already; the seed is for predictions of one's own.
+            let seed = selector.model().seed(lora_name, cache_salt);
+            let mut prompt = Prompt::of_hashes(hashes.0.clone(), block_size, seed);
+            let full = prompt.isl_tokens;
+            if let Some(isl_tokens) = isl_tokens {
+                let is_legal = block_size == 0
+                    || (full.max(1)..full + u64::from(block_size)).contains(&isl_tokens);
+                if !is_legal {
+                    return Err(Error::invalid(format!(
+                        "isl_tokens must be in {}..{} with {} block_hashes of {block_size} tokens, got \
+                         {isl_tokens}",
+                        full.max(1),
+                        full + u64::from(block_size),
+                        hashes.0.len(),
+                    )));
+                }
+                prompt.isl_tokens = isl_tokens;
+            }
+            Ok(prompt)
+        }
+        (None, None, Some(isl_tokens)) if isl_tokens > 0 => Ok(Prompt::unknown(isl_tokens)),
+        (None, None, Some(_)) => Err(Error::invalid("isl_tokens must be at least 1, got 0")),
+        // English text has about four bytes a token.
+        (None, None, None) if request.prompt.is_some() => {
+            let bytes = request.prompt.as_ref().map_or(0, String::len) as u64;
+            Ok(Prompt::unknown(bytes / 4))
+        }
+        (None, None, None) => Err(Error::invalid(
+            "missing field `token_ids`: give token_ids, block_hashes, or isl_tokens or prompt alone",
+        )),
+    }
+}
+
+fn counted<T>(app: &App, done: &'static str, outcome: Result<T>) -> Result<T> {
+    let outcome_name = match &outcome {
+        Ok(_) => done,
+        Err(Error::AllBusy(_)) => "all_busy",
+        Err(Error::NoWorker(_)) => "no_worker",
+        Err(Error::Overloaded(_)) => "overloaded",
+        Err(Error::Conflict(_)) => "duplicate",
+        Err(_) => "invalid",
+    };
+    app.metrics.selections.get_or_create(&OutcomeLabel { outcome: outcome_name }).inc();
+    outcome
+}

@@ -1,0 +1,151 @@
+//! POST /: messages with a `method`, as routers on a request plane take them.
+
+use kvflash_core::error::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+use super::super::indexer::request::TokenIds;
+use super::app::App;
+use super::choose::{Answer, Chosen, LoadAnswer};
+use super::request::Choose;
+
+/// A message. Its request goes by the name in it, else by that of the header `x-request-id`.
+#[derive(Debug, Deserialize)]
+#[serde(tag = "method", rename_all = "snake_case")]
+pub(super) enum Message {
+    New {
+        #[serde(alias = "token_ids")]
+        tokens: TokenIds,
+        #[serde(flatten)]
+        about: About,
+        #[serde(flatten)]
+        urgency: Urgency,
+    },
+    MarkPrefill {
+        #[serde(flatten)]
+        about: About,
+    },
+    MarkFree {
+        #[serde(flatten)]
+        about: About,
+    },
+    PotentialLoads {
+        #[serde(alias = "token_ids")]
+        tokens: TokenIds,
+        #[serde(flatten)]
+        about: About,
+    },
+}
+
+/// What every message may name.
+#[derive(Debug, Default, Deserialize)]
+pub(super) struct About {
+    request_id: Option<String>,
+    #[serde(alias = "model")]
+    model_name: Option<String>,
+    tenant_id: Option<String>,
+    lora_name: Option<String>,
+    cache_salt: Option<String>,
+    user: Option<String>,
+    session_key: Option<String>,
+}
+
+/// What a new request may say of itself among those that wait, of its answer and of its draw.
+#[derive(Debug, Default, Deserialize)]
+pub(super) struct Urgency {
+    priority: Option<f64>,
+    strict_priority: Option<u32>,
+    expected_output_tokens: Option<u64>,
+    seed: Option<u64>,
+}
+
+/// The answer to a message.
+#[derive(Debug, Serialize)]
+#[serde(tag = "method", rename_all = "snake_case")]
+pub(super) enum MethodAnswer {
+    New {
+        worker_id: u64,
+        dp_rank: u32,
+        overlap_blocks: u32,
+        /// To those who gave one: others know the published answer.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        seed: Option<u64>,
+    },
+    PrefillMarked {
+        success: bool,
+    },
+    FreeMarked {
+        success: bool,
+    },
+    PotentialLoads {
+        loads: Vec<LoadAnswer>,
+        pending_count: usize,
+        pending_isl_tokens: u64,
+    },
+}
+
+impl About {
+    fn choose(self, tokens: TokenIds) -> Choose {
+        Choose {
+            model_name: self.model_name,
+            tenant_id: self.tenant_id,
+            token_ids: Some(tokens),
+            lora_name: self.lora_name,
+            cache_salt: self.cache_salt,
+            request_id: self.request_id,
+            user: self.user,
+            session_key: self.session_key,
+            ..Choose::default()
+        }
+    }
+
+    fn name(&self) -> Result<&str> {
+        self.request_id.as_deref().ok_or_else(|| {
+            Error::invalid("missing field `request_id`, or the header x-request-id instead")
+        })
+    }
+}
+
+/// Do what `message` says; `request_id` is the header's.
+///
+/// # Errors
+/// As the routes of the same purpose. `new` without a name books nothing: nobody could free it.
+pub(super) async fn obey(
+    app: &App,
+    message: Message,
+    request_id: Option<String>,
+) -> Result<MethodAnswer> {
+    let named = |about: About| About { request_id: about.request_id.or(request_id), ..about };
+    match message {
+        Message::New { tokens, about, urgency } => {
+            let Urgency { priority, strict_priority, expected_output_tokens, seed } = urgency;
+            let choose = named(about).choose(tokens);
+            let choose =
+                Choose { priority, strict_priority, expected_output_tokens, seed, ..choose };
+            let is_named = choose.request_id.is_some();
+            let chosen = Chosen::understand(app, choose).await?.advised().await;
+            let answer = if is_named { chosen.reserve(app).await? } else { chosen.query(app)? };
+            let Answer { worker_id, dp_rank, overlap_blocks, .. } = answer;
+            Ok(MethodAnswer::New { worker_id, dp_rank, overlap_blocks, seed })
+        }
+        Message::MarkPrefill { about } => {
+            let about = named(about);
+            let pools = app.fleet.fitting(about.model_name.as_deref(), about.tenant_id.as_deref());
+            let name = about.name()?;
+            let marked = pools.iter().filter(|p| p.selector.mark_prefill_completed(name).is_ok());
+            Ok(MethodAnswer::PrefillMarked { success: marked.count() > 0 })
+        }
+        Message::MarkFree { about } => {
+            let about = named(about);
+            let pools = app.fleet.fitting(about.model_name.as_deref(), about.tenant_id.as_deref());
+            let name = about.name()?;
+            let freed = pools.iter().filter(|pool| pool.selector.free(name));
+            Ok(MethodAnswer::FreeMarked { success: freed.count() > 0 })
+        }
+        Message::PotentialLoads { tokens, about } => {
+            let chosen = Chosen::understand(app, about.choose(tokens)).await?;
+            let loads = chosen.potential_loads()?;
+            let (pending_count, pending_isl_tokens) = chosen.pending();
+            Ok(MethodAnswer::PotentialLoads { loads, pending_count, pending_isl_tokens })
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! What an operator can set.
+
+use std::time::Duration;
+
+use kvflash_core::error::{Error, Result};
+use kvflash_core::policy::Settings;
+use kvflash_core::router::Policies;
+use kvflash_core::select::{QueueOptions, SelectorConfig};
+
+use super::super::metrics::{PREFIX, check_prefix};
+use super::super::{RemoteIndexerOptions, Tls};
+
+/// Options of a router.
+#[derive(Debug, Clone)]
+pub struct RouterOptions {
+    /// How requests are routed; its block size is learned where it is 0.
+    pub selector: SelectorConfig,
+    /// Policies that choose or watch instead of or beside the built-in one, for all models.
+    pub policies: Policies,
+    /// What these policies were made with.
+    pub settings: Settings,
+    /// How reservations wait for a worker with room to prefill, its threshold the selector's; `None` =
+    /// they never do.
+    pub queue: Option<QueueOptions>,
+    /// Follow the events of registered workers.
+    pub use_kv_events: bool,
+    /// Ask this indexer what workers hold, and follow no events.
+    pub remote_indexer: Option<RemoteIndexerOptions>,
+    /// Answer the indexer's questions, too: /query, /query_by_hash, /dump, /digest.
+    pub serve_indexer: bool,
+    /// Largest request body, bytes.
+    pub max_body_bytes: usize,
+    /// Time that a client may take to send its body.
+    pub body_timeout: Duration,
+    /// Workers that may be registered at once, each with all its ranks.
+    pub max_workers: usize,
+    /// Workers that must have registered before GET /ready says so.
+    pub min_initial_workers: usize,
+    /// What names of metrics begin with.
+    pub metrics_prefix: String,
+    /// Encryption of its HTTP, for what `/metrics` tells of it.
+    pub tls: Option<Tls>,
+}
+
+impl Default for RouterOptions {
+    fn default() -> Self {
+        Self {
+            selector: SelectorConfig::default(),
+            policies: Policies::default(),
+            settings: Settings::default(),
+            queue: None,
+            use_kv_events: true,
+            remote_indexer: None,
+            serve_indexer: false,
+            max_body_bytes: 8 * 1024 * 1024,
+            body_timeout: Duration::from_secs(60),
+            max_workers: 4_096,
+            min_initial_workers: 0,
+            metrics_prefix: PREFIX.to_owned(),
+            tls: None,
+        }
+    }
+}
+
+impl RouterOptions {
+    /// The name of the policy that chooses.
+    pub fn policy_name(&self) -> &str {
+        let built_in = self.selector.router.policy.name();
+        self.policies.active.as_ref().map_or(built_in, |policy| policy.name())
+    }
+
+    /// Check every field.
+    ///
+    /// # Errors
+    /// As [`SelectorConfig::validate`]; `Config` for options that contradict each other.
+    pub fn check(&self) -> Result<()> {
+        if self.serve_indexer && self.remote_indexer.is_some() {
+            return Err(Error::Config(
+                "--serve-indexer with --use-remote-indexer: there is no index here to serve"
+                    .to_owned(),
+            ));
+        }
+        check_prefix(&self.metrics_prefix)?;
+        self.queue.as_ref().map_or(Ok(()), QueueOptions::check)?;
+        self.selector.validate()
+    }
+
+    /// Whether engines' events are followed: nobody asks for what they tell otherwise.
+    pub fn follows_events(&self) -> bool {
+        let is_own = self.use_kv_events && self.remote_indexer.is_none();
+        is_own && self.selector.router.overlap_score_weight > 0.0
+    }
+}

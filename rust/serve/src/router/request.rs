@@ -1,0 +1,367 @@
+//! What gateways send. Fields that are not known are refused by name: a misspelt one that is ignored would
+//! route every request elsewhere than meant.
+
+use std::collections::BTreeMap;
+
+use kvflash_core::error::{Error, Result};
+use kvflash_core::fair::Wish;
+use kvflash_core::ids::InstanceId;
+use kvflash_core::policy::EngineMetrics;
+use kvflash_core::policy::session::MAX_KEY_BYTES;
+use kvflash_core::router::{RouteOverride, Usage};
+use kvflash_core::select::{Pin, Report, Share};
+use serde::Deserialize;
+
+use super::super::indexer::request::{BlockHashes, TokenIds, default_tenant};
+use super::super::prompt_keys::{Embeds, Media};
+
+/// Longest prompt, tokens: sums of as many as may be reserved stay far from where numbers end.
+pub(super) const MAX_ISL_TOKENS: u64 = u32::MAX as u64;
+/// Most worker ids that one request may allow.
+const MAX_ALLOWED: usize = 65_535;
+/// Longest address of a worker, characters; it is handed back as it came.
+const MAX_URL_CHARS: usize = 4_096;
+
+/// Where a rank publishes.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Events {
+    pub endpoint: String,
+    pub replay_endpoint: Option<String>,
+}
+
+/// POST /workers
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct NewWorker {
+    pub worker_id: InstanceId,
+    #[serde(alias = "model")]
+    pub model_name: String,
+    #[serde(default = "default_tenant")]
+    pub tenant_id: String,
+    /// What the gateway reaches it by; nothing is made of it here.
+    pub url: Option<String>,
+    #[serde(default = "one")]
+    pub dp_size: u32,
+    pub block_size: Option<u32>,
+    /// Of rank 0; rank r publishes at its port + r.
+    pub endpoint: Option<String>,
+    pub replay_endpoint: Option<String>,
+    /// By rank, instead of `endpoint`.
+    #[serde(default)]
+    pub events: BTreeMap<String, Events>,
+    pub kv_total_blocks: Option<u64>,
+    pub max_num_batched_tokens: Option<u64>,
+}
+
+const fn one() -> u32 {
+    1
+}
+
+impl NewWorker {
+    /// Check what no type says.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, naming the field, what is legal and what came.
+    pub fn check(&self) -> Result<()> {
+        if self.model_name.is_empty() {
+            return Err(Error::invalid("model_name must not be empty"));
+        }
+        if !(1..=1_024).contains(&self.dp_size) {
+            let got = self.dp_size;
+            return Err(Error::invalid(format!("dp_size must be in 1..=1024, got {got}")));
+        }
+        if self.block_size == Some(0) {
+            return Err(Error::invalid("block_size must be at least 1, got 0"));
+        }
+        if self.kv_total_blocks == Some(0) {
+            return Err(Error::invalid("kv_total_blocks must be at least 1, got 0"));
+        }
+        let len = self.url.as_ref().map_or(0, |url| url.chars().count());
+        if len > MAX_URL_CHARS {
+            return Err(Error::invalid(format!(
+                "url may have at most {MAX_URL_CHARS} characters, got {len}"
+            )));
+        }
+        if self.endpoint.is_some() && !self.events.is_empty() {
+            return Err(Error::invalid("endpoint and events say the same thing: give one of them"));
+        }
+        if self.replay_endpoint.is_some() && self.endpoint.is_none() {
+            return Err(Error::invalid("replay_endpoint without endpoint: nothing to repair"));
+        }
+        self.events().map(|_| ())
+    }
+
+    /// Sockets by rank; keys of maps are text in every form of a body.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for what is no rank of it.
+    pub fn events(&self) -> Result<BTreeMap<u32, Events>> {
+        let rank = |(rank, events): (&String, &Events)| match rank.parse() {
+            Ok(number) if number < self.dp_size => Ok((number, events.clone())),
+            _ => Err(Error::invalid(format!(
+                "events.{rank}: a rank is a number below dp_size {}",
+                self.dp_size
+            ))),
+        };
+        self.events.iter().map(rank).collect()
+    }
+
+    /// What its ranks say of themselves from the start.
+    pub fn report(&self) -> Report {
+        Report {
+            kv_total_blocks: self.kv_total_blocks,
+            max_num_batched_tokens: self.max_num_batched_tokens,
+            ..Report::default()
+        }
+    }
+}
+
+/// What one request wants otherwise than the flags.
+#[derive(Debug, Clone, Copy, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Overrides {
+    #[serde(alias = "kv_overlap_score_weight")]
+    overlap_score_weight: Option<f64>,
+    pub overlap_score_credit: Option<f64>,
+    pub prefill_load_scale: Option<f64>,
+    #[serde(alias = "temperature")]
+    router_temperature: Option<f64>,
+    assume_kv_reuse: Option<bool>,
+}
+
+/// POST /select, /reserve, /potential_loads, /explain
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Choose {
+    #[serde(alias = "model")]
+    pub model_name: Option<String>,
+    pub tenant_id: Option<String>,
+    #[serde(alias = "tokens")]
+    pub token_ids: Option<TokenIds>,
+    #[serde(alias = "local_hashes")]
+    pub block_hashes: Option<BlockHashes>,
+    pub isl_tokens: Option<u64>,
+    pub lora_name: Option<String>,
+    /// The adapter's path in the engine, which hashes it.
+    pub lora_path: Option<String>,
+    pub cache_salt: Option<String>,
+    /// Multimodal items of `token_ids`.
+    #[serde(default)]
+    pub mm: Media,
+    /// Digests of the prompt's embeddings, one a hash block.
+    #[serde(default)]
+    pub embeds: Embeds,
+    #[serde(alias = "overrides")]
+    pub router_config_override: Option<Overrides>,
+    pub allowed_worker_ids: Option<Vec<InstanceId>>,
+    pub worker_id: Option<InstanceId>,
+    pub dp_rank: Option<u32>,
+    pub request_id: Option<String>,
+    /// The prompt's text, for policies that go by it.
+    pub prompt: Option<String>,
+    /// Whose request it is.
+    pub user: Option<String>,
+    /// A key that all requests of a session carry.
+    pub session_key: Option<String>,
+    /// What an earlier answer told of the session's worker.
+    pub session_id: Option<String>,
+    pub priority: Option<f64>,
+    pub strict_priority: Option<u32>,
+    pub expected_output_tokens: Option<u64>,
+    /// The number that chance is drawn from, instead of a new one.
+    pub seed: Option<u64>,
+}
+
+impl Choose {
+    /// How urgent it is among those that wait.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a priority that is no number.
+    pub fn wish(&self) -> Result<Wish> {
+        Wish::of(self.priority, self.strict_priority)
+    }
+
+    /// The worker that must take it.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a rank of nobody.
+    pub fn pin(&self) -> Result<Option<Pin>> {
+        match (self.worker_id, self.dp_rank) {
+            (Some(instance_id), dp_rank) => Ok(Some(Pin { instance_id, dp_rank })),
+            (None, Some(rank)) => {
+                Err(Error::invalid(format!("dp_rank {rank} without worker_id: whose rank?")))
+            }
+            (None, None) => Ok(None),
+        }
+    }
+
+    /// Workers that may take it, ascending.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for more than 65,535.
+    pub fn allowed(&self) -> Result<Option<Vec<InstanceId>>> {
+        let Some(ids) = &self.allowed_worker_ids else { return Ok(None) };
+        if ids.len() > MAX_ALLOWED {
+            return Err(Error::invalid(format!(
+                "allowed_worker_ids may have at most {MAX_ALLOWED} elements, got {}",
+                ids.len()
+            )));
+        }
+        let mut ids = ids.clone();
+        ids.sort_unstable();
+        Ok(Some(ids))
+    }
+
+    /// Check what is told of the client.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a name that is too long.
+    pub fn check_client(&self) -> Result<()> {
+        for (field, value) in [("user", &self.user), ("session_key", &self.session_key)] {
+            let bytes = value.as_ref().map_or(0, String::len);
+            if bytes > MAX_KEY_BYTES {
+                return Err(Error::invalid(format!(
+                    "{field} may have at most {MAX_KEY_BYTES} bytes, got {bytes}"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    pub fn overrides(&self) -> RouteOverride {
+        let given = self.router_config_override.unwrap_or_default();
+        RouteOverride {
+            overlap_score_weight: given.overlap_score_weight,
+            overlap_score_credit: given.overlap_score_credit,
+            prefill_load_scale: given.prefill_load_scale,
+            temperature: given.router_temperature,
+            assume_kv_reuse: given.assume_kv_reuse,
+            seed: self.seed,
+        }
+    }
+}
+
+/// POST /prefill_complete, /touch, /free
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Named {
+    pub request_id: String,
+    /// Only of this model; of all where it is absent.
+    #[serde(alias = "model")]
+    pub model_name: Option<String>,
+    pub tenant_id: Option<String>,
+    /// Tokens of the prompt, as the engine counted them; for policies.
+    #[serde(alias = "prompt_tokens")]
+    pub input_tokens: Option<u64>,
+    /// Tokens of the prompt that the engine says it reused; for GET /why and policies.
+    pub cached_tokens: Option<u64>,
+    /// Tokens that were generated; for policies.
+    #[serde(alias = "completion_tokens")]
+    pub output_tokens: Option<u64>,
+    /// Tokens that were generated up to now; their blocks count where generated blocks do.
+    pub generated_tokens: Option<u64>,
+}
+
+impl Named {
+    /// What the engine says was used.
+    pub fn usage(&self) -> Usage {
+        Usage {
+            input_tokens: self.input_tokens,
+            cached_tokens: self.cached_tokens,
+            output_tokens: self.output_tokens,
+        }
+    }
+}
+
+/// POST /report_load
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct LoadReport {
+    pub worker_id: InstanceId,
+    #[serde(default)]
+    pub dp_rank: u32,
+    /// Another router's share of the load, instead of what the worker says itself.
+    pub router_id: Option<u64>,
+    pub kv_used_blocks: Option<u64>,
+    pub active_decode_blocks: Option<u64>,
+    pub active_prefill_tokens: Option<u64>,
+    pub kv_total_blocks: Option<u64>,
+    pub max_num_batched_tokens: Option<u64>,
+    pub running_requests: Option<f64>,
+    pub gpu_kv_usage: Option<f64>,
+    pub cpu_kv_usage: Option<f64>,
+    pub queue_s: Option<f64>,
+    pub mean_prefill_s: Option<f64>,
+    pub mean_decode_s: Option<f64>,
+    pub avg_prompt_tokens: Option<f64>,
+    pub avg_generation_tokens: Option<f64>,
+    pub busy_ratio: Option<f64>,
+    pub utilization: Option<f64>,
+}
+
+impl LoadReport {
+    /// What policies are told of the engine.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a field out of range, or one that only the worker knows.
+    pub fn engine_metrics(&self) -> Result<EngineMetrics> {
+        let metrics = EngineMetrics {
+            running_requests: self.running_requests,
+            gpu_kv_usage: self.gpu_kv_usage,
+            cpu_kv_usage: self.cpu_kv_usage,
+            queue_s: self.queue_s,
+            mean_prefill_s: self.mean_prefill_s,
+            mean_decode_s: self.mean_decode_s,
+            avg_prompt_tokens: self.avg_prompt_tokens,
+            avg_generation_tokens: self.avg_generation_tokens,
+            busy_ratio: self.busy_ratio,
+            utilization: self.utilization,
+        };
+        if self.router_id.is_some() && !metrics.is_empty() {
+            return Err(Error::invalid(
+                "the engine's own figures are the worker's to say: leave them out with router_id",
+            ));
+        }
+        metrics.validate()?;
+        Ok(metrics)
+    }
+
+    pub fn report(&self) -> Report {
+        Report {
+            kv_used_blocks: self.kv_used_blocks,
+            active_decode_blocks: self.active_decode_blocks,
+            active_prefill_tokens: self.active_prefill_tokens,
+            kv_total_blocks: self.kv_total_blocks,
+            max_num_batched_tokens: self.max_num_batched_tokens,
+        }
+    }
+
+    /// What a router says of itself.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for what only the worker knows.
+    pub fn share(&self) -> Result<Share> {
+        for (field, value) in [
+            ("kv_used_blocks", self.kv_used_blocks),
+            ("kv_total_blocks", self.kv_total_blocks),
+            ("max_num_batched_tokens", self.max_num_batched_tokens),
+        ] {
+            if value.is_some() {
+                return Err(Error::invalid(format!(
+                    "{field} is the worker's to say: leave it out with router_id"
+                )));
+            }
+        }
+        Ok(Share {
+            active_decode_blocks: self.active_decode_blocks,
+            active_prefill_tokens: self.active_prefill_tokens,
+        })
+    }
+}
+
+/// The parameters of GET /workers.
+#[derive(Debug, Deserialize)]
+pub(super) struct WorkersFilter {
+    pub model_name: Option<String>,
+}

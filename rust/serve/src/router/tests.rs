@@ -1,0 +1,107 @@
+//! Scrapes of a router with many workers.
+#![allow(clippy::unwrap_used)]
+
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use axum::body::to_bytes;
+use axum::extract::State;
+use axum::http::StatusCode;
+use kvflash_core::catalog::Catalog;
+use kvflash_core::clock::ManualClock;
+use serde_json::json;
+use tokio::runtime::Builder;
+
+use super::app::{App, metrics};
+use super::{RouterApp, RouterOptions};
+use crate::Reject;
+
+/// Whatever takes longer does not come.
+const DEADLINE: Duration = Duration::from_secs(30);
+
+fn router(workers: usize) -> Arc<App> {
+    let catalog = Arc::new(Catalog::default());
+    let clock = Arc::new(ManualClock::default());
+    let router = RouterApp::new(RouterOptions::default(), catalog, clock).unwrap();
+    for id in 1..=workers {
+        let new = serde_json::from_value(json!({ "worker_id": id, "model_name": "m" })).unwrap();
+        router.app.fleet.add(new).unwrap();
+    }
+    router.app
+}
+
+#[test]
+fn scrapes_at_once_tell_of_every_worker() {
+    const WORKERS: usize = 300;
+    const ROUNDS: usize = 40;
+    let app = router(WORKERS);
+    let runtime = Builder::new_multi_thread().worker_threads(4).build().unwrap();
+    let scrapes: Vec<_> = (0..4)
+        .map(|_| {
+            let app = Arc::clone(&app);
+            runtime.spawn(async move {
+                for _ in 0..ROUNDS {
+                    let answer = metrics(State(Arc::clone(&app))).await;
+                    let bytes = to_bytes(answer.into_body(), usize::MAX).await.unwrap();
+                    let text = String::from_utf8(bytes.to_vec()).unwrap();
+                    for name in ["active_blocks", "active_prefill_tokens", "active_requests"] {
+                        let head = format!("kvflash_worker_{name}{{");
+                        let rows = text.lines().filter(|line| line.starts_with(&head)).count();
+                        assert_eq!(rows, WORKERS, "{name}");
+                    }
+                    let row = "\nkvflash_router_workers{model=\"m\",tenant=\"default\"} 300\n";
+                    assert!(text.contains(row));
+                }
+            })
+        })
+        .collect();
+    for scrape in scrapes {
+        runtime.block_on(scrape).unwrap();
+    }
+}
+
+#[test]
+fn a_worker_whose_ranks_do_not_fit_is_refused() {
+    let app = router(0);
+    let add = |id: u64, dp_size: u32| {
+        let new = json!({ "worker_id": id, "model_name": "m", "dp_size": dp_size });
+        app.fleet.add(serde_json::from_value(new).unwrap()).map(|_| ())
+    };
+    // 63 of 1,024 ranks, and one of 1,000: 23 are left of 65,535.
+    (1..=63).try_for_each(|id| add(id, 1_024)).unwrap();
+    add(64, 1_000).unwrap();
+    let error = add(65, 24).unwrap_err();
+    let text = error.to_string();
+    assert!(
+        text.contains("at most 65535 data-parallel ranks") && text.contains("got 65536"),
+        "{text}"
+    );
+    assert_eq!(Reject::from(error).status, StatusCode::TOO_MANY_REQUESTS);
+    assert_eq!(app.fleet.counts(), (64, 64));
+    add(66, 23).unwrap();
+    app.fleet.remove(64).unwrap();
+    add(65, 24).unwrap();
+}
+
+#[test]
+fn a_scrape_holds_up_no_connection() {
+    let app = router(1);
+    let runtime = Builder::new_multi_thread().worker_threads(1).build().unwrap();
+    let held = app.more_metrics.write();
+    let (begun, has_begun) = mpsc::channel();
+    let scraped = Arc::clone(&app);
+    let scrape = runtime.spawn(async move {
+        // No await before the answer: the only thread is in it.
+        begun.send(()).unwrap();
+        metrics(State(scraped)).await.status().as_u16()
+    });
+    has_begun.recv_timeout(DEADLINE).unwrap();
+    let (served, is_served) = mpsc::channel();
+    let other = runtime.spawn(async move { served.send(()).unwrap() });
+    let outcome = is_served.recv_timeout(DEADLINE);
+    assert!(!scrape.is_finished(), "it did not wait for what is held");
+    drop(held);
+    assert_eq!(runtime.block_on(scrape).unwrap(), 200);
+    runtime.block_on(other).unwrap();
+    outcome.expect("the only serving thread was held up");
+}

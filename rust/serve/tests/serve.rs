@@ -1,0 +1,193 @@
+//! The indexer over real sockets: the short way of the questions, the limits of connections, the stop.
+#![allow(clippy::unwrap_used)]
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvflash_core::catalog::{Catalog, EngineFacts, Identity, ModelKey, Registration};
+use kvflash_core::ids::Worker;
+use kvflash_serve::indexer::{IndexerApp, IndexerOptions};
+use kvflash_serve::{App, ServeLimits, Shutdown, serve};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinHandle;
+
+/// Whatever takes longer does not come.
+const DEADLINE: Duration = Duration::from_secs(30);
+
+fn catalog() -> Arc<Catalog> {
+    let catalog = Arc::new(Catalog::default());
+    let registration = Registration {
+        worker: Worker::new(7, 0),
+        key: ModelKey { model_name: "m".to_owned(), tenant_id: "default".to_owned() },
+        block_size: Some(4),
+        endpoint: "tcp://127.0.0.1:5557".to_owned(),
+        replay_endpoint: None,
+        capacity_blocks: None,
+        identity: Identity::default(),
+        facts: EngineFacts::default(),
+    };
+    catalog.register(registration).unwrap();
+    catalog
+}
+
+fn options() -> IndexerOptions {
+    IndexerOptions { max_body_bytes: 200, ..IndexerOptions::default() }
+}
+
+struct Server {
+    address: SocketAddr,
+    shutdown: Shutdown,
+    task: JoinHandle<std::io::Result<()>>,
+}
+
+async fn start(app: impl App, limits: ServeLimits) -> Server {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let (address, shutdown) = (listener.local_addr().unwrap(), Shutdown::default());
+    let task = tokio::spawn(serve(listener, app, limits, shutdown.clone()));
+    Server { address, shutdown, task }
+}
+
+impl Server {
+    async fn connect(&self) -> TcpStream {
+        TcpStream::connect(self.address).await.unwrap()
+    }
+
+    /// A request on a connection of its own: what came back, without its date, headers in order.
+    async fn ask(&self, method: &str, path: &str, headers: &str, body: &[u8]) -> String {
+        let mut stream = self.connect().await;
+        let length = body.len();
+        let head = format!(
+            "{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\
+             content-length: {length}\r\n{headers}\r\n"
+        );
+        stream.write_all(&[head.as_bytes(), body].concat()).await.unwrap();
+        let answer = to_end(&mut stream).await;
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+        let mut lines: Vec<_> =
+            head.split("\r\n").filter(|line| !line.starts_with("date:")).collect();
+        lines[1..].sort_unstable();
+        format!("{}\n\n{body}", lines.join("\n"))
+    }
+}
+
+async fn to_end(stream: &mut TcpStream) -> String {
+    let mut bytes = Vec::new();
+    tokio::time::timeout(DEADLINE, stream.read_to_end(&mut bytes)).await.unwrap().unwrap();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_short_way_answers_as_the_router_does() {
+    let catalog = catalog();
+    let short = IndexerApp::service(Arc::clone(&catalog), options()).unwrap();
+    let long = IndexerApp::router(catalog, options()).unwrap();
+    let short = start(short, ServeLimits::default()).await;
+    let long = start(long, ServeLimits::default()).await;
+    let msgpack = "content-type: application/msgpack\r\n";
+    let mut statuses = Vec::new();
+    for (method, path, headers, body) in [
+        ("POST", "/query", "", &br#"{"token_ids": [1, 2, 3, 4], "model_name": "m"}"#[..]),
+        ("POST", "/query", "", br#"{"token_ids": [1, 2], "model_name": "\u006d", "more": {}}"#),
+        ("POST", "/query", msgpack, b"\x82\xaamodel_name\xa1m\xa9token_ids\x91\x01"),
+        (
+            "POST",
+            "/query",
+            "accept: application/msgpack\r\n",
+            br#"{"token_ids":[],"model_name":"m"}"#,
+        ),
+        ("POST", "/query_by_hash", "", br#"{"block_hashes": [-1, 5], "model_name": "m"}"#),
+        ("POST", "/query_by_hash?x=1", "", br#"{"block_hashes": [], "model_name": "m"}"#),
+        ("POST", "/query", "", br#"{"token_ids": [1, -2], "model_name": "m"}"#),
+        ("POST", "/query", "", br#"{"token_ids": [1], "model_name": "other"}"#),
+        (
+            "POST",
+            "/query",
+            "",
+            br#"{"token_ids":[],"model_name":"m","cache_salt":"a","additional_salt":"b"}"#,
+        ),
+        ("POST", "/query_by_hash", "", b"{"),
+        ("POST", "/query", "", &[b' '; 201]),
+        ("GET", "/query", "", b""),
+        ("POST", "/query/", "", b""),
+        ("GET", "/workers", "", b""),
+    ] {
+        let answer = short.ask(method, path, headers, body).await;
+        assert_eq!(answer, long.ask(method, path, headers, body).await, "{method} {path}");
+        statuses.push(answer.split(' ').nth(1).unwrap().to_owned());
+    }
+    let ok = ["200"; 6];
+    assert_eq!(statuses[..6], ok);
+    assert_eq!(statuses[6..], ["400", "404", "400", "400", "413", "405", "404", "200"]);
+    let counts = |metrics: String| {
+        let counted =
+            |line: &&str| line.contains("requests_total") || line.contains("errors_total");
+        let mut counts: Vec<_> = metrics.split('\n').filter(counted).map(str::to_owned).collect();
+        counts.sort();
+        counts
+    };
+    let counted = counts(short.ask("GET", "/metrics", "", b"").await);
+    assert!(counted.iter().any(|line| line.contains(r#"endpoint="/query",method="POST"} 8"#)));
+    assert_eq!(counted, counts(long.ask("GET", "/metrics", "", b"").await));
+}
+
+#[tokio::test]
+async fn a_slow_head_is_cut_off_whenever_it_comes() {
+    let limits =
+        ServeLimits { header_timeout: Duration::from_millis(100), ..ServeLimits::default() };
+    let server = start(IndexerApp::service(catalog(), options()).unwrap(), limits).await;
+    let mut first = server.connect().await;
+    first.write_all(b"POST /query HTTP/1.1\r\nhost:").await.unwrap();
+    assert_eq!(to_end(&mut first).await, "");
+    let mut kept = server.connect().await;
+    let whole = "POST /query_by_hash HTTP/1.1\r\nhost: x\r\ncontent-length: 36\r\n\r\n\
+                 {\"block_hashes\":[],\"model_name\":\"m\"}";
+    for _ in 0..3 {
+        kept.write_all(whole.as_bytes()).await.unwrap();
+    }
+    kept.write_all(b"POST /query HTTP/1.1\r\nhost:").await.unwrap();
+    assert_eq!(to_end(&mut kept).await.matches("HTTP/1.1 200 OK").count(), 3);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_open_question_is_answered_after_the_stop() {
+    let service = IndexerApp::service(catalog(), options()).unwrap();
+    let server = start(service, ServeLimits::default()).await;
+    let mut stream = server.connect().await;
+    let head =
+        b"POST /query HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 33\r\n\r\n";
+    stream.write_all(head).await.unwrap();
+    // The question is being asked once its body is wanted.
+    let mut wanted = [0; 25];
+    tokio::time::timeout(DEADLINE, stream.read_exact(&mut wanted)).await.unwrap().unwrap();
+    assert!(wanted.starts_with(b"HTTP/1.1 100 Continue"));
+    let mut idle = server.connect().await;
+    server.shutdown.stop();
+    assert_eq!(to_end(&mut idle).await, "", "nobody waits for an idle connection");
+    stream.write_all(br#"{"token_ids":[],"model_name":"m"}"#).await.unwrap();
+    assert!(to_end(&mut stream).await.starts_with("HTTP/1.1 200 OK"));
+    tokio::time::timeout(DEADLINE, server.task).await.unwrap().unwrap().unwrap();
+    assert!(TcpStream::connect(server.address).await.is_err());
+}
+
+/// One thread, and nothing awaited between connecting and the stop: the server has accepted nobody yet.
+#[tokio::test]
+async fn who_had_been_queued_at_the_stop_is_not_reset() {
+    let service = IndexerApp::service(catalog(), options()).unwrap();
+    let server = start(service, ServeLimits::default()).await;
+    let (mut asking, mut idle) = {
+        let connect = || std::net::TcpStream::connect(server.address).unwrap();
+        (connect(), connect())
+    };
+    let question = b"POST /query_by_hash HTTP/1.1\r\nhost: x\r\ncontent-length: 36\r\n\r\n\
+                     {\"block_hashes\":[],\"model_name\":\"m\"}";
+    std::io::Write::write_all(&mut asking, question).unwrap();
+    server.shutdown.stop();
+    let stopped = tokio::time::timeout(DEADLINE, server.task).await.unwrap();
+    stopped.unwrap().unwrap();
+    let mut answer = String::new();
+    std::io::Read::read_to_string(&mut asking, &mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer:?}");
+    assert_eq!(std::io::Read::read_to_string(&mut idle, &mut answer).unwrap(), 0);
+}

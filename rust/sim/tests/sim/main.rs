@@ -1,0 +1,5 @@
+//! The simulator against recorded engines, and policies before it.
+
+mod auto;
+mod engine_truth;
+mod turns;
