@@ -28,7 +28,7 @@ from kvflash.errors import (
     TransportError,
     WorkerError,
 )
-from kvflash.lazy import lazy_names
+from kvflash.lazy import lazy_dir, lazy_names
 
 if TYPE_CHECKING:
     from kvflash.llm import (
@@ -62,11 +62,13 @@ if TYPE_CHECKING:
         Stream,
         kvflash_worker,
     )
+    from kvflash.version import __version__ as __version__
 
 # Imported when they are asked for: `import kvflash` stays light.
 __getattr__ = lazy_names(
     __name__,
     {
+        "__version__": "kvflash.version",
         "Client": "kvflash.runtime",
         "Component": "kvflash.runtime",
         "Context": "kvflash.runtime",
@@ -154,3 +156,5 @@ __all__ = [
     "register_llm",
     "unregister_llm",
 ]
+
+__dir__ = lazy_dir(__name__, (*__all__, "__version__"))

@@ -6,8 +6,9 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from kvflash.config import Flags, bounded_int, optional
+from kvflash.config import bounded_int, optional
 from kvflash.errors import ConfigError
+from kvflash.flags import Flags
 from kvflash.servers import EVENT_PLANES, unused_server
 
 __all__ = ["ClusterFlags", "add_cluster_flags", "settle_cluster"]
@@ -72,15 +73,14 @@ class ClusterFlags:
 
 def add_cluster_flags(flags: Flags) -> None:
     """Add them."""
+    flags.section("Replicas")
     flags.add(
         "--event-plane",
         variables=("DYN_EVENT_PLANE",),
         parse=str,
         default="zmq",
         choices=EVENT_PLANES,
-        summary="how events come and what replicas tell each other: zmq needs no server; nats: "
-        "events of workers that write to JetStream or publish on NATS, over the server that "
-        "NATS_SERVER names",
+        summary="How events arrive: zmq needs no server; nats uses the one in NATS_SERVER",
     )
     flags.add_toggle(
         "durable_kv_events",
@@ -88,7 +88,7 @@ def add_cluster_flags(flags: Flags) -> None:
         off=(),
         default=False,
         variables=("DYN_ROUTER_DURABLE_KV_EVENTS", "DYN_DURABLE_KV_EVENTS"),
-        summary="deprecated: --event-plane nats",
+        summary="Deprecated; use --event-plane nats",
     )
     flags.preset("durable_kv_events", {"event_plane": "nats"})
     flags.add_toggle(
@@ -97,16 +97,15 @@ def add_cluster_flags(flags: Flags) -> None:
         off=("--no-router-replica-sync",),
         default=False,
         variables=("DYN_ROUTER_REPLICA_SYNC",),
-        summary="count the requests of other routers of the same workers, and tell them of one's "
-        "own; needs discovery",
+        summary="Share load with other routers of the same workers; needs discovery",
     )
     flags.add(
         "--router-snapshot-threshold",
         variables=("DYN_ROUTER_SNAPSHOT_THRESHOLD",),
         parse=optional(bounded_int(1, 2**62)),
         default=1_000_000,
-        summary="with nats: messages in a component's stream above which a snapshot is taken; "
-        "None takes none",
+        metavar="MESSAGES",
+        summary="With nats: take a snapshot when a stream is longer; None: never",
     )
     flags.add_toggle(
         "router_reset_states",
@@ -114,8 +113,7 @@ def add_cluster_flags(flags: Flags) -> None:
         off=("--no-router-reset-states",),
         default=False,
         variables=("DYN_ROUTER_RESET_STATES",),
-        summary="with nats: forget all that the stream and its snapshot tell, here and at all "
-        "replicas, and begin anew",
+        summary="With nats: erase the stream and its snapshot at all replicas, and start over",
     )
 
 

@@ -1,20 +1,45 @@
-"""A file that sets flags: one JSON object, a key for each."""
+"""A file that sets flags: YAML, TOML or JSON, a key for each flag."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvflash.errors import ConfigError
+from kvflash.spelling import did_you_mean
 
-__all__ = ["FILE_BYTES_MAX", "Setting", "one_value", "read_settings", "texts", "truth"]
+__all__ = [
+    "FILE_BYTES_MAX",
+    "Pairs",
+    "Setting",
+    "joined",
+    "one_value",
+    "pairs_of",
+    "read_settings",
+    "texts",
+    "truth",
+]
 
 FILE_BYTES_MAX = 1024 * 1024
+
+# The words of YAML 1.2 that are no texts. PyYAML's own are those of 1.1, where off, no and 1:30
+# are something else than they look like.
+_YAML_WORDS = (
+    ("null", r"^(~|null|Null|NULL|)$", [*"~nN", ""]),
+    ("bool", r"^(true|True|TRUE|false|False|FALSE)$", [*"tTfF"]),
+    ("int", r"^[-+]?(0|[1-9][0-9]*)$", [*"-+0123456789"]),
+    (
+        "float",
+        r"^[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$",
+        [*"-+.0123456789"],
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +47,9 @@ class Setting:
     """A flag that a file may set.
 
     Attributes:
-        names: Its names; the first one is told to those who look for it.
+        names: Its names.
         dest: What it sets.
-        read: Makes a value of the key and of what JSON has for it; raises ``ValueError`` or
+        read: Makes a value of the key and of what the file has for it; raises ``ValueError`` or
             ``argparse.ArgumentTypeError`` with what is legal.
         is_given: The environment has set it, which goes before any file.
     """
@@ -35,22 +60,44 @@ class Setting:
     is_given: bool
 
 
-def read_settings(path: str, known: Sequence[Setting]) -> dict[str, Any]:
+class Pairs(list[tuple[str, Any]]):
+    """A mapping of a file that still has the keys that are there twice."""
+
+
+Translate = Callable[[Pairs], Pairs]
+
+
+def read_settings(
+    path: str, known: Sequence[Setting], translate: Translate | None = None
+) -> dict[str, Any]:
     """The values of the file at ``path``, by what they set; those that are given are left out.
 
     A key is a flag's name without the dashes in front; ``-`` and ``_`` are the same in it.
 
+    Args:
+        path: A file that ends in ``.toml``, ``.json`` or anything else, which is YAML, or JSON if
+            it begins with a brace.
+        known: The flags that it may set.
+        translate: Makes keys of ours of a file in another form; raises ``ValueError``.
+
     Raises:
-        ConfigError: The file can't be read, is no JSON object, or has a key or a value that is
-            none; names file and key, and says what is legal.
+        ConfigError: The file can't be read, is no mapping, or has an unknown key or a wrong value;
+            names file and key, and says what is legal.
     """
     by_name = {_key(name): one for one in known for name in one.names}
     values: dict[str, Any] = {}
     keys: dict[str, str] = {}
-    for key, raw in _pairs(path):
+    try:
+        pairs = _content(path)
+        pairs = pairs if translate is None else translate(pairs)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    for key, raw in pairs:
         setting = by_name.get(_key(key))
         if setting is None:
-            raise ConfigError(f"{path}: {_unknown(key, by_name, known)}")
+            hint = did_you_mean(_key(key), by_name)
+            hint = hint or "; a key is a flag of --help without the dashes in front"
+            raise ConfigError(f"{path}: unknown key {key!r}{hint}")
         dest = setting.dest
         if dest in keys:
             raise ConfigError(f"{path}: {keys[dest]!r} and {key!r} set the same thing")
@@ -79,23 +126,75 @@ def one_value(
     return read
 
 
+def joined(parse: Callable[[str], Any]) -> Callable[[str, Any], Any]:
+    """Reads what the command line has with commas: also as a list, or as a mapping with ``=``."""
+
+    def read(_: str, raw: Any) -> Any:
+        pairs = pairs_of(raw)
+        if pairs is not None:
+            return parse(",".join(f"{key}={_text(value)}" for key, value in pairs))
+        if isinstance(raw, list):
+            return parse(",".join(map(_text, raw)))
+        return parse(_text(raw))
+
+    return read
+
+
 def truth(off: Sequence[str] = ()) -> Callable[[str, Any], bool]:
     """Reads ``true`` or ``false``, which means the opposite for the names that switch ``off``."""
     opposite = {_key(name) for name in off}
 
     def read(key: str, raw: Any) -> bool:
         if not isinstance(raw, bool):
-            raise argparse.ArgumentTypeError(f"must be true or false, got {json.dumps(raw)}")
+            raise argparse.ArgumentTypeError(f"must be true or false, got {_shown(raw)}")
         return raw != (_key(key) in opposite)
 
     return read
 
 
 def texts(_: str, raw: Any) -> list[str]:
-    """Reads a list of texts."""
-    if type(raw) is not list or not all(isinstance(one, str) for one in raw):
-        raise argparse.ArgumentTypeError(f"must be a list of texts, got {json.dumps(raw)}")
-    return raw
+    """Reads what may be repeated: a text, a list of texts, or for workers mappings.
+
+    ``{url: http://a, events: tcp://a:1}`` is ``http://a,events=tcp://a:1``, and so is
+    ``{http://a: {events: tcp://a:1}}``.
+    """
+    if isinstance(raw, str):
+        return [raw]
+    pairs = pairs_of(raw)
+    if pairs is not None and "url" not in dict(pairs):
+        return [_worker([("url", url), *(pairs_of(fields) or [])]) for url, fields in pairs]
+    found = []
+    for item in [raw] if pairs is not None else raw if isinstance(raw, list) else [None]:
+        fields = pairs_of(item)
+        if fields is not None:
+            found.append(_worker(fields))
+        elif isinstance(item, str):
+            found.append(item)
+        else:
+            raise argparse.ArgumentTypeError(f"must be a list of texts, got {_shown(raw)}")
+    return found
+
+
+def _worker(fields: Sequence[tuple[str, Any]]) -> str:
+    """A worker's mapping as it would be on the command line."""
+    given = dict(fields)
+    if len(given) < len(fields):
+        raise argparse.ArgumentTypeError(f"a field is there twice in {_shown(Pairs(fields))}")
+    url = given.pop("url", None)
+    if not isinstance(url, str) or not url:
+        raise argparse.ArgumentTypeError(f"a worker needs a url, got {_shown(Pairs(fields))}")
+    parts = [url, *(f"{name}={_text(value)}" for name, value in given.items())]
+    for part in parts:
+        if "," in part or part.split() != [part]:
+            raise argparse.ArgumentTypeError(f"no comma and no space may be in {part!r}")
+    return ",".join(parts)
+
+
+def pairs_of(raw: Any) -> list[tuple[str, Any]] | None:
+    """The keys and values of a mapping, keys as texts; None if it is none."""
+    if isinstance(raw, Mapping):
+        return [(str(key), value) for key, value in raw.items()]
+    return [(str(key), value) for key, value in raw] if isinstance(raw, Pairs) else None
 
 
 def _key(name: str) -> str:
@@ -107,38 +206,83 @@ def _text(raw: Any) -> str:
     if raw is None:
         return "None"  # What flags call a setting that is not set.
     if isinstance(raw, bool) or not isinstance(raw, str | int | float):
-        raise argparse.ArgumentTypeError(
-            f"must be a text, a number or null, got {json.dumps(raw)[:64]}"
-        )
+        raise argparse.ArgumentTypeError(f"must be a text, a number or null, got {_shown(raw)}")
     return raw if isinstance(raw, str) else repr(raw)
 
 
-def _pairs(path: str) -> list[tuple[str, Any]]:
-    """The keys of the file's object with their values; those that are there twice come twice."""
+def _shown(raw: Any) -> str:
+    """The beginning of it, as JSON."""
+    return json.dumps(_plain(raw), default=str)[:64]
+
+
+def _plain(raw: Any) -> Any:
+    pairs = pairs_of(raw)
+    if pairs is not None:
+        return {key: _plain(value) for key, value in pairs}
+    return [_plain(item) for item in raw] if isinstance(raw, list) else raw
+
+
+def _content(path: str) -> Pairs:
+    """The keys of the file's mapping with their values; those that are there twice come twice.
+
+    Raises:
+        ValueError: It can't be read, or is no mapping.
+    """
     try:
         with Path(path).open("rb") as file:
             data = file.read(FILE_BYTES_MAX + 1)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path}: can't be read: {reason}") from None
+        raise ValueError(f"can't be read: {getattr(error, 'strerror', None) or error}") from None
     if len(data) > FILE_BYTES_MAX:
-        raise ConfigError(f"{path}: more than {FILE_BYTES_MAX} bytes, the limit")
+        raise ValueError(f"more than {FILE_BYTES_MAX} bytes, the limit")
+    kind = {".json": "JSON", ".toml": "TOML"}.get(Path(path).suffix.lower(), "YAML")
+    if kind == "YAML" and Path(path).suffix.lower() not in (".yaml", ".yml"):
+        kind = "JSON" if data.lstrip()[:1] == b"{" else kind
     try:
-        found = json.loads(data, object_pairs_hook=_Pairs)
+        found = {"JSON": _json, "TOML": _toml, "YAML": _yaml}[kind](data.decode())
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not JSON: {error or 'nested too deeply'}") from None
-    if not isinstance(found, _Pairs):
-        kind = type(found).__name__
-        raise ConfigError(f"{path}: must be a JSON object of flags and values, got a {kind}")
-    return list(found)
+        reason = " ".join(str(error).split()) or "nested too deeply"
+        raise ValueError(f"is not {kind}: {reason}") from None
+    if found is None:
+        return Pairs()  # An empty file, or nothing but comments.
+    pairs = pairs_of(found)
+    if pairs is None:
+        raise ValueError(f"must be a mapping of flags to values, got a {type(found).__name__}")
+    return Pairs(pairs)
 
 
-class _Pairs(list[tuple[str, Any]]):
-    """An object of JSON that still has the keys that are there twice."""
+def _json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=Pairs)
 
 
-def _unknown(key: str, by_name: Mapping[str, Setting], known: Sequence[Setting]) -> str:
-    close = difflib.get_close_matches(_key(key), by_name, 1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    legal = ", ".join(sorted({_key(one.names[0]) for one in known}))
-    return f"unknown key {key!r}{hint}; known are {legal}"
+def _toml(text: str) -> Any:
+    if sys.version_info >= (3, 11):
+        import tomllib  # noqa: PLC0415
+    else:
+        import tomli as tomllib  # noqa: PLC0415
+    return tomllib.loads(text)
+
+
+def _yaml(text: str) -> Any:
+    # Only those who have such a file wait for it to load.
+    import yaml  # noqa: PLC0415
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Mappings as pairs, and words of YAML 1.2."""
+
+        yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
+
+    for kind, pattern, first in _YAML_WORDS:
+        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(pattern), first)
+    Loader.add_constructor(
+        "tag:yaml.org,2002:map",
+        lambda loader, node: Pairs(loader.construct_pairs(node, deep=True)),
+    )
+    try:
+        return yaml.load(text, Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ValueError(f"{where}{error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None

@@ -1,22 +1,88 @@
-"""What all commands have in common at a terminal: how they refuse, their version, a log line."""
+"""What all commands have in common at a terminal: how they refuse, their help, a log line."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from importlib import metadata
+from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["LogLine", "Parser", "utc"]
+from kvflash.errors import ConfigError, ConflictError, InvalidArgumentError, KvflashError
+from kvflash.spelling import did_you_mean
+
+__all__ = ["Help", "LogLine", "Parser", "program", "refuse", "utc"]
+
+# Where the text of a flag begins; longer names have a line of their own.
+_COLUMN = 38
+_WIDTH_MIN = 60
+
+
+def program(command: str) -> str:
+    """How a command was called: ``kvflash NAME``, or ``python -m kvflash.NAME``."""
+    called = Path(sys.argv[0])
+    is_module = called.name == "__main__.py" and called.parent.name == command
+    return f"python -m kvflash.{command}" if is_module else f"kvflash {command}"
+
+
+def refuse(command: str, error: KvflashError) -> int:
+    """Print the reason in one line. Returns the exit status: 2 for bad usage, else 1."""
+    print(f"{program(command)}: error: {error}", file=sys.stderr)
+    is_usage = isinstance(error, ConfigError | ConflictError | InvalidArgumentError)
+    return 2 if is_usage else 1
+
+
+@dataclass(kw_only=True)
+class Help:
+    """The text of ``--help``.
+
+    Attributes:
+        about: What the command does.
+        usage: What stands behind the program's name.
+        sections: Titles, each with its flags and their one line.
+        end: The last paragraph.
+    """
+
+    about: str
+    usage: str = ""
+    sections: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    end: str = ""
+
+    def text(self, prog: str) -> str:
+        """The whole text, as wide as the terminal."""
+        width = max(shutil.get_terminal_size().columns, _WIDTH_MIN)
+        lines = [f"usage: {prog} {self.usage}", "", *textwrap.wrap(self.about, width)]
+        for title, flags in self.sections.items():
+            lines += ["", f"{title}:"]
+            for shown, summary in flags:
+                first = f"  {shown}".ljust(_COLUMN)
+                if len(shown) + 4 > _COLUMN:
+                    lines.append(first.rstrip())
+                    first = " " * _COLUMN
+                later = " " * _COLUMN
+                lines += textwrap.wrap(
+                    summary, width, initial_indent=first, subsequent_indent=later
+                )
+        lines += ["", *textwrap.wrap(self.end, width)] if self.end else []
+        return "\n".join(lines) + "\n"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that refuses in two lines, where all flags would hide the reason; ``--version``."""
+    """A parser that refuses in two lines, where all flags would hide the reason; ``--version``.
 
-    def __init__(self, *, prog: str, **settings: Any) -> None:
+    Attributes:
+        manual: What ``--help`` prints, instead of argparse's own text.
+    """
+
+    def __init__(self, *, prog: str, manual: Help | None = None, **settings: Any) -> None:
         # An abbreviation that works today would break with the next flag.
         super().__init__(prog=prog, allow_abbrev=False, **settings)
+        self.manual = manual
         self.add_argument(
             "--version",
             action=_Version,
@@ -26,6 +92,22 @@ class Parser(argparse.ArgumentParser):
             help="print the version and end",
         )
 
+    def format_help(self) -> str:
+        """The text of ``--help``."""
+        return super().format_help() if self.manual is None else self.manual.text(self.prog)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Parse; a flag that is not known is refused with the one that was probably meant."""
+        known, rest = self.parse_known_args(args, namespace)
+        if rest:
+            flag = next((word for word in rest if word.startswith("-")), rest[0])
+            names = (name for action in self._actions for name in action.option_strings)
+            hint = did_you_mean(flag.partition("=")[0], names)
+            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        return known
+
     def error(self, message: str) -> NoReturn:
         """End with status 2 and the reason."""
         self.exit(2, f"usage: {self.prog} ... (see --help)\n{self.prog}: error: {message}\n")
@@ -33,7 +115,10 @@ class Parser(argparse.ArgumentParser):
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        print(f"kvflash {metadata.version('kvflash')}")
+        # The metadata of packages take a while to load.
+        from kvflash.version import __version__  # noqa: PLC0415
+
+        print(f"kvflash {__version__}")
         parser.exit()
 
 

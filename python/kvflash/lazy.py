@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-__all__ = ["lazy_names"]
+__all__ = ["lazy_dir", "lazy_names"]
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
@@ -27,3 +27,12 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         return value
 
     return load
+
+
+def lazy_dir(package: str, names: Iterable[str]) -> Callable[[], list[str]]:
+    """A module's ``__dir__``: what it has, and ``names`` that are imported later."""
+
+    def listed() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *names})
+
+    return listed

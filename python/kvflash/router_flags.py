@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from kvflash._core import check_policy
 from kvflash.config import (
-    Flags,
     bounded_float,
     bounded_int,
     memory_limit,
@@ -20,7 +19,9 @@ from kvflash.config import (
     optional,
     size_or_zero,
 )
+from kvflash.dynamo_policy import translate
 from kvflash.errors import ConfigError
+from kvflash.flags import Flags
 
 __all__ = ["RouterFlags", "add_router_flags", "settle"]
 
@@ -128,10 +129,12 @@ def add_router_flags(flags: Flags, *, block_size: tuple[str, ...] = ()) -> None:
 
     ``block_size`` are further names of ``--kv-cache-block-size``.
     """
+    flags.section("Routing")
     flags.add_file(
         "--router-policy-config",
         variables=("DYN_ROUTER_POLICY_CONFIG",),
-        summary="JSON file that sets what is about routing; command line and environment go first",
+        summary="Read routing flags from this file, or Dynamo's policy file",
+        translate=translate,
     )
     flags.add(
         "--router-mode",
@@ -139,26 +142,20 @@ def add_router_flags(flags: Flags, *, block_size: tuple[str, ...] = ()) -> None:
         parse=_policy,
         default=None,
         metavar="POLICY",
-        summary="how a worker is chosen: auto (the default), kv (the default where a weight of its "
-        "cost is set), round-robin, random, least-loaded, power-of-two, prefix-cache, "
-        "vtc-basic, session-affinity, least-request, ..., or several "
-        "with weights, such as prefix-cache:2,least-request:1; or python:module:Class",
+        summary="auto (default), kv, round-robin, random, least-loaded, ...; see docs/policies.md",
     )
     flags.add(
         "--policy-profile",
         parse=str,
         default=None,
         choices=("document", "aibrix-compat"),
-        summary="defaults of the policies: those that AIBrix documents (document, the default), or "
-        "those of its code with its faults (aibrix-compat)",
+        summary="Defaults of AIBrix's policies: as documented (default) or as its code has them",
     )
     flags.add_list(
         "--shadow-policy",
         dest="shadow_policies",
         metavar="POLICY",
-        summary="a policy that runs beside and decides nothing, to be compared in /metrics; may "
-        "have settings of its own, such as kv:overlap_score_weight=8,temperature=0.5; may be given "
-        "up to 4 times",
+        summary="Run up to 4 policies beside the real one, to compare them in /metrics",
     )
     flags.add(
         "--router-session-affinity-ttl-secs",
@@ -166,15 +163,13 @@ def add_router_flags(flags: Flags, *, block_size: tuple[str, ...] = ()) -> None:
         parse=optional(bounded_int(1, 31_536_000)),
         default=None,
         metavar="SECONDS",
-        summary="whatever the policy: a session with a key stays where its last request went, "
-        "until that worker can't take one or nothing came for so long; None (the default): never",
+        summary="Keep a session on its worker until it was idle for so long; None: off",
     )
     flags.add_switch(
         "--load-aware",
         dest="load_aware",
         value=True,
-        summary="balance load without any knowledge of caches: kv mode with "
-        "--router-kv-overlap-score-credit 0 --no-kv-events --no-assume-kv-reuse",
+        summary="Balance by load alone and ignore caches",
     )
     flags.preset("load_aware", _LOAD_AWARE)
     flags.mark("is_kv_meant", _COST_OF_KV)
@@ -184,7 +179,7 @@ def add_router_flags(flags: Flags, *, block_size: tuple[str, ...] = ()) -> None:
         variables=("DYN_ROUTER_TEMPERATURE",),
         parse=bounded_float(0),
         default=0.0,
-        summary="0 takes the cheapest worker; more spreads the choice",
+        summary="Randomness of the choice; 0 takes the cheapest worker",
     )
     flags.add(
         "--kv-cache-block-size",
@@ -192,24 +187,26 @@ def add_router_flags(flags: Flags, *, block_size: tuple[str, ...] = ()) -> None:
         variables=("DYN_KV_CACHE_BLOCK_SIZE",),
         parse=optional(bounded_int(1, 2**32 - 1)),
         default=None,
-        summary="tokens in a block; learned from the engines when not given",
+        metavar="TOKENS",
+        summary="Tokens per KV block; learned from the engines if not given",
     )
     _add_accounts(flags)
     _add_knowledge(flags)
     _add_thresholds(flags)
     _add_queue(flags)
+    flags.section("Decisions")
     flags.add(
         "--decision-journal",
         parse=size_or_zero,
         default=16 * 1024 * 1024,
         metavar="SIZE",
-        summary="memory for past decisions, which GET /why/{request id} tells; 0 keeps none",
+        summary="Memory for past decisions (GET /why/{request_id}); 0 keeps none",
     )
     flags.add_switch(
         "--log-decisions",
         dest="log_decisions",
         value=True,
-        summary="log each decision at level info, and in auto and kv mode the cost of every worker",
+        summary="Log every decision, with the cost of every worker in auto and kv mode",
     )
     flags.add(
         "--min-initial-workers",
@@ -218,14 +215,13 @@ def add_router_flags(flags: Flags, *, block_size: tuple[str, ...] = ()) -> None:
         parse=bounded_int(0, 65_535),
         default=0,
         metavar="COUNT",
-        summary="workers that must have been there once, healthy, before /ready says so and the "
-        "frontend takes requests",
+        summary="Refuse requests until so many workers have been healthy",
     )
     flags.add(
         "--seed",
         parse=bounded_int(0, 2**64 - 1),
         default=None,
-        summary="seed of random choices between equals, for runs that can be repeated",
+        summary="Seed of random choices, for repeatable runs",
     )
     _add_index(flags)
     _add_indexer(flags)
@@ -288,52 +284,50 @@ def settle(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_cost(flags: Flags) -> None:
+    flags.section("Cost of a worker (kv mode)")
     flags.add(
         "--kv-overlap-score-weight",
         "--router-kv-overlap-score-weight",
         variables=("DYN_KV_OVERLAP_SCORE_WEIGHT", "DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT"),
         parse=bounded_float(0),
         default=1.0,
-        summary="what a block to prefill costs, in blocks held by running requests; 0: caches do "
-        "not count, and no events are listened to",
+        summary="Cost of a block to prefill, relative to a running block; 0 ignores caches",
     )
     flags.add(
         "--router-kv-overlap-score-credit",
         variables=("DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT",),
         parse=bounded_float(0),
         default=1.0,
-        summary="what a cached block saves, in blocks to prefill; more than 1 keeps prompts with "
-        "their caches for longer before load spreads them",
+        summary="Saving of a cached block, in blocks to prefill; above 1 favors caches",
     )
     flags.add(
         "--router-kv-overlap-score-credit-decay",
         variables=("DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY",),
         parse=bounded_float(0),
         default=0.0,
-        summary="how fast that credit fades where more prefill is queued than at the idlest worker",
+        summary="How fast that credit fades on workers with more queued prefill",
     )
-    for tier, default, where in (("host", 0.75, "in host memory"), ("disk", 0.25, "on disks")):
+    for tier, default, where in (("host", 0.75, "in host memory"), ("disk", 0.25, "on disk")):
         flags.add(
             f"--router-{tier}-cache-hit-weight",
             variables=(f"DYN_ROUTER_{tier.upper()}_CACHE_HIT_WEIGHT",),
             parse=bounded_float(0),
             default=default,
-            summary=f"what a block saves that a worker holds {where} only, in blocks to prefill",
+            summary=f"Saving of a block held {where} only, in blocks to prefill",
         )
     flags.add(
         "--router-prefill-load-scale",
         variables=("DYN_ROUTER_PREFILL_LOAD_SCALE",),
         parse=bounded_float(0),
         default=1.0,
-        summary="what the rest to prefill counts, credit taken off",
+        summary="Weight of the uncached prefill cost",
     )
     flags.add(
         "--router-prefill-tokens-per-second",
         parse=optional(number_or_auto),
         default=None,
-        summary="prompt tokens that a worker prefills in a second, or auto for what its first "
-        "tokens show: those of the request that it works on count less and less; None counts them "
-        "until their first token",
+        metavar="N|auto",
+        summary="Prefill speed, to discount prompts in progress; auto learns it",
     )
     flags.add(
         "--router-active-request-weight",
@@ -341,18 +335,19 @@ def _add_cost(flags: Flags) -> None:
         variables=("DYN_ROUTER_DECODE_ACTIVE_REQUEST_WEIGHT",),
         parse=bounded_float(0),
         default=0.0,
-        summary="what each running request costs, in blocks",
+        summary="Cost of each running request, in blocks",
     )
 
 
 def _add_accounts(flags: Flags) -> None:
+    flags.section("Load that counts")
     flags.add_toggle(
         "track_active_blocks",
         on=("--track-active-blocks", "--router-track-active-blocks"),
         off=("--no-track-active-blocks", "--no-router-track-active-blocks"),
         default=True,
         variables=("DYN_ROUTER_TRACK_ACTIVE_BLOCKS",),
-        summary="count the blocks of running requests in the cost (off: prefill-only workers)",
+        summary="Count the blocks of running requests; off for prefill-only workers",
     )
     flags.add_toggle(
         "track_output_blocks",
@@ -360,7 +355,7 @@ def _add_accounts(flags: Flags) -> None:
         off=("--no-router-track-output-blocks",),
         default=False,
         variables=("DYN_ROUTER_TRACK_OUTPUT_BLOCKS",),
-        summary="count the blocks that running requests generate, too",
+        summary="Count generated blocks, too",
     )
     flags.add_toggle(
         "track_prefill_tokens",
@@ -368,8 +363,7 @@ def _add_accounts(flags: Flags) -> None:
         off=("--no-track-prefill-tokens", "--no-router-track-prefill-tokens"),
         default=True,
         variables=("DYN_ROUTER_TRACK_PREFILL_TOKENS",),
-        summary="count running requests' prompt tokens until their first token (off: workers "
-        "that do not prefill)",
+        summary="Count prompt tokens until the first token; off for decode-only workers",
     )
     flags.add_toggle(
         "assume_kv_reuse",
@@ -377,26 +371,27 @@ def _add_accounts(flags: Flags) -> None:
         off=("--no-assume-kv-reuse", "--no-router-assume-kv-reuse"),
         default=True,
         variables=("DYN_ROUTER_ASSUME_KV_REUSE",),
-        summary="count a block that running requests share once (off: every request in full)",
+        summary="Count a block that running requests share once",
     )
     flags.add(
         "--active-request-expiry",
         variables=("DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS",),
         parse=bounded_float(1),
         default=300.0,
-        summary="seconds without any activity after which a request's load is freed",
+        metavar="SECONDS",
+        summary="Free a request's load after so long without activity",
     )
 
 
 def _add_knowledge(flags: Flags) -> None:
+    flags.section("What workers hold")
     flags.add_toggle(
         "use_kv_events",
         on=("--kv-events", "--router-kv-events"),
         off=("--no-kv-events", "--no-router-kv-events"),
         default=True,
         variables=("DYN_KV_EVENTS", "DYN_ROUTER_KV_EVENTS"),
-        summary="listen to the engines' events (off: a worker is believed to hold what was sent "
-        "to it lately)",
+        summary="Listen to the engines' events; off: assume that prompts sent stay cached",
     )
     flags.mark("is_router_ttl_meant", ("router_ttl",))
     flags.add(
@@ -405,65 +400,69 @@ def _add_knowledge(flags: Flags) -> None:
         variables=("DYN_ROUTER_TTL", "DYN_ROUTER_TTL_SECS"),
         parse=bounded_float(0, 86_400 * 365),
         default=120.0,
-        summary="without events: seconds for which a worker is believed to hold what was sent; "
-        "auto goes by the size of the worker's cache where it is known, unless this is given",
+        metavar="SECONDS",
+        summary="Without events: how long a prompt counts as cached",
     )
     flags.add(
         "--router-max-tree-size",
         variables=("DYN_ROUTER_MAX_TREE_SIZE",),
         parse=bounded_int(1, 2**40),
         default=1_048_576,
-        summary="blocks that are believed so, counted per worker; beyond it the oldest go",
+        metavar="BLOCKS",
+        summary="Maximum blocks that count as cached so, summed over workers",
     )
     flags.add(
         "--router-prune-target-ratio",
         variables=("DYN_ROUTER_PRUNE_TARGET_RATIO",),
         parse=bounded_float(0, 1),
         default=0.8,
-        summary="share of --router-max-tree-size that is left then",
+        summary="Share of --router-max-tree-size left after the oldest are dropped",
     )
     flags.add(
         "--router-predicted-ttl-secs",
         variables=("DYN_ROUTER_PREDICTED_TTL_SECS",),
         parse=optional(bounded_float(0, 86_400)),
         default=5.0,
-        summary="with events: seconds for which what was just sent to a worker counts as cached "
-        "there, until its events tell; 0 or None counts nothing",
+        metavar="SECONDS",
+        summary="With events: count a prompt as cached for so long before its events arrive",
     )
 
 
 def _add_compatible(flags: Flags) -> None:
+    flags.section("Compatibility")
     flags.add(
         "--router-event-threads",
         variables=("DYN_ROUTER_EVENT_THREADS",),
         parse=bounded_int(1, 1_024),
         default=4,
-        summary="taken and not used: one thread receives events, and queries wait for nobody",
+        summary="Accepted for compatibility; has no effect",
     )
 
 
 def _add_thresholds(flags: Flags) -> None:
+    flags.section("Busy workers and the queue")
     flags.add(
         "--active-decode-blocks-threshold",
         "--busy-threshold",
         variables=("DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD", "DYN_BUSY_THRESHOLD"),
         parse=optional(bounded_float(0, 1)),
         default=None,
-        summary="share of a worker's blocks in use above which it gets no requests",
+        summary="Send no requests to workers with more than this share of blocks in use",
     )
     flags.add(
         "--active-prefill-tokens-threshold",
         variables=("DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD",),
         parse=optional(bounded_int(0, 2**64 - 1)),
         default=None,
-        summary="prompt tokens still to be prefilled above which a worker gets no requests",
+        metavar="TOKENS",
+        summary="Send no requests to workers with more tokens left to prefill",
     )
     flags.add(
         "--active-prefill-tokens-threshold-frac",
         variables=("DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC",),
         parse=optional(bounded_float(0)),
         default=None,
-        summary="the same as a multiple of the tokens that the worker takes in one batch",
+        summary="The same limit, as a multiple of the worker's largest batch",
     )
 
 
@@ -473,9 +472,7 @@ def _add_queue(flags: Flags) -> None:
         variables=("DYN_ROUTER_QUEUE_THRESHOLD",),
         parse=optional(bounded_float(0)),
         default=None,
-        summary="a request waits while every worker that may take it has more prompt tokens to "
-        "prefill than this multiple of what it takes in one batch; None (the default): it never "
-        "waits",
+        summary="Queue while every worker has more to prefill than so many batches; None: never",
     )
     flags.add(
         "--router-queue-policy",
@@ -483,43 +480,45 @@ def _add_queue(flags: Flags) -> None:
         parse=str,
         default="fcfs",
         choices=("fcfs", "lcfs", "wspt"),
-        summary="who is first when there is room: who came first, who came last, or who has the "
-        "least left to prefill",
+        summary="Who goes first: first come, last come, or shortest prefill",
     )
     flags.add(
         "--router-queue-limit",
         parse=bounded_int(1, 10**7),
         default=1_024,
-        summary="requests of one model that may wait so; more are refused with 429",
+        summary="Maximum queued requests per model; more are refused with 429",
     )
     flags.add(
         "--router-queue-timeout",
         parse=bounded_float(0.001, 86_400),
         default=60.0,
-        summary="seconds that a request waits so before it is refused with 503",
+        metavar="SECONDS",
+        summary="Longest wait in the queue before a request is refused with 503",
     )
     flags.add(
         "--router-queue-batched-tokens",
         parse=bounded_int(1, 2**62),
         default=10_000_000,
-        summary="what a worker takes in one batch that did not tell",
+        metavar="TOKENS",
+        summary="Largest batch of workers that do not report theirs",
     )
 
 
 def _add_index(flags: Flags) -> None:
+    flags.section("Index")
     flags.add(
         "--max-blocks",
         parse=bounded_int(0, 2**48),
         default=33_554_432,
-        summary="blocks that one model's index may hold, 0 = no limit",
+        metavar="BLOCKS",
+        summary="Maximum blocks in the index of one model; 0: no limit",
     )
     flags.add(
         "--index-memory",
         parse=memory_limit,
         default=0,
         metavar="SIZE",
-        summary="memory that the index of one model and tenant may occupy, such as 8GiB, 512MiB or "
-        "plain bytes, 0 = no limit; near it the least recently stored blocks go",
+        summary="Maximum memory of one model's index, such as 8GiB; 0: no limit",
     )
 
 
@@ -528,20 +527,19 @@ def _add_indexer(flags: Flags) -> None:
         "--serve-indexer",
         dest="serve_indexer",
         value=True,
-        summary="answer the indexer's questions, too: /query, /query_by_hash, /dump, /digest",
+        summary="Also answer the indexer's API: /query, /query_by_hash, /dump, /digest",
     )
     flags.add(
         "--use-remote-indexer",
         parse=str,
         default=None,
         metavar="URL",
-        summary="ask this kvflash indexer what workers hold (worker ids are its instance ids) "
-        "instead of listening to their events",
+        summary="Ask this kvflash indexer instead of listening to events",
     )
     flags.add(
         "--remote-indexer-deadline",
         parse=bounded_float(0.001, 60),
         default=0.05,
         metavar="SECONDS",
-        summary="time for its answer; without one a request is routed by load alone, and counted",
+        summary="Longest wait for its answer; after it a request is routed by load alone",
     )

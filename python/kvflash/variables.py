@@ -1,16 +1,16 @@
-"""Every variable that begins with KVFLASH_, to tell of one that nobody reads: a misspelt one."""
+"""Every environment variable that kvflash reads, to warn of misspelt ones."""
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
 
 from kvflash.errors import ConfigError
+from kvflash.spelling import nearest
 
-__all__ = ["KNOWN", "agreed", "misspelt", "warn_of_misspelt"]
+__all__ = ["KNOWN", "KNOWN_OF_DYNAMO", "agreed", "misspelt", "warn_of_misspelt"]
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ _PREFIX = "KVFLASH_"
 _NAMES = """
     ACTIVE_DECODE_BLOCKS_THRESHOLD ACTIVE_PREFILL_TOKENS_THRESHOLD
     ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC ACTIVE_REQUEST_EXPIRY APPLICATIONS ASSUME_KV_REUSE
-    BLOCK_SIZE BODY_TIMEOUT BUSY_THRESHOLD CACHE_BLOCKS CONCURRENCY CONNECT_TIMEOUT
+    BLOCK_SIZE BODY_TIMEOUT BUSY_THRESHOLD CACHE_BLOCKS CONCURRENCY CONFIG CONNECT_TIMEOUT
     CONVERSATIONS DECISION_JOURNAL DECODE_WORKER DISCOVERY DISCOVERY_DIR DRAIN_TIMEOUT
     DURABLE_KV_EVENTS ENDPOINT ENFORCE_DISAGG EVENTS_PORT EVENT_PLANE FAIRNESS
     FAIRNESS_CACHED_SHARE FAIRNESS_MAX_RUNNING FAIRNESS_QUEUE_LIMIT FAIRNESS_QUEUE_TIMEOUT
@@ -66,6 +66,23 @@ _NAMES_OF_TESTS = """
     STRESS_SECONDS TEST_ASK TRACE VLLM VLLM_ENGINE
 """
 KNOWN = frozenset(_PREFIX + name for name in (_NAMES + _NAMES_OF_TESTS).split())
+# Dynamo's variables that are read, too.
+_NAMES_OF_DYNAMO = """
+    ACTIVE_DECODE_BLOCKS_THRESHOLD ACTIVE_PREFILL_TOKENS_THRESHOLD
+    ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC BUSY_THRESHOLD DURABLE_KV_EVENTS ENFORCE_DISAGG
+    EVENT_PLANE HTTP_HOST HTTP_PORT KV_CACHE_BLOCK_SIZE KV_EVENTS KV_OVERLAP_SCORE_WEIGHT
+    METRICS_PREFIX NAMESPACE NATS_STREAM_MAX_AGE REQUEST_PLANE ROUTER_ACTIVE_REQUEST_EXPIRY_SECS
+    ROUTER_ASSUME_KV_REUSE ROUTER_DECODE_ACTIVE_REQUEST_WEIGHT ROUTER_DISK_CACHE_HIT_WEIGHT
+    ROUTER_DURABLE_KV_EVENTS ROUTER_ENDPOINT ROUTER_EVENT_THREADS ROUTER_HOST_CACHE_HIT_WEIGHT
+    ROUTER_KV_EVENTS ROUTER_KV_OVERLAP_SCORE_CREDIT ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY
+    ROUTER_KV_OVERLAP_SCORE_WEIGHT ROUTER_MAX_TREE_SIZE ROUTER_MIN_INITIAL_WORKERS ROUTER_MODE
+    ROUTER_POLICY_CONFIG ROUTER_PREDICTED_TTL_SECS ROUTER_PREFILL_LOAD_SCALE
+    ROUTER_PRUNE_TARGET_RATIO ROUTER_QUEUE_POLICY ROUTER_QUEUE_THRESHOLD ROUTER_REPLICA_SYNC
+    ROUTER_RESET_STATES ROUTER_SESSION_AFFINITY_TTL_SECS ROUTER_SNAPSHOT_THRESHOLD
+    ROUTER_TEMPERATURE ROUTER_TRACK_ACTIVE_BLOCKS ROUTER_TRACK_OUTPUT_BLOCKS
+    ROUTER_TRACK_PREFILL_TOKENS ROUTER_TTL ROUTER_TTL_SECS STORE_KV TLS_CERT_PATH TLS_KEY_PATH
+"""
+KNOWN_OF_DYNAMO = frozenset(f"DYN_{name}" for name in _NAMES_OF_DYNAMO.split())
 # What Kubernetes sets for pods beside a Service whose name begins with "kvflash".
 _OF_SERVICES = re.compile(r"_SERVICE_(HOST|PORT)(_|$)|_PORT_\d+_(TCP|UDP|SCTP)")
 
@@ -84,16 +101,24 @@ def agreed(*names: str) -> tuple[str, str] | None:
 
 
 def misspelt(environment: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
-    """Variables that nobody reads, each with the name that was probably meant."""
+    """Variables that kvflash does not read, each with the name that was probably meant.
+
+    Of Dynamo's only those that look like one that is read: it has many more, for its own parts.
+    """
     for name, value in sorted(environment.items()):
-        is_ours = name.startswith(_PREFIX) and name not in KNOWN
         is_of_service = _OF_SERVICES.search(name) or re.match(r"(tcp|udp|sctp)://", value)
-        if is_ours and not is_of_service:
-            yield name, next(iter(difflib.get_close_matches(name, KNOWN, 1, 0.8)), None)
+        if is_of_service:
+            continue
+        if name.startswith(_PREFIX) and name not in KNOWN:
+            yield name, nearest(name, KNOWN, cutoff=0.8)
+        elif name.startswith("DYN_") and name not in KNOWN_OF_DYNAMO:
+            meant = nearest(name, KNOWN_OF_DYNAMO, cutoff=0.9)
+            if meant is not None:
+                yield name, meant
 
 
 def warn_of_misspelt() -> None:
     """Log one line for each of the process's."""
     for name, meant in misspelt(os.environ):
         hint = f"; did you mean {meant}?" if meant else ""
-        logger.warning("environment variable %s is read by no part of kvflash%s", name, hint)
+        logger.warning("environment variable %s is not read by kvflash%s", name, hint)

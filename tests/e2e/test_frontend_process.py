@@ -101,7 +101,7 @@ def test_port_that_is_taken() -> None:
 def test_a_discovery_that_can_not_be_ends_it() -> None:
     done = start("--port", "0", KVFLASH_DISCOVERY_DIR="/etc")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "kvflash.frontend: discovery folder /etc must " in done.stderr
+    assert "python -m kvflash.frontend: error: discovery folder /etc must " in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_a_program_that_is_not_there_is_named(run, folder):
                   env={"KVFLASH_DISCOVERY_DIR": str(folder)})  # fmt: skip
     assert process.popen.wait(30) == 2
     process.close()
-    [said] = [line for line in process.errors if line.startswith("vllm: ")]
+    [said] = [line for line in process.errors if "vllm: error: " in line]
     assert "can't start /no/such/vllm: No such file or directory: install the engine" in said
     assert "--engine-command" in said
 
@@ -309,7 +309,7 @@ def test_a_nats_that_is_missing_is_named_before_the_engine_starts(launch):
     process = launch("vllm", "m", "--event-plane", "nats", NATS_SERVER=url)
     assert process.popen.wait(30) == 1
     process.close()
-    [said] = [line for line in process.errors if line.startswith("vllm: ")]
+    [said] = [line for line in process.errors if "vllm: error: " in line]
     assert "NATS_SERVER" in said and "nats-server -js" in said
     assert not any("starting" in line for line in process.errors)
 

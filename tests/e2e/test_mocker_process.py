@@ -282,10 +282,8 @@ def test_taken_ports_are_named() -> None:
                 check=False,
             )
             assert result.returncode == 2
-            assert (
-                f"mocker: [Errno {errno.EADDRINUSE}] {flags[-2]} {flags[-1]} on 127.0.0.1"
-                in result.stderr
-            )
+            told = f"[Errno {errno.EADDRINUSE}] {flags[-2]} {flags[-1]} on 127.0.0.1"
+            assert f"kvflash.mocker: error: {told}" in result.stderr
             assert result.stdout == ""
 
 

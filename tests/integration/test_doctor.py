@@ -205,7 +205,7 @@ def test_something_else_is_there(canned, doctor):
 
 
 def test_an_answer_that_drips(doctor, monkeypatch):
-    monkeypatch.setattr("kvflash.doctor.ask._SLOW", 0.1)
+    monkeypatch.setattr("kvflash.ask._SLOW", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         stop = threading.Event()
 

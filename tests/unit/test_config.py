@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import dataclasses
 import os
+import pickle
 
 import pytest
 
 from kvflash import KvRouterConfig
 from kvflash.cluster_flags import ClusterFlags
-from kvflash.config import Flags, bounded_float, bounded_int, byte_count, optional
+from kvflash.config import bounded_float, bounded_int, byte_count, optional
 from kvflash.errors import ConfigError
+from kvflash.flags import Flags
 from kvflash.frontend import args as frontend
 from kvflash.frontend.app import main as run_frontend
 from kvflash.frontend.app import make_frontend
@@ -554,3 +558,13 @@ def test_settings_of_nats_without_it_are_named_with_what_to_add(monkeypatch):
     assert server.startswith("NATS_SERVER has no effect on KV events without --event-plane nats")
     nats = ClusterFlags(event_plane="nats", router_reset_states=True, router_snapshot_threshold=5)
     assert nats.without_effect(flag) == []
+
+
+def test_a_setting_that_is_not_known_is_refused_with_what_was_meant():
+    with pytest.raises(TypeError, match=r"no setting 'router_temprature'; did you mean 'router_te"):
+        KvRouterConfig(router_temprature=1)
+    with pytest.raises(TypeError, match=r"KvRouterConfig has no setting 'zzz'$"):
+        KvRouterConfig(zzz=1)
+    config = KvRouterConfig(router_temperature=0.5)
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
+    assert dataclasses.replace(config, router_temperature=0.0) == KvRouterConfig()

@@ -41,7 +41,7 @@ def test_missing_packages_are_named(
     monkeypatch.setattr(entry, "find_spec", lambda name: None if name == "matplotlib" else True)
     assert entry.main() == 2
     assert capsys.readouterr().err == (
-        "kvflash.demo: matplotlib not installed; run: pip install 'kvflash[demo]' "
+        "kvflash demo: error: matplotlib not installed; run: pip install 'kvflash[demo]' "
         "(or give --no-plot)\n"
     )
     monkeypatch.setattr(entry, "find_spec", lambda _: None)

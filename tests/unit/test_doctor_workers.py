@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvflash.ask import Answer
 from kvflash.doctor import workers
-from kvflash.doctor.ask import Answer
 from kvflash.doctor.events import Replayed
 from kvflash.doctor.finding import FAIL, OK, WARN
 

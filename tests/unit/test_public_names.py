@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -30,7 +31,7 @@ def test_all_is_sorted_and_equals_the_public_names() -> None:
         name
         for name, value in vars(kvflash).items()
         if not name.startswith("_") and not isinstance(value, ModuleType)
-    } - {"TYPE_CHECKING", "lazy_names"}
+    } - {"TYPE_CHECKING", "lazy_dir", "lazy_names"}
     assert len(public) > 10
     assert kvflash.__all__ == sorted(kvflash.__all__)
     assert set(kvflash.__all__) == public
@@ -50,6 +51,18 @@ assert not found, found"""
         [sys.executable, "-c", script], check=False, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_dir_and_the_version_are_complete_before_anything_is_loaded() -> None:
+    script = """import sys, kvflash
+assert set(kvflash.__all__) < set(dir(kvflash)), set(kvflash.__all__) - set(dir(kvflash))
+assert "__version__" in dir(kvflash)
+assert "importlib.metadata" not in sys.modules
+print(kvflash.__version__)"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=False, capture_output=True, text=True
+    )
+    assert (done.stderr, done.stdout.strip()) == ("", metadata.version("kvflash"))
 
 
 def test_a_name_that_is_not_there_is_refused_as_python_does() -> None:

@@ -1,24 +1,27 @@
 """``python -m kvflash.demo``."""
 
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 
+from kvflash.console import program
 from kvflash.demo.args import parse_args
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo.
 
     Returns:
         Exit status: 0 when auto reused more than round-robin and no request failed, 1 when not,
         2 when it could not be tried, 130 after Ctrl-C.
     """
-    args = parse_args()
+    args = parse_args(argv)
     wanted = ["rich"] if args.no_plot else ["rich", "matplotlib"]
     missing = [name for name in wanted if find_spec(name) is None]
     if missing:
+        names = " and ".join(missing)
         print(
-            f"kvflash.demo: {' and '.join(missing)} not installed; run: pip install 'kvflash[demo]'"
+            f"{program('demo')}: error: {names} not installed; run: pip install 'kvflash[demo]'"
             + (" (or give --no-plot)" if missing == ["matplotlib"] else ""),
             file=sys.stderr,
         )

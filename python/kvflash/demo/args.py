@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvflash.config import Flags, bounded_float, bounded_int
+from kvflash.config import bounded_float, bounded_int
+from kvflash.flags import Flags
 
 __all__ = ["DemoArgs", "parse_args"]
 
@@ -38,14 +39,14 @@ class DemoArgs:
 def parse_args(argv: Sequence[str] | None = None) -> DemoArgs:
     """Parse the command line and the environment."""
     flags = Flags(
-        "python -m kvflash.demo",
+        "demo",
         "Send the same conversations through round-robin, kv and auto, the default policy, each "
         "with a fresh fleet of mock engines on this machine, and compare what engines could reuse.",
     )
     # With one engine there is nothing to choose.
-    flags.add("--workers", parse=bounded_int(2, 64), default=4, summary="mock engines")
+    flags.add("--workers", parse=bounded_int(2, 64), default=4, summary="Mock engines")
     flags.add(
-        "--block-size", parse=bounded_int(1, 1_024), default=16, summary="tokens in a KV block"
+        "--block-size", parse=bounded_int(1, 1_024), default=16, summary="Tokens in a KV block"
     )
     flags.add(
         "--cache-blocks",
@@ -57,40 +58,40 @@ def parse_args(argv: Sequence[str] | None = None) -> DemoArgs:
         "--speedup-ratio",
         parse=bounded_float(0.01, 1_000),
         default=None,
-        summary="modelled time of the engines / real time (default: 1, with --quick 2)",
+        summary="Modelled time of the engines / real time (default: 1, with --quick 2)",
     )
     for name, summary in (
-        ("applications", "different system prompts (default: 12, with --quick 6)"),
-        ("conversations", "conversations of all applications (default: 36, with --quick 18)"),
-        ("turns", "requests in a conversation (default: 5, with --quick 3)"),
+        ("applications", "Different system prompts (default: 12, with --quick 6)"),
+        ("conversations", "Conversations of all applications (default: 36, with --quick 18)"),
+        ("turns", "Requests in a conversation (default: 5, with --quick 3)"),
     ):
         flags.add(f"--{name}", parse=bounded_int(1, 10_000), default=None, summary=summary)
     flags.add(
         "--concurrency",
         parse=bounded_int(1, 1_000),
         default=16,
-        summary="users at a time; each waits for an answer before the next turn",
+        summary="Users at a time; each waits for an answer before the next turn",
     )
     flags.add(
-        "--seed", parse=bounded_int(0, 2**32), default=1, summary="seed of the first workload"
+        "--seed", parse=bounded_int(0, 2**32), default=1, summary="Seed of the first workload"
     )
     flags.add(
         "--seeds",
         parse=bounded_int(1, 100),
         default=None,
-        summary="workloads, each with cold engines (default: 3, with --quick 1)",
+        summary="Workloads, each with cold engines (default: 3, with --quick 1)",
     )
     flags.add(
         "--out",
         parse=Path,
         default=Path("demo-out"),
         metavar="FOLDER",
-        summary="where results, plots and the processes' logs go",
+        summary="Where results, plots and the processes' logs go",
     )
     for name, dest, summary in (
-        ("--no-plot", "no_plot", "draw nothing; matplotlib is then not needed"),
-        ("--keep", "keep", "leave the auto fleet running for your own requests, until Ctrl-C"),
-        ("--quick", "quick", "a few seconds of it: smaller workload, faster engines"),
+        ("--no-plot", "no_plot", "Draw nothing; matplotlib is then not needed"),
+        ("--keep", "keep", "Leave the auto fleet running for your own requests, until Ctrl-C"),
+        ("--quick", "quick", "A few seconds of it: smaller workload, faster engines"),
     ):
         flags.add_switch(name, dest=dest, value=True, summary=summary)
     values = vars(flags.parse(argv))

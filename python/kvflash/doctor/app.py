@@ -10,13 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvflash.ask import Answer, ask
+from kvflash.console import program, refuse
 from kvflash.doctor import checks, workers
 from kvflash.doctor.args import DoctorArgs, parse_args
-from kvflash.doctor.ask import Answer, ask
 from kvflash.doctor.checks import Engine, Listener
 from kvflash.doctor.events import NOWHERE, SOCKETS_MAX, Heard, Replayed, ask_replays, listen
 from kvflash.doctor.finding import FAIL, OK, WARN, Finding, fail, ok, warn
 from kvflash.errors import KvflashError
+from kvflash.table import printable
 
 __all__ = ["main"]
 
@@ -53,12 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse_args(argv)
     except KvflashError as error:
-        print(f"kvflash.doctor: {error}", file=sys.stderr)
-        return 2
+        return refuse("doctor", error)
     try:
         findings = list(_Doctor(args).findings())
     except KeyboardInterrupt:
-        print("kvflash.doctor: interrupted", file=sys.stderr)
+        print(f"{program('doctor')}: interrupted", file=sys.stderr)
         return 130
     levels = [finding.level for finding in findings]
     is_bad = FAIL in levels or (args.is_strict and WARN in levels)
@@ -250,10 +251,5 @@ def _print(findings: Sequence[Finding], *, is_json: bool, status: int) -> None:
         code = f" ({finding.code})" if finding.code else ""
         fix = f" | fix: {finding.fix}" if finding.fix else ""
         line = f"{finding.level:<4}  {finding.subject}: {finding.check}: {finding.seen}{code}{fix}"
-        print(_printable(line))
+        print(printable(line))
     print(f"{counts[OK]} ok, {counts[WARN]} warnings, {counts[FAIL]} failures", flush=True)
-
-
-def _printable(line: str) -> str:
-    """One line, whatever the other side said."""
-    return "".join(mark if mark.isprintable() else " " for mark in line)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
-from kvflash.config import Flags, bounded_float
+from kvflash.ask import parse_url
+from kvflash.config import bounded_float
 from kvflash.errors import ConfigError
+from kvflash.flags import Flags
 
-__all__ = ["DoctorArgs", "parse_args", "parse_url"]
+__all__ = ["DoctorArgs", "parse_args"]
 
 #: What one call may be asked to look at.
 MAX_URLS = 1_000
@@ -28,56 +29,38 @@ class DoctorArgs:
     worker_api_key: str | None
 
 
-def parse_url(text: str) -> str:
-    """An address as ``http://host[:port][/path]``; the scheme may be missing.
-
-    Raises:
-        ConfigError: Names the address and what is legal.
-    """
-    url = text if "://" in text else f"http://{text}"
-    try:
-        parts = urlsplit(url)
-        is_legal = parts.scheme in ("http", "https") and bool(parts.hostname)
-        is_legal = is_legal and parts.port != 0 and not (parts.query or parts.fragment)
-    except ValueError:
-        is_legal = False
-    if not is_legal or any(mark <= " " or mark == "\x7f" for mark in text) or not text.isascii():
-        raise ConfigError(f"URL must be http://HOST[:PORT][/PATH], got {text!r}")
-    return url.rstrip("/")
-
-
 def parse_args(argv: Sequence[str] | None = None) -> DoctorArgs:
     """Parse the command line and the environment.
 
     Raises:
-        ConfigError: An address that cannot be.
+        ConfigError: An address is not well formed.
     """
     flags = Flags(
-        "python -m kvflash.doctor",
-        "Check indexers and their engines: what is wrong, and what to do about it. Exit status: "
-        "0 all is well, 1 failures, 2 bad usage.",
+        "doctor",
+        "Check frontends, indexers and engines: what is wrong, and what to do about it. Exit "
+        "status: 0 all is well, 1 failures, 2 bad usage.",
     )
     flags.add_positionals(
         "urls",
         metavar="URL",
-        summary="an indexer, or an engine's base URL; which of them it is, is asked",
+        summary="A frontend, a router, an indexer or an engine; the doctor finds out which",
     )
     flags.add(
         "--listen",
         parse=bounded_float(0, 3_600),
         default=0.0,
         metavar="SECONDS",
-        summary="listen at the workers' event sockets for so long; 0 does not",
+        summary="Listen to the workers' event sockets for so long; 0: do not",
     )
     flags.add(
         "--timeout",
         parse=bounded_float(0.05, 600),
         default=5.0,
         metavar="SECONDS",
-        summary="longest wait for an answer",
+        summary="Longest wait for an answer",
     )
-    flags.add_switch("--json", dest="is_json", value=True, summary="one JSON object on stdout")
-    flags.add_switch("--strict", dest="is_strict", value=True, summary="warnings are failures")
+    flags.add_switch("--json", dest="is_json", value=True, summary="Print one JSON object")
+    flags.add_switch("--strict", dest="is_strict", value=True, summary="Treat warnings as failures")
     args = flags.parse(argv)
     urls = tuple(dict.fromkeys(parse_url(text) for text in args.urls))
     if len(urls) > MAX_URLS:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvflash.doctor.ask import Answer, samples
+from kvflash.ask import Answer, samples
 from kvflash.doctor.events import Contents, Heard, Replayed, dialable
 from kvflash.doctor.finding import FAIL, WARN, Finding, fail, ok, warn
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvflash.doctor.ask import Answer
+from kvflash.ask import Answer
 from kvflash.doctor.checks import PROMPT_HINT, Listener, check_heard, check_replay
 from kvflash.doctor.events import Heard, Replayed
 from kvflash.doctor.finding import FAIL, Finding, fail, ok, warn

@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvflash._core import Frontend, PolicyDesk
-from kvflash.config import source_of
+from kvflash.console import refuse
 from kvflash.discovery import open_discovery
 from kvflash.errors import ConfigError, InvalidArgumentError, KvflashError
+from kvflash.flags import source_of
 from kvflash.frontend.args import DNS_PREFIX, FrontendArgs, parse_args
 from kvflash.frontend.reports import Reports
 from kvflash.frontend.watch import DiscoveryWatch
@@ -257,6 +257,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         service = _Watched(make_frontend(args, fleet), args, fleet, names)
         run_until_stopped(service, name="frontend", drain_s=args.drain_timeout)
     except KvflashError as error:
-        print(f"kvflash.frontend: {error}", file=sys.stderr)
-        return 2
+        return refuse("frontend", error)
     return 0

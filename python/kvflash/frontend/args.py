@@ -11,15 +11,17 @@ from urllib.parse import urlsplit
 
 from kvflash.cluster_flags import ClusterFlags, add_cluster_flags, settle_cluster
 from kvflash.config import (
-    Flags,
     add_common,
+    add_config,
     add_metrics_prefix,
     add_tls,
     bounded_float,
     bounded_int,
     byte_count,
 )
+from kvflash.config_file import joined
 from kvflash.errors import ConfigError, InvalidArgumentError
+from kvflash.flags import Flags
 from kvflash.router_flags import RouterFlags, add_router_flags, settle
 from kvflash.runtime.component import check_name
 
@@ -78,7 +80,7 @@ class FrontendArgs(RouterFlags, ClusterFlags):
             ConfigError: One of them would do nothing.
         """
         if self.fairness_weight and self.fairness == "none":
-            raise ConfigError("--fairness-weight needs --fairness: without it nobody waits")
+            raise ConfigError("--fairness-weight needs --fairness: without it no request waits")
         specs = (*self.workers, *self.prefill_workers, *self.decode_workers)
         has_names = any(spec.startswith(DNS_PREFIX) for spec in specs)
         if self.worker_dns_server is not None and not has_names:
@@ -138,45 +140,47 @@ def _namespace(text: str) -> str:
 
 
 def _add_fairness(flags: Flags) -> None:
+    flags.section("Fairness between clients")
     no_weights: list[tuple[str, float]] = []
     flags.add(
         "--fairness",
         parse=str,
         default="none",
         choices=("none", "vtc-fair", "vtc-max-fair", "vtc-pred"),
-        summary="requests wait until a worker has room, and clients take turns by the tokens they "
-        "were served",
+        summary="Queue requests and let clients take turns by the tokens they were served",
     )
     flags.add(
         "--fairness-weight",
         parse=_weights,
         default=no_weights,
         metavar="CLIENT=WEIGHT,...",
-        summary="clients with a larger (above 1) or smaller share than others",
+        in_file=joined(_weights),
+        summary="Clients with a larger (above 1) or smaller share",
     )
     flags.add(
         "--fairness-queue-limit",
         parse=bounded_int(1, 10**7),
         default=1_024,
-        summary="requests of one client that may wait; more are refused with 429",
+        summary="Maximum queued requests per client; more are refused with 429",
     )
     flags.add(
         "--fairness-queue-timeout",
         parse=bounded_float(0.001, 86_400),
         default=60.0,
-        summary="seconds that a request waits for its turn before it is refused with 503",
+        metavar="SECONDS",
+        summary="Longest wait for a turn before a request is refused with 503",
     )
     flags.add(
         "--fairness-max-running",
         parse=bounded_int(1, 10**7),
         default=256,
-        summary="requests that run at once for each healthy worker of a model; the others wait",
+        summary="Running requests per healthy worker; the others wait",
     )
     flags.add(
         "--fairness-cached-share",
         parse=bounded_float(0, 1),
         default=0.0,
-        summary="part of the price that prompt tokens cost which a worker has cached",
+        summary="Share of the price that cached prompt tokens cost",
     )
 
 
@@ -187,34 +191,46 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
         ConfigError: Flags that contradict each other.
     """
     flags = Flags(
-        "python -m kvflash.frontend",
-        "OpenAI-compatible frontend that sends each request to the worker for which it is "
-        "cheapest: most of its prompt cached, least of other work.",
+        "frontend",
+        "OpenAI-compatible HTTP frontend. It sends each request to the worker where it is "
+        "cheapest: most of the prompt cached, least other work.",
+        first=(
+            "--config",
+            "--worker",
+            "--discovery",
+            "--namespace",
+            "--tokenizer",
+            "--host",
+            "--port",
+            "--router-mode",
+            "--router-replica-sync",
+            "--log-level",
+        ),
     )
+    add_config(flags)
     common = ("DYN_HTTP_HOST", "DYN_HTTP_PORT")
     add_common(flags, port=8000, threads=2, extra_names=True, variables=common)
-    add_tls(flags)
+    add_metrics_prefix(flags)
+    flags.section("Workers")
     flags.add_list(
         "--worker",
         dest="workers",
         metavar="URL[,events=ADDRESS][,replay=ADDRESS][,id=N][,role=ROLE][,dp=N]",
-        summary="an OpenAI-compatible engine, with the sockets of its KV events and their replay; "
-        "may be given many times, and added later with POST /workers; a URL that begins with "
-        "dns+http:// stands for every address that its name has in DNS, and * in its other "
-        "addresses for that",
+        summary="Engines to route to; dns+http://NAME stands for every address of a name",
     )
     flags.add(
         "--worker-dns-interval-secs",
         parse=bounded_float(0.1, 3_600),
         default=5.0,
-        summary="seconds between two lookups of a name in DNS that stands for workers",
+        metavar="SECONDS",
+        summary="Pause between two DNS lookups of dns+http:// workers",
     )
     flags.add(
         "--worker-dns-server",
         parse=_server,
         default=None,
         metavar="ADDRESS[:PORT]",
-        summary="name server for them; those of /etc/resolv.conf when not given",
+        summary="Name server for them instead of those in /etc/resolv.conf",
     )
     flags.add(
         "--discovery",
@@ -223,22 +239,19 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
         default=None,
         choices=("mem", "file", "etcd", "none"),
         variables=("DYN_STORE_KV",),
-        summary="where workers of the runtime are found: this process, a folder of this machine, "
-        "etcd, or nowhere; file when no worker is given by a flag, else none",
+        summary="Where to find workers; file unless --worker is given",
     )
     flags.add(
         "--namespace",
         parse=_namespace,
         default=None,
         variables=("DYN_NAMESPACE",),
-        summary="only workers of this namespace of discovery; all of them when not given",
+        metavar="NAME",
+        summary="Use only the workers of this discovery namespace",
     )
     for role, summary in (
-        (
-            "prefill",
-            "an engine that only prefills: another one of its model goes on from its cache",
-        ),
-        ("decode", "an engine that goes on from the prefill engines' cache, and does all without"),
+        ("prefill", "Engines that only prefill; a decode engine of the model continues"),
+        ("decode", "Engines that continue from prefill engines, or do all without one"),
     ):
         flags.add_list(
             f"--{role}-worker",
@@ -252,88 +265,98 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
         default="off",
         bare="always",
         variables=("DYN_ENFORCE_DISAGG",),
-        summary="refuse requests that no prefill worker takes: never, once the model has had a "
-        "prefill worker, or always (also when the flag has no value)",
+        summary="Refuse requests that no prefill worker can take",
     )
     add_router_flags(flags)
     _add_fairness(flags)
     add_cluster_flags(flags)
     flags.end_of_file()
+    flags.section("Tokens")
     flags.add(
         "--tokenizer",
         parse=str,
         default=None,
         metavar="FOLDER",
-        summary="folder with tokenizer.json and the chat template; without it the engines' own "
-        "/tokenize is asked",
+        summary="Folder with tokenizer.json; without it engines are asked to tokenize",
     )
     flags.add(
         "--tokenizer-cache",
         parse=byte_count,
         default=256 * 1024 * 1024,
-        summary="memory for tokens of text seen before, bytes",
+        metavar="SIZE",
+        summary="Memory for the tokens of text seen before",
     )
     flags.add(
         "--worker-api-key",
         parse=str,
         default=None,
-        summary="key for the frontend's own calls to the workers (better set in the environment); "
-        "clients' requests carry their own",
+        metavar="KEY",
+        summary="Key for the frontend's own calls to workers; better set in the environment",
     )
+    flags.section("Limits and timeouts")
     flags.add(
         "--max-body-bytes",
         parse=byte_count,
         default=32 * 1024 * 1024,
-        summary="largest request body; larger ones are refused with 413",
+        metavar="SIZE",
+        summary="Largest request body; larger ones are refused with 413",
     )
     flags.add(
         "--max-concurrent-requests",
         parse=bounded_int(1, 10**7),
         default=4_096,
-        summary="requests in flight; more are refused with 429",
+        summary="Maximum requests in flight; more are refused with 429",
     )
     flags.add(
         "--max-workers",
         parse=bounded_int(1, 65_535),
         default=4_096,
-        summary="engines that may be registered",
+        summary="Maximum number of workers",
     )
     flags.add(
         "--max-attempts",
         parse=bounded_int(1, 1_000),
         default=5,
-        summary="workers that a request may try before its first byte",
+        summary="Workers that a request may try before its first byte",
     )
     for name, default, summary in (
-        ("--body-timeout", 60.0, "seconds in which a request's body must arrive"),
-        ("--connect-timeout", 2.0, "seconds to connect to a worker"),
+        ("--body-timeout", 60.0, "Longest time for a request's body to arrive"),
+        ("--connect-timeout", 2.0, "Longest time to connect to a worker"),
         (
             "--first-byte-timeout",
             600.0,
-            "seconds from sending a request to a worker to the first byte of its answer",
+            "Longest time from a request to the first byte of the worker's answer",
         ),
         (
             "--stream-idle-timeout",
             300.0,
-            "seconds in which a worker whose answer has begun must send more of it",
+            "Longest pause within a worker's answer",
         ),
-        ("--tokenize-timeout", 2.0, "seconds for an engine's /tokenize"),
-        ("--health-interval", 2.0, "seconds between two health checks of a worker"),
+        ("--tokenize-timeout", 2.0, "Longest time for an engine's /tokenize"),
+        ("--health-interval", 2.0, "Pause between two health checks of a worker"),
     ):
-        flags.add(name, parse=bounded_float(0.001, 86_400), default=default, summary=summary)
+        flags.add(
+            name,
+            parse=bounded_float(0.001, 86_400),
+            default=default,
+            metavar="SECONDS",
+            summary=summary,
+        )
     flags.add(
         "--drain-timeout",
         parse=bounded_float(0, 86_400),
         default=30.0,
-        summary="seconds that running requests get after SIGTERM",
+        metavar="SECONDS",
+        summary="Time for running requests after SIGTERM",
     )
-    add_metrics_prefix(flags)
+    add_tls(flags)
+    flags.section("Compatibility")
     flags.add(
         "--request-plane",
         parse=str,
         default=None,
         choices=("tcp", "http", "nats"),
         variables=("DYN_REQUEST_PLANE",),
-        summary="taken and not used: each worker says how it is asked",
+        summary="Accepted for compatibility; has no effect",
     )
     return FrontendArgs(**settle_cluster(settle(vars(flags.parse(argv)))))

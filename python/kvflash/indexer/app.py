@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence
 
+from kvflash.console import refuse
 from kvflash.errors import KvflashError
 from kvflash.indexer.args import parse_args
 from kvflash.indexer.service import IndexerService
@@ -25,6 +25,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             logger.warning("--block-size is of the engines of --workers, and there are none")
         run_until_stopped(IndexerService(args), name="indexer")
     except KvflashError as error:
-        print(f"kvflash.indexer: {error}", file=sys.stderr)
-        return 2
+        return refuse("indexer", error)
     return 0

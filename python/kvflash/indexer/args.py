@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvflash.config import (
-    Flags,
     add_common,
+    add_config,
     add_metrics_prefix,
     bounded_int,
     byte_count,
     memory_limit,
 )
+from kvflash.config_file import joined
 from kvflash.errors import ConfigError
+from kvflash.flags import Flags
 
 __all__ = ["IndexerArgs", "WorkerEntry", "parse_args", "parse_workers"]
 
@@ -150,52 +152,74 @@ def parse_args(argv: Sequence[str] | None = None) -> IndexerArgs:
         ConfigError: Flags that contradict each other.
     """
     flags = Flags(
-        "python -m kvflash.indexer",
+        "indexer",
         "Index of the KV cache blocks that engines hold, fed by their ZMQ events, asked over HTTP.",
+        first=(
+            "--config",
+            "--workers",
+            "--block-size",
+            "--model-name",
+            "--peers",
+            "--host",
+            "--port",
+            "--max-blocks",
+            "--index-memory",
+            "--log-level",
+        ),
     )
+    add_config(flags)
     add_common(flags, port=8090, threads=4)
+    add_metrics_prefix(flags)
+    flags.section("Workers")
     flags.add(
         "--block-size",
         parse=bounded_int(*_BOUNDS["block_size"]),
         default=None,
-        summary="tokens in a block of the engines of --workers",
+        metavar="TOKENS",
+        summary="Tokens per KV block of --workers",
     )
     flags.add(
         "--workers",
         parse=str,
         default="",
         metavar="ID[:DP_RANK]=ENDPOINT,...",
-        summary="engines to subscribe to from the start",
+        in_file=joined(str),
+        summary="Engines to subscribe to at the start",
     )
     flags.add(
         "--peers",
         parse=_peers,
         default=_peers(""),
         metavar="URL,...",
-        summary="indexers to recover from at the start: the first healthy one serves",
+        in_file=joined(_peers),
+        summary="Indexers to recover from at the start; the first healthy one is used",
     )
-    flags.add("--model-name", parse=str, default="default", summary="model of --workers")
-    flags.add("--tenant-id", parse=str, default="default", summary="tenant of --workers")
+    for name, summary in (
+        ("--model-name", "Model of --workers"),
+        ("--tenant-id", "Tenant of --workers"),
+    ):
+        flags.add(name, parse=str, default="default", metavar="NAME", summary=summary)
+    flags.section("Limits")
     flags.add(
         "--max-body-bytes",
         parse=byte_count,
         default=8 * 1024 * 1024,
-        summary="largest request body; larger ones are refused with 413",
+        metavar="SIZE",
+        summary="Largest request body; larger ones are refused with 413",
     )
     flags.add(
         "--max-blocks",
         parse=bounded_int(*_BOUNDS["max_blocks"]),
         default=33_554_432,
-        summary="blocks that one model's index may hold, 0 = no limit; beyond it stores are "
-        "refused and counted",
+        metavar="BLOCKS",
+        summary="Maximum blocks in the index of one model; 0: no limit",
     )
     flags.add(
         "--index-memory",
         parse=memory_limit,
         default=0,
         metavar="SIZE",
-        summary="memory that the index of one model and tenant may occupy, such as 8GiB, 512MiB or "
-        "plain bytes, 0 = no limit; near it the least recently stored blocks go",
+        summary="Maximum memory of one model's index, such as 8GiB; 0: no limit",
     )
     flags.add(
         "--min-initial-workers",
@@ -203,9 +227,8 @@ def parse_args(argv: Sequence[str] | None = None) -> IndexerArgs:
         default=0,
         variables=("KVFLASH_ROUTER_MIN_INITIAL_WORKERS", "DYN_ROUTER_MIN_INITIAL_WORKERS"),
         metavar="COUNT",
-        summary="workers to wait for before the service is ready",
+        summary="Workers to wait for before /ready says so",
     )
-    add_metrics_prefix(flags)
     args = flags.parse(argv)
     # For tests of what is lost while a listener does not read; no flag for operators.
     test_endpoints = os.environ.get("KVFLASH_INDEXER_TEST_ENDPOINTS", "0") not in ("", "0")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from kvflash.console import Parser
+from kvflash import console
 from kvflash.errors import ConfigError
 from kvflash.launcher.command import Arguments, EventPorts
 from kvflash.servers import EVENT_PLANES, plane_of_events
@@ -58,8 +58,8 @@ def parse_options(
     Raises:
         SystemExit: A flag of ours is wrong, or help was asked for.
     """
-    parser = Parser(
-        prog=f"python -m kvflash.{engine}",
+    parser = console.Parser(
+        prog=console.program(engine),
         description=f"Start {engine} with KV events and register it; other flags are passed on.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
-from kvflash.console import LogLine
+from kvflash.console import LogLine, refuse
 from kvflash.errors import ConfigError, KvflashError, OverloadedError, TransportError
 from kvflash.launcher.child import Child
 from kvflash.launcher.command import Arguments, EngineCommand
@@ -54,8 +54,7 @@ def main(
     try:
         return asyncio.run(_run(options, arguments, build))
     except KvflashError as error:
-        print(f"{engine}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return refuse(engine, error)
 
 
 async def _run(options: LauncherOptions, arguments: Arguments, build: Build) -> int:

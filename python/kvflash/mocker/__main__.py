@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from collections.abc import Sequence
 
-from kvflash.console import LogLine
+from kvflash.console import LogLine, program
 from kvflash.errors import KvflashError
 from kvflash.mocker.app import run
 from kvflash.mocker.args import parse_args
 from kvflash.variables import warn_of_misspelt
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run until a signal comes.
 
     Returns:
         Exit status: 0 after SIGTERM or SIGINT, 2 if the workers could not start.
     """
-    config, log_level = parse_args()
+    config, log_level = parse_args(argv)
     # Standard output is for the ready lines.
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogLine("%(levelname)5s %(name)s: %(message)s"))
@@ -28,7 +29,7 @@ def main() -> int:
     try:
         asyncio.run(run(config))
     except (OSError, KvflashError) as error:
-        print(f"mocker: {error}", file=sys.stderr)
+        print(f"{program('mocker')}: error: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from typing import Any
 
-from kvflash.console import Parser
+from kvflash.config import add_config
+from kvflash.config_file import joined
 from kvflash.errors import ConfigError
+from kvflash.flags import Flags
 from kvflash.mocker.config import MockerConfig, PortChoice
 from kvflash.publisher.brokered import plane_of_events
 
@@ -26,167 +29,209 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[MockerConfig, str]:
     Raises:
         SystemExit: The arguments are wrong, or help was asked for.
     """
-    parser = _parser()
-    values = vars(parser.parse_args(argv))
+    flags = _flags()
+    values = vars(flags.parse(argv))
     log_level = values.pop("log_level")
-    if values["endpoint"] is not None and values["event_plane"] is None:
-        values["event_plane"] = _event_plane(parser)
-    values["event_plane"] = values["event_plane"] or "zmq"
-    values["lora_adapters"] = tuple(values["lora_adapters"])
-    values["bootstrap_ports"] = tuple(values["bootstrap_ports"])
+    values["role"] = _role_of(values, flags)
+    for name in ("lora_adapters", "bootstrap_ports"):
+        values[name] = tuple(values[name])
     try:
+        if values["event_plane"] is None:
+            # Without an endpoint the environment does not count.
+            values["event_plane"] = "zmq" if values["endpoint"] is None else plane_of_events()
         return MockerConfig(**values), log_level
     except ConfigError as error:
-        parser.error(str(error))
+        flags.error(str(error))
+        raise
 
 
-def _event_plane(parser: argparse.ArgumentParser) -> str:
-    try:
-        return plane_of_events()
-    except ConfigError as error:
-        parser.error(str(error))
+def _role_of(values: dict[str, Any], flags: Flags) -> str:
+    """The role that one of three flags names."""
+    said = {
+        "--is-prefill-worker": "prefill" if values.pop("is_prefill_worker") else None,
+        "--is-decode-worker": "decode" if values.pop("is_decode_worker") else None,
+        "--disaggregation-mode": values.pop("role"),
+    }
+    given = [flag for flag, role in said.items() if role is not None]
+    if len(given) > 1:
+        flags.error(f"argument {given[1]}: not allowed with argument {given[0]}")
+    return said[given[0]] or "both" if given else "both"
 
 
-def _parser() -> argparse.ArgumentParser:
+def _flags() -> Flags:
+    flags = Flags(
+        "mocker",
+        "An LLM engine without a model: OpenAI API, KV cache events, modelled time.",
+        first=(
+            "--config",
+            "--host",
+            "--port",
+            "--num-workers",
+            "--model-name",
+            "--tokenizer",
+            "--block-size",
+            "--num-gpu-blocks",
+            "--zmq-events-port",
+            "--speedup-ratio",
+        ),
+        # It runs beside the services that KVFLASH_PORT and the others are meant for.
+        has_variables=False,
+    )
+    add_config(flags)
+    _add_server(flags)
+    _add_engine(flags)
+    _add_events(flags)
+    _add_runtime(flags)
+    return flags
+
+
+def _adder(flags: Flags) -> Callable[..., None]:
+    """Adds a flag with the default of its option."""
     defaults = {field.name: field.default for field in fields(MockerConfig)}
-    parser = Parser(
-        prog="python -m kvflash.mocker",
-        description="An LLM engine without a model: OpenAI API, KV cache events, modelled time.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+
+    def add(*names: str, summary: str, parse: Callable[[str], Any] = str, **more: Any) -> None:
+        option = more.get("dest") or names[0][2:].replace("-", "_")
+        more = {"default": defaults.get(option), **more}
+        flags.add(*names, parse=parse, summary=summary, **more)
+
+    return add
+
+
+def _add_server(flags: Flags) -> None:
+    add = _adder(flags)
+    flags.section("Server and log")
+    add("--host", metavar="ADDRESS", summary="Address of the HTTP and ZMQ sockets")
+    add("--port", parse=int, summary="First HTTP port, worker i: +i; 0: free ports")
+    add("--num-workers", parse=int, summary="Engines in this process")
+    add("--max-waiting", parse=int, summary="Maximum waiting requests; more are refused with 429")
+    add("--model-name", metavar="NAME", summary="Name of the model")
+    flags.add_list(
+        "--lora-adapters",
+        dest="lora_adapters",
+        metavar="NAME",
+        summary="LoRA adapters, served as models",
     )
-    # Only who has an endpoint looks at the environment.
-    defaults["event_plane"] = None
-    parser.set_defaults(**defaults)
-    network = parser.add_argument_group("network")
-    network.add_argument("--host", help="interface of the HTTP and ZMQ sockets")
-    network.add_argument("--port", type=int, help="first HTTP port; worker i: +i; 0: free ports")
-    network.add_argument("--num-workers", type=int, help="engines in this process")
-    network.add_argument(
-        "--max-waiting", type=int, help="requests that may wait for admission; then 429"
-    )
-    network.add_argument("--model-name", help="served model name")
-    network.add_argument(
-        "--lora-adapters", nargs="*", metavar="NAME", help="LoRA adapters, served as models"
-    )
-    network.add_argument(
+    add(
         "--tokenizer",
         "--model-path",
         metavar="FOLDER",
-        help="Hugging Face tokenizer folder; default: bytes",
+        summary="Hugging Face tokenizer folder; without it a token is a byte",
     )
-    network.add_argument(
+    add(
         "--drain-timeout",
         dest="drain_timeout_s",
-        type=float,
+        parse=float,
         metavar="SECONDS",
-        help="time for running requests to end after SIGTERM",
+        summary="Time for running requests after SIGTERM",
     )
-    network.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="on stderr")
+    add(
+        "--log-level",
+        choices=LOG_LEVELS,
+        default="info",
+        metavar="LEVEL",
+        summary="debug, info, warning or error",
+    )
 
-    cache = parser.add_argument_group("KV cache")
-    cache.add_argument("--block-size", type=int, help="tokens per block")
-    cache.add_argument(
+
+def _add_engine(flags: Flags) -> None:
+    add = _adder(flags)
+    flags.section("KV cache")
+    add("--block-size", parse=int, metavar="TOKENS", summary="Tokens per KV block")
+    add(
         "--num-gpu-blocks",
         "--num-gpu-blocks-override",
-        type=int,
-        help="blocks of the cache of one worker",
+        parse=int,
+        metavar="BLOCKS",
+        summary="Blocks in the cache of one worker",
     )
-    cache.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        help="reuse blocks across requests",
-    )
-    cache.add_argument(
-        "--watermark", type=float, help="share of the cache that admission keeps free, 0..1"
-    )
-
-    batching = parser.add_argument_group("batching and time")
-    batching.add_argument("--max-num-seqs", type=int, help="requests that run at a time")
-    batching.add_argument("--max-num-batched-tokens", type=int, help="tokens of one pass")
-    batching.add_argument(
+    _add_toggle(flags, "enable_prefix_caching", "Reuse blocks across requests")
+    add("--watermark", parse=float, summary="Share of the cache that admission keeps free")
+    flags.section("Batching and time")
+    add("--max-num-seqs", parse=int, summary="Requests that run at a time")
+    add("--max-num-batched-tokens", parse=int, metavar="TOKENS", summary="Tokens of one pass")
+    add(
         "--max-model-len",
-        type=int,
-        help="longest prompt plus output in tokens; default: what the cache holds",
+        parse=int,
+        metavar="TOKENS",
+        summary="Longest prompt plus output; without it what the cache holds",
     )
-    batching.add_argument(
-        "--enable-chunked-prefill",
-        action=argparse.BooleanOptionalAction,
-        help="cut prompts that do not fit into a pass",
-    )
-    batching.add_argument("--speedup-ratio", type=float, help="modelled time / real time")
-    batching.add_argument(
+    _add_toggle(flags, "enable_chunked_prefill", "Split prompts that do not fit into a pass")
+    add("--speedup-ratio", parse=float, summary="Modelled time divided by real time")
+    add(
         "--startup-time",
         dest="startup_time_s",
-        type=float,
+        parse=float,
         metavar="SECONDS",
-        help="time before a worker is ready",
+        summary="Time before a worker is ready",
     )
 
-    events = parser.add_argument_group("events")
-    events.add_argument(
-        "--zmq-events-port",
-        type=_port_choice,
-        help="first port of block events; worker i: +i; 0: none; auto: free ports",
-    )
-    events.add_argument(
-        "--zmq-replay-port",
-        type=_port_choice,
-        help="first port of event replay; worker i: +i; 0: none; auto: free ports",
-    )
-    events.add_argument("--event-era", choices=("positional", "tagged"), help="wire shape")
-    events.add_argument("--event-topic", help="ZMQ topic")
-    events.add_argument("--replay-buffer", type=int, help="event batches kept for replay")
-    events.add_argument("--data-parallel-rank", type=int, help="rank in every event batch")
-    runtime = parser.add_argument_group("runtime and roles")
-    runtime.add_argument(
+
+def _add_events(flags: Flags) -> None:
+    add = _adder(flags)
+    flags.section("Events")
+    for name, what in (("events", "block events"), ("replay", "event replay")):
+        add(
+            f"--zmq-{name}-port",
+            parse=_port_choice,
+            metavar="N|auto",
+            summary=f"First port of {what}, worker i: +i; 0: none; auto: free ports",
+        )
+    add("--event-era", choices=("positional", "tagged"), summary="Encoding of events")
+    add("--event-topic", metavar="TOPIC", summary="ZMQ topic")
+    add("--replay-buffer", parse=int, summary="Event batches kept for replay")
+    add("--data-parallel-rank", parse=int, summary="Rank in every event batch")
+
+
+def _add_runtime(flags: Flags) -> None:
+    add = _adder(flags)
+    flags.section("Runtime and roles")
+    add(
         "--endpoint",
         metavar="NAMESPACE.COMPONENT.ENDPOINT",
-        help="register there through the runtime, tokens in and out, instead of serving HTTP",
+        summary="Serve this endpoint of the runtime instead of HTTP",
     )
-    runtime.add_argument(
-        "--kv-events",
-        action=argparse.BooleanOptionalAction,
-        help="with --endpoint: publish block events, on free ports where none are named",
-    )
-    runtime.add_argument(
+    _add_toggle(flags, "kv_events", "With --endpoint: publish block events")
+    add(
         "--event-plane",
-        default=argparse.SUPPRESS,
         choices=("zmq", "nats"),
-        help="with --endpoint: how block events go: on sockets, or to the NATS server that "
-        "NATS_SERVER names; default: KVFLASH_EVENT_PLANE, else zmq",
+        default=None,
+        summary="With --endpoint: how events go; else KVFLASH_EVENT_PLANE, else zmq",
     )
-    runtime.add_argument(
+    flags.add_switch(
         "--enable-local-indexer",
-        action="store_true",
-        help="with --event-plane nats: routers ask this worker for what they missed, instead of a "
-        "stream",
+        dest="enable_local_indexer",
+        value=True,
+        summary="With nats: routers ask this worker for missed events instead of a stream",
     )
-    runtime.add_argument(
-        "--data-parallel-size", type=int, help="ranks of one worker; needs --endpoint"
-    )
-    roles = runtime.add_mutually_exclusive_group()
-    for role in ("prefill", "decode"):
-        roles.add_argument(
-            f"--is-{role}-worker",
-            dest="role",
-            action="store_const",
-            const=role,
-            help="compute prompts only" if role == "prefill" else "take over computed prompts",
+    add("--data-parallel-size", parse=int, summary="Ranks of one worker; needs --endpoint")
+    for role, summary in (
+        ("prefill", "Only compute prompts"),
+        ("decode", "Only take over prompts"),
+    ):
+        flags.add_switch(
+            f"--is-{role}-worker", dest=f"is_{role}_worker", value=True, summary=summary
         )
-    roles.add_argument(
+    add(
         "--disaggregation-mode",
         dest="role",
-        type=_role,
+        parse=_role,
+        default=None,
         metavar="agg|prefill|decode",
-        help="the same, in one flag",
+        summary="The same in one flag",
     )
-    runtime.add_argument(
+    add(
         "--bootstrap-ports",
-        type=_ports,
+        parse=_ports,
+        in_file=joined(_ports),
         metavar="PORT,...",
-        help="one per prefill worker: decode workers wait there for its results, as SGLang's do",
+        summary="One per prefill worker, where decode workers wait, as with SGLang",
     )
-    return parser
+
+
+def _add_toggle(flags: Flags, dest: str, summary: str) -> None:
+    """A flag that is on, with its opposite."""
+    name = dest.replace("_", "-")
+    flags.add_toggle(dest, on=[f"--{name}"], off=[f"--no-{name}"], default=True, summary=summary)
 
 
 def _role(text: str) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
+from kvflash.console import refuse
 from kvflash.errors import KvflashError
 from kvflash.process import run_until_stopped, start_logging
 from kvflash.router.args import parse_args
@@ -20,6 +20,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_logging(args.log_level, args.log_format)
         run_until_stopped(RouterService(args), name="router", drain_s=args.drain_timeout)
     except KvflashError as error:
-        print(f"kvflash.router: {error}", file=sys.stderr)
-        return 2
+        return refuse("router", error)
     return 0

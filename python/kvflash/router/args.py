@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from kvflash.cluster_flags import ClusterFlags, add_cluster_flags, settle_cluster
 from kvflash.config import (
-    Flags,
     add_common,
+    add_config,
     add_metrics_prefix,
     add_tls,
     bounded_float,
     bounded_int,
     byte_count,
-    source_of,
 )
 from kvflash.errors import ConfigError
+from kvflash.flags import Flags, source_of
 from kvflash.router_flags import RouterFlags, add_router_flags, settle
 
 __all__ = ["RouterArgs", "WorkerSpec", "parse_args", "parse_worker"]
@@ -115,7 +115,7 @@ def parse_worker(text: str) -> WorkerSpec:
         key, separator, value = part.partition("=")
         if key not in ("events", "replay", "id", "dp") or not separator or not value:
             raise ConfigError(
-                f"--worker {text!r}: {part!r} is not key=value; known are events, replay, id, dp"
+                f"--worker {text!r}: {part!r} is not key=value with one of events, replay, id, dp"
             )
         if key in given:
             raise ConfigError(f"--worker {text!r}: {key} is there twice")
@@ -144,20 +144,34 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterArgs:
     """Parse the command line and the environment.
 
     Raises:
-        ConfigError: A worker that is none.
+        ConfigError: A worker is not well formed.
     """
     flags = Flags(
-        "python -m kvflash.router",
-        "The routing decision as a service of its own, for gateways that forward requests "
-        "themselves: select, reserve, prefill_complete, free.",
+        "router",
+        "The routing decision as a service, for gateways that forward requests themselves: "
+        "select, reserve, prefill_complete, free.",
+        first=(
+            "--config",
+            "--worker",
+            "--model-name",
+            "--endpoint",
+            "--kv-cache-block-size",
+            "--host",
+            "--port",
+            "--router-mode",
+            "--router-replica-sync",
+            "--log-level",
+        ),
     )
+    add_config(flags)
     add_common(flags, port=8091, threads=2, extra_names=True)
-    add_tls(flags)
+    add_metrics_prefix(flags)
     _add_workers(flags)
     add_router_flags(flags, block_size=("--router-block-size", "--block-size"))
     add_cluster_flags(flags)
     flags.end_of_file()
     _add_limits(flags)
+    add_tls(flags)
     given = settle_cluster(settle(vars(flags.parse(argv))))
     given["workers"] = tuple(_worker(text) for text in given["workers"])
     return RouterArgs(**given)
@@ -172,55 +186,60 @@ def _worker(text: str) -> WorkerSpec:
 
 
 def _add_workers(flags: Flags) -> None:
+    flags.section("Workers")
     flags.add(
         "--endpoint",
         parse=_endpoint,
         default=None,
         variables=("KVFLASH_ROUTER_ENDPOINT", "DYN_ROUTER_ENDPOINT"),
         metavar="NAMESPACE.COMPONENT.ENDPOINT",
-        summary="route to the workers that serve this endpoint, found through discovery, and serve "
-        "NAMESPACE.router.generate and NAMESPACE.router.best_worker_id",
+        summary="Route to the workers of this endpoint, found through discovery",
     )
     flags.add_list(
         "--worker",
         dest="workers",
         metavar="URL[,events=ADDRESS][,replay=ADDRESS][,id=N][,dp=N]",
-        summary="a worker of --model-name, with the sockets of its KV events and their replay; may "
-        "be given many times, and added later with POST /workers",
+        summary="Workers of --model-name; POST /workers adds more",
     )
-    flags.add("--model-name", parse=str, default="default", summary="model of --worker")
-    flags.add("--tenant-id", parse=str, default="default", summary="tenant of --worker")
+    for name, summary in (
+        ("--model-name", "Model of --worker"),
+        ("--tenant-id", "Tenant of --worker"),
+    ):
+        flags.add(name, parse=str, default="default", metavar="NAME", summary=summary)
 
 
 def _add_limits(flags: Flags) -> None:
+    flags.section("Limits and timeouts")
     flags.add(
         "--max-body-bytes",
         parse=byte_count,
         default=8 * 1024 * 1024,
-        summary="largest request body; larger ones are refused with 413",
+        metavar="SIZE",
+        summary="Largest request body; larger ones are refused with 413",
     )
     flags.add(
         "--max-concurrent-requests",
         parse=bounded_int(1, 10**7),
         default=65_536,
-        summary="reservations per model; more are refused with 429",
+        summary="Maximum reservations per model; more are refused with 429",
     )
     flags.add(
         "--max-workers",
         parse=bounded_int(1, 65_535),
         default=4_096,
-        summary="workers that may be registered",
+        summary="Maximum number of workers",
     )
     flags.add(
         "--body-timeout",
         parse=bounded_float(0.001, 86_400),
         default=60.0,
-        summary="seconds in which a request's body must arrive",
+        metavar="SECONDS",
+        summary="Longest time for a request's body to arrive",
     )
     flags.add(
         "--drain-timeout",
         parse=bounded_float(0, 86_400),
         default=5.0,
-        summary="seconds that running calls get after SIGTERM",
+        metavar="SECONDS",
+        summary="Time for running calls after SIGTERM",
     )
-    add_metrics_prefix(flags)

@@ -12,6 +12,7 @@ from kvflash.cluster_flags import ClusterFlags
 from kvflash.errors import ConfigError, InvalidArgumentError
 from kvflash.policy import PREFIX, AskedPolicy, Policy, load
 from kvflash.servers import plane_of_events
+from kvflash.spelling import did_you_mean
 from kvflash.variables import agreed
 
 __all__ = ["KvRouterConfig", "override_options"]
@@ -152,6 +153,16 @@ class KvRouterConfig:
     durable_kv_events: bool = False
     router_replica_sync: bool = False
     router_reset_states: bool = False
+
+    def __new__(cls, *_: object, **settings: object) -> KvRouterConfig:
+        """Refuse a setting that is not known, with the one that was probably meant."""
+        known = cls.__dataclass_fields__
+        for name in settings:
+            if name not in known:
+                raise TypeError(
+                    f"{cls.__name__} has no setting {name!r}{did_you_mean(name, known)}"
+                )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
-from kvflash.launcher import main
+from kvflash import launcher
 from kvflash.sglang.command import PROGRAM, build
 
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the engine until it ends. Returns the exit status."""
+    return launcher.main("sglang", PROGRAM, build, argv)
+
+
 if __name__ == "__main__":
-    sys.exit(main("sglang", PROGRAM, build))
+    sys.exit(main())

@@ -157,10 +157,13 @@ class Stage:
         done = []
         for command in commands(text):
             words = shlex.split(command.replace("\\\n", " "), comments=True)
-            name = words[2].removeprefix("kvflash.") if words[:2] == ["python", "-m"] else ""
+            if words[:2] == ["python", "-m"]:
+                words = ["kvflash", words[2].removeprefix("kvflash."), *words[3:]]
+            name = words[1] if words[0] == "kvflash" and len(words) > 1 else ""
             if name in SERVICES:
                 at = words.index("--num-workers") + 1 if "--num-workers" in words else 0
-                lines = self.start(words[2], *words[3:], workers=int(words[at]) if at else 1)
+                count = int(words[at]) if at else 1
+                lines = self.start(f"kvflash.{name}", *words[2:], workers=count)
                 while name in ("vllm", "sglang") and lines[0].get("engine") != name:
                     # The engine's double has a ready line of its own.
                     lines = [self.processes[-1][0].ready()]
@@ -241,6 +244,10 @@ def _engines(folder: Path) -> None:
         f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(FAKE_ENGINE))} "$@"\n'
     )
     vllm.chmod(0o755)
+    # The command of this source tree, be the package installed with it or not.
+    command = folder / "kvflash"
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m kvflash "$@"\n')
+    command.chmod(0o755)
     (folder / "sglang").mkdir()
     (folder / "sglang" / "__init__.py").touch()
     (folder / "sglang" / "launch_server.py").write_text(

@@ -39,6 +39,7 @@ MANUALS = (
     *(
         f"docs/{name}.md"
         for name in (
+            "command",
             "routing",
             "runtime",
             "publishing",
@@ -55,13 +56,15 @@ BLOCKS = [block for manual in MANUALS for block in read_blocks(ROOT / manual)]
 NOT_RUN = {
     ("README.md", "make demo"): "builds and runs everything; other tests and make test are it",
     ("README.md", "vllm serve MODEL"): "a real engine; test_real_engine.py has one",
-    ("README.md", "python -m kvflash.vllm"): "a real engine; test_real_launcher.py has one",
-    ("README.md", "python -m kvflash.router"): "test_router_process.py runs the router's manual",
+    ("README.md", "kvflash vllm"): "a real engine; test_real_launcher.py has one",
+    ("README.md", "kvflash router"): "test_router_process.py runs the router's manual",
+    ("command.md", "kvflash frontend"): "the README's commands, which are run",
+    ("command.md", "WORKER  URL"): "a table; test_looking.py compares one",
     ("routing.md", "cost = queue"): "a formula",
     ("routing.md", "cost = overlap_score_weight"): "a formula",
     (
         "policies.md",
-        "python -m kvflash.frontend",
+        "kvflash frontend",
     ): "test_routing_policies.py, test_fairness.py have it",
     ("policies.md", "make policies"): "rust/sim/tests play the same rows in smaller fleets",
     ("routing.md", "Formula for worker_id="): "a log line",
@@ -118,7 +121,7 @@ def test_a_policy_of_ones_own_in_python(stage: Stage, blocks: list[Block]) -> No
 def test_services_of_the_readme_do_not_share_ports() -> None:
     """Whoever reads it from its beginning has all of them running."""
     text = (ROOT / "README.md").read_text()
-    started = re.findall(r"python -m kvflash\.(\w+) .*?--port (\d+)", text)
+    started = re.findall(r"kvflash (\w+) .*?--port (\d+)", text)
     assert len({port for _, port in started}) == len(started) > 3, started
 
 
@@ -126,9 +129,9 @@ def test_services_of_the_readme_do_not_share_ports() -> None:
 
 
 @runs(
-    ("README.md", "python -m kvflash.mocker"),
-    ("README.md", "curl -s localhost:8000/explain"),
-    ("README.md", "python -m kvflash.indexer"),
+    ("README.md", "kvflash mocker"),
+    ("README.md", "kvflash workers"),
+    ("README.md", "kvflash indexer"),
     ("routing.md", "curl -s localhost:8000/busy_threshold"),
     ("frontend.md", "curl -s localhost:8000/workers"),
 )
@@ -147,8 +150,13 @@ def test_two_engines_a_frontend_and_an_indexer(stage: Stage, blocks: list[Block]
     assert worker and worker[0] in again.output, "the second one does not go where the first went"
     assert "x-kvflash-overlap-blocks: 0" not in again.output
 
-    (why,) = stage.console(explain)
-    assert len(why.json["candidates"]) == 2 and "formula" in why.json["candidates"][0]
+    listed, why = stage.console(explain)
+    assert listed.output.count(" healthy ") == 2, listed.output
+    assert re.search(r"^\*  [12]:0 ", why.output, re.MULTILINE), why.output
+    assert "QUEUE  PREFILL  DECODE" in why.output, why.output
+    (asked,) = [line for line in again.output.splitlines() if line.startswith("x-request-id")]
+    (past,) = stage.console(f"kvflash explain localhost:{stage.port(8000)} {asked.split()[1]}")
+    assert "outcome: complete" in past.output
 
     before, after = stage.console(thresholds)
     (none,) = before.json["thresholds"]
@@ -158,7 +166,7 @@ def test_two_engines_a_frontend_and_an_indexer(stage: Stage, blocks: list[Block]
     done = stage.console(indexer)
     query = next(one for one in done if "/query" in one.command)
     assert query.json == {"scores": {}, "frequencies": []} or "scores" in query.json
-    doctor = next(one for one in done if "kvflash.doctor" in one.command)
+    doctor = next(one for one in done if "kvflash doctor" in one.command)
     assert not re.search(r"\b8090\b", doctor.output)
 
     third = ("--port", str(stage.port(8102)), "--zmq-events-port", str(stage.port(5559)))
@@ -167,13 +175,13 @@ def test_two_engines_a_frontend_and_an_indexer(stage: Stage, blocks: list[Block]
     assert (added.json["id"], gone.json) == (3, {"status": "ok", "id": 3})
 
 
-@runs(("mocker.md", "python -m kvflash.mocker --num-workers"), ("mocker.md", '{"event": "ready"'))
+@runs(("mocker.md", "kvflash mocker --num-workers"), ("mocker.md", '{"event": "ready"'))
 def test_a_mocker_says_where_it_is(stage: Stage, blocks: list[Block]) -> None:
     (started,) = stage.console(stage.localized(blocks[0].text))
     assert started.json[0] == json.loads(stage.localized(blocks[1].text))
 
 
-@runs(("mocker.md", "python -m kvflash.mocker --endpoint"))
+@runs(("mocker.md", "kvflash mocker --endpoint"))
 def test_a_mocker_serves_an_endpoint(stage: Stage, blocks: list[Block]) -> None:
     stage.console(stage.localized(blocks[0].text, {"FOLDER": str(TINY_LLAMA)}))
     http = stage.frontend()
@@ -182,7 +190,7 @@ def test_a_mocker_serves_an_endpoint(stage: Stage, blocks: list[Block]) -> None:
     assert answer["usage"]["completion_tokens"] == 4
 
 
-@runs(("frontend.md", "python -m kvflash.frontend --worker 'dns+http"))
+@runs(("frontend.md", "kvflash frontend --worker 'dns+http"))
 def test_engines_found_by_dns(stage: Stage, blocks: list[Block]) -> None:
     """The name server is the test's own."""
     (worker,) = stage.start(
@@ -203,7 +211,7 @@ def test_engines_found_by_dns(stage: Stage, blocks: list[Block]) -> None:
     assert (found["url"], len(found["listeners"])) == (worker["url"], 1)
 
 
-@runs(("frontend.md", "python -m kvflash.frontend --worker http"))
+@runs(("frontend.md", "kvflash frontend --worker http"))
 def test_a_frontend_with_a_tokenizer(stage: Stage, blocks: list[Block]) -> None:
     (worker,) = stage.start(
         "kvflash.mocker", "--port", "0", "--zmq-events-port", "auto", "--zmq-replay-port", "auto",
@@ -271,6 +279,19 @@ def test_settings_in_a_file(blocks: list[Block], tmp_path: Path) -> None:
         assert args.router_session_affinity_ttl_secs == 600 and args.track_output_blocks
         assert (args.active_decode_blocks_threshold, args.router_queue_threshold) == (0.9, None)
         assert list(args.shadow_policies) == ["least-request"]
+
+
+@runs(("command.md", "port: 8000"), ("command.md", "port = 8000"))
+def test_every_flag_in_a_file(blocks: list[Block], tmp_path: Path) -> None:
+    for block in blocks:
+        path = tmp_path / f"kvflash.{block.language}"
+        path.write_text(block.text)
+        args = frontend_args(["--config", str(path)])
+        assert (args.port, args.tokenizer, args.router_mode) == (8000, "/models/llama", "kv")
+        assert args.workers == [
+            f"http://engine-{n}:8000,events=tcp://engine-{n}:5557" for n in (1, 2)
+        ]
+        assert args.fairness_weight == [("alice", 2.0), ("bob", 0.5)]
 
 
 @runs(("routing.md", "import asyncio"))
@@ -374,7 +395,7 @@ def test_prefill_and_decode_workers_of_the_runtime(stage: Stage, blocks: list[Bl
     asyncio.run(asyncio.wait_for(check(), 90))
 
 
-@runs(("disaggregation.md", "python -m kvflash.frontend --prefill-worker"))
+@runs(("disaggregation.md", "kvflash frontend --prefill-worker"))
 def test_prefill_and_decode_engines(stage: Stage, blocks: list[Block]) -> None:
     filled: dict[str, str] = {}
     for role, host in (("prefill", "p1"), ("decode", "d1")):
@@ -390,7 +411,7 @@ def test_prefill_and_decode_engines(stage: Stage, blocks: list[Block]) -> None:
     assert b'kvflash_prefills_total{outcome="handed_off"} 1\n' in http.get("/metrics")
 
 
-@runs(("engines.md", "python -m kvflash.vllm"))
+@runs(("engines.md", "kvflash vllm"))
 def test_engines_that_are_launched(stage: Stage, blocks: list[Block]) -> None:
     """With doubles where the engines would be found; the frontend finds and asks them."""
     http = stage.frontend()

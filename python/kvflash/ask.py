@@ -11,7 +11,9 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-__all__ = ["Answer", "ask", "samples"]
+from kvflash.errors import ConfigError, NotFoundError, TransportError
+
+__all__ = ["Answer", "ask", "demand", "parse_url", "samples"]
 
 #: Answers beyond it are cut off; an indexer of 2,000 workers sends some MiB.
 _ANSWER_BYTES_MAX = 256 * 1024 * 1024
@@ -65,6 +67,24 @@ class Answer:
         return f"{self.status} {words[:200]}".strip()
 
 
+def parse_url(text: str) -> str:
+    """An address as ``http://host[:port][/path]``; the scheme may be missing.
+
+    Raises:
+        ConfigError: Names the address and what is legal.
+    """
+    url = text if "://" in text else f"http://{text}"
+    try:
+        parts = urlsplit(url)
+        is_legal = parts.scheme in ("http", "https") and bool(parts.hostname)
+        is_legal = is_legal and parts.port != 0 and not (parts.query or parts.fragment)
+    except ValueError:
+        is_legal = False
+    if not is_legal or any(mark <= " " or mark == "\x7f" for mark in text) or not text.isascii():
+        raise ConfigError(f"URL must be http://HOST[:PORT][/PATH], got {text!r}")
+    return url.rstrip("/")
+
+
 def ask(
     url: str, path: str, *, timeout_s: float, api_key: str | None = None, body: Any = None
 ) -> Answer:
@@ -95,6 +115,26 @@ def ask(
         return Answer(error=f"{type(error).__name__}: {error}", seconds=time.monotonic() - started)
     finally:
         connection.close()
+
+
+def demand(url: str, path: str, *, timeout_s: float, body: Any = None) -> Answer:
+    """As :func:`ask`, of a service that has to answer with JSON.
+
+    Raises:
+        TransportError: Nothing came, or another status than 200; names address and reason.
+        NotFoundError: Status 404.
+    """
+    answer = ask(url, path, timeout_s=timeout_s, body=body)
+    asked = f"{'GET' if body is None else 'POST'} {url}{path}"
+    if not answer.status:
+        raise TransportError(f"{asked}: {answer.error}; does the service run there?")
+    if answer.status == 404:
+        raise NotFoundError(f"{asked}: {answer.said}")
+    if answer.status != 200:
+        raise TransportError(f"{asked}: {answer.said}")
+    if answer.json is None:
+        raise TransportError(f"{asked}: the answer is not JSON; is this a kvflash service?")
+    return answer
 
 
 def _read(response: http.client.HTTPResponse, deadline: float) -> bytes:

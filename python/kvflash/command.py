@@ -1,0 +1,76 @@
+"""The command ``kvflash``: finds the command that is meant, and imports nothing else."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+__all__ = ["COMMANDS", "main"]
+
+#: Every command with its one line; ``kvflash X`` is ``python -m kvflash.X``.
+COMMANDS = {
+    "frontend": "Route and forward requests: an OpenAI-compatible HTTP server",
+    "router": "Decide which worker gets a request, for gateways that forward themselves",
+    "indexer": "Answer which worker holds how much of a prompt",
+    "mocker": "Run engines without a model or a GPU",
+    "vllm": "Start vLLM with its events on, and register it",
+    "sglang": "Start SGLang with its events on, and register it",
+    "workers": "List the workers of a running service",
+    "explain": "Show where a prompt would go, and why; or why a request went where it did",
+    "doctor": "Check running services and engines: what is wrong, and how to fix it",
+    "demo": "Compare policies side by side on mock engines",
+}
+
+_HELP = ("-h", "--help", "help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Returns the exit status: 2 for bad usage, 1 for failures."""
+    name, *words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in _HELP and words and words[0] in COMMANDS:
+        name, words = words[0], ["--help"]
+    if name in _HELP:
+        print(_overview(), end="")
+        return 0
+    if name == "--version":
+        from kvflash.version import __version__  # noqa: PLC0415
+
+        print(f"kvflash {__version__}")
+        return 0
+    if name not in COMMANDS:
+        print(f"kvflash: error: {_unknown(name)} (see kvflash --help)", file=sys.stderr)
+        return 2
+    run = import_module(f"kvflash.{name}.__main__").main
+    try:
+        try:
+            return int(run(words))
+        finally:
+            # Here, as a reader that is gone would be told of when the interpreter ends.
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader has seen enough; what is left in the buffer goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = "".join(f"  {name:<{width}}  {line}\n" for name, line in COMMANDS.items())
+    return (
+        "usage: kvflash COMMAND [--flag VALUE ...]\n\n"
+        "A KV-cache-aware router for LLM engines.\n\n"
+        f"Commands:\n{lines}\n"
+        "kvflash COMMAND --help lists the flags of a command, kvflash --version the version.\n"
+    )
+
+
+def _unknown(name: str) -> str:
+    from kvflash.spelling import did_you_mean  # noqa: PLC0415
+
+    if name.startswith("-"):
+        return f"a command comes before flags, got {name!r}"
+    return f"unknown command {name!r}{did_you_mean(name, COMMANDS)}"

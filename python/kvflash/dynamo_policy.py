@@ -1,0 +1,70 @@
+"""Dynamo's router policy file, as far as its settings have a counterpart here.
+
+In Dynamo the file of ``--router-policy-config`` describes queues: a profile has classes of
+requests, each with a queue of its own. kvflash has one queue per model. A profile with one class is
+that queue, and its settings mean the same; everything else is refused by name, as leaving it out
+would route otherwise than the file says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvflash.config_file import Pairs, pairs_of
+
+__all__ = ["translate"]
+
+_PROFILE = ("default_policy_family", "policy_classes", "uncached_isl_buckets")
+#: What a class sets, and the flag that sets the same.
+_SAME = {
+    "queue_policy": "router-queue-policy",
+    "prefill_busy_threshold_frac": "router-queue-threshold",
+}
+#: What only tells classes apart, or shares between them.
+_OF_ONE_CLASS = ("name", "policy_family", "cache_bucket", "quantum")
+_OTHERS = {
+    "models": "profiles of models have no counterpart; start a frontend for each model",
+    "worker_selection": "use router-mode, or python:module:Class for a policy of your own",
+    "prefill_busy_threshold": "use prefill_busy_threshold_frac, a multiple of the largest batch",
+    "request_queue_limit_per_worker": "use router-queue-limit, the limit of one model",
+}
+
+
+def translate(pairs: Pairs) -> Pairs:
+    """Make keys of ours of a file of Dynamo's; any other file stays what it is.
+
+    Raises:
+        ValueError: A setting has no counterpart; names it, and what to use.
+    """
+    given = dict(pairs)
+    if given.keys().isdisjoint({*_PROFILE, "models", "worker_selection"}):
+        return pairs
+    classes = given.pop("policy_classes", None)
+    for key in given.keys() - {*_PROFILE}:
+        raise _unsupported(key)
+    if not isinstance(classes, list) or not classes:
+        raise ValueError("policy_classes must be a list with a class")
+    if len(classes) > 1:
+        raise ValueError(
+            f"policy_classes has {len(classes)} classes, and kvflash has one queue per model; "
+            "keep one class, or use --fairness to share between clients"
+        )
+    return Pairs(_class(pairs_of(classes[0])))
+
+
+def _class(fields: list[tuple[str, Any]] | None) -> list[tuple[str, Any]]:
+    """The settings of the one class."""
+    if fields is None:
+        raise ValueError("policy_classes: a class must be a mapping")
+    found = []
+    for key, value in fields:
+        if key in _SAME:
+            found.append((_SAME[key], value))
+        elif key not in _OF_ONE_CLASS:
+            raise _unsupported(key)
+    return found
+
+
+def _unsupported(key: str) -> ValueError:
+    more = f": {_OTHERS[key]}" if key in _OTHERS else ""
+    return ValueError(f"{key!r} of Dynamo's policy file is not supported{more}")

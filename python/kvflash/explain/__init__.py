@@ -1,0 +1,1 @@
+"""Shows the decision of a running frontend or router: every candidate with its cost."""

@@ -1,0 +1,159 @@
+"""Asks for a decision, and prints it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentTypeError
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from kvflash.ask import ask, demand, parse_url
+from kvflash.config import bounded_float
+from kvflash.console import refuse
+from kvflash.errors import ConfigError, KvflashError, NotFoundError, TransportError
+from kvflash.explain.decision import lines_of
+from kvflash.flags import Flags
+from kvflash.table import printable
+
+__all__ = ["main"]
+
+_PROMPTS = ("prompt", "tokens", "file")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a decision. Returns the exit status: 1 when the service could not be asked."""
+    flags = _flags()
+    args = flags.parse(argv)
+    given = [name for name in _PROMPTS if getattr(args, name) is not None]
+    if args.request_id is not None and (given or args.model is not None):
+        flags.error(f"--{(given or ['model'])[0]} does not go with a request id: choose one")
+    if args.request_id is None and len(given) != 1:
+        shown = " and ".join(f"--{name}" for name in given) or "nothing"
+        flags.error(f"give one of --prompt, --tokens, --file or a request id; got {shown}")
+    try:
+        url = parse_url(args.url)
+        if args.request_id is not None:
+            answer = demand(url, f"/why/{quote(args.request_id, safe='')}", timeout_s=args.timeout)
+        else:
+            body = _body(url, args)
+            answer = demand(url, "/explain", timeout_s=args.timeout, body=body)
+        lines = [answer.text] if args.is_json else _lines(answer.json)
+    except KvflashError as error:
+        return refuse("explain", error)
+    for line in lines:
+        print(line)
+    return 0
+
+
+def _lines(answer: Any) -> list[str]:
+    """The decision as text.
+
+    Raises:
+        TransportError: It is none.
+    """
+    try:
+        return [*map(printable, lines_of(answer))]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise TransportError("the answer is no decision; --json prints it as it is") from None
+
+
+def _flags() -> Flags:
+    flags = Flags(
+        "explain",
+        "Show where a prompt would go and what every worker would cost (POST /explain; nothing is "
+        "sent to an engine or booked), or why a request went where it did (GET /why).",
+        has_variables=False,
+    )
+    flags.add_positionals("url", metavar="URL", summary="A frontend or a router", nargs=None)
+    flags.add_positionals(
+        "request_id",
+        metavar="REQUEST_ID",
+        summary="x-request-id of a past request, instead of a prompt",
+        nargs="?",
+    )
+    flags.add("--prompt", parse=str, default=None, metavar="TEXT", summary="A prompt")
+    flags.add(
+        "--tokens", parse=_tokens, default=None, metavar="ID,...", summary="Token ids of a prompt"
+    )
+    flags.add(
+        "--file",
+        parse=str,
+        default=None,
+        metavar="FILE",
+        summary="A request body in JSON, or a prompt as plain text; - reads standard input",
+    )
+    flags.add(
+        "--model",
+        parse=str,
+        default=None,
+        metavar="NAME",
+        summary="The model; may be left out where only one is served",
+    )
+    flags.add_switch("--json", dest="is_json", value=True, summary="Print the answer as it is")
+    flags.add(
+        "--timeout",
+        parse=bounded_float(0.05, 600),
+        default=5.0,
+        metavar="SECONDS",
+        summary="Longest wait for an answer",
+    )
+    return flags
+
+
+def _tokens(text: str) -> list[int]:
+    words = [word.strip() for word in text.strip("[] ").split(",")]
+    if not all(word.isascii() and word.isdigit() and int(word) < 2**32 for word in words):
+        raise ArgumentTypeError(f"must be token ids, separated by commas, got {text[:64]!r}")
+    return [int(word) for word in words]
+
+
+def _body(url: str, args: Any) -> dict[str, Any]:
+    """The question in the form of the service at ``url``.
+
+    Raises:
+        KvflashError: It can't be asked, decides nothing, or needs something else.
+    """
+    body = _file(args.file) if args.file is not None else {}
+    if args.prompt is not None:
+        body = {"prompt": args.prompt}
+    health = ask(url, "/health", timeout_s=args.timeout)
+    if health.status and not isinstance(health.json, dict):
+        raise NotFoundError(f"{url} makes no decisions; give the URL of a frontend or a router")
+    if health.status and "reservations" in health.json:
+        if args.tokens is not None:
+            body = {"token_ids": args.tokens}
+        elif "prompt" in body and not {"token_ids", "tokens"} & body.keys():
+            raise ConfigError(f"the router at {url} has no tokenizer: give --tokens")
+        return body | ({"model_name": args.model} if args.model is not None else {})
+    if args.tokens is not None:
+        body = {"prompt": args.tokens}
+    if args.model is not None or "model" not in body:
+        body["model"] = args.model if args.model is not None else _only_model(url, args.timeout)
+    return body
+
+
+def _file(name: str) -> dict[str, Any]:
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--file {name}: can't be read: {reason}") from None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"prompt": text}
+
+
+def _only_model(url: str, timeout_s: float) -> str:
+    """The model that is served, if there is one only."""
+    found = demand(url, "/v1/models", timeout_s=timeout_s).json
+    models = found.get("data") if isinstance(found, dict) else None
+    names = [str(one.get("id")) for one in models or [] if not one.get("parent")]
+    if len(names) != 1:
+        served = f"{url} serves {', '.join(names)}" if names else f"{url} serves no model"
+        raise ConfigError(f"--model is needed: {served}")
+    return names[0]

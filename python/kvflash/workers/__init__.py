@@ -1,0 +1,1 @@
+"""Lists the workers of a running frontend, router or indexer."""

@@ -1,0 +1,131 @@
+"""Asks for the workers, and prints a table of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvflash.ask import ask, demand, parse_url
+from kvflash.config import bounded_float
+from kvflash.console import refuse
+from kvflash.errors import KvflashError, TransportError
+from kvflash.flags import Flags
+from kvflash.table import printable, table
+
+__all__ = ["main", "rows_of", "warnings_of"]
+
+_FRONTEND = ("WORKER", "URL", "MODEL", "ROLE", "STATE", "REQUESTS", "BLOCKS", "EVENTS", "NOTE")
+_ROUTER = ("WORKER", "URL", "MODEL", "TENANT", "STATE", "REQUESTS", "BLOCKS", "EVENTS")
+_INDEXER = ("WORKER", "MODEL", "TENANT", "STATE", "BLOCKS", "EVENTS", "TRUST")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the workers. Returns the exit status: 1 when the service could not be asked."""
+    flags = Flags(
+        "workers", "List the workers of a running service, and its warnings.", has_variables=False
+    )
+    flags.add_positionals(
+        "url", metavar="URL", summary="A frontend, a router or an indexer", nargs=None
+    )
+    flags.add_switch("--json", dest="is_json", value=True, summary="Print GET /workers as it is")
+    flags.add(
+        "--timeout",
+        parse=bounded_float(0.05, 600),
+        default=5.0,
+        metavar="SECONDS",
+        summary="Longest wait for an answer",
+    )
+    args = flags.parse(argv)
+    try:
+        url = parse_url(args.url)
+        answer = demand(url, "/workers", timeout_s=args.timeout)
+        if args.is_json:
+            print(answer.text)
+            return 0
+        lines = table(rows_of(answer.json))
+        if len(lines) == 1:
+            lines = ["no workers; POST /workers adds one"]
+        health = ask(url, "/health", timeout_s=args.timeout).json
+    except KvflashError as error:
+        return refuse("workers", error)
+    for line in (*lines, *(printable(f"warning: {one}") for one in warnings_of(health))):
+        print(line)
+    return 0
+
+
+def rows_of(workers: Any) -> list[tuple[object, ...]]:
+    """Titles, and a row for each worker of an answer of ``GET /workers``.
+
+    Raises:
+        TransportError: It is no such answer.
+    """
+    if not isinstance(workers, list) or not all(isinstance(one, dict) for one in workers):
+        raise TransportError("GET /workers: the answer is no list of workers; --json prints it")
+    kinds = (
+        (_INDEXER, "instance_id", _of_indexer),
+        (_FRONTEND, "serves", _of_frontend),
+        (_ROUTER, "worker_id", _of_router),
+    )
+    for titles, key, row in kinds:
+        if all(key in one for one in workers):
+            try:
+                return [titles, *map(row, workers)]
+            except (AttributeError, KeyError, TypeError):
+                break
+    raise TransportError("GET /workers: the answer is no list of workers; --json prints it")
+
+
+def _of_frontend(worker: Mapping[str, Any]) -> tuple[object, ...]:
+    capacity = worker.get("capacity_blocks")
+    blocks = f"{worker.get('blocks')}/{capacity}" if capacity else worker.get("blocks")
+    return (
+        worker.get("id"),
+        worker.get("url"),
+        worker.get("model"),
+        worker.get("role"),
+        "healthy" if worker.get("healthy") else "unhealthy",
+        worker.get("requests"),
+        blocks,
+        _events(worker.get("listeners")),
+        worker.get("last_error"),
+    )
+
+
+def _of_router(worker: Mapping[str, Any]) -> tuple[object, ...]:
+    ranks = worker.get("ranks") or []
+    return (
+        worker.get("worker_id"),
+        worker.get("url"),
+        worker.get("model_name"),
+        worker.get("tenant_id"),
+        "busy" if worker.get("is_busy") else "free",
+        sum(rank.get("active_requests") or 0 for rank in ranks),
+        worker.get("blocks"),
+        _events([rank["listener"] for rank in ranks if rank.get("listener")]),
+    )
+
+
+def _of_indexer(worker: Mapping[str, Any]) -> tuple[object, ...]:
+    return (
+        worker.get("instance_id"),
+        worker.get("model_name"),
+        worker.get("tenant_id"),
+        worker.get("status"),
+        worker.get("blocks"),
+        _events((worker.get("listeners") or {}).values()),
+        (worker.get("trust") or {}).get("state"),
+    )
+
+
+def _events(listeners: Any) -> str:
+    """How its event sockets are: one word where all are alike."""
+    states = [str(one.get("status")) for one in listeners or []]
+    return ", ".join(sorted(set(states))) if states else "none"
+
+
+def warnings_of(health: Any) -> Iterator[str]:
+    """What an answer of ``GET /health`` warns of."""
+    found = health if isinstance(health, dict) else {}
+    yield from map(str, found.get("warnings") or [])
+    for reason in filter(lambda one: isinstance(one, dict), found.get("reasons") or []):
+        yield f"worker {reason.get('worker')}: {reason.get('message')}; {reason.get('fix')}"

@@ -1,0 +1,336 @@
+"""``kvflash workers`` and ``kvflash explain``, asked of canned answers over real HTTP."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from kvflash.explain.app import main as explain
+from kvflash.explain.decision import CANDIDATES_MAX, lines_of
+from kvflash.table import table
+from kvflash.workers.app import main as workers
+
+LISTENER = {"status": "active"}
+OF_FRONTEND = [
+    {"id": 1, "url": "http://a:8000", "healthy": True, "last_error": None, "model": "m",
+     "serves": ["m"], "role": "decode", "capacity_blocks": 100, "blocks": 6, "requests": 3,
+     "listeners": [LISTENER]},
+    {"id": 12, "url": "http://b:8000", "healthy": False, "last_error": "timed\x1b[31m out",
+     "model": "m", "serves": [], "role": "decode", "capacity_blocks": None, "blocks": 0,
+     "requests": 0, "listeners": [LISTENER, {"status": "connecting"}]},
+]  # fmt: skip
+OF_ROUTER = [
+    {"worker_id": 7, "url": "http://gpu", "model_name": "m", "tenant_id": "default",
+     "is_busy": True, "blocks": 4, "ranks": [{"active_requests": 2, "listener": None},
+                                             {"active_requests": 3, "listener": LISTENER}]},
+]  # fmt: skip
+OF_INDEXER = [
+    {"instance_id": 1, "status": "active", "trust": {"state": "exact"}, "model_name": "m",
+     "tenant_id": "default", "blocks": 6, "listeners": {"0": LISTENER}},
+]  # fmt: skip
+DECISION = {
+    "model": "m", "policy": "auto", "worker": "2:0", "reason": "lowest_cost", "isl_tokens": 96,
+    "block_size": 16, "request_blocks": 6, "because": "95 tokens less prefill",
+    "expected_cached_tokens": 80,
+    "candidates": [
+        {"worker": "1:0", "cost": 100.14, "price": {"queue": 0.0, "prefill": 96.14},
+         "overlap_blocks": 0, "prefill_tokens": 96, "active_requests": 1, "is_busy": False,
+         "trust": {"state": "degraded", "reasons": [{"code": "no_events_yet"}]}},
+        {"worker": "2:0", "cost": 5.0, "price": {"queue": 4.0, "prefill": 1.0},
+         "overlap_blocks": 6, "prefill_tokens": 0, "active_requests": 0, "is_busy": False},
+        {"worker": "3:0", "cost": 1.0, "price": {"queue": 0.0, "prefill": 1.0},
+         "overlap_blocks": 6, "prefill_tokens": 0, "active_requests": 9, "is_busy": True,
+         "trust": "degraded"},
+    ],
+}  # fmt: skip
+
+
+class Service:
+    """Answers by path and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, tuple[int, Any]] = {}
+        self.bodies: list[Any] = []
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                status, body = service.answers.get(self.path, (404, {"error": "no such path"}))
+                data = body if isinstance(body, bytes) else json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def do_POST(self) -> None:
+                size = int(self.headers["content-length"])
+                service.bodies.append(json.loads(self.rfile.read(size)))
+                self.do_GET()
+
+            def log_message(self, *_: object) -> None:
+                """Be quiet."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    made = Service()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+def test_columns_are_aligned() -> None:
+    assert table([("A", "NUMBER"), ("long", 1), (None, 20.5)]) == [
+        "A     NUMBER",
+        "long       1",
+        "        20.5",
+    ]
+
+
+# -- workers
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        (
+            OF_FRONTEND,
+            [
+                "WORKER URL MODEL ROLE STATE REQUESTS BLOCKS EVENTS NOTE",
+                "1 http://a:8000 m decode healthy 3 6/100 active",
+                "12 http://b:8000 m decode unhealthy 0 0 active, connecting timed [31m out",
+            ],
+        ),
+        (
+            OF_ROUTER,
+            [
+                "WORKER URL MODEL TENANT STATE REQUESTS BLOCKS EVENTS",
+                "7 http://gpu m default busy 5 4 active",
+            ],
+        ),
+        (
+            OF_INDEXER,
+            [
+                "WORKER MODEL TENANT STATE BLOCKS EVENTS TRUST",
+                "1 m default active 6 active exact",
+            ],
+        ),
+        ([], ["no workers; POST /workers adds one"]),
+    ],
+)
+def test_the_workers_of_every_service_are_a_table(
+    service: Service, answer: Any, wanted: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.answers = {"/workers": (200, answer), "/health": (200, b"")}
+    assert workers([service.url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [" ".join(line.split()) for line in lines] == wanted
+
+
+def test_warnings_stand_below_the_workers(
+    service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reason = {"worker": "1:0", "message": "no event came", "fix": "switch events on"}
+    health = {"warnings": ["block sizes differ"], "reasons": [reason]}
+    service.answers = {"/workers": (200, OF_FRONTEND), "/health": (503, health)}
+    assert workers([service.url]) == 0
+    assert capsys.readouterr().out.splitlines()[3:] == [
+        "warning: block sizes differ",
+        "warning: worker 1:0: no event came; switch events on",
+    ]
+
+
+def test_json_is_the_answer_itself(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    service.answers = {"/workers": (200, b'[ {"x":1} ]')}
+    assert workers([service.url, "--json"]) == 0
+    assert capsys.readouterr().out == '[ {"x":1} ]\n'
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ((404, {"error": "no such path"}), "/workers: 404 no such path"),
+        ((500, {"error": {"message": "broken"}}), "/workers: 500 broken"),
+        ((200, b"<html>"), "/workers: the answer is not JSON; is this a kvflash service?"),
+        ((200, {"a": 1}), "GET /workers: the answer is no list of workers"),
+        ((200, [{"a": 1}]), "GET /workers: the answer is no list of workers"),
+        ((200, [1]), "GET /workers: the answer is no list of workers"),
+        (
+            (200, [{"worker_id": 1, "ranks": [3]}]),
+            "the answer is no list of workers; --json prints it",
+        ),
+    ],
+)
+def test_what_is_no_service_is_refused_in_one_line(
+    service: Service, answer: Any, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.answers = {"/workers": answer}
+    assert workers([service.url]) == 1
+    out = capsys.readouterr()
+    (line,) = out.err.splitlines()
+    assert line.startswith("kvflash workers: error: ") and told in line
+    assert out.out == ""
+
+
+def test_an_address_where_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, argv in ((workers, []), (explain, ["r-1"])):
+        assert command(["http://127.0.0.1:1", *argv]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "http://127.0.0.1:1/w" in line
+        assert line.endswith("Connection refused; does the service run there?")
+        assert command(["ftp://x", *argv]) == 2
+        assert "URL must be http://HOST" in capsys.readouterr().err
+
+
+# -- explain
+
+FRONTEND = {"/health": (200, {"healthy_workers": 2}), "/explain": (200, DECISION)}
+ROUTER = {"/health": (200, {"reservations": 0}), "/explain": (200, DECISION)}
+
+
+def test_a_decision_is_readable(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    models = {"data": [{"id": "m"}, {"id": "adapter", "parent": "m"}]}
+    service.answers = {**FRONTEND, "/v1/models": (200, models)}
+    assert explain([service.url, "--prompt", "Hello"]) == 0
+    assert service.bodies == [{"model": "m", "prompt": "Hello"}]
+    assert capsys.readouterr().out.splitlines() == [
+        "m: 96 prompt tokens (6 blocks of 16), policy auto",
+        "worker 2:0: lowest cost (95 tokens less prefill)",
+        "80 tokens are expected to come from its cache",
+        "",
+        "   WORKER   COST  QUEUE  PREFILL  CACHED  TO PREFILL  RUNNING  NOTE",
+        "*  2:0       5.0    4.0      1.0       6           0        0",
+        "   1:0     100.1    0.0     96.1       0          96        1  no events yet",
+        "   3:0       1.0    0.0      1.0       6           0        9  busy, events degraded",
+        "",
+        "COST and its parts are tokens of prefill; CACHED is in blocks, TO PREFILL in tokens",
+    ]
+    assert explain([service.url, "--prompt", "Hello", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == DECISION
+
+
+def test_questions_have_the_form_of_the_service(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = tmp_path / "request.json"
+    body.write_text('{"model": "x", "messages": []}')
+    text = tmp_path / "prompt.txt"
+    text.write_text("Hello\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe"))
+    for answers, argv, wanted in (
+        (FRONTEND, ["--tokens", "1,2, 3", "--model", "m"], {"model": "m", "prompt": [1, 2, 3]}),
+        (FRONTEND, ["--file", str(body)], {"model": "x", "messages": []}),
+        (FRONTEND, ["--file", str(body), "--model", "m"], {"model": "m", "messages": []}),
+        (FRONTEND, ["--file", str(text), "--model", "m"], {"model": "m", "prompt": "Hello\n"}),
+        (FRONTEND, ["--file", "-", "--model", "m"], {"model": "m", "prompt": "from a pipe"}),
+        (ROUTER, ["--tokens", "[1,2]"], {"token_ids": [1, 2]}),
+        (ROUTER, ["--tokens", "1", "--model", "m"], {"token_ids": [1], "model_name": "m"}),
+    ):
+        service.answers, service.bodies = answers, []
+        assert explain([service.url, *argv]) == 0
+        assert service.bodies == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("answers", "argv", "status", "told"),
+    [
+        ({"/health": (200, b"")}, ["--prompt", "x"], 1, "makes no decisions; give the URL of a"),
+        (ROUTER, ["--prompt", "x"], 2, "has no tokenizer: give --tokens"),
+        (
+            {**FRONTEND, "/v1/models": (200, {"data": [{"id": "a"}, {"id": "b"}]})},
+            ["--prompt", "x"],
+            2,
+            "--model is needed: http://127.0.0.1:",
+        ),
+        ({**FRONTEND, "/v1/models": (200, {})}, ["--prompt", "x"], 2, "serves no model"),
+        (
+            {**FRONTEND, "/explain": (404, {"error": {"message": 'model "x" is not served'}})},
+            ["--prompt", "x", "--model", "x"],
+            1,
+            '/explain: 404 model "x" is not served',
+        ),
+        ({}, ["r-1"], 1, "/why/r-1: 404 no such path"),
+        ({"/why/r-1": (200, [3])}, ["r-1"], 1, "the answer is no decision; --json prints it"),
+        ({"/why/r-1": (200, {"candidates": [3]})}, ["r-1"], 1, "the answer is no decision"),
+        (FRONTEND, ["--file", "/nope"], 2, "--file /nope: can't be read: No such file"),
+    ],
+)
+def test_what_can_not_be_explained_is_said_in_one_line(
+    service: Service, answers: Any, argv: list[str], status: int, told: str, *,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    service.answers = answers
+    assert explain([service.url, *argv]) == status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("kvflash explain: error: ") and told in line
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ([], "give one of --prompt, --tokens, --file or a request id; got nothing"),
+        (["--prompt", "a", "--tokens", "1"], "got --prompt and --tokens"),
+        (["r-1", "--prompt", "a"], "--prompt does not go with a request id"),
+        (["r-1", "--model", "a"], "--model does not go with a request id"),
+        (["--tokens", "1,a"], "--tokens: must be token ids, separated by commas, got '1,a'"),
+        (["--promt", "a"], "did you mean '--prompt'?"),
+    ],
+)
+def test_bad_usage(argv: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        explain(["http://127.0.0.1:1", *argv])
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_past_request_has_its_outcome(
+    service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = {"outcome": "client_gone", "first_token_ms": 2, "ended_ms": 9, "cached_tokens": 16}
+    decisions = [{**DECISION, "outcome": "failed"}, {**DECISION, **ended}]
+    why = {"request_id": "a/b", "decisions": decisions}
+    service.answers = {"/why/a%2Fb": (200, why)}
+    assert explain([service.url, "a/b"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "request a/b"
+    assert [line for line in lines if line.startswith("attempt")] == [
+        "attempt 1 of 2",
+        "attempt 2 of 2",
+    ]
+    assert [line for line in lines if line.startswith("outcome")] == [
+        "outcome: failed",
+        "outcome: client gone, first token after 2 ms, ended after 9 ms, 16 tokens came from the "
+        "cache",
+    ]
+
+
+def test_costs_without_parts_show_their_formula_and_many_candidates_are_cut() -> None:
+    candidates = [
+        {"worker": f"{n}:0", "cost": float(n), "formula": f"{n} = x"} for n in range(100, 0, -1)
+    ]
+    lines = [*lines_of({"worker": "77:0", "model_name": "m", "candidates": candidates})]
+    rows = [line for line in lines if ":0" in line]
+    assert rows[1].startswith("*  77:0")
+    assert rows[2].startswith("   1:0")
+    assert len(rows) == CANDIDATES_MAX + 1
+    assert f"... and {100 - CANDIDATES_MAX} more; --json has all" in lines
+    assert "77 = x" in lines and "20 = x" not in lines
+    assert lines[-1] == "CACHED is in blocks, TO PREFILL in tokens"
+
+
+def test_both_halves_of_a_divided_request_are_shown() -> None:
+    lines = [*lines_of({**DECISION, "prefill": {**DECISION, "worker": "1:0"}})]
+    assert lines[0] == "prefill:" and lines[2].startswith("worker 1:0")
+    at = lines.index("decode:")
+    assert lines[at + 2].startswith("worker 2:0")
