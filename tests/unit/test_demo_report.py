@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from kvflash.demo.record import ArmRun, Record
-from kvflash.demo.report import figures, percentile, reuse_over_time, stage_tokens
+from kvflash.demo.report import figures, reuse_over_time, stage_tokens
+from kvflash.percentile import percentile
 
 
 def record(place: int, *, cached: int = 0, ttft_ms: float = 10.0, worker: str = "1:0") -> Record:

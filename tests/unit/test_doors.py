@@ -30,6 +30,7 @@ FLOORS = {
     "console": 0,
     "lazy": 0,
     "outage": 0,
+    "percentile": 0,
     "spelling": 0,
     "table": 0,
     "variables": 0,
@@ -53,6 +54,7 @@ FLOORS = {
     "router": 4,
     "workers": 4,
     "explain": 4,
+    "replay": 4,
     "vllm": 5,
     "sglang": 5,
     "demo": 5,
@@ -90,6 +92,7 @@ NARROW = {
     # They know services by what these answer.
     "workers": {"ask", "config", "console", "errors", "flags", "table"},
     "explain": {"ask", "config", "console", "errors", "flags", "table"},
+    "replay": {"ask", "config", "console", "errors", "flags", "percentile", "table"},
     # It lives in the engine's process, beside whatever the engine brings.
     "publisher": {"_core", "errors", "outage", "runtime", "servers", "state", "transport"},
     # The engine's double knows nothing of the router that it is to test, but how it is found.

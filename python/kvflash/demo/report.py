@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvflash.demo.record import ArmRun, Record
+from kvflash.percentile import percentile
 
 __all__ = [
     "AUTO",
@@ -18,7 +18,6 @@ __all__ = [
     "REUSE_WINDOW_REQUESTS",
     "ArmFigures",
     "figures",
-    "percentile",
     "reuse_over_time",
     "stage_tokens",
 ]
@@ -78,22 +77,6 @@ class ArmFigures:
     available_tokens: int | None
     selected_tokens: int | None
     delivered_tokens: int | None
-
-
-def percentile(samples: Sequence[float], percent: float) -> float | None:
-    """The nearest-rank percentile: always one of the samples.
-
-    Args:
-        samples: In any order.
-        percent: In (0, 100].
-
-    Returns:
-        None without samples.
-    """
-    if not samples:
-        return None
-    rank = max(1, math.ceil(len(samples) * percent / 100))
-    return sorted(samples)[rank - 1]
 
 
 def stage_tokens(metrics: str) -> dict[str, float]:

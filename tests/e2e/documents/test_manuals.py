@@ -60,6 +60,7 @@ NOT_RUN = {
     ("README.md", "kvflash router"): "test_router_process.py runs the router's manual",
     ("command.md", "kvflash frontend"): "the README's commands, which are run",
     ("command.md", "WORKER  URL"): "a table; test_looking.py compares one",
+    ("command.md", "120 requests in"): "a report; test_replay.py compares one",
     ("routing.md", "cost = queue"): "a formula",
     ("routing.md", "cost = overlap_score_weight"): "a formula",
     (
@@ -292,6 +293,18 @@ def test_every_flag_in_a_file(blocks: list[Block], tmp_path: Path) -> None:
             f"http://engine-{n}:8000,events=tcp://engine-{n}:5557" for n in (1, 2)
         ]
         assert args.fairness_weight == [("alice", 2.0), ("bob", 0.5)]
+
+
+@runs(("command.md", "kvflash replay"), ("command.md", '{"at": 0.0'))
+def test_a_trace_is_replayed(stage: Stage, blocks: list[Block]) -> None:
+    command, trace = blocks
+    stage.mocker("dynamo.backend.generate", model="mock-model")
+    stage.frontend("--tokenizer", str(TINY_LLAMA))
+    stage.wait_workers(2)
+    (stage.folder / "trace.jsonl").write_text(trace.text)
+    (ran,) = stage.console(stage.localized(command.text))
+    assert ran.output.startswith("4 requests in ") and ", 0 failed" in ran.output
+    assert "% of the prompt tokens were cached, as the engines say of 4 requests" in ran.output
 
 
 @runs(("routing.md", "import asyncio"))

@@ -1,0 +1,24 @@
+"""The percentile that all reports use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+__all__ = ["percentile"]
+
+
+def percentile(samples: Sequence[float], percent: float) -> float | None:
+    """The nearest-rank percentile: always one of the samples.
+
+    Args:
+        samples: In any order.
+        percent: In (0, 100].
+
+    Returns:
+        None without samples.
+    """
+    if not samples:
+        return None
+    rank = max(1, math.ceil(len(samples) * percent / 100))
+    return sorted(samples)[rank - 1]

@@ -1,0 +1,8 @@
+"""Entry point of ``python -m kvflash.replay``."""
+
+import sys
+
+from kvflash.replay.app import main
+
+if __name__ == "__main__":
+    sys.exit(main())

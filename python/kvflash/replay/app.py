@@ -1,0 +1,157 @@
+"""Replays a trace, and prints what was measured."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from kvflash.ask import parse_url
+from kvflash.config import bounded_float, bounded_int
+from kvflash.console import refuse
+from kvflash.errors import KvflashError
+from kvflash.flags import Flags
+from kvflash.percentile import percentile
+from kvflash.replay.send import Result, send
+from kvflash.replay.trace import read_trace
+from kvflash.table import printable, table
+
+__all__ = ["main", "report_of"]
+
+# With fewer samples the nearest rank of a percentile is the maximum, and is not given.
+_SAMPLES_MIN = {50: 2, 90: 10, 99: 100, 100: 1}
+_WORKERS_SHOWN = 20
+_ERRORS_SHOWN = 5
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Replay a trace. Returns the exit status: 1 when a request failed."""
+    args = _flags().parse(argv)
+    try:
+        url = parse_url(args.url)
+        calls = read_trace(args.trace, limit=args.max_requests)
+    except KvflashError as error:
+        return refuse("replay", error)
+    started_s = time.monotonic()
+    results = asyncio.run(
+        send(
+            url,
+            calls,
+            model=args.model,
+            speed=args.speed,
+            timeout_s=args.timeout,
+            in_flight_max=args.max_in_flight,
+        )
+    )
+    report = report_of(results, time.monotonic() - started_s)
+    for line in [json.dumps(report)] if args.is_json else map(printable, _lines(report)):
+        print(line)
+    return 1 if report["failed"] else 0
+
+
+def _flags() -> Flags:
+    flags = Flags(
+        "replay",
+        "Send a trace of prompts to a frontend or an engine at the recorded times, and print how "
+        "much of the prompts was cached and how long answers took.",
+        has_variables=False,
+    )
+    flags.add_positionals("url", metavar="URL", summary="A frontend or an engine", nargs=None)
+    flags.add_positionals(
+        "trace",
+        metavar="TRACE",
+        summary="A file of JSON lines, see docs/command.md; Mooncake's traces are such files",
+        nargs=None,
+    )
+    flags.add(
+        "--model", parse=str, default=None, metavar="NAME", summary="The model of all requests"
+    )
+    flags.add(
+        "--speed",
+        parse=bounded_float(0.001, 1e6),
+        default=1.0,
+        summary="Recorded time divided by real time; 2 sends twice as fast",
+    )
+    flags.add(
+        "--max-requests",
+        parse=bounded_int(1, 10**7),
+        default=None,
+        summary="Replay only the first lines of the trace",
+    )
+    flags.add(
+        "--max-in-flight",
+        parse=bounded_int(1, 10**5),
+        default=1_024,
+        summary="Requests at a time; one more waits, and the report says how late it was",
+    )
+    flags.add(
+        "--timeout",
+        parse=bounded_float(0.05, 86_400),
+        default=600.0,
+        metavar="SECONDS",
+        summary="Longest time of one request",
+    )
+    flags.add_switch("--json", dest="is_json", value=True, summary="Print one JSON object")
+    return flags
+
+
+def report_of(results: Sequence[Result], wall_s: float) -> dict[str, Any]:
+    """The figures of all results; latencies are of requests that were answered."""
+    good = [one for one in results if one.error is None]
+    told = [one for one in good if one.cached_tokens is not None]
+    prompt_tokens = sum(one.prompt_tokens for one in told)
+    cached_tokens = sum(one.cached_tokens or 0 for one in told)
+    errors = Counter(one.error for one in results if one.error is not None)
+    return {
+        "requests": len(results),
+        "failed": len(results) - len(good),
+        "errors": dict(errors.most_common(_ERRORS_SHOWN)),
+        "wall_s": round(wall_s, 3),
+        "prompt_tokens": sum(one.prompt_tokens for one in good),
+        "reported": len(told),
+        "cached_tokens": cached_tokens if told else None,
+        "cached_percent": round(100 * cached_tokens / prompt_tokens, 2) if prompt_tokens else None,
+        "first_token_ms": _spread([one.first_s for one in good if one.first_s is not None]),
+        "total_ms": _spread([one.total_s for one in good]),
+        "late_ms": _spread([one.late_s for one in results]),
+        "workers": dict(Counter(one.worker for one in good if one.worker).most_common()),
+    }
+
+
+def _spread(samples_s: Sequence[float]) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
+    for percent, least in _SAMPLES_MIN.items():
+        value = percentile(samples_s, percent) if len(samples_s) >= least else None
+        name = "max" if percent == 100 else f"p{percent}"
+        found[name] = None if value is None else round(1_000 * value, 2)
+    return found
+
+
+def _lines(report: dict[str, Any]) -> list[str]:
+    requests, failed = report["requests"], report["failed"]
+    lines = [f"{requests} requests in {report['wall_s']:.1f} s, {failed} failed"]
+    lines += [f"  {count} times: {error}" for error, count in report["errors"].items()]
+    if report["cached_percent"] is None:
+        lines.append(f"{report['prompt_tokens']} prompt tokens; cached tokens were not reported")
+    else:
+        lines.append(
+            f"{report['cached_percent']:.1f} % of the prompt tokens were cached, as the engines "
+            f"say of {report['reported']} requests"
+        )
+    rows: list[list[object]] = [["", "P50", "P90", "P99", "MAX"]]
+    for name, words in (
+        ("first_token_ms", "first token, ms"),
+        ("total_ms", "whole answer, ms"),
+        ("late_ms", "sent late, ms"),
+    ):
+        rows.append([words, *("" if ms is None else f"{ms:.1f}" for ms in report[name].values())])
+    lines += ["", *table(rows)]
+    if report["workers"]:
+        workers = list(report["workers"].items())
+        shown = ", ".join(f"{name} {count}" for name, count in workers[:_WORKERS_SHOWN])
+        rest = len(workers) - _WORKERS_SHOWN
+        lines += ["", f"by worker: {shown}" + (f", and {rest} more" if rest > 0 else "")]
+    return lines

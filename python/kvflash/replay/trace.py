@@ -1,0 +1,132 @@
+"""A trace of requests: one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from kvflash.errors import ConfigError
+
+__all__ = ["Call", "read_trace"]
+
+#: Tokens that one of Mooncake's hash ids stands for.
+MOONCAKE_BLOCK = 512
+#: Token ids that are in the vocabulary of about any model, and are no special ones.
+_TOKENS = range(1_000, 30_000)
+_ANSWER_TOKENS = 16
+_COMPLETIONS = "/v1/completions"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One request.
+
+    Attributes:
+        at_s: When it is sent, in seconds after the first one.
+        path: Where to.
+        given: Its body, without the model where the trace names none.
+        blocks: Ids of Mooncake's blocks that stand for its prompt; () where ``given`` has one.
+        prompt_tokens: Tokens of these blocks that are the prompt.
+    """
+
+    at_s: float
+    path: str
+    given: dict[str, Any]
+    blocks: tuple[str, ...] = ()
+    prompt_tokens: int = 0
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The whole body; tokens are made up only now, as a trace has hundreds of millions."""
+        if not self.blocks:
+            return self.given
+        tokens = [token for one in self.blocks for token in _tokens_of(one)]
+        return {**self.given, "prompt": tokens[: self.prompt_tokens]}
+
+
+def read_trace(path: str, *, limit: int | None = None) -> list[Call]:
+    """The requests of a file in the order of their times.
+
+    A line has a time, ``timestamp`` in milliseconds or ``at`` in seconds, and a prompt:
+    ``messages``, ``prompt`` (text or token ids), ``token_ids``, or Mooncake's ``hash_ids`` with
+    ``input_length``, for which tokens are made up: equal ids become equal tokens. ``max_tokens`` or
+    ``output_length`` is the length of the answer, ``model`` the model.
+
+    Args:
+        path: The file.
+        limit: Lines to read; None reads all.
+
+    Raises:
+        ConfigError: The file can't be read, has no request, or a line is wrong; names the line.
+    """
+    calls: list[Call] = []
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if limit is not None and len(calls) == limit:
+                    break
+                if line.strip():
+                    calls.append(_call(line, f"{path}:{number}"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: can't be read: {reason}") from None
+    if not calls:
+        raise ConfigError(f"{path}: has no request; a line is a JSON object with a prompt")
+    calls.sort(key=lambda call: call.at_s)
+    first_s = calls[0].at_s
+    return [replace(one, at_s=one.at_s - first_s) for one in calls]
+
+
+def _call(line: str, where: str) -> Call:
+    try:
+        given = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"{where}: must be a JSON object, got {line.strip()[:64]}")
+    length = given.get("max_tokens", given.get("output_length", _ANSWER_TOKENS))
+    body = {"max_tokens": max(1, int(_number(length, "max_tokens", where)))}
+    body |= {name: given[name] for name in ("model",) if name in given}
+    at_s = _time_s(given, where)
+    if "messages" in given:
+        body["messages"] = given["messages"]
+        return Call(at_s=at_s, path="/v1/chat/completions", given=body)
+    for name in ("prompt", "token_ids"):
+        if name in given:
+            return Call(at_s=at_s, path=_COMPLETIONS, given={**body, "prompt": given[name]})
+    if not {"hash_ids", "input_length"} <= given.keys():
+        raise ConfigError(
+            f"{where}: needs messages, prompt, token_ids, or hash_ids with input_length; got "
+            f"{', '.join(given)}"
+        )
+    ids, size = given["hash_ids"], int(_number(given["input_length"], "input_length", where))
+    if not isinstance(ids, list) or not 0 < size <= len(ids) * MOONCAKE_BLOCK:
+        raise ConfigError(
+            f"{where}: input_length must be in 1..={MOONCAKE_BLOCK} tokens for each of hash_ids, "
+            f"got {size}"
+        )
+    blocks = tuple(map(str, ids))
+    return Call(at_s=at_s, path=_COMPLETIONS, given=body, blocks=blocks, prompt_tokens=size)
+
+
+@lru_cache(maxsize=1_024)
+def _tokens_of(block: str) -> list[int]:
+    return random.Random(block).choices(_TOKENS, k=MOONCAKE_BLOCK)
+
+
+def _time_s(given: Mapping[str, Any], where: str) -> float:
+    for name, unit in (("timestamp", 1_000), ("at", 1)):
+        if name in given:
+            return _number(given[name], name, where) / unit
+    raise ConfigError(f"{where}: needs a time: timestamp in milliseconds, or at in seconds")
+
+
+def _number(value: Any, name: str, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
+        raise ConfigError(f"{where}: {name} must be a number of at least 0, got {value!r}")
+    return value

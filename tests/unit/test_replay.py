@@ -1,0 +1,190 @@
+"""``kvflash replay``: its traces, what it sends and when, and its report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from kvflash.errors import ConfigError
+from kvflash.replay.app import main, report_of
+from kvflash.replay.send import Result, send
+from kvflash.replay.trace import MOONCAKE_BLOCK, Call, read_trace
+
+
+def trace(folder: Path, *lines: Any) -> str:
+    path = folder / "trace.jsonl"
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("".join(text + "\n" for text in texts))
+    return str(path)
+
+
+def test_every_form_of_a_line(tmp_path: Path) -> None:
+    calls = read_trace(trace(
+        tmp_path,
+        {"timestamp": 1500, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3},
+        "",
+        {"timestamp": 1000, "prompt": "Hi", "model": "m", "output_length": 0},
+        {"at": 4, "token_ids": [1, 2]},
+    ))  # fmt: skip
+    assert calls == [
+        Call(at_s=0.0, path="/v1/completions",
+             given={"max_tokens": 1, "model": "m", "prompt": "Hi"}),
+        Call(at_s=0.5, path="/v1/chat/completions",
+             given={"max_tokens": 3, "messages": [{"role": "user", "content": "Hi"}]}),
+        Call(at_s=3.0, path="/v1/completions", given={"max_tokens": 16, "prompt": [1, 2]}),
+    ]  # fmt: skip
+    path = trace(tmp_path, *({"at": n, "prompt": "x"} for n in range(5)))
+    assert len(read_trace(path, limit=2)) == 2
+
+
+def test_equal_hash_ids_are_equal_tokens(tmp_path: Path) -> None:
+    one, two = (
+        call.body["prompt"]
+        for call in read_trace(trace(
+            tmp_path,
+            {"timestamp": 0, "input_length": 700, "hash_ids": [4, 5]},
+            {"timestamp": 1, "input_length": 2 * MOONCAKE_BLOCK, "hash_ids": [4, 6]},
+        ))
+    )  # fmt: skip
+    assert (len(one), len(two)) == (700, 1024)
+    assert one[:MOONCAKE_BLOCK] == two[:MOONCAKE_BLOCK]
+    assert one[MOONCAKE_BLOCK:] != two[MOONCAKE_BLOCK:700]
+    assert all(1_000 <= token < 30_000 for token in one + two)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("{", ":2: is not JSON: "),
+        ("[1]", ":2: must be a JSON object, got [1]"),
+        ({"at": 1}, ":2: needs messages, prompt, token_ids, or hash_ids with input_length; got at"),
+        ({"prompt": "x"}, ":2: needs a time: timestamp in milliseconds, or at in seconds"),
+        ({"at": "now", "prompt": "x"}, ":2: at must be a number of at least 0, got 'now'"),
+        ({"at": -1, "prompt": "x"}, ":2: at must be a number of at least 0, got -1"),
+        ({"at": 1, "prompt": "x", "max_tokens": None}, ":2: max_tokens must be a number"),
+        ({"at": 1, "hash_ids": [1], "input_length": 513}, ":2: input_length must be in 1..=512"),
+        ({"at": 1, "hash_ids": 7, "input_length": 5}, ":2: input_length must be in 1..=512"),
+    ],
+)
+def test_a_wrong_line_is_named(line: Any, told: str, tmp_path: Path) -> None:
+    path = trace(tmp_path, {"at": 0, "prompt": "x"}, line)
+    with pytest.raises(ConfigError) as caught:
+        read_trace(path)
+    assert str(caught.value).startswith(f"{path}{told}")
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path, told in (("/nope", "can't be read: No such file"), (trace(tmp_path), "no request")):
+        assert main(["http://127.0.0.1:1", path]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"kvflash replay: error: {path}: ") and told in line
+
+
+def test_figures_are_of_answered_requests_and_percentiles_need_samples() -> None:
+    good = [
+        Result(first_s=n / 1000, total_s=n / 100, prompt_tokens=10, cached_tokens=5, worker="1:0")
+        for n in range(1, 11)
+    ]
+    silent = Result(first_s=0.5, total_s=0.5, prompt_tokens=10)
+    bad = Result(first_s=9.0, total_s=9.0, late_s=2.0, error="status 503: busy")
+    report = report_of([*good, silent, bad], 1.5)
+    assert (report["requests"], report["failed"], report["errors"]) == (
+        12, 1, {"status 503: busy": 1},
+    )  # fmt: skip
+    assert (report["prompt_tokens"], report["cached_tokens"], report["reported"]) == (110, 50, 10)
+    assert report["cached_percent"] == 50.0
+    assert report["first_token_ms"] == {"p50": 6.0, "p90": 10.0, "p99": None, "max": 500.0}
+    assert report["late_ms"]["max"] == 2000.0
+    assert report["workers"] == {"1:0": 10}
+    nothing = report_of([bad], 1.0)
+    assert nothing["cached_percent"] is nothing["first_token_ms"]["max"] is None
+
+
+@asynccontextmanager
+async def service(answer: Any) -> AsyncIterator[str]:
+    app = web.Application()
+    app.router.add_post("/v1/completions", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def replayed(answer: Any, count: int, **options: Any) -> list[Result]:
+    calls = [
+        Call(at_s=n / 50, path="/v1/completions", given={"prompt": f"{n}"}) for n in range(count)
+    ]
+    settings = {"model": "m", "speed": 2.0, "timeout_s": 5.0, "in_flight_max": 10, **options}
+    async with service(answer) as url:
+        return await send(url, calls, **settings)
+
+
+def test_what_is_sent_and_what_comes_back_is_noted() -> None:
+    bodies = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        bodies.append(body)
+        if body["prompt"] == "1":
+            return web.Response(status=503, text="all\nbusy")
+        response = web.StreamResponse(headers={"x-kvflash-worker": "7:0"})
+        await response.prepare(request)
+        usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}
+        parts = [{"choices": [{"text": "a"}]}, {"choices": [], "usage": usage}]
+        if body["prompt"] == "2":
+            parts = [{"error": {"message": "broken"}}]
+        for part in parts:
+            await response.write(f"data: {json.dumps(part)}\n\n".encode())
+        if body["prompt"] != "3":
+            await response.write(b"data: [DONE]\n\n")
+        return response
+
+    good, busy, broken, short = asyncio.run(replayed(answer, 4))
+    assert all(body["model"] == "m" and body["stream"] for body in bodies)
+    assert all(body["stream_options"] == {"include_usage": True} for body in bodies)
+    assert (good.error, good.worker) == (None, "7:0")
+    assert (good.prompt_tokens, good.cached_tokens) == (9, 4)
+    assert good.first_s is not None and 0 < good.first_s <= good.total_s
+    assert busy.error == "status 503: all busy"
+    assert broken.error == '{"message": "broken"}'
+    assert short.error == "the answer ended before [DONE]"
+
+
+def test_without_room_requests_are_late_and_are_not_lost() -> None:
+    running: list[int] = []
+
+    async def answer(_: web.Request) -> web.Response:
+        running.append(1)
+        assert len(running) == 1
+        await asyncio.sleep(0.05)
+        running.pop()
+        return web.Response(text="data: [DONE]\n")
+
+    results = asyncio.run(replayed(answer, 3, in_flight_max=1))
+    assert [one.error for one in results] == [None] * 3
+    assert results[0].late_s < results[2].late_s and results[2].late_s > 0.05
+
+
+def test_requests_are_sent_at_their_times_over_the_speed() -> None:
+    arrivals: list[tuple[str, float]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        body = await request.json()
+        arrivals.append((body["prompt"], asyncio.get_running_loop().time()))
+        return web.Response(text="data: [DONE]\n")
+
+    results = asyncio.run(replayed(answer, 6))
+    assert [prompt for prompt, _ in arrivals] == list("012345")
+    # The last is due after 5 / 50 / 2 seconds, and the first is never early.
+    assert arrivals[-1][1] - arrivals[0][1] > 0.04
+    assert all(one.late_s >= 0 for one in results)
