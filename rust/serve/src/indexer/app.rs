@@ -236,8 +236,8 @@ impl App {
         let found = self.read(body).await.and_then(|bytes| {
             let (form, to) = (Form::of_body(headers), Form::of_answer(headers));
             let found = match endpoint {
-                Endpoint::Query => self.query(&form.parse_question(&bytes)?, to)?,
-                Endpoint::QueryByHash => self.query_by_hash(&form.parse_question(&bytes)?, to)?,
+                Endpoint::Query => self.query(&form.parse_query(&bytes)?, to)?,
+                Endpoint::QueryByHash => self.query_by_hash(&form.parse(&bytes)?, to)?,
             };
             Ok((to, found))
         });

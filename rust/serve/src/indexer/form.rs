@@ -8,7 +8,7 @@ use rmp_serde::Deserializer as Msgpack;
 use serde::de::DeserializeOwned;
 
 use super::super::Reject;
-use super::request::Question;
+use super::request;
 
 /// Deepest nesting of a msgpack body; that of a JSON body is serde_json's, the same.
 const MAX_DEPTH: usize = 128;
@@ -61,13 +61,10 @@ impl Form {
         ["application/json", "application/*", "*/*"].into_iter().any(is).then_some(Self::Json)
     }
 
-    /// As [`Self::parse`], in a fraction of the time for JSON as most clients write it.
-    pub(super) fn parse_question<T: Question + DeserializeOwned>(
-        self,
-        bytes: &[u8],
-    ) -> Result<T, Reject> {
+    /// A query as [`Self::parse`] reads it, in a fraction of the time for JSON as most clients write it.
+    pub(super) fn parse_query(self, bytes: &[u8]) -> Result<request::Query, Reject> {
         match self {
-            Self::Json => T::plain(bytes).map_or_else(|| self.parse(bytes), Ok),
+            Self::Json => request::Query::plain(bytes).map_or_else(|| self.parse(bytes), Ok),
             Self::Msgpack => self.parse(bytes),
         }
     }

@@ -7,8 +7,8 @@ use super::request::MAX_TOKEN_IDS;
 
 /// The fields of a query; the strings lie in the body.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Plain<'a, T> {
-    pub list: Vec<T>,
+pub(super) struct Plain<'a> {
+    pub token_ids: Vec<u32>,
     pub model_name: &'a str,
     pub tenant_id: Option<&'a str>,
     pub lora_name: Option<&'a str>,
@@ -16,39 +16,17 @@ pub(super) struct Plain<'a, T> {
     pub additional_salt: Option<&'a str>,
 }
 
-/// An element of a list, from its sign and its digits' value.
-pub(super) trait Element: Sized {
-    fn of(is_negative: bool, value: u64) -> Option<Self>;
-}
-
-impl Element for u32 {
-    fn of(is_negative: bool, value: u64) -> Option<Self> {
-        if is_negative { None } else { Self::try_from(value).ok() }
-    }
-}
-
-impl Element for u64 {
-    fn of(is_negative: bool, value: u64) -> Option<Self> {
-        match (is_negative, value) {
-            (false, value) => Some(value),
-            // Negative numbers are the same bits as i64; "-0" is a float to serde_json.
-            (true, 1..=0x8000_0000_0000_0000) => Some(value.wrapping_neg()),
-            (true, _) => None,
-        }
-    }
-}
-
-/// Read a body whose list is called `list`; `None` for whatever is not plain.
-pub(super) fn read<'a, T: Element>(bytes: &'a [u8], list: &str) -> Option<Plain<'a, T>> {
+/// Read a body; `None` for whatever is not plain.
+pub(super) fn read(bytes: &[u8]) -> Option<Plain<'_>> {
     let mut rest = Rest(bytes);
-    let (mut elements, mut model_name, mut tenant_id) = (None, None, None);
+    let (mut token_ids, mut model_name, mut tenant_id) = (None, None, None);
     let (mut lora_name, mut cache_salt, mut additional_salt) = (None, None, None);
     rest.token(b'{')?;
     loop {
         let key = rest.string()?;
         rest.token(b':')?;
-        if key == list {
-            if elements.replace(rest.list()?).is_some() {
+        if key == "token_ids" {
+            if token_ids.replace(rest.list()?).is_some() {
                 return None;
             }
         } else {
@@ -75,8 +53,8 @@ pub(super) fn read<'a, T: Element>(bytes: &'a [u8], list: &str) -> Option<Plain<
     if !rest.0.is_empty() {
         return None;
     }
-    let (list, model_name) = (elements?, model_name?);
-    Some(Plain { list, model_name, tenant_id, lora_name, cache_salt, additional_salt })
+    let (token_ids, model_name) = (token_ids?, model_name?);
+    Some(Plain { token_ids, model_name, tenant_id, lora_name, cache_salt, additional_salt })
 }
 
 /// What is left of a body.
@@ -112,7 +90,7 @@ impl<'a> Rest<'a> {
         std::str::from_utf8(text).ok()
     }
 
-    fn list<T: Element>(&mut self) -> Option<Vec<T>> {
+    fn list(&mut self) -> Option<Vec<u32>> {
         self.token(b'[')?;
         self.skip_space();
         if let [b']', rest @ ..] = self.0 {
@@ -135,11 +113,7 @@ impl<'a> Rest<'a> {
         }
     }
 
-    fn integer<T: Element>(&mut self) -> Option<T> {
-        let is_negative = self.0.first() == Some(&b'-');
-        if is_negative {
-            self.0 = &self.0[1..];
-        }
+    fn integer(&mut self) -> Option<u32> {
         let has_leading_zero = matches!(self.0, [b'0', b'0'..=b'9', ..]);
         let (mut value, first) = self.eight_digits();
         if first == 0 || has_leading_zero {
@@ -153,7 +127,7 @@ impl<'a> Rest<'a> {
             count = more;
         }
         // A fraction or an exponent is left where the caller wants a comma.
-        T::of(is_negative, value)
+        u32::try_from(value).ok()
     }
 
     /// Up to eight digits, and how many there were.
@@ -191,32 +165,31 @@ const TENS: [u64; 9] = [1, 10, 100, 1_000, 10_000, 100_000, 1_000_000, 10_000_00
 #[allow(clippy::unwrap_used)]
 mod tests {
     use proptest::prelude::*;
-    use serde::Deserialize;
 
-    use super::super::request::{BlockHashes, Query, QueryByHash, Question, TokenIds};
+    use super::super::request::Query;
     use super::*;
 
-    fn list<T: Element>(text: &str) -> Option<Vec<T>> {
-        let body = format!("{{\"list\": {text}, \"model_name\": \"m\"}}");
-        read::<T>(body.as_bytes(), "list").map(|plain| plain.list)
+    fn list(text: &str) -> Option<Vec<u32>> {
+        let body = format!("{{\"token_ids\": {text}, \"model_name\": \"m\"}}");
+        read(body.as_bytes()).map(|plain| plain.token_ids)
     }
 
     #[test]
     fn every_field_is_read() {
         let body =
-            br#" {"tenant_id":"t","list":[1 , 2],"lora_name" : "l","model_name":"Qwen/\u{e9}",
+            br#" {"tenant_id":"t","token_ids":[1 , 2],"lora_name" : "l","model_name":"Qwen/\u{e9}",
             "cache_salt":"s","additional_salt":""} "#;
-        assert_eq!(read::<u32>(body, "list"), None, "escapes");
+        assert_eq!(read(body), None, "escapes");
         let body = String::from_utf8_lossy(body).replace("\\u{e9}", "\u{e9}");
         let wanted = Plain {
-            list: vec![1, 2],
+            token_ids: vec![1, 2],
             model_name: "Qwen/\u{e9}",
             tenant_id: Some("t"),
             lora_name: Some("l"),
             cache_salt: Some("s"),
             additional_salt: Some(""),
         };
-        assert_eq!(read::<u32>(body.as_bytes(), "list"), Some(wanted));
+        assert_eq!(read(body.as_bytes()), Some(wanted));
     }
 
     #[test]
@@ -225,61 +198,53 @@ mod tests {
             "",
             "{}",
             "[]",
-            r#"{"list":[1]}"#,
+            r#"{"token_ids":[1]}"#,
             r#"{"model_name":"m"}"#,
-            r#"{"list":[1],"model_name":"m"} x"#,
-            r#"{"list":[1],"model_name":"m","model_name":"m"}"#,
-            r#"{"list":[1],"list":[1],"model_name":"m"}"#,
-            r#"{"list":[1],"model_name":"m","additionalsalt":"m","additional_salt":"m"}"#,
-            r#"{"list":[1],"model_name":"m",}"#,
-            r#"{"list":[1],"model_name":"m","other":"m"}"#,
-            r#"{"list":[1],"model_name":"m","tenant_id":null}"#,
-            r#"{"list":[1],"model_name":"m\n"}"#,
-            "{\"list\":[1],\"model_name\":\"m\n\"}",
-            r#"{"list":[1],"model_name":"m"#,
-            r#"{"list":"AQ==","model_name":"m"}"#,
-            r#"{"list":[1"#,
+            r#"{"token_ids":[1],"model_name":"m"} x"#,
+            r#"{"token_ids":[1],"model_name":"m","model_name":"m"}"#,
+            r#"{"token_ids":[1],"token_ids":[1],"model_name":"m"}"#,
+            r#"{"token_ids":[1],"model_name":"m","additionalsalt":"m","additional_salt":"m"}"#,
+            r#"{"token_ids":[1],"model_name":"m",}"#,
+            r#"{"token_ids":[1],"model_name":"m","other":"m"}"#,
+            r#"{"token_ids":[1],"model_name":"m","tenant_id":null}"#,
+            r#"{"token_ids":[1],"model_name":"m\n"}"#,
+            "{\"token_ids\":[1],\"model_name\":\"m\n\"}",
+            r#"{"token_ids":[1],"model_name":"m"#,
+            r#"{"token_ids":"AQ==","model_name":"m"}"#,
+            r#"{"token_ids":[1"#,
         ] {
-            assert_eq!(read::<u64>(body.as_bytes(), "list"), None, "{body}");
+            assert_eq!(read(body.as_bytes()), None, "{body}");
         }
-        assert_eq!(read::<u64>(b"{\"list\":[1],\"model_name\":\"\xff\"}", "list"), None);
+        assert_eq!(read(b"{\"token_ids\":[1],\"model_name\":\"\xff\"}"), None);
         let texts = "[,1];[1,];[1 2];[1.0];[1e3];[01];[00];[-];[-0];[+1];[1]];[x];[1\u{e9}]";
         for text in texts.split(';') {
-            assert_eq!(list::<u64>(text), None, "{text}");
+            assert_eq!(list(text), None, "{text}");
         }
     }
 
     #[test]
     fn integers_end_where_their_type_does() {
         assert_eq!(list("[0,4294967295]"), Some(vec![0, u32::MAX]));
-        assert_eq!(list::<u32>("[4294967296]"), None);
-        assert_eq!(list::<u32>("[-1]"), None);
-        assert_eq!(list("[18446744073709551615]"), Some(vec![u64::MAX]));
-        assert_eq!(list::<u64>("[18446744073709551616]"), None);
-        assert_eq!(list::<u64>("[100000000000000000000000]"), None);
-        assert_eq!(list("[-9223372036854775808,-1]"), Some(vec![1 << 63, u64::MAX]));
-        assert_eq!(list::<u64>("[-9223372036854775809]"), None);
-        assert_eq!(list::<u64>("[]"), Some(vec![]));
+        for text in ["[4294967296]", "[-1]", "[18446744073709551616]", "[100000000000000000000000]"]
+        {
+            assert_eq!(list(text), None, "{text}");
+        }
+        assert_eq!(list("[]"), Some(vec![]));
     }
 
     #[test]
     fn longer_lists_than_may_be_are_left() {
         let text = |count: usize| format!("[{}0]", "0,".repeat(count - 1));
-        assert_eq!(list::<u32>(&text(MAX_TOKEN_IDS)).map(|list| list.len()), Some(MAX_TOKEN_IDS));
-        assert_eq!(list::<u32>(&text(MAX_TOKEN_IDS + 1)), None);
-    }
-
-    #[derive(Deserialize)]
-    struct Listed<T> {
-        list: T,
+        assert_eq!(list(&text(MAX_TOKEN_IDS)).map(|list| list.len()), Some(MAX_TOKEN_IDS));
+        assert_eq!(list(&text(MAX_TOKEN_IDS + 1)), None);
     }
 
     /// Bodies near enough to a query that many of them are one.
     fn body() -> impl Strategy<Value = String> {
         let piece = prop_oneof![
-            4 => "-?[0-9]{1,20}",
-            4 => any::<i64>().prop_map(|number| number.to_string()),
-            2 => any::<u64>().prop_map(|number| number.to_string()),
+            2 => "-?[0-9]{1,11}",
+            4 => any::<u32>().prop_map(|number| number.to_string()),
+            1 => any::<i64>().prop_map(|number| number.to_string()),
             1 => "[ -~]{0,3}",
         ];
         let space = prop_oneof![4 => Just(""), 1 => Just(" "), 1 => Just("\n\t")];
@@ -293,34 +258,21 @@ mod tests {
         (prop::collection::vec((piece, space), 0..6), field).prop_map(|(pieces, field)| {
             let list = pieces.iter().map(|(piece, space)| format!("{space}{piece}{space}"));
             let list = list.collect::<Vec<_>>().join(",");
-            format!(r#"{{"list":[{list}],"model_name":"m"{field}}}"#)
+            format!(r#"{{"token_ids":[{list}],"model_name":"m"{field}}}"#)
         })
     }
 
     proptest! {
         #[test]
         fn what_is_read_serde_json_reads_to_the_same(body in body()) {
-            if let Some(plain) = read::<u64>(body.as_bytes(), "list") {
-                let wanted: Listed<BlockHashes> = serde_json::from_str(&body).unwrap();
-                prop_assert_eq!(plain.list, wanted.list.0);
-            }
-            if let Some(plain) = read::<u32>(body.as_bytes(), "list") {
-                let wanted: Listed<TokenIds> = serde_json::from_str(&body).unwrap();
-                prop_assert_eq!(plain.list, wanted.list.0);
-            }
-            let body = body.replace("\"list\"", "\"block_hashes\"");
-            if let Some(plain) = QueryByHash::plain(body.as_bytes()) {
-                prop_assert_eq!(plain, serde_json::from_str(&body).unwrap());
-            }
-            let body = body.replace("\"block_hashes\"", "\"token_ids\"");
             if let Some(plain) = Query::plain(body.as_bytes()) {
                 prop_assert_eq!(plain, serde_json::from_str(&body).unwrap());
             }
         }
 
         #[test]
-        fn numbers_of_any_length_are_read(numbers in prop::collection::vec((any::<u64>(), 0..64_u32), 1..9)) {
-            let wanted: Vec<u64> = numbers.iter().map(|(number, shift)| number >> shift).collect();
+        fn numbers_of_any_length_are_read(numbers in prop::collection::vec((any::<u32>(), 0..32_u32), 1..9)) {
+            let wanted: Vec<u32> = numbers.iter().map(|(number, shift)| number >> shift).collect();
             prop_assert_eq!(list(&format!("{wanted:?}")), Some(wanted));
         }
     }

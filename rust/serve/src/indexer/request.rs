@@ -188,12 +188,6 @@ pub(super) struct Unregister {
     pub dp_rank: Option<u32>,
 }
 
-/// A body that is mostly read without serde.
-pub(super) trait Question: Sized {
-    /// The question, if it is written as nearly all are; `None` says nothing about it.
-    fn plain(bytes: &[u8]) -> Option<Self>;
-}
-
 /// POST /query
 #[derive(Debug, PartialEq, Eq, Deserialize)]
 pub(super) struct Query {
@@ -222,13 +216,12 @@ impl Query {
             (salt, other) => Ok(salt.as_deref().or(other.as_deref())),
         }
     }
-}
 
-impl Question for Query {
-    fn plain(bytes: &[u8]) -> Option<Self> {
-        let plain = plain::read(bytes, "token_ids")?;
+    /// The query, if it is written as nearly all are; `None` says nothing about it.
+    pub fn plain(bytes: &[u8]) -> Option<Self> {
+        let plain = plain::read(bytes)?;
         Some(Self {
-            token_ids: TokenIds(plain.list),
+            token_ids: TokenIds(plain.token_ids),
             model_name: plain.model_name.to_owned(),
             tenant_id: plain.tenant_id.map_or_else(default_tenant, str::to_owned),
             lora_name: plain.lora_name.map(str::to_owned),
@@ -251,18 +244,6 @@ pub(super) struct QueryByHash {
     /// Salted hashes carry their salt already, the tenant's included: naming it again changes nothing.
     #[serde(rename = "cache_salt")]
     pub _cache_salt: Option<String>,
-}
-
-impl Question for QueryByHash {
-    fn plain(bytes: &[u8]) -> Option<Self> {
-        let plain = plain::read(bytes, "block_hashes")?;
-        Some(Self {
-            block_hashes: BlockHashes(plain.list),
-            model_name: plain.model_name.to_owned(),
-            tenant_id: plain.tenant_id.map_or_else(default_tenant, str::to_owned),
-            _cache_salt: plain.cache_salt.map(str::to_owned),
-        })
-    }
 }
 
 /// POST /register_peer, /deregister_peer
