@@ -57,11 +57,11 @@ pub(super) struct App {
     pub keeps_sessions: bool,
     pub common: CommonMetrics,
     pub metrics: FrontendMetrics,
-    /// Metrics that others keep, as text.
     /// What makes matching fail and is known outside only.
     pub outside_warnings: RwLock<Vec<String>>,
     /// Why workers of discovery were not taken, by the name of each.
     pub refused_workers: Mutex<BTreeMap<InstanceId, String>>,
+    /// Metrics that others keep, as text.
     pub more_metrics: RwLock<String>,
     /// Where answers that tell of every worker are made.
     pub aside: Aside,

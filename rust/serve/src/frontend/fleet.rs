@@ -494,7 +494,6 @@ impl Fleet {
         self.tables.read().prefill_pools.get(name).cloned()
     }
 
-    /// Has a served model had a prefill worker?
     /// Models with healthy prefill workers and no worker that decodes.
     pub fn without_decode(&self) -> Vec<String> {
         let tables = self.tables.read();
