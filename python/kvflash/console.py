@@ -30,11 +30,14 @@ def program(command: str) -> str:
     return f"python -m kvflash.{command}" if is_module else f"kvflash {command}"
 
 
-def refuse(command: str, error: KvflashError) -> int:
-    """Print the reason in one line. Returns the exit status: 2 for bad usage, else 1."""
+def refuse(command: str, error: KvflashError, *, failure: int = 1) -> int:
+    """Print the reason in one line. Returns the exit status: 2 for bad usage, else ``failure``.
+
+    Services end with 2 whatever keeps them from starting.
+    """
     print(f"{program(command)}: error: {error}", file=sys.stderr)
     is_usage = isinstance(error, ConfigError | ConflictError | InvalidArgumentError)
-    return 2 if is_usage else 1
+    return 2 if is_usage else failure
 
 
 @dataclass(kw_only=True)

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse_args(argv)
     except KvflashError as error:
-        return refuse("doctor", error)
+        return refuse("doctor", error, failure=2)
     try:
         findings = list(_Doctor(args).findings())
     except KeyboardInterrupt:

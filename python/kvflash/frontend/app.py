@@ -257,5 +257,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         service = _Watched(make_frontend(args, fleet), args, fleet, names)
         run_until_stopped(service, name="frontend", drain_s=args.drain_timeout)
     except KvflashError as error:
-        return refuse("frontend", error)
+        return refuse("frontend", error, failure=2)
     return 0

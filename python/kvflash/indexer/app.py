@@ -25,5 +25,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             logger.warning("--block-size is of the engines of --workers, and there are none")
         run_until_stopped(IndexerService(args), name="indexer")
     except KvflashError as error:
-        return refuse("indexer", error)
+        return refuse("indexer", error, failure=2)
     return 0

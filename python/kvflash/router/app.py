@@ -20,5 +20,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_logging(args.log_level, args.log_format)
         run_until_stopped(RouterService(args), name="router", drain_s=args.drain_timeout)
     except KvflashError as error:
-        return refuse("router", error)
+        return refuse("router", error, failure=2)
     return 0

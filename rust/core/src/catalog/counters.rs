@@ -25,9 +25,9 @@ macro_rules! counters {
                 [$((stringify!($name), self.$name),)*].into_iter()
             }
 
-            /// Add another reading.
+            /// Add another reading; a count stays at the largest number that there is.
             pub fn add(&mut self, other: &EventCounts) {
-                $(self.$name += other.$name;)*
+                $(self.$name = self.$name.saturating_add(other.$name);)*
             }
 
             /// What came after `earlier`, a reading of the same counters.
