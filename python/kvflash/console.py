@@ -35,7 +35,8 @@ def refuse(command: str, error: KvflashError, *, failure: int = 1) -> int:
 
     Services end with 2 whatever keeps them from starting.
     """
-    print(f"{program(command)}: error: {error}", file=sys.stderr)
+    # In one piece: threads of the core may be logging.
+    sys.stderr.write(f"{program(command)}: error: {error}\n")
     is_usage = isinstance(error, ConfigError | ConflictError | InvalidArgumentError)
     return 2 if is_usage else failure
 
