@@ -78,7 +78,7 @@ wheel: $(VENV)/.ready
 	$(BIN)/maturin build --release --out dist
 
 fuzz: dev
-	KVFLASH_SCHEMA_EXAMPLES=$(or $(EXAMPLES),1000) $(BIN)/python -m pytest tests/e2e/test_indexer_openapi.py --timeout 0
+	KVFLASH_SCHEMA_EXAMPLES=$(or $(EXAMPLES),1000) $(BIN)/python -m pytest tests/feature/indexer/test_indexer_openapi.py --timeout 0
 	cd fuzz && for target in decode_batch load_snapshot; do \
 		CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 RUSTC_BOOTSTRAP=1 cargo fuzz run $$target -- -max_total_time=$(or $(SECONDS),300) || exit 1; \
 	done
@@ -102,12 +102,12 @@ sanitize:
 		cargo test --quiet --target $(SANITIZER_HOST) --test stress -- --skip predictions_run_out_beside_readers
 
 soak: dev
-	KVFLASH_SIM_SEEDS=10000 $(BIN)/python -m pytest tests/simulation -s --timeout 0
+	KVFLASH_SIM_SEEDS=10000 $(BIN)/python -m pytest tests/state/simulation -s --timeout 0
 	KVFLASH_STRESS_SECONDS=30 cargo test --release --quiet --test stress
 	KVFLASH_MODEL_SEEDS=210 cargo test --release --quiet --test all model:: -- --nocapture
 	KVFLASH_CHURN_BLOCKS=100000000 cargo test --release --quiet --test limits churn -- --nocapture --test-threads=1
 	KVFLASH_FUZZ_FRAMES=10000000 cargo test --release --quiet --test all frames::
-	KVFLASH_CHAOS_SECONDS=600 $(BIN)/python -m pytest tests/e2e/test_chaos.py -s --timeout 0
+	KVFLASH_CHAOS_SECONDS=600 $(BIN)/python -m pytest tests/feature/retry/test_chaos.py -s --timeout 0
 	KVFLASH_SOAK_BLOCKS=100000000 KVFLASH_SOAK_SECONDS=600 $(BIN)/python -m pytest benches/soak -s --timeout 0
 
 # Needs wrk and nginx; installs the other systems on first use.

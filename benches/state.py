@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 import msgpack
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE / "peers"), str(HERE.parent / "tests")]
+sys.path[:0] = [str(HERE / "peers"), str(HERE.parent / "tests" / "support")]
 
 from results import Section  # noqa: E402
 

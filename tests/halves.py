@@ -1,7 +1,7 @@
 """All Python tests, in two halves side by side: they mostly wait, for processes and for clocks.
 
-``python tests/halves.py`` runs ``pytest --ignore=tests/e2e`` and ``pytest tests/e2e``; what the
-first one says follows what the second one says. With arguments it is ``pytest ARGUMENTS``. Ends
+``python tests/halves.py`` runs the folders of ``SLOW``, and beside them all others; what those say
+follows what the slow ones say. With arguments it is ``pytest ARGUMENTS``. Ends
 with 1 where a test fails.
 """
 
@@ -14,17 +14,22 @@ import tempfile
 from types import FrameType
 
 PYTEST = [sys.executable, "-m", "pytest"]
+FEATURES = (
+    "tokens retry queue load affinity disagg health fleet frontend launch replicas demo mocker"
+)
+SLOW = ["tests/documents", *(f"tests/feature/{name}" for name in FEATURES.split())]
+REST = [f"--ignore={folder}" for folder in SLOW]
 
 
 def main(arguments: list[str]) -> int:
     """Run them; returns the exit status."""
     if arguments:
         return subprocess.call([*PYTEST, *arguments])
-    print("pytest tests/e2e, and beside it pytest --ignore=tests/e2e", flush=True)
+    print(" ".join(["pytest", *SLOW]), flush=True)
     with tempfile.TemporaryFile() as said:
         halves = [
-            subprocess.Popen([*PYTEST, "--ignore=tests/e2e"], stdout=said, stderr=said),
-            subprocess.Popen([*PYTEST, "tests/e2e"]),
+            subprocess.Popen([*PYTEST, *REST], stdout=said, stderr=said),
+            subprocess.Popen([*PYTEST, *SLOW]),
         ]
 
         def interrupt(_number: int, _frame: FrameType | None) -> None:
@@ -38,7 +43,7 @@ def main(arguments: list[str]) -> int:
         signal.signal(signal.SIGINT, lambda *_: None)
         ends = [half.wait() for half in halves]
         said.seek(0)
-        print("pytest --ignore=tests/e2e", flush=True)
+        print(" ".join(["pytest", *REST]), flush=True)
         sys.stdout.buffer.write(said.read())
     return int(any(ends))
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support_runtime import WorkerProcess
 
 from kvflash.discovery import Discovery, FileDiscovery, MemoryDiscovery, open_discovery
 from servers import EtcdServer, NatsServer
 from service import Http
+from support_runtime import WorkerProcess
 
 # What must be true of them all; those that only live within one process are left out where
 # processes are to die.

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from support_runtime import eventually, run
 
 from kvflash import DistributedRuntime, TransportError
 from kvflash.discovery import Lease, MemoryDiscovery
+from support_runtime import eventually, run
 
 ENDPOINT = "t.workers.run"
 

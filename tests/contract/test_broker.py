@@ -10,11 +10,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from support_runtime import eventually, run
 
 from kvflash import DistributedRuntime, KvflashError, RuntimeLimits, TransportError
 from kvflash.runtime import nats
 from servers import NatsServer
+from support_runtime import eventually, run
 
 
 @pytest.fixture

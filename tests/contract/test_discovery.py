@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from support_runtime import eventually, run
 
 from kvflash import ClosedError, InvalidArgumentError
 from kvflash.discovery import Delete, Discovery, Put, Synced, Watch
 from kvflash.discovery.base import KEY_BYTES_MAX, VALUE_BYTES_MAX
+from support_runtime import eventually, run
 
 Open = Callable[[str], Discovery]
 

@@ -10,6 +10,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+
+from kvflash import ConfigError, DistributedRuntime, RuntimeLimits, TransportError
+from kvflash.discovery import Delete, Put, Synced, etcd, open_discovery
+from servers import EtcdServer
+from service import Http
 from support_runtime import (
     WorkerProcess,
     client,
@@ -17,11 +22,6 @@ from support_runtime import (
     known,
     run,
 )
-
-from kvflash import ConfigError, DistributedRuntime, RuntimeLimits, TransportError
-from kvflash.discovery import Delete, Put, Synced, etcd, open_discovery
-from servers import EtcdServer
-from service import Http
 from wire import Wire
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support_runtime import eventually, run
 
 from kvflash import (
     DistributedRuntime,
@@ -23,6 +22,7 @@ from kvflash import (
 )
 from kvflash.publisher import KvEventPublisher
 from servers import NatsServer
+from support_runtime import eventually, run
 
 SIZE = 4
 # How routers are told, and whether workers keep an index of their own.

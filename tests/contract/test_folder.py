@@ -14,11 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support_runtime import eventually, run
 
 from kvflash import ConfigError, DistributedRuntime, TransportError
 from kvflash.discovery import Delete, FileDiscovery, Put, Synced
 from kvflash.discovery.file import POLL_S, POLL_S_MAX, default_folder
+from support_runtime import eventually, run
 
 # Holds a lease with a key, forks a child that outlives it, and says the child's number.
 HOLDER = """

@@ -9,8 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support_pair import Pair, Probe, count
-from support_runtime import eventually, run
 
 import kvflash
 from kvflash import (
@@ -27,6 +25,8 @@ from kvflash import (
     WorkerError,
 )
 from kvflash.runtime.instances import Instance
+from support_pair import Pair, Probe, count
+from support_runtime import eventually, run
 
 Environment = Callable[..., dict[str, str]]
 

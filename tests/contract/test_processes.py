@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support_runtime import WorkerProcess, eventually, known, run, status
 
 from kvflash import (
     ClosedError,
@@ -19,6 +18,7 @@ from kvflash import (
     TransportError,
 )
 from kvflash.runtime.client import Client
+from support_runtime import WorkerProcess, eventually, known, run, status
 
 Environment = Callable[..., dict[str, str]]
 Start = Callable[..., WorkerProcess]

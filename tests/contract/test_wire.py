@@ -11,10 +11,10 @@ from typing import Any
 import aiohttp
 import msgpack
 import pytest
-from support_runtime import eventually, run
 
 from kvflash import DistributedRuntime, RuntimeLimits
 from kvflash.runtime.frame import FrameReader
+from support_runtime import eventually, run
 
 Environment = Callable[..., dict[str, str]]
 PATH = "t/wire/run"

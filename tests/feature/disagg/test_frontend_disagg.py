@@ -1,0 +1,317 @@
+"""Disaggregated serving: prefill at one worker, decode at another; either may fail."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from service import until
+from support_frontend import CHAT, COMPLETIONS, Call, Exchange, FakeEngine, ask, free_port
+from support_tokens import (
+    Answer,
+    Ask,
+    EmbeddedFrontend,
+    FakeWorker,
+    die,
+    hang,
+    refuse,
+    say,
+    two_items_then,
+    workers,
+)
+
+BODY = {"model": "m", "messages": [{"role": "user", "content": "Say it"}], "max_tokens": 50}
+STREAM = {**BODY, "stream": True}
+PARAMS = {"kv_transfer_params": {"remote_port": 7, "blocks": [1, 2], "opaque": b"\x00\xff"}}
+
+
+@pytest.fixture
+def frontend() -> Iterator[EmbeddedFrontend]:
+    with EmbeddedFrontend() as running:
+        yield running
+
+
+def hand_over(ask: Ask) -> bool:
+    """What a prefill worker does: one token and the transfer parameters."""
+    ask.item(40, finish="length", disaggregated_params=PARAMS)
+    return ask.end()
+
+
+def prefiller(worker_id: int, answer: Answer = hand_over, **card: Any) -> FakeWorker:
+    return FakeWorker(worker_id, answer, model_type=("prefill",), **card)
+
+
+def prefills(frontend: EmbeddedFrontend) -> dict[str, float]:
+    name = 'kvflash_prefills_total{outcome="'
+    return {k[len(name) : -2]: v for k, v in frontend.metrics().items() if k.startswith(name)}
+
+
+def prefiller_of(answer: Any) -> int:
+    return int(answer.headers["x-kvflash-prefill-worker"].partition(":")[0])
+
+
+def test_what_the_prefill_leaves_reaches_the_decode_worker(frontend: EmbeddedFrontend) -> None:
+    with workers(frontend, decode := FakeWorker(41), prefill := prefiller(42)):
+        for body in (BODY, STREAM):
+            answer = ask(frontend.url, CHAT, body)
+            assert (answer.status, answer.worker, prefiller_of(answer)) == (200, 41, 42)
+        copy, request = prefill.received[0].payload, decode.received[0].payload
+        assert copy["stop_conditions"]["max_tokens"] == 1
+        assert request["stop_conditions"]["max_tokens"] == 50
+        assert copy["token_ids"] == request["token_ids"]
+        assert request["prefill_result"] == {"disaggregated_params": PARAMS}
+        assert "prefill_result" not in copy and "bootstrap_info" not in copy
+        assert prefills(frontend) == {"handed_off": 2}
+        assert [model["id"] for model in frontend.http.get("/v1/models")["data"]] == ["m"]
+        roles = {worker["id"]: worker["role"] for worker in frontend.workers().values()}
+        assert roles == {41: "decode", 42: "prefill"}
+
+
+def test_prompts_that_grow_stay_at_their_prefill_worker(frontend: EmbeddedFrontend) -> None:
+    """Also where nothing publishes events, load alone spreads and never reaches a decode worker."""
+    fakes = [FakeWorker(41), FakeWorker(42), prefiller(43), prefiller(44)]
+    with workers(frontend, *fakes):
+        answers = [ask(frontend.url, CHAT, BODY) for _ in range(8)]
+        assert {prefiller_of(answer) for answer in answers} <= {43, 44}
+        assert {answer.worker for answer in answers} <= {41, 42}
+        pinned = {"prefill_worker_id": 44, "decode_worker_id": 41}
+        answer = ask(frontend.url, CHAT, {**BODY, "nvext": pinned})
+        assert (answer.worker, prefiller_of(answer)) == (41, 44)
+        query = {**pinned, "annotations": ["query_instance_id:"]}
+        (event,) = ask(frontend.url, CHAT, {**BODY, "nvext": query}).events
+        ids = event["nvext"]["worker_id"]
+        assert (ids["decode_worker_id"], ids["prefill_worker_id"]) == (41, 44)
+        wrong = ask(frontend.url, CHAT, {**BODY, "nvext": {"prefill_worker_id": 41}})
+        assert wrong.status == 404
+
+
+@pytest.mark.parametrize("bad", [die, hang, refuse("internal"), say("no parameters")])
+def test_a_prefill_that_fails_is_tried_elsewhere_then_left_to_the_decode_worker(
+    bad: Answer,
+) -> None:
+    flags = ("--first-byte-timeout", "1.5") if bad is hang else ()
+    fakes = [decode := FakeWorker(41), prefiller(42, bad), prefiller(43)]
+    with EmbeddedFrontend(*flags) as frontend, workers(frontend, *fakes):
+        pinned = {"prefill_worker_id": 42}
+        answer = ask(frontend.url, CHAT, {**BODY, "nvext": pinned})
+        assert answer.status == 200 and "x-kvflash-prefill-worker" not in answer.headers
+        assert "prefill_result" not in decode.received[0].payload
+        assert prefills(frontend) == {"failed": 1, "fallback": 1}
+        frontend.wait_idle()
+        for _ in range(4):
+            assert prefiller_of(ask(frontend.url, CHAT, STREAM)) == 43
+
+
+def test_enforced_it_is_never_left_to_the_decode_worker() -> None:
+    with EmbeddedFrontend("--enforce-disagg") as frontend, workers(frontend, FakeWorker(41)):
+        answer = ask(frontend.url, CHAT, BODY)
+        assert answer.status == 503 and "--enforce-disagg" in answer.json["error"]["message"]
+        with workers(frontend, prefiller(42, refuse("internal", "out of blocks"))):
+            answer = ask(frontend.url, CHAT, BODY)
+            assert answer.status == 502 and "out of blocks" in answer.json["error"]["message"]
+
+
+def test_until_the_first_prefill_worker_it_may_be() -> None:
+    flags = ("--enforce-disagg", "until-first-prefill")
+    with EmbeddedFrontend(*flags) as frontend, workers(frontend, FakeWorker(41)):
+        assert ask(frontend.url, CHAT, BODY).status == 200
+        with workers(frontend, prefiller(42)):
+            assert ask(frontend.url, CHAT, BODY).status == 200
+        assert ask(frontend.url, CHAT, BODY).status == 503
+
+
+# -- prefill and decode side by side, as with a bootstrap address
+
+BOOTSTRAP = {"host": "10.0.0.1", "port": 8998}
+
+
+def meet(others: list[FakeWorker], count: int) -> Callable[[Ask], None]:
+    """Wait until all sides have the request: neither is sent only after the other's answer."""
+
+    def wait(_ask: Ask) -> None:
+        until(lambda: sum(len(one.received) for one in others) >= count, "the other side")
+
+    return wait
+
+
+def test_with_a_bootstrap_address_both_run_at_once(frontend: EmbeddedFrontend) -> None:
+    fakes: list[FakeWorker] = []
+    wait = meet(fakes, 2)
+
+    def decode(ask: Ask) -> bool:
+        wait(ask)
+        return bool(say("hello")(ask))
+
+    def prefill(ask: Ask) -> bool:
+        wait(ask)
+        ask.item(40, finish="length")
+        return ask.end()
+
+    fakes += [FakeWorker(41, decode), prefiller(42, prefill, bootstrap=BOOTSTRAP)]
+    with workers(frontend, *fakes):
+        answer = ask(frontend.url, CHAT, STREAM)
+        assert (answer.status, answer.worker, prefiller_of(answer)) == (200, 41, 42)
+        infos = [fake.received[0].payload["bootstrap_info"] for fake in fakes]
+        assert infos[0] == infos[1]
+        assert (infos[0]["bootstrap_host"], infos[0]["bootstrap_port"]) == ("10.0.0.1", 8998)
+        rooms = {infos[0]["bootstrap_room"]}
+        assert 0 < infos[0]["bootstrap_room"] < 2**63
+        for _ in range(3):
+            assert ask(frontend.url, CHAT, BODY).status == 200
+            rooms.add(fakes[0].received[-1].payload["bootstrap_info"]["bootstrap_room"])
+        assert len(rooms) == 4
+
+
+@pytest.mark.parametrize("bad", [die, refuse("internal", "no blocks")])
+def test_a_failed_prefill_cancels_its_decode(frontend: EmbeddedFrontend, bad: Answer) -> None:
+    """A decode worker that waits for a prefill which failed would wait for ever."""
+
+    def decode(ask: Ask) -> bool | None:
+        if "bootstrap_info" in ask.payload:
+            return hang(ask)
+        return say("alone")(ask)
+
+    waits = FakeWorker(41, decode)
+
+    def prefill(ask: Ask) -> bool | None:
+        until(lambda: waits.received, "the decode to have begun")
+        return bad(ask)
+
+    with workers(frontend, waits, prefiller(42, prefill, bootstrap=BOOTSTRAP)):
+        answer = ask(frontend.url, CHAT, BODY)
+        assert answer.json["choices"][0]["message"]["content"] == "alone"
+        until(waits.received[0].is_gone.is_set, "the paired decode to be cancelled")
+        assert len(waits.received) == 2
+
+
+def test_a_prefill_that_fails_late_ends_the_stream(frontend: EmbeddedFrontend) -> None:
+    gate = threading.Event()
+
+    def prefill(ask: Ask) -> bool:
+        gate.wait()
+        return ask.error("internal", "lost the connection to the decode worker")
+
+    decode = FakeWorker(41, two_items_then(hang))
+    with workers(frontend, decode, prefiller(42, prefill, bootstrap=BOOTSTRAP)):
+        call = Call(frontend.url, CHAT, STREAM)
+        call.read_event()
+        gate.set()
+        events = call.finish().body.decode().split("\n\n")
+        error = json.loads(next(event for event in events if "error" in event)[6:])["error"]
+        assert "lost the connection" in error["message"]
+        until(decode.received[0].is_gone.is_set, "the decode to be cancelled")
+        frontend.wait_idle()
+        assert frontend.outcomes() == {"broken": 1}
+
+
+def test_a_client_that_leaves_ends_both(frontend: EmbeddedFrontend) -> None:
+    fakes = [
+        FakeWorker(41, two_items_then(hang)),
+        prefiller(42, hang, bootstrap=BOOTSTRAP),
+    ]
+    with workers(frontend, *fakes):
+        call = Call(frontend.url, CHAT, STREAM)
+        call.read_event()
+        until(lambda: all(fake.received for fake in fakes), "both to have the request")
+        call.hang_up()
+        for fake in fakes:
+            until(lambda fake=fake: fake.received and fake.received[0].is_gone.is_set(), "the end")
+        frontend.wait_idle()
+
+
+def test_a_decode_that_fails_leaves_its_prefill_worker_to_the_next_one() -> None:
+    """Also where it is the only one, and nobody may decode alone."""
+
+    def prefill(ask: Ask) -> bool:
+        ask.item(40, finish="length")
+        return ask.end()
+
+    bad, good = FakeWorker(41, die), FakeWorker(43)
+    fakes = (bad, good, prefiller(42, prefill, bootstrap=BOOTSTRAP))
+    with EmbeddedFrontend("--enforce-disagg") as frontend, workers(frontend, *fakes):
+        while not bad.received:
+            answer = ask(frontend.url, CHAT, BODY)
+            assert (answer.status, answer.worker) == (200, 43), answer.body
+
+
+def test_explain_tells_who_would_prefill_and_who_decode(frontend: EmbeddedFrontend) -> None:
+    with workers(frontend, FakeWorker(41), FakeWorker(43), prefiller(42)):
+        pinned = {"decode_worker_id": 43, "prefill_worker_id": 42}
+        explained = frontend.explain({**BODY, "nvext": pinned})
+        assert (explained["worker"], explained["prefill"]["worker"]) == ("43:0", "42:0")
+        # What the decode worker has cached is of no use: the blocks come from elsewhere.
+        (chosen,) = (one for one in explained["candidates"] if one["worker"] == "43:0")
+        assert chosen["price"]["queue"] == 0, chosen
+        (chosen,) = explained["prefill"]["candidates"]
+        assert chosen["price"]["decode"] == 0 < chosen["price"]["prefill"], chosen
+        wrong = ask(frontend.url, "/explain", {**BODY, "nvext": {"decode_worker_id": 42}})
+        assert wrong.status == 404
+    with workers(frontend, FakeWorker(41)):
+        assert "prefill" not in frontend.explain(BODY)
+
+
+def test_a_remote_indexer_is_asked_about_both_sides() -> None:
+    failed = 'kvflash_remote_indexer_lookups_total{outcome="failed"}'
+    remote = ("--use-remote-indexer", f"http://127.0.0.1:{free_port()}")
+    both = (FakeWorker(41), prefiller(42))
+    with EmbeddedFrontend(*remote) as frontend, workers(frontend, *both):
+        assert ask(frontend.url, CHAT, BODY).status == 200
+        assert frontend.metric(failed) == 2
+
+
+# -- OpenAI engines
+
+
+def openai_prefill(exchange: Exchange) -> bool:
+    body = json.loads(exchange.body)
+    assert body["kv_transfer_params"]["do_remote_decode"] is True
+    params = {"remote_engine_id": "p", "remote_port": 9, "do_remote_prefill": True}
+    return exchange.whole(200, {"choices": [], "kv_transfer_params": params})
+
+
+def test_openai_engines_are_paired_as_well() -> None:
+    with EmbeddedFrontend() as frontend:
+        decode, prefill = FakeEngine("o"), FakeEngine("o", openai_prefill)
+        with decode, prefill:
+            frontend.core.add_worker(decode.url)
+            frontend.core.add_worker(prefill.url + ",role=prefill")
+            until(lambda: all(w["healthy"] for w in frontend.workers().values()), "both to serve")
+            body = {"model": "o", "prompt": list(range(64)), "max_tokens": 20, "stream": False}
+            answer = ask(frontend.url, COMPLETIONS, body, {"x-request-id": "r7"})
+            assert answer.status == 200
+            assert answer.headers["x-kvflash-prefill-worker"] == "2:0"
+            copy, request = (json.loads(one.received[0].body) for one in (prefill, decode))
+            assert (copy["max_tokens"], copy["stream"]) == (1, False)
+            assert request["max_tokens"] == 20
+            assert request["kv_transfer_params"]["remote_engine_id"] == "p"
+            assert prefill.received[0].header("x-request-id") == "r7"
+            prefill.answer = lambda exchange: exchange.whole(500, {"error": "no blocks"})
+            answer = ask(frontend.url, COMPLETIONS, body)
+            assert answer.status == 200 and "x-kvflash-prefill-worker" not in answer.headers
+            assert "kv_transfer_params" not in json.loads(decode.received[1].body)
+            prefill.answer = lambda exchange: exchange.whole(400, {"error": "bad prompt"})
+            assert ask(frontend.url, COMPLETIONS, body).status == 400
+            frontend.wait_idle()
+
+
+def test_a_prefill_that_is_refused_tells_nothing_of_its_worker_s_speed() -> None:
+    with EmbeddedFrontend("--router-prefill-tokens-per-second", "auto") as frontend:
+        decode = FakeEngine("o", max_len=50_000)
+        prefill = FakeEngine("o", openai_prefill, max_len=50_000)
+        with decode, prefill:
+            frontend.core.add_worker(decode.url)
+            frontend.core.add_worker(prefill.url + ",role=prefill")
+            until(lambda: all(w["healthy"] for w in frontend.workers().values()), "both to serve")
+            speed = 'kvflash_worker_prefill_tokens_per_second{worker="2:0"}'
+            body = {"model": "o", "prompt": list(range(5_000)), "max_tokens": 2}
+            prefill.answer = lambda exchange: exchange.whole(400, {"error": "bad prompt"})
+            assert ask(frontend.url, COMPLETIONS, body).status == 400
+            assert speed not in frontend.metrics()
+            prefill.answer = openai_prefill
+            assert ask(frontend.url, COMPLETIONS, body).status == 200
+            assert frontend.metrics()[speed] > 0
+            frontend.wait_idle()

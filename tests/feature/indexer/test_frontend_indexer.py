@@ -1,0 +1,60 @@
+"""A frontend that serves the indexer's questions, and one that asks an indexer."""
+
+from __future__ import annotations
+
+from service import Process, until
+from support_frontend import COMPLETIONS, Frontend, Mocker, ask
+
+
+def test_one_frontend_knows_what_the_other_one_serves() -> None:
+    """The first follows the events and serves the index; the second asks it, and decides alike."""
+    mockers = [Mocker(), Mocker()]
+    known: tuple[str, ...] = ()
+    for number, mocker in enumerate(mockers, 1):
+        known += ("--worker", mocker.spec(id=number))
+    deadline = ("--remote-indexer-deadline", "30")
+    try:
+        with Frontend(*known, "--serve-indexer") as first:
+            remote = ("--use-remote-indexer", first.url, *deadline)
+            with Frontend(*known, *remote, "--router-predicted-ttl-secs", "0") as second:
+                first.wait_healthy(1, 2)
+                second.wait_healthy(1, 2)
+                assert second.workers()[1]["listeners"] == []
+                prompt = {"model": "m", "prompt": list(range(160)), "max_tokens": 1}
+                served = ask(first.url, COMPLETIONS, prompt).headers["x-kvflash-worker"]
+                question = {"model_name": "m", "token_ids": list(range(160))}
+                instance = served.split(":", maxsplit=1)[0]
+
+                def is_held() -> bool:
+                    scores = first.http.post("/query", question)["scores"]
+                    return bool(scores[instance]["0"] == 160)
+
+                until(is_held, "the stored blocks")
+                for _ in range(4):
+                    answer = ask(second.url, COMPLETIONS, prompt)
+                    assert answer.headers["x-kvflash-worker"] == served
+                    # The last token is always computed.
+                    assert answer.headers["x-kvflash-overlap-blocks"] == "9"
+                lookups = 'kvflash_remote_indexer_lookups_total{outcome="answered"}'
+                assert second.metrics()[lookups] == 4
+                assert second.http.call("GET", "/digest")[0] == 404
+                # Without the indexer requests are served all the same.
+                first.process.kill()
+                assert ask(second.url, COMPLETIONS, prompt).status == 200
+                failed = 'kvflash_remote_indexer_lookups_total{outcome="failed"}'
+                assert second.metrics()[failed] == 1
+    finally:
+        for mocker in mockers:
+            mocker.close()
+
+
+def test_both_at_once_make_no_sense() -> None:
+    process = Process(
+        *("kvflash.frontend", "--port", "0", "--serve-indexer"),
+        *("--use-remote-indexer", "http://127.0.0.1:1"),
+    )
+    try:
+        assert process.popen.wait(30) == 2
+    finally:
+        process.close()
+    assert "--serve-indexer with --use-remote-indexer" in "".join(process.errors)

@@ -1,0 +1,79 @@
+"""Event batches: byte for byte what the engines' own publishers wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped,unused-ignore]
+import pytest
+
+from kvflash.mocker.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    encode_batch,
+)
+
+CASES = json.loads((Path(__file__).parents[2] / "vectors" / "mocker_cases.json").read_text())
+
+ROOT = BlockStored(
+    block_hashes=[11, 2**63 + 5],
+    parent_block_hash=None,
+    token_ids=[0, 1, 2, 3, 4, 5, 6, 7],
+    block_size=4,
+)
+CHILD = BlockStored(
+    block_hashes=[77],
+    parent_block_hash=11,
+    token_ids=[9, 8, 7, 6],
+    block_size=4,
+    lora_id=3,
+    lora_name="sql-adapter",
+    medium=None,
+)
+ON_CPU = BlockStored(
+    block_hashes=ROOT.block_hashes,
+    parent_block_hash=None,
+    token_ids=ROOT.token_ids,
+    block_size=4,
+    medium="CPU",
+)
+BATCHES: dict[str, tuple[list[Event], int | None]] = {
+    "stored-root": ([ROOT], None),
+    "stored-child-lora-dp1": ([CHILD], 1),
+    "stored-cpu-tier": ([ON_CPU], None),
+    "removed": ([BlockRemoved(block_hashes=[11, 77])], None),
+    "mixed-cleared": ([BlockRemoved(block_hashes=[11]), AllBlocksCleared(), ROOT], None),
+}
+
+
+@pytest.mark.parametrize("engine", CASES["wire"], ids=lambda engine: engine["engine"])
+def test_bytes_are_those_of_the_engine(engine: dict[str, Any]) -> None:
+    assert engine["cases"].keys() == BATCHES.keys()
+    for name, recorded in engine["cases"].items():
+        events, dp_rank = BATCHES[name]
+        got = encode_batch(events, timestamp_s=1700000000.25, dp_rank=dp_rank, era=engine["era"])
+        assert got.hex() == recorded, name
+
+
+def test_extra_keys() -> None:
+    salted = BlockStored(
+        block_hashes=[1, 2],
+        parent_block_hash=None,
+        token_ids=[5, 6],
+        block_size=1,
+        extra_keys=[["salt"], None],
+    )
+    array = msgpack.unpackb(encode_batch([salted], timestamp_s=0.0, dp_rank=0, era="positional"))
+    fields = msgpack.unpackb(encode_batch([salted], timestamp_s=0.0, dp_rank=0, era="tagged"))
+    assert array == [
+        0.0,
+        [["BlockStored", [1, 2], None, [5, 6], 1, None, "GPU", None, [["salt"], None]]],
+        0,
+    ]
+    assert fields[1][0]["extra_keys"] == [["salt"], None]
+    unsalted = msgpack.unpackb(encode_batch([ROOT], timestamp_s=0.0, dp_rank=0, era="tagged"))
+    assert "extra_keys" not in unsalted[1][0]

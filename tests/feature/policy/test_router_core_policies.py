@@ -1,0 +1,291 @@
+"""Policies beside the built-in ones, in routers of one's own process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvflash import (
+    ConfigError,
+    InvalidArgumentError,
+    KvRouterConfig,
+    Policy,
+    PolicyCandidate,
+    PolicyEnded,
+    PolicyRequest,
+)
+from kvflash._core import PolicyDesk, RouterCore
+from kvflash.policy import AskedPolicy, load
+from kvflash.router import RouterService
+from service import until
+from support_push_router import TOKENS, Stage, is_idle, run
+
+IDS = list(range(100, 116))
+OTHERS = (
+    "prefix-cache",
+    "vtc-basic",
+    "least-request",
+    "least-latency",
+    "throughput",
+    "session-affinity",
+    "prefix-cache:2,least-request:1",
+)
+
+
+class Last(Policy):
+    """Chooses the last one, and remembers what it is told."""
+
+    deadline_s = 30.0
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def choose(self, request: PolicyRequest, candidates: list[PolicyCandidate]) -> PolicyCandidate:
+        self.told.append(("choose", request.user, request.token_ids, len(candidates)))
+        return candidates[-1]
+
+    def routed(self, request: PolicyRequest, candidate: PolicyCandidate) -> None:
+        self.told.append(("routed", request.user, candidate.worker_id))
+
+    def finished(self, ended: PolicyEnded) -> None:
+        used = (ended.input_tokens, ended.cached_tokens, ended.output_tokens)
+        self.told.append(("finished", ended.user, ended.worker_id, used))
+
+    def removed(self, worker_id: int, dp_rank: int) -> None:
+        self.told.append(("removed", worker_id, dp_rank))
+
+
+class Stuck(Policy):
+    """Chooses nothing for as long as anybody waits."""
+
+    def choose(self, request: PolicyRequest, candidates: list[PolicyCandidate]) -> int:
+        time.sleep(3_600)
+        return 0
+
+
+def core(**settings: Any) -> RouterCore:
+    made = RouterCore(block_size=4, seed=1, **settings)
+    made.set_workers([(1, 0), (2, 0), (3, 0)])
+    return made
+
+
+def sample(made: RouterCore, name: str, value: str = "") -> float:
+    found = [one[3] for one in made.policy_samples() if (one[0], one[2]) == (name, value)]
+    assert len(found) == 1, made.policy_samples()
+    return found[0]
+
+
+@pytest.fixture
+def asked() -> Iterator[Callable[..., AskedPolicy]]:
+    """Makes threads in which policies are asked; they end with the test."""
+    made: list[AskedPolicy] = []
+
+    def make(policy: Policy) -> AskedPolicy:
+        made.append(AskedPolicy(policy))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("policy", OTHERS)
+def test_every_policy_chooses_beside_shadows(policy: str) -> None:
+    made = core(policy=policy, shadow_policies=["kv", "least-request"])
+    assert made.policy == policy
+    for n in range(6):
+        assert made.book([n, *IDS], {"user": "u"}).worker_id in (1, 2, 3)
+    assert sample(made, "shadow_decisions_total", "kv") == 6
+    assert f'"policy":"{policy}"' in made.explain(IDS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "left_blocks"),
+    [
+        # Of 10 blocks it is believed to keep 9: the last prompt, and half of the one before.
+        ({}, 3),
+        ({"policy": "auto"}, 3),
+        # Who gives a time means it, and kv has its own one.
+        ({"router_ttl_s": 60.0}, 6),
+        ({"is_router_ttl_meant": True}, 6),
+        ({"policy": "kv"}, 6),
+    ],
+)
+def test_without_events_auto_goes_by_the_size_of_the_cache(
+    settings: dict[str, Any], left_blocks: int
+) -> None:
+    made = core(use_kv_events=False, **settings)
+    made.set_workers([(1, 0)])
+    assert made.report(1, kv_total_blocks=10)
+    first, second = list(range(24)), list(range(100, 124))
+    for prompt in (first, second):
+        made.book(prompt)
+    assert made.query(first)[2] == left_blocks
+    assert made.query(second)[2] == 6
+
+
+def test_faults_are_named() -> None:
+    for settings, text in (
+        ({"shadow_policies": ["kv:weight=8"]}, "--shadow-policy: .*it takes overlap_score_weight"),
+        ({"policy": "fastest"}, "session-affinity"),
+        ({"policy": "kv:1,random:1"}, "has no scores"),
+        ({"shadow_policies": ["kv"] * 5}, "limit is 4"),
+        ({"policy_profile": "best"}, "best"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            core(**settings)
+    # A router's settings are checked before there is one.
+    for settings, text in (
+        ({"router_mode": "fastest"}, "router_mode: .*fastest"),
+        ({"router_mode": "kv:1,random:x"}, "router_mode: "),
+        ({"shadow_policies": ["kv", "zz"]}, "shadow_policies: .*zz"),
+        ({"shadow_policies": ["kv:temperature=x"]}, 'shadow_policies: .*at least 0, got "x"'),
+        ({"policy_profile": "best"}, "policy_profile must be one of document, aibrix-compat"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            KvRouterConfig(**settings)
+    for block_size in (-1, 0, 2**32):
+        with pytest.raises(InvalidArgumentError, match="block_size must be in 1"):
+            KvRouterConfig().make_core(block_size)
+    made = core(policy="session-affinity")
+    for options, text in (
+        ({"session_key": "k" * 257}, "257 bytes"),
+        ({"session_worker": 1}, "session_worker must be"),
+        ({"user": 5}, "user must be a text"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=text):
+            made.query(IDS, options)
+
+
+def test_sessions_users_and_figures_of_engines_are_told() -> None:
+    sessions = core(policy="session-affinity")
+    assert len({sessions.book([n, *IDS], {"session_key": "k"}).worker_id for n in range(5)}) == 1
+    assert sessions.query(IDS, {"session_worker": (3, 0), "session_key": "k"})[0] == 3
+    shares = core(policy="vtc-basic")
+    booking = shares.book(IDS, {"user": "u"})
+    booking.first_token()
+    booking.used(cached_tokens=4)
+    booking.used(input_tokens=16, output_tokens=900)
+    booking.free()
+    shares.reserve(IDS, "r", {"user": "other"})
+    shares.mark_prefill_complete("r")
+    assert shares.free("r", input_tokens=16, output_tokens=3)
+    assert sample(shares, "vtc_corrected_requests_total") == 2
+    usage = core(policy="least-kv-cache")
+    for worker_id, value in ((1, 0.5), (2, 0.125), (3, 0.75)):
+        assert usage.report_metrics(worker_id, 0, {"gpu_kv_usage": value})
+    assert usage.report_metrics(2, 0, {"running_requests": 3})
+    assert usage.query(IDS)[0] == 2
+    assert not usage.report_metrics(9, 0, {"gpu_kv_usage": 0})
+    for figures, text in (({"gpu_kv_usage": 2}, r"in 0..=1, got 2"), ({"load": 1}, "queue_s")):
+        with pytest.raises(InvalidArgumentError, match=text):
+            usage.report_metrics(1, 0, figures)
+
+
+def test_text_stands_for_four_bytes_a_token() -> None:
+    made = core(policy="prefix-cache")
+    home = made.book([0x61626364] * 64).worker_id
+    found = made.query([1], {"prompt": "abcd" * 64})
+    assert found[0] == home
+
+
+# -- policies in Python
+
+
+def test_a_policy_in_python_chooses_and_is_told(asked: Callable[..., AskedPolicy]) -> None:
+    policy = Last()
+    made = core(policy_desk=asked(policy).desk)
+    assert made.policy == "python:Last"
+    booking = made.book(IDS, {"user": "u"})
+    assert booking.worker_id == 3
+    # The one that may not take it is not among the candidates; one alone is no choice.
+    assert made.query(IDS, {"allowed_worker_ids": [1, 2]})[0] == 2
+    assert made.query(IDS, {"worker_id": 1})[0] == 1
+    booking.first_token()
+    booking.used(cached_tokens=8, output_tokens=5)
+    booking.free()
+    made.set_workers([(1, 0), (2, 0)])
+    until(lambda: len(policy.told) == 5, "what it is told")
+    assert policy.told == [
+        ("choose", "u", IDS, 3),
+        ("routed", "u", 3),
+        ("choose", None, IDS, 2),
+        ("finished", "u", 3, (16, 8, 5)),
+        ("removed", 3, 0),
+    ]
+    assert sample(made, "outside_policy_answers_total", "followed") == 1
+
+
+def test_kv_chooses_for_a_policy_that_is_stuck_and_nobody_piles_up(
+    asked: Callable[..., AskedPolicy],
+) -> None:
+    made = core(policy_desk=asked(Stuck()).desk)
+    for n in range(20):
+        made.book([n, *IDS])
+    # Nobody waits again for one that has not come back.
+    answers = {
+        name: sample(made, "outside_policy_answers_total", name) for name in ("late", "stuck")
+    }
+    assert answers == {"late": 1, "stuck": 19}
+    assert sample(made, "outside_policy_waiting") == 0
+    assert made.totals()["requests"] == 0, "bookings that nobody holds are freed"
+
+
+def test_the_thread_ends_with_its_router(asked: Callable[..., AskedPolicy]) -> None:
+    thread = asked(Last())
+    made = core(policy_desk=thread.desk)
+    assert made.query(IDS)[0] == 3
+    del made
+    until(lambda: not thread._thread.is_alive(), "the thread to end")
+    with pytest.raises(ConfigError, match=r"deadline_s must be at least 0\.001"):
+        PolicyDesk("p", deadline_s=0.0001)
+
+
+def test_services_and_push_routers_take_objects_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RouterService(host="127.0.0.1", port=0, policy=Last()) as router:
+        for worker_id in (1, 2):
+            router.add_worker({"worker_id": worker_id, "model_name": "m", "block_size": 4})
+        answer = router.call("POST", "/reserve", {"request_id": "r", "token_ids": IDS})
+        assert (answer["worker_id"], answer["reason"]) == (2, "highest_score")
+    name = f"python:{__name__}:Last"
+    assert type(load(name)).__name__ == "Last"
+    for wrong in ("python:nowhere:Last", f"python:{__name__}:First", "python:builtins:int"):
+        with pytest.raises(ConfigError, match="--router-mode python:"):
+            KvRouterConfig(router_mode=wrong).make_policy()
+
+
+def test_a_push_router_sends_where_its_policy_says() -> None:
+    async def work() -> None:
+        policy = Last()
+        async with Stage() as stage:
+            for _ in range(3):
+                await stage.worker()
+            router = await stage.router(3, router_mode=policy, shadow_policies=("kv",))
+            last = max(stage.workers)
+            for n in range(3):
+                stream = await router.generate(
+                    [n, *TOKENS], "m", {"max_tokens": 4}, user="u", session_key="k"
+                )
+                assert stream.worker_id == last
+                async for _ in stream:
+                    pass
+            assert is_idle(router)
+            assert router.policy == "python:Last"
+            counts = {one[:3]: one[3] for one in router.policy_samples()}
+            assert counts["shadow_decisions_total", "policy", "kv"] == 3
+            assert router.report_metrics(last, running_requests=2)
+
+            def told() -> list[Any]:
+                return [one for one in policy.told if one[1] == "u"]
+
+            until(lambda: len(told()) == 9, "what it is told")
+            assert told()[:3] == [
+                ("choose", "u", [0, *TOKENS], 3),
+                ("routed", "u", last),
+                ("finished", "u", last, (17, 8, 4)),
+            ]
+
+    run(work())

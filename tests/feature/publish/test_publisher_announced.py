@@ -1,0 +1,144 @@
+"""Publishers and discovery: who is found, who is gone; reading events in Python."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import weakref
+
+import pytest
+
+from kvflash import RadixTree, compute_block_hash_for_seq
+from kvflash.errors import ConflictError, InvalidArgumentError
+from kvflash.publisher import (
+    KvEventPublisher,
+    ZmqKvEventListener,
+    ZmqKvEventPublisher,
+    ZmqKvEventPublisherConfig,
+)
+from kvflash.runtime import DistributedRuntime
+from support_publisher import SIZE, store, tokens_of
+
+
+async def announced(runtime):
+    """What discovery says of events: key and value."""
+    found = await runtime.discovery.get_prefix("v1/events/")
+    return {key: json.loads(value) for key, value in found.items()}
+
+
+async def wait_for_announced(runtime, keys):
+    async def look():
+        async with runtime.discovery.watch("v1/events/") as watch:
+            async for _ in watch:
+                if set(found := await announced(runtime)) == set(keys):
+                    return found
+        raise AssertionError("the watch ended")
+
+    return await asyncio.wait_for(look(), 30)
+
+
+def test_it_announces_itself_until_shutdown(publisher):
+    async def engine():
+        async with DistributedRuntime(discovery="mem") as runtime:
+            component = runtime.namespace("test").component("backend")
+            mine = publisher(component)
+            other = publisher(component, worker_id=9, dp_rank=2)
+            keys = [
+                f"v1/events/test/backend/{runtime.instance_id}/0",
+                "v1/events/test/backend/9/2",
+            ]
+            found = await wait_for_announced(runtime, keys)
+            assert found[keys[0]] == {
+                "kind": "zmq",
+                "endpoint": mine.endpoint,
+                "replay_endpoint": mine.replay_endpoint,
+                "block_size": SIZE,
+            }
+            assert found[keys[1]]["endpoint"] == other.endpoint
+            mine.shutdown()
+            await wait_for_announced(runtime, keys[1:])
+            # At once, before its announcement was made.
+            publisher(component).shutdown()
+            await wait_for_announced(runtime, keys[1:])
+            del other
+            return runtime
+
+    asyncio.run(engine())
+
+
+def test_a_publisher_that_nobody_holds_withdraws():
+    async def engine():
+        async with DistributedRuntime(discovery="mem") as runtime:
+            component = runtime.namespace("test").component("backend")
+            made = KvEventPublisher(component, kv_block_size=SIZE)
+            gone = weakref.ref(made)
+            del made
+            gc.collect()
+            assert gone() is None
+            await wait_for_announced(runtime, [])
+
+    asyncio.run(engine())
+
+
+def test_a_thread_names_the_loop_and_waits_for_the_announcement(publisher):
+    async def engine():
+        loop = asyncio.get_running_loop()
+        async with DistributedRuntime(discovery="mem") as runtime:
+            component = runtime.namespace("test").component("backend")
+            with pytest.raises(InvalidArgumentError, match="loop must be the runtime's event loop"):
+                await asyncio.to_thread(publisher, component)
+            made = await asyncio.to_thread(publisher, component, loop=loop)
+            assert len(await announced(runtime)) == 1
+            await asyncio.to_thread(made.shutdown)
+            assert await announced(runtime) == {}
+
+    asyncio.run(engine())
+
+
+def test_a_relay_announces_the_engine_and_binds_nothing(publisher):
+    async def engine():
+        async with DistributedRuntime(discovery="mem") as runtime:
+            component = runtime.namespace("test").component("backend")
+            config = ZmqKvEventPublisherConfig(
+                kv_block_size=SIZE,
+                zmq_endpoint="tcp://10.0.0.7:5557",
+                zmq_replay_endpoint="tcp://10.0.0.7:5657",
+            )
+            made = ZmqKvEventPublisher(component, config)
+            key = f"v1/events/test/backend/{runtime.instance_id}/0"
+            found = (await wait_for_announced(runtime, [key]))[key]
+            assert found["endpoint"] == "tcp://10.0.0.7:5557"
+            assert found["replay_endpoint"] == "tcp://10.0.0.7:5657"
+            with pytest.raises(ConflictError, match=r"publish_cleared: this publisher relays tcp"):
+                made.publish_cleared()
+            assert made.flush()
+            made.shutdown()
+
+    asyncio.run(engine())
+
+
+def test_a_listener_tells_what_an_index_of_python_takes(publisher):
+    async def tool():
+        made = publisher(dp_rank=1)
+        listening = ZmqKvEventListener(made.endpoint, "", SIZE)
+        try:
+            # Until the subscription is there.
+            events = asyncio.ensure_future(listening.get_events())
+            while not events.done():
+                made.publish_cleared()
+                await asyncio.wait({events}, timeout=0.01)
+            store(made, [1, -2], tokens_of(0, 2), cache_salt="tenant-a")
+            made.publish_removed([-2])
+            tree = RadixTree()
+            told = []
+            while not told or "removed" not in told[-1]:
+                told += await listening.get_events()
+            for event in told:
+                tree.apply_event(5, event.encode())
+            hashes = compute_block_hash_for_seq(tokens_of(0, 2), SIZE, cache_salt="tenant-a")
+            assert tree.find_matches(hashes).scores == {(5, 1): 1}
+        finally:
+            listening.close()
+
+    asyncio.run(tool())

@@ -1,0 +1,120 @@
+"""KvPushRouter where workers refuse, can't be reached, or leave and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from kvflash import (
+    ClosedError,
+    DrainingError,
+    KvPushRouter,
+    KvRouterConfig,
+    NoWorkerError,
+    TransportError,
+)
+from support_push_router import PATH, TOKENS, Stage, Worker, eventually, is_idle, known, run
+
+
+def drain(worker: Worker) -> None:
+    """Have it refuse what comes while discovery still has it."""
+    worker.runtime._serving.endpoints[PATH.replace(".", "/")].is_draining = True
+
+
+def test_a_worker_that_drains_is_passed_over_for_the_others() -> None:
+    async def work() -> None:
+        async with Stage() as stage:
+            leaving, other = [await stage.worker() for _ in range(2)]
+            router = await stage.router(2)
+            leaving.hold(TOKENS)
+            await known(router, TOKENS, leaving, 4)
+            drain(leaving)
+            for suspects in (set(), {leaving.id}):
+                # It holds the prompt, and is asked first: once.
+                assert router._client.suspects() == suspects
+                stream = await router.generate(TOKENS)
+                assert len([item async for item in stream]) == 4
+                assert stream.worker_id == other.id
+            assert router._client.suspects() == {leaving.id}
+            with pytest.raises(DrainingError, match="is draining"):
+                _ = [item async for item in await router.generate(TOKENS, worker_id=leaving.id)]
+            with pytest.raises(DrainingError):
+                only = await router.generate(TOKENS, allowed_worker_ids=[leaving.id])
+                _ = [item async for item in only]
+            assert is_idle(router)
+
+    run(work())
+
+
+def test_what_went_wrong_is_raised_when_nobody_else_is_allowed() -> None:
+    async def work() -> None:
+        async with Stage() as stage:
+            await stage.worker()
+            # Nobody listens there while the socket is bound.
+            with socket.socket() as silent:
+                silent.bind(("127.0.0.1", 0))
+                address = f"127.0.0.1:{silent.getsockname()[1]}"
+                instance = {"instance_id": 7, "transport": {"kind": "tcp", "address": address}}
+                key = f"v1/instances/{PATH.replace('.', '/')}/7"
+                await stage.runtime().announce(key, instance)
+                router = await stage.router(2, use_kv_events=False)
+                with pytest.raises(TransportError, match="instance 7"):
+                    await router.generate(TOKENS, allowed_worker_ids=[7])
+                with pytest.raises(NoWorkerError):
+                    await router.generate(TOKENS, allowed_worker_ids=[8])
+                assert is_idle(router)
+
+    run(work())
+
+
+def test_a_router_that_is_closed_while_it_starts_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work() -> None:
+        async with Stage() as stage:
+            # A server that takes connections and says nothing.
+            with socket.create_server(("127.0.0.1", 0)) as silent:
+                silent.setblocking(False)
+                address = f"nats://127.0.0.1:{silent.getsockname()[1]}"
+                monkeypatch.setenv("NATS_SERVER", address)
+                config = KvRouterConfig(durable_kv_events=True)
+                router = KvPushRouter(stage.runtime().endpoint(PATH), 4, config)
+                asked = asyncio.create_task(router.best_worker(TOKENS))
+                loop = asyncio.get_running_loop()
+                connection, _ = await loop.sock_accept(silent)
+                await asyncio.wait_for(router.aclose(), 30)
+                with pytest.raises(ClosedError, match="while it started"):
+                    await asked
+                connection.close()
+            assert router._workers._keys._tasks == []
+            with pytest.raises(ClosedError):
+                await router.best_worker(TOKENS)
+
+    run(work())
+
+
+def test_a_worker_that_comes_back_is_credited_with_what_it_still_holds() -> None:
+    async def work() -> None:
+        async with Stage() as stage:
+            worker = await stage.worker()
+            router = await stage.router(1)
+            worker.hold(TOKENS)
+            await known(router, TOKENS, worker, 4)
+            key = f"v1/instances/{PATH.replace('.', '/')}/{worker.id}"
+            (value,) = (await stage.discovery.get_prefix(key)).values()
+            await stage.discovery.delete(key)
+
+            async def is_gone() -> bool:
+                return await router.get_potential_loads(TOKENS) == []
+
+            await eventually(is_gone, "the worker to leave")
+            await stage.discovery.put(key, value)
+            await known(router, TOKENS, worker, 4)
+            worker.hold([*TOKENS, *range(8)])
+            await known(router, [*TOKENS, *range(8)], worker, 6)
+            # It was put without the worker's lease.
+            await stage.discovery.delete(key)
+
+    run(work())
