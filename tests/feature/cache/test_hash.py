@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -24,6 +25,12 @@ from service import VECTORS
 VECTOR = json.loads((VECTORS / "hash.json").read_text())
 U32_MAX = 2**32 - 1
 I32_MAX = 2**31 - 1
+
+
+def shown(value: object) -> str:
+    """Name a case without its address, alike in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
 
 # Each makes the same token ids in another form; ids up to 2**31 - 1 fit into all of them.
 FORMS = {
@@ -184,7 +191,7 @@ def test_an_id_outside_u32_is_named_by_index_and_value(form, value):
 @pytest.mark.parametrize(
     "wrong",
     [True, False, 1.0, 1.5, "1", b"1", None, [1], np.float32(1.0), np.bool_(True), object()],
-    ids=repr,
+    ids=shown,
 )
 def test_an_element_that_is_no_integer_is_named_by_index(wrong):
     with pytest.raises(InvalidArgumentError, match=r"tokens\[2\] must be an integer"):
@@ -207,14 +214,14 @@ def test_an_element_that_is_no_integer_is_named_by_index(wrong):
         memoryview(array("d", [1.0])),
         [[1, 2], [3, 4]],
     ],
-    ids=repr,
+    ids=shown,
 )
 def test_arrays_of_no_integers_are_refused(wrong):
     with pytest.raises(InvalidArgumentError, match=r"tokens\[0\] must be an integer"):
         compute_block_hash_for_seq(wrong, 2)
 
 
-@pytest.mark.parametrize("wrong", [None, 5, 1.5, object(), len], ids=repr)
+@pytest.mark.parametrize("wrong", [None, 5, 1.5, object(), len], ids=shown)
 def test_what_holds_no_integers_is_refused_by_type(wrong):
     with pytest.raises(InvalidArgumentError) as caught:
         compute_block_hash_for_seq(wrong, 2)
@@ -239,7 +246,7 @@ def test_a_matrix_with_gaps_is_refused():
         compute_block_hash_for_seq(batch, 4)
 
 
-@pytest.mark.parametrize("wrong", ["12", b"12", bytearray(b"12")], ids=repr)
+@pytest.mark.parametrize("wrong", ["12", b"12", bytearray(b"12")], ids=shown)
 def test_text_and_raw_bytes_are_refused(wrong):
     with pytest.raises(InvalidArgumentError, match="tokens must be a list, an array or a buffer"):
         compute_block_hash_for_seq(wrong, 1)
