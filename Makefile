@@ -54,9 +54,11 @@ CAPI = CXXFLAGS="-w $(CXXFLAGS)" cargo
 capi:
 	$(CAPI) build --quiet --release --locked --package kvflash-capi
 
+# Several files side by side: tests mostly wait, for processes and for clocks. tests/conftest.py has the order.
+TESTS = -n 4 --dist loadfile --no-loadscope-reorder
 test: lint capi
 	cargo test --quiet --locked
-	$(BIN)/python tests/halves.py $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest $(or $(PYTEST_FLAGS),$(TESTS))
 
 bench:
 	$(MAKE) dev PROFILE=fast

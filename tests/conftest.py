@@ -10,6 +10,42 @@ import zmq
 
 from service import Http, Process
 
+# Those that take longest go first, so that none of them runs alone at the end.
+LONGEST = [
+    "test_faults_clock",
+    "test_router_sync",
+    "test_router_state",
+    "test_faults_discovery",
+    "test_cluster_events",
+    "test_faults_prefill",
+    "test_faults",
+    "test_promises",
+    "test_mocker_roles",
+    "test_frontend_discovery",
+    "test_chaos",
+    "test_snapshots",
+    "test_kv_indexer_model",
+    "test_launchers",
+    "test_replica_sync",
+    "test_demo",
+    "test_capi",
+    "test_router_openapi",
+    "test_indexer_openapi",
+    "test_tls",
+    "test_push_router_state",
+    "test_cluster_sync",
+    "test_manuals",
+    "test_processes",
+    "test_stream",
+    "test_radix_tree_twin",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order files; tests of one file stay in theirs."""
+    ranks = {name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
 
 @pytest.fixture
 def run() -> Iterator[Callable[..., Process]]:
