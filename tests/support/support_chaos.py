@@ -19,7 +19,7 @@ from pathlib import Path
 from servers import EtcdServer, NatsServer, free_port
 from service import Http, Process, until
 from support_cluster import BLOCK, MODEL, Cluster, Workers
-from support_frontend import COMPLETIONS, Answer, Frontend, ask
+from support_frontend import COMPLETIONS, Answer, FrontendProcess, ask
 
 __all__ = ["ChaosCluster", "Load", "Member"]
 
@@ -34,7 +34,7 @@ CLIENTS = 6
 CACHE_BLOCKS = 256
 
 
-class Member(Frontend):
+class Member(FrontendProcess):
     """A frontend at a port that outlives it; counts its lives."""
 
     def __init__(self, env: dict[str, str]) -> None:

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from service import Process, until
-from support_frontend import COMPLETIONS, Call, Frontend, ask
+from support_frontend import COMPLETIONS, Call, FrontendProcess, ask
 
 MODEL = "m"
 TOKENIZER = Path(__file__).parents[1] / "vectors" / "tiny-llama"
@@ -57,9 +57,9 @@ class Cluster:
     def workers(self, *flags: str, count: int = 2) -> Workers:
         return self.open.enter_context(contextlib.closing(Workers(self.env, *flags, count=count)))
 
-    def frontend(self, workers: Workers | None, *flags: str) -> Frontend:
+    def frontend(self, workers: Workers | None, *flags: str) -> FrontendProcess:
         kind = self.env["KVFLASH_DISCOVERY"]
-        made = self.open.enter_context(Frontend("--discovery", kind, *flags, env=self.env))
+        made = self.open.enter_context(FrontendProcess("--discovery", kind, *flags, env=self.env))
         if workers is not None:
             made.wait_healthy(*workers.ids)
         return made
@@ -76,27 +76,27 @@ class Cluster:
         self.open.close()
 
 
-def overlap(frontend: Frontend, family: int, blocks: int = 8) -> int:
+def overlap(frontend: FrontendProcess, family: int, blocks: int = 8) -> int:
     """Send a prompt; the blocks of it that the chosen worker held."""
     answer = ask(frontend.url, COMPLETIONS, body(family, blocks=blocks))
     assert answer.status == 200, answer.body
     return int(answer.headers["x-kvflash-overlap-blocks"])
 
 
-def active_blocks(frontend: Frontend) -> int:
+def active_blocks(frontend: FrontendProcess) -> int:
     """Blocks of running requests on all workers, as this frontend knows it."""
     metrics = frontend.metrics()
     return int(sum(v for k, v in metrics.items() if k.startswith("kvflash_worker_active_blocks")))
 
 
-def hold(frontend: Frontend, family: int) -> Call:
+def hold(frontend: FrontendProcess, family: int) -> Call:
     """A stream that runs until it is closed."""
     call = Call(frontend.url, COMPLETIONS, body(family, 100_000, stream=True, ignore_eos=True))
     call.read_event()
     return call
 
 
-def wait_known(frontend: Frontend, family: int, blocks: int = 8) -> None:
+def wait_known(frontend: FrontendProcess, family: int, blocks: int = 8) -> None:
     """Wait until some worker is known to hold a prompt."""
     until(
         lambda: blocks in frontend.overlaps(body(family, blocks=blocks)).values(),

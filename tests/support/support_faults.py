@@ -15,7 +15,7 @@ from typing import Any
 from kvflash.discovery.folder import Folder
 from servers import EtcdServer, NatsServer
 from service import Process, until
-from support_frontend import CHAT, DONE, Answer, Call, Frontend
+from support_frontend import CHAT, DONE, Answer, Call, FrontendProcess
 from wire import Wire
 
 KINDS = ("openai", "tcp", "http", "nats")
@@ -78,7 +78,7 @@ class Site:
             discovery = "none"
         common = ("--router-mode", "round-robin", "--health-interval", "0.2")
         self.frontend = self.open.enter_context(
-            Frontend("--discovery", discovery, *common, *flags, env=self.env)
+            FrontendProcess("--discovery", discovery, *common, *flags, env=self.env)
         )
 
     def __enter__(self) -> Site:

@@ -15,6 +15,9 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvflash.frontend.app import make_frontend
+from kvflash.frontend.args import parse_args
+from kvflash.process import FedService
 from service import DEADLINE_S, Http, Process, until
 
 CHAT = "/v1/chat/completions"
@@ -22,35 +25,14 @@ COMPLETIONS = "/v1/completions"
 DONE = b"data: [DONE]\n\n"
 
 
-# -- real processes
+# -- frontends and mockers
 
 
-class Frontend:
-    """A frontend process and a client of its own API."""
+class Client:
+    """A client of a frontend's own API."""
 
-    def __init__(self, *flags: str, env: dict[str, str] | None = None) -> None:
-        common = ("--port", "0", "--host", "127.0.0.1", "--seed", "7", "--log-level", "error")
-        if "--discovery" not in flags:
-            common += ("--discovery", "none")
-        self.process = Process("kvflash.frontend", *common, *flags, env=env)
-        try:
-            self.url = str(self.process.ready()["url"])
-        except BaseException:
-            self.process.close()
-            raise
-        self.http = Http(self.url)
-
-    def __enter__(self) -> Frontend:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.http.close()
-        self.process.close()
+    url: str
+    http: Http
 
     @property
     def address(self) -> tuple[str, int]:
@@ -112,6 +94,58 @@ class Frontend:
             return {k: v for k, v in self.metrics().items() if k.startswith(names) and v}
 
         until(lambda: not load(), "the load to be freed")
+
+
+class Frontend(Client):
+    """A frontend in this process: what a request meets, without what only a process has."""
+
+    def __init__(self, *flags: str) -> None:
+        args = parse_args(["--host", "127.0.0.1", "--seed", "7", "--discovery", "none", *flags])
+        self.core = make_frontend(args)
+        self._service = FedService(self.core, host="127.0.0.1", port=0)
+        self._service.start()
+        self.url = self._service.url
+        self.http = Http(self.url)
+
+    def __enter__(self) -> Frontend:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.http.close()
+        self._service.stop()
+
+
+class FrontendProcess(Client):
+    """A frontend as a process: with a log, signals, an environment, discovery and brokers."""
+
+    def __init__(self, *flags: str, env: dict[str, str] | None = None) -> None:
+        common = ("--port", "0", "--host", "127.0.0.1", "--seed", "7", "--log-level", "error")
+        if "--discovery" not in flags:
+            common += ("--discovery", "none")
+        self.process = Process("kvflash.frontend", *common, *flags, env=env)
+        try:
+            self.url = str(self.process.ready()["url"])
+        except BaseException:
+            self.process.close()
+            raise
+        self.http = Http(self.url)
+
+    def __enter__(self) -> FrontendProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.http.close()
+        self.process.close()
 
 
 class Mocker:
@@ -525,7 +559,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def engines(frontend: Frontend, *fakes: FakeEngine) -> Iterator[list[int]]:
+def engines(frontend: Client, *fakes: FakeEngine) -> Iterator[list[int]]:
     """Register fake engines for a while; gives their ids."""
     with contextlib.ExitStack() as stack:
         ids = []

@@ -16,10 +16,7 @@ from typing import Any
 import msgpack
 
 from kvflash import Tokenizer
-from kvflash.frontend.app import make_frontend
-from kvflash.frontend.args import parse_args
-from kvflash.process import FedService
-from service import DEADLINE_S, Http, until
+from service import DEADLINE_S, until
 from support_frontend import Frontend
 
 TINY_LLAMA = Path(__file__).parents[1] / "vectors" / "tiny-llama"
@@ -27,24 +24,7 @@ REQUEST, DATA, END, ERROR, PING, PONG = 1, 2, 3, 4, 5, 6
 
 
 class EmbeddedFrontend(Frontend):
-    """A frontend in this process, so that a test can tell it of workers as discovery does."""
-
-    def __init__(self, *flags: str) -> None:
-        args = parse_args(["--host", "127.0.0.1", "--seed", "7", "--discovery", "none", *flags])
-        self.core = make_frontend(args)
-        self._service = FedService(self.core, host="127.0.0.1", port=0)
-        self._service.start()
-        self.url = self._service.url
-        self.http = Http(self.url)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.http.close()
-        self._service.stop()
+    """A frontend that a test tells of workers as discovery does."""
 
     def put(self, worker: FakeWorker, **card: Any) -> int:
         """Tell of a worker."""

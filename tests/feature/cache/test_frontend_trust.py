@@ -14,7 +14,7 @@ from service import until
 from support_frontend import (
     COMPLETIONS,
     FakeEngine,
-    Frontend,
+    FrontendProcess,
     Mocker,
     ask,
     free_port,
@@ -28,15 +28,15 @@ TURN = 6 * BLOCK
 TURNS = 3
 
 
-def health(frontend: Frontend) -> dict[str, Any]:
+def health(frontend: FrontendProcess) -> dict[str, Any]:
     return dict(frontend.http.call("GET", "/health")[1])
 
 
-def trust(frontend: Frontend) -> dict[str, float]:
+def trust(frontend: FrontendProcess) -> dict[str, float]:
     return {worker: known["trust"] for worker, known in health(frontend)["reuse"].items()}
 
 
-def complete(frontend: Frontend, prompt: list[int]) -> str:
+def complete(frontend: FrontendProcess, prompt: list[int]) -> str:
     """Ask for a completion; gives the worker that answered."""
     body = {"model": "m", "prompt": prompt, "max_tokens": 1, "temperature": 0}
     answer = ask(frontend.url, COMPLETIONS, body)
@@ -47,7 +47,7 @@ def complete(frontend: Frontend, prompt: list[int]) -> str:
 class Chat:
     """Conversations of three turns; each turn waits for the events of the one before."""
 
-    def __init__(self, frontend: Frontend) -> None:
+    def __init__(self, frontend: FrontendProcess) -> None:
         self._frontend = frontend
         self._begun = 0
         self.answers: dict[str, int] = {"1:0": 0, "2:0": 0}
@@ -91,7 +91,7 @@ def test_crossed_event_ports_are_found_cost_all_credit_and_recover(
     with Mocker(*FAST) as one, Mocker(*FAST) as other:
         flags = ("--worker", crossed(one, other), "--worker", crossed(other, one))
         # auto keeps conversations with the worker that recovers first; kv goes on asking both.
-        with Frontend(*flags, "--router-mode", "kv", "--log-level", "info") as frontend:
+        with FrontendProcess(*flags, "--router-mode", "kv", "--log-level", "info") as frontend:
             frontend.wait_healthy(1, 2)
             chat = Chat(frontend)
             found: dict[str, int] = {}
@@ -138,7 +138,7 @@ def test_eviction_and_concurrency_alarm_nobody() -> None:
     flags = (*FAST, "--num-gpu-blocks", "160", "--max-num-seqs", "16")
     with Mocker(*flags) as one, Mocker(*flags) as other:
         workers = ("--worker", one.spec(), "--worker", other.spec())
-        with Frontend(*workers) as frontend:
+        with FrontendProcess(*workers) as frontend:
             frontend.wait_healthy(1, 2)
             chance = random.Random(7)
 
@@ -172,7 +172,7 @@ def test_sockets_that_cannot_be_right_are_named_at_the_start() -> None:
             (f"{mocker.url},events={events},replay={http}", "replay_is_http"),
             (f"{mocker.url},events={events},replay={events}", "replay_is_events"),
         ]:
-            with Frontend("--worker", spec, "--log-level", "warn") as frontend:
+            with FrontendProcess("--worker", spec, "--log-level", "warn") as frontend:
                 until(lambda frontend=frontend: health(frontend)["reasons"], f"{code} to be found")
                 body = health(frontend)
                 (reason,) = body["reasons"]
@@ -184,7 +184,7 @@ def test_sockets_that_cannot_be_right_are_named_at_the_start() -> None:
 def test_a_tokenizer_of_another_model_is_named_at_the_start() -> None:
     with FakeEngine("m") as engine:
         flags = ("--worker", f"{engine.url},events=tcp://127.0.0.1:{free_port()}")
-        with Frontend(*flags, "--tokenizer", str(TINY_LLAMA)) as frontend:
+        with FrontendProcess(*flags, "--tokenizer", str(TINY_LLAMA)) as frontend:
             until(lambda: health(frontend)["reasons"], "the tokens to be compared")
             (reason,) = health(frontend)["reasons"]
             assert reason["code"] == "tokenizer_differs"
@@ -194,7 +194,7 @@ def test_a_tokenizer_of_another_model_is_named_at_the_start() -> None:
 def test_v1_at_the_end_of_a_url_is_left_out_with_a_warning() -> None:
     with Mocker(*FAST) as mocker:
         url, _, rest = mocker.spec().partition(",")
-        with Frontend("--worker", f"{url}/v1,{rest}", "--log-level", "warn") as frontend:
+        with FrontendProcess("--worker", f"{url}/v1,{rest}", "--log-level", "warn") as frontend:
             frontend.wait_healthy(1)
             assert frontend.workers()[1]["url"] == url
             complete(frontend, list(range(40)))

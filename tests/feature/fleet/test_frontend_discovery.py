@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from service import SUPPORT, Process, until
-from support_frontend import CHAT, Call, Frontend, ask
+from support_frontend import CHAT, Call, FrontendProcess, ask
 
 WORKER = SUPPORT / "token_worker.py"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "Say it"}], "max_tokens": 50}
@@ -26,7 +26,7 @@ class Fleet:
         self.env = {"KVFLASH_DISCOVERY_DIR": str(folder / "discovery"), "HOLD_DIR": str(folder)}
         self.workers: dict[str, Process] = {}
         self.ids: dict[str, int] = {}
-        self.frontend = Frontend("--discovery", "file", *flags, env=self.env)
+        self.frontend = FrontendProcess("--discovery", "file", *flags, env=self.env)
 
     def start(self, name: str, role: str = "decode", plane: str = "tcp") -> None:
         worker = Process(str(WORKER), name, role, plane, env=self.env)

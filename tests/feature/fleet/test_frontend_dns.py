@@ -13,7 +13,7 @@ import pytest
 from dns_server import SERVFAIL, DnsServer
 from service import needs_ipv6, until
 from support_cluster import REMOTE, active_blocks, hold
-from support_frontend import COMPLETIONS, Call, FakeEngine, Frontend, Mocker, Typist, ask
+from support_frontend import COMPLETIONS, Call, FakeEngine, FrontendProcess, Mocker, Typist, ask
 
 BLOCK = 16
 NAME = "engines.test"
@@ -60,12 +60,12 @@ def spec(mocker: MockerAt, name: str) -> str:
     return f"dns+http://{name}:{http},events=tcp://*:{events},replay=tcp://*:{replay}"
 
 
-def dns_frontend(server: DnsServer, *flags: str, **more: Any) -> Frontend:
+def dns_frontend(server: DnsServer, *flags: str, **more: Any) -> FrontendProcess:
     names = ("--worker-dns-server", server.address, "--worker-dns-interval-secs", "0.1")
-    return Frontend(*names, *flags, **more)
+    return FrontendProcess(*names, *flags, **more)
 
 
-def by_address(frontend: Frontend) -> dict[str, int]:
+def by_address(frontend: FrontendProcess) -> dict[str, int]:
     """Numbers of the workers that are there, by address."""
     return {
         str(urlsplit(worker["url"]).hostname): number
@@ -73,7 +73,7 @@ def by_address(frontend: Frontend) -> dict[str, int]:
     }
 
 
-def wait_engines(frontend: Frontend, *addresses: str) -> dict[str, int]:
+def wait_engines(frontend: FrontendProcess, *addresses: str) -> dict[str, int]:
     """Until exactly these are workers, and healthy; their numbers."""
     until(lambda: set(by_address(frontend)) == set(addresses), f"the engines {addresses}")
     numbers = by_address(frontend)
@@ -86,7 +86,7 @@ def body(family: int, **more: Any) -> dict[str, Any]:
     return {"model": "m", "prompt": prompt, "max_tokens": 1, **more}
 
 
-def health(frontend: Frontend) -> tuple[int, dict[str, Any]]:
+def health(frontend: FrontendProcess) -> tuple[int, dict[str, Any]]:
     status, said, _ = frontend.http.call("GET", "/health")
     return status, said
 

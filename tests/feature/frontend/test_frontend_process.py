@@ -20,7 +20,7 @@ from support_frontend import (
     Call,
     Exchange,
     FakeEngine,
-    Frontend,
+    FrontendProcess,
     Mocker,
     Raw,
     answer_json,
@@ -129,7 +129,7 @@ def test_bad_environment_names_the_variable(name: str, value: str) -> None:
 def test_environment_sets_flags_and_the_command_line_wins() -> None:
     env = {"KVFLASH_ROUTER_MODE": "round-robin", "KVFLASH_MAX_BODY_BYTES": "1k"}
     env["KVFLASH_WORKER"] = "http://127.0.0.1:9 http://127.0.0.1:10,id=7"
-    with Frontend("--max-body-bytes", "2k", env=env) as frontend:
+    with FrontendProcess("--max-body-bytes", "2k", env=env) as frontend:
         assert frontend.http.call("GET", "/health")[1]["router_policy"] == "round_robin"
         assert sorted(frontend.workers()) == [1, 7]
         got = ask(frontend.url, COMPLETIONS, b" " * 2_001)
@@ -157,8 +157,8 @@ class Held:
 
 
 @contextlib.contextmanager
-def serving(fake: FakeEngine, *flags: str) -> Iterator[Frontend]:
-    with Frontend(*flags) as frontend, fake:
+def serving(fake: FakeEngine, *flags: str) -> Iterator[FrontendProcess]:
+    with FrontendProcess(*flags) as frontend, fake:
         frontend.add(fake.url)
         yield frontend
 
@@ -237,7 +237,7 @@ def test_request_that_waits_at_the_signal_is_still_tried_elsewhere() -> None:
         return False
 
     with contextlib.ExitStack() as stack:
-        frontend = stack.enter_context(Frontend())
+        frontend = stack.enter_context(FrontendProcess())
         fakes = [stack.enter_context(FakeEngine("late", first_dies)) for _ in range(2)]
         for fake in fakes:
             frontend.add(fake.url)
@@ -253,7 +253,7 @@ def test_request_that_waits_at_the_signal_is_still_tried_elsewhere() -> None:
 
 def test_signal_with_real_engines_and_their_events() -> None:
     with Mocker("--speedup-ratio", "5") as mocker:
-        with Frontend("--worker", mocker.spec()) as frontend:
+        with FrontendProcess("--worker", mocker.spec()) as frontend:
             frontend.wait_healthy(1)
             body = {"model": "m", "prompt": "x" * 100, "max_tokens": 200, "stream": True}
             call = Call(frontend.url, COMPLETIONS, body)
@@ -268,7 +268,7 @@ def test_signal_with_real_engines_and_their_events() -> None:
 
 
 def test_connections_are_closed_behind_clients() -> None:
-    with Frontend() as frontend, engines(frontend, FakeEngine("fds")):
+    with FrontendProcess() as frontend, engines(frontend, FakeEngine("fds")):
         folder = Path(f"/proc/{frontend.process.popen.pid}/fd")
         ask(frontend.url, COMPLETIONS, prompt_of("fds"))
         before = len(list(folder.iterdir()))

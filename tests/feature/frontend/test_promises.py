@@ -18,7 +18,7 @@ import pytest
 from kvflash import DistributedRuntime, KvPushRouter, KvRouterConfig
 from kvflash.discovery import open_discovery
 from service import Process, until
-from support_frontend import COMPLETIONS, Answer, Call, Frontend, ask
+from support_frontend import COMPLETIONS, Answer, Call, FrontendProcess, ask
 
 TINY_LLAMA = Path(__file__).parents[2] / "vectors" / "tiny-llama"
 BLOCK = 16
@@ -31,11 +31,11 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "discovery"
         self.env = {"KVFLASH_DISCOVERY_DIR": str(self.folder), "KVFLASH_HOST": "127.0.0.1"}
-        self.frontends: list[Frontend] = []
+        self.frontends: list[FrontendProcess] = []
         self.mockers: list[Process] = []
 
-    def frontend(self, *flags: str) -> Frontend:
-        self.frontends.append(Frontend("--discovery", "file", *flags, env=self.env))
+    def frontend(self, *flags: str) -> FrontendProcess:
+        self.frontends.append(FrontendProcess("--discovery", "file", *flags, env=self.env))
         return self.frontends[-1]
 
     def workers(
@@ -256,7 +256,7 @@ def test_workers_that_come_and_go_disturb_nobody(cluster: Cluster, end: str) -> 
     stop = threading.Event()
     statuses: list[int] = []
 
-    def keep_asking(frontend: Frontend) -> None:
+    def keep_asking(frontend: FrontendProcess) -> None:
         number = 0
         while not stop.is_set():
             number += 1

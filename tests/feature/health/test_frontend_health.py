@@ -13,8 +13,9 @@ from service import until
 from support_frontend import (
     CHAT,
     COMPLETIONS,
+    Client,
     FakeEngine,
-    Frontend,
+    FrontendProcess,
     ask,
     engines,
     free_port,
@@ -25,7 +26,7 @@ from support_tokens import TINY_LLAMA, EmbeddedFrontend, FakeWorker, workers
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Say it"}], "max_tokens": 5}
 
 
-def warnings(frontend: Frontend) -> list[str]:
+def warnings(frontend: Client) -> list[str]:
     body: dict[str, Any] = frontend.http.call("GET", "/health")[1]
     return list(body["warnings"])
 
@@ -36,7 +37,7 @@ def nobody() -> str:
 
 
 def test_an_engine_that_never_comes_up_is_named_with_its_reason() -> None:
-    with Frontend("--worker", nobody(), "--log-level", "warn") as frontend:
+    with FrontendProcess("--worker", nobody(), "--log-level", "warn") as frontend:
         until(lambda: "GET /health" in str(warnings(frontend)), "the first check")
         answer = ask(frontend.url, COMPLETIONS, prompt_of("m"))
         message = answer.json["error"]["message"]

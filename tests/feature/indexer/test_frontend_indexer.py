@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from service import Process, until
-from support_frontend import COMPLETIONS, Frontend, Mocker, ask
+from support_frontend import COMPLETIONS, FrontendProcess, Mocker, ask
 
 
 def test_one_frontend_knows_what_the_other_one_serves() -> None:
@@ -14,9 +14,9 @@ def test_one_frontend_knows_what_the_other_one_serves() -> None:
         known += ("--worker", mocker.spec(id=number))
     deadline = ("--remote-indexer-deadline", "30")
     try:
-        with Frontend(*known, "--serve-indexer") as first:
+        with FrontendProcess(*known, "--serve-indexer") as first:
             remote = ("--use-remote-indexer", first.url, *deadline)
-            with Frontend(*known, *remote, "--router-predicted-ttl-secs", "0") as second:
+            with FrontendProcess(*known, *remote, "--router-predicted-ttl-secs", "0") as second:
                 first.wait_healthy(1, 2)
                 second.wait_healthy(1, 2)
                 assert second.workers()[1]["listeners"] == []

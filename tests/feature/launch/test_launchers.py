@@ -16,7 +16,7 @@ from kvflash import DistributedRuntime, KvPushRouter, KvRouterConfig, NotFoundEr
 from kvflash.discovery import open_discovery
 from servers import NatsServer, free_port
 from service import SUPPORT, EmbeddedIndexer, Http, until
-from support_frontend import COMPLETIONS, Frontend, ask
+from support_frontend import COMPLETIONS, FrontendProcess, ask
 
 FAKE = f"{sys.executable} {SUPPORT / 'fake_engine.py'}"
 
@@ -260,7 +260,7 @@ def test_events_of_a_launched_engine_are_relayed_to_nats(kind, launch, folder, n
     client.post("/v1/completions", completion(0))
     client.close()
     env = {"KVFLASH_DISCOVERY_DIR": str(folder), "NATS_SERVER": nats.url}
-    with Frontend("--discovery", "file", "--event-plane", "nats", env=env) as frontend:
+    with FrontendProcess("--discovery", "file", "--event-plane", "nats", env=env) as frontend:
         frontend.wait_healthy(number)
         held = {number: 4}
         until(lambda: frontend.overlaps(completion(0)) == held, "what was before")
@@ -299,7 +299,7 @@ def test_health_tells_of_events_over_nats_only_what_is_wrong(launch, folder, nat
     )
     # The engine has said nothing yet, and need not have.
     for flags, warnings in ((["--event-plane", "nats"], []), ([], [lost])):
-        with Frontend("--discovery", "file", *flags, env=env) as frontend:
+        with FrontendProcess("--discovery", "file", *flags, env=env) as frontend:
             frontend.wait_healthy(number)
             assert frontend.http.get("/health")["warnings"] == warnings
 

@@ -19,6 +19,7 @@ from support_frontend import (
     Exchange,
     FakeEngine,
     Frontend,
+    FrontendProcess,
     Mocker,
     answer_json,
     ask,
@@ -227,7 +228,7 @@ def test_decisions_are_logged_with_the_cost_of_every_worker_when_asked_for() -> 
         told: dict[int, list[tuple[str, ...]]] = {}
         for first, flags in ((0, []), (1_000, ["--log-decisions"])):
             mode = ("--router-mode", "kv", "--log-level", "info")
-            with Frontend(*workers, *mode, *flags) as frontend:
+            with FrontendProcess(*workers, *mode, *flags) as frontend:
                 frontend.wait_healthy(1, 2)
                 prompt = list(range(first, first + 40))
                 body = {"model": "m", "prompt": prompt, "max_tokens": 1}
@@ -249,7 +250,7 @@ def test_variables_without_effect_are_named_at_the_start() -> None:
         "KVFLASH_ROUTER_VTC_TOKEN_TRACKER_MAX_TOKENS": "20",
         "AIBRIX_PREFIX_CACHE_BLOCK_NUMBER": "1000",
     }
-    with Frontend("--log-level", "warn", env=env) as frontend:
+    with FrontendProcess("--log-level", "warn", env=env) as frontend:
         lines = frontend.process.errors
         until(lambda: sum("has no effect" in line for line in lines) == 3, "three warnings")
         for name in list(env)[:3]:
@@ -257,6 +258,6 @@ def test_variables_without_effect_are_named_at_the_start() -> None:
             assert "WARN" in line
     env["AIBRIX_POLICY_PROFILE"] = "aibrix-compat"
     env["AIBRIX_PREFIX_CACHE_KV_EVENT_SYNC_ENABLED"] = "false"
-    with Frontend("--log-level", "warn", env=env) as frontend:
+    with FrontendProcess("--log-level", "warn", env=env) as frontend:
         pass
     assert not [line for line in frontend.process.errors if "has no effect" in line]

@@ -16,7 +16,7 @@ from support_frontend import (
     COMPLETIONS,
     Call,
     FakeEngine,
-    Frontend,
+    FrontendProcess,
     ask,
     engines,
     prompt_of,
@@ -92,16 +92,16 @@ ANSWERS = 'kvflash_outside_policy_answers_total{outcome="%s"}'
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Iterator[Callable[[str], Frontend]]:
+def own(tmp_path: Path) -> Iterator[Callable[[str], FrontendProcess]]:
     """Makes frontends with a policy of the test's module."""
     (tmp_path / "mine.py").write_text(OWN)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    made: list[Frontend] = []
+    made: list[FrontendProcess] = []
 
-    def make(name: str) -> Frontend:
+    def make(name: str) -> FrontendProcess:
         env = {"PYTHONPATH": path, "TOLD": str(tmp_path / "told")}
         flags = ("--log-level", "warn", "--router-mode", f"python:mine:{name}")
-        made.append(Frontend(*flags, env=env))
+        made.append(FrontendProcess(*flags, env=env))
         return made[-1]
 
     yield make
@@ -109,13 +109,13 @@ def own(tmp_path: Path) -> Iterator[Callable[[str], Frontend]]:
         one.__exit__(None, None, None)
 
 
-def answers(frontend: Frontend, outcome: str) -> float:
+def answers(frontend: FrontendProcess, outcome: str) -> float:
     return frontend.metric(ANSWERS % outcome)
 
 
 @pytest.mark.parametrize(("name", "chosen"), [("Last", 2), ("Index", 0), ("Scores", 2)])
 def test_the_worker_that_it_chooses_gets_the_request(
-    own: Callable[[str], Frontend], name: str, chosen: int
+    own: Callable[[str], FrontendProcess], name: str, chosen: int
 ) -> None:
     fakes = [FakeEngine("p") for _ in range(3)]
     frontend = own(name)
@@ -135,7 +135,7 @@ def test_the_worker_that_it_chooses_gets_the_request(
 
 
 def test_a_worker_that_fails_is_not_chosen_again_for_the_request(
-    own: Callable[[str], Frontend],
+    own: Callable[[str], FrontendProcess],
 ) -> None:
     fakes = [FakeEngine("p"), FakeEngine("p"), FakeEngine("p", lambda _exchange: False)]
     frontend = own("Last")
@@ -148,7 +148,7 @@ def test_a_worker_that_fails_is_not_chosen_again_for_the_request(
     ("name", "outcome"), [("Raises", "raised"), ("Sleeps", "late"), ("Spins", "late")]
 )
 def test_kv_chooses_where_it_fails_or_takes_too_long(
-    own: Callable[[str], Frontend], name: str, outcome: str
+    own: Callable[[str], FrontendProcess], name: str, outcome: str
 ) -> None:
     fakes = [FakeEngine("p") for _ in range(2)]
     frontend = own(name)
@@ -169,7 +169,7 @@ def test_kv_chooses_where_it_fails_or_takes_too_long(
         assert said.count("RuntimeError: not today") == (1 if name == "Raises" else 0)
 
 
-def test_kv_chooses_where_the_answer_is_nonsense(own: Callable[[str], Frontend]) -> None:
+def test_kv_chooses_where_the_answer_is_nonsense(own: Callable[[str], FrontendProcess]) -> None:
     fakes = [FakeEngine("p") for _ in range(2)]
     frontend = own("Nonsense")
     with engines(frontend, *fakes):
@@ -182,7 +182,7 @@ def test_kv_chooses_where_the_answer_is_nonsense(own: Callable[[str], Frontend])
 
 
 def test_it_is_told_what_becomes_of_requests(
-    own: Callable[[str], Frontend], tmp_path: Path
+    own: Callable[[str], FrontendProcess], tmp_path: Path
 ) -> None:
     fakes = [FakeEngine("p") for _ in range(2)]
     frontend = own("Told")

@@ -18,6 +18,7 @@ from support_frontend import (
     Exchange,
     FakeEngine,
     Frontend,
+    FrontendProcess,
     Mocker,
     answer_json,
     ask,
@@ -93,7 +94,7 @@ def test_variables_of_both_names_are_read_and_shown() -> None:
         "KVFLASH_PREFIX_CACHE_BLOCK_SIZE": "64",
         "AIBRIX_PREFIX_CACHE_STANDARD_DEVIATION_FACTOR": "0",
     }
-    with Frontend(env=env) as frontend:
+    with FrontendProcess(env=env) as frontend:
         assert frontend.http.call("GET", "/health")[1]["router_policy"] == "prefix-cache"
         metrics = frontend.metrics()
         for name, source, value in (
@@ -107,7 +108,7 @@ def test_variables_of_both_names_are_read_and_shown() -> None:
         ):
             labels = f'{{name="{name}",source="{source}",value="{value}"}}'
             assert metrics[f"kvflash_policy_setting_info{labels}"] == 1
-    with Frontend("--policy-profile", "aibrix-compat", env=env) as frontend:
+    with FrontendProcess("--policy-profile", "aibrix-compat", env=env) as frontend:
         name = "PREFIX_CACHE_STANDARD_DEVIATION_FACTOR"
         labels = f'{{name="{name}",source="default",value="1"}}'
         assert frontend.metric(f"kvflash_policy_setting_info{labels}") == 1
@@ -141,7 +142,10 @@ def test_prefix_cache_spreads_when_its_worker_is_too_busy() -> None:
 
     fakes = [FakeEngine("m", wait) for _ in range(2)]
     env = {"KVFLASH_PREFIX_CACHE_POD_RUNNING_REQUEST_IMBALANCE_ABS_COUNT": "2"}
-    with Frontend("--router-mode", "prefix-cache", env=env) as frontend, engines(frontend, *fakes):
+    with (
+        FrontendProcess("--router-mode", "prefix-cache", env=env) as frontend,
+        engines(frontend, *fakes),
+    ):
         body = {"model": "m", "prompt": "the same " * 100}
         calls = []
         for n in range(1, 9):

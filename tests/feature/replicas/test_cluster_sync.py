@@ -10,7 +10,7 @@ import pytest
 
 from service import Process, until
 from support_cluster import BLOCK, REMOTE, Cluster, active_blocks, body, hold
-from support_frontend import Frontend, Mocker
+from support_frontend import FrontendProcess, Mocker
 
 SYNC = "--router-replica-sync"
 
@@ -86,7 +86,7 @@ def test_frontends_with_the_same_workers_from_flags_share_their_requests(tmp_pat
         same = [f for mocker in (first, second) for f in ("--worker", mocker.spec())]
         others = [f for mocker in (first, third) for f in ("--worker", mocker.spec())]
         one, two, stranger = (
-            start(Frontend(*flags, *workers, env=env)) for workers in (same, same, others)
+            start(FrontendProcess(*flags, *workers, env=env)) for workers in (same, same, others)
         )
         for frontend in (one, two, stranger):
             frontend.wait_healthy(1, 2)
