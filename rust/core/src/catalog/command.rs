@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::publisher::PublisherId;
+use super::registration::PublisherId;
 
 /// An order to the transport door.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::model::ModelIndex;
-use super::publisher::Place;
+use super::registration::Place;
 use crate::ids::{InstanceId, Worker};
 
 /// What is known of a worker that nobody publishes for here: one that was unregistered, so that its next

@@ -7,13 +7,11 @@ use xxhash_rust::xxh3::xxh3_64;
 
 mod place;
 
-pub use place::Place;
-
 use super::cache_groups::{CacheGroups, EngineFacts};
 use super::counters::{EventCounters, EventCounts, add};
 use super::ingest::Ingest;
 use super::model::ModelIndex;
-use super::registry::Registration;
+use super::registration::{ListenerStatus, Place, PublisherId, Registration};
 use super::standing::Standing;
 use super::trust::{Code, Codes, Evidence};
 use crate::clock::Clock;
@@ -23,23 +21,6 @@ use crate::stream::{Step, Stream};
 
 /// Ranks that one socket may speak for; batches of further ones are counted as malformed.
 const MAX_RANKS: usize = 1_024;
-
-/// Number of a publisher within one process, never used twice.
-pub type PublisherId = u64;
-
-/// What the transport door says about a publisher's socket.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum ListenerStatus {
-    /// Not connected yet, or connected again after a loss and not heard since.
-    Pending,
-    /// Connected.
-    Active,
-    /// Told to stop reading.
-    Paused,
-    /// Cannot work: see the error.
-    Failed,
-}
 
 /// What became of a frame, and what the door has to do about it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

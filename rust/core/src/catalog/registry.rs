@@ -7,14 +7,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use hashbrown::HashMap;
 use parking_lot::RwLock;
 
-use super::cache_groups::EngineFacts;
 use super::command::{Command, CommandQueue};
 use super::counters::EventCounts;
-use super::identity::Identity;
 use super::legal::{check_endpoint, check_facts, check_names, is_brokered};
 use super::model::{ModelIndex, ModelKey, Named};
 use super::past::{Past, PastKind};
-use super::publisher::{ListenerStatus, Place, Publisher, PublisherId};
+use super::publisher::Publisher;
+use super::registration::{ListenerStatus, Place, PublisherId, Registration};
 use crate::clock::{Clock, SystemClock};
 use crate::codec;
 use crate::error::{Error, Result};
@@ -62,27 +61,6 @@ impl Default for CatalogOptions {
             frame: codec::Limits::default(),
         }
     }
-}
-
-/// What a publisher is registered as.
-#[derive(Debug, Clone)]
-pub struct Registration {
-    /// The engine instance and rank whose blocks it reports.
-    pub worker: Worker,
-    /// The index that it feeds.
-    pub key: ModelKey,
-    /// Tokens in a block; `None` = learn it from the engine.
-    pub block_size: Option<u32>,
-    /// Address of the PUB socket.
-    pub endpoint: String,
-    /// Address of the replay socket.
-    pub replay_endpoint: Option<String>,
-    /// Blocks that the device of each of its ranks has, where somebody knows.
-    pub capacity_blocks: Option<u64>,
-    /// Adapter and salt of its events that name none; the first registration of an index decides.
-    pub identity: Identity,
-    /// What no event says of the engine.
-    pub facts: EngineFacts,
 }
 
 #[derive(Default)]
@@ -419,11 +397,6 @@ impl Catalog {
             Command::Resume { publisher }
         });
         Ok(())
-    }
-
-    /// Registered publishers.
-    pub fn publisher_count(&self) -> usize {
-        self.tables.read().publishers.len()
     }
 
     /// Instances with a registered publisher, whatever their ranks.

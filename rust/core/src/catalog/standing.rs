@@ -1,7 +1,7 @@
 //! What a publisher remembers for its trust: since when all was right, and what has been said already.
 
 use super::counters::EventCounts;
-use super::publisher::ListenerStatus;
+use super::registration::ListenerStatus;
 use super::trust::{self, Codes, Evidence};
 use crate::ids::Worker;
 
@@ -12,14 +12,8 @@ pub(super) struct Standing {
     baseline: EventCounts,
     /// Blocks that the index had let go by then.
     evicted_before: u64,
-    missing_batches: u64,
-    missed_first_batches: u64,
-    batches_before: u64,
-    was_connected: bool,
-    is_unverified: bool,
-    is_recovered_without_watermark: bool,
-    is_recovered_inexact: bool,
-    is_known_empty: bool,
+    /// What it has seen itself; the rest of the evidence is read when it is asked for.
+    seen: Evidence,
     /// What the log knows of.
     told: Codes,
     /// Has it been warned since it was last told that all is right?
@@ -35,7 +29,7 @@ impl Standing {
     /// All its blocks are forgotten, and a new stream begins.
     pub fn forgotten(&mut self, now: EventCounts, evicted: u64) {
         self.right(now, evicted);
-        self.is_known_empty = false;
+        self.seen.is_known_empty = false;
     }
 
     /// The engine cleared its cache. What is wrong with how it publishes stays wrong.
@@ -47,12 +41,12 @@ impl Standing {
     fn right(&mut self, now: EventCounts, evicted: u64) {
         self.baseline = now;
         self.evicted_before = evicted;
-        self.missing_batches = 0;
-        self.missed_first_batches = 0;
-        self.batches_before = 0;
-        self.is_unverified = false;
-        self.is_recovered_without_watermark = false;
-        self.is_recovered_inexact = false;
+        self.seen.missing_batches = 0;
+        self.seen.missed_first_batches = 0;
+        self.seen.batches_before = 0;
+        self.seen.is_unverified = false;
+        self.seen.is_recovered_without_watermark = false;
+        self.seen.is_recovered_inexact = false;
     }
 
     /// The socket's state changed; `before` is the one until now, `has_position` whether a batch was applied.
@@ -60,29 +54,29 @@ impl Standing {
         if status != ListenerStatus::Active {
             return;
         }
-        if before == ListenerStatus::Pending && self.was_connected && has_position {
-            self.is_unverified = true;
+        if before == ListenerStatus::Pending && self.seen.was_connected && has_position {
+            self.seen.is_unverified = true;
         }
-        self.was_connected = true;
+        self.seen.was_connected = true;
     }
 
     /// A batch was applied, or a replay showed that the stream goes on.
     pub fn went_on(&mut self) {
-        self.missing_batches = 0;
-        self.is_unverified = false;
-        self.is_known_empty = false;
+        self.seen.missing_batches = 0;
+        self.seen.is_unverified = false;
+        self.seen.is_known_empty = false;
     }
 
     /// These batches are being asked for.
     pub fn missing(&mut self, batches: u64) {
-        self.missing_batches = batches;
+        self.seen.missing_batches = batches;
     }
 
     /// Batches were given up; `is_first` when none was applied before.
     pub fn gave_up(&mut self, batches: u64, is_first: bool) {
-        self.missing_batches = 0;
+        self.seen.missing_batches = 0;
         if is_first {
-            self.missed_first_batches += batches;
+            self.seen.missed_first_batches += batches;
         }
     }
 
@@ -90,43 +84,31 @@ impl Standing {
     /// for, or not.
     pub fn returned(&mut self, batches: u64, has_replay: bool) {
         if has_replay {
-            self.missing_batches = batches;
+            self.seen.missing_batches = batches;
         } else {
-            self.batches_before = batches;
+            self.seen.batches_before = batches;
         }
     }
 
     /// A replay from the start brought nothing: the engine has published nothing yet.
     pub fn found_empty(&mut self) {
-        self.is_known_empty = true;
+        self.seen.is_known_empty = true;
     }
 
     /// Its blocks came from a peer, which could say up to which batch or not, and was exact or not.
     pub fn recovered(&mut self, has_watermark: bool, is_exact: bool) {
-        self.is_recovered_without_watermark = !has_watermark;
-        self.is_recovered_inexact = !is_exact;
-        self.is_known_empty = false;
+        self.seen.is_recovered_without_watermark = !has_watermark;
+        self.seen.is_recovered_inexact = !is_exact;
+        self.seen.is_known_empty = false;
     }
 
     /// Evidence without what the socket and the index know.
     pub fn evidence(&self, status: ListenerStatus, now: &EventCounts) -> Evidence {
         Evidence {
             status,
-            was_connected: self.was_connected,
-            is_unverified: self.is_unverified,
-            has_replay: false,
-            is_recovered_without_watermark: self.is_recovered_without_watermark,
-            is_recovered_inexact: self.is_recovered_inexact,
-            is_known_empty: self.is_known_empty,
-            last_sequence: None,
-            missing_batches: self.missing_batches,
-            missed_first_batches: self.missed_first_batches,
-            batches_before: self.batches_before,
             since: now.since(&self.baseline),
-            block_size: None,
             evicted_blocks: self.evicted_before,
-            device_blocks: 0,
-            capacity_blocks: None,
+            ..self.seen
         }
     }
 

@@ -9,7 +9,7 @@ use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess,
 
 use super::dump::apply_router_event;
 use super::model::{ModelIndex, ModelKey};
-use super::publisher::Place;
+use super::registration::Place;
 use super::registry::Catalog;
 use super::transfer::{OTHERS, Progress, TransferError, Watermark, adopt, model_of};
 use crate::codec::router::RouterEvent;

@@ -7,7 +7,7 @@
 use serde::Serialize;
 
 use super::counters::EventCounts;
-use super::publisher::ListenerStatus;
+use super::registration::ListenerStatus;
 
 /// How far the index can be believed about a publisher; later is worse.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize)]
@@ -178,7 +178,7 @@ impl Codes {
 }
 
 /// What is known of a publisher, as far as its trust depends on it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Evidence {
     /// State of its socket.
     pub status: ListenerStatus,

@@ -1,27 +1,12 @@
 //! Where a publisher's stream stands: handed to another replica, and taken over from one.
 
-use super::super::cache_groups::{CacheGroups, Knowledge};
+use super::super::cache_groups::CacheGroups;
+use super::super::registration::Place;
 use super::super::trust::{self, Code, TrustState};
 use super::{MAX_RANKS, Publisher, State};
 use crate::ids::Worker;
 use crate::index::snapshot::Cursor;
 use crate::stream::END_OF_REPLAY;
-
-/// How far a publisher's events went, and for whom: what another replica, or a later registration,
-/// needs in order to go on from there.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Place {
-    /// The last batch applied; `None` when there was none, or nobody knows.
-    pub cursor: Option<Cursor>,
-    /// Ranks that its batches have named, the registered one included.
-    pub ranks: Vec<u32>,
-    /// The cache group that is credited, once an event has named it.
-    pub group: Option<u32>,
-    /// What is known of all cache groups; `None` from replicas that do not tell.
-    pub cache: Option<Knowledge>,
-    /// What is held is known to be not quite what the engine holds.
-    pub is_inexact: bool,
-}
 
 impl Publisher {
     /// Goes on where an earlier registration of the same engine ended. Its blocks are gone.

@@ -2,7 +2,7 @@
 
 use super::TrustState::{Degraded, Exact, Stale};
 use super::*;
-use crate::catalog::publisher::ListenerStatus::{Active, Failed, Paused, Pending};
+use crate::catalog::registration::ListenerStatus::{Active, Failed, Paused, Pending};
 
 /// A connected engine with a replay endpoint, of which everything came.
 fn healthy() -> Evidence {
