@@ -8,7 +8,8 @@ use rand::RngCore;
 use super::cost::{ActiveLoad, Candidate, RequestTerms, Terms};
 use super::decision::Choice;
 use super::desk::{Advice, Desk};
-use super::price::{Marks, Ticket};
+use super::price::marks::Marks;
+use super::price::ticket::Ticket;
 use crate::error::{Error, Result};
 use crate::ids::Worker;
 

@@ -1,7 +1,7 @@
 //! What a request would cost on a worker.
 
 use super::kind::Policy;
-use super::price::Price;
+use super::price::parts::Price;
 use crate::ids::Worker;
 
 /// How `kv` weighs work to prefill against work saved, beside `overlap_score_weight`. The default is
@@ -64,7 +64,7 @@ pub enum Stage {
 }
 
 /// What a decision needs to know of the request.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct RequestTerms {
     /// Prompt length in tokens; at least 1.
     pub isl_tokens: u64,
@@ -167,11 +167,6 @@ impl Terms {
         cost: 0.0,
         price: Price::NOTHING,
     };
-
-    /// Blocks of the prompt that need not be prefilled there, rounded down.
-    pub fn saved_blocks(&self) -> u32 {
-        self.overlap_blocks.saturating_add(self.lower_milliblocks / 1_000)
-    }
 }
 
 impl RequestTerms {

@@ -6,12 +6,14 @@
 //! ends and evictions, each within a fixed memory.
 
 mod gaps;
-mod marks;
+pub(super) mod marks;
 mod pace;
+pub(super) mod parts;
 mod retention;
 mod rule;
 #[cfg(test)]
 mod tests;
+pub(super) mod ticket;
 
 use std::sync::Arc;
 
@@ -33,9 +35,7 @@ use marks::Wanted;
 use pace::Pace;
 use retention::Retention;
 use rule::{MissCost, Rates, Tariff};
-
-pub use marks::Marks;
-pub use rule::Price;
+use ticket::Ticket;
 
 /// The policy's name.
 pub const AUTO: &str = "auto";
@@ -47,21 +47,6 @@ const RATES_STAND_MS: u64 = 1_000;
 
 pub(super) fn build(_: &Settings, _: &mut dyn RngCore) -> Result<Arc<dyn RoutePolicy>> {
     Ok(Arc::new(PricePolicy::default()))
-}
-
-/// What the policy worked out for a request when it was routed; it comes back with its end.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct Ticket {
-    /// Prefixes of the prompt that count as wanted while the request runs.
-    pub marks: Marks,
-    /// Tokens of prefill that stood between the request and its first token.
-    pub work_tokens: f64,
-    /// Of these, its own.
-    pub own_tokens: f64,
-    /// Its answer comes as a whole.
-    pub is_whole: bool,
-    /// What of it the worker does.
-    pub stage: Stage,
 }
 
 /// What is remembered of one worker. Decisions pass over all of them: what they need is in one place.

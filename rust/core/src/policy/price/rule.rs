@@ -4,10 +4,9 @@
 //! The constants are one set for all fleets: the best of a search over fifty simulated workloads, checked on
 //! traces and on real engines that the search had not seen; docs/policies.md has the figures.
 
-use std::fmt;
-
 use super::gaps::Gaps;
 use super::marks::{self, MAX_MARKS};
+use super::parts::Price;
 use super::retention::Retention;
 use crate::policy::cost::{ActiveLoad, Stage};
 
@@ -30,49 +29,6 @@ const EVICTION: f64 = 6.0;
 const EVICTION_FLAT: f64 = 0.25;
 /// What it costs to fetch a token's keys and values from another worker, in tokens of prefill.
 const TRANSFER: f64 = 0.1;
-
-/// What a request costs on one worker, in tokens of prefill, by cause.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Price {
-    /// Prefill queued before it.
-    pub queue: f32,
-    /// Its own uncached tokens, and the answers that their prefill stalls.
-    pub prefill: f32,
-    /// Its answer's steps, and what they add to the others' steps.
-    pub decode: f32,
-    /// What its blocks push out of a full cache.
-    pub eviction: f32,
-}
-
-impl Price {
-    /// Of a policy that has no price.
-    pub(crate) const NOTHING: Self = Self { queue: 0.0, prefill: 0.0, decode: 0.0, eviction: 0.0 };
-
-    /// The parts by name.
-    pub fn parts(&self) -> [(&'static str, f64); 4] {
-        [
-            ("queue", f64::from(self.queue)),
-            ("prefill", f64::from(self.prefill)),
-            ("decode", f64::from(self.decode)),
-            ("eviction", f64::from(self.eviction)),
-        ]
-    }
-
-    /// All of it.
-    pub fn total(&self) -> f64 {
-        self.parts().into_iter().map(|(_, part)| part).sum()
-    }
-}
-
-impl fmt::Display for Price {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:.1} tokens", self.total())?;
-        for (at, (name, part)) in self.parts().into_iter().enumerate() {
-            write!(f, "{} {name} {part:.1}", if at == 0 { " =" } else { " +" })?;
-        }
-        Ok(())
-    }
-}
 
 /// What a worker's tokens cost beside those of others.
 #[derive(Debug, Clone, Copy)]
