@@ -144,12 +144,6 @@ impl<'a> Decision<'a> {
         Self { seed, ..self }
     }
 
-    /// The same with another choice among its candidates.
-    #[must_use]
-    pub fn instead(&self, choice: &Choice) -> Self {
-        Self::new(self.policy, self.request, self.candidates, choice).drawn_from(self.seed)
-    }
-
     /// The choice alone.
     pub fn choice(&self) -> Choice {
         Choice {

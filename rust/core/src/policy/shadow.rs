@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 use rand::rngs::SmallRng;
 use rand::{RngCore, SeedableRng};
 
-use super::contract::{Candidates, Context, Finished, RoutePolicy, Sample};
+use super::contract::{Candidates, Context, RoutePolicy, Sample};
 use super::cost::Terms;
 use super::decision::Choice;
 use super::settings::Settings;
@@ -100,18 +100,10 @@ impl Shadow {
         self.policy.name()
     }
 
-    /// See [`RoutePolicy::needs_tokens`].
-    pub fn needs_tokens(&self) -> bool {
-        self.policy.needs_tokens()
-    }
-
-    /// Before the router's lock is taken; what the policy can't route is counted in
+    /// What is told of everything as the policy that chooses is. What it can't route is counted in
     /// [`observe`](Self::observe).
-    ///
-    /// # Errors
-    /// Those of the policy; the caller goes on.
-    pub fn prepare(&self, context: &Context<'_>) -> Result<()> {
-        self.policy.prepare(context)
+    pub fn policy(&self) -> &dyn RoutePolicy {
+        &*self.policy
     }
 
     /// The request was decided: `active` is the choice that counts. What the shadow would have
@@ -148,31 +140,6 @@ impl Shadow {
         };
         self.policy.routed(context, candidates, &happened);
         wanted.map(|wanted| candidates.list[wanted.index].worker)
-    }
-
-    /// The request has ended.
-    pub fn finished(&self, finished: &Finished<'_>) {
-        self.policy.finished(finished);
-    }
-
-    /// See [`RoutePolicy::watches_caches`].
-    pub fn watches_caches(&self) -> bool {
-        self.policy.watches_caches()
-    }
-
-    /// See [`RoutePolicy::evicted`].
-    pub fn evicted(&self, worker: Worker, local_hashes: &[u64], now_ms: u64) {
-        self.policy.evicted(worker, local_hashes, now_ms);
-    }
-
-    /// See [`RoutePolicy::cleared`].
-    pub fn cleared(&self, worker: Worker) {
-        self.policy.cleared(worker);
-    }
-
-    /// A worker has gone.
-    pub fn removed(&self, worker: Worker) {
-        self.policy.removed(worker);
     }
 
     /// What it was counted for.

@@ -3,7 +3,7 @@
 use super::request::RouteRequest;
 use super::route::Router;
 use crate::ids::Worker;
-use crate::policy::{AUTO, Candidate, Choice, Decision, Policy, Terms};
+use crate::policy::{AUTO, Candidate, Choice, Policy, Terms};
 
 impl Router {
     /// The candidate at which the session of `request` is, whatever a policy has chosen; `terms` are
@@ -25,20 +25,6 @@ impl Router {
         let next = others.map(|(_, terms)| terms.cost).reduce(f64::min);
         let margin = next.filter(|_| has_costs).map(|next| next - terms[kept.index].cost);
         Some(Choice { margin, ..kept })
-    }
-
-    /// The decision of a policy, or where the session is instead.
-    pub(super) fn settled<'a>(
-        &self,
-        request: &RouteRequest<'_>,
-        candidates: &[Candidate],
-        decision: Decision<'a>,
-        now_ms: u64,
-    ) -> Decision<'a> {
-        match self.kept(request, candidates, decision.candidates, now_ms) {
-            Some(kept) => decision.instead(&kept),
-            None => decision,
-        }
     }
 
     /// The session of `request` is at `worker` from now on. Called under the lock under which that

@@ -9,8 +9,8 @@
 
 mod affinity;
 mod booking;
-mod by_policy;
 mod config;
+mod decide;
 mod gate;
 mod policies;
 mod request;
@@ -23,7 +23,5 @@ pub use policies::{Facts, Policies, Usage};
 pub use request::RouteRequest;
 pub use route::Router;
 
-#[cfg(test)]
-mod speed;
 #[cfg(test)]
 mod tests;

@@ -30,10 +30,14 @@ impl Policies {
         self.active.is_none() && self.shadows.is_empty()
     }
 
+    /// The one that chooses, then the shadows.
+    fn each(&self) -> impl Iterator<Item = &dyn RoutePolicy> {
+        self.active.as_deref().into_iter().chain(self.shadows.iter().map(|shadow| shadow.policy()))
+    }
+
     /// Whether any of them is better with the prompt's tokens.
     pub fn needs_tokens(&self) -> bool {
-        self.active.as_ref().is_some_and(|policy| policy.needs_tokens())
-            || self.shadows.iter().any(|shadow| shadow.needs_tokens())
+        self.each().any(|policy| policy.needs_tokens())
     }
 
     /// Whether the one that chooses goes by estimates of what is queued.
@@ -60,7 +64,7 @@ impl Policies {
     pub(super) fn prepare(&self, context: &Context<'_>) -> crate::error::Result<()> {
         for shadow in &self.shadows {
             // What it can't route is counted when the request was decided.
-            let _refused = shadow.prepare(context);
+            let _refused = shadow.policy().prepare(context);
         }
         self.active.as_ref().map_or(Ok(()), |policy| policy.prepare(context))
     }
@@ -75,37 +79,24 @@ impl Policies {
     }
 
     pub(super) fn finished(&self, finished: &Finished<'_>) {
-        if let Some(policy) = &self.active {
-            policy.finished(finished);
-        }
-        self.shadows.iter().for_each(|shadow| shadow.finished(finished));
+        self.each().for_each(|policy| policy.finished(finished));
     }
 
     /// Whether any of them learns from what engines evict.
     pub fn watches_caches(&self) -> bool {
-        self.active.as_ref().is_some_and(|policy| policy.watches_caches())
-            || self.shadows.iter().any(|shadow| shadow.watches_caches())
+        self.each().any(|policy| policy.watches_caches())
     }
 
     pub(super) fn evicted(&self, worker: Worker, local_hashes: &[u64], now_ms: u64) {
-        if let Some(policy) = &self.active {
-            policy.evicted(worker, local_hashes, now_ms);
-        }
-        self.shadows.iter().for_each(|shadow| shadow.evicted(worker, local_hashes, now_ms));
+        self.each().for_each(|policy| policy.evicted(worker, local_hashes, now_ms));
     }
 
     pub(super) fn cleared(&self, worker: Worker) {
-        if let Some(policy) = &self.active {
-            policy.cleared(worker);
-        }
-        self.shadows.iter().for_each(|shadow| shadow.cleared(worker));
+        self.each().for_each(|policy| policy.cleared(worker));
     }
 
     pub(super) fn removed(&self, worker: Worker) {
-        if let Some(policy) = &self.active {
-            policy.removed(worker);
-        }
-        self.shadows.iter().for_each(|shadow| shadow.removed(worker));
+        self.each().for_each(|policy| policy.removed(worker));
     }
 }
 

@@ -1,15 +1,14 @@
-//! Selecting and booking as one step.
+//! Who is busy with what, and what a request would cost each worker.
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use hashbrown::HashSet;
 use parking_lot::Mutex;
+use rand::SeedableRng;
 use rand::rngs::SmallRng;
-use rand::{RngCore, SeedableRng};
 
-use super::booking::Booking;
-use super::config::{RouteOverride, RouterConfig};
+use super::config::RouterConfig;
 use super::gate::{RoomWatch, check_room};
 use super::policies::{Policies, Spare, Tail};
 use super::request::RouteRequest;
@@ -19,7 +18,7 @@ use crate::ids::{InstanceId, Worker};
 use crate::load::{
     ActiveSequences, BlockUse, Expired, LoadTotals, RequestId, WorkerChange, WorkerLoad,
 };
-use crate::policy::{self, ActiveLoad, Candidate, Decision, KvScale, RequestTerms, Seat, Terms};
+use crate::policy::{ActiveLoad, Candidate, KvScale, RequestTerms, Seat, Terms};
 
 /// Most sequence hashes of a request: a prompt of 16 million tokens in blocks of 16.
 const MAX_REQUEST_BLOCKS: usize = 1 << 20;
@@ -41,7 +40,7 @@ pub struct Router {
     pub(super) spare: Spare,
     pub(super) watch: OnceLock<RoomWatch>,
     /// Draws the seeds of questions, so that these leave the seeds of bookings alone.
-    questions: Mutex<SmallRng>,
+    pub(super) questions: Mutex<SmallRng>,
 }
 
 pub(super) struct State {
@@ -108,93 +107,6 @@ impl Router {
     /// [`block_size`](Self::block_size).
     pub fn config(&self) -> &RouterConfig {
         &self.config
-    }
-
-    /// Choose a worker and book the request on it, as one step. The terms of all candidates
-    /// replace what is in `terms`; keep the buffer for the next request.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] for an empty prompt, too many hashes, a session's key that is too
-    /// long or an override out of range; [`Error::NoWorker`] when there is none or none is allowed; [`Error::AllBusy`] when the gate
-    /// shuts out all of these, [`Error::MustWait`] when it says so; [`Error::Overloaded`] at
-    /// `max_requests`. Nothing is booked then.
-    ///
-    /// # Cost
-    /// O(blocks of the request + workers), without allocation apart from the request's own hashes.
-    pub fn route<'a>(
-        self: &Arc<Self>,
-        request: &RouteRequest<'_>,
-        terms: &'a mut Vec<Terms>,
-    ) -> Result<(Booking, Decision<'a>)> {
-        self.validate(request)?;
-        let now_ms = self.clock.now_ms();
-        if !self.policies.is_empty() {
-            return self.route_by(request, terms, now_ms);
-        }
-        let mut state = self.state.lock();
-        let state = &mut *state;
-        state.load.advance(now_ms);
-        state.load.check_room()?;
-        let blocks = self.block_use(&state.load, request);
-        let known = self.terms(&state.load, request, blocks);
-        self.fill(state, request, &known, blocks)?;
-        let candidates = &state.scratch.candidates;
-        let (seed, mut rng) = drawn(request, &mut state.seeds);
-        let decision = policy::select(self.config.policy, &known, candidates, terms, &mut rng)
-            .ok_or_else(|| no_candidate(&state.load))?
-            .drawn_from(seed);
-        let decision = self.settled(request, candidates, decision, now_ms);
-        let id = RequestId(state.next_request);
-        let (worker, isl, saved) =
-            (decision.worker, request.isl_tokens, decision.terms().saved_blocks());
-        state.load.book(id, worker, blocks, isl, saved, now_ms)?;
-        state.next_request += 1;
-        self.keep(request, worker, now_ms);
-        Ok((Booking::new(Arc::clone(self), id, worker, now_ms, None), decision))
-    }
-
-    /// The decision that [`route`](Self::route) would make now. Changes nothing: not the load, not
-    /// whose turn it is, not the generator. Asking twice gives the same answer twice.
-    ///
-    /// # Errors
-    /// As [`route`](Self::route), but for [`Error::Overloaded`].
-    pub fn preview<'a>(
-        &self,
-        request: &RouteRequest<'_>,
-        terms: &'a mut Vec<Terms>,
-    ) -> Result<Decision<'a>> {
-        self.validate(request)?;
-        if self.policies.active.is_some() {
-            return self.preview_by(request, terms);
-        }
-        let now_ms = self.clock.now_ms();
-        let mut state = self.state.lock();
-        let state = &mut *state;
-        state.load.advance(now_ms);
-        let blocks = self.block_use(&state.load, request);
-        let known = self.terms(&state.load, request, blocks);
-        self.fill(state, request, &known, blocks)?;
-        let (seed, mut rng) = drawn(request, &mut state.seeds.clone());
-        let candidates = &state.scratch.candidates;
-        let decision = policy::select(self.config.policy, &known, candidates, terms, &mut rng)
-            .ok_or_else(|| no_candidate(&state.load))?
-            .drawn_from(seed);
-        Ok(self.settled(request, candidates, decision, now_ms))
-    }
-
-    /// A decision about what is active now, with a draw of its own: where chance decides, asking again may
-    /// give another answer, and the decision's seed gives this one again. Changes nothing else.
-    ///
-    /// # Errors
-    /// As [`preview`](Self::preview).
-    pub fn query<'a>(
-        &self,
-        request: &RouteRequest<'_>,
-        terms: &'a mut Vec<Terms>,
-    ) -> Result<Decision<'a>> {
-        let (seed, _) = drawn(request, &mut self.questions.lock());
-        let overrides = RouteOverride { seed: Some(seed), ..request.overrides };
-        self.preview(&RouteRequest { overrides, ..*request }, terms)
     }
 
     /// What `request` would cost on every allowed worker now, busy ones included; changes nothing.
@@ -291,11 +203,6 @@ impl Router {
     /// # Errors
     /// [`Error::Overloaded`] for more than [`crate::load::MAX_WORKERS`]; nothing changes then.
     pub fn set_workers(&self, workers: &[Worker]) -> Result<WorkerChange> {
-        if self.policies.is_empty() {
-            let change = self.state.lock().load.set_workers(workers)?;
-            self.made_room();
-            return Ok(change);
-        }
         let (change, before) = {
             let load = &mut self.state.lock().load;
             let before: Vec<Worker> = load.loads().map(|(_, load)| load.worker).collect();
@@ -536,22 +443,10 @@ impl fmt::Debug for Router {
     }
 }
 
-/// The seed of a decision, the request's own or the next one of `seeds`, and its generator.
-pub(super) fn drawn(request: &RouteRequest<'_>, seeds: &mut SmallRng) -> (u64, SmallRng) {
-    // Of 53 bits: every reader of JSON keeps it exactly.
-    let seed = request.overrides.seed.unwrap_or_else(|| seeds.next_u64() >> 11);
-    (seed, SmallRng::seed_from_u64(seed))
-}
-
 fn check_blocks(blocks: usize) -> Result<()> {
     if blocks <= MAX_REQUEST_BLOCKS {
         return Ok(());
     }
     let limit = MAX_REQUEST_BLOCKS;
     Err(Error::invalid(format!("{blocks} sequence hashes; the limit is {limit}")))
-}
-
-pub(super) fn no_candidate(load: &ActiveSequences) -> Error {
-    let count = load.worker_count();
-    Error::NoWorker(format!("none of the {count} registered workers is allowed for this request"))
 }

@@ -16,6 +16,7 @@ use crate::policy::{Policy, Reason};
 
 mod affinity;
 mod by_policy;
+mod speed;
 
 fn workers(ids: impl IntoIterator<Item = u64>) -> Vec<Worker> {
     ids.into_iter().map(|id| Worker::new(id, 0)).collect()

@@ -13,10 +13,9 @@ const ORDER: [&str; 16] = [
 ];
 
 /// Files that may ask the machine for the time.
-const CLOCKS: [(&str, &str); 4] = [
+const CLOCKS: [(&str, &str); 3] = [
     ("clock.rs", "it is the clock"),
     ("catalog/command.rs", "the deadline of a blocking wait; nothing is decided by it"),
-    ("router/speed.rs", "a measurement that only tests compile"),
     ("text/template.rs", "templates print today's date; tests replace the clock"),
 ];
 

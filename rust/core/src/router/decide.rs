@@ -1,26 +1,41 @@
-//! Decisions that policies beside those that are built in make or watch.
+//! Decisions: asked for, previewed and booked.
 
 use std::sync::Arc;
 
 use rand::rngs::SmallRng;
+use rand::{RngCore, SeedableRng};
 
 use super::booking::Booking;
+use super::config::RouteOverride;
 use super::policies::{Buffers, Tail};
 use super::request::RouteRequest;
-use super::route::{Router, State, drawn, no_candidate};
-use crate::error::Result;
-use crate::load::RequestId;
+use super::route::{Router, State};
+use crate::error::{Error, Result};
+use crate::load::{ActiveSequences, RequestId};
 use crate::policy::desk::{OutsideCandidate, OutsideRequest};
-use crate::policy::{self, Candidate, Choice, Context, Decision, Policy, Question, Terms};
+use crate::policy::{
+    self, Candidate, Choice, Context, Decision, Policy, Question, RequestTerms, Terms,
+};
 
 impl Router {
-    /// As [`route`](Self::route), where policies beside those that are built in choose or watch.
-    pub(super) fn route_by<'a>(
+    /// Choose a worker and book the request on it, as one step. The terms of all candidates
+    /// replace what is in `terms`; keep the buffer for the next request.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an empty prompt, too many hashes, a session's key that is too
+    /// long or an override out of range; [`Error::NoWorker`] when there is none or none is allowed; [`Error::AllBusy`] when the gate
+    /// shuts out all of these, [`Error::MustWait`] when it says so; [`Error::Overloaded`] at
+    /// `max_requests`. Nothing is booked then.
+    ///
+    /// # Cost
+    /// O(blocks of the request + workers), without allocation apart from the request's own hashes.
+    pub fn route<'a>(
         self: &Arc<Self>,
         request: &RouteRequest<'_>,
         terms: &'a mut Vec<Terms>,
-        now_ms: u64,
     ) -> Result<(Booking, Decision<'a>)> {
+        self.validate(request)?;
+        let now_ms = self.clock.now_ms();
         let mut context = self.context(request, now_ms);
         self.policies.prepare(&context)?;
         let mut buffers = self.spare.take();
@@ -48,17 +63,26 @@ impl Router {
         self.spare.give_back(buffers);
         let decision =
             Decision::new(self.chooser(), context.request, terms, &choice).drawn_from(seed);
-        let tail = Box::new(Tail::new(request, now_ms, context.memo.into_ticket()));
-        Ok((Booking::new(Arc::clone(self), id, decision.worker, now_ms, Some(tail)), decision))
+        let told = !self.policies.is_empty();
+        let tail = told.then(|| Box::new(Tail::new(request, now_ms, context.memo.into_ticket())));
+        Ok((Booking::new(Arc::clone(self), id, decision.worker, now_ms, tail), decision))
     }
 
-    pub(super) fn preview_by<'a>(
+    /// The decision that [`route`](Self::route) would make now. Changes nothing: not the load, not
+    /// whose turn it is, not the generator. Asking twice gives the same answer twice.
+    ///
+    /// # Errors
+    /// As [`route`](Self::route), but for [`Error::Overloaded`].
+    pub fn preview<'a>(
         &self,
         request: &RouteRequest<'_>,
         terms: &'a mut Vec<Terms>,
     ) -> Result<Decision<'a>> {
+        self.validate(request)?;
         let mut context = self.context(request, self.clock.now_ms());
-        self.policies.prepare(&context)?;
+        if let Some(active) = &self.policies.active {
+            active.prepare(&context)?;
+        }
         let mut buffers = self.spare.take();
         let (choice, seed) = {
             let mut state = self.state.lock();
@@ -70,6 +94,21 @@ impl Router {
         };
         self.spare.give_back(buffers);
         Ok(Decision::new(self.chooser(), context.request, terms, &choice).drawn_from(seed))
+    }
+
+    /// A decision about what is active now, with a draw of its own: where chance decides, asking again may
+    /// give another answer, and the decision's seed gives this one again. Changes nothing else.
+    ///
+    /// # Errors
+    /// As [`preview`](Self::preview).
+    pub fn query<'a>(
+        &self,
+        request: &RouteRequest<'_>,
+        terms: &'a mut Vec<Terms>,
+    ) -> Result<Decision<'a>> {
+        let (seed, _) = drawn(request, &mut self.questions.lock());
+        let overrides = RouteOverride { seed: Some(seed), ..request.overrides };
+        self.preview(&RouteRequest { overrides, ..*request }, terms)
     }
 
     /// What a policy outside the core is to be asked about `request`: those that may take it now.
@@ -116,10 +155,16 @@ impl Router {
         self.policies.active.is_none().then_some(self.config.policy)
     }
 
-    /// What policies are told of `request`, from a look at the load that may be old when they choose.
+    /// What policies are told of `request`, from a look at the load that may be old when they choose. Where
+    /// none is told before the lock is taken, nothing is known yet.
     fn context<'a>(&self, request: &RouteRequest<'a>, now_ms: u64) -> Context<'a> {
-        let load = &self.state.lock().load;
-        let known = self.terms(load, request, self.block_use(load, request));
+        let known = match self.policies.is_empty() {
+            true => RequestTerms::default(),
+            false => {
+                let load = &self.state.lock().load;
+                self.terms(load, request, self.block_use(load, request))
+            }
+        };
         request.facts.context(request, known, now_ms)
     }
 
@@ -155,12 +200,28 @@ impl Router {
             Some(active) => active.choose(context, &buffers.found(), terms, rng),
             None => {
                 let candidates = &buffers.candidates;
-                policy::select(self.config.policy, &context.request, candidates, terms, rng)
-                    .map(|decision| decision.choice())
+                let decision =
+                    policy::select(self.config.policy, &context.request, candidates, terms, rng);
+                decision.map(|decision| {
+                    context.request = decision.request;
+                    decision.choice()
+                })
             }
         };
         let choice = choice.ok_or_else(|| no_candidate(&state.load))?;
         let kept = self.kept(request, &buffers.candidates, terms, context.now_ms);
         Ok(kept.unwrap_or(choice))
     }
+}
+
+/// The seed of a decision, the request's own or the next one of `seeds`, and its generator.
+fn drawn(request: &RouteRequest<'_>, seeds: &mut SmallRng) -> (u64, SmallRng) {
+    // Of 53 bits: every reader of JSON keeps it exactly.
+    let seed = request.overrides.seed.unwrap_or_else(|| seeds.next_u64() >> 11);
+    (seed, SmallRng::seed_from_u64(seed))
+}
+
+fn no_candidate(load: &ActiveSequences) -> Error {
+    let count = load.worker_count();
+    Error::NoWorker(format!("none of the {count} registered workers is allowed for this request"))
 }

@@ -1,5 +1,5 @@
 //! How fast decisions are. Run it alone and optimised:
-//! `cargo test --profile fast --package kvflash-core --lib router::speed -- --ignored --nocapture`
+//! `cargo test --profile fast --package kvflash-core --lib router::tests::speed -- --ignored --nocapture`
 #![allow(clippy::unwrap_used)]
 
 use std::collections::VecDeque;
