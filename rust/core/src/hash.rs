@@ -50,20 +50,6 @@ pub fn check_block_size(block_size: u32) -> Result<u32> {
     }
 }
 
-/// Local hashes of a prompt whose block size came from outside; shape `[tokens / block_size]`.
-///
-/// # Errors
-/// [`Error::InvalidArgument`] for a block size of 0.
-pub fn prompt_hashes(
-    tokens: &[u32],
-    block_size: u32,
-    lora_name: Option<&str>,
-    cache_salt: Option<&str>,
-) -> Result<Vec<u64>> {
-    let block_size = check_block_size(block_size)?;
-    Ok(local_hashes(tokens, block_size, identity_seed(lora_name, cache_salt)))
-}
-
 /// Local hashes of the complete blocks of `tokens`; shape `[tokens / block_size]`.
 ///
 /// `block_size` must not be 0 (see [`check_block_size`]); in release builds 0 gives no hashes.
@@ -227,7 +213,7 @@ mod tests {
     #[test]
     fn a_block_size_of_zero_is_refused() {
         assert!(matches!(check_block_size(0), Err(Error::InvalidArgument(_))));
-        assert!(matches!(prompt_hashes(&[1], 0, None, None), Err(Error::InvalidArgument(_))));
+        assert!(matches!(check_block_size(0), Err(Error::InvalidArgument(_))));
         assert_eq!(check_block_size(1).unwrap(), 1);
     }
 

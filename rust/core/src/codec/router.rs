@@ -111,14 +111,6 @@ impl RouterEvent {
     }
 }
 
-/// Parses a list of events, as dumps hold it.
-///
-/// # Errors
-/// [`Error::Decode`] for what is not JSON or not a list of events, with the offset.
-pub fn events_from_json(json: &[u8]) -> Result<Vec<RouterEvent>> {
-    serde_json::from_slice(json).map_err(|error| decode_error(json, &error))
-}
-
 fn decode_error(json: &[u8], error: &serde_json::Error) -> Error {
     // Lines count from 1. An error without a line is about the input as a whole.
     let lines = json.split_inclusive(|&byte| byte == b'\n');
@@ -290,7 +282,7 @@ mod tests {
     fn removed_and_cleared_have_their_own_shapes() {
         let removed = r#"{"worker_id":2,"event":{"event_id":8,"data":{"removed":{"block_hashes":[100,18446744073709551615]}},"dp_rank":3}}"#;
         let cleared = r#"{"worker_id":2,"event":{"event_id":9,"data":"cleared","dp_rank":3}}"#;
-        let events = events_from_json(format!("[{removed},{cleared}]").as_bytes()).unwrap();
+        let events = [removed, cleared].map(|one| RouterEvent::from_json(one.as_bytes()).unwrap());
         let removed_blocks = RemovedBlocks { block_hashes: vec![100, u64::MAX] };
         assert_eq!(events[0].event.data, EventData::Removed(removed_blocks));
         assert_eq!(events[1].event.data, EventData::Cleared);
@@ -343,8 +335,8 @@ mod tests {
 
     #[test]
     fn errors_name_the_place() {
-        let json = b"[\n{\"worker_id\": true}]";
-        let Err(Error::Decode { offset, reason }) = events_from_json(json) else { panic!() };
+        let json = b"\n{\"worker_id\": true}";
+        let Err(Error::Decode { offset, reason }) = RouterEvent::from_json(json) else { panic!() };
         assert!(reason.contains("boolean"), "{reason}");
         assert!((2..json.len()).contains(&offset), "{offset}");
         for bad in [

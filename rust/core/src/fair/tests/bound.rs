@@ -91,7 +91,7 @@ fn swing(config: FairConfig, shapes: &[Shape], memory: u64, pause: u64, seed: u6
 /// The bound with predictions: what is charged for answers that are still to come adds to it, for
 /// each request that runs at most the longest answer.
 fn bound_of_predictions(run: &Run, shapes: &[Shape], price: Price) -> f64 {
-    let Price::PerToken { output, .. } = price else { panic!("not per token") };
+    let Price { output, .. } = price;
     let longest = shapes.iter().map(|shape| shape.output.1).max().unwrap();
     run.bound + 2.0 * output * (longest as f64) * run.running as f64
 }
@@ -113,7 +113,7 @@ proptest! {
         prices in prop::sample::select(vec![(1.0, 2.0), (1.0, 1.0), (0.5, 4.0)]),
     ) {
         let (input, output) = prices;
-        let price = Price::PerToken { input, output };
+        let price = Price { input, output };
         let config = FairConfig { price, ..config(Discipline::VtcFair) };
         let (widest, bound) = swing(config, &shapes, memory, pause, u64::from(seed));
         prop_assert!(widest > 0.0 && widest <= bound, "{widest} with a bound of {bound}");
@@ -139,7 +139,7 @@ proptest! {
         prices in prop::sample::select(vec![(1.0, 2.0), (1.0, 1.0), (0.5, 4.0)]),
     ) {
         let (input, output) = prices;
-        let price = Price::PerToken { input, output };
+        let price = Price { input, output };
         let config = FairConfig { price, ..config(Discipline::VtcPred) };
         let run = run(config, &shapes, memory, pause, u64::from(seed));
         let bound = bound_of_predictions(&run, &shapes, price);
@@ -252,7 +252,7 @@ fn fairness_costs_no_throughput() {
     // other mixes fill the memory differently, whoever is served.
     let generated = |discipline| {
         let shape = Shape { input: (1, 60), output: (1, 60) };
-        let price = Price::PerToken { input: 0.0, output: 1.0 };
+        let price = Price { input: 0.0, output: 1.0 };
         let mut server = Server::new(FairConfig { price, ..config(discipline) }, 2_000, 4);
         let mut number = 0;
         for _ in 0..2_000 {

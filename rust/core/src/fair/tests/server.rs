@@ -97,7 +97,7 @@ impl Server {
     /// The paper's bound on how far apart two backlogged clients can get, with prompts up to
     /// `longest_input`.
     pub(super) fn bound(&self, longest_input: u64) -> f64 {
-        let Price::PerToken { input, output } = self.price else { panic!("not per token") };
+        let Price { input, output } = self.price;
         2.0 * (input * longest_input as f64).max(output * self.memory as f64)
     }
 }
