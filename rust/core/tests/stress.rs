@@ -11,10 +11,13 @@ use std::time::{Duration, Instant};
 use kvflash_core::ids::{Tier, Worker};
 use kvflash_core::index::{
     Block, BlockIndex, CountMode, Limits, ManyMatches, Match, Matches, Membership, Options,
-    OracleIndex, RadixIndex, replay,
+    RadixIndex,
 };
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
+
+mod oracle;
+use oracle::{OracleIndex, replay};
 
 /// Counts each thread's allocations.
 struct Counting;

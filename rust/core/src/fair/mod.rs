@@ -25,7 +25,7 @@ pub use order::{LineOrder, Standing, Wish};
 pub use price::{Predictor, Price};
 pub use queue::FairQueue;
 pub use request::{Cost, Dropped, Grant, Granted, Options, Refusal, Refused, Ticket, Used};
-pub use stats::FairStats;
+pub use stats::{ClientStats, FairStats};
 
 #[cfg(test)]
 mod tests;

@@ -8,7 +8,7 @@ use hashbrown::HashMap;
 use super::config::{Discipline, FairConfig};
 use super::ready::{Clients, Place, Waiting};
 use super::request::{Cost, Dropped, Grant, Granted, Options, Refusal, Refused, Ticket, Used};
-use super::stats::FairStats;
+use super::stats::{ClientStats, FairStats};
 use crate::error::{Error, Result};
 
 /// Longest name of a client, in bytes.
@@ -260,6 +260,18 @@ impl<T> FairQueue<T> {
             waiting_clients: self.clients.waiting_len(),
             ..self.stats
         }
+    }
+
+    /// Numbers of every client, in no order.
+    pub fn clients(&self) -> impl Iterator<Item = ClientStats<'_>> {
+        self.clients.all().map(|client| ClientStats {
+            client: &client.name,
+            counter: client.counter.max(self.floor),
+            weight: client.weight,
+            queued: client.queue.len(),
+            running: client.running,
+            served: client.served,
+        })
     }
 
     /// The counter of `client`; `None` for one that is not remembered.

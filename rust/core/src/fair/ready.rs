@@ -80,6 +80,10 @@ impl<T> Clients<T> {
         self.slots.get(slot as usize).and_then(Option::as_ref)
     }
 
+    pub(super) fn all(&self) -> impl Iterator<Item = &Client<T>> {
+        self.slots.iter().flatten()
+    }
+
     /// Clients that wait, whose turn comes first first.
     pub(super) fn in_turn(&self) -> impl Iterator<Item = u32> {
         self.waiting.iter().map(|&(_, _, slot)| slot)

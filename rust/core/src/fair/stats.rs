@@ -30,3 +30,20 @@ pub struct FairStats {
     /// Time that admitted requests waited, added up, in milliseconds.
     pub waited_ms_total: u64,
 }
+
+/// Numbers of one client.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ClientStats<'a> {
+    /// Its name; `""` for those without one, who share.
+    pub client: &'a str,
+    /// Service it had, weighted, with what it was lifted by.
+    pub counter: f64,
+    /// Its weight.
+    pub weight: f64,
+    /// Requests that wait.
+    pub queued: usize,
+    /// Requests that were admitted and have not ended.
+    pub running: usize,
+    /// Service it had, weighted, without lifts and before its weight.
+    pub served: f64,
+}

@@ -14,25 +14,19 @@ use crate::ids::{InstanceId, Tier, Worker};
 mod arena;
 mod check;
 pub mod groups;
-
 mod matches;
-pub mod oracle;
 pub mod snapshot;
 mod trie;
 mod types;
 
-#[cfg(test)]
-mod tests;
-
 pub use matches::{Depth, Depths, ManyMatches, Match, Matches};
-pub use oracle::OracleIndex;
 pub use trie::RadixIndex;
 pub use types::{
     Block, CopyOutcome, CountMode, DEFAULT_SEED, DumpEvent, IndexStats, Limits, MAX_COPIES,
-    MAX_WORKERS, Membership, MemoryReport, Options, Rejection, RemoveOutcome, StoreOutcome,
+    MAX_WORKERS, Membership, Options, Rejection, RemoveOutcome, StoreOutcome,
 };
 
-/// What every block index answers. Implemented by [`RadixIndex`] and its twin [`OracleIndex`].
+/// What every block index answers: [`RadixIndex`], and in tests its twin.
 ///
 /// # Consistency
 /// Changes take effect one after the other; a query sees every change whose call returned before the
@@ -272,18 +266,5 @@ pub trait BlockIndex: Send + Sync {
     /// O(1) where it is not that of [`stats`](Self::stats).
     fn evicted_blocks_total(&self) -> u64 {
         self.stats().evicted_blocks_total
-    }
-}
-
-/// Plays a step of a dump for `worker`. Returns the outcome of a stored step.
-pub fn replay(index: &dyn BlockIndex, worker: Worker, event: &DumpEvent) -> StoreOutcome {
-    match event {
-        DumpEvent::Stored { tier, parent, seed, blocks } => {
-            index.store(worker, *tier, *parent, *seed, blocks)
-        }
-        DumpEvent::Removed { tier, names } => {
-            index.remove(worker, *tier, names);
-            StoreOutcome::default()
-        }
     }
 }

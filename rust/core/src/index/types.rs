@@ -75,12 +75,12 @@ impl Limits {
     }
 
     /// The tick that has begun at `now_ms`.
-    pub(super) fn tick_at(&self, now_ms: u64) -> u64 {
+    pub fn tick_at(&self, now_ms: u64) -> u64 {
         now_ms / self.tick_ms()
     }
 
     /// The tick with which a block runs out that is stored at `now_ms`.
-    pub(super) fn end_tick(&self, now_ms: u64) -> u64 {
+    pub fn end_tick(&self, now_ms: u64) -> u64 {
         let tick_ms = self.tick_ms();
         now_ms.div_ceil(tick_ms).saturating_add(self.ttl_ms.div_ceil(tick_ms))
     }
@@ -238,57 +238,6 @@ pub struct IndexStats {
     pub evicted_blocks_total: u64,
     /// Blocks and predictions that ran out of time, and predictions that ran out of a history.
     pub expired_blocks_total: u64,
-    /// Bytes the index occupies, added up from what it asked of the allocator; 0 for the oracle.
+    /// Bytes the index occupies, added up from what it asked of the allocator.
     pub bytes: usize,
-}
-
-/// What an index occupies, in bytes asked of the allocator.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct MemoryReport {
-    /// Local hashes of blocks.
-    pub labels: usize,
-    /// Records of runs: what readers see, and what the writer knows.
-    pub run_headers: usize,
-    /// Who holds how much of a run, where a word is too short for it.
-    pub covers: usize,
-    /// The table of runs that hang on runs.
-    pub edges: usize,
-    /// Engines' names of blocks.
-    pub names: usize,
-    /// The filter of all names.
-    pub filter: usize,
-    /// Records of (worker, tier, run).
-    pub members: usize,
-    /// Records of workers: their tables of runs and last blocks, further names, copies.
-    pub workers: usize,
-    /// Tables of workers' numbers, readers' and the writer's.
-    pub slots: usize,
-    /// When blocks and predictions run out.
-    pub ages: usize,
-    /// What was let go and waits until no reader can be looking at it.
-    pub garbage: usize,
-    /// Tables that belong to none of these.
-    pub others: usize,
-    /// All of the above.
-    pub total: usize,
-    /// Of labels and names: room in arrays that is not used yet.
-    pub slack: usize,
-}
-
-impl MemoryReport {
-    /// The sum of the parts.
-    pub fn parts(&self) -> usize {
-        self.labels
-            + self.run_headers
-            + self.covers
-            + self.edges
-            + self.names
-            + self.filter
-            + self.members
-            + self.workers
-            + self.slots
-            + self.ages
-            + self.garbage
-            + self.others
-    }
 }

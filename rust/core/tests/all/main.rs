@@ -4,8 +4,11 @@
 mod catalog;
 mod engine_truth;
 mod frames;
+mod index;
 mod model;
 mod names;
+#[path = "../oracle/mod.rs"]
+mod oracle;
 mod rooms;
 mod scenarios;
 mod snapshot;

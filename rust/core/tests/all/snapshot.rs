@@ -11,12 +11,14 @@ use kvflash_core::index::snapshot::{
     Cause, Cursor, Expected, LoadError, Loaded, Meta, load, save, save_to_path,
 };
 use kvflash_core::index::{
-    Block, BlockIndex, CountMode, Limits, Matches, Membership, Options, OracleIndex, RadixIndex,
+    Block, BlockIndex, CountMode, Limits, Matches, Membership, Options, RadixIndex,
 };
 use proptest::prelude::*;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use xxhash_rust::xxh3::xxh3_64;
+
+use crate::oracle::OracleIndex;
 
 const HEAD: usize = 56;
 

@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use kvflash_core::ids::{Tier, Worker};
 use kvflash_core::index::{
-    Block, BlockIndex, CountMode, Limits, Matches, Options, OracleIndex, RadixIndex, StoreOutcome,
+    Block, BlockIndex, CountMode, Limits, Matches, Options, RadixIndex, StoreOutcome,
 };
 use rand::rngs::SmallRng;
 use rand::seq::{IndexedRandom, SliceRandom};
@@ -15,8 +15,11 @@ use rand::{Rng, SeedableRng};
 mod bytes;
 mod churn;
 mod counted;
+#[path = "../oracle/mod.rs"]
+mod oracle;
 
 use counted::{Counting, Owned};
+use oracle::OracleIndex;
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;

@@ -276,11 +276,11 @@ impl Pen for MsgpackPen {
 mod tests {
     use super::*;
     use kvflash_core::ids::Tier;
-    use kvflash_core::index::{Block, BlockIndex, DEFAULT_SEED, Options, OracleIndex};
+    use kvflash_core::index::{Block, BlockIndex, DEFAULT_SEED, RadixIndex};
 
     #[test]
     fn answer_is_in_tokens_with_zeros_for_the_registered_rest() {
-        let index = OracleIndex::new(Options::default());
+        let index = RadixIndex::default();
         let block = |n: u64| Block { engine_hash: n, local_hash: n };
         let store = |worker, tier, parent: Option<u64>, blocks: &[Block]| {
             index.store(worker, tier, parent, DEFAULT_SEED, blocks);

@@ -298,22 +298,14 @@ impl Runs {
 
     /// Bytes asked of the allocator and not given back.
     pub fn bytes(writing: &RunsWriting) -> usize {
-        let Parts { labels, covers, headers, waiting } = Self::report(writing);
-        labels + covers + headers + waiting
+        let Parts { labels, covers, headers, .. } = writing.parts;
+        let free = writing.free.capacity() * size_of::<RunId>();
+        labels + covers + headers + free + Self::waiting_bytes(writing)
     }
 
     /// Bytes that wait for readers, with the queue they wait in.
     pub fn waiting_bytes(writing: &RunsWriting) -> usize {
         writing.parts.waiting + writing.retired.bytes()
-    }
-
-    /// The same part by part.
-    pub fn report(writing: &RunsWriting) -> Parts {
-        Parts {
-            headers: writing.parts.headers + writing.free.capacity() * size_of::<RunId>(),
-            waiting: Self::waiting_bytes(writing),
-            ..writing.parts
-        }
     }
 
     /// Bytes that adding `more` runs may cost at once.
@@ -324,15 +316,6 @@ impl Runs {
         // The table of pages grows by a quarter, and the old one waits.
         let lists = next.div_ceil(PAGE) * 16 + writing.free.len() * size_of::<RunId>();
         if fresh > 0 { pages * size_of::<Page>() + 2 * lists + 64 } else { 0 }
-    }
-
-    /// Bytes of labels' arrays that are not used yet.
-    pub fn slack(&self, writing: &RunsWriting) -> usize {
-        let slack = |id| {
-            let header = self.header(id);
-            header.room.load(Relaxed).saturating_sub(header.len.load(Relaxed)) as usize * 8
-        };
-        (ROOT + 1..writing.next).map(slack).sum()
     }
 
     /// Returns the bytes given back.

@@ -20,8 +20,7 @@ use super::arena::epoch::pin;
 use super::arena::runs::Runs;
 use super::matches::{Depths, ManyMatches, Matches};
 use super::types::{
-    Block, CopyOutcome, DumpEvent, IndexStats, Membership, MemoryReport, Options, RemoveOutcome,
-    StoreOutcome,
+    Block, CopyOutcome, DumpEvent, IndexStats, Membership, Options, RemoveOutcome, StoreOutcome,
 };
 use crate::ids::{InstanceId, Tier, Worker};
 
@@ -118,14 +117,6 @@ impl RadixIndex {
         let pin = pin();
         let Depths { found, scratch } = out;
         self.shared.find_depths(&pin, locals, scratch, found);
-    }
-
-    /// What the index occupies, part by part.
-    ///
-    /// # Cost
-    /// O(runs), under the writer's lock; [`IndexStats::bytes`] is cheaper.
-    pub fn memory_report(&self) -> MemoryReport {
-        self.look(|writer| writer.memory_report())
     }
 
     fn find(&self, prompt: &[u64], only_who: bool, out: &mut Matches) {

@@ -1,4 +1,4 @@
-//! What the index occupies, part by part. Exact: the same figures an allocator that counts would give.
+//! What the index occupies. Exact: the same figures an allocator that counts would give.
 
 use std::hash::{BuildHasher, Hash};
 
@@ -6,10 +6,8 @@ use hashbrown::{HashMap, HashSet};
 
 use super::Shared;
 use super::holder::{Slot, WorkerState};
-use super::run::RunMeta;
 use super::writer::Writer;
 use crate::index::arena::runs::Runs;
-use crate::index::types::MemoryReport;
 
 /// A map of more entries' room than this is made smaller when it is mostly empty.
 const ROOM_KEPT: usize = 56;
@@ -112,37 +110,5 @@ impl Writer {
     pub(super) fn bytes(&self) -> usize {
         let workers = self.workers.iter().flatten();
         self.shared_bytes() + workers.map(|worker| self.bytes_of(worker)).sum::<usize>()
-    }
-
-    /// See [`super::RadixIndex::memory_report`].
-    pub fn memory_report(&self) -> MemoryReport {
-        let runs = Runs::report(&self.runs);
-        let edge_garbage = self.shared.edges.waiting_bytes(&self.edges);
-        let slack = |meta: &RunMeta| -> usize {
-            let rooms =
-                meta.columns().map(|(_, column)| column.names.capacity() - column.names.len());
-            rooms.sum::<usize>() * size_of::<u64>()
-        };
-        let workers = self.workers.iter().flatten();
-        let worker_maps = workers.map(|worker| self.bytes_of(worker)).sum::<usize>();
-        let mut report = MemoryReport {
-            labels: runs.labels,
-            run_headers: runs.headers + self.metas.bytes(),
-            covers: runs.covers,
-            edges: self.shared.edges.bytes(&self.edges) - edge_garbage,
-            names: self.column_bytes,
-            filter: self.filter.bytes(),
-            members: self.members.bytes() + self.span_bytes,
-            workers: worker_maps,
-            slots: self.seat_bytes
-                + (self.slots.capacity() + self.workers.capacity()) * size_of::<usize>(),
-            ages: self.ages.bytes() + self.stamps.bytes(),
-            garbage: runs.waiting + edge_garbage,
-            others: 0,
-            total: self.bytes(),
-            slack: self.shared.runs.slack(&self.runs) + self.metas.all().map(slack).sum::<usize>(),
-        };
-        report.others = report.total - report.parts();
-        report
     }
 }

@@ -8,7 +8,7 @@ use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
 use super::*;
-use crate::policy::{ActiveLoad, Candidate, KvScale, RequestTerms};
+use crate::policy::{ActiveLoad, Candidate, KvScale, Marks, RequestTerms};
 
 const BLOCK: u32 = 16;
 

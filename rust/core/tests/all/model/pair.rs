@@ -5,10 +5,12 @@ use std::collections::BTreeMap;
 use kvflash_core::ids::{Tier, Worker};
 use kvflash_core::index::{
     Block, BlockIndex, DumpEvent, IndexStats, Limits, ManyMatches, Match, Matches, Options,
-    OracleIndex, RadixIndex, replay,
+    RadixIndex,
 };
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
+
+use crate::oracle::{OracleIndex, replay};
 
 /// One event of a stream.
 #[derive(Debug, Clone)]

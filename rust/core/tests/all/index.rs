@@ -1,8 +1,10 @@
 //! The contract of [`BlockIndex`], run over the index and its twin, and the recorded cases.
 
+use kvflash_core::ids::{Tier, Worker};
+use kvflash_core::index::*;
 use serde_json::Value;
 
-use super::*;
+use crate::oracle::{OracleIndex, replay};
 
 const W: Worker = Worker::new(1, 0);
 

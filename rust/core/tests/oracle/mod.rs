@@ -1,22 +1,19 @@
 //! The dumb twin: plain collections, one lock, every answer worked out from its definition.
 //!
-//! For tests only. It shares types with the index and nothing else: no runs, no intervals, no
+//! It shares types with the index and nothing else: no runs, no intervals, no
 //! ladder of look-ups, no counters of names, so that a mistake must be made twice to go unseen.
-//! It knows neither [`super::Limits::capacity_blocks`] nor [`super::Limits::max_bytes`]: what goes
+//! It knows neither [`Limits::capacity_blocks`] nor [`Limits::max_bytes`]: what goes
 //! there depends on how the index lies in memory.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
-use parking_lot::Mutex;
-
-use super::BlockIndex;
-use super::matches::{Match, Matches};
-use super::types::{
-    Block, CopyOutcome, CountMode, DumpEvent, IndexStats, MAX_COPIES, MAX_WORKERS, Membership,
-    Options, Rejection, RemoveOutcome, StoreOutcome,
+use kvflash_core::ids::{InstanceId, Tier, Worker};
+use kvflash_core::index::{
+    Block, BlockIndex, CopyOutcome, CountMode, DumpEvent, IndexStats, MAX_COPIES, MAX_WORKERS,
+    Match, Matches, Membership, Options, Rejection, RemoveOutcome, StoreOutcome,
 };
-use crate::ids::{InstanceId, Tier, Worker};
+use parking_lot::Mutex;
 
 /// A path of local hashes from the root, by the number it got when it was first named.
 type Content = usize;
@@ -43,7 +40,7 @@ impl Paths {
 
     fn extend(&mut self, parent: Option<Content>, local: u64) -> Content {
         *self.children.entry((parent, local)).or_insert_with(|| {
-            let chain = crate::hash::extend(parent.map(|at| self.steps[at].chain), local);
+            let chain = kvflash_core::hash::extend(parent.map(|at| self.steps[at].chain), local);
             self.steps.push(Step { parent, local, chain });
             self.steps.len() - 1
         })
@@ -189,7 +186,25 @@ impl State {
     }
 }
 
-/// Brute force: slow, small, exact. Answers as [`super::RadixIndex`] must.
+/// Plays a step of a dump for `worker`. Returns the outcome of a stored step.
+#[allow(dead_code)] // Not every program plays dumps.
+pub fn replay(index: &dyn BlockIndex, worker: Worker, event: &DumpEvent) -> StoreOutcome {
+    match event {
+        DumpEvent::Stored { tier, parent, seed, blocks } => {
+            index.store(worker, *tier, *parent, *seed, blocks)
+        }
+        DumpEvent::Removed { tier, names } => {
+            index.remove(worker, *tier, names);
+            StoreOutcome::default()
+        }
+    }
+}
+
+fn refused(cause: Rejection) -> StoreOutcome {
+    StoreOutcome { rejected: Some(cause), ..StoreOutcome::default() }
+}
+
+/// Brute force: slow, small, exact. Answers as the index must.
 #[derive(Default)]
 pub struct OracleIndex {
     options: Options,
@@ -219,17 +234,17 @@ impl BlockIndex for OracleIndex {
         let in_event: Vec<u64> = blocks.iter().map(|b| b.engine_hash).chain(parent).collect();
         if in_event.iter().collect::<BTreeSet<_>>().len() < in_event.len() {
             state.counters.self_references_total += 1;
-            return StoreOutcome::because_of(Rejection::SelfReference);
+            return refused(Rejection::SelfReference);
         }
         let named = |name| Some(state.workers.get(&worker)?.names.get(&name)?.content);
         let mut content = parent.and_then(named);
         if parent.is_some() && content.is_none() {
             state.counters.orphans_total += 1;
-            return StoreOutcome::because_of(Rejection::Orphan);
+            return refused(Rejection::Orphan);
         }
         if !state.admit(worker, &self.options) {
             state.counters.slots_exhausted_total += 1;
-            return StoreOutcome::because_of(Rejection::SlotsExhausted);
+            return refused(Rejection::SlotsExhausted);
         }
 
         state.renew(worker, content, &self.options);
@@ -429,7 +444,7 @@ impl BlockIndex for OracleIndex {
     fn find_matches(&self, locals: &[u64], out: &mut Matches) {
         let state = self.state.lock();
         let prompt = state.paths.follow(locals);
-        out.found.clear();
+        let mut found = Vec::new();
         for (&worker, held) in &state.workers {
             let mut reach = [0_u32; 4];
             let mut depth = 0;
@@ -442,22 +457,22 @@ impl BlockIndex for OracleIndex {
             let is_predicted = |content: &&Content| held.predicted.contains_key(*content);
             let predicted = prompt.iter().take_while(is_predicted).count() as u32;
             if external > 0 || predicted > 0 {
-                out.found.push(Match { worker, device, host, disk, external, predicted });
+                found.push(Match { worker, device, host, disk, external, predicted });
             }
         }
+        out.replace(found.into_iter());
     }
 
     fn find_matches_early_exit(&self, locals: &[u64], out: &mut Matches) {
         self.find_matches(locals, out);
         // The walk stops behind the first block that exactly one worker still holds.
-        let holders = |depth: u32| out.found.iter().filter(|m| m.device >= depth).count();
+        let all = out.as_slice().to_vec();
+        let holders = |depth: u32| all.iter().filter(|m| m.device >= depth).count();
         let stop = (1..=locals.len() as u32).find(|depth| holders(*depth) <= 1);
-        for found in &mut out.found {
-            let device = found.device.min(stop.unwrap_or(u32::MAX));
-            let (host, disk, external) = (device, device, device);
-            *found = Match { device, host, disk, external, predicted: 0, ..*found };
-        }
-        out.found.retain(|found| found.device > 0);
+        let cut = all.iter().map(|found| {
+            Match::on_device(found.worker, found.device.min(stop.unwrap_or(u32::MAX)))
+        });
+        out.replace(cut.filter(|found| found.device > 0));
     }
 
     fn parent_seed(&self, worker: Worker, engine_hash: u64) -> Option<u64> {
