@@ -1,6 +1,6 @@
 //! The answer to a query: owned by the caller, used again and again.
 
-use super::trie::Scratch;
+use super::trie::scratch::Scratch;
 use crate::ids::{InstanceId, Worker};
 
 /// How much of a prompt one worker holds. Unit: leading blocks.

@@ -16,16 +16,15 @@ use super::holder::MemberId;
 use super::paged::Slab;
 use super::run::Loc;
 use super::steps::{Step, Steps};
-use super::writer::Writer;
 
 /// Notes of members that went which are kept before anyone looks for them.
 const NOTES_KEPT: usize = 64;
 
 /// From here on an end is a stamp; below it is a time in milliseconds.
-const STAMPS: u64 = 1 << 63;
+pub(super) const STAMPS: u64 = 1 << 63;
 
 /// Bits of a stamp that tell how deep a run begins. Prompts are shorter by far; deeper runs go as one.
-const DEPTH_BITS: u32 = 24;
+pub(super) const DEPTH_BITS: u32 = 24;
 
 type Age = Steps<u64, u32>;
 
@@ -66,11 +65,11 @@ fn is_noted(ages: &Slab<Age>, id: MemberId, at: u64) -> bool {
 }
 
 /// What was sent to one worker, where that stands for its cache.
-struct History {
+pub(super) struct History {
     /// Blocks that it may have.
     most: usize,
     /// Predictions there were.
-    count: u64,
+    pub count: u64,
     queue: Queue,
 }
 
@@ -85,7 +84,7 @@ pub(super) struct Ages {
     /// Bytes of steps beyond each member's last.
     step_bytes: usize,
     /// Blocks of the prompt that are predicted already, while it is.
-    depth: usize,
+    pub depth: usize,
 }
 
 impl Ages {
@@ -118,7 +117,7 @@ impl Ages {
             + if is_full { 2 * queue.bytes() + more * 32 } else { 0 }
     }
 
-    fn history(&self, number: u32) -> Option<&History> {
+    pub fn history(&self, number: u32) -> Option<&History> {
         self.histories.get(number as usize)?.as_deref()
     }
 
@@ -181,7 +180,7 @@ impl Ages {
     }
 
     /// Predicts blocks of a worker's member up to `end`, until `at`.
-    fn renew(&mut self, number: u32, id: MemberId, end: u16, at: u64) {
+    pub fn renew(&mut self, number: u32, id: MemberId, end: u16, at: u64) {
         let is_new = !is_kept(&self.by_member, id);
         self.change(id, |age| {
             age.renew(end, at);
@@ -216,12 +215,12 @@ impl Ages {
     }
 
     /// Before it no block runs out of time.
-    fn due_ms(&self) -> u64 {
+    pub fn due_ms(&self) -> u64 {
         self.timed.notes.peek().map_or(u64::MAX, |Reverse((at_ms, _))| *at_ms)
     }
 
     /// A member some of whose blocks ran out by `now_ms`, with how many are left.
-    fn next_over(&mut self, now_ms: u64) -> Option<(MemberId, u16)> {
+    pub fn next_over(&mut self, now_ms: u64) -> Option<(MemberId, u16)> {
         self.noting(None, |ages, queue| {
             loop {
                 let Reverse((at_ms, id)) = *queue.notes.peek()?;
@@ -247,7 +246,7 @@ impl Ages {
 
     /// The member that has the lowest stamp of a worker's history, with how many of its blocks have higher
     /// ones. `is_own` tells the worker's members.
-    fn oldest(
+    pub fn oldest(
         &mut self,
         number: u32,
         is_own: impl Fn(MemberId) -> bool,
@@ -302,73 +301,5 @@ impl Ages {
         for queue in histories.map(|(_, history)| &history.queue).chain([&self.timed]) {
             assert!(queue.notes.len() <= 2 * queue.len + NOTES_KEPT + 1);
         }
-    }
-}
-
-impl Writer {
-    /// Predictions of a member's blocks, from `loc` up to `end`, count from now.
-    pub(super) fn refresh(&mut self, id: MemberId, loc: Loc, end: u16) {
-        let offset = loc.offset as usize;
-        let start = self.ages.depth - offset;
-        self.ages.depth += usize::from(end) - offset;
-        let number = self.slot(self.members.get(id).slot).worker;
-        let ttl = self.options.limits.predicted_ttl_ms;
-        let at = match self.ages.history(number) {
-            Some(history) => {
-                let deepest = (1 << DEPTH_BITS) - 1;
-                STAMPS | history.count << DEPTH_BITS | (deepest - start.min(deepest)) as u64
-            }
-            None if ttl > 0 => self.now_ms.saturating_add(ttl).min(STAMPS - 1),
-            None => return,
-        };
-        self.ages.renew(number, id, end, at);
-        self.note_due();
-    }
-
-    /// Lets go of what was predicted longest ago of a worker, deepest first, where that is more than its
-    /// history may have.
-    ///
-    /// # Cost
-    /// O(log runs) for each run that blocks go from, or were predicted anew in since.
-    pub(super) fn keep_history(&mut self, slot: u16) {
-        let number = self.slot(slot).worker;
-        let Some(most) = self.ages.history_most(number) else { return };
-        while let Some(excess) = self.slot(slot).held.checked_sub(most).filter(|more| *more > 0) {
-            let (ages, members) = (&mut self.ages, &self.members);
-            let oldest = ages.oldest(number, |id| members.get(id).slot == slot);
-            debug_assert!(oldest.is_some(), "every prediction comes to its end");
-            let Some((id, until)) = oldest else { break };
-            let (run, end) = (members.get(id).run, members.get(id).spans.end());
-            let from = until.max(end - excess.min(end.into()) as u16);
-            self.counters.expired_blocks_total += self.unpredict(slot, run, from, end) as u64;
-        }
-        self.finish();
-    }
-
-    fn note_due(&self) {
-        let (noted, due_ms) = (&self.shared.predictions_due_ms, self.ages.due_ms());
-        // Relaxed: see where it is read. Readers share its cache line, so it is written on a change only.
-        if noted.load(Ordering::Relaxed) != due_ms {
-            noted.store(due_ms, Ordering::Relaxed);
-        }
-    }
-
-    /// Lets go of facts and predictions that are too old at `now_ms`, until `most` or more went. Returns how
-    /// many.
-    pub fn advance_to(&mut self, now_ms: u64, most: usize) -> usize {
-        self.now_ms = self.now_ms.max(now_ms);
-        let mut expired = self.expire(most);
-        while expired < most
-            && let Some((id, until)) = self.ages.next_over(self.now_ms)
-        {
-            let member = self.members.get(id);
-            let (slot, run, end) = (member.slot, member.run, member.spans.end());
-            expired += self.unpredict(slot, run, until, end);
-            self.recount(self.slot(slot).worker);
-        }
-        self.note_due();
-        self.counters.expired_blocks_total += expired as u64;
-        self.finish();
-        expired
     }
 }

@@ -17,9 +17,9 @@ impl Writer {
     pub fn stats(&mut self) -> IndexStats {
         self.count_held();
         self.forget_left(FORGET_PER_LOOK);
-        let slots = || self.slots.iter().flatten();
+        let slots = || self.owners.slots.iter().flatten();
         IndexStats {
-            workers: self.numbers.len(),
+            workers: self.owners.numbers.len(),
             holders: slots().filter(|s| s.held > 0 && s.plane != Plane::Predicted).count(),
             bytes: self.bytes(),
             ..self.counters
@@ -31,7 +31,7 @@ impl Writer {
         self.count_held();
         let mut holders: BTreeMap<RunId, Vec<MemberId>> = BTreeMap::new();
         let (mut memberships, mut predicted) = (0, 0);
-        for (number, slot) in self.slots.iter().enumerate() {
+        for (number, slot) in self.owners.slots.iter().enumerate() {
             let Some(slot) = slot else { continue };
             let own = number as u16;
             let mut held = slot.extra.len();
@@ -48,7 +48,7 @@ impl Writer {
                     assert_eq!(tail.and_then(|tail| slot.tails.get(&tail)), Some(id), "a tail");
                     tails += 1;
                 }
-                let (parent, _) = self.shared.runs.peek(&self.runs, *run).place();
+                let (parent, _) = self.shared.runs.peek(&self.tree.runs, *run).place();
                 if parent != ROOT {
                     *kids.entry(parent).or_default() += 1;
                 }
@@ -76,11 +76,15 @@ impl Writer {
             unique += self.audit_run(*run, members);
         }
         assert_eq!(self.counters.unique_blocks, unique);
-        let hanging: u32 = (0..self.runs_end()).map(|run| self.metas.get(run).kids).sum();
-        assert_eq!(self.shared.edges.len(&self.edges), hanging as usize, "an edge for each run");
+        let hanging: u32 = (0..self.runs_end()).map(|run| self.tree.metas.get(run).kids).sum();
+        assert_eq!(
+            self.shared.edges.len(&self.tree.edges),
+            hanging as usize,
+            "an edge for each run"
+        );
         self.audit_order();
         self.audit_bytes();
-        for state in self.workers.iter().flatten() {
+        for state in self.owners.workers.iter().flatten() {
             let Some(dense) = &state.dense else { continue };
             let mut count = 0;
             for slot in state.fact_slots() {
@@ -106,12 +110,14 @@ impl Writer {
         if !self.keeps_order() {
             return;
         }
-        for slot in (0..self.slots.len() as u16).filter(|s| self.slots[usize::from(*s)].is_some()) {
+        for slot in (0..self.owners.slots.len() as u16)
+            .filter(|s| self.owners.slots[usize::from(*s)].is_some())
+        {
             for (run, id) in &self.slot(slot).members {
                 let member = self.members.get(*id);
                 assert!(!member.is_parked || self.floor(slot, *run) > 0, "it waits for something");
                 assert_eq!(member.kids > 0, member.floor > 0);
-                let (parent, attach) = self.shared.runs.peek(&self.runs, *run).place();
+                let (parent, attach) = self.shared.runs.peek(&self.tree.runs, *run).place();
                 if let Some(parent) = self.slot(slot).members.get(&parent) {
                     assert!(u32::from(self.members.get(*parent).floor) >= attach);
                 }
@@ -131,41 +137,41 @@ impl Writer {
     }
 
     fn audit_bytes(&self) {
-        let columns: usize = self.metas.all().map(|meta| meta.bytes()).sum();
-        assert_eq!(self.column_bytes, columns);
+        let columns: usize = self.tree.metas.all().map(|meta| meta.bytes()).sum();
+        assert_eq!(self.sizes.columns, columns);
         let spans: usize = self.members.all().map(|member| member.spans.heap_bytes()).sum();
-        assert_eq!(self.span_bytes, spans);
+        assert_eq!(self.sizes.spans, spans);
         if self.options.limits.max_bytes > 0 {
             assert_eq!(self.bytes_now(), self.bytes(), "what is counted along the way");
         }
-        let slots = self.slots.iter().flatten().map(Box::as_ref);
+        let slots = self.owners.slots.iter().flatten().map(Box::as_ref);
         let (slots, facts): (Vec<_>, Vec<_>) =
             slots.partition(|slot| slot.plane == Plane::Predicted);
         if self.options.limits.ttl_ms > 0 {
-            self.stamps.audit_all(facts.iter().map(|slot| slot.members.len()).sum());
+            self.times.stamps.audit_all(facts.iter().map(|slot| slot.members.len()).sum());
             for id in facts.iter().flat_map(|slot| slot.members.values()) {
-                self.stamps.audit(*id, self.members.get(*id).spans.end());
+                self.times.stamps.audit(*id, self.members.get(*id).spans.end());
             }
         }
-        let has_history = |number| self.ages.history_most(number).is_some();
+        let has_history = |number| self.times.ages.history_most(number).is_some();
         let has_time = self.options.limits.predicted_ttl_ms > 0;
         let is_timed = |slot: &&&Slot| has_time && !has_history(slot.worker);
         let timed = slots.iter().filter(is_timed).map(|slot| slot.members.len()).sum();
-        self.ages.audit_all(timed, |number| {
+        self.times.ages.audit_all(timed, |number| {
             let own = slots.iter().find(|slot| slot.worker == number);
             own.map_or((0, 0), |slot| (slot.members.len(), slot.held))
         });
         for slot in slots.iter().filter(|slot| has_time || has_history(slot.worker)) {
             for id in slot.members.values() {
-                self.ages.audit(slot.worker, *id, self.members.get(*id).spans.end());
+                self.times.ages.audit(slot.worker, *id, self.members.get(*id).spans.end());
             }
         }
     }
 
     /// Returns how many blocks of the run are held.
     fn audit_run(&self, run: RunId, members: &[MemberId]) -> usize {
-        let meta = self.metas.get(run);
-        let at = self.shared.runs.peek(&self.runs, run);
+        let meta = self.tree.metas.get(run);
+        let at = self.shared.runs.peek(&self.tree.runs, run);
         let len = at.labels().len();
         assert_eq!(meta.holders as usize, members.len());
         let mut expected = Entries::default();
@@ -188,7 +194,7 @@ impl Writer {
                 let cut = if member.is_whole() { WHOLE } else { member.spans.lead() };
                 expected.set_prefix(member.slot, cut);
                 let is_scattered = usize::from(member.spans.lead()) != member.spans.len();
-                let list = self.scattered.get(&run);
+                let list = self.tree.scattered.get(&run);
                 assert_eq!(list.is_some_and(|list| list.contains(&member.slot)), is_scattered);
             } else {
                 expected.set_stretches(member.slot, member.spans.iter());
@@ -201,7 +207,7 @@ impl Writer {
         for (id, column) in meta.columns() {
             assert_eq!(column.users, users.get(&id).copied().unwrap_or(0), "users of a column");
             for name in column.names.iter().filter(|name| **name != 0) {
-                assert!(self.filter.contains(*name), "the filter knows every name");
+                assert!(self.names.filter.contains(*name), "the filter knows every name");
             }
         }
         let held = held.iter().filter(|held| **held).count();

@@ -25,7 +25,7 @@ impl Writer {
                     let known = needed.entry(run).or_insert(0);
                     let is_known = *known > 0;
                     *known = end.max(*known);
-                    let (parent, attach) = self.shared.runs.peek(&self.runs, run).place();
+                    let (parent, attach) = self.shared.runs.peek(&self.tree.runs, run).place();
                     if is_known && needed.get(&parent).is_some_and(|n| *n >= attach as usize) {
                         break;
                     }
@@ -45,7 +45,7 @@ impl Writer {
                     break *depth;
                 }
                 climb.push(at);
-                at = self.shared.runs.peek(&self.runs, at).place().0;
+                at = self.shared.runs.peek(&self.tree.runs, at).place().0;
             };
             while let Some(run) = climb.pop() {
                 depth += 1;
@@ -61,7 +61,7 @@ impl Writer {
     fn chains(&self, paths: &Paths) -> BTreeMap<RunId, Vec<u64>> {
         let mut chains: BTreeMap<RunId, Vec<u64>> = BTreeMap::new();
         for (run, needed) in paths {
-            let at = self.shared.runs.peek(&self.runs, *run);
+            let at = self.shared.runs.peek(&self.tree.runs, *run);
             let (parent, attach) = at.place();
             let before = (attach as usize).checked_sub(1);
             let mut chain = before.and_then(|before| chains.get(&parent).map(|c| c[before]));
@@ -77,7 +77,7 @@ impl Writer {
     }
 
     pub fn memberships(&self, worker: Worker) -> Vec<Membership> {
-        let Some(&number) = self.numbers.get(&worker) else { return Vec::new() };
+        let Some(&number) = self.owners.numbers.get(&worker) else { return Vec::new() };
         let chains = self.chains(&self.paths(number));
         let mut all = Vec::new();
         for slot in self.worker(number).fact_slots() {
@@ -106,12 +106,13 @@ impl Writer {
     }
 
     pub(super) fn seed_of(&self, run: RunId) -> u64 {
-        self.seeds.get(&run).copied().unwrap_or(DEFAULT_SEED)
+        self.tree.seeds.get(&run).copied().unwrap_or(DEFAULT_SEED)
     }
 
     /// Room that a copy of what `worker` holds will need.
     pub fn measure(&self, worker: Worker) -> (usize, usize) {
-        let slots = self.numbers.get(&worker).map(|number| self.worker(*number).fact_slots());
+        let slots =
+            self.owners.numbers.get(&worker).map(|number| self.worker(*number).fact_slots());
         let sizes = slots.into_iter().flatten().map(|slot| self.slot(slot));
         sizes.fold((0, 0), |(parts, names), slot| (parts + slot.members.len(), names + slot.held))
     }
@@ -119,13 +120,13 @@ impl Writer {
     /// Copies what `worker` holds, as it is: names, and where they belong. Labels are left to be read
     /// later, under a pin that is older than the copy.
     pub fn copy_of(&self, worker: Worker, copied: &mut Copied) {
-        let Some(&number) = self.numbers.get(&worker) else { return };
+        let Some(&number) = self.owners.numbers.get(&worker) else { return };
         for slot in self.worker(number).fact_slots() {
             let state = self.slot(slot);
             let tier = Tier::ALL[state.plane.number()];
             for (run, id) in &state.members {
                 let member = self.members.get(*id);
-                let column = &self.metas.get(*run).column(member.column).names;
+                let column = &self.tree.metas.get(*run).column(member.column).names;
                 for (start, end) in member.spans.iter() {
                     let at = copied.names.len();
                     copied.names.extend_from_slice(&column[usize::from(start)..usize::from(end)]);
@@ -134,14 +135,14 @@ impl Writer {
             }
             copied.extra.extend(state.extra.iter().map(|(name, loc)| ((loc, tier), name)));
             copied.copies.extend(state.copies.iter().map(|(name, n)| ((tier, *name), *n)));
-            if self.seeds.is_empty() {
+            if self.tree.seeds.is_empty() {
                 continue;
             }
             // Runs between those held and the root have seeds of their own.
             for run in state.members.keys().chain(state.waiting.keys()) {
                 let mut run = *run;
                 while run != ROOT && copied.seeds.insert(run, self.seed_of(run)).is_none() {
-                    run = self.shared.runs.peek(&self.runs, run).place().0;
+                    run = self.shared.runs.peek(&self.tree.runs, run).place().0;
                 }
             }
         }

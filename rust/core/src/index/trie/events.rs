@@ -5,8 +5,8 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use super::Shared;
 use super::run::Loc;
+use super::shared::Shared;
 use crate::ids::Tier;
 use crate::index::arena::epoch::Pin;
 use crate::index::arena::runs::{ROOT, RunId};

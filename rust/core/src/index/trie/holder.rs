@@ -4,8 +4,7 @@ use std::hash::{BuildHasher, Hasher};
 
 use hashbrown::HashMap;
 
-use super::order::Ends;
-use super::report::{map_growth, shrink_map};
+use super::room::{map_growth, shrink_map};
 use super::run::{ColumnId, Loc, NO_COLUMN};
 use super::seats::{NONE, Plane};
 use super::spans::Spans;
@@ -62,6 +61,24 @@ impl Default for Member {
             is_parked: false,
             used: 0,
         }
+    }
+}
+
+/// A worker's number and whether its predictions are meant, in one.
+pub(super) type Lane = u32;
+
+/// The list of a lane.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Ends {
+    pub oldest: MemberId,
+    pub newest: MemberId,
+    /// Whether the lane is among those that give way when bytes run short.
+    pub is_queued: bool,
+}
+
+impl Default for Ends {
+    fn default() -> Self {
+        Self { oldest: NO_MEMBER, newest: NO_MEMBER, is_queued: false }
     }
 }
 

@@ -7,10 +7,9 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use super::holder::Slot;
-use super::order::Lane;
+use super::holder::{Lane, Slot};
 use super::paged::Slab;
-use super::report::map_growth;
+use super::room::map_growth;
 use super::run::Loc;
 use super::seats::Plane;
 use super::writer::Writer;
@@ -79,7 +78,7 @@ impl Writer {
             return;
         }
         let predicted = |number: u32| number * 2 + 1;
-        let mut lanes: BinaryHeap<Reverse<(u64, Lane)>> = (0..self.workers.len() as u32)
+        let mut lanes: BinaryHeap<Reverse<(u64, Lane)>> = (0..self.owners.workers.len() as u32)
             .map(predicted)
             .filter_map(|lane| Some(Reverse((self.used_first(lane)?, lane))))
             .collect();
@@ -162,9 +161,10 @@ impl Writer {
     /// Makes room for the records of one more worker.
     pub(super) fn make_room_for_worker(&mut self) -> bool {
         let Some(budget) = self.budget() else { return true };
-        let lists = (self.workers.capacity() + self.slots.capacity()) * size_of::<usize>()
-            + 2 * self.ages.table_bytes();
-        let need = WORKER_BYTES + lists + map_growth(&self.numbers, 1);
+        let lists = (self.owners.workers.capacity() + self.owners.slots.capacity())
+            * size_of::<usize>()
+            + 2 * self.times.ages.table_bytes();
+        let need = WORKER_BYTES + lists + map_growth(&self.owners.numbers, 1);
         self.fit(need, budget)
     }
 
@@ -233,13 +233,17 @@ impl Writer {
             + map_growth(&state.tails, blocks)
             + map_growth(&state.waiting, blocks)
             + if counts { map_growth(&state.copies, blocks) } else { 0 }
-            + map_growth(&self.anchors, blocks)
-            + map_growth(&self.seeds, 1)
-            + map_growth(&self.scattered, blocks)
+            + map_growth(&self.names.anchors, blocks)
+            + map_growth(&self.tree.seeds, 1)
+            + map_growth(&self.tree.scattered, blocks)
             + state.extra.growth(blocks)
             + self.age_growth(state, blocks);
-        let pages = Slab::growth(&self.members, blocks) + Runs::growth(&self.runs, blocks);
-        let metas = if Runs::growth(&self.runs, blocks) > 0 { self.metas.page_bytes() } else { 0 };
+        let pages = Slab::growth(&self.members, blocks) + Runs::growth(&self.tree.runs, blocks);
+        let metas = if Runs::growth(&self.tree.runs, blocks) > 0 {
+            self.tree.metas.page_bytes()
+        } else {
+            0
+        };
         arrays + dense + maps + pages + metas + TABLE_BYTES
     }
 
@@ -247,9 +251,9 @@ impl Writer {
     fn age_growth(&self, slot: &Slot, blocks: usize) -> usize {
         let limits = &self.options.limits;
         match slot.plane {
-            Plane::Predicted => self.ages.growth(slot.worker, blocks),
+            Plane::Predicted => self.times.ages.growth(slot.worker, blocks),
             Plane::Held(_) if limits.ttl_ms == 0 => 0,
-            Plane::Held(_) => self.stamps.growth(blocks, limits.end_tick(self.now_ms)),
+            Plane::Held(_) => self.times.stamps.growth(blocks, limits.end_tick(self.times.now_ms)),
         }
     }
 
@@ -275,8 +279,8 @@ impl Writer {
 
     /// Bytes in use, without those that only wait for readers.
     fn bytes_live(&self) -> usize {
-        let waiting =
-            Runs::waiting_bytes(&self.runs) + self.shared.edges.waiting_bytes(&self.edges);
+        let waiting = Runs::waiting_bytes(&self.tree.runs)
+            + self.shared.edges.waiting_bytes(&self.tree.edges);
         self.bytes_now() - waiting
     }
 

@@ -35,30 +35,25 @@ mod names;
 mod order;
 mod paged;
 mod report;
+mod room;
 mod run;
+pub(super) mod scratch;
 mod seats;
+mod shared;
 mod spans;
 mod stamps;
+mod state;
 mod steps;
 mod walk;
 mod writer;
 
 use events::Copied;
 use seats::NONE;
-pub(super) use walk::Scratch;
+use shared::Shared;
 use writer::Writer;
 
 /// Blocks that ran out after which the lock is handed over.
 const EXPIRED_AT_ONCE: usize = 4_096;
-
-/// What readers and the writer share.
-struct Shared {
-    runs: Runs,
-    edges: Edges,
-    seats: seats::Seats,
-    /// Before it no prediction runs out; only the writer changes it.
-    predictions_due_ms: AtomicU64,
-}
 
 /// The block index: exact, concurrent, readers never wait.
 ///
@@ -166,7 +161,7 @@ impl BlockIndex for RadixIndex {
 
     fn remove_instance(&self, instance_id: InstanceId) -> usize {
         let mut writer = self.writer.lock();
-        let workers = writer.numbers.keys().copied();
+        let workers = writer.owners.numbers.keys().copied();
         let ranks: Vec<Worker> = workers.filter(|w| w.instance_id == instance_id).collect();
         ranks.iter().filter(|worker| writer.remove_worker(**worker)).count()
     }
@@ -220,14 +215,14 @@ impl BlockIndex for RadixIndex {
 
     fn parent_seed(&self, worker: Worker, engine_hash: u64) -> Option<u64> {
         let mut writer = self.writer.lock();
-        let number = writer.numbers.get(&worker).copied()?;
+        let number = writer.owners.numbers.get(&worker).copied()?;
         let loc = writer.locate(number, engine_hash)?;
         Some(writer.seed_of(loc.run))
     }
 
     fn holds_all(&self, worker: Worker, tier: Tier, engine_hashes: &[u64]) -> bool {
         let mut writer = self.writer.lock();
-        let number = writer.numbers.get(&worker).copied();
+        let number = writer.owners.numbers.get(&worker).copied();
         let slot = number.map_or(NONE, |number| writer.worker(number).slots[tier as usize]);
         engine_hashes.iter().all(|name| slot != NONE && writer.locate_in(slot, *name).is_some())
     }
@@ -239,7 +234,7 @@ impl BlockIndex for RadixIndex {
 
     fn workers(&self) -> Vec<Worker> {
         self.look(|writer| {
-            let mut workers: Vec<Worker> = writer.numbers.keys().copied().collect();
+            let mut workers: Vec<Worker> = writer.owners.numbers.keys().copied().collect();
             workers.sort_unstable();
             workers
         })
@@ -247,7 +242,7 @@ impl BlockIndex for RadixIndex {
 
     fn blocks(&self, worker: Worker) -> usize {
         self.look(|writer| {
-            let number = writer.numbers.get(&worker);
+            let number = writer.owners.numbers.get(&worker);
             let slots = number.map(|number| writer.worker(*number).fact_slots());
             slots.into_iter().flatten().map(|slot| writer.slot(slot).held).sum()
         })
@@ -255,7 +250,7 @@ impl BlockIndex for RadixIndex {
 
     fn blocks_in(&self, worker: Worker, tier: Tier) -> usize {
         self.look(|writer| {
-            let number = writer.numbers.get(&worker);
+            let number = writer.owners.numbers.get(&worker);
             let slot = number.map(|number| writer.worker(*number).slots[tier as usize]);
             slot.filter(|slot| *slot != NONE).map_or(0, |slot| writer.slot(slot).held)
         })

@@ -10,7 +10,7 @@
 use std::collections::VecDeque;
 
 use super::holder::{Member, MemberId};
-use super::report::shrink_set;
+use super::room::shrink_set;
 use super::run::{Column, ColumnId, Loc, NO_COLUMN};
 use super::writer::{Chain, Writer};
 use crate::ids::Worker;
@@ -61,11 +61,11 @@ impl Writer {
         if member.column == NO_COLUMN {
             return None;
         }
-        self.metas.get(member.run).column(member.column).names.get(offset).copied()
+        self.tree.metas.get(member.run).column(member.column).names.get(offset).copied()
     }
 
     pub(super) fn label(&self, loc: Loc) -> u64 {
-        self.shared.runs.peek(&self.runs, loc.run).labels()[loc.offset as usize]
+        self.shared.runs.peek(&self.tree.runs, loc.run).labels()[loc.offset as usize]
     }
 
     /// The block before the one at `loc`, if there is one.
@@ -73,7 +73,7 @@ impl Writer {
         if loc.offset > 0 {
             return Some(Loc { run: loc.run, offset: loc.offset - 1 });
         }
-        let (run, attach) = self.shared.runs.peek(&self.runs, loc.run).place();
+        let (run, attach) = self.shared.runs.peek(&self.tree.runs, loc.run).place();
         (run != ROOT && attach > 0).then(|| Loc { run, offset: attach - 1 })
     }
 
@@ -88,12 +88,12 @@ impl Writer {
 
     /// What a worker calls the leading blocks of a prompt, as far as it is in the tree.
     pub(super) fn names_along(&self, worker: Worker, locals: &[u64], out: &mut Vec<Option<u64>>) {
-        let Some(&number) = self.numbers.get(&worker) else { return };
+        let Some(&number) = self.owners.numbers.get(&worker) else { return };
         let mut place = Loc { run: ROOT, offset: 0 };
         while let Some(first) = locals.get(out.len())
             && let Some(run) = self.child(place.run, place.offset, *first)
         {
-            let labels = self.shared.runs.peek(&self.runs, run).labels();
+            let labels = self.shared.runs.peek(&self.tree.runs, run).labels();
             let rest = &locals[out.len()..];
             let common =
                 labels.iter().zip(rest).take_while(|(label, local)| label == local).count();
@@ -133,7 +133,7 @@ impl Writer {
         if let Some(dense) = &worker.dense {
             return dense.get(&name).copied().filter(|loc| self.is_named(slot, *loc, name));
         }
-        if let Some(loc) = self.anchors.get(&name)
+        if let Some(loc) = self.names.anchors.get(&name)
             && self.is_named(slot, *loc, name)
         {
             return Some(*loc);
@@ -153,7 +153,7 @@ impl Writer {
             if member.column == NO_COLUMN {
                 return None;
             }
-            let names = &self.metas.get(*run).column(member.column).names;
+            let names = &self.tree.metas.get(*run).column(member.column).names;
             member.spans.iter().find_map(|(start, end)| {
                 let (start, end) = (usize::from(start), usize::from(end));
                 searched += end - start + SMALL_COSTS;
@@ -216,7 +216,7 @@ impl Writer {
 
     /// False when nobody has the name; true means perhaps. 0 fills gaps in columns and is not noted.
     fn may_be_known(&self, name: u64) -> bool {
-        name == 0 || self.filter.contains(name)
+        name == 0 || self.names.filter.contains(name)
     }
 
     /// Fetches the filter's lines for the first names of blocks that are about to be added: what comes before
@@ -224,12 +224,12 @@ impl Writer {
     pub(super) fn fetch_names(&self, chain: Chain<'_>) {
         let Chain::Named(blocks) = chain else { return };
         for block in blocks.iter().take(AHEAD) {
-            self.filter.prefetch(block.engine_hash);
+            self.names.filter.prefetch(block.engine_hash);
         }
     }
 
     fn is_suspect(&self, name: u64) -> bool {
-        name == 0 || (!self.suspects.is_empty() && self.suspects.contains(&name))
+        name == 0 || (!self.names.suspects.is_empty() && self.names.suspects.contains(&name))
     }
 
     /// Notes a name that gets one more place in the tree; tells whether it may have had one before.
@@ -237,17 +237,17 @@ impl Writer {
         if name == 0 {
             return true;
         }
-        let is_known = self.filter.insert_new(name);
+        let is_known = self.names.filter.insert_new(name);
         if is_known {
-            self.suspects.insert(name);
+            self.names.suspects.insert(name);
             // Mistakes of the filter stay behind; they must not pile up.
-            let few = FEW_SUSPECTS + self.filter.len() / 64;
-            if self.suspects.len() > few.max(self.suspects_most) {
-                let filter = &self.filter;
-                self.suspects.retain(|name| filter.contains_twice(*name));
-                shrink_set(&mut self.suspects);
+            let few = FEW_SUSPECTS + self.names.filter.len() / 64;
+            if self.names.suspects.len() > few.max(self.names.suspects_most) {
+                let filter = &self.names.filter;
+                self.names.suspects.retain(|name| filter.contains_twice(*name));
+                shrink_set(&mut self.names.suspects);
                 // Where most are suspects for good reason, a look at each at every name would be quadratic.
-                self.suspects_most = 2 * self.suspects.len();
+                self.names.suspects_most = 2 * self.names.suspects.len();
             }
         }
         is_known
@@ -257,15 +257,15 @@ impl Writer {
         if name == 0 {
             return;
         }
-        let was_there = self.filter.remove(name);
+        let was_there = self.names.filter.remove(name);
         debug_assert!(was_there, "what is forgotten was noted");
         // At one place only: nothing to be searched for until it comes again.
-        let is_cleared = !self.suspects.is_empty()
-            && self.suspects.contains(&name)
-            && !self.filter.contains_twice(name);
+        let is_cleared = !self.names.suspects.is_empty()
+            && self.names.suspects.contains(&name)
+            && !self.names.filter.contains_twice(name);
         if is_cleared {
-            self.suspects.remove(&name);
-            shrink_set(&mut self.suspects);
+            self.names.suspects.remove(&name);
+            shrink_set(&mut self.names.suspects);
         }
     }
 
@@ -297,7 +297,7 @@ impl Writer {
         } else {
             column
         };
-        let names = &self.metas.get(run).column(column).names;
+        let names = &self.tree.metas.get(run).column(column).names;
         let known = names.len().saturating_sub(start).min(blocks.len());
         let differs = |(name, block): (&u64, &Block)| *name != block.engine_hash;
         let is_same = known == 0 || !names[start..start + known].iter().zip(blocks).any(differs);
@@ -309,12 +309,12 @@ impl Writer {
         if !is_same {
             let column = self.own_column(id);
             for (at, block) in blocks[..known].iter().enumerate() {
-                let old = self.metas.get(run).column(column).names[start + at];
+                let old = self.tree.metas.get(run).column(column).names[start + at];
                 if old != block.engine_hash {
                     if self.note(block.engine_hash) {
                         doubtful.push((block.engine_hash, start + at));
                     }
-                    self.metas.get_mut(run).column_mut(column).names[start + at] =
+                    self.tree.metas.get_mut(run).column_mut(column).names[start + at] =
                         block.engine_hash;
                     self.forget(old);
                 }
@@ -324,20 +324,20 @@ impl Writer {
             let column = self.members.get(id).column;
             for (block, at) in blocks.iter().zip(start..).skip(known) {
                 if let Some(later) = blocks.get(at - start + AHEAD) {
-                    self.filter.prefetch(later.engine_hash);
+                    self.names.filter.prefetch(later.engine_hash);
                 }
                 if self.note(block.engine_hash) {
                     doubtful.push((block.engine_hash, at));
                 }
             }
-            let column = self.metas.get_mut(run).column_mut(column);
+            let column = self.tree.metas.get_mut(run).column_mut(column);
             let room = column.names.capacity();
             if column.names.len() < start {
                 // Blocks that this holder does not have: nothing asks for their names.
                 column.names.resize(start, 0);
             }
             column.extend(blocks[known..].iter().map(|block| block.engine_hash));
-            self.column_bytes += (column.names.capacity() - room) * size_of::<u64>();
+            self.sizes.columns += (column.names.capacity() - room) * size_of::<u64>();
         }
     }
 
@@ -346,7 +346,7 @@ impl Writer {
         let column = self.own_column(id);
         let Member { run, slot, .. } = *self.members.get(id);
         self.note(name);
-        let names = &mut self.metas.get_mut(run).column_mut(column).names;
+        let names = &mut self.tree.metas.get_mut(run).column_mut(column).names;
         let old = std::mem::replace(&mut names[offset], name);
         self.forget(old);
         if usize::from(self.members.get(id).spans.end()) == offset + 1 {
@@ -363,7 +363,7 @@ impl Writer {
             names.len() >= start
                 && names[start..].iter().zip(blocks).all(|(name, b)| *name == b.engine_hash)
         };
-        let meta = self.metas.get(run);
+        let meta = self.tree.metas.get(run);
         let found = meta
             .columns()
             .take(COLUMNS_COMPARED)
@@ -371,34 +371,34 @@ impl Writer {
             .find(|(id, column)| (*id == 0 || column.users > 0) && fits(column))
             .map(|(id, _)| id);
         let column = found.unwrap_or_else(|| self.new_column(run));
-        self.metas.get_mut(run).column_mut(column).users += 1;
+        self.tree.metas.get_mut(run).column_mut(column).users += 1;
         column
     }
 
     fn new_column(&mut self, run: RunId) -> ColumnId {
-        let meta = self.metas.get_mut(run);
+        let meta = self.tree.metas.get_mut(run);
         let list = meta.list_bytes();
         let column = meta.new_column().expect("fewer holders than columns");
-        self.column_bytes += meta.list_bytes() - list;
+        self.sizes.columns += meta.list_bytes() - list;
         column
     }
 
     /// Makes sure that a member's column is its own.
     fn own_column(&mut self, id: MemberId) -> ColumnId {
         let Member { run, column, .. } = *self.members.get(id);
-        if self.metas.get(run).column(column).users == 1 {
+        if self.tree.metas.get(run).column(column).users == 1 {
             return column;
         }
-        let names = self.metas.get(run).column(column).names.clone();
+        let names = self.tree.metas.get(run).column(column).names.clone();
         for name in &names {
             // Known at this very place: no reason for suspicion.
             if *name != 0 {
-                self.filter.insert(*name);
+                self.names.filter.insert(*name);
             }
         }
-        self.column_bytes += names.capacity() * size_of::<u64>();
+        self.sizes.columns += names.capacity() * size_of::<u64>();
         let own = self.new_column(run);
-        let meta = self.metas.get_mut(run);
+        let meta = self.tree.metas.get_mut(run);
         meta.column_mut(column).users -= 1;
         let own_column = meta.column_mut(own);
         own_column.names = names;
@@ -409,23 +409,23 @@ impl Writer {
 
     /// A member goes by this column no more.
     pub(super) fn leave_column(&mut self, run: RunId, column: ColumnId) {
-        let left = self.metas.get_mut(run).column_mut(column);
+        let left = self.tree.metas.get_mut(run).column_mut(column);
         left.users -= 1;
         if left.users == 0 {
             let mut names = std::mem::take(&mut left.names);
-            let meta = self.metas.get_mut(run);
+            let meta = self.tree.metas.get_mut(run);
             let list = meta.list_bytes();
             meta.trim();
-            self.column_bytes -= names.capacity() * size_of::<u64>() + list - meta.list_bytes();
+            self.sizes.columns -= names.capacity() * size_of::<u64>() + list - meta.list_bytes();
             // With a budget, memory must be free when eviction asks for it; and what waits must not outgrow
             // what is held.
             let may_wait = self.options.limits.max_bytes == 0
-                && self.left_bytes <= self.column_bytes.max(LEFT_BYTES_KEPT);
+                && self.names.left_bytes <= self.sizes.columns.max(LEFT_BYTES_KEPT);
             if names.len() > FORGET_AT_ONCE && may_wait {
-                self.left_bytes += names.capacity() * size_of::<u64>();
+                self.names.left_bytes += names.capacity() * size_of::<u64>();
                 // They are forgotten from the end.
                 names.reverse();
-                self.left.push_back(names);
+                self.names.left.push_back(names);
             } else {
                 self.forget_last(&mut names, usize::MAX);
             }
@@ -438,7 +438,7 @@ impl Writer {
         let gone = names.len() - keep;
         while names.len() > keep {
             if let Some(later) = names.len().checked_sub(AHEAD) {
-                self.filter.prefetch(names[later]);
+                self.names.filter.prefetch(names[later]);
             }
             if let Some(name) = names.pop() {
                 self.forget(name);
@@ -452,24 +452,24 @@ impl Writer {
     pub(super) fn forget_left(&mut self, most: usize) {
         let mut credit = most;
         while credit > 0 {
-            let Some(mut names) = self.left.pop_front() else {
-                if self.left.capacity() > 64 {
-                    self.left = VecDeque::new();
+            let Some(mut names) = self.names.left.pop_front() else {
+                if self.names.left.capacity() > 64 {
+                    self.names.left = VecDeque::new();
                 }
                 return;
             };
             credit -= self.forget_last(&mut names, credit);
             if names.is_empty() {
-                self.left_bytes -= names.capacity() * size_of::<u64>();
+                self.names.left_bytes -= names.capacity() * size_of::<u64>();
             } else {
-                self.left.push_front(names);
+                self.names.left.push_front(names);
             }
         }
     }
 
     /// The run goes: its names with it.
     pub(super) fn forget_names(&mut self, run: RunId) {
-        let meta = std::mem::take(self.metas.get_mut(run));
+        let meta = std::mem::take(self.tree.metas.get_mut(run));
         debug_assert!(
             meta.columns().all(|(_, column)| column.users == 0 && column.names.is_empty())
         );

@@ -10,43 +10,11 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::collections::binary_heap::PeekMut;
 
-use super::holder::{MemberId, NO_MEMBER};
+use super::holder::{Ends, Lane, MemberId, NO_MEMBER};
 use super::run::Loc;
 use super::seats::{NONE, Plane};
 use super::writer::Writer;
 use crate::index::arena::runs::{ROOT, RunId};
-
-/// A worker's number and whether its predictions are meant, in one.
-pub(super) type Lane = u32;
-
-/// The list of a lane.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Ends {
-    pub oldest: MemberId,
-    newest: MemberId,
-    /// Whether the lane is among those that give way when bytes run short.
-    is_queued: bool,
-}
-
-impl Default for Ends {
-    fn default() -> Self {
-        Self { oldest: NO_MEMBER, newest: NO_MEMBER, is_queued: false }
-    }
-}
-
-/// What all lanes share.
-#[derive(Default)]
-pub(super) struct Order {
-    clock: u64,
-    /// Lanes by when their oldest member was used, or earlier: put right when they come to the top.
-    lanes: BinaryHeap<Reverse<(u64, Lane)>>,
-}
-
-impl Order {
-    pub fn bytes(&self) -> usize {
-        self.lanes.capacity() * size_of::<(u64, Lane)>()
-    }
-}
 
 /// Where in its lane a member was.
 #[derive(Clone, Copy)]
@@ -75,7 +43,7 @@ impl Writer {
     }
 
     pub(super) fn ends(&self, lane: Lane) -> Option<&Ends> {
-        Some(&self.workers.get(lane as usize / 2)?.as_ref()?.order[lane as usize % 2])
+        Some(&self.owners.workers.get(lane as usize / 2)?.as_ref()?.order[lane as usize % 2])
     }
 
     fn ends_mut(&mut self, lane: Lane) -> &mut Ends {
@@ -264,7 +232,7 @@ impl Writer {
 
     /// Lanes of workers that went must not pile up.
     fn forget_lanes(&mut self) {
-        if self.order.lanes.len() <= 4 * self.numbers.len() + 64 {
+        if self.order.lanes.len() <= 4 * self.owners.numbers.len() + 64 {
             return;
         }
         let mut lanes = std::mem::take(&mut self.order.lanes).into_vec();

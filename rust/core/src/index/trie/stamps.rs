@@ -11,7 +11,6 @@ use super::paged::Slab;
 use super::run::Loc;
 use super::seats::Plane;
 use super::steps::Steps;
-use super::writer::Writer;
 use crate::index::arena::runs::ROOT;
 
 /// Lists of the ring: more than the ticks that any block stands, and a divisor of what 16 bits count.
@@ -89,12 +88,12 @@ impl Stamps {
     }
 
     /// When the first block of a member's run runs out.
-    fn front(&self, id: MemberId) -> Option<u16> {
+    pub fn front(&self, id: MemberId) -> Option<u16> {
         if self.is_kept(id) { self.by_member.get(id).front() } else { None }
     }
 
     /// A member's blocks up to `end` stand until `at`.
-    fn renew(&mut self, id: MemberId, end: u16, at: u64) {
+    pub fn renew(&mut self, id: MemberId, end: u16, at: u64) {
         let is_new = !self.is_kept(id);
         self.change(id, |steps| {
             steps.renew(end, at as u16);
@@ -156,7 +155,7 @@ impl Stamps {
     }
 
     /// Goes on to `tick`: members that are noted up to there are due.
-    fn go_on(&mut self, tick: u64) {
+    pub fn go_on(&mut self, tick: u64) {
         if tick <= self.tick {
             return;
         }
@@ -187,7 +186,7 @@ impl Stamps {
     }
 
     /// A member some of whose blocks ran out, with how many are left.
-    fn next_over(&mut self) -> Option<(MemberId, u16)> {
+    pub fn next_over(&mut self) -> Option<(MemberId, u16)> {
         loop {
             let Some(id) = self.due.pop() else {
                 self.due = Vec::new();
@@ -231,61 +230,5 @@ impl Stamps {
         assert_eq!(self.list_bytes, room * size_of::<MemberId>());
         assert_eq!(self.notes, notes + self.due.len());
         assert!(self.notes <= 2 * self.len + NOTES_KEPT + 1);
-    }
-}
-
-impl Writer {
-    /// The blocks before `place`, as far as the worker holds them, were stored now.
-    pub(super) fn stamp(&mut self, slot: u16, place: Loc) {
-        let limits = &self.options.limits;
-        if limits.ttl_ms == 0 {
-            return;
-        }
-        let at = limits.end_tick(self.now_ms);
-        let (mut run, mut end) = (place.run, place.offset);
-        while run != ROOT {
-            let mut is_fresh = false;
-            for slot in self.siblings(slot) {
-                let Some(&id) = self.slot(slot).members.get(&run) else { continue };
-                is_fresh |= self.stamps.front(id) == Some(at as u16);
-                let end = (end as u16).min(self.members.get(id).spans.end());
-                self.stamps.renew(id, end, at);
-            }
-            if is_fresh {
-                // By an event that renewed all above, too.
-                return;
-            }
-            (run, end) = self.shared.runs.peek(&self.runs, run).place();
-        }
-    }
-
-    /// Lets go of facts that are too old now, until `most` or more went. Returns how many.
-    pub(super) fn expire(&mut self, most: usize) -> usize {
-        if self.options.limits.ttl_ms == 0 {
-            return 0;
-        }
-        self.stamps.go_on(self.options.limits.tick_at(self.now_ms));
-        let mut gone = 0;
-        while gone < most
-            && let Some((id, until)) = self.stamps.next_over()
-        {
-            let &Member { slot, run, .. } = self.members.get(id);
-            debug_assert!(self.slot(slot).plane != Plane::Predicted);
-            let before = self.slot(slot).held;
-            // From the end on; with its last block the member goes.
-            while let Some(id) = self.slot(slot).members.get(&run) {
-                let spans = &self.members.get(*id).spans;
-                let end = spans.end();
-                if end <= until {
-                    break;
-                }
-                let start = spans.start_of(end - 1).max(until);
-                self.drop_names(slot, run, start, end);
-                self.uncover(slot, run, start, end);
-            }
-            gone += before - self.slot(slot).held;
-            self.recount(self.slot(slot).worker);
-        }
-        gone
     }
 }

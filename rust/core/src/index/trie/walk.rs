@@ -1,7 +1,8 @@
 //! The query: down the runs that spell the prompt, narrowing the set of holders that have all so far.
 
-use super::Shared;
+use super::scratch::{Scratch, Track};
 use super::seats::Plane;
+use super::shared::Shared;
 use crate::ids::Tier;
 use crate::index::arena::cover::{Cover, Prefix, WHOLE, each_bit};
 use crate::index::arena::epoch::Pin;
@@ -12,28 +13,6 @@ use crate::index::matches::{Depth, ManyMatches, Match};
 /// microseconds, for which the writer can wait with freeing.
 const PROMPTS_PER_PIN: usize = 32;
 const BLOCKS_PER_PIN: usize = 16_384;
-
-/// What a walk needs beside its answer; kept between queries so that none allocates.
-#[derive(Debug, Default)]
-pub(in crate::index) struct Scratch {
-    track: Track,
-    /// Slots and how far they got.
-    found: Vec<(u16, u32)>,
-    /// Home slot -> place in the answer, where it is that slot's.
-    places: Vec<u32>,
-    homes: Vec<u16>,
-    /// The answer to one prompt of several, where it is put together from planes.
-    one: Vec<Match>,
-}
-
-#[derive(Debug, Default)]
-struct Track {
-    /// Slots that cover every block so far, and those of the run being looked at.
-    alive: Vec<u64>,
-    next: Vec<u64>,
-    /// Runs of the walk: number, blocks before it, blocks of it.
-    path: Vec<(RunId, u32, u32)>,
-}
 
 /// Prompts in parts, each to be answered under one pin; a prompt that is too long for that is a part of
 /// its own.

@@ -1,29 +1,25 @@
 //! The writer: one at a time, behind the index's lock. Its state, workers and slots; `writer/` has the rest.
 
 mod events;
+mod expire;
 mod members;
 mod place;
 mod release;
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 
-use hashbrown::{HashMap, HashSet};
-
-use super::Shared;
 use super::ages::Ages;
-use super::filter::NameFilter;
 use super::holder::{Member, MemberId, Mix, NO_MEMBER, Slot, WorkerState};
-use super::order::Order;
 use super::paged::Slab;
-use super::report::shrink_map;
-use super::run::{Loc, RunMeta};
+use super::room::shrink_map;
 use super::seats::{NONE, Plane};
+use super::shared::Shared;
 use super::stamps::Stamps;
+use super::state::{Names, Order, Owners, Sizes, Times, Tree};
 use crate::ids::{Tier, Worker};
 use crate::index::arena::cover::Entries;
 use crate::index::arena::edges;
-use crate::index::arena::epoch::{Retired, epochs};
+use crate::index::arena::epoch::epochs;
 use crate::index::arena::runs::{ROOT, RunId, Runs, RunsWriting};
 use crate::index::check::Repetitions;
 use crate::index::types::{Block, IndexStats, MAX_WORKERS, Options};
@@ -51,53 +47,16 @@ pub(super) struct Writer {
     pub(super) shared: Arc<Shared>,
     pub(super) options: Options,
     pub(super) mix: Mix,
-    pub(super) runs: RunsWriting,
-    pub(super) edges: edges::Writing,
-    pub(super) metas: Slab<RunMeta>,
+    pub(super) tree: Tree,
+    pub(super) owners: Owners,
     pub(super) members: Slab<Member>,
-    pub(super) slots: Vec<Option<Box<Slot>>>,
-    free_slots: Vec<u16>,
-    retired_slots: Retired<u16>,
-    pub(super) workers: Vec<Option<Box<WorkerState>>>,
-    pub(super) numbers: HashMap<Worker, u32, Mix>,
-    pub(super) filter: NameFilter,
-    /// Names that may stand at two places of the tree, for two workers or by mistake of the filter: for
-    /// these, and only these, a worker is searched when it stores them.
-    pub(super) suspects: HashSet<u64, Mix>,
-    /// So many of them are looked through for those that are none any more.
-    pub(super) suspects_most: usize,
-    /// Of runs whose prompts carry an identity.
-    pub(super) seeds: HashMap<RunId, u64, Mix>,
-    pub(super) counters: IndexStats,
-    /// Runs of which the cover does not tell all that is held on the device, with the slots that have
-    /// blocks behind holes.
-    pub(super) scattered: HashMap<RunId, Vec<u16>, Mix>,
-    pub(super) now_ms: u64,
-    pub(super) ages: Ages,
-    pub(super) stamps: Stamps,
+    pub(super) names: Names,
+    pub(super) times: Times,
     pub(super) order: Order,
-    /// Bytes of columns of names.
-    pub(super) column_bytes: usize,
-    /// Blocks that others hang on, by a name of theirs: hints, some may be wrong.
-    pub(super) anchors: HashMap<u64, Loc, Mix>,
-    /// Names that runs left behind, still to be forgotten, and the bytes of these lists.
-    pub(super) left: VecDeque<Vec<u64>>,
-    pub(super) left_bytes: usize,
-    /// Bytes of stretches beyond each member's first.
-    pub(super) span_bytes: usize,
-    /// Bytes of the lists in `scattered`.
-    pub(super) scattered_bytes: usize,
-    /// Bytes of the seats.
-    pub(super) seat_bytes: usize,
-    /// Bytes of workers' own records, as counted last.
-    pub(super) worker_bytes: usize,
-    /// Runs that may have lost their last holder.
-    idle: Vec<RunId>,
-    /// Runs whose distinct blocks are not counted yet.
-    pub(super) uncounted: Vec<RunId>,
+    pub(super) sizes: Sizes,
+    pub(super) counters: IndexStats,
     /// The member that blocks are just being added to: it stays, even if a name that moves empties it.
     busy: MemberId,
-    doubtful: Vec<(u64, usize)>,
     scratch: Entries,
     pub(super) repetitions: Repetitions,
 }
@@ -153,42 +112,20 @@ impl Writer {
         options: Options,
     ) -> Self {
         let mix = Mix::new(options.hash_seed);
-        let seat_bytes = shared.seats.bytes();
+        let sizes = Sizes { seats: shared.seats.bytes(), ..Sizes::default() };
         Self {
             shared,
             options,
             mix,
-            runs,
-            edges,
-            metas: Slab::new(),
+            tree: Tree::new(runs, edges, mix),
+            owners: Owners::new(mix),
             members: Slab::new(),
-            slots: Vec::new(),
-            free_slots: Vec::new(),
-            retired_slots: Retired::new(),
-            workers: Vec::new(),
-            numbers: HashMap::with_hasher(mix),
-            filter: NameFilter::new(options.hash_seed),
-            suspects: HashSet::with_hasher(mix),
-            suspects_most: 0,
-            seeds: HashMap::with_hasher(mix),
-            counters: IndexStats::default(),
-            scattered: HashMap::with_hasher(mix),
-            now_ms: 0,
-            ages: Ages::new(),
-            stamps: Stamps::new(),
+            names: Names::new(options.hash_seed, mix),
+            times: Times { now_ms: 0, ages: Ages::new(), stamps: Stamps::new() },
             order: Order::default(),
-            column_bytes: 0,
-            anchors: HashMap::with_hasher(mix),
-            left: VecDeque::new(),
-            left_bytes: 0,
-            span_bytes: 0,
-            scattered_bytes: 0,
-            seat_bytes,
-            worker_bytes: 0,
-            idle: Vec::new(),
-            uncounted: Vec::new(),
+            sizes,
+            counters: IndexStats::default(),
             busy: NO_MEMBER,
-            doubtful: Vec::new(),
             scratch: Entries::default(),
             repetitions: Repetitions::default(),
         }
@@ -196,44 +133,44 @@ impl Writer {
 
     /// Behind the highest number of a run that has ever been.
     pub(super) fn runs_end(&self) -> RunId {
-        self.metas.end()
+        self.tree.metas.end()
     }
 
     // ---- workers and slots
 
     pub(super) fn worker(&self, number: u32) -> &WorkerState {
-        self.workers[number as usize].as_ref().expect("a number that is given is a worker's")
+        self.owners.workers[number as usize].as_ref().expect("a number that is given is a worker's")
     }
 
     pub(super) fn worker_mut(&mut self, number: u32) -> &mut WorkerState {
-        self.workers[number as usize].as_mut().expect("a number that is given is a worker's")
+        self.owners.workers[number as usize].as_mut().expect("a number that is given is a worker's")
     }
 
     pub(super) fn slot(&self, slot: u16) -> &Slot {
-        self.slots[usize::from(slot)].as_ref().expect("a slot that is given is a plane's")
+        self.owners.slots[usize::from(slot)].as_ref().expect("a slot that is given is a plane's")
     }
 
     pub(super) fn slot_mut(&mut self, slot: u16) -> &mut Slot {
-        self.slots[usize::from(slot)].as_mut().expect("a slot that is given is a plane's")
+        self.owners.slots[usize::from(slot)].as_mut().expect("a slot that is given is a plane's")
     }
 
     fn free_slot(&mut self) -> Option<u16> {
-        if let Some(slot) = self.free_slots.pop() {
+        if let Some(slot) = self.owners.free.pop() {
             return Some(slot);
         }
-        if self.slots.len() < usize::from(NONE) {
-            self.slots.push(None);
-            return Some((self.slots.len() - 1) as u16);
+        if self.owners.slots.len() < usize::from(NONE) {
+            self.owners.slots.push(None);
+            return Some((self.owners.slots.len() - 1) as u16);
         }
-        self.retired_slots.collect(epochs(), |slot| self.free_slots.push(slot));
-        self.free_slots.pop()
+        self.owners.retired.collect(epochs(), |slot| self.owners.free.push(slot));
+        self.owners.free.pop()
     }
 
     fn worker_or_new(&mut self, worker: Worker) -> Option<u32> {
-        if let Some(number) = self.numbers.get(&worker) {
+        if let Some(number) = self.owners.numbers.get(&worker) {
             return Some(*number);
         }
-        if self.numbers.len() >= self.options.limits.max_workers.min(MAX_WORKERS) {
+        if self.owners.numbers.len() >= self.options.limits.max_workers.min(MAX_WORKERS) {
             return None;
         }
         if !self.make_room_for_worker() {
@@ -243,25 +180,25 @@ impl Writer {
         let mut state = WorkerState::new(worker);
         state.slots[Plane::Held(Tier::Device).number()] = home;
         let state = Some(Box::new(state));
-        let number = match self.workers.iter().position(Option::is_none) {
+        let number = match self.owners.workers.iter().position(Option::is_none) {
             Some(at) => {
-                self.workers[at] = state;
+                self.owners.workers[at] = state;
                 at as u32
             }
             None => {
-                self.workers.push(state);
-                (self.workers.len() - 1) as u32
+                self.owners.workers.push(state);
+                (self.owners.workers.len() - 1) as u32
             }
         };
-        self.numbers.insert(worker, number);
+        self.owners.numbers.insert(worker, number);
         self.open(home, worker, home, number, Plane::Held(Tier::Device));
         Some(number)
     }
 
     fn open(&mut self, slot: u16, worker: Worker, home: u16, number: u32, plane: Plane) {
-        self.slots[usize::from(slot)] = Some(Box::new(Slot::new(number, plane, self.mix)));
+        self.owners.slots[usize::from(slot)] = Some(Box::new(Slot::new(number, plane, self.mix)));
         self.shared.seats.give(slot, worker, home, plane);
-        self.seat_bytes = self.shared.seats.bytes();
+        self.sizes.seats = self.shared.seats.bytes();
     }
 
     fn slot_or_new(&mut self, number: u32, plane: Plane) -> Option<u16> {
@@ -282,16 +219,17 @@ impl Writer {
     /// Takes out runs that nobody has and nothing hangs on, and what hung on them alone; frees what
     /// readers have left.
     pub(super) fn finish(&mut self) {
-        while let Some(mut run) = self.idle.pop() {
+        while let Some(mut run) = self.tree.idle.pop() {
             loop {
-                let meta = self.metas.get(run);
+                let meta = self.tree.metas.get(run);
                 if run == ROOT || meta.holders > 0 || meta.kids > 0 {
                     break;
                 }
-                let at = self.shared.runs.peek(&self.runs, run);
+                let at = self.shared.runs.peek(&self.tree.runs, run);
                 let (parent, offset) = at.place();
                 let Some(first) = at.labels().first().copied() else { break };
-                let found = self.shared.edges.remove(&mut self.edges, parent, offset, first, run);
+                let found =
+                    self.shared.edges.remove(&mut self.tree.edges, parent, offset, first, run);
                 if !found {
                     // Listed twice, and gone already.
                     break;
@@ -299,36 +237,36 @@ impl Writer {
                 debug_assert!(meta.wholes == 0);
                 self.set_held(run, 0);
                 self.forget_names(run);
-                if self.seeds.remove(&run).is_some() {
-                    shrink_map(&mut self.seeds);
+                if self.tree.seeds.remove(&run).is_some() {
+                    shrink_map(&mut self.tree.seeds);
                 }
-                self.shared.runs.remove(&mut self.runs, run);
-                self.metas.get_mut(parent).kids -= 1;
+                self.shared.runs.remove(&mut self.tree.runs, run);
+                self.tree.metas.get_mut(parent).kids -= 1;
                 run = parent;
             }
         }
         self.forget_left(FORGET_PER_EVENT);
-        if Runs::waiting(&self.runs) >= COLLECT_FROM {
+        if Runs::waiting(&self.tree.runs) >= COLLECT_FROM {
             self.collect();
         }
     }
 
     /// Bytes of lists that are kept between events.
     pub(super) fn list_bytes(&self) -> usize {
-        self.free_slots.capacity() * size_of::<u16>()
-            + self.retired_slots.bytes()
-            + self.idle.capacity() * size_of::<RunId>()
-            + self.anchors.allocation_size()
-            + self.left.capacity() * size_of::<Vec<u64>>()
-            + self.left_bytes
-            + self.doubtful.capacity() * size_of::<(u64, usize)>()
-            + self.uncounted.capacity() * size_of::<RunId>()
+        self.owners.free.capacity() * size_of::<u16>()
+            + self.owners.retired.bytes()
+            + self.tree.idle.capacity() * size_of::<RunId>()
+            + self.names.anchors.allocation_size()
+            + self.names.left.capacity() * size_of::<Vec<u64>>()
+            + self.names.left_bytes
+            + self.names.doubtful.capacity() * size_of::<(u64, usize)>()
+            + self.tree.uncounted.capacity() * size_of::<RunId>()
             + self.repetitions.bytes()
             + self.scratch.bytes()
     }
 
     pub(super) fn collect(&mut self) {
-        self.shared.runs.collect(&mut self.runs, epochs());
-        self.shared.edges.collect(&mut self.edges);
+        self.shared.runs.collect(&mut self.tree.runs, epochs());
+        self.shared.edges.collect(&mut self.tree.edges);
     }
 }

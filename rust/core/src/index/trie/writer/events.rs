@@ -6,7 +6,7 @@ use crate::index::arena::epoch::epochs;
 use crate::index::arena::runs::ROOT;
 use crate::index::trie::holder::{Extra, MemberId, Slot, WorkerState};
 use crate::index::trie::names::FORGET_PER_NAME;
-use crate::index::trie::report::shrink_map;
+use crate::index::trie::room::shrink_map;
 use crate::index::trie::run::Loc;
 use crate::index::trie::seats::{NONE, Plane};
 use crate::index::types::{Block, CopyOutcome, Rejection, RemoveOutcome, StoreOutcome};
@@ -39,7 +39,7 @@ impl Writer {
         let mut place = match parent {
             None => Loc { run: ROOT, offset: 0 },
             Some(name) => {
-                let number = self.numbers.get(&worker).copied();
+                let number = self.owners.numbers.get(&worker).copied();
                 match number.and_then(|number| self.locate(number, name)) {
                     Some(Loc { run, offset }) => Loc { run, offset: offset + 1 },
                     None => return self.reject(Rejection::Orphan),
@@ -84,13 +84,13 @@ impl Writer {
         let Some(number) = self.worker_or_new(worker) else { return 0 };
         let Some(slot) = self.slot_or_new(number, Plane::Predicted) else { return 0 };
         if let Some(most) = history_blocks {
-            if self.ages.history_most(number).is_none() {
+            if self.times.ages.history_most(number).is_none() {
                 // Its ends are times, which no stamp compares with.
                 self.clear_slot(slot);
             }
-            self.ages.set_history(number, most);
+            self.times.ages.set_history(number, most);
         }
-        self.ages.begin(number);
+        self.times.ages.begin(number);
         let mut outcome = StoreOutcome::default();
         let mut place = Loc { run: ROOT, offset: 0 };
         for piece in locals.chunks(self.piece()) {
@@ -112,7 +112,7 @@ impl Writer {
     ) -> CopyOutcome {
         let mut outcome = CopyOutcome::default();
         for name in names {
-            let number = self.numbers.get(&worker).copied();
+            let number = self.owners.numbers.get(&worker).copied();
             let found = number.and_then(|n| self.locate(n, *name).map(|loc| (n, loc)));
             let Some((number, loc)) = found else {
                 outcome.unknown += 1;
@@ -152,7 +152,7 @@ impl Writer {
         mut gone: Option<&mut Vec<u64>>,
     ) -> RemoveOutcome {
         let mut outcome = RemoveOutcome::default();
-        let slot = self.numbers.get(&worker).map(|n| self.worker(*n).slots[tier as usize]);
+        let slot = self.owners.numbers.get(&worker).map(|n| self.worker(*n).slots[tier as usize]);
         let Some(slot) = slot.filter(|slot| *slot != NONE) else {
             outcome.unknown = names.len() as u32;
             self.counters.unknown_removals_total += u64::from(outcome.unknown);
@@ -197,7 +197,7 @@ impl Writer {
             }
             // Engines evict along the chain, from its end as a rule: take all that follow in one.
             let member = self.members.get(self.slot(slot).members[&loc.run]);
-            let column = &self.metas.get(loc.run).column(member.column).names;
+            let column = &self.tree.metas.get(loc.run).column(member.column).names;
             let (mut low, mut high) = (loc.offset as usize, loc.offset as usize + 1);
             let start = usize::from(member.spans.start_of(loc.offset as u16));
             while low > start && names.get(at) == Some(&column[low - 1]) {
@@ -225,7 +225,7 @@ impl Writer {
 
     /// Drops everything of a worker; returns its memberships.
     pub(in crate::index::trie) fn clear(&mut self, worker: Worker) -> usize {
-        let Some(&number) = self.numbers.get(&worker) else { return 0 };
+        let Some(&number) = self.owners.numbers.get(&worker) else { return 0 };
         let slots = self.worker(number).slots;
         let dropped = slots.into_iter().map(|slot| self.clear_slot(slot)).sum();
         let WorkerState { slots, order, counted, .. } = *self.worker(number);
@@ -240,7 +240,7 @@ impl Writer {
     /// Drops what a worker holds in one tier, and with the device what is predicted of it; returns its
     /// memberships there.
     pub(in crate::index::trie) fn clear_tier(&mut self, worker: Worker, tier: Tier) -> usize {
-        let Some(&number) = self.numbers.get(&worker) else { return 0 };
+        let Some(&number) = self.owners.numbers.get(&worker) else { return 0 };
         let slots = self.worker(number).slots;
         let holds = |plane: Plane| {
             let slot = slots[plane.number()];
@@ -284,31 +284,32 @@ impl Writer {
         for id in members {
             // The names of the last blocks go with the slot's others below.
             let spans = std::mem::take(&mut self.members.get_mut(id).spans);
-            self.span_bytes -= spans.heap_bytes();
+            self.sizes.spans -= spans.heap_bytes();
             self.account(slot, spans.len(), false);
             self.publish(id);
             self.drop_member(id);
         }
         let state = self.slot_mut(slot);
         debug_assert!(state.held == 0 && state.members.is_empty());
-        **self.slots[usize::from(slot)].as_mut().expect("looked at above") =
+        **self.owners.slots[usize::from(slot)].as_mut().expect("looked at above") =
             Slot::new(number, plane, mix);
         dropped
     }
 
     pub(in crate::index::trie) fn remove_worker(&mut self, worker: Worker) -> bool {
         self.clear(worker);
-        let Some(number) = self.numbers.remove(&worker) else { return false };
-        let state = self.workers[number as usize].take().expect("a known worker has a state");
-        self.ages.forget_history(number);
-        shrink_map(&mut self.numbers);
-        self.worker_bytes -= state.counted;
+        let Some(number) = self.owners.numbers.remove(&worker) else { return false };
+        let state =
+            self.owners.workers[number as usize].take().expect("a known worker has a state");
+        self.times.ages.forget_history(number);
+        shrink_map(&mut self.owners.numbers);
+        self.sizes.workers -= state.counted;
         for slot in state.slots.into_iter().filter(|slot| *slot != NONE) {
-            self.slots[usize::from(slot)] = None;
+            self.owners.slots[usize::from(slot)] = None;
             self.shared.seats.take_back(slot);
-            self.retired_slots.push(slot);
+            self.owners.retired.push(slot);
         }
-        self.retired_slots.collect(epochs(), |slot| self.free_slots.push(slot));
+        self.owners.retired.collect(epochs(), |slot| self.owners.free.push(slot));
         true
     }
 }

@@ -14,8 +14,8 @@ impl Writer {
         // Where those hang was not noted.
         let floor = if kids > 0 { u16::MAX } else { 0 };
         let id = self.members.add(Member { run, slot, kids, floor, ..Member::default() });
-        let (parent, attach) = self.shared.runs.peek(&self.runs, run).place();
-        let state = self.slots[usize::from(slot)].as_mut().expect("a slot that is given");
+        let (parent, attach) = self.shared.runs.peek(&self.tree.runs, run).place();
+        let state = self.owners.slots[usize::from(slot)].as_mut().expect("a slot that is given");
         state.members.insert(run, id);
         if parent != ROOT {
             match state.members.get(&parent) {
@@ -27,7 +27,7 @@ impl Writer {
                 None => *state.waiting.entry(parent).or_insert(0) += 1,
             }
         }
-        self.metas.get_mut(run).holders += 1;
+        self.tree.metas.get_mut(run).holders += 1;
         self.link(id);
         id
     }
@@ -39,10 +39,10 @@ impl Writer {
             self.members.take(id);
         debug_assert!(spans.is_empty() && cut == 0 && !is_scattered, "it covers nothing");
         let number = self.slot(slot).worker;
-        self.ages.forget(number, id);
-        self.stamps.forget(id);
-        let (parent, _) = self.shared.runs.peek(&self.runs, run).place();
-        let state = self.slots[usize::from(slot)].as_mut().expect("a member's slot");
+        self.times.ages.forget(number, id);
+        self.times.stamps.forget(id);
+        let (parent, _) = self.shared.runs.peek(&self.tree.runs, run).place();
+        let state = self.owners.slots[usize::from(slot)].as_mut().expect("a member's slot");
         state.members.remove(&run);
         if kids > 0 {
             state.waiting.insert(run, kids);
@@ -65,10 +65,10 @@ impl Writer {
             }
         }
         self.unpark(slot, parent, turn);
-        let meta = self.metas.get_mut(run);
+        let meta = self.tree.metas.get_mut(run);
         meta.holders -= 1;
         if meta.holders == 0 {
-            self.idle.push(run);
+            self.tree.idle.push(run);
         }
         if column != NO_COLUMN {
             self.leave_column(run, column);

@@ -49,7 +49,8 @@ impl Writer {
         while at < chain.len() {
             let rest = chain.part(at, chain.len());
             if run != ROOT {
-                let same = rest.common(&self.shared.runs.peek(&self.runs, run).labels()[offset..]);
+                let same =
+                    rest.common(&self.shared.runs.peek(&self.tree.runs, run).labels()[offset..]);
                 if same > 0 {
                     let loc = Loc { run, offset: offset as u32 };
                     let taken = self.cover(slot, loc, rest.part(0, same), outcome);
@@ -79,7 +80,7 @@ impl Writer {
             let most = if can_append { longest - offset } else { longest };
             let more = rest.part(0, rest.len().min(room).min(most));
             if can_append {
-                self.shared.runs.append(&mut self.runs, run, more.labels());
+                self.shared.runs.append(&mut self.tree.runs, run, more.labels());
             } else {
                 self.hang(slot, run, offset as u32);
                 run = self.add_child(run, offset as u32, seed, more);
@@ -128,14 +129,14 @@ impl Writer {
         if run == ROOT || offset >= self.longest_run() {
             return false;
         }
-        let len = self.shared.runs.peek(&self.runs, run).labels().len();
+        let len = self.shared.runs.peek(&self.tree.runs, run).labels().len();
         if offset != len {
             return false;
         }
         // Whoever covers the run whole would cover what is added, too.
         let member = self.slot(slot).members.get(&run).map(|id| self.members.get(*id));
         let own = u32::from(member.is_some_and(Member::is_whole));
-        self.metas.get(run).wholes == own
+        self.tree.metas.get(run).wholes == own
     }
 
     pub(in crate::index::trie) fn child(
@@ -150,16 +151,16 @@ impl Writer {
 
     fn add_child(&mut self, parent: RunId, offset: u32, seed: u64, chain: Chain<'_>) -> RunId {
         let place = (parent, offset);
-        let run = self.shared.runs.add(&mut self.runs, place, chain.labels());
+        let run = self.shared.runs.add(&mut self.tree.runs, place, chain.labels());
         let first = chain.label(0);
-        self.shared.edges.insert(&mut self.edges, parent, offset, first, run);
-        *self.metas.get_or_grow(run) = RunMeta::default();
-        self.metas.get_or_grow(parent).kids += 1;
+        self.shared.edges.insert(&mut self.tree.edges, parent, offset, first, run);
+        *self.tree.metas.get_or_grow(run) = RunMeta::default();
+        self.tree.metas.get_or_grow(parent).kids += 1;
         if seed != DEFAULT_SEED {
-            self.seeds.insert(run, seed);
+            self.tree.seeds.insert(run, seed);
         }
         // Nobody covers it yet.
-        self.idle.push(run);
+        self.tree.idle.push(run);
         run
     }
 
@@ -171,10 +172,10 @@ impl Writer {
         let loc = Loc { run, offset };
         let Some(name) = self.name_at(self.members.get(*id), offset as usize) else { return };
         let most = 64 + 2 * self.members.len();
-        if self.anchors.len() >= most {
-            self.anchors = HashMap::with_hasher(self.mix);
+        if self.names.anchors.len() >= most {
+            self.names.anchors = HashMap::with_hasher(self.mix);
         }
-        self.anchors.insert(name, loc);
+        self.names.anchors.insert(name, loc);
     }
 
     /// Covers blocks that are in the tree. Returns how many there was room for.
@@ -227,7 +228,7 @@ impl Writer {
         let is_new = !self.members.get(id).spans.meets(start as u16, end as u16);
         let is_dense = self.worker(number).dense.is_some();
         let taken = if is_new && has_room && !is_dense {
-            let mut doubtful = std::mem::take(&mut self.doubtful);
+            let mut doubtful = std::mem::take(&mut self.names.doubtful);
             doubtful.clear();
             self.assign(id, start, blocks, &mut doubtful);
             let mut moved = 0;
@@ -235,7 +236,7 @@ impl Writer {
                 let loc = Loc { run: loc.run, offset: *offset as u32 };
                 moved += u32::from(self.release_elsewhere(number, *name, loc));
             }
-            self.doubtful = doubtful;
+            self.names.doubtful = doubtful;
             outcome.moved += moved;
             outcome.added += blocks.len() as u32 - moved;
             self.grow(slot, id, start as u16, end as u16);

@@ -5,7 +5,7 @@ use crate::ids::Tier;
 use crate::index::arena::cover::{Entries, WHOLE};
 use crate::index::arena::runs::{RunId, prefetch};
 use crate::index::trie::holder::{MemberId, NO_MEMBER, WorkerState};
-use crate::index::trie::report::shrink_map;
+use crate::index::trie::room::shrink_map;
 use crate::index::trie::run::Loc;
 use crate::index::trie::seats::{NONE, Plane};
 use crate::index::trie::spans::Spans;
@@ -110,7 +110,7 @@ impl Writer {
         let spans = &self.members.get(id).spans;
         let (is_empty, new_end, new_lead) = (spans.is_empty(), spans.end(), spans.lead());
         let member = self.members.get(id);
-        let meta = self.metas.get_mut(run);
+        let meta = self.tree.metas.get_mut(run);
         if old_lead == new_lead
             && member.is_scattered
             && meta.holders == 1
@@ -151,7 +151,7 @@ impl Writer {
             return;
         }
         if let Some(gone) = gone {
-            let labels = self.shared.runs.peek(&self.runs, run).labels();
+            let labels = self.shared.runs.peek(&self.tree.runs, run).labels();
             gone.extend_from_slice(&labels[usize::from(start)..usize::from(end)]);
         }
         let predicted = self.worker(state.worker).slots[Plane::Predicted.number()];
@@ -197,15 +197,15 @@ impl Writer {
         let (slot, old_end) = (member.slot, member.spans.end());
         let heap = member.spans.heap_bytes();
         change(&mut member.spans);
-        self.span_bytes = self.span_bytes + member.spans.heap_bytes() - heap;
+        self.sizes.spans = self.sizes.spans + member.spans.heap_bytes() - heap;
         let new_end = member.spans.end();
         if new_end == old_end {
             return;
         }
         if new_end < old_end {
-            self.stamps.cut(id, new_end);
+            self.times.stamps.cut(id, new_end);
             let number = self.slot(slot).worker;
-            self.ages.cut(number, id, new_end);
+            self.times.ages.cut(number, id, new_end);
         }
         let member = self.members.get(id);
         let tail = |end: u16| self.name_at(member, usize::from(end.checked_sub(1)?));
@@ -221,7 +221,7 @@ impl Writer {
 
     /// Counts blocks that a slot gained or lost.
     pub(in crate::index::trie) fn account(&mut self, slot: u16, blocks: usize, is_gain: bool) {
-        let state = self.slots[usize::from(slot)].as_mut().expect("a slot that is given");
+        let state = self.owners.slots[usize::from(slot)].as_mut().expect("a slot that is given");
         let total = match state.plane {
             Plane::Held(_) => &mut self.counters.memberships,
             Plane::Predicted => &mut self.counters.predicted,
@@ -239,9 +239,9 @@ impl Writer {
     pub(super) fn publish(&mut self, id: MemberId) {
         let member = self.members.get_mut(id);
         let (run, slot) = (member.run, member.slot);
-        let plane = self.slots[usize::from(slot)].as_ref().expect("a member's slot").plane;
-        let len = self.shared.runs.peek(&self.runs, run).labels().len() as u16;
-        let meta = self.metas.get_mut(run);
+        let plane = self.owners.slots[usize::from(slot)].as_ref().expect("a member's slot").plane;
+        let len = self.shared.runs.peek(&self.tree.runs, run).labels().len() as u16;
+        let meta = self.tree.metas.get_mut(run);
         let lead = member.spans.lead();
         let is_device = plane == Plane::Held(Tier::Device);
         let cut = if is_device && lead == len { WHOLE } else { lead };
@@ -251,7 +251,7 @@ impl Writer {
         let is_scattered = is_device && usize::from(lead) != member.spans.len();
         if is_scattered != member.is_scattered {
             member.is_scattered = is_scattered;
-            let list = self.scattered.entry(run).or_default();
+            let list = self.tree.scattered.entry(run).or_default();
             let room = list.capacity();
             if is_scattered {
                 list.push(slot);
@@ -260,15 +260,15 @@ impl Writer {
                 list.shrink_to(list.len() * 2);
             }
             let (is_empty, new_room) = (list.is_empty(), list.capacity());
-            self.scattered_bytes = self.scattered_bytes + new_room * 2 - room * 2;
+            self.sizes.scattered = self.sizes.scattered + new_room * 2 - room * 2;
             if is_empty {
-                self.scattered.remove(&run);
-                shrink_map(&mut self.scattered);
+                self.tree.scattered.remove(&run);
+                shrink_map(&mut self.tree.scattered);
             }
         }
         if !plane.is_prefix() || cut != old {
             let spans = &member.spans;
-            self.shared.runs.cover(&mut self.runs, run, &mut self.scratch, |entries| {
+            self.shared.runs.cover(&mut self.tree.runs, run, &mut self.scratch, |entries| {
                 if plane.is_prefix() {
                     entries.set_prefix(slot, cut);
                 } else {
@@ -279,21 +279,21 @@ impl Writer {
         if plane == Plane::Predicted {
             return;
         }
-        let meta = self.metas.get_mut(run);
+        let meta = self.tree.metas.get_mut(run);
         if meta.holders == 1 {
             let held = self.members.get(id).spans.len();
             self.set_held(run, held);
         } else if !meta.is_uncounted {
             meta.is_uncounted = true;
-            self.uncounted.push(run);
-            if self.uncounted.len() > UNCOUNTED_MOST {
+            self.tree.uncounted.push(run);
+            if self.tree.uncounted.len() > UNCOUNTED_MOST {
                 self.count_held();
             }
         }
     }
 
     pub(super) fn set_held(&mut self, run: RunId, held: usize) {
-        let meta = self.metas.get_mut(run);
+        let meta = self.tree.metas.get_mut(run);
         self.counters.unique_blocks += held;
         self.counters.unique_blocks -= meta.held as usize;
         meta.held = held as u32;
@@ -301,10 +301,10 @@ impl Writer {
 
     /// Brings the count of distinct blocks up to date: where several share a run, that is put off.
     pub(in crate::index::trie) fn count_held(&mut self) {
-        for run in std::mem::take(&mut self.uncounted) {
+        for run in std::mem::take(&mut self.tree.uncounted) {
             // A run that is gone was counted then.
-            if std::mem::take(&mut self.metas.get_mut(run).is_uncounted) {
-                let len = self.shared.runs.peek(&self.runs, run).labels().len() as u16;
+            if std::mem::take(&mut self.tree.metas.get_mut(run).is_uncounted) {
+                let len = self.shared.runs.peek(&self.tree.runs, run).labels().len() as u16;
                 let held = self.held_of(run, len);
                 self.set_held(run, held);
             }
@@ -313,13 +313,13 @@ impl Writer {
 
     /// How many blocks of a run of `len` anybody holds, predictions aside.
     fn held_of(&mut self, run: RunId, len: u16) -> usize {
-        self.shared.runs.peek(&self.runs, run).cover().decode(&mut self.scratch);
+        self.shared.runs.peek(&self.tree.runs, run).cover().decode(&mut self.scratch);
         let is_fact = |slot: u16| self.slot(slot).plane != Plane::Predicted;
         let Entries { prefixes, stretches } = &self.scratch;
         let has_predictions = self.counters.predicted > 0;
         let cuts = prefixes.iter().filter(|p| !has_predictions || is_fact(p.slot)).map(|p| p.cut);
         let lead = cuts.max().unwrap_or(0).min(len);
-        let scattered = self.scattered.get(&run);
+        let scattered = self.tree.scattered.get(&run);
         if stretches.is_empty() && scattered.is_none() {
             return lead.into();
         }

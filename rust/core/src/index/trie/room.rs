@@ -1,0 +1,42 @@
+//! Room in tables: what growing takes, and what is given back.
+
+use std::hash::{BuildHasher, Hash};
+
+use hashbrown::{HashMap, HashSet};
+
+/// A map of more entries' room than this is made smaller when it is mostly empty.
+const ROOM_KEPT: usize = 56;
+
+/// Entries that a table of these bytes has room for.
+fn room<T>(allocation: usize) -> usize {
+    allocation / (size_of::<T>() + 1) / 8 * 7
+}
+
+/// Bytes that a map asks for when it takes `more` entries; it has both its tables for a moment.
+pub(super) fn map_growth<K: Eq + Hash, V, S: BuildHasher>(
+    map: &HashMap<K, V, S>,
+    more: usize,
+) -> usize {
+    let (len, allocation) = (map.len() + more, map.allocation_size());
+    if len <= map.capacity() || len * 2 <= room::<(K, V)>(allocation) {
+        return 0;
+    }
+    let needed = (len * 8 / 7 + 1).next_power_of_two() * (size_of::<(K, V)>() + 1) + 16;
+    needed.max(allocation * 2)
+}
+
+/// Gives back what a map that lost most of its entries does not need.
+pub(super) fn shrink_map<K: Eq + Hash, V, S: BuildHasher>(map: &mut HashMap<K, V, S>) {
+    let room = room::<(K, V)>(map.allocation_size());
+    if room > ROOM_KEPT && map.len() * 8 < room {
+        map.shrink_to(map.len() * 2);
+    }
+}
+
+/// As [`shrink_map`].
+pub(super) fn shrink_set<K: Eq + Hash, S: BuildHasher>(set: &mut HashSet<K, S>) {
+    let room = room::<K>(set.allocation_size());
+    if room > ROOM_KEPT && set.len() * 8 < room {
+        set.shrink_to(set.len() * 2);
+    }
+}
