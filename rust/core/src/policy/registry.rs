@@ -4,16 +4,24 @@ use std::sync::Arc;
 
 use rand::RngCore;
 
+use super::by_metric::{ByMetric, Values};
 use super::contract::RoutePolicy;
 use super::kind::Policy;
 use super::settings::Settings;
-use super::{
-    least_busy_time, least_gpu_cache, least_kv_cache, least_latency, least_request,
-    least_utilization, multi, prefix, price, session, throughput, today, vtc_basic,
-};
+use super::{metrics, multi, prefix, price, session, today, vtc_basic};
 use crate::error::{Error, Result};
 
-type Build = fn(&Settings, &mut dyn RngCore) -> Result<Arc<dyn RoutePolicy>>;
+/// How a policy is made.
+#[derive(Debug, Clone, Copy)]
+enum Build {
+    /// By a function of its own.
+    Own(fn(&Settings, &mut dyn RngCore) -> Result<Arc<dyn RoutePolicy>>),
+    /// It is built in.
+    BuiltIn(Policy),
+    /// It takes the lowest of these.
+    Lowest(Values),
+}
+use Build::{BuiltIn, Lowest, Own};
 
 /// One policy that can be asked for.
 #[derive(Debug, Clone, Copy)]
@@ -31,22 +39,22 @@ const fn entry(name: &'static str, summary: &'static str, build: Build) -> Regis
 
 /// All policies, in the order in which they are listed to users.
 pub const POLICIES: &[Registration] = &[
-    entry(price::AUTO, "where the request costs everybody least", price::build),
-    entry("kv", "lowest cost of prefill and active blocks", |_, _| Ok(today::policy(Policy::Kv))),
-    entry("round_robin", "in turn", |_, _| Ok(today::policy(Policy::RoundRobin))),
-    entry("random", "any", |_, _| Ok(today::policy(Policy::Random))),
-    entry("least_loaded", "fewest blocks", |_, _| Ok(today::policy(Policy::LeastLoaded))),
-    entry("power_of_two", "the better of two", |_, _| Ok(today::policy(Policy::PowerOfTwo))),
-    entry("prefix-cache", "most of the prompt, if not too busy", prefix::build),
-    entry("vtc-basic", "heavy clients apart from light ones", vtc_basic::build),
-    entry("least-request", "fewest active requests", least_request::build),
-    entry("least-kv-cache", "lowest KV usage, accelerator and host", least_kv_cache::build),
-    entry("least-gpu-cache", "lowest KV usage of the accelerator", least_gpu_cache::build),
-    entry("least-latency", "shortest expected time", least_latency::build),
-    entry("least-busy-time", "accelerator least busy", least_busy_time::build),
-    entry("least-utilization", "lowest utilization", least_utilization::build),
-    entry("throughput", "fewest tokens so far", throughput::build),
-    entry("session-affinity", "where the session was", session::build),
+    entry(price::AUTO, "where the request costs everybody least", Own(price::build)),
+    entry("kv", "lowest cost of prefill and active blocks", BuiltIn(Policy::Kv)),
+    entry("round_robin", "in turn", BuiltIn(Policy::RoundRobin)),
+    entry("random", "any", BuiltIn(Policy::Random)),
+    entry("least_loaded", "fewest blocks", BuiltIn(Policy::LeastLoaded)),
+    entry("power_of_two", "the better of two", BuiltIn(Policy::PowerOfTwo)),
+    entry("prefix-cache", "most of the prompt, if not too busy", Own(prefix::build)),
+    entry("vtc-basic", "heavy clients apart from light ones", Own(vtc_basic::build)),
+    entry("least-request", "fewest active requests", Lowest(metrics::requests)),
+    entry("least-kv-cache", "lowest KV usage, accelerator and host", Lowest(metrics::kv_usage)),
+    entry("least-gpu-cache", "lowest KV usage of the accelerator", Lowest(metrics::gpu_kv_usage)),
+    entry("least-latency", "shortest expected time", Lowest(metrics::latency)),
+    entry("least-busy-time", "accelerator least busy", Lowest(metrics::busy_ratio)),
+    entry("least-utilization", "lowest utilization", Lowest(metrics::utilization)),
+    entry("throughput", "fewest tokens so far", Lowest(metrics::throughput)),
+    entry("session-affinity", "where the session was", Own(session::build)),
 ];
 
 /// The policy that `strategy` names, or a weighted choice of several; see [`multi::parse`].
@@ -76,7 +84,11 @@ pub(super) fn build_one(
         let names: Vec<&str> = POLICIES.iter().map(|policy| policy.name).collect();
         Error::invalid(format!("policy must be one of {}; got {name:?}", names.join(", ")))
     })?;
-    (found.build)(settings, rng)
+    match found.build {
+        Own(build) => build(settings, rng),
+        BuiltIn(policy) => Ok(today::policy(policy)),
+        Lowest(values) => Ok(ByMetric::policy(found.name, values)),
+    }
 }
 
 fn plain(name: &str) -> String {

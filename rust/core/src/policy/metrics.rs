@@ -1,0 +1,100 @@
+//! What the policies that go by one figure of each candidate go by; lower is better.
+
+use super::contract::{Candidates, EngineMetrics};
+
+type Values = Vec<Option<f64>>;
+
+fn each(
+    candidates: &Candidates<'_>,
+    values: &mut Values,
+    of: impl Fn(EngineMetrics) -> Option<f64>,
+) {
+    values.extend((0..candidates.len()).map(|index| of(candidates.metrics(index))));
+}
+
+/// Active requests, as this router booked them.
+pub(super) fn requests(candidates: &Candidates<'_>, values: &mut Values) {
+    // A worker that the load table does not know counts as idle.
+    let requests = |index| Some(f64::from(candidates.requests(index)));
+    values.extend((0..candidates.len()).map(requests));
+}
+
+/// KV usage of accelerator and host together.
+pub(super) fn kv_usage(candidates: &Candidates<'_>, values: &mut Values) {
+    // Most engines have no blocks in host memory and report nothing of it.
+    let both = |metrics: EngineMetrics| {
+        metrics.gpu_kv_usage.map(|gpu| gpu + metrics.cpu_kv_usage.unwrap_or(0.0))
+    };
+    each(candidates, values, both);
+}
+
+/// KV usage of the accelerator.
+pub(super) fn gpu_kv_usage(candidates: &Candidates<'_>, values: &mut Values) {
+    each(candidates, values, |metrics| metrics.gpu_kv_usage);
+}
+
+/// The share of the time in which the accelerator was busy.
+pub(super) fn busy_ratio(candidates: &Candidates<'_>, values: &mut Values) {
+    each(candidates, values, |metrics| metrics.busy_ratio);
+}
+
+/// Utilization, as engines define it.
+pub(super) fn utilization(candidates: &Candidates<'_>, values: &mut Values) {
+    each(candidates, values, |metrics| metrics.utilization);
+}
+
+/// What a prompt token counts in generated tokens.
+const PROMPT_WEIGHT: f64 = 2.0;
+
+/// What the worker has had to do, prompts counted twice.
+pub(super) fn throughput(candidates: &Candidates<'_>, values: &mut Values) {
+    each(candidates, values, |metrics| {
+        Some(PROMPT_WEIGHT * metrics.avg_prompt_tokens? + metrics.avg_generation_tokens?)
+    });
+}
+
+/// Lengths of a usual request while no engine reports any, in tokens.
+const PROMPT_TOKENS: f64 = 10.0;
+const GENERATION_TOKENS: f64 = 100.0;
+
+/// `queue + prefill per token * usual prompt + decode per token * usual answer`, in seconds; what is
+/// usual is the mean over the engines that report a length above 0.
+pub(super) fn latency(candidates: &Candidates<'_>, values: &mut Values) {
+    let list = candidates.metrics;
+    let (mut prompt, mut generation) = (Mean::default(), Mean::default());
+    for metrics in list {
+        prompt.add(metrics.avg_prompt_tokens);
+        generation.add(metrics.avg_generation_tokens);
+    }
+    let prompt = prompt.or(PROMPT_TOKENS);
+    let generation = generation.or(GENERATION_TOKENS);
+    // An engine that has had no requests yet has times, if any, of a usual one.
+    let scaled = |time: f64, own: Option<f64>, usual: f64| {
+        time / own.filter(|&tokens| tokens > 0.0).unwrap_or(usual) * usual
+    };
+    values.extend(list.iter().map(|metrics| {
+        let prefill = scaled(metrics.mean_prefill_s?, metrics.avg_prompt_tokens, prompt);
+        let decode = scaled(metrics.mean_decode_s?, metrics.avg_generation_tokens, generation);
+        Some(metrics.queue_s? + prefill + decode)
+    }));
+    values.resize(candidates.len(), None);
+}
+
+/// The mean of the lengths above 0.
+#[derive(Default)]
+struct Mean {
+    sum: f64,
+    count: f64,
+}
+
+impl Mean {
+    fn add(&mut self, length: Option<f64>) {
+        let length = length.filter(|&length| length > 0.0);
+        self.sum += length.unwrap_or(0.0);
+        self.count += f64::from(u8::from(length.is_some()));
+    }
+
+    fn or(self, without: f64) -> f64 {
+        if self.count > 0.0 { self.sum / self.count } else { without }
+    }
+}
