@@ -8,9 +8,13 @@
 //! Unlike engines' events these carry local hashes instead of tokens. Unknown keys are ignored,
 //! and hashes may be written signed: the bits count.
 
+use std::fmt;
+
+use serde::de::{Deserializer, Visitor};
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::error::Error;
+use crate::hash::SEED;
 use crate::ids::{InstanceId, Tier, Worker};
 
 /// A change of what a worker holds, as one router tells it to another.
@@ -53,13 +57,17 @@ pub enum EventData {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StoredBlocks {
     /// The engine's name of the block before the first one; `None` at the start of a prompt.
-    #[serde(default, with = "hash::optional")]
+    #[serde(default, deserialize_with = "optional_hash")]
     pub parent_hash: Option<u64>,
     /// The blocks in chain order.
     pub blocks: Vec<StoredBlock>,
     /// Identity seed of the local hashes, so that a chain which is continued after a load keeps
     /// its salt. Left out for prompts without adapter and salt; other routers ignore it.
-    #[serde(default = "seed::default", skip_serializing_if = "seed::is_default", with = "seed")]
+    #[serde(
+        default = "no_identity",
+        skip_serializing_if = "is_no_identity",
+        deserialize_with = "seed"
+    )]
     pub seed: u64,
 }
 
@@ -67,10 +75,10 @@ pub struct StoredBlocks {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct StoredBlock {
     /// The engine's name of the block.
-    #[serde(with = "hash")]
+    #[serde(deserialize_with = "hash")]
     pub block_hash: u64,
     /// Local hash of the block's tokens.
-    #[serde(with = "hash")]
+    #[serde(deserialize_with = "hash")]
     pub tokens_hash: u64,
     /// Multimodal items in the block, as the sender describes them; carried, not read.
     #[serde(default)]
@@ -81,7 +89,7 @@ pub struct StoredBlock {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct RemovedBlocks {
     /// The engine's names of the blocks, in eviction order.
-    #[serde(with = "hash::list")]
+    #[serde(deserialize_with = "hashes")]
     pub block_hashes: Vec<u64>,
 }
 
@@ -90,7 +98,7 @@ impl RouterEvent {
     ///
     /// # Errors
     /// [`Error::Decode`] for what is not JSON or not an event, with the offset.
-    pub fn from_json(json: &[u8]) -> Result<Self> {
+    pub fn from_json(json: &[u8]) -> Result<Self, Error> {
         serde_json::from_slice(json).map_err(|error| decode_error(json, &error))
     }
 
@@ -118,120 +126,61 @@ fn decode_error(json: &[u8], error: &serde_json::Error) -> Error {
     Error::decode(before + error.column(), error.to_string())
 }
 
-/// Hashes as JSON numbers: written unsigned, read unsigned or signed.
-mod hash {
-    use std::fmt;
+/// A hash as a JSON number: written unsigned, read unsigned or signed.
+struct Hash(u64);
 
-    use serde::de::{Deserializer, Error, Visitor};
-    use serde::ser::Serializer;
-    use serde::{Deserialize, Serialize};
-
-    /// A hash that reads itself from either sign.
-    #[derive(Serialize)]
-    #[serde(transparent)]
-    struct Hash(u64);
-
-    impl<'de> Deserialize<'de> for Hash {
-        fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-            deserializer.deserialize_any(HashVisitor).map(Self)
-        }
-    }
-
-    struct HashVisitor;
-
-    impl Visitor<'_> for HashVisitor {
-        type Value = u64;
-
-        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            f.write_str("a hash: an integer of 64 bits")
-        }
-
-        fn visit_u64<E: Error>(self, hash: u64) -> Result<u64, E> {
-            Ok(hash)
-        }
-
-        fn visit_i64<E: Error>(self, hash: i64) -> Result<u64, E> {
-            Ok(hash.cast_unsigned())
-        }
-    }
-
-    pub(super) fn serialize<S: Serializer>(hash: &u64, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_u64(*hash)
-    }
-
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
-        Hash::deserialize(deserializer).map(|Hash(hash)| hash)
-    }
-
-    pub(super) mod optional {
-        use super::{Deserialize, Deserializer, Hash, Serialize, Serializer};
-
-        pub(in super::super) fn serialize<S: Serializer>(
-            hash: &Option<u64>,
-            serializer: S,
-        ) -> Result<S::Ok, S::Error> {
-            hash.serialize(serializer)
-        }
-
-        pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(
-            deserializer: D,
-        ) -> Result<Option<u64>, D::Error> {
-            let hash = Option::<Hash>::deserialize(deserializer)?;
-            Ok(hash.map(|Hash(hash)| hash))
-        }
-    }
-
-    pub(super) mod list {
-        use super::{Deserialize, Deserializer, Hash, Serialize, Serializer};
-
-        pub(in super::super) fn serialize<S: Serializer>(
-            hashes: &[u64],
-            serializer: S,
-        ) -> Result<S::Ok, S::Error> {
-            hashes.serialize(serializer)
-        }
-
-        pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(
-            deserializer: D,
-        ) -> Result<Vec<u64>, D::Error> {
-            let hashes = Vec::<Hash>::deserialize(deserializer)?;
-            Ok(hashes.into_iter().map(|Hash(hash)| hash).collect())
-        }
+impl<'de> Deserialize<'de> for Hash {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(HashVisitor)
     }
 }
 
+struct HashVisitor;
+
+impl Visitor<'_> for HashVisitor {
+    type Value = Hash;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a hash: an integer of 64 bits")
+    }
+
+    fn visit_u64<E: serde::de::Error>(self, hash: u64) -> Result<Hash, E> {
+        Ok(Hash(hash))
+    }
+
+    fn visit_i64<E: serde::de::Error>(self, hash: i64) -> Result<Hash, E> {
+        Ok(Hash(hash.cast_unsigned()))
+    }
+}
+
+fn hash<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+    Hash::deserialize(deserializer).map(|Hash(hash)| hash)
+}
+
+fn optional_hash<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
+    Ok(Option::<Hash>::deserialize(deserializer)?.map(|Hash(hash)| hash))
+}
+
+fn hashes<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u64>, D::Error> {
+    Ok(Vec::<Hash>::deserialize(deserializer)?.into_iter().map(|Hash(hash)| hash).collect())
+}
+
 /// Identity seeds: absent and null mean no identity.
-mod seed {
-    use serde::de::Deserializer;
-    use serde::ser::Serializer;
+fn seed<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+    Ok(optional_hash(deserializer)?.unwrap_or(SEED))
+}
 
-    use super::hash;
-    use crate::hash::SEED;
+fn no_identity() -> u64 {
+    SEED
+}
 
-    pub(super) fn default() -> u64 {
-        SEED
-    }
-
-    pub(super) fn is_default(seed: &u64) -> bool {
-        *seed == SEED
-    }
-
-    pub(super) fn serialize<S: Serializer>(seed: &u64, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_u64(*seed)
-    }
-
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
-        hash::optional::deserialize(deserializer).map(|seed| seed.unwrap_or(SEED))
-    }
+fn is_no_identity(seed: &u64) -> bool {
+    *seed == SEED
 }
 
 /// Tiers by the names that routers exchange.
 mod tier {
-    use serde::Deserialize;
-    use serde::de::{Deserializer, Error};
-    use serde::ser::Serializer;
-
-    use crate::ids::Tier;
+    use super::{Deserialize, Deserializer, Tier};
 
     pub(super) fn device() -> Tier {
         Tier::Device
@@ -241,16 +190,14 @@ mod tier {
         *tier == Tier::Device
     }
 
-    pub(super) fn serialize<S: Serializer>(tier: &Tier, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(tier.name())
+    pub(super) fn serialize<S: serde::Serializer>(tier: &Tier, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(tier.name())
     }
 
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
-        deserializer: D,
-    ) -> Result<Tier, D::Error> {
-        let name = std::borrow::Cow::<'de, str>::deserialize(deserializer)?;
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Tier, D::Error> {
+        let name = std::borrow::Cow::<'de, str>::deserialize(from)?;
         Tier::from_name(&name).ok_or_else(|| {
-            D::Error::custom(format!(
+            serde::de::Error::custom(format!(
                 "storage_tier must be device, host_pinned, disk or external, not {name:?}"
             ))
         })
