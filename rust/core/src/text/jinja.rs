@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use chrono::DateTime;
 use minijinja::value::{Kwargs, Rest, ValueKind};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, UndefinedBehavior, Value};
 use minijinja_contrib::pycompat::unknown_method_callback;
@@ -198,38 +199,15 @@ fn limit(args: &[Value]) -> Result<usize, Error> {
     }
 }
 
-const DAYS: [&str; 7] =
-    ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
-const MONTHS: [&str; 12] = [
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
-];
-const SECONDS_PER_DAY: u64 = 86_400;
-
 /// `datetime.fromtimestamp(seconds, UTC).strftime(format)` of a date without a time zone, as glibc writes it
 /// in the C locale.
 ///
 /// # Errors
 /// For what can't be known here: parts of a second, the machine's own epoch, other locales' forms.
 fn strftime(format: &str, seconds: u64) -> Result<String, Error> {
-    let days = seconds / SECONDS_PER_DAY;
-    let (year, month, day, day_of_year) = civil(days);
-    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
-    let half_day_hour = if hour % 12 == 0 { 12 } else { hour % 12 };
-    // The first of January 1970 was a Thursday; the weekday counts from Sunday.
-    let weekday = (days + 4) % 7;
-    let (day_name, month_name) = (DAYS[(days % 7) as usize], MONTHS[month as usize - 1]);
-    let (iso_year, iso_week) = iso_week(year, day_of_year, weekday);
+    let seconds = i64::try_from(seconds).unwrap_or(i64::MAX);
+    let date = DateTime::from_timestamp(seconds, 0).ok_or_else(|| refused("a time too late"))?;
+    let date = date.naive_utc();
     let mut out = String::with_capacity(format.len() + 16);
     let mut characters = format.chars();
     while let Some(character) = characters.next() {
@@ -242,108 +220,31 @@ fn strftime(format: &str, seconds: u64) -> Result<String, Error> {
         if flag.is_some() {
             directive = characters.next().unwrap_or('%');
         }
-        let (number, pad, width) = match directive {
-            'd' => (day, '0', 2),
-            'e' => (day, ' ', 2),
-            'm' => (month, '0', 2),
-            'y' => (year % 100, '0', 2),
-            'Y' => (year, '0', 4),
-            'C' => (year / 100, '0', 2),
-            'G' => (iso_year, '0', 4),
-            'g' => (iso_year % 100, '0', 2),
-            'V' => (iso_week, '0', 2),
-            'U' => ((day_of_year + 6 - weekday) / 7, '0', 2),
-            'W' => ((day_of_year + 6 - (weekday + 6) % 7) / 7, '0', 2),
-            'u' => ((weekday + 6) % 7 + 1, '0', 1),
-            'w' => (weekday, '0', 1),
-            'H' => (hour, '0', 2),
-            'k' => (hour, ' ', 2),
-            'I' => (half_day_hour, '0', 2),
-            'l' => (half_day_hour, ' ', 2),
-            'M' => (minute, '0', 2),
-            'S' => (second, '0', 2),
-            'j' => (day_of_year, '0', 3),
-            _ => {
-                let text = match directive {
-                    'a' => day_name[..3].to_owned(),
-                    'A' => day_name.to_owned(),
-                    'b' | 'h' => month_name[..3].to_owned(),
-                    'B' => month_name.to_owned(),
-                    'p' => ["AM", "PM"][usize::from(hour >= 12)].to_owned(),
-                    'P' => ["am", "pm"][usize::from(hour >= 12)].to_owned(),
-                    'c' => strftime("%a %b %e %H:%M:%S %Y", seconds)?,
-                    'D' | 'x' => strftime("%m/%d/%y", seconds)?,
-                    'F' => strftime("%Y-%m-%d", seconds)?,
-                    'R' => strftime("%H:%M", seconds)?,
-                    'T' | 'X' => strftime("%H:%M:%S", seconds)?,
-                    'r' => strftime("%I:%M:%S %p", seconds)?,
-                    'n' => "\n".to_owned(),
-                    't' => "\t".to_owned(),
-                    // Such a date has no zone.
-                    'z' | 'Z' => String::new(),
-                    '%' => "%".to_owned(),
-                    'f' | 's' | 'E' | 'O' | '#' | '+' | ':' | '1'..='9' => {
-                        return Err(refused(format!("strftime_now: %{directive} is not known")));
-                    }
-                    // As it stands, like any other text.
-                    other => {
-                        out.push('%');
-                        out.extend(flag);
-                        out.push(other);
-                        continue;
-                    }
-                };
+        let padding = flag.filter(|flag| *flag != '^').map(String::from).unwrap_or_default();
+        match directive {
+            'd' | 'e' | 'm' | 'y' | 'Y' | 'C' | 'G' | 'g' | 'V' | 'U' | 'W' | 'u' | 'w' | 'H'
+            | 'k' | 'I' | 'l' | 'M' | 'S' | 'j' => {
+                put(&mut out, format_args!("{}", date.format(&format!("%{padding}{directive}"))));
+            }
+            'a' | 'A' | 'b' | 'h' | 'B' | 'p' | 'P' | 'c' | 'D' | 'x' | 'F' | 'R' | 'T' | 'X'
+            | 'r' | 'n' | 't' | '%' => {
+                let text = date.format(&format!("%{directive}")).to_string();
                 out.push_str(&if flag == Some('^') { text.to_uppercase() } else { text });
-                continue;
             }
-        };
-        match (flag, pad) {
-            (Some('-'), _) => put(&mut out, format_args!("{number}")),
-            (Some('_'), _) | (None | Some('^'), ' ') => {
-                put(&mut out, format_args!("{number:width$}"));
+            // Such a date has no zone.
+            'z' | 'Z' => {}
+            'f' | 's' | 'E' | 'O' | '#' | '+' | ':' | '1'..='9' => {
+                return Err(refused(format!("strftime_now: %{directive} is not known")));
             }
-            _ => put(&mut out, format_args!("{number:0width$}")),
+            // As it stands, like any other text.
+            other => {
+                out.push('%');
+                out.extend(flag);
+                out.push(other);
+            }
         }
     }
     Ok(out)
-}
-
-/// The year and the week of ISO 8601, whose weeks begin on Mondays and belong to the year of their Thursday.
-fn iso_week(year: u64, day_of_year: u64, weekday: u64) -> (u64, u64) {
-    let from_monday = (weekday + 6) % 7;
-    // Thursday's day of this year, from 1; zero and less is the year before.
-    let thursday = (day_of_year + 3) as i64 - from_monday as i64;
-    let length = |year: u64| 365 + i64::from(is_leap(year));
-    let (year, thursday) = match thursday {
-        ..=0 => (year - 1, thursday + length(year - 1)),
-        _ if thursday > length(year) => (year + 1, thursday - length(year)),
-        _ => (year, thursday),
-    };
-    (year, (thursday as u64 - 1) / 7 + 1)
-}
-
-fn is_leap(year: u64) -> bool {
-    year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
-}
-
-/// Year, month, day and day of the year of a day since 1970-01-01.
-fn civil(mut days: u64) -> (u64, u64, u64, u64) {
-    let mut year = 1970;
-    while days >= 365 + u64::from(is_leap(year)) {
-        days -= 365 + u64::from(is_leap(year));
-        year += 1;
-    }
-    let day_of_year = days + 1;
-    let february = 28 + u64::from(is_leap(year));
-    let mut month = 1;
-    for length in [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31] {
-        if days < length {
-            break;
-        }
-        days -= length;
-        month += 1;
-    }
-    (year, month, days + 1, day_of_year)
 }
 
 impl WallClock {
