@@ -320,12 +320,3 @@ impl ModelIndex {
         self.block_size() == Some(size) || layouts.have_block_size(size)
     }
 }
-
-impl fmt::Debug for ModelIndex {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ModelIndex")
-            .field("key", &self.key)
-            .field("block_size", &self.block_size())
-            .finish_non_exhaustive()
-    }
-}

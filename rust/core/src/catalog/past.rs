@@ -8,7 +8,7 @@ use crate::ids::{InstanceId, Worker};
 
 /// What is known of a worker that nobody publishes for here: one that was unregistered, so that its next
 /// registration goes on from there, or one whose blocks came from another replica.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub(super) struct Past {
     pub model: Arc<ModelIndex>,
     pub place: Place,

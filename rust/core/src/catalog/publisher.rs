@@ -485,13 +485,3 @@ impl Publisher {
         state.standing.forgotten(self.counters.read(), evicted);
     }
 }
-
-impl std::fmt::Debug for Publisher {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Publisher")
-            .field("id", &self.id)
-            .field("worker", &self.worker)
-            .field("endpoint", &self.endpoint)
-            .finish_non_exhaustive()
-    }
-}

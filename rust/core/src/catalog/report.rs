@@ -10,7 +10,6 @@ use super::trust::Trust;
 use crate::ids::{InstanceId, Tier, Worker};
 
 /// A publisher as operators see it.
-#[derive(Debug)]
 pub struct Report {
     /// What it is and what it did.
     pub view: PublisherView,

@@ -1,6 +1,5 @@
 //! Who is told what engines evict.
 
-use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
@@ -45,11 +44,5 @@ impl CacheWatches {
         if self.is_any() {
             self.all.read().iter().filter_map(Weak::upgrade).for_each(|watch| tell(&*watch));
         }
-    }
-}
-
-impl fmt::Debug for CacheWatches {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CacheWatches").field("count", &self.all.read().len()).finish()
     }
 }

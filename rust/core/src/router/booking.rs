@@ -1,6 +1,5 @@
 //! A request's hold on its worker.
 
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -95,14 +94,5 @@ impl Drop for Booking {
         if let Some(tail) = &self.tail {
             self.router.finished(self.worker, tail);
         }
-    }
-}
-
-impl fmt::Debug for Booking {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Booking")
-            .field("request", &self.request)
-            .field("worker", &self.worker)
-            .finish_non_exhaustive()
     }
 }

@@ -1,6 +1,5 @@
 //! Policies beside those that are built in: who chooses, who watches, and what they are told.
 
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -145,19 +144,6 @@ impl<'a> Facts<'a> {
             advice: self.advice,
             ..Context::new(known, self.model, now_ms)
         }
-    }
-}
-
-impl fmt::Debug for Facts<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Facts")
-            .field("model", &self.model)
-            .field("prompt", &self.prompt.len())
-            .field("token_ids", &self.token_ids.len())
-            .field("is_indexed", &self.is_indexed)
-            .field("user", &self.user)
-            .field("session", &self.session)
-            .finish_non_exhaustive()
     }
 }
 

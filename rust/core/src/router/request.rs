@@ -1,7 +1,5 @@
 //! What a router is asked.
 
-use std::fmt;
-
 use super::config::RouteOverride;
 use super::gate::Gate;
 use super::policies::Facts;
@@ -32,19 +30,4 @@ pub struct RouteRequest<'a> {
     pub overrides: RouteOverride,
     /// What policies that are not built in want to know.
     pub facts: Facts<'a>,
-}
-
-impl fmt::Debug for RouteRequest<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RouteRequest")
-            .field("isl_tokens", &self.isl_tokens)
-            .field("sequence_hashes", &self.sequence_hashes.len())
-            .field("overlaps", &self.overlaps)
-            .field("predictions", &self.predictions)
-            .field("allowed", &self.allowed.is_some())
-            .field("gate", &self.gate.is_some())
-            .field("overrides", &self.overrides)
-            .field("facts", &self.facts)
-            .finish()
-    }
 }

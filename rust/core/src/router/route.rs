@@ -1,6 +1,5 @@
 //! Who is busy with what, and what a request would cost each worker.
 
-use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use hashbrown::HashSet;
@@ -434,12 +433,6 @@ impl Router {
             return Err(Error::AllBusy(text));
         }
         check_room(request.gate, &scratch.candidates)
-    }
-}
-
-impl fmt::Debug for Router {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Router").field("config", &self.config).finish_non_exhaustive()
     }
 }
 

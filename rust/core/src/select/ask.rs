@@ -143,16 +143,3 @@ impl<'a> Ask<'a> {
         }
     }
 }
-
-impl fmt::Debug for Ask<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Ask")
-            .field("isl_tokens", &self.prompt.isl_tokens)
-            .field("overrides", &self.overrides)
-            .field("allowed", &self.allowed.is_some())
-            .field("pin", &self.pin)
-            .field("request_id", &self.request_id)
-            .field("facts", &self.facts)
-            .finish()
-    }
-}

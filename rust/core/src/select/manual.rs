@@ -15,7 +15,7 @@ use crate::router::Usage;
 pub const MAX_REQUEST_ID_BYTES: usize = 256;
 
 /// Reservations by name. As many as the router has bookings, and those whose booking went a moment ago.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(super) struct Manual {
     by_id: Mutex<HashMap<String, Reservation>>,
 }

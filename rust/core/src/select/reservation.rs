@@ -16,7 +16,6 @@ use crate::router::{Booking, Usage};
 /// A request that was given to a worker. Dropping it frees the load, as with [`Booking`], and ends its
 /// line in the journal.
 #[must_use = "dropping a reservation frees its load at once"]
-#[derive(Debug)]
 pub struct Reservation {
     booking: Booking,
     line: Option<Line>,
@@ -61,12 +60,6 @@ pub(super) struct Line {
     pub clock: Arc<dyn Clock>,
     pub number: u64,
     pub has_first_token: AtomicBool,
-}
-
-impl std::fmt::Debug for Line {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Line").field("number", &self.number).finish_non_exhaustive()
-    }
 }
 
 impl Reservation {

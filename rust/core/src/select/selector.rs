@@ -1,7 +1,6 @@
 //! Hash, walk, choose, book, predict, write down: as one call.
 
 use std::cell::RefCell;
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -534,16 +533,6 @@ impl Selector {
         let report = is_history.then(|| self.busy.reported(selection.worker)).flatten();
         let capacity = report.and_then(|report| report.kv_total_blocks);
         self.model.predict(selection.worker, *seed, locals, capacity);
-    }
-}
-
-impl fmt::Debug for Selector {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Selector")
-            .field("model", &self.model.key)
-            .field("router", &self.router)
-            .field("overlap", &self.overlap)
-            .finish_non_exhaustive()
     }
 }
 
