@@ -27,39 +27,23 @@ impl fmt::Display for Worker {
     }
 }
 
-/// Where a worker keeps a block; nearer tiers first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[repr(u8)]
-pub enum Tier {
-    /// Accelerator memory: a hit costs nothing.
-    Device = 0,
-    /// Host memory.
-    Host = 1,
-    /// Local disk.
-    Disk = 2,
-    /// Storage shared with others, reached over a network.
-    External = 3,
+named! {
+    /// Where a worker keeps a block; nearer tiers first.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    #[repr(u8)]
+    pub enum Tier {
+        /// Accelerator memory: a hit costs nothing.
+        Device = "device",
+        /// Host memory.
+        Host = "host_pinned",
+        /// Local disk.
+        Disk = "disk",
+        /// Storage shared with others, reached over a network.
+        External = "external",
+    }
 }
 
 impl Tier {
-    /// All tiers, nearest first.
-    pub const ALL: [Tier; 4] = [Tier::Device, Tier::Host, Tier::Disk, Tier::External];
-
-    /// The name by which routers tell each other of the tier.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Tier::Device => "device",
-            Tier::Host => "host_pinned",
-            Tier::Disk => "disk",
-            Tier::External => "external",
-        }
-    }
-
-    /// The tier of that [`name`](Self::name).
-    pub fn from_name(name: &str) -> Option<Tier> {
-        Tier::ALL.into_iter().find(|tier| tier.name() == name)
-    }
-
     /// The tier that an engine's medium name means; `None` for a name nobody has published yet
     /// (the event is then skipped and counted: unknown input never earns credit).
     ///

@@ -6,6 +6,7 @@
 //!
 //! | room | what |
 //! |---|---|
+//! | `named` | enums whose variants have names |
 //! | `cache` | a map with a limit |
 //! | [`error`] | errors by cause |
 //! | [`ids`] | workers, tiers |
@@ -22,6 +23,9 @@
 //! | [`router`] | a decision and its booking |
 //! | [`catalog`] | models, tenants, publishers and their indexes |
 //! | [`select`] | from a request to a worker |
+
+#[macro_use]
+mod named;
 
 mod cache;
 pub mod clock;

@@ -9,30 +9,18 @@ use serde::Serialize;
 use super::counters::EventCounts;
 use super::registration::ListenerStatus;
 
-/// How far the index can be believed about a publisher; later is worse.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum TrustState {
-    /// Nothing is known to be wrong. An idle engine publishes nothing, so age alone is no reason.
-    #[default]
-    Exact,
-    /// Some credit is known, or likely, to be missing or wrong.
-    Degraded,
-    /// What is known may be of any age, or means nothing.
-    Stale,
-}
-
-impl TrustState {
-    /// All states, best first.
-    pub const ALL: [Self; 3] = [Self::Exact, Self::Degraded, Self::Stale];
-
-    /// Its name in answers and metrics.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Exact => "exact",
-            Self::Degraded => "degraded",
-            Self::Stale => "stale",
-        }
+named! {
+    /// How far the index can be believed about a publisher; later is worse.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize)]
+    #[serde(rename_all = "lowercase")]
+    pub enum TrustState {
+        /// Nothing is known to be wrong. An idle engine publishes nothing, so age alone is no reason.
+        #[default]
+        Exact = "exact",
+        /// Some credit is known, or likely, to be missing or wrong.
+        Degraded = "degraded",
+        /// What is known may be of any age, or means nothing.
+        Stale = "stale",
     }
 }
 

@@ -1,50 +1,35 @@
 //! What a queue is told at its start.
 
-use std::fmt;
 use std::str::FromStr;
 
 use super::price::Price;
 use crate::error::{Error, Result};
 
-/// Whose turn it is, and when clients are charged.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum Discipline {
-    /// In the order of arrival, whoever asks: no fairness, for comparison.
-    Fcfs,
-    /// The client with the lowest counter. One that comes back from idleness is lifted to the
-    /// lowest counter of those that wait; when nobody waits, to that of the last one that did.
-    #[default]
-    VtcFair,
-    /// As `VtcFair`, but all clients are lifted, waiting or not, to where the service was when
-    /// the last running request was admitted.
-    VtcMaxFair,
-    /// As `VtcFair`, but the output is charged in advance as long as it is expected to be, and
-    /// what was charged too much is given back.
-    VtcPred,
-    /// As `VtcPred`, with lengths that are known in advance and never corrected: for comparison.
-    VtcOracle,
-    /// The lowest counter without any lift: a client that was idle has all the others wait. For
-    /// comparison.
-    Lcf,
+named! {
+    /// Whose turn it is, and when clients are charged.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+    pub enum Discipline {
+        /// In the order of arrival, whoever asks: no fairness, for comparison.
+        Fcfs = "fcfs",
+        /// The client with the lowest counter. One that comes back from idleness is lifted to the
+        /// lowest counter of those that wait; when nobody waits, to that of the last one that did.
+        #[default]
+        VtcFair = "vtc-fair",
+        /// As `VtcFair`, but all clients are lifted, waiting or not, to where the service was when
+        /// the last running request was admitted.
+        VtcMaxFair = "vtc-max-fair",
+        /// As `VtcFair`, but the output is charged in advance as long as it is expected to be, and
+        /// what was charged too much is given back.
+        VtcPred = "vtc-pred",
+        /// As `VtcPred`, with lengths that are known in advance and never corrected: for comparison.
+        VtcOracle = "vtc-oracle",
+        /// The lowest counter without any lift: a client that was idle has all the others wait. For
+        /// comparison.
+        Lcf = "lcf",
+    }
 }
 
 impl Discipline {
-    /// All disciplines.
-    pub const ALL: [Self; 6] =
-        [Self::Fcfs, Self::VtcFair, Self::VtcMaxFair, Self::VtcPred, Self::VtcOracle, Self::Lcf];
-
-    /// The name in configuration, logs and metrics.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Fcfs => "fcfs",
-            Self::VtcFair => "vtc-fair",
-            Self::VtcMaxFair => "vtc-max-fair",
-            Self::VtcPred => "vtc-pred",
-            Self::VtcOracle => "vtc-oracle",
-            Self::Lcf => "lcf",
-        }
-    }
-
     /// Whether a client is lifted when its first request waits.
     pub(super) const fn lifts_on_arrival(self) -> bool {
         matches!(self, Self::VtcFair | Self::VtcPred | Self::VtcOracle)
@@ -56,19 +41,13 @@ impl Discipline {
     }
 }
 
-impl fmt::Display for Discipline {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
 impl FromStr for Discipline {
     type Err = Error;
 
     /// A discipline by its name; `-` and `_` are the same.
     fn from_str(name: &str) -> Result<Self, Error> {
         let wanted = name.replace('_', "-");
-        Self::ALL.into_iter().find(|one| one.name() == wanted).ok_or_else(|| {
+        Self::from_name(&wanted).ok_or_else(|| {
             let names = Self::ALL.map(Self::name).join(", ");
             Error::Config(format!("fairness must be one of {names}; got {name:?}"))
         })

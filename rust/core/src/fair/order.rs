@@ -5,31 +5,21 @@ use std::str::FromStr;
 
 use crate::error::{Error, Result};
 
-/// Whose request is first when several wait.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum LineOrder {
-    /// First come, first served: good for the slowest of all.
-    #[default]
-    Fcfs,
-    /// Last come, first served: who waits for long is left behind, as an overload wants it.
-    Lcfs,
-    /// The shortest work first, weighed by priority: good for the mean.
-    Wspt,
+named! {
+    /// Whose request is first when several wait.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+    pub enum LineOrder {
+        /// First come, first served: good for the slowest of all.
+        #[default]
+        Fcfs = "fcfs",
+        /// Last come, first served: who waits for long is left behind, as an overload wants it.
+        Lcfs = "lcfs",
+        /// The shortest work first, weighed by priority: good for the mean.
+        Wspt = "wspt",
+    }
 }
 
 impl LineOrder {
-    /// All of them.
-    pub const ALL: [Self; 3] = [Self::Fcfs, Self::Lcfs, Self::Wspt];
-
-    /// The name in flags.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Fcfs => "fcfs",
-            Self::Lcfs => "lcfs",
-            Self::Wspt => "wspt",
-        }
-    }
-
     /// Where a request of `isl_tokens`, `cached_tokens` of which the best worker holds, stands when
     /// it came `arrival_s` seconds after some origin that all share.
     ///
@@ -59,8 +49,7 @@ impl FromStr for LineOrder {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let found = Self::ALL.into_iter().find(|order| order.name() == text);
-        found.ok_or_else(|| {
+        Self::from_name(text).ok_or_else(|| {
             let names = Self::ALL.map(Self::name).join(", ");
             Error::invalid(format!("router_queue_policy must be one of {names}, got {text:?}"))
         })

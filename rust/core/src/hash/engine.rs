@@ -25,38 +25,22 @@ use keys::KeysOfBlocks;
 pub(super) use keys::media_keys;
 pub use keys::{Key, MediaItem, NameKeys};
 
-/// vLLM's `--prefix-caching-hash-algo`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum NameAlgorithm {
-    /// SHA-256 of a pickle, vLLM's default.
-    Sha256,
-    /// SHA-256 of canonical CBOR.
-    Sha256Cbor,
-    /// XXH3 with 128 bits of a pickle.
-    Xxhash,
-    /// XXH3 with 128 bits of canonical CBOR.
-    XxhashCbor,
+named! {
+    /// vLLM's `--prefix-caching-hash-algo`.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+    pub enum NameAlgorithm {
+        /// SHA-256 of a pickle, vLLM's default.
+        Sha256 = "sha256",
+        /// SHA-256 of canonical CBOR.
+        Sha256Cbor = "sha256_cbor",
+        /// XXH3 with 128 bits of a pickle.
+        Xxhash = "xxhash",
+        /// XXH3 with 128 bits of canonical CBOR.
+        XxhashCbor = "xxhash_cbor",
+    }
 }
 
 impl NameAlgorithm {
-    /// Every algorithm.
-    pub const ALL: [Self; 4] = [Self::Sha256, Self::Sha256Cbor, Self::Xxhash, Self::XxhashCbor];
-
-    /// vLLM's word for it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Sha256 => "sha256",
-            Self::Sha256Cbor => "sha256_cbor",
-            Self::Xxhash => "xxhash",
-            Self::XxhashCbor => "xxhash_cbor",
-        }
-    }
-
-    /// The algorithm of that [`name`](Self::name).
-    pub fn from_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|algorithm| algorithm.name() == name)
-    }
-
     fn is_pickle(self) -> bool {
         matches!(self, Self::Sha256 | Self::Xxhash)
     }

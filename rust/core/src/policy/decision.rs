@@ -6,64 +6,38 @@ use super::cost::{RequestTerms, Terms};
 use super::kind::Policy;
 use crate::ids::Worker;
 
-/// Why this candidate and no other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Reason {
-    /// There was no other candidate.
-    OnlyCandidate,
-    /// It alone had the lowest cost (of the two drawn, for `power_of_two`).
-    LowestCost,
-    /// Several had the lowest cost; chance decided between them.
-    Tie,
-    /// Drawn at a temperature above 0, cheaper ones more likely.
-    Temperature,
-    /// It was its turn.
-    Turn,
-    /// Chance alone.
-    Chance,
-    /// It held the most of the prompt among those that were not too busy.
-    PrefixMatch,
-    /// Those that hold some of the prompt were too busy; it had the fewest requests.
-    PrefixMatchSkipped,
-    /// Nobody holds any of the prompt; it had the fewest requests.
-    LeastRequestFallback,
-    /// The client named it.
-    SessionHeader,
-    /// The session's key belongs to it.
-    SessionKey,
-    /// An earlier turn of the conversation went there.
-    SessionPrefix,
-    /// The session's last request went there, whatever the policy would have chosen.
-    SessionAffinity,
-    /// It had the highest weighted score of several policies.
-    HighestScore,
-}
-
-impl Reason {
-    /// The name in logs and metrics.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::OnlyCandidate => "only_candidate",
-            Self::LowestCost => "lowest_cost",
-            Self::Tie => "tie",
-            Self::Temperature => "temperature",
-            Self::Turn => "turn",
-            Self::Chance => "chance",
-            Self::PrefixMatch => "prefix_match",
-            Self::PrefixMatchSkipped => "prefix_match_skipped",
-            Self::LeastRequestFallback => "least_request_fallback",
-            Self::SessionHeader => "session_header",
-            Self::SessionKey => "session_key",
-            Self::SessionPrefix => "session_prefix",
-            Self::SessionAffinity => "session_affinity",
-            Self::HighestScore => "highest_score",
-        }
-    }
-}
-
-impl fmt::Display for Reason {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+named! {
+    /// Why this candidate and no other.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub enum Reason {
+        /// There was no other candidate.
+        OnlyCandidate = "only_candidate",
+        /// It alone had the lowest cost (of the two drawn, for `power_of_two`).
+        LowestCost = "lowest_cost",
+        /// Several had the lowest cost; chance decided between them.
+        Tie = "tie",
+        /// Drawn at a temperature above 0, cheaper ones more likely.
+        Temperature = "temperature",
+        /// It was its turn.
+        Turn = "turn",
+        /// Chance alone.
+        Chance = "chance",
+        /// It held the most of the prompt among those that were not too busy.
+        PrefixMatch = "prefix_match",
+        /// Those that hold some of the prompt were too busy; it had the fewest requests.
+        PrefixMatchSkipped = "prefix_match_skipped",
+        /// Nobody holds any of the prompt; it had the fewest requests.
+        LeastRequestFallback = "least_request_fallback",
+        /// The client named it.
+        SessionHeader = "session_header",
+        /// The session's key belongs to it.
+        SessionKey = "session_key",
+        /// An earlier turn of the conversation went there.
+        SessionPrefix = "session_prefix",
+        /// The session's last request went there, whatever the policy would have chosen.
+        SessionAffinity = "session_affinity",
+        /// It had the highest weighted score of several policies.
+        HighestScore = "highest_score",
     }
 }
 

@@ -148,37 +148,22 @@ impl Advice {
     }
 }
 
-/// Why there is no advice.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Failure {
-    /// No answer within the deadline.
-    Late,
-    /// The policy raised an error.
-    Raised,
-    /// What it answered is no choice among the candidates.
-    Nonsense,
-    /// Too many questions wait.
-    Full,
-    /// Nobody answers any more.
-    Closed,
-    /// It was not asked: it is still busy with what was given up as late.
-    Stuck,
-}
-
-impl Failure {
-    const ALL: [Self; 6] =
-        [Self::Late, Self::Raised, Self::Nonsense, Self::Full, Self::Closed, Self::Stuck];
-
-    /// The name in logs and metrics.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Late => "late",
-            Self::Raised => "raised",
-            Self::Nonsense => "nonsense",
-            Self::Full => "full",
-            Self::Closed => "closed",
-            Self::Stuck => "stuck",
-        }
+named! {
+    /// Why there is no advice.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub enum Failure {
+        /// No answer within the deadline.
+        Late = "late",
+        /// The policy raised an error.
+        Raised = "raised",
+        /// What it answered is no choice among the candidates.
+        Nonsense = "nonsense",
+        /// Too many questions wait.
+        Full = "full",
+        /// Nobody answers any more.
+        Closed = "closed",
+        /// It was not asked: it is still busy with what was given up as late.
+        Stuck = "stuck",
     }
 }
 

@@ -5,37 +5,24 @@ use std::sync::Arc;
 use crate::ids::Worker;
 use crate::policy::{Reason, RequestTerms, Terms};
 
-/// What became of a request.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Outcome {
-    /// It has not ended.
-    Running,
-    /// Its answer came to its end.
-    Complete,
-    /// It ended before its first token.
-    Failed,
-    /// Its answer broke off.
-    Broken,
-    /// The client left.
-    ClientGone,
-    /// Its caller gave the load back.
-    Freed,
-    /// Nothing was heard of it for too long.
-    Expired,
-}
-
-impl Outcome {
-    /// The name in answers and logs.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Running => "running",
-            Self::Complete => "complete",
-            Self::Failed => "failed",
-            Self::Broken => "broken",
-            Self::ClientGone => "client_gone",
-            Self::Freed => "freed",
-            Self::Expired => "expired",
-        }
+named! {
+    /// What became of a request.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub enum Outcome {
+        /// It has not ended.
+        Running = "running",
+        /// Its answer came to its end.
+        Complete = "complete",
+        /// It ended before its first token.
+        Failed = "failed",
+        /// Its answer broke off.
+        Broken = "broken",
+        /// The client left.
+        ClientGone = "client_gone",
+        /// Its caller gave the load back.
+        Freed = "freed",
+        /// Nothing was heard of it for too long.
+        Expired = "expired",
     }
 }
 

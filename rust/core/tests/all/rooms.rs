@@ -7,8 +7,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Every room, lowest first.
-const ORDER: [&str; 16] = [
-    "cache", "error", "ids", "clock", "event", "hash", "codec", "stream", "index", "load",
+const ORDER: [&str; 17] = [
+    "named", "cache", "error", "ids", "clock", "event", "hash", "codec", "stream", "index", "load",
     "policy", "fair", "text", "router", "catalog", "select",
 ];
 
