@@ -70,6 +70,26 @@ struct Request {
     hashes: Box<[u64]>,
 }
 
+/// A request that is given to a worker.
+#[derive(Debug, Clone, Copy)]
+pub struct Assignment<'a> {
+    /// The request.
+    pub id: RequestId,
+    /// The worker.
+    pub worker: Worker,
+    /// Blocks that it uses.
+    pub blocks: BlockUse<'a>,
+    /// Length of its prompt in tokens.
+    pub isl_tokens: u64,
+    /// Leading blocks of it that need not be prefilled.
+    pub overlap_blocks: u32,
+    /// How long the prefill should take, where its end will not be seen; for
+    /// [`WorkerLoad::queued_tokens`] alone.
+    pub unseen_ms: Option<u64>,
+    /// Another router has given it: it takes none of the room.
+    pub is_remote: bool,
+}
+
 /// The active requests of all workers of one model, and the load that follows from them.
 ///
 /// # Cost
@@ -172,42 +192,13 @@ impl ActiveSequences {
         self.slots.slot(worker).map(|_| self.drop_workers(&[worker]))
     }
 
-    /// As [`book_for`](Self::book_for), for a request whose first token will be seen.
-    ///
-    /// # Errors
-    /// The same.
-    pub fn book(
-        &mut self,
-        id: RequestId,
-        worker: Worker,
-        blocks: BlockUse<'_>,
-        isl_tokens: u64,
-        overlap_blocks: u32,
-        now_ms: u64,
-    ) -> Result<()> {
-        self.book_for(id, worker, blocks, isl_tokens, overlap_blocks, None, now_ms)
-    }
-
-    /// Give `request` to `worker`: its uncached tokens are to be prefilled, its blocks are in use.
-    ///
-    /// # Arguments
-    /// * `unseen_ms` - How long the prefill should take, where its end will not be seen; for
-    ///   [`WorkerLoad::queued_tokens`] alone.
+    /// Give a request to a worker: its uncached tokens are to be prefilled, its blocks are in use.
     ///
     /// # Errors
     /// [`Error::Conflict`] for a request that is booked already, [`Error::NotFound`] for a worker
     /// that is not in the table, [`Error::Overloaded`] at `max_requests`. Nothing changes then.
-    #[allow(clippy::too_many_arguments)]
-    pub fn book_for(
-        &mut self,
-        id: RequestId,
-        worker: Worker,
-        blocks: BlockUse<'_>,
-        isl_tokens: u64,
-        overlap_blocks: u32,
-        unseen_ms: Option<u64>,
-        now_ms: u64,
-    ) -> Result<()> {
+    pub fn book(&mut self, work: &Assignment<'_>, now_ms: u64) -> Result<()> {
+        let Assignment { id, worker, isl_tokens, unseen_ms, is_remote, .. } = *work;
         if self.by_id.contains_key(&id) {
             return Err(Error::Conflict(format!("request {} is booked already", id.0)));
         }
@@ -215,10 +206,12 @@ impl ActiveSequences {
             .slots
             .slot(worker)
             .ok_or_else(|| Error::NotFound(format!("worker {worker} is not registered")))?;
-        self.check_room()?;
-        let cached_tokens = u64::from(overlap_blocks) * u64::from(self.config.block_size);
+        if !is_remote {
+            self.check_room()?;
+        }
+        let cached_tokens = u64::from(work.overlap_blocks) * u64::from(self.config.block_size);
         let uncached_tokens = isl_tokens.saturating_sub(cached_tokens);
-        let (hashes, private_blocks) = match blocks {
+        let (hashes, private_blocks) = match work.blocks {
             BlockUse::Untracked => (&[][..], 0),
             BlockUse::Shared(hashes) => (hashes, 0),
             BlockUse::Private(count) => (&[][..], count),
@@ -226,7 +219,7 @@ impl ActiveSequences {
         let request = Request {
             id,
             slot,
-            is_remote: false,
+            is_remote,
             private_fraction: WHOLE,
             private_blocks,
             prompt_tokens: isl_tokens,
@@ -236,6 +229,7 @@ impl ActiveSequences {
             hashes: hashes.into(),
         };
         self.bookings += 1;
+        self.remote += usize::from(is_remote);
         let (prefill_tokens, now_ms) = (request.prefill_tokens, request.active_at_ms);
         let speed = self.config.prefill_speed;
         let added = self.blocks.acquire(hashes, slot, self.slots.capacity());
@@ -270,29 +264,6 @@ impl ActiveSequences {
         self.by_id.insert(id, place);
         self.recency.push(place);
         Ok(())
-    }
-
-    /// The same for a request that another router has given to `worker`; it takes none of the room.
-    ///
-    /// # Errors
-    /// As [`book`](Self::book), but for [`Error::Overloaded`].
-    pub fn book_remote(
-        &mut self,
-        id: RequestId,
-        worker: Worker,
-        blocks: BlockUse<'_>,
-        isl_tokens: u64,
-        overlap_blocks: u32,
-        now_ms: u64,
-    ) -> Result<()> {
-        // Room for one more, which it takes itself.
-        self.remote += 1;
-        let booked = self.book(id, worker, blocks, isl_tokens, overlap_blocks, now_ms);
-        match Self::request(&self.by_id, &mut self.requests, id) {
-            Ok(request) if booked.is_ok() => request.is_remote = true,
-            _ => self.remote -= 1,
-        }
-        booked
     }
 
     /// Whether one more request can be booked.

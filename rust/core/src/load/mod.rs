@@ -13,7 +13,7 @@ mod holders;
 pub(crate) mod recency;
 mod slots;
 
-pub use active::{ActiveSequences, Expired, LoadTotals, RequestId, WorkerChange};
+pub use active::{ActiveSequences, Assignment, Expired, LoadTotals, RequestId, WorkerChange};
 pub use config::{BlockUse, LoadConfig, PrefillSpeed};
 pub use slots::{MAX_WORKERS, WorkerLoad};
 

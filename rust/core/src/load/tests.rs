@@ -8,8 +8,39 @@ use serde_json::Value;
 
 use super::*;
 use crate::clock::{Clock, ManualClock};
-use crate::error::Error;
+use crate::error::{Error, Result};
 use crate::ids::Worker;
+
+impl ActiveSequences {
+    fn give(
+        &mut self,
+        id: RequestId,
+        worker: Worker,
+        blocks: BlockUse<'_>,
+        isl_tokens: u64,
+        overlap_blocks: u32,
+        now_ms: u64,
+    ) -> Result<()> {
+        self.give_unseen(id, worker, blocks, isl_tokens, overlap_blocks, None, now_ms)
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn give_unseen(
+        &mut self,
+        id: RequestId,
+        worker: Worker,
+        blocks: BlockUse<'_>,
+        isl_tokens: u64,
+        overlap_blocks: u32,
+        unseen_ms: Option<u64>,
+        now_ms: u64,
+    ) -> Result<()> {
+        let is_remote = false;
+        let work =
+            Assignment { id, worker, blocks, isl_tokens, overlap_blocks, unseen_ms, is_remote };
+        self.book(&work, now_ms)
+    }
+}
 
 const WORKER: Worker = Worker::new(1, 0);
 
@@ -45,7 +76,7 @@ fn play(load: &mut ActiveSequences, op: &Value) {
             let isl_tokens = hashes.len() as u64 * size;
             let overlap = (isl_tokens - op[3].as_u64().unwrap_or(isl_tokens)) / size;
             let blocks = BlockUse::Shared(&hashes);
-            load.book(id, WORKER, blocks, isl_tokens, overlap as u32, 0).unwrap();
+            load.give(id, WORKER, blocks, isl_tokens, overlap as u32, 0).unwrap();
         }
         "add_output_block" => load.add_output_blocks(id, 1, op[2].as_f64().unwrap()).unwrap(),
         "mark_prefill_completed" => load.mark_prefill_completed(id).unwrap(),
@@ -106,25 +137,25 @@ fn booking_errors_change_nothing() {
     let config = LoadConfig { block_size: 4, max_requests: 2, ..LoadConfig::default() };
     let mut load = table(config, &[WORKER]);
     let blocks = BlockUse::Shared(&[1, 2]);
-    load.book(RequestId(1), WORKER, blocks, 8, 0, 0).unwrap();
+    load.give(RequestId(1), WORKER, blocks, 8, 0, 0).unwrap();
     let before = load_of(&load, WORKER);
-    let again = load.book(RequestId(1), WORKER, blocks, 8, 0, 0);
+    let again = load.give(RequestId(1), WORKER, blocks, 8, 0, 0);
     assert!(matches!(again, Err(Error::Conflict(_))), "{again:?}");
-    let nowhere = load.book(RequestId(2), Worker::new(9, 1), blocks, 8, 0, 0);
+    let nowhere = load.give(RequestId(2), Worker::new(9, 1), blocks, 8, 0, 0);
     assert_eq!(nowhere, Err(Error::NotFound("worker 9:1 is not registered".into())));
     assert_eq!(load_of(&load, WORKER), before);
-    load.book(RequestId(2), WORKER, blocks, 8, 0, 0).unwrap();
-    let full = load.book(RequestId(3), WORKER, blocks, 8, 0, 0);
+    load.give(RequestId(2), WORKER, blocks, 8, 0, 0).unwrap();
+    let full = load.give(RequestId(3), WORKER, blocks, 8, 0, 0);
     assert!(matches!(full, Err(Error::Overloaded(_))), "{full:?}");
     assert_eq!(load.request_count(), 2);
     load.free(RequestId(1));
-    load.book(RequestId(3), WORKER, blocks, 8, 0, 0).unwrap();
+    load.give(RequestId(3), WORKER, blocks, 8, 0, 0).unwrap();
 }
 
 #[test]
 fn requests_that_are_gone_are_not_found_but_freed_in_peace() {
     let mut load = table(LoadConfig::default(), &[WORKER]);
-    load.book(RequestId(1), WORKER, BlockUse::Private(3), 10, 0, 0).unwrap();
+    load.give(RequestId(1), WORKER, BlockUse::Private(3), 10, 0, 0).unwrap();
     assert_eq!(load.remove_worker(WORKER), Some(1));
     assert_eq!(load.remove_worker(WORKER), None);
     assert!(!load.free(RequestId(1)));
@@ -161,7 +192,7 @@ fn activity_postpones_expiry() {
     let config = LoadConfig { expiry_ms: 100, ..LoadConfig::default() };
     let mut load = table(config, &[WORKER]);
     for id in 1..=3 {
-        load.book(RequestId(id), WORKER, BlockUse::Private(1), 1, 0, clock.now_ms()).unwrap();
+        load.give(RequestId(id), WORKER, BlockUse::Private(1), 1, 0, clock.now_ms()).unwrap();
     }
     clock.advance(60);
     load.touch(RequestId(1), clock.now_ms()).unwrap();
@@ -180,8 +211,8 @@ fn activity_postpones_expiry() {
 fn a_late_clock_reading_does_not_shorten_a_life() {
     let config = LoadConfig { expiry_ms: 100, ..LoadConfig::default() };
     let mut load = table(config, &[WORKER]);
-    load.book(RequestId(1), WORKER, BlockUse::Untracked, 1, 0, 500).unwrap();
-    load.book(RequestId(2), WORKER, BlockUse::Untracked, 1, 0, 450).unwrap();
+    load.give(RequestId(1), WORKER, BlockUse::Untracked, 1, 0, 500).unwrap();
+    load.give(RequestId(2), WORKER, BlockUse::Untracked, 1, 0, 450).unwrap();
     assert_eq!(load.expire(90), [], "a reading from long ago");
     load.touch(RequestId(1), 480).unwrap();
     assert_eq!(load.expire(600), []);
@@ -195,12 +226,12 @@ fn a_faded_block_is_whole_again_for_the_next_request() {
     let mut load = table(LoadConfig::default(), &workers);
     let blocks = BlockUse::Shared(&[7]);
     for (id, &worker) in (1..).zip(&workers) {
-        load.book(RequestId(id), worker, blocks, 1, 0, 0).unwrap();
+        load.give(RequestId(id), worker, blocks, 1, 0, 0).unwrap();
     }
     load.add_output_blocks(RequestId(1), 1, 0.0).unwrap();
     assert_eq!(load_of(&load, WORKER).blocks, 0);
     load.free(RequestId(1));
-    load.book(RequestId(99), WORKER, blocks, 1, 0, 0).unwrap();
+    load.give(RequestId(99), WORKER, blocks, 1, 0, 0).unwrap();
     assert_eq!(load_of(&load, WORKER).blocks, 1);
     load.free(RequestId(99));
     assert_eq!(load.totals().blocks, 39);
@@ -374,7 +405,7 @@ impl Pair {
 
     fn book(&mut self, id: u64, worker: Worker, blocks: BlockUse<'_>, isl: u64, overlap: u32) {
         let now = self.clock.now_ms();
-        let got = self.real.book(RequestId(id), worker, blocks, isl, overlap, now);
+        let got = self.real.give(RequestId(id), worker, blocks, isl, overlap, now);
         let twin = &mut self.twin;
         if twin.requests.iter().any(|request| request.id == id) {
             assert!(matches!(got, Err(Error::Conflict(_))), "{got:?}");
@@ -557,8 +588,8 @@ fn what_should_be_left_of_a_queue_is_told_beside_what_is_not_done() {
     let config = LoadConfig { block_size: 16, estimates_queue: true, ..LoadConfig::default() };
     let mut load = table(config, &[WORKER]);
     let unseen = Some(100);
-    load.book_for(RequestId(1), WORKER, BlockUse::Untracked, 800, 0, unseen, 1_000).unwrap();
-    load.book_for(RequestId(2), WORKER, BlockUse::Untracked, 400, 0, Some(50), 1_000).unwrap();
+    load.give_unseen(RequestId(1), WORKER, BlockUse::Untracked, 800, 0, unseen, 1_000).unwrap();
+    load.give_unseen(RequestId(2), WORKER, BlockUse::Untracked, 400, 0, Some(50), 1_000).unwrap();
     let both = |load: &ActiveSequences| {
         let WorkerLoad { prefill_tokens, queued_tokens, .. } = load_of(load, WORKER);
         (prefill_tokens, queued_tokens)

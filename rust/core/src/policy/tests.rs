@@ -20,7 +20,7 @@ use serde_json::Value;
 
 use super::*;
 use crate::ids::Worker;
-use crate::load::{ActiveSequences, BlockUse, LoadConfig, RequestId};
+use crate::load::{ActiveSequences, Assignment, BlockUse, LoadConfig, RequestId};
 
 const REQUEST: RequestTerms = RequestTerms {
     isl_tokens: 1,
@@ -145,7 +145,11 @@ fn check_terms(id: &str, weight: f64, input: &Value, expected: &Value) {
     load.set_workers(&[worker]).unwrap();
     let active = hashes("active_block_hashes");
     let tokens = number("active_prefill_tokens");
-    load.book(RequestId(1), worker, BlockUse::Shared(&active), tokens, 0, 0).unwrap();
+    let (id, blocks) = (RequestId(1), BlockUse::Shared(&active));
+    let (overlap_blocks, unseen_ms, is_remote) = (0, None, false);
+    let isl_tokens = tokens;
+    let work = Assignment { id, worker, blocks, isl_tokens, overlap_blocks, unseen_ms, is_remote };
+    load.book(&work, 0).unwrap();
     let wanted = hashes("request_sequence_hashes");
     let mut shared = Vec::new();
     load.count_shared(&wanted, &mut shared);

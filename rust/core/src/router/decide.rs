@@ -11,7 +11,7 @@ use super::policies::{Buffers, Tail};
 use super::request::RouteRequest;
 use super::route::{Router, State};
 use crate::error::{Error, Result};
-use crate::load::{ActiveSequences, RequestId};
+use crate::load::{ActiveSequences, Assignment, RequestId};
 use crate::policy::desk::{OutsideCandidate, OutsideRequest};
 use crate::policy::{
     self, Candidate, Choice, Context, Decision, Policy, Question, RequestTerms, Terms,
@@ -50,11 +50,17 @@ impl Router {
                 self.choose(state, request, &mut context, &mut buffers, terms, &mut rng)?;
             state.seeds = seeds;
             let chosen = &buffers.candidates[choice.index];
-            let blocks = self.block_use(&state.load, request);
             let id = RequestId(state.next_request);
-            let (isl, saved) = (request.isl_tokens, chosen.saved_blocks());
-            let unseen_ms = self.unseen_prefill_ms(&context, chosen);
-            state.load.book_for(id, chosen.worker, blocks, isl, saved, unseen_ms, now_ms)?;
+            let work = Assignment {
+                id,
+                worker: chosen.worker,
+                blocks: self.block_use(&state.load, request),
+                isl_tokens: request.isl_tokens,
+                overlap_blocks: chosen.saved_blocks(),
+                unseen_ms: self.unseen_prefill_ms(&context, chosen),
+                is_remote: false,
+            };
+            state.load.book(&work, now_ms)?;
             state.next_request += 1;
             self.keep(request, chosen.worker, now_ms);
             (id, choice, seed)

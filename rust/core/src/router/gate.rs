@@ -1,6 +1,5 @@
-//! Who takes no request now, and who is told when that may have changed.
+//! Who takes no request now.
 
-use super::route::Router;
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
 use crate::load::WorkerLoad;
@@ -21,24 +20,6 @@ pub trait Gate {
     /// A worker that was allowed is passed over because its instance is shut; what the request would
     /// have cost there.
     fn passed_over(&self, terms: Terms);
-}
-
-/// Told that a worker may have room for more.
-pub type RoomWatch = Box<dyn Fn() + Send + Sync>;
-
-impl Router {
-    /// Have `watch` told, without any lock of the router held, whenever a prompt is prefilled, a
-    /// request ends, or workers change. Only the first one is.
-    pub fn watch_room(&self, watch: RoomWatch) {
-        // There is one already: it goes on.
-        let _refused = self.watch.set(watch);
-    }
-
-    pub(super) fn made_room(&self) {
-        if let Some(watch) = self.watch.get() {
-            watch();
-        }
-    }
 }
 
 /// Whether one of `candidates` has room to prefill, as far as `gate` asks for it.

@@ -18,10 +18,10 @@ mod route;
 
 pub use booking::Booking;
 pub use config::{RouteOverride, RouterConfig, TierWeights};
-pub use gate::{Gate, RoomWatch};
+pub use gate::Gate;
 pub use policies::{Facts, Policies, Usage};
 pub use request::RouteRequest;
-pub use route::Router;
+pub use route::{RoomWatch, Router};
 
 #[cfg(test)]
 mod tests;

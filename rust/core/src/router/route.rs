@@ -8,14 +8,14 @@ use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
 use super::config::RouterConfig;
-use super::gate::{RoomWatch, check_room};
+use super::gate::check_room;
 use super::policies::{Policies, Spare, Tail};
 use super::request::RouteRequest;
 use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
 use crate::load::{
-    ActiveSequences, BlockUse, Expired, LoadTotals, RequestId, WorkerChange, WorkerLoad,
+    ActiveSequences, Assignment, BlockUse, Expired, LoadTotals, RequestId, WorkerChange, WorkerLoad,
 };
 use crate::policy::{ActiveLoad, Candidate, KvScale, RequestTerms, Seat, Terms};
 
@@ -24,6 +24,9 @@ const MAX_REQUEST_BLOCKS: usize = 1 << 20;
 
 /// A request is noted as active once in this share of its expiry.
 const TOUCHES_PER_EXPIRY: u64 = 16;
+
+/// Told that a worker may have room for more.
+pub type RoomWatch = Box<dyn Fn() + Send + Sync>;
 
 /// Gives requests of one model to workers and keeps account of who is busy with what.
 ///
@@ -175,7 +178,10 @@ impl Router {
         let mut state = self.state.lock();
         let blocks = self.block_use(&state.load, &request);
         let id = RequestId(state.next_request);
-        state.load.book_remote(id, worker, blocks, isl_tokens, overlap_blocks, now_ms)?;
+        let (unseen_ms, is_remote) = (None, true);
+        let work =
+            Assignment { id, worker, blocks, isl_tokens, overlap_blocks, unseen_ms, is_remote };
+        state.load.book(&work, now_ms)?;
         state.next_request += 1;
         Ok(id)
     }
@@ -269,6 +275,19 @@ impl Router {
         expired
     }
 
+    /// Have `watch` told, without any lock of the router held, whenever a prompt is prefilled, a
+    /// request ends, or workers change. Only the first one is.
+    pub fn watch_room(&self, watch: RoomWatch) {
+        // There is one already: it goes on.
+        let _refused = self.watch.set(watch);
+    }
+
+    pub(super) fn made_room(&self) {
+        if let Some(watch) = self.watch.get() {
+            watch();
+        }
+    }
+
     pub(super) fn now_ms(&self) -> u64 {
         self.clock.now_ms()
     }
@@ -278,15 +297,8 @@ impl Router {
     }
 
     pub(super) fn first_token(&self, request: RequestId) {
-        let now_ms = self.clock.now_ms();
-        {
-            let load = &mut self.state.lock().load;
-            load.advance(now_ms);
-            // Not booked any more: the worker went or the request expired, and its load with it.
-            let _gone = load.mark_prefill_completed(request);
-            let _gone = load.touch(request, now_ms);
-        }
-        self.made_room();
+        // Not booked any more: the worker went or the request expired, and its load with it.
+        let _gone = self.mark_prefill_completed(request);
     }
 
     pub(crate) fn touch(&self, request: RequestId, now_ms: u64) {
