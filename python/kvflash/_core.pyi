@@ -732,20 +732,6 @@ class Catalog:
             False when the engine restarted; its blocks are then forgotten already.
         """
 
-    def replay_started(self, publisher: int) -> None:
-        """Count a replay that the engine is asked for."""
-
-    def replay_ended(
-        self, publisher: int, *, is_failed: bool = False, is_empty: bool = False
-    ) -> None:
-        """A replay is over.
-
-        Args:
-            publisher: Whose.
-            is_failed: It brought no answer, or nonsense.
-            is_empty: It was asked for everything, and the engine said that it has nothing.
-        """
-
     def position(self, publisher: int) -> tuple[int, int | None] | None:
         """``(next wanted, last applied)`` sequence number; None when the publisher is gone."""
 
@@ -766,6 +752,65 @@ class CatalogDump:
 
     def __iter__(self) -> Iterator[bytes]: ...
     def __next__(self) -> bytes: ...
+
+@final
+class Repair:
+    """What to do about one publisher's lost batches, for the one who has its sockets.
+
+    Calls return effects ``(kind, first, last, why)`` in their order: ``ask``: open a socket to the
+    replay endpoint, in place of an earlier one, and ask for the batches from ``first`` on;
+    ``dismiss``: close it; ``peek``: hand what waits in the subscription to ``live``, be it nothing;
+    ``lost``: batches ``first..=last`` are given up, as nobody can be asked; ``failed``: the replay
+    from ``first`` failed.
+
+    Args:
+        catalog: Where frames go.
+        publisher: Whose.
+        has_endpoint: Whether it can be asked for a replay.
+        timeout_s: Silence after which a replay is given up.
+        is_held: Read nothing before ``release``.
+    """
+
+    def __new__(
+        cls,
+        catalog: Catalog,
+        publisher: int,
+        *,
+        has_endpoint: bool,
+        timeout_s: float,
+        is_held: bool = False,
+    ) -> Repair: ...
+    @property
+    def wants_live(self) -> bool:
+        """Whether the subscription is to be read; else its messages wait in the socket."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether nothing is read before ``release``."""
+
+    def wait_s(self) -> float | None:
+        """Seconds until ``silent`` is to be called; None without a replay under way."""
+
+    def connected(self) -> list[tuple[str, int, int, str]]:
+        """The subscription has connected."""
+
+    def hold(self) -> None:
+        """Read no more."""
+
+    def release(self, is_connected: bool) -> list[tuple[str, int, int, str]]:
+        """Read on."""
+
+    def live(self, messages: Sequence[Sequence[object]]) -> list[tuple[str, int, int, str]]:
+        """Messages came over the subscription, as lists of parts; see ``Catalog.take``."""
+
+    def answered(self, messages: Sequence[Sequence[object]]) -> list[tuple[str, int, int, str]]:
+        """Messages came as a replay; what is behind its end is passed over."""
+
+    def silent(self, has_more: bool) -> list[tuple[str, int, int, str]]:
+        """The time is over; ``has_more``: something is here, and will be handed over."""
+
+    def unreachable(self, why: str) -> list[tuple[str, int, int, str]]:
+        """The replay endpoint can't be asked."""
 
 @final
 class ZmqDrain:

@@ -15,6 +15,7 @@
 //! | [`hash`] | blocks' hashes, engines' names of blocks |
 //! | [`codec`] | bytes to events |
 //! | [`stream`] | the order of a publisher's batches |
+//! | [`repair`] | how a publisher's lost batches come back |
 //! | [`index`] | who holds which blocks |
 //! | [`load`] | what each worker has to do |
 //! | [`policy`] | the choice among workers |
@@ -40,6 +41,7 @@ pub mod hash;
 pub mod index;
 pub mod load;
 pub mod policy;
+pub mod repair;
 pub mod router;
 pub mod select;
 pub mod stream;

@@ -35,6 +35,15 @@ fn sequence(py: Python<'_>, bytes: &[u8]) -> PyResult<u64> {
     })
 }
 
+/// Sequence number and payload of a message `[.., sequence, payload]`: engines differ in what they put
+/// before. `None` for a message that is no frame.
+pub(super) fn parts<'py>(parts: &Bound<'py, PyList>) -> Option<(u64, Bytes<'py>)> {
+    let before = parts.len().checked_sub(2)?;
+    let head = Bytes::of(parts.get_item(before).ok()?).ok()?;
+    let sequence = head.as_slice().try_into().map(u64::from_be_bytes).ok()?;
+    Some((sequence, Bytes::of(parts.get_item(before + 1).ok()?).ok()?))
+}
+
 impl Catalog {
     fn publisher(&self, id: u64) -> Option<Arc<Publisher>> {
         self.inner.publisher(id)
@@ -206,21 +215,13 @@ impl Catalog {
         let Some(publisher) = self.publisher(publisher) else {
             return Ok((0, "closed".to_owned(), 0, 0));
         };
-        // Messages are [.., sequence, payload]: engines differ in what they put before.
         let all = messages.len();
         let mut owned: Vec<(usize, u64, Bytes<'_>)> = Vec::with_capacity(all);
         let mut malformed = Vec::new();
         for (at, message) in messages.iter().enumerate() {
-            let parts = message.cast_into::<PyList>()?;
-            let len = parts.len();
-            let frame = (len >= 2).then(|| -> PyResult<_> {
-                let head = Bytes::of(parts.get_item(len - 2)?)?;
-                let payload = Bytes::of(parts.get_item(len - 1)?)?;
-                Ok((at, sequence(py, head.as_slice())?, payload))
-            });
-            match frame {
-                Some(Ok(frame)) => owned.push(frame),
-                _ => malformed.push(at),
+            match parts(&message.cast_into::<PyList>()?) {
+                Some((sequence, payload)) => owned.push((at, sequence, payload)),
+                None => malformed.push(at),
             }
         }
         let frames: Vec<(usize, u64, &[u8])> = owned
@@ -273,19 +274,6 @@ impl Catalog {
             None => None,
         };
         Ok(py.detach(|| publisher.verify(first)))
-    }
-
-    fn replay_started(&self, publisher: u64) {
-        if let Some(publisher) = self.publisher(publisher) {
-            publisher.replay_started();
-        }
-    }
-
-    #[pyo3(signature = (publisher, *, is_failed=false, is_empty=false))]
-    fn replay_ended(&self, py: Python<'_>, publisher: u64, is_failed: bool, is_empty: bool) {
-        if let Some(publisher) = self.publisher(publisher) {
-            py.detach(|| publisher.replay_ended(is_failed, is_empty));
-        }
     }
 
     fn position(&self, publisher: u64) -> Option<(u64, Option<u64>)> {

@@ -17,6 +17,7 @@ mod policy_desk;
 mod prompt_keys;
 mod query;
 mod radix_tree;
+mod repair;
 mod router;
 mod router_ask;
 mod router_booking;
@@ -60,6 +61,8 @@ mod _core {
     };
     #[pymodule_export]
     use super::radix_tree::RadixTree;
+    #[pymodule_export]
+    use super::repair::Repair;
     #[pymodule_export]
     use super::router::Router;
     #[pymodule_export]

@@ -722,26 +722,30 @@ def subscription_of(receiver, made):
     return next(s for s in receiver._subscriptions.values() if s.endpoint == made.endpoint)
 
 
-def test_an_answer_that_waits_for_its_turn_is_not_late(http, embedded, engine):
-    made = engine()
-    register(http, made)
-    wait_for_sequence(http, 1, made.publish(one(1)))
-    made.gate.clear()
-    made.publish(one(2, (2, 2)), is_sent=False)
-    last = made.publish(one(3, (3, 3)))
-    until(lambda: made.asked == [0, 1], "the replay to be asked for")
-    replay = subscription_of(embedded.receiver, made).replay
+def test_an_answer_that_waits_for_its_turn_is_not_late(engine):
+    embedded = EmbeddedIndexer(dataclasses.replace(QUICK, replay_timeout_s=0.5))
+    try:
+        made, http = engine(), embedded.http
+        register(http, made)
+        wait_for_sequence(http, 1, made.publish(one(1)))
+        made.gate.clear()
+        made.publish(one(2, (2, 2)), is_sent=False)
+        last = made.publish(one(3, (3, 3)))
+        until(lambda: made.asked == [0, 1], "the replay to be asked for")
+        subscription = subscription_of(embedded.receiver, made)
 
-    def slow():
-        made.gate.set()
-        until(lambda: replay.socket.poll(0), "the answer")
-        replay.deadline = time.monotonic()
+        def slow():
+            made.gate.set()
+            until(lambda: subscription.replay.poll(0), "the answer")
+            until(lambda: subscription.repair.wait_s() == 0, "the time to be over")
 
-    in_one_turn(embedded.receiver, slow)
-    entry = wait_for_sequence(http, 1, last)
-    assert "last_error" not in entry, entry
-    assert counts(http)["lost_batches"] == 0
-    assert made.asked == [0, 1]
+        in_one_turn(embedded.receiver, slow)
+        entry = wait_for_sequence(http, 1, last)
+        assert "last_error" not in entry, entry
+        assert counts(http)["lost_batches"] == 0
+        assert made.asked == [0, 1]
+    finally:
+        embedded.close()
 
 
 def test_a_connection_that_comes_back_in_a_slow_turn_is_kept(http, embedded, engine):

@@ -26,6 +26,7 @@ mod transfer_json;
 mod trust;
 mod watch;
 
+pub use crate::repair::FrameOutcome;
 pub use cache_groups::{EngineFacts, Group, Knowledge, Layout, Rule};
 pub use command::{Command, CommandQueue};
 pub use counters::{EventCounters, EventCounts};
@@ -34,7 +35,7 @@ pub use identity::Identity;
 pub use legal::check_is_socket;
 pub use model::{ModelIndex, ModelKey};
 pub use naming::Naming;
-pub use publisher::{FrameOutcome, Publisher, PublisherView};
+pub use publisher::{Publisher, PublisherView};
 pub use registration::{ListenerStatus, Place, PublisherId, Registration};
 pub use registry::{Catalog, CatalogOptions};
 pub use report::Report;

@@ -17,28 +17,12 @@ use super::trust::{Code, Codes, Evidence};
 use crate::clock::Clock;
 use crate::codec::{Limits, decode_batch};
 use crate::ids::Worker;
+use crate::repair::{Feed, Frame, FrameOutcome};
 use crate::stream::{Step, Stream};
 
 /// Ranks that one socket may speak for; batches of further ones are counted as malformed.
 const MAX_RANKS: usize = 1_024;
 
-/// What became of a frame, and what the door has to do about it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum FrameOutcome {
-    /// Taken in (also when some of its events were skipped and counted).
-    Applied,
-    /// Seen before; nothing to do.
-    Duplicate,
-    /// Batches `from..=to` are missing. Ask the engine to replay from `from`, hand the frames over
-    /// as replayed, then offer this frame again; or give up with [`Publisher::give_up`].
-    Gap {
-        /// First missing sequence number.
-        from: u64,
-        /// Last missing sequence number.
-        to: u64,
-    },
-    /// The publisher is not registered any more; close the socket.
-    Closed,
 }
 
 struct State {
@@ -282,22 +266,6 @@ impl Publisher {
         self.tell(&mut state);
     }
 
-    /// The door asks the engine for batches again.
-    pub fn replay_started(&self) {
-        add(&self.counters.replays, 1);
-    }
-
-    /// A replay is over: it failed, or the engine has sent all it has. `is_empty`: it was asked for
-    /// everything and had nothing.
-    pub fn replay_ended(&self, is_failed: bool, is_empty: bool) {
-        add(&self.counters.failed_replays, u64::from(is_failed));
-        if is_empty {
-            let mut state = self.state.lock();
-            state.standing.found_empty();
-            self.tell(&mut state);
-        }
-    }
-
     /// Read the counters.
     pub fn counts(&self) -> EventCounts {
         self.counters.read()
@@ -483,5 +451,45 @@ impl Publisher {
         state.is_unplaced = false;
         let evicted = self.model.index.evicted_blocks_total();
         state.standing.forgotten(self.counters.read(), evicted);
+    }
+}
+
+impl Feed for Publisher {
+    fn live(&self, frame: &Frame) -> FrameOutcome {
+        Self::live(self, frame.sequence, &frame.payload)
+    }
+
+    fn replayed(&self, frame: &Frame) -> FrameOutcome {
+        Self::replayed(self, frame.sequence, &frame.payload)
+    }
+
+    fn verify(&self, first: Option<&Frame>) -> bool {
+        Self::verify(self, first.map(|frame| (frame.sequence, &frame.payload[..])))
+    }
+
+    fn give_up(&self, sequence: u64) {
+        Self::give_up(self, sequence);
+    }
+
+    fn position(&self) -> (u64, Option<u64>) {
+        Self::position(self)
+    }
+
+    fn malformed(&self) {
+        self.count_malformed_messages(1);
+    }
+
+    fn replay_started(&self) {
+        add(&self.counters.replays, 1);
+    }
+
+    /// A replay that finds nothing where everything was asked for says that the engine holds nothing.
+    fn replay_ended(&self, is_failed: bool, is_empty: bool) {
+        add(&self.counters.failed_replays, u64::from(is_failed));
+        if is_empty {
+            let mut state = self.state.lock();
+            state.standing.found_empty();
+            self.tell(&mut state);
+        }
     }
 }

@@ -1,0 +1,134 @@
+//! The repair of one publisher's lost batches, for the door that has its sockets.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvflash_core::catalog::{self, Publisher};
+use kvflash_core::repair::{self, Answer, Effect, Frame};
+use kvflash_core::stream::END_OF_REPLAY;
+use parking_lot::Mutex;
+use pyo3::prelude::*;
+use pyo3::types::PyList;
+
+use super::catalog::{Catalog, parts};
+
+/// Kind, first and last number, why.
+type Told = (&'static str, u64, u64, String);
+
+/// What comes for one publisher, and what its door is to do about it.
+#[pyclass(frozen, module = "kvflash._core")]
+pub(super) struct Repair {
+    catalog: Arc<catalog::Catalog>,
+    publisher: u64,
+    machine: Mutex<repair::Repair>,
+    begun: Instant,
+}
+
+impl Repair {
+    /// Asks the machine without the GIL; nothing is to be done for who is not registered any more.
+    fn ask(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut repair::Repair, &Publisher, u64) -> Vec<Effect> + Send,
+    ) -> Vec<Told> {
+        let effects = py.detach(|| {
+            let Some(publisher) = self.catalog.publisher(self.publisher) else { return Vec::new() };
+            call(&mut self.machine.lock(), &publisher, self.now_ms())
+        });
+        let told = effects.into_iter().map(|effect| match effect {
+            Effect::Ask(first) => ("ask", first, first, String::new()),
+            Effect::Dismiss => ("dismiss", 0, 0, String::new()),
+            Effect::Peek => ("peek", 0, 0, String::new()),
+            Effect::Lost(first, last) => ("lost", first, last, String::new()),
+            Effect::Failed(first, why) => ("failed", first, first, why),
+        });
+        told.collect()
+    }
+
+    fn now_ms(&self) -> u64 {
+        self.begun.elapsed().as_millis() as u64
+    }
+}
+
+fn frame(message: &Bound<'_, PyAny>) -> Option<Frame> {
+    let (sequence, payload) = parts(message.cast::<PyList>().ok()?)?;
+    Some(Frame { sequence, payload: payload.as_slice().to_vec() })
+}
+
+#[pymethods]
+impl Repair {
+    #[new]
+    #[pyo3(signature = (catalog, publisher, *, has_endpoint, timeout_s, is_held=false))]
+    fn new(
+        catalog: &Bound<'_, Catalog>,
+        publisher: u64,
+        has_endpoint: bool,
+        timeout_s: f64,
+        is_held: bool,
+    ) -> Self {
+        let machine = repair::Repair::new(has_endpoint, (timeout_s * 1e3) as u64, is_held);
+        Self {
+            catalog: Arc::clone(&catalog.get().inner),
+            publisher,
+            machine: Mutex::new(machine),
+            begun: Instant::now(),
+        }
+    }
+
+    #[getter]
+    fn wants_live(&self) -> bool {
+        self.machine.lock().wants_live()
+    }
+
+    #[getter]
+    fn is_held(&self) -> bool {
+        self.machine.lock().is_held()
+    }
+
+    fn wait_s(&self) -> Option<f64> {
+        let deadline_ms = self.machine.lock().deadline_ms()?;
+        Some(deadline_ms.saturating_sub(self.now_ms()) as f64 / 1e3)
+    }
+
+    fn connected(&self, py: Python<'_>) -> Vec<Told> {
+        self.ask(py, |machine, feed, now_ms| machine.connected(feed, now_ms))
+    }
+
+    fn hold(&self) {
+        self.machine.lock().hold();
+    }
+
+    fn release(&self, py: Python<'_>, is_connected: bool) -> Vec<Told> {
+        self.ask(py, |machine, feed, now_ms| machine.release(feed, is_connected, now_ms))
+    }
+
+    fn live(&self, py: Python<'_>, messages: &Bound<'_, PyList>) -> Vec<Told> {
+        let frames = messages.iter().map(|message| frame(&message)).collect();
+        self.ask(py, |machine, feed, now_ms| machine.live(feed, frames, now_ms))
+    }
+
+    fn answered(&self, py: Python<'_>, messages: &Bound<'_, PyList>) -> Vec<Told> {
+        let mut answer = Answer::default();
+        for message in messages.iter() {
+            let is_short = message.len().is_ok_and(|parts| parts < 2);
+            let frame = frame(&message);
+            // Engines end a replay with the mark, or an empty batch; a message of one part is neither.
+            answer.has_ended = frame.as_ref().is_some_and(|it| it.sequence == END_OF_REPLAY);
+            let is_empty = frame.as_ref().is_some_and(|frame| frame.payload.is_empty());
+            answer.is_over = is_short || answer.has_ended || is_empty;
+            if answer.is_over {
+                break;
+            }
+            answer.frames.push(frame);
+        }
+        self.ask(py, |machine, feed, now_ms| machine.answered(feed, answer, now_ms))
+    }
+
+    fn silent(&self, py: Python<'_>, has_more: bool) -> Vec<Told> {
+        self.ask(py, |machine, feed, now_ms| machine.silent(feed, has_more, now_ms))
+    }
+
+    fn unreachable(&self, py: Python<'_>, why: String) -> Vec<Told> {
+        self.ask(py, |machine, feed, now_ms| machine.unreachable(feed, why, now_ms))
+    }
+}
