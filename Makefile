@@ -18,7 +18,7 @@ $(VENV)/.ready:
 	@touch $@
 
 # The package in place (editable) with its tools; rebuilt when a Rust source or pyproject.toml changes.
-RUST_SOURCES := $(shell find rust/src rust/core/src rust/serve/src -name '*.rs' -o -name '*.json') \
+RUST_SOURCES := $(shell find rust/src rust/core/src rust/publish/src rust/serve/src -name '*.rs' -o -name '*.json') \
 	$(wildcard rust/*/Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 BUILT := $(VENV)/.built-$(PROFILE)
 $(BUILT): $(VENV)/.ready $(RUST_SOURCES)

@@ -53,6 +53,7 @@ impl From<kvflash_publish::Error> for Fault {
         match error {
             kvflash_publish::Error::InvalidArgument(text) => invalid(text),
             kvflash_publish::Error::Io(text) => fault(Code::Io, text),
+            kvflash_publish::Error::Closed(text) => fault(Code::NoPublisher, text),
         }
     }
 }

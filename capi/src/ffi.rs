@@ -5,10 +5,11 @@ use std::time::Duration;
 
 use kvflash_publish::announce::{Place, random_id};
 use kvflash_publish::blocks::{Blocks, CALL_BLOCKS_MAX, CALL_TOKENS_MAX};
+use kvflash_publish::outbox::Settings;
 
 use crate::fault::{self, Result, guard, invalid};
 use crate::handle;
-use crate::publisher::{Publisher, Stats};
+use crate::publisher::Publisher;
 use crate::stream;
 
 /// `kvflash_publisher_options`.
@@ -102,10 +103,13 @@ pub unsafe extern "C" fn kvflash_publisher_create(
             port: options.port,
             replay_port: options.replay_port,
             topic: topic.unwrap_or("kv-events").to_owned(),
-            dp_rank: options.dp_rank,
-            tick: Duration::from_micros(u64::from(options.tick_us)),
-            ring_batches: limit("ring_batches", options.ring_batches, 10_000, 1, 1 << 24)?,
-            ring_bytes: limit("ring_bytes", options.ring_bytes, 64 << 20, 1 << 20, 1 << 40)?,
+            settings: Settings {
+                dp_rank: Some(options.dp_rank),
+                tick: Duration::from_micros(u64::from(options.tick_us)),
+                ring_batches: limit("ring_batches", options.ring_batches, 10_000, 1, 1 << 24)?,
+                ring_bytes: limit("ring_bytes", options.ring_bytes, 64 << 20, 1 << 20, 1 << 40)?,
+                ..Settings::default()
+            },
         };
         if options.tick_us > 1_000_000 {
             return Err(invalid(format!("tick_us must be in 0..1000000, got {}", options.tick_us)));
@@ -154,6 +158,7 @@ pub unsafe extern "C" fn kvflash_publish_stored(
                 lora_name: text("lora_name", stored.lora_name)?,
                 cache_salt: text("cache_salt", stored.cache_salt)?,
                 medium: text("medium", stored.medium)?,
+                extra_keys: None,
             }
         };
         publisher.store(&blocks)
@@ -239,17 +244,17 @@ pub unsafe extern "C" fn kvflash_publisher_get_stats(
     guard(|| {
         // SAFETY: as the caller promises; null and size are checked.
         let struct_size = unsafe { sized("stats", stats.cast_const()) }?.struct_size;
-        let now: Stats = handle::find(publisher)?.stats();
+        let now = handle::find(publisher)?.stats();
         let answer = PublisherStats {
             struct_size,
-            stored_blocks_total: now.stored_blocks_total,
-            removed_blocks_total: now.removed_blocks_total,
-            dropped_blocks_total: now.dropped_blocks_total,
-            events_total: now.events_total,
-            pending_events: now.pending_events,
-            batches_total: now.batches_total,
-            replays_total: now.replays_total,
-            replays_refused_total: now.replays_refused_total,
+            stored_blocks_total: now.stored_blocks,
+            removed_blocks_total: now.removed_blocks,
+            dropped_blocks_total: now.dropped_blocks,
+            events_total: now.outbox.events,
+            pending_events: now.outbox.pending_events,
+            batches_total: now.outbox.batches,
+            replays_total: now.outbox.replays,
+            replays_refused_total: now.outbox.replays_refused,
         };
         // SAFETY: checked above; the caller lets it be written.
         unsafe { stats.write(answer) };

@@ -4,10 +4,10 @@
 use std::env;
 use std::ffi::{c_char, c_int};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use kvflash_publish::announce::{Place, random_id};
 use kvflash_publish::blocks::{Blocks, CALL_TOKENS_MAX};
+use kvflash_publish::outbox::Settings;
 
 use crate::fault::{Code, Result, fault, guard, invalid};
 use crate::ffi::{block_list, list, optional, text};
@@ -64,10 +64,7 @@ pub unsafe extern "C" fn kvflash_llm_init(
             port,
             replay_port: self::port("KVFLASH_REPLAY_PORT")?,
             topic: "kv-events".to_owned(),
-            dp_rank: 0,
-            tick: Duration::from_millis(1),
-            ring_batches: 10_000,
-            ring_bytes: 64 << 20,
+            settings: Settings { dp_rank: Some(0), ..Settings::default() },
         };
         let worker_id = match u64::try_from(worker_id) {
             Ok(0) => random_id()?,
@@ -151,6 +148,7 @@ pub unsafe extern "C" fn kvflash_kv_event_publish_stored(
                 lora_name: None,
                 cache_salt: None,
                 medium: None,
+                extra_keys: None,
             }
         };
         publisher.store(&blocks)

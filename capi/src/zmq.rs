@@ -65,15 +65,6 @@ pub struct Sockets {
 // thread's start is. It is not `Sync`.
 unsafe impl Send for Sockets {}
 
-/// What there is to do.
-#[derive(Debug, Clone, Copy)]
-pub struct Ready {
-    /// The descriptor can be read.
-    pub wake: bool,
-    /// A request came.
-    pub replay: bool,
-}
-
 impl Sockets {
     /// Makes the sockets; they are bound by [`Sockets::bind_publish`] and [`Sockets::bind_replay`].
     pub fn new(publish_queue: usize, replay_queue: usize, linger_ms: i32) -> Result<Self> {
@@ -111,19 +102,17 @@ impl Sockets {
         bind(self.replay, host, port, "replay_port")
     }
 
-    /// Waits for a request, or for a descriptor to be readable; -1 waits without end.
-    pub fn wait(&self, wake: RawFd, timeout_ms: i64) -> Ready {
+    /// Waits for a request, or for a descriptor to be readable; -1 waits without end. Says whether a
+    /// request came.
+    pub fn wait(&self, wake: RawFd, timeout_ms: i64) -> bool {
         let mut items = [
             PollItem { socket: ptr::null_mut(), fd: wake, events: POLLIN, revents: 0 },
             PollItem { socket: self.replay, fd: -1, events: POLLIN, revents: 0 },
         ];
         // SAFETY: two items, as the count says; the socket is open until `drop`.
         let count = unsafe { zmq_poll(items.as_mut_ptr(), 2, timeout_ms as c_long) };
-        if count < 0 {
-            // A signal: the caller's loop comes back here.
-            return Ready { wake: false, replay: false };
-        }
-        Ready { wake: items[0].revents != 0, replay: items[1].revents != 0 }
+        // Less than none: a signal; the caller's loop comes back here.
+        count > 0 && items[1].revents != 0
     }
 
     /// Publishes a message. Never waits: ZMQ drops for subscribers that do not keep up.

@@ -754,6 +754,104 @@ class CatalogDump:
     def __next__(self) -> bytes: ...
 
 @final
+class EventOutbox:
+    """The events of one data parallel rank on their way to the sockets that Python has.
+
+    Any thread puts events. One thread polls ``fileno`` and its sockets for at most ``wait_ms``,
+    hands requests to ``ask``, and sends what ``take`` and ``replies`` return, until ``is_over``.
+
+    Args:
+        block_size: Tokens in a block, at least 1.
+        dp_rank: Rank in every batch.
+        tick_s: How long the first event of a batch waits for more.
+        event_bytes_max: Of an event of several blocks.
+        batch_bytes_max: A batch is closed at this many bytes, or 1,024 events.
+        pending_bytes_max: Encoded events that may wait; beyond it calls wait.
+        ring_batches: Batches kept for replay.
+        ring_bytes: Memory that they may take; the oldest go first.
+
+    Raises:
+        InvalidArgumentError: The block size is 0.
+    """
+
+    def __new__(
+        cls,
+        block_size: int,
+        *,
+        dp_rank: int | None = None,
+        tick_s: float = 0.001,
+        event_bytes_max: int = 8388608,
+        batch_bytes_max: int = 1048576,
+        pending_bytes_max: int = 16777216,
+        ring_batches: int = 10000,
+        ring_bytes: int = 67108864,
+    ) -> EventOutbox: ...
+    def store(
+        self,
+        token_ids: Sequence[int],
+        num_block_tokens: Sequence[int],
+        block_hashes: Sequence[int],
+        lora_id: int | None = None,
+        parent_hash: int | None = None,
+        block_mm_infos: Sequence[object] | None = None,
+        *,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        medium: str | None = None,
+    ) -> str | None:
+        """Queue stored blocks; see ``KvEventPublisher.publish_stored``.
+
+        Returns:
+            What to say of blocks that were dropped, if any were.
+        """
+
+    def remove(self, block_hashes: Sequence[int], *, medium: str | None = None) -> None:
+        """Queue removed blocks."""
+
+    def clear(self) -> None:
+        """Queue that no block is left."""
+
+    def put(self, events: Sequence[bytes]) -> None:
+        """Queue encoded events, which stay together.
+
+        Raises:
+            ClosedError: It is closed, or belongs to the process that this one was forked from.
+        """
+
+    def put_batch(self, events: Sequence[bytes]) -> None:
+        """Close a batch of these events alone; never waits. Raises like ``put``."""
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything that was put before is sent; False if that took longer."""
+
+    def close(self) -> None:
+        """Take no more; the thread sends what is queued. Raises ClosedError in a fork."""
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when the thread has something to do."""
+
+    def wait_ms(self) -> int | None:
+        """How long the thread may wait; None = until the descriptor is readable."""
+
+    def take(self) -> tuple[int, bytes] | None:
+        """Number and payload of the next batch; the one before counts as sent from here on."""
+
+    def ask(self, frames: Sequence[bytes]) -> bool:
+        """Take a request ``[client, b"", number]`` for a replay; False when it is none."""
+
+    def replies(self) -> list[list[bytes]]:
+        """``[client, number, payload]`` of what is to be replayed now."""
+
+    def is_over(self) -> bool:
+        """Closed, and everything handed over."""
+
+    def end(self) -> None:
+        """The thread has ended, however; nobody waits for it any more."""
+
+    def stats(self) -> dict[str, int]:
+        """Counters and gauges; units are in the names."""
+
+@final
 class Repair:
     """What to do about one publisher's lost batches, for the one who has its sockets.
 
@@ -1810,3 +1908,40 @@ class Frontend:
 
     def stop(self) -> None:
         """Stop serving; open requests get the drain time. Blocks until done."""
+
+def encode_stored(
+    block_hashes: Sequence[int],
+    token_ids: Sequence[int],
+    *,
+    block_size: int,
+    parent_hash: int | None = None,
+    medium: str | None = None,
+    lora_id: int | None = None,
+    lora_name: str | None = None,
+    extra_keys: Sequence[Sequence[str] | None] | None = None,
+    era: str = "tagged",
+) -> bytes:
+    """Encode blocks that were stored, each the continuation of the one before.
+
+    Args:
+        block_hashes: Names of the blocks; 64 bits.
+        token_ids: Tokens of all the blocks; len(block_hashes) * block_size of them.
+        block_size: Tokens in a block.
+        parent_hash: Name of the block before the first; None at the start of a prompt.
+        medium: Where the blocks are; None means on the device.
+        lora_id: Number of the adapter.
+        lora_name: Name of the adapter.
+        extra_keys: What else tells each block from others.
+        era: ``tagged``, a map as of vLLM 0.27, or ``positional``, an array as of 0.22.
+    """
+
+def encode_removed(
+    block_hashes: Sequence[int], medium: str | None = None, *, era: str = "tagged"
+) -> bytes:
+    """Encode blocks that are held no longer, in order of eviction."""
+
+def encode_cleared(*, era: str = "tagged") -> bytes:
+    """Encode that no block is left."""
+
+def encode_batch(events: Sequence[bytes], *, timestamp_s: float, dp_rank: int | None) -> bytes:
+    """Join encoded events to the payload of one message."""

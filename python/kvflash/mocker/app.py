@@ -75,8 +75,6 @@ class Worker:
         Raises:
             OSError: The HTTP port is taken.
         """
-        if self._publisher is not None:
-            self._publisher.start()
         if self._config.bootstrap_ports:
             await self._handover.open(self._config.bootstrap_ports[self.index])
         await asyncio.sleep(self._config.startup_time_s)

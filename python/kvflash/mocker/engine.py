@@ -11,7 +11,7 @@ from kvflash.errors import ClosedError
 from kvflash.mocker.block_hash import output_seed, root_hash
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.perf_model import pass_ms
-from kvflash.mocker.publisher import BrokerPublisher, EventPublisher
+from kvflash.mocker.publisher import EventPublisher
 from kvflash.mocker.request import Lora, Pass, Request
 from kvflash.mocker.scheduler import Scheduler
 from kvflash.mocker.tokenizer import Tokenizer
@@ -81,7 +81,7 @@ class Engine:
         self,
         config: MockerConfig,
         tokenizer: Tokenizer,
-        publisher: EventPublisher | BrokerPublisher | None,
+        publisher: EventPublisher | None,
     ) -> None:
         """Create an engine; `run` makes it work.
 

@@ -3,9 +3,6 @@
 - ``positional``: an event is an array, its type first (vLLM up to about 0.22).
 - ``tagged``: an event is a map with its type under "type"; absent keys mean the default
   (vLLM from about 0.27).
-
-A batch is always the array ``[timestamp in seconds, [events], data parallel rank]`` in msgpack.
-Pure: the timestamp comes from the caller.
 """
 
 from __future__ import annotations
@@ -13,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgpack  # type: ignore[import-untyped,unused-ignore]
-
 from kvflash.mocker.config import EventEra
+from kvflash.publisher.wire import encode_cleared, encode_removed, encode_stored
 
 MEDIUM_GPU = "GPU"
 
@@ -41,7 +37,7 @@ class BlockStored:
     block_size: int
     lora_id: int | None = None
     lora_name: str | None = None
-    extra_keys: Sequence[Sequence[object] | None] | None = None
+    extra_keys: Sequence[Sequence[str] | None] | None = None
     medium: str | None = MEDIUM_GPU
 
 
@@ -61,63 +57,20 @@ class AllBlocksCleared:
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-def encode_batch(
-    events: Sequence[Event], *, timestamp_s: float, dp_rank: int | None, era: EventEra
-) -> bytes:
-    """Encode one batch.
-
-    Args:
-        events: Events in the order they happened.
-        timestamp_s: Seconds since the epoch.
-        dp_rank: Data parallel rank, or None.
-        era: Shape of the events.
-
-    Returns:
-        The msgpack payload of one ZMQ message.
-    """
-    encode = _positional if era == "positional" else _tagged
-    payload: bytes = msgpack.packb([timestamp_s, [encode(event) for event in events], dp_rank])
-    return payload
-
-
-def _positional(event: Event) -> list[object]:
+def encode(event: Event, era: EventEra) -> bytes:
+    """The bytes of an event in the shape of an era."""
     if isinstance(event, BlockStored):
-        return [
-            "BlockStored",
+        return encode_stored(
             event.block_hashes,
-            event.parent_block_hash,
             event.token_ids,
-            event.block_size,
-            event.lora_id,
-            event.medium,
-            event.lora_name,
-            event.extra_keys,
-        ]
+            parent_hash=event.parent_block_hash,
+            block_size=event.block_size,
+            medium=event.medium,
+            lora_id=event.lora_id,
+            lora_name=event.lora_name,
+            extra_keys=event.extra_keys,
+            era=era,
+        )
     if isinstance(event, BlockRemoved):
-        return ["BlockRemoved", event.block_hashes, event.medium]
-    return ["AllBlocksCleared"]
-
-
-def _tagged(event: Event) -> dict[str, object]:
-    if isinstance(event, BlockStored):
-        fields: dict[str, object] = {
-            "type": "BlockStored",
-            "block_hashes": event.block_hashes,
-            "parent_block_hash": event.parent_block_hash,
-            "token_ids": event.token_ids,
-            "block_size": event.block_size,
-            "lora_id": event.lora_id,
-            "medium": event.medium,
-            "lora_name": event.lora_name,
-        }
-        # Engines leave this key out rather than write None.
-        if event.extra_keys is not None:
-            fields["extra_keys"] = event.extra_keys
-        return fields
-    if isinstance(event, BlockRemoved):
-        return {
-            "type": "BlockRemoved",
-            "block_hashes": event.block_hashes,
-            "medium": event.medium,
-        }
-    return {"type": "AllBlocksCleared"}
+        return encode_removed(event.block_hashes, event.medium, era=era)
+    return encode_cleared(era=era)

@@ -56,18 +56,18 @@ class RuntimeWorker:
             self._endpoint = self._runtime.endpoint(config.endpoint)
         except InvalidArgumentError as error:
             raise ConfigError(f"--endpoint: {error}") from error
-        self._publishers: list[EventPublisher | BrokerPublisher] = []
+        self._publishers: list[EventPublisher] = []
         if config.kv_events and config.enable_prefix_caching:
             for rank in range(config.data_parallel_size):
                 self._publishers.append(self._publisher(rank))
-        publishers: list[EventPublisher | BrokerPublisher | None] = [*self._publishers]
+        publishers: list[EventPublisher | None] = [*self._publishers]
         publishers = publishers or [None] * config.data_parallel_size
         self.engines = [Engine(config, tokenizer, publisher) for publisher in publishers]
         self._handover = Handover(config.role, self._runtime.host, config.block_size)
         self._metrics = WorkerMetricsPublisher()
         self._tasks: list[asyncio.Task[None]] = []
 
-    def _publisher(self, rank: int) -> EventPublisher | BrokerPublisher:
+    def _publisher(self, rank: int) -> EventPublisher:
         config = self._config
         if config.event_plane == "nats":
             dp_rank = config.data_parallel_rank + rank
@@ -100,8 +100,6 @@ class RuntimeWorker:
             TransportError: Discovery can't be reached.
         """
         config = self._config
-        for publisher in self._publishers:
-            publisher.start()
         if config.bootstrap_ports:
             await self._handover.open(config.bootstrap_ports[self.index])
         await asyncio.sleep(config.startup_time_s)

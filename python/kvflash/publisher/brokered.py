@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvflash._core import EventOutbox
 from kvflash.errors import ClosedError, ConfigError, KvflashError
 from kvflash.outage import Outage
-from kvflash.publisher.wire import encode_batch
+from kvflash.publisher.stream import Sender
 from kvflash.runtime import Component
 from kvflash.servers import NatsSettings, plane_of_events
 from kvflash.transport import names
@@ -28,8 +28,7 @@ _RETRY_S = 1.0
 _CLOSE_S_MAX = 10.0
 # Batches that wait for the model's name or the server; beyond it the oldest go.
 _WAITING_BYTES_MAX = 64 * 1024 * 1024
-# A batch is closed at this many events or bytes, fewer where the server takes less.
-_BATCH_EVENTS_MAX = 1_024
+# A batch is closed at this many bytes, fewer where the server takes less.
 _BATCH_BYTES_MAX = 512 * 1024
 # Of a message beside its events: its headers, with the model's name.
 _HEAD_BYTES_MAX = 16 * 1024
@@ -255,92 +254,54 @@ class BrokerOutlet:
         return publisher
 
 
-class BrokerStream:
+class BrokerStream(Sender):
     """Encoded events in batches to an outlet; what :class:`EventStream` is for sockets.
 
     Args:
         outlet: Where batches go.
         dp_rank: Rank in every batch.
         tick_ms: How long the first event of a batch waits for more.
-
-    Attributes:
-        event_bytes_max: What a single event should not exceed.
+        block_size: Tokens of a block that the outbox is told of.
     """
 
-    replay_endpoint: str | None = None
-
-    def __init__(self, outlet: BrokerOutlet, *, dp_rank: int, tick_ms: float) -> None:
-        self._outlet, self._dp_rank, self._tick_s = outlet, dp_rank, tick_ms / 1000
-        self.event_bytes_max = outlet.batch_bytes_max
-        self.endpoint = outlet.endpoint
-        self._process = os.getpid()
-        self._changed = threading.Condition()
-        self._pending: deque[bytes] = deque()
-        self._taken = self._sent = 0
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="kvflash-events", daemon=True)
-        self._thread.start()
-
-    def put(self, events: Sequence[bytes]) -> None:
-        """Queue encoded events; see :meth:`EventStream.put`."""
-        if self._process != os.getpid():
-            raise ClosedError("the publisher belongs to the process that created it, not to a fork")
-        with self._changed:
-            if self._is_closing:
-                raise ClosedError("the publisher is shut down")
-            self._pending.extend(events)
-            self._taken += len(events)
-            self._changed.notify_all()
+    def __init__(
+        self, outlet: BrokerOutlet, *, dp_rank: int, tick_ms: float, block_size: int = 1
+    ) -> None:
+        self._outlet = outlet
+        self.kind, self.endpoint = outlet.kind, outlet.endpoint
+        # What the server stores, or the worker's index, needs no ring here.
+        outbox = EventOutbox(
+            block_size,
+            dp_rank=dp_rank,
+            tick_s=tick_ms / 1000,
+            event_bytes_max=outlet.batch_bytes_max,
+            batch_bytes_max=outlet.batch_bytes_max,
+            ring_batches=1,
+            ring_bytes=1,
+        )
+        super().__init__(outbox)
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until everything that was put before is stored; False if that took longer."""
         end = time.monotonic() + timeout_s
-        with self._changed:
-            wanted = self._taken
-            if not self._changed.wait_for(lambda: self._sent >= wanted, timeout_s):
-                return False
-        return self._outlet.flush(max(0.0, end - time.monotonic()))
+        return super().flush(timeout_s) and self._outlet.flush(max(0.0, end - time.monotonic()))
 
-    def close(self) -> None:
-        """Send what is queued and end; without effect the second time."""
-        if self._process != os.getpid():
-            return
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify_all()
-        self._thread.join(_CLOSE_S_MAX)
-        self._outlet.close()
+    def close(self) -> bool:
+        """Send what is queued and end; see :meth:`Sender.close`."""
+        is_ours = super().close()
+        if is_ours:
+            self._outlet.close()
+        return is_ours
 
     def stats(self) -> dict[str, int]:
         """Counters and gauges; units are in the names."""
-        with self._changed:
-            counts = {"events_total": self._taken, "pending_events": self._taken - self._sent}
-        return {**counts, **self._outlet.stats()}
+        return {**super().stats(), **self._outlet.stats()}
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._pending or self._is_closing)
-                if not self._pending:
-                    return
-                if not self._is_closing:
-                    self._changed.wait_for(lambda: self._is_closing, self._tick_s)
-                events = [self._pending.popleft()]
-                left = self.event_bytes_max - len(events[0])
-                while (
-                    self._pending
-                    and len(events) < _BATCH_EVENTS_MAX
-                    and (left := left - len(self._pending[0])) >= 0
-                ):
-                    events.append(self._pending.popleft())
-            payload = encode_batch(events, timestamp_s=time.time(), dp_rank=self._dp_rank)
-            try:
-                self._outlet.put(payload)
-            except KvflashError as error:
-                logger.error("%d events are lost: %s", len(events), error)
-            with self._changed:
-                self._sent += len(events)
-                self._changed.notify_all()
+    def _send(self, number: int, payload: bytes) -> None:
+        try:
+            self._outlet.put(payload)
+        except KvflashError as error:
+            logger.error("batch %d of the events is lost: %s", number, error)
 
 
 def served_of(cards: dict[str, Any]) -> Served | None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import operator
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
+from kvflash._core import EventOutbox
 from kvflash.errors import ClosedError, ConflictError, InvalidArgumentError
-from kvflash.publisher import arguments, wire
 from kvflash.publisher.announce import announce_events
+from kvflash.publisher.arguments import check_range
 from kvflash.publisher.brokered import (
     BrokerOutlet,
     BrokerStream,
@@ -21,7 +21,6 @@ from kvflash.publisher.brokered import (
     plane_of_events,
     served_of,
 )
-from kvflash.publisher.items import ItemPlaces
 from kvflash.publisher.relay import Relay
 from kvflash.publisher.stream import EventStream
 from kvflash.runtime import Component
@@ -33,6 +32,9 @@ logger = logging.getLogger(__name__)
 _U32 = (1 << 32) - 1
 _U64 = (1 << 64) - 1
 _WARNINGS_MAX = 3
+_RELAY_COUNTS = dict.fromkeys(
+    ("stored_blocks_total", "removed_blocks_total", "dropped_blocks_total", "open_item_blocks"), 0
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,19 +133,16 @@ class KvEventPublisher:
             TransportError: NATS can't be reached, or discovery; the latter is logged where this
                 is called inside of the loop.
         """
-        self._block_size = arguments.check_range("kv_block_size", kv_block_size, 1, _U32)
-        self._dp_rank = arguments.check_range("dp_rank", dp_rank, 0, _U32)
-        worker_id = arguments.check_range("worker_id", worker_id, 0, _U64)
-        arguments.check_range("ring_batches", ring_batches, 1, 1 << 24)
-        arguments.check_range("ring_bytes", ring_bytes, 1 << 20, 1 << 40)
+        self._block_size = check_range("kv_block_size", kv_block_size, 1, _U32)
+        self._dp_rank = check_range("dp_rank", dp_rank, 0, _U32)
+        worker_id = check_range("worker_id", worker_id, 0, _U64)
+        check_range("ring_batches", ring_batches, 1, 1 << 24)
+        check_range("ring_bytes", ring_bytes, 1 << 20, 1 << 40)
         for field, value in (("port", port), ("replay_port", replay_port)):
-            arguments.check_range(field, value, 0, 65535)
+            check_range(field, value, 0, 65535)
         if not 0 <= tick_ms <= 1000:
             raise InvalidArgumentError(f"tick_ms must be in 0..1000, got {tick_ms!r}")
-        self._lock = threading.Lock()
-        self._items = ItemPlaces(self._block_size)
         self._warnings = 0
-        self._counts = {"stored_blocks": 0, "removed_blocks": 0, "dropped_blocks": 0}
         self._stream: EventStream | BrokerStream | None = None
         self._relay: Relay | None = None
         self._kind = "zmq"
@@ -166,7 +165,9 @@ class KvEventPublisher:
             make = self._outlet_maker(component, worker_id, model_name, enable_local_indexer)
             outlet = make()
             self._kind = outlet.kind
-            self._stream = BrokerStream(outlet, dp_rank=self._dp_rank, tick_ms=tick_ms)
+            self._stream = BrokerStream(
+                outlet, dp_rank=self._dp_rank, tick_ms=tick_ms, block_size=self._block_size
+            )
             self.endpoint, self.replay_endpoint = self._stream.endpoint, None
         else:
             self._stream = EventStream(
@@ -178,6 +179,7 @@ class KvEventPublisher:
                 tick_ms=tick_ms,
                 ring_batches=ring_batches,
                 ring_bytes=ring_bytes,
+                block_size=self._block_size,
             )
             self.endpoint = self._stream.endpoint
             self.replay_endpoint = self._stream.replay_endpoint
@@ -295,68 +297,12 @@ class KvEventPublisher:
 
         Cost: O(tokens) for the check and the encoding. Waits only while 16 MiB are queued.
         """
-        self._store(*_without_event_id(args, named), **named)
-
-    def _store(  # noqa: PLR0917 - the order that engines know
-        self,
-        token_ids: Sequence[int],
-        num_block_tokens: Sequence[int],
-        block_hashes: Sequence[int],
-        lora_id: int | None = None,
-        parent_hash: int | None = None,
-        block_mm_infos: Sequence[Any] | None = None,
-        *,
-        lora_name: str | None = None,
-        cache_salt: str | None = None,
-        medium: str | None = "GPU",
-    ) -> None:
-        stream = self._open_stream("publish_stored")
-        hashes = arguments.names("block_hashes", block_hashes)
-        sizes = arguments.tokens("num_block_tokens", num_block_tokens)
-        tokens = arguments.tokens("token_ids", token_ids)
-        parent = None if parent_hash is None else arguments.names("parent_hash", [parent_hash])[0]
-        if len(sizes) != len(hashes):
-            raise InvalidArgumentError(
-                f"num_block_tokens must have one entry for each of the {len(hashes)} block_hashes, "
-                f"got {len(sizes)}"
-            )
-        if sum(sizes) != len(tokens):
-            raise InvalidArgumentError(
-                f"num_block_tokens adds up to {sum(sizes)} tokens, token_ids has {len(tokens)}"
-            )
-        adapter = arguments.lora_number(lora_id)
-        adapter_name = arguments.name("lora_name", lora_name)
-        salt = arguments.name("cache_salt", cache_salt)
-        place = arguments.name("medium", medium)
-        with self._lock:
-            items = self._items.keys(block_mm_infos, hashes, parent)
-        size = self._block_size
-        fitting = next((i for i, count in enumerate(sizes) if count != size), len(sizes))
-        events: list[bytes] = []
-        first, step = 0, max(1, min(wire.BLOCKS_MAX, wire.TOKENS_MAX // size))
-        while first < fitting:
-            last = min(first + step, fitting)
-            event = wire.encode_stored(
-                hashes[first:last],
-                tokens[first * size : last * size],
-                parent_hash=parent,
-                block_size=size,
-                medium=place,
-                lora_id=adapter,
-                lora_name=adapter_name,
-                cache_salt=salt,
-                item_keys=items[first:last] if items else None,
-            )
-            if len(event) > stream.event_bytes_max and last - first > 1:
-                step = (last - first) // 2
-                continue
-            events.append(event)
-            first, parent = last, hashes[last - 1]
-        if events:
-            stream.put(events)
-        self._count(stored_blocks=fitting, dropped_blocks=len(hashes) - fitting)
-        if fitting < len(hashes):
-            self._warn(fitting, sizes[fitting], len(hashes) - fitting)
+        outbox, args = self._outbox("publish_stored"), _without_event_id(args, named)
+        dropped = outbox.store(*args, **{"medium": "GPU", **named})
+        if dropped is not None:
+            self._warnings += 1
+            if self._warnings <= _WARNINGS_MAX:
+                logger.warning("%s of this call", dropped)
 
     @overload
     def publish_removed(
@@ -383,19 +329,8 @@ class KvEventPublisher:
             ConflictError: The publisher relays another's events.
             ClosedError: It is shut down.
         """
-        self._remove(*_without_event_id(args, named), **named)
-
-    def _remove(self, block_hashes: Sequence[int], *, medium: str | None = "GPU") -> None:
-        stream = self._open_stream("publish_removed")
-        hashes = arguments.names("block_hashes", block_hashes)
-        place = arguments.name("medium", medium)
-        # Nine bytes each; a long name of the medium has room beside them.
-        step = max(1, min(wire.BLOCKS_MAX, stream.event_bytes_max // 16))
-        starts = range(0, len(hashes), step)
-        events = [wire.encode_removed(hashes[at : at + step], place) for at in starts]
-        if events:
-            stream.put(events)
-        self._count(removed_blocks=len(hashes))
+        outbox, args = self._outbox("publish_removed"), _without_event_id(args, named)
+        outbox.remove(*args, **{"medium": "GPU", **named})
 
     def publish_cleared(self) -> None:
         """Publish that the cache was reset: no block is left, in any medium.
@@ -404,10 +339,7 @@ class KvEventPublisher:
             ConflictError: The publisher relays another's events.
             ClosedError: It is shut down.
         """
-        stream = self._open_stream("publish_cleared")
-        with self._lock:
-            self._items.clear()
-        stream.put([wire.CLEARED])
+        self._outbox("publish_cleared").clear()
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until everything that was published is handed to the socket.
@@ -420,11 +352,8 @@ class KvEventPublisher:
 
     def stats(self) -> dict[str, int]:
         """Counters and gauges; units are in the names. A relay has none of a stream."""
-        with self._lock:
-            counts = {f"{name}_total": count for name, count in self._counts.items()}
-            counts["open_item_blocks"] = len(self._items)
         source = self._stream or self._relay
-        return {**counts, **(source.stats() if source is not None else {})}
+        return {**_RELAY_COUNTS, **(source.stats() if source is not None else {})}
 
     def shutdown(self) -> None:
         """Withdraw the announcement, send what is queued, close; nothing the second time."""
@@ -437,7 +366,7 @@ class KvEventPublisher:
     def __exit__(self, *error: object) -> None:
         self.shutdown()
 
-    def _open_stream(self, call: str) -> EventStream | BrokerStream:
+    def _outbox(self, call: str) -> EventOutbox:
         if self._is_closed:
             raise ClosedError("the publisher is shut down")
         if self._stream is None:
@@ -445,25 +374,7 @@ class KvEventPublisher:
                 f"{call}: this publisher relays {self.endpoint}, where the engine publishes "
                 "itself; create it without zmq_endpoint"
             )
-        return self._stream
-
-    def _count(self, **blocks: int) -> None:
-        with self._lock:
-            for name, count in blocks.items():
-                self._counts[name] += count
-
-    def _warn(self, index: int, tokens: int, dropped: int) -> None:
-        with self._lock:
-            self._warnings += 1
-            is_quiet = self._warnings > _WARNINGS_MAX
-        if not is_quiet:
-            logger.warning(
-                "num_block_tokens[%d] is %d and kv_block_size %d: dropped %d blocks of this call",
-                index,
-                tokens,
-                self._block_size,
-                dropped,
-            )
+        return self._stream.outbox
 
 
 class ZmqKvEventPublisher(KvEventPublisher):
@@ -495,7 +406,7 @@ def _without_event_id(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any
         except TypeError:
             return args
     if given is not None:
-        arguments.check_range("event_id", given, 0, _U64)
+        check_range("event_id", given, 0, _U64)
     return args
 
 

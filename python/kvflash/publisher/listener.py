@@ -11,7 +11,7 @@ import zmq.asyncio
 
 from kvflash._core import compute_block_hash_for_seq
 from kvflash.errors import InvalidArgumentError
-from kvflash.publisher import arguments
+from kvflash.publisher.arguments import check_range
 from kvflash.transport.zmq_socket import dial
 
 __all__ = ["ZmqKvEventListener"]
@@ -41,7 +41,7 @@ class ZmqKvEventListener:
         Raises:
             InvalidArgumentError: The block size is below 1, or the endpoint is none.
         """
-        self._block_size = arguments.check_range("kv_block_size", kv_block_size, 1, (1 << 32) - 1)
+        self._block_size = check_range("kv_block_size", kv_block_size, 1, (1 << 32) - 1)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.LINGER, 0)

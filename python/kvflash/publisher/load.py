@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvflash.errors import OverloadedError
-from kvflash.publisher import arguments
+from kvflash.publisher.arguments import check_range
 from kvflash.runtime import Component
 
 __all__ = [
@@ -180,9 +180,9 @@ class WorkerMetricsPublisher:
             counts["kv_used_blocks"] = cache.kv_active_blocks
             counts["kv_total_blocks"] = cache.kv_total_blocks or None
             dp_rank = dp_rank.worker_stats.data_parallel_rank
-        rank = arguments.check_range("dp_rank", dp_rank or 0, 0, (1 << 32) - 1)
+        rank = check_range("dp_rank", dp_rank or 0, 0, (1 << 32) - 1)
         known = {
-            name: arguments.check_range(name, value, 0, _COUNT_MAX)
+            name: check_range(name, value, 0, _COUNT_MAX)
             for name, value in counts.items()
             if value is not None
         }

@@ -1,7 +1,7 @@
 //! The blocks of a call: checked, then cut into events that receivers take.
 
 use crate::error::{Result, invalid};
-use crate::wire::{self, BLOCKS_MAX, NAME_BYTES_MAX, Stored, TOKENS_MAX};
+use crate::wire::{self, BLOCKS_MAX, Era, Keys, NAME_BYTES_MAX, Stored, TOKENS_MAX};
 
 /// Blocks of one call; more is a mistake of the caller's.
 pub const CALL_BLOCKS_MAX: usize = 1 << 24;
@@ -27,6 +27,8 @@ pub struct Blocks<'a> {
     pub cache_salt: Option<&'a str>,
     /// Storage medium; `None` means device.
     pub medium: Option<&'a str>,
+    /// What else tells the blocks from others, one entry a block.
+    pub extra_keys: Option<&'a Keys>,
 }
 
 /// Encoded events, and how many of the call's blocks are in them.
@@ -40,13 +42,20 @@ pub struct Encoded {
 
 impl Blocks<'_> {
     /// Encodes the blocks up to the first one of another size than `block_size`, which is at least 1.
+    /// An event of more than `event_bytes_max` bytes has one block only.
     ///
     /// # Errors
     /// `InvalidArgument` if the sizes do not add up to the tokens, for a LoRA number that receivers
     /// cannot read, and for a name that is too long.
-    pub fn encode(&self, block_size: u32) -> Result<Encoded> {
+    pub fn encode(&self, block_size: u32, event_bytes_max: usize) -> Result<Encoded> {
         let size = block_size as usize;
         let (count, tokens) = (self.block_hashes.len(), self.token_ids.len());
+        if let Some(sizes) = self.sizes.filter(|sizes| sizes.len() != count) {
+            return Err(invalid(format!(
+                "num_block_tokens must have one entry for each of the {count} block_hashes, got {}",
+                sizes.len()
+            )));
+        }
         let fitting = match self.sizes {
             None => count,
             Some(sizes) => sizes.iter().position(|&each| each != size).unwrap_or(count),
@@ -58,7 +67,7 @@ impl Blocks<'_> {
         if declared != Some(tokens) {
             let declared = declared.map_or("too many".to_owned(), |sum| sum.to_string());
             return Err(invalid(format!(
-                "num_block_tokens adds up to {declared} tokens, token_count is {tokens}"
+                "num_block_tokens adds up to {declared} tokens, token_ids has {tokens}"
             )));
         }
         if self.lora_id > i64::MAX as u64 {
@@ -76,35 +85,51 @@ impl Blocks<'_> {
         for (field, name) in names {
             check_name(field, name)?;
         }
-        let step = BLOCKS_MAX.min(TOKENS_MAX / size).max(1);
-        let mut parent_hash = self.parent_hash;
+        let mut step = BLOCKS_MAX.min(TOKENS_MAX / size).max(1);
+        let (mut first, mut parent_hash) = (0, self.parent_hash);
         let mut events = Vec::new();
-        for first in (0..fitting).step_by(step) {
+        while first < fitting {
             let last = fitting.min(first + step);
             let block_hashes = &self.block_hashes[first..last];
-            events.push(wire::stored(&Stored {
-                block_hashes,
-                parent_hash,
-                token_ids: &self.token_ids[first * size..last * size],
-                block_size,
-                lora_id: Some(self.lora_id).filter(|&id| id > 0),
-                medium: self.medium,
-                lora_name: self.lora_name,
-                cache_salt: self.cache_salt,
-            }));
-            parent_hash = block_hashes.last().copied();
+            let event = wire::stored(
+                Era::Tagged,
+                &Stored {
+                    block_hashes,
+                    parent_hash,
+                    token_ids: &self.token_ids[first * size..last * size],
+                    block_size,
+                    lora_id: Some(self.lora_id).filter(|&id| id > 0),
+                    medium: self.medium,
+                    lora_name: self.lora_name,
+                    cache_salt: self.cache_salt,
+                    extra_keys: self.extra_keys.map(|keys| &keys[first..last]),
+                },
+            );
+            if event.len() > event_bytes_max && last - first > 1 {
+                step = (last - first) / 2;
+                continue;
+            }
+            events.push(event);
+            (first, parent_hash) = (last, block_hashes.last().copied());
         }
         Ok(Encoded { events, blocks: fitting })
     }
 }
 
-/// Encodes removed blocks.
+/// Encodes removed blocks, in events of about `event_bytes_max` bytes.
 ///
 /// # Errors
 /// `InvalidArgument` for a name that is too long.
-pub fn removed(block_hashes: &[u64], medium: Option<&str>) -> Result<Vec<Vec<u8>>> {
+pub fn removed(
+    block_hashes: &[u64],
+    medium: Option<&str>,
+    event_bytes_max: usize,
+) -> Result<Vec<Vec<u8>>> {
     check_name("medium", medium)?;
-    Ok(block_hashes.chunks(BLOCKS_MAX).map(|hashes| wire::removed(hashes, medium)).collect())
+    // Nine bytes each; a long name of the medium has room beside them.
+    let step = BLOCKS_MAX.min(event_bytes_max / 16).max(1);
+    let encode = |hashes| wire::removed(Era::Tagged, hashes, medium);
+    Ok(block_hashes.chunks(step).map(encode).collect())
 }
 
 fn check_name(field: &str, name: Option<&str>) -> Result<()> {

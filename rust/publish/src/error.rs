@@ -9,6 +9,8 @@ pub enum Error {
     InvalidArgument(String),
     /// A file or folder could not be read or written.
     Io(String),
+    /// The publisher is shut down, or another process's.
+    Closed(&'static str),
 }
 
 /// Shorthand of the crate.
@@ -18,6 +20,7 @@ impl fmt::Display for Error {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::InvalidArgument(text) | Self::Io(text) => formatter.write_str(text),
+            Self::Closed(text) => formatter.write_str(text),
         }
     }
 }

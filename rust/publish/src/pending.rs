@@ -2,20 +2,24 @@
 
 use std::collections::VecDeque;
 
-/// A batch is closed at this many events or bytes; receivers take 65,536 and 16 MiB.
+/// A batch is closed at this many events; receivers take 65,536.
 const BATCH_EVENTS_MAX: usize = 1_024;
-const BATCH_BYTES_MAX: usize = 1 << 20;
-/// Encoded events that may wait; beyond it callers wait.
-const PENDING_BYTES_MAX: usize = 16 << 20;
 
 /// The events that wait.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Pending {
     events: VecDeque<Vec<u8>>,
     bytes: usize,
+    bytes_max: usize,
+    batch_bytes_max: usize,
 }
 
 impl Pending {
+    /// Of events that fill a batch at `batch_bytes_max`, and make callers wait beyond `bytes_max`.
+    pub fn new(batch_bytes_max: usize, bytes_max: usize) -> Self {
+        Self { events: VecDeque::new(), bytes: 0, bytes_max, batch_bytes_max }
+    }
+
     /// Adds events behind those that wait.
     pub fn put(&mut self, events: Vec<Vec<u8>>) {
         self.bytes += events.iter().map(Vec::len).sum::<usize>();
@@ -29,7 +33,7 @@ impl Pending {
         let mut size = 0;
         while events.len() < BATCH_EVENTS_MAX {
             let Some(next) = self.events.front().map(Vec::len) else { break };
-            if !events.is_empty() && size + next > BATCH_BYTES_MAX {
+            if !events.is_empty() && size + next > self.batch_bytes_max {
                 break;
             }
             size += next;
@@ -41,7 +45,13 @@ impl Pending {
 
     /// Forgets the events.
     pub fn clear(&mut self) {
-        *self = Self::default();
+        self.events.clear();
+        self.bytes = 0;
+    }
+
+    /// Bytes that wait.
+    pub fn bytes(&self) -> usize {
+        self.bytes
     }
 
     /// Whether nothing waits.
@@ -51,12 +61,12 @@ impl Pending {
 
     /// Whether a batch is full, so that it need not wait for more events.
     pub fn has_batch(&self) -> bool {
-        self.bytes >= BATCH_BYTES_MAX || self.events.len() >= BATCH_EVENTS_MAX
+        self.bytes >= self.batch_bytes_max || self.events.len() >= BATCH_EVENTS_MAX
     }
 
     /// Whether callers must wait before they add more.
     pub fn is_full(&self) -> bool {
-        self.bytes > PENDING_BYTES_MAX
+        self.bytes > self.bytes_max
     }
 }
 
@@ -66,7 +76,7 @@ mod tests {
 
     #[test]
     fn batches_keep_the_order_and_their_limits() {
-        let mut pending = Pending::default();
+        let mut pending = Pending::new(1 << 20, 16 << 20);
         pending.put((0..3_000_u32).map(|n| n.to_be_bytes().to_vec()).collect());
         assert!(pending.has_batch() && !pending.is_full());
         let mut sizes = Vec::new();
@@ -83,7 +93,7 @@ mod tests {
 
     #[test]
     fn a_large_event_is_a_batch_of_its_own() {
-        let mut pending = Pending::default();
+        let mut pending = Pending::new(1 << 20, 16 << 20);
         pending.put(vec![vec![0; 17 << 20], vec![1]]);
         assert!(pending.is_full());
         assert_eq!(pending.take_batch().len(), 1);

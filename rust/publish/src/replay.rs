@@ -3,6 +3,7 @@
 //! A request is `[client, "", start]` with the first number as 8 bytes, big endian. It is answered by
 //! `[client, "", topic, number, payload]` for each batch, then by a number of eight `0xff` bytes.
 
+use std::sync::Arc;
 use std::vec::IntoIter;
 
 use crate::ring::{Batch, Ring};
@@ -25,6 +26,25 @@ pub enum Request {
     Malformed,
 }
 
+/// What a client is to be sent, behind its name and an empty frame: number and payload.
+#[derive(Debug, Clone)]
+pub struct Reply {
+    /// The client's name.
+    pub client: Arc<[u8]>,
+    /// The batch's number, or [`END_OF_REPLAY`].
+    pub number: [u8; 8],
+    /// The batch; `None` at the end.
+    pub payload: Option<Arc<Vec<u8>>>,
+}
+
+impl Reply {
+    /// The frames of the message.
+    pub fn frames<'a>(&'a self, topic: &'a [u8]) -> [&'a [u8]; 5] {
+        let payload = self.payload.as_ref().map_or(&[][..], |payload| payload);
+        [&self.client, b"", topic, &self.number, payload]
+    }
+}
+
 /// Replays under way.
 #[derive(Debug, Default)]
 pub struct Replays(Vec<Replay>);
@@ -32,7 +52,7 @@ pub struct Replays(Vec<Replay>);
 /// What one client is still to be sent.
 #[derive(Debug)]
 struct Replay {
-    client: Vec<u8>,
+    client: Arc<[u8]>,
     batches: IntoIter<Batch>,
 }
 
@@ -44,28 +64,33 @@ impl Replays {
         if !empty.is_empty() {
             return Request::Malformed;
         }
-        self.0.retain(|replay| replay.client != *client);
+        self.0.retain(|replay| *replay.client != **client);
         if self.0.len() >= REPLAYS_MAX {
             return Request::Refused;
         }
         // A copy: batches published meanwhile reach the client as they are published.
         let batches = ring.since(u64::from_be_bytes(start)).into_iter();
-        self.0.push(Replay { client: client.clone(), batches });
+        self.0.push(Replay { client: client[..].into(), batches });
         Request::Started
     }
 
-    /// Hands the next part of each replay to `send`, as frames; replays that end are forgotten.
-    pub fn go_on(&mut self, topic: &[u8], mut send: impl FnMut(&[&[u8]])) {
+    /// The next part of each replay; replays that end are forgotten.
+    pub fn next_part(&mut self) -> Vec<Reply> {
+        let mut replies = Vec::new();
         self.0.retain_mut(|replay| {
+            let client = &replay.client;
             for _ in 0..REPLAY_BURST_BATCHES {
                 let Some((sequence, payload)) = replay.batches.next() else {
-                    send(&[&replay.client, b"", topic, &END_OF_REPLAY, b""]);
+                    let (client, number) = (Arc::clone(client), END_OF_REPLAY);
+                    replies.push(Reply { client, number, payload: None });
                     return false;
                 };
-                send(&[&replay.client, b"", topic, &sequence.to_be_bytes(), &payload]);
+                let (client, number) = (Arc::clone(client), sequence.to_be_bytes());
+                replies.push(Reply { client, number, payload: Some(payload) });
             }
             true
         });
+        replies
     }
 
     /// Whether no replay is under way.
@@ -92,15 +117,13 @@ mod tests {
 
     /// The numbers that each client is sent in one turn.
     fn turn(replays: &mut Replays) -> Vec<(Vec<u8>, [u8; 8])> {
-        let mut sent = Vec::new();
-        replays.go_on(b"topic", |frames| {
-            let [client, empty, topic, number, _payload] = frames else {
-                panic!("{} frames", frames.len())
-            };
-            assert!(empty.is_empty() && *topic == b"topic");
-            sent.push((client.to_vec(), (*number).try_into().expect("8 bytes")));
-        });
-        sent
+        let replies = replays.next_part();
+        let read = |reply: &Reply| {
+            let [client, empty, topic, number, _payload] = reply.frames(b"topic");
+            assert!(empty.is_empty() && topic == b"topic");
+            (client.to_vec(), number.try_into().expect("8 bytes"))
+        };
+        replies.iter().map(read).collect()
     }
 
     #[test]

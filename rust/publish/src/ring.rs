@@ -45,6 +45,11 @@ impl Ring {
         self.batches.iter().filter(|(sequence, _)| *sequence >= start).cloned().collect()
     }
 
+    /// Batches that are kept, and their bytes.
+    pub fn size(&self) -> (usize, usize) {
+        (self.batches.len(), self.bytes)
+    }
+
     /// The number of the next batch: how many there were.
     pub fn next_sequence(&self) -> u64 {
         self.next_sequence

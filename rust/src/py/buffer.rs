@@ -351,7 +351,7 @@ fn refuse_other_shapes(name: &str, object: &Bound<'_, PyAny>) -> PyResult<()> {
 }
 
 fn out_of_range(py: Python<'_>, name: &str, at: usize, value: &str) -> PyErr {
-    let limit = if name.ends_with("hashes") { "64 bits" } else { "0..=4294967295" };
+    let limit = if name.contains("hash") { "64 bits" } else { "0..=4294967295" };
     raise(py, &Error::invalid(format!("{name}[{at}] must be an integer in {limit}, got {value}")))
 }
 

@@ -320,7 +320,7 @@ impl KvIndexer {
     }
 }
 
-fn one_hash(py: Python<'_>, value: &Bound<'_, PyAny>) -> PyResult<u64> {
+pub(super) fn one_hash(py: Python<'_>, value: &Bound<'_, PyAny>) -> PyResult<u64> {
     let list = PyList::new(py, [value])?;
     hashes("parent_hash", list.as_any()).map(|one| one.as_slice()[0])
 }

@@ -5,6 +5,7 @@ mod bookings;
 mod buffer;
 mod catalog;
 mod error;
+mod event_outbox;
 mod frontend;
 mod hash;
 mod index;
@@ -39,6 +40,10 @@ mod _core {
     use super::bookings::Bookings;
     #[pymodule_export]
     use super::catalog::{Catalog, CatalogDump};
+    #[pymodule_export]
+    use super::event_outbox::{
+        EventOutbox, encode_batch, encode_cleared, encode_removed, encode_stored,
+    };
     #[pymodule_export]
     use super::frontend::Frontend;
     #[pymodule_export]

@@ -9,13 +9,9 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped,unused-ignore]
 import pytest
 
-from kvflash.mocker.events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    Event,
-    encode_batch,
-)
+from kvflash.mocker.config import EventEra
+from kvflash.mocker.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, encode
+from kvflash.publisher import wire
 
 CASES = json.loads((Path(__file__).parents[2] / "vectors" / "mocker_cases.json").read_text())
 
@@ -50,12 +46,17 @@ BATCHES: dict[str, tuple[list[Event], int | None]] = {
 }
 
 
+def encode_batch(events: list[Event], *, dp_rank: int | None, era: EventEra) -> bytes:
+    encoded = [encode(event, era) for event in events]
+    return wire.encode_batch(encoded, timestamp_s=1700000000.25, dp_rank=dp_rank)
+
+
 @pytest.mark.parametrize("engine", CASES["wire"], ids=lambda engine: engine["engine"])
 def test_bytes_are_those_of_the_engine(engine: dict[str, Any]) -> None:
     assert engine["cases"].keys() == BATCHES.keys()
     for name, recorded in engine["cases"].items():
         events, dp_rank = BATCHES[name]
-        got = encode_batch(events, timestamp_s=1700000000.25, dp_rank=dp_rank, era=engine["era"])
+        got = encode_batch(events, dp_rank=dp_rank, era=engine["era"])
         assert got.hex() == recorded, name
 
 
@@ -67,13 +68,13 @@ def test_extra_keys() -> None:
         block_size=1,
         extra_keys=[["salt"], None],
     )
-    array = msgpack.unpackb(encode_batch([salted], timestamp_s=0.0, dp_rank=0, era="positional"))
-    fields = msgpack.unpackb(encode_batch([salted], timestamp_s=0.0, dp_rank=0, era="tagged"))
+    array = msgpack.unpackb(encode_batch([salted], dp_rank=0, era="positional"))
+    fields = msgpack.unpackb(encode_batch([salted], dp_rank=0, era="tagged"))
     assert array == [
-        0.0,
+        1700000000.25,
         [["BlockStored", [1, 2], None, [5, 6], 1, None, "GPU", None, [["salt"], None]]],
         0,
     ]
     assert fields[1][0]["extra_keys"] == [["salt"], None]
-    unsalted = msgpack.unpackb(encode_batch([ROOT], timestamp_s=0.0, dp_rank=0, era="tagged"))
+    unsalted = msgpack.unpackb(encode_batch([ROOT], dp_rank=0, era="tagged"))
     assert "extra_keys" not in unsalted[1][0]

@@ -282,7 +282,10 @@ def test_taken_ports_are_named() -> None:
                 check=False,
             )
             assert result.returncode == 2
-            told = f"[Errno {errno.EADDRINUSE}] {flags[-2]} {flags[-1]} on 127.0.0.1"
+            told = {
+                "--port": f"[Errno {errno.EADDRINUSE}] --port {port} on 127.0.0.1",
+                "--zmq-events-port": f"--zmq-events-port: can't bind {events} on 127.0.0.1",
+            }[flags[-2]]
             assert f"kvflash.mocker: error: {told}" in result.stderr
             assert result.stdout == ""
 

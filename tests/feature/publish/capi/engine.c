@@ -245,7 +245,7 @@ static void refused_calls(void) {
           "block_hashes is not aligned to 8 bytes");
     stored.block_hashes = names;
     FAILS(kvflash_publish_stored(publisher, &stored), KVFLASH_INVALID_ARGUMENT,
-          "num_block_tokens adds up to 4 tokens, token_count is 0");
+          "num_block_tokens adds up to 4 tokens, token_ids has 0");
     stored.token_count = 4;
     FAILS(kvflash_publish_stored(publisher, &stored), KVFLASH_INVALID_ARGUMENT, "token_ids is NULL");
     stored.token_ids = tokens;

@@ -1,0 +1,435 @@
+//! The way out of one publisher's events: they wait, become numbered batches, and are kept for replay.
+//!
+//! Callers put events from any thread. One thread of the door's owns the sockets. It waits for
+//! [`Outbox::descriptor`] and for requests, up to [`Outbox::wait`]; then it publishes what
+//! [`Outbox::take`] hands over and answers with [`Outbox::replies`], until [`Outbox::is_over`].
+
+use std::collections::VecDeque;
+use std::io::{Read, Write};
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use crate::error::{Error, Result};
+use crate::pending::Pending;
+use crate::replay::{Replays, Reply, Request};
+use crate::ring::{Batch, Ring};
+use crate::wire;
+
+/// Batches queued for a slow subscriber; beyond that ZMQ drops them, and it sees a gap. Batches that
+/// callers closed themselves wait for the thread up to the same number.
+pub const PUB_QUEUE_BATCHES: usize = 100_000;
+
+/// What an outbox may be told.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// Data-parallel rank in every batch.
+    pub dp_rank: Option<u32>,
+    /// How long the first event of a batch waits for more.
+    pub tick: Duration,
+    /// A batch is closed at this many bytes.
+    pub batch_bytes_max: usize,
+    /// Encoded events that may wait for the thread; beyond it callers wait.
+    pub pending_bytes_max: usize,
+    /// Batches kept for replay.
+    pub ring_batches: usize,
+    /// Memory that they may take.
+    pub ring_bytes: usize,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            dp_rank: None,
+            tick: Duration::from_millis(1),
+            batch_bytes_max: 1 << 20,
+            pending_bytes_max: 16 << 20,
+            ring_batches: 10_000,
+            ring_bytes: 64 << 20,
+        }
+    }
+}
+
+/// Counters and gauges of an outbox.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Events taken from callers.
+    pub events: u64,
+    /// Those of them that are not published yet.
+    pub pending_events: u64,
+    /// Their bytes.
+    pub pending_bytes: u64,
+    /// Batches numbered.
+    pub batches: u64,
+    /// Batches kept for replay.
+    pub ring_batches: u64,
+    /// Their bytes.
+    pub ring_bytes: u64,
+    /// Replays begun.
+    pub replays: u64,
+    /// Requests refused because too many replays were under way.
+    pub replays_refused: u64,
+}
+
+#[derive(Debug)]
+struct State {
+    pending: Pending,
+    /// Batches that callers closed themselves, with the number of their events.
+    ready: VecDeque<(Batch, u64)>,
+    ring: Ring,
+    replays: Replays,
+    counts: Counts,
+    /// Events taken, and those of them that are published.
+    taken: u64,
+    sent: u64,
+    /// Events of the batch that was handed over last, which is on its way.
+    leaving: u64,
+    /// When the batch of the events that wait is closed.
+    due: Option<Instant>,
+    /// The thread has been told and not yet found everything published.
+    is_awake: bool,
+    /// The descriptor is readable.
+    is_rung: bool,
+    is_closing: bool,
+}
+
+/// The way out of one publisher's events.
+#[derive(Debug)]
+pub struct Outbox {
+    settings: Settings,
+    state: Mutex<State>,
+    changed: Condvar,
+    bell: UnixStream,
+    heard: UnixStream,
+    process: u32,
+}
+
+impl Outbox {
+    /// An empty outbox of this process.
+    ///
+    /// # Errors
+    /// `Io` if the process can have no more descriptors.
+    pub fn new(settings: Settings) -> Result<Self> {
+        let (bell, heard) = UnixStream::pair()
+            .map_err(|error| Error::Io(format!("can't have a pair of sockets: {error}")))?;
+        let state = State {
+            pending: Pending::new(settings.batch_bytes_max, settings.pending_bytes_max),
+            ready: VecDeque::new(),
+            ring: Ring::new(settings.ring_batches, settings.ring_bytes),
+            replays: Replays::default(),
+            counts: Counts::default(),
+            taken: 0,
+            sent: 0,
+            leaving: 0,
+            due: None,
+            is_awake: false,
+            is_rung: false,
+            is_closing: false,
+        };
+        let (state, changed, process) = (Mutex::new(state), Condvar::new(), std::process::id());
+        Ok(Self { settings, state, changed, bell, heard, process })
+    }
+
+    /// Queues encoded events, which stay together; waits only while the queue is full.
+    ///
+    /// # Errors
+    /// `Closed` when it is shut down, and in a fork, which has none of the process's threads.
+    pub fn put(&self, events: Vec<Vec<u8>>) -> Result<()> {
+        if events.is_empty() {
+            return Ok(());
+        }
+        self.check_process()?;
+        let mut state = self.state();
+        while state.pending.is_full() && !state.is_closing {
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        state.check_open()?;
+        state.taken += events.len() as u64;
+        state.pending.put(events);
+        let due = Instant::now() + self.settings.tick;
+        state.due.get_or_insert(due);
+        self.wake(&mut state);
+        Ok(())
+    }
+
+    /// Closes a batch of these events alone and queues it; never waits. Where the thread doesn't keep
+    /// up the oldest go, which subscribers see as a gap.
+    ///
+    /// # Errors
+    /// As [`Outbox::put`].
+    pub fn put_batch(&self, events: &[Vec<u8>]) -> Result<()> {
+        self.check_process()?;
+        let mut state = self.state();
+        state.check_open()?;
+        let batch = self.number(&mut state, events);
+        state.taken += events.len() as u64;
+        state.ready.push_back((batch, events.len() as u64));
+        while state.ready.len() > PUB_QUEUE_BATCHES {
+            let dropped = state.ready.pop_front().map_or(0, |(_, events)| events);
+            state.sent += dropped;
+        }
+        self.wake(&mut state);
+        Ok(())
+    }
+
+    /// Waits until everything that was put before is published. Returns how many events still wait.
+    ///
+    /// # Errors
+    /// `Closed` in a fork.
+    pub fn flush(&self, timeout: Duration) -> Result<u64> {
+        self.check_process()?;
+        let state = self.state();
+        let wanted = state.taken;
+        let (state, _) = self
+            .changed
+            .wait_timeout_while(state, timeout, |state| state.sent < wanted)
+            .unwrap_or_else(PoisonError::into_inner);
+        Ok(wanted.saturating_sub(state.sent))
+    }
+
+    /// Takes no more; the thread publishes what is queued, and then ends.
+    ///
+    /// # Errors
+    /// `Closed` in a fork, where nothing is done.
+    pub fn close(&self) -> Result<()> {
+        self.check_process()?;
+        let mut state = self.state();
+        state.is_closing = true;
+        state.is_awake = false;
+        self.wake(&mut state);
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// Readable when the thread has something to do; nobody else reads it.
+    pub fn descriptor(&self) -> RawFd {
+        self.heard.as_raw_fd()
+    }
+
+    /// How long the thread may wait for the descriptor; `None`: without end.
+    pub fn wait(&self, now: Instant) -> Option<Duration> {
+        let state = self.state();
+        let has_more = state.leaving > 0 || state.is_closing || !state.ready.is_empty();
+        if has_more || !state.replays.is_empty() {
+            return Some(Duration::ZERO);
+        }
+        state.due.map(|due| due.saturating_duration_since(now))
+    }
+
+    /// The next batch to publish. The one before counts as published from here on.
+    pub fn take(&self, now: Instant) -> Option<Batch> {
+        let mut state = self.state();
+        state.sent += std::mem::take(&mut state.leaving);
+        if std::mem::take(&mut state.is_rung) {
+            // One byte is there, so that this returns at once.
+            let _ = (&self.heard).read(&mut [0]);
+        }
+        let batch = match state.ready.pop_front() {
+            Some((batch, events)) => {
+                state.leaving = events;
+                Some(batch)
+            }
+            None => self.close_batch(&mut state, now),
+        };
+        if state.pending.is_empty() && state.ready.is_empty() {
+            state.due = None;
+            state.is_awake = false;
+        }
+        self.changed.notify_all();
+        batch
+    }
+
+    fn close_batch(&self, state: &mut State, now: Instant) -> Option<Batch> {
+        let is_due = state.due.is_some_and(|due| now >= due);
+        if !(is_due || state.is_closing || state.pending.has_batch()) {
+            return None;
+        }
+        let events = state.pending.take_batch();
+        state.leaving = events.len() as u64;
+        (!events.is_empty()).then(|| self.number(state, &events))
+    }
+
+    fn number(&self, state: &mut State, events: &[Vec<u8>]) -> Batch {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        // First into the ring: a number that was seen can always be asked for.
+        state.ring.push(wire::batch(events, now.as_secs_f64(), self.settings.dp_rank))
+    }
+
+    /// Takes a request's frames; their replay begins with the next replies.
+    pub fn ask(&self, frames: &[Vec<u8>]) -> Request {
+        let mut state = self.state();
+        let State { replays, ring, counts, .. } = &mut *state;
+        let request = replays.accept(frames, ring);
+        match request {
+            Request::Started => counts.replays += 1,
+            Request::Refused => counts.replays_refused += 1,
+            Request::Malformed => {}
+        }
+        request
+    }
+
+    /// What clients that asked are to be sent now.
+    pub fn replies(&self) -> Vec<Reply> {
+        self.state().replays.next_part()
+    }
+
+    /// Whether it is closed and everything is published.
+    pub fn is_over(&self) -> bool {
+        let state = self.state();
+        state.is_closing && state.pending.is_empty() && state.ready.is_empty()
+    }
+
+    /// The thread has ended, however: nobody waits for it any more.
+    pub fn end(&self) {
+        let mut state = self.state();
+        state.is_closing = true;
+        state.pending.clear();
+        state.ready.clear();
+        state.sent = state.taken;
+        self.changed.notify_all();
+    }
+
+    /// Counters and gauges.
+    pub fn counts(&self) -> Counts {
+        let state = self.state();
+        let (batches, bytes) = state.ring.size();
+        Counts {
+            events: state.taken,
+            pending_events: state.taken - state.sent,
+            pending_bytes: state.pending.bytes() as u64,
+            batches: state.ring.next_sequence(),
+            ring_batches: batches as u64,
+            ring_bytes: bytes as u64,
+            ..state.counts
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether this process made it: a fork has none of its threads.
+    ///
+    /// # Errors
+    /// `Closed` in a fork.
+    pub fn check_process(&self) -> Result<()> {
+        if self.process == std::process::id() {
+            return Ok(());
+        }
+        Err(Error::Closed("the publisher belongs to the process that created it, not to a fork"))
+    }
+
+    /// Tells the thread, once.
+    fn wake(&self, state: &mut State) {
+        if !std::mem::replace(&mut state.is_awake, true) && !state.is_rung {
+            state.is_rung = true;
+            // Both ends live as long as this does.
+            let _ = (&self.bell).write_all(&[0]);
+        }
+    }
+}
+
+impl State {
+    fn check_open(&self) -> Result<()> {
+        if self.is_closing { Err(Error::Closed("the publisher is shut down")) } else { Ok(()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn outbox(tick_ms: u64) -> Outbox {
+        let tick = Duration::from_millis(tick_ms);
+        Outbox::new(Settings { tick, ..Settings::default() }).expect("a pair of sockets")
+    }
+
+    fn event(n: u8) -> Vec<u8> {
+        vec![n]
+    }
+
+    #[test]
+    fn events_of_a_tick_are_one_batch_and_count_once_published() {
+        let outbox = outbox(5);
+        let now = Instant::now();
+        assert_eq!(outbox.wait(now), None);
+        outbox.put(vec![event(1), event(2)]).expect("open");
+        outbox.put(vec![event(3)]).expect("open");
+        assert_eq!(outbox.take(now), None, "the tick is not over");
+        assert!(outbox.wait(now) > Some(Duration::ZERO));
+        let later = Instant::now() + Duration::from_millis(5);
+        let (number, payload) = outbox.take(later).expect("a batch");
+        assert_eq!((number, &payload[10..]), (0, &[0x93, 1, 2, 3, 0xc0][..]));
+        assert_eq!(outbox.flush(Duration::ZERO), Ok(3), "handed over and not yet published");
+        assert_eq!(outbox.wait(later), Some(Duration::ZERO));
+        assert_eq!(outbox.take(later), None);
+        assert_eq!(outbox.flush(Duration::ZERO), Ok(0));
+        assert_eq!(outbox.wait(later), None);
+        let counts = outbox.counts();
+        assert_eq!((counts.events, counts.pending_events, counts.batches), (3, 0, 1));
+    }
+
+    #[test]
+    fn the_thread_is_woken_once_for_what_it_will_find_anyway() {
+        let outbox = outbox(0);
+        outbox.heard.set_nonblocking(true).expect("a socket");
+        for n in 0..3 {
+            outbox.put(vec![event(n)]).expect("open");
+        }
+        assert!(outbox.take(Instant::now()).is_some());
+        assert!((&outbox.heard).read(&mut [0]).is_err(), "one byte only");
+        outbox.put(vec![event(4)]).expect("open");
+        assert!((&outbox.heard).read(&mut [0]).is_ok(), "told again after it had found all");
+    }
+
+    #[test]
+    fn a_batch_of_the_callers_own_is_numbered_at_once() {
+        let outbox = outbox(1_000);
+        outbox.put(vec![event(1)]).expect("open");
+        outbox.put_batch(&[event(2), event(3)]).expect("open");
+        assert_eq!(outbox.counts().batches, 1);
+        let (number, payload) = outbox.take(Instant::now()).expect("the batch");
+        assert_eq!((number, &payload[10..13]), (0, &[0x92, 2, 3][..]));
+        assert_eq!(outbox.take(Instant::now()), None, "the tick of the other event is not over");
+        outbox.close().expect("this process");
+        assert!(!outbox.is_over());
+        assert_eq!(outbox.take(Instant::now()).map(|(number, _)| number), Some(1));
+        assert!(outbox.is_over());
+        assert!(matches!(outbox.put(vec![event(5)]), Err(Error::Closed(_))));
+        assert!(matches!(outbox.put_batch(&[event(5)]), Err(Error::Closed(_))));
+    }
+
+    #[test]
+    fn a_full_queue_makes_callers_wait_until_there_is_room_or_the_end() {
+        let settings = Settings { pending_bytes_max: 1, ..Settings::default() };
+        let outbox = Outbox::new(settings).expect("a pair of sockets");
+        outbox.put(vec![vec![0; 2]]).expect("open");
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| outbox.put(vec![vec![1; 2]]));
+            let later = Instant::now() + Duration::from_secs(1);
+            while outbox.counts().batches < 2 {
+                outbox.take(later);
+            }
+            assert_eq!(waiting.join().expect("no panic"), Ok(()));
+            outbox.put(vec![vec![2; 2]]).expect("there is room");
+            let waiting = scope.spawn(|| outbox.put(vec![vec![3; 2]]));
+            outbox.end();
+            assert!(waiting.join().expect("no panic").is_err());
+        });
+        assert_eq!(outbox.counts().pending_events, 0);
+    }
+
+    #[test]
+    fn replays_go_on_while_there_are_any() {
+        let outbox = outbox(0);
+        outbox.put_batch(&[event(1)]).expect("open");
+        let request = [b"a".to_vec(), Vec::new(), vec![0; 8]];
+        assert_eq!(outbox.ask(&request), Request::Started);
+        assert_eq!(outbox.wait(Instant::now()), Some(Duration::ZERO));
+        assert_eq!(outbox.replies().len(), 2);
+        assert!(outbox.replies().is_empty());
+        assert_eq!(outbox.ask(&[]), Request::Malformed);
+        assert_eq!(outbox.counts().replays, 1);
+    }
+}

@@ -1,0 +1,133 @@
+//! One data-parallel rank's publisher, up to the sockets: calls are checked, encoded and queued.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::blocks::{self, Blocks};
+use crate::error::{Result, invalid};
+use crate::items::{ItemPlaces, Part};
+use crate::outbox::{Counts, Outbox, Settings};
+use crate::wire::{self, Era};
+
+/// Bytes of an event; receivers take 16 MiB.
+pub const EVENT_BYTES_MAX: usize = 8 << 20;
+
+/// One data-parallel rank of an engine.
+#[derive(Debug)]
+pub struct Publisher {
+    /// What it publishes.
+    pub outbox: Outbox,
+    block_size: u32,
+    event_bytes_max: usize,
+    items: Mutex<ItemPlaces>,
+    stored_blocks: AtomicU64,
+    removed_blocks: AtomicU64,
+    dropped_blocks: AtomicU64,
+}
+
+/// Counters and gauges of a publisher.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Blocks published as stored.
+    pub stored_blocks: u64,
+    /// Blocks published as removed.
+    pub removed_blocks: u64,
+    /// Blocks left out because of another size.
+    pub dropped_blocks: u64,
+    /// Blocks that multimodal items reach beyond.
+    pub open_item_blocks: u64,
+    /// Of the outbox.
+    pub outbox: Counts,
+}
+
+impl Publisher {
+    /// A publisher of blocks of `block_size` tokens, in events of up to `event_bytes_max` bytes.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a block size of 0, `Io` if the process can have no more descriptors.
+    pub fn new(block_size: u32, event_bytes_max: usize, settings: Settings) -> Result<Self> {
+        if block_size == 0 {
+            return Err(invalid("kv_block_size must be at least 1, got 0"));
+        }
+        Ok(Self {
+            outbox: Outbox::new(settings)?,
+            block_size,
+            event_bytes_max,
+            items: Mutex::new(ItemPlaces::new(block_size)),
+            stored_blocks: AtomicU64::new(0),
+            removed_blocks: AtomicU64::new(0),
+            dropped_blocks: AtomicU64::new(0),
+        })
+    }
+
+    /// Publishes stored blocks, up to the first one of another size; `items` are the multimodal items of
+    /// each block. Returns a text about the blocks that were dropped, if any.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for what [`Blocks::encode`] and [`ItemPlaces::keys`] refuse, `Closed` after the
+    /// end. Nothing of the call is published then.
+    pub fn store(
+        &self,
+        blocks: &Blocks<'_>,
+        items: Option<&[Vec<Part>]>,
+    ) -> Result<Option<String>> {
+        let (size, count) = (self.block_size, blocks.block_hashes.len());
+        let (keys, reached) = match items {
+            None => (None, Vec::new()),
+            Some(items) if items.len() == count => self.items().keys(items, blocks.parent_hash)?,
+            Some(items) => {
+                let got = items.len();
+                let text = "block_mm_infos must have one entry for each of the";
+                return Err(invalid(format!("{text} {count} blocks, got {got}")));
+            }
+        };
+        let blocks = Blocks { extra_keys: keys.as_deref(), ..*blocks };
+        let encoded = blocks.encode(size, self.event_bytes_max)?;
+        self.items().remember(blocks.block_hashes, reached);
+        self.outbox.put(encoded.events)?;
+        let (fitting, dropped) = (encoded.blocks, count - encoded.blocks);
+        self.stored_blocks.fetch_add(fitting as u64, Ordering::Relaxed);
+        self.dropped_blocks.fetch_add(dropped as u64, Ordering::Relaxed);
+        let odd = blocks.sizes.and_then(|sizes| sizes.get(fitting));
+        Ok(odd.map(|odd| {
+            format!(
+                "num_block_tokens[{fitting}] is {odd} and kv_block_size {size}: dropped {dropped} blocks"
+            )
+        }))
+    }
+
+    /// Publishes removed blocks.
+    ///
+    /// # Errors
+    /// As [`Publisher::store`].
+    pub fn remove(&self, block_hashes: &[u64], medium: Option<&str>) -> Result<()> {
+        self.outbox.put(blocks::removed(block_hashes, medium, self.event_bytes_max)?)?;
+        self.removed_blocks.fetch_add(block_hashes.len() as u64, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Publishes that the cache is empty.
+    ///
+    /// # Errors
+    /// `Closed` after the end.
+    pub fn clear(&self) -> Result<()> {
+        self.items().clear();
+        self.outbox.put(vec![wire::cleared(Era::Tagged)])
+    }
+
+    /// Counters and gauges.
+    pub fn stats(&self) -> Stats {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        Stats {
+            stored_blocks: read(&self.stored_blocks),
+            removed_blocks: read(&self.removed_blocks),
+            dropped_blocks: read(&self.dropped_blocks),
+            open_item_blocks: self.items().len() as u64,
+            outbox: self.outbox.counts(),
+        }
+    }
+
+    fn items(&self) -> MutexGuard<'_, ItemPlaces> {
+        self.items.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,353 @@
+//! What a publisher does before its sockets: check, encode, number, keep for replay.
+
+use std::time::{Duration, Instant};
+
+use kvflash_core::error::Error;
+use kvflash_publish::blocks::Blocks;
+use kvflash_publish::items::Part;
+use kvflash_publish::outbox::Settings;
+use kvflash_publish::publisher::Publisher;
+use kvflash_publish::replay::Request;
+use kvflash_publish::wire::{self, Era, Key, Stored};
+use pyo3::prelude::*;
+use pyo3::types::{IntoPyDict, PyBool, PyBytes, PyDict, PyString};
+
+use super::buffer::{hashes, tokens};
+use super::error::raise;
+use super::kv_indexer::one_hash;
+
+/// Number, or the mark of the end, and payload.
+type Batch = (u64, Py<PyBytes>);
+
+fn failed(py: Python<'_>, error: kvflash_publish::Error) -> PyErr {
+    let error = match error {
+        kvflash_publish::Error::InvalidArgument(text) => Error::invalid(text),
+        kvflash_publish::Error::Io(text) => Error::Config(text),
+        kvflash_publish::Error::Closed(text) => Error::Closed(text.to_owned()),
+    };
+    raise(py, &error)
+}
+
+fn refused(field: &str, must: &str, value: &Bound<'_, PyAny>) -> PyErr {
+    let shown = value.repr().map_or_else(|_| "?".to_owned(), |text| text.to_string());
+    raise(value.py(), &Error::invalid(format!("{field} must be {must}, got {shown}")))
+}
+
+/// A name; "" is none.
+fn name(field: &str, value: Option<&Bound<'_, PyAny>>) -> PyResult<Option<String>> {
+    let Some(value) = value else { return Ok(None) };
+    let text = value.cast::<PyString>().map_err(|_| refused(field, "text", value))?;
+    Ok(Some(text.to_string()).filter(|text| !text.is_empty()))
+}
+
+/// An engine's number of a LoRA adapter; 0 is none.
+fn lora_number(value: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
+    let Some(value) = value else { return Ok(0) };
+    let number = value.extract().ok().filter(|_| !value.is_instance_of::<PyBool>());
+    number.ok_or_else(|| refused("lora_id", "in 0..9223372036854775807", value))
+}
+
+#[derive(FromPyObject)]
+struct MediaInfo<'py> {
+    #[pyo3(item)]
+    mm_objects: Vec<Bound<'py, PyAny>>,
+}
+
+#[derive(FromPyObject)]
+struct MediaObject {
+    #[pyo3(item)]
+    mm_hash: u64,
+    #[pyo3(item, default)]
+    offsets: Option<Vec<[i64; 2]>>,
+}
+
+/// The parts of a block that items take.
+fn media(block: usize, info: &Bound<'_, PyAny>, block_size: u32) -> PyResult<Vec<Part>> {
+    let mut parts = Vec::new();
+    if !info.is_truthy()? {
+        return Ok(parts);
+    }
+    let wanted =
+        "None or {\"mm_objects\": [{\"mm_hash\": u64, \"offsets\": [[start, end], ...]}, ...]}";
+    let refuse = || refused(&format!("block_mm_infos[{block}]"), wanted, info);
+    let objects = info.extract::<MediaInfo<'_>>().map_err(|_| refuse())?.mm_objects;
+    for (item, object) in objects.iter().enumerate() {
+        let MediaObject { mm_hash: hash, offsets } = object.extract().map_err(|_| refuse())?;
+        // Without offsets the item is taken to fill the block.
+        let whole = vec![[0, i64::from(block_size)]];
+        let offsets = offsets.filter(|offsets| !offsets.is_empty()).unwrap_or(whole);
+        parts.extend(offsets.into_iter().map(|[start, end]| Part { item, hash, start, end }));
+    }
+    Ok(parts)
+}
+
+/// The events of one rank on their way to the sockets that Python has.
+#[pyclass(frozen, module = "kvflash._core")]
+pub(super) struct EventOutbox {
+    inner: Publisher,
+    block_size: u32,
+}
+
+#[pymethods]
+impl EventOutbox {
+    #[new]
+    #[pyo3(signature = (
+        block_size, *, dp_rank=None, tick_s=0.001, event_bytes_max=8 << 20, batch_bytes_max=1 << 20,
+        pending_bytes_max=16 << 20, ring_batches=10_000, ring_bytes=64 << 20
+    ))]
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        py: Python<'_>,
+        block_size: u32,
+        dp_rank: Option<u32>,
+        tick_s: f64,
+        event_bytes_max: usize,
+        batch_bytes_max: usize,
+        pending_bytes_max: usize,
+        ring_batches: usize,
+        ring_bytes: usize,
+    ) -> PyResult<Self> {
+        let tick = Duration::try_from_secs_f64(tick_s)
+            .map_err(|error| raise(py, &Error::invalid(format!("tick_s: {error}"))))?;
+        let settings = Settings {
+            dp_rank,
+            tick,
+            batch_bytes_max,
+            pending_bytes_max,
+            ring_batches,
+            ring_bytes,
+        };
+        let inner = Publisher::new(block_size, event_bytes_max, settings);
+        inner.map(|inner| Self { inner, block_size }).map_err(|error| failed(py, error))
+    }
+
+    #[pyo3(signature = (
+        token_ids, num_block_tokens, block_hashes, lora_id=None, parent_hash=None,
+        block_mm_infos=None, *, lora_name=None, cache_salt=None, medium=None
+    ))]
+    #[allow(clippy::too_many_arguments)]
+    fn store(
+        &self,
+        py: Python<'_>,
+        token_ids: &Bound<'_, PyAny>,
+        num_block_tokens: &Bound<'_, PyAny>,
+        block_hashes: &Bound<'_, PyAny>,
+        lora_id: Option<&Bound<'_, PyAny>>,
+        parent_hash: Option<&Bound<'_, PyAny>>,
+        block_mm_infos: Option<&Bound<'_, PyAny>>,
+        lora_name: Option<&Bound<'_, PyAny>>,
+        cache_salt: Option<&Bound<'_, PyAny>>,
+        medium: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Option<String>> {
+        let block_hashes = hashes("block_hashes", block_hashes)?;
+        let sizes = tokens("num_block_tokens", num_block_tokens)?;
+        let sizes: Vec<usize> = sizes.as_slice().iter().map(|&size| size as usize).collect();
+        let token_ids = tokens("token_ids", token_ids)?;
+        let parent_hash = parent_hash.map(|name| one_hash(py, name)).transpose()?;
+        let items = match block_mm_infos {
+            None => None,
+            Some(infos) => {
+                let each =
+                    infos.try_iter().map_err(|_| refused("block_mm_infos", "a list", infos))?;
+                let each = each.enumerate();
+                let parts = each.map(|(block, info)| media(block, &info?, self.block_size));
+                Some(parts.collect::<PyResult<Vec<_>>>()?)
+            }
+        };
+        let (lora_name, cache_salt, medium) = (
+            name("lora_name", lora_name)?,
+            name("cache_salt", cache_salt)?,
+            name("medium", medium)?,
+        );
+        let lora_id = lora_number(lora_id)?;
+        let (token_ids, block_hashes) = (&token_ids.as_slice()[..], block_hashes.as_slice());
+        py.detach(|| {
+            let blocks = Blocks {
+                token_ids,
+                sizes: Some(&sizes),
+                block_hashes,
+                parent_hash,
+                lora_id,
+                lora_name: lora_name.as_deref(),
+                cache_salt: cache_salt.as_deref(),
+                medium: medium.as_deref(),
+                extra_keys: None,
+            };
+            self.inner.store(&blocks, items.as_deref())
+        })
+        .map_err(|error| failed(py, error))
+    }
+
+    #[pyo3(signature = (block_hashes, *, medium=None))]
+    fn remove(
+        &self,
+        py: Python<'_>,
+        block_hashes: &Bound<'_, PyAny>,
+        medium: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let (block_hashes, medium) =
+            (hashes("block_hashes", block_hashes)?, name("medium", medium)?);
+        let block_hashes = block_hashes.as_slice();
+        py.detach(|| self.inner.remove(block_hashes, medium.as_deref()))
+            .map_err(|error| failed(py, error))
+    }
+
+    fn clear(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.inner.clear()).map_err(|error| failed(py, error))
+    }
+
+    fn put(&self, py: Python<'_>, events: Vec<Vec<u8>>) -> PyResult<()> {
+        py.detach(|| self.inner.outbox.put(events)).map_err(|error| failed(py, error))
+    }
+
+    fn put_batch(&self, py: Python<'_>, events: Vec<Vec<u8>>) -> PyResult<()> {
+        py.detach(|| self.inner.outbox.put_batch(&events)).map_err(|error| failed(py, error))
+    }
+
+    fn flush(&self, py: Python<'_>, timeout_s: f64) -> PyResult<bool> {
+        let timeout = Duration::try_from_secs_f64(timeout_s.max(0.0)).unwrap_or(Duration::MAX);
+        let timeout = timeout.min(Duration::from_secs(86_400));
+        let left = py.detach(|| self.inner.outbox.flush(timeout));
+        left.map(|left| left == 0).map_err(|error| failed(py, error))
+    }
+
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.inner.outbox.close()).map_err(|error| failed(py, error))
+    }
+
+    fn fileno(&self) -> i32 {
+        self.inner.outbox.descriptor()
+    }
+
+    fn wait_ms(&self) -> Option<u64> {
+        let wait = self.inner.outbox.wait(Instant::now())?;
+        // Rounded up: zero would mean not to wait at all.
+        Some(wait.as_micros().div_ceil(1_000) as u64)
+    }
+
+    fn take(&self, py: Python<'_>) -> Option<Batch> {
+        let (number, payload) = py.detach(|| self.inner.outbox.take(Instant::now()))?;
+        Some((number, PyBytes::new(py, &payload).unbind()))
+    }
+
+    fn ask(&self, frames: Vec<Vec<u8>>) -> bool {
+        self.inner.outbox.ask(&frames) != Request::Malformed
+    }
+
+    fn replies(&self, py: Python<'_>) -> Vec<[Py<PyBytes>; 3]> {
+        let bytes = |bytes: &[u8]| PyBytes::new(py, bytes).unbind();
+        let replies = self.inner.outbox.replies();
+        let frames = replies.iter().map(|reply| {
+            let [client, _, _, number, payload] = reply.frames(b"");
+            [bytes(client), bytes(number), bytes(payload)]
+        });
+        frames.collect()
+    }
+
+    fn is_over(&self) -> bool {
+        self.inner.outbox.is_over()
+    }
+
+    fn end(&self, py: Python<'_>) {
+        py.detach(|| self.inner.outbox.end());
+    }
+
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = self.inner.stats();
+        let out = stats.outbox;
+        [
+            ("stored_blocks_total", stats.stored_blocks),
+            ("removed_blocks_total", stats.removed_blocks),
+            ("dropped_blocks_total", stats.dropped_blocks),
+            ("open_item_blocks", stats.open_item_blocks),
+            ("events_total", out.events),
+            ("batches_total", out.batches),
+            ("pending_events", out.pending_events),
+            ("pending_bytes", out.pending_bytes),
+            ("ring_batches", out.ring_batches),
+            ("ring_bytes", out.ring_bytes),
+            ("replays_total", out.replays),
+            ("replays_refused_total", out.replays_refused),
+        ]
+        .into_py_dict(py)
+    }
+}
+
+fn era(py: Python<'_>, name: &str) -> PyResult<Era> {
+    match name {
+        "tagged" => Ok(Era::Tagged),
+        "positional" => Ok(Era::Positional),
+        _ => {
+            let text = format!("era must be tagged or positional, got {name:?}");
+            Err(raise(py, &Error::invalid(text)))
+        }
+    }
+}
+
+#[pyfunction]
+#[pyo3(signature = (
+    block_hashes, token_ids, *, block_size, parent_hash=None, medium=None, lora_id=None,
+    lora_name=None, extra_keys=None, era="tagged"
+))]
+#[allow(clippy::too_many_arguments)]
+pub(super) fn encode_stored(
+    py: Python<'_>,
+    block_hashes: &Bound<'_, PyAny>,
+    token_ids: &Bound<'_, PyAny>,
+    block_size: u32,
+    parent_hash: Option<u64>,
+    medium: Option<&str>,
+    lora_id: Option<u64>,
+    lora_name: Option<&str>,
+    extra_keys: Option<Vec<Option<Vec<String>>>>,
+    era: &str,
+) -> PyResult<Py<PyBytes>> {
+    let block = |keys: Option<Vec<String>>| {
+        keys.map(|keys| keys.into_iter().map(Key::Name).collect::<Vec<_>>())
+    };
+    let keys = extra_keys.map(|keys| keys.into_iter().map(block).collect::<Vec<_>>());
+    let block_hashes = hashes("block_hashes", block_hashes)?;
+    let token_ids = tokens("token_ids", token_ids)?;
+    let event = Stored {
+        block_hashes: block_hashes.as_slice(),
+        parent_hash,
+        token_ids: &token_ids.as_slice(),
+        block_size,
+        lora_id,
+        medium,
+        lora_name,
+        cache_salt: None,
+        extra_keys: keys.as_deref(),
+    };
+    Ok(PyBytes::new(py, &wire::stored(self::era(py, era)?, &event)).unbind())
+}
+
+#[pyfunction]
+#[pyo3(signature = (block_hashes, medium=None, *, era="tagged"))]
+pub(super) fn encode_removed(
+    py: Python<'_>,
+    block_hashes: &Bound<'_, PyAny>,
+    medium: Option<&str>,
+    era: &str,
+) -> PyResult<Py<PyBytes>> {
+    let block_hashes = hashes("block_hashes", block_hashes)?;
+    let event = wire::removed(self::era(py, era)?, block_hashes.as_slice(), medium);
+    Ok(PyBytes::new(py, &event).unbind())
+}
+
+#[pyfunction]
+#[pyo3(signature = (*, era="tagged"))]
+pub(super) fn encode_cleared(py: Python<'_>, era: &str) -> PyResult<Py<PyBytes>> {
+    Ok(PyBytes::new(py, &wire::cleared(self::era(py, era)?)).unbind())
+}
+
+#[pyfunction]
+#[pyo3(signature = (events, *, timestamp_s, dp_rank))]
+pub(super) fn encode_batch(
+    py: Python<'_>,
+    events: Vec<Vec<u8>>,
+    timestamp_s: f64,
+    dp_rank: Option<u32>,
+) -> Py<PyBytes> {
+    PyBytes::new(py, &wire::batch(&events, timestamp_s, dp_rank)).unbind()
+}
