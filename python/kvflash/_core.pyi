@@ -1112,12 +1112,8 @@ class RouterBooking:
     def touch(self) -> None:
         """Something came: the request is alive."""
 
-    def output_block(self, fraction: float) -> None:
-        """One more block was generated; ``fraction`` of the output is still expected.
-
-        Raises:
-            InvalidArgumentError: The fraction is not in 0..=1.
-        """
+    def generated(self, tokens: int) -> None:
+        """So many tokens were generated up to now; counts their blocks where these count."""
 
     def cached(self, tokens: int) -> None:
         """The engine says how many tokens of the prompt it reused; for :meth:`RouterCore.why`."""
@@ -1135,6 +1131,42 @@ class RouterBooking:
         """Give the load back; ``is_complete``: its answer came to its end."""
 
 @final
+class Decider:
+    """Books requests for an event loop: at once, or when a worker has room to prefill.
+
+    ``options`` are those of :class:`RouterCore`, and ``model_name`` where a router serves several.
+    """
+
+    def query(
+        self, token_ids: _Integers, options: dict[str, Any] | None = None
+    ) -> tuple[int, int, int, int]:
+        """Which worker would be selected now; see :meth:`RouterCore.query`."""
+
+    def enter(
+        self,
+        token_ids: _Integers,
+        options: dict[str, Any] | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> RouterBooking | RouterWait:
+        """Book a request as :meth:`RouterCore.book` does.
+
+        Returns:
+            A place in the line, with ``router_queue_threshold`` and where every worker that may
+            take the request has more to prefill than that.
+
+        Raises:
+            OverloadedError: As many wait as may, too.
+        """
+
+    @property
+    def wake_fd(self) -> int:
+        """A socket, readable while :meth:`called` has something."""
+
+    def called(self) -> list[int]:
+        """Numbers of those in the line whose turn it is to try; each call of one is told once."""
+
+@final
 class RouterWait:
     """A request in the line of those that no worker has room to prefill.
 
@@ -1143,7 +1175,7 @@ class RouterWait:
 
     @property
     def number(self) -> int:
-        """What :meth:`RouterCore.called` names it by."""
+        """What :meth:`Decider.called` names it by."""
 
     def try_again(self) -> RouterBooking | None:
         """Book it where there is room by now; to be called when it is called.
@@ -1259,8 +1291,12 @@ class Router:
             ConfigError: The address can't be bound.
         """
 
-    def call(self, method: str, path: str, body: Buffer) -> tuple[int, bytes]:
-        """Ask a route without HTTP between: the status, and the answer as JSON.
+    @property
+    def decider(self) -> Decider:
+        """The same decisions for an event loop of this process; a new one each time."""
+
+    def call(self, method: str, path: str, body: Buffer) -> bytes:
+        """Ask a route without HTTP between: the answer as JSON.
 
         Works before the start, too, and until the stop. Releases the GIL; blocks as long as the
         route takes, with a remote indexer up to its deadline.
@@ -1271,7 +1307,8 @@ class Router:
             body: JSON; empty for none.
 
         Raises:
-            InvalidArgumentError: No method or no path.
+            InvalidArgumentError: No method or no path, or what HTTP answers with 400.
+            KvflashError: What HTTP answers with another status, by its cause.
             ClosedError: It is stopped.
         """
 
@@ -1415,6 +1452,7 @@ class RouterCore:
         router_queue_limit: int = 1_024,
         router_queue_timeout_s: float = 60.0,
         router_queue_batched_tokens: int = 10_000_000,
+        track_output_blocks: bool = False,
     ) -> RouterCore: ...
     @property
     def bookings(self) -> Bookings:
@@ -1537,29 +1575,9 @@ class RouterCore:
     ) -> RouterBooking:
         """As :meth:`query`, and book it; ``request_id`` is its name for :meth:`why` only."""
 
-    def enter(
-        self,
-        token_ids: _Integers,
-        options: dict[str, Any] | None = None,
-        *,
-        request_id: str | None = None,
-    ) -> RouterBooking | RouterWait:
-        """As :meth:`book`, for those who can wait.
-
-        Returns:
-            A place in the line, with ``router_queue_threshold`` and where every worker that may
-            take the request has more to prefill than that.
-
-        Raises:
-            OverloadedError: As many wait as may, too.
-        """
-
     @property
-    def wake_fd(self) -> int | None:
-        """A socket, readable while :meth:`called` has something; None without a threshold."""
-
-    def called(self) -> list[int]:
-        """Numbers of those in the line whose turn it is to try; each call of one is told once."""
+    def decider(self) -> Decider:
+        """What books requests for an event loop; a new one each time."""
 
     def queue_stats(self) -> dict[str, int]:
         """Who waits, ``pending`` and ``pending_isl_tokens``, and what became of the others.

@@ -7,18 +7,9 @@ import json
 from types import TracebackType
 from typing import Any
 
-from kvflash._core import Router
+from kvflash._core import Decider, Router
 from kvflash.discovery import open_discovery
-from kvflash.errors import (
-    AllBusyError,
-    ConfigError,
-    ConflictError,
-    InvalidArgumentError,
-    KvflashError,
-    NotFoundError,
-    NoWorkerError,
-    OverloadedError,
-)
+from kvflash.errors import ConfigError, KvflashError
 from kvflash.policy import PREFIX, AskedPolicy, Policy, load
 from kvflash.process import FedService
 from kvflash.router.args import RouterArgs, WorkerSpec
@@ -27,19 +18,6 @@ from kvflash.router.registered import RegisteredWorkers
 from kvflash.routing.cluster import Cluster
 
 __all__ = ["RouterService"]
-
-# Reservations that wait on the request plane, each in a thread that sleeps.
-WAITING_THREADS_MAX = 2_048
-
-_ERRORS: dict[int, type[KvflashError]] = {
-    400: InvalidArgumentError,
-    404: NotFoundError,
-    409: ConflictError,
-    422: InvalidArgumentError,
-    429: OverloadedError,
-    503: NoWorkerError,
-}
-
 
 class RouterService:
     """The standalone router as an object; ``python -m kvflash.router`` is one of these.
@@ -103,19 +81,15 @@ class RouterService:
             make_receiver=self._cluster.make_receiver,
             is_encrypted=args.tls_cert_path is not None,
         )
+        #: Time for which a request waits for a worker with room, seconds.
+        self.queue_timeout_s = args.router_queue_timeout
+        #: Whether a decision may wait for somebody else: a remote indexer, or a policy in Python.
+        self.is_slow = args.use_remote_indexer is not None or self._policy is not None
         self._endpoint: EndpointThread | None = None
         if args.endpoint is not None:
             self._endpoint = EndpointThread(
                 self, args.endpoint, model_name=args.model_name, cluster=self._cluster
             )
-        #: Whether a call may take as long as somebody else takes to answer, or until there is room.
-        self.may_wait = (
-            args.use_remote_indexer is not None
-            or self._policy is not None
-            or args.router_queue_threshold is not None
-        )
-        # One more than may wait: the line refuses it, not a lack of threads.
-        self.waiting_max = min(args.router_queue_limit, WAITING_THREADS_MAX) + 16
 
     @property
     def port(self) -> int:
@@ -134,6 +108,11 @@ class RouterService:
             ClosedError: Not started yet.
         """
         return self._service.url
+
+    @property
+    def decider(self) -> Decider:
+        """What books requests in this process, for an event loop of the caller's."""
+        return self._core.decider
 
     def start(self) -> RouterService:
         """Serve HTTP and receive events in the background.
@@ -207,17 +186,8 @@ class RouterService:
             InvalidArgumentError, NotFoundError, ConflictError, OverloadedError, NoWorkerError,
             AllBusyError: What HTTP answers with 400, 404, 409, 429 and 503.
         """
-        status, answer = self._core.call(
-            method, path, b"" if body is None else json.dumps(body).encode()
-        )
-        parsed = json.loads(answer)
-        if status < 400:
-            return parsed
-        message = str(parsed.get("error", parsed))
-        kind = _ERRORS.get(status, KvflashError)
-        if message.startswith("Service temporarily unavailable"):
-            kind = AllBusyError
-        raise kind(message)
+        sent = b"" if body is None else json.dumps(body).encode()
+        return json.loads(self._core.call(method, path, sent))
 
 
 def _numbered(workers: tuple[WorkerSpec, ...]) -> list[WorkerSpec]:

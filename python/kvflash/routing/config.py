@@ -312,6 +312,7 @@ class KvRouterConfig:
             temperature=self.router_temperature,
             use_kv_events=self.use_kv_events,
             track_active_blocks=self.router_track_active_blocks,
+            track_output_blocks=self.router_track_output_blocks,
             assume_kv_reuse=self.router_assume_kv_reuse,
             track_prefill_tokens=self.router_track_prefill_tokens,
             active_request_expiry_s=self.active_request_expiry_secs,

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from typing import Any
 
-from kvflash._core import RouterBooking, RouterCore
+from kvflash._core import Decider, RouterBooking
 from kvflash.errors import ClosedError
 
 __all__ = ["WaitingLine"]
 
 
 class WaitingLine:
-    """Where the requests of one core wait; who is next is the core's business.
+    """Where requests wait for a worker with room; who is next is the core's business.
 
     Args:
-        core: Books requests, or has them wait where it has a queue threshold.
+        decider: Books requests, or has them wait where there is a queue threshold.
         timeout_s: Time for which one waits.
+        is_slow: Whether a decision may wait for somebody else, so that threads make it.
     """
 
-    def __init__(self, core: RouterCore, timeout_s: float) -> None:
-        self._core = core
+    def __init__(self, decider: Decider, timeout_s: float, *, is_slow: bool = False) -> None:
+        self._decider = decider
         self._timeout_s = timeout_s
+        self._is_slow = is_slow
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._watched: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
@@ -40,7 +43,9 @@ class WaitingLine:
             ClosedError: The line was closed.
             KvflashError: What else the core says, also while it waits.
         """
-        entered = self._core.enter(token_ids, options, request_id=request_id)
+        enter = functools.partial(self._decider.enter, token_ids, options, request_id=request_id)
+        # A booking that is made when nobody waits for it any more goes with its object.
+        entered = await asyncio.to_thread(enter) if self._is_slow else enter()
         if isinstance(entered, RouterBooking):
             return entered
         loop = asyncio.get_running_loop()
@@ -74,20 +79,16 @@ class WaitingLine:
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._watched is None:
-            fd = self._core.wake_fd
-            assert fd is not None, "only a core with a line lets requests wait"
-            loop.add_reader(fd, self._call)
+            loop.add_reader(self._decider.wake_fd, self._call)
             self._watched = loop
 
     def _unwatch(self) -> None:
         if self._watched is not None:
-            fd = self._core.wake_fd
-            assert fd is not None
-            self._watched.remove_reader(fd)
+            self._watched.remove_reader(self._decider.wake_fd)
             self._watched = None
 
     def _call(self) -> None:
-        for number in self._core.called():
+        for number in self._decider.called():
             called = self._waiting.get(number)
             if called is not None and not called.done():
                 called.set_result(None)

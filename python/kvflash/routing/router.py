@@ -9,21 +9,20 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from kvflash._core import RouterBooking, RouterCore
-from kvflash.errors import ClosedError, InvalidArgumentError, KvflashError, NoWorkerError
+from kvflash._core import RouterCore
+from kvflash.errors import ClosedError, InvalidArgumentError, KvflashError
 from kvflash.routing.choice import BestWorker
 from kvflash.routing.cluster import Cluster
 from kvflash.routing.config import KvRouterConfig, override_options
 from kvflash.routing.feed import Feed
 from kvflash.routing.line import WaitingLine
-from kvflash.routing.stream import RETRIED, RoutedStream, untried
+from kvflash.routing.stream import RoutedStream, Sender
 from kvflash.routing.workers import Workers
-from kvflash.runtime import Endpoint, Stream
+from kvflash.runtime import Endpoint
 
 __all__ = ["KvPushRouter"]
 
 SYNC_TIMEOUT_S = 10.0
-ATTEMPTS_MAX = 5
 # What of a whole request is the router's business alone.
 _ROUTING = (
     *("allowed_worker_ids", "user", "session_key", "lora_path", "mm", "embeds"),
@@ -59,7 +58,6 @@ class KvPushRouter:
         self.config = kv_router_config or KvRouterConfig()
         self._policy = self.config.make_policy()
         self._core = self.config.make_core(block_size, policy=self._policy)
-        self._line = WaitingLine(self._core, self.config.router_queue_timeout)
         self._client = endpoint.client()
         self._discovery = endpoint.runtime.discovery
         self._flags = self.config.cluster_flags()
@@ -67,6 +65,7 @@ class KvPushRouter:
         self._workers = Workers(
             self._core, self._discovery, endpoint.path, self._cluster, serve=self._serve
         )
+        self._line, self._sender = self._make_sender()
         self._feed: Feed | None = None
         self._starting: asyncio.Task[None] | None = None
         self._thresholds: dict[str, Any] | None = None
@@ -227,76 +226,16 @@ class KvPushRouter:
     ) -> RoutedStream:
         await self._started()
         name = request_id or secrets.token_hex(16)
-        tokens = request["token_ids"]
         options |= {"lora_name": request.get("lora_name"), "cache_salt": request.get("cache_salt")}
-        allowed = options["allowed_worker_ids"]
-        attempts_max = 1 if options["worker_id"] is not None else ATTEMPTS_MAX
+        if not options["expected_output_tokens"]:
+            limit = (request.get("stop_conditions") or {}).get("max_tokens")
+            is_limit = isinstance(limit, int) and limit > 0
+            options["expected_output_tokens"] = limit if is_limit else None
+        return await self._sender.send(request, options, name)
 
-        async def attempt(tried: set[int]) -> tuple[RouterBooking, Stream]:
-            failed: KvflashError | None = None
-            while True:
-                if options["worker_id"] is None:
-                    options["allowed_worker_ids"] = self._candidates(allowed, tried)
-                try:
-                    booking = await self._line.book(tokens, options, request_id=name)
-                except NoWorkerError:
-                    if failed is None:
-                        raise
-                    # There is nobody else: what went wrong is the reason.
-                    raise failed from None
-                try:
-                    tried.add(booking.worker_id)
-                    payload = request | {
-                        "dp_rank": booking.dp_rank,
-                        "estimated_prefix_hit_num_blocks": booking.overlap_blocks,
-                    }
-                    stream = await self._client.direct(payload, booking.worker_id, request_id=name)
-                except RETRIED as error:
-                    booking.free()
-                    if len(tried) >= attempts_max:
-                        raise
-                    failed = error
-                except BaseException:
-                    booking.free()
-                    raise
-                else:
-                    return booking, stream
-
-        tried: set[int] = set()
-        booking, stream = await attempt(tried)
-        return RoutedStream(
-            attempt,
-            booking,
-            stream,
-            tried=tried,
-            attempts_max=attempts_max,
-            on_tokens=self._output_counter(request, options["expected_output_tokens"]),
-        )
-
-    def _candidates(self, allowed: list[int] | None, tried: set[int]) -> list[int] | None:
-        """Who may take a request; None leaves it to the core."""
-        suspects = self._client.suspects()
-        if not tried and not suspects:
-            return allowed
-        return untried(self._workers.ids if allowed is None else allowed, tried, suspects)
-
-    def _output_counter(self, request: dict[str, Any], expected_tokens: int | None) -> Any:
-        """What counts generated blocks, where they are to be counted."""
-        if not self.config.router_track_output_blocks:
-            return lambda _booking, _count: None
-        limit = expected_tokens or (request.get("stop_conditions") or {}).get("max_tokens")
-        expected = limit if isinstance(limit, int) and limit > 0 else None
-        generated = 0
-
-        def count(booking: RouterBooking, tokens: int) -> None:
-            nonlocal generated
-            before = generated // self.block_size
-            generated += tokens
-            left = 1.0 if expected is None else max(0.0, 1.0 - generated / expected)
-            for _ in range(generated // self.block_size - before):
-                booking.output_block(left)
-
-        return count
+    def _make_sender(self) -> tuple[WaitingLine, Sender]:
+        line = WaitingLine(self._core.decider, self.config.router_queue_timeout)
+        return line, Sender(line, self._client, lambda: self._workers.ids)
 
     # -- questions, and accounts that the caller keeps
 
@@ -543,7 +482,7 @@ class KvPushRouter:
         """Begin. What comes over NATS is told by model: the core is made when that is known."""
         if model is not None:
             self._core = self.config.make_core(self.block_size, model[0], self._policy, model[1])
-            self._line = WaitingLine(self._core, self.config.router_queue_timeout)
+            self._line, self._sender = self._make_sender()
             self._cluster = self._make_cluster()
             if self._thresholds is not None:
                 self._core.set_busy_thresholds(**self._thresholds)

@@ -1,41 +1,136 @@
-"""An answer on its way from the worker that was chosen for it."""
+"""A request on its way to a worker, and its answer on the way back."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from kvflash._core import RouterBooking
 from kvflash.errors import (
     DrainingError,
+    KvflashError,
     NotFoundError,
     NoWorkerError,
     OverloadedError,
     TransportError,
 )
-from kvflash.runtime import Stream
+from kvflash.routing.line import WaitingLine
+from kvflash.runtime import Client, Stream
 
-__all__ = ["RETRIED", "RoutedStream", "untried"]
+__all__ = ["RoutedStream", "Sender"]
 
-#: Nothing has come yet, and another worker may do better.
+logger = logging.getLogger(__name__)
+
+ATTEMPTS_MAX = 5
+
+# Nothing has come yet, and another worker may do better.
 RETRIED = (TransportError, NotFoundError, OverloadedError, DrainingError)
 
 
-def untried(ids: Collection[int], tried: Collection[int], suspects: Collection[int]) -> list[int]:
-    """Of ``ids``, who may take a request; one that failed a moment ago when nobody else is left.
+class Sender:
+    """Chooses a worker for a request, books the request there and sends it.
 
-    Its load went with what it failed, so that it would look the cheapest.
+    Before its first item a request that fails goes to another worker, unless it was pinned; at most
+    ATTEMPTS_MAX have it. Afterwards never.
+
+    Args:
+        line: Books requests.
+        client: Reaches the workers.
+        worker_ids: Tells who the workers are.
     """
-    left = [i for i in ids if i not in tried]
-    return [i for i in left if i not in suspects] or left
+
+    def __init__(
+        self, line: WaitingLine, client: Client, worker_ids: Callable[[], Collection[int]]
+    ) -> None:
+        self._line, self._client, self._worker_ids = line, client, worker_ids
+
+    async def send(
+        self, request: Mapping[str, Any], options: dict[str, Any], name: str
+    ) -> RoutedStream:
+        """Send a request; its answer.
+
+        Args:
+            request: What the worker gets, but for its rank and the overlap that is expected.
+            options: What it asks of routing, as ``RouterCore`` takes it.
+            name: What its worker and the journal call it.
+
+        Raises:
+            NoWorkerError: No worker is there or allowed.
+            AllBusyError: All of these are busy, or none had room in time.
+            TransportError: None of those that were tried can be reached.
+        """
+        attempt = _Attempt(self, request, options, name)
+        booking, stream = await attempt.next()
+        return RoutedStream(attempt, booking, stream)
+
+    async def book(
+        self, tokens: Sequence[int], options: dict[str, Any], tried: set[int], name: str
+    ) -> RouterBooking:
+        """Book a request at a worker that was not tried yet."""
+        if options.get("worker_id") is None and (tried or self._client.suspects()):
+            allowed = options.get("allowed_worker_ids")
+            ids = self._worker_ids() if allowed is None else allowed
+            options = options | {"allowed_worker_ids": self._untried(ids, tried)}
+        return await self._line.book(tokens, options, request_id=name)
+
+    def _untried(self, ids: Collection[int], tried: set[int]) -> list[int]:
+        """Of ``ids``, who may take a request; one that failed just now when nobody else is left.
+
+        Its load went with what it failed, so that it would look the cheapest.
+        """
+        left, suspects = [i for i in ids if i not in tried], self._client.suspects()
+        return [i for i in left if i not in suspects] or left
+
+    async def direct(self, request: dict[str, Any], booking: RouterBooking, name: str) -> Stream:
+        """Send a request to the worker where it is booked."""
+        request["dp_rank"] = booking.dp_rank
+        request["estimated_prefix_hit_num_blocks"] = booking.overlap_blocks
+        return await self._client.direct(request, booking.worker_id, request_id=name)
 
 
-class Attempt(Protocol):
-    """Books a worker other than those that were tried, and sends the request there."""
+class _Attempt:
+    """One request on its way from worker to worker."""
 
-    def __call__(self, tried: set[int]) -> Awaitable[tuple[RouterBooking, Stream]]:
-        """The booking and the answer."""
+    def __init__(
+        self, sender: Sender, request: Mapping[str, Any], options: dict[str, Any], name: str
+    ) -> None:
+        self._sender, self._request, self._options, self._name = sender, request, options, name
+        self._left = 1 if options.get("worker_id") is not None else ATTEMPTS_MAX
+        self._tried: set[int] = set()
+
+    async def next(
+        self, failed: KvflashError | None = None
+    ) -> tuple[RouterBooking, Stream]:
+        """Its booking and answer at the next worker; ``failed`` is how the last one went.
+
+        Raises:
+            KvflashError: ``failed`` where nobody is left to be tried.
+        """
+        while True:
+            if failed is not None and self._left == 0:
+                raise failed
+            try:
+                booking = await self._sender.book(
+                    self._request["token_ids"], self._options, self._tried, self._name
+                )
+            except (NoWorkerError, NotFoundError):
+                if failed is None:
+                    raise
+                # There is nobody else: what went wrong is the reason.
+                raise failed from None
+            self._tried.add(booking.worker_id)
+            self._left -= 1
+            try:
+                return booking, await self._sender.direct({**self._request}, booking, self._name)
+            except RETRIED as error:
+                booking.free()
+                failed = error
+                logger.info("worker %d: %s", booking.worker_id, error)
+            except BaseException:
+                booking.free()
+                raise
 
 
 class RoutedStream:
@@ -51,22 +146,8 @@ class RoutedStream:
         overlap_blocks: Leading blocks of the prompt that it held.
     """
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        booking: RouterBooking,
-        stream: Stream,
-        *,
-        tried: set[int],
-        attempts_max: int,
-        on_tokens: Callable[[RouterBooking, int], None],
-    ) -> None:
-        self._attempt = attempt
-        self._booking = booking
-        self._stream = stream
-        self._tried = tried
-        self._attempts_max = attempts_max
-        self._on_tokens = on_tokens
+    def __init__(self, attempt: _Attempt, booking: RouterBooking, stream: Stream) -> None:
+        self._attempt, self._booking, self._stream = attempt, booking, stream
         self._is_started = False
         self._is_ended = False
         self._is_prefilled = False
@@ -110,14 +191,10 @@ class RoutedStream:
             try:
                 return await self._stream.__anext__()
             except RETRIED as failed:
-                if self._is_started or len(self._tried) >= self._attempts_max:
+                if self._is_started:
                     raise
                 self._booking.free()
-                try:
-                    self._booking, self._stream = await self._attempt(self._tried)
-                except NoWorkerError:
-                    # There is nobody else: what went wrong is the reason.
-                    raise failed from None
+                self._booking, self._stream = await self._attempt.next(failed)
 
     def _note(self, item: Any) -> None:
         self._booking.touch()
@@ -129,7 +206,6 @@ class RoutedStream:
             self._is_prefilled = True
             self._booking.first_token()
         if tokens:
-            self._on_tokens(self._booking, len(tokens))
             self._generated += len(tokens)
         usage = item.get("completion_usage")
         details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
@@ -138,9 +214,9 @@ class RoutedStream:
             self._booking.cached(cached)
             self._booking.used(cached_tokens=cached)
         generated = usage.get("completion_tokens") if isinstance(usage, dict) else None
-        if isinstance(generated, int) and generated > self._generated:
-            self._on_tokens(self._booking, generated - self._generated)
-            self._generated = generated
+        if isinstance(generated, int):
+            self._generated = max(self._generated, generated)
+        self._booking.generated(self._generated)
         prompt = usage.get("prompt_tokens") if isinstance(usage, dict) else None
         if isinstance(prompt, int) and prompt >= 0:
             self._booking.used(input_tokens=prompt)

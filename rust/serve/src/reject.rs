@@ -16,12 +16,14 @@ pub struct Reject {
     pub param: Option<&'static str>,
     /// Seconds after which trying again makes sense.
     pub retry_after_s: Option<u32>,
+    /// The error that it stands for; callers in process get it instead of a status.
+    pub cause: Option<Error>,
 }
 
 impl Reject {
     /// A refusal with this status.
     pub fn new(status: StatusCode, message: impl Into<String>) -> Self {
-        Self { status, message: message.into(), param: None, retry_after_s: None }
+        Self { status, message: message.into(), param: None, retry_after_s: None, cause: None }
     }
 
     /// 400: the request is wrong.
@@ -60,6 +62,20 @@ impl Reject {
         })
     }
 
+    /// What an answer of these routes refuses, by its cause; `None` for one that refuses nothing.
+    pub fn of(response: &Response) -> Option<Error> {
+        response.extensions().get::<Self>().map(|reject| {
+            let message = reject.message.clone();
+            let of_status = || match reject.status.as_u16() {
+                404 | 405 => Error::NotFound(message),
+                409 => Error::Conflict(message),
+                400..=499 => Error::InvalidArgument(message),
+                _ => Error::Transport(message),
+            };
+            reject.cause.clone().unwrap_or_else(of_status)
+        })
+    }
+
     fn kind(&self) -> &'static str {
         match self.status.as_u16() {
             404 => "not_found_error",
@@ -78,6 +94,7 @@ impl Reject {
         if let Some(seconds) = self.retry_after_s {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
+        response.extensions_mut().insert(self);
         response
     }
 }
@@ -95,8 +112,6 @@ impl From<Error> for Reject {
             Error::Transport(_) => (StatusCode::BAD_GATEWAY, None),
             Error::Config(_) => (StatusCode::INTERNAL_SERVER_ERROR, None),
         };
-        let mut reject = Self::new(status, error.to_string());
-        reject.retry_after_s = retry_after_s;
-        reject
+        Self { retry_after_s, cause: Some(error.clone()), ..Self::new(status, error.to_string()) }
     }
 }

@@ -4,6 +4,7 @@ mod approx_kv_indexer;
 mod bookings;
 mod buffer;
 mod catalog;
+mod decider;
 mod error;
 mod event_outbox;
 mod frontend;
@@ -23,7 +24,6 @@ mod router;
 mod router_ask;
 mod router_booking;
 mod router_core;
-mod router_wait;
 mod select;
 mod service;
 mod snapshot;
@@ -40,6 +40,8 @@ mod _core {
     use super::bookings::Bookings;
     #[pymodule_export]
     use super::catalog::{Catalog, CatalogDump};
+    #[pymodule_export]
+    use super::decider::{Decider, RouterWait};
     #[pymodule_export]
     use super::event_outbox::{
         EventOutbox, encode_batch, encode_cleared, encode_removed, encode_stored,
@@ -74,8 +76,6 @@ mod _core {
     use super::router_booking::RouterBooking;
     #[pymodule_export]
     use super::router_core::RouterCore;
-    #[pymodule_export]
-    use super::router_wait::RouterWait;
     #[pymodule_export]
     use super::tokenizer::Tokenizer;
     #[pymodule_export]

@@ -11,15 +11,16 @@ use hyper_util::service::TowerToHyperService;
 use kvflash_core::catalog;
 use kvflash_core::clock::SystemClock;
 use kvflash_core::error::Error;
-use kvflash_core::select::SelectorConfig;
+use kvflash_core::select::{self, Selection, SelectorConfig};
 use kvflash_serve::router::{RouterApp, RouterOptions};
-use kvflash_serve::{RemoteIndexerOptions, Shutdown, Tls};
+use kvflash_serve::{Reject, RemoteIndexerOptions, Shutdown, Tls};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use super::bookings::Bookings;
 use super::buffer::Bytes;
 use super::catalog::Catalog;
+use super::decider::{Decider, Decisions, Desk};
 use super::error::{OrRaise, raise};
 use super::indexer::seconds;
 use super::select::Routing;
@@ -30,7 +31,39 @@ use super::service::Service;
 pub(super) struct Router {
     catalog: Arc<catalog::Catalog>,
     app: RouterApp,
-    service: Service,
+    service: Arc<Service>,
+}
+
+/// The same decisions without HTTP.
+struct InProcess {
+    app: RouterApp,
+    service: Arc<Service>,
+}
+
+impl Decisions for InProcess {
+    fn find(&self, model: Option<&str>, pinned: Option<u64>) -> Result<Desk, Error> {
+        let (selector, queue) = self.app.find(model, pinned)?;
+        Ok(Desk { selector, queue })
+    }
+
+    fn look_up(&self, desk: &Desk, request: &mut select::Request) {
+        if self.app.is_remote() && !self.service.shutdown.is_stopped() {
+            self.service.block_on(self.app.look_up(&desk.selector, request));
+        }
+    }
+
+    fn note(
+        &self,
+        request: &select::Request,
+        is_booked: bool,
+        outcome: Result<&Selection, &Error>,
+    ) {
+        self.app.note(request, is_booked, outcome);
+    }
+
+    fn is_slow(&self) -> bool {
+        self.app.is_slow()
+    }
 }
 
 #[pymethods]
@@ -109,7 +142,7 @@ impl Router {
         py.detach(|| {
             let app = RouterApp::new(options, Arc::clone(&catalog), clock)?;
             let service = Service::new(threads, Shutdown::default(), drain)?.over(tls);
-            Ok(Self { catalog, app, service })
+            Ok(Self { catalog, app, service: Arc::new(service) })
         })
         .or_raise(py)
     }
@@ -123,6 +156,12 @@ impl Router {
     fn bookings(&self) -> Bookings {
         let app = self.app.clone();
         Bookings::new(app.outbox(), Box::new(move |call| app.any_selector(call)))
+    }
+
+    #[getter]
+    fn decider(&self, py: Python<'_>) -> PyResult<Decider> {
+        let decisions = InProcess { app: self.app.clone(), service: Arc::clone(&self.service) };
+        Decider::new(Arc::new(decisions)).or_raise(py)
     }
 
     fn set_more_metrics(&self, text: String) {
@@ -163,40 +202,38 @@ impl Router {
         method: &str,
         path: &str,
         body: &Bound<'_, PyAny>,
-    ) -> PyResult<(u16, Py<PyBytes>)> {
+    ) -> PyResult<Py<PyBytes>> {
         if self.service.shutdown.is_stopped() {
             return Err(raise(py, &Error::Closed("the router is stopped".to_owned())));
         }
         let body = Bytes::of(body.clone())?;
         let bytes = bytes::Bytes::copy_from_slice(body.as_slice());
-        let (status, answer) = py
-            .detach(|| {
-                let request = Request::builder()
-                    .method(method)
-                    .uri(path)
-                    .header(header::CONTENT_TYPE, "application/json")
-                    .body(Body::from(bytes))
-                    .map_err(|error| Error::invalid(format!("{method} {path}: {error}")))?;
-                let routes = TowerToHyperService::new(self.app.router());
-                let stopped = self.service.shutdown.clone();
-                self.service.block_on(async move {
-                    let response = tokio::select! {
-                        biased;
-                        // First: one that waits for room must not look at its timers, which end with
-                        // the runtime.
-                        () = stopped.wait() => {
-                            return Err(Error::Closed("the router is stopped".to_owned()));
-                        }
-                        Ok(response) = routes.call(request) => response,
-                    };
-                    let status = response.status().as_u16();
-                    let body = response.into_body().collect().await;
-                    body.map(|body| (status, body.to_bytes()))
-                        .map_err(|error| Error::Closed(error.to_string()))
-                })
+        let answer = py.detach(|| {
+            let request = Request::builder()
+                .method(method)
+                .uri(path)
+                .header(header::CONTENT_TYPE, "application/json")
+                .body(Body::from(bytes))
+                .map_err(|error| Error::invalid(format!("{method} {path}: {error}")))?;
+            let routes = TowerToHyperService::new(self.app.router());
+            let stopped = self.service.shutdown.clone();
+            self.service.block_on(async move {
+                let response = tokio::select! {
+                    biased;
+                    // First: one that waits for room must not look at its timers, which end with
+                    // the runtime.
+                    () = stopped.wait() => {
+                        return Err(Error::Closed("the router is stopped".to_owned()));
+                    }
+                    Ok(response) = routes.call(request) => response,
+                };
+                let refused = Reject::of(&response);
+                let body = response.into_body().collect().await;
+                let body = body.map_err(|error| Error::Closed(error.to_string()))?.to_bytes();
+                refused.map_or(Ok(body), Err)
             })
-            .or_raise(py)?;
-        Ok((status, PyBytes::new(py, &answer).unbind()))
+        });
+        Ok(PyBytes::new(py, &answer.or_raise(py)?).unbind())
     }
 
     fn stop(&self, py: Python<'_>) {

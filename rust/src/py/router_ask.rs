@@ -1,14 +1,9 @@
 //! What a question about a prompt may carry, as a dict of Python's.
 
-use std::collections::HashSet;
-
 use kvflash_core::error::Error;
 use kvflash_core::fair::Wish;
-use kvflash_core::hash::engine::NameKeys;
 use kvflash_core::ids::Worker;
-use kvflash_core::policy::Session;
-use kvflash_core::router::{Facts, RouteOverride};
-use kvflash_core::select::{Ask, Pin, Prompt};
+use kvflash_core::select::{Pin, Request, Selector};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -17,121 +12,80 @@ use super::prompt_keys::{PromptKeys, digests, media};
 
 const KNOWN: &str = "overlap_score_weight, overlap_score_credit, prefill_load_scale, router_temperature, assume_kv_reuse, worker_id, dp_rank, \
                      allowed_worker_ids, lora_name, lora_path, cache_salt, mm, embeds, user, prompt, session_key, session_worker, priority, \
-                     strict_priority, expected_output_tokens, seed";
+                     strict_priority, expected_output_tokens, seed, model_name";
 
-/// Overrides, pins and identity of one request.
+/// A request without its prompt, which is hashed without the GIL.
 #[derive(Debug, Default)]
 pub(super) struct Options {
-    overrides: RouteOverride,
-    pin: Option<Pin>,
-    allowed: Option<HashSet<u64>>,
-    user: Option<String>,
+    request: Request,
     prompt: Option<String>,
-    session_key: Option<String>,
-    session_worker: Option<(u64, u32)>,
-    priority: Option<f64>,
-    strict_priority: Option<u32>,
-    expected_output_tokens: Option<u64>,
     keys: PromptKeys,
+    /// The model that is asked for, where there are several.
+    pub model_name: Option<String>,
 }
 
 impl Options {
-    /// What tells the prompt from others of the same tokens.
-    pub fn keys(&self) -> NameKeys<'_> {
-        self.keys.keys()
-    }
-
-    /// From keyword names to values; `None` is as good as absent. An unknown name is refused: it would
-    /// else be a wish that nobody hears.
+    /// From keyword names to values; `None` is as good as absent.
+    ///
+    /// # Errors
+    /// `InvalidArgumentError`, naming the option. An unknown one is refused, for nobody would heed it.
     pub fn of(py: Python<'_>, given: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
         let mut options = Self::default();
         let (mut worker_id, mut dp_rank) = (None, None);
+        let (mut priority, mut strict_priority) = (None, None);
         for (name, value) in given.into_iter().flatten() {
             if value.is_none() {
                 continue;
             }
             let name: String = name.extract()?;
-            let wrong = |wanted: &str| {
-                raise(py, &Error::invalid(format!("{name} must be {wanted}, got {value}")))
-            };
+            let given = Given { name: &name, value: &value };
+            let Self { request, prompt, keys, model_name } = &mut options;
+            let overrides = &mut request.overrides;
             match name.as_str() {
-                "overlap_score_weight" => {
-                    let weight = value.extract().map_err(|_| wrong("a number"))?;
-                    options.overrides.overlap_score_weight = Some(weight);
-                }
-                "overlap_score_credit" => {
-                    let credit = value.extract().map_err(|_| wrong("a number"))?;
-                    options.overrides.overlap_score_credit = Some(credit);
-                }
-                "prefill_load_scale" => {
-                    let scale = value.extract().map_err(|_| wrong("a number"))?;
-                    options.overrides.prefill_load_scale = Some(scale);
-                }
-                "router_temperature" => {
-                    let temperature = value.extract().map_err(|_| wrong("a number"))?;
-                    options.overrides.temperature = Some(temperature);
-                }
-                "assume_kv_reuse" => {
-                    let reuse = value.extract().map_err(|_| wrong("True or False"))?;
-                    options.overrides.assume_kv_reuse = Some(reuse);
-                }
-                "seed" => {
-                    let seed = value.extract();
-                    let wanted = "a whole number in 0..=18446744073709551615";
-                    options.overrides.seed = Some(seed.map_err(|_| wrong(wanted))?);
-                }
-                "worker_id" => {
-                    worker_id = Some(value.extract().map_err(|_| wrong("a worker's id"))?);
-                }
-                "dp_rank" => {
-                    dp_rank = Some(value.extract().map_err(|_| wrong("a rank's number"))?);
-                }
+                "overlap_score_weight" => overrides.overlap_score_weight = given.number()?,
+                "overlap_score_credit" => overrides.overlap_score_credit = given.number()?,
+                "prefill_load_scale" => overrides.prefill_load_scale = given.number()?,
+                "router_temperature" => overrides.temperature = given.number()?,
+                "assume_kv_reuse" => overrides.assume_kv_reuse = given.a("True or False")?,
+                "seed" => overrides.seed = given.a("a whole number in 0..=18446744073709551615")?,
+                "worker_id" => worker_id = given.a("a worker's id")?,
+                "dp_rank" => dp_rank = given.a("a rank's number")?,
                 "allowed_worker_ids" => {
                     let ids =
                         value.try_iter().and_then(|ids| ids.map(|id| id?.extract()).collect());
-                    options.allowed = Some(ids.map_err(|_: PyErr| wrong("a list of worker ids"))?);
+                    let mut ids: Vec<u64> =
+                        ids.map_err(|_: PyErr| given.wrong("a list of worker ids"))?;
+                    ids.sort_unstable();
+                    request.allowed = Some(ids);
                 }
-                "user" => options.user = Some(value.extract().map_err(|_| wrong("a text"))?),
-                "prompt" => options.prompt = Some(value.extract().map_err(|_| wrong("a text"))?),
-                "session_key" => {
-                    options.session_key = Some(value.extract().map_err(|_| wrong("a text"))?);
-                }
+                "user" => request.user = given.text()?.map(Into::into),
+                "session_key" => request.session_key = given.text()?.map(Into::into),
                 "session_worker" => {
-                    let worker = value.extract().map_err(|_| wrong("(worker_id, dp_rank)"))?;
-                    options.session_worker = Some(worker);
+                    let worker: Option<(u64, u32)> = given.a("(worker_id, dp_rank)")?;
+                    request.session_worker = worker.map(|(id, rank)| Worker::new(id, rank));
                 }
-                "priority" => {
-                    options.priority = Some(value.extract().map_err(|_| wrong("a number"))?);
-                }
+                "priority" => priority = given.number()?,
                 "strict_priority" => {
-                    let strict = value.extract();
-                    let wanted = "a whole number in 0..=4294967295";
-                    options.strict_priority = Some(strict.map_err(|_| wrong(wanted))?);
+                    strict_priority = given.a("a whole number in 0..=4294967295")?;
                 }
                 "expected_output_tokens" => {
-                    let tokens = value.extract();
-                    let wanted = "a whole number of at least 0";
-                    options.expected_output_tokens = Some(tokens.map_err(|_| wrong(wanted))?);
+                    request.expected_output_tokens = given.a("a whole number of at least 0")?;
                 }
-                "lora_name" => {
-                    options.keys.lora_name = Some(value.extract().map_err(|_| wrong("a text"))?);
-                }
-                "lora_path" => {
-                    options.keys.lora_path = Some(value.extract().map_err(|_| wrong("a text"))?);
-                }
-                "cache_salt" => {
-                    options.keys.cache_salt = Some(value.extract().map_err(|_| wrong("a text"))?);
-                }
-                "mm" => options.keys.media = media(Some(&value))?,
-                "embeds" => options.keys.embeds = digests(Some(&value))?,
+                "prompt" => *prompt = given.text()?,
+                "model_name" => *model_name = given.text()?,
+                "lora_name" => keys.lora_name = given.text()?,
+                "lora_path" => keys.lora_path = given.text()?,
+                "cache_salt" => keys.cache_salt = given.text()?,
+                "mm" => keys.media = media(Some(&value))?,
+                "embeds" => keys.embeds = digests(Some(&value))?,
                 other => {
                     let message = format!("unknown option {other:?}; known are {KNOWN}");
                     return Err(raise(py, &Error::invalid(message)));
                 }
             }
         }
-        Wish::of(options.priority, options.strict_priority).or_raise(py)?;
-        options.pin = match (worker_id, dp_rank) {
+        options.request.wish = Wish::of(priority, strict_priority).or_raise(py)?;
+        options.request.pin = match (worker_id, dp_rank) {
             (Some(instance_id), dp_rank) => Some(Pin { instance_id, dp_rank }),
             (None, None) => None,
             (None, Some(rank)) => {
@@ -143,48 +97,56 @@ impl Options {
         Ok(options)
     }
 
-    /// What policies hash: the prompt's text, else four bytes of each token id.
-    pub fn text(&self, ids: &[u32]) -> Vec<u8> {
-        match &self.prompt {
-            Some(prompt) => prompt.clone().into_bytes(),
-            None => ids.iter().flat_map(|id| id.to_be_bytes()).collect(),
+    /// The worker that must take it.
+    pub fn pinned(&self) -> Option<u64> {
+        self.request.pin.map(|pin| pin.instance_id)
+    }
+
+    /// The request for a prompt of `ids`; runs without Python.
+    ///
+    /// # Cost
+    /// O(tokens).
+    pub fn request(self, selector: &Selector, ids: &[u32], request_id: Option<String>) -> Request {
+        let mut request = Request {
+            request_id,
+            prompt: selector.prompt(ids, &self.keys.keys()).into(),
+            ..self.request
+        };
+        if selector.needs_facts() {
+            request.tokens = ids.to_vec().into();
+            request.text = match self.prompt {
+                Some(prompt) => prompt.into_bytes().into(),
+                None => Request::text_of(ids),
+            };
         }
+        request
+    }
+}
+
+/// One option as it was given.
+struct Given<'a, 'py> {
+    name: &'a str,
+    value: &'a Bound<'py, PyAny>,
+}
+
+impl<'py> Given<'_, 'py> {
+    fn wrong(&self, wanted: &str) -> PyErr {
+        let Self { name, value } = self;
+        raise(value.py(), &Error::invalid(format!("{name} must be {wanted}, got {value}")))
     }
 
-    /// What policies are told beside the prompt.
-    pub fn facts(&self) -> Facts<'_> {
-        let worker = self.session_worker.map(|(id, rank)| Worker::new(id, rank));
-        Facts {
-            user: self.user.as_deref(),
-            session: Session { worker, key: self.session_key.as_deref() },
-            ..Facts::default()
-        }
+    fn a<T>(&self, wanted: &str) -> PyResult<Option<T>>
+    where
+        for<'a> T: FromPyObject<'a, 'py>,
+    {
+        self.value.extract().map(Some).map_err(|_| self.wrong(wanted))
     }
 
-    /// How urgent it is among those that wait.
-    pub fn wish(&self) -> Wish {
-        // It was looked at when it came.
-        Wish::of(self.priority, self.strict_priority).unwrap_or_default()
+    fn number(&self) -> PyResult<Option<f64>> {
+        self.a("a number")
     }
 
-    /// Whether every worker may take it.
-    pub fn is_open(&self) -> bool {
-        self.pin.is_none() && self.allowed.is_none()
-    }
-
-    /// Whether a list of workers allows `worker`.
-    pub fn allows(&self, worker: Worker) -> bool {
-        self.allowed.as_ref().is_none_or(|ids| ids.contains(&worker.instance_id))
-    }
-
-    /// The question about `prompt`; `allows` is [`allows`](Self::allows) of these options.
-    pub fn ask<'a>(&'a self, prompt: &'a Prompt, allows: &'a dyn Fn(Worker) -> bool) -> Ask<'a> {
-        Ask {
-            overrides: self.overrides,
-            allowed: self.allowed.is_some().then_some(allows),
-            pin: self.pin,
-            expected_output_tokens: self.expected_output_tokens,
-            ..Ask::new(prompt)
-        }
+    fn text(&self) -> PyResult<Option<String>> {
+        self.a("a text")
     }
 }

@@ -5,8 +5,6 @@ use kvflash_core::select::{Outcome, Reservation, Selection};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 
-use super::error::OrRaise;
-
 /// A request that was given to a worker; its load is freed with it at the latest.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct RouterBooking {
@@ -33,9 +31,10 @@ impl RouterBooking {
         }
     }
 
-    fn output_block(&self, py: Python<'_>, fraction: f64) -> PyResult<()> {
-        let held = self.held.lock();
-        held.as_ref().map_or(Ok(()), |held| held.add_output_blocks(1, fraction)).or_raise(py)
+    fn generated(&self, tokens: u64) {
+        if let Some(held) = &*self.held.lock() {
+            held.generated(tokens);
+        }
     }
 
     fn cached(&self, tokens: u64) {

@@ -8,29 +8,50 @@ use kvflash_core::clock::{Clock, SystemClock};
 use kvflash_core::error::Error;
 use kvflash_core::ids::Worker;
 use kvflash_core::policy::{EngineMetrics, Sample};
-use kvflash_core::router::{Facts, Usage};
+use kvflash_core::router::Usage;
 use kvflash_core::select::{
-    Ask, Entered, Report, Selection, Selector, SelectorConfig, StartGate, Thresholds,
+    Ask, Queue, QueueOptions, Report, Request, Selector, SelectorConfig, StartGate, Thresholds,
 };
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
 use super::bookings::Bookings;
 use super::catalog::Catalog;
+use super::decider::{Decider, Decisions, Desk, Selected, selected};
 use super::error::{OrRaise, raise};
 use super::index;
 use super::query::{SHORT_TOKENS, detached};
 use super::router_ask::Options;
 use super::router_booking::RouterBooking;
-use super::router_wait::{Asked, Line, RouterWait};
 use super::select::Routing;
 
-/// Instance, rank, leading blocks that it holds, and the seed of the draw.
-type Selected = (u64, u32, u32, u64);
+/// One component's workers, for its event loop.
+struct Component {
+    selector: Arc<Selector>,
+    queue: Option<Arc<Queue>>,
+    start: StartGate,
+}
 
-fn selected(selection: &Selection) -> Selected {
-    let Worker { instance_id, dp_rank } = selection.worker;
-    (instance_id, dp_rank, selection.overlap_blocks, selection.seed)
+impl Component {
+    /// Whether requests are taken: from the moment on at which enough workers were there at once.
+    fn started(&self) -> Result<(), Error> {
+        self.start.check(|| {
+            let ids: HashSet<_> =
+                self.selector.loads().into_iter().map(|load| load.worker.instance_id).collect();
+            ids.len()
+        })
+    }
+}
+
+impl Decisions for Component {
+    fn find(&self, _model: Option<&str>, _pinned: Option<u64>) -> Result<Desk, Error> {
+        self.started()?;
+        Ok(Desk { selector: Arc::clone(&self.selector), queue: self.queue.clone() })
+    }
+
+    fn is_slow(&self) -> bool {
+        self.selector.desk().is_some()
+    }
 }
 
 /// Chooses workers for prompts, and keeps account of who is busy with what.
@@ -42,21 +63,10 @@ pub(super) struct RouterCore {
     key: ModelKey,
     block_size: u32,
     uses_events: bool,
-    start: StartGate,
-    /// Where requests wait for a worker with room to prefill, where they do.
-    line: Option<Line>,
+    component: Arc<Component>,
 }
 
 impl RouterCore {
-    /// Whether requests are taken: from the moment on at which enough workers were there at once.
-    fn started(&self) -> Result<(), Error> {
-        self.start.check(|| {
-            let ids: HashSet<_> =
-                self.selector.loads().into_iter().map(|load| load.worker.instance_id).collect();
-            ids.len()
-        })
-    }
-
     /// As [`asked`](Self::asked), for a choice: a policy in Python says first what it thinks.
     fn chosen<T: Send>(
         &self,
@@ -65,28 +75,27 @@ impl RouterCore {
         options: Option<&Bound<'_, PyDict>>,
         then: impl FnOnce(&Ask<'_>) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
-        self.started().or_raise(py)?;
-        self.asked(py, token_ids, options, |ask| {
-            let advice = self.selector.advice(ask);
-            then(&Ask { facts: Facts { advice: advice.as_ref(), ..ask.facts }, ..*ask })
+        self.component.started().or_raise(py)?;
+        self.asked(py, token_ids, options, |request| {
+            let advice = request.ask(None, None, |ask| self.selector.advice(ask));
+            request.ask(None, advice.as_ref(), then)
         })
     }
 
-    /// Hash the prompt and call `then` with the question, without the GIL where that pays or a policy
-    /// in Python may be asked.
+    /// Hash the prompt and call `then` with the request, without the GIL where that pays or a policy in
+    /// Python may be asked.
     fn asked<T: Send>(
         &self,
         py: Python<'_>,
         token_ids: &Bound<'_, PyAny>,
         options: Option<&Bound<'_, PyDict>>,
-        then: impl FnOnce(&Ask<'_>) -> Result<T, Error> + Send,
+        then: impl FnOnce(&Request) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
         let ids = index::token_ids(token_ids)?;
         let ids: &[u32] = &ids.as_slice();
         let options = Options::of(py, options)?;
         let is_long = ids.len() > SHORT_TOKENS || self.selector.desk().is_some();
-        detached(py, is_long, || Asked::new(&self.selector, ids, options).with(ids, then))
-            .or_raise(py)
+        detached(py, is_long, || then(&options.request(&self.selector, ids, None))).or_raise(py)
     }
 }
 
@@ -95,7 +104,7 @@ impl RouterCore {
     #[new]
     #[pyo3(signature = (
         *, block_size, model_name="default", tenant_id="default", max_requests=65_536,
-        min_initial_workers=0, **settings
+        min_initial_workers=0, track_output_blocks=false, **settings
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -105,6 +114,7 @@ impl RouterCore {
         tenant_id: &str,
         max_requests: usize,
         min_initial_workers: usize,
+        track_output_blocks: bool,
         settings: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
         let Routing {
@@ -122,8 +132,7 @@ impl RouterCore {
         let block_size = index::block_size(py, block_size)?;
         router.block_size = block_size;
         router.max_requests = max_requests;
-        // `KvPushRouter` sees the tokens pass and counts them itself.
-        router.track_output_blocks = false;
+        router.track_output_blocks = track_output_blocks;
         let weighs_overlap =
             router.overlap_score_weight > 0.0 && router.scale.overlap_score_credit > 0.0;
         let config = SelectorConfig {
@@ -142,10 +151,17 @@ impl RouterCore {
             Selector::with_policies(config, policies, model, clock.clone()).or_raise(py)?;
         let uses_events = uses_events && weighs_overlap;
         let selector = Arc::new(selector);
-        let line = queue.map(|options| Line::new(&options, &selector, clock.clone())).transpose();
-        let line = line.or_raise(py)?;
-        let start = StartGate::new(min_initial_workers, "be there", "min_initial_workers");
-        Ok(Self { catalog, clock, selector, key, block_size, uses_events, start, line })
+        queue.as_ref().map_or(Ok(()), QueueOptions::check).or_raise(py)?;
+        let component = Component {
+            queue: queue.map(|options| {
+                let clock: Arc<dyn Clock> = clock.clone();
+                Queue::serving(&options, &selector, &clock)
+            }),
+            selector: Arc::clone(&selector),
+            start: StartGate::new(min_initial_workers, "be there", "min_initial_workers"),
+        };
+        let component = Arc::new(component);
+        Ok(Self { catalog, clock, selector, key, block_size, uses_events, component })
     }
 
     #[getter]
@@ -322,43 +338,13 @@ impl RouterCore {
         Ok(RouterBooking::new(self.chosen(py, token_ids, options, select)?))
     }
 
-    #[pyo3(signature = (token_ids, options=None, *, request_id=None))]
-    fn enter(
-        &self,
-        py: Python<'_>,
-        token_ids: &Bound<'_, PyAny>,
-        options: Option<&Bound<'_, PyDict>>,
-        request_id: Option<String>,
-    ) -> PyResult<Py<PyAny>> {
-        let Some(line) = &self.line else {
-            let booking = self.book(py, token_ids, options, request_id.as_deref())?;
-            return Ok(Py::new(py, booking)?.into_any());
-        };
-        self.started().or_raise(py)?;
-        let ids = index::token_ids(token_ids)?;
-        let ids: &[u32] = &ids.as_slice();
-        let options = Options::of(py, options)?;
-        let is_long = ids.len() > SHORT_TOKENS || self.selector.desk().is_some();
-        let entered = detached(py, is_long, || {
-            line.enter(&self.selector, ids, Asked::new(&self.selector, ids, options), request_id)
-        });
-        match entered.or_raise(py)? {
-            Entered::Booked(booked) => Ok(Py::new(py, RouterBooking::new(booked))?.into_any()),
-            Entered::Waits(waits) => Ok(Py::new(py, RouterWait::new(waits))?.into_any()),
-        }
-    }
-
     #[getter]
-    fn wake_fd(&self) -> Option<i32> {
-        self.line.as_ref().map(Line::fileno)
-    }
-
-    fn called(&self) -> Vec<u64> {
-        self.line.as_ref().map(Line::called).unwrap_or_default()
+    fn decider(&self, py: Python<'_>) -> PyResult<Decider> {
+        Decider::new(self.component.clone()).or_raise(py)
     }
 
     fn queue_stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let stats = self.line.as_ref().map(Line::stats).unwrap_or_default();
+        let stats = self.component.queue.as_ref().map(|queue| queue.stats()).unwrap_or_default();
         let entry = PyDict::new(py);
         entry.set_item("pending", stats.pending)?;
         entry.set_item("pending_isl_tokens", stats.pending_isl_tokens)?;
@@ -396,7 +382,9 @@ impl RouterCore {
         token_ids: &Bound<'py, PyAny>,
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Bound<'py, PyList>> {
-        let loads = self.asked(py, token_ids, options, |ask| self.selector.potential_loads(ask))?;
+        let loads = self.asked(py, token_ids, options, |request| {
+            request.ask(None, None, |ask| self.selector.potential_loads(ask))
+        })?;
         let list = PyList::empty(py);
         for load in loads {
             let entry = PyDict::new(py);
@@ -456,9 +444,9 @@ impl RouterCore {
     fn tick(&self, py: Python<'_>) -> usize {
         py.detach(|| {
             let expired = self.selector.tick();
-            if let Some(line) = &self.line {
+            if let Some(queue) = &self.component.queue {
                 // Prompts are worked on without a word, too.
-                line.call();
+                queue.call();
             }
             expired
         })

@@ -74,6 +74,11 @@ impl Prompt {
             size => u64::from(overlap_blocks).min((self.isl_tokens.max(1) - 1) / u64::from(size)),
         }
     }
+
+    /// Tokens of an overlap that an engine can reuse.
+    pub fn reusable_tokens(&self, overlap_blocks: u32) -> u64 {
+        self.reusable_blocks(overlap_blocks) * u64::from(self.block_size)
+    }
 }
 
 /// The worker that must take the request, whatever it costs there.

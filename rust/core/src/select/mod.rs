@@ -19,6 +19,7 @@ mod outside;
 mod queue;
 mod record;
 mod remote;
+mod request;
 mod reservation;
 mod reuse;
 mod room;
@@ -36,6 +37,7 @@ pub use outbox::{BookingName, DEFAULT_WAITING_BOOKINGS, Outbox, Tiding};
 pub use queue::{Entered, Queue, QueueOptions, QueueStats, Told, Waiting};
 pub use record::{CandidateRecord, Outcome, Record};
 pub use remote::RemoteStats;
+pub use request::Request;
 pub use reservation::Reservation;
 pub use reuse::{
     EventSource, ReuseChange, ReuseFinding, ReuseSample, ReuseTable, ReuseTrust, ReuseView,

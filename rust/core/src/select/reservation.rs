@@ -8,7 +8,6 @@ use super::journal::Journal;
 use super::outbox::{BookingName, Outbox};
 use super::record::Outcome;
 use crate::clock::Clock;
-use crate::error::Result;
 use crate::ids::Worker;
 use crate::load::RequestId;
 use crate::router::{Booking, Usage};
@@ -102,14 +101,6 @@ impl Reservation {
     /// See [`Booking::touch`].
     pub fn touch(&self) {
         self.booking.touch();
-    }
-
-    /// See [`Booking::add_output_blocks`].
-    ///
-    /// # Errors
-    /// As there.
-    pub fn add_output_blocks(&self, count: u32, fraction: f64) -> Result<()> {
-        self.booking.add_output_blocks(count, fraction)
     }
 
     /// So many tokens were generated up to now; counts their blocks where generated blocks count.

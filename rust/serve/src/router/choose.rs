@@ -8,10 +8,9 @@ use kvflash_core::catalog::TrustState;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::hash::engine::NameKeys;
 use kvflash_core::ids::{InstanceId, Worker};
+use kvflash_core::policy::Advice;
 use kvflash_core::policy::session::{read_session_id, session_id};
-use kvflash_core::policy::{Advice, Session};
-use kvflash_core::router::Facts;
-use kvflash_core::select::{Ask, Pin, PotentialLoad, Prompt, Selection};
+use kvflash_core::select::{Ask, PotentialLoad, Prompt, Request, Selection, Selector};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -25,15 +24,9 @@ use super::request::{Choose, MAX_ISL_TOKENS};
 /// A request for a worker, understood.
 pub(super) struct Chosen {
     pub pool: Arc<Pool>,
-    prompt: Prompt,
-    /// Leading blocks on each worker's device, as a remote indexer tells.
-    remote: Option<Vec<(Worker, u32)>>,
-    request: Choose,
-    pin: Option<Pin>,
-    allowed: Option<Vec<InstanceId>>,
-    /// The prompt's text, or four bytes of each token id; empty where no policy asks.
-    text: Vec<u8>,
-    session_worker: Option<Worker>,
+    request: Request,
+    /// The name under which it is to be booked.
+    request_id: Option<String>,
     /// What a policy outside the core says of it.
     advice: Option<Advice>,
 }
@@ -79,76 +72,28 @@ impl Chosen {
     ///
     /// # Errors
     /// `InvalidArgument`, naming the field; `NotFound` for a model without workers.
-    pub async fn understand(app: &App, request: Choose) -> Result<Self> {
-        let pool = match (&request.model_name, request.worker_id.map(|id| app.fleet.pool_of(id))) {
-            // The worker says which model is meant.
-            (None, Some(Ok(pool))) => pool,
-            (model_name, _) => {
-                app.fleet.find(model_name.as_deref(), request.tenant_id.as_deref())?
-            }
-        };
-        if let Some(isl_tokens) = request.isl_tokens.filter(|tokens| *tokens > MAX_ISL_TOKENS) {
-            return Err(Error::invalid(format!(
-                "isl_tokens may be at most {MAX_ISL_TOKENS}, got {isl_tokens}"
-            )));
-        }
-        let (pin, allowed) = (request.pin()?, request.allowed()?);
-        request.check_client()?;
-        let prompt = prompt(&pool, &request)?;
-        let text = if pool.selector.needs_facts() { text(&request) } else { Vec::new() };
-        let named = request.session_id.as_deref().and_then(read_session_id);
-        let session_worker = named.and_then(|(address, rank)| pool.named(&address, rank));
-        let is_asked = pool.selector.uses_overlaps(&request.overrides(), &prompt);
-        let remote = match &app.remote {
-            // Without an answer nothing is known to be held, and load decides.
-            Some(remote) if is_asked => {
-                let found = remote.overlaps(&pool.key, &prompt.locals, prompt.block_size).await;
-                Some(found.unwrap_or_default())
-            }
-            _ => None,
-        };
-        Ok(Self { pool, prompt, remote, request, pin, allowed, text, session_worker, advice: None })
+    pub async fn understand(app: &App, choose: Choose) -> Result<Self> {
+        let Choose { model_name, tenant_id, worker_id, .. } = &choose;
+        let pool = app.fleet.meant(model_name.as_deref(), tenant_id.as_deref(), *worker_id)?;
+        let request_id = choose.request_id.clone();
+        let mut request = choose.request(&pool)?;
+        app.look_up(&pool.selector, &mut request).await;
+        Ok(Self { pool, request, request_id, advice: None })
     }
 
     /// Ask a policy outside the core, where one chooses.
     pub async fn advised(mut self) -> Self {
         let selector = &self.pool.selector;
         if selector.desk().is_some() {
-            let question = self.ask(|ask| Ok(selector.question(ask))).ok().flatten();
+            let question = self.ask(|ask| selector.question(ask));
             self.advice = outside::advice(selector, question).await;
         }
         self
     }
 
-    fn ask<T>(&self, act: impl FnOnce(&Ask<'_>) -> Result<T>) -> Result<T> {
-        let is_allowed = |worker: Worker| {
-            self.allowed.as_ref().is_none_or(|ids| ids.binary_search(&worker.instance_id).is_ok())
-        };
-        act(&Ask {
-            overrides: self.request.overrides(),
-            allowed: self.allowed.is_some().then_some(&is_allowed as &dyn Fn(Worker) -> bool),
-            pin: self.pin,
-            overlaps: self.remote.as_deref(),
-            facts: self.facts(),
-            waits: self.pool.queue.is_some(),
-            expected_output_tokens: self.request.expected_output_tokens,
-            ..Ask::new(&self.prompt)
-        })
-    }
-
-    fn facts(&self) -> Facts<'_> {
-        let tokens = self.request.token_ids.as_ref();
-        Facts {
-            prompt: &self.text,
-            token_ids: tokens.map_or(&[], |tokens| tokens.0.as_slice()),
-            user: self.request.user.as_deref(),
-            session: Session {
-                worker: self.session_worker,
-                key: self.request.session_key.as_deref(),
-            },
-            advice: self.advice.as_ref(),
-            ..Facts::default()
-        }
+    fn ask<T>(&self, act: impl FnOnce(&Ask<'_>) -> T) -> T {
+        let waits = self.pool.queue.is_some();
+        self.request.ask(None, self.advice.as_ref(), |ask| act(&Ask { waits, ..*ask }))
     }
 
     /// A worker for it, drawn anew where chance decides; nothing changes.
@@ -157,8 +102,9 @@ impl Chosen {
     /// As [`kvflash_core::select::Selector::query`]; `NoWorker` while the start waits for workers.
     pub fn query(&self, app: &App) -> Result<Answer> {
         app.started()?;
-        let selection = counted(app, "previewed", self.ask(|ask| self.pool.selector.query(ask)))?;
-        Ok(self.answer(app, &selection, None))
+        let outcome = self.ask(|ask| self.pool.selector.query(ask));
+        app.note("previewed", outcome.as_ref());
+        Ok(self.answer(app, &outcome?, None))
     }
 
     /// The worker it goes to, booked under its name; where reservations wait for a worker with room to
@@ -168,38 +114,38 @@ impl Chosen {
     /// As [`kvflash_core::select::Selector::reserve`]; `InvalidArgument` without a name; those of the queue;
     /// `NoWorker` while the start waits for workers.
     pub async fn reserve(&self, app: &App) -> Result<Answer> {
-        let Some(request_id) = self.request.request_id.as_deref() else {
+        let Some(request_id) = self.request_id.as_deref() else {
             return Err(Error::invalid("missing field `request_id`: what is booked needs a name"));
         };
         app.started()?;
         let selector = &self.pool.selector;
         let reserve = || self.ask(|ask| selector.reserve(request_id, ask));
-        let reserved = match &self.pool.queue {
+        let outcome = match &self.pool.queue {
             None => reserve(),
             Some(line) => {
-                let most_held = || self.ask(|ask| Ok(selector.most_held(ask))).unwrap_or(0);
-                let cached = || u64::from(most_held()) * u64::from(self.prompt.block_size);
-                let is_open = || self.pin.is_none() && self.allowed.is_none();
-                let wish = self.request.wish()?;
+                let cached = || {
+                    let blocks = self.ask(|ask| selector.most_held(ask));
+                    u64::from(blocks) * u64::from(self.request.prompt.block_size)
+                };
+                let Request { wish, prompt, .. } = &self.request;
+                let is_open = || self.request.is_open();
                 let began = Instant::now();
-                let isl_tokens = self.prompt.isl_tokens;
-                let outcome = queue::pass(line, &wish, isl_tokens, cached, is_open, reserve).await;
+                let outcome =
+                    queue::pass(line, wish, prompt.isl_tokens, cached, is_open, reserve).await;
                 app.metrics.queue_seconds.observe(began.elapsed().as_secs_f64());
                 outcome
             }
         };
-        let selection = counted(app, "reserved", reserved)?;
-        app.metrics.input.inc_by(self.prompt.isl_tokens);
-        let tokens = |blocks| self.cached_tokens(blocks);
-        app.metrics.available.inc_by(tokens(selection.best_blocks));
-        app.metrics.selected.inc_by(tokens(selection.overlap_blocks));
+        app.note_booking(&self.request, outcome.as_ref());
+        let selection = outcome?;
         Ok(self.answer(app, &selection, Some(request_id.to_owned())))
     }
 
     /// Why it would go there: every candidate's terms.
     pub fn explain(&self, app: &App) -> Result<Value> {
-        let (selection, record) =
-            counted(app, "explained", self.ask(|ask| self.pool.selector.preview(ask)))?;
+        let outcome = self.ask(|ask| self.pool.selector.preview(ask));
+        app.note("explained", outcome.as_ref().map(|(selection, _)| selection));
+        let (selection, record) = outcome?;
         let mut value = record.decision();
         let answer = serde_json::to_value(self.answer(app, &selection, None))
             .map_err(|error| Error::invalid(error.to_string()))?;
@@ -240,6 +186,7 @@ impl Chosen {
 
     fn answer(&self, app: &App, selection: &Selection, request_id: Option<String>) -> Answer {
         let Worker { instance_id, dp_rank } = selection.worker;
+        let prompt = &self.request.prompt;
         let url = self.pool.member(instance_id).and_then(|member| member.url.clone());
         let keeps_sessions = app.options.policy_name() == "session-affinity";
         let address = url.as_deref().filter(|_| keeps_sessions).map(address_of);
@@ -254,18 +201,14 @@ impl Chosen {
             overlap_blocks: selection.overlap_blocks,
             predicted_blocks: selection.predicted_blocks,
             best_blocks: selection.best_blocks,
-            block_size: (self.prompt.block_size > 0).then_some(self.prompt.block_size),
-            isl_tokens: self.prompt.isl_tokens,
-            expected_cached_tokens: self.cached_tokens(selection.overlap_blocks),
+            block_size: Some(prompt.block_size).filter(|size| *size > 0),
+            isl_tokens: prompt.isl_tokens,
+            expected_cached_tokens: prompt.reusable_tokens(selection.overlap_blocks),
             reason: selection.reason.name(),
             ties: selection.ties,
             margin: selection.margin,
             seed: selection.seed,
         }
-    }
-
-    fn cached_tokens(&self, blocks: u32) -> u64 {
-        self.prompt.reusable_blocks(blocks) * u64::from(self.prompt.block_size)
     }
 
     fn trust(&self, app: &App) -> HashMap<Worker, TrustState> {
@@ -275,12 +218,43 @@ impl Chosen {
     }
 }
 
-/// What policies hash: the prompt's text, else its tokens as the frontend has them.
-fn text(request: &Choose) -> Vec<u8> {
-    match (&request.prompt, &request.token_ids) {
-        (Some(prompt), _) => prompt.clone().into_bytes(),
-        (None, Some(tokens)) => tokens.0.iter().flat_map(|id| id.to_be_bytes()).collect(),
-        (None, None) => Vec::new(),
+impl Choose {
+    /// The request that a selector is asked about.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, naming the field.
+    fn request(self, pool: &Pool) -> Result<Request> {
+        if let Some(isl_tokens) = self.isl_tokens.filter(|tokens| *tokens > MAX_ISL_TOKENS) {
+            return Err(Error::invalid(format!(
+                "isl_tokens may be at most {MAX_ISL_TOKENS}, got {isl_tokens}"
+            )));
+        }
+        let (pin, allowed) = (self.pin()?, self.allowed()?);
+        self.check_client()?;
+        let prompt = prompt(pool, &self)?;
+        let (wish, overrides) = (self.wish()?, self.overrides());
+        let named = self.session_id.as_deref().and_then(read_session_id);
+        let mut request = Request {
+            prompt: prompt.into(),
+            user: self.user.map(Into::into),
+            session_worker: named.and_then(|(address, rank)| pool.named(&address, rank)),
+            session_key: self.session_key.map(Into::into),
+            overrides,
+            pin,
+            allowed,
+            wish,
+            expected_output_tokens: self.expected_output_tokens,
+            ..Request::default()
+        };
+        if pool.selector.needs_facts() {
+            let tokens = self.token_ids.map(|tokens| tokens.0).unwrap_or_default();
+            request.text = match self.prompt {
+                Some(text) => text.into_bytes().into(),
+                None => Request::text_of(&tokens),
+            };
+            request.tokens = tokens.into();
+        }
+        Ok(request)
     }
 }
 
@@ -349,15 +323,39 @@ fn prompt(pool: &Pool, request: &Choose) -> Result<Prompt> {
     }
 }
 
-fn counted<T>(app: &App, done: &'static str, outcome: Result<T>) -> Result<T> {
-    let outcome_name = match &outcome {
-        Ok(_) => done,
-        Err(Error::AllBusy(_)) => "all_busy",
-        Err(Error::NoWorker(_)) => "no_worker",
-        Err(Error::Overloaded(_)) => "overloaded",
-        Err(Error::Conflict(_)) => "duplicate",
-        Err(_) => "invalid",
-    };
-    app.metrics.selections.get_or_create(&OutcomeLabel { outcome: outcome_name }).inc();
-    outcome
+impl App {
+    /// Have the remote indexer tell what workers hold of the prompt, where there is one; without an answer
+    /// nothing is known to be held, and load decides.
+    pub async fn look_up(&self, selector: &Selector, request: &mut Request) {
+        let Some(remote) = &self.remote else { return };
+        if selector.uses_overlaps(&request.overrides, &request.prompt) {
+            let Prompt { locals, block_size, .. } = &*request.prompt;
+            let found = remote.overlaps(&selector.model().key, locals, *block_size).await;
+            request.overlaps = Some(found.unwrap_or_default());
+        }
+    }
+
+    /// Count what became of a request for a worker.
+    pub fn note(&self, done: &'static str, outcome: Result<&Selection, &Error>) {
+        let outcome = match outcome {
+            Ok(_) => done,
+            Err(Error::AllBusy(_)) => "all_busy",
+            Err(Error::NoWorker(_)) => "no_worker",
+            Err(Error::Overloaded(_)) => "overloaded",
+            Err(Error::Conflict(_)) => "duplicate",
+            Err(_) => "invalid",
+        };
+        self.metrics.selections.get_or_create(&OutcomeLabel { outcome }).inc();
+    }
+
+    /// Count a request that is booked where that succeeds, and the tokens of its prompt.
+    pub fn note_booking(&self, request: &Request, outcome: Result<&Selection, &Error>) {
+        self.note("reserved", outcome);
+        if let Ok(selection) = outcome {
+            let (metrics, prompt) = (&self.metrics, &request.prompt);
+            metrics.input.inc_by(prompt.isl_tokens);
+            metrics.available.inc_by(prompt.reusable_tokens(selection.best_blocks));
+            metrics.selected.inc_by(prompt.reusable_tokens(selection.overlap_blocks));
+        }
+    }
 }

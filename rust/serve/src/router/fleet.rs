@@ -37,7 +37,7 @@ impl Member {
 /// All workers of one model and tenant.
 pub(super) struct Pool {
     pub key: ModelKey,
-    pub selector: Selector,
+    pub selector: Arc<Selector>,
     /// Where reservations wait for a worker with room to prefill.
     pub queue: Option<Arc<Queue>>,
     members: RwLock<BTreeMap<InstanceId, Arc<Member>>>,
@@ -156,6 +156,7 @@ impl Fleet {
         let queue = self.options.queue.as_ref();
         let queue = queue.map(|options| Queue::serving(options, &selector, &self.clock));
         let (key, members) = (key.clone(), RwLock::default());
+        let selector = Arc::new(selector);
         let pool = Arc::new(Pool { key: key.clone(), selector, queue, members });
         tables.pools.insert(key, Arc::clone(&pool));
         Ok(pool)
@@ -311,6 +312,22 @@ impl Fleet {
                 })
             }
             (None, _, None) => Err(Error::NoWorker("no worker is registered".to_owned())),
+        }
+    }
+
+    /// The pool that a request means: a worker that it is pinned to says so where no model is named.
+    ///
+    /// # Errors
+    /// As [`find`](Self::find).
+    pub fn meant(
+        &self,
+        model_name: Option<&str>,
+        tenant_id: Option<&str>,
+        pinned: Option<InstanceId>,
+    ) -> Result<Arc<Pool>> {
+        match (model_name, pinned.map(|id| self.pool_of(id))) {
+            (None, Some(Ok(pool))) => Ok(pool),
+            _ => self.find(model_name, tenant_id),
         }
     }
 

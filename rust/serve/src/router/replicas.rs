@@ -1,13 +1,53 @@
-//! What replicas of a router tell each other, and what is told of it.
+//! What other doors of the process need of a router: decisions in process, and what replicas tell each other.
 
 use std::sync::Arc;
 
-use kvflash_core::select::{Outbox, Selector};
+use kvflash_core::error::{Error, Result};
+use kvflash_core::ids::InstanceId;
+use kvflash_core::select::{Outbox, Queue, Request, Selection, Selector};
 
-use super::app::RouterApp;
 use super::fleet::{Member, Pool};
+use super::routes::RouterApp;
 
 impl RouterApp {
+    /// What decides about a request, and the line before it where there is one.
+    ///
+    /// # Errors
+    /// `NotFound` for a model that nobody serves; `InvalidArgument` where several are served and none is
+    /// named; `NoWorker` while the start waits for workers.
+    pub fn find(
+        &self,
+        model_name: Option<&str>,
+        pinned: Option<InstanceId>,
+    ) -> Result<(Arc<Selector>, Option<Arc<Queue>>)> {
+        let pool = self.app.fleet.meant(model_name, None, pinned)?;
+        self.app.started()?;
+        Ok((Arc::clone(&pool.selector), pool.queue.clone()))
+    }
+
+    /// Have the remote indexer tell what workers hold of the prompt, where there is one.
+    pub async fn look_up(&self, selector: &Selector, request: &mut Request) {
+        self.app.look_up(selector, request).await;
+    }
+
+    /// Count what became of a request that was decided outside the HTTP service.
+    pub fn note(&self, request: &Request, is_booked: bool, outcome: Result<&Selection, &Error>) {
+        match is_booked {
+            true => self.app.note_booking(request, outcome),
+            false => self.app.note("previewed", outcome),
+        }
+    }
+
+    /// Whether a remote indexer is asked.
+    pub fn is_remote(&self) -> bool {
+        self.app.remote.is_some()
+    }
+
+    /// Whether decisions wait for somebody else: a remote indexer, or a policy outside the core.
+    pub fn is_slow(&self) -> bool {
+        self.is_remote() || self.app.options.policies.desk().is_some()
+    }
+
     /// Where bookings of all models are told.
     pub fn outbox(&self) -> Arc<Outbox> {
         Arc::clone(&self.app.fleet.outbox)

@@ -1,0 +1,301 @@
+//! Bookings for an event loop of Python's: at once, or when a worker has room to prefill.
+
+use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use kvflash_core::error::{Error, Result};
+use kvflash_core::policy::Advice;
+use kvflash_core::select::{
+    Ask, Entered, Queue, Request, Reservation, Selection, Selector, Told, Waiting,
+};
+use parking_lot::Mutex;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use super::error::{OrRaise, raise};
+use super::index;
+use super::query::{SHORT_BLOCKS, SHORT_TOKENS, detached};
+use super::router_ask::Options;
+use super::router_booking::RouterBooking;
+
+/// Instance, rank, leading blocks that it holds, and the seed of the draw.
+pub(super) type Selected = (u64, u32, u32, u64);
+
+pub(super) fn selected(selection: &Selection) -> Selected {
+    let worker = selection.worker;
+    (worker.instance_id, worker.dp_rank, selection.overlap_blocks, selection.seed)
+}
+
+/// Who decides about a request.
+pub(super) trait Decisions: Send + Sync {
+    /// One model's selector, and its line where requests wait for a worker with room.
+    ///
+    /// # Errors
+    /// `NotFound` for a model without workers; `NoWorker` while the start waits for workers.
+    fn find(&self, model: Option<&str>, pinned: Option<u64>) -> Result<Desk>;
+
+    /// Find out what workers hold of its prompt, where a remote indexer knows.
+    fn look_up(&self, _desk: &Desk, _request: &mut Request) {}
+
+    /// Count what became of it.
+    fn note(&self, _request: &Request, _is_booked: bool, _outcome: Result<&Selection, &Error>) {}
+
+    /// Whether a decision may take longer than others should wait for the GIL.
+    fn is_slow(&self) -> bool;
+}
+
+/// Where requests of one model are decided.
+pub(super) struct Desk {
+    pub selector: Arc<Selector>,
+    pub queue: Option<Arc<Queue>>,
+}
+
+/// Says which requests are to try again, through a socket that an event loop watches: nobody who makes room
+/// needs Python for it.
+struct Bell {
+    ring: UnixStream,
+    heard: UnixStream,
+    called: Mutex<Vec<u64>>,
+}
+
+impl Bell {
+    fn new() -> std::io::Result<Self> {
+        let (ring, heard) = UnixStream::pair()?;
+        ring.set_nonblocking(true)?;
+        heard.set_nonblocking(true)?;
+        Ok(Self { ring, heard, called: Mutex::default() })
+    }
+
+    fn call(&self, number: u64) {
+        let mut called = self.called.lock();
+        if called.is_empty() {
+            // There is room for a byte: there is at most one in it.
+            let _written = (&self.ring).write(&[1]);
+        }
+        called.push(number);
+    }
+
+    fn take(&self) -> Vec<u64> {
+        let mut called = self.called.lock();
+        // There is none when it was taken before.
+        let _read = (&self.heard).read(&mut [0; 8]);
+        std::mem::take(&mut called)
+    }
+}
+
+/// Books requests for an event loop, which watches a socket for those that wait.
+#[pyclass(frozen, module = "kvflash._core")]
+pub(super) struct Decider {
+    decisions: Arc<dyn Decisions>,
+    bell: Arc<Bell>,
+    came: AtomicU64,
+}
+
+impl Decider {
+    /// # Errors
+    /// `Transport` when the system has no socket for it.
+    pub fn new(decisions: Arc<dyn Decisions>) -> Result<Self> {
+        let bell = Bell::new()
+            .map_err(|error| Error::Transport(format!("no socket for the queue: {error}")))?;
+        Ok(Self { decisions, bell: Arc::new(bell), came: AtomicU64::new(0) })
+    }
+
+    fn request(
+        &self,
+        ids: &[u32],
+        options: Options,
+        request_id: Option<String>,
+    ) -> Result<(Desk, Request)> {
+        let desk = self.decisions.find(options.model_name.as_deref(), options.pinned())?;
+        let mut request = options.request(&desk.selector, ids, request_id);
+        self.decisions.look_up(&desk, &mut request);
+        Ok((desk, request))
+    }
+
+    fn take(
+        &self,
+        ids: &[u32],
+        options: Options,
+        request_id: Option<String>,
+    ) -> Result<Entered<(Reservation, Selection), Place>> {
+        let (Desk { selector, queue }, request) = self.request(ids, options, request_id)?;
+        // A policy in Python is asked once, before the request waits.
+        let advice = request.ask(None, None, |ask| selector.advice(ask));
+        let (number, told) = self.calls();
+        let decisions = Arc::clone(&self.decisions);
+        let place = Booker { decisions, selector, request, advice };
+        let entered = match queue {
+            None => place.book(false).map(Entered::Booked),
+            Some(queue) => {
+                let isl_tokens = place.request.prompt.isl_tokens;
+                let book = || place.book(true);
+                queue.enter(&place.request.wish, isl_tokens, || place.cached_tokens(), told, book)
+            }
+        };
+        match entered {
+            Ok(Entered::Waits(waiting)) => {
+                Ok(Entered::Waits(Place { booker: place, number, waiting }))
+            }
+            Ok(Entered::Booked(booked)) => {
+                place.note(Ok(&booked.1));
+                Ok(Entered::Booked(booked))
+            }
+            Err(error) => {
+                place.note(Err(&error));
+                Err(error)
+            }
+        }
+    }
+
+    /// A number for one that may wait, and what calls it.
+    fn calls(&self) -> (u64, Told) {
+        // Relaxed: it only has to differ.
+        let number = self.came.fetch_add(1, Ordering::Relaxed);
+        let bell = Arc::clone(&self.bell);
+        (number, Arc::new(move || bell.call(number)))
+    }
+}
+
+/// Books one request.
+struct Booker {
+    decisions: Arc<dyn Decisions>,
+    selector: Arc<Selector>,
+    request: Request,
+    advice: Option<Advice>,
+}
+
+impl Booker {
+    fn book(&self, waits: bool) -> Result<(Reservation, Selection)> {
+        let advice = self.advice.as_ref();
+        self.request.ask(None, advice, |ask| self.selector.select(&Ask { waits, ..*ask }))
+    }
+
+    fn cached_tokens(&self) -> u64 {
+        let blocks = self.request.ask(None, None, |ask| self.selector.most_held(ask));
+        u64::from(blocks) * u64::from(self.request.prompt.block_size)
+    }
+
+    fn note(&self, outcome: Result<&Selection, &Error>) {
+        self.decisions.note(&self.request, true, outcome);
+    }
+}
+
+/// A place in the line.
+struct Place {
+    booker: Booker,
+    number: u64,
+    waiting: Waiting,
+}
+
+#[pymethods]
+impl Decider {
+    #[pyo3(signature = (token_ids, options=None))]
+    fn query(
+        &self,
+        py: Python<'_>,
+        token_ids: &Bound<'_, PyAny>,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Selected> {
+        let ids = index::token_ids(token_ids)?;
+        let ids: &[u32] = &ids.as_slice();
+        let options = Options::of(py, options)?;
+        let query = || {
+            let (Desk { selector, .. }, request) = self.request(ids, options, None)?;
+            let advice = request.ask(None, None, |ask| selector.advice(ask));
+            let outcome = request.ask(None, advice.as_ref(), |ask| selector.query(ask));
+            self.decisions.note(&request, false, outcome.as_ref());
+            outcome
+        };
+        Ok(selected(&py.detach(query).or_raise(py)?))
+    }
+
+    #[pyo3(signature = (token_ids, options=None, *, request_id=None))]
+    fn enter(
+        &self,
+        py: Python<'_>,
+        token_ids: &Bound<'_, PyAny>,
+        options: Option<&Bound<'_, PyDict>>,
+        request_id: Option<String>,
+    ) -> PyResult<Py<PyAny>> {
+        let ids = index::token_ids(token_ids)?;
+        let ids: &[u32] = &ids.as_slice();
+        let options = Options::of(py, options)?;
+        let is_long = ids.len() > SHORT_TOKENS || self.decisions.is_slow();
+        match detached(py, is_long, || self.take(ids, options, request_id)).or_raise(py)? {
+            Entered::Booked(booked) => Ok(Py::new(py, RouterBooking::new(booked))?.into_any()),
+            Entered::Waits(place) => Ok(Py::new(py, RouterWait::new(place))?.into_any()),
+        }
+    }
+
+    #[getter]
+    fn wake_fd(&self) -> i32 {
+        self.bell.heard.as_raw_fd()
+    }
+
+    fn called(&self) -> Vec<u64> {
+        self.bell.take()
+    }
+}
+
+/// A request in the line.
+#[pyclass(frozen, module = "kvflash._core")]
+pub(super) struct RouterWait {
+    place: Mutex<Option<Box<Place>>>,
+    #[pyo3(get)]
+    number: u64,
+}
+
+impl RouterWait {
+    fn new(place: Place) -> Self {
+        let number = place.number;
+        Self { place: Mutex::new(Some(Box::new(place))), number }
+    }
+
+    fn take(&self, py: Python<'_>) -> PyResult<Box<Place>> {
+        let taken = self.place.lock().take();
+        taken.ok_or_else(|| raise(py, &Error::Closed("the request waits no more".into())))
+    }
+}
+
+#[pymethods]
+impl RouterWait {
+    fn try_again(&self, py: Python<'_>) -> PyResult<Option<RouterBooking>> {
+        // Out of its lock while it is asked: another thread may want the GIL.
+        let mut place = self.take(py)?;
+        let is_long = place.booker.request.prompt.locals.len() > SHORT_BLOCKS;
+        let (tried, place) = detached(py, is_long, || {
+            let Place { booker, waiting, .. } = &mut *place;
+            let tried = waiting.try_again(|| booker.request.is_open(), || booker.book(true));
+            match &tried {
+                Ok(None) => {}
+                Ok(Some((_, selection))) => booker.note(Ok(selection)),
+                Err(error) => booker.note(Err(error)),
+            }
+            (tried, place)
+        });
+        let booked = tried.or_raise(py)?;
+        if booked.is_none() {
+            *self.place.lock() = Some(place);
+        }
+        Ok(booked.map(RouterBooking::new))
+    }
+
+    fn expire(&self, py: Python<'_>) -> PyErr {
+        match self.take(py) {
+            Ok(place) => {
+                let Place { booker, waiting, .. } = *place;
+                let error = waiting.expire();
+                booker.note(Err(&error));
+                raise(py, &error)
+            }
+            Err(error) => error,
+        }
+    }
+
+    fn leave(&self) {
+        let _left = self.place.lock().take();
+    }
+}
