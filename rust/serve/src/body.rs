@@ -2,9 +2,12 @@
 
 use std::time::Duration;
 
+use axum::http::StatusCode;
 use bytes::{Bytes, BytesMut};
 use http_body::Body;
 use http_body_util::BodyExt;
+
+use super::Reject;
 
 /// A refused body is read away up to this size and time before its connection is closed.
 const DISCARD_BYTES: usize = 64 * 1024 * 1024;
@@ -41,6 +44,37 @@ where
         joined.extend_from_slice(&data);
     }
     Ok(if joined.is_empty() { first } else { joined.freeze() })
+}
+
+/// A body of more bytes than the limit.
+pub(super) fn too_large(limit: usize) -> Reject {
+    let what = format!("the body is larger than the limit of {limit} bytes (--max-body-bytes)");
+    Reject::new(StatusCode::PAYLOAD_TOO_LARGE, what)
+}
+
+/// The whole body, within a limit of bytes and of time.
+///
+/// # Errors
+/// 413, 400 for one that is cut off, 408.
+pub(super) async fn whole<B>(mut body: B, limit: usize, timeout: Duration) -> Result<Bytes, Reject>
+where
+    B: Body<Data = Bytes> + Unpin,
+{
+    match tokio::time::timeout(timeout, read(&mut body, limit)).await {
+        Ok(Ok(bytes)) => Ok(bytes),
+        Ok(Err(Unreadable::TooLarge)) => {
+            discard(&mut body).await;
+            Err(too_large(limit))
+        }
+        Ok(Err(Unreadable::CutOff)) => {
+            Err(Reject::bad_request("the body ended before its declared length"))
+        }
+        Err(_) => {
+            let seconds = timeout.as_secs_f64();
+            let what = format!("the body did not arrive within {seconds} s (--body-timeout)");
+            Err(Reject::new(StatusCode::REQUEST_TIMEOUT, what))
+        }
+    }
 }
 
 /// Read on for a moment and keep nothing: many clients look for the answer only when they have sent

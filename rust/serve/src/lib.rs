@@ -5,6 +5,7 @@ mod aside;
 mod body;
 mod busy;
 pub mod frontend;
+mod gateway;
 pub mod indexer;
 mod metrics;
 mod outside;

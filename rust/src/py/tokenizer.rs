@@ -86,13 +86,11 @@ fn with_chat<T: Send>(
     add_generation_prompt: bool,
     call: impl FnOnce(&ChatRequest<'_>) -> kvflash_core::error::Result<T> + Send,
 ) -> PyResult<T> {
-    let parse = |name: &str, text| {
-        serde_json::from_str(text)
-            .map_err(|error| raise(py, &Error::invalid(format!("{name}: {error}"))))
-    };
-    let messages: &serde_json::value::RawValue = parse("messages_json", messages)?;
-    let tools: Option<&serde_json::value::RawValue> =
-        tools.map(|text| parse("tools_json", text)).transpose()?;
+    for (name, text) in [("messages_json", Some(messages)), ("tools_json", tools)] {
+        let Some(text) = text else { continue };
+        serde_json::from_str::<&serde_json::value::RawValue>(text)
+            .map_err(|error| raise(py, &Error::invalid(format!("{name}: {error}"))))?;
+    }
     py.detach(|| {
         call(&ChatRequest {
             messages: Some(messages),

@@ -6,7 +6,6 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use minijinja::{Environment, Value};
 use serde_json::Value as Json;
-use serde_json::value::RawValue;
 
 use super::config::FolderConfig;
 use super::content::{ContentFormat, detect_sglang, detect_vllm};
@@ -261,11 +260,9 @@ impl ChatTemplate {
     }
 }
 
-fn parse(field: &str, raw: Option<&RawValue>) -> Result<Option<Json>, Stop> {
+fn parse(field: &str, raw: Option<&str>) -> Result<Option<Json>, Stop> {
     let Some(raw) = raw else { return Ok(None) };
-    serde_json::from_str(raw.get())
-        .map(Some)
-        .map_err(|error| Stop::Invalid(format!("{field}: {error}")))
+    serde_json::from_str(raw).map(Some).map_err(|error| Stop::Invalid(format!("{field}: {error}")))
 }
 
 /// Take the last message off if it is the assistant's; its text.

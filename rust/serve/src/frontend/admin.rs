@@ -8,7 +8,7 @@ use axum::Json;
 use axum::body::Body;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
-use axum::http::{HeaderMap, StatusCode};
+use axum::http::{HeaderMap, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use kvflash_core::catalog::{Publisher, Trust};
 use kvflash_core::error::Error;
@@ -18,17 +18,18 @@ use kvflash_core::select::{ReuseView, WorkerReason};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::super::Reject;
-use super::super::remote::RemoteIndexer;
 use super::app::App;
-use super::disagg::Prefill;
 use super::engine::{Engine, EngineSpec, is_prefill};
-use super::evidence;
 use super::metrics::CauseLabel;
-use super::nvext::Nvext;
-use super::plan::{Api, Plan};
 use super::pool::Pool;
-use super::request::Envelope;
+use super::probe;
+use crate::Reject;
+use crate::gateway::admit::read_body;
+use crate::gateway::backend::disagg::Prefill;
+use crate::gateway::call::{Call, Head};
+use crate::gateway::evidence;
+use crate::gateway::plan::{Part, Plan};
+use crate::remote::RemoteIndexer;
 
 /// 200 while at least one worker can serve, 503 otherwise; the body says how each one fares. Workers that
 /// only prefill serve nobody by themselves.
@@ -329,7 +330,7 @@ struct NewWorker {
 /// POST /workers {url, events?, replay?, id?, dp_size?, role?}
 pub(super) async fn add_worker(State(app): State<Arc<App>>, body: Body) -> Response {
     let added = async {
-        let body = app.read_body(body).await?;
+        let body = read_body(&app, body).await?;
         // The derived reader would take a list too, field by field.
         if body.trim_ascii_start().first() == Some(&b'[') {
             return Err(Reject::bad_request("invalid worker: a list instead of an object"));
@@ -355,7 +356,7 @@ pub(super) async fn add_worker(State(app): State<Arc<App>>, body: Body) -> Respo
             let message = format!("dp_size must be in 1..=1024, got {}", spec.dp_size);
             return Err(Reject::bad_request(message));
         }
-        app.add_engine(spec).map_err(|error| match error {
+        probe::add(&app, spec).map_err(|error| match error {
             Error::Config(message) => Reject::bad_request(message),
             other => other.into(),
         })
@@ -453,16 +454,13 @@ pub(super) async fn explain(
     body: Body,
 ) -> Response {
     let explained = async {
-        let body = app.read_body(body).await?;
-        let envelope = Envelope::parse(&body)?;
-        let api = if envelope.messages.is_some() { Api::Chat } else { Api::Completions };
-        let nvext = Nvext::parse(envelope.nvext)?;
-        let mut plan = Plan::make(&app, api, &envelope, &headers, body.len(), false).await?;
-        plan.seed = nvext.seed();
-        plan.pin(nvext.decode_pin())?;
-        let prefill = Prefill::of(&app, &plan, &nvext).await?.explain(&app).await;
-        plan.decode_only(prefill.is_some());
-        let decision = plan.explain(&app).await.map_err(Reject::from)?;
+        let bytes = read_body(&app, body).await?;
+        let head = Head { uri: Uri::default(), headers, address: None };
+        let call = Call::read(None, head, String::new(), bytes)?;
+        let plan = Plan::make(&app, call).await?;
+        let prefill = Prefill::of(&app, &plan).await?.explain(&app).await;
+        let part = Part { is_decode_only: prefill.is_some(), ..Part::default() };
+        let decision = plan.explain(&app, part).await.map_err(Reject::from)?;
         let made = app.aside.make(|| {
             let trust = trust(&app, &plan.route.pool.name);
             let reuse = reuse_views(&app);

@@ -12,7 +12,7 @@ use super::pool::Pool;
 ///
 /// # Source
 /// vLLM's names; means are over the engine's life.
-pub(super) fn read(pool: &Pool, engine: &Engine, metrics: &str) {
+pub(crate) fn read(pool: &Pool, engine: &Engine, metrics: &str) {
     for dp_rank in 0..engine.spec.dp_size {
         pool.selector.engines.report(Worker::new(engine.id, dp_rank), of_rank(metrics, dp_rank));
     }

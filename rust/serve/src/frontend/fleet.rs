@@ -12,20 +12,21 @@ use kvflash_core::policy::Stage;
 use kvflash_core::select::{Journal, Outbox, Overlap, Queue, Selector, SelectorConfig, Thresholds};
 use parking_lot::RwLock;
 
-use super::engine::{Engine, EngineNotes, EngineSpec, base_of};
-use super::fairness::WaitingRoom;
+use super::engine::{Engine, EngineSpec, base_of};
+use super::notes::EngineNotes;
 use super::options::FrontendOptions;
 use super::pool::{Pool, Route};
 use super::runtime::member::Member;
 use super::runtime::spec::EventSpec;
+use crate::gateway::turn::WaitingRoom;
 
 /// Tenant of the frontend's own indexes; the cache salt keeps clients apart.
 const TENANT: &str = "default";
 /// Tenant of the indexes of prefill workers: what these hold is not what decode workers hold.
-pub(in super::super) const PREFILL_TENANT: &str = "prefill";
+pub(crate) const PREFILL_TENANT: &str = "prefill";
 
 /// Which of `engines` are unhealthy, and why, for people: the first ones.
-pub(super) fn unhealthy<'a>(engines: impl Iterator<Item = &'a Arc<Engine>>) -> String {
+pub(crate) fn unhealthy<'a>(engines: impl Iterator<Item = &'a Arc<Engine>>) -> String {
     let down: Vec<String> = engines
         .filter(|engine| !engine.is_healthy())
         .map(|engine| {
@@ -81,7 +82,7 @@ impl Tables {
 ///
 /// # Consistency
 /// Changes are serialised; a request works on the members it read first.
-pub(super) struct Fleet {
+pub(crate) struct Fleet {
     options: FrontendOptions,
     catalog: Arc<Catalog>,
     pub clock: Arc<dyn Clock>,

@@ -37,16 +37,6 @@ enum Peer {
     Unknown,
 }
 
-/// What was found when a worker was looked at last.
-#[derive(Debug, Default)]
-pub(super) struct Inspection {
-    pub faults: Vec<WorkerReason>,
-    /// Everything was seen and is right: it is not looked at again.
-    is_settled: bool,
-    /// That there is no `/tokenize` was said.
-    has_told_untold: bool,
-}
-
 /// Look at `engine` unless all of it is known to be right; faults go to `/health`, and to the log when they change.
 pub(super) async fn inspect(app: &App, engine: &Engine) {
     if engine.member.is_some() || engine.inspection.lock().is_settled {

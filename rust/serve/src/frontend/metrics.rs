@@ -18,33 +18,33 @@ struct StageLabel {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(super) struct CauseLabel {
+pub(crate) struct CauseLabel {
     pub cause: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(super) struct OutcomeLabel {
+pub(crate) struct OutcomeLabel {
     pub outcome: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(super) struct WorkerLabel {
+pub(crate) struct WorkerLabel {
     pub worker: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(super) struct ModelNameLabel {
+pub(crate) struct ModelNameLabel {
     pub model: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(super) struct TurnLabel {
+pub(crate) struct TurnLabel {
     pub model: String,
     pub outcome: &'static str,
 }
 
 #[derive(Debug, Clone)]
-pub(super) struct FrontendMetrics {
+pub(crate) struct FrontendMetrics {
     /// Tokens of all prompts.
     pub input: Counter,
     /// Tokens that the best worker could have reused.

@@ -1,45 +1,29 @@
-//! The OpenAI-compatible frontend: tokens -> overlap -> decision -> upstream, streamed through.
+//! The OpenAI-compatible frontend: its workers, what operators ask of it, its routes. Requests go through
+//! [`gateway`](crate::gateway).
 
 mod admin;
-mod app;
-mod attempt;
+pub(crate) mod app;
 mod busy;
-mod client;
-mod disagg;
-pub(super) mod engine;
+pub(crate) mod engine;
 mod engine_metrics;
-mod event_stream;
-mod evidence;
-mod fairness;
-pub(super) mod fleet;
-mod forward;
+pub(crate) mod fleet;
 mod inspect;
-mod metrics;
-mod nvext;
-mod openai_prefill;
+pub(crate) mod metrics;
+pub(crate) mod notes;
 mod options;
-mod plan;
-mod pool;
+pub(crate) mod pool;
 mod probe;
-mod proxy;
-mod query;
-mod relay;
-mod render;
-mod replicas;
-mod reply;
-mod request;
-mod runtime;
+pub(crate) mod proxy;
+pub(crate) mod runtime;
 mod scrape;
 mod served;
-mod tokens;
-mod urgency;
-mod usage;
+mod service;
 
-pub use app::FrontendApp;
-pub use disagg::EnforceDisagg;
 pub use engine::EngineSpec;
-pub use fairness::FairnessOptions;
-pub use options::FrontendOptions;
+pub use options::{EnforceDisagg, FrontendOptions};
+pub use service::FrontendApp;
+
+pub use crate::gateway::turn::FairnessOptions;
 
 #[cfg(test)]
 mod tests;

@@ -1,6 +1,7 @@
 //! What an operator can set.
 
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
 use kvflash_core::error::{Error, Result};
@@ -8,10 +9,36 @@ use kvflash_core::policy::Settings;
 use kvflash_core::router::{Policies, RouterConfig};
 use kvflash_core::select::{DEFAULT_JOURNAL_BYTES, Overlap, QueueOptions, Thresholds};
 
-use super::super::metrics::{PREFIX, check_prefix};
-use super::super::{RemoteIndexerOptions, Tls};
-use super::disagg::EnforceDisagg;
-use super::fairness::FairnessOptions;
+use crate::gateway::turn::FairnessOptions;
+use crate::metrics::{PREFIX, check_prefix};
+use crate::{RemoteIndexerOptions, Tls};
+
+/// Whether a request may be answered without a prefill worker.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum EnforceDisagg {
+    /// It may: whenever no prefill worker does its part, the decode worker does all.
+    #[default]
+    Off,
+    /// It may while its model has had no prefill worker; from then on it may not.
+    UntilFirstPrefill,
+    /// It may not.
+    Always,
+}
+
+impl FromStr for EnforceDisagg {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "off" => Ok(Self::Off),
+            "until-first-prefill" => Ok(Self::UntilFirstPrefill),
+            "always" => Ok(Self::Always),
+            other => Err(Error::Config(format!(
+                "--enforce-disagg must be off, until-first-prefill or always, got {other:?}"
+            ))),
+        }
+    }
+}
 
 /// Options of a frontend. Every limit has a flag of the same name.
 #[derive(Debug, Clone)]

@@ -10,11 +10,11 @@ use kvflash_core::select::{Queue, Selector};
 use parking_lot::{Mutex, RwLock};
 
 use super::engine::Engine;
-use super::fairness::WaitingRoom;
 use super::served::Served;
+use crate::gateway::turn::WaitingRoom;
 
 /// All engines that serve one base model: one index, one load table.
-pub(super) struct Pool {
+pub(crate) struct Pool {
     pub name: String,
     pub selector: Selector,
     members: RwLock<Arc<Members>>,
@@ -28,7 +28,7 @@ pub(super) struct Pool {
 
 /// The engines of a pool at one moment.
 #[derive(Default)]
-pub(super) struct Members {
+pub(crate) struct Members {
     by_id: BTreeMap<InstanceId, Arc<Engine>>,
 }
 
@@ -105,7 +105,7 @@ impl Pool {
 
 /// Where requests for a served name go.
 #[derive(Clone)]
-pub(super) struct Route {
+pub(crate) struct Route {
     pub pool: Arc<Pool>,
     /// The adapter, where the name is one.
     pub lora_name: Option<String>,

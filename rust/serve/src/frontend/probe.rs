@@ -4,13 +4,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use kvflash_core::error::Result;
 use serde::Deserialize;
 
 use super::app::App;
 use super::busy::{label, read_load, watched};
-use super::engine::{Engine, EngineNotes};
+use super::engine::{Engine, EngineSpec};
 use super::engine_metrics;
 use super::inspect::inspect;
+use super::notes::EngineNotes;
 use super::proxy::Upstream;
 use crate::Shutdown;
 
@@ -24,8 +26,18 @@ const FIRST_PAUSE: Duration = Duration::from_millis(250);
 /// An engine's answers to a check are small; more than this is not one.
 const MAX_ANSWER_BYTES: usize = 8 * 1024 * 1024;
 
+/// Add an engine, and watch it. Must be called within a tokio runtime.
+///
+/// # Errors
+/// As [`Fleet::add`](super::fleet::Fleet::add).
+pub(super) fn add(app: &Arc<App>, spec: EngineSpec) -> Result<Arc<Engine>> {
+    let engine = app.fleet.add(spec)?;
+    tokio::spawn(watch(Arc::clone(app), Arc::clone(&engine), app.shutdown.clone()));
+    Ok(engine)
+}
+
 /// Check `engine` until it is removed or the service stops.
-pub(super) async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
+async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
     let interval = app.options.health_interval;
     // Adapters come and go while an engine runs, and one may restart between two checks.
     let learn_interval = interval * CHECKS_PER_LEARNING;

@@ -15,7 +15,7 @@ use kvflash_core::error::Error;
 
 /// HTTP/1 to the engines, connections kept and reused.
 #[derive(Debug, Clone)]
-pub(super) struct Upstream {
+pub(crate) struct Upstream {
     client: Client<HttpConnector, Full<Bytes>>,
     /// Authorization of the frontend's own calls.
     authorization: Option<HeaderValue>,
@@ -23,7 +23,7 @@ pub(super) struct Upstream {
 
 /// Why an attempt ended before the first byte.
 #[derive(Debug)]
-pub(super) struct AttemptError {
+pub(crate) struct AttemptError {
     pub cause: &'static str,
     pub message: String,
 }
@@ -137,7 +137,7 @@ fn named_by_connection(headers: &HeaderMap) -> Vec<HeaderName> {
 }
 
 /// The request as the engine gets it: same method, path and body, without the client's connection headers.
-pub(super) fn upstream_request(
+pub(crate) fn upstream_request(
     method: &Method,
     uri: Uri,
     headers: &HeaderMap,
@@ -164,7 +164,7 @@ pub(super) fn upstream_request(
 }
 
 /// The answer's headers as the client gets them.
-pub(super) fn client_headers(mut headers: HeaderMap) -> HeaderMap {
+pub(crate) fn client_headers(mut headers: HeaderMap) -> HeaderMap {
     let mut listed = named_by_connection(&headers);
     listed.extend(headers.keys().filter(|name| is_hop_by_hop(name)).cloned());
     for name in listed {

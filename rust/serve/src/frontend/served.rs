@@ -5,14 +5,14 @@ use std::sync::Arc;
 
 use kvflash_core::ids::InstanceId;
 
-use super::engine::EngineNotes;
+use super::notes::EngineNotes;
 
 /// The names that engines of one pool have told, counted.
 ///
 /// # Cost
 /// Of every change: O(names of that engine), however many others there are.
 #[derive(Debug, Default)]
-pub(super) struct Served {
+pub(crate) struct Served {
     /// Engines that serve a name.
     counts: HashMap<Arc<str>, usize>,
     by_engine: HashMap<InstanceId, Vec<Arc<str>>>,

@@ -22,10 +22,11 @@ use kvflash_core::select::{Ask, Pin, QueueOptions, QueueThreshold};
 use tokio::runtime::{Builder, Runtime};
 
 use super::app::App;
-use super::engine::{Engine, EngineNotes};
-use super::evidence::Expectation;
+use super::engine::Engine;
+use super::notes::EngineNotes;
 use super::{FrontendApp, FrontendOptions, admin, scrape};
 use crate::Shutdown;
+use crate::gateway::evidence::Expectation;
 
 /// Whatever takes longer does not come.
 const DEADLINE: Duration = Duration::from_secs(30);

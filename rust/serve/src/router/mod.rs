@@ -13,10 +13,11 @@ mod openapi;
 mod options;
 mod replicas;
 mod request;
+mod routes;
 
-pub use app::RouterApp;
 pub use options::RouterOptions;
 pub use replicas::Registered;
+pub use routes::RouterApp;
 
 #[cfg(test)]
 mod tests;

@@ -12,7 +12,8 @@ use kvflash_core::clock::ManualClock;
 use serde_json::json;
 use tokio::runtime::Builder;
 
-use super::app::{App, metrics};
+use super::app::App;
+use super::routes::metrics;
 use super::{RouterApp, RouterOptions};
 use crate::Reject;
 

@@ -2,12 +2,12 @@
 
 use serde_json::{Map, Value, json};
 
-use super::super::plan::Api;
 use super::plane::{Cause, PlaneError};
+use crate::gateway::call::Api;
 
 /// Puts the chunks of a stream together to a whole answer.
 #[derive(Debug, Default)]
-pub(super) struct Collected {
+pub(crate) struct Collected {
     /// What stands beside the choices: of the first chunk its id, created and model, else what came last.
     head: Map<String, Value>,
     choices: Vec<Value>,
@@ -97,14 +97,14 @@ impl Collected {
 ///
 /// # Errors
 /// `Protocol` for what is none.
-pub(super) fn parse(payload: &[u8]) -> Result<Value, PlaneError> {
+pub(crate) fn parse(payload: &[u8]) -> Result<Value, PlaneError> {
     rmp_serde::from_slice(payload).map_err(|error| {
         PlaneError::new(Cause::Protocol, format!("an item that can't be read: {error}"))
     })
 }
 
 /// The failure that a worker tells of in a chunk: OpenAI's `{"error": ...}`, or an error object by itself.
-pub(super) fn failure(chunk: &Value) -> Option<PlaneError> {
+pub(crate) fn failure(chunk: &Value) -> Option<PlaneError> {
     let is_bare = chunk.get("object").is_some_and(|object| object == "error");
     let error = if is_bare { Some(chunk) } else { chunk.get("error") };
     let error = error.filter(|error| !error.is_null())?;

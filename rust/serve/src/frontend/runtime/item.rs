@@ -8,7 +8,7 @@ use super::plane::{Cause, PlaneError};
 /// One item. Fields that are not named here are not read.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-pub(in super::super) struct Item {
+pub(crate) struct Item {
     token_ids: Option<Vec<u32>>,
     finish_reason: Option<Value>,
     pub text: Option<String>,
@@ -35,7 +35,7 @@ struct PromptDetails {
 
 /// Why an answer is over, as the worker says.
 #[derive(Debug, PartialEq, Eq)]
-pub(in super::super) enum Finish {
+pub(crate) enum Finish {
     Stop,
     Length,
     Other(String),

@@ -12,7 +12,7 @@ const FIRST_PAUSE: Duration = Duration::from_millis(200);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
 /// Look after a worker until it is removed or the service stops.
-pub(in super::super) async fn watch(engine: Arc<Engine>, member: Arc<Member>, shutdown: Shutdown) {
+pub(crate) async fn watch(engine: Arc<Engine>, member: Arc<Member>, shutdown: Shutdown) {
     let mut pause = FIRST_PAUSE;
     while !engine.is_removed() && !shutdown.is_stopped() {
         if engine.is_healthy() {

@@ -7,24 +7,19 @@
 //! - `stop`, `writing`, `wording`, `answer`: from the worker's tokens to an OpenAI answer
 //! - `chunks`: answers of workers that take and give text
 
-pub(super) mod answer;
-pub(super) mod body;
-pub(super) mod call;
-mod chunks;
+pub(crate) mod chunks;
 mod frames;
-mod guide;
-pub(super) mod item;
+pub(crate) mod item;
 pub(super) mod liveness;
-pub(super) mod member;
-pub(super) mod plane;
-pub(super) mod prompt;
+pub(crate) mod member;
+pub(crate) mod plane;
 pub(super) mod registry;
-pub(super) mod spec;
+pub(crate) mod spec;
 mod stop;
 mod tcp;
 mod web;
-mod wording;
-mod writing;
+pub(crate) mod wording;
+pub(crate) mod writing;
 
 #[cfg(test)]
 mod tests;

@@ -13,18 +13,18 @@ use super::tcp::{TcpItems, TcpPlane};
 use super::web::{WebItems, WebPlane};
 
 /// Time that a worker has to answer a ping.
-pub(super) const PING_TIME: Duration = Duration::from_secs(2);
+pub(crate) const PING_TIME: Duration = Duration::from_secs(2);
 
 /// Why a stream of items ended, or never began.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(in super::super) struct PlaneError {
+pub(crate) struct PlaneError {
     pub cause: Cause,
     pub message: String,
 }
 
 /// Whose fault it is.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(in super::super) enum Cause {
+pub(crate) enum Cause {
     /// There is no connection to the worker.
     Connect,
     /// The connection broke before the end of the stream.
@@ -90,7 +90,7 @@ fn encoded(value: Result<Vec<u8>, rmp_serde::encode::Error>) -> Result<Vec<u8>, 
 
 /// The error frame's payload; over HTTP the same as JSON.
 #[derive(Debug, Deserialize)]
-pub(super) struct ErrorFrame {
+pub(crate) struct ErrorFrame {
     #[serde(default)]
     pub code: String,
     #[serde(default)]
@@ -105,7 +105,7 @@ impl From<ErrorFrame> for PlaneError {
 
 /// The way to one worker.
 #[derive(Debug)]
-pub(in super::super) enum Plane {
+pub(crate) enum Plane {
     Tcp(Arc<TcpPlane>),
     Web(WebPlane),
 }
@@ -164,7 +164,7 @@ impl Plane {
 /// The items of an answer. Dropping it before its end closes the connection, which is how the worker
 /// learns that nobody wants the rest.
 #[derive(Debug)]
-pub(in super::super) enum Items {
+pub(crate) enum Items {
     Tcp(TcpItems),
     Web(WebItems),
 }

@@ -18,7 +18,7 @@ use super::spec::{LoadReport, ModelInput, WorkerSpec};
 ///
 /// # Errors
 /// `Config` naming the field or the tokenizer's file, `Overloaded` at a limit.
-pub(in super::super) fn put(app: &Arc<App>, json: &str) -> Result<InstanceId> {
+pub(crate) fn put(app: &Arc<App>, json: &str) -> Result<InstanceId> {
     let spec = WorkerSpec::parse(json)?;
     let id = spec.id;
     let taken = take(app, spec);
@@ -123,7 +123,7 @@ fn text(app: &App, spec: &WorkerSpec) -> Result<Option<Arc<ModelText>>> {
 ///
 /// # Errors
 /// `Config` naming the field; `NotFound` for a worker that is not registered.
-pub(in super::super) fn report(app: &App, json: &str) -> Result<()> {
+pub(crate) fn report(app: &App, json: &str) -> Result<()> {
     let report = LoadReport::parse(json)?;
     let unknown = || Error::NotFound(format!("no runtime worker {} is registered", report.id));
     let engine = app.fleet.engine(report.id).ok_or_else(unknown)?;

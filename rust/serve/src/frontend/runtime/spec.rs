@@ -18,7 +18,7 @@ const MAX_ADAPTERS: usize = 4_096;
 /// How to reach a worker.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
-pub(in super::super) enum PlaneSpec {
+pub(crate) enum PlaneSpec {
     /// `host:port`.
     Tcp { address: String },
     /// `http://host:port[/path]`.
@@ -28,21 +28,21 @@ pub(in super::super) enum PlaneSpec {
 /// What a worker takes and gives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub(in super::super) enum ModelInput {
+pub(crate) enum ModelInput {
     Tokens,
     Text,
 }
 
 /// Where a prefill worker of the bootstrap kind is met by its decode worker.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-pub(in super::super) struct Bootstrap {
+pub(crate) struct Bootstrap {
     pub host: String,
     pub port: u16,
 }
 
 /// What a worker serves. Fields that are not named here are for others.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
-pub(in super::super) struct Card {
+pub(crate) struct Card {
     pub model_name: String,
     #[serde(default = "tokens")]
     pub model_input: ModelInput,
@@ -77,7 +77,7 @@ fn tokens() -> ModelInput {
 
 /// Where one rank's events are: at its sockets, or at a broker.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-pub(in super::super) struct EventSpec {
+pub(crate) struct EventSpec {
     pub endpoint: String,
     #[serde(default)]
     pub replay_endpoint: Option<String>,
@@ -101,7 +101,7 @@ const STREAM: &str = "jetstream://";
 const SUBJECT: &str = "nats://";
 
 /// Subject or stream, instance and rank, of events that a broker carries.
-pub(in super::super) fn broker_path(endpoint: &str) -> Option<(&str, InstanceId, u32)> {
+pub(crate) fn broker_path(endpoint: &str) -> Option<(&str, InstanceId, u32)> {
     let path = endpoint.strip_prefix(STREAM).or_else(|| endpoint.strip_prefix(SUBJECT))?;
     let mut parts = path.rsplitn(3, '/');
     let (rank, instance) = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
@@ -110,7 +110,7 @@ pub(in super::super) fn broker_path(endpoint: &str) -> Option<(&str, InstanceId,
 
 /// One worker of the runtime.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
-pub(in super::super) struct WorkerSpec {
+pub(crate) struct WorkerSpec {
     pub id: InstanceId,
     pub plane: PlaneSpec,
     /// `namespace/component/endpoint`.
@@ -216,7 +216,7 @@ impl WorkerSpec {
 
 /// A worker's own report of its load.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
-pub(in super::super) struct LoadReport {
+pub(crate) struct LoadReport {
     pub id: InstanceId,
     #[serde(default)]
     pub dp_rank: u32,

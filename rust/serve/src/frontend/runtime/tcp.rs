@@ -28,7 +28,7 @@ const READ_BYTES: usize = 16 * 1024;
 
 /// The connections to one worker.
 #[derive(Debug)]
-pub(in super::super) struct TcpPlane {
+pub(crate) struct TcpPlane {
     address: String,
     connect_timeout: Duration,
     /// With the moment since when each is idle, longest first.
@@ -191,7 +191,7 @@ impl Connection {
 
 /// The frames of one answer.
 #[derive(Debug)]
-pub(in super::super) struct TcpItems {
+pub(crate) struct TcpItems {
     plane: Arc<TcpPlane>,
     /// Gone once it was given back or broke.
     connection: Option<Connection>,

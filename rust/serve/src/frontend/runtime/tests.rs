@@ -13,7 +13,7 @@ use kvflash_core::select::Overlap;
 use serde_json::{Value, json};
 use tokio::runtime::{Builder, Runtime};
 
-use crate::frontend::engine::EngineNotes;
+use crate::frontend::notes::EngineNotes;
 use crate::frontend::{FrontendApp, FrontendOptions, admin};
 use crate::{RemoteIndexerOptions, Shutdown};
 

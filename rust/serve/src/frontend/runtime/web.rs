@@ -14,7 +14,7 @@ const MAX_ERROR_BYTES: usize = 1024 * 1024;
 
 /// The way to one worker's endpoint.
 #[derive(Debug)]
-pub(in super::super) struct WebPlane {
+pub(crate) struct WebPlane {
     target: String,
     upstream: Upstream,
 }
@@ -91,7 +91,7 @@ impl WebPlane {
 
 /// The frames of one answer.
 #[derive(Debug)]
-pub(in super::super) struct WebItems {
+pub(crate) struct WebItems {
     body: Incoming,
     pub(super) received: BytesMut,
 }

@@ -4,15 +4,15 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
 
-use super::super::plan::Api;
 use super::writing::Ending;
+use crate::gateway::call::Api;
 
 /// The end of every stream.
-pub(super) const DONE: &str = "data: [DONE]\n\n";
+pub(crate) const DONE: &str = "data: [DONE]\n\n";
 
 /// Token counts of an answer.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Usage {
+pub(crate) struct Usage {
     pub prompt_tokens: u64,
     pub completion_tokens: u64,
     pub cached_tokens: Option<u64>,
@@ -32,7 +32,7 @@ impl Usage {
 
 /// The words around an answer's text.
 #[derive(Debug)]
-pub(super) struct Wording {
+pub(crate) struct Wording {
     api: Api,
     id: String,
     model: String,

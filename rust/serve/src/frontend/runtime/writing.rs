@@ -5,10 +5,10 @@ use std::sync::Arc;
 use kvflash_core::error::Result;
 use kvflash_core::text::{Detokenizer, Tokenizer};
 
-use super::body::{Generation, Limits};
 use super::item::{Finish, Item};
 use super::member::ModelText;
 use super::stop::StopStrings;
+use crate::gateway::generation::{Generation, Limits};
 
 /// A tokenizer that lives as long as somebody writes with it.
 #[derive(Debug)]
@@ -22,7 +22,7 @@ impl AsRef<Tokenizer> for Shared {
 
 /// Why the text is over, in OpenAI's words.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub(super) struct Ending {
+pub(crate) struct Ending {
     pub reason: String,
     /// The stop string or token that ended it.
     pub stop_reason: Option<serde_json::Value>,
@@ -41,7 +41,7 @@ impl Ending {
 /// What is given out is never taken back: no half character, nothing of a stop string, nothing behind
 /// the end. All pieces together are the text of all tokens before the end, decoded at once.
 #[derive(Debug)]
-pub(super) struct Writing {
+pub(crate) struct Writing {
     detokenizer: Detokenizer<Shared>,
     stop: StopStrings,
     limits: Limits,

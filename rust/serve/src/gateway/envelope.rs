@@ -7,40 +7,40 @@ use kvflash_core::text::ChatRequest;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::super::Reject;
+use super::body::Raw;
 
 /// The fields that routing reads. Unknown ones are the engine's business.
 #[derive(Debug, Default, Deserialize)]
 #[serde(expecting = "an object")]
-pub(super) struct Envelope<'a> {
+pub(crate) struct Envelope<'a> {
     #[serde(borrow, default)]
     pub model: Option<Cow<'a, str>>,
     #[serde(borrow, default)]
-    pub messages: Option<&'a RawValue>,
+    pub messages: Option<Raw<'a>>,
     #[serde(borrow, default)]
-    pub prompt: Option<&'a RawValue>,
+    pub prompt: Option<Raw<'a>>,
     #[serde(borrow, default)]
-    pub stream: Option<&'a RawValue>,
+    pub stream: Option<Raw<'a>>,
     #[serde(borrow, default)]
-    pub tools: Option<&'a RawValue>,
+    pub tools: Option<Raw<'a>>,
     #[serde(borrow, default)]
-    pub documents: Option<&'a RawValue>,
+    pub documents: Option<Raw<'a>>,
     #[serde(borrow, default)]
-    pub chat_template: Option<&'a RawValue>,
+    pub chat_template: Option<Raw<'a>>,
     #[serde(borrow, default)]
-    pub chat_template_kwargs: Option<&'a RawValue>,
+    pub chat_template_kwargs: Option<Raw<'a>>,
     #[serde(borrow, default)]
     pub cache_salt: Option<Cow<'a, str>>,
     #[serde(borrow, default)]
-    pub tool_choice: Option<&'a RawValue>,
+    pub tool_choice: Option<Raw<'a>>,
     #[serde(borrow, default)]
-    pub reasoning_effort: Option<&'a RawValue>,
+    pub reasoning_effort: Option<Raw<'a>>,
     #[serde(borrow, default)]
-    pub truncate_prompt_tokens: Option<&'a RawValue>,
+    pub truncate_prompt_tokens: Option<Raw<'a>>,
     #[serde(borrow, default)]
-    pub user: Option<&'a RawValue>,
+    pub user: Option<Raw<'a>>,
     #[serde(borrow, default)]
-    pub priority: Option<&'a RawValue>,
+    pub priority: Option<Raw<'a>>,
     #[serde(default)]
     pub add_generation_prompt: Option<bool>,
     #[serde(default)]
@@ -48,58 +48,28 @@ pub(super) struct Envelope<'a> {
     #[serde(default)]
     pub add_special_tokens: Option<bool>,
     #[serde(borrow, default)]
-    pub prompt_logprobs: Option<&'a RawValue>,
+    pub prompt_logprobs: Option<Raw<'a>>,
     #[serde(borrow, default)]
-    pub echo: Option<&'a RawValue>,
+    pub echo: Option<Raw<'a>>,
     #[serde(borrow, default)]
-    pub n: Option<&'a RawValue>,
+    pub n: Option<Raw<'a>>,
     #[serde(borrow, default)]
-    pub best_of: Option<&'a RawValue>,
+    pub best_of: Option<Raw<'a>>,
     #[serde(borrow, default)]
-    pub use_beam_search: Option<&'a RawValue>,
+    pub use_beam_search: Option<Raw<'a>>,
     #[serde(borrow, default)]
-    pub skip_reading_prefix_cache: Option<&'a RawValue>,
+    pub skip_reading_prefix_cache: Option<Raw<'a>>,
     #[serde(borrow, default)]
-    pub kv_transfer_params: Option<&'a RawValue>,
+    pub kv_transfer_params: Option<Raw<'a>>,
     #[serde(borrow, default)]
-    pub nvext: Option<&'a RawValue>,
-}
-
-impl<'a> Envelope<'a> {
-    /// Read a body.
-    ///
-    /// # Errors
-    /// 400 naming the field, what was expected and what came.
-    pub fn parse(body: &'a [u8]) -> Result<Self, Reject> {
-        // The derived reader would take a list too, field by field.
-        if body.trim_ascii_start().first() == Some(&b'[') {
-            return Err(Reject::bad_request("the body is not a JSON object but a list"));
-        }
-        serde_json::from_slice(body).map_err(|_| {
-            // Second, slower pass, for the name of the field at fault.
-            let mut json = serde_json::Deserializer::from_slice(body);
-            match serde_path_to_error::deserialize::<_, Envelope<'_>>(&mut json) {
-                Err(error) => {
-                    let path = error.path().to_string();
-                    let cause = error.into_inner();
-                    // "?" is where a body that is cut off ends.
-                    if path == "." || path == "?" {
-                        Reject::bad_request(format!("the body is not a JSON object: {cause}"))
-                    } else {
-                        Reject::bad_request(format!("{path}: {cause}"))
-                    }
-                }
-                Ok(_) => Reject::bad_request("the body has characters after its JSON object"),
-            }
-        })
-    }
+    pub nvext: Option<Raw<'a>>,
 }
 
 impl<'a> Envelope<'a> {
     /// Whether the engine takes what it can from its cache, and says so of one prompt: not where it must compute the
     /// logprobs of the prompt, skips its cache, generates several answers or gets the blocks from elsewhere.
     pub fn reuses_prefix(&self) -> bool {
-        let is_off = |raw: Option<&RawValue>, off: &str| {
+        let is_off = |raw: Option<Raw<'_>>, off: &str| {
             raw.is_none_or(|raw| raw.get() == "null" || raw.get() == off)
         };
         let switches = [
@@ -116,14 +86,14 @@ impl<'a> Envelope<'a> {
     /// The fields that decide a chat's tokens.
     pub fn chat(&self) -> ChatRequest<'a> {
         ChatRequest {
-            messages: self.messages,
-            tools: self.tools,
-            tool_choice: self.tool_choice,
-            documents: self.documents,
-            chat_template_kwargs: self.chat_template_kwargs,
-            chat_template: self.chat_template,
-            reasoning_effort: self.reasoning_effort,
-            truncate_prompt_tokens: self.truncate_prompt_tokens,
+            messages: self.messages.map(Raw::get),
+            tools: self.tools.map(Raw::get),
+            tool_choice: self.tool_choice.map(Raw::get),
+            documents: self.documents.map(Raw::get),
+            chat_template_kwargs: self.chat_template_kwargs.map(Raw::get),
+            chat_template: self.chat_template.map(Raw::get),
+            reasoning_effort: self.reasoning_effort.map(Raw::get),
+            truncate_prompt_tokens: self.truncate_prompt_tokens.map(Raw::get),
             add_generation_prompt: self.add_generation_prompt,
             continue_final_message: self.continue_final_message,
             add_special_tokens: self.add_special_tokens,
@@ -133,7 +103,7 @@ impl<'a> Envelope<'a> {
 
 /// A completion prompt, in the forms that OpenAI allows.
 #[derive(Debug, PartialEq)]
-pub(super) enum Prompt {
+pub(crate) enum Prompt {
     Text(String),
     Tokens(Vec<u32>),
     /// Several prompts in one request: no single prefix to route by.
@@ -143,14 +113,14 @@ pub(super) enum Prompt {
 impl Prompt {
     /// # Errors
     /// `InvalidArgument` naming the element at fault.
-    pub fn parse(raw: &RawValue) -> Result<Self, Error> {
-        Self::parse_at(raw, false)
+    pub fn parse(json: &str) -> Result<Self, Error> {
+        Self::parse_at(json, false)
     }
 
     /// A list within a list is a batch of one; no engine takes more levels, and a stack has an end.
-    fn parse_at(raw: &RawValue, is_nested: bool) -> Result<Self, Error> {
+    fn parse_at(json: &str, is_nested: bool) -> Result<Self, Error> {
         let wrong = |what: &str| Error::invalid(format!("prompt: {what}"));
-        let text = raw.get().trim_start();
+        let text = json.trim_start();
         if text.starts_with('"') {
             return serde_json::from_str(text)
                 .map(Self::Text)
@@ -164,7 +134,7 @@ impl Prompt {
         let Some(first) = items.first() else { return Err(wrong("must not be empty")) };
         if !first.get().starts_with(|c: char| c.is_ascii_digit() || c == '-') {
             return match items.as_slice() {
-                [only] if !is_nested => Self::parse_at(only, true),
+                [only] if !is_nested => Self::parse_at(only.get(), true),
                 [_] => Err(wrong("a list of prompts must hold strings or lists of token ids")),
                 _ => Ok(Self::Batch),
             };
@@ -184,10 +154,11 @@ impl Prompt {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use super::super::body::Body;
     use super::*;
 
     fn prompt(json: &str) -> Result<Prompt, Error> {
-        Prompt::parse(&RawValue::from_string(json.to_owned()).unwrap())
+        Prompt::parse(json)
     }
 
     #[test]
@@ -195,13 +166,12 @@ mod tests {
         for (body, wanted) in [
             (r#"{"model": 5}"#, "model: invalid type: integer `5`"),
             (r#"{"model": "m", "cache_salt": []}"#, "cache_salt: invalid type: sequence"),
-            (r#"{"model": "m""#, "EOF"),
-            ("[]", "not a JSON object"),
-            (r#"{"model":"m"} x"#, "characters after"),
+            (r#"{"model": "a", "model": "b"}"#, "duplicate field `model`"),
         ] {
-            let error = Envelope::parse(body.as_bytes()).unwrap_err();
+            let body = Body::parse(body.into()).unwrap();
+            let error = body.read::<Envelope<'_>>().unwrap_err();
             assert_eq!(error.status.as_u16(), 400);
-            assert!(error.message.contains(wanted), "{body}: {}", error.message);
+            assert!(error.message.contains(wanted), "{body:?}: {}", error.message);
         }
     }
 
@@ -209,7 +179,7 @@ mod tests {
     fn requests_that_bypass_the_cache_are_known() {
         let reuses = |more: &str| {
             let body = format!(r#"{{"model": "m"{more}}}"#);
-            Envelope::parse(body.as_bytes()).unwrap().reuses_prefix()
+            Body::parse(body.into()).unwrap().read::<Envelope<'_>>().unwrap().reuses_prefix()
         };
         for plain in ["", r#", "n": 1, "echo": false, "prompt_logprobs": null"#, r#", "best_of":1"#]
         {

@@ -1,10 +1,10 @@
 //! What a request asks of routing itself, in its `nvext` object.
 
+use super::body::Raw;
 use kvflash_core::ids::InstanceId;
 use serde::Deserialize;
-use serde_json::value::RawValue;
 
-use super::super::Reject;
+use crate::Reject;
 
 /// Most annotations of a request.
 const MAX_ANNOTATIONS: usize = 64;
@@ -14,7 +14,7 @@ const QUERY: &str = "query_instance_id";
 /// The fields of `nvext` that routing reads.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(default, expecting = "an object")]
-pub(super) struct Nvext {
+pub(crate) struct Nvext {
     annotations: Option<Vec<String>>,
     backend_instance_id: Option<InstanceId>,
     prefill_worker_id: Option<InstanceId>,
@@ -42,7 +42,7 @@ impl Nvext {
     ///
     /// # Errors
     /// 400 naming the field, what was expected and what came.
-    pub fn parse(raw: Option<&RawValue>) -> Result<Self, Reject> {
+    pub fn parse(raw: Option<Raw<'_>>) -> Result<Self, Reject> {
         let Some(raw) = raw.filter(|raw| raw.get() != "null") else { return Ok(Self::default()) };
         let mut reader = serde_json::Deserializer::from_str(raw.get());
         let nvext: Self = serde_path_to_error::deserialize(&mut reader).map_err(|error| {
@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     fn parse(json: &str) -> Result<Nvext, Reject> {
-        Nvext::parse(Some(&RawValue::from_string(json.to_owned()).unwrap()))
+        Nvext::parse(Some(Raw::of(json)))
     }
 
     #[test]

@@ -6,18 +6,104 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use axum::BoxError;
+use axum::http::header;
+use axum::response::Response;
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
+use kvflash_core::router::Usage;
 use kvflash_core::select::{Outcome, Reservation};
 use serde_json::json;
 use tokio::time::{Instant, Sleep};
 
-use super::app::{App, InFlight};
-use super::engine::Engine;
+use super::admit::InFlight;
+use super::backend::openai::Opened;
+use super::book::Choice;
 use super::event_stream::WholeLines;
 use super::evidence::Expectation;
+use super::plan::Plan;
 use super::usage::UsageScanner;
+use crate::frontend::app::App;
+use crate::frontend::engine::Engine;
+
+/// What is booked and counted for an answer on its way, whichever kind of worker gives it.
+pub(super) struct Delivery {
+    pub app: Arc<App>,
+    pub engine: Arc<Engine>,
+    pub booking: Reservation,
+    in_flight: InFlight,
+    /// Tokens of the prompt as routing counted them; `None` when they were not known.
+    counted: Option<u64>,
+    /// What the engine's own figures are compared with at the end.
+    expected: Option<Expectation>,
+}
+
+impl Delivery {
+    /// Of a worker that answers `plan`'s request; `expected` where its answer is evidence about its events.
+    pub fn new(
+        app: &Arc<App>,
+        plan: &Plan,
+        choice: Choice,
+        in_flight: InFlight,
+        expected: Option<Expectation>,
+    ) -> Self {
+        let Choice { engine, booking, .. } = choice;
+        let (app, counted) = (Arc::clone(app), plan.prompt_tokens());
+        Self { app, engine, booking, in_flight, counted, expected }
+    }
+
+    /// Something has come; so many tokens were generated up to now.
+    pub fn generated(&self, tokens: u64) {
+        self.in_flight.generated(tokens);
+        self.booking.generated(tokens);
+        self.booking.touch();
+    }
+
+    /// The answer is complete; the engine says what it used.
+    pub fn complete(&mut self, usage: Usage) {
+        self.booking.ended(Outcome::Complete);
+        let metrics = &self.app.metrics;
+        if let Some(tokens) = usage.cached_tokens {
+            metrics.delivered.inc_by(tokens);
+            self.booking.cached(tokens);
+            metrics.usage_reported.inc();
+        }
+        if let Some(expected) = self.expected.take() {
+            expected.compare(&self.app, usage.input_tokens, usage.cached_tokens);
+        }
+        match (self.counted, usage.input_tokens) {
+            (None, Some(reported)) => {
+                metrics.input.inc_by(reported);
+            }
+            // The engine saw another prompt than routing did: hashes of it can't match either.
+            (Some(counted), Some(reported)) if counted != reported => {
+                metrics.token_mismatches.inc();
+            }
+            _ => {}
+        }
+    }
+
+    /// The worker broke the answer off.
+    pub fn broken(&self, why: &str, is_engine_at_fault: bool) {
+        self.booking.ended(Outcome::Broken);
+        self.app.metrics.streams_broken.inc();
+        if is_engine_at_fault {
+            self.engine.failed(&format!("answer broke off: {why}"));
+        }
+    }
+
+    /// The client left before the end.
+    pub fn abandoned(&self) {
+        self.booking.ended(Outcome::ClientGone);
+        self.app.metrics.clients_gone.inc();
+    }
+
+    /// What was used, at the end.
+    pub fn used(&self, usage: Usage) {
+        self.booking.used(usage);
+        self.in_flight.used(usage);
+    }
+}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
@@ -30,20 +116,13 @@ enum End {
 ///
 /// Dropping it at any point frees the booking and, where the answer is not complete, closes the connection to
 /// the engine, which is how the engine learns that nobody is listening any more.
-pub(super) struct Relay {
-    pub app: Arc<App>,
-    pub engine: Arc<Engine>,
-    pub upstream: Incoming,
+struct Relay {
+    delivery: Delivery,
+    upstream: Incoming,
     /// Chunk that was awaited before the answer's head was sent on.
-    pub first: Option<Bytes>,
-    pub booking: Reservation,
-    pub is_event_stream: bool,
-    pub scanner: UsageScanner,
-    /// Tokens of the prompt as routing counted them; `None` when they were not known.
-    pub prompt_tokens: Option<u64>,
-    pub in_flight: InFlight,
-    /// What the engine's own figures are compared with at the end.
-    expected: Option<Expectation>,
+    first: Option<Bytes>,
+    is_event_stream: bool,
+    scanner: UsageScanner,
     /// What came of a line of an event stream that is not whole yet.
     lines: WholeLines,
     end: End,
@@ -53,47 +132,38 @@ pub(super) struct Relay {
     alarm: Option<Pin<Box<Sleep>>>,
 }
 
-impl Relay {
-    #[allow(clippy::too_many_arguments)]
-    pub fn new(
-        app: Arc<App>,
-        engine: Arc<Engine>,
-        upstream: Incoming,
-        first: Option<Bytes>,
-        booking: Reservation,
-        is_event_stream: bool,
-        prompt_tokens: Option<u64>,
-        in_flight: InFlight,
-        expected: Option<Expectation>,
-    ) -> Self {
-        let mut relay = Self {
-            app,
-            engine,
-            upstream,
-            first,
-            booking,
-            is_event_stream,
-            scanner: UsageScanner::default(),
-            prompt_tokens,
-            in_flight,
-            expected,
-            lines: WholeLines::default(),
-            end: End::Open,
-            waits_since: None,
-            alarm: None,
-        };
-        if relay.first.is_none() && relay.upstream.is_end_stream() {
-            relay.finish();
-        }
-        relay
+/// An engine's answer as it comes.
+pub(super) fn relay(delivery: Delivery, opened: Opened) -> Response {
+    let Opened { status, headers, is_event_stream, first, upstream } = opened;
+    let mut relay = Relay {
+        delivery,
+        upstream,
+        first,
+        is_event_stream,
+        scanner: UsageScanner::default(),
+        lines: WholeLines::default(),
+        end: End::Open,
+        waits_since: None,
+        alarm: None,
+    };
+    if relay.first.is_none() && relay.upstream.is_end_stream() {
+        relay.finish();
     }
+    let mut response = Response::new(axum::body::Body::new(relay));
+    *response.status_mut() = status;
+    *response.headers_mut() = headers;
+    if is_event_stream {
+        // A stream that breaks ends with an event more than its engine announced.
+        response.headers_mut().remove(header::CONTENT_LENGTH);
+    }
+    response
+}
 
+impl Relay {
     /// A chunk as the client gets it; `None` while nothing of it may go out yet.
     fn pass(&mut self, chunk: Bytes) -> Option<Bytes> {
         self.scanner.feed(&chunk);
-        self.in_flight.generated(self.scanner.events);
-        self.booking.generated(self.scanner.events);
-        self.booking.touch();
+        self.delivery.generated(self.scanner.events);
         let mut ready = if self.is_event_stream { self.lines.take(chunk) } else { chunk };
         if self.upstream.is_end_stream() {
             self.finish();
@@ -104,32 +174,15 @@ impl Relay {
 
     fn finish(&mut self) {
         self.end = End::Complete;
-        self.booking.ended(Outcome::Complete);
-        let metrics = &self.app.metrics;
-        if let Some(tokens) = self.scanner.cached_tokens {
-            metrics.delivered.inc_by(tokens);
-            self.booking.cached(tokens);
-            metrics.usage_reported.inc();
-        }
-        if let Some(expected) = self.expected.take() {
-            expected.compare(&self.app, self.scanner.prompt_tokens, self.scanner.cached_tokens);
-        }
-        match (self.prompt_tokens, self.scanner.prompt_tokens) {
-            (None, Some(reported)) => {
-                metrics.input.inc_by(reported);
-            }
-            // The engine saw another prompt than routing did: hashes of it can't match either.
-            (Some(counted), Some(reported)) if counted != reported => {
-                metrics.token_mismatches.inc();
-            }
-            _ => {}
-        }
+        let UsageScanner { prompt_tokens, cached_tokens, .. } = self.scanner;
+        let usage = Usage { input_tokens: prompt_tokens, cached_tokens, output_tokens: None };
+        self.delivery.complete(usage);
     }
 
     /// Ready when the engine has sent nothing for `--stream-idle-timeout`: with its packets lost on the way,
     /// or its process stopped, nothing else would ever end the wait.
     fn poll_silence(&mut self, cx: &mut Context<'_>) -> Poll<String> {
-        let timeout = self.app.options.stream_idle_timeout;
+        let timeout = self.delivery.app.options.stream_idle_timeout;
         let due = *self.waits_since.get_or_insert_with(Instant::now) + timeout;
         let alarm = self.alarm.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(due)));
         loop {
@@ -144,15 +197,13 @@ impl Relay {
 
     fn broken(&mut self, error: BoxError) -> Option<Result<Frame<Bytes>, BoxError>> {
         self.end = End::Broken;
-        self.booking.ended(Outcome::Broken);
-        self.app.metrics.streams_broken.inc();
-        self.engine.failed(&format!("answer broke off: {error}"));
+        self.delivery.broken(&error.to_string(), true);
         if !self.is_event_stream {
             // A JSON answer cut short: breaking the connection is the only honest end.
             return Some(Err(error));
         }
         // All whole lines are with the client already; what follows can only be said inside the stream.
-        let message = format!("worker {} broke off the answer: {error}", self.engine.id);
+        let message = format!("worker {} broke off the answer: {error}", self.delivery.engine.id);
         let event =
             json!({ "error": { "message": message, "type": "upstream_error", "code": 502 } });
         // The blank line ends an event whose lines went out without one.
@@ -230,15 +281,11 @@ impl Body for Relay {
 
 impl Drop for Relay {
     fn drop(&mut self) {
-        self.booking.used(self.scanner.usage());
-        self.in_flight.used(self.scanner.usage());
+        self.delivery.used(self.scanner.usage());
         match self.end {
             // The engine has told its usage already: only the end of the stream is missing.
             End::Open if self.scanner.cached_tokens.is_some() => self.finish(),
-            End::Open => {
-                self.booking.ended(Outcome::ClientGone);
-                self.app.metrics.clients_gone.inc();
-            }
+            End::Open => self.delivery.abandoned(),
             End::Complete | End::Broken => {}
         }
     }

@@ -11,22 +11,21 @@ use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use futures_util::stream;
 use kvflash_core::router;
-use kvflash_core::select::{Outcome, Reservation};
 use serde_json::{Value, json};
 
-use super::super::super::Reject;
-use super::super::app::{App, InFlight};
-use super::super::disagg::Handoff;
-use super::super::engine::Engine;
-use super::super::evidence::Expectation;
-use super::super::metrics::OutcomeLabel;
-use super::call::{Ask, Opened, failed};
-use super::chunks::{self, Collected};
-use super::item::Item;
-use super::plane::{Cause, Items, PlaneError};
-use super::spec::ModelInput;
-use super::wording::{DONE, Usage, Wording};
-use super::writing::{Ending, Writing};
+use super::backend::handoff::Handoff;
+use super::backend::plane::{Opened, failed};
+use super::call::Api;
+use super::plan::Plan;
+use super::relay::Delivery;
+use crate::Reject;
+use crate::frontend::metrics::OutcomeLabel;
+use crate::frontend::runtime::chunks::{self, Collected};
+use crate::frontend::runtime::item::Item;
+use crate::frontend::runtime::plane::{Cause, Items, PlaneError};
+use crate::frontend::runtime::spec::ModelInput;
+use crate::frontend::runtime::wording::{DONE, Usage, Wording};
+use crate::frontend::runtime::writing::{Ending, Writing};
 
 /// Items that are written to the client in one piece at most.
 const MAX_BATCH: usize = 64;
@@ -53,11 +52,9 @@ enum Content {
 ///
 /// Dropping it at any point frees the booking, ends the prefill beside it and, where it is not complete,
 /// closes the connection to the worker, which is how the worker learns that nobody is listening.
-pub(in super::super) struct Answer {
-    app: Arc<App>,
-    engine: Arc<Engine>,
-    booking: Reservation,
-    ask: Ask,
+pub(super) struct Answer {
+    delivery: Delivery,
+    api: Api,
     handoff: Handoff,
     /// Gone once the answer is over.
     items: Option<Items>,
@@ -72,24 +69,33 @@ pub(in super::super) struct Answer {
     is_plain: bool,
     is_opened: bool,
     end: End,
-    in_flight: InFlight,
-    /// What the worker's own figures are compared with at the end.
-    expected: Option<Expectation>,
+}
+
+/// A worker's answer as the client wants it: a stream, or whole.
+///
+/// # Errors
+/// 502, 503 or 504 where it is to come as a whole and the worker failed on the way.
+pub(super) async fn answer(
+    delivery: Delivery,
+    plan: &Plan,
+    handoff: Handoff,
+    opened: Opened,
+) -> Result<Response, Reject> {
+    let answer = Answer::new(delivery, plan, handoff, opened)?;
+    let is_stream = plan.generation.as_ref().is_some_and(|generation| generation.is_stream);
+    if is_stream { Ok(answer.stream()) } else { answer.whole().await }
 }
 
 impl Answer {
     /// # Errors
     /// 503 for a worker of tokens without a tokenizer.
-    pub fn new(
-        app: &Arc<App>,
-        booking: Reservation,
-        ask: Ask,
+    fn new(
+        delivery: Delivery,
+        plan: &Plan,
         handoff: Handoff,
         opened: Opened,
-        in_flight: InFlight,
-        expected: Option<Expectation>,
     ) -> Result<Self, Reject> {
-        let generation = ask.generation.clone().unwrap_or_default();
+        let generation = plan.generation.clone().unwrap_or_default();
         let content = match (opened.member.spec.card.model_input, &opened.member.text) {
             (ModelInput::Text, _) => Content::Text,
             (ModelInput::Tokens, Some(text)) => {
@@ -100,18 +106,15 @@ impl Answer {
                 return Err(Reject::new(StatusCode::SERVICE_UNAVAILABLE, message));
             }
         };
+        let api = plan.call.api;
+        let prompt_tokens = plan.tokens.as_ref().map_or(0, |tokens| tokens.len() as u64);
         Ok(Self {
-            app: Arc::clone(app),
-            engine: opened.engine,
-            booking,
-            wording: Wording::new(ask.api, &ask.request_id, &ask.model),
-            usage: Usage {
-                prompt_tokens: ask.tokens.as_ref().map_or(0, |tokens| tokens.len() as u64),
-                ..Usage::default()
-            },
+            delivery,
+            api,
+            wording: Wording::new(api, &plan.call.request_id, &plan.model),
+            usage: Usage { prompt_tokens, ..Usage::default() },
             pieces: 0,
             includes_usage: generation.includes_usage,
-            ask,
             handoff,
             items: Some(opened.items),
             first: Some(opened.first),
@@ -119,13 +122,11 @@ impl Answer {
             is_plain: false,
             is_opened: false,
             end: End::Open,
-            in_flight,
-            expected,
         })
     }
 
     /// The answer as an event stream.
-    pub fn stream(self) -> Response {
+    fn stream(self) -> Response {
         let events = stream::unfold(self, |mut answer| async move {
             let events = answer.events().await?;
             Some((Ok::<_, Infallible>(events), answer))
@@ -141,7 +142,7 @@ impl Answer {
     ///
     /// # Errors
     /// 502 or 504 when the worker failed on the way.
-    pub async fn whole(mut self) -> Result<Response, Reject> {
+    async fn whole(mut self) -> Result<Response, Reject> {
         let (mut text, mut collected) = (String::new(), Collected::default());
         while self.end == End::Open {
             let outcome = match self.next().await {
@@ -150,8 +151,9 @@ impl Answer {
             };
             if let Err(error) = outcome {
                 self.broken(&error);
-                let status = failed(&self.engine, error.clone()).status;
-                let message = format!("worker {} failed: {}", self.engine.id, error.message);
+                let status = failed(&self.delivery.engine, error.clone()).status;
+                let message =
+                    format!("worker {} failed: {}", self.delivery.engine.id, error.message);
                 return Err(Reject::new(status, message));
             }
         }
@@ -161,10 +163,10 @@ impl Answer {
                 let ending = writing.ending.clone().unwrap_or_default();
                 Some(self.wording.whole(&text, &ending, self.usage))
             }
-            Content::Text => collected.finish(self.ask.api),
+            Content::Text => collected.finish(self.api),
         };
         answer.map(|answer| Json(answer).into_response()).ok_or_else(|| {
-            let message = format!("worker {} answered with nothing", self.engine.id);
+            let message = format!("worker {} answered with nothing", self.delivery.engine.id);
             Reject::new(StatusCode::BAD_GATEWAY, message)
         })
     }
@@ -183,8 +185,9 @@ impl Answer {
             };
             if let Err(error) = outcome {
                 self.broken(&error);
-                let status = failed(&self.engine, error.clone()).status.as_u16();
-                let message = format!("worker {} broke off: {}", self.engine.id, error.message);
+                let status = failed(&self.delivery.engine, error.clone()).status.as_u16();
+                let message =
+                    format!("worker {} broke off: {}", self.delivery.engine.id, error.message);
                 let kind = "upstream_error";
                 let event =
                     json!({ "error": { "message": message, "type": kind, "code": status } });
@@ -233,7 +236,7 @@ impl Answer {
             return Err(error);
         }
         self.note_usage(&chunk);
-        collected.take(self.ask.api, chunk);
+        collected.take(self.api, chunk);
         Ok(())
     }
 
@@ -294,12 +297,7 @@ impl Answer {
             Some(payload) => {
                 let item = Item::parse(payload)?;
                 self.usage.cached_tokens = item.cached_tokens().or(self.usage.cached_tokens);
-                if let Some(tokens) = item.prompt_tokens()
-                    && tokens != self.usage.prompt_tokens
-                {
-                    self.app.metrics.token_mismatches.inc();
-                    self.usage.prompt_tokens = tokens;
-                }
+                self.usage.prompt_tokens = item.prompt_tokens().unwrap_or(self.usage.prompt_tokens);
                 let text = writing.take(&item).map_err(wrong)?;
                 let is_known = item.finish().is_some()
                     || writing.ending.as_ref().is_some_and(|ending| ending.reason == "length");
@@ -328,15 +326,12 @@ impl Answer {
     }
 
     async fn next(&mut self) -> Result<Option<Bytes>, PlaneError> {
-        self.booking.touch();
-        let generated = self.usage.completion_tokens.max(self.pieces);
-        self.in_flight.generated(generated);
-        self.booking.generated(generated);
+        self.delivery.generated(self.usage.completion_tokens.max(self.pieces));
         if let Some(first) = self.first.take() {
             return Ok(Some(first));
         }
         let Some(items) = &mut self.items else { return Ok(None) };
-        let timeout = self.app.options.stream_idle_timeout;
+        let timeout = self.delivery.app.options.stream_idle_timeout;
         tokio::select! {
             biased;
             item = tokio::time::timeout(timeout, items.next()) => item.unwrap_or_else(|_| {
@@ -354,28 +349,16 @@ impl Answer {
         // Where the worker does not know yet that it is over, this tells it.
         self.items = None;
         self.count("complete");
-        self.booking.ended(Outcome::Complete);
-        let metrics = &self.app.metrics;
-        if let Some(tokens) = self.usage.cached_tokens {
-            self.booking.cached(tokens);
-            metrics.delivered.inc_by(tokens);
-            metrics.usage_reported.inc();
-        }
-        if let Some(expected) = self.expected.take() {
-            let prompt_tokens = Some(self.usage.prompt_tokens).filter(|tokens| *tokens > 0);
-            expected.compare(&self.app, prompt_tokens, self.usage.cached_tokens);
-        }
+        let used = self.used();
+        self.delivery.complete(used);
     }
 
     fn broken(&mut self, error: &PlaneError) {
         self.end = End::Broken;
         self.items = None;
         self.count("broken");
-        self.booking.ended(Outcome::Broken);
-        self.app.metrics.streams_broken.inc();
-        if failed(&self.engine, error.clone()).is_engine_at_fault {
-            self.engine.failed(&format!("answer broke off: {}", error.message));
-        }
+        let is_engine_at_fault = failed(&self.delivery.engine, error.clone()).is_engine_at_fault;
+        self.delivery.broken(&error.message, is_engine_at_fault);
     }
 
     /// What the request has used so far.
@@ -393,18 +376,16 @@ impl Answer {
     }
 
     fn count(&self, outcome: &'static str) {
-        self.app.metrics.answers.get_or_create(&OutcomeLabel { outcome }).inc();
+        self.delivery.app.metrics.answers.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 }
 
 impl Drop for Answer {
     fn drop(&mut self) {
-        self.booking.used(self.used());
-        self.in_flight.used(self.used());
+        self.delivery.used(self.used());
         if self.end == End::Open {
             self.count("client_gone");
-            self.booking.ended(Outcome::ClientGone);
-            self.app.metrics.clients_gone.inc();
+            self.delivery.abandoned();
         }
     }
 }

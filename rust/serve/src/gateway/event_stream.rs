@@ -11,7 +11,7 @@ const MAX_HELD_BYTES: usize = 1 << 18;
 /// # Cost
 /// A look at the last byte of a chunk that ends with an event, which nearly all do; a copy of what is cut.
 #[derive(Debug, Default)]
-pub(super) struct WholeLines {
+pub(crate) struct WholeLines {
     held: BytesMut,
     /// A part of the line at hand has gone out.
     is_cut: bool,

@@ -6,28 +6,30 @@ use axum::response::Response;
 use kvflash_core::select::Selection;
 use serde_json::json;
 
-use super::super::Reject;
-use super::disagg::Prefill;
-use super::plan::{Api, Plan};
-use super::runtime::call::Ask;
+use super::backend::disagg::Prefill;
+use super::call::Api;
+use super::plan::{Part, Plan};
+use crate::Reject;
 
 /// The workers that would take the request now, and its tokens.
 ///
 /// # Errors
 /// 503 when nobody can take it.
-pub(super) async fn answer(ask: &Ask, plan: &Plan, prefill: &Prefill) -> Result<Response, Reject> {
-    let Selection { worker: decode, seed, .. } = plan.query(None).await?;
+pub(super) async fn answer(plan: &Plan, prefill: &Prefill) -> Result<Response, Reject> {
+    let is_decode_only = prefill.query(None).await.is_some();
+    let part = Part { is_decode_only, ..Part::default() };
+    let Selection { worker: decode, seed, .. } = plan.query(part, None).await?;
     // One number draws both. Without a prefill worker the one that decodes does both.
     let prefiller = prefill.query(Some(seed)).await.unwrap_or(decode);
-    let (id, object) = match ask.api {
-        Api::Chat => (format!("chatcmpl-{}", ask.request_id), "chat.completion.chunk"),
-        Api::Completions => (format!("cmpl-{}", ask.request_id), "text_completion"),
+    let (id, object) = match plan.call.api {
+        Api::Chat => (format!("chatcmpl-{}", plan.call.request_id), "chat.completion.chunk"),
+        Api::Completions => (format!("cmpl-{}", plan.call.request_id), "text_completion"),
     };
     let event = json!({
         "id": id,
         "object": object,
         "created": 0,
-        "model": ask.model,
+        "model": plan.model,
         "choices": [],
         "nvext": {
             "worker_id": {

@@ -3,13 +3,13 @@
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::super::super::Reject;
+use crate::Reject;
 
 /// Words that say what is allowed; the others only say how it is held.
 const KINDS: [&str; 6] = ["json", "json_object", "regex", "choice", "grammar", "structural_tag"];
 
 #[derive(Debug, Deserialize)]
-pub(super) struct ResponseFormat {
+pub(crate) struct ResponseFormat {
     #[serde(rename = "type")]
     kind: String,
     #[serde(default)]
@@ -18,7 +18,7 @@ pub(super) struct ResponseFormat {
 
 /// The fields of a request that say it, each with its value.
 #[derive(Debug)]
-pub(super) struct Guides<'a> {
+pub(crate) struct Guides<'a> {
     pub response_format: Option<&'a ResponseFormat>,
     pub structured_outputs: Option<&'a Map<String, Value>>,
     /// `guided_json` and its kin.
@@ -117,12 +117,14 @@ fn checked(field: &'static str, key: &str, value: &Value) -> Result<Value, Rejec
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::super::plan::Api;
-    use super::super::body::Generation;
+    use super::super::body::Body;
+    use super::super::call::Api;
+    use super::super::generation::Generation;
     use super::*;
 
     fn parse(body: &Value) -> Result<Option<Value>, String> {
-        let generation = Generation::parse(Api::Chat, body.to_string().as_bytes());
+        let generation =
+            Generation::parse(Api::Chat, &Body::parse(body.to_string().into()).unwrap());
         let mut sampling = generation.map_err(|reject| reject.message)?.sampling;
         Ok(sampling.remove("guided_decoding"))
     }

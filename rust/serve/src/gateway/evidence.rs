@@ -6,11 +6,11 @@ use kvflash_core::ids::Worker;
 use kvflash_core::select::{EventSource, Prompt, ReuseChange, ReuseView, Selection, WorkerReason};
 use serde_json::{Value, json};
 
-use super::app::App;
-use super::pool::Pool;
+use crate::frontend::app::App;
+use crate::frontend::pool::Pool;
 
 /// What was promised for one request; to be compared with its answer.
-pub(super) struct Expectation {
+pub(crate) struct Expectation {
     pub pool: Arc<Pool>,
     pub prompt: Arc<Prompt>,
     pub selection: Selection,
@@ -52,7 +52,7 @@ fn source_of(app: &App, worker: Worker) -> EventSource {
 }
 
 /// Why workers are distrusted, or cannot be right as they are registered, with cause and fix.
-pub(super) fn reasons(app: &App) -> Vec<WorkerReason> {
+pub(crate) fn reasons(app: &App) -> Vec<WorkerReason> {
     let engines = app.fleet.engines();
     let faults = engines.iter().flat_map(|engine| engine.inspection.lock().faults.clone());
     let pools = app.fleet.pools();
@@ -63,7 +63,7 @@ pub(super) fn reasons(app: &App) -> Vec<WorkerReason> {
 }
 
 /// What is known of a worker's reuse; of one that has not answered yet, nothing.
-pub(super) fn reuse_json(view: Option<ReuseView>) -> Value {
+pub(crate) fn reuse_json(view: Option<ReuseView>) -> Value {
     let is_reported = view.and_then(|view| view.is_reported);
     json!({
         "reported": is_reported,

@@ -1,12 +1,14 @@
 //! What an OpenAI body asks of a token worker.
 
 use serde::Deserialize;
-use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
-use super::super::super::Reject;
-use super::super::plan::Api;
+use super::body::Body;
+use super::call::{Api, Call};
 use super::guide::{Guides, ResponseFormat};
+use crate::Reject;
+use crate::frontend::pool::Pool;
+use crate::frontend::runtime::spec::ModelInput;
 
 /// Tokens of a completion that names no limit.
 const COMPLETION_TOKENS: u64 = 16;
@@ -93,7 +95,7 @@ struct Extension {
 
 /// When an answer is over.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(in super::super) struct Limits {
+pub(crate) struct Limits {
     pub max_tokens: Option<u64>,
     pub min_tokens: u64,
     pub stop: Vec<String>,
@@ -104,7 +106,7 @@ pub(in super::super) struct Limits {
 
 /// What is to be generated, and how it is told.
 #[derive(Debug, Clone, Default)]
-pub(in super::super) struct Generation {
+pub(crate) struct Generation {
     pub is_stream: bool,
     pub includes_usage: bool,
     pub keeps_special_tokens: bool,
@@ -120,34 +122,43 @@ struct Form {
     stream_options: Option<StreamOptions>,
 }
 
-fn read<T: DeserializeOwned>(body: &[u8]) -> Result<T, Reject> {
-    let mut reader = serde_json::Deserializer::from_slice(body);
-    serde_path_to_error::deserialize(&mut reader).map_err(|error| {
-        let path = error.path().to_string();
-        Reject::bad_request(format!("{path}: {}", error.into_inner()))
-    })
-}
-
 impl Generation {
-    /// Read the body of a request whose workers all take text.
+    /// What a request asks of the workers of `pool`; `None` where all of them are engines, which read it
+    /// themselves.
     ///
     /// # Errors
-    /// 400 naming the field, what is legal and what came.
-    pub fn of_text(body: &[u8]) -> Result<Self, Reject> {
-        let form: Form = read(body)?;
-        Ok(Self {
-            is_stream: form.stream.unwrap_or(false),
-            includes_usage: form.stream_options.is_some_and(|o| o.include_usage.unwrap_or(false)),
-            ..Self::default()
-        })
+    /// 400 naming the field, what is legal and what came; 400 for a prompt that leaves no room in the model's
+    /// context.
+    pub fn of(
+        call: &Call,
+        pool: &Pool,
+        prompt_tokens: Option<u64>,
+    ) -> Result<Option<Self>, Reject> {
+        let members = pool.members();
+        let mut inputs = members.all().filter_map(|engine| Some(engine.member.as_ref()?.input()));
+        let Some(first) = inputs.next() else { return Ok(None) };
+        if first == ModelInput::Text && inputs.all(|input| input == ModelInput::Text) {
+            let form: Form = call.body.read()?;
+            return Ok(Some(Self {
+                is_stream: form.stream.unwrap_or(false),
+                includes_usage: form
+                    .stream_options
+                    .is_some_and(|options| options.include_usage.unwrap_or(false)),
+                ..Self::default()
+            }));
+        }
+        let mut read = Self::parse(call.api, &call.body)?;
+        let context = members.all().filter_map(|engine| engine.notes.lock().max_model_len).min();
+        read.fit(prompt_tokens.unwrap_or(1), context)?;
+        Ok(Some(read))
     }
 
     /// Read a body.
     ///
     /// # Errors
     /// 400 naming the field, what is legal and what came.
-    pub fn parse(api: Api, body: &[u8]) -> Result<Self, Reject> {
-        let fields: Fields = read(body)?;
+    pub fn parse(api: Api, body: &Body) -> Result<Self, Reject> {
+        let fields: Fields = body.read()?;
         fields.refuse(api)?;
         let nvext = fields.nvext.as_ref();
         let mut sampling = Map::new();
@@ -349,7 +360,7 @@ mod tests {
     use super::*;
 
     fn parse(api: Api, body: Value) -> Result<Generation, String> {
-        Generation::parse(api, body.to_string().as_bytes()).map_err(|reject| {
+        Generation::parse(api, &Body::parse(body.to_string().into()).unwrap()).map_err(|reject| {
             assert_eq!(reject.status.as_u16(), 400);
             reject.message
         })

@@ -15,7 +15,7 @@ use kvflash_core::router::Usage;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
-use super::super::Reject;
+use crate::Reject;
 
 /// How clients share.
 #[derive(Debug, Clone)]
@@ -55,7 +55,7 @@ type Waiter = oneshot::Sender<Turn>;
 ///
 /// # Consistency
 /// A request that may run is never left waiting: whoever makes room says whose turn it is.
-pub(super) struct WaitingRoom {
+pub(crate) struct WaitingRoom {
     clock: Arc<dyn Clock>,
     max_running: usize,
     max_wait: Duration,
@@ -178,7 +178,7 @@ struct End {
 }
 
 /// A request that may run. Dropping it makes room for the next one.
-pub(super) struct Turn {
+pub(crate) struct Turn {
     room: Arc<WaitingRoom>,
     grant: Grant,
     end: Mutex<End>,
@@ -228,7 +228,7 @@ impl Drop for Turn {
 }
 
 /// Who shares: the user, else who holds the API key, else the address.
-pub(super) fn client_name(
+pub(crate) fn client_name(
     user: Option<&str>,
     headers: &HeaderMap,
     address: Option<&str>,

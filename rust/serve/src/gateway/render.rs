@@ -4,6 +4,7 @@
 //! answers with the prompt's tokens and with the identity and place of each item.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use axum::http::StatusCode;
@@ -12,13 +13,28 @@ use kvflash_core::text::Tokens;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::app::App;
-use super::pool::Pool;
-use super::request::Envelope;
-use super::tokens::{Known, ask_body, some_engine};
+use super::envelope::Envelope;
+use crate::frontend::app::App;
+use crate::frontend::engine::Engine;
+use crate::frontend::pool::Pool;
 
 /// Longest answer: it may carry the images as tensors.
 const MAX_ANSWER_BYTES: usize = 256 * 1024 * 1024;
+
+/// A prompt as its workers will have it.
+#[derive(Debug, Default)]
+pub(super) struct Known {
+    /// `None` where nobody needs them, or they can't be known.
+    pub tokens: Option<Tokens>,
+    /// What stands in it beside text, ascending by place.
+    pub media: Arc<[MediaItem]>,
+}
+
+impl From<Tokens> for Known {
+    fn from(tokens: Tokens) -> Self {
+        Self { tokens: Some(tokens), media: Arc::default() }
+    }
+}
 
 #[derive(Deserialize)]
 struct Answer {
@@ -62,7 +78,10 @@ impl Answer {
         let is_inside = |item: &MediaItem| {
             item.length > 0 && u64::from(item.offset) + u64::from(item.length) <= len
         };
-        media.iter().all(is_inside).then_some(Known { tokens: self.token_ids, media: media.into() })
+        media
+            .iter()
+            .all(is_inside)
+            .then_some(Known { tokens: Some(self.token_ids), media: media.into() })
     }
 }
 
@@ -70,7 +89,7 @@ impl Answer {
 ///
 /// # Errors
 /// The cause that is counted where it can't be known.
-pub(super) async fn render(
+pub(crate) async fn render(
     app: &App,
     envelope: &Envelope<'_>,
     pool: &Pool,
@@ -133,7 +152,7 @@ fn is_absent(status: StatusCode) -> bool {
 }
 
 /// Whether a message has parts that are no text.
-pub(super) fn has_media(envelope: &Envelope<'_>) -> bool {
+pub(crate) fn has_media(envelope: &Envelope<'_>) -> bool {
     #[derive(Deserialize)]
     struct Message {
         #[serde(default)]
@@ -148,6 +167,51 @@ pub(super) fn has_media(envelope: &Envelope<'_>) -> bool {
     messages
         .iter()
         .any(|one| one.content.as_array().is_some_and(|parts| parts.iter().any(is_media)))
+}
+
+/// A healthy engine that serves `name`, another one for each request.
+pub(crate) fn some_engine(app: &App, pool: &Pool, name: &str) -> Result<Arc<Engine>, &'static str> {
+    let members = pool.members();
+    let healthy: Vec<_> = members
+        .all()
+        .filter(|one| one.member.is_none() && one.is_healthy() && one.serves(name))
+        .collect();
+    let engine = healthy.get(app.in_flight() % healthy.len().max(1)).ok_or("no_engine")?;
+    Ok(Arc::clone(engine))
+}
+
+/// What an engine is asked about a prompt, as JSON.
+pub(crate) fn ask_body(
+    envelope: &Envelope<'_>,
+    name: &str,
+    prompt: Option<String>,
+) -> Result<Map<String, Value>, &'static str> {
+    let mut body = Map::new();
+    let mut put = |name: &str, value| body.insert(name.to_owned(), value);
+    put("model", json!(name));
+    if let Some(prompt) = prompt {
+        put("prompt", json!(prompt));
+    }
+    for (name, raw) in [
+        ("messages", envelope.messages),
+        ("tools", envelope.tools),
+        ("chat_template", envelope.chat_template),
+        ("chat_template_kwargs", envelope.chat_template_kwargs),
+    ] {
+        if let Some(raw) = raw {
+            put(name, serde_json::from_str(raw.get()).map_err(|_| "not_text")?);
+        }
+    }
+    for (name, flag) in [
+        ("add_generation_prompt", envelope.add_generation_prompt),
+        ("continue_final_message", envelope.continue_final_message),
+        ("add_special_tokens", envelope.add_special_tokens),
+    ] {
+        if let Some(flag) = flag {
+            put(name, json!(flag));
+        }
+    }
+    Ok(body)
 }
 
 #[cfg(test)]
@@ -172,7 +236,7 @@ mod tests {
             "kwargs_data": {"image": [null, null], "audio": [null]},
         }));
         let Known { tokens, media } = known.unwrap();
-        assert_eq!(tokens.len(), 6);
+        assert_eq!(tokens.unwrap().len(), 6);
         let places: Vec<_> = media.iter().map(|item| (&*item.identifier, item.offset)).collect();
         assert_eq!(places, [("a", 0), ("s", 2), ("b", 4)]);
     }

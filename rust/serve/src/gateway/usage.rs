@@ -7,7 +7,7 @@ use kvflash_core::router::Usage;
 ///
 /// Inside a generated text the quotes are escaped, so a model that writes these words fools nobody.
 #[derive(Debug, Default)]
-pub(super) struct UsageScanner {
+pub(crate) struct UsageScanner {
     /// End of the previous chunk, so that a name or number cut in two is still found.
     carry: Vec<u8>,
     pub prompt_tokens: Option<u64>,

@@ -1,11 +1,11 @@
 //! How urgent a request says it is: one answer, wherever it waits.
 
+use super::body::Raw;
 use axum::http::HeaderMap;
 use kvflash_core::fair::{Options, Standing, Wish};
-use serde_json::value::RawValue;
 
-use super::super::Reject;
 use super::nvext::Nvext;
+use crate::Reject;
 
 /// Lower is earlier, as in the field `priority` of vLLM's bodies.
 const NICE_HEADER: &str = "x-kvflash-priority";
@@ -15,7 +15,7 @@ const STRICT_PRIORITY_HEADER: &str = "x-dynamo-request-strict-priority";
 
 /// What a request says of its urgency.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub(super) struct Urgency {
+pub(crate) struct Urgency {
     /// Requests of a higher number are before all those of lower ones.
     strict: u32,
     /// Within these, the higher, the earlier; finite.
@@ -31,7 +31,7 @@ impl Urgency {
     pub fn read(
         headers: &HeaderMap,
         nvext: &Nvext,
-        field: Option<&RawValue>,
+        field: Option<Raw<'_>>,
         is_plain_heard: bool,
     ) -> Result<Self, Reject> {
         let header =
@@ -43,7 +43,7 @@ impl Urgency {
             .map(|text| number(STRICT_PRIORITY_HEADER, text))
             .transpose()?;
         let of_body = || {
-            let text = field.map(RawValue::get).filter(|text| is_plain_heard && *text != "null");
+            let text = field.map(Raw::get).filter(|text| is_plain_heard && *text != "null");
             text.map(|text| earliness_of("priority", text)).transpose()
         };
         let earliness = match nice.or(jump).or(nvext.priority()) {
@@ -109,9 +109,8 @@ mod tests {
         for (name, value) in headers {
             map.insert(*name, value.parse().unwrap());
         }
-        let raw = |json: &str| RawValue::from_string(json.to_owned()).unwrap();
-        let nvext = Nvext::parse(Some(&raw(nvext))).unwrap();
-        Urgency::read(&map, &nvext, Some(&raw(field)), is_plain_heard)
+        let nvext = Nvext::parse(Some(Raw::of(nvext))).unwrap();
+        Urgency::read(&map, &nvext, Some(Raw::of(field)), is_plain_heard)
     }
 
     #[test]

@@ -1,0 +1,160 @@
+//! The frontend as a service: its workers, its routes.
+
+use std::sync::Arc;
+
+use axum::body::Body;
+use axum::extract::{OriginalUri, State};
+use axum::http::{HeaderMap, Method, StatusCode, Uri};
+use axum::routing::{get, post};
+use axum::{Extension, Router};
+use kvflash_core::catalog::Catalog;
+use kvflash_core::clock::Clock;
+use kvflash_core::error::{Error, Result};
+use kvflash_core::ids::InstanceId;
+use kvflash_core::select::{Outbox, Selector};
+
+use super::app::App;
+use super::engine::EngineSpec;
+use super::options::FrontendOptions;
+use super::runtime::registry;
+use super::{admin, busy, probe, scrape};
+use crate::gateway::call::{Api, Head};
+use crate::gateway::send::forward;
+use crate::{Peer, Reject, Shutdown, body};
+
+/// The frontend's service: add engines, serve [`FrontendApp::router`], stop with the shutdown it was given.
+#[derive(Clone)]
+pub struct FrontendApp {
+    pub(super) app: Arc<App>,
+}
+
+impl FrontendApp {
+    /// A frontend without engines.
+    ///
+    /// # Errors
+    /// `Config`, naming the flag or the tokenizer's file.
+    pub fn new(
+        options: FrontendOptions,
+        catalog: Arc<Catalog>,
+        clock: Arc<dyn Clock>,
+        shutdown: Shutdown,
+    ) -> Result<Self> {
+        Ok(Self { app: Arc::new(App::new(options, catalog, clock, shutdown)?) })
+    }
+
+    /// Add an engine and watch it. Must be called within a tokio runtime.
+    ///
+    /// # Errors
+    /// See the fleet: a bad address, one that is there already, or the limit.
+    pub fn add(&self, spec: EngineSpec) -> Result<InstanceId> {
+        probe::add(&self.app, spec).map(|engine| engine.id)
+    }
+
+    /// Add a worker of the runtime, or change it, by its JSON. Must be called within a tokio runtime.
+    ///
+    /// # Errors
+    /// `Config` naming the field or the tokenizer's file, `Overloaded` at a limit.
+    ///
+    /// # Cost
+    /// The first worker of a model loads its tokenizer, which takes up to seconds.
+    pub fn put_worker(&self, json: &str) -> Result<InstanceId> {
+        registry::put(&self.app, json)
+    }
+
+    /// Remove a worker: no new requests; those in flight go on.
+    ///
+    /// # Errors
+    /// `NotFound`.
+    pub fn remove_worker(&self, id: InstanceId) -> Result<()> {
+        let was_refused = self.app.refused_workers.lock().remove(&id).is_some();
+        match self.app.fleet.remove(id) {
+            Err(Error::NotFound(_)) if was_refused => Ok(()),
+            removed => removed.map(|_| ()),
+        }
+    }
+
+    /// What makes matching fail and only the caller knows, for `/health`; replaces what it said before.
+    pub fn set_warnings(&self, warnings: Vec<String>) {
+        *self.app.outside_warnings.write() = warnings;
+    }
+
+    /// Take a runtime worker's own report of its load, by its JSON.
+    ///
+    /// # Errors
+    /// `Config` naming the field; `NotFound` for a worker that is not registered.
+    pub fn report_load(&self, json: &str) -> Result<()> {
+        registry::report(&self.app, json)
+    }
+
+    /// Free bookings that nothing was heard of; call it on a timer.
+    pub fn expire(&self) -> usize {
+        for pool in self.app.fleet.pools() {
+            if let Some(room) = &pool.waiting {
+                // Workers may have come since the last request did.
+                room.call(pool.members().healthy());
+            }
+        }
+        let expired: usize = self.app.fleet.pools().iter().map(|pool| pool.selector.tick()).sum();
+        for queue in self.app.fleet.pools().iter().filter_map(|pool| pool.queue.as_ref()) {
+            // Workers may have become well, and others' bookings may have ended.
+            queue.call();
+        }
+        self.app.metrics.load_expired.inc_by(expired as u64);
+        expired
+    }
+
+    /// The routes, ready for [`super::super::serve`].
+    pub fn router(&self) -> Router {
+        let openai = |api: Api| {
+            post(
+                async move |State(app): State<Arc<App>>,
+                            OriginalUri(uri): OriginalUri,
+                            headers: HeaderMap,
+                            peer: Option<Extension<Peer>>,
+                            body: Body| {
+                    let address = peer.map(|Extension(Peer(address))| address.ip().to_string());
+                    forward(app, api, Head { uri, headers, address }, body).await
+                },
+            )
+        };
+        Router::new()
+            .route("/v1/chat/completions", openai(Api::Chat))
+            .route("/v1/completions", openai(Api::Completions))
+            .route("/v1/models", get(admin::models))
+            .route("/v1/models/{*id}", get(admin::model))
+            .route("/health", get(admin::health))
+            .route("/ready", get(admin::ready))
+            .route("/metrics", get(scrape::metrics))
+            .route("/workers", get(admin::workers).post(admin::add_worker))
+            .route("/workers/{id}", axum::routing::delete(admin::remove_worker))
+            .route("/explain", post(admin::explain))
+            .route("/why/{id}", get(admin::why))
+            .route("/busy_threshold", get(busy::list).post(busy::change))
+            .fallback(async |uri: Uri, mut body: Body| {
+                body::discard(&mut body).await;
+                Reject::new(StatusCode::NOT_FOUND, format!("no such path: {}", uri.path())).openai()
+            })
+            .method_not_allowed_fallback(async |method: Method, uri: Uri, mut body: Body| {
+                body::discard(&mut body).await;
+                let message = format!("{} does not take {method}", uri.path());
+                Reject::new(StatusCode::METHOD_NOT_ALLOWED, message).openai()
+            })
+            .with_state(Arc::clone(&self.app))
+            .merge(self.app.questions.clone().unwrap_or_default())
+    }
+
+    /// Where bookings of all models are told.
+    pub fn outbox(&self) -> Arc<Outbox> {
+        Arc::clone(&self.app.fleet.outbox)
+    }
+
+    /// Call with one model's selector after the other until the answer is true; whether it was.
+    pub fn any_selector(&self, call: &mut dyn FnMut(&Selector) -> bool) -> bool {
+        self.app.fleet.pools().iter().any(|pool| call(&pool.selector))
+    }
+
+    /// What `/metrics` tells besides its own: lines of the text format.
+    pub fn set_more_metrics(&self, text: String) {
+        *self.app.more_metrics.write() = text;
+    }
+}

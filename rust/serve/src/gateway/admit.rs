@@ -1,0 +1,110 @@
+//! A request's place among those in flight, and the client that waits for its answer.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use axum::body::Body;
+use bytes::Bytes;
+use http_body::Body as _;
+use kvflash_core::error::Error;
+use kvflash_core::router::Usage;
+
+use super::turn::Turn;
+use crate::frontend::app::App;
+use crate::{Reject, body};
+
+/// A request's place among those in flight; given back when it is dropped.
+pub(crate) struct InFlight {
+    app: Arc<App>,
+    /// Its turn, where clients take turns.
+    pub turn: Option<Turn>,
+}
+
+impl InFlight {
+    /// What was used so far, at the end of an answer.
+    pub fn used(&self, usage: Usage) {
+        if let Some(turn) = &self.turn {
+            turn.used(usage);
+        }
+    }
+
+    /// So many tokens were generated up to now.
+    pub fn generated(&self, tokens: u64) {
+        if let Some(turn) = &self.turn {
+            turn.generated(tokens);
+        }
+    }
+
+    /// A worker answers.
+    pub fn answered(&self) {
+        if let Some(turn) = &self.turn {
+            turn.answered();
+        }
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        self.app.in_flight.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Take a request among those in flight. A refused one's body is read away: else a client that is still
+/// sending may see its connection reset instead of the answer.
+///
+/// # Errors
+/// 503 while the start waits for workers; 429 at the limit.
+pub(super) async fn admit(app: &Arc<App>, body: &mut Body) -> Result<InFlight, Reject> {
+    let admitted = app.started().map_err(|error| (error, "no_worker")).and_then(|()| {
+        let limit = app.options.max_concurrent_requests;
+        if app.in_flight.fetch_add(1, Ordering::Relaxed) < limit {
+            return Ok(InFlight { app: Arc::clone(app), turn: None });
+        }
+        app.in_flight.fetch_sub(1, Ordering::Relaxed);
+        let what = format!("{limit} requests are in flight, the limit (--max-concurrent-requests)");
+        Err((Error::Overloaded(what), "concurrency"))
+    });
+    match admitted {
+        Ok(in_flight) => Ok(in_flight),
+        Err((error, cause)) => {
+            app.refused(cause);
+            body::discard(body).await;
+            Err(error.into())
+        }
+    }
+}
+
+/// The whole body, within its limits of size and time.
+pub(crate) async fn read_body(app: &App, body: Body) -> Result<Bytes, Reject> {
+    let limit = app.options.max_body_bytes;
+    // Declared too large: refused without being asked for.
+    if body.size_hint().lower() > limit as u64 {
+        return Err(body::too_large(limit));
+    }
+    body::whole(body, limit, app.options.body_timeout).await
+}
+
+/// Counts the client that leaves before its answer begins: its request is dropped wherever it waits.
+pub(super) struct Waiting {
+    app: Arc<App>,
+    is_over: bool,
+}
+
+impl Waiting {
+    pub fn new(app: &Arc<App>) -> Self {
+        Self { app: Arc::clone(app), is_over: false }
+    }
+
+    /// From here on somebody else counts.
+    pub fn over(&mut self) {
+        self.is_over = true;
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        if !self.is_over {
+            self.app.metrics.clients_gone.inc();
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! Disaggregated serving: one worker prefills, another one decodes.
+
+use std::sync::Arc;
+
+use axum::http::StatusCode;
+use kvflash_core::ids::Worker;
+use serde_json::Value;
+use tokio::sync::watch;
+
+use super::failed::Failed;
+use super::handoff::{BootstrapInfo, Handoff, Pending};
+use super::plane::Plane;
+use super::worker;
+use crate::Reject;
+use crate::frontend::EnforceDisagg;
+use crate::frontend::app::App;
+use crate::frontend::metrics::OutcomeLabel;
+use crate::gateway::book::{Choice, Tries};
+use crate::gateway::plan::Plan;
+
+/// The prefill side of one request, over all of its attempts.
+pub(crate) struct Prefill {
+    tries: Option<Tries>,
+    is_enforced: bool,
+}
+
+impl Prefill {
+    /// What there is to prefill on for a request with this plan.
+    ///
+    /// # Errors
+    /// 404 for a pinned prefill worker that is not there.
+    pub async fn of(app: &Arc<App>, plan: &Plan) -> Result<Self, Reject> {
+        let name = &plan.route.pool.name;
+        let (pool, pinned) = (app.fleet.prefill_pool(name), plan.call.nvext.prefill_pin());
+        if let Some(id) = pinned
+            && pool.as_ref().is_none_or(|pool| pool.members().get(id).is_none())
+        {
+            let message = format!("nvext.prefill_worker_id: {id} is no prefill worker of {name:?}");
+            return Err(Reject::new(StatusCode::NOT_FOUND, message));
+        }
+        let is_enforced = match app.options.enforce_disagg {
+            EnforceDisagg::Off => false,
+            EnforceDisagg::UntilFirstPrefill => app.fleet.had_prefill(name),
+            EnforceDisagg::Always => true,
+        };
+        let tries = match pool {
+            Some(pool) => Some(Tries::new(app, Arc::new(plan.on(app, pool, pinned).await))),
+            None => None,
+        };
+        Ok(Self { tries, is_enforced })
+    }
+
+    /// Whether there is anything to do here at all.
+    pub fn is_idle(&self) -> bool {
+        self.tries.is_none() && !self.is_enforced
+    }
+
+    /// The worker that would prefill now, by a draw from `seed`, the request's own or a new one; changes
+    /// nothing.
+    pub async fn query(&self, seed: Option<u64>) -> Option<Worker> {
+        let tries = self.tries.as_ref()?;
+        tries.plan.query(tries.part(), seed).await.ok().map(|selection| selection.worker)
+    }
+
+    /// That, and why; changes nothing.
+    pub async fn explain(&self, app: &App) -> Option<Value> {
+        let tries = self.tries.as_ref()?;
+        tries.plan.explain(app, tries.part()).await.ok()
+    }
+
+    /// The decode beside which a worker prefilled has failed: that worker may be asked again.
+    pub fn spare(&mut self, worker: Worker) {
+        if let Some(tries) = &mut self.tries {
+            tries.spare(worker.instance_id);
+        }
+    }
+
+    /// Have the prompt prefilled, or begun.
+    ///
+    /// # Errors
+    /// Nobody did, and the decode worker may not do it alone; or the request itself is wrong.
+    pub async fn hand_off(&mut self, app: &Arc<App>) -> Result<Handoff, Reject> {
+        let is_new = self.tries.as_ref().is_none_or(Tries::is_empty);
+        let none = if is_new { "is there" } else { "is left to try" };
+        let mut why = format!("no prefill worker {none}");
+        let mut status = StatusCode::SERVICE_UNAVAILABLE;
+        while let Some(tries) = self.tries.as_mut().filter(|tries| tries.may_go_on()) {
+            let choice = match tries.next().await {
+                Ok(choice) => choice,
+                Err(error) => {
+                    if tries.is_empty() {
+                        why = error.to_string();
+                    }
+                    break;
+                }
+            };
+            let engine = Arc::clone(&choice.engine);
+            match begin(app, &tries.plan, choice).await {
+                Ok(handoff) => {
+                    count(app, "handed_off");
+                    return Ok(handoff);
+                }
+                Err(failed) => {
+                    count(app, "failed");
+                    (why, status) = (failed.message.clone(), failed.status);
+                    tries.failed(&engine, failed)?;
+                }
+            }
+        }
+        if self.is_enforced {
+            count(app, "refused");
+            let message = format!("no prefill: {why}; decode alone is off (--enforce-disagg)");
+            return Err(Reject::last_failure(status, message));
+        }
+        if self.tries.is_some() {
+            count(app, "fallback");
+            tracing::warn!(why, "no prefill; the decode worker does it alone");
+        }
+        Ok(Handoff::Alone)
+    }
+}
+
+fn count(app: &App, outcome: &'static str) {
+    app.metrics.prefills.get_or_create(&OutcomeLabel { outcome }).inc();
+}
+
+/// Send the prefill copy of a request to a chosen worker.
+async fn begin(app: &Arc<App>, plan: &Arc<Plan>, choice: Choice) -> Result<Handoff, Failed> {
+    let worker = choice.booking.worker();
+    let member = choice.engine.member.as_ref();
+    let Some(bootstrap) = member.and_then(|member| member.spec.card.bootstrap.as_ref()) else {
+        let params = choice.watched(worker::prefill(app, plan, &choice)).await?;
+        return Ok(Handoff::Done { worker, params });
+    };
+    let info = BootstrapInfo {
+        bootstrap_host: bootstrap.host.clone(),
+        bootstrap_port: bootstrap.port,
+        // Python's and JSON's readers keep 63 bits everywhere.
+        bootstrap_room: rand::random::<u64>() >> 1,
+    };
+    let (tell, failed) = watch::channel(None);
+    let (app, plan, beside) = (Arc::clone(app), Arc::clone(plan), info.clone());
+    let task = tokio::spawn(async move {
+        let Some(plane) = Plane::of(&choice) else { return };
+        let outcome = async {
+            plane.begin_prefill(&app, &plan, &choice, Some(&beside)).await?.drain(&app).await
+        };
+        if let Err(error) = outcome.await {
+            count(&app, "failed");
+            error.note(&app, &choice.engine, "prefill beside its decode failed");
+            // Nobody listens when the decode is over: then it was not needed.
+            let why = format!("prefill at worker {worker} failed: {}", error.message);
+            let _ = tell.send(Some(why));
+        }
+    });
+    let pending = Pending::new(task, failed);
+    Ok(Handoff::Beside { worker, info, pending })
+}

@@ -1,0 +1,248 @@
+//! Requests to engines with OpenAI's API.
+
+use std::sync::atomic::Ordering;
+
+use axum::http::{HeaderMap, Method, StatusCode, Uri, header};
+use bytes::Bytes;
+use http_body::Body as _;
+use http_body_util::{BodyExt, Limited};
+use hyper::body::Incoming;
+use serde_json::{Value, json};
+
+use super::Backend;
+use super::failed::Failed;
+use super::handoff::Handoff;
+use crate::frontend::app::App;
+use crate::frontend::proxy::{client_headers, upstream_request};
+use crate::gateway::body::Body;
+use crate::gateway::book::Choice;
+use crate::gateway::call::REQUEST_ID_HEADER;
+use crate::gateway::plan::Plan;
+
+/// The longest answer to a prefill: one token and its transfer parameters.
+const MAX_PREFILL_ANSWER_BYTES: usize = 8 * 1024 * 1024;
+
+/// Name of the transfer parameters in requests and answers.
+///
+/// # Source
+/// vLLM's OpenAI server, with any KV connector.
+const PARAMS: &str = "kv_transfer_params";
+
+/// Engines over HTTP: the request goes on as it came, and its answer is passed through.
+pub(crate) struct OpenAi;
+
+/// An engine's answer whose first byte has come.
+pub(crate) struct Opened {
+    pub status: StatusCode,
+    pub headers: HeaderMap,
+    pub is_event_stream: bool,
+    /// The chunk that was awaited before the head is sent on.
+    pub first: Option<Bytes>,
+    pub upstream: Incoming,
+}
+
+impl Backend for OpenAi {
+    type Opened = Opened;
+
+    async fn open(
+        &self,
+        app: &App,
+        plan: &Plan,
+        choice: &Choice,
+        handoff: &Handoff,
+    ) -> Result<Opened, Failed> {
+        let body = match handoff {
+            Handoff::Done { params, .. } => decode_body(&plan.call.body, params)?,
+            _ => plan.call.body.bytes().clone(),
+        };
+        let id = choice.engine.id;
+        let path = plan.call.head.uri.path_and_query().map_or("/", |path| path.as_str());
+        let upstream = send(app, choice, path, &plan.call.head.headers, body);
+        let to_first_byte = async {
+            let (parts, mut upstream) = upstream?.await?.into_parts();
+            let broken = |message: String| {
+                Failed::new("no_first_byte", message, StatusCode::BAD_GATEWAY).fault()
+            };
+            if parts.status == StatusCode::SERVICE_UNAVAILABLE {
+                let message = format!("worker {id} answered 503");
+                return Err(Failed::new("unavailable", message, StatusCode::SERVICE_UNAVAILABLE));
+            }
+            // Nothing has reached the client yet: until the first chunk is here, another worker can still do it.
+            let mut first = None;
+            while first.is_none() && !upstream.is_end_stream() {
+                match upstream.frame().await {
+                    Some(Ok(frame)) => {
+                        first = frame.into_data().ok().filter(|data| !data.is_empty());
+                    }
+                    Some(Err(error)) => {
+                        return Err(broken(format!("worker {id} broke off its answer: {error}")));
+                    }
+                    // No engine completes a prompt with nothing: it died behind its head.
+                    None if parts.status == StatusCode::OK => {
+                        return Err(broken(format!("worker {id} answered 200 without a body")));
+                    }
+                    None => break,
+                }
+            }
+            // One that is compressed has no lines to be seen, and nothing can be said inside it.
+            let is_event_stream = !parts.headers.contains_key(header::CONTENT_ENCODING)
+                && parts
+                    .headers
+                    .get(header::CONTENT_TYPE)
+                    .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"));
+            let headers = client_headers(parts.headers);
+            Ok(Opened { status: parts.status, headers, is_event_stream, first, upstream })
+        };
+        within(app, to_first_byte, || format!("worker {id} sent no byte")).await
+    }
+
+    async fn prefill(
+        &self,
+        app: &App,
+        plan: &Plan,
+        choice: &Choice,
+    ) -> Result<rmpv::Value, Failed> {
+        let id = choice.engine.id;
+        let (call, body) = (&plan.call, prefill_body(&plan.call.body));
+        let mut headers = call.head.headers.clone();
+        if let Ok(id) = call.request_id.parse() {
+            headers.insert(REQUEST_ID_HEADER.clone(), id);
+        }
+        let upstream = send(app, choice, call.api.path(), &headers, body);
+        let whole = async {
+            let response = upstream?.await.map_err(|failed| Failed {
+                message: format!("prefill at worker {id}: {}", failed.message),
+                ..failed
+            })?;
+            let status = response.status();
+            let body = Limited::new(response.into_body(), MAX_PREFILL_ANSWER_BYTES).collect().await;
+            let body = body.map_err(|error| {
+                let message = format!("worker {id} broke off its prefill: {error}");
+                Failed::new("no_answer", message, StatusCode::BAD_GATEWAY).fault()
+            })?;
+            Ok((status, body.to_bytes()))
+        };
+        let (status, body) = within(app, whole, || format!("worker {id} did not prefill")).await?;
+        if !status.is_success() {
+            let text: String = String::from_utf8_lossy(&body).chars().take(300).collect();
+            let message = format!("worker {id} answered its prefill with {status}: {text}");
+            let failed = Failed::new("prefill_status", message, StatusCode::BAD_GATEWAY);
+            // Where the request itself is wrong the decode worker would say the same.
+            return Err(match status.as_u16() {
+                400 | 413 | 422 => Failed { status, is_final: true, ..failed },
+                _ => failed,
+            });
+        }
+        choice.booking.first_token();
+        let answer: Value = serde_json::from_slice(&body).unwrap_or_default();
+        let params = answer.get(PARAMS).filter(|params| !params.is_null()).ok_or_else(|| {
+            let message = format!("worker {id} prefilled without {PARAMS}");
+            Failed::new("no_transfer", message, StatusCode::BAD_GATEWAY)
+        })?;
+        rmpv::ext::to_value(json!({ PARAMS: params })).map_err(|error| {
+            let message =
+                format!("worker {id} prefilled with {PARAMS} that can't be kept: {error}");
+            Failed::new("no_transfer", message, StatusCode::BAD_GATEWAY)
+        })
+    }
+}
+
+/// Send a request with this body to the chosen engine.
+///
+/// # Errors
+/// Its address is none; the answer's head did not come.
+fn send<'a>(
+    app: &'a App,
+    choice: &Choice,
+    path: &str,
+    headers: &HeaderMap,
+    body: Bytes,
+) -> Result<impl Future<Output = Result<axum::http::Response<Incoming>, Failed>> + 'a, Failed> {
+    let engine = &choice.engine;
+    engine.requests.fetch_add(1, Ordering::Relaxed);
+    let target = format!("{}{path}", engine.base)
+        .parse::<Uri>()
+        .map_err(|error| Failed::new("bad_target", error.to_string(), StatusCode::BAD_GATEWAY))?;
+    let rank = (engine.spec.dp_size > 1).then(|| choice.booking.worker().dp_rank);
+    let request = upstream_request(&Method::POST, target, headers, rank, body);
+    let sent = app.upstream.send(request);
+    Ok(async {
+        sent.await.map_err(|error| {
+            Failed::new(error.cause, error.message, StatusCode::BAD_GATEWAY).fault()
+        })
+    })
+}
+
+/// Wait for a worker for as long as it may take to begin; `what` it did not do.
+async fn within<T>(
+    app: &App,
+    work: impl Future<Output = Result<T, Failed>>,
+    what: impl FnOnce() -> String,
+) -> Result<T, Failed> {
+    let timeout = app.options.first_byte_timeout;
+    tokio::time::timeout(timeout, work).await.unwrap_or_else(|_| {
+        let seconds = timeout.as_secs_f64();
+        let message = format!("{} within {seconds} s (--first-byte-timeout)", what());
+        Err(Failed::new("timeout", message, StatusCode::GATEWAY_TIMEOUT))
+    })
+}
+
+/// The prefill copy of a body: one token, not streamed, its cache kept for another engine.
+pub(crate) fn prefill_body(body: &Body) -> Bytes {
+    let params = json!({
+        "do_remote_decode": true,
+        "do_remote_prefill": false,
+        "remote_engine_id": null,
+        "remote_block_ids": null,
+        "remote_host": null,
+        "remote_port": null,
+    });
+    let one = || Some(json!(1));
+    body.with(&[
+        ("stream_options", None),
+        ("min_tokens", None),
+        ("max_completion_tokens", one().filter(|_| body.has("max_completion_tokens"))),
+        ("max_tokens", one()),
+        ("stream", Some(json!(false))),
+        (PARAMS, Some(params)),
+    ])
+}
+
+/// The decode copy of a body: with what the prefill left.
+fn decode_body(body: &Body, params: &rmpv::Value) -> Result<Bytes, Failed> {
+    let params: Value = rmpv::ext::from_value(params.clone()).map_err(|error| {
+        let message = format!("the prefill's transfer parameters can't be handed on: {error}");
+        Failed::new("no_transfer", message, StatusCode::BAD_GATEWAY)
+    })?;
+    let params = params.get(PARAMS).cloned().unwrap_or(params);
+    Ok(body.with(&[(PARAMS, Some(params))]))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn prefill_and_decode_are_the_request_with_their_own_fields() {
+        let body =
+            br#"{"model":"m","stream":true,"stream_options":{},"max_completion_tokens":9,"x":[1]}"#;
+        let body = Body::parse(Bytes::from_static(body)).unwrap();
+        let prefill: Value = serde_json::from_slice(&prefill_body(&body)).unwrap();
+        assert_eq!(
+            (&prefill["max_tokens"], &prefill["max_completion_tokens"]),
+            (&json!(1), &json!(1))
+        );
+        assert_eq!((&prefill["stream"], &prefill["x"]), (&json!(false), &json!([1])));
+        assert!(prefill.get("stream_options").is_none());
+        assert_eq!(prefill[PARAMS]["do_remote_decode"], true);
+        let params = rmpv::ext::to_value(json!({ PARAMS: {"remote_port": 7} })).unwrap();
+        let decode = decode_body(&body, &params).unwrap();
+        let decode: Value = serde_json::from_slice(&decode).unwrap();
+        assert_eq!(decode[PARAMS], json!({"remote_port": 7}));
+        assert_eq!(
+            (&decode["stream"], &decode["max_completion_tokens"]),
+            (&json!(true), &json!(9))
+        );
+    }
+}

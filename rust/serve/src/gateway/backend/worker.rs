@@ -1,0 +1,58 @@
+//! Whichever kind of worker was chosen.
+
+use axum::http::StatusCode;
+
+use super::Backend;
+use super::failed::Failed;
+use super::handoff::Handoff;
+use super::openai::{self, OpenAi};
+use super::plane::{self, Plane};
+use crate::frontend::app::App;
+use crate::gateway::book::Choice;
+use crate::gateway::plan::Plan;
+
+/// An answer that has begun.
+pub(crate) enum Opened {
+    OpenAi(openai::Opened),
+    Plane(plane::Opened),
+}
+
+impl Opened {
+    /// Whether the worker does what it was asked for, as far as its answer's head says.
+    pub fn is_success(&self) -> bool {
+        match self {
+            Self::OpenAi(opened) => opened.status.is_success(),
+            Self::Plane(_) => true,
+        }
+    }
+}
+
+/// As [`Backend::open`], at whichever kind of worker was chosen.
+pub(in crate::gateway) async fn open(
+    app: &App,
+    plan: &Plan,
+    choice: &Choice,
+    handoff: &mut Handoff,
+) -> Result<Opened, Failed> {
+    let Some(plane) = Plane::of(choice) else {
+        return OpenAi.open(app, plan, choice, handoff).await.map(Opened::OpenAi);
+    };
+    let (held, failure) = handoff.split();
+    tokio::select! {
+        biased;
+        opened = plane.open(app, plan, choice, held) => opened.map(Opened::Plane),
+        why = failure => Err(Failed::new("prefill_failed", why, StatusCode::BAD_GATEWAY)),
+    }
+}
+
+/// As [`Backend::prefill`], at whichever kind of worker was chosen.
+pub(in crate::gateway) async fn prefill(
+    app: &App,
+    plan: &Plan,
+    choice: &Choice,
+) -> Result<rmpv::Value, Failed> {
+    match Plane::of(choice) {
+        Some(plane) => plane.prefill(app, plan, choice).await,
+        None => OpenAi.prefill(app, plan, choice).await,
+    }
+}

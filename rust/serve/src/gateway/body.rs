@@ -1,0 +1,259 @@
+//! A request's JSON object: its fields are found once, and read or replaced one by one.
+
+use std::fmt;
+use std::ops::Range;
+
+use bytes::Bytes;
+use serde::de::value::MapDeserializer;
+use serde::de::{Deserialize, Deserializer, IntoDeserializer, MapAccess, Visitor};
+use serde_json::Value;
+use serde_json::value::RawValue;
+
+use crate::Reject;
+
+/// A JSON object as it came, and where in it each field's value stands.
+#[derive(Debug, Clone)]
+pub(crate) struct Body {
+    bytes: Bytes,
+    fields: Vec<(Box<str>, Range<usize>)>,
+}
+
+impl Body {
+    /// Find the fields of an object. Their values are checked for syntax and no further.
+    ///
+    /// # Errors
+    /// 400 for what is no JSON object.
+    ///
+    /// # Cost
+    /// One pass over the bytes.
+    pub fn parse(bytes: Bytes) -> Result<Self, Reject> {
+        if bytes.trim_ascii_start().first() == Some(&b'[') {
+            return Err(Reject::bad_request("the body is not a JSON object but a list"));
+        }
+        let start = bytes.as_ptr() as usize;
+        let mut json = serde_json::Deserializer::from_slice(&bytes);
+        let found: Result<Fields<'_>, _> = serde_path_to_error::deserialize(&mut json);
+        let fields = found.map_err(|error| {
+            let path = error.path().to_string();
+            let cause = error.into_inner();
+            // "?" is where a body that is cut off ends.
+            if path == "." || path == "?" {
+                Reject::bad_request(format!("the body is not a JSON object: {cause}"))
+            } else {
+                Reject::bad_request(format!("{path}: {cause}"))
+            }
+        })?;
+        json.end()
+            .map_err(|_| Reject::bad_request("the body has characters after its JSON object"))?;
+        let place = |raw: &RawValue| {
+            let from = raw.get().as_ptr() as usize - start;
+            from..from + raw.get().len()
+        };
+        let fields = fields.0.into_iter().map(|(name, raw)| (name, place(raw))).collect();
+        Ok(Self { bytes, fields })
+    }
+
+    /// The object as it came.
+    pub fn bytes(&self) -> &Bytes {
+        &self.bytes
+    }
+
+    /// Read those fields that `T` has.
+    ///
+    /// # Errors
+    /// 400 naming the field, what was expected and what came.
+    pub fn read<'a, T: Deserialize<'a>>(&'a self) -> Result<T, Reject> {
+        let fields = self.fields.iter().map(|(name, place)| (&**name, JsonText(self.text(place))));
+        let reader = MapDeserializer::<_, serde_json::Error>::new(fields);
+        serde_path_to_error::deserialize(reader).map_err(|error| {
+            let path = error.path().to_string();
+            let cause = error.into_inner();
+            let field = if path == "." { String::new() } else { format!("{path}: ") };
+            Reject::bad_request(format!("{field}{cause}"))
+        })
+    }
+
+    fn text(&self, place: &Range<usize>) -> &str {
+        std::str::from_utf8(&self.bytes[place.clone()]).expect("it was read as JSON before")
+    }
+
+    /// The object with other values: `None` leaves a field out.
+    pub fn with(&self, changes: &[(&str, Option<Value>)]) -> Bytes {
+        let mut out = Vec::with_capacity(self.bytes.len() + 256);
+        let mut put = |name: &str, value: &[u8]| {
+            out.push(if out.is_empty() { b'{' } else { b',' });
+            out.extend_from_slice(Value::from(name).to_string().as_bytes());
+            out.push(b':');
+            out.extend_from_slice(value);
+        };
+        let is_changed = |name: &str| changes.iter().any(|(changed, _)| *changed == name);
+        for (name, place) in self.fields.iter().filter(|(name, _)| !is_changed(name)) {
+            put(name, &self.bytes[place.clone()]);
+        }
+        for (name, value) in changes {
+            if let Some(value) = value {
+                put(name, value.to_string().as_bytes());
+            }
+        }
+        if out.is_empty() {
+            out.push(b'{');
+        }
+        out.push(b'}');
+        out.into()
+    }
+
+    /// Whether the object has a field of this name.
+    pub fn has(&self, name: &str) -> bool {
+        self.fields.iter().any(|(known, _)| **known == *name)
+    }
+}
+
+/// A value that is not read yet: its JSON.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Raw<'a>(&'a str);
+
+impl<'a> Raw<'a> {
+    pub fn get(self) -> &'a str {
+        self.0
+    }
+
+    #[cfg(test)]
+    pub fn of(json: &'a str) -> Self {
+        Self(json)
+    }
+}
+
+/// How [`Raw`] asks [`JsonText`] for its text.
+const RAW: &str = "kvflash::Raw";
+
+impl<'de: 'a, 'a> Deserialize<'de> for Raw<'a> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Text;
+        impl<'de> Visitor<'de> for Text {
+            type Value = Raw<'de>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a field of a body")
+            }
+
+            fn visit_borrowed_str<E>(self, text: &'de str) -> Result<Self::Value, E> {
+                Ok(Raw(text))
+            }
+        }
+        deserializer.deserialize_newtype_struct(RAW, Text)
+    }
+}
+
+/// Reads the JSON of one field; who takes it as it is, or not at all, has it scanned no second time.
+struct JsonText<'a>(&'a str);
+
+impl<'de> IntoDeserializer<'de, serde_json::Error> for JsonText<'de> {
+    type Deserializer = Self;
+
+    fn into_deserializer(self) -> Self {
+        self
+    }
+}
+
+impl<'de> Deserializer<'de> for JsonText<'de> {
+    type Error = serde_json::Error;
+
+    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Self::Error> {
+        serde_json::Deserializer::from_str(self.0).deserialize_any(visitor)
+    }
+
+    fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Self::Error> {
+        if self.0 == "null" { visitor.visit_none() } else { visitor.visit_some(self) }
+    }
+
+    fn deserialize_newtype_struct<V: Visitor<'de>>(
+        self,
+        name: &'static str,
+        visitor: V,
+    ) -> Result<V::Value, Self::Error> {
+        match name {
+            RAW => visitor.visit_borrowed_str(self.0),
+            _ => visitor.visit_newtype_struct(self),
+        }
+    }
+
+    fn deserialize_enum<V: Visitor<'de>>(
+        self,
+        name: &'static str,
+        variants: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value, Self::Error> {
+        serde_json::Deserializer::from_str(self.0).deserialize_enum(name, variants, visitor)
+    }
+
+    fn deserialize_ignored_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Self::Error> {
+        visitor.visit_unit()
+    }
+
+    serde::forward_to_deserialize_any! {
+        bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf unit
+        unit_struct seq tuple tuple_struct map struct identifier
+    }
+}
+
+/// The fields of an object, in their order.
+struct Fields<'a>(Vec<(Box<str>, &'a RawValue)>);
+
+impl<'de> Deserialize<'de> for Fields<'de> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Find;
+        impl<'de> Visitor<'de> for Find {
+            type Value = Fields<'de>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+                let mut fields = Vec::with_capacity(16);
+                while let Some(field) = map.next_entry::<Box<str>, &'de RawValue>()? {
+                    fields.push(field);
+                }
+                Ok(Fields(fields))
+            }
+        }
+        deserializer.deserialize_map(Find)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn body(text: &'static str) -> Body {
+        Body::parse(Bytes::from_static(text.as_bytes())).unwrap()
+    }
+
+    #[test]
+    fn fields_are_replaced_and_the_others_stay_as_they_came() {
+        let body = body(r#"{ "a": [1,  2], "b\"": 1e400, "c": null }"#);
+        let changed =
+            body.with(&[("a", None), ("c", Some(json!({"x": 1}))), ("d", Some(json!(2)))]);
+        assert_eq!(changed, r#"{"b\"":1e400,"c":{"x":1},"d":2}"#);
+        assert_eq!(body.with(&[("a", None), ("b\"", None), ("c", None)]), "{}");
+        assert!(body.has("b\"") && !body.has("d"));
+    }
+
+    #[test]
+    fn what_is_no_object_is_refused_with_its_place() {
+        for (text, wanted) in [
+            (r#"{"model": "m""#, "EOF"),
+            ("[]", "not a JSON object but a list"),
+            ("5", "expected an object"),
+            (r#"{"model":"m"} x"#, "characters after"),
+            (r#"{"messages": [1,}"#, "messages"),
+        ] {
+            let error = Body::parse(Bytes::from_static(text.as_bytes())).unwrap_err();
+            assert_eq!(error.status.as_u16(), 400);
+            assert!(error.message.contains(wanted), "{text}: {}", error.message);
+        }
+    }
+}

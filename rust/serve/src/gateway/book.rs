@@ -1,0 +1,175 @@
+//! A worker for a request, its load booked: one after the other, until one of them answers.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use axum::http::StatusCode;
+use kvflash_core::error::{Error, Result};
+use kvflash_core::ids::InstanceId;
+use kvflash_core::policy::Advice;
+use kvflash_core::select::{Ask, Outcome, Reservation, Selection};
+
+use super::backend::failed::Failed;
+use super::plan::{Part, Plan};
+use crate::frontend::app::App;
+use crate::frontend::engine::Engine;
+use crate::{Reject, queue};
+
+/// A chosen worker that left is replaced by another choice; so many in a row mean trouble.
+const MAX_CHOICES: usize = 8;
+
+/// The worker that takes a request, its load booked.
+pub(crate) struct Choice {
+    pub engine: Arc<Engine>,
+    pub booking: Reservation,
+    pub selection: Selection,
+}
+
+impl Choice {
+    /// Wait for the worker; where the client leaves meanwhile, the journal says so.
+    pub async fn watched<T>(&self, attempt: impl Future<Output = T>) -> T {
+        struct Watch<'a>(Option<&'a Reservation>);
+        impl Drop for Watch<'_> {
+            fn drop(&mut self) {
+                if let Some(booking) = self.0 {
+                    booking.ended(Outcome::ClientGone);
+                }
+            }
+        }
+        let mut watch = Watch(Some(&self.booking));
+        let outcome = attempt.await;
+        watch.0 = None;
+        outcome
+    }
+}
+
+/// The workers that are tried for a request, and how it went.
+pub(crate) struct Tries {
+    app: Arc<App>,
+    pub plan: Arc<Plan>,
+    tried: Vec<InstanceId>,
+    last: Option<Failed>,
+    /// The prompt is prefilled elsewhere.
+    pub is_decode_only: bool,
+}
+
+impl Tries {
+    pub fn new(app: &Arc<App>, plan: Arc<Plan>) -> Self {
+        let (app, tried) = (Arc::clone(app), Vec::new());
+        Self { app, plan, tried, last: None, is_decode_only: false }
+    }
+
+    /// What is left to choose a worker for.
+    pub fn part(&self) -> Part<'_> {
+        Part { tried: &self.tried, is_decode_only: self.is_decode_only }
+    }
+
+    /// Whether another worker may be tried.
+    pub fn may_go_on(&self) -> bool {
+        self.tried.len() < self.app.options.max_attempts
+    }
+
+    /// Whether no worker has failed it.
+    pub fn is_first(&self) -> bool {
+        self.tried.len() <= 1
+    }
+
+    /// Whether none was tried.
+    pub fn is_empty(&self) -> bool {
+        self.tried.is_empty()
+    }
+
+    /// Choose a worker that was not tried yet and book the request there; where requests wait for a worker
+    /// with room to prefill, when there is one.
+    ///
+    /// # Errors
+    /// `NoWorker`, saying what there is and why it can't serve; those of the queue.
+    pub async fn next(&mut self) -> Result<Choice> {
+        let choice = self.book().await?;
+        self.tried.push(choice.engine.id);
+        Ok(choice)
+    }
+
+    /// The last worker failed: count it, and put the worker in doubt where it is at fault.
+    ///
+    /// # Errors
+    /// The request itself is wrong: no other worker would do better.
+    pub fn failed(&mut self, engine: &Engine, failed: Failed) -> Result<(), Reject> {
+        if failed.is_final {
+            return Err(failed.into());
+        }
+        failed.note(
+            &self.app,
+            engine,
+            "attempt failed before the first byte; trying another worker",
+        );
+        self.last = Some(failed);
+        Ok(())
+    }
+
+    /// This one was well; it may have the request again.
+    pub fn spare(&mut self, id: InstanceId) {
+        self.tried.retain(|tried| *tried != id);
+    }
+
+    /// What to tell the client when nobody may take the request, as `error` says, or everybody was tried.
+    pub fn refusal(self, error: Option<Error>) -> Reject {
+        match (self.last, error) {
+            (None, Some(error)) => {
+                self.app.refused(match error {
+                    Error::AllBusy(_) => "all_busy",
+                    Error::InvalidArgument(_) => "invalid",
+                    Error::Overloaded(_) => "overloaded",
+                    _ => "no_worker",
+                });
+                error.into()
+            }
+            // Everybody eligible was tried: say how that went, not that nobody is left.
+            (last, _) => {
+                self.app.refused("all_failed");
+                let failed =
+                    last.unwrap_or_else(|| Failed::new("none", "", StatusCode::BAD_GATEWAY));
+                let (tried, why) = (self.tried, failed.message);
+                let message =
+                    format!("no worker answered; tried {tried:?}, the last one failed with: {why}");
+                Reject::last_failure(failed.status, message)
+            }
+        }
+    }
+
+    async fn book(&self) -> Result<Choice> {
+        let (pool, request) = (&self.plan.route.pool, &self.plan.request);
+        let advice = self.plan.advice(self.part()).await;
+        let book = || self.book_now(advice.as_ref());
+        let Some(line) = &pool.queue else { return book() };
+        let began = Instant::now();
+        let cached_tokens = || {
+            let blocks = self.plan.ask(self.part(), None, |ask| pool.selector.most_held(ask));
+            u64::from(blocks) * u64::from(request.prompt.block_size)
+        };
+        // Unhealthy workers are nobody's: they set this request apart from no other.
+        let is_open =
+            || request.is_open() && self.tried.is_empty() && self.plan.route.lora_name.is_none();
+        let isl_tokens = request.prompt.isl_tokens;
+        let outcome =
+            queue::pass(line, &request.wish, isl_tokens, cached_tokens, is_open, book).await;
+        self.app.metrics.queue_seconds.observe(began.elapsed().as_secs_f64());
+        outcome
+    }
+
+    fn book_now(&self, advice: Option<&Advice>) -> Result<Choice> {
+        let pool = &self.plan.route.pool;
+        for _ in 0..MAX_CHOICES {
+            let booked = self.plan.ask(self.part(), advice, |ask| {
+                pool.selector.select(&Ask { waits: pool.queue.is_some(), ..*ask })
+            });
+            let (booking, selection) = booked.map_err(|error| self.plan.explain_absence(error))?;
+            // Once more: a worker may have joined between the two readings. Members and the router's
+            // workers change under one lock, so it is found.
+            if let Some(engine) = pool.members().get(booking.worker().instance_id).cloned() {
+                return Ok(Choice { engine, booking, selection });
+            }
+        }
+        Err(Error::NoWorker("every chosen worker left while the request was routed".to_owned()))
+    }
+}

@@ -1,0 +1,93 @@
+//! A client's request, read once.
+
+use axum::http::{HeaderMap, HeaderName, Uri};
+use bytes::Bytes;
+use kvflash_core::select::MAX_REQUEST_ID_BYTES;
+
+use super::body::Body;
+use super::envelope::Envelope;
+use super::nvext::Nvext;
+use crate::Reject;
+
+pub(crate) static REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
+
+/// Which OpenAI endpoint a request came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Api {
+    Chat,
+    Completions,
+}
+
+impl Api {
+    pub fn path(self) -> &'static str {
+        match self {
+            Self::Chat => "/v1/chat/completions",
+            Self::Completions => "/v1/completions",
+        }
+    }
+}
+
+/// Who asks, and how: what is known before the body is read.
+#[derive(Debug, Clone)]
+pub(crate) struct Head {
+    pub uri: Uri,
+    pub headers: HeaderMap,
+    /// The client's address.
+    pub address: Option<String>,
+}
+
+impl Head {
+    /// The name under which a request's decisions are kept: the client's where it gave a usable one.
+    pub fn request_id(&self) -> String {
+        let given = self.headers.get(&REQUEST_ID_HEADER).and_then(|value| value.to_str().ok());
+        let is_usable = |id: &&str| (1..=MAX_REQUEST_ID_BYTES).contains(&id.len());
+        given
+            .filter(is_usable)
+            .map_or_else(|| format!("{:032x}", rand::random::<u128>()), str::to_owned)
+    }
+}
+
+/// A client's request. Workers get its body as it came.
+#[derive(Debug)]
+pub(crate) struct Call {
+    pub api: Api,
+    pub head: Head,
+    pub request_id: String,
+    pub body: Body,
+    /// What it asks of routing itself.
+    pub nvext: Nvext,
+    /// Whether an engine takes what it can of it from its cache, and says so of one prompt.
+    pub reuses_prefix: bool,
+}
+
+impl Call {
+    /// Read a request; `api` is told by its fields where the path does not tell.
+    ///
+    /// # Errors
+    /// 400 naming the field, what was expected and what came.
+    pub fn read(
+        api: Option<Api>,
+        head: Head,
+        request_id: String,
+        bytes: Bytes,
+    ) -> Result<Self, Reject> {
+        let body = Body::parse(bytes)?;
+        let envelope: Envelope<'_> = body.read()?;
+        let of_fields = || match envelope.messages {
+            Some(_) => Api::Chat,
+            None => Api::Completions,
+        };
+        let api = api.unwrap_or_else(of_fields);
+        let nvext = Nvext::parse(envelope.nvext)?;
+        let reuses_prefix = envelope.reuses_prefix();
+        Ok(Self { api, head, request_id, body, nvext, reuses_prefix })
+    }
+
+    /// The fields that routing reads.
+    ///
+    /// # Errors
+    /// None that reading it had not.
+    pub fn envelope(&self) -> Result<Envelope<'_>, Reject> {
+        self.body.read()
+    }
+}

@@ -1,0 +1,163 @@
+//! Who asks, and what ties a request to earlier ones.
+
+use std::sync::Arc;
+
+use kvflash_core::ids::Worker;
+use kvflash_core::policy::session::{read_session_id, session_id};
+use kvflash_core::select::Request;
+use serde::Deserialize;
+
+use super::body::Raw;
+use super::call::{Api, Call};
+use super::envelope::{Envelope, Prompt};
+use crate::frontend::engine::{Engine, address_of};
+use crate::frontend::pool::Members;
+
+/// Header that names the worker a session is with; answers carry it under `session-affinity`.
+pub(crate) const SESSION_HEADER: &str = "x-session-id";
+/// Headers that carry a session's key; the first one counts.
+const KEY_HEADERS: [&str; 2] = ["x-aibrix-session-key", "x-session-key"];
+
+/// What `call` says of its client; the prompt's text only where a policy `needs_text`.
+pub(super) fn read(
+    call: &Call,
+    envelope: &Envelope<'_>,
+    members: &Members,
+    needs_text: bool,
+) -> Request {
+    let headers = &call.head.headers;
+    let header = |name: &str| {
+        headers.get(name).and_then(|value| value.to_str().ok()).filter(|text| !text.is_empty())
+    };
+    // The header `user` goes before OpenAI's field.
+    let field = envelope.user.and_then(|raw| serde_json::from_str::<String>(raw.get()).ok());
+    let user = header("user").map(str::to_owned).or(field).filter(|user| !user.is_empty());
+    let id = header(SESSION_HEADER);
+    let named = id.and_then(read_session_id);
+    let session_worker = named.as_ref().and_then(|(address, rank)| {
+        let engine = members.all().find(|engine| address_of(&engine.base) == address)?;
+        (*rank < engine.spec.dp_size).then(|| Worker::new(engine.id, *rank))
+    });
+    // An id that is no address is somebody's own: a key like the others.
+    let is_address = named.as_ref().is_some_and(|(address, _)| {
+        address.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok())
+    });
+    let own_id = id.filter(|_| !is_address);
+    let key = KEY_HEADERS.into_iter().find_map(header).or(own_id);
+    Request {
+        user: user.map(Arc::from),
+        session_worker,
+        session_key: key.map(Arc::from),
+        is_whole: envelope.stream.is_none_or(|stream| stream.get() != "true"),
+        text: if needs_text { text(call.api, envelope) } else { Arc::default() },
+        ..Request::default()
+    }
+}
+
+/// What a client sends back in [`SESSION_HEADER`] to come to the same worker again.
+pub(crate) fn session_id_of(engine: &Engine, dp_rank: u32) -> String {
+    session_id(address_of(&engine.base), dp_rank)
+}
+
+/// The prompt's text, message by message and without roles; of token ids four bytes each. Nothing
+/// for what is no text or can't be read: the request is still routed.
+fn text(api: Api, envelope: &Envelope<'_>) -> Arc<[u8]> {
+    match api {
+        Api::Chat => envelope.messages.map(chat_text).unwrap_or_default().into(),
+        Api::Completions => match envelope.prompt.map(|raw| Prompt::parse(raw.get())) {
+            Some(Ok(Prompt::Text(text))) => text.into_bytes().into(),
+            Some(Ok(Prompt::Tokens(ids))) => Request::text_of(&ids),
+            _ => Arc::default(),
+        },
+    }
+}
+
+fn chat_text(messages: Raw<'_>) -> Vec<u8> {
+    #[derive(Deserialize)]
+    struct Message {
+        #[serde(default)]
+        content: Option<Content>,
+    }
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Content {
+        Text(String),
+        Parts(Vec<Part>),
+        Other(serde::de::IgnoredAny),
+    }
+    #[derive(Deserialize)]
+    struct Part {
+        #[serde(default)]
+        text: Option<String>,
+    }
+    let messages: Vec<Message> = serde_json::from_str(messages.get()).unwrap_or_default();
+    let mut text = Vec::new();
+    for message in messages {
+        match message.content {
+            Some(Content::Text(piece)) => text.extend(piece.into_bytes()),
+            Some(Content::Parts(parts)) => {
+                parts
+                    .into_iter()
+                    .filter_map(|part| part.text)
+                    .for_each(|one| text.extend(one.into_bytes()));
+            }
+            Some(Content::Other(_)) | None => {}
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use axum::http::Uri;
+
+    use super::super::call::Head;
+    use super::*;
+
+    fn read(headers: &[(&'static str, &str)], body: &str) -> Request {
+        let headers =
+            headers.iter().map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap()));
+        let head = Head { headers: headers.collect(), uri: Uri::default(), address: None };
+        let call = Call::read(None, head, String::new(), body.to_owned().into()).unwrap();
+        super::read(&call, &call.envelope().unwrap(), &Members::default(), true)
+    }
+
+    #[test]
+    fn text_of_prompts_in_all_forms() {
+        for (body, wanted) in [
+            (r#"{"prompt": "a\nb"}"#, b"a\nb".as_slice()),
+            (r#"{"prompt": [1, 258]}"#, &[0, 0, 0, 1, 0, 0, 1, 2]),
+            (r#"{"prompt": ["a", "b"]}"#, b""),
+            (
+                r#"{"messages": [{"role": "system", "content": "be "},
+                    {"role": "user", "content": [{"type": "text", "text": "kind"},
+                        {"type": "image_url", "image_url": {"url": "u"}}]},
+                    {"role": "assistant", "content": null, "tool_calls": []},
+                    {"role": "tool", "content": 5}]}"#,
+                b"be kind",
+            ),
+            (r#"{"messages": 5}"#, b""),
+        ] {
+            assert_eq!(&*read(&[], body).text, wanted, "{body}");
+        }
+    }
+
+    #[test]
+    fn users_and_sessions_by_header_and_field() {
+        let body = r#"{"prompt": "p", "user": "by-field"}"#;
+        assert_eq!(read(&[], body).user.as_deref(), Some("by-field"));
+        assert_eq!(read(&[("user", "by-header")], body).user.as_deref(), Some("by-header"));
+        assert_eq!(read(&[], r#"{"prompt": "p", "user": 5}"#).user, None);
+        assert_eq!(read(&[], r#"{"prompt": "p", "user": ""}"#).user, None);
+        let key = |headers: &[(&'static str, &str)]| {
+            read(headers, body).session_key.as_deref().map(str::to_owned)
+        };
+        assert_eq!(key(&[("x-session-key", "k")]).as_deref(), Some("k"));
+        assert_eq!(key(&[("x-session-id", "mine")]).as_deref(), Some("mine"));
+        // The worker it names is gone: the session begins anew.
+        assert_eq!(key(&[("x-session-id", &session_id("10.0.0.1:8000", 0))]), None);
+        let both = [("x-session-key", "b"), ("x-aibrix-session-key", "a")];
+        assert_eq!(key(&both).as_deref(), Some("a"));
+    }
+}

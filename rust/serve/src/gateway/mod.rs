@@ -1,0 +1,30 @@
+//! A client's request on its way to a worker, and the answer's way back, stage by stage:
+//!
+//! `admit` (a place among the requests in flight) -> `call` (the request, read once) -> `plan` (model,
+//! tokens, what routing is asked) -> `turn` (fairness between clients) -> `book` (a worker and its load) ->
+//! `send` (to it, or to another one where that fails) -> `relay` and `answer` (back to the client).
+//!
+//! What differs between workers is behind [`backend::Backend`]: engines over HTTP, workers of the runtime.
+
+pub(crate) mod admit;
+mod answer;
+pub(crate) mod backend;
+mod body;
+mod book;
+pub(crate) mod call;
+mod client;
+mod envelope;
+mod event_stream;
+pub(crate) mod evidence;
+pub(crate) mod generation;
+mod guide;
+mod nvext;
+pub(crate) mod plan;
+mod query;
+mod relay;
+mod render;
+pub(crate) mod send;
+mod tokens;
+pub(crate) mod turn;
+mod urgency;
+mod usage;

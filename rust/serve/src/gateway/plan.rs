@@ -1,0 +1,330 @@
+//! From a client's request to what routing is asked: model, tokens, hashes, who may take it.
+
+use std::sync::Arc;
+
+use kvflash_core::error::{Error, Result};
+use kvflash_core::fair::Cost;
+use kvflash_core::hash::engine::{MediaItem, NameKeys};
+use kvflash_core::ids::{InstanceId, Worker};
+use kvflash_core::policy::Advice;
+use kvflash_core::router::RouteOverride;
+use kvflash_core::select::{self, Ask, Pin, Request, Selection};
+use kvflash_core::text::Tokens;
+use serde_json::json;
+
+use super::call::Call;
+use super::client;
+use super::envelope::Envelope;
+use super::evidence::Expectation;
+use super::generation::Generation;
+use super::render::Known;
+use super::tokens::{Untokenized, tokens};
+use super::urgency::Urgency;
+use crate::frontend::app::App;
+use crate::frontend::fleet::unhealthy;
+use crate::frontend::metrics::CauseLabel;
+use crate::frontend::pool::{Members, Pool, Route};
+use crate::{Reject, outside};
+
+/// Without tokens a prompt's length is guessed from its bytes: English text has about four a token.
+const BYTES_PER_TOKEN: usize = 4;
+
+/// All that is known of a request before a worker is chosen.
+pub(crate) struct Plan {
+    pub call: Arc<Call>,
+    pub route: Route,
+    pub request: Request,
+    /// The prompt's tokens, where they are known.
+    pub tokens: Option<Arc<Tokens>>,
+    pub urgency: Urgency,
+    /// The model as the client names it.
+    pub model: String,
+    pub cache_salt: Option<String>,
+    /// What is to be generated; read only where a worker of the runtime may answer.
+    pub generation: Option<Generation>,
+    /// What stands in the prompt beside text.
+    media: Arc<[MediaItem]>,
+}
+
+/// What a worker is chosen for: the whole request, or what is left of it.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Part<'a> {
+    /// Workers that it was at in vain.
+    pub tried: &'a [InstanceId],
+    /// Its prompt is prefilled elsewhere.
+    pub is_decode_only: bool,
+}
+
+impl Plan {
+    /// # Errors
+    /// 400 for a request that no engine would take, 404 for a model that is not served or a pinned worker that
+    /// is not there.
+    pub async fn make(app: &App, call: Call) -> Result<Self, Reject> {
+        let call = Arc::new(call);
+        let envelope = call.envelope()?;
+        let route = match envelope.model.as_deref() {
+            Some(name) => app.fleet.route(name),
+            None => app.fleet.only_route(),
+        };
+        let route = route.map_err(|error| Reject::from(error).param("model"))?;
+        let pool = Arc::clone(&route.pool);
+        let model = envelope.model.as_deref().unwrap_or(&pool.name).to_owned();
+        let cache_salt = envelope.cache_salt.as_deref().map(str::to_owned);
+        let (headers, nvext) = (&call.head.headers, &call.nvext);
+        let urgency = Urgency::read(headers, nvext, envelope.priority, pool.is_queued())?;
+        let known = understand(app, &call, &envelope, &pool).await?;
+        let request = Request {
+            request_id: Some(call.request_id.clone()),
+            overrides: RouteOverride { seed: nvext.seed(), ..RouteOverride::default() },
+            pin: pin(&pool, nvext.decode_pin())?,
+            wish: urgency.wish(),
+            expected_output_tokens: nvext.expected_output_tokens(),
+            ..client::read(&call, &envelope, &pool.members(), pool.selector.needs_facts())
+        };
+        let mut plan = Self {
+            generation: None,
+            tokens: None,
+            media: Arc::default(),
+            call: Arc::clone(&call),
+            route,
+            request,
+            urgency,
+            model,
+            cache_salt,
+        };
+        let Known { tokens, media } = known;
+        plan.look_up(tokens.map(Arc::new), media);
+        plan.ask_remote(app).await;
+        plan.generation = Generation::of(&call, &pool, plan.prompt_tokens())?;
+        Ok(plan)
+    }
+
+    /// The same request for the workers of another pool.
+    pub async fn on(&self, app: &App, pool: Arc<Pool>, pinned: Option<InstanceId>) -> Self {
+        let mut plan = Self {
+            call: Arc::clone(&self.call),
+            route: Route { pool, lora_name: self.route.lora_name.clone() },
+            request: Request {
+                request_id: None,
+                // What one request does at two workers is charged once.
+                user: None,
+                session_worker: None,
+                pin: pinned.map(|instance_id| Pin { instance_id, dp_rank: None }),
+                overlaps: None,
+                expected_output_tokens: None,
+                ..self.request.clone()
+            },
+            tokens: None,
+            urgency: self.urgency,
+            model: self.model.clone(),
+            cache_salt: self.cache_salt.clone(),
+            generation: self.generation.clone(),
+            media: Arc::default(),
+        };
+        plan.look_up(self.tokens.clone(), Arc::clone(&self.media));
+        plan.ask_remote(app).await;
+        plan
+    }
+
+    /// Hash the prompt as its pool's workers do; without tokens its length is a guess.
+    fn look_up(&mut self, tokens: Option<Arc<Tokens>>, media: Arc<[MediaItem]>) {
+        let selector = &self.route.pool.selector;
+        let mut prompt = match &tokens {
+            None => {
+                let bytes = self.call.body.bytes().len();
+                select::Prompt::unknown((bytes / BYTES_PER_TOKEN) as u64)
+            }
+            Some(tokens) if selector.needs_tokens() => {
+                // No list of models tells an adapter's path.
+                let lora = self.route.lora_name.as_deref().map(|name| (name, ""));
+                let cache_salt = self.cache_salt.as_deref();
+                let keys = NameKeys { lora, cache_salt, media: &media, ..NameKeys::default() };
+                selector.prompt(tokens, &keys)
+            }
+            Some(tokens) => select::Prompt::of_tokens(tokens, 0, 0),
+        };
+        prompt.isl_tokens = prompt.isl_tokens.max(1);
+        self.request.prompt = Arc::new(prompt);
+        self.request.tokens = tokens.clone().unwrap_or_default();
+        self.tokens = tokens;
+        self.media = media;
+    }
+
+    /// Have a remote indexer tell what workers hold; without an answer nothing is known to be held.
+    async fn ask_remote(&mut self, app: &App) {
+        let Some(remote) = &app.remote else { return };
+        let selector = &self.route.pool.selector;
+        if self.tokens.is_some()
+            && selector.uses_overlaps(&RouteOverride::default(), &self.request.prompt)
+        {
+            let select::Prompt { locals, block_size, .. } = &*self.request.prompt;
+            let found = remote.overlaps(&selector.model().key, locals, *block_size).await;
+            self.request.overlaps = Some(found.unwrap_or_default());
+        }
+    }
+
+    /// Call `act` with what the selector is asked. Workers come and go while a prompt is tokenized or an
+    /// attempt runs, so that they are read anew each time.
+    pub fn ask<T>(
+        &self,
+        part: Part<'_>,
+        advice: Option<&Advice>,
+        act: impl FnOnce(&Ask<'_>) -> T,
+    ) -> T {
+        let members = self.route.pool.members();
+        let is_eligible = |worker: Worker| self.is_eligible(&members, worker, part.tried);
+        let is_open =
+            part.tried.is_empty() && self.route.lora_name.is_none() && members.are_all_healthy();
+        let is_eligible: Option<&dyn Fn(Worker) -> bool> =
+            if is_open { None } else { Some(&is_eligible) };
+        self.request.ask(is_eligible, advice, |ask| {
+            if !part.is_decode_only {
+                return act(ask);
+            }
+            // Its blocks come from the prefill worker, whatever it holds itself.
+            let overrides = RouteOverride {
+                overlap_score_weight: Some(0.0),
+                assume_kv_reuse: Some(false),
+                ..ask.overrides
+            };
+            act(&Ask { overrides, ..*ask })
+        })
+    }
+
+    fn is_eligible(&self, members: &Members, worker: Worker, tried: &[InstanceId]) -> bool {
+        members.is_eligible(worker, tried)
+            && self.route.lora_name.as_deref().is_none_or(|name| {
+                members.get(worker.instance_id).is_some_and(|engine| engine.serves(name))
+            })
+    }
+
+    /// What a policy outside the core says of those that were not tried yet.
+    pub async fn advice(&self, part: Part<'_>) -> Option<Advice> {
+        let selector = &self.route.pool.selector;
+        selector.desk()?;
+        let question = self.ask(part, None, |ask| selector.question(ask));
+        outside::advice(selector, question).await
+    }
+
+    /// Who would take it now, by a draw from `seed`, the request's own or a new one; changes nothing.
+    ///
+    /// # Errors
+    /// `NoWorker`, saying what there is and why it can't serve.
+    pub async fn query(&self, part: Part<'_>, seed: Option<u64>) -> Result<Selection> {
+        let advice = self.advice(part).await;
+        let selection = self.ask(part, advice.as_ref(), |ask| {
+            let overrides = RouteOverride { seed: seed.or(ask.overrides.seed), ..ask.overrides };
+            self.route.pool.selector.query(&Ask { overrides, ..*ask })
+        });
+        selection.map_err(|error| self.explain_absence(error))
+    }
+
+    /// Say of a missing worker what there is instead.
+    pub fn explain_absence(&self, error: Error) -> Error {
+        if !matches!(error, Error::NoWorker(_)) {
+            return error;
+        }
+        let members = self.route.pool.members();
+        Error::NoWorker(format!(
+            "no worker can take requests for model {:?}: {} registered, {} healthy{}",
+            self.route.pool.name,
+            members.all().count(),
+            members.healthy(),
+            unhealthy(members.all()),
+        ))
+    }
+
+    /// What the request is expected to cost, where cached tokens cost `cached_share` of others.
+    pub fn cost(&self, cached_share: f64) -> Cost {
+        let prompt = &self.request.prompt;
+        // What is cached counts only where it can be known and is cheaper.
+        let is_asked = cached_share < 1.0 && !prompt.locals.is_empty();
+        // Where nobody can be chosen now, somebody who holds nothing will be.
+        let preview =
+            || self.ask(Part::default(), None, |ask| self.route.pool.selector.preview(ask));
+        let held =
+            if is_asked { preview().map_or(0, |(found, _)| found.overlap_blocks) } else { 0 };
+        let cached_tokens = prompt.reusable_tokens(held);
+        Cost { input_tokens: prompt.isl_tokens, cached_tokens, output_tokens: None }
+    }
+
+    /// Tokens of the prompt, where they are known rather than guessed.
+    pub fn prompt_tokens(&self) -> Option<u64> {
+        let prompt = &self.request.prompt;
+        prompt.are_tokens_known.then_some(prompt.isl_tokens)
+    }
+
+    /// What the answer of the chosen worker is to be compared with: nothing where it was not judged by
+    /// events alone.
+    pub fn expectation(&self, app: &App, selection: Selection) -> Option<Expectation> {
+        let Self { route: Route { pool, .. }, request: Request { prompt, .. }, .. } = self;
+        let is_comparable = app.options.uses_events() && pool.selector.is_comparable(prompt);
+        is_comparable.then(|| Expectation {
+            pool: Arc::clone(pool),
+            prompt: Arc::clone(prompt),
+            selection,
+        })
+    }
+
+    /// Count the stages of the prompt's tokens.
+    pub fn count(&self, app: &App, selection: &Selection) {
+        let Some(prompt_tokens) = self.prompt_tokens() else { return };
+        let (metrics, prompt) = (&app.metrics, &self.request.prompt);
+        metrics.input.inc_by(prompt_tokens);
+        metrics.available.inc_by(prompt.reusable_tokens(selection.best_blocks));
+        metrics.selected.inc_by(prompt.reusable_tokens(selection.overlap_blocks));
+    }
+
+    /// What would be decided now, with every candidate's terms; nothing is booked.
+    ///
+    /// # Errors
+    /// As [`Plan::query`].
+    pub async fn explain(&self, app: &App, part: Part<'_>) -> Result<serde_json::Value> {
+        let advice = self.advice(part).await;
+        // Every candidate of thousands is written down.
+        app.aside.make(|| self.explain_now(part, advice.as_ref())).await
+    }
+
+    fn explain_now(&self, part: Part<'_>, advice: Option<&Advice>) -> Result<serde_json::Value> {
+        let selector = &self.route.pool.selector;
+        let preview = self.ask(part, advice, |ask| selector.preview(ask));
+        let (selection, record) = preview.map_err(|error| self.explain_absence(error))?;
+        let mut value = record.decision();
+        value["lora_name"] = json!(self.route.lora_name);
+        value["prompt_tokens"] = json!(self.prompt_tokens());
+        let expected = self.request.prompt.reusable_tokens(selection.overlap_blocks);
+        value["expected_cached_tokens"] = json!(expected);
+        Ok(value)
+    }
+}
+
+/// The prompt's tokens, where anybody needs them.
+async fn understand(
+    app: &App,
+    call: &Call,
+    envelope: &Envelope<'_>,
+    pool: &Pool,
+) -> Result<Known, Reject> {
+    match tokens(app, call, envelope, pool).await {
+        Ok(known) => Ok(known),
+        Err(Untokenized::Refused(error)) => Err(error.into()),
+        Err(Untokenized::Unknown(cause)) => {
+            app.metrics.untokenized.get_or_create(&CauseLabel { cause }).inc();
+            Ok(Known::default())
+        }
+    }
+}
+
+/// The worker that must take a request.
+///
+/// # Errors
+/// 404 when it is not there.
+fn pin(pool: &Pool, id: Option<InstanceId>) -> Result<Option<Pin>, Reject> {
+    match id {
+        Some(id) if pool.members().get(id).is_none() => {
+            let message = format!("worker {id} is none of model {:?}", pool.name);
+            Err(Error::NotFound(message).into())
+        }
+        id => Ok(id.map(|instance_id| Pin { instance_id, dp_rank: None })),
+    }
+}

@@ -1,0 +1,172 @@
+//! A client's request from its head to its answer's head; `relay` and `answer` go on from there.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use axum::body::Body;
+use axum::http::{HeaderName, HeaderValue};
+use axum::response::Response;
+use kvflash_core::ids::Worker;
+
+use super::admit::{Waiting, admit, read_body};
+use super::answer::answer;
+use super::backend::disagg::Prefill;
+use super::backend::handoff::Handoff;
+use super::backend::worker::{self, Opened};
+use super::book::{Choice, Tries};
+use super::call::{Api, Call, Head, REQUEST_ID_HEADER};
+use super::client::{SESSION_HEADER, session_id_of};
+use super::plan::Plan;
+use super::query;
+use super::relay::{Delivery, relay};
+use super::turn::client_name;
+use crate::Reject;
+use crate::frontend::app::App;
+use crate::frontend::engine::Engine;
+use crate::metrics::RequestLabel;
+
+static WORKER_HEADER: HeaderName = HeaderName::from_static("x-kvflash-worker");
+static PREFILL_HEADER: HeaderName = HeaderName::from_static("x-kvflash-prefill-worker");
+static OVERLAP_HEADER: HeaderName = HeaderName::from_static("x-kvflash-overlap-blocks");
+
+/// Answer a request, and count it.
+pub(crate) async fn forward(app: Arc<App>, api: Api, head: Head, body: Body) -> Response {
+    let started = Instant::now();
+    let request_id = head.request_id();
+    let id = HeaderValue::try_from(&request_id);
+    let mut waiting = Waiting::new(&app);
+    let answered = respond(&app, api, head, request_id, body, &mut waiting).await;
+    waiting.over();
+    let mut response = answered.unwrap_or_else(Reject::openai);
+    if let Ok(id) = id {
+        response.headers_mut().insert(REQUEST_ID_HEADER.clone(), id);
+    }
+    let label = RequestLabel { endpoint: api.path(), status: response.status().as_u16() };
+    app.common.requests.get_or_create(&label).inc();
+    app.common.request_seconds.observe(started.elapsed().as_secs_f64());
+    response
+}
+
+/// Admit a request, read and plan it, wait for its client's turn, and send it to a worker.
+async fn respond(
+    app: &Arc<App>,
+    api: Api,
+    head: Head,
+    request_id: String,
+    mut body: Body,
+    waiting: &mut Waiting,
+) -> Result<Response, Reject> {
+    let mut in_flight = admit(app, &mut body).await?;
+    let bytes = read_body(app, body).await?;
+    let began = Instant::now();
+    let call = Call::read(Some(api), head, request_id, bytes)?;
+    let plan = Plan::make(app, call).await.inspect_err(|reject| {
+        if reject.status.as_u16() == 503 {
+            app.refused("no_worker");
+        }
+    })?;
+    app.metrics.route_seconds.observe(began.elapsed().as_secs_f64());
+    let prefill = Prefill::of(app, &plan).await?;
+    if plan.call.nvext.is_query() {
+        return query::answer(&plan, &prefill).await;
+    }
+    if let Some(room) = &plan.route.pool.waiting {
+        let Head { headers, address, .. } = &plan.call.head;
+        let client = client_name(plan.request.user.as_deref(), headers, address.as_deref());
+        let workers = plan.route.pool.members().healthy();
+        let waited = Instant::now();
+        let cost = plan.cost(room.cached_share);
+        let turn = room.turn(&client, cost, plan.urgency.turn(), workers).await;
+        app.metrics.turn_seconds.observe(waited.elapsed().as_secs_f64());
+        in_flight.turn = Some(turn.inspect_err(|_| app.refused("no_turn"))?);
+    }
+    let plan = Arc::new(plan);
+    let sent = send(app, &plan, prefill).await?;
+    // From here on the answer counts a client that leaves.
+    waiting.over();
+    app.metrics.first_byte_seconds.observe(began.elapsed().as_secs_f64());
+    let Sent { choice, handoff, opened, is_evidence } = sent;
+    if opened.is_success() {
+        choice.booking.first_token();
+        in_flight.answered();
+        plan.count(app, &choice.selection);
+    }
+    let expected = if is_evidence { plan.expectation(app, choice.selection) } else { None };
+    let overlap = plan.request.prompt.reusable_blocks(choice.selection.overlap_blocks);
+    let (engine, worker) = (Arc::clone(&choice.engine), choice.booking.worker());
+    let prefiller = handoff.worker();
+    let delivery = Delivery::new(app, &plan, choice, in_flight, expected);
+    let mut response = match opened {
+        Opened::OpenAi(opened) => relay(delivery, opened),
+        Opened::Plane(opened) => answer(delivery, &plan, handoff, opened).await?,
+    };
+    tell(app, &mut response, &engine, worker, prefiller);
+    response.headers_mut().insert(OVERLAP_HEADER.clone(), overlap.into());
+    Ok(response)
+}
+
+/// A request that a worker has begun to answer.
+struct Sent {
+    choice: Choice,
+    handoff: Handoff,
+    opened: Opened,
+    /// Whether the answer says anything of what this worker's events told.
+    is_evidence: bool,
+}
+
+/// Give the request to one worker after the other, until one of them begins to answer.
+async fn send(app: &Arc<App>, plan: &Arc<Plan>, mut prefill: Prefill) -> Result<Sent, Reject> {
+    let mut tries = Tries::new(app, Arc::clone(plan));
+    let mut handoff = Handoff::Alone;
+    while tries.may_go_on() {
+        // What a prefill beside has begun is of no use to another worker.
+        if !prefill.is_idle() && !matches!(handoff, Handoff::Done { .. }) {
+            handoff = prefill.hand_off(app).await?;
+            tries.is_decode_only = !handoff.is_alone();
+        }
+        let choice = match tries.next().await {
+            Ok(choice) => choice,
+            Err(error) => return Err(tries.refusal(Some(error))),
+        };
+        match choice.watched(worker::open(app, plan, &choice, &mut handoff)).await {
+            Ok(opened) => {
+                // One that was at other workers before, or is prefilled elsewhere, is none.
+                let is_evidence = plan.call.reuses_prefix && tries.is_first() && handoff.is_alone();
+                return Ok(Sent { choice, handoff, opened, is_evidence });
+            }
+            Err(failed) => {
+                let is_prefill = failed.cause == "prefill_failed";
+                tries.failed(&choice.engine, failed)?;
+                match &handoff {
+                    // The worker was well; it may have the request again.
+                    _ if is_prefill => tries.spare(choice.engine.id),
+                    Handoff::Beside { worker, .. } => prefill.spare(*worker),
+                    _ => {}
+                }
+            }
+        }
+    }
+    Err(tries.refusal(None))
+}
+
+/// Say which worker answers; where sessions stay with workers, also in the form that brings the client back
+/// to it.
+fn tell(
+    app: &App,
+    response: &mut Response,
+    engine: &Engine,
+    worker: Worker,
+    prefiller: Option<Worker>,
+) {
+    let session = app.keeps_sessions.then(|| session_id_of(engine, worker.dp_rank));
+    let session_header = HeaderName::from_static(SESSION_HEADER);
+    for (name, value) in [
+        (&WORKER_HEADER, Some(worker.to_string())),
+        (&session_header, session),
+        (&PREFILL_HEADER, prefiller.map(|worker| worker.to_string())),
+    ] {
+        if let Some(Ok(value)) = value.map(HeaderValue::try_from) {
+            response.headers_mut().insert(name.clone(), value);
+        }
+    }
+}

@@ -1,0 +1,143 @@
+//! A prompt's tokens: by the tokenizer here, or by an engine's own.
+
+use std::sync::Arc;
+
+use kvflash_core::error::Error;
+use kvflash_core::text::{self, Tokens};
+use serde_json::Value;
+
+use super::body::Raw;
+use super::call::{Api, Call};
+use super::envelope::{Envelope, Prompt};
+use super::render::{Known, ask_body, has_media, render, some_engine};
+use crate::frontend::app::App;
+use crate::frontend::pool::Pool;
+use crate::frontend::runtime::member::ModelText;
+use crate::frontend::runtime::spec::ModelInput;
+
+/// Text longer than this is tokenized off the reactor's turn: it may take milliseconds.
+const LONG_TEXT_BYTES: usize = 64 * 1024;
+
+/// Why there are no tokens.
+pub(super) enum Untokenized {
+    /// The request is wrong; no engine would take it either.
+    Refused(Error),
+    /// The request may be fine, but its tokens are not known here.
+    Unknown(&'static str),
+}
+
+fn refused(why: impl Into<String>) -> Untokenized {
+    Untokenized::Refused(Error::invalid(why))
+}
+
+/// The prompt, as the workers of `pool` will have it. Workers that take tokens get no prompt whose tokens
+/// are not known.
+pub(super) async fn tokens(
+    app: &App,
+    call: &Call,
+    envelope: &Envelope<'_>,
+    pool: &Pool,
+) -> Result<Known, Untokenized> {
+    let own = text_of_takers(pool);
+    let is_strict = own.is_some();
+    if !is_strict && !pool.selector.needs_tokens() && !call.nvext.is_query() {
+        return Ok(Known::default());
+    }
+    let prompt = match (call.api, envelope.messages, envelope.prompt) {
+        (Api::Chat, Some(_), _) => None,
+        (Api::Chat, None, _) => return Err(refused("messages: a list of messages is required")),
+        (Api::Completions, _, None) => return Err(refused("prompt: is required")),
+        (Api::Completions, _, Some(raw)) => {
+            match Prompt::parse(raw.get()).map_err(Untokenized::Refused)? {
+                Prompt::Tokens(tokens) => return Ok(tokens.into()),
+                Prompt::Batch if is_strict => {
+                    let why = "prompt: the workers of this model take one prompt a request";
+                    return Err(refused(why));
+                }
+                Prompt::Batch => return Err(Untokenized::Unknown("batch")),
+                Prompt::Text(text) => Some(text),
+            }
+        }
+    };
+    let model = own.as_ref().map(|own| &own.model).or(app.text.as_ref());
+    let Some(model) = model else {
+        return if prompt.is_none() && has_media(envelope) {
+            render(app, envelope, pool).await.map_err(Untokenized::Unknown)
+        } else {
+            let tokens = remote_tokens(app, envelope, pool, prompt).await;
+            tokens.map(Known::from).map_err(Untokenized::Unknown)
+        };
+    };
+    let local = || match &prompt {
+        Some(prompt) => model
+            .completion_tokens(prompt, envelope.add_special_tokens.unwrap_or(true))
+            .map(text::Prompt::Tokens),
+        None => model.chat_tokens(&envelope.chat()),
+    };
+    let is_long = call.body.bytes().len() > LONG_TEXT_BYTES;
+    match if is_long { tokio::task::block_in_place(local) } else { local() } {
+        Ok(text::Prompt::Tokens(tokens)) if is_strict && tokens.is_empty() => {
+            Err(refused("the prompt is empty: it has no tokens"))
+        }
+        Ok(text::Prompt::Tokens(tokens)) => Ok(tokens.into()),
+        Ok(text::Prompt::Unsupported(why)) if is_strict => {
+            Err(refused(format!("the prompt can't be made into tokens here: {why}")))
+        }
+        Ok(text::Prompt::Unsupported(_)) if prompt.is_none() && has_media(envelope) => {
+            render(app, envelope, pool).await.map_err(Untokenized::Unknown)
+        }
+        Ok(text::Prompt::Unsupported(why)) => {
+            tracing::debug!(why, "routed without tokens");
+            Err(Untokenized::Unknown("not_text"))
+        }
+        Err(error) if is_strict => Err(Untokenized::Refused(error)),
+        // The engine has the last word on what it takes: it may know more than this template.
+        Err(error) => {
+            tracing::warn!(%error, "could not tokenize; routed without tokens");
+            Err(Untokenized::Unknown("template"))
+        }
+    }
+}
+
+/// The tokenizer of workers that take tokens, where the pool has any.
+fn text_of_takers(pool: &Pool) -> Option<Arc<ModelText>> {
+    let members = pool.members();
+    let mut takers = members.all().filter_map(|engine| engine.member.as_ref());
+    let taker = takers.find(|member| member.spec.card.model_input == ModelInput::Tokens);
+    taker.and_then(|member| member.text.clone())
+}
+
+/// Ask an engine, in turn, for its own tokens.
+async fn remote_tokens(
+    app: &App,
+    envelope: &Envelope<'_>,
+    pool: &Pool,
+    prompt: Option<String>,
+) -> Result<Tokens, &'static str> {
+    #[derive(serde::Deserialize)]
+    struct Answer {
+        tokens: Vec<u32>,
+    }
+    // What /tokenize has no field for would make other tokens than the request does.
+    let is_set = |raw: Option<Raw<'_>>| raw.is_some();
+    if [envelope.documents, envelope.reasoning_effort, envelope.truncate_prompt_tokens]
+        .into_iter()
+        .any(is_set)
+    {
+        return Err("not_text");
+    }
+    let name = envelope.model.as_deref().unwrap_or(&pool.name);
+    let engine = some_engine(app, pool, name)?;
+    let body = ask_body(envelope, name, prompt)?;
+    let body = Value::Object(body).to_string().into_bytes();
+    let url = format!("{}/tokenize", engine.base);
+    let call = app.upstream.post_json(&url, body, 64 * 1024 * 1024);
+    match tokio::time::timeout(app.options.tokenize_timeout, call).await {
+        Err(_) => Err("tokenize_timeout"),
+        Ok(Err(_)) => Err("tokenize_failed"),
+        Ok(Ok((status, _))) if !status.is_success() => Err("tokenize_refused"),
+        Ok(Ok((_, body))) => serde_json::from_slice::<Answer>(&body)
+            .map(|answer| answer.tokens)
+            .map_err(|_| "tokenize_failed"),
+    }
+}

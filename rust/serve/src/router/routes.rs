@@ -1,0 +1,438 @@
+//! Routes of the router.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::rejection::PathRejection;
+use axum::extract::{MatchedPath, Path, Request, State};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{delete, get, post};
+use kvflash_core::catalog::Catalog;
+use kvflash_core::clock::Clock;
+use kvflash_core::error::{Error, Result as KvResult};
+use kvflash_core::ids::{InstanceId, Worker};
+use kvflash_core::select::StartGate;
+use parking_lot::RwLock;
+use serde::Serialize;
+use serde_json::json;
+
+use super::super::Reject;
+use super::super::aside::Aside;
+use super::super::body;
+use super::super::busy::{Change, answer};
+use super::super::indexer::form::{Form, Params};
+use super::super::indexer::query_routes;
+use super::super::metrics::{CommonMetrics, RequestLabel};
+use super::super::policy_metrics::PolicyMetrics;
+use super::super::remote::RemoteIndexer;
+use super::answer::{health, readiness, worker_entries, worker_entry};
+use super::app::App;
+use super::choose::Chosen;
+use super::fleet::Fleet;
+use super::method::{Message, obey};
+use super::metrics::RouterMetrics;
+use super::openapi::openapi;
+use super::options::RouterOptions;
+use super::request::{Choose, LoadReport, Named, NewWorker, WorkersFilter};
+
+/// Longest name that GET /why looks for and that a header may give.
+const MAX_NAME_BYTES: usize = kvflash_core::select::MAX_REQUEST_ID_BYTES;
+
+/// The standalone router: workers are registered with it, [`RouterApp::router`] is served.
+#[derive(Clone)]
+pub struct RouterApp {
+    pub(super) app: Arc<App>,
+    routes: Router,
+}
+
+impl RouterApp {
+    /// A router without workers.
+    ///
+    /// # Errors
+    /// As [`RouterOptions::check`]; `Config` for a remote indexer's address that is none.
+    pub fn new(
+        options: RouterOptions,
+        catalog: Arc<Catalog>,
+        clock: Arc<dyn Clock>,
+    ) -> KvResult<Self> {
+        options.check()?;
+        let (common, mut registry) = CommonMetrics::new();
+        let metrics = RouterMetrics::register(&mut registry);
+        let policy_metrics = PolicyMetrics {
+            name: options.policy_name().to_owned(),
+            policies: options.policies.clone(),
+            settings: options.settings.clone(),
+        };
+        registry.register_collector(Box::new(policy_metrics));
+        let remote = options.remote_indexer.as_ref();
+        let remote =
+            remote.map(|options| RemoteIndexer::new(options, &mut registry)).transpose()?;
+        if let Some(tls) = &options.tls {
+            tls.register(&mut registry);
+        }
+        common.seal(registry);
+        let fleet = Fleet::new(options.clone(), Arc::clone(&catalog), clock);
+        let wanted = options.min_initial_workers;
+        let app = App {
+            options,
+            catalog,
+            fleet,
+            common,
+            metrics,
+            remote,
+            start: StartGate::new(wanted, "have registered", "--min-initial-workers"),
+            more_metrics: RwLock::default(),
+            outside_warnings: RwLock::default(),
+            aside: Aside::default(),
+        };
+        let app = Arc::new(app);
+        Ok(Self { routes: routes(&app)?, app })
+    }
+
+    /// Free reservations that nothing was heard of; call it on a timer.
+    pub fn expire(&self) -> usize {
+        let expired: usize = self.app.fleet.pools().iter().map(|pool| pool.selector.tick()).sum();
+        for queue in self.app.fleet.pools().iter().filter_map(|pool| pool.queue.as_ref()) {
+            // Others' bookings may have ended.
+            queue.call();
+        }
+        self.app.metrics.load_expired.inc_by(expired as u64);
+        expired
+    }
+
+    /// The routes, ready for [`super::super::serve`].
+    pub fn router(&self) -> Router {
+        self.routes.clone()
+    }
+}
+
+fn routes(app: &Arc<App>) -> KvResult<Router> {
+    let mut router = Router::new()
+        .route("/", post(method))
+        .route("/workers", get(workers).post(add_worker))
+        .route("/workers/{id}", delete(remove_worker))
+        .route("/select", post(select))
+        .route("/reserve", post(reserve))
+        .route("/prefill_complete", post(prefill_complete))
+        .route("/touch", post(touch))
+        .route("/free", post(free))
+        .route("/potential_loads", post(potential_loads))
+        .route("/report_load", post(report_load))
+        .route("/busy_threshold", get(thresholds).post(set_thresholds))
+        .route("/explain", post(explain))
+        .route("/why/{request_id}", get(why))
+        .route("/health", get(tell_health))
+        .route("/ready", get(ready))
+        .route("/metrics", get(metrics))
+        .route("/openapi.json", get(openapi))
+        .fallback(async |mut body: Body| {
+            body::discard(&mut body).await;
+            Reject::new(StatusCode::NOT_FOUND, "no such path").plain()
+        })
+        .method_not_allowed_fallback(async |mut body: Body| {
+            body::discard(&mut body).await;
+            Reject::new(StatusCode::METHOD_NOT_ALLOWED, "this path takes another method").plain()
+        })
+        .with_state(Arc::clone(app));
+    if app.options.serve_indexer {
+        let catalog = Arc::clone(&app.catalog);
+        router = router.merge(query_routes(catalog, app.options.max_body_bytes)?);
+    }
+    Ok(router.layer(from_fn_with_state(Arc::clone(app), count)))
+}
+
+/// Paths as metrics name them; never what a client sent.
+const PATHS: [&str; 21] = [
+    "/",
+    "/workers",
+    "/workers/{id}",
+    "/select",
+    "/reserve",
+    "/prefill_complete",
+    "/touch",
+    "/free",
+    "/potential_loads",
+    "/report_load",
+    "/busy_threshold",
+    "/explain",
+    "/why/{request_id}",
+    "/health",
+    "/ready",
+    "/metrics",
+    "/openapi.json",
+    "/query",
+    "/query_by_hash",
+    "/dump",
+    "/digest",
+];
+
+async fn count(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    let started = Instant::now();
+    let matched = request.extensions().get::<MatchedPath>().cloned();
+    let response = next.run(request).await;
+    let known = matched.and_then(|path| PATHS.iter().find(|known| **known == path.as_str()));
+    let endpoint = known.copied().unwrap_or("other");
+    let label = RequestLabel { endpoint, status: response.status().as_u16() };
+    app.common.requests.get_or_create(&label).inc();
+    app.common.request_seconds.observe(started.elapsed().as_secs_f64());
+    response
+}
+
+type Answer = Result<Response, Reject>;
+
+async fn chosen(app: &App, headers: &HeaderMap, body: Body) -> Result<Chosen, Reject> {
+    let request: Choose = app.parse(headers, body).await?;
+    Ok(Chosen::understand(app, request).await?)
+}
+
+fn reply(body: &impl Serialize) -> Response {
+    respond(StatusCode::OK, Form::Json, body)
+}
+
+/// As the client wants it written.
+fn reply_to(headers: &HeaderMap, body: &impl Serialize) -> Response {
+    respond(StatusCode::OK, Form::of_answer(headers), body)
+}
+
+fn respond(status: StatusCode, form: Form, body: &impl Serialize) -> Response {
+    let bytes = match form {
+        Form::Json => serde_json::to_vec(body).map_err(|error| error.to_string()),
+        Form::Msgpack => rmp_serde::to_vec_named(body).map_err(|error| error.to_string()),
+    };
+    match bytes {
+        Ok(bytes) => (status, [(header::CONTENT_TYPE, form.media_type())], bytes).into_response(),
+        Err(error) => Reject::new(StatusCode::INTERNAL_SERVER_ERROR, error).plain(),
+    }
+}
+
+fn plain(answer: Answer) -> Response {
+    answer.unwrap_or_else(Reject::plain)
+}
+
+async fn add_worker(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
+    let added = async {
+        let new: NewWorker = app.parse(&headers, body).await?;
+        let (pool, member) = app.fleet.add(new)?;
+        let entry = worker_entry(&app, &pool, &member);
+        Ok(respond(StatusCode::CREATED, Form::of_answer(&headers), &entry))
+    };
+    plain(added.await)
+}
+
+async fn workers(
+    State(app): State<Arc<App>>,
+    headers: HeaderMap,
+    Params(filter): Params<WorkersFilter>,
+) -> Response {
+    let entries = || worker_entries(&app, filter.model_name.as_deref());
+    app.aside.make(|| reply_to(&headers, &entries())).await
+}
+
+async fn remove_worker(
+    State(app): State<Arc<App>>,
+    id: Result<Path<String>, PathRejection>,
+) -> Response {
+    let removed = || {
+        let Path(id) = id.map_err(|error| Reject::bad_request(format!("worker id: {error}")))?;
+        let id: InstanceId = id
+            .parse()
+            .map_err(|_| Reject::bad_request(format!("a worker id is a number, got {id:?}")))?;
+        app.fleet.remove(id)?;
+        Ok(reply(&json!({ "status": "ok", "worker_id": id })))
+    };
+    plain(removed())
+}
+
+async fn select(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
+    let selected = async {
+        let chosen = chosen(&app, &headers, body).await?.advised().await;
+        Ok(reply_to(&headers, &chosen.query(&app)?))
+    };
+    plain(selected.await)
+}
+
+async fn reserve(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
+    let reserved = async {
+        let chosen = chosen(&app, &headers, body).await?.advised().await;
+        Ok(reply_to(&headers, &chosen.reserve(&app).await?))
+    };
+    plain(reserved.await)
+}
+
+async fn explain(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
+    let explained = async {
+        let chosen = chosen(&app, &headers, body).await?.advised().await;
+        app.aside.make(|| Ok(reply_to(&headers, &chosen.explain(&app)?))).await
+    };
+    plain(explained.await)
+}
+
+async fn potential_loads(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
+    let told = async {
+        let chosen = chosen(&app, &headers, body).await?;
+        let loads = chosen.potential_loads()?;
+        let (count, tokens) = chosen.pending();
+        let answer =
+            json!({ "loads": loads, "pending_count": count, "pending_isl_tokens": tokens });
+        Ok(reply_to(&headers, &answer))
+    };
+    plain(told.await)
+}
+
+async fn prefill_complete(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
+    let marked = async {
+        let named: Named = app.parse(&headers, body).await?;
+        let mut outcome = Err(unknown(&named.request_id));
+        for pool in app.pools_of(&named) {
+            pool.selector.note_used(&named.request_id, named.usage());
+            if pool.selector.mark_prefill_completed(&named.request_id).is_ok() {
+                outcome = Ok(());
+            }
+        }
+        outcome?;
+        Ok(reply_to(&headers, &json!({ "status": "ok" })))
+    };
+    plain(marked.await)
+}
+
+async fn touch(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
+    let touched = async {
+        let named: Named = app.parse(&headers, body).await?;
+        let pools = app.pools_of(&named);
+        if let Some(tokens) = named.generated_tokens {
+            pools.iter().for_each(|pool| pool.selector.note_generated(&named.request_id, tokens));
+        }
+        match pools.iter().filter(|pool| pool.selector.touch(&named.request_id)).count() {
+            0 => Err(unknown(&named.request_id).into()),
+            _ => Ok(reply_to(&headers, &json!({ "status": "ok" }))),
+        }
+    };
+    plain(touched.await)
+}
+
+async fn free(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
+    let freed = async {
+        let named: Named = app.parse(&headers, body).await?;
+        let pools = app.pools_of(&named);
+        for pool in &pools {
+            pool.selector.note_used(&named.request_id, named.usage());
+        }
+        let freed = pools.iter().filter(|pool| pool.selector.free(&named.request_id)).count();
+        Ok(reply_to(&headers, &json!({ "status": "ok", "freed": freed > 0 })))
+    };
+    plain(freed.await)
+}
+
+fn unknown(request_id: &str) -> Error {
+    Error::NotFound(format!(
+        "request_id {request_id:?} is not active: never reserved, freed, expired, or its worker left"
+    ))
+}
+
+async fn report_load(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
+    let reported = async {
+        let report: LoadReport = app.parse(&headers, body).await?;
+        let worker = Worker::new(report.worker_id, report.dp_rank);
+        let pool = app.fleet.pool_of(report.worker_id)?;
+        let is_known = pool.member(worker.instance_id).is_some_and(|m| report.dp_rank < m.dp_size);
+        if !is_known {
+            let (id, rank) = (report.worker_id, report.dp_rank);
+            let message = format!("worker {id} has no dp_rank {rank}");
+            return Err(Error::NotFound(message).into());
+        }
+        let metrics = report.engine_metrics()?;
+        let is_kept = match report.router_id {
+            Some(router_id) => {
+                let now_ms = pool.selector.now_ms();
+                pool.selector.busy.share(router_id, worker, report.share()?, now_ms)
+            }
+            None => pool.selector.busy.report(worker, &report.report()),
+        };
+        if !is_kept {
+            let message = format!("1024 other routers have told of worker {worker} already");
+            return Err(Error::Overloaded(message).into());
+        }
+        if !metrics.is_empty() {
+            pool.selector.engines.update(worker, metrics);
+        }
+        Ok(reply_to(&headers, &json!({ "status": "ok" })))
+    };
+    plain(reported.await)
+}
+
+async fn thresholds(State(app): State<Arc<App>>) -> Response {
+    let pools = app.fleet.pools();
+    let mut entries: Vec<_> = pools
+        .iter()
+        .map(|pool| answer(&pool.key.model_name, &pool.selector.busy.thresholds()))
+        .collect();
+    // Tenants of a model have the same ones, unless they came at different times.
+    entries.dedup();
+    reply(&json!({ "thresholds": entries }))
+}
+
+async fn set_thresholds(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
+    let changed = async {
+        Change::check_type(&headers)?;
+        let change = Change::parse(&app.read(body).await?)?;
+        let pools = app.fleet.fitting(Some(&change.model), None);
+        Ok(reply(&change.apply(pools.iter().map(|pool| &pool.selector.busy))?))
+    };
+    plain(changed.await)
+}
+
+async fn why(
+    State(app): State<Arc<App>>,
+    headers: HeaderMap,
+    request_id: Result<Path<String>, PathRejection>,
+) -> Response {
+    let found = || {
+        let Path(request_id) =
+            request_id.map_err(|error| Reject::bad_request(format!("request_id: {error}")))?;
+        let now_ms = app.fleet.clock.now_ms();
+        let records = app.fleet.journal.find(&request_id);
+        let decisions: Vec<_> = records.iter().map(|record| record.whole(now_ms)).collect();
+        if decisions.is_empty() {
+            return Err(Reject::from(Error::NotFound(format!(
+                "no decision for request_id {request_id:?} is kept: only reserved requests are, and \
+                 the latest ones (--decision-journal)"
+            ))));
+        }
+        Ok(reply_to(&headers, &json!({ "request_id": request_id, "decisions": decisions })))
+    };
+    plain(app.aside.make(found).await)
+}
+
+async fn method(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
+    let obeyed = async {
+        let message: Message = app.parse(&headers, body).await?;
+        let name = headers.get("x-request-id").and_then(|value| value.to_str().ok());
+        let name = name.filter(|name| name.len() <= MAX_NAME_BYTES).map(str::to_owned);
+        Ok(reply_to(&headers, &obey(&app, message, name).await?))
+    };
+    plain(obeyed.await)
+}
+
+async fn tell_health(State(app): State<Arc<App>>) -> Response {
+    app.aside.make(|| reply(&health(&app))).await
+}
+
+async fn ready(State(app): State<Arc<App>>) -> Response {
+    let (is_ready, answer) = readiness(&app);
+    if is_ready {
+        return reply(&answer);
+    }
+    let mut response = respond(StatusCode::SERVICE_UNAVAILABLE, Form::Json, &answer);
+    response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+    response
+}
+
+pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
+    let prefix = &app.options.metrics_prefix;
+    let refill = || app.metrics.refill(&app.fleet);
+    app.common.expose_with(&app.catalog, &app.more_metrics, prefix, refill).await
+}
