@@ -30,11 +30,11 @@ $(BUILT): $(VENV)/.ready $(RUST_SOURCES)
 dev: $(BUILT)
 
 demo: dev
-	$(BIN)/python -m kvflash.demo $(DEMO_FLAGS)
+	$(BIN)/python -m demo $(DEMO_FLAGS)
 
 # Replicas on a real NATS and etcd: one worker and one frontend are killed and come back.
 demo-cluster: dev
-	$(BIN)/python -m kvflash.demo.cluster --tokenizer tests/vectors/tiny-llama $(DEMO_FLAGS)
+	$(BIN)/python -m demo.cluster --tokenizer tests/vectors/tiny-llama $(DEMO_FLAGS)
 
 # As maturin sets them: pyo3 is compiled again whenever they change.
 PYO3 = PYO3_PYTHON=$(abspath $(BIN)/python) PYO3_BUILD_EXTENSION_MODULE=1 PYO3_ENVIRONMENT_SIGNATURE=$$($(BIN)/python -c \
@@ -43,8 +43,8 @@ lint: dev
 	cargo fmt --all --check
 	$(PYO3) cargo clippy --quiet --locked --all-targets --features kvflash/python -- -D warnings
 	$(CAPI) clippy --quiet --release --locked --package kvflash-capi -- -D warnings
-	$(BIN)/ruff format --check python tests benches examples
-	$(BIN)/ruff check python tests benches examples
+	$(BIN)/ruff format --check python demo tests benches examples
+	$(BIN)/ruff check python demo tests benches examples
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest kvflash._core
 

@@ -16,6 +16,7 @@ import asyncio
 import dataclasses
 import json
 import random
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -24,8 +25,9 @@ from typing import Any
 
 import aiohttp
 
-from kvflash.demo.child import Children
-from kvflash.demo.fleet import MODEL, Fleet, FleetOptions, start_fleet
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from demo.child import Children
+from demo.fleet import MODEL, Fleet, FleetOptions, start_fleet
 
 BLOCK_TOKENS = 512
 WORKERS = 8

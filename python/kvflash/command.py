@@ -21,7 +21,6 @@ COMMANDS = {
     "explain": "Show where a prompt would go, and why; or why a request went where it did",
     "replay": "Send a recorded trace of prompts, and measure cache hits and latencies",
     "doctor": "Check running services and engines: what is wrong, and how to fix it",
-    "demo": "Compare policies side by side on mock engines",
 }
 
 _HELP = ("-h", "--help", "help")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kvflash.console import LogLine
-from kvflash.demo.args import parse_args as demo
 from kvflash.doctor.args import parse_args as doctor
 from kvflash.frontend.args import parse_args as frontend
 from kvflash.indexer.args import parse_args as indexer
@@ -23,7 +22,7 @@ def launcher(argv: Sequence[str]) -> Any:
     return parse_options("vllm", ("vllm",), argv)
 
 
-COMMANDS = (demo, doctor, frontend, indexer, launcher, mocker, router)
+COMMANDS = (doctor, frontend, indexer, launcher, mocker, router)
 
 
 @pytest.mark.parametrize("parse", COMMANDS)

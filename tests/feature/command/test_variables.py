@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from kvflash import flags, variables
-from kvflash.demo.args import parse_args as demo
 from kvflash.doctor.args import parse_args as doctor
 from kvflash.frontend.args import parse_args as frontend
 from kvflash.indexer.args import parse_args as indexer
@@ -32,7 +31,7 @@ def test_every_variable_of_a_flag_is_known(monkeypatch: pytest.MonkeyPatch) -> N
         return flags.variable_of(name)
 
     monkeypatch.setattr(flags.Flags, "_variable", staticmethod(variable))
-    for parse in (demo, frontend, indexer, router):
+    for parse in (frontend, indexer, router):
         parse([])
     doctor(["http://a"])
     assert len(seen) > 100

@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 
-from kvflash.demo.child import ChildError, Children
+from demo.child import ChildError, Children
 from service import DEADLINE_S, Http, Process, until
 
+ROOT = Path(__file__).parents[2]
+# The demo is not installed: it is found beside the tests.
+PATHS = {"PYTHONPATH": str(ROOT)}
 TINY = ("--quick", "--no-plot", "--conversations", "6", "--turns", "2", "--speedup-ratio", "20")
 
 
@@ -47,10 +50,11 @@ def until_kept(demo: Process, out: Path) -> str:
 
 def test_auto_reuses_more_and_the_result_says_so(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "kvflash.demo", "--quick", "--seeds", "2", "--out", str(tmp_path)],
+        [sys.executable, "-m", "demo", "--quick", "--seeds", "2", "--out", str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=100,
+        cwd=ROOT,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -96,7 +100,7 @@ def test_auto_reuses_more_and_the_result_says_so(tmp_path: Path) -> None:
 def test_keep_leaves_the_auto_fleet_until_a_signal(
     run: Callable[..., Process], client: Callable[[str], Http], tmp_path: Path
 ) -> None:
-    demo = run("kvflash.demo", *TINY, "--keep", "--out", str(tmp_path))
+    demo = run("demo", *TINY, "--keep", "--out", str(tmp_path), env=PATHS)
     http = client(until_kept(demo, tmp_path))
     workers = http.get("/workers")
     assert [worker["healthy"] for worker in workers] == [True] * 4
@@ -114,7 +118,7 @@ def test_keep_leaves_the_auto_fleet_until_a_signal(
 def test_an_engine_that_dies_ends_the_demo_and_is_named(
     run: Callable[..., Process], tmp_path: Path
 ) -> None:
-    demo = run("kvflash.demo", *TINY, "--keep", "--out", str(tmp_path))
+    demo = run("demo", *TINY, "--keep", "--out", str(tmp_path), env=PATHS)
     until_kept(demo, tmp_path)
     engines, frontend = sorted(children_of(demo.popen.pid))
     os.kill(engines, signal.SIGKILL)
@@ -126,7 +130,7 @@ def test_an_engine_that_dies_ends_the_demo_and_is_named(
 def test_a_signal_in_the_middle_leaves_nothing_behind(
     run: Callable[..., Process], tmp_path: Path, number: signal.Signals
 ) -> None:
-    demo = run("kvflash.demo", "--no-plot", "--out", str(tmp_path))
+    demo = run("demo", "--no-plot", "--out", str(tmp_path), env=PATHS)
     until(lambda: len(children_of(demo.popen.pid)) == 6, "the fleets of the first seed")
     started = children_of(demo.popen.pid)
     demo.popen.send_signal(number)
@@ -148,10 +152,11 @@ def test_a_process_that_does_not_start_is_shown_with_its_log(tmp_path: Path) -> 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = subprocess.run(
-        [sys.executable, "-m", "kvflash.demo", "--out", str(tmp_path / "file")],
+        [sys.executable, "-m", "demo", "--out", str(tmp_path / "file")],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
+        cwd=ROOT,
         check=False,
     )
     assert done.returncode == 2

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from kvflash.demo import __main__ as entry
-from kvflash.demo.args import parse_args
-from kvflash.demo.screen import examples
+from demo import __main__ as entry
+from demo.args import parse_args
+from demo.screen import examples
 
 
 def test_defaults_and_quick() -> None:
@@ -37,15 +36,14 @@ def test_wrong_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture
 def test_missing_packages_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["demo"])
     monkeypatch.setattr(entry, "find_spec", lambda name: None if name == "matplotlib" else True)
-    assert entry.main() == 2
+    assert entry.main([]) == 2
     assert capsys.readouterr().err == (
-        "kvflash demo: error: matplotlib not installed; run: pip install 'kvflash[demo]' "
+        "python -m demo: error: matplotlib not installed; run: pip install matplotlib "
         "(or give --no-plot)\n"
     )
     monkeypatch.setattr(entry, "find_spec", lambda _: None)
-    assert entry.main() == 2
+    assert entry.main([]) == 2
     assert "rich and matplotlib not installed" in capsys.readouterr().err
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvflash.demo.record import ArmRun, Record
-from kvflash.demo.report import figures, reuse_over_time, stage_tokens
+from demo.record import ArmRun, Record
+from demo.report import figures, reuse_over_time, stage_tokens
 from kvflash.percentile import percentile
 
 

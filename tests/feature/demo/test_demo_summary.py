@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvflash.demo.args import parse_args
-from kvflash.demo.record import ArmRun, Record
-from kvflash.demo.report import MODES
-from kvflash.demo.summary import HEADLINES, Spread, judge, markdown, notes, summarize, to_json
+from demo.args import parse_args
+from demo.record import ArmRun, Record
+from demo.report import MODES
+from demo.summary import HEADLINES, Spread, judge, markdown, notes, summarize, to_json
 
 README = Path(__file__).parents[3] / "README.md"
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from kvflash.demo.workload import WorkloadOptions, fingerprint, generate
+from demo.workload import WorkloadOptions, fingerprint, generate
 
 OPTIONS = WorkloadOptions(applications=5, conversations=23, turns=4, seed=7)
 

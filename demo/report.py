@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvflash.demo.record import ArmRun, Record
+from demo.record import ArmRun, Record
 from kvflash.percentile import percentile
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""``python -m kvflash.demo.cluster``: replicas on real servers, and what a crash costs.
+"""``python -m demo.cluster``: replicas on real servers, and what a crash costs.
 
 It starts NATS and etcd from their wheels, two frontends that share state and load, and mock
 workers; sends conversations through both frontends; kills a worker and brings one back; kills a
@@ -61,7 +61,7 @@ class _Phase:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it. Returns the exit status: 1 when the restarted frontend had forgotten, 2 on errors."""
-    parser = argparse.ArgumentParser(prog="python -m kvflash.demo.cluster", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m demo.cluster", description=__doc__)
     parser.add_argument("--tokenizer", required=True, help="folder with a tokenizer.json")
     parser.add_argument("--workers", type=int, default=4, help="mock workers (default 4)")
     parser.add_argument("--requests", type=int, default=160, help="requests a phase (default 160)")
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with _Processes(Path(folder)) as processes:
                 return _run(processes, args.tokenizer, args.workers, args.requests)
         except (KvflashError, OSError) as error:
-            print(f"kvflash.demo.cluster: {error}", file=sys.stderr)
+            print(f"python -m demo.cluster: error: {error}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             return 130

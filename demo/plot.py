@@ -13,8 +13,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from kvflash.demo.record import ArmRun
-from kvflash.demo.report import MODES, REUSE_WINDOW_REQUESTS, reuse_over_time
+from demo.record import ArmRun
+from demo.report import MODES, REUSE_WINDOW_REQUESTS, reuse_over_time
 from kvflash.percentile import percentile
 
 __all__ = ["draw"]

@@ -14,15 +14,15 @@ from pathlib import Path
 import aiohttp
 from rich.console import Console
 
-from kvflash.demo import screen
-from kvflash.demo.args import DemoArgs
-from kvflash.demo.child import ChildError, Children, together
-from kvflash.demo.client import send_workload
-from kvflash.demo.fleet import MODEL, Fleet, FleetOptions, start_fleet
-from kvflash.demo.record import ArmRun
-from kvflash.demo.report import AUTO, MODES
-from kvflash.demo.summary import judge, markdown, notes, summarize, to_json
-from kvflash.demo.workload import Workload, WorkloadOptions, generate
+from demo import screen
+from demo.args import DemoArgs
+from demo.child import ChildError, Children, together
+from demo.client import send_workload
+from demo.fleet import MODEL, Fleet, FleetOptions, start_fleet
+from demo.record import ArmRun
+from demo.report import AUTO, MODES
+from demo.summary import judge, markdown, notes, summarize, to_json
+from demo.workload import Workload, WorkloadOptions, generate
 
 __all__ = ["run_demo"]
 
@@ -35,7 +35,7 @@ def run_demo(args: DemoArgs) -> int:
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        print(f"kvflash.demo: --out {args.out}: {error.strerror}", file=sys.stderr)
+        print(f"python -m demo: error: --out {args.out}: {error.strerror}", file=sys.stderr)
         return 2
     return asyncio.run(_until_signal(args))
 
@@ -192,7 +192,7 @@ def _store(args: DemoArgs, runs: list[ArmRun], result: object) -> list[Path]:
     files[2].write_text(markdown(summarize(runs)))
     if not args.no_plot:
         # Only now: matplotlib takes a second to import, and --no-plot does without it.
-        from kvflash.demo.plot import draw  # noqa: PLC0415
+        from demo.plot import draw  # noqa: PLC0415
 
         caption = (
             f"{args.workers} mock engines a mode (no GPU, modelled time), "

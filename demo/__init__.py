@@ -1,4 +1,7 @@
-"""Three router modes, the same workloads, no GPU: ``python -m kvflash.demo``.
+"""Three router modes, the same workloads, no GPU: ``python -m demo`` (``make demo``).
+
+A tool beside the product: neither the wheel nor the sdist has it. ``cluster`` is another one, of
+its own: replicas on a real NATS and etcd (``make demo-cluster``).
 
 The rooms, from the ground up; a file imports only from files above it in this list:
 

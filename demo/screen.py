@@ -12,9 +12,9 @@ from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvflash.demo.record import Record
-from kvflash.demo.report import P99_SAMPLES_MIN, ArmFigures
-from kvflash.demo.summary import HEADLINES, ModeFigures, Verdict
+from demo.record import Record
+from demo.report import P99_SAMPLES_MIN, ArmFigures
+from demo.summary import HEADLINES, ModeFigures, Verdict
 
 __all__ = ["examples", "progress", "show_notes", "show_table", "show_verdict"]
 

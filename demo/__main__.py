@@ -1,11 +1,10 @@
-"""``python -m kvflash.demo``."""
+"""``python -m demo``."""
 
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from kvflash.console import program
-from kvflash.demo.args import parse_args
+from demo.args import parse_args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,13 +20,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         names = " and ".join(missing)
         print(
-            f"{program('demo')}: error: {names} not installed; run: pip install 'kvflash[demo]'"
+            f"python -m demo: error: {names} not installed; run: pip install {' '.join(missing)}"
             + (" (or give --no-plot)" if missing == ["matplotlib"] else ""),
             file=sys.stderr,
         )
         return 2
     # Imported when it is known that it can be.
-    from kvflash.demo.app import run_demo  # noqa: PLC0415
+    from demo.app import run_demo  # noqa: PLC0415
 
     return run_demo(args)
 

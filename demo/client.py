@@ -10,9 +10,9 @@ from typing import Any
 
 import aiohttp
 
-from kvflash.demo.record import ArmRun, Record
-from kvflash.demo.report import stage_tokens
-from kvflash.demo.workload import Conversation, Workload, fingerprint
+from demo.record import ArmRun, Record
+from demo.report import stage_tokens
+from demo.workload import Conversation, Workload, fingerprint
 
 __all__ = ["REQUEST_TIMEOUT_S", "send_workload"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from kvflash.demo.child import READY_TIMEOUT_S, Child, Children
+from demo.child import READY_TIMEOUT_S, Child, Children
 
 __all__ = ["MODEL", "Fleet", "FleetOptions", "start_fleet"]
 

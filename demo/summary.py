@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvflash.demo.record import ArmRun
-from kvflash.demo.report import AUTO, BASELINE, MODES, ArmFigures, figures
+from demo.record import ArmRun
+from demo.report import AUTO, BASELINE, MODES, ArmFigures, figures
 
 __all__ = [
     "HEADLINES",
