@@ -1,4 +1,4 @@
-"""Ratios between the index and the one before it, measured side by side: ``make bench``.
+"""Ratios between the index and a plain hash map, measured side by side: ``make bench``.
 
 Speed is processor time, which does not see what else the machine does. Every figure is the median
 of trials in fresh processes that take turns. KVFLASH_TRACE names a trace to replay instead of the
@@ -22,7 +22,21 @@ sys.path.insert(0, str(Path(__file__).parent / "replay"))
 from replay import HERE, Harness, build
 
 TRACE = os.environ.get("KVFLASH_TRACE")
-BOTH = ["kvflash", "previous"]
+BOTH = ["kvflash", "plain"]
+
+# How many times the plain map's figure was that of the index: the least of three runs on two busy
+# cores. A gate is a part of it, for what machines differ in.
+RECORDED = {
+    "events": {"cpu_ns_per_event": 5.1},
+    # One block an event: all that the map does is three insertions.
+    "appends": {"cpu_ns_per_event": 0.93},
+    "reads": {"native_ns": 16.0, "map_ns": 11.0},
+    "matched": {"native_ns": 238.0},
+    "bytes": {"bytes_per_membership": 7.1},
+    "sharer": {"bytes_per_block_2_to_16": 38.0},
+    "clear": {"clear_median_us": 171.0},
+}
+SHARE = 0.6
 
 pytestmark = pytest.mark.timeout(3_600)
 
@@ -37,9 +51,13 @@ def corpus(harness):
     return harness.corpus(TRACE, workers=16)
 
 
-def ratio(rows, figure):
-    """How many times the previous index' figure is that of the current one."""
-    return rows["previous"][figure] / rows["kvflash"][figure]
+def compare(harness, mode, *arguments, **options):
+    """Figures of both, each recorded ratio held."""
+    rows = harness.compare(BOTH, mode, *arguments, **options)
+    for figure, recorded in RECORDED[mode].items():
+        ratio = rows["plain"][figure] / rows["kvflash"][figure]
+        assert ratio >= SHARE * recorded, (mode, figure, ratio, recorded)
+    return rows
 
 
 @pytest.mark.parametrize(
@@ -52,7 +70,7 @@ def ratio(rows, figure):
     ],
     ids=lambda recipe: " ".join(f"{name}={value}" for name, value in recipe.items()),
 )
-@pytest.mark.parametrize("backend", ["kvflash", "kvflash-copies", "previous"])
+@pytest.mark.parametrize("backend", ["kvflash", "kvflash-copies", "plain"])
 def test_answers_are_exact(harness, recipe, backend):
     corpus = harness.corpus(None, **recipe)
     figures = harness.compare([backend], "check", corpus, trials=1)[backend]
@@ -67,46 +85,38 @@ def test_the_harness_costs_little(harness, corpus):
 
 
 def test_events_are_fast(harness, corpus):
-    rows = harness.compare(BOTH, "events", corpus)
-    assert ratio(rows, "cpu_ns_per_event") >= 2
+    compare(harness, "events", corpus)
 
 
 def test_decode_appends_are_fast(harness):
-    assert ratio(harness.compare(BOTH, "appends"), "cpu_ns_per_event") >= 2
+    compare(harness, "appends")
 
 
 def test_reads_are_fast(harness, corpus):
-    rows = harness.compare(BOTH, "reads", corpus)
-    assert rows["kvflash"]["matched_workers_mean"] == rows["previous"]["matched_workers_mean"] > 1
-    assert ratio(rows, "native_ns") >= 1.5
-    assert ratio(rows, "map_ns") >= 1.5
+    rows = compare(harness, "reads", corpus)
+    assert rows["kvflash"]["matched_workers_mean"] == rows["plain"]["matched_workers_mean"] > 1
 
 
 def test_reads_of_what_many_hold_are_fast(harness):
-    rows = harness.compare(BOTH, "matched")
-    assert rows["kvflash"]["matched_workers"] == rows["previous"]["matched_workers"] == 1_000
-    assert ratio(rows, "native_ns") >= 1.5
+    rows = compare(harness, "matched")
+    assert rows["kvflash"]["matched_workers"] == rows["plain"]["matched_workers"] == 1_000
 
 
 def test_memory_is_small(harness, corpus):
-    rows = harness.compare(BOTH, "bytes", corpus, trials=1)
-    now = rows["kvflash"]
+    now = compare(harness, "bytes", corpus, trials=1)["kvflash"]
     assert now["memberships_end"] > 100_000
-    assert ratio(rows, "bytes_per_membership") >= 2
     assert now["bytes_per_membership"] <= 32
     assert now["mb_peak"] <= 1.25 * now["mb_most"]
     assert now["mb_after_removal"] < 0.5 * now["mb_most"]
 
 
 def test_one_more_sharer_is_cheap(harness):
-    rows = harness.compare(BOTH, "sharer", trials=1)
-    assert ratio(rows, "bytes_per_block_2_to_16") >= 4
+    rows = compare(harness, "sharer", trials=1)
     assert rows["kvflash"]["bytes_per_block_2_to_16"] <= 2
 
 
 def test_clearing_depends_on_runs_not_blocks(harness):
-    rows = harness.compare(BOTH, "clear", trials=1, blocks=2_000_000)
-    assert ratio(rows, "clear_median_us") >= 4
+    compare(harness, "clear", trials=1, blocks=2_000_000)
 
 
 def test_names_of_a_long_prompt_are_fast(harness):

@@ -21,7 +21,7 @@ from replay import Harness, Rows, build
 OURS = "kvflash"
 DYNAMO = ["dynamo-crtc-1", "dynamo-crtc-2", "dynamo-positional-1", "dynamo-positional-2"]
 SMG = ["smg-chain"]
-BACKENDS = [OURS, "previous", *DYNAMO, *SMG]
+BACKENDS = [OURS, "plain", *DYNAMO, *SMG]
 
 # Mode, figure, whether more is better.
 EVENTS = [

@@ -45,7 +45,7 @@ pub fn own_backends() -> Vec<Entry> {
         kvflash,
         entry::<backends::Current<backends::Copies>>("kvflash-copies"),
         entry::<backends::Current<backends::Aging>>("kvflash-aging"),
-        entry::<backends::Previous>("previous"),
+        entry::<backends::Plain>("plain"),
         entry::<backends::Null>("null"),
     ]
 }

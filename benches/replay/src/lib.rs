@@ -3,7 +3,7 @@
 //! - what is replayed: [`trace`] (requests), [`engine`] (what engines make of them), [`corpus`] with
 //!   [`file`] (events, prompts and right answers, in one file that every index gets), [`scenes`] (small
 //!   made-up loads)
-//! - who is measured: [`backend`] (the contract), [`backends`], [`previous`] (the index before the trie)
+//! - who is measured: [`backend`] (the contract), [`backends`] (of them [`backends::Plain`] is the yardstick of the gates)
 //! - how: [`modes`], [`figures`] (percentiles, ratios), [`heap`] (bytes asked of the allocator), [`cli`]
 //!
 //! Rules of the house: one process per trial; events are made in the index's own owned type before the
@@ -19,6 +19,5 @@ pub mod figures;
 pub mod file;
 pub mod heap;
 pub mod modes;
-pub mod previous;
 pub mod scenes;
 pub mod trace;

@@ -2,11 +2,11 @@
 
 mod current;
 mod null;
-mod previous;
+mod plain;
 
 pub use current::{Aging, Copies, Current, Kvflash, Set};
 pub use null::Null;
-pub use previous::Previous;
+pub use plain::Plain;
 
 use crate::corpus::EventView;
 use kvflash_core::ids::Worker;
