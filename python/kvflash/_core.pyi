@@ -688,14 +688,17 @@ class Catalog:
         Cost: O(n log n) for n blocks of a worker; releases the GIL.
         """
 
-    def next_order(self, timeout_s: float) -> tuple[str, int, str, str | None] | None:
-        """Wait for the next order.
+    def close_orders(self) -> None:
+        """End :meth:`next_order`: a call that waits, and later ones, return None at once."""
+
+    def next_order(self, timeout_s: float | None = None) -> tuple[str, int, str, str | None] | None:
+        """Wait for the next order, for ever without a timeout.
 
         Returns:
             ``("subscribe", publisher, endpoint, replay_endpoint)``; the same with ``"hold"``:
             connect, but read nothing before ``("resume", publisher, "", None)``;
             ``("pause", publisher, "", None)``: read no more; ``("unsubscribe", publisher, "",
-            None)``; or None after ``timeout_s`` seconds.
+            None)``; or None after ``timeout_s`` seconds, or after :meth:`close_orders`.
         """
 
     def take(

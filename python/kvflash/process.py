@@ -9,8 +9,8 @@ import resource
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
+from queue import SimpleQueue
 from types import FrameType
 from typing import Protocol
 
@@ -144,6 +144,7 @@ class FedService:
         self._is_stopped = True
         atexit.unregister(self.stop)
         self._core.stop()
+        self._core.catalog.close_orders()
         if self._receiver is not None:
             self._thread.join()
             self._receiver.stop()
@@ -151,10 +152,8 @@ class FedService:
     def _obey(self) -> None:
         """Open and close the sockets that the catalog orders."""
         catalog, receiver = self._core.catalog, self._receiver
-        while receiver is not None and not self._is_stopped:
-            order = catalog.next_order(0.1)
-            if order is not None:
-                receiver.obey(order)
+        while receiver is not None and (order := catalog.next_order()) is not None:
+            receiver.obey(order)
 
 
 class _JsonFormatter(logging.Formatter):
@@ -208,11 +207,11 @@ def run_until_stopped(service: Service, *, name: str, drain_s: float | None = No
     Raises:
         ConfigError: The address can't be bound.
     """
-    is_stopped = False
+    # A queue, as its `put` may be called from a signal's handler.
+    stopped: SimpleQueue[int] = SimpleQueue()
 
     def stop(signum: int, _frame: FrameType | None) -> None:
-        nonlocal is_stopped
-        is_stopped = True
+        stopped.put(signum)
         # While the core stops no handler of Python's would run.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
@@ -225,7 +224,5 @@ def run_until_stopped(service: Service, *, name: str, drain_s: float | None = No
     _allow_open_files()
     service.start()
     print(json.dumps({"event": "ready", "service": name, "url": service.url}), flush=True)
-    while not is_stopped:
-        # Handlers run in a pause without ending it.
-        time.sleep(0.1)
+    stopped.get()
     service.stop()

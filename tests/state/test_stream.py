@@ -7,6 +7,7 @@ catalog, its position, its counters and what the index holds afterwards are comp
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import Counter
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvflash import DecodeError, InvalidArgumentError, compute_block_hash_for_seq
 from kvflash._core import Indexer
-from service import END_OF_REPLAY, Http, batch, cleared, dumped_blocks, removed, stored
+from service import DEADLINE_S, END_OF_REPLAY, Http, batch, cleared, dumped_blocks, removed, stored
 
 NAMES = range(1, 9)
 INSTANCES = itertools.count(1)
@@ -345,6 +346,20 @@ def test_no_order_is_none_after_the_time(service):
     assert catalog.next_order(0.0) is None
     assert catalog.next_order(-1.0) is None
     assert catalog.next_order(0.01) is None
+
+
+def test_who_waits_for_an_order_is_released_by_the_end():
+    indexer = Indexer(threads=1)
+    catalog, taken = indexer.catalog, []
+    waiting = threading.Thread(target=lambda: taken.append(catalog.next_order()))
+    waiting.start()
+    assert waiting.is_alive()
+    catalog.close_orders()
+    waiting.join(DEADLINE_S)
+    assert taken == [None]
+    indexer.register(1, "tcp://127.0.0.1:1", model_name="m", block_size=1)
+    assert catalog.next_order() is None, "nobody obeys any more"
+    indexer.stop()
 
 
 def test_the_last_number_of_all(service, publisher):

@@ -33,7 +33,7 @@ class Feed:
         self._core = core
         self._make_receiver = make_receiver
         self._receiver: Receiver | None = None
-        self._is_stopped = threading.Event()
+        self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="kvflash-router", daemon=True)
 
     def start(self) -> None:
@@ -47,26 +47,24 @@ class Feed:
 
     def stop(self) -> None:
         """End; blocks until done, which is soon."""
-        if self._is_stopped.is_set():
+        if self._is_stopped:
             return
-        self._is_stopped.set()
+        self._is_stopped = True
         atexit.unregister(self.stop)
+        self._core.catalog.close_orders()
         if self._thread.is_alive():
             self._thread.join()
         if self._receiver is not None:
             self._receiver.stop()
 
     def _run(self) -> None:
-        ticked = 0.0
-        while not self._is_stopped.is_set():
-            if self._receiver is None:
-                self._is_stopped.wait(0.1)
-            else:
-                order = self._core.catalog.next_order(0.1)
-                if order is not None:
-                    self._receiver.obey(order)
-            if time.monotonic() - ticked >= TICK_S:
-                ticked = time.monotonic()
+        due_s = 0.0
+        while not self._is_stopped:
+            order = self._core.catalog.next_order(due_s - time.monotonic())
+            if order is not None and self._receiver is not None:
+                self._receiver.obey(order)
+            if time.monotonic() >= due_s:
+                due_s = time.monotonic() + TICK_S
                 expired = self._core.tick()
                 if expired:
                     logger.warning("%d bookings expired: nothing was heard of them", expired)

@@ -4,7 +4,6 @@
 //!
 //! ```no_run
 //! use std::sync::Arc;
-//! use std::time::Duration;
 //!
 //! use kvflash_core::catalog::{Catalog, Command};
 //! use kvflash_serve::indexer::{IndexerApp, IndexerOptions};
@@ -17,23 +16,25 @@
 //! let shutdown = Shutdown::default();
 //!
 //! // Registrations become orders: open a socket, and hand what it brings to `Publisher::live`.
-//! let (orders, stop) = (Arc::clone(&catalog), shutdown.clone());
+//! let orders = Arc::clone(&catalog);
 //! std::thread::spawn(move || {
-//!     while !stop.is_stopped() {
-//!         match orders.commands.next(Duration::from_millis(100)) {
-//!             Some(Command::Subscribe { publisher, endpoint, .. }) => {
+//!     // Ends with `orders.commands.close()`.
+//!     while let Some(order) = orders.commands.next(None) {
+//!         match order {
+//!             Command::Subscribe { publisher, endpoint, .. } => {
 //!                 subscribe(&orders, publisher, &endpoint);
 //!             }
-//!             Some(Command::Unsubscribe { publisher }) => close(publisher),
+//!             Command::Unsubscribe { publisher } => close(publisher),
 //!             // Without peers nothing is held, and nobody pauses.
-//!             Some(Command::Resume { .. } | Command::Pause { .. }) | None => {}
+//!             Command::Resume { .. } | Command::Pause { .. } => {}
 //!         }
 //!     }
 //! });
 //!
-//! let app = IndexerApp::service(catalog, IndexerOptions::default())?;
+//! let app = IndexerApp::service(Arc::clone(&catalog), IndexerOptions::default())?;
 //! let listener = tokio::net::TcpListener::bind("127.0.0.1:8090").await?;
 //! serve(listener, app, ServeLimits::default(), shutdown).await?;
+//! catalog.commands.close();
 //! # Ok(())
 //! # }
 //! ```

@@ -188,9 +188,12 @@ impl Catalog {
         })
     }
 
-    fn next_order(&self, py: Python<'_>, timeout_s: f64) -> Option<Order> {
-        let timeout = Duration::try_from_secs_f64(timeout_s.max(0.0)).unwrap_or(Duration::MAX);
-        let timeout = timeout.min(Duration::from_secs(3_600));
+    #[pyo3(signature = (timeout_s=None))]
+    fn next_order(&self, py: Python<'_>, timeout_s: Option<f64>) -> Option<Order> {
+        let timeout = timeout_s.map(|timeout_s| {
+            let timeout = Duration::try_from_secs_f64(timeout_s.max(0.0)).unwrap_or(Duration::MAX);
+            timeout.min(Duration::from_secs(3_600))
+        });
         py.detach(|| self.inner.commands.next(timeout)).map(|command| match command {
             Command::Subscribe { publisher, endpoint, replay_endpoint, is_held } => {
                 let kind = if is_held { "hold" } else { "subscribe" };
@@ -202,6 +205,10 @@ impl Catalog {
                 ("unsubscribe".to_owned(), publisher, String::new(), None)
             }
         })
+    }
+
+    fn close_orders(&self) {
+        self.inner.commands.close();
     }
 
     #[pyo3(signature = (publisher, messages, *, replayed=false))]

@@ -43,25 +43,42 @@ pub enum Command {
 /// both; pauses are for tests only.
 #[derive(Debug, Default)]
 pub struct CommandQueue {
-    orders: Mutex<VecDeque<Command>>,
+    orders: Mutex<Orders>,
     arrived: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Orders {
+    waiting: VecDeque<Command>,
+    is_closed: bool,
 }
 
 impl CommandQueue {
     pub(super) fn push(&self, command: Command) {
-        self.orders.lock().push_back(command);
+        self.orders.lock().waiting.push_back(command);
         self.arrived.notify_one();
     }
 
-    /// Wait at most `timeout` for the next order.
-    pub fn next(&self, timeout: Duration) -> Option<Command> {
-        let deadline = Instant::now() + timeout;
+    /// Nobody obeys any more: whoever waits for an order gets none, now and later.
+    pub fn close(&self) {
+        self.orders.lock().is_closed = true;
+        self.arrived.notify_all();
+    }
+
+    /// Wait for the next order, at most `timeout` where there is one; none once the queue is closed.
+    pub fn next(&self, timeout: Option<Duration>) -> Option<Command> {
+        let deadline = timeout.map(|timeout| Instant::now() + timeout);
         let mut orders = self.orders.lock();
-        while orders.is_empty() {
-            if self.arrived.wait_until(&mut orders, deadline).timed_out() {
-                break;
+        while orders.waiting.is_empty() && !orders.is_closed {
+            match deadline {
+                None => self.arrived.wait(&mut orders),
+                Some(deadline) => {
+                    if self.arrived.wait_until(&mut orders, deadline).timed_out() {
+                        break;
+                    }
+                }
             }
         }
-        orders.pop_front()
+        if orders.is_closed { None } else { orders.waiting.pop_front() }
     }
 }

@@ -68,7 +68,7 @@ impl Frontend {
 
     /// The sockets that it has been told to subscribe to.
     fn subscribed(&self) -> Vec<String> {
-        let orders = std::iter::from_fn(|| self.catalog.commands.next(Duration::ZERO));
+        let orders = std::iter::from_fn(|| self.catalog.commands.next(Some(Duration::ZERO)));
         let endpoint = |order| match order {
             Command::Subscribe { endpoint, .. } => Some(endpoint),
             _ => None,
