@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2] / "python" / PACKAGE
 FLOORS = {
     "_core": 0,
     "ask": 0,
+    "background": 0,
     "errors": 0,
     "config": 0,
     "config_file": 0,
@@ -69,9 +70,10 @@ NARROW = {
     "discovery": {"errors", "outage", "servers"},
     "runtime": {"errors", "discovery", "nats_login", "outage", "servers"},
     # Discovery is a protocol to it, so that its protocols run in a simulated world.
-    "state": {"_core", "errors", "servers", "transport"},
+    "state": {"_core", "background", "errors", "servers", "transport"},
     "routing": {
         "_core",
+        "background",
         "cluster_flags",
         "discovery",
         "errors",

@@ -11,7 +11,7 @@ import dns.asyncresolver
 import dns.exception
 import dns.resolver
 
-from kvflash.frontend.background import Background
+from kvflash.background import Background
 from kvflash.frontend.dns_answers import KnownName
 from kvflash.frontend.dns_fleet import DnsFleet, Fleet, Replicas
 from kvflash.frontend.dns_spec import Address, DnsWorkers

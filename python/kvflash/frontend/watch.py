@@ -9,9 +9,9 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from kvflash.background import Background
 from kvflash.discovery import Delete, Discovery, Put, open_discovery
 from kvflash.errors import ConflictError, KvflashError, NotFoundError, OverloadedError
-from kvflash.frontend.background import Background
 from kvflash.frontend.bridge import Bridge
 from kvflash.frontend.loads import LoadReader
 from kvflash.routing.cluster import Cluster, announced

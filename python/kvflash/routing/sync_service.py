@@ -7,12 +7,11 @@ import contextlib
 import json
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from functools import partial
 
+from kvflash.background import Background
 from kvflash.discovery import Delete, Discovery, Put, Synced
 from kvflash.errors import KvflashError
 from kvflash.routing.replica_sync import LoadSink, ReplicaSync, SyncLimits
@@ -61,10 +60,9 @@ class ReplicaSyncService:
         self._prefix = f"v1/replica_sync/{namespace}/{component}/"
         self._open_discovery, self._open_channel = open_discovery, open_channel
         self._lease_ttl_s = lease_ttl_s
-        self._loop = asyncio.new_event_loop()
-        self._started: Future[None] = Future()
-        self._end: asyncio.Event | None = None
-        self._thread = threading.Thread(target=self._run, name="kvflash-sync", daemon=True)
+        self._background = Background(
+            "replica sync, which tells other routers' load,", self._serve, is_cancelled=False
+        )
 
     def start(self) -> None:
         """Connect, and share in the background.
@@ -72,28 +70,18 @@ class ReplicaSyncService:
         Raises:
             TransportError: The discovery or the channel's server does not answer.
         """
-        self._thread.start()
-        self._started.result()
+        self._background.start()
+        try:
+            self._background.wait_ready()
+        except BaseException:
+            self._background.stop()
+            raise
 
     def stop(self) -> None:
         """Leave; others drop this router's load at once. Blocks until done."""
-        if self._end is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._end.set)
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            self._loop.run_until_complete(self._serve())
-        except BaseException as error:
-            if not self._started.done():
-                self._started.set_exception(error)
-            else:
-                logger.exception("replica sync failed; other routers' load is no longer known")
-        finally:
-            self._loop.close()
+        self._background.stop()
 
     async def _serve(self) -> None:
-        self._end = asyncio.Event()
         discovery = await self._open_discovery()
         channel: Channel | None = None
         try:
@@ -107,8 +95,8 @@ class ReplicaSyncService:
             if isinstance(channel, ZmqChannel):
                 work.append(channel.hear)
             tasks = {asyncio.ensure_future(_keep(one)) for one in work}
-            ending = asyncio.ensure_future(self._end.wait())
-            self._started.set_result(None)
+            ending = asyncio.ensure_future(self._background.ending.wait())
+            self._background.ready()
             done, left = await asyncio.wait({*tasks, ending}, return_when=asyncio.FIRST_COMPLETED)
             while left:
                 # Before Python 3.12 asyncio.wait_for may swallow a cancellation.

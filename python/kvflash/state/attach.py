@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import secrets
-import threading
-from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvflash._core import Catalog
+from kvflash.background import Background
 from kvflash.errors import ClosedError
 from kvflash.servers import NatsSettings
 from kvflash.state.base import Step, no_step
@@ -26,8 +24,6 @@ from kvflash.transport.jetstream_blobs import JetStreamBlobs
 from kvflash.transport.nats_connection import connect
 
 __all__ = ["StateOptions", "StateService", "attach"]
-
-logger = logging.getLogger(__name__)
 
 #: Makes the discovery, in the event loop that uses it.
 OpenKeys = Callable[[], Awaitable[Any]]
@@ -78,7 +74,7 @@ def attach(
         namespace: Of the component.
         component: Whose workers' events are followed.
         open_keys: Makes the discovery, such as ``lambda: aopen_discovery("etcd")``; called in the
-            thread that uses it. Its ``close`` is awaited at the end.
+            loop that uses it. Its ``close`` is awaited at the end.
         options: How.
 
     Raises:
@@ -91,7 +87,7 @@ def attach(
 
 
 class StateService:
-    """A replica in a thread of its own; made by :func:`attach`.
+    """A replica beside everything else; made by :func:`attach`.
 
     Attributes:
         name: Its name in the stream and in discovery.
@@ -112,25 +108,27 @@ class StateService:
         self._namespace, self._component = namespace, component
         self._stream = stream
         self._open_keys, self._options = open_keys, options
-        self._loop = asyncio.new_event_loop()
         self._replica: Replica | None = None
         self._snapshots: Snapshots | None = None
         self._is_connected: Callable[[], bool] = lambda: False
-        self._started: Future[None] = Future()
-        self._end: asyncio.Event | None = None
-        self._thread = threading.Thread(target=self._run, name="kvflash-state", daemon=True)
+        self._background = Background(
+            "the state service, which keeps the index up to date,", self._serve, is_cancelled=False
+        )
 
     def start(self) -> None:
         """Connect, and follow in the background. See :func:`attach`."""
-        self._thread.start()
-        self._started.result()
+        self._background.start()
+        try:
+            self._background.wait_ready()
+        except BaseException:
+            self._background.stop()
+            raise
 
     def wait_ready(self, timeout_s: float = 60.0) -> bool:
         """Wait until what was in the stream at the start is applied; False if that took longer."""
         replica = self._need()
-        future = self._call(asyncio.wait_for(replica.wait_caught_up(), timeout_s))
         try:
-            future.result()
+            self._background.call(asyncio.wait_for(replica.wait_caught_up(), timeout_s))
         except (asyncio.TimeoutError, TimeoutError):
             return False
         return True
@@ -143,7 +141,7 @@ class StateService:
         """
         if self._snapshots is None:
             raise ClosedError("the state service is not running")
-        return str(self._call(self._snapshots.take()).result().value)
+        return str(self._background.call(self._snapshots.take()).value)
 
     def worker_left(self, instance_id: int) -> None:
         """Discovery says that a worker is gone: its blocks go at once."""
@@ -182,9 +180,7 @@ class StateService:
 
     def stop(self) -> None:
         """Leave the stream and discovery; blocks until done."""
-        if self._end is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._end.set)
-        self._thread.join()
+        self._background.stop()
 
     def _is_complete(self) -> bool:
         return not (self._options.is_strict and self.sink.counts["refused"])
@@ -194,23 +190,8 @@ class StateService:
             raise ClosedError("the state service is not running")
         return self._replica
 
-    def _call(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def _run(self) -> None:
-        try:
-            self._loop.run_until_complete(self._serve())
-        except BaseException as error:
-            if not self._started.done():
-                self._started.set_exception(error)
-            else:
-                logger.exception("the state service failed; the index is no longer updated")
-        finally:
-            self._loop.close()
-
     async def _serve(self) -> None:
         options, settings = self._options, self._options.settings
-        self._end = asyncio.Event()
         client = await connect(settings, name=self.name)
         self._is_connected = lambda: bool(client.is_connected)
         keys: Keys | None = None
@@ -251,10 +232,10 @@ class StateService:
             self._replica, self._snapshots = replica, snapshots
             if options.is_resetting:
                 await snapshots.reset()
-            self._started.set_result(None)
+            self._background.ready()
             following = asyncio.ensure_future(replica.run())
             watching = asyncio.ensure_future(snapshots.run())
-            ending = asyncio.ensure_future(self._end.wait())
+            ending = asyncio.ensure_future(self._background.ending.wait())
             tasks = {following, watching, ending}
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             left = tasks - done

@@ -1,0 +1,144 @@
+"""Work of asyncio beside a process's own, all of it in one thread with one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
+
+__all__ = ["Background"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+STOP_TIMEOUT_S = 5.0
+THREADS_MAX = 32
+
+
+class _Thread:
+    """The thread of a process: it begins with the first work and ends with the last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+
+    def enter(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if not self._users:
+                self._loop = asyncio.new_event_loop()
+                # Its work hands what waits for servers to threads: enough of them.
+                self._loop.set_default_executor(ThreadPoolExecutor(THREADS_MAX))
+                self._end = asyncio.Event()
+                run = threading.Thread(target=self._run, name="kvflash-background", daemon=True)
+                self._running = run
+                run.start()
+            self._users += 1
+            return self._loop
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self._loop.call_soon_threadsafe(self._end.set)
+                if threading.current_thread() is not self._running:
+                    self._running.join(STOP_TIMEOUT_S)
+
+    def _run(self) -> None:
+        loop = self._loop
+        try:
+            loop.run_until_complete(_until(self._end))
+        finally:
+            loop.close()
+
+
+async def _until(end: asyncio.Event) -> None:
+    """Let others run, then end as `asyncio.run` does: nobody's tasks are left behind."""
+    await end.wait()
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    loop = asyncio.get_running_loop()
+    await loop.shutdown_asyncgens()
+    await loop.shutdown_default_executor()
+
+
+_THREAD = _Thread()
+
+
+class Background:
+    """A coroutine in the background loop of this process, from its start to its stop.
+
+    Args:
+        name: What it is called in the log.
+        work: Makes the coroutine.
+        is_cancelled: The stop cancels it, and waits for 5 s at most. Without it the coroutine ends
+            by itself once ``ending`` is set, and the stop waits for as long as that takes.
+
+    Attributes:
+        ending: Set by the stop; of the loop, as is everything that waits for it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[], Coroutine[Any, Any, None]],
+        *,
+        is_cancelled: bool = True,
+    ) -> None:
+        self._name, self._work, self._is_cancelled = name, work, is_cancelled
+        self.ending = asyncio.Event()
+        self._is_ready: Future[None] = Future()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._done: Future[None] | None = None
+
+    def start(self) -> None:
+        """Begin; returns at once."""
+        self._loop = _THREAD.enter()
+        self._done = asyncio.run_coroutine_threadsafe(self._run(), self._loop)
+
+    def ready(self) -> None:
+        """Called by the work: :meth:`wait_ready` returns."""
+        self._is_ready.set_result(None)
+
+    def wait_ready(self) -> None:
+        """Wait until the work has called :meth:`ready`; raises what it failed with before."""
+        self._is_ready.result()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run something else in its loop, from another thread; returns its result."""
+        assert self._loop is not None, "it has been started"
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def stop(self) -> None:
+        """End it; blocks until done. Without effect before the start and after the end."""
+        loop, done = self._loop, self._done
+        if loop is None or done is None:
+            return
+        self._done = None
+        loop.call_soon_threadsafe(self.ending.set)
+        wait([done], STOP_TIMEOUT_S if self._is_cancelled else None)
+        _THREAD.leave()
+
+    async def _run(self) -> None:
+        work = asyncio.ensure_future(self._work())
+        ending = asyncio.ensure_future(self.ending.wait())
+        try:
+            if self._is_cancelled:
+                await asyncio.wait({work, ending}, return_when=asyncio.FIRST_COMPLETED)
+                work.cancel()
+            await work
+        except asyncio.CancelledError:
+            logger.debug("%s was stopped", self._name)
+        except BaseException as error:
+            if self._is_ready.done():
+                logger.exception("%s failed", self._name)
+            else:
+                self._is_ready.set_exception(error)
+        finally:
+            ending.cancel()
+            self._is_ready.cancel()
