@@ -1,12 +1,14 @@
-"""A replica as a process of its own, which ends at a step that the environment names.
+"""A replica as a process of its own, which ends at a step that its command line names.
 
-``KVFLASH_FAILPOINT=flipped`` makes it die there as by kill -9. It obeys lines on stdin,
+``--die-at=flipped`` makes it die there as by kill -9: each step is a line of the log, at level
+debug, that ends with its name. It obeys lines on stdin,
 ``snapshot``, ``digest`` and ``stop``, and answers each with a line of JSON.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from typing import Any
@@ -17,12 +19,17 @@ from kvflash.errors import KvflashError
 from kvflash.servers import NatsSettings
 from kvflash.state.attach import StateOptions, attach
 
-FAILPOINT = os.environ.get("KVFLASH_FAILPOINT", "")
 
+class Death(logging.Handler):
+    """Ends the process at a step."""
 
-def on_step(name: str) -> None:
-    if name == FAILPOINT:
-        os._exit(137)
+    def __init__(self, step: str) -> None:
+        super().__init__()
+        self._step = step
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().endswith(f": {self._step}"):
+            os._exit(137)
 
 
 async def open_keys() -> Any:
@@ -36,13 +43,17 @@ def held(catalog: Catalog) -> list[Any]:
 
 
 def main() -> None:
+    state = logging.getLogger("kvflash.state")
+    state.setLevel(logging.DEBUG)
+    for flag in sys.argv[1:]:
+        if flag.startswith("--die-at="):
+            state.addHandler(Death(flag.partition("=")[2]))
     catalog = Catalog(max_blocks=0)
     options = StateOptions(
         snapshot_threshold=None,
         is_resetting="--reset" in sys.argv,
         lease_ttl_s=2.0,
         settings=NatsSettings.from_env(),
-        on_step=on_step,
     )
     service = attach(catalog, "ns", "backend", open_keys=open_keys, options=options)
     assert service.wait_ready()

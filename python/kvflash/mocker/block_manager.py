@@ -59,16 +59,6 @@ class BlockManager:
         """Blocks reserved and not full yet."""
         return self._partial_blocks
 
-    @property
-    def active_refs(self) -> dict[int, int]:
-        """A copy of the active blocks: hash to number of requests that use it."""
-        return dict(self._active)
-
-    @property
-    def inactive(self) -> list[int]:
-        """Hashes of the inactive blocks, next to be evicted first."""
-        return list(self._inactive)
-
     def is_cached(self, block_hash: int) -> bool:
         """Whether a full block of this hash exists, active or inactive."""
         return block_hash in self._active or block_hash in self._inactive
@@ -81,10 +71,6 @@ class BlockManager:
                 break
             count += 1
         return count
-
-    def new_blocks(self, block_hashes: Iterable[int]) -> int:
-        """Count the hashes that are not cached, wherever they stand."""
-        return sum(not self.is_cached(block_hash) for block_hash in block_hashes)
 
     def growth(self, block_hashes: Iterable[int], partial: int = 0) -> int:
         """Count by how many blocks `use` with the same arguments would raise `used_blocks`."""

@@ -63,11 +63,6 @@ class Request:
         self.root = root_hash(self.lora.name if self.lora else None, self.cache_salt)
 
     @property
-    def output_ids(self) -> list[int]:
-        """The answer so far."""
-        return self.tokens[len(self.prompt_ids) :]
-
-    @property
     def is_finished(self) -> bool:
         """Whether the answer is complete."""
         return len(self.tokens) == len(self.prompt_ids) + len(self.planned_ids)

@@ -13,7 +13,6 @@ from kvflash._core import Catalog
 from kvflash.background import Background
 from kvflash.errors import ClosedError
 from kvflash.servers import NatsSettings
-from kvflash.state.base import Step, no_step
 from kvflash.state.discovered import DiscoveredLock, DiscoveredRoster, Keys
 from kvflash.state.frames import CatalogSink
 from kvflash.state.replica import Replica
@@ -44,7 +43,6 @@ class StateOptions:
         router_id: Name in the stream and in discovery; None = a random one.
         lease_ttl_s: How long a dead router counts as alive at most.
         settings: Which NATS; default: what the environment says.
-        on_step: Hears of every step; for tests.
     """
 
     snapshot_threshold: int | None = 1_000_000
@@ -54,7 +52,6 @@ class StateOptions:
     router_id: str | None = None
     lease_ttl_s: float = 10.0
     settings: NatsSettings = field(default_factory=NatsSettings.from_env)
-    on_step: Step = no_step
 
 
 def attach(
@@ -212,7 +209,6 @@ class StateService:
                 blobs=blobs,
                 roster=roster,
                 sink=self.sink,
-                on_step=options.on_step,
             )
             age_s = options.snapshot_age_s
             snapshots = Snapshots(
@@ -226,7 +222,6 @@ class StateService:
                     threshold_messages=options.snapshot_threshold,
                     age_s_max=settings.stream_max_age_s / 4 if age_s is None else age_s,
                 ),
-                on_step=options.on_step,
                 is_complete=self._is_complete,
             )
             self._replica, self._snapshots = replica, snapshots

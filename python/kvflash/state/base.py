@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from kvflash.transport.base import Message
 
-__all__ = ["Clock", "Grant", "Lock", "Roster", "Sink", "Step", "SystemClock", "no_step"]
-
-#: Hears of every step of a protocol, by name: for tests that end the process there.
-Step = Callable[[str], None]
-
-
-def no_step(_: str) -> None:
-    """Hears and does nothing."""
+__all__ = ["Clock", "Grant", "Lock", "Roster", "Sink", "SystemClock"]
 
 
 class Clock(Protocol):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvflash.errors import DecodeError, KvflashError, NotFoundError, TransportError
-from kvflash.state.base import Clock, Roster, Sink, Step, SystemClock, no_step
+from kvflash.state.base import Clock, Roster, Sink, SystemClock
 from kvflash.transport.base import Blobs, Log, Message, Pointer, Reader
 
 __all__ = ["Replica", "ReplicaStats"]
@@ -58,7 +58,6 @@ class Replica:
         roster: Where it is listed.
         sink: What it fills.
         clock: Time.
-        on_step: Hears of every step.
 
     Attributes:
         generation: Grows whenever a snapshot takes the place of what was held.
@@ -73,13 +72,11 @@ class Replica:
         roster: Roster,
         sink: Sink,
         clock: Clock | None = None,
-        on_step: Step = no_step,
     ) -> None:
         self.name = name
         self.stats = ReplicaStats()
         self._log, self._blobs, self._roster, self._sink = log, blobs, roster, sink
         self._clock = clock or SystemClock()
-        self._step = on_step
         self._reader: Reader | None = None
         self._incarnation = ""
         # What comes next did not come.
@@ -161,7 +158,7 @@ class Replica:
         await self._log.ensure()
         await self._blobs.ensure()
         await self._roster.join(self.name)
-        self._step("listed")
+        logger.debug("state of %s: listed", self.name)
         await self._open()
         target = (await self._log.state()).last
         was_behind = False
@@ -183,9 +180,9 @@ class Replica:
                 self._is_missing = True
                 self.stats.reopened_total += 1
                 return
-            self._step("applied")
+            logger.debug("state of %s: applied", self.name)
             await reader.ack(self.stats.applied)
-            self._step("acknowledged")
+            logger.debug("state of %s: acknowledged", self.name)
 
     async def _take(self, messages: Sequence[Message]) -> bool:
         """Apply what is next. False when something is missing."""
@@ -244,7 +241,7 @@ class Replica:
                 applied += lost
             self.stats.applied = applied
             self._moved.set()
-            self._step("restored")
+            logger.debug("state of %s: restored", self.name)
             self._reader = await self._log.open_reader(self.name, applied + 1)
             after = await self._log.state()
             if after.incarnation == state.incarnation and after.first <= applied + 1:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvflash.errors import KvflashError, NotFoundError, TransportError
-from kvflash.state.base import Clock, Grant, Lock, Roster, Sink, Step, SystemClock, no_step
+from kvflash.state.base import Clock, Grant, Lock, Roster, Sink, SystemClock
 from kvflash.state.frames import reset_headers
 from kvflash.state.replica import Replica
 from kvflash.transport.base import Blobs, Log, LogState, Pointer
@@ -94,7 +94,6 @@ class Snapshots:
         lock: Keeps replicas from doing it twice.
         options: When.
         clock: Time.
-        on_step: Hears of every step.
         is_complete: Whether the sink took all that it was given.
     """
 
@@ -109,7 +108,6 @@ class Snapshots:
         lock: Lock,
         options: SnapshotOptions | None = None,
         clock: Clock | None = None,
-        on_step: Step = no_step,
         is_complete: Callable[[], bool] = lambda: True,
     ) -> None:
         self.stats = SnapshotStats(outcomes={})
@@ -118,7 +116,6 @@ class Snapshots:
         self._lock = lock
         self._options = options or SnapshotOptions()
         self._clock = clock or SystemClock()
-        self._step = on_step
         self._is_complete = is_complete
 
     async def run(self) -> None:
@@ -164,12 +161,12 @@ class Snapshots:
         if grant is None:
             outcome = Outcome.HELD
         else:
-            self._step("locked")
+            logger.debug("state of %s: locked", self._replica.name)
             try:
                 outcome = await self._take(grant)
             finally:
                 await grant.release()
-            self._step("unlocked")
+            logger.debug("state of %s: unlocked", self._replica.name)
         if self.stats.outcomes is not None:
             self.stats.outcomes[outcome.value] = self.stats.outcomes.get(outcome.value, 0) + 1
         return outcome
@@ -191,7 +188,7 @@ class Snapshots:
             raise TransportError("--router-reset-states: the snapshot lock is held for over 30 s")
         try:
             incarnation, sequence = await self._tell_reset()
-            self._step("reset-told")
+            logger.debug("state of %s: reset-told", self._replica.name)
             while True:
                 pointer, revision = await self._blobs.pointer()
                 token = pointer.token + 1 if pointer else 1
@@ -204,10 +201,10 @@ class Snapshots:
                 )
                 if await self._blobs.flip(empty, revision):
                     break
-            self._step("reset-flipped")
+            logger.debug("state of %s: reset-flipped", self._replica.name)
             if (await self._log.state()).incarnation == incarnation:
                 await self._log.purge(sequence - 1)
-            self._step("reset-purged")
+            logger.debug("state of %s: reset-purged", self._replica.name)
             await self._delete_others()
         finally:
             await grant.release()
@@ -264,13 +261,13 @@ class Snapshots:
         if not (replica.stats.is_complete and self._is_complete()):
             # Its snapshot would lack for all what it lacks itself.
             return Outcome.INCOMPLETE
-        self._step("caught-up")
+        logger.debug("state of %s: caught-up", self._replica.name)
         # What is applied from here on may be in the snapshot or not; what is applied by now is.
         covered, generation = replica.applied, replica.generation
         token = pointer.token + 1 if pointer else 1
         name = f"radix-state-{covered:020d}-{token}-{secrets.token_hex(4)}"
         digest = await self._blobs.put(name, self._sink.snapshot())
-        self._step("uploaded")
+        logger.debug("state of %s: uploaded", self._replica.name)
         read = hashlib.sha256()
         try:
             async for chunk in self._blobs.read(name):
@@ -280,7 +277,7 @@ class Snapshots:
             return Outcome.FENCED
         if read.hexdigest() != digest:
             raise TransportError(f"snapshot {name} does not read as it was written")
-        self._step("verified")
+        logger.debug("state of %s: verified", self._replica.name)
         if replica.generation != generation or replica.incarnation != state.incarnation:
             # It was given another state while this one was read out.
             await self._blobs.delete(name)
@@ -297,11 +294,11 @@ class Snapshots:
                 await self._blobs.delete(name)
                 return Outcome.FENCED
         self.stats.taken_total += 1
-        self._step("flipped")
+        logger.debug("state of %s: flipped", self._replica.name)
         await self._purge()
-        self._step("purged")
+        logger.debug("state of %s: purged", self._replica.name)
         await self._delete_others()
-        self._step("swept")
+        logger.debug("state of %s: swept", self._replica.name)
         return Outcome.DONE
 
     async def _purge(self) -> None:
@@ -317,7 +314,7 @@ class Snapshots:
         state = await self._log.state()
         if state.incarnation != pointer.incarnation or last < state.first:
             return
-        self._step("purging")
+        logger.debug("state of %s: purging", self._replica.name)
         await self._log.purge(last)
         self.stats.purged_messages_total += last - state.first + 1
 

@@ -107,14 +107,13 @@ def worker(env: dict[str, str]) -> Iterator[Callable[..., Worker]]:
 class ReplicaProcess:
     """``replica_process.py``, spoken to line by line."""
 
-    def __init__(self, *args: str, failpoint: str = "") -> None:
+    def __init__(self, *args: str) -> None:
         script = SUPPORT / "replica_process.py"
         self.popen = subprocess.Popen(
             [sys.executable, str(script), *args],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "KVFLASH_FAILPOINT": failpoint},
         )
 
     def read(self) -> Any:
@@ -142,8 +141,8 @@ class ReplicaProcess:
 def replica(env: dict[str, str]) -> Iterator[Callable[..., ReplicaProcess]]:
     started: list[ReplicaProcess] = []
 
-    def start(*args: str, failpoint: str = "") -> ReplicaProcess:
-        started.append(ReplicaProcess(*args, failpoint=failpoint))
+    def start(*args: str) -> ReplicaProcess:
+        started.append(ReplicaProcess(*args))
         return started[-1]
 
     yield start
@@ -239,7 +238,7 @@ STEPS = [
 def test_killed_at_any_step_of_a_snapshot_nothing_is_lost(step, worker, replica, service) -> None:
     engine = worker(1)
     engine.store(30)
-    doomed = replica(failpoint=step)
+    doomed = replica(f"--die-at={step}")
     if doomed.read() is not None:
         assert doomed.ask("snapshot") is None, "it must die at this step"
     assert doomed.popen.wait(30) == 137
