@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from kvflash._core import Indexer
@@ -99,12 +98,7 @@ class IndexerService:
     def __enter__(self) -> IndexerService:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def register(

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import signal
-from types import TracebackType
 
 from aiohttp import web
 
@@ -130,12 +129,7 @@ class Mocker:
         """Return itself."""
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Close."""
         await self.close()
 

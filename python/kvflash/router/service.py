@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from types import TracebackType
 from typing import Any
 
 from kvflash._core import Decider, Router
@@ -145,12 +144,7 @@ class RouterService:
     def __enter__(self) -> RouterService:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def add_worker(self, worker: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import warnings
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from kvflash._core import RouterCore
@@ -75,12 +74,7 @@ class KvPushRouter:
     async def __aenter__(self) -> KvPushRouter:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from kvflash._core import RouterBooking
@@ -234,10 +233,5 @@ class RoutedStream:
     async def __aenter__(self) -> RoutedStream:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()

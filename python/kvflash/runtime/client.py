@@ -7,7 +7,6 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Generator
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvflash.errors import (
@@ -222,12 +221,7 @@ class Stream:
     async def __aenter__(self) -> Stream:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def __del__(self) -> None:

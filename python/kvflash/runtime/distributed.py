@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from types import TracebackType
 from typing import Any
 
 from kvflash.discovery import Discovery, Lease, open_discovery
@@ -104,12 +103,7 @@ class DistributedRuntime:
     async def __aenter__(self) -> DistributedRuntime:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @property
