@@ -42,7 +42,7 @@ PYO3 = PYO3_PYTHON=$(abspath $(BIN)/python) PYO3_BUILD_EXTENSION_MODULE=1 PYO3_E
 lint: dev
 	cargo fmt --all --check
 	$(PYO3) cargo clippy --quiet --locked --all-targets --features kvflash/python -- -D warnings
-	$(CAPI) clippy --quiet --release --locked --package kvflash-capi -- -D warnings
+	$(CAPI) clippy --quiet --locked --package kvflash-capi -- -D warnings
 	$(BIN)/ruff format --check python demo tests benches examples
 	$(BIN)/ruff check python demo tests benches examples
 	$(BIN)/mypy
@@ -51,12 +51,15 @@ lint: dev
 # The C library, $(CARGO_TARGET_DIR)/release/libkvflash.{so,a}; its header is capi/include/kvflash.h.
 # libzmq is compiled into it, once, and without the warnings that its sources cause.
 CAPI = CXXFLAGS="-w $(CXXFLAGS)" cargo
+# Tests take the profile that they themselves are compiled with: CAPI_PROFILE=dev leaves it in debug/.
+CAPI_PROFILE ?= release
 capi:
-	$(CAPI) build --quiet --release --locked --package kvflash-capi
+	$(CAPI) build --quiet --profile $(CAPI_PROFILE) --locked --package kvflash-capi
 
 # Several files side by side: tests mostly wait, for processes and for clocks. tests/conftest.py has the order.
 TESTS = -n 4 --dist loadfile --no-loadscope-reorder
-test: lint capi
+test: lint
+	$(MAKE) --no-print-directory capi CAPI_PROFILE=dev
 	cargo test --quiet --locked
 	$(BIN)/python -m pytest $(or $(PYTEST_FLAGS),$(TESTS))
 

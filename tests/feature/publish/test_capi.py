@@ -20,7 +20,7 @@ from support_indexer import query
 
 ROOT = Path(__file__).parents[3]
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", "~/.cache/kvflash/target")).expanduser()
-LIBRARY = TARGET / "release" / "libkvflash.so"
+LIBRARY = TARGET / "debug" / "libkvflash.so"
 SOURCE = Path(__file__).parent / "capi" / "engine.c"
 FLAGS = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-g", "-pthread", f"-I{ROOT}/capi/include"]
 SIZE = 4
@@ -35,9 +35,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def library():
     environment = {**os.environ, "CARGO_TARGET_DIR": str(TARGET)}
-    subprocess.run(
-        ["make", "--silent", "-C", ROOT, "capi"], check=True, env=environment, timeout=BUILD_S
-    )
+    command = ["make", "--silent", "-C", ROOT, "capi", "CAPI_PROFILE=dev"]
+    subprocess.run(command, check=True, env=environment, timeout=BUILD_S)
     return LIBRARY
 
 
