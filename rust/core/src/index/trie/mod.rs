@@ -4,10 +4,11 @@
 //! branches off hangs on it as a child, at any offset; runs are never split or merged, so a block never
 //! changes its place. Who has how much of a run is one word ([`cover`](super::arena::cover)).
 //!
-//! The room: `walk` (the query), `writer` (events), `names` (from an engine's name to a block), `filter`
-//! (names that anyone has), `limits` (eviction), `order` (of use), `ages` (of predictions), `stamps`
-//! (of facts), `steps` (what both keep of a member), `report` (bytes), `dump` and `events` (what a worker holds, written out), `seats` (worker <-> slot), `holder`,
-//! `run`, `spans`, `paged` (what the writer keeps).
+//! The room: `walk` (the query), `scratch` (what it needs beside its answer), `shared` (what readers and the
+//! writer share), `writer` (events), `state` (what it keeps), `names` (from an engine's name to a block),
+//! `filter` (names that anyone has), `limits` (eviction), `order` (of use), `ages` (of predictions), `stamps`
+//! (of facts), `steps` (what both keep of a member), `report` (bytes), `room` (in tables), `dump` and `events`
+//! (what a worker holds, written out), `seats` (worker <-> slot), `holder`, `run`, `spans`, `paged`.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
