@@ -23,8 +23,6 @@ use crate::stream::{Step, Stream};
 /// Ranks that one socket may speak for; batches of further ones are counted as malformed.
 const MAX_RANKS: usize = 1_024;
 
-}
-
 struct State {
     stream: Stream,
     groups: CacheGroups,

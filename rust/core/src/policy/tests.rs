@@ -145,10 +145,15 @@ fn check_terms(id: &str, weight: f64, input: &Value, expected: &Value) {
     load.set_workers(&[worker]).unwrap();
     let active = hashes("active_block_hashes");
     let tokens = number("active_prefill_tokens");
-    let (id, blocks) = (RequestId(1), BlockUse::Shared(&active));
-    let (overlap_blocks, unseen_ms, is_remote) = (0, None, false);
-    let isl_tokens = tokens;
-    let work = Assignment { id, worker, blocks, isl_tokens, overlap_blocks, unseen_ms, is_remote };
+    let work = Assignment {
+        id: RequestId(1),
+        worker,
+        blocks: BlockUse::Shared(&active),
+        isl_tokens: tokens,
+        overlap_blocks: 0,
+        unseen_ms: None,
+        is_remote: false,
+    };
     load.book(&work, 0).unwrap();
     let wanted = hashes("request_sequence_hashes");
     let mut shared = Vec::new();

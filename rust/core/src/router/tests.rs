@@ -53,7 +53,7 @@ fn configuration_faults_name_the_field() {
         ("max_requests", RouterConfig { max_requests: usize::MAX, ..base() }),
     ];
     for (field, config) in faulty {
-        let fault = Router::new(config, Arc::new(SystemClock::default())).unwrap_err();
+        let fault = Router::new(config, Arc::new(SystemClock::default())).err().unwrap();
         let Error::Config(text) = &fault else { panic!("{fault:?}") };
         assert!(text.starts_with(field), "{text}");
     }
@@ -66,21 +66,21 @@ fn calls_that_cannot_be_served_say_why_and_book_nothing() {
     let router = router(config, []);
     let mut terms = Vec::new();
     let ask = request(8, &[1, 2]);
-    let none = router.route(&ask, &mut terms).unwrap_err();
+    let none = router.route(&ask, &mut terms).err().unwrap();
     assert_eq!(none, Error::NoWorker("no worker is registered for this model".into()));
     router.set_workers(&workers([1, 2])).unwrap();
     let nobody = |_: Worker| false;
     let barred = router.route(&RouteRequest { allowed: Some(&nobody), ..ask }, &mut terms);
     let text = "none of the 2 registered workers is allowed for this request";
-    assert_eq!(barred.unwrap_err(), Error::NoWorker(text.into()));
-    let empty = router.route(&request(0, &[]), &mut terms).unwrap_err();
+    assert_eq!(barred.err().unwrap(), Error::NoWorker(text.into()));
+    let empty = router.route(&request(0, &[]), &mut terms).err().unwrap();
     assert!(matches!(empty, Error::InvalidArgument(_)), "{empty:?}");
     let overrides = RouteOverride { temperature: Some(-1.0), ..RouteOverride::default() };
-    let wrong = router.preview(&RouteRequest { overrides, ..ask }, &mut terms).unwrap_err();
+    let wrong = router.preview(&RouteRequest { overrides, ..ask }, &mut terms).err().unwrap();
     assert!(matches!(wrong, Error::InvalidArgument(_)), "{wrong:?}");
     assert!(is_idle(&router.loads()));
     let (_booking, _) = router.route(&ask, &mut terms).unwrap();
-    let full = router.route(&ask, &mut Vec::new()).unwrap_err();
+    let full = router.route(&ask, &mut Vec::new()).err().unwrap();
     assert!(matches!(full, Error::Overloaded(_)), "{full:?}");
     assert!(router.preview(&ask, &mut Vec::new()).is_ok(), "a preview needs no room");
 }

@@ -140,7 +140,7 @@ fn a_selection_follows_the_cache_and_is_booked_until_dropped() {
     assert_eq!(bench.selector.totals().prefill_tokens, 0);
     drop(held);
     assert!(bench.is_idle());
-    let empty = bench.selector.select(&Ask::new(&bench.prompt(&[]))).unwrap_err();
+    let empty = bench.selector.select(&Ask::new(&bench.prompt(&[]))).err().unwrap();
     assert!(matches!(empty, Error::InvalidArgument(_)), "{empty:?}");
 }
 
@@ -259,7 +259,7 @@ fn pins_and_lists_are_obeyed_and_their_refusals_say_why() {
         let wanted = format!("the pinned worker {name} is not registered");
         assert_eq!(select(Some(pin), None), Err(Error::NoWorker(wanted)));
     }
-    let nobody = select(None, Some(&|_| false)).unwrap_err();
+    let nobody = select(None, Some(&|_| false)).err().unwrap();
     assert!(matches!(nobody, Error::NoWorker(_)), "{nobody:?}");
     assert!(bench.is_idle());
 }
@@ -294,7 +294,7 @@ fn names_are_booked_once_marked_and_freed() {
     let ask = Ask::new(&prompt);
     let selection = selector.reserve("req-1", &ask).unwrap();
     assert_eq!(selector.loads()[selection.worker.instance_id as usize].prefill_tokens, 8);
-    let again = selector.reserve("req-1", &ask).unwrap_err();
+    let again = selector.reserve("req-1", &ask).err().unwrap();
     assert_eq!(again, Error::Conflict("request_id \"req-1\" is active already".into()));
     assert_eq!(selector.totals().requests, 1);
     assert_eq!(
@@ -302,7 +302,7 @@ fn names_are_booked_once_marked_and_freed() {
         (Ok(()), 0)
     );
     assert_eq!(selector.mark_prefill_completed("req-1"), Ok(()));
-    let unknown = selector.mark_prefill_completed("req-2").unwrap_err();
+    let unknown = selector.mark_prefill_completed("req-2").err().unwrap();
     assert_eq!(unknown, Error::NotFound("no request \"req-2\" is active".into()));
     assert!(selector.free("req-1"));
     assert!(!selector.free("req-1"), "which is no error");
@@ -311,7 +311,7 @@ fn names_are_booked_once_marked_and_freed() {
     selector.reserve("req-1", &ask).unwrap();
     assert!(selector.free("req-1"));
     for name in ["", &"x".repeat(MAX_REQUEST_ID_BYTES + 1)] {
-        let error = selector.reserve(name, &ask).unwrap_err().to_string();
+        let error = selector.reserve(name, &ask).err().unwrap().to_string();
         assert!(error.starts_with("request_id must have 1..=256 bytes, got"), "{error}");
     }
 }
@@ -637,7 +637,7 @@ fn the_journal_keeps_the_latest_within_its_bytes() {
 
 #[test]
 fn settings_are_checked_by_name() {
-    let faulty = |config: SelectorConfig| config.validate().unwrap_err().to_string();
+    let faulty = |config: SelectorConfig| config.validate().err().unwrap().to_string();
     let router = RouterConfig { temperature: -1.0, ..RouterConfig::default() };
     let config = SelectorConfig { router, ..SelectorConfig::default() };
     assert!(faulty(config).starts_with("temperature"));

@@ -88,7 +88,8 @@ fn a_model_without_workers_makes_room_unless_somebody_counts_on_it() {
         // For weeks: tenants come and go.
         let name = format!("of {id}");
         catalog.register(registration(Worker::new(id, 0), &name)).unwrap();
-        let late = catalog.register(registration(Worker::new(50, 0), "late")).unwrap_err();
+        let late =
+            catalog.register(registration(Worker::new(50, 0), "late")).map(drop).unwrap_err();
         assert!(late.to_string().contains("the limit of 3 models"), "{late}");
         catalog.unregister(id, &name, None, None).unwrap();
         assert!(catalog.model(&name, "t").is_ok(), "known as long as there is room");

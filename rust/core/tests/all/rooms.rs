@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 
 /// Every room, lowest first.
 const ORDER: [&str; 18] = [
-    "named", "cache", "error", "ids", "clock", "event", "hash", "codec", "stream", "repair", "index",
-    "load", "policy", "fair", "text", "router", "catalog", "select",
+    "named", "cache", "error", "ids", "clock", "event", "hash", "codec", "stream", "repair",
+    "index", "load", "policy", "fair", "text", "router", "catalog", "select",
 ];
 
 /// Files that may ask the machine for the time.

@@ -10,11 +10,9 @@
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
-use std::sync::atomic::Ordering;
 
 use super::holder::MemberId;
 use super::paged::Slab;
-use super::run::Loc;
 use super::steps::{Step, Steps};
 
 /// Notes of members that went which are kept before anyone looks for them.

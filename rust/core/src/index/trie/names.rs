@@ -495,7 +495,7 @@ mod tests {
         (1..=2_000).for_each(|name| store(&index, worker, name));
         let has_table = || {
             let writer = index.writer.lock();
-            writer.worker(writer.numbers[&worker]).dense.is_some()
+            writer.worker(writer.owners.numbers[&worker]).dense.is_some()
         };
         // The filter knows the name, but it is somebody else's: only a search tells.
         store(&index, other, 1_000_000);
@@ -537,7 +537,11 @@ mod tests {
             }
             fill(worker);
             let writer = index.writer.lock();
-            assert_eq!((writer.left.len(), writer.suspects.len()), (0, 0), "round {round}");
+            assert_eq!(
+                (writer.names.left.len(), writer.names.suspects.len()),
+                (0, 0),
+                "round {round}"
+            );
         }
         index.audit();
     }
@@ -558,7 +562,11 @@ mod tests {
         }
         let writer = index.writer.lock();
         let column = 8 * 4_096;
-        assert!(writer.left_bytes <= LEFT_BYTES_KEPT + column, "{} bytes", writer.left_bytes);
+        assert!(
+            writer.names.left_bytes <= LEFT_BYTES_KEPT + column,
+            "{} bytes",
+            writer.names.left_bytes
+        );
         drop(writer);
         index.audit();
     }

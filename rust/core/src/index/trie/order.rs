@@ -7,7 +7,6 @@
 //! that goes leaves it its own place.
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
 use std::collections::binary_heap::PeekMut;
 
 use super::holder::{Ends, Lane, MemberId, NO_MEMBER};

@@ -6,12 +6,9 @@
 //!
 //! Each member is noted once in a ring of lists, at or before the tick in which its last block runs out.
 
-use super::holder::{Member, MemberId};
+use super::holder::MemberId;
 use super::paged::Slab;
-use super::run::Loc;
-use super::seats::Plane;
 use super::steps::Steps;
-use crate::index::arena::runs::ROOT;
 
 /// Lists of the ring: more than the ticks that any block stands, and a divisor of what 16 bits count.
 const RING: usize = 256;

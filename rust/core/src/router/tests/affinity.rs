@@ -168,7 +168,7 @@ fn previews_and_requests_without_a_key_begin_no_session() {
     bench.route(&named);
     assert_eq!(bench.sample("session_affinity_sessions", ""), 0.0);
     let key = "k".repeat(257);
-    let error = bench.router.route(&of_session(&key), &mut terms).unwrap_err().to_string();
+    let error = bench.router.route(&of_session(&key), &mut terms).err().unwrap().to_string();
     assert_eq!(error, "the session key has 257 bytes; the limit is 256");
 }
 
@@ -215,7 +215,7 @@ fn the_table_is_bounded_and_its_time_in_range() {
     });
     assert_eq!(evicted, 1.0);
     for wrong in [0, 31_536_001] {
-        let error = Affinity::new(wrong).unwrap_err().to_string();
+        let error = Affinity::new(wrong).err().unwrap().to_string();
         let text =
             format!("--router-session-affinity-ttl-secs must be in 1..=31536000, got {wrong}");
         assert_eq!(error, text);

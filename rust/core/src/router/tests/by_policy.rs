@@ -132,11 +132,11 @@ fn a_request_that_a_policy_refuses_books_nothing() {
     let (router, witness) = with_witness(Vec::new());
     let facts = Facts { user: Some("nobody"), ..Facts::default() };
     let asked = RouteRequest { facts, ..request(8, &[]) };
-    let refused = router.route(&asked, &mut Vec::new()).unwrap_err();
+    let refused = router.route(&asked, &mut Vec::new()).err().unwrap();
     assert!(refused.to_string().contains("user"), "{refused}");
     let nobody = |_| false;
     let asked = RouteRequest { allowed: Some(&nobody), ..request(8, &[]) };
-    let refused = router.route(&asked, &mut Vec::new()).unwrap_err();
+    let refused = router.route(&asked, &mut Vec::new()).err().unwrap();
     assert!(matches!(refused, Error::NoWorker(_)), "{refused:?}");
     assert!(
         is_idle(&router.loads()) && !witness.calls().iter().any(|call| call.contains("routed"))

@@ -140,15 +140,15 @@ fn busy_workers_get_nothing_whatever_the_policy() {
         for id in [1, 2] {
             bench.selector.busy.report(worker(id), &full(90));
         }
-        let error = bench.selector.select(&ask).unwrap_err();
+        let error = bench.selector.select(&ask).err().unwrap();
         let Error::AllBusy(text) = &error else { panic!("{error:?}") };
         assert!(text.contains("Service temporarily unavailable: all 3 workers"), "{text}");
         assert!(text.contains("active_decode_blocks_threshold=0.5"), "{text}");
         let pin = Some(Pin { instance_id: 1, dp_rank: None });
-        let error = bench.selector.select(&Ask { pin, ..ask }).unwrap_err().to_string();
+        let error = bench.selector.select(&Ask { pin, ..ask }).err().unwrap().to_string();
         assert!(error.contains("the pinned worker 1 is busy"), "{error}");
         let nobody = |_: Worker| false;
-        let none = bench.selector.select(&Ask { allowed: Some(&nobody), ..ask }).unwrap_err();
+        let none = bench.selector.select(&Ask { allowed: Some(&nobody), ..ask }).err().unwrap();
         assert!(matches!(none, Error::NoWorker(_)), "nobody is allowed, busy or not: {none:?}");
         // Unset, nobody is busy any more.
         bench.selector.busy.set_thresholds(Thresholds::default()).unwrap();
@@ -174,7 +174,7 @@ fn what_routers_book_is_added_up_and_never_overwritten() {
     assert!(selector.busy.report(worker(0), &few) && is_busy());
     assert!(selector.busy.share(71, worker(0), share(5), 5) && !is_busy(), "replaced, not added");
     assert!(selector.busy.share(71, worker(0), share(6), 5) && is_busy());
-    let refused = selector.select(&Ask::new(&prompt)).unwrap_err();
+    let refused = selector.select(&Ask::new(&prompt)).err().unwrap();
     assert!(matches!(refused, Error::AllBusy(_)), "{refused:?}");
     held.first_token();
     assert!(!is_busy());

@@ -44,7 +44,7 @@ fn overloaded_workers_are_passed_over_and_a_pin_is_not_rerouted() {
         overload(&bench, &case);
         let pinned = case["input"]["pinned_worker"].as_u64();
         let pin = pinned.map(|instance_id| Pin { instance_id, dp_rank: None });
-        let error = bench.selector.select(&Ask { pin, ..Ask::new(&prompt) }).unwrap_err();
+        let error = bench.selector.select(&Ask { pin, ..Ask::new(&prompt) }).err().unwrap();
         let Error::AllBusy(text) = &error else { panic!("{number}: {error:?}") };
         let names = pinned.map_or("all 2 workers".to_owned(), |id| format!("worker {id}"));
         assert!(text.contains(&names), "{number}: {text}");

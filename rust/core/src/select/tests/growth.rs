@@ -61,6 +61,6 @@ fn nothing_grows_unless_it_is_asked_for_and_endless_answers_have_a_limit() {
         track_output_blocks: true,
         ..RouterConfig::default()
     };
-    let error = vain.validate().unwrap_err().to_string();
+    let error = vain.validate().err().unwrap().to_string();
     assert_eq!(error, "track_output_blocks requires track_active_blocks");
 }

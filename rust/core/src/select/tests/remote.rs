@@ -44,7 +44,7 @@ fn bookings_of_others_take_none_of_this_routers_room() {
     }
     let prompt = bench.prompt(&[1; 16]);
     let held = bench.selector.select(&Ask::new(&prompt)).unwrap();
-    let full = bench.selector.select(&Ask::new(&prompt)).unwrap_err();
+    let full = bench.selector.select(&Ask::new(&prompt)).err().unwrap();
     assert!(matches!(full, Error::Overloaded(_)), "{full:?}");
     drop(held);
     assert_eq!(bench.selector.remote_drop_router(7), 3);

@@ -26,7 +26,7 @@ fn requests_wait_when_every_worker_that_may_take_them_has_more_than_its_room() {
     // As much as the threshold is not more than it.
     let held: Vec<_> = (0..2).map(|_| bench.selector.select(&ask).unwrap().0).collect();
     let more: Vec<_> = (0..2).map(|_| bench.selector.select(&ask).unwrap().0).collect();
-    let refused = bench.selector.select(&ask).unwrap_err();
+    let refused = bench.selector.select(&ask).err().unwrap();
     let Error::MustWait(text) = &refused else { panic!("{refused:?}") };
     assert!(text.contains("all 2 workers") && text.contains("router_queue_threshold"), "{text}");
     assert_eq!(bench.selector.totals().requests, 4, "nothing was booked");
@@ -113,7 +113,7 @@ fn the_best_of_those_that_may_take_it_counts() {
 fn a_threshold_that_is_none_is_refused() {
     for batches in [-1.0, f64::NAN, f64::INFINITY] {
         let queue = Some(QueueThreshold { batches, batched_tokens: 1 });
-        let error = SelectorConfig { queue, ..SelectorConfig::default() }.validate().unwrap_err();
+        let error = SelectorConfig { queue, ..SelectorConfig::default() }.validate().err().unwrap();
         assert!(error.to_string().contains("router_queue_threshold"), "{error}");
     }
 }
@@ -152,7 +152,7 @@ fn prompts_that_are_worked_on_make_room_as_time_passes() {
     for rate in [0.0, -1.0, f64::NAN] {
         let prefill_speed = PrefillSpeed::Told(rate);
         let wrong = RouterConfig { prefill_speed, ..RouterConfig::default() };
-        let error = wrong.validate().unwrap_err().to_string();
+        let error = wrong.validate().err().unwrap().to_string();
         assert!(error.contains("prefill_tokens_per_second"), "{error}");
     }
 }

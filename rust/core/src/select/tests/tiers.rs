@@ -79,7 +79,7 @@ fn blocks_in_host_memory_and_on_disks_save_their_share() {
     assert_eq!(choose(0.0, 1.0), (1, (1, 2), 20));
     for host in [-0.1, f64::NAN] {
         let tiers = TierWeights { host, disk: 0.0 };
-        let error = RouterConfig { tiers, ..RouterConfig::default() }.validate().unwrap_err();
+        let error = RouterConfig { tiers, ..RouterConfig::default() }.validate().err().unwrap();
         assert!(error.to_string().contains("host_cache_hit_weight"), "{error}");
     }
 }
