@@ -158,7 +158,7 @@ pub unsafe extern "C" fn kvflash_publish_stored(
                 lora_name: text("lora_name", stored.lora_name)?,
                 cache_salt: text("cache_salt", stored.cache_salt)?,
                 medium: text("medium", stored.medium)?,
-                extra_keys: None,
+                items: None,
             }
         };
         publisher.store(&blocks)

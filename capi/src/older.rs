@@ -148,7 +148,7 @@ pub unsafe extern "C" fn kvflash_kv_event_publish_stored(
                 lora_name: None,
                 cache_salt: None,
                 medium: None,
-                extra_keys: None,
+                items: None,
             }
         };
         publisher.store(&blocks)

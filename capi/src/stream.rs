@@ -7,6 +7,7 @@ use std::time::Instant;
 use kvflash_publish::outbox::{PUB_QUEUE_BATCHES, Settings};
 use kvflash_publish::publisher::{EVENT_BYTES_MAX, Publisher};
 use kvflash_publish::replay::REPLAY_BURST_BATCHES;
+use kvflash_publish::wire::Shape;
 
 use crate::fault::{Code, Result, fault};
 use crate::zmq::Sockets;
@@ -37,7 +38,7 @@ impl Stream {
     /// Binds the sockets and starts the thread.
     pub fn start(block_size: u32, options: Options) -> Result<Self> {
         let replay_queue = options.settings.ring_batches.saturating_add(REPLAY_BURST_BATCHES);
-        let publisher = Publisher::new(block_size, EVENT_BYTES_MAX, options.settings)?;
+        let publisher = Publisher::new(Shape::Own, block_size, EVENT_BYTES_MAX, options.settings)?;
         let sockets = Sockets::new(PUB_QUEUE_BATCHES, replay_queue, LINGER_MS)?;
         let endpoint = sockets.bind_publish(&options.host, options.port)?;
         let replay_endpoint = sockets.bind_replay(&options.host, options.replay_port)?;

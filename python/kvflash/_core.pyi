@@ -11,6 +11,7 @@ __all__ = [
     "Bookings",
     "Catalog",
     "CatalogDump",
+    "EventOutbox",
     "Frontend",
     "Indexer",
     "KvIndexer",
@@ -21,6 +22,7 @@ __all__ = [
     "PolicyQuestion",
     "PolicyRequest",
     "RadixTree",
+    "Repair",
     "Router",
     "RouterBooking",
     "RouterCore",
@@ -765,6 +767,8 @@ class EventOutbox:
 
     Args:
         block_size: Tokens in a block, at least 1.
+        shape: Of events: ``tagged``, the maps of vLLM 0.27, ``positional``, the arrays of 0.22, or
+            ``own``, maps with ``cache_salt`` in place of a first extra key.
         dp_rank: Rank in every batch.
         tick_s: How long the first event of a batch waits for more.
         event_bytes_max: Of an event of several blocks.
@@ -781,6 +785,7 @@ class EventOutbox:
         cls,
         block_size: int,
         *,
+        shape: str = "own",
         dp_rank: int | None = None,
         tick_s: float = 0.001,
         event_bytes_max: int = 8388608,
@@ -821,8 +826,8 @@ class EventOutbox:
             ClosedError: It is closed, or belongs to the process that this one was forked from.
         """
 
-    def put_batch(self, events: Sequence[bytes]) -> None:
-        """Close a batch of these events alone; never waits. Raises like ``put``."""
+    def cut(self) -> None:
+        """Close the batch of the events that wait; never waits."""
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything that was put before is sent; False if that took longer."""
@@ -1929,40 +1934,3 @@ class Frontend:
 
     def stop(self) -> None:
         """Stop serving; open requests get the drain time. Blocks until done."""
-
-def encode_stored(
-    block_hashes: Sequence[int],
-    token_ids: Sequence[int],
-    *,
-    block_size: int,
-    parent_hash: int | None = None,
-    medium: str | None = None,
-    lora_id: int | None = None,
-    lora_name: str | None = None,
-    extra_keys: Sequence[Sequence[str] | None] | None = None,
-    era: str = "tagged",
-) -> bytes:
-    """Encode blocks that were stored, each the continuation of the one before.
-
-    Args:
-        block_hashes: Names of the blocks; 64 bits.
-        token_ids: Tokens of all the blocks; len(block_hashes) * block_size of them.
-        block_size: Tokens in a block.
-        parent_hash: Name of the block before the first; None at the start of a prompt.
-        medium: Where the blocks are; None means on the device.
-        lora_id: Number of the adapter.
-        lora_name: Name of the adapter.
-        extra_keys: What else tells each block from others.
-        era: ``tagged``, a map as of vLLM 0.27, or ``positional``, an array as of 0.22.
-    """
-
-def encode_removed(
-    block_hashes: Sequence[int], medium: str | None = None, *, era: str = "tagged"
-) -> bytes:
-    """Encode blocks that are held no longer, in order of eviction."""
-
-def encode_cleared(*, era: str = "tagged") -> bytes:
-    """Encode that no block is left."""
-
-def encode_batch(events: Sequence[bytes], *, timestamp_s: float, dp_rank: int | None) -> bytes:
-    """Join encoded events to the payload of one message."""

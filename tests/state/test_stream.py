@@ -94,7 +94,9 @@ class Twin:
     def take(self, batches, *, replayed):
         """As Catalog.take."""
         for at, each in enumerate(batches):
-            if not replayed and any(number >= each.number for number in self.live):
+            if not replayed and (
+                any(number >= each.number for number in self.live) or self.contradicts(each)
+            ):
                 self.forget()
             if each.number > self.next:
                 return at, "gap", self.next, each.number - 1
@@ -108,6 +110,14 @@ class Twin:
             self.junk += each.kind == "junk"
             each.apply(self.held)
         return len(batches), "applied", 0, 0
+
+    def contradicts(self, each):
+        """The number of the batch applied last, and another payload: another life of the engine."""
+        last = self.last
+        return last is not None and (last.number, last.payload != each.payload) == (
+            each.number,
+            True,
+        )
 
     def give_up(self, number):
         self.lost += max(0, number - self.next)

@@ -54,6 +54,7 @@ class Worker:
                 era=config.event_era,
                 replay_buffer=config.replay_buffer,
                 dp_rank=config.data_parallel_rank,
+                block_size=config.block_size,
             )
         self.events_url = self._publisher.events_url if self._publisher else None
         self.replay_url = self._publisher.replay_url if self._publisher else None

@@ -1,17 +1,11 @@
-"""Block events as the scheduler means them, and their bytes in both wire eras of vLLM.
-
-- ``positional``: an event is an array, its type first (vLLM up to about 0.22).
-- ``tagged``: an event is a map with its type under "type"; absent keys mean the default
-  (vLLM from about 0.27).
-"""
+"""Block events as the scheduler means them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvflash.mocker.config import EventEra
-from kvflash.publisher.wire import encode_cleared, encode_removed, encode_stored
+from kvflash.publisher.stream import EventOutbox
 
 MEDIUM_GPU = "GPU"
 
@@ -27,7 +21,7 @@ class BlockStored:
         block_size: Tokens per block.
         lora_id: Number of the LoRA adapter, from 1, or None.
         lora_name: Name of the LoRA adapter, or None.
-        extra_keys: What else identifies each block, e.g. ["salt"] for the first one; or None.
+        cache_salt: Salt of the prompt, where the first block begins it; or None.
         medium: Where the blocks are.
     """
 
@@ -37,7 +31,7 @@ class BlockStored:
     block_size: int
     lora_id: int | None = None
     lora_name: str | None = None
-    extra_keys: Sequence[Sequence[str] | None] | None = None
+    cache_salt: str | None = None
     medium: str | None = MEDIUM_GPU
 
 
@@ -57,20 +51,22 @@ class AllBlocksCleared:
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-def encode(event: Event, era: EventEra) -> bytes:
-    """The bytes of an event in the shape of an era."""
-    if isinstance(event, BlockStored):
-        return encode_stored(
-            event.block_hashes,
-            event.token_ids,
-            parent_hash=event.parent_block_hash,
-            block_size=event.block_size,
-            medium=event.medium,
-            lora_id=event.lora_id,
-            lora_name=event.lora_name,
-            extra_keys=event.extra_keys,
-            era=era,
-        )
-    if isinstance(event, BlockRemoved):
-        return encode_removed(event.block_hashes, event.medium, era=era)
-    return encode_cleared(era=era)
+def put(outbox: EventOutbox, events: Sequence[Event]) -> None:
+    """Queue the events of one pass as a batch of their own."""
+    for event in events:
+        if isinstance(event, BlockStored):
+            outbox.store(
+                event.token_ids,
+                [event.block_size] * len(event.block_hashes),
+                event.block_hashes,
+                event.lora_id,
+                event.parent_block_hash,
+                lora_name=event.lora_name,
+                cache_salt=event.cache_salt,
+                medium=event.medium,
+            )
+        elif isinstance(event, BlockRemoved):
+            outbox.remove(event.block_hashes, medium=event.medium)
+        else:
+            outbox.clear()
+    outbox.cut()

@@ -6,13 +6,15 @@ import asyncio
 from collections.abc import Sequence
 
 from kvflash.mocker.config import EventEra, PortChoice
-from kvflash.mocker.events import Event, encode
+from kvflash.mocker.events import Event, put
 from kvflash.publisher.brokered import BrokerOutlet, BrokerStream
 from kvflash.publisher.stream import EventStream, reachable
 
 __all__ = ["BrokerPublisher", "EventPublisher", "reachable"]
 
 _FIELDS = ("--host, or KVFLASH_HOST with --endpoint", "--zmq-events-port", "--zmq-replay-port")
+# A pass says itself when its batch is complete.
+_TICK_MS = 1_000.0
 
 
 class EventPublisher:
@@ -30,6 +32,7 @@ class EventPublisher:
         era: EventEra,
         replay_buffer: int,
         dp_rank: int,
+        block_size: int,
     ) -> None:
         """Bind the sockets, and answer replay requests from now on.
 
@@ -41,21 +44,23 @@ class EventPublisher:
             era: Wire shape.
             replay_buffer: Batches kept for replay.
             dp_rank: Data parallel rank in every batch.
+            block_size: Tokens in a block.
 
         Raises:
             ConfigError: A port is taken or the host is not ours.
         """
-        self._era = era
         self._stream = EventStream(
             host=host,
             port=0 if events_port == "auto" else events_port,
             replay_port=0 if replay_port == "auto" else replay_port or None,
             topic=topic,
             dp_rank=dp_rank,
+            tick_ms=_TICK_MS,
             ring_batches=replay_buffer,
             # As engines, which count batches only.
             ring_bytes=1 << 40,
-            has_replay_topic=era == "tagged",
+            block_size=block_size,
+            shape=era,
             fields=_FIELDS,
         )
 
@@ -80,7 +85,7 @@ class EventPublisher:
         Never waits: a subscriber that does not keep up loses batches and sees a gap.
         """
         if events:
-            self._stream.outbox.put_batch([encode(event, self._era) for event in events])
+            put(self._stream.outbox, events)
 
     async def close(self) -> None:
         """Send what waits, and end."""
@@ -93,5 +98,4 @@ class BrokerPublisher(EventPublisher):
 
     def __init__(self, outlet: BrokerOutlet, *, era: EventEra, dp_rank: int) -> None:
         """Publish to an outlet, in a wire shape and with a rank in every batch."""
-        self._era = era
-        self._stream = BrokerStream(outlet, dp_rank=dp_rank, tick_ms=0)
+        self._stream = BrokerStream(outlet, dp_rank=dp_rank, tick_ms=_TICK_MS, shape=era)

@@ -256,9 +256,6 @@ class Scheduler:
         assert all(new[first - full :]) or first == full, "a cached block's parent is cached"
         if first == full:
             return None
-        extra_keys: list[list[str] | None] | None = None
-        if request.cache_salt is not None and first == 0:
-            extra_keys = [[request.cache_salt], *[None] * (full - 1)]
         return BlockStored(
             block_hashes=request.block_hashes[first:full],
             parent_block_hash=request.block_hashes[first - 1] if first else None,
@@ -266,7 +263,7 @@ class Scheduler:
             block_size=block_size,
             lora_id=request.lora.lora_id if request.lora else None,
             lora_name=request.lora.name if request.lora else None,
-            extra_keys=extra_keys,
+            cache_salt=None if first else request.cache_salt,
         )
 
     def _sweep(self) -> None:

@@ -90,6 +90,7 @@ class RuntimeWorker:
             era=config.event_era,
             replay_buffer=config.replay_buffer,
             dp_rank=config.data_parallel_rank + rank,
+            block_size=config.block_size,
         )
 
     async def start(self) -> None:

@@ -48,7 +48,11 @@ class Served:
 
 
 class _Writer(Protocol):
+    counts: dict[str, int]
+
     def put(self, sequence: int, payload: bytes) -> None: ...
+    def flush(self, timeout_s: float) -> bool: ...
+    def close(self) -> None: ...
 
 
 class BrokerOutlet:
@@ -66,6 +70,7 @@ class BrokerOutlet:
     Attributes:
         kind: Of what is announced: ``jetstream`` or ``nats``.
         endpoint: What is announced.
+        block_size: Tokens in a block.
         batch_bytes_max: Of a batch that the server takes for sure.
 
     Raises:
@@ -91,7 +96,7 @@ class BrokerOutlet:
                 f"event_plane nats needs the NATS client ({error}): pip install 'kvflash[nats]'"
             ) from None
         self._where = (component.namespace.name, component.name)
-        self._instance_id, self._dp_rank, self._block_size = instance_id, dp_rank, block_size
+        self._instance_id, self._dp_rank, self.block_size = instance_id, dp_rank, block_size
         self._served, self._has_local_index = served, has_local_index
         self._settings = settings or NatsSettings.from_env()
         self._epoch = time.time_ns()
@@ -153,8 +158,7 @@ class BrokerOutlet:
             if time.monotonic() > end:
                 return not self._waiting
             time.sleep(_POLL_S)
-        flush = getattr(self._writer, "flush", None)
-        return True if flush is None else bool(flush(max(0.0, end - time.monotonic())))
+        return self._writer is None or self._writer.flush(max(0.0, end - time.monotonic()))
 
     def close(self) -> None:
         """Send what waits, for some seconds, and end."""
@@ -163,14 +167,8 @@ class BrokerOutlet:
                 return
             self._is_closed.set()
         self._thread.join(_CLOSE_S_MAX)
-        for name in ("close", "stop"):
-            end = getattr(self._writer, name, None)
-            if end is not None:
-                # NatsCorePublisher's close is of its connection; it ends with stop.
-                if name == "close" and self._has_local_index:
-                    continue
-                end()
-                break
+        if self._writer is not None:
+            self._writer.close()
 
     def stats(self) -> dict[str, int]:
         """Counters; units are in the names."""
@@ -179,7 +177,7 @@ class BrokerOutlet:
             "waiting_bytes": self._waiting_bytes,
             "dropped_batches_total": self._dropped,
         }
-        for name, count in getattr(self._writer, "counts", {}).items():
+        for name, count in (self._writer.counts if self._writer else {}).items():
             counts[f"{name}_total"] = counts.get(f"{name}_total", 0) + count
         return counts
 
@@ -220,7 +218,7 @@ class BrokerOutlet:
             dp_rank=self._dp_rank,
             epoch=self._epoch,
             model_name=served.model_name,
-            block_size=self._block_size,
+            block_size=self.block_size,
             tenant_id=tenant,
         )
         if not self._has_local_index:
@@ -240,7 +238,7 @@ class BrokerOutlet:
             self._dp_rank,
             epoch=self._epoch,
             model_name=served.model_name,
-            block_size=self._block_size,
+            block_size=self.block_size,
             tenant_id=tenant,
         )
         publisher = NatsCorePublisher(
@@ -261,17 +259,18 @@ class BrokerStream(Sender):
         outlet: Where batches go.
         dp_rank: Rank in every batch.
         tick_ms: How long the first event of a batch waits for more.
-        block_size: Tokens of a block that the outbox is told of.
+        shape: Of events, see :class:`kvflash._core.EventOutbox`.
     """
 
     def __init__(
-        self, outlet: BrokerOutlet, *, dp_rank: int, tick_ms: float, block_size: int = 1
+        self, outlet: BrokerOutlet, *, dp_rank: int, tick_ms: float, shape: str = "own"
     ) -> None:
         self._outlet = outlet
         self.kind, self.endpoint = outlet.kind, outlet.endpoint
         # What the server stores, or the worker's index, needs no ring here.
         outbox = EventOutbox(
-            block_size,
+            outlet.block_size,
+            shape=shape,
             dp_rank=dp_rank,
             tick_s=tick_ms / 1000,
             event_bytes_max=outlet.batch_bytes_max,

@@ -165,9 +165,7 @@ class KvEventPublisher:
             make = self._outlet_maker(component, worker_id, model_name, enable_local_indexer)
             outlet = make()
             self._kind = outlet.kind
-            self._stream = BrokerStream(
-                outlet, dp_rank=self._dp_rank, tick_ms=tick_ms, block_size=self._block_size
-            )
+            self._stream = BrokerStream(outlet, dp_rank=self._dp_rank, tick_ms=tick_ms)
             self.endpoint, self.replay_endpoint = self._stream.endpoint, None
         else:
             self._stream = EventStream(

@@ -13,7 +13,8 @@ import zmq
 from kvflash.errors import KvflashError
 from kvflash.outage import Outage
 from kvflash.publisher.brokered import BrokerOutlet
-from kvflash.transport.zmq_socket import dial
+from kvflash.transport.options import ZmqOptions
+from kvflash.transport.zmq_socket import dial, open_replay
 
 __all__ = ["Relay"]
 
@@ -25,6 +26,7 @@ _FRAME_BYTES_MAX = 16 * 1024 * 1024
 _QUEUE_MESSAGES = 100_000
 # Batches that came as a replay and may come again by themselves.
 _REPLAYED_MAX = 10_000
+_REPLAY_OPTIONS = ZmqOptions(receive_queue_messages=0)
 _END = b"\xff" * 8
 
 
@@ -160,12 +162,8 @@ class Relay:
     def _replay(self, first: int) -> Iterator[tuple[int, bytes]]:
         if self._replay_endpoint is None:
             return
-        socket = self._context.socket(zmq.DEALER)
+        socket = open_replay(self._context, _REPLAY_OPTIONS, self._replay_endpoint, first)
         try:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RCVHWM, 0)
-            dial(socket, self._replay_endpoint)
-            socket.send_multipart([b"", first.to_bytes(8, "big")])
             waited_ms = 0
             while not self._is_closed.is_set() and waited_ms < _REPLAY_MS:
                 if not socket.poll(_POLL_MS):

@@ -20,7 +20,7 @@ from kvflash._core import EventOutbox
 from kvflash.errors import ClosedError, ConfigError
 from kvflash.transport.zmq_socket import netloc
 
-__all__ = ["EventStream", "Sender", "reachable"]
+__all__ = ["EventOutbox", "EventStream", "Sender", "reachable"]
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class EventStream(Sender):
         ring_bytes: int = 64 << 20,
         pending_bytes_max: int = 16 << 20,
         block_size: int = 1,
-        has_replay_topic: bool = True,
+        shape: str = "own",
         fields: tuple[str, str, str] = ("host", "port", "replay_port"),
     ) -> None:
         """Bind both sockets and start the thread.
@@ -161,7 +161,7 @@ class EventStream(Sender):
             ring_bytes: Memory that they may take; the oldest go first.
             pending_bytes_max: Encoded events that may wait for the thread; beyond it `put` waits.
             block_size: Tokens of a block that the outbox is told of.
-            has_replay_topic: Whether replayed batches have the topic, too.
+            shape: Of events, see :class:`kvflash._core.EventOutbox`.
             fields: What the host and the ports are called in errors.
 
         Raises:
@@ -169,6 +169,7 @@ class EventStream(Sender):
         """
         outbox = EventOutbox(
             block_size,
+            shape=shape,
             dp_rank=dp_rank,
             tick_s=tick_ms / 1000,
             ring_batches=ring_batches,
@@ -191,7 +192,8 @@ class EventStream(Sender):
         except ConfigError:
             self._close_sockets()
             raise
-        super().__init__(outbox, router, [self._topic] if has_replay_topic else [])
+        # Engines of that age replay without the topic.
+        super().__init__(outbox, router, [] if shape == "positional" else [self._topic])
 
     def _send(self, number: int, payload: bytes) -> None:
         self._pub.send_multipart([self._topic, number.to_bytes(8, "big"), payload])

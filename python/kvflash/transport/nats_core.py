@@ -309,20 +309,20 @@ class _Looped(ABC):
         client = await connect(self._settings, name=self._name)
         try:
             async with reaching(self._name):
-                await self.open(client)
+                await self._opened(client)
                 await client.flush()
             self._ready.set_result(None)
             await self._end.wait()
-            await self.close(client)
+            await self._closing(client)
         finally:
             await client.close()
 
     @abstractmethod
-    async def open(self, client: Client) -> None:
+    async def _opened(self, client: Client) -> None:
         """Subscribe."""
 
     @abstractmethod
-    async def close(self, client: Client) -> None:
+    async def _closing(self, client: Client) -> None:
         """End what was begun; the connection is closed afterwards."""
 
 
@@ -350,6 +350,15 @@ class NatsCorePublisher(_Looped):
         self._subject, self._query_subject = subject, query_subject
         self._index, self._headers = index, headers
         self._client: Client | None = None
+        self.counts: dict[str, int] = {}
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Nothing is stored that could be waited for."""
+        return True
+
+    def close(self) -> None:
+        """End; blocks until done."""
+        self.stop()
 
     def put(self, sequence: int, payload: bytes) -> None:
         """Publish a batch; returns at once. From any thread, in the order of the numbers."""
@@ -357,7 +366,7 @@ class NatsCorePublisher(_Looped):
         self._index.record(sequence, payload)
         asyncio.run_coroutine_threadsafe(self._publish(sequence, payload), self._loop)
 
-    async def open(self, client: Client) -> None:
+    async def _opened(self, client: Client) -> None:
         """Answer from now on."""
         self._client = client
 
@@ -367,7 +376,7 @@ class NatsCorePublisher(_Looped):
 
         await client.subscribe(self._query_subject, cb=respond)
 
-    async def close(self, client: Client) -> None:
+    async def _closing(self, client: Client) -> None:
         """Hand over what waits."""
         with contextlib.suppress(nats.errors.Error, OSError):
             await client.flush()
@@ -415,7 +424,7 @@ class NatsCoreReceiver(_Looped):
         elif kind == "unsubscribe":
             self._loop.call_soon_threadsafe(self._leave, publisher)
 
-    async def open(self, client: Client) -> None:
+    async def _opened(self, client: Client) -> None:
         """Hear from now on."""
         follower = CoreFollower(self._catalog, nats_ask(client, self._subject_of))
         self._follower = follower
@@ -425,7 +434,7 @@ class NatsCoreReceiver(_Looped):
 
         await client.subscribe(self._subject, cb=hear)
 
-    async def close(self, client: Client) -> None:
+    async def _closing(self, client: Client) -> None:
         """Follow nobody."""
         if self._follower is not None:
             await self._follower.close()

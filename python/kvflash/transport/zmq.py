@@ -19,6 +19,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvflash._core import Catalog, Repair
+from kvflash.transport.base import Order
 from kvflash.transport.drain import find_drain
 from kvflash.transport.options import ZmqOptions
 from kvflash.transport.poller import Poller
@@ -86,48 +87,9 @@ class ZmqReceiver:
         """Start the thread."""
         self._thread.start()
 
-    def obey(self, order: tuple[str, int, str, str | None]) -> None:
+    def obey(self, order: Order) -> None:
         """Carry out what :meth:`Catalog.next_order` returned; returns at once."""
-        kind, publisher, endpoint, replay_endpoint = order
-        if kind in ("subscribe", "hold"):
-            is_held = kind == "hold"
-            self.subscribe(publisher, endpoint, replay_endpoint, is_held=is_held)
-        elif kind == "pause":
-            self.pause(publisher)
-        elif kind == "resume":
-            self.resume(publisher)
-        else:
-            self.unsubscribe(publisher)
-
-    def subscribe(
-        self,
-        publisher: int,
-        endpoint: str,
-        replay_endpoint: str | None,
-        *,
-        is_held: bool = False,
-    ) -> None:
-        """Connect to a publisher; returns at once.
-
-        Args:
-            publisher: Its number in the catalog.
-            endpoint: Address of its PUB socket.
-            replay_endpoint: Address of its replay socket, where it has one.
-            is_held: Read nothing before :meth:`resume`; messages wait in the socket.
-        """
-        self._order(lambda: self._subscribe(publisher, endpoint, replay_endpoint, is_held))
-
-    def pause(self, publisher: int) -> None:
-        """Read no more of a publisher; what the socket can't hold meanwhile is a gap later."""
-        self._order(lambda: self._hold(publisher))
-
-    def resume(self, publisher: int) -> None:
-        """Read on; returns at once."""
-        self._order(lambda: self._release(publisher))
-
-    def unsubscribe(self, publisher: int) -> None:
-        """Close a publisher's sockets; returns at once."""
-        self._order(lambda: self._unsubscribe(publisher))
+        self._order(partial(self._carry_out, *order))
 
     def stop(self) -> None:
         """Close everything and wait for the thread."""
@@ -217,8 +179,21 @@ class ZmqReceiver:
                 return
             self._call(order)
 
+    def _carry_out(
+        self, kind: str, publisher: int, endpoint: str, replay_endpoint: str | None
+    ) -> None:
+        subscription = self._subscriptions.get(publisher)
+        if kind in ("subscribe", "hold"):
+            self._subscribe(publisher, endpoint, replay_endpoint, is_held=kind == "hold")
+        elif kind == "unsubscribe":
+            self._unsubscribe(publisher)
+        elif subscription is not None and kind == "pause":
+            self._hold(subscription)
+        elif subscription is not None:
+            self._release(subscription)
+
     def _subscribe(
-        self, publisher: int, endpoint: str, replay_endpoint: str | None, is_held: bool
+        self, publisher: int, endpoint: str, replay_endpoint: str | None, *, is_held: bool
     ) -> None:
         try:
             socket, monitor = open_stream(self._context, self._options)
@@ -239,21 +214,20 @@ class ZmqReceiver:
         self._connect(subscription)
         self._follow(subscription, [])
 
-    def _hold(self, publisher: int) -> None:
-        subscription = self._subscriptions.get(publisher)
-        if subscription is None or subscription.repair.is_held or subscription.has_failed:
+    def _hold(self, subscription: _Subscription) -> None:
+        if subscription.repair.is_held or subscription.has_failed:
             return
         subscription.repair.hold()
         self._follow(subscription, [])
-        self._catalog.set_status(publisher, "paused")
+        self._catalog.set_status(subscription.publisher, "paused")
 
-    def _release(self, publisher: int) -> None:
-        subscription = self._subscriptions.get(publisher)
-        if subscription is None or not subscription.repair.is_held:
+    def _release(self, subscription: _Subscription) -> None:
+        if not subscription.repair.is_held:
             return
         is_open = subscription.is_connected or subscription.endpoint.startswith("inproc://")
         if not subscription.has_failed:
-            self._catalog.set_status(publisher, "active" if is_open else "pending")
+            status = "active" if is_open else "pending"
+            self._catalog.set_status(subscription.publisher, status)
         self._follow(subscription, subscription.repair.release(subscription.is_connected))
 
     def _connect(self, subscription: _Subscription) -> None:
@@ -377,12 +351,8 @@ class ZmqReceiver:
                     last,
                 )
             else:
-                message = f"replay failed: {why}"
-                logger.warning(
-                    "engine at %s: from batch %d on, %s", subscription.endpoint, first, message
-                )
-                status = "active" if subscription.is_connected else "pending"
-                self._catalog.set_status(subscription.publisher, status, message)
+                where = subscription.endpoint
+                logger.warning("engine at %s: replay from %d failed: %s", where, first, why)
         socket, is_read = subscription.socket, subscription.socket in self._handlers
         if subscription.repair.wants_live and not is_read:
             self._add(socket, lambda: self._on_stream(subscription))

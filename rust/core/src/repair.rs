@@ -58,8 +58,8 @@ pub trait Feed {
     fn malformed(&self);
     /// The engine is asked for batches again.
     fn replay_started(&self);
-    /// A replay is over. `is_empty`: it was asked for everything and had nothing.
-    fn replay_ended(&self, is_failed: bool, is_empty: bool);
+    /// A replay is over, or failed. `is_empty`: it was asked for everything and had nothing.
+    fn replay_ended(&self, failure: Option<&str>, is_empty: bool);
 }
 
 /// What the door is to do.
@@ -354,7 +354,7 @@ impl Repair {
         let Some(replay) = self.replay.take() else { return };
         self.effects.push(Effect::Dismiss);
         let is_empty = replay.first == 0 && replay.has_ended && !replay.has_answered;
-        feed.replay_ended(failure.is_some(), is_empty);
+        feed.replay_ended(failure.as_deref(), is_empty);
         if let Some(why) = failure {
             self.effects.push(Effect::Failed(replay.first, why));
         }

@@ -1,7 +1,7 @@
 //! The blocks of a call: checked, then cut into events that receivers take.
 
 use crate::error::{Result, invalid};
-use crate::wire::{self, BLOCKS_MAX, Era, Keys, NAME_BYTES_MAX, Stored, TOKENS_MAX};
+use crate::wire::{self, BLOCKS_MAX, Item, NAME_BYTES_MAX, Shape, Stored, TOKENS_MAX};
 
 /// Blocks of one call; more is a mistake of the caller's.
 pub const CALL_BLOCKS_MAX: usize = 1 << 24;
@@ -27,8 +27,8 @@ pub struct Blocks<'a> {
     pub cache_salt: Option<&'a str>,
     /// Storage medium; `None` means device.
     pub medium: Option<&'a str>,
-    /// What else tells the blocks from others, one entry a block.
-    pub extra_keys: Option<&'a Keys>,
+    /// Multimodal items, one entry a block.
+    pub items: Option<&'a [Vec<Item>]>,
 }
 
 /// Encoded events, and how many of the call's blocks are in them.
@@ -47,7 +47,7 @@ impl Blocks<'_> {
     /// # Errors
     /// `InvalidArgument` if the sizes do not add up to the tokens, for a LoRA number that receivers
     /// cannot read, and for a name that is too long.
-    pub fn encode(&self, block_size: u32, event_bytes_max: usize) -> Result<Encoded> {
+    pub fn encode(&self, shape: Shape, block_size: u32, event_bytes_max: usize) -> Result<Encoded> {
         let size = block_size as usize;
         let (count, tokens) = (self.block_hashes.len(), self.token_ids.len());
         if let Some(sizes) = self.sizes.filter(|sizes| sizes.len() != count) {
@@ -92,7 +92,7 @@ impl Blocks<'_> {
             let last = fitting.min(first + step);
             let block_hashes = &self.block_hashes[first..last];
             let event = wire::stored(
-                Era::Tagged,
+                shape,
                 &Stored {
                     block_hashes,
                     parent_hash,
@@ -102,7 +102,7 @@ impl Blocks<'_> {
                     medium: self.medium,
                     lora_name: self.lora_name,
                     cache_salt: self.cache_salt,
-                    extra_keys: self.extra_keys.map(|keys| &keys[first..last]),
+                    items: self.items.map(|items| &items[first..last]),
                 },
             );
             if event.len() > event_bytes_max && last - first > 1 {
@@ -121,6 +121,7 @@ impl Blocks<'_> {
 /// # Errors
 /// `InvalidArgument` for a name that is too long.
 pub fn removed(
+    shape: Shape,
     block_hashes: &[u64],
     medium: Option<&str>,
     event_bytes_max: usize,
@@ -128,7 +129,7 @@ pub fn removed(
     check_name("medium", medium)?;
     // Nine bytes each; a long name of the medium has room beside them.
     let step = BLOCKS_MAX.min(event_bytes_max / 16).max(1);
-    let encode = |hashes| wire::removed(Era::Tagged, hashes, medium);
+    let encode = |hashes| wire::removed(shape, hashes, medium);
     Ok(block_hashes.chunks(step).map(encode).collect())
 }
 

@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use crate::error::{Result, invalid};
-use crate::wire::Key;
+use crate::wire::Item;
 
 /// Blocks that an item reaches beyond, remembered for calls that continue them; the oldest go first.
 const OPEN_BLOCKS_MAX: usize = 16_384;
@@ -27,8 +27,8 @@ pub struct Part {
 
 /// Items that reach a block's end: where each begins, counted from the block's first token.
 type Open = HashMap<u64, i64>;
-/// Extra keys of blocks, and of each block the items that reach its end.
-type Placed = (Option<Vec<Option<Vec<Key>>>>, Vec<Open>);
+/// The items of blocks, and of each block those that reach its end.
+type Placed = (Option<Vec<Vec<Item>>>, Vec<Open>);
 
 /// The items that calls to come may continue.
 #[derive(Debug)]
@@ -53,23 +53,23 @@ impl ItemPlaces {
         }
     }
 
-    /// The extra keys of blocks, each the continuation of the one before, which begin behind `parent`.
+    /// Where the items of blocks begin, each the continuation of the one before, which begin behind `parent`.
     /// Give the second value to [`ItemPlaces::remember`] when the call is accepted.
     ///
     /// # Errors
     /// `InvalidArgument` for a part outside of its block, and for another number of blocks.
-    pub fn keys(&self, parts: &[Vec<Part>], parent: Option<u64>) -> Result<Placed> {
+    pub fn begins(&self, parts: &[Vec<Part>], parent: Option<u64>) -> Result<Placed> {
         let mut before = parent.and_then(|name| self.open.get(&name)).map(|(_, open)| open);
-        let mut keys = Vec::with_capacity(parts.len());
+        let mut placed = Vec::with_capacity(parts.len());
         let mut reached: Vec<Open> = Vec::with_capacity(parts.len());
         for (block, parts) in parts.iter().enumerate() {
             let (items, open) = self.block(block, parts, before)?;
-            keys.push((!items.is_empty()).then_some(items));
+            placed.push(items);
             reached.push(open);
             before = reached.last();
         }
-        let has_any = keys.iter().any(Option::is_some);
-        Ok((has_any.then_some(keys), reached))
+        let has_any = placed.iter().any(|items| !items.is_empty());
+        Ok((has_any.then_some(placed), reached))
     }
 
     /// Remembers the items that reach the end of blocks; `reached` is empty for blocks without any.
@@ -116,9 +116,9 @@ impl ItemPlaces {
         block: usize,
         parts: &[Part],
         before: Option<&Open>,
-    ) -> Result<(Vec<Key>, Open)> {
+    ) -> Result<(Vec<Item>, Open)> {
         let size = self.block_size;
-        let (mut keys, mut reached) = (Vec::with_capacity(parts.len()), Open::new());
+        let (mut items, mut reached) = (Vec::with_capacity(parts.len()), Open::new());
         for &Part { item, hash, start, end } in parts {
             if start >= end.min(size) || end <= 0 {
                 return Err(invalid(format!(
@@ -133,9 +133,9 @@ impl ItemPlaces {
                 reached.insert(hash, begin);
             }
             // An identifier of 64 hexadecimal digits is taken for the hash that it begins with.
-            keys.push(Key::Item(format!("{hash:016x}{:048}", 0), begin));
+            items.push((format!("{hash:016x}{:048}", 0), begin));
         }
-        Ok((keys, reached))
+        Ok((items, reached))
     }
 }
 
@@ -154,14 +154,13 @@ mod tests {
         names: &[u64],
         parent: Option<u64>,
     ) -> Vec<i64> {
-        let (keys, reached) = places.keys(parts, parent).expect("legal");
+        let (items, reached) = places.begins(parts, parent).expect("legal");
         places.remember(names, reached);
-        let keys = keys.unwrap_or_default();
-        let begin = |keys: &Option<Vec<Key>>| match keys.as_deref() {
-            Some([Key::Item(identifier, begin)]) if identifier.len() == 64 => *begin,
+        let begin = |items: &Vec<Item>| match &items[..] {
+            [(identifier, begin)] if identifier.len() == 64 => *begin,
             other => panic!("{other:?}"),
         };
-        keys.iter().map(begin).collect()
+        items.expect("items").iter().map(begin).collect()
     }
 
     #[test]
@@ -195,7 +194,7 @@ mod tests {
     fn a_part_outside_of_its_block_is_named() {
         let places = ItemPlaces::new(4);
         for (start, end) in [(4, 5), (0, 0), (2, 2), (-2, 0)] {
-            let text = places.keys(&[vec![], part(1, start, end)], None).expect_err("refused");
+            let text = places.begins(&[vec![], part(1, start, end)], None).expect_err("refused");
             assert!(
                 text.to_string().starts_with("block_mm_infos[1].mm_objects[0].offsets must be")
             );

@@ -153,24 +153,22 @@ impl Outbox {
         Ok(())
     }
 
-    /// Closes a batch of these events alone and queues it; never waits. Where the thread doesn't keep
-    /// up the oldest go, which subscribers see as a gap.
-    ///
-    /// # Errors
-    /// As [`Outbox::put`].
-    pub fn put_batch(&self, events: &[Vec<u8>]) -> Result<()> {
-        self.check_process()?;
+    /// Closes the batch of the events that wait; never waits. Where the thread doesn't keep up the
+    /// oldest batches go, which subscribers see as a gap.
+    pub fn cut(&self) {
         let mut state = self.state();
-        state.check_open()?;
-        let batch = self.number(&mut state, events);
-        state.taken += events.len() as u64;
+        let events = state.pending.take_batch();
+        if events.is_empty() {
+            return;
+        }
+        let batch = self.number(&mut state, &events);
         state.ready.push_back((batch, events.len() as u64));
         while state.ready.len() > PUB_QUEUE_BATCHES {
-            let dropped = state.ready.pop_front().map_or(0, |(_, events)| events);
-            state.sent += dropped;
+            state.sent += state.ready.pop_front().map_or(0, |(_, events)| events);
         }
+        // It was told of the events, and waits for the end of their tick.
+        state.is_awake = false;
         self.wake(&mut state);
-        Ok(())
     }
 
     /// Waits until everything that was put before is published. Returns how many events still wait.
@@ -384,10 +382,13 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_of_the_callers_own_is_numbered_at_once() {
+    fn a_batch_that_is_cut_is_numbered_at_once() {
         let outbox = outbox(1_000);
+        outbox.put(vec![event(2), event(3)]).expect("open");
+        assert!(outbox.take(Instant::now()).is_none());
+        outbox.cut();
+        outbox.cut();
         outbox.put(vec![event(1)]).expect("open");
-        outbox.put_batch(&[event(2), event(3)]).expect("open");
         assert_eq!(outbox.counts().batches, 1);
         let (number, payload) = outbox.take(Instant::now()).expect("the batch");
         assert_eq!((number, &payload[10..13]), (0, &[0x92, 2, 3][..]));
@@ -397,7 +398,6 @@ mod tests {
         assert_eq!(outbox.take(Instant::now()).map(|(number, _)| number), Some(1));
         assert!(outbox.is_over());
         assert!(matches!(outbox.put(vec![event(5)]), Err(Error::Closed(_))));
-        assert!(matches!(outbox.put_batch(&[event(5)]), Err(Error::Closed(_))));
     }
 
     #[test]
@@ -423,7 +423,8 @@ mod tests {
     #[test]
     fn replays_go_on_while_there_are_any() {
         let outbox = outbox(0);
-        outbox.put_batch(&[event(1)]).expect("open");
+        outbox.put(vec![event(1)]).expect("open");
+        outbox.cut();
         let request = [b"a".to_vec(), Vec::new(), vec![0; 8]];
         assert_eq!(outbox.ask(&request), Request::Started);
         assert_eq!(outbox.wait(Instant::now()), Some(Duration::ZERO));

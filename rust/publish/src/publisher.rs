@@ -7,7 +7,7 @@ use crate::blocks::{self, Blocks};
 use crate::error::{Result, invalid};
 use crate::items::{ItemPlaces, Part};
 use crate::outbox::{Counts, Outbox, Settings};
-use crate::wire::{self, Era};
+use crate::wire::{self, Shape};
 
 /// Bytes of an event; receivers take 16 MiB.
 pub const EVENT_BYTES_MAX: usize = 8 << 20;
@@ -17,6 +17,7 @@ pub const EVENT_BYTES_MAX: usize = 8 << 20;
 pub struct Publisher {
     /// What it publishes.
     pub outbox: Outbox,
+    shape: Shape,
     block_size: u32,
     event_bytes_max: usize,
     items: Mutex<ItemPlaces>,
@@ -45,12 +46,18 @@ impl Publisher {
     ///
     /// # Errors
     /// `InvalidArgument` for a block size of 0, `Io` if the process can have no more descriptors.
-    pub fn new(block_size: u32, event_bytes_max: usize, settings: Settings) -> Result<Self> {
+    pub fn new(
+        shape: Shape,
+        block_size: u32,
+        event_bytes_max: usize,
+        settings: Settings,
+    ) -> Result<Self> {
         if block_size == 0 {
             return Err(invalid("kv_block_size must be at least 1, got 0"));
         }
         Ok(Self {
             outbox: Outbox::new(settings)?,
+            shape,
             block_size,
             event_bytes_max,
             items: Mutex::new(ItemPlaces::new(block_size)),
@@ -64,7 +71,7 @@ impl Publisher {
     /// each block. Returns a text about the blocks that were dropped, if any.
     ///
     /// # Errors
-    /// `InvalidArgument` for what [`Blocks::encode`] and [`ItemPlaces::keys`] refuse, `Closed` after the
+    /// `InvalidArgument` for what [`Blocks::encode`] and [`ItemPlaces::begins`] refuse, `Closed` after the
     /// end. Nothing of the call is published then.
     pub fn store(
         &self,
@@ -72,17 +79,19 @@ impl Publisher {
         items: Option<&[Vec<Part>]>,
     ) -> Result<Option<String>> {
         let (size, count) = (self.block_size, blocks.block_hashes.len());
-        let (keys, reached) = match items {
+        let (items, reached) = match items {
             None => (None, Vec::new()),
-            Some(items) if items.len() == count => self.items().keys(items, blocks.parent_hash)?,
+            Some(items) if items.len() == count => {
+                self.items().begins(items, blocks.parent_hash)?
+            }
             Some(items) => {
                 let got = items.len();
                 let text = "block_mm_infos must have one entry for each of the";
                 return Err(invalid(format!("{text} {count} blocks, got {got}")));
             }
         };
-        let blocks = Blocks { extra_keys: keys.as_deref(), ..*blocks };
-        let encoded = blocks.encode(size, self.event_bytes_max)?;
+        let blocks = Blocks { items: items.as_deref(), ..*blocks };
+        let encoded = blocks.encode(self.shape, size, self.event_bytes_max)?;
         self.items().remember(blocks.block_hashes, reached);
         self.outbox.put(encoded.events)?;
         let (fitting, dropped) = (encoded.blocks, count - encoded.blocks);
@@ -101,7 +110,12 @@ impl Publisher {
     /// # Errors
     /// As [`Publisher::store`].
     pub fn remove(&self, block_hashes: &[u64], medium: Option<&str>) -> Result<()> {
-        self.outbox.put(blocks::removed(block_hashes, medium, self.event_bytes_max)?)?;
+        self.outbox.put(blocks::removed(
+            self.shape,
+            block_hashes,
+            medium,
+            self.event_bytes_max,
+        )?)?;
         self.removed_blocks.fetch_add(block_hashes.len() as u64, Ordering::Relaxed);
         Ok(())
     }
@@ -112,7 +126,7 @@ impl Publisher {
     /// `Closed` after the end.
     pub fn clear(&self) -> Result<()> {
         self.items().clear();
-        self.outbox.put(vec![wire::cleared(Era::Tagged)])
+        self.outbox.put(vec![wire::cleared(self.shape)])
     }
 
     /// Counters and gauges.

@@ -10,27 +10,21 @@ pub const BLOCKS_MAX: usize = 65_536;
 /// Length of a name that receivers take.
 pub const NAME_BYTES_MAX: usize = 64 << 10;
 
-/// The form of an event.
+/// The shape of events.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Era {
-    /// A map with its kind under `type` (vLLM since about 0.27); keys without a value may be absent.
+pub enum Shape {
+    /// The tagged maps of vLLM, plus `cache_salt`.
     #[default]
+    Own,
+    /// A map with its kind under `type` (vLLM since about 0.27); keys without a value may be absent. A
+    /// salt is among the first block's extra keys.
     Tagged,
-    /// An array that begins with its kind (vLLM up to about 0.22). It has no `cache_salt`.
+    /// An array that begins with its kind (vLLM up to about 0.22).
     Positional,
 }
 
-/// What else tells a block from others with the same tokens.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Key {
-    /// A salt, or another name.
-    Name(String),
-    /// Identifier of a multimodal item, and its first token, counted from the block's.
-    Item(String, i64),
-}
-
-/// The keys of each block.
-pub type Keys = [Option<Vec<Key>>];
+/// Identifier of a multimodal item, and its first token, counted from the block's.
+pub type Item = (String, i64);
 
 /// Blocks that were stored, each the continuation of the one before.
 #[derive(Debug, Clone, Copy)]
@@ -51,55 +45,61 @@ pub struct Stored<'a> {
     pub lora_name: Option<&'a str>,
     /// The cache salt of the request.
     pub cache_salt: Option<&'a str>,
-    /// Keys, one entry a block.
-    pub extra_keys: Option<&'a Keys>,
+    /// Multimodal items, one entry a block.
+    pub items: Option<&'a [Vec<Item>]>,
 }
 
 /// Writing into a vector can't fail.
 type Bytes = rmp::encode::ByteBuf;
 
 /// Encodes a stored event.
-pub fn stored(era: Era, event: &Stored<'_>) -> Vec<u8> {
+pub fn stored(shape: Shape, event: &Stored<'_>) -> Vec<u8> {
     let room = 128 + 9 * event.block_hashes.len() + 5 * event.token_ids.len();
-    let (salt, keys) = (event.cache_salt, event.extra_keys);
-    let count = match era {
-        Era::Positional => 8,
-        // Engines leave these two out rather than write nil.
-        Era::Tagged => 7 + u32::from(salt.is_some()) + u32::from(keys.is_some()),
+    let (own_salt, engine_salt) = match shape {
+        Shape::Own => (event.cache_salt, None),
+        Shape::Tagged | Shape::Positional => (None, event.cache_salt),
     };
-    let mut out = Fields::new(era, "BlockStored", count, room);
+    let has_keys = event.items.is_some() || engine_salt.is_some();
+    let count = match shape {
+        Shape::Positional => 8,
+        // Engines leave these two out rather than write nil.
+        Shape::Own | Shape::Tagged => 7 + u32::from(own_salt.is_some()) + u32::from(has_keys),
+    };
+    let mut out = Fields::new(shape, "BlockStored", count, room);
     out.names(event.block_hashes);
     out.number("parent_block_hash", event.parent_hash);
     out.key("token_ids");
-    out.list(event.token_ids, |out, &token| uint(out, u64::from(token)));
+    out.list(event.token_ids, |out, _, &token| uint(out, u64::from(token)));
     out.number("block_size", Some(u64::from(event.block_size)));
     out.number("lora_id", event.lora_id);
     out.text("medium", event.medium);
     out.text("lora_name", event.lora_name);
-    if salt.is_some() && era == Era::Tagged {
-        out.text("cache_salt", salt);
+    if own_salt.is_some() {
+        out.text("cache_salt", own_salt);
     }
-    if keys.is_some() || era == Era::Positional {
+    if has_keys {
         out.key("extra_keys");
-        match keys {
-            None => nil(&mut out.bytes),
-            Some(keys) => out.list(keys, block_keys),
-        }
+        out.list(event.block_hashes, |out, at, _| {
+            let items = event.items.map_or(&[][..], |items| &items[at]);
+            block_keys(out, engine_salt.filter(|_| at == 0), items);
+        });
+    } else if shape == Shape::Positional {
+        nil(&mut out.bytes);
     }
     out.bytes.into_vec()
 }
 
 /// Encodes a removed event.
-pub fn removed(era: Era, block_hashes: &[u64], medium: Option<&str>) -> Vec<u8> {
-    let mut out = Fields::new(era, "BlockRemoved", 2, 64 + 9 * block_hashes.len());
+pub fn removed(shape: Shape, block_hashes: &[u64], medium: Option<&str>) -> Vec<u8> {
+    let mut out = Fields::new(shape, "BlockRemoved", 2, 64 + 9 * block_hashes.len());
     out.names(block_hashes);
     out.text("medium", medium);
     out.bytes.into_vec()
 }
 
 /// Encodes a cleared event.
-pub fn cleared(era: Era) -> Vec<u8> {
-    Fields::new(era, "AllBlocksCleared", 0, 32).bytes.into_vec()
+pub fn cleared(shape: Shape) -> Vec<u8> {
+    Fields::new(shape, "AllBlocksCleared", 0, 32).bytes.into_vec()
 }
 
 /// Joins encoded events to the payload of one message.
@@ -118,39 +118,39 @@ pub fn batch(events: &[Vec<u8>], timestamp_s: f64, dp_rank: Option<u32>) -> Vec<
     out.into_vec()
 }
 
-/// The fields of one event, in their order; their names only where the era has them.
+/// The fields of one event, in their order; their names only where the shape has them.
 struct Fields {
-    era: Era,
+    shape: Shape,
     bytes: Bytes,
 }
 
 impl Fields {
-    fn new(era: Era, kind: &str, count: u32, room: usize) -> Self {
-        let mut out = Self { era, bytes: Bytes::with_capacity(room) };
-        match era {
-            Era::Tagged => drop(encode::write_map_len(&mut out.bytes, count + 1)),
-            Era::Positional => drop(encode::write_array_len(&mut out.bytes, count + 1)),
+    fn new(shape: Shape, kind: &str, count: u32, room: usize) -> Self {
+        let mut out = Self { shape, bytes: Bytes::with_capacity(room) };
+        match shape {
+            Shape::Positional => drop(encode::write_array_len(&mut out.bytes, count + 1)),
+            _ => drop(encode::write_map_len(&mut out.bytes, count + 1)),
         }
         out.text("type", Some(kind));
         out
     }
 
     fn key(&mut self, name: &str) {
-        if self.era == Era::Tagged {
+        if self.shape != Shape::Positional {
             let _ = encode::write_str(&mut self.bytes, name);
         }
     }
 
-    fn list<T>(&mut self, items: &[T], write: impl Fn(&mut Bytes, &T)) {
+    fn list<T>(&mut self, items: &[T], write: impl Fn(&mut Bytes, usize, &T)) {
         let _ = encode::write_array_len(&mut self.bytes, items.len() as u32);
-        for item in items {
-            write(&mut self.bytes, item);
+        for (at, item) in items.iter().enumerate() {
+            write(&mut self.bytes, at, item);
         }
     }
 
     fn names(&mut self, block_hashes: &[u64]) {
         self.key("block_hashes");
-        self.list(block_hashes, |out, &hash| uint(out, hash));
+        self.list(block_hashes, |out, _, &hash| uint(out, hash));
     }
 
     fn number(&mut self, name: &str, value: Option<u64>) {
@@ -178,18 +178,19 @@ fn nil(out: &mut Bytes) {
     let _ = encode::write_nil(out);
 }
 
-fn block_keys(out: &mut Bytes, keys: &Option<Vec<Key>>) {
-    let Some(keys) = keys else { return nil(out) };
-    let _ = encode::write_array_len(out, keys.len() as u32);
-    for key in keys {
-        match key {
-            Key::Name(name) => drop(encode::write_str(out, name)),
-            Key::Item(identifier, begin) => {
-                let _ = encode::write_array_len(out, 2);
-                let _ = encode::write_str(out, identifier);
-                let _ = encode::write_sint(out, *begin);
-            }
-        }
+fn block_keys(out: &mut Bytes, salt: Option<&str>, items: &[Item]) {
+    let count = items.len() + usize::from(salt.is_some());
+    if count == 0 {
+        return nil(out);
+    }
+    let _ = encode::write_array_len(out, count as u32);
+    if let Some(salt) = salt {
+        let _ = encode::write_str(out, salt);
+    }
+    for (identifier, begin) in items {
+        let _ = encode::write_array_len(out, 2);
+        let _ = encode::write_str(out, identifier);
+        let _ = encode::write_sint(out, *begin);
     }
 }
 
@@ -219,11 +220,11 @@ mod tests {
             lora_name: Some("adapter"),
             cache_salt: Some("salt"),
             medium: Some("CPU"),
-            extra_keys: None,
+            items: None,
         };
-        let mut events = call.encode(2, usize::MAX).expect("legal").events;
-        events.extend(blocks::removed(&[7], None, usize::MAX).expect("legal"));
-        events.push(cleared(Era::Tagged));
+        let mut events = call.encode(Shape::Own, 2, usize::MAX).expect("legal").events;
+        events.extend(blocks::removed(Shape::Own, &[7], None, usize::MAX).expect("legal"));
+        events.push(cleared(Shape::Own));
         let events = decoded(&events);
         let Event::Stored(stored) = &events[0] else { panic!("{:?}", events[0]) };
         assert_eq!(stored.block_hashes, [u64::MAX, 7]);
@@ -250,9 +251,9 @@ mod tests {
             lora_name: None,
             cache_salt: None,
             medium: None,
-            extra_keys: None,
+            items: None,
         };
-        let encoded = call.encode(16, usize::MAX).expect("legal");
+        let encoded = call.encode(Shape::Own, 16, usize::MAX).expect("legal");
         assert_eq!((encoded.events.len(), encoded.blocks), (3, 3 << 16));
         let mut parent = None;
         for event in decoded(&encoded.events) {
@@ -273,13 +274,14 @@ mod tests {
             lora_name: None,
             cache_salt: None,
             medium: None,
-            extra_keys: None,
+            items: None,
         };
-        assert_eq!(call.encode(2, usize::MAX).map(|encoded| encoded.blocks), Ok(2));
+        assert_eq!(call.encode(Shape::Own, 2, usize::MAX).map(|encoded| encoded.blocks), Ok(2));
         let wrong = Blocks { token_ids: &[1, 2, 3], ..call };
-        let text = wrong.encode(2, usize::MAX).expect_err("sizes of seven tokens").to_string();
+        let text =
+            wrong.encode(Shape::Own, 2, usize::MAX).expect_err("sizes of seven tokens").to_string();
         assert_eq!(text, "num_block_tokens adds up to 7 tokens, token_ids has 3");
         let long = "x".repeat(NAME_BYTES_MAX + 1);
-        assert!(Blocks { medium: Some(&long), ..call }.encode(2, usize::MAX).is_err());
+        assert!(Blocks { medium: Some(&long), ..call }.encode(Shape::Own, 2, usize::MAX).is_err());
     }
 }

@@ -8,7 +8,7 @@ use kvflash_publish::items::Part;
 use kvflash_publish::outbox::Settings;
 use kvflash_publish::publisher::Publisher;
 use kvflash_publish::replay::Request;
-use kvflash_publish::wire::{self, Era, Key, Stored};
+use kvflash_publish::wire::Shape;
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyBool, PyBytes, PyDict, PyString};
 
@@ -92,13 +92,15 @@ pub(super) struct EventOutbox {
 impl EventOutbox {
     #[new]
     #[pyo3(signature = (
-        block_size, *, dp_rank=None, tick_s=0.001, event_bytes_max=8 << 20, batch_bytes_max=1 << 20,
-        pending_bytes_max=16 << 20, ring_batches=10_000, ring_bytes=64 << 20
+        block_size, *, shape="own", dp_rank=None, tick_s=0.001, event_bytes_max=8_388_608,
+        batch_bytes_max=1_048_576, pending_bytes_max=16_777_216, ring_batches=10_000,
+        ring_bytes=67_108_864
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         block_size: u32,
+        shape: &str,
         dp_rank: Option<u32>,
         tick_s: f64,
         event_bytes_max: usize,
@@ -109,6 +111,12 @@ impl EventOutbox {
     ) -> PyResult<Self> {
         let tick = Duration::try_from_secs_f64(tick_s)
             .map_err(|error| raise(py, &Error::invalid(format!("tick_s: {error}"))))?;
+        let shape = match shape {
+            "own" => Shape::Own,
+            "tagged" => Shape::Tagged,
+            "positional" => Shape::Positional,
+            _ => return Err(raise(py, &Error::invalid(format!("there is no shape {shape:?}")))),
+        };
         let settings = Settings {
             dp_rank,
             tick,
@@ -117,7 +125,7 @@ impl EventOutbox {
             ring_batches,
             ring_bytes,
         };
-        let inner = Publisher::new(block_size, event_bytes_max, settings);
+        let inner = Publisher::new(shape, block_size, event_bytes_max, settings);
         inner.map(|inner| Self { inner, block_size }).map_err(|error| failed(py, error))
     }
 
@@ -171,7 +179,7 @@ impl EventOutbox {
                 lora_name: lora_name.as_deref(),
                 cache_salt: cache_salt.as_deref(),
                 medium: medium.as_deref(),
-                extra_keys: None,
+                items: None,
             };
             self.inner.store(&blocks, items.as_deref())
         })
@@ -200,8 +208,8 @@ impl EventOutbox {
         py.detach(|| self.inner.outbox.put(events)).map_err(|error| failed(py, error))
     }
 
-    fn put_batch(&self, py: Python<'_>, events: Vec<Vec<u8>>) -> PyResult<()> {
-        py.detach(|| self.inner.outbox.put_batch(&events)).map_err(|error| failed(py, error))
+    fn cut(&self, py: Python<'_>) {
+        py.detach(|| self.inner.outbox.cut());
     }
 
     fn flush(&self, py: Python<'_>, timeout_s: f64) -> PyResult<bool> {
@@ -271,83 +279,4 @@ impl EventOutbox {
         ]
         .into_py_dict(py)
     }
-}
-
-fn era(py: Python<'_>, name: &str) -> PyResult<Era> {
-    match name {
-        "tagged" => Ok(Era::Tagged),
-        "positional" => Ok(Era::Positional),
-        _ => {
-            let text = format!("era must be tagged or positional, got {name:?}");
-            Err(raise(py, &Error::invalid(text)))
-        }
-    }
-}
-
-#[pyfunction]
-#[pyo3(signature = (
-    block_hashes, token_ids, *, block_size, parent_hash=None, medium=None, lora_id=None,
-    lora_name=None, extra_keys=None, era="tagged"
-))]
-#[allow(clippy::too_many_arguments)]
-pub(super) fn encode_stored(
-    py: Python<'_>,
-    block_hashes: &Bound<'_, PyAny>,
-    token_ids: &Bound<'_, PyAny>,
-    block_size: u32,
-    parent_hash: Option<u64>,
-    medium: Option<&str>,
-    lora_id: Option<u64>,
-    lora_name: Option<&str>,
-    extra_keys: Option<Vec<Option<Vec<String>>>>,
-    era: &str,
-) -> PyResult<Py<PyBytes>> {
-    let block = |keys: Option<Vec<String>>| {
-        keys.map(|keys| keys.into_iter().map(Key::Name).collect::<Vec<_>>())
-    };
-    let keys = extra_keys.map(|keys| keys.into_iter().map(block).collect::<Vec<_>>());
-    let block_hashes = hashes("block_hashes", block_hashes)?;
-    let token_ids = tokens("token_ids", token_ids)?;
-    let event = Stored {
-        block_hashes: block_hashes.as_slice(),
-        parent_hash,
-        token_ids: &token_ids.as_slice(),
-        block_size,
-        lora_id,
-        medium,
-        lora_name,
-        cache_salt: None,
-        extra_keys: keys.as_deref(),
-    };
-    Ok(PyBytes::new(py, &wire::stored(self::era(py, era)?, &event)).unbind())
-}
-
-#[pyfunction]
-#[pyo3(signature = (block_hashes, medium=None, *, era="tagged"))]
-pub(super) fn encode_removed(
-    py: Python<'_>,
-    block_hashes: &Bound<'_, PyAny>,
-    medium: Option<&str>,
-    era: &str,
-) -> PyResult<Py<PyBytes>> {
-    let block_hashes = hashes("block_hashes", block_hashes)?;
-    let event = wire::removed(self::era(py, era)?, block_hashes.as_slice(), medium);
-    Ok(PyBytes::new(py, &event).unbind())
-}
-
-#[pyfunction]
-#[pyo3(signature = (*, era="tagged"))]
-pub(super) fn encode_cleared(py: Python<'_>, era: &str) -> PyResult<Py<PyBytes>> {
-    Ok(PyBytes::new(py, &wire::cleared(self::era(py, era)?)).unbind())
-}
-
-#[pyfunction]
-#[pyo3(signature = (events, *, timestamp_s, dp_rank))]
-pub(super) fn encode_batch(
-    py: Python<'_>,
-    events: Vec<Vec<u8>>,
-    timestamp_s: f64,
-    dp_rank: Option<u32>,
-) -> Py<PyBytes> {
-    PyBytes::new(py, &wire::batch(&events, timestamp_s, dp_rank)).unbind()
 }

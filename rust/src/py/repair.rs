@@ -107,21 +107,21 @@ impl Repair {
         self.ask(py, |machine, feed, now_ms| machine.live(feed, frames, now_ms))
     }
 
-    fn answered(&self, py: Python<'_>, messages: &Bound<'_, PyList>) -> Vec<Told> {
+    fn answered(&self, py: Python<'_>, messages: &Bound<'_, PyList>) -> PyResult<Vec<Told>> {
         let mut answer = Answer::default();
         for message in messages.iter() {
-            let is_short = message.len().is_ok_and(|parts| parts < 2);
             let frame = frame(&message);
-            // Engines end a replay with the mark, or an empty batch; a message of one part is neither.
+            // Engines end a replay with the mark; what is empty or one part alone ends it, too.
+            let parts: Vec<_> = message.try_iter()?.collect::<PyResult<_>>()?;
+            let is_empty = parts.last().is_none_or(|part| part.len().is_ok_and(|size| size == 0));
             answer.has_ended = frame.as_ref().is_some_and(|it| it.sequence == END_OF_REPLAY);
-            let is_empty = frame.as_ref().is_some_and(|frame| frame.payload.is_empty());
-            answer.is_over = is_short || answer.has_ended || is_empty;
+            answer.is_over = parts.len() < 2 || answer.has_ended || is_empty;
             if answer.is_over {
                 break;
             }
             answer.frames.push(frame);
         }
-        self.ask(py, |machine, feed, now_ms| machine.answered(feed, answer, now_ms))
+        Ok(self.ask(py, |machine, feed, now_ms| machine.answered(feed, answer, now_ms)))
     }
 
     fn silent(&self, py: Python<'_>, has_more: bool) -> Vec<Told> {

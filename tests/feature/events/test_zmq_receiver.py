@@ -696,8 +696,8 @@ def test_stopping_twice_and_orders_after_the_stop_do_nothing(embedded):
     receiver = ZmqReceiver(embedded.catalog)
     receiver.start()
     receiver.stop()
-    receiver.subscribe(1, "tcp://127.0.0.1:1", None)
-    receiver.unsubscribe(1)
+    receiver.obey(("subscribe", 1, "tcp://127.0.0.1:1", None))
+    receiver.obey(("unsubscribe", 1, "", None))
     receiver.stop()
 
 
@@ -853,10 +853,10 @@ def test_a_socket_that_cannot_work_stays_failed(http, embedded, engine):
     register(http, made)
     receiver = embedded.receiver
     number = subscription_of(receiver, made).publisher
-    receiver.unsubscribe(number)
-    receiver.subscribe(number, "tcp://127.0.0.1:*", None, is_held=True)
-    receiver.resume(number)
-    receiver.pause(number)
+    receiver.obey(("unsubscribe", number, "", None))
+    receiver.obey(("hold", number, "tcp://127.0.0.1:*", None))
+    receiver.obey(("resume", number, "", None))
+    receiver.obey(("pause", number, "", None))
     in_one_turn(receiver, lambda: None)
     entry = listener(http, 1)
     assert entry["status"] == "failed", entry

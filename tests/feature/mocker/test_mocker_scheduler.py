@@ -44,8 +44,7 @@ class BruteIndex:
     def _store(self, event: BlockStored) -> None:
         size = event.block_size
         assert len(event.token_ids) == size * len(event.block_hashes) > 0
-        (salt,) = (event.extra_keys or [None])[0] or [None]
-        parent: tuple[object, ...] = (event.lora_name, salt)
+        parent: tuple[object, ...] = (event.lora_name, event.cache_salt)
         if event.parent_block_hash is not None:
             parent = self.held[event.parent_block_hash]
         for index, block in enumerate(event.block_hashes):
@@ -343,7 +342,7 @@ def test_salts_and_adapters_share_nothing() -> None:
         assert isinstance(event, BlockStored)
         assert new.cached_tokens == 0
         salt = kind.get("cache_salt")
-        assert event.extra_keys == ([[salt], None] if salt else None)
+        assert event.cache_salt == salt
         lora = kind.get("lora")
         expected = (lora.lora_id, lora.name) if lora else (None, None)
         assert (event.lora_id, event.lora_name) == expected

@@ -481,13 +481,16 @@ impl Feed for Publisher {
         add(&self.counters.replays, 1);
     }
 
-    /// A replay that finds nothing where everything was asked for says that the engine holds nothing.
-    fn replay_ended(&self, is_failed: bool, is_empty: bool) {
-        add(&self.counters.failed_replays, u64::from(is_failed));
-        if is_empty {
-            let mut state = self.state.lock();
-            state.standing.found_empty();
-            self.tell(&mut state);
+    fn replay_ended(&self, failure: Option<&str>, is_empty: bool) {
+        add(&self.counters.failed_replays, u64::from(failure.is_some()));
+        let mut state = self.state.lock();
+        if let Some(why) = failure {
+            state.last_error = Some(format!("replay failed: {why}"));
         }
+        if is_empty {
+            // Everything was asked for: the engine holds nothing.
+            state.standing.found_empty();
+        }
+        self.tell(&mut state);
     }
 }

@@ -76,9 +76,9 @@ impl Feed for Log {
 
     fn replay_started(&self) {}
 
-    fn replay_ended(&self, is_failed: bool, is_empty: bool) {
+    fn replay_ended(&self, failure: Option<&str>, is_empty: bool) {
         let taken = &mut *self.0.borrow_mut();
-        taken.failed += usize::from(is_failed);
+        taken.failed += usize::from(failure.is_some());
         taken.empty += usize::from(is_empty);
     }
 }
