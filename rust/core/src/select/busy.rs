@@ -5,14 +5,13 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use hashbrown::HashMap;
 use parking_lot::Mutex;
 
-use super::room::QueueThreshold;
-use crate::error::{Error, Result};
+use super::config::{QueueThreshold, Thresholds};
+use crate::error::Result;
 use crate::ids::{InstanceId, Worker};
 use crate::load::WorkerLoad;
 use crate::policy::Terms;
@@ -22,62 +21,6 @@ use crate::router::Gate;
 pub const DEFAULT_BATCHED_TOKENS: u64 = 10_000_000;
 /// Other routers whose shares are kept for one worker.
 const MAX_ROUTERS: usize = 1_024;
-
-/// From when on a worker is busy. Without any threshold nobody ever is.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Thresholds {
-    /// Share of a worker's blocks in use, 0..=1; busy above it.
-    pub active_decode_blocks: Option<f64>,
-    /// Prompt tokens still to be prefilled; busy above it.
-    pub active_prefill_tokens: Option<u64>,
-    /// The same as a multiple of what the worker takes in one batch; finite and at least 0.
-    pub active_prefill_tokens_frac: Option<f64>,
-}
-
-impl Thresholds {
-    /// Whether any is set.
-    pub fn is_any(&self) -> bool {
-        *self != Self::default()
-    }
-
-    /// Check every field.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] with the field, what is legal and what came.
-    pub fn validate(&self) -> Result<()> {
-        if let Some(share) = self.active_decode_blocks
-            && !(0.0..=1.0).contains(&share)
-        {
-            return Err(Error::invalid(format!(
-                "active_decode_blocks_threshold must be between 0.0 and 1.0, got {share}"
-            )));
-        }
-        if let Some(factor) = self.active_prefill_tokens_frac
-            && !(factor.is_finite() && factor >= 0.0)
-        {
-            return Err(Error::invalid(format!(
-                "active_prefill_tokens_threshold_frac must be finite and at least 0, got {factor}"
-            )));
-        }
-        Ok(())
-    }
-}
-
-impl fmt::Display for Thresholds {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut parts = Vec::new();
-        if let Some(share) = self.active_decode_blocks {
-            parts.push(format!("active_decode_blocks_threshold={share}"));
-        }
-        if let Some(tokens) = self.active_prefill_tokens {
-            parts.push(format!("active_prefill_tokens_threshold={tokens}"));
-        }
-        if let Some(factor) = self.active_prefill_tokens_frac {
-            parts.push(format!("active_prefill_tokens_threshold_frac={factor}"));
-        }
-        f.write_str(&parts.join(", "))
-    }
-}
 
 /// What a worker's rank says of itself. `None` leaves what it said before.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

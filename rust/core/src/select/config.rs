@@ -1,8 +1,8 @@
 //! Settings of a selector.
 
-use super::busy::Thresholds;
-use super::room::QueueThreshold;
-use crate::error::Result;
+use std::fmt;
+
+use crate::error::{Error, Result};
 use crate::router::RouterConfig;
 
 /// Default memory of the journal: some thousand decisions among 64 workers.
@@ -18,6 +18,88 @@ pub enum Overlap {
     EventsAndPredictions,
     /// Predictions only: engines publish nothing.
     Predictions,
+}
+
+/// From when on a worker is busy. Without any threshold nobody ever is.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Thresholds {
+    /// Share of a worker's blocks in use, 0..=1; busy above it.
+    pub active_decode_blocks: Option<f64>,
+    /// Prompt tokens still to be prefilled; busy above it.
+    pub active_prefill_tokens: Option<u64>,
+    /// The same as a multiple of what the worker takes in one batch; finite and at least 0.
+    pub active_prefill_tokens_frac: Option<f64>,
+}
+
+impl Thresholds {
+    /// Whether any is set.
+    pub fn is_any(&self) -> bool {
+        *self != Self::default()
+    }
+
+    /// Check every field.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] with the field, what is legal and what came.
+    pub fn validate(&self) -> Result<()> {
+        if let Some(share) = self.active_decode_blocks
+            && !(0.0..=1.0).contains(&share)
+        {
+            return Err(Error::invalid(format!(
+                "active_decode_blocks_threshold must be between 0.0 and 1.0, got {share}"
+            )));
+        }
+        if let Some(factor) = self.active_prefill_tokens_frac
+            && !(factor.is_finite() && factor >= 0.0)
+        {
+            return Err(Error::invalid(format!(
+                "active_prefill_tokens_threshold_frac must be finite and at least 0, got {factor}"
+            )));
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for Thresholds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut parts = Vec::new();
+        if let Some(share) = self.active_decode_blocks {
+            parts.push(format!("active_decode_blocks_threshold={share}"));
+        }
+        if let Some(tokens) = self.active_prefill_tokens {
+            parts.push(format!("active_prefill_tokens_threshold={tokens}"));
+        }
+        if let Some(factor) = self.active_prefill_tokens_frac {
+            parts.push(format!("active_prefill_tokens_threshold_frac={factor}"));
+        }
+        f.write_str(&parts.join(", "))
+    }
+}
+
+/// From when on requests wait until a worker has room to prefill, instead of adding to the load.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct QueueThreshold {
+    /// Prompt tokens still to be prefilled, as a multiple of what the worker takes in one batch: a request
+    /// waits while every worker that may take it has more. Finite and at least 0.
+    pub batches: f64,
+    /// Tokens of a batch of a worker that never told how many it takes at most.
+    pub batched_tokens: u64,
+}
+
+impl QueueThreshold {
+    /// Check every field.
+    ///
+    /// # Errors
+    /// [`Error::Config`] with the field, what is legal and what came.
+    pub fn validate(&self) -> Result<()> {
+        if self.batches.is_finite() && self.batches >= 0.0 {
+            return Ok(());
+        }
+        let got = self.batches;
+        Err(Error::Config(format!(
+            "router_queue_threshold must be finite and at least 0, got {got}"
+        )))
+    }
 }
 
 /// Settings of a [`Selector`](super::Selector).

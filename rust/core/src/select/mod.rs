@@ -28,8 +28,10 @@ mod selector;
 mod start;
 
 pub use ask::{Ask, Pin, Prompt};
-pub use busy::{BusyTable, DEFAULT_BATCHED_TOKENS, Report, Share, Thresholds};
-pub use config::{DEFAULT_JOURNAL_BYTES, Overlap, SelectorConfig};
+pub use busy::{BusyTable, DEFAULT_BATCHED_TOKENS, Report, Share};
+pub use config::{
+    DEFAULT_JOURNAL_BYTES, Overlap, QueueThreshold, SelectorConfig, Thresholds,
+};
 pub use engines::EngineTable;
 pub use journal::{Journal, JournalStats};
 pub use manual::MAX_REQUEST_ID_BYTES;
@@ -43,7 +45,6 @@ pub use reuse::{
     EventSource, ReuseChange, ReuseFinding, ReuseSample, ReuseTable, ReuseTrust, ReuseView,
     WorkerReason,
 };
-pub use room::QueueThreshold;
 pub use selection::{PotentialLoad, Selection};
 pub use selector::Selector;
 pub use start::StartGate;

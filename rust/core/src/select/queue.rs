@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::room::QueueThreshold;
+use super::config::QueueThreshold;
 use super::selector::Selector;
 use crate::clock::Clock;
 use crate::error::{Error, Result};

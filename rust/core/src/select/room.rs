@@ -4,37 +4,11 @@ use std::cell::RefCell;
 
 use super::ask::Ask;
 use super::busy::{BusyGate, BusyTable};
+use super::config::QueueThreshold;
 use super::selector::{SCRATCH, Selector, is_allowed};
-use crate::error::{Error, Result};
 use crate::ids::Worker;
 use crate::policy::Terms;
 use crate::router::RoomWatch;
-
-/// From when on requests wait until a worker has room to prefill, instead of adding to the load.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct QueueThreshold {
-    /// Prompt tokens still to be prefilled, as a multiple of what the worker takes in one batch: a request
-    /// waits while every worker that may take it has more. Finite and at least 0.
-    pub batches: f64,
-    /// Tokens of a batch of a worker that never told how many it takes at most.
-    pub batched_tokens: u64,
-}
-
-impl QueueThreshold {
-    /// Check every field.
-    ///
-    /// # Errors
-    /// [`Error::Config`] with the field, what is legal and what came.
-    pub fn validate(&self) -> Result<()> {
-        if self.batches.is_finite() && self.batches >= 0.0 {
-            return Ok(());
-        }
-        let got = self.batches;
-        Err(Error::Config(format!(
-            "router_queue_threshold must be finite and at least 0, got {got}"
-        )))
-    }
-}
 
 impl Selector {
     /// Have `watch` told when a worker may have room for those who had to wait; see

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 
 use super::ask::{Ask, Prompt};
 use super::busy::{BusyGate, BusyTable};
-use super::config::{Overlap, SelectorConfig};
+use super::config::{Overlap, QueueThreshold, SelectorConfig};
 use super::engines::EngineTable;
 use super::evictions::Evictions;
 use super::journal::Journal;
@@ -19,7 +19,6 @@ use super::record::Record;
 use super::remote::Remote;
 use super::reservation::{Growth, Line, Reservation};
 use super::reuse::{Removals, ReuseTable};
-use super::room::QueueThreshold;
 use super::selection::{PotentialLoad, Selection};
 use crate::catalog::{CacheWatch, ModelIndex, Reuse};
 use crate::clock::Clock;
