@@ -41,9 +41,9 @@ mod _core {
     #[pymodule_export]
     use super::catalog::{Catalog, CatalogDump};
     #[pymodule_export]
-    use super::event_outbox::EventOutbox;
-    #[pymodule_export]
     use super::decider::{Decider, RouterWait};
+    #[pymodule_export]
+    use super::event_outbox::EventOutbox;
     #[pymodule_export]
     use super::frontend::Frontend;
     #[pymodule_export]

@@ -17,7 +17,7 @@ import pytest
 from demo.child import ChildError, Children
 from service import DEADLINE_S, Http, Process, until
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # The demo is not installed: it is found beside the tests.
 PATHS = {"PYTHONPATH": str(ROOT)}
 TINY = ("--quick", "--no-plot", "--conversations", "6", "--turns", "2", "--speedup-ratio", "20")

@@ -29,9 +29,7 @@ mod start;
 
 pub use ask::{Ask, Pin, Prompt};
 pub use busy::{BusyTable, DEFAULT_BATCHED_TOKENS, Report, Share};
-pub use config::{
-    DEFAULT_JOURNAL_BYTES, Overlap, QueueThreshold, SelectorConfig, Thresholds,
-};
+pub use config::{DEFAULT_JOURNAL_BYTES, Overlap, QueueThreshold, SelectorConfig, Thresholds};
 pub use engines::EngineTable;
 pub use journal::{Journal, JournalStats};
 pub use manual::MAX_REQUEST_ID_BYTES;
