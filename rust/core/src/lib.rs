@@ -24,6 +24,7 @@
 //! | [`router`] | a decision and its booking |
 //! | [`catalog`] | models, tenants, publishers and their indexes |
 //! | [`select`] | from a request to a worker |
+//! | [`fleet`] | who the workers are |
 
 #[macro_use]
 mod named;
@@ -37,6 +38,7 @@ pub mod ids;
 pub mod catalog;
 pub mod codec;
 pub mod fair;
+pub mod fleet;
 pub mod hash;
 pub mod index;
 pub mod load;

@@ -4,6 +4,7 @@
 mod aside;
 mod body;
 mod busy;
+mod fleet;
 pub mod frontend;
 mod gateway;
 pub mod indexer;

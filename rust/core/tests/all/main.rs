@@ -3,6 +3,7 @@
 
 mod catalog;
 mod engine_truth;
+mod fleet;
 mod frames;
 mod index;
 mod model;

@@ -166,7 +166,7 @@ fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
 fn unheard(app: &App, engine: &Engine) -> Option<String> {
     let id = engine.id;
     let lost = "so its cache is not known and earns no credit";
-    let Some(events) = engine.events().next() else {
+    let Some(events) = app.fleet.events_of(id).into_values().next() else {
         let how =
             if engine.member.is_some() { "announced no events" } else { "given without events=" };
         return Some(format!("worker {id}: {how}, {lost}"));
@@ -256,8 +256,7 @@ fn card(name: &str, parent: Option<&str>, max_model_len: Option<u64>) -> Value {
 /// What `GET /workers` says of `engine`, which publishes as `publishers` say.
 fn entry(app: &App, engine: &Engine, publishers: &[Arc<Publisher>]) -> Value {
     let notes = engine.notes.lock().clone();
-    let pools = app.fleet.pools();
-    let pool = pools.iter().find(|pool| pool.members().get(engine.id).is_some());
+    let pool = app.fleet.pool_of(engine.id);
     let listeners: Vec<Value> = publishers
         .iter()
         .map(|publisher| {
@@ -275,19 +274,19 @@ fn entry(app: &App, engine: &Engine, publishers: &[Arc<Publisher>]) -> Value {
         })
         .collect();
     let blocks: usize = (0..engine.spec.dp_size)
-        .filter_map(|rank| Some(pool?.index().index.blocks(Worker::new(engine.id, rank))))
+        .filter_map(|rank| Some(pool.as_ref()?.index().index.blocks(Worker::new(engine.id, rank))))
         .sum();
     json!({
         "id": engine.id,
         "url": engine.base,
         "healthy": engine.is_healthy(),
         "last_error": notes.last_error,
-        "model": pool.map(|pool| &pool.name),
+        "model": pool.as_ref().map(|pool| &pool.name),
         "serves": notes.models.iter().map(|(name, _)| name).collect::<Vec<_>>(),
         "role": if engine.spec.is_prefill { "prefill" } else { "decode" },
         "loads": engine.member.as_ref().map(|member| member.load_json()),
         "dp_size": engine.spec.dp_size,
-        "block_size": pool.and_then(|pool| pool.index().block_size()),
+        "block_size": pool.as_ref().and_then(|pool| pool.index().block_size()),
         "engine_block_size": notes.block_size,
         "capacity_blocks": notes.capacity_blocks,
         "blocks": blocks,

@@ -1,18 +1,19 @@
 //! One engine behind the frontend: where it is, how it fares, what it said of itself.
 
+use std::collections::BTreeMap;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use axum::http::Uri;
 use kvflash_core::error::{Error, Result};
+use kvflash_core::fleet::{EventSpec, broker_path, port_of};
 use kvflash_core::ids::InstanceId;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-use super::notes::{EngineNotes, Inspection};
+use super::inspect::Inspection;
 use super::runtime::member::Member;
-use super::runtime::spec::{EventSpec, broker_path};
 
 /// An engine as its operator names it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -131,14 +132,9 @@ impl EngineSpec {
         Ok(())
     }
 
-    /// The event socket of a rank.
-    pub fn events_of(&self, dp_rank: u32) -> Option<String> {
-        self.events.as_deref().map(|address| shifted(address, dp_rank))
-    }
-
-    /// The replay socket of a rank.
-    pub fn replay_of(&self, dp_rank: u32) -> Option<String> {
-        self.replay.as_deref().map(|address| shifted(address, dp_rank))
+    /// Where its ranks publish.
+    pub fn event_specs(&self) -> BTreeMap<u32, EventSpec> {
+        EventSpec::of_ranks(self.events.as_deref(), self.replay.as_deref(), self.dp_size)
     }
 }
 
@@ -146,7 +142,7 @@ impl EngineSpec {
 ///
 /// # Errors
 /// `Config`, with what is legal and what came.
-pub(crate) fn is_prefill(role: &str) -> Result<bool> {
+pub(super) fn is_prefill(role: &str) -> Result<bool> {
     match role {
         "prefill" => Ok(true),
         "decode" => Ok(false),
@@ -162,38 +158,37 @@ fn is_local(address: &str) -> bool {
         .any(|scheme| address.strip_prefix(scheme).is_some_and(|path| !path.is_empty()))
 }
 
-pub(crate) fn port_of(address: &str) -> Option<u16> {
-    let (host, port) = address.strip_prefix("tcp://")?.rsplit_once(':')?;
-    port.parse().ok().filter(|port| *port > 0 && !host.is_empty())
-}
-
 /// `host:port` of a base address, as sessions name workers.
 pub(crate) fn address_of(url: &str) -> &str {
     url.split_once("://").map_or(url, |(_, address)| address).trim_end_matches('/')
 }
 
 /// A worker's URL without what the frontend adds itself: the trailing slash, and `/v1`.
-pub(crate) fn base_of(url: &str) -> &str {
+pub(super) fn base_of(url: &str) -> &str {
     let url = url.trim_end_matches('/');
     url.strip_suffix("/v1").unwrap_or(url).trim_end_matches('/')
 }
 
-/// With data parallelism, rank r publishes on port + r; at a broker its rank is the last part.
-pub(crate) fn shifted(address: &str, dp_rank: u32) -> String {
-    if let (Some(_), Some((place, _))) = (broker_path(address), address.rsplit_once('/')) {
-        return format!("{place}/{dp_rank}");
-    }
-    match (port_of(address), address.rsplit_once(':')) {
-        (Some(port), Some((host, _))) if dp_rank > 0 => {
-            format!("{host}:{}", u32::from(port) + dp_rank)
-        }
-        _ => address.to_owned(),
-    }
+/// How an engine fares.
+#[derive(Debug, Clone, Default)]
+pub(super) struct EngineNotes {
+    /// Model and adapters it serves: (name, base model of an adapter).
+    pub models: Vec<(String, Option<String>)>,
+    /// Longest prompt plus answer, tokens.
+    pub max_model_len: Option<u64>,
+    /// Blocks of its cache.
+    pub capacity_blocks: Option<u64>,
+    /// Tokens in a block, as its metrics say.
+    pub block_size: Option<u32>,
+    /// When its process started, seconds since 1970, as its metrics say.
+    pub started_s: Option<f64>,
+    /// Last trouble, in words.
+    pub last_error: Option<String>,
 }
 
 /// One engine.
 #[derive(Debug)]
-pub(crate) struct Engine {
+pub(super) struct Engine {
     pub id: InstanceId,
     pub spec: EngineSpec,
     /// `http://host:port` without a trailing slash and `/v1`.
@@ -248,22 +243,6 @@ impl Engine {
         engine
     }
 
-    /// Where a rank's events are.
-    pub fn events_of(&self, dp_rank: u32) -> Option<EventSpec> {
-        match &self.member {
-            Some(member) => member.events.lock().get(&dp_rank).cloned(),
-            None => self.spec.events_of(dp_rank).map(|endpoint| EventSpec {
-                endpoint,
-                replay_endpoint: self.spec.replay_of(dp_rank),
-            }),
-        }
-    }
-
-    /// Where the events of its ranks are, as far as is known.
-    pub fn events(&self) -> impl Iterator<Item = EventSpec> {
-        (0..self.spec.dp_size).filter_map(|rank| self.events_of(rank))
-    }
-
     // Relaxed throughout: each flag stands for itself; a reader that sees it a moment late
     // tries a worker that fails, and goes on to the next one.
     pub fn is_healthy(&self) -> bool {
@@ -315,18 +294,10 @@ mod tests {
         let spec: EngineSpec =
             "http://h:8000,events=tcp://h:5557,replay=tcp://h:5657,id=7,dp=2".parse().unwrap();
         assert_eq!((spec.instance_id, spec.dp_size), (Some(7), 2));
-        assert_eq!(spec.events_of(0).as_deref(), Some("tcp://h:5557"));
-        assert_eq!(spec.events_of(1).as_deref(), Some("tcp://h:5558"));
-        assert_eq!(spec.replay_of(1).as_deref(), Some("tcp://h:5658"));
-    }
-
-    #[test]
-    fn ranks_at_a_broker_differ_in_the_last_part() {
-        for place in ["nats://namespace.ns.component.b.kv-events/7", "jetstream://ns-b/7"] {
-            let spec: EngineSpec = format!("http://h:8000,events={place}/0,dp=2").parse().unwrap();
-            assert_eq!(spec.events_of(0), Some(format!("{place}/0")));
-            assert_eq!(spec.events_of(1), Some(format!("{place}/1")));
-        }
+        let specs = spec.event_specs();
+        assert_eq!(specs[&0].endpoint, "tcp://h:5557");
+        assert_eq!(specs[&1].endpoint, "tcp://h:5558");
+        assert_eq!(specs[&1].replay_endpoint.as_deref(), Some("tcp://h:5658"));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use kvflash_core::fleet::port_of;
 use kvflash_core::ids::Worker;
 use kvflash_core::select::WorkerReason;
 use serde::Deserialize;
@@ -11,7 +12,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
 use super::app::App;
-use super::engine::{Engine, port_of};
+use super::engine::Engine;
 
 /// Longest wait for what a socket or `/tokenize` says.
 const TIMEOUT: Duration = Duration::from_secs(2);
@@ -67,9 +68,8 @@ fn fault(engine: &Engine, code: &'static str, seen: &str, fix: &'static str) -> 
 
 /// Whether both sockets have answered.
 async fn inspect_sockets(app: &App, engine: &Engine, faults: &mut Vec<WorkerReason>) -> bool {
-    let Some(events) = engine.events_of(0).filter(|_| app.options.uses_events()) else {
-        return true;
-    };
+    let events = app.fleet.events_of(engine.id).remove(&0);
+    let Some(events) = events.filter(|_| app.options.uses_events()) else { return true };
     let replay = events.replay_endpoint.as_deref();
     let at_events = peer_at(&events.endpoint).await;
     let at_replay = match replay {

@@ -16,7 +16,6 @@ mod probe;
 pub(crate) mod proxy;
 pub(crate) mod runtime;
 mod scrape;
-mod served;
 mod service;
 
 pub use engine::EngineSpec;

@@ -73,8 +73,7 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
                         tracing::error!(worker = engine.id, url = engine.base, %error, "worker does not fit");
                     }
                     // One that does not fit the index still serves: it only earns no credit.
-                    let serves =
-                        app.fleet.pools().iter().any(|p| p.members().get(engine.id).is_some());
+                    let serves = app.fleet.pool_of(engine.id).is_some();
                     if serves && engine.recovered() {
                         tracing::info!(worker = engine.id, url = engine.base, "worker is healthy");
                     }

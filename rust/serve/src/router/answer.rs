@@ -74,9 +74,9 @@ pub(super) fn worker_entries(app: &App, model_name: Option<&str>) -> Vec<WorkerE
             reports.into_iter().map(|report| (report.view.worker, report)).collect();
         let loads = pool.selector.loads();
         let busy = pool.selector.busy.busy(loads.iter().copied());
-        for member in pool.members() {
+        for member in pool.members().all() {
             let is_busy = busy.binary_search(&member.id).is_ok();
-            entries.push(entry(&pool, &member, is_busy, &loads, &mut reports));
+            entries.push(entry(&pool, member, is_busy, &loads, &mut reports));
         }
     }
     entries

@@ -2,18 +2,20 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use kvflash_core::catalog::{Catalog, EngineFacts, Identity, ModelKey, Registration};
+use kvflash_core::catalog::{Catalog, ModelKey};
 use kvflash_core::clock::Clock;
 use kvflash_core::error::{Error, Result};
+use kvflash_core::fleet::{Card, Change, EventSpec, Hearing, Roster, port_of};
 use kvflash_core::ids::{InstanceId, Worker};
-use kvflash_core::select::{Journal, Outbox, Queue, Selector, SelectorConfig, Thresholds};
-use parking_lot::RwLock;
+use kvflash_core::select::{Journal, Outbox, Overlap, Queue, Selector, SelectorConfig};
 
-use super::super::frontend::engine::{address_of, port_of, shifted};
+use super::super::frontend::engine::address_of;
 use super::super::frontend::fleet::PREFILL_TENANT;
 use super::options::RouterOptions;
-use super::request::{Events, NewWorker};
+use super::request::NewWorker;
+use crate::fleet;
 
 /// A registered worker.
 #[derive(Debug)]
@@ -21,8 +23,6 @@ pub(super) struct Member {
     pub id: InstanceId,
     pub url: Option<String>,
     pub dp_size: u32,
-    /// Where its ranks publish.
-    pub events: BTreeMap<u32, Events>,
     /// How many were registered before it: another number when it comes again.
     pub joined: u64,
 }
@@ -35,52 +35,22 @@ impl Member {
 }
 
 /// All workers of one model and tenant.
-pub(super) struct Pool {
-    pub key: ModelKey,
-    pub selector: Arc<Selector>,
-    /// Where reservations wait for a worker with room to prefill.
-    pub queue: Option<Arc<Queue>>,
-    members: RwLock<BTreeMap<InstanceId, Arc<Member>>>,
-}
+pub(super) type Pool = fleet::Pool<Member, ()>;
 
 impl Pool {
     pub fn member(&self, id: InstanceId) -> Option<Arc<Member>> {
-        self.members.read().get(&id).cloned()
+        self.members().get(id).cloned()
     }
 
     /// The rank that a session's id names, if it is one of these workers.
     pub fn named(&self, address: &str, dp_rank: u32) -> Option<Worker> {
-        let members = self.members.read();
+        let members = self.members();
         let is_it = |member: &&Arc<Member>| {
             dp_rank < member.dp_size
                 && member.url.as_deref().is_some_and(|url| address_of(url) == address)
         };
-        members.values().find(is_it).map(|member| Worker::new(member.id, dp_rank))
+        members.all().find(is_it).map(|member| Worker::new(member.id, dp_rank))
     }
-
-    pub fn members(&self) -> Vec<Arc<Member>> {
-        self.members.read().values().cloned().collect()
-    }
-
-    fn change(&self, edit: impl FnOnce(&mut BTreeMap<InstanceId, Arc<Member>>)) -> Result<()> {
-        let mut members = self.members.write();
-        let mut wanted = members.clone();
-        edit(&mut wanted);
-        let workers: Vec<Worker> = wanted.values().flat_map(|member| member.ranks()).collect();
-        self.selector.set_workers(&workers)?;
-        *members = wanted;
-        Ok(())
-    }
-}
-
-#[derive(Default)]
-struct Tables {
-    pools: BTreeMap<ModelKey, Arc<Pool>>,
-    joined: BTreeMap<InstanceId, ModelKey>,
-    /// Thresholds that were set for models all of whose workers have left: they hold when one returns.
-    /// As many as the catalog has models.
-    thresholds: BTreeMap<ModelKey, Thresholds>,
-    registered_total: u64,
 }
 
 /// All workers of a router.
@@ -88,21 +58,40 @@ struct Tables {
 /// # Consistency
 /// Changes are serialised; a selection works on the pool that it read first.
 pub(super) struct Fleet {
-    options: RouterOptions,
-    catalog: Arc<Catalog>,
+    fleet: fleet::Fleet<Member, ()>,
     pub clock: Arc<dyn Clock>,
     /// Past decisions of all models: it outlives workers that come and go.
     pub journal: Arc<Journal>,
     /// What replicas are to hear of bookings, of all models.
     pub outbox: Arc<Outbox>,
-    tables: RwLock<Tables>,
+    registered_total: AtomicU64,
 }
 
 impl Fleet {
     pub fn new(options: RouterOptions, catalog: Arc<Catalog>, clock: Arc<dyn Clock>) -> Self {
         let journal = Arc::new(Journal::new(options.selector.journal_bytes));
-        let (outbox, tables) = (Arc::default(), RwLock::default());
-        Self { options, catalog, clock, journal, outbox, tables }
+        let outbox = Arc::<Outbox>::default();
+        let hearing = if options.follows_events() { Hearing::All } else { Hearing::Nothing };
+        let roster = Roster::new(hearing, options.max_workers);
+        let thresholds = options.selector.thresholds;
+        let predicts = options.selector.overlap == Overlap::Predictions;
+        let models = Arc::clone(&catalog);
+        let (time, records, bookings) =
+            (Arc::clone(&clock), Arc::clone(&journal), Arc::clone(&outbox));
+        let make = move |key: &ModelKey| {
+            let forced = Some(options.selector.router.block_size).filter(|size| *size > 0);
+            let index = models.model_or_create(key, forced)?;
+            let config = SelectorConfig { journal_bytes: 0, ..options.selector.clone() };
+            let policies = options.policies.clone();
+            let selector = Selector::with_policies(config, policies, index, Arc::clone(&time))?
+                .with_journal(Arc::clone(&records))
+                .with_outbox(Arc::clone(&bookings));
+            let queue = options.queue.as_ref();
+            let queue = queue.map(|options| Queue::serving(options, &selector, &time));
+            Ok((selector, queue, ()))
+        };
+        let fleet = fleet::Fleet::new(catalog, roster, thresholds, predicts, make);
+        Self { fleet, clock, journal, outbox, registered_total: AtomicU64::new(0) }
     }
 
     /// Add a worker with all its ranks.
@@ -112,142 +101,36 @@ impl Fleet {
     /// size that is not the model's, `Overloaded` at a limit. Nothing changes then.
     pub fn add(&self, new: NewWorker) -> Result<(Arc<Pool>, Arc<Member>)> {
         new.check()?;
-        let mut tables = self.tables.write();
-        let id = new.worker_id;
-        if let Some(key) = tables.joined.get(&id) {
-            return Err(Error::Conflict(format!(
-                "worker_id {id} is registered already, for model={} tenant={}",
-                key.model_name, key.tenant_id
-            )));
-        }
-        if tables.joined.len() >= self.options.max_workers {
-            return Err(Error::Overloaded(format!(
-                "the limit of {} workers is reached (--max-workers)",
-                self.options.max_workers
-            )));
-        }
-        let key = ModelKey { model_name: new.model_name.clone(), tenant_id: new.tenant_id.clone() };
-        let pool = self.pool(&mut tables, &key)?;
-        let joined = self.join(&pool, new, tables.registered_total);
-        match &joined {
-            Ok(_) => {
-                tables.joined.insert(id, key);
-                tables.registered_total += 1;
-            }
-            Err(_) => self.drop_empty(&mut tables, &pool),
-        }
-        joined.map(|member| (pool, member))
-    }
-
-    fn pool(&self, tables: &mut Tables, key: &ModelKey) -> Result<Arc<Pool>> {
-        if let Some(pool) = tables.pools.get(key) {
-            return Ok(Arc::clone(pool));
-        }
-        let forced = Some(self.options.selector.router.block_size).filter(|size| *size > 0);
-        let index = self.catalog.model_or_create(key, forced)?;
-        let config = SelectorConfig { journal_bytes: 0, ..self.options.selector.clone() };
-        let policies = self.options.policies.clone();
-        let selector = Selector::with_policies(config, policies, index, Arc::clone(&self.clock))?
-            .with_journal(Arc::clone(&self.journal))
-            .with_outbox(Arc::clone(&self.outbox));
-        if let Some(thresholds) = tables.thresholds.get(key) {
-            selector.busy.set_thresholds(*thresholds)?;
-        }
-        let queue = self.options.queue.as_ref();
-        let queue = queue.map(|options| Queue::serving(options, &selector, &self.clock));
-        let (key, members) = (key.clone(), RwLock::default());
-        let selector = Arc::new(selector);
-        let pool = Arc::new(Pool { key: key.clone(), selector, queue, members });
-        tables.pools.insert(key, Arc::clone(&pool));
-        Ok(pool)
-    }
-
-    fn join(&self, pool: &Pool, new: NewWorker, joined: u64) -> Result<Arc<Member>> {
+        let mut tables = self.fleet.write();
         let (id, report) = (new.worker_id, new.report());
+        if let Some(ModelKey { model_name, tenant_id }) = tables.roster.key_of(id) {
+            return Err(Error::Conflict(format!(
+                "worker_id {id} is registered already, for model={model_name} tenant={tenant_id}"
+            )));
+        }
+        tables.roster.check_room()?;
         for (field, address) in
             [("endpoint", &new.endpoint), ("replay_endpoint", &new.replay_endpoint)]
         {
             check_ports(field, address.as_deref(), new.dp_size)?;
         }
-        let events = match &new.endpoint {
-            Some(endpoint) => (0..new.dp_size)
-                .map(|rank| {
-                    let replay = new.replay_endpoint.as_deref();
-                    let events = Events {
-                        endpoint: shifted(endpoint, rank),
-                        replay_endpoint: replay.map(|address| shifted(address, rank)),
-                    };
-                    (rank, events)
-                })
-                .collect(),
-            None => new.events()?,
-        };
-        let model = pool.selector.model();
-        let was_known = model.block_size().is_some();
-        if let Some(size) = new.block_size {
-            let known = model.learn_block_size(size);
-            if known != size {
-                return Err(Error::Conflict(format!(
-                    "block_size {size} is not the {known} of model={} tenant={}",
-                    pool.key.model_name, pool.key.tenant_id
-                )));
-            }
+        let events = events(&new)?;
+        let key = ModelKey { model_name: new.model_name, tenant_id: new.tenant_id };
+        let (url, dp_size) = (new.url, new.dp_size);
+        let joined = self.registered_total.load(Ordering::Relaxed);
+        let member = Arc::new(Member { id, url, dp_size, joined });
+        let change = Change::Joined { id, ranks: new.dp_size, events };
+        self.fleet.join(&mut tables, change, Arc::clone(&member))?;
+        let capacity_blocks = new.kv_total_blocks;
+        let block_size = new.block_size;
+        let card = Card { capacity_blocks, block_size, report, ..Card::new(key.clone()) };
+        if let Err(error) = self.fleet.change(&mut tables, Change::Card { id, card }) {
+            self.fleet.leave(&mut tables, id)?;
+            return Err(error);
         }
-        let member = Arc::new(Member { id, url: new.url, dp_size: new.dp_size, events, joined });
-        let joined = self.take_in(pool, &member, new.kv_total_blocks);
-        joined.inspect_err(|_| {
-            if !was_known {
-                // Nothing of what was refused stays.
-                model.forget_block_size();
-            }
-        })?;
-        for rank in member.ranks() {
-            pool.selector.busy.report(rank, &report);
-        }
-        tracing::info!(worker = id, model = %pool.key, url = member.url, "worker joined");
-        Ok(member)
-    }
-
-    fn take_in(
-        &self,
-        pool: &Pool,
-        member: &Arc<Member>,
-        capacity_blocks: Option<u64>,
-    ) -> Result<()> {
-        if self.options.follows_events() {
-            self.follow(pool, member, capacity_blocks)?;
-        }
-        let added = pool.change(|members| {
-            members.insert(member.id, Arc::clone(member));
-        });
-        added.inspect_err(|_| self.unfollow(pool, member.id))
-    }
-
-    /// Subscribe to all its ranks, or none.
-    fn follow(&self, pool: &Pool, member: &Member, capacity_blocks: Option<u64>) -> Result<()> {
-        for (dp_rank, events) in &member.events {
-            let registered = self.catalog.register(Registration {
-                worker: Worker::new(member.id, *dp_rank),
-                key: pool.key.clone(),
-                block_size: None,
-                endpoint: events.endpoint.clone(),
-                replay_endpoint: events.replay_endpoint.clone(),
-                capacity_blocks,
-                identity: Identity::default(),
-                facts: EngineFacts::default(),
-            });
-            if let Err(error) = registered {
-                self.unfollow(pool, member.id);
-                return Err(error);
-            }
-        }
-        Ok(())
-    }
-
-    fn unfollow(&self, pool: &Pool, id: InstanceId) {
-        let ModelKey { model_name, tenant_id } = &pool.key;
-        // NotFound only says that there is nothing to do.
-        let _ = self.catalog.unregister(id, model_name, Some(tenant_id), None);
+        // Relaxed: the lock orders it.
+        self.registered_total.fetch_add(1, Ordering::Relaxed);
+        Ok((Arc::clone(&tables.pools[&key]), member))
     }
 
     /// Remove a worker: its requests, its load and its blocks are forgotten.
@@ -255,32 +138,7 @@ impl Fleet {
     /// # Errors
     /// `NotFound`.
     pub fn remove(&self, id: InstanceId) -> Result<()> {
-        let mut tables = self.tables.write();
-        let key = tables
-            .joined
-            .remove(&id)
-            .ok_or_else(|| Error::NotFound(format!("no worker {id} is registered")))?;
-        let Some(pool) = tables.pools.get(&key).cloned() else { return Ok(()) };
-        self.unfollow(&pool, id);
-        pool.change(|members| {
-            members.remove(&id);
-        })?;
-        self.drop_empty(&mut tables, &pool);
-        tracing::info!(worker = id, model = %key, "worker left");
-        Ok(())
-    }
-
-    /// A model without workers is not known; workers that come back may have another block size.
-    fn drop_empty(&self, tables: &mut Tables, pool: &Arc<Pool>) {
-        if !pool.members.read().is_empty() {
-            return;
-        }
-        let thresholds = pool.selector.busy.thresholds();
-        if thresholds != self.options.selector.thresholds {
-            tables.thresholds.insert(pool.key.clone(), thresholds);
-        }
-        tables.pools.remove(&pool.key);
-        pool.selector.model().forget_block_size();
+        self.fleet.leave(&mut self.fleet.write(), id).map(drop)
     }
 
     /// The pool of a model; of the only one where none is named.
@@ -289,7 +147,7 @@ impl Fleet {
     /// `NotFound` for one that nobody serves; `InvalidArgument` where several are and none is named;
     /// `NoWorker` while nobody is registered.
     pub fn find(&self, model_name: Option<&str>, tenant_id: Option<&str>) -> Result<Arc<Pool>> {
-        let tables = self.tables.read();
+        let tables = self.fleet.read();
         let fits = |key: &ModelKey| {
             model_name.is_none_or(|name| key.model_name == name)
                 && tenant_id.map_or(model_name.is_none() || key.tenant_id == "default", |tenant| {
@@ -315,25 +173,9 @@ impl Fleet {
         }
     }
 
-    /// The pool that a request means: a worker that it is pinned to says so where no model is named.
-    ///
-    /// # Errors
-    /// As [`find`](Self::find).
-    pub fn meant(
-        &self,
-        model_name: Option<&str>,
-        tenant_id: Option<&str>,
-        pinned: Option<InstanceId>,
-    ) -> Result<Arc<Pool>> {
-        match (model_name, pinned.map(|id| self.pool_of(id))) {
-            (None, Some(Ok(pool))) => Ok(pool),
-            _ => self.find(model_name, tenant_id),
-        }
-    }
-
     /// All pools, by model and tenant.
     pub fn pools(&self) -> Vec<Arc<Pool>> {
-        self.tables.read().pools.values().cloned().collect()
+        self.fleet.pools()
     }
 
     /// The pools that a request's name is looked for in.
@@ -348,8 +190,8 @@ impl Fleet {
 
     /// The pool that a worker has joined.
     pub fn pool_of(&self, id: InstanceId) -> Result<Arc<Pool>> {
-        let tables = self.tables.read();
-        let pool = tables.joined.get(&id).and_then(|key| tables.pools.get(key));
+        let tables = self.fleet.read();
+        let pool = tables.roster.key_of(id).and_then(|key| tables.pools.get(key));
         pool.cloned().ok_or_else(|| Error::NotFound(format!("no worker {id} is registered")))
     }
 
@@ -361,9 +203,15 @@ impl Fleet {
 
     /// Registered workers, and how many ever were.
     pub fn counts(&self) -> (usize, u64) {
-        let tables = self.tables.read();
-        (tables.joined.len(), tables.registered_total)
+        let tables = self.fleet.read();
+        (tables.roster.len(), self.registered_total.load(Ordering::Relaxed))
     }
+}
+
+/// Where the ranks of a worker publish.
+fn events(new: &NewWorker) -> Result<BTreeMap<u32, EventSpec>> {
+    let Some(endpoint) = &new.endpoint else { return new.events() };
+    Ok(EventSpec::of_ranks(Some(endpoint), new.replay_endpoint.as_deref(), new.dp_size))
 }
 
 /// Rank r publishes at the port + r: there must be one, for all of them.

@@ -183,7 +183,7 @@ impl RouterMetrics {
                 self.tell_queue(&label, &queue.stats());
             }
             for (family, value) in [
-                (&self.workers, pool.members().len()),
+                (&self.workers, pool.members().all().count()),
                 (&self.busy_workers, busy.len()),
                 (&self.reservations, pool.selector.reserved()),
             ] {

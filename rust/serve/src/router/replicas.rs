@@ -67,7 +67,7 @@ impl RouterApp {
     pub fn registered(&self) -> Vec<Registered> {
         let of_pool = |pool: &Arc<Pool>| {
             let members = pool.members();
-            members.iter().map(|member| Registered::new(pool, member)).collect::<Vec<_>>()
+            members.all().map(|member| Registered::new(pool, member)).collect::<Vec<_>>()
         };
         self.app.fleet.pools().iter().flat_map(of_pool).collect()
     }

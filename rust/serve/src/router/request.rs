@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 
 use kvflash_core::error::{Error, Result};
 use kvflash_core::fair::Wish;
+use kvflash_core::fleet::EventSpec;
 use kvflash_core::ids::InstanceId;
 use kvflash_core::policy::EngineMetrics;
 use kvflash_core::policy::session::MAX_KEY_BYTES;
@@ -21,14 +22,6 @@ pub(super) const MAX_ISL_TOKENS: u64 = u32::MAX as u64;
 const MAX_ALLOWED: usize = 65_535;
 /// Longest address of a worker, characters; it is handed back as it came.
 const MAX_URL_CHARS: usize = 4_096;
-
-/// Where a rank publishes.
-#[derive(Debug, Clone, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(super) struct Events {
-    pub endpoint: String,
-    pub replay_endpoint: Option<String>,
-}
 
 /// POST /workers
 #[derive(Debug, Deserialize)]
@@ -49,7 +42,7 @@ pub(super) struct NewWorker {
     pub replay_endpoint: Option<String>,
     /// By rank, instead of `endpoint`.
     #[serde(default)]
-    pub events: BTreeMap<String, Events>,
+    pub events: BTreeMap<String, EventSpec>,
     pub kv_total_blocks: Option<u64>,
     pub max_num_batched_tokens: Option<u64>,
 }
@@ -96,8 +89,8 @@ impl NewWorker {
     ///
     /// # Errors
     /// `InvalidArgument` for what is no rank of it.
-    pub fn events(&self) -> Result<BTreeMap<u32, Events>> {
-        let rank = |(rank, events): (&String, &Events)| match rank.parse() {
+    pub fn events(&self) -> Result<BTreeMap<u32, EventSpec>> {
+        let rank = |(rank, events): (&String, &EventSpec)| match rank.parse() {
             Ok(number) if number < self.dp_size => Ok((number, events.clone())),
             _ => Err(Error::invalid(format!(
                 "events.{rank}: a rank is a number below dp_size {}",

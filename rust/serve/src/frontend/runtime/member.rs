@@ -9,31 +9,24 @@ use kvflash_core::text::{CacheOptions, TextModel, TextOptions};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
-use super::super::notes::EngineNotes;
+use super::super::engine::EngineNotes;
 use super::plane::Plane;
-use super::spec::{EventSpec, LoadReport, ModelInput, WorkerSpec};
+use super::spec::{LoadReport, WorkerSpec};
 
 /// Tokenizers in memory at once.
 const MAX_TOKENIZERS: usize = 64;
 
 /// A worker's own side of an engine.
 #[derive(Debug)]
-pub(crate) struct Member {
+pub(in super::super) struct Member {
     pub spec: WorkerSpec,
     pub plane: Plane,
     pub text: Option<Arc<ModelText>>,
-    /// By rank; they are announced apart from the worker and may change.
-    pub events: Mutex<BTreeMap<u32, EventSpec>>,
     /// Its last report of each rank.
     pub loads: Mutex<BTreeMap<u32, LoadReport>>,
 }
 
 impl Member {
-    /// What it takes: tokens, or text.
-    pub fn input(&self) -> ModelInput {
-        self.spec.card.model_input
-    }
-
     /// What it reported last, by rank.
     pub fn load_json(&self) -> Value {
         let loads = self.loads.lock();
@@ -69,7 +62,7 @@ impl Member {
 
 /// A model's tokenizer, template and the tokens that end an answer.
 #[derive(Debug)]
-pub(crate) struct ModelText {
+pub(in super::super) struct ModelText {
     pub model: Arc<TextModel>,
     pub eos_token_ids: Vec<u32>,
 }
@@ -119,7 +112,7 @@ fn eos_token_ids(folder: &Path, model: &TextModel) -> Vec<u32> {
 
 /// One tokenizer per folder, as long as a worker uses it.
 #[derive(Debug, Default)]
-pub(crate) struct Tokenizers {
+pub(in super::super) struct Tokenizers {
     by_folder: Mutex<HashMap<PathBuf, Weak<ModelText>>>,
 }
 

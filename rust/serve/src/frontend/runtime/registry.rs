@@ -57,20 +57,14 @@ fn take(app: &Arc<App>, spec: WorkerSpec) -> Result<InstanceId> {
                 let _ = app.fleet.remove(id);
             }
             let plane = Plane::new(&spec, app.options.connect_timeout, &app.upstream);
-            let member = Arc::new(Member {
-                plane,
-                text,
-                events: Mutex::new(BTreeMap::new()),
-                loads: Mutex::new(BTreeMap::new()),
-                spec,
-            });
+            let member = Arc::new(Member { plane, text, loads: Mutex::new(BTreeMap::new()), spec });
             let engine = app.fleet.add_member(Arc::clone(&member))?;
             let watch = liveness::watch(Arc::clone(&engine), member, app.shutdown.clone());
             tokio::spawn(watch);
             engine
         }
     };
-    if let Err(error) = app.fleet.change_events(&engine, events) {
+    if let Err(error) = app.fleet.change_events(id, events) {
         // It serves without them: its cache is not known and earns no credit.
         tracing::error!(worker = id, %error, "its events can't be subscribed to");
         engine.notes.lock().last_error = Some(format!("events: {error}"));
@@ -90,9 +84,7 @@ fn take(app: &Arc<App>, spec: WorkerSpec) -> Result<InstanceId> {
 }
 
 fn tell_busy_table(app: &App, worker: Worker, report: &Report) {
-    let pools = app.fleet.pools();
-    let pool = pools.iter().find(|pool| pool.members().get(worker.instance_id).is_some());
-    if let Some(pool) = pool {
+    if let Some(pool) = app.fleet.pool_of(worker.instance_id) {
         pool.selector.busy.report(worker, report);
     }
 }

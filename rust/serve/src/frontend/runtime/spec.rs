@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use kvflash_core::error::{Error, Result};
+use kvflash_core::fleet::EventSpec;
 use kvflash_core::ids::InstanceId;
 use serde::Deserialize;
 use serde_json::Value;
@@ -73,39 +74,6 @@ pub(crate) struct Card {
 
 fn tokens() -> ModelInput {
     ModelInput::Tokens
-}
-
-/// Where one rank's events are: at its sockets, or at a broker.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-pub(crate) struct EventSpec {
-    pub endpoint: String,
-    #[serde(default)]
-    pub replay_endpoint: Option<String>,
-}
-
-impl EventSpec {
-    /// Does a broker carry them?
-    pub fn is_brokered(&self) -> bool {
-        broker_path(&self.endpoint).is_some()
-    }
-
-    /// Are they in the stream of the worker's component? Its follower brings them, for all workers.
-    pub fn is_in_stream(&self) -> bool {
-        self.endpoint.starts_with(STREAM)
-    }
-}
-
-/// Scheme of events in a component's stream.
-const STREAM: &str = "jetstream://";
-/// Scheme of events that a worker with an index of its own publishes.
-const SUBJECT: &str = "nats://";
-
-/// Subject or stream, instance and rank, of events that a broker carries.
-pub(crate) fn broker_path(endpoint: &str) -> Option<(&str, InstanceId, u32)> {
-    let path = endpoint.strip_prefix(STREAM).or_else(|| endpoint.strip_prefix(SUBJECT))?;
-    let mut parts = path.rsplitn(3, '/');
-    let (rank, instance) = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
-    parts.next().filter(|name| !name.is_empty()).map(|name| (name, instance, rank))
 }
 
 /// One worker of the runtime.

@@ -1,0 +1,338 @@
+//! The roster: changes in, effects out.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::events::{EventSpec, Hearing};
+use super::name::Names;
+use crate::catalog::{EngineFacts, Identity, ModelKey, Registration};
+use crate::error::{Error, Result};
+use crate::ids::{InstanceId, Worker};
+use crate::select::Report;
+
+/// What somebody has heard of a worker.
+#[derive(Debug, Clone)]
+pub enum Change {
+    /// It is there, with so many data-parallel ranks, which publish there.
+    Joined {
+        /// Its number.
+        id: InstanceId,
+        /// Its data-parallel ranks.
+        ranks: u32,
+        /// Where they publish.
+        events: BTreeMap<u32, EventSpec>,
+    },
+    /// It says what it serves, for the first time or anew.
+    Card {
+        /// Its number.
+        id: InstanceId,
+        /// What it serves.
+        card: Card,
+    },
+    /// Its events are somewhere else.
+    Events {
+        /// Its number.
+        id: InstanceId,
+        /// Where its ranks publish now.
+        events: BTreeMap<u32, EventSpec>,
+    },
+    /// It has passed a health check, and says when its process started. A failed check changes nothing
+    /// here: what it holds is still there when it is well again.
+    Health {
+        /// Its number.
+        id: InstanceId,
+        /// Start of its process, seconds since 1970.
+        started_s: f64,
+    },
+    /// It serves no model any more, and may again.
+    Drained {
+        /// Its number.
+        id: InstanceId,
+    },
+    /// It is gone. Its running requests are their senders' business.
+    Left {
+        /// Its number.
+        id: InstanceId,
+    },
+}
+
+impl Change {
+    /// Whose change it is.
+    pub fn id(&self) -> InstanceId {
+        match self {
+            Self::Joined { id, .. }
+            | Self::Card { id, .. }
+            | Self::Events { id, .. }
+            | Self::Health { id, .. }
+            | Self::Drained { id }
+            | Self::Left { id } => *id,
+        }
+    }
+}
+
+/// What a worker serves.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Card {
+    /// Its model, and whose index its blocks are in.
+    pub key: ModelKey,
+    /// All names that it serves, and of adapters the base model.
+    pub names: Vec<(String, Option<String>)>,
+    /// Tokens in a block, where it is sure.
+    pub block_size: Option<u32>,
+    /// Blocks of each rank's device.
+    pub capacity_blocks: Option<u64>,
+    /// What its ranks say of themselves from the start.
+    pub report: Report,
+}
+
+impl Card {
+    /// The card of a worker that only names its model.
+    pub fn new(key: ModelKey) -> Self {
+        let report = Report::default();
+        Self { key, names: Vec::new(), block_size: None, capacity_blocks: None, report }
+    }
+}
+
+/// What is to be done about it.
+#[derive(Debug, Clone)]
+pub enum Effect {
+    /// A model has its first worker.
+    Open(ModelKey),
+    /// A worker of the model is sure of its block size: a conflict where another one is known.
+    BlockSize(ModelKey, u32),
+    /// Listen to a rank's events.
+    Subscribe(Registration),
+    /// Listen no more, and forget what the events told: of one rank, or of all.
+    Unsubscribe(ModelKey, InstanceId, Option<u32>),
+    /// These are the model's workers and no others.
+    SetWorkers(ModelKey, Vec<Worker>),
+    /// What a rank says of itself.
+    Report(ModelKey, Worker, Report),
+    /// A worker is another process than it was: what it held is gone, and it has so many ranks.
+    Forget(ModelKey, InstanceId, u32),
+    /// The model's last worker has left.
+    Close(ModelKey),
+}
+
+#[derive(Debug)]
+struct Member {
+    ranks: u32,
+    events: BTreeMap<u32, EventSpec>,
+    started_s: Option<f64>,
+    card: Option<Card>,
+}
+
+/// All workers of a service, and what they serve.
+#[derive(Debug)]
+pub struct Roster {
+    hearing: Hearing,
+    max_workers: usize,
+    members: BTreeMap<InstanceId, Member>,
+    models: BTreeMap<ModelKey, BTreeSet<InstanceId>>,
+    names: Names,
+}
+
+impl Roster {
+    /// An empty one that takes `max_workers` workers.
+    pub fn new(hearing: Hearing, max_workers: usize) -> Self {
+        let (members, models, names) = (BTreeMap::new(), BTreeMap::new(), Names::default());
+        Self { hearing, max_workers, members, models, names }
+    }
+
+    /// Take a change. Where an effect can't be performed, [`Change::Drained`] takes back what was.
+    ///
+    /// # Errors
+    /// `NotFound` for a worker that never joined, `Conflict` for one that joins twice, `Overloaded` at the
+    /// limit of workers. Nothing changes then.
+    ///
+    /// # Cost
+    /// O(workers of the model) where its workers change, else O(what the worker says).
+    pub fn apply(&mut self, change: Change) -> Result<Vec<Effect>> {
+        let mut effects = Vec::new();
+        match change {
+            Change::Joined { id, ranks, events } => self.join(id, ranks, events)?,
+            Change::Card { id, card } => self.serve(id, card, &mut effects)?,
+            Change::Events { id, events } => self.move_events(id, events, &mut effects)?,
+            Change::Health { id, started_s } => {
+                let member = self.member(id)?;
+                let before = member.started_s.replace(started_s);
+                if let (Some(card), Some(before)) = (&member.card, before)
+                    && before != started_s
+                {
+                    effects.push(Effect::Forget(card.key.clone(), id, member.ranks));
+                }
+            }
+            Change::Drained { id } => self.drain(id, &mut effects)?,
+            Change::Left { id } => {
+                self.drain(id, &mut effects)?;
+                self.members.remove(&id);
+            }
+        }
+        Ok(effects)
+    }
+
+    fn member(&mut self, id: InstanceId) -> Result<&mut Member> {
+        let unknown = || Error::NotFound(format!("no worker {id} is registered"));
+        self.members.get_mut(&id).ok_or_else(unknown)
+    }
+
+    /// Whether one more worker may join.
+    ///
+    /// # Errors
+    /// `Overloaded`.
+    pub fn check_room(&self) -> Result<()> {
+        if self.members.len() < self.max_workers {
+            return Ok(());
+        }
+        let limit = self.max_workers;
+        Err(Error::Overloaded(format!("the limit of {limit} workers is reached (--max-workers)")))
+    }
+
+    fn join(&mut self, id: InstanceId, ranks: u32, events: BTreeMap<u32, EventSpec>) -> Result<()> {
+        if self.has(id) {
+            return Err(Error::Conflict(format!("worker id {id} is registered already")));
+        }
+        self.check_room()?;
+        self.members.insert(id, Member { ranks, events, started_s: None, card: None });
+        Ok(())
+    }
+
+    fn serve(&mut self, id: InstanceId, card: Card, effects: &mut Vec<Effect>) -> Result<()> {
+        if self.member(id)?.card.as_ref().is_some_and(|before| before.key != card.key) {
+            self.drain(id, effects)?;
+        }
+        let key = card.key.clone();
+        let before = self.member(id)?.card.clone();
+        let is_new = before.is_none();
+        if before.as_ref().is_none_or(|before| before.names != card.names) {
+            // Added before the old ones are taken off: what stays is never at zero.
+            self.names.add(&key, &card.names);
+            self.names.remove(&key, before.as_ref().map_or(&[], |before| &before.names));
+        }
+        if is_new {
+            if !self.models.contains_key(&key) {
+                effects.push(Effect::Open(key.clone()));
+            }
+            self.models.entry(key.clone()).or_default().insert(id);
+            effects.extend(card.block_size.map(|size| Effect::BlockSize(key.clone(), size)));
+        }
+        let report = card.report;
+        let has_news = before.is_none_or(|before| before.report != report);
+        let member = self.member(id)?;
+        member.card = Some(card);
+        let ranks = member.ranks;
+        if is_new {
+            effects.extend(self.subscriptions(id, |_, _| true));
+            effects.push(self.workers(key.clone()));
+        }
+        if has_news && report != Report::default() {
+            let of_rank = |rank| Effect::Report(key.clone(), Worker::new(id, rank), report);
+            effects.extend((0..ranks).map(of_rank));
+        }
+        Ok(())
+    }
+
+    fn move_events(
+        &mut self,
+        id: InstanceId,
+        events: BTreeMap<u32, EventSpec>,
+        effects: &mut Vec<Effect>,
+    ) -> Result<()> {
+        let hearing = self.hearing;
+        let member = self.member(id)?;
+        let before = std::mem::replace(&mut member.events, events);
+        let Some(card) = &member.card else { return Ok(()) };
+        for (rank, was) in &before {
+            if hearing.hears(was) && member.events.get(rank) != Some(was) {
+                effects.push(Effect::Unsubscribe(card.key.clone(), id, Some(*rank)));
+            }
+        }
+        effects.extend(self.subscriptions(id, |rank, now| before.get(&rank) != Some(now)));
+        Ok(())
+    }
+
+    /// Subscriptions of a worker that serves, to the events that are `wanted`.
+    fn subscriptions(
+        &self,
+        id: InstanceId,
+        wanted: impl Fn(u32, &EventSpec) -> bool,
+    ) -> Vec<Effect> {
+        let member = &self.members[&id];
+        let Some(card) = &member.card else { return Vec::new() };
+        let heard = member.events.iter().filter(|(rank, events)| {
+            **rank < member.ranks && self.hearing.hears(events) && wanted(**rank, events)
+        });
+        let subscribe = |(rank, events): (&u32, &EventSpec)| {
+            Effect::Subscribe(Registration {
+                worker: Worker::new(id, *rank),
+                key: card.key.clone(),
+                block_size: card.block_size,
+                endpoint: events.endpoint.clone(),
+                replay_endpoint: events.replay_endpoint.clone(),
+                capacity_blocks: card.capacity_blocks,
+                identity: Identity::default(),
+                facts: EngineFacts::default(),
+            })
+        };
+        heard.map(subscribe).collect()
+    }
+
+    fn drain(&mut self, id: InstanceId, effects: &mut Vec<Effect>) -> Result<()> {
+        let hearing = self.hearing;
+        let member = self.member(id)?;
+        let Some(card) = member.card.take() else { return Ok(()) };
+        if member.events.values().any(|events| hearing.hears(events)) {
+            effects.push(Effect::Unsubscribe(card.key.clone(), id, None));
+        }
+        self.names.remove(&card.key, &card.names);
+        let is_empty = self.models.get_mut(&card.key).is_none_or(|ids| {
+            ids.remove(&id);
+            ids.is_empty()
+        });
+        effects.push(self.workers(card.key.clone()));
+        if is_empty {
+            self.models.remove(&card.key);
+            effects.push(Effect::Close(card.key));
+        }
+        Ok(())
+    }
+
+    fn workers(&self, key: ModelKey) -> Effect {
+        let ids = self.models.get(&key).into_iter().flatten();
+        let ranks = |id: &InstanceId| {
+            let id = *id;
+            (0..self.members[&id].ranks).map(move |rank| Worker::new(id, rank))
+        };
+        let workers = ids.flat_map(ranks).collect();
+        Effect::SetWorkers(key, workers)
+    }
+
+    /// Has it joined?
+    pub fn has(&self, id: InstanceId) -> bool {
+        self.members.contains_key(&id)
+    }
+
+    /// The model that it serves.
+    pub fn key_of(&self, id: InstanceId) -> Option<&ModelKey> {
+        self.members.get(&id)?.card.as_ref().map(|card| &card.key)
+    }
+
+    /// Where its ranks publish, as far as is known.
+    pub fn events_of(&self, id: InstanceId) -> BTreeMap<u32, EventSpec> {
+        self.members.get(&id).map(|member| member.events.clone()).unwrap_or_default()
+    }
+
+    /// How many have joined.
+    pub fn len(&self) -> usize {
+        self.members.len()
+    }
+
+    /// Has nobody joined?
+    pub fn is_empty(&self) -> bool {
+        self.members.is_empty()
+    }
+
+    /// What all of them serve.
+    pub fn names(&self) -> &Names {
+        &self.names
+    }
+}

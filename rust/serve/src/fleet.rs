@@ -1,0 +1,291 @@
+//! The fleet behind a service: performs what the roster says, on the catalog and on the models' pools.
+
+use std::collections::BTreeMap;
+use std::ops::Deref;
+use std::sync::Arc;
+
+use kvflash_core::catalog::{Catalog, ModelIndex, ModelKey};
+use kvflash_core::error::{Error, Result};
+use kvflash_core::fleet::{Change, Effect, Roster};
+use kvflash_core::ids::{InstanceId, Worker};
+use kvflash_core::select::{Queue, Selector, Thresholds};
+use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+/// All workers of one model and tenant: one index, one load table.
+pub(crate) struct Pool<M, R> {
+    pub key: ModelKey,
+    /// The model's name.
+    pub name: String,
+    pub selector: Arc<Selector>,
+    /// Where requests wait for a worker with room to prefill.
+    pub queue: Option<Arc<Queue>>,
+    /// Where they wait for their turn.
+    pub waiting: R,
+    members: RwLock<Arc<Members<M>>>,
+}
+
+/// The workers of a pool at one moment.
+pub(crate) struct Members<M> {
+    by_id: BTreeMap<InstanceId, Arc<M>>,
+}
+
+impl<M> Default for Members<M> {
+    fn default() -> Self {
+        Self { by_id: BTreeMap::new() }
+    }
+}
+
+impl<M> Members<M> {
+    pub fn get(&self, id: InstanceId) -> Option<&Arc<M>> {
+        self.by_id.get(&id)
+    }
+
+    pub fn all(&self) -> impl Iterator<Item = &Arc<M>> {
+        self.by_id.values()
+    }
+}
+
+impl<M, R> Pool<M, R> {
+    pub fn index(&self) -> &Arc<ModelIndex> {
+        self.selector.model()
+    }
+
+    pub fn members(&self) -> Arc<Members<M>> {
+        Arc::clone(&self.members.read())
+    }
+
+    /// Change who its workers are, for requests and for the selector alike.
+    ///
+    /// # Errors
+    /// `Overloaded` for more ranks than the selector takes; nothing changes then.
+    fn set(&self, workers: &[Worker], known: &BTreeMap<InstanceId, Arc<M>>) -> Result<()> {
+        let mut members = self.members.write();
+        // Readers wait meanwhile: whoever is given a new worker finds it among the members.
+        self.selector.set_workers(workers)?;
+        let member = |worker: &Worker| {
+            let id = worker.instance_id;
+            known.get(&id).map(|member| (id, Arc::clone(member)))
+        };
+        *members = Arc::new(Members { by_id: workers.iter().filter_map(member).collect() });
+        Ok(())
+    }
+}
+
+/// What a pool is made of: its selector, and where its requests wait.
+pub(crate) type Parts<R> = (Selector, Option<Arc<Queue>>, R);
+type MakeParts<R> = Box<dyn Fn(&ModelKey) -> Result<Parts<R>> + Send + Sync>;
+
+/// Who is there.
+pub(crate) struct Tables<M, R> {
+    pub roster: Roster,
+    pub served: Served<M, R>,
+}
+
+/// The same as the service knows them.
+pub(crate) struct Served<M, R> {
+    pub members: BTreeMap<InstanceId, Arc<M>>,
+    pub pools: BTreeMap<ModelKey, Arc<Pool<M, R>>>,
+    /// Of models whose workers have left, where they are not what the flags say. As many as the catalog
+    /// has models.
+    thresholds: BTreeMap<ModelKey, Thresholds>,
+}
+
+impl<M, R> Deref for Tables<M, R> {
+    type Target = Served<M, R>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.served
+    }
+}
+
+/// All workers of a service.
+///
+/// # Consistency
+/// Changes are serialised; a request works on the members that it read first.
+pub(crate) struct Fleet<M, R> {
+    catalog: Arc<Catalog>,
+    make: MakeParts<R>,
+    thresholds: Thresholds,
+    /// What was predicted of a worker goes when it is another process.
+    has_predictions: bool,
+    tables: RwLock<Tables<M, R>>,
+}
+
+impl<M, R> Fleet<M, R> {
+    pub fn new(
+        catalog: Arc<Catalog>,
+        roster: Roster,
+        thresholds: Thresholds,
+        has_predictions: bool,
+        make: impl Fn(&ModelKey) -> Result<Parts<R>> + Send + Sync + 'static,
+    ) -> Self {
+        let (members, pools, thresholds_kept) = Default::default();
+        let served = Served { members, pools, thresholds: thresholds_kept };
+        let tables = RwLock::new(Tables { roster, served });
+        Self { catalog, make: Box::new(make), thresholds, has_predictions, tables }
+    }
+
+    pub fn read(&self) -> RwLockReadGuard<'_, Tables<M, R>> {
+        self.tables.read()
+    }
+
+    pub fn write(&self) -> RwLockWriteGuard<'_, Tables<M, R>> {
+        self.tables.write()
+    }
+
+    /// Take a new worker in. It serves once its card is there.
+    ///
+    /// # Errors
+    /// Those of [`Roster::apply`].
+    pub fn join(&self, tables: &mut Tables<M, R>, change: Change, member: Arc<M>) -> Result<()> {
+        let id = change.id();
+        self.change(tables, change)?;
+        tables.served.members.insert(id, member);
+        Ok(())
+    }
+
+    /// [`follow`] a change here.
+    ///
+    /// # Errors
+    /// Those of [`Roster::apply`]; what the catalog refuses; the limits of models and of ranks.
+    pub fn change(&self, tables: &mut Tables<M, R>, change: Change) -> Result<()> {
+        let id = change.id();
+        let before = tables.roster.key_of(id).cloned();
+        let Tables { roster, served } = tables;
+        let mut learned = None;
+        let outcome = follow(roster, change, |effect| {
+            if let Effect::BlockSize(key, _) = &effect {
+                let pool = served.pools.get(key);
+                learned = pool.filter(|pool| pool.index().block_size().is_none()).cloned();
+            }
+            self.perform(served, effect)
+        });
+        if let (Err(_), Some(pool)) = (&outcome, learned) {
+            // Nothing of what was refused stays.
+            pool.index().forget_block_size();
+        }
+        let now = tables.roster.key_of(id).cloned();
+        if before != now {
+            before.inspect(|model| tracing::info!(worker = id, %model, "worker left"));
+            now.inspect(|model| tracing::info!(worker = id, %model, "worker joined"));
+        }
+        outcome
+    }
+
+    /// A worker is gone.
+    ///
+    /// # Errors
+    /// `NotFound`.
+    pub fn leave(&self, tables: &mut Tables<M, R>, id: InstanceId) -> Result<Arc<M>> {
+        self.change(tables, Change::Left { id })?;
+        let unknown = || Error::NotFound(format!("no worker {id} is registered"));
+        tables.served.members.remove(&id).ok_or_else(unknown)
+    }
+
+    fn perform(&self, tables: &mut Served<M, R>, effect: Effect) -> Result<()> {
+        match effect {
+            Effect::Open(key) => self.open(tables, key)?,
+            Effect::BlockSize(key, size) => {
+                let known = tables.pools[&key].index().learn_block_size(size);
+                if known != size {
+                    let ModelKey { model_name, tenant_id } = key;
+                    return Err(Error::Conflict(format!(
+                        "block_size {size} is not the {known} of model={model_name} tenant={tenant_id}"
+                    )));
+                }
+            }
+            Effect::SetWorkers(key, workers) => {
+                // Of a model that could not be opened there is nothing to change.
+                let pool = tables.pools.get(&key);
+                pool.map_or(Ok(()), |pool| pool.set(&workers, &tables.members))?;
+            }
+            Effect::Report(key, worker, report) => {
+                tables.pools[&key].selector.busy.report(worker, &report);
+            }
+            Effect::Close(key) => {
+                let Some(pool) = tables.pools.remove(&key) else { return Ok(()) };
+                // Workers that come back may have another block size.
+                pool.index().forget_block_size();
+                let thresholds = pool.selector.busy.thresholds();
+                if thresholds != self.thresholds {
+                    tables.thresholds.insert(key, thresholds);
+                }
+            }
+            Effect::Forget(key, id, ranks) => {
+                if self.has_predictions {
+                    let index = tables.pools[&key].index();
+                    (0..ranks).for_each(|rank| index.clear_worker(Worker::new(id, rank)));
+                }
+                listen(&self.catalog, Effect::Forget(key, id, ranks))?;
+            }
+            Effect::Subscribe(_) | Effect::Unsubscribe(..) => listen(&self.catalog, effect)?,
+        }
+        Ok(())
+    }
+
+    fn open(&self, tables: &mut Served<M, R>, key: ModelKey) -> Result<()> {
+        let (selector, queue, waiting) = (self.make)(&key)?;
+        let selector = Arc::new(selector);
+        if let Some(thresholds) = tables.thresholds.get(&key) {
+            selector.busy.set_thresholds(*thresholds)?;
+        }
+        let name = key.model_name.clone();
+        let members = RwLock::default();
+        let pool = Pool { key: key.clone(), name, selector, queue, waiting, members };
+        tables.pools.insert(key, Arc::new(pool));
+        Ok(())
+    }
+
+    /// All pools, by model and tenant.
+    pub fn pools(&self) -> Vec<Arc<Pool<M, R>>> {
+        self.tables.read().pools.values().cloned().collect()
+    }
+}
+
+/// Take a change and perform its effects, in order. Where one fails nothing of the change stays; of events
+/// those that could be subscribed to do.
+///
+/// # Errors
+/// Those of [`Roster::apply`], and the first one of `perform`.
+pub(crate) fn follow(
+    roster: &mut Roster,
+    change: Change,
+    mut perform: impl FnMut(Effect) -> Result<()>,
+) -> Result<()> {
+    let (id, is_whole) = (change.id(), !matches!(change, Change::Events { .. }));
+    let mut outcome = Ok(());
+    for effect in roster.apply(change)? {
+        let performed = perform(effect);
+        outcome = outcome.and(performed);
+        if outcome.is_err() && is_whole {
+            roster.apply(Change::Drained { id })?.into_iter().try_for_each(perform)?;
+            break;
+        }
+    }
+    outcome
+}
+
+/// Perform what is the catalog's business; other effects are none.
+///
+/// # Errors
+/// Those of [`Catalog::register`].
+pub(crate) fn listen(catalog: &Catalog, effect: Effect) -> Result<()> {
+    match effect {
+        Effect::Subscribe(registration) => drop(catalog.register(registration)?),
+        Effect::Unsubscribe(key, id, rank) => {
+            // NotFound only says that there is nothing left to do.
+            let _ = catalog.unregister(id, &key.model_name, Some(&key.tenant_id), rank);
+        }
+        // Publishers notice it by themselves where they can; this is for those without a replay socket.
+        Effect::Forget(_, id, _) => {
+            let publishers = catalog.publishers().into_iter();
+            publishers
+                .filter(|publisher| {
+                    publisher.worker.instance_id == id && publisher.replay_endpoint.is_none()
+                })
+                .for_each(|publisher| publisher.restarted());
+        }
+        _ => {}
+    }
+    Ok(())
+}
