@@ -475,6 +475,8 @@ class FakeEngine:
     render: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     health: int = 200
     host: str = "127.0.0.1"
+    #: What SGLang says of itself; other engines say nothing.
+    server_info: dict[str, Any] | None = None
     received: list[Exchange] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -520,6 +522,9 @@ class FakeEngine:
             info = f'vllm:cache_config_info{{block_size="{self.block_size}"}} 1\n'.encode()
             exchange.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(info) + info)
             return True
+        if target in ("/server_info", "/get_server_info"):
+            info = None if target == "/server_info" else self.server_info
+            return exchange.whole(404 if info is None else 200, info or {"detail": "Not Found"})
         if target == "/tokenize":
             tokens = self.tokenize(json.loads(exchange.body))
             return exchange.whole(200, {"count": len(tokens), "tokens": tokens})

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import zmq
 
 from service import until
 from support_frontend import (
@@ -417,3 +420,29 @@ def test_engine_that_lists_no_model_says_so(frontend: Frontend) -> None:
         warnings = frontend.http.call("GET", "/health")[1]["warnings"]
         assert f"worker {worker}: its /v1/models lists no base model" in warnings
         frontend.remove(worker)
+
+
+# -- engines that say themselves where they publish
+
+
+def test_sockets_of_an_sglang_engine_are_learned_from_its_server(frontend: Frontend) -> None:
+    with zmq.Context() as context, contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(context.socket(zmq.PUB)) for _ in range(2)]
+        port = sockets[0].bind_to_random_port("tcp://127.0.0.1")
+        sockets[1].bind(f"tcp://127.0.0.1:{port + 1}")
+        config = {"publisher": "zmq", "endpoint": f"tcp://*:{port}", "topic": "kv-events"}
+        info = {"page_size": 16, "dp_size": 2, "kv_events_config": json.dumps(config)}
+        with engines(frontend, FakeEngine("sglang", server_info=info)) as (worker,):
+            found = frontend.workers()[worker]
+            wanted = [f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}"]
+            assert [listener["endpoint"] for listener in found["listeners"]] == wanted
+            assert found["dp_size"] == 2
+
+
+def test_an_sglang_engine_that_publishes_nothing_is_told_of(frontend: Frontend) -> None:
+    info = {"page_size": 16, "dp_size": 1, "kv_events_config": None}
+    with engines(frontend, FakeEngine("sglang", server_info=info)) as (worker,):
+        frontend.wait_healthy(worker)
+        warnings = frontend.http.get("/health")["warnings"]
+        said = f"worker {worker}: given without events=, and GET /get_server_info says that it"
+        assert any(line.startswith(said) for line in warnings), warnings

@@ -167,8 +167,12 @@ fn unheard(app: &App, engine: &Engine) -> Option<String> {
     let id = engine.id;
     let lost = "so its cache is not known and earns no credit";
     let Some(events) = app.fleet.events_of(id).into_values().next() else {
-        let how =
-            if engine.member.is_some() { "announced no events" } else { "given without events=" };
+        let server = engine.notes.lock().server.as_ref().map(|server| server.note.clone());
+        let how = match server {
+            _ if engine.member.is_some() => "announced no events".to_owned(),
+            Some(note) => format!("given without events=, and {note}"),
+            None => "given without events=".to_owned(),
+        };
         return Some(format!("worker {id}: {how}, {lost}"));
     };
     let endpoint = &events.endpoint;

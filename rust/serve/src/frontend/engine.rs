@@ -14,6 +14,7 @@ use tokio::sync::Notify;
 
 use super::inspect::Inspection;
 use super::runtime::member::Member;
+use super::server_info::ServerNotes;
 
 /// An engine as its operator names it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -182,6 +183,8 @@ pub(super) struct EngineNotes {
     pub block_size: Option<u32>,
     /// When its process started, seconds since 1970, as its metrics say.
     pub started_s: Option<f64>,
+    /// What its server says of itself, where it is SGLang's and was asked.
+    pub server: Option<ServerNotes>,
     /// Last trouble, in words.
     pub last_error: Option<String>,
 }

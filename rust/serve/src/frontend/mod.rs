@@ -16,6 +16,7 @@ mod probe;
 pub(crate) mod proxy;
 pub(crate) mod runtime;
 mod scrape;
+mod server_info;
 mod service;
 
 pub use engine::EngineSpec;

@@ -14,6 +14,7 @@ use super::engine_metrics;
 use super::inspect::inspect;
 use super::notes::EngineNotes;
 use super::proxy::Upstream;
+use super::server_info;
 use crate::Shutdown;
 
 /// What an engine serves is asked again once in this many checks.
@@ -49,7 +50,7 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
         match check(&app.upstream, &engine, interval.max(Duration::from_secs(1))).await {
             Err(why) => engine.failed(&why),
             Ok(()) if is_known => {}
-            Ok(()) => match learn(&app.upstream, &engine).await {
+            Ok(()) => match learn(&app, &engine).await {
                 // It serves and has told its models before: what it serves now can wait.
                 Err(why) if engine.is_healthy() => {
                     tracing::warn!(
@@ -62,6 +63,9 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
                 Err(why) => engine.failed(&why),
                 Ok(notes) => {
                     learned = Some(Instant::now());
+                    if has_other_ranks(&app, &engine, &notes) {
+                        break;
+                    }
                     let outcome = app.fleet.learned(&engine, notes);
                     if engine.is_removed() {
                         break;
@@ -108,6 +112,35 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
     }
 }
 
+/// Follow what an engine's server says of its events. Where it has ranks that nobody has named, it is
+/// registered anew with them, and true: another task checks it.
+fn has_other_ranks(app: &Arc<App>, engine: &Engine, notes: &EngineNotes) -> bool {
+    let Some(server) = &notes.server else { return false };
+    let (id, note) = (engine.id, &server.note);
+    if engine.spec.dp_size == 1 && server.dp_size > 1 && !server.events.is_empty() {
+        tracing::warn!(worker = id, url = engine.base, "{note}: it is registered anew with all");
+        let (dp_size, instance_id) = (server.dp_size, Some(id));
+        let spec = EngineSpec { dp_size, instance_id, ..engine.spec.clone() };
+        // It may have been removed by hand meanwhile.
+        let left = app.fleet.remove(id);
+        if let Err(error) = left.and_then(|_| app.add_engine(spec)) {
+            tracing::error!(worker = id, url = engine.base, %error, "not registered anew");
+        }
+        return true;
+    }
+    let before = engine.notes.lock().server.as_ref().map(|server| server.note.clone());
+    if before.as_ref() != Some(note) {
+        let outcome = if server.events.is_empty() { "its cache earns no credit" } else { "used" };
+        tracing::warn!(worker = id, url = engine.base, "given without events=: {note}; {outcome}");
+    }
+    if app.fleet.events_of(id) != server.events
+        && let Err(error) = app.fleet.change_events(id, server.events.clone())
+    {
+        tracing::error!(worker = id, url = engine.base, %error, "its events can't be subscribed to");
+    }
+    false
+}
+
 /// Time to the next check after so many in a row that the engine did not pass: twice as long each time, up
 /// to the `interval` of those that are well.
 fn pause(missed: u32, interval: Duration) -> Duration {
@@ -148,7 +181,8 @@ struct ModelCard {
     max_model_len: Option<u64>,
 }
 
-async fn learn(upstream: &Upstream, engine: &Engine) -> Result<EngineNotes, String> {
+async fn learn(app: &App, engine: &Engine) -> Result<EngineNotes, String> {
+    let upstream = &app.upstream;
     let timeout = Duration::from_secs(5);
     let (status, body) = get(upstream, engine, "/v1/models", timeout).await?;
     if status != 200 {
@@ -172,7 +206,11 @@ async fn learn(upstream: &Upstream, engine: &Engine) -> Result<EngineNotes, Stri
             .and_then(|value| value.trim().parse().ok());
         notes.capacity_blocks = info.and_then(|line| label(line, "num_gpu_blocks"));
     }
-    notes.block_size = notes.block_size.filter(|size| *size > 0);
+    if app.options.uses_events() && engine.spec.events.is_none() {
+        notes.server = server_info::ask(upstream, engine, timeout).await;
+    }
+    let told = notes.server.as_ref().and_then(|server| server.block_size);
+    notes.block_size = notes.block_size.filter(|size| *size > 0).or(told);
     Ok(notes)
 }
 

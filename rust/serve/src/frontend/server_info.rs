@@ -1,0 +1,183 @@
+//! What an SGLang engine says of itself: where it publishes, its ranks and its block size. An operator who
+//! gives its URL alone need not know them.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use kvflash_core::fleet::{EventSpec, port_of};
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::engine::Engine;
+use super::proxy::Upstream;
+
+/// Newer engines answer at the first one.
+const PATHS: [&str; 2] = ["/server_info", "/get_server_info"];
+/// It lists all settings of the server, and the state of each rank.
+const MAX_ANSWER_BYTES: usize = 8 * 1024 * 1024;
+/// Most ranks that are believed, as of `dp=`.
+const MAX_RANKS: u32 = 1_024;
+/// Where SGLang publishes unless it is told otherwise.
+const DEFAULT_ENDPOINT: &str = "tcp://*:5557";
+
+#[derive(Deserialize)]
+struct ServerInfo {
+    page_size: u32,
+    #[serde(default)]
+    dp_size: Option<u32>,
+    /// The text of a JSON object, as on its command line.
+    #[serde(default)]
+    kv_events_config: Value,
+}
+
+#[derive(Deserialize)]
+struct KvEvents {
+    publisher: Option<String>,
+    endpoint: Option<String>,
+    replay_endpoint: Option<String>,
+}
+
+/// What it said.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct ServerNotes {
+    /// Where its ranks publish; empty where they do not.
+    pub events: BTreeMap<u32, EventSpec>,
+    pub dp_size: u32,
+    /// Tokens in a block of its events.
+    pub block_size: Option<u32>,
+    /// What was found, or why nothing was, for people.
+    pub note: String,
+}
+
+/// Ask `engine`; `None` where it is no SGLang, or does not answer.
+pub(super) async fn ask(
+    upstream: &Upstream,
+    engine: &Engine,
+    timeout: Duration,
+) -> Option<ServerNotes> {
+    let host = engine.base.parse::<axum::http::Uri>().ok()?.host()?.to_owned();
+    for path in PATHS {
+        let url = format!("{}{path}", engine.base);
+        let answer = tokio::time::timeout(timeout, upstream.get(&url, MAX_ANSWER_BYTES)).await;
+        if let Ok(Ok((200, body))) = answer
+            && let Some(notes) = read(&host, path, &body)
+        {
+            return Some(notes);
+        }
+    }
+    None
+}
+
+/// Read the answer of an engine at `host`.
+fn read(host: &str, path: &str, body: &[u8]) -> Option<ServerNotes> {
+    let info: ServerInfo = serde_json::from_slice(body).ok()?;
+    let dp_size = info.dp_size.unwrap_or(1).clamp(1, MAX_RANKS);
+    let block_size = Some(info.page_size).filter(|size| *size > 0);
+    let (events, note) = match sockets(host, dp_size, &info.kv_events_config) {
+        Ok((endpoint, replay)) => {
+            let note = format!(
+                "GET {path} says that it publishes at {endpoint}, replays {}, and has {dp_size} ranks",
+                replay.as_ref().map_or("nothing".to_owned(), |replay| format!("at {replay}"))
+            );
+            (EventSpec::of_ranks(Some(&endpoint), replay.as_deref(), dp_size), note)
+        }
+        Err(why) => (BTreeMap::new(), format!("GET {path} says that {why}")),
+    };
+    Some(ServerNotes { events, dp_size, block_size, note })
+}
+
+/// The event and replay sockets of rank 0.
+///
+/// # Errors
+/// Why there are none, in words.
+fn sockets(host: &str, dp_size: u32, config: &Value) -> Result<(String, Option<String>), String> {
+    const FIX: &str = "start it with --kv-events-config '{\"publisher\": \"zmq\", \"endpoint\": \
+                       \"tcp://*:5557\", \"replay_endpoint\": \"tcp://*:5657\"}'";
+    let read: Result<KvEvents, _> = match config {
+        Value::Null => return Err(format!("it publishes no KV events: {FIX}")),
+        Value::String(text) => serde_json::from_str(text),
+        other => KvEvents::deserialize(other),
+    };
+    let config = read.map_err(|error| format!("its kv_events_config is no JSON: {error}"))?;
+    if config.publisher.as_deref() != Some("zmq") {
+        return Err(format!("the publisher of its kv_events_config is not zmq: {FIX}"));
+    }
+    let place = |field: &str, address: &str| {
+        // The engine's own words for the interface that it binds to.
+        let address = ["tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:"]
+            .iter()
+            .find_map(|any| address.strip_prefix(any))
+            .map_or_else(|| address.to_owned(), |port| format!("tcp://{host}:{port}"));
+        let has_ports =
+            port_of(&address).is_some_and(|port| u32::from(port) + dp_size - 1 <= 65_535);
+        let is_local = address.starts_with("ipc://") && dp_size == 1;
+        if has_ports || is_local {
+            return Ok(address);
+        }
+        Err(format!("the {field} of its kv_events_config is {address:?}, no tcp://host:port"))
+    };
+    let endpoint = place("endpoint", config.endpoint.as_deref().unwrap_or(DEFAULT_ENDPOINT))?;
+    let replay = config.replay_endpoint.as_deref();
+    Ok((endpoint, replay.map(|replay| place("replay_endpoint", replay)).transpose()?))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn told(config: Value, dp_size: u32) -> ServerNotes {
+        let info = json!({
+            "model_path": "m", "page_size": 64, "dp_size": dp_size, "kv_events_config": config,
+            "internal_states": [{}], "version": "0.5",
+        });
+        read("10.0.0.7", "/server_info", info.to_string().as_bytes()).unwrap()
+    }
+
+    #[test]
+    fn sockets_of_all_interfaces_are_at_the_engines_host() {
+        let config = json!({
+            "publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://0.0.0.0:5657",
+            "topic": "kv-events", "buffer_steps": 10_000,
+        });
+        for given in [json!(config.to_string()), config] {
+            let notes = told(given, 2);
+            let places: Vec<_> = notes
+                .events
+                .values()
+                .map(|events| (&*events.endpoint, events.replay_endpoint.as_deref().unwrap()))
+                .collect();
+            let wanted = [
+                ("tcp://10.0.0.7:5557", "tcp://10.0.0.7:5657"),
+                ("tcp://10.0.0.7:5558", "tcp://10.0.0.7:5658"),
+            ];
+            assert_eq!(places, wanted);
+            assert_eq!((notes.dp_size, notes.block_size), (2, Some(64)));
+            assert!(notes.note.contains("tcp://10.0.0.7:5557") && notes.note.contains("2 ranks"));
+        }
+        let bare = told(json!(r#"{"publisher": "zmq"}"#), 1);
+        assert_eq!(bare.events[&0].endpoint, "tcp://10.0.0.7:5557");
+        let named = told(json!(r#"{"publisher": "zmq", "endpoint": "tcp://10.0.0.8:1"}"#), 1);
+        assert_eq!(named.events[&0].endpoint, "tcp://10.0.0.8:1");
+    }
+
+    #[test]
+    fn who_publishes_nothing_is_told_why() {
+        for (config, why) in [
+            (Value::Null, "it publishes no KV events: start it with --kv-events-config"),
+            (json!("{"), "no JSON"),
+            (json!(r#"{"publisher": "null"}"#), "not zmq"),
+            (json!(r#"{"publisher": "zmq", "endpoint": "udp://x"}"#), "no tcp://host:port"),
+            (json!(r#"{"publisher": "zmq", "endpoint": "tcp://*:65535"}"#), "no tcp://host:port"),
+        ] {
+            let notes = told(config, 2);
+            assert!(notes.events.is_empty() && notes.note.contains(why), "{}", notes.note);
+            assert_eq!(notes.block_size, Some(64));
+        }
+        // vLLM's answer, where it has one.
+        assert_eq!(read("h", "/server_info", br#"{"vllm_config": "..."}"#), None);
+        assert_eq!(read("h", "/server_info", b"no"), None);
+    }
+}
