@@ -12,6 +12,7 @@ __all__ = [
     "Catalog",
     "CatalogDump",
     "EventOutbox",
+    "FoundWorkers",
     "Frontend",
     "Indexer",
     "KvIndexer",
@@ -1279,6 +1280,13 @@ class Router:
     def set_warnings(self, warnings: list[str]) -> None:
         """What only the caller knows, for ``/health``; replaces others."""
 
+    def set_remote_indexer(self, url: str | None) -> None:
+        """Ask this indexer from now on; none while there is None. Where it was not named at first.
+
+        Raises:
+            ConfigError: It is no ``http://host:port``.
+        """
+
     def worker_changes(self) -> int:
         """How often a worker was registered or forgotten. Cost: O(1)."""
 
@@ -1647,6 +1655,57 @@ class RouterCore:
         """Let go of what is too old. Returns how many bookings expired. Call it every second."""
 
 @final
+class FoundWorkers:
+    """Engines whose events a catalog follows though nobody registers them."""
+
+    def __new__(
+        cls,
+        catalog: Catalog,
+        *,
+        model_name: str,
+        tenant_id: str = "default",
+        block_size: int | None = None,
+        max_workers: int = 4_096,
+    ) -> FoundWorkers:
+        """None yet.
+
+        Args:
+            catalog: Where events go.
+            model_name: What engines serve that are known by their address alone.
+            tenant_id: Their tenant; those that only prefill have ``prefill``.
+            block_size: Tokens in a block of theirs; None: as their events say.
+            max_workers: Limit of workers.
+        """
+
+    def add_worker(self, spec: str) -> int:
+        """Follow an engine, ``URL[,events=...][,replay=...][,id=N][,dp=N][,role=...]``; its number.
+
+        Raises:
+            ConfigError: Names the field, what is legal and what came.
+            ConflictError: The number is taken, or another block size than the model's.
+            OverloadedError: The limit is reached.
+        """
+
+    def put_worker(self, worker: str) -> int:
+        """Follow a worker of discovery, or what has changed of it; its number.
+
+        Args:
+            worker: As :meth:`Frontend.put_worker` takes it.
+
+        Raises:
+            ConfigError: Names the field, what is legal and what came.
+            ConflictError: Another block size than the model's.
+            OverloadedError: The limit is reached.
+        """
+
+    def remove_worker(self, instance_id: int) -> None:
+        """Follow it no more, and forget what it holds.
+
+        Raises:
+            NotFoundError: It is not followed.
+        """
+
+@final
 class Indexer:
     """The standalone indexer's HTTP service in this process."""
 
@@ -1864,6 +1923,13 @@ class Frontend:
     def catalog(self) -> Catalog: ...
     def set_warnings(self, warnings: list[str]) -> None:
         """What makes matching fail and only the caller knows, for ``/health``; replaces others."""
+
+    def set_remote_indexer(self, url: str | None) -> None:
+        """Ask this indexer from now on; none while there is None. Where it was not named at first.
+
+        Raises:
+            ConfigError: It is no ``http://host:port``.
+        """
 
     @staticmethod
     def check_worker(spec: str) -> None:

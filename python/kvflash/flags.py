@@ -97,6 +97,7 @@ class Flags:
         variables: Sequence[str] = (),
         dest: str | None = None,
         in_file: Callable[[str, Any], Any] | None = None,
+        bare: _T | None = None,
     ) -> None:
         """Add a flag with one value.
 
@@ -110,6 +111,7 @@ class Flags:
             variables: Further variables.
             dest: What it sets, unless its first name says so.
             in_file: Reads what a file has for it, unless that is as on the command line.
+            bare: What the flag means without a value; None: it needs one.
         """
         variable, text = self._setting(names[0], (*map(self._variable, names[1:]), *variables))
         shown = "" if default in (None, ()) or default == [] else f" [{_shown(default, metavar)}]"
@@ -123,12 +125,15 @@ class Flags:
             except (argparse.ArgumentTypeError, ValueError) as error:
                 self._parser.error(f"environment variable {variable}: {error}")
         more: dict[str, Any] = {} if dest is None else {"dest": dest}
+        if bare is not None:
+            more |= {"nargs": "?", "const": bare}
         added = self._parser.add_argument(
             *names, type=parse, default=default, choices=choices, metavar=metavar, **more
         )
         if metavar is None:
             metavar = "|".join(map(str, choices)) if choices else _metavar(parse)
-        self._say(names[0], f"{names[0]} {metavar}", summary + shown)
+        value = metavar if bare is None else f"[{metavar}]"
+        self._say(names[0], f"{names[0]} {value}", summary + shown)
         self._can_be_in_file(
             names, added.dest, in_file or one_value(parse, choices), text is not None
         )

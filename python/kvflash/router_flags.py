@@ -26,6 +26,10 @@ from kvflash.flags import Flags
 __all__ = ["RouterFlags", "add_router_flags", "settle"]
 
 
+#: What ``--use-remote-indexer`` says without a URL: the one in discovery.
+FOUND = "discovery"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RouterFlags:
     """What the flags say; see ``--help``."""
@@ -76,6 +80,11 @@ class RouterFlags:
     use_remote_indexer: str | None = None
     remote_indexer_deadline: float = 0.05
 
+    @property
+    def finds_indexer(self) -> bool:
+        """Whether the remote indexer is found in discovery."""
+        return self.use_remote_indexer == FOUND
+
     def core_settings(self) -> dict[str, Any]:
         """The same by the names that the core's services have for them, but for the block size."""
         return {
@@ -119,7 +128,7 @@ class RouterFlags:
             "max_blocks": self.max_blocks,
             "index_memory_bytes": self.index_memory,
             "serve_indexer": self.serve_indexer,
-            "remote_indexer": self.use_remote_indexer,
+            "remote_indexer": "" if self.finds_indexer else self.use_remote_indexer,
             "remote_indexer_deadline_s": self.remote_indexer_deadline,
         }
 
@@ -277,6 +286,8 @@ def settle(values: dict[str, Any]) -> dict[str, Any]:
         if mode not in (None, "kv"):
             raise ConfigError(f"--load-aware is --router-mode kv, which contradicts {mode}")
         values = values | _LOAD_AWARE
+    if values["use_remote_indexer"] == "":
+        raise ConfigError("--use-remote-indexer must be http://host:port of an indexer, got ''")
     if values["use_remote_indexer"] is not None and not values["use_kv_events"]:
         off = "--load-aware" if values["load_aware"] else "--no-kv-events"
         raise ConfigError(f"--use-remote-indexer needs KV events, which {off} switches off")
@@ -534,7 +545,8 @@ def _add_indexer(flags: Flags) -> None:
         parse=str,
         default=None,
         metavar="URL",
-        summary="Ask this kvflash indexer instead of listening to events",
+        bare=FOUND,
+        summary="Ask this kvflash indexer, or the one in discovery, instead of listening to events",
     )
     flags.add(
         "--remote-indexer-deadline",

@@ -6,25 +6,21 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvflash._core import Frontend, PolicyDesk
 from kvflash.console import refuse
 from kvflash.discovery import open_discovery
-from kvflash.errors import ConfigError, InvalidArgumentError, KvflashError
+from kvflash.errors import ConfigError, KvflashError
 from kvflash.flags import source_of
-from kvflash.frontend.args import DNS_PREFIX, FrontendArgs, parse_args
+from kvflash.frontend.args import FrontendArgs, parse_args
 from kvflash.frontend.reports import Reports
-from kvflash.frontend.watch import DiscoveryWatch
 from kvflash.policy import PREFIX, AskedPolicy, load
 from kvflash.process import FedService, run_until_stopped, start_logging
+from kvflash.roster.finder import Finder, add_named
+from kvflash.roster.indexers import IndexerFinder
 from kvflash.routing.cluster import Cluster
-
-if TYPE_CHECKING:
-    from kvflash.frontend.dns_spec import DnsWorkers
-    from kvflash.frontend.dns_watch import DnsWatch
 
 __all__ = ["main", "make_frontend"]
 
@@ -65,7 +61,7 @@ def make_frontend(args: FrontendArgs, fleet: dict[int, str] | None = None) -> Fr
         enforce_disagg=args.enforce_disagg,
         metrics_prefix=args.metrics_prefix,
         has_broker_events=args.event_plane == "nats",
-        waits_for=_waits_for(args),
+        waits_for=args.waits_for(),
         fairness=None if args.fairness == "none" else args.fairness,
         fairness_weights=args.fairness_weight,
         fairness_queue_limit=args.fairness_queue_limit,
@@ -75,50 +71,10 @@ def make_frontend(args: FrontendArgs, fleet: dict[int, str] | None = None) -> Fr
         tls_cert_path=args.tls_cert_path,
         tls_key_path=args.tls_key_path,
     )
-    for source, spec, role in _workers(args):
-        if spec.startswith(DNS_PREFIX):
-            continue
-        try:
-            number = frontend.add_worker(spec + role)
-        except (ConfigError, InvalidArgumentError) as error:
-            said = str(error).removeprefix(f'--worker "{spec}{role}": ')
-            raise ConfigError(f"{source} {spec!r}: {said}") from error
-        if fleet is not None:
-            fleet[number] = spec + role
+    found = add_named(frontend, args)
+    if fleet is not None:
+        fleet.update(found)
     return frontend
-
-
-def _workers(args: FrontendArgs) -> Iterator[tuple[str, str, str]]:
-    """The workers that flags name: what said so, the worker, and its role to be added to it."""
-    for flag, specs, role in (
-        ("--worker", args.workers, ""),
-        ("--decode-worker", args.decode_workers, ""),
-        ("--prefill-worker", args.prefill_workers, ",role=prefill"),
-    ):
-        yield from ((source_of(flag, spec), spec, role) for spec in specs)
-
-
-def _names(args: FrontendArgs) -> list[DnsWorkers]:
-    """Those of them that are names in DNS.
-
-    Raises:
-        ConfigError: Names the flag and the field at fault.
-    """
-    found: list[DnsWorkers] = []
-    for source, spec, role in _workers(args):
-        if not spec.startswith(DNS_PREFIX):
-            continue
-        # Who names none need not load the client of DNS.
-        from kvflash.frontend.dns_spec import DnsWorkers  # noqa: PLC0415
-
-        try:
-            name = DnsWorkers.parse(spec + role)
-        except ConfigError as error:
-            raise ConfigError(f"{source} {spec!r}: {error}") from error
-        if any(name.label == other.label for other in found):
-            raise ConfigError(f"{source} {spec!r}: {name.label} is given twice")
-        found.append(name)
-    return found
 
 
 def _check_tokenizer(folder: str | None) -> None:
@@ -140,39 +96,6 @@ def _desk(router_mode: str | None) -> PolicyDesk | None:
     return AskedPolicy(load(router_mode), router_mode).desk
 
 
-def _waits_for(args: FrontendArgs) -> str:
-    """Where workers may come from, in words."""
-    names = [spec.partition(",")[0] for _, spec, _ in _workers(args) if spec.startswith(DNS_PREFIX)]
-    ways = [*(f"addresses of {name}" for name in names), "POST /workers"]
-    if args.discovery_kind is not None:
-        scope = f"namespace {args.namespace}" if args.namespace else "any namespace"
-        ways.insert(0, f"workers of {scope} in discovery {args.discovery_kind!r}")
-    return " or ".join(ways)
-
-
-def _dns_watch(
-    frontend: Frontend,
-    args: FrontendArgs,
-    names: Sequence[DnsWorkers],
-    cluster: Cluster,
-    reports: Reports,
-) -> DnsWatch | None:
-    """What keeps the workers of names, if there are any."""
-    if not names:
-        return None
-    from kvflash.frontend.dns_watch import DnsWatch  # noqa: PLC0415
-
-    return DnsWatch(
-        frontend,
-        names,
-        interval_s=args.worker_dns_interval_secs,
-        server=args.worker_dns_server,
-        replicas=cluster,
-        show_metrics=reports.metrics_of("dns"),
-        show_warnings=reports.warnings_of("dns"),
-    )
-
-
 class _Watched:
     """The service with the watches of discovery and of DNS beside it."""
 
@@ -181,15 +104,18 @@ class _Watched:
         frontend: Frontend,
         args: FrontendArgs,
         fleet: dict[int, str],
-        names: Sequence[DnsWorkers],
     ) -> None:
         self._fleet = fleet
         reports = Reports(frontend)
         kind = args.discovery_kind
         args.check_cluster(has_discovery=kind is not None, needs="--discovery")
-        if kind is not None:
-            # What can't be is refused now; the watch would try again for ever.
-            open_discovery(kind)
+        self._indexers: IndexerFinder | None = None
+        if args.finds_indexer:
+            if kind is None:
+                raise ConfigError(
+                    "--use-remote-indexer without a URL needs --discovery: it is found there"
+                )
+            self._indexers = IndexerFinder(kind, args.namespace, frontend.set_remote_indexer)
         self._cluster = Cluster(
             frontend.catalog,
             frontend.bookings,
@@ -205,16 +131,15 @@ class _Watched:
             make_receiver=self._cluster.make_receiver,
             is_encrypted=args.tls_cert_path is not None,
         )
-        self._watch: DiscoveryWatch | None = None
-        self._waits_for = _waits_for(args)
-        if args.discovery_kind is not None:
-            self._watch = DiscoveryWatch(
-                frontend,
-                kind=args.discovery_kind,
-                namespace=args.namespace,
-                cluster=self._cluster,
-            )
-        self._dns = _dns_watch(frontend, args, names, self._cluster, reports)
+        self._finder = Finder(
+            frontend,
+            args,
+            report_load=frontend.report_load,
+            replicas=self._cluster,
+            show_metrics=reports.metrics_of("dns"),
+            show_warnings=reports.warnings_of("dns"),
+            has_shared_ids=args.use_remote_indexer is not None,
+        )
 
     @property
     def url(self) -> str:
@@ -226,22 +151,18 @@ class _Watched:
         self._cluster.start()
         # Its servers may be away: serving does not wait for them.
         threading.Thread(target=self._share_fleet, name="kvflash-fleet", daemon=True).start()
-        if self._watch is not None:
-            self._watch.start()
-        if self._dns is not None:
-            self._dns.start()
-        if self._watch is not None or self._dns is not None:
-            logger.info("waiting for %s", self._waits_for)
+        self._finder.start()
+        if self._indexers is not None:
+            self._indexers.start()
 
     def _share_fleet(self) -> None:
         for number in self._fleet:
             self._cluster.worker_joined(_component(self._fleet), number)
 
     def stop(self) -> None:
-        if self._watch is not None:
-            self._watch.stop()
-        if self._dns is not None:
-            self._dns.stop()
+        self._finder.stop()
+        if self._indexers is not None:
+            self._indexers.stop()
         # Streams may go on for a while: until they have ended, their load is told.
         self._service.stop()
         self._cluster.stop()
@@ -253,8 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse_args(argv)
         start_logging(args.log_level, args.log_format)
         fleet: dict[int, str] = {}
-        names = _names(args)
-        service = _Watched(make_frontend(args, fleet), args, fleet, names)
+        service = _Watched(make_frontend(args, fleet), args, fleet)
         run_until_stopped(service, name="frontend", drain_s=args.drain_timeout)
     except KvflashError as error:
         return refuse("frontend", error, failure=2)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ipaddress
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from kvflash.cluster_flags import ClusterFlags, add_cluster_flags, settle_cluster
 from kvflash.config import (
@@ -20,19 +17,16 @@ from kvflash.config import (
     byte_count,
 )
 from kvflash.config_file import joined
-from kvflash.errors import ConfigError, InvalidArgumentError
+from kvflash.errors import ConfigError
 from kvflash.flags import Flags
+from kvflash.roster.flags import FleetFlags, add_fleet_flags
 from kvflash.router_flags import RouterFlags, add_router_flags, settle
-from kvflash.runtime.component import check_name
 
-__all__ = ["DNS_PREFIX", "FrontendArgs", "parse_args"]
-
-#: What the URL of a worker begins with that stands for every address of a name.
-DNS_PREFIX = "dns+"
+__all__ = ["FrontendArgs", "parse_args"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrontendArgs(RouterFlags, ClusterFlags):
+class FrontendArgs(RouterFlags, ClusterFlags, FleetFlags):
     """The frontend's settings; see ``--help``."""
 
     host: str
@@ -40,11 +34,8 @@ class FrontendArgs(RouterFlags, ClusterFlags):
     threads: int
     log_level: str
     log_format: str
-    workers: list[str]
     prefill_workers: list[str]
     decode_workers: list[str]
-    worker_dns_interval_secs: float
-    worker_dns_server: tuple[str, int] | None
     enforce_disagg: str
     fairness: str
     fairness_weight: list[tuple[str, float]]
@@ -52,8 +43,6 @@ class FrontendArgs(RouterFlags, ClusterFlags):
     fairness_queue_timeout: float
     fairness_max_running: int
     fairness_cached_share: float
-    discovery: str | None
-    namespace: str | None
     tokenizer: str | None
     tokenizer_cache: int
     worker_api_key: str | None
@@ -81,13 +70,13 @@ class FrontendArgs(RouterFlags, ClusterFlags):
         """
         if self.fairness_weight and self.fairness == "none":
             raise ConfigError("--fairness-weight needs --fairness: without it no request waits")
-        specs = (*self.workers, *self.prefill_workers, *self.decode_workers)
-        has_names = any(spec.startswith(DNS_PREFIX) for spec in specs)
-        if self.worker_dns_server is not None and not has_names:
-            raise ConfigError(
-                f"--worker-dns-server needs a --worker that begins with {DNS_PREFIX}: nothing else "
-                "is looked up there"
-            )
+        self.check_dns()
+
+    def named_workers(self) -> Iterator[tuple[str, str, str]]:
+        """See :class:`FleetFlags`; workers have roles here."""
+        yield from super().named_workers()
+        yield from self._of_flag("--decode-worker", self.decode_workers)
+        yield from self._of_flag("--prefill-worker", self.prefill_workers, ",role=prefill")
 
     @property
     def discovery_kind(self) -> str | None:
@@ -112,31 +101,6 @@ def _weights(text: str) -> list[tuple[str, float]]:
             )
         weights.append((client.strip(), share))
     return weights
-
-
-def _server(text: str) -> tuple[str, int]:
-    """Parse ``ADDRESS`` or ``ADDRESS:PORT`` of a name server, IPv6 in brackets before a port."""
-    host, port = text, 53
-    with contextlib.suppress(ValueError):
-        parts = urlsplit(f"//{text}")
-        if parts.port is not None and parts.netloc == text and "@" not in text:
-            host, port = parts.hostname or "", parts.port
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        port = 0
-    if port == 0:
-        raise argparse.ArgumentTypeError(
-            f"must be ADDRESS or ADDRESS:PORT of a name server, such as 10.0.0.10:53, got {text!r}"
-        )
-    return str(address), port
-
-
-def _namespace(text: str) -> str:
-    try:
-        return check_name("a namespace", text)
-    except InvalidArgumentError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _add_fairness(flags: Flags) -> None:
@@ -212,43 +176,7 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
     add_common(flags, port=8000, threads=2, extra_names=True, variables=common)
     add_metrics_prefix(flags)
     flags.section("Workers")
-    flags.add_list(
-        "--worker",
-        dest="workers",
-        metavar="URL[,events=ADDRESS][,replay=ADDRESS][,id=N][,role=ROLE][,dp=N]",
-        summary="Engines to route to; dns+http://NAME stands for every address of a name",
-    )
-    flags.add(
-        "--worker-dns-interval-secs",
-        parse=bounded_float(0.1, 3_600),
-        default=5.0,
-        metavar="SECONDS",
-        summary="Pause between two DNS lookups of dns+http:// workers",
-    )
-    flags.add(
-        "--worker-dns-server",
-        parse=_server,
-        default=None,
-        metavar="ADDRESS[:PORT]",
-        summary="Name server for them instead of those in /etc/resolv.conf",
-    )
-    flags.add(
-        "--discovery",
-        "--store-kv",
-        parse=str,
-        default=None,
-        choices=("mem", "file", "etcd", "none"),
-        variables=("DYN_STORE_KV",),
-        summary="Where to find workers; file unless --worker is given",
-    )
-    flags.add(
-        "--namespace",
-        parse=_namespace,
-        default=None,
-        variables=("DYN_NAMESPACE",),
-        metavar="NAME",
-        summary="Use only the workers of this discovery namespace",
-    )
+    add_fleet_flags(flags, without="file unless --worker is given")
     for role, summary in (
         ("prefill", "Engines that only prefill; a decode engine of the model continues"),
         ("decode", "Engines that continue from prefill engines, or do all without one"),

@@ -21,8 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse_args(argv)
         start_logging(args.log_level, args.log_format)
-        if args.block_size is not None and not args.workers:
-            logger.warning("--block-size is of the engines of --workers, and there are none")
+        if args.block_size is not None and not (args.workers or args.engines):
+            logger.warning(
+                "--block-size is of the engines of --workers and --worker, and there are none"
+            )
         run_until_stopped(IndexerService(args), name="indexer")
     except KvflashError as error:
         return refuse("indexer", error, failure=2)

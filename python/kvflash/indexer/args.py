@@ -18,6 +18,7 @@ from kvflash.config import (
 from kvflash.config_file import joined
 from kvflash.errors import ConfigError
 from kvflash.flags import Flags
+from kvflash.roster.flags import FleetFlags, add_fleet_flags
 
 __all__ = ["IndexerArgs", "WorkerEntry", "parse_args", "parse_workers"]
 
@@ -41,10 +42,17 @@ class IndexerArgs:
         threads: Threads that serve.
         log_level: How much the process logs.
         log_format: Form of a log line, text or json.
-        block_size: Tokens in a block of the engines of ``workers``; None only without any.
-        model_name: Model of ``workers``.
-        tenant_id: Tenant of ``workers``.
+        block_size: Tokens in a block of the engines of ``workers`` and ``engines``; None only
+            without any of the former.
+        model_name: Model of both.
+        tenant_id: Tenant of both.
         workers: Engines to subscribe to from the start.
+        engines: Others, as ``--worker`` takes them, names in DNS among them.
+        worker_dns_interval_secs: Seconds between two lookups of a name among these.
+        worker_dns_server: Who is asked for names; None: as ``/etc/resolv.conf`` says.
+        discovery: Where further ones are found, ``mem``, ``file`` or ``etcd``; None: nowhere.
+        namespace: Only those of this one; None: of all.
+        max_workers: Most of ``engines`` and of those that are found.
         peers: Indexers to recover from at the start, ``http://host:port``.
         max_body_bytes: Largest request body.
         max_blocks: Blocks that one index may hold; 0 = no limit.
@@ -63,6 +71,12 @@ class IndexerArgs:
     model_name: str = "default"
     tenant_id: str = "default"
     workers: tuple[WorkerEntry, ...] = ()
+    engines: tuple[str, ...] = ()
+    worker_dns_interval_secs: float = 5.0
+    worker_dns_server: tuple[str, int] | None = None
+    discovery: str | None = None
+    namespace: str | None = None
+    max_workers: int = 4_096
     peers: tuple[str, ...] = ()
     max_body_bytes: int = 8 * 1024 * 1024
     max_blocks: int = 33_554_432
@@ -95,6 +109,18 @@ class IndexerArgs:
                     "there twice"
                 )
             seen.add(identity)
+        self.fleet.check_dns()
+
+    @property
+    def fleet(self) -> FleetFlags:
+        """Where engines are found that nobody registers."""
+        return FleetFlags(
+            workers=self.engines,
+            worker_dns_interval_secs=self.worker_dns_interval_secs,
+            worker_dns_server=self.worker_dns_server,
+            discovery=self.discovery,
+            namespace=self.namespace,
+        )
 
 
 #: Numbers in their bounds, for flags and for callers alike.
@@ -106,6 +132,7 @@ _BOUNDS = {
     "max_blocks": (0, 2**48),
     "index_memory": (0, 2**63 - 1),
     "min_initial_workers": (0, 65_535),
+    "max_workers": (1, 65_535),
 }
 
 
@@ -156,14 +183,14 @@ def parse_args(argv: Sequence[str] | None = None) -> IndexerArgs:
         "Index of the KV cache blocks that engines hold, fed by their ZMQ events, asked over HTTP.",
         first=(
             "--config",
+            "--worker",
+            "--discovery",
             "--workers",
             "--block-size",
             "--model-name",
             "--peers",
             "--host",
             "--port",
-            "--max-blocks",
-            "--index-memory",
             "--log-level",
         ),
     )
@@ -176,7 +203,7 @@ def parse_args(argv: Sequence[str] | None = None) -> IndexerArgs:
         parse=bounded_int(*_BOUNDS["block_size"]),
         default=None,
         metavar="TOKENS",
-        summary="Tokens per KV block of --workers",
+        summary="Tokens per KV block of --workers and --worker",
     )
     flags.add(
         "--workers",
@@ -195,11 +222,18 @@ def parse_args(argv: Sequence[str] | None = None) -> IndexerArgs:
         summary="Indexers to recover from at the start; the first healthy one is used",
     )
     for name, summary in (
-        ("--model-name", "Model of --workers"),
-        ("--tenant-id", "Tenant of --workers"),
+        ("--model-name", "Model of --workers and --worker"),
+        ("--tenant-id", "Tenant of --workers and --worker"),
     ):
         flags.add(name, parse=str, default="default", metavar="NAME", summary=summary)
+    add_fleet_flags(flags, dest="engines", without="nowhere unless it is given")
     flags.section("Limits")
+    flags.add(
+        "--max-workers",
+        parse=bounded_int(*_BOUNDS["max_workers"]),
+        default=4_096,
+        summary="Maximum number of workers of --worker and --discovery",
+    )
     flags.add(
         "--max-body-bytes",
         parse=byte_count,
@@ -232,5 +266,9 @@ def parse_args(argv: Sequence[str] | None = None) -> IndexerArgs:
     args = flags.parse(argv)
     # For tests of what is lost while a listener does not read; no flag for operators.
     test_endpoints = os.environ.get("KVFLASH_INDEXER_TEST_ENDPOINTS", "0") not in ("", "0")
-    given = {**vars(args), "workers": parse_workers(args.workers)}
+    given = {
+        **vars(args),
+        "workers": parse_workers(args.workers),
+        "engines": tuple(args.engines),
+    }
     return IndexerArgs(**given, test_endpoints=test_endpoints)

@@ -7,10 +7,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvflash._core import Indexer
+from kvflash._core import FoundWorkers, Indexer
 from kvflash.errors import ConfigError, ConflictError, InvalidArgumentError
 from kvflash.indexer.args import IndexerArgs
 from kvflash.process import FedService
+from kvflash.roster.finder import Finder, add_named
+from kvflash.roster.indexers import AnnouncedIndexer
+from kvflash.roster.watch import Alone
 
 __all__ = ["IndexerService"]
 
@@ -61,6 +64,25 @@ class IndexerService:
             except (ConflictError, InvalidArgumentError) as error:
                 entry = f"{worker.instance_id}:{worker.dp_rank}={worker.endpoint}"
                 raise ConfigError(f"--workers: entry {entry!r}: {error}") from None
+        found = FoundWorkers(
+            self._core.catalog,
+            model_name=args.model_name,
+            tenant_id=args.tenant_id,
+            block_size=args.block_size,
+            max_workers=args.max_workers,
+        )
+        add_named(found, args.fleet)
+        self._finder = Finder(
+            found,
+            args.fleet,
+            replicas=Alone(),
+            show_metrics=lambda _text: None,
+            # They are in the log.
+            show_warnings=lambda _warnings: None,
+            has_shared_ids=True,
+        )
+        self._args = args
+        self._announced: AnnouncedIndexer | None = None
         self._service = FedService(self._core, host=args.host, port=args.port)
 
     @property
@@ -89,10 +111,18 @@ class IndexerService:
             ClosedError: It was started before.
         """
         self._service.start()
+        self._finder.start()
+        args, kind = self._args, self._args.fleet.discovery_kind
+        if kind is not None:
+            self._announced = AnnouncedIndexer(kind, args.namespace, args.host, self.port)
+            self._announced.start()
         return self
 
     def stop(self) -> None:
         """Stop serving and receiving; open requests get 5 s. Blocks until done."""
+        if self._announced is not None:
+            self._announced.stop()
+        self._finder.stop()
         self._service.stop()
 
     def __enter__(self) -> IndexerService:

@@ -8,10 +8,12 @@ from typing import Any
 
 from kvflash._core import Decider, Router
 from kvflash.discovery import open_discovery
+from kvflash.discovery.opening import discovery_kind
 from kvflash.errors import ConfigError, KvflashError
 from kvflash.policy import PREFIX, AskedPolicy, Policy, load
 from kvflash.process import FedService
-from kvflash.router.args import RouterArgs, WorkerSpec
+from kvflash.roster.indexers import IndexerFinder
+from kvflash.router.args import RouterArgs, WorkerSpec, parse_endpoint
 from kvflash.router.endpoint import EndpointThread
 from kvflash.router.registered import RegisteredWorkers
 from kvflash.routing.cluster import Cluster
@@ -73,6 +75,12 @@ class RouterService:
         )
         if args.router_replica_sync and args.endpoint is None:
             self._registered = RegisteredWorkers(self._core, self._cluster)
+        self._indexers: IndexerFinder | None = None
+        if args.finds_indexer:
+            namespace = None if args.endpoint is None else parse_endpoint(args.endpoint)[0]
+            self._indexers = IndexerFinder(
+                discovery_kind(), namespace, self._core.set_remote_indexer
+            )
         self._service = FedService(
             self._core,
             host=args.host,
@@ -126,6 +134,8 @@ class RouterService:
         self._cluster.start()
         if self._registered is not None:
             self._registered.start()
+        if self._indexers is not None:
+            self._indexers.start()
         if self._endpoint is not None:
             self._endpoint.start()
         return self
@@ -134,6 +144,8 @@ class RouterService:
         """Stop serving and receiving; open calls get the drain time. Blocks until done."""
         if self._endpoint is not None:
             self._endpoint.stop()
+        if self._indexers is not None:
+            self._indexers.stop()
         if self._registered is not None:
             self._registered.stop()
         self._service.stop()

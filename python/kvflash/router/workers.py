@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from kvflash.discovery import Discovery
 from kvflash.errors import KvflashError
+from kvflash.roster.keys import WorkerKeys
 from kvflash.routing.cluster import Cluster
-from kvflash.routing.keys import WorkerKeys
 from kvflash.routing.membership import Membership, tenant_of
 
 __all__ = ["DiscoveredWorkers", "Registrar"]

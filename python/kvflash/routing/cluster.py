@@ -13,11 +13,12 @@ from kvflash._core import Bookings, Catalog
 from kvflash.cluster_flags import ClusterFlags
 from kvflash.discovery import Discovery
 from kvflash.errors import ConfigError, KvflashError
+from kvflash.roster.keys import announced, is_brokered
 from kvflash.routing.sharing import Component, Sharing
 from kvflash.servers import NatsSettings
 from kvflash.transport.base import Dispatch, Receiver, SilentReceiver
 
-__all__ = ["Cluster", "announced"]
+__all__ = ["Cluster"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +27,6 @@ READY_S_MAX = 60.0
 READY_STEP_S = 0.2
 RETRY_S = 2.0
 METRICS_S = 0.5
-# Schemes of events that a broker carries.
-BROKERED = ("jetstream", "nats")
 
 
 class Cluster:
@@ -140,7 +139,7 @@ class Cluster:
         """Log once if a worker announces events that are not heard here."""
         for where in events.values():
             endpoint = str(where.get("endpoint"))
-            if self.is_nats or not _is_brokered(endpoint) or instance_id in self._warned:
+            if self.is_nats or not is_brokered(where) or instance_id in self._warned:
                 continue
             self._warned.add(instance_id)
             logger.error(
@@ -157,7 +156,7 @@ class Cluster:
             endpoint = str(where["endpoint"])
             # What is in JetStream comes by itself.
             is_in_stream = endpoint.startswith("jetstream://")
-            if not is_in_stream and (self.is_nats or not _is_brokered(endpoint)):
+            if not is_in_stream and (self.is_nats or not is_brokered(where)):
                 told[rank] = where
         return told
 
@@ -296,18 +295,6 @@ class Cluster:
             for (namespace, component), state in list(self._states.items())
             if not state.is_connected()
         ]
-
-
-def announced(events: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """Where a worker says that its events are, by rank, in the form that the core takes."""
-    return {
-        str(rank): {key: where.get(key) for key in ("endpoint", "replay_endpoint")}
-        for rank, where in events.items()
-    }
-
-
-def _is_brokered(endpoint: str) -> bool:
-    return endpoint.partition("://")[0] in BROKERED
 
 
 def _exposed(prefix: str, groups: dict[str, dict[str, int]]) -> list[str]:

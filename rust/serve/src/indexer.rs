@@ -42,6 +42,7 @@
 mod answer;
 mod app;
 mod dump;
+mod fleet;
 pub(super) mod form;
 mod metrics;
 mod openapi;
@@ -53,4 +54,5 @@ mod startup;
 
 pub(super) use app::query_routes;
 pub use app::{IndexerApp, IndexerOptions, IndexerService};
+pub use fleet::FoundWorkers;
 pub use overlap::query_tokens;

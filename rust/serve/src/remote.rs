@@ -13,7 +13,7 @@ use hyper_util::rt::{TokioExecutor, TokioTimer};
 use kvflash_core::catalog::ModelKey;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::ids::Worker;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -33,7 +33,7 @@ const IDLE_CONNECTIONS_MAX: usize = 64;
 /// Where the indexer is, and how long it may take.
 #[derive(Debug, Clone)]
 pub struct RemoteIndexerOptions {
-    /// Its address, `http://host:port`.
+    /// Its address, `http://host:port`; empty = it is found later.
     pub url: String,
     /// After that long a request is routed by load alone.
     pub deadline: Duration,
@@ -55,7 +55,8 @@ enum Failure {
 /// A kvflash indexer, asked over HTTP.
 pub(super) struct RemoteIndexer {
     client: Client<HttpConnector, Full<Bytes>>,
-    uri: Uri,
+    /// Where questions go; none while it is not found.
+    uri: RwLock<Option<Uri>>,
     deadline: Duration,
     lookups: Family<OutcomeLabel, Counter>,
     seconds: Histogram,
@@ -82,6 +83,25 @@ fn as_bytes<S: serde::Serializer>(hashes: &&[u64], serializer: S) -> Result<S::O
     serializer.serialize_bytes(&bytes)
 }
 
+/// Where an indexer is asked.
+///
+/// # Errors
+/// `Config`, naming the flag.
+fn question_uri(url: &str) -> Result<Uri> {
+    let wrong = || {
+        Error::Config(format!(
+            "--use-remote-indexer must be http://host:port of an indexer, got {url:?}"
+        ))
+    };
+    let address = url.trim_end_matches('/');
+    let uri: Uri = format!("{address}/query_by_hash").parse().map_err(|_| wrong())?;
+    let has_host = uri.authority().is_some_and(|authority| !authority.host().is_empty());
+    if uri.scheme_str() != Some("http") || !has_host || uri.query().is_some() {
+        return Err(wrong());
+    }
+    Ok(uri)
+}
+
 impl RemoteIndexer {
     /// A client; nothing is asked yet.
     ///
@@ -89,17 +109,7 @@ impl RemoteIndexer {
     /// `Config`, naming the flag.
     pub fn new(options: &RemoteIndexerOptions, registry: &mut Registry) -> Result<Self> {
         let RemoteIndexerOptions { url, deadline } = options;
-        let address = url.trim_end_matches('/');
-        let wrong = || {
-            Error::Config(format!(
-                "--use-remote-indexer must be http://host:port of an indexer, got {url:?}"
-            ))
-        };
-        let uri: Uri = format!("{address}/query_by_hash").parse().map_err(|_| wrong())?;
-        let has_host = uri.authority().is_some_and(|authority| !authority.host().is_empty());
-        if uri.scheme_str() != Some("http") || !has_host || uri.query().is_some() {
-            return Err(wrong());
-        }
+        let uri = (!url.is_empty()).then(|| question_uri(url)).transpose()?;
         if deadline.is_zero() {
             return Err(Error::Config("--remote-indexer-deadline must be above 0".to_owned()));
         }
@@ -123,8 +133,17 @@ impl RemoteIndexer {
             Unit::Seconds,
             Histogram::clone(&seconds),
         );
-        let trouble = Mutex::default();
+        let (uri, trouble) = (RwLock::new(uri), Mutex::default());
         Ok(Self { client, uri, deadline: *deadline, lookups, seconds, trouble })
+    }
+
+    /// Ask this one from now on; none while there is `None`.
+    ///
+    /// # Errors
+    /// `Config` for what is no address.
+    pub fn set(&self, url: Option<&str>) -> Result<()> {
+        *self.uri.write() = url.map(question_uri).transpose()?;
+        Ok(())
     }
 
     /// Why the last question had no answer; nothing while it answers.
@@ -136,9 +155,11 @@ impl RemoteIndexer {
         let mut known = self.trouble.lock();
         match (&*known, &trouble) {
             (None, Some(why)) => {
-                tracing::warn!(uri = %self.uri, why, "the remote indexer is of no use")
+                tracing::warn!(uri = ?self.uri.read(), why, "the remote indexer is of no use")
             }
-            (Some(_), None) => tracing::info!(uri = %self.uri, "the remote indexer answers again"),
+            (Some(_), None) => {
+                tracing::info!(uri = ?self.uri.read(), "the remote indexer answers again")
+            }
             _ => {}
         }
         *known = trouble;
@@ -184,7 +205,9 @@ impl RemoteIndexer {
         let query =
             Query { model_name: &key.model_name, tenant_id: &key.tenant_id, block_hashes: locals };
         let body = rmp_serde::to_vec_named(&query).map_err(|error| other(&error))?;
-        let request = Request::post(self.uri.clone())
+        let uri = self.uri.read().clone();
+        let uri = uri.ok_or_else(|| other(&"no indexer is in discovery"))?;
+        let request = Request::post(uri)
             .header(header::CONTENT_TYPE, "application/msgpack")
             .header(header::ACCEPT, "application/msgpack")
             .body(Full::new(Bytes::from(body)))

@@ -178,6 +178,11 @@ impl Frontend {
         self.app.set_warnings(warnings);
     }
 
+    #[pyo3(signature = (url))]
+    fn set_remote_indexer(&self, py: Python<'_>, url: Option<&str>) -> PyResult<()> {
+        self.app.set_remote_indexer(url).or_raise(py)
+    }
+
     #[staticmethod]
     fn check_worker(py: Python<'_>, spec: &str) -> PyResult<()> {
         spec.parse::<EngineSpec>().map(drop).or_raise(py)

@@ -7,6 +7,7 @@ mod catalog;
 mod decider;
 mod error;
 mod event_outbox;
+mod found_workers;
 mod frontend;
 mod hash;
 mod index;
@@ -44,6 +45,8 @@ mod _core {
     use super::decider::{Decider, RouterWait};
     #[pymodule_export]
     use super::event_outbox::EventOutbox;
+    #[pymodule_export]
+    use super::found_workers::FoundWorkers;
     #[pymodule_export]
     use super::frontend::Frontend;
     #[pymodule_export]

@@ -172,6 +172,11 @@ impl Router {
         self.app.set_warnings(warnings);
     }
 
+    #[pyo3(signature = (url))]
+    fn set_remote_indexer(&self, py: Python<'_>, url: Option<&str>) -> PyResult<()> {
+        self.app.set_remote_indexer(url).or_raise(py)
+    }
+
     fn worker_changes(&self) -> u64 {
         self.app.worker_changes()
     }

@@ -16,7 +16,7 @@ import yaml
 from kvflash._core import Frontend
 from kvflash.frontend.app import make_frontend
 from kvflash.frontend.args import FrontendArgs, parse_args
-from kvflash.frontend.dns_spec import DnsWorkers
+from kvflash.roster.dns_spec import DnsWorkers
 from service import Http
 
 ROOT = Path(__file__).parents[3]

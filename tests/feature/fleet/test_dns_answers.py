@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ipaddress import ip_address
 
-from kvflash.frontend.dns_answers import ADDRESSES_MAX, EMPTY_MAX, KnownName
+from kvflash.roster.dns_answers import ADDRESSES_MAX, EMPTY_MAX, KnownName
 
 ONE, TWO, SIX = (ip_address(text) for text in ("10.0.0.1", "10.0.0.2", "fd00::1"))
 

@@ -9,7 +9,7 @@ import pytest
 from kvflash.errors import ConfigError
 from kvflash.frontend.app import main
 from kvflash.frontend.args import parse_args
-from kvflash.frontend.dns_spec import DnsWorkers
+from kvflash.roster.dns_spec import DnsWorkers
 
 FOUR, SIX = ip_address("10.0.0.7"), ip_address("fd00::7")
 

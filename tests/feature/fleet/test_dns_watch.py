@@ -15,9 +15,9 @@ import pytest
 
 from dns_server import GARBAGE, SERVFAIL, SILENCE, DnsServer
 from kvflash.errors import ConflictError, NotFoundError, OverloadedError
-from kvflash.frontend.dns_fleet import shared_id
-from kvflash.frontend.dns_spec import DnsWorkers
-from kvflash.frontend.dns_watch import DnsWatch
+from kvflash.roster.dns_fleet import shared_id
+from kvflash.roster.dns_spec import DnsWorkers
+from kvflash.roster.dns_watch import DnsWatch
 from service import until
 
 NAME = "engines.test"
@@ -130,7 +130,7 @@ def test_workers_come_and_go_with_their_addresses(world: World) -> None:
 def test_a_failure_changes_nothing_and_is_told_once(
     world: World, trouble: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "kvflash.frontend.dns_watch")
+    caplog.set_level(logging.INFO, "kvflash.roster.dns_watch")
     world.server.names[NAME] = ["127.0.0.2", "127.0.0.3"]
     world.watch(f"dns+http://{NAME}:1,ip=4")
     both = ("http://127.0.0.2:1", "http://127.0.0.3:1")
@@ -201,7 +201,7 @@ def test_answers_that_do_not_fit_come_over_tcp(world: World) -> None:
 
 
 def test_more_addresses_than_the_limit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvflash.frontend.dns_answers.ADDRESSES_MAX", 2)
+    monkeypatch.setattr("kvflash.roster.dns_answers.ADDRESSES_MAX", 2)
     world.server.names[NAME] = ["127.0.0.10", "127.0.0.4", "127.0.0.9"]
     world.watch(f"dns+http://{NAME}:1")
     world.core.wait("http://127.0.0.4:1", "http://127.0.0.9:1")
@@ -228,7 +228,7 @@ def test_an_address_of_two_names_is_one_worker_as_long_as_one_has_it(world: Worl
 def test_what_the_core_does_not_take_is_tried_again(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "kvflash.frontend.dns_fleet")
+    caplog.set_level(logging.INFO, "kvflash.roster.dns_fleet")
     world.core.room = 1
     world.core.others.add("http://127.0.0.2:1")
     world.server.names[NAME] = ["127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5"]

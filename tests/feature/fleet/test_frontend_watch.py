@@ -13,8 +13,8 @@ import pytest
 
 from kvflash.discovery import open_discovery
 from kvflash.errors import NotFoundError, OverloadedError
-from kvflash.frontend import watch
-from kvflash.frontend.watch import DiscoveryWatch
+from kvflash.roster import watch
+from kvflash.roster.watch import DiscoveryWatch
 from service import DEADLINE_S, until
 
 KEY = "tests/backend/generate/7"

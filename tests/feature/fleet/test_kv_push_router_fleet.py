@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvflash.discovery import MemoryDiscovery
-from kvflash.routing.keys import WorkerKeys
+from kvflash.roster.keys import WorkerKeys
 from kvflash.routing.workers import Workers
 from service import DEADLINE_S
 

@@ -10,9 +10,9 @@ import pytest
 
 from kvflash import DistributedRuntime, RuntimeLimits
 from kvflash.errors import NotFoundError, TransportError
-from kvflash.frontend import bridge as bridging
-from kvflash.frontend.bridge import Bridge
-from kvflash.frontend.loads import LoadReader
+from kvflash.roster import bridge as bridging
+from kvflash.roster.bridge import Bridge
+from kvflash.roster.loads import LoadReader
 from kvflash.runtime.frame import Request, unpack
 from kvflash.runtime.plane import FailedError
 from kvflash.runtime.tcp import TcpClient

@@ -58,3 +58,42 @@ def test_both_at_once_make_no_sense() -> None:
     finally:
         process.close()
     assert "--serve-indexer with --use-remote-indexer" in "".join(process.errors)
+
+
+def test_an_indexer_is_found_in_discovery(tmp_path: Path) -> None:
+    """It follows the same workers by the same flags, and is asked though nobody names it."""
+    env = {"KVFLASH_DISCOVERY_DIR": str(tmp_path)}
+    mocker = Mocker()
+    worker = ("--worker", mocker.spec(id=1), "--discovery", "file")
+    indexer = Process(
+        *("kvflash.indexer", "--port", "0", "--host", "127.0.0.1", "--block-size", "16"),
+        *("--model-name", "m", *worker),
+        env=env,
+    )
+    remote = ("--use-remote-indexer", "--remote-indexer-deadline", "30")
+    try:
+        indexer.ready()
+        with Frontend(*worker, *remote, "--router-predicted-ttl-secs", "0", env=env) as frontend:
+            frontend.wait_healthy(1)
+            prompt = {"model": "m", "prompt": list(range(160)), "max_tokens": 1}
+
+            def is_known() -> bool:
+                answer = ask(frontend.url, COMPLETIONS, prompt)
+                return answer.headers["x-kvflash-overlap-blocks"] == "9"
+
+            until(is_known, "the indexer to be found, and to know the prompt")
+            assert frontend.workers()[1]["listeners"] == []
+    finally:
+        indexer.close()
+        mocker.close()
+
+
+def test_an_indexer_is_found_nowhere_without_discovery() -> None:
+    process = Process(
+        *("kvflash.frontend", "--port", "0", "--use-remote-indexer", "--worker", "http://h:1")
+    )
+    try:
+        assert process.popen.wait(30) == 2
+    finally:
+        process.close()
+    assert "--use-remote-indexer without a URL needs --discovery" in "".join(process.errors)

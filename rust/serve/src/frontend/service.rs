@@ -153,6 +153,14 @@ impl FrontendApp {
         self.app.fleet.pools().iter().any(|pool| call(&pool.selector))
     }
 
+    /// Ask this indexer from now on, in place of one that was to be found; none while there is `None`.
+    ///
+    /// # Errors
+    /// `Config` for what is no address.
+    pub fn set_remote_indexer(&self, url: Option<&str>) -> Result<()> {
+        self.app.remote.as_ref().map_or(Ok(()), |remote| remote.set(url))
+    }
+
     /// What `/metrics` tells besides its own: lines of the text format.
     pub fn set_more_metrics(&self, text: String) {
         *self.app.more_metrics.write() = text;

@@ -58,6 +58,14 @@ impl RouterApp {
         self.app.fleet.pools().iter().any(|pool| call(&pool.selector))
     }
 
+    /// Ask this indexer from now on, in place of one that was to be found; none while there is `None`.
+    ///
+    /// # Errors
+    /// `Config` for what is no address.
+    pub fn set_remote_indexer(&self, url: Option<&str>) -> Result<()> {
+        self.app.remote.as_ref().map_or(Ok(()), |remote| remote.set(url))
+    }
+
     /// How often a worker was registered or forgotten.
     pub fn worker_changes(&self) -> u64 {
         self.app.fleet.changes()

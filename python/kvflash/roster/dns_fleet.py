@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from kvflash.errors import ConflictError, KvflashError, NotFoundError
-from kvflash.frontend.dns_spec import Address, DnsWorkers
+from kvflash.roster.dns_spec import Address, DnsWorkers
 
 __all__ = ["DnsFleet", "shared_id"]
 
@@ -49,10 +49,13 @@ class DnsFleet:
     Args:
         core: The frontend's core.
         replicas: Are told who comes and goes.
+        has_shared_ids: Workers have numbers that every process gives them alike, for those who ask
+            an index of another process about them.
     """
 
-    def __init__(self, core: Fleet, replicas: Replicas) -> None:
+    def __init__(self, core: Fleet, replicas: Replicas, *, has_shared_ids: bool = False) -> None:
         self._core, self._replicas = core, replicas
+        self._has_shared_ids = has_shared_ids
         self._found: list[tuple[DnsWorkers, list[Address]]] = []
         # What the core was told, under which number, and for which name: by URL.
         self._told: dict[str, tuple[str, int, DnsWorkers]] = {}
@@ -113,7 +116,9 @@ class DnsFleet:
 
     def _add(self, url: str, spec: str, name: DnsWorkers) -> None:
         try:
-            number = self._core.add_worker(spec)
+            number = self._core.add_worker(
+                f"{spec},id={shared_id(url)}" if self._has_shared_ids else spec
+            )
         except KvflashError as error:
             self._refused[url] = error
             return

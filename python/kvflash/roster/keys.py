@@ -18,7 +18,7 @@ from typing import Any
 from kvflash.discovery import Delete, Discovery, Put, Synced
 from kvflash.errors import ClosedError, DecodeError, KvflashError, TransportError
 
-__all__ = ["BATCH_S", "WorkerKeys", "read_key"]
+__all__ = ["BATCH_S", "WorkerKeys", "announced", "is_brokered", "read_key"]
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +82,19 @@ def _check(fields: dict[str, Any], types: dict[str, type], path: str) -> None:
         field = fields.get(name)
         if field is not None and (not isinstance(field, kind) or isinstance(field, bool)):
             raise DecodeError(f"{path}{name} must be of type {kind.__name__}, got {field!r}")
+
+
+def announced(events: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """Where a worker says that its events are, by rank, in the form that the core takes."""
+    return {
+        str(rank): {key: where.get(key) for key in ("endpoint", "replay_endpoint")}
+        for rank, where in events.items()
+    }
+
+
+def is_brokered(where: dict[str, Any]) -> bool:
+    """Whether a broker carries these events."""
+    return str(where.get("endpoint")).partition("://")[0] in ("jetstream", "nats")
 
 
 class WorkerKeys:

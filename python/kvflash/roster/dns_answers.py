@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvflash.frontend.dns_spec import Address
+from kvflash.roster.dns_spec import Address
 
 __all__ = ["ADDRESSES_MAX", "EMPTY_MAX", "Answers", "KnownName"]
 

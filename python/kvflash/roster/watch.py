@@ -12,23 +12,26 @@ from typing import Any, Protocol
 from kvflash.background import Background
 from kvflash.discovery import Delete, Discovery, Put, open_discovery
 from kvflash.errors import ConflictError, KvflashError, NotFoundError, OverloadedError
-from kvflash.frontend.bridge import Bridge
-from kvflash.frontend.loads import LoadReader
-from kvflash.routing.cluster import Cluster, announced
-from kvflash.routing.keys import BATCH_S, read_key
+from kvflash.roster.bridge import Bridge
+from kvflash.roster.keys import BATCH_S, announced, is_brokered, read_key
+from kvflash.roster.loads import LoadReader
 from kvflash.runtime.limits import RuntimeLimits
 
-__all__ = ["DiscoveryWatch"]
+__all__ = ["Alone", "DiscoveryWatch", "Fleet", "Replicas"]
 
 logger = logging.getLogger(__name__)
 
 MODELS, INSTANCES, EVENTS = "v1/models/", "v1/instances/", "v1/events/"
 LOAD_ENDPOINT = "load_metrics"
+# How a core that takes no requests reaches workers.
+NO_PLANE: dict[str, Any] = {"kind": "tcp", "address": "nowhere:1"}
 # Pauses between two attempts at a discovery that fails.
 PAUSE_S, PAUSE_S_MAX = 0.2, 5.0
 # What was refused may be taken later: a limit has room again, or a folder can be read.
 AGAIN_S = 5.0
 
+#: Namespace and component.
+Component = tuple[str, str]
 # namespace/component/endpoint and the instance's number.
 Name = tuple[str, int]
 # Takes a key and its value, None when it is gone.
@@ -47,8 +50,53 @@ class Fleet(Protocol):
     def remove_worker(self, instance_id: int) -> None:
         """Remove it."""
 
-    def report_load(self, report: str) -> None:
-        """Take its load."""
+
+class Replicas(Protocol):
+    """Who else routes to these workers; see :class:`kvflash.routing.cluster.Cluster`."""
+
+    def check_events(self, instance_id: int, events: dict[int, dict[str, Any]]) -> None:
+        """Log once if a worker announces events that are not heard here."""
+
+    def before_worker(
+        self, component: Component, instance_id: int, events: dict[int, dict[str, Any]]
+    ) -> None:
+        """A worker is about to be told to the core."""
+
+    def worker_joined(
+        self, component: Component, instance_id: int, shared_id: int | None = None
+    ) -> None:
+        """The core knows it; between routers it may have another number."""
+
+    def worker_left(self, component: Component, instance_id: int) -> None:
+        """It is gone."""
+
+    def worker_gone(self, instance_id: int) -> None:
+        """It takes no requests any more."""
+
+    def only(self, component_ids: dict[Component, set[int]]) -> None:
+        """Discovery has told all workers."""
+
+
+class Alone:
+    """Nobody else routes: nothing is shared, and only sockets are heard."""
+
+    def __init__(self) -> None:
+        self._warned: set[int] = set()
+
+    def check_events(self, instance_id: int, events: dict[int, dict[str, Any]]) -> None:
+        """See :class:`Replicas`."""
+        for where in events.values():
+            if is_brokered(where) and instance_id not in self._warned:
+                self._warned.add(instance_id)
+                logger.error(
+                    "worker %d tells its events at %s, and only sockets are heard here: start the "
+                    "worker with --event-plane zmq", instance_id, where["endpoint"],
+                )  # fmt: skip
+
+    def before_worker(self, *_told: Any) -> None:
+        """See :class:`Replicas`."""
+
+    worker_joined = worker_left = worker_gone = only = before_worker
 
 
 class DiscoveryWatch:
@@ -62,6 +110,7 @@ class DiscoveryWatch:
         kind: ``mem``, ``file`` or ``etcd``.
         namespace: Only workers of this one; all without.
         cluster: What is shared with replicas of the frontend.
+        report_load: Takes workers' reports of their load; None: the core takes no requests.
     """
 
     def __init__(
@@ -69,8 +118,9 @@ class DiscoveryWatch:
         fleet: Fleet,
         *,
         kind: str,
-        cluster: Cluster,
+        cluster: Replicas,
         namespace: str | None = None,
+        report_load: Callable[[str], None] | None = None,
     ) -> None:
         self._fleet = fleet
         self._cluster = cluster
@@ -94,7 +144,8 @@ class DiscoveryWatch:
         # Keys that are believed to be there, by prefix.
         self._keys: dict[str, set[str]] = {}
         self._bridge = Bridge(RuntimeLimits())
-        self._loads = LoadReader(fleet.report_load, RuntimeLimits())
+        self._takes_requests = report_load is not None
+        self._loads = LoadReader(report_load or (lambda _report: None), RuntimeLimits())
         self._background = Background("kvflash-discovery", self._work)
 
     def start(self) -> None:
@@ -196,7 +247,7 @@ class DiscoveryWatch:
         if path.endswith(f"/{LOAD_ENDPOINT}"):
             if instance is None:
                 self._loads.forget(path, instance_id)
-            else:
+            elif self._takes_requests:
                 self._loads.follow(path, instance_id, instance["transport"])
             return
         self._note(name)
@@ -292,7 +343,9 @@ class DiscoveryWatch:
                 await asyncio.to_thread(self._fleet.add_worker, spec)
                 self._told[instance_id] = (name, spec)
             return
-        plane = await self._bridge.open(path, instance_id, instance["transport"])
+        plane = NO_PLANE
+        if self._takes_requests:
+            plane = await self._bridge.open(path, instance_id, instance["transport"])
         worker = {
             "id": instance_id,
             "plane": plane,
@@ -345,7 +398,7 @@ def _name(key: str, prefix: str) -> Name:
     return path, int(number)
 
 
-def _component(path: str) -> tuple[str, str]:
+def _component(path: str) -> Component:
     namespace, component, _ = path.split("/", 2)
     return namespace, component
 

@@ -10,7 +10,7 @@ import dns.name
 
 from kvflash._core import Frontend
 from kvflash.errors import ConfigError
-from kvflash.frontend.args import DNS_PREFIX
+from kvflash.roster.flags import DNS_PREFIX
 
 __all__ = ["Address", "DnsWorkers"]
 

@@ -12,10 +12,10 @@ import dns.exception
 import dns.resolver
 
 from kvflash.background import Background
-from kvflash.frontend.dns_answers import KnownName
-from kvflash.frontend.dns_fleet import DnsFleet, Fleet, Replicas
-from kvflash.frontend.dns_spec import Address, DnsWorkers
 from kvflash.outage import Outage
+from kvflash.roster.dns_answers import KnownName
+from kvflash.roster.dns_fleet import DnsFleet, Fleet, Replicas
+from kvflash.roster.dns_spec import Address, DnsWorkers
 
 __all__ = ["DnsWatch", "Server"]
 
@@ -40,6 +40,7 @@ class DnsWatch:
         replicas: Are told who comes and goes.
         show_metrics: Takes lines of the OpenMetrics text format.
         show_warnings: Takes what is wrong, in words.
+        has_shared_ids: Workers have numbers that every process gives them alike.
 
     Consistency: a lookup's outcome is in workers, metrics and warnings before the next lookup of
     that record begins.
@@ -55,8 +56,9 @@ class DnsWatch:
         replicas: Replicas,
         show_metrics: Callable[[str], None],
         show_warnings: Callable[[list[str]], None],
+        has_shared_ids: bool = False,
     ) -> None:
-        self._fleet = DnsFleet(core, replicas)
+        self._fleet = DnsFleet(core, replicas, has_shared_ids=has_shared_ids)
         self._names = [(name, KnownName(name.label, name.records)) for name in names]
         self._interval_s, self._server = interval_s, server
         self._lookup_s = min(max(interval_s, LOOKUP_S_MIN), LOOKUP_S_MAX)

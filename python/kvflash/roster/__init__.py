@@ -1,0 +1,1 @@
+"""Who the workers are: flags, names in DNS and discovery, told to a core."""

@@ -1,0 +1,139 @@
+"""All ways by which a service finds its workers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from kvflash.discovery import open_discovery
+from kvflash.errors import ConfigError, InvalidArgumentError
+from kvflash.roster.flags import DNS_PREFIX, FleetFlags
+from kvflash.roster.watch import DiscoveryWatch, Fleet, Replicas
+
+if TYPE_CHECKING:
+    from kvflash.roster.dns_spec import DnsWorkers
+    from kvflash.roster.dns_watch import DnsWatch
+
+__all__ = ["Finder", "add_named"]
+
+logger = logging.getLogger(__name__)
+
+
+class Adder(Protocol):
+    """Takes engines by their specs."""
+
+    def add_worker(self, spec: str) -> int:
+        """Add an engine that speaks OpenAI's API."""
+
+
+def add_named(core: Adder, flags: FleetFlags) -> dict[int, str]:
+    """Add the engines that flags name by their URLs; their numbers and specs.
+
+    Raises:
+        ConfigError: Names the flag and the field at fault.
+        ConflictError: A worker is given twice.
+    """
+    found = {}
+    for source, spec, role in flags.named_workers():
+        if spec.startswith(DNS_PREFIX):
+            continue
+        try:
+            found[core.add_worker(spec + role)] = spec + role
+        except (ConfigError, InvalidArgumentError) as error:
+            said = str(error).removeprefix(f'--worker "{spec}{role}": ')
+            raise ConfigError(f"{source} {spec!r}: {said}") from error
+    return found
+
+
+def _names(flags: FleetFlags) -> list[DnsWorkers]:
+    """Those of them that are names in DNS.
+
+    Raises:
+        ConfigError: Names the flag and the field at fault.
+    """
+    found: list[DnsWorkers] = []
+    for source, spec, role in flags.named_workers():
+        if not spec.startswith(DNS_PREFIX):
+            continue
+        # Who names none need not load the client of DNS.
+        from kvflash.roster.dns_spec import DnsWorkers  # noqa: PLC0415
+
+        try:
+            name = DnsWorkers.parse(spec + role)
+        except ConfigError as error:
+            raise ConfigError(f"{source} {spec!r}: {error}") from error
+        if any(name.label == other.label for other in found):
+            raise ConfigError(f"{source} {spec!r}: {name.label} is given twice")
+        found.append(name)
+    return found
+
+
+class Finder:
+    """Follows discovery and names in DNS, each in a thread of its own where it is wanted.
+
+    Args:
+        core: Is told of workers.
+        flags: Where to look.
+        replicas: Who else routes to them.
+        show_metrics: Takes lines of the OpenMetrics text format.
+        show_warnings: Takes what is wrong, in words.
+        report_load: Takes workers' reports of their load; None: the core takes no requests.
+        has_shared_ids: Engines of DNS have numbers that every process gives them alike.
+
+    Raises:
+        ConfigError: Names the flag at fault.
+    """
+
+    def __init__(
+        self,
+        core: Fleet,
+        flags: FleetFlags,
+        *,
+        replicas: Replicas,
+        show_metrics: Callable[[str], None],
+        show_warnings: Callable[[list[str]], None],
+        report_load: Callable[[str], None] | None = None,
+        has_shared_ids: bool = False,
+    ) -> None:
+        names, kind = _names(flags), flags.discovery_kind
+        self._waits_for = flags.waits_for()
+        self._watch: DiscoveryWatch | None = None
+        self._dns: DnsWatch | None = None
+        if kind is not None:
+            # What can't be is refused now; the watch would try again for ever.
+            open_discovery(kind)
+            self._watch = DiscoveryWatch(
+                core,
+                kind=kind,
+                namespace=flags.namespace,
+                cluster=replicas,
+                report_load=report_load,
+            )
+        if names:
+            from kvflash.roster.dns_watch import DnsWatch  # noqa: PLC0415
+
+            self._dns = DnsWatch(
+                core,
+                names,
+                interval_s=flags.worker_dns_interval_secs,
+                server=flags.worker_dns_server,
+                replicas=replicas,
+                show_metrics=show_metrics,
+                show_warnings=show_warnings,
+                has_shared_ids=has_shared_ids,
+            )
+
+    def start(self) -> None:
+        """Look in the background."""
+        for watch in (self._watch, self._dns):
+            if watch is not None:
+                watch.start()
+        if self._watch is not None or self._dns is not None:
+            logger.info("waiting for %s", self._waits_for)
+
+    def stop(self) -> None:
+        """Look no more; workers stay. Blocks until done."""
+        for watch in (self._watch, self._dns):
+            if watch is not None:
+                watch.stop()

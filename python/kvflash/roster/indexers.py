@@ -1,0 +1,144 @@
+"""Indexers in discovery: they announce themselves, and routers that were given no URL find them.
+
+::
+
+    v1/indexers/number      {"url": "http://host:port", "namespace": "ns" or null}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from kvflash.discovery import Delete, Put, open_discovery
+from kvflash.errors import KvflashError
+from kvflash.roster.background import Background
+from kvflash.runtime import DistributedRuntime
+
+__all__ = ["AnnouncedIndexer", "IndexerFinder"]
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "v1/indexers/"
+PAUSE_S = 2.0
+
+
+class AnnouncedIndexer:
+    """Announces an indexer as long as its process lives.
+
+    Args:
+        kind: ``mem``, ``file`` or ``etcd``.
+        namespace: Whose workers it follows; None: those of all.
+        host: Where it listens.
+        port: Where it listens.
+    """
+
+    def __init__(self, kind: str, namespace: str | None, host: str, port: int) -> None:
+        self._kind, self._namespace, self._host, self._port = kind, namespace, host, port
+        self._background = Background("kvflash-announce", self._announce)
+
+    def start(self) -> None:
+        """Announce it in the background."""
+        self._background.start()
+
+    def stop(self) -> None:
+        """Take it back. Blocks until done."""
+        self._background.stop()
+
+    async def _announce(self) -> None:
+        while True:
+            try:
+                async with DistributedRuntime(self._kind) as runtime:
+                    value = {"url": self._url(runtime.host)}
+                    key = f"{PREFIX}{runtime.instance_id}"
+                    await runtime.announce(key, {**value, "namespace": self._namespace})
+                    logger.info("announced in discovery as %s", value["url"])
+                    await runtime.wait_for_shutdown()
+            except (KvflashError, OSError) as error:
+                logger.warning("not announced in discovery: %s; trying again", error)
+            await asyncio.sleep(PAUSE_S)
+
+    def _url(self, reached_at: str) -> str:
+        host = reached_at if self._host in ("0.0.0.0", "::", "") else self._host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
+
+
+class IndexerFinder:
+    """Tells a router where its indexer is: the first one in discovery that follows its workers.
+
+    One that is there stays the router's until it is gone.
+
+    Args:
+        kind: ``mem``, ``file`` or ``etcd``.
+        namespace: Whose workers the router has; None: those of all.
+        show: Takes its URL, None while there is none.
+    """
+
+    def __init__(
+        self, kind: str, namespace: str | None, show: Callable[[str | None], None]
+    ) -> None:
+        self._kind, self._namespace, self._show = kind, namespace, show
+        self._urls: dict[str, str] = {}
+        self._used: str | None = None
+        self._background = Background("kvflash-indexers", self._find)
+
+    def start(self) -> None:
+        """Look in the background."""
+        self._background.start()
+
+    def stop(self) -> None:
+        """Look no more. Blocks until done."""
+        self._background.stop()
+
+    async def _find(self) -> None:
+        while True:
+            try:
+                discovery = open_discovery(self._kind)
+                try:
+                    await self._follow(discovery)
+                finally:
+                    await discovery.close()
+            except (KvflashError, OSError) as error:
+                # What is known goes on being asked.
+                logger.warning("discovery %s: %s; trying again", self._kind, error)
+            await asyncio.sleep(PAUSE_S)
+
+    async def _follow(self, discovery: Any) -> None:
+        known = set[str]()
+        async with discovery.watch(PREFIX) as watch:
+            async for event in watch:
+                if isinstance(event, Put):
+                    known.add(event.key)
+                    if (url := self._read(event.key, event.value)) is not None:
+                        self._urls[event.key] = url
+                elif isinstance(event, Delete):
+                    self._urls.pop(event.key, None)
+                else:
+                    # Those that went while discovery was away.
+                    self._urls = {key: self._urls[key] for key in self._urls if key in known}
+                self._settle()
+
+    def _read(self, key: str, value: bytes) -> str | None:
+        try:
+            fields = json.loads(value)
+            url, namespace = str(fields["url"]), fields.get("namespace")
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            logger.error("discovery key %s: %r", key, error)
+            return None
+        return url if namespace in (None, self._namespace) else None
+
+    def _settle(self) -> None:
+        before = self._used
+        if before not in self._urls:
+            self._used = min(self._urls, default=None)
+        if self._used == before:
+            return
+        url = None if self._used is None else self._urls[self._used]
+        if url is None:
+            logger.warning("no indexer is in discovery any more: requests are routed by load")
+        else:
+            logger.info("the indexer at %s is asked", url)
+        self._show(url)
