@@ -72,7 +72,7 @@ NARROW = {
     "runtime": {"errors", "discovery", "nats_login", "outage", "servers"},
     # Discovery is a protocol to it, so that its protocols run in a simulated world.
     "state": {"_core", "background", "errors", "servers", "transport"},
-    "roster": {"_core", "config", "discovery", "errors", "flags", "outage", "runtime"},
+    "roster": {"_core", "background", "config", "discovery", "errors", "flags", "outage", "runtime"},
     "routing": {
         "_core",
         "background",

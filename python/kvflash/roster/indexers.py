@@ -15,7 +15,7 @@ from typing import Any
 
 from kvflash.discovery import Delete, Put, open_discovery
 from kvflash.errors import KvflashError
-from kvflash.roster.background import Background
+from kvflash.background import Background
 from kvflash.runtime import DistributedRuntime
 
 __all__ = ["AnnouncedIndexer", "IndexerFinder"]

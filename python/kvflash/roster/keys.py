@@ -18,7 +18,7 @@ from typing import Any
 from kvflash.discovery import Delete, Discovery, Put, Synced
 from kvflash.errors import ClosedError, DecodeError, KvflashError, TransportError
 
-__all__ = ["BATCH_S", "WorkerKeys", "announced", "is_brokered", "read_key"]
+__all__ = ["Name", "WorkerKeys", "announced", "is_brokered", "read_key"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +51,7 @@ def read_key(key: str, value: bytes) -> dict[str, Any]:
     Raises:
         DecodeError: The key names no worker, or the value is not what it should be; says what.
     """
-    parts = key.split("/")
-    kind = parts[1] if len(parts) == PARTS else ""
-    if kind not in _TYPES:
-        raise DecodeError("is no key of a worker")
-    worker, rank = parts[-2:] if kind == "events" else (parts[-1], "0")
-    if not (_is_number(worker, NUMBER_MAX) and _is_number(rank, RANK_MAX)):
-        raise DecodeError("does not end with numbers of a worker or rank")
+    kind = _kind(key)
     try:
         fields = json.loads(value)
     except (ValueError, RecursionError) as error:
@@ -72,6 +66,22 @@ def read_key(key: str, value: bytes) -> dict[str, Any]:
     return fields
 
 
+def _kind(key: str) -> str:
+    """What a worker's key is about.
+
+    Raises:
+        DecodeError: It names no worker.
+    """
+    parts = key.split("/")
+    kind = parts[1] if len(parts) == PARTS else ""
+    if kind not in _TYPES:
+        raise DecodeError("is no key of a worker")
+    worker, rank = parts[-2:] if kind == "events" else (parts[-1], "0")
+    if not (_is_number(worker, NUMBER_MAX) and _is_number(rank, RANK_MAX)):
+        raise DecodeError("does not end with numbers of a worker or rank")
+    return kind
+
+
 def _is_number(text: str, number_max: int) -> bool:
     return text.isascii() and text.isdecimal() and int(text) <= number_max
 
@@ -82,6 +92,13 @@ def _check(fields: dict[str, Any], types: dict[str, type], path: str) -> None:
         field = fields.get(name)
         if field is not None and (not isinstance(field, kind) or isinstance(field, bool)):
             raise DecodeError(f"{path}{name} must be of type {kind.__name__}, got {field!r}")
+
+
+def _set(table: dict[Any, dict[str, Any]], key: Any, value: dict[str, Any] | None) -> None:
+    if value is None:
+        table.pop(key, None)
+    else:
+        table[key] = value
 
 
 def announced(events: dict[int, dict[str, Any]]) -> dict[str, Any]:
@@ -97,37 +114,45 @@ def is_brokered(where: dict[str, Any]) -> bool:
     return str(where.get("endpoint")).partition("://")[0] in ("jetstream", "nats")
 
 
+#: namespace/component/endpoint, of events without the endpoint; and the instance's number.
+Name = tuple[str, int]
+
+
 class WorkerKeys:
-    """What discovery says of an endpoint's workers: noted as it comes, settled batch by batch.
+    """What discovery says of workers: noted as it comes, settled batch by batch.
+
+    A key counts as known until it is seen to be gone, also over a failure of discovery.
 
     Args:
         discovery: Where to look.
-        path: ``namespace/component/endpoint``.
+        scope: ``namespace/component/endpoint``, a namespace, or nothing for all.
         settle: Makes of the keys what they say, once for all that changed since the last time. It
             is first called when everything that was there is known, and never twice at once.
 
     Attributes:
-        instances: What instances of all of the component's endpoints say, by ``endpoint/number``:
-            what is in a component's stream is of all.
-        cards: Model cards, by ``number``.
-        events: Where events are told, by ``number/rank``, of the whole component.
+        instances: What instances say; with an endpoint those of all of its component, for what is
+            in its stream is of all.
+        cards: Model cards.
+        events: Where events are told, by rank, of the whole component.
     """
 
     def __init__(
-        self, discovery: Discovery, path: str, settle: Callable[[], Awaitable[None]]
+        self, discovery: Discovery, scope: str, settle: Callable[[], Awaitable[None]]
     ) -> None:
-        self._discovery, self._settle = discovery, settle
-        self._path = path
-        component, _, self._endpoint = path.rpartition("/")
-        self.instances: dict[str, dict[str, Any]] = {}
-        self.cards: dict[str, dict[str, Any]] = {}
-        self.events: dict[str, dict[str, Any]] = {}
-        self._values = {
-            f"v1/instances/{component}/": self.instances,
-            f"v1/models/{path}/": self.cards,
-            f"v1/events/{component}/": self.events,
+        self._discovery, self._settle, self._scope = discovery, settle, scope
+        self.instances: dict[Name, dict[str, Any]] = {}
+        self.cards: dict[Name, dict[str, Any]] = {}
+        self.events: dict[Name, dict[int, dict[str, Any]]] = {}
+        self._changed_names: dict[Name, None] = {}
+        names = [f"{name}/" for name in scope.split("/") if name]
+        wide, narrow = "".join(names[:2]), "".join(names)
+        # Keys that are believed to be there.
+        self._keys: dict[str, set[str]] = {
+            f"v1/events/{wide}": set(),
+            f"v1/models/{narrow}": set(),
+            f"v1/instances/{wide}": set(),
         }
-        self._unsynced = set(self._values)
+        self._unsynced = set(self._keys)
         self._synced, self._settled = asyncio.Event(), asyncio.Event()
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -135,14 +160,22 @@ class WorkerKeys:
     def served(self) -> Iterator[tuple[int, dict[str, Any], dict[str, Any] | None]]:
         """The endpoint's instances: number, what it says, and its model card if it has one."""
         for name, instance in self.instances.items():
-            endpoint, _, number = name.rpartition("/")
-            if endpoint == self._endpoint:
-                yield int(number), instance, self.cards.get(number)
+            if name[0] == self._scope:
+                yield name[1], instance, self.cards.get(name)
+
+    def events_of(self, name: Name) -> dict[int, dict[str, Any]]:
+        """Where an instance's ranks tell their events, ascending."""
+        return dict(sorted(self.events.get((name[0].rpartition("/")[0], name[1]), {}).items()))
+
+    def take_changed(self) -> list[Name]:
+        """Whose keys have changed since the last call, in the order of their first change."""
+        changed, self._changed_names = self._changed_names, {}
+        return list(changed)
 
     def start(self) -> None:
         """Follow discovery; needs a running event loop."""
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._follow(prefix)) for prefix in self._values]
+        self._tasks = [loop.create_task(self._follow(prefix)) for prefix in self._keys]
         self._tasks.append(loop.create_task(self._settle_for_ever()))
 
     def resettle(self) -> None:
@@ -175,31 +208,61 @@ class WorkerKeys:
         while True:
             try:
                 async with self._discovery.watch(prefix) as watch:
+                    seen = set[str]()
                     # What waits comes without a pause.
                     async for event in watch:
-                        self._take(prefix, event)
+                        self._hear(prefix, seen, event)
                 return
             except ClosedError:
                 return
-            except KvflashError as error:
+            except (KvflashError, OSError) as error:
                 # Backends reconnect by themselves; what they give up on is tried again anyway.
-                logger.warning("%s: %s", prefix, error)
-                await asyncio.sleep(RESTART_PAUSE_S)
+                logger.warning("%s: %s; trying again", prefix, error)
+            except Exception:
+                # What is known goes on being served, and this task is all that learns more.
+                logger.exception("%s; trying again", prefix)
+            await asyncio.sleep(RESTART_PAUSE_S)
 
-    def _take(self, prefix: str, event: Put | Delete | Synced) -> None:
-        values = self._values[prefix]
+    def _hear(self, prefix: str, seen: set[str], event: Put | Delete | Synced) -> None:
+        known = self._keys[prefix]
+        if isinstance(event, Put):
+            seen.add(event.key)
+            known.add(event.key)
+            self._take(event.key, event.value)
+        else:
+            for key in {event.key} if isinstance(event, Delete) else known - seen:
+                seen.discard(key)
+                known.discard(key)
+                self._take(key, None)
         if isinstance(event, Synced):
             self._unsynced.discard(prefix)
             if not self._unsynced:
                 self._synced.set()
-        elif isinstance(event, Put):
-            try:
-                values[event.key.removeprefix(prefix)] = read_key(event.key, event.value)
-            except DecodeError as error:
-                logger.error("discovery key %s: %s", event.key, error)
-        else:
-            values.pop(event.key.removeprefix(prefix), None)
         self._changed.set()
+
+    def _take(self, key: str, value: bytes | None) -> None:
+        """Note a key, None where it is gone; one bad key must not hide the others."""
+        try:
+            kind = _kind(key)
+            fields = None if value is None else read_key(key, value)
+        except DecodeError as error:
+            logger.error("discovery key %s: %s", key, error)
+            return
+        path, _, last = key.split("/", 2)[2].rpartition("/")
+        if kind != "events":
+            name = path, int(last)
+            _set(self.cards if kind == "models" else self.instances, name, fields)
+            self._changed_names[name] = None
+            return
+        component, _, number = path.rpartition("/")
+        name = component, int(number)
+        ranks = self.events.setdefault(name, {})
+        _set(ranks, int(last), fields)
+        if not ranks:
+            del self.events[name]
+        for other in self.instances:
+            if other[1] == name[1] and other[0].startswith(f"{component}/"):
+                self._changed_names[other] = None
 
     async def _settle_for_ever(self) -> None:
         await self._synced.wait()
@@ -211,5 +274,5 @@ class WorkerKeys:
                 await self._settle()
             except Exception:
                 # What is known goes on being served; the next change is settled with this one.
-                logger.exception("workers of %s", self._path)
+                logger.exception("workers of %s", self._scope or "all namespaces")
             self._settled.set()

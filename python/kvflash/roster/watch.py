@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvflash.background import Background
-from kvflash.discovery import Delete, Discovery, Put, open_discovery
+from kvflash.discovery import Discovery, open_discovery
 from kvflash.errors import ConflictError, KvflashError, NotFoundError, OverloadedError
 from kvflash.roster.bridge import Bridge
-from kvflash.roster.keys import BATCH_S, announced, is_brokered, read_key
+from kvflash.roster.keys import Name, WorkerKeys, announced, is_brokered
 from kvflash.roster.loads import LoadReader
 from kvflash.runtime.limits import RuntimeLimits
 
@@ -21,7 +21,6 @@ __all__ = ["Alone", "DiscoveryWatch", "Fleet", "Replicas"]
 
 logger = logging.getLogger(__name__)
 
-MODELS, INSTANCES, EVENTS = "v1/models/", "v1/instances/", "v1/events/"
 LOAD_ENDPOINT = "load_metrics"
 # How a core that takes no requests reaches workers.
 NO_PLANE: dict[str, Any] = {"kind": "tcp", "address": "nowhere:1"}
@@ -32,10 +31,6 @@ AGAIN_S = 5.0
 
 #: Namespace and component.
 Component = tuple[str, str]
-# namespace/component/endpoint and the instance's number.
-Name = tuple[str, int]
-# Takes a key and its value, None when it is gone.
-Take = Callable[[str, dict[str, Any] | None], None]
 
 
 class Fleet(Protocol):
@@ -124,25 +119,16 @@ class DiscoveryWatch:
     ) -> None:
         self._fleet = fleet
         self._cluster = cluster
-        self._are_instances_told = False
-        self._kind = kind
-        self._scope = "" if namespace is None else f"{namespace}/"
-        self._cards: dict[Name, dict[str, Any]] = {}
-        self._instances: dict[Name, dict[str, Any]] = {}
-        # By namespace/component and number, then by dp rank.
-        self._events: dict[Name, dict[int, dict[str, Any]]] = {}
-        # What the frontend knows: the JSON that it was told, and the endpoint that it is for.
+        self._kind, self._scope = kind, namespace or ""
+        self._keys: WorkerKeys | None = None
+        # What the core knows: the JSON that it was told, and the endpoint that it is for.
         self._told: dict[int, tuple[Name, str]] = {}
-        # Of whom something has changed, in the order of the first change.
-        self._untold: dict[Name, None] = {}
-        self._has_untold = asyncio.Event()
         # Components of the batch whose state has no others than discovery: O(all workers) each.
-        self._compared: set[tuple[str, str]] = set()
-        # What the frontend did not take, and why.
+        self._compared: set[Component] = set()
+        # What the core did not take, and why; these have another chance.
         self._refused: dict[Name, str] = {}
-        self._has_left = asyncio.Event()
-        # Keys that are believed to be there, by prefix.
-        self._keys: dict[str, set[str]] = {}
+        self._has_left, self._is_again = asyncio.Event(), False
+        self._has_settled = False
         self._bridge = Bridge(RuntimeLimits())
         self._takes_requests = report_load is not None
         self._loads = LoadReader(report_load or (lambda _report: None), RuntimeLimits())
@@ -153,142 +139,79 @@ class DiscoveryWatch:
         self._background.start()
 
     def stop(self) -> None:
-        """Stop watching; the frontend keeps what it knows. Blocks until done."""
+        """Stop watching; the core keeps what it knows. Blocks until done."""
         self._background.stop()
 
     async def _work(self) -> None:
+        discovery = await self._open()
+        self._keys = WorkerKeys(discovery, self._scope, self._settle)
         try:
-            # What was noted is told also while discovery fails.
-            await asyncio.gather(self._watch_for_ever(), self._tell_for_ever(), self._try_again())
+            self._keys.start()
+            await self._try_again(self._keys)
         finally:
+            await self._keys.close()
+            await discovery.close()
             await self._loads.close()
             await self._bridge.close()
 
-    async def _watch_for_ever(self) -> None:
+    async def _open(self) -> Discovery:
         pause_s = PAUSE_S
         while True:
-            discovery: Discovery | None = None
             try:
-                discovery = open_discovery(self._kind)
-                await self._watch(discovery)
+                return open_discovery(self._kind)
             except (KvflashError, OSError) as error:
                 logger.warning("discovery %s: %s; trying again", self._kind, error)
-            except Exception:
-                # What is known goes on being served, and this thread is all that learns more.
-                logger.exception("discovery %s; trying again", self._kind)
-            finally:
-                if discovery is not None:
-                    await discovery.close()
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, PAUSE_S_MAX)
 
-    async def _watch(self, discovery: Discovery) -> None:
-        """Follow all prefixes; ends with the first failure."""
-        tasks = [
-            asyncio.create_task(self._follow(discovery, prefix + self._scope, take))
-            for prefix, take in (
-                (EVENTS, self._take_events),
-                (MODELS, self._take_card),
-                (INSTANCES, self._take_instance),
-            )
-        ]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _follow(self, discovery: Discovery, prefix: str, take: Take) -> None:
-        before, known = self._keys.get(prefix, set()), set[str]()
-        # A key counts as known until it is seen to be gone, also over a failure of discovery.
-        self._keys[prefix] = before | known
-        async with discovery.watch(prefix) as watch:
-            async for event in watch:
-                if isinstance(event, Put):
-                    known.add(event.key)
-                    self._keys[prefix].add(event.key)
-                    self._take_safely(take, event.key, event.value)
-                    continue
-                gone = {event.key} if isinstance(event, Delete) else before - known
-                for key in gone:
-                    known.discard(key)
-                    self._keys[prefix].discard(key)
-                    self._take_safely(take, key, None)
-                if prefix.startswith(INSTANCES) and not isinstance(event, Delete):
-                    self._are_instances_told = True
-                    await asyncio.to_thread(self._cluster.only, self._instance_ids())
-
-    def _take_safely(self, take: Take, key: str, value: bytes | None) -> None:
-        """One bad key must not hide the others."""
-        try:
-            take(key, None if value is None else read_key(key, value))
-        except (ValueError, LookupError, KvflashError) as error:
-            logger.error("discovery key %s: %s", key, error)
-
-    async def _try_again(self) -> None:
+    async def _try_again(self, keys: WorkerKeys) -> None:
         """Those that were refused: when a worker has left, and now and then."""
         while True:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._has_left.wait(), AGAIN_S)
             self._has_left.clear()
-            for name in self._refused:
-                self._note(name)
+            if self._refused:
+                self._is_again = True
+                keys.resettle()
 
-    def _take_card(self, key: str, card: dict[str, Any] | None) -> None:
-        name = _name(key, MODELS)
-        _set(self._cards, name, card)
-        self._note(name)
-
-    def _take_instance(self, key: str, instance: dict[str, Any] | None) -> None:
-        name = _name(key, INSTANCES)
-        _set(self._instances, name, instance)
-        path, instance_id = name
-        if path.endswith(f"/{LOAD_ENDPOINT}"):
-            if instance is None:
-                self._loads.forget(path, instance_id)
-            elif self._takes_requests:
-                self._loads.follow(path, instance_id, instance["transport"])
-            return
-        self._note(name)
-
-    def _take_events(self, key: str, where: dict[str, Any] | None) -> None:
-        component, _, rank = key.removeprefix(EVENTS).rpartition("/")
-        path, _, number = component.rpartition("/")
-        ranks = self._events.setdefault((path, int(number)), {})
-        _set(ranks, int(rank), where)
-        if not ranks:
-            del self._events[path, int(number)]
-        for name in self._cards:
-            if name[1] == int(number) and name[0].rpartition("/")[0] == path:
-                self._note(name)
-
-    def _note(self, name: Name) -> None:
-        """Something of this worker has changed."""
-        self._untold[name] = None
-        self._has_untold.set()
-
-    async def _tell_for_ever(self) -> None:
-        """Make the frontend know of workers what is known here, batch by batch.
+    async def _settle(self) -> None:
+        """Make the core know of workers what is known here.
 
         One worker at a time: what is told takes a while, and the worker may leave meanwhile. Were
         it taken back beside that, the older word would come last and stay.
         """
-        while True:
-            await self._has_untold.wait()
-            # Its other keys come by other watches: one whose sockets went first would be changed
-            # before it leaves.
-            await asyncio.sleep(BATCH_S)
-            self._has_untold.clear()
-            batch, self._untold = self._untold, {}
-            self._compared.clear()
-            for name in batch:
-                await self._tell_safely(name)
+        assert self._keys is not None
+        names = dict.fromkeys(self._keys.take_changed())
+        if self._is_again:
+            self._is_again = False
+            names |= dict.fromkeys(self._refused)
+        self._compared.clear()
+        if not self._has_settled:
+            self._has_settled = True
+            await self._compare()
+        for name in names:
+            path, instance_id = name
+            if path.endswith(f"/{LOAD_ENDPOINT}"):
+                instance = self._keys.instances.get(name)
+                if instance is None:
+                    self._loads.forget(path, instance_id)
+                elif self._takes_requests:
+                    self._loads.follow(path, instance_id, instance["transport"])
+            else:
+                await self._tell_safely(self._keys, name)
 
-    async def _tell_safely(self, name: Name) -> None:
+    async def _compare(self) -> None:
+        """Those that only the state knows are gone."""
+        assert self._keys is not None
+        found: dict[Component, set[int]] = {}
+        for path, instance_id in self._keys.instances:
+            found.setdefault(_component(path), set()).add(instance_id)
+        await asyncio.to_thread(self._cluster.only, found)
+
+    async def _tell_safely(self, keys: WorkerKeys, name: Name) -> None:
         """One worker that is not taken must not hide the others."""
         try:
-            await self._tell(name)
+            await self._tell(keys, name)
         except Exception as error:
             is_known = isinstance(error, ValueError | LookupError | KvflashError)
             # Said once; how far a limit is exceeded changes with every other worker.
@@ -300,11 +223,11 @@ class DiscoveryWatch:
         else:
             self._refused.pop(name, None)
 
-    async def _tell(self, name: Name) -> None:
+    async def _tell(self, keys: WorkerKeys, name: Name) -> None:
         path, instance_id = name
         component = _component(path)
         told = self._told.get(instance_id)
-        card, instance = self._cards.get(name), self._instances.get(name)
+        card, instance = keys.cards.get(name), keys.instances.get(name)
         if told is not None and told[0] != name:
             if card is not None and instance is not None:
                 raise ConflictError(
@@ -322,15 +245,15 @@ class DiscoveryWatch:
                 await asyncio.to_thread(self._remove, instance_id)
                 self._has_left.set()
             return
-        events = self._events.get((path.rpartition("/")[0], instance_id), {})
+        events = keys.events_of(name)
         if told is None:
             before = self._cluster.before_worker
             await asyncio.to_thread(before, component, instance_id, events)
-            if self._are_instances_told and component not in self._compared:
+            if component not in self._compared:
                 self._compared.add(component)
-                await asyncio.to_thread(self._cluster.only, self._instance_ids())
+                await self._compare()
             # It may have left meanwhile.
-            card, instance = self._cards.get(name), self._instances.get(name)
+            card, instance = keys.cards.get(name), keys.instances.get(name)
             if card is None or instance is None:
                 return
         self._cluster.check_events(instance_id, events)
@@ -361,13 +284,6 @@ class DiscoveryWatch:
         if told is None:
             await asyncio.to_thread(self._cluster.worker_joined, component, instance_id)
 
-    def _instance_ids(self) -> dict[tuple[str, str], set[int]]:
-        """All instances, by component."""
-        found: dict[tuple[str, str], set[int]] = {}
-        for path, instance_id in self._instances:
-            found.setdefault(_component(path), set()).add(instance_id)
-        return found
-
     def _remove(self, instance_id: int) -> None:
         # DELETE /workers may have been first.
         with contextlib.suppress(NotFoundError):
@@ -391,20 +307,6 @@ def _spec(
     return ",".join([url, *(f"{key}={value}" for key, value in fields.items() if value)])
 
 
-def _name(key: str, prefix: str) -> Name:
-    path, _, number = key.removeprefix(prefix).rpartition("/")
-    if path.count("/") != 2:
-        raise ValueError("names no worker")
-    return path, int(number)
-
-
 def _component(path: str) -> Component:
     namespace, component, _ = path.split("/", 2)
     return namespace, component
-
-
-def _set(table: dict[Any, dict[str, Any]], key: Any, value: dict[str, Any] | None) -> None:
-    if value is None:
-        table.pop(key, None)
-    else:
-        table[key] = value

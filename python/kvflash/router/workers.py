@@ -65,7 +65,7 @@ class DiscoveredWorkers:
         cluster: Cluster,
     ) -> None:
         self._router, self._cluster = router, cluster
-        self._model_name = model_name
+        self._model_name, self._path = model_name, path
         namespace, name, _ = path.split("/", 2)
         self._component = (namespace, name)
         self._members = Membership(cluster, self._component)
@@ -127,7 +127,7 @@ class DiscoveredWorkers:
     async def _settle(self) -> None:
         """Register those that came, forget those that left, and both for those that changed."""
         # First: what it tells is told before the router hears of them.
-        self._members.settle(self._keys.instances)
+        self._members.settle(number for _, number in self._keys.instances)
         wanted = self._wanted()
         leaving = [i for i, body in self._registered.items() if wanted.get(i) != body]
         await self._members.let_go(leaving)
@@ -182,10 +182,6 @@ class DiscoveredWorkers:
 
     def _wanted(self) -> dict[int, dict[str, Any]]:
         """Registrations of the workers that discovery tells of."""
-        ranks: dict[int, dict[int, dict[str, Any]]] = {}
-        for name, where in self._keys.events.items():
-            number, _, rank = name.partition("/")
-            ranks.setdefault(int(number), {})[int(rank)] = where
         before, self._cards = self._cards, {}
         bare, self._bare = self._bare, {}
         now_s = asyncio.get_running_loop().time()
@@ -199,9 +195,8 @@ class DiscoveredWorkers:
                 is_late = now_s - self._bare[worker_id] >= CARD_S
                 if self._is_kept_out(worker_id, had_card=card is not None, is_late=is_late):
                     continue
-            wanted[worker_id] = self._body(
-                worker_id, instance, card or {}, dict(sorted(ranks.get(worker_id, {}).items()))
-            )
+            ranks = self._keys.events_of((self._path, worker_id))
+            wanted[worker_id] = self._body(worker_id, instance, card or {}, ranks)
         return wanted
 
     def _is_kept_out(self, worker_id: int, *, had_card: bool, is_late: bool) -> bool:

@@ -51,15 +51,14 @@ class Membership:
         )
         self._is_following = True
 
-    def settle(self, names: Iterable[str]) -> None:
-        """These are there and no others, of all endpoints: ``endpoint/number``.
+    def settle(self, numbers: Iterable[int]) -> None:
+        """These are there and no others, of all endpoints.
 
         Blocks of a worker that was never seen here go as well as those of one that leaves.
         """
         if not self._is_following:
             return
-        numbers = (name.rpartition("/")[2] for name in names)
-        now = {int(number) for number in numbers if number.isdecimal()}
+        now = set(numbers)
         for instance_id in self._known - now:
             self.tell(self._cluster.worker_left, self._component, instance_id)
         for instance_id in now - self._known:

@@ -101,7 +101,7 @@ class Workers:
             return
         assert self._members is not None
         # First: what it tells is told before the core hears of them.
-        self._members.settle(self._keys.instances)
+        self._members.settle(number for _, number in self._keys.instances)
         ranks = sorted(
             (worker, rank) for worker, card in cards.items() for rank in range(_rank_count(card))
         )
@@ -193,12 +193,10 @@ class Workers:
             return
         ids = set(self.ids)
         wanted: dict[Rank, tuple[str, str | None]] = {}
-        for name, value in self._keys.events.items():
-            worker, _, rank = name.partition("/")
+        for (_, worker), ranks in self._keys.events.items():
             # What is in the stream comes by itself.
-            if int(worker) in ids and self._cluster.events(int(worker), {int(rank): value}):
-                sockets = (value["endpoint"], value.get("replay_endpoint"))
-                wanted[int(worker), int(rank)] = sockets
+            for rank, where in self._cluster.events(worker, ranks).items() if worker in ids else ():
+                wanted[worker, int(rank)] = (where["endpoint"], where.get("replay_endpoint"))
         for key, sockets in list(self._subscribed.items()):
             if wanted.get(key) != sockets:
                 del self._subscribed[key]

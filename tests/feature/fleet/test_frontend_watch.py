@@ -110,7 +110,7 @@ def test_a_worker_that_leaves_while_it_is_changed_is_gone(fleet: SlowFleet) -> N
         await discovery.put("v1/events/tests/backend/7/0", value(EVENTS), lease)
         await wait(lambda: fleet.calls > calls, "its events")
         await lease.revoke()
-        await wait(lambda: not fleet.watch._instances, "its end to be seen")
+        await wait(lambda: not fleet.watch._keys.instances, "its end to be seen")
         fleet.gate.set()
         await wait(lambda: not fleet.workers, "the worker to be gone")
 

@@ -151,7 +151,7 @@ def test_what_fails_once_is_settled_with_the_next_change(caplog: pytest.LogCaptu
         await discovery.put("v1/instances/ns/backend/other/2", b'{"transport": {}}')
         await eventually(lambda: len(seen) == 2, "the worker")
         assert seen[1] == [1]
-        assert set(keys.instances) == {"generate/1", "other/2"}
+        assert set(keys.instances) == {("ns/backend/generate", 1), ("ns/backend/other", 2)}
         await keys.close()
         await discovery.close()
 

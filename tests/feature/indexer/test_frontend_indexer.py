@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from service import Process, until
-from support_frontend import COMPLETIONS, FrontendProcess, Mocker, ask
+from support_frontend import COMPLETIONS, Frontend, FrontendProcess, Mocker, ask
 
 
 def test_one_frontend_knows_what_the_other_one_serves() -> None:
