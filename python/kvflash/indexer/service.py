@@ -11,9 +11,9 @@ from kvflash._core import FoundWorkers, Indexer
 from kvflash.errors import ConfigError, ConflictError, InvalidArgumentError
 from kvflash.indexer.args import IndexerArgs
 from kvflash.process import FedService
+from kvflash.roster.core import Alone
 from kvflash.roster.finder import Finder, add_named
 from kvflash.roster.indexers import AnnouncedIndexer
-from kvflash.roster.watch import Alone
 
 __all__ = ["IndexerService"]
 

@@ -7,36 +7,14 @@ import hashlib
 import logging
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from kvflash.errors import ConflictError, KvflashError, NotFoundError
+from kvflash.roster.core import Component, EngineFleet, Replicas
 from kvflash.roster.dns_spec import Address, DnsWorkers
 
 __all__ = ["DnsFleet", "shared_id"]
 
 logger = logging.getLogger(__name__)
-
-
-class Fleet(Protocol):
-    """The frontend's core."""
-
-    def add_worker(self, spec: str) -> int:
-        """Add an engine that speaks OpenAI's API."""
-
-    def remove_worker(self, instance_id: int) -> None:
-        """Remove it; its requests go on."""
-
-
-class Replicas(Protocol):
-    """Who else routes to these workers; see :class:`kvflash.routing.cluster.Cluster`."""
-
-    def worker_joined(
-        self, component: tuple[str, str], instance_id: int, shared_id: int | None = None
-    ) -> None:
-        """The core knows it."""
-
-    def worker_gone(self, instance_id: int) -> None:
-        """It takes no requests any more."""
 
 
 class DnsFleet:
@@ -53,7 +31,9 @@ class DnsFleet:
             an index of another process about them.
     """
 
-    def __init__(self, core: Fleet, replicas: Replicas, *, has_shared_ids: bool = False) -> None:
+    def __init__(
+        self, core: EngineFleet, replicas: Replicas, *, has_shared_ids: bool = False
+    ) -> None:
         self._core, self._replicas = core, replicas
         self._has_shared_ids = has_shared_ids
         self._found: list[tuple[DnsWorkers, list[Address]]] = []
@@ -63,7 +43,7 @@ class DnsFleet:
         self._refused: dict[str, KvflashError] = {}
         # What replicas are to know: component and number between them, by number here. They are
         # found through servers that may be away: nobody waits for them here.
-        self._shared: dict[int, tuple[tuple[str, str], int]] = {}
+        self._shared: dict[int, tuple[Component, int]] = {}
         self._changed, self._is_closed = threading.Event(), False
         threading.Thread(target=self._share, name="kvflash-dns-replicas", daemon=True).start()
 
@@ -132,7 +112,7 @@ class DnsFleet:
             self._core.remove_worker(number)
 
     def _share(self) -> None:
-        known: dict[int, tuple[tuple[str, str], int]] = {}
+        known: dict[int, tuple[Component, int]] = {}
         while self._changed.wait() and not self._is_closed:
             self._changed.clear()
             before, known = known, self._shared
@@ -159,7 +139,7 @@ class DnsFleet:
             )  # fmt: skip
 
 
-def _component(name: DnsWorkers) -> tuple[str, str]:
+def _component(name: DnsWorkers) -> Component:
     """Where replicas find each other that were given the same name."""
     return "workers", "dns-" + hashlib.sha256(name.label.encode()).hexdigest()[:16]
 

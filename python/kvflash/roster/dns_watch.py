@@ -13,8 +13,9 @@ import dns.resolver
 
 from kvflash.background import Background
 from kvflash.outage import Outage
+from kvflash.roster.core import EngineFleet, Replicas
 from kvflash.roster.dns_answers import KnownName
-from kvflash.roster.dns_fleet import DnsFleet, Fleet, Replicas
+from kvflash.roster.dns_fleet import DnsFleet
 from kvflash.roster.dns_spec import Address, DnsWorkers
 
 __all__ = ["DnsWatch", "Server"]
@@ -48,7 +49,7 @@ class DnsWatch:
 
     def __init__(
         self,
-        core: Fleet,
+        core: EngineFleet,
         names: Sequence[DnsWorkers],
         *,
         interval_s: float,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kvflash.discovery import open_discovery
 from kvflash.errors import ConfigError, InvalidArgumentError
+from kvflash.roster.core import EngineFleet, Fleet, Replicas
 from kvflash.roster.flags import DNS_PREFIX, FleetFlags
-from kvflash.roster.watch import DiscoveryWatch, Fleet, Replicas
+from kvflash.roster.watch import DiscoveryWatch
 
 if TYPE_CHECKING:
     from kvflash.roster.dns_spec import DnsWorkers
@@ -20,14 +21,7 @@ __all__ = ["Finder", "add_named"]
 logger = logging.getLogger(__name__)
 
 
-class Adder(Protocol):
-    """Takes engines by their specs."""
-
-    def add_worker(self, spec: str) -> int:
-        """Add an engine that speaks OpenAI's API."""
-
-
-def add_named(core: Adder, flags: FleetFlags) -> dict[int, str]:
+def add_named(core: EngineFleet, flags: FleetFlags) -> dict[int, str]:
     """Add the engines that flags name by their URLs; their numbers and specs.
 
     Raises:

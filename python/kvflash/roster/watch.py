@@ -7,17 +7,18 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from kvflash.background import Background
 from kvflash.discovery import Discovery, open_discovery
 from kvflash.errors import ConflictError, KvflashError, NotFoundError, OverloadedError
 from kvflash.roster.bridge import Bridge
-from kvflash.roster.keys import Name, WorkerKeys, announced, is_brokered
+from kvflash.roster.core import Component, Fleet, Replicas
+from kvflash.roster.keys import Name, WorkerKeys, announced
 from kvflash.roster.loads import LoadReader
 from kvflash.runtime.limits import RuntimeLimits
 
-__all__ = ["Alone", "DiscoveryWatch", "Fleet", "Replicas"]
+__all__ = ["DiscoveryWatch"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,70 +29,6 @@ NO_PLANE: dict[str, Any] = {"kind": "tcp", "address": "nowhere:1"}
 PAUSE_S, PAUSE_S_MAX = 0.2, 5.0
 # What was refused may be taken later: a limit has room again, or a folder can be read.
 AGAIN_S = 5.0
-
-#: Namespace and component.
-Component = tuple[str, str]
-
-
-class Fleet(Protocol):
-    """Who is told."""
-
-    def put_worker(self, worker: str) -> int:
-        """Add a worker of the runtime or change it."""
-
-    def add_worker(self, spec: str) -> int:
-        """Add an engine that speaks OpenAI's API."""
-
-    def remove_worker(self, instance_id: int) -> None:
-        """Remove it."""
-
-
-class Replicas(Protocol):
-    """Who else routes to these workers; see :class:`kvflash.routing.cluster.Cluster`."""
-
-    def check_events(self, instance_id: int, events: dict[int, dict[str, Any]]) -> None:
-        """Log once if a worker announces events that are not heard here."""
-
-    def before_worker(
-        self, component: Component, instance_id: int, events: dict[int, dict[str, Any]]
-    ) -> None:
-        """A worker is about to be told to the core."""
-
-    def worker_joined(
-        self, component: Component, instance_id: int, shared_id: int | None = None
-    ) -> None:
-        """The core knows it; between routers it may have another number."""
-
-    def worker_left(self, component: Component, instance_id: int) -> None:
-        """It is gone."""
-
-    def worker_gone(self, instance_id: int) -> None:
-        """It takes no requests any more."""
-
-    def only(self, component_ids: dict[Component, set[int]]) -> None:
-        """Discovery has told all workers."""
-
-
-class Alone:
-    """Nobody else routes: nothing is shared, and only sockets are heard."""
-
-    def __init__(self) -> None:
-        self._warned: set[int] = set()
-
-    def check_events(self, instance_id: int, events: dict[int, dict[str, Any]]) -> None:
-        """See :class:`Replicas`."""
-        for where in events.values():
-            if is_brokered(where) and instance_id not in self._warned:
-                self._warned.add(instance_id)
-                logger.error(
-                    "worker %d tells its events at %s, and only sockets are heard here: start the "
-                    "worker with --event-plane zmq", instance_id, where["endpoint"],
-                )  # fmt: skip
-
-    def before_worker(self, *_told: Any) -> None:
-        """See :class:`Replicas`."""
-
-    worker_joined = worker_left = worker_gone = only = before_worker
 
 
 class DiscoveryWatch:

@@ -5,10 +5,14 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use kvflash_core::catalog::{Catalog, ModelIndex, ModelKey};
+use kvflash_core::clock::Clock;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::fleet::{Change, Effect, Roster};
 use kvflash_core::ids::{InstanceId, Worker};
-use kvflash_core::select::{Queue, Selector, Thresholds};
+use kvflash_core::router::Policies;
+use kvflash_core::select::{
+    Journal, Outbox, Queue, QueueOptions, Selector, SelectorConfig, Thresholds,
+};
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// All workers of one model and tenant: one index, one load table.
@@ -68,6 +72,42 @@ impl<M, R> Pool<M, R> {
         };
         *members = Arc::new(Members { by_id: workers.iter().filter_map(member).collect() });
         Ok(())
+    }
+}
+
+/// What the models of a service share.
+#[derive(Clone)]
+pub(crate) struct Common {
+    pub catalog: Arc<Catalog>,
+    pub clock: Arc<dyn Clock>,
+    /// Past decisions of all models: it outlives workers that come and go.
+    pub journal: Arc<Journal>,
+    /// Bookings of all models, for replicas.
+    pub outbox: Arc<Outbox>,
+}
+
+impl Common {
+    pub fn new(catalog: Arc<Catalog>, clock: Arc<dyn Clock>, journal_bytes: usize) -> Self {
+        let journal = Arc::new(Journal::new(journal_bytes));
+        Self { catalog, clock, journal, outbox: Arc::default() }
+    }
+
+    /// What decides for a model, and its queue.
+    pub fn selector(
+        &self,
+        key: &ModelKey,
+        config: SelectorConfig,
+        policies: &Policies,
+        queue: Option<&QueueOptions>,
+    ) -> Result<(Selector, Option<Arc<Queue>>)> {
+        let forced = Some(config.router.block_size).filter(|size| *size > 0);
+        let index = self.catalog.model_or_create(key, forced)?;
+        let (config, clock) = (SelectorConfig { journal_bytes: 0, ..config }, &self.clock);
+        let selector = Selector::with_policies(config, policies.clone(), index, Arc::clone(clock))?
+            .with_journal(Arc::clone(&self.journal))
+            .with_outbox(Arc::clone(&self.outbox));
+        let queue = queue.map(|options| Queue::serving(options, &selector, clock));
+        Ok((selector, queue))
     }
 }
 

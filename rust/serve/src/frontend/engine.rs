@@ -12,9 +12,8 @@ use kvflash_core::ids::InstanceId;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-use super::inspect::Inspection;
+use super::notes::{EngineNotes, Inspection};
 use super::runtime::member::Member;
-use super::server_info::ServerNotes;
 
 /// An engine as its operator names it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -143,7 +142,7 @@ impl EngineSpec {
 ///
 /// # Errors
 /// `Config`, with what is legal and what came.
-pub(super) fn is_prefill(role: &str) -> Result<bool> {
+pub(crate) fn is_prefill(role: &str) -> Result<bool> {
     match role {
         "prefill" => Ok(true),
         "decode" => Ok(false),
@@ -165,33 +164,14 @@ pub(crate) fn address_of(url: &str) -> &str {
 }
 
 /// A worker's URL without what the frontend adds itself: the trailing slash, and `/v1`.
-pub(super) fn base_of(url: &str) -> &str {
+pub(crate) fn base_of(url: &str) -> &str {
     let url = url.trim_end_matches('/');
     url.strip_suffix("/v1").unwrap_or(url).trim_end_matches('/')
 }
 
-/// How an engine fares.
-#[derive(Debug, Clone, Default)]
-pub(super) struct EngineNotes {
-    /// Model and adapters it serves: (name, base model of an adapter).
-    pub models: Vec<(String, Option<String>)>,
-    /// Longest prompt plus answer, tokens.
-    pub max_model_len: Option<u64>,
-    /// Blocks of its cache.
-    pub capacity_blocks: Option<u64>,
-    /// Tokens in a block, as its metrics say.
-    pub block_size: Option<u32>,
-    /// When its process started, seconds since 1970, as its metrics say.
-    pub started_s: Option<f64>,
-    /// What its server says of itself, where it is SGLang's and was asked.
-    pub server: Option<ServerNotes>,
-    /// Last trouble, in words.
-    pub last_error: Option<String>,
-}
-
 /// One engine.
 #[derive(Debug)]
-pub(super) struct Engine {
+pub(crate) struct Engine {
     pub id: InstanceId,
     pub spec: EngineSpec,
     /// `http://host:port` without a trailing slash and `/v1`.

@@ -10,26 +10,27 @@ use kvflash_core::error::{Error, Result};
 use kvflash_core::fleet::{Card, Change, Claim, EventSpec, Hearing, Roster};
 use kvflash_core::ids::InstanceId;
 use kvflash_core::policy::Stage;
-use kvflash_core::select::{Journal, Outbox, Overlap, Queue, Selector, SelectorConfig};
+use kvflash_core::select::{Journal, Outbox, Overlap, Report, SelectorConfig};
 use parking_lot::Mutex;
 
-use super::engine::{Engine, EngineNotes, EngineSpec, base_of};
-use super::fairness::WaitingRoom;
+use super::engine::{Engine, EngineSpec, base_of};
+use super::notes::EngineNotes;
 use super::options::FrontendOptions;
 use super::pool::{Pool, Route};
 use super::runtime::member::Member;
-use crate::fleet::{self, Parts};
+use crate::fleet::{self, Common, Parts};
+use crate::gateway::turn::WaitingRoom;
 
 /// Tenant of the frontend's own indexes; the cache salt keeps clients apart.
 const TENANT: &str = "default";
 /// Tenant of the indexes of prefill workers: what these hold is not what decode workers hold.
-pub(in super::super) const PREFILL_TENANT: &str = "prefill";
+pub(crate) const PREFILL_TENANT: &str = "prefill";
 
 type Rooms = Option<Arc<WaitingRoom>>;
 type Tables = fleet::Tables<Engine, Rooms>;
 
 /// Which of `engines` are unhealthy, and why, for people: the first ones.
-pub(super) fn unhealthy<'a>(engines: impl Iterator<Item = &'a Arc<Engine>>) -> String {
+pub(crate) fn unhealthy<'a>(engines: impl Iterator<Item = &'a Arc<Engine>>) -> String {
     let down: Vec<String> = engines
         .filter(|engine| !engine.is_healthy())
         .map(|engine| {
@@ -45,7 +46,7 @@ pub(super) fn unhealthy<'a>(engines: impl Iterator<Item = &'a Arc<Engine>>) -> S
 ///
 /// # Consistency
 /// Changes are serialised; a request works on the members it read first.
-pub(super) struct Fleet {
+pub(crate) struct Fleet {
     fleet: fleet::Fleet<Engine, Rooms>,
     waits_for: String,
     /// The block size that a flag names.
@@ -62,8 +63,8 @@ pub(super) struct Fleet {
 
 impl Fleet {
     pub fn new(options: FrontendOptions, catalog: Arc<Catalog>, clock: Arc<dyn Clock>) -> Self {
-        let journal = Arc::new(Journal::new(options.decision_journal_bytes));
-        let outbox = Arc::<Outbox>::default();
+        let common = Common::new(Arc::clone(&catalog), clock, options.decision_journal_bytes);
+        let Common { clock, journal, outbox, .. } = common.clone();
         let hearing = match options.uses_events() {
             true if options.has_broker_events => Hearing::Broker,
             true => Hearing::Sockets,
@@ -72,14 +73,7 @@ impl Fleet {
         let roster = Roster::new(hearing, options.max_workers);
         let (waits_for, block_size) = (options.waits_for.clone(), options.router.block_size);
         let (thresholds, predicts) = (options.thresholds, options.overlap == Overlap::Predictions);
-        let maker = Maker {
-            options,
-            catalog: Arc::clone(&catalog),
-            clock: Arc::clone(&clock),
-            journal: Arc::clone(&journal),
-            outbox: Arc::clone(&outbox),
-        };
-        let make = move |key: &ModelKey| maker.make(key);
+        let make = move |key: &ModelKey| parts(&options, &common, key);
         let fleet = fleet::Fleet::new(catalog, roster, thresholds, predicts, make);
         let (had_prefill, next_id) = (Mutex::default(), AtomicU64::new(1));
         Self { fleet, waits_for, block_size, clock, journal, outbox, had_prefill, next_id }
@@ -192,7 +186,13 @@ impl Fleet {
         let key = key_of(&name, is_prefill);
         // Prefill workers serve nobody by themselves.
         let names = if is_prefill { Vec::new() } else { notes.models.clone() };
-        let card = Card { names, ..Card::new(key.clone()) };
+        let sizes = |member: &Arc<Member>| Report {
+            kv_total_blocks: member.spec.card.total_kv_blocks,
+            max_num_batched_tokens: member.spec.card.max_num_batched_tokens,
+            ..Report::default()
+        };
+        let report = engine.member.as_ref().map(sizes).unwrap_or_default();
+        let card = Card { names, report, ..Card::new(key.clone()) };
         let joined = self.fleet.change(&mut tables, Change::Card { id, card });
         self.forget_prefill(&tables);
         joined?;
@@ -348,46 +348,28 @@ fn key_of(name: &str, is_prefill: bool) -> ModelKey {
     ModelKey { model_name: name.to_owned(), tenant_id: tenant.to_owned() }
 }
 
-/// Makes what a model needs when its first engine comes.
-struct Maker {
-    options: FrontendOptions,
-    catalog: Arc<Catalog>,
-    clock: Arc<dyn Clock>,
-    journal: Arc<Journal>,
-    outbox: Arc<Outbox>,
-}
-
-impl Maker {
-    fn make(&self, key: &ModelKey) -> Result<Parts<Rooms>> {
-        let options = &self.options;
-        let is_prefill = key.tenant_id == PREFILL_TENANT;
-        let forced = Some(options.router.block_size).filter(|size| *size > 0);
-        let index = self.catalog.model_or_create(key, forced)?;
-        let mut router = options.router.clone();
-        // Nothing stays with a prefill worker: only its prompt tokens count.
-        router.track_active_blocks &= !is_prefill;
-        router.track_output_blocks &= !is_prefill;
-        if is_prefill {
-            router.stage = Stage::Prefill;
-        }
-        // Who waits for the worker that decodes need not wait for the one that prefills.
-        let fairness = options.fairness.as_ref().filter(|_| !is_prefill);
-        let waiting = fairness.map(|options| WaitingRoom::new(options, Arc::clone(&self.clock)));
-        let waiting = waiting.transpose()?.map(Arc::new);
-        let config = SelectorConfig {
-            router,
-            overlap: options.overlap,
-            thresholds: options.thresholds,
-            queue: options.queue.as_ref().map(|options| options.threshold),
-            journal_bytes: 0,
-            logs_decisions: options.logs_decisions,
-        };
-        let policies = options.policies.clone();
-        let selector = Selector::with_policies(config, policies, index, Arc::clone(&self.clock))?
-            .with_journal(Arc::clone(&self.journal))
-            .with_outbox(Arc::clone(&self.outbox));
-        let queue = options.queue.as_ref();
-        let queue = queue.map(|options| Queue::serving(options, &selector, &self.clock));
-        Ok((selector, queue, waiting))
+/// What a model needs when its first engine comes.
+fn parts(options: &FrontendOptions, common: &Common, key: &ModelKey) -> Result<Parts<Rooms>> {
+    let is_prefill = key.tenant_id == PREFILL_TENANT;
+    let mut router = options.router.clone();
+    // Nothing stays with a prefill worker: only its prompt tokens count.
+    router.track_active_blocks &= !is_prefill;
+    router.track_output_blocks &= !is_prefill;
+    if is_prefill {
+        router.stage = Stage::Prefill;
     }
+    let queue = options.queue.as_ref();
+    let config = SelectorConfig {
+        router,
+        overlap: options.overlap,
+        thresholds: options.thresholds,
+        queue: queue.map(|options| options.threshold),
+        journal_bytes: 0,
+        logs_decisions: options.logs_decisions,
+    };
+    let (selector, queue) = common.selector(key, config, &options.policies, queue)?;
+    // Who waits for the worker that decodes need not wait for the one that prefills.
+    let fairness = options.fairness.as_ref().filter(|_| !is_prefill);
+    let waiting = fairness.map(|options| WaitingRoom::new(options, Arc::clone(&common.clock)));
+    Ok((selector, queue, waiting.transpose()?.map(Arc::new)))
 }

@@ -2,6 +2,8 @@
 
 use kvflash_core::select::WorkerReason;
 
+use super::server_info::ServerNotes;
+
 /// How an engine fares.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct EngineNotes {
@@ -15,6 +17,8 @@ pub(crate) struct EngineNotes {
     pub block_size: Option<u32>,
     /// When its process started, seconds since 1970, as its metrics say.
     pub started_s: Option<f64>,
+    /// What its server says of itself, where it is SGLang's and was asked.
+    pub server: Option<ServerNotes>,
     /// Last trouble, in words.
     pub last_error: Option<String>,
 }

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use kvflash_core::ids::{InstanceId, Worker};
 
 use super::engine::Engine;
-use super::fairness::WaitingRoom;
 use crate::fleet;
+use crate::gateway::turn::WaitingRoom;
 
 /// All engines that serve one base model, or all that prefill for it.
-pub(super) type Pool = fleet::Pool<Engine, Option<Arc<WaitingRoom>>>;
-pub(super) type Members = fleet::Members<Engine>;
+pub(crate) type Pool = fleet::Pool<Engine, Option<Arc<WaitingRoom>>>;
+pub(crate) type Members = fleet::Members<Engine>;
 
 impl Members {
     /// May `worker` take a request that has been at the `tried` engines already?
@@ -37,7 +37,7 @@ impl Pool {
 
 /// Where requests for a served name go.
 #[derive(Clone)]
-pub(super) struct Route {
+pub(crate) struct Route {
     pub pool: Arc<Pool>,
     /// The adapter, where the name is one.
     pub lora_name: Option<String>,

@@ -123,7 +123,7 @@ fn has_other_ranks(app: &Arc<App>, engine: &Engine, notes: &EngineNotes) -> bool
         let spec = EngineSpec { dp_size, instance_id, ..engine.spec.clone() };
         // It may have been removed by hand meanwhile.
         let left = app.fleet.remove(id);
-        if let Err(error) = left.and_then(|_| app.add_engine(spec)) {
+        if let Err(error) = left.and_then(|_| add(app, spec)) {
             tracing::error!(worker = id, url = engine.base, %error, "not registered anew");
         }
         return true;

@@ -39,7 +39,7 @@ struct KvEvents {
 
 /// What it said.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct ServerNotes {
+pub(crate) struct ServerNotes {
     /// Where its ranks publish; empty where they do not.
     pub events: BTreeMap<u32, EventSpec>,
     pub dp_size: u32,
@@ -50,7 +50,7 @@ pub(super) struct ServerNotes {
 }
 
 /// Ask `engine`; `None` where it is no SGLang, or does not answer.
-pub(super) async fn ask(
+pub(crate) async fn ask(
     upstream: &Upstream,
     engine: &Engine,
     timeout: Duration,

@@ -9,13 +9,13 @@ use kvflash_core::clock::Clock;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::fleet::{Card, Change, EventSpec, Hearing, Roster, port_of};
 use kvflash_core::ids::{InstanceId, Worker};
-use kvflash_core::select::{Journal, Outbox, Overlap, Queue, Selector, SelectorConfig};
+use kvflash_core::select::{Journal, Outbox, Overlap};
 
 use super::super::frontend::engine::address_of;
 use super::super::frontend::fleet::PREFILL_TENANT;
 use super::options::RouterOptions;
 use super::request::NewWorker;
-use crate::fleet;
+use crate::fleet::{self, Common};
 
 /// A registered worker.
 #[derive(Debug)]
@@ -69,25 +69,15 @@ pub(super) struct Fleet {
 
 impl Fleet {
     pub fn new(options: RouterOptions, catalog: Arc<Catalog>, clock: Arc<dyn Clock>) -> Self {
-        let journal = Arc::new(Journal::new(options.selector.journal_bytes));
-        let outbox = Arc::<Outbox>::default();
+        let common = Common::new(Arc::clone(&catalog), clock, options.selector.journal_bytes);
+        let Common { clock, journal, outbox, .. } = common.clone();
         let hearing = if options.follows_events() { Hearing::All } else { Hearing::Nothing };
         let roster = Roster::new(hearing, options.max_workers);
         let thresholds = options.selector.thresholds;
         let predicts = options.selector.overlap == Overlap::Predictions;
-        let models = Arc::clone(&catalog);
-        let (time, records, bookings) =
-            (Arc::clone(&clock), Arc::clone(&journal), Arc::clone(&outbox));
         let make = move |key: &ModelKey| {
-            let forced = Some(options.selector.router.block_size).filter(|size| *size > 0);
-            let index = models.model_or_create(key, forced)?;
-            let config = SelectorConfig { journal_bytes: 0, ..options.selector.clone() };
-            let policies = options.policies.clone();
-            let selector = Selector::with_policies(config, policies, index, Arc::clone(&time))?
-                .with_journal(Arc::clone(&records))
-                .with_outbox(Arc::clone(&bookings));
-            let queue = options.queue.as_ref();
-            let queue = queue.map(|options| Queue::serving(options, &selector, &time));
+            let (config, queue) = (options.selector.clone(), options.queue.as_ref());
+            let (selector, queue) = common.selector(key, config, &options.policies, queue)?;
             Ok((selector, queue, ()))
         };
         let fleet = fleet::Fleet::new(catalog, roster, thresholds, predicts, make);
@@ -170,6 +160,22 @@ impl Fleet {
                 })
             }
             (None, _, None) => Err(Error::NoWorker("no worker is registered".to_owned())),
+        }
+    }
+
+    /// The pool that a request means: a worker that it is pinned to says so where no model is named.
+    ///
+    /// # Errors
+    /// As [`find`](Self::find).
+    pub fn meant(
+        &self,
+        model_name: Option<&str>,
+        tenant_id: Option<&str>,
+        pinned: Option<InstanceId>,
+    ) -> Result<Arc<Pool>> {
+        match (model_name, pinned.map(|id| self.pool_of(id))) {
+            (None, Some(Ok(pool))) => Ok(pool),
+            _ => self.find(model_name, tenant_id),
         }
     }
 

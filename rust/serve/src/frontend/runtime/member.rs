@@ -9,16 +9,16 @@ use kvflash_core::text::{CacheOptions, TextModel, TextOptions};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
-use super::super::engine::EngineNotes;
+use super::super::notes::EngineNotes;
 use super::plane::Plane;
-use super::spec::{LoadReport, WorkerSpec};
+use super::spec::{LoadReport, ModelInput, WorkerSpec};
 
 /// Tokenizers in memory at once.
 const MAX_TOKENIZERS: usize = 64;
 
 /// A worker's own side of an engine.
 #[derive(Debug)]
-pub(in super::super) struct Member {
+pub(crate) struct Member {
     pub spec: WorkerSpec,
     pub plane: Plane,
     pub text: Option<Arc<ModelText>>,
@@ -27,6 +27,11 @@ pub(in super::super) struct Member {
 }
 
 impl Member {
+    /// What it takes: tokens, or text.
+    pub fn input(&self) -> ModelInput {
+        self.spec.card.model_input
+    }
+
     /// What it reported last, by rank.
     pub fn load_json(&self) -> Value {
         let loads = self.loads.lock();
@@ -62,7 +67,7 @@ impl Member {
 
 /// A model's tokenizer, template and the tokens that end an answer.
 #[derive(Debug)]
-pub(in super::super) struct ModelText {
+pub(crate) struct ModelText {
     pub model: Arc<TextModel>,
     pub eos_token_ids: Vec<u32>,
 }
@@ -112,7 +117,7 @@ fn eos_token_ids(folder: &Path, model: &TextModel) -> Vec<u32> {
 
 /// One tokenizer per folder, as long as a worker uses it.
 #[derive(Debug, Default)]
-pub(in super::super) struct Tokenizers {
+pub(crate) struct Tokenizers {
     by_folder: Mutex<HashMap<PathBuf, Weak<ModelText>>>,
 }
 

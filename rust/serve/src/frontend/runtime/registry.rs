@@ -69,24 +69,7 @@ fn take(app: &Arc<App>, spec: WorkerSpec) -> Result<InstanceId> {
         tracing::error!(worker = id, %error, "its events can't be subscribed to");
         engine.notes.lock().last_error = Some(format!("events: {error}"));
     }
-    if let Some(member) = &engine.member {
-        let card = &member.spec.card;
-        let size = Report {
-            kv_total_blocks: card.total_kv_blocks,
-            max_num_batched_tokens: card.max_num_batched_tokens,
-            ..Report::default()
-        };
-        for dp_rank in 0..engine.spec.dp_size {
-            tell_busy_table(app, Worker::new(id, dp_rank), &size);
-        }
-    }
     Ok(id)
-}
-
-fn tell_busy_table(app: &App, worker: Worker, report: &Report) {
-    if let Some(pool) = app.fleet.pool_of(worker.instance_id) {
-        pool.selector.busy.report(worker, report);
-    }
 }
 
 /// The tokenizer of a worker: its card's folder, else that of --tokenizer.
@@ -133,7 +116,9 @@ pub(crate) fn report(app: &App, json: &str) -> Result<()> {
         active_prefill_tokens: report.active_prefill_tokens,
         max_num_batched_tokens: None,
     };
-    tell_busy_table(app, Worker::new(report.id, report.dp_rank), &told);
+    if let Some(pool) = app.fleet.pool_of(report.id) {
+        pool.selector.busy.report(Worker::new(report.id, report.dp_rank), &told);
+    }
     member.loads.lock().insert(report.dp_rank, report);
     Ok(())
 }

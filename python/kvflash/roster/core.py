@@ -1,0 +1,80 @@
+"""Whom the ways of finding workers tell of them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+from kvflash.roster.keys import is_brokered
+
+__all__ = ["Alone", "Component", "EngineFleet", "Fleet", "Replicas"]
+
+logger = logging.getLogger(__name__)
+
+#: Namespace and component.
+Component = tuple[str, str]
+
+
+class EngineFleet(Protocol):
+    """A core that takes engines by their addresses."""
+
+    def add_worker(self, spec: str) -> int:
+        """Add an engine that speaks OpenAI's API."""
+
+    def remove_worker(self, instance_id: int) -> None:
+        """Remove it; its requests go on."""
+
+
+class Fleet(EngineFleet, Protocol):
+    """A core that takes workers of the runtime, too."""
+
+    def put_worker(self, worker: str) -> int:
+        """Add a worker of the runtime or change it."""
+
+
+class Replicas(Protocol):
+    """Who else routes to these workers; see :class:`kvflash.routing.cluster.Cluster`."""
+
+    def check_events(self, instance_id: int, events: dict[int, dict[str, Any]]) -> None:
+        """Log once if a worker announces events that are not heard here."""
+
+    def before_worker(
+        self, component: Component, instance_id: int, events: dict[int, dict[str, Any]]
+    ) -> None:
+        """A worker is about to be told to the core."""
+
+    def worker_joined(
+        self, component: Component, instance_id: int, shared_id: int | None = None
+    ) -> None:
+        """The core knows it; between routers it may have another number."""
+
+    def worker_left(self, component: Component, instance_id: int) -> None:
+        """It is gone."""
+
+    def worker_gone(self, instance_id: int) -> None:
+        """It takes no requests any more."""
+
+    def only(self, component_ids: dict[Component, set[int]]) -> None:
+        """Discovery has told all workers."""
+
+
+class Alone:
+    """Nobody else routes: nothing is shared, and only sockets are heard."""
+
+    def __init__(self) -> None:
+        self._warned: set[int] = set()
+
+    def check_events(self, instance_id: int, events: dict[int, dict[str, Any]]) -> None:
+        """See :class:`Replicas`."""
+        for where in events.values():
+            if is_brokered(where) and instance_id not in self._warned:
+                self._warned.add(instance_id)
+                logger.error(
+                    "worker %d tells its events at %s, and only sockets are heard here: start the "
+                    "worker with --event-plane zmq", instance_id, where["endpoint"],
+                )  # fmt: skip
+
+    def before_worker(self, *_told: Any) -> None:
+        """See :class:`Replicas`."""
+
+    worker_joined = worker_left = worker_gone = only = before_worker
