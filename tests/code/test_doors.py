@@ -15,101 +15,27 @@ import pytest
 PACKAGE = "kvflash"
 ROOT = Path(__file__).parents[2] / "python" / PACKAGE
 
+MAP = (ROOT.parents[1] / "ARCHITECTURE.md").read_text(encoding="utf-8")
+
+
+def rows(title: str) -> list[list[str]]:
+    """The cells of the table of ARCHITECTURE.md that begins with this cell."""
+    _, found, text = MAP.partition(f"| {title} |")
+    assert found, f"ARCHITECTURE.md must have a table that begins with {title!r}"
+    lines = text.partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def rooms_of(cell: str) -> list[str]:
+    """A cell's rooms; the lobby is kvflash/__init__.py."""
+    return [name.removeprefix("the lobby") for name in cell.split(", ")]
+
+
 # A room is a file or folder right below the package. It imports from lower floors only; rooms of
-# one floor never see each other (but for floor 0). "" is the lobby, kvflash/__init__.py.
-FLOORS = {
-    "_core": 0,
-    "ask": 0,
-    "background": 0,
-    "errors": 0,
-    "config": 0,
-    "config_file": 0,
-    "dynamo_policy": 0,
-    "flags": 0,
-    "router_flags": 0,
-    "cluster_flags": 0,
-    "console": 0,
-    "lazy": 0,
-    "outage": 0,
-    "percentile": 0,
-    "spelling": 0,
-    "table": 0,
-    "variables": 0,
-    "servers": 0,
-    "nats_login": 0,
-    "version": 0,
-    "policy": 1,
-    "transport": 1,
-    "discovery": 1,
-    "process": 2,
-    "runtime": 2,
-    "state": 2,
-    "llm": 3,
-    "publisher": 3,
-    "roster": 3,
-    "routing": 4,
-    "frontend": 5,
-    "indexer": 5,
-    "doctor": 5,
-    "mocker": 5,
-    "launcher": 5,
-    "router": 5,
-    "workers": 5,
-    "explain": 5,
-    "replay": 5,
-    "vllm": 6,
-    "sglang": 6,
-    "command": 6,
-    "__main__": 7,
-    # It names everything; nothing inside is named through it.
-    "": 7,
-}
-# What a room below may import of the package, where its floor would allow more.
-NARROW = {
-    "transport": {"_core", "errors", "nats_login", "outage", "servers"},
-    # What they carry is opaque to them: the core has no part in it.
-    "discovery": {"errors", "outage", "servers"},
-    "runtime": {"errors", "discovery", "nats_login", "outage", "servers"},
-    # Discovery is a protocol to it, so that its protocols run in a simulated world.
-    "state": {"_core", "background", "errors", "servers", "transport"},
-    "roster": {"_core", "background", "config", "discovery", "errors", "flags", "outage", "runtime"},
-    "routing": {
-        "_core",
-        "background",
-        "cluster_flags",
-        "discovery",
-        "errors",
-        "policy",
-        "roster",
-        "runtime",
-        "servers",
-        "spelling",
-        "state",
-        "transport",
-        "variables",
-    },
-    # It looks from outside: what it says must not come from what it checks.
-    "doctor": {"ask", "config", "console", "doctor", "errors", "flags", "table"},
-    # They know services by what these answer.
-    "workers": {"ask", "config", "console", "errors", "flags", "table"},
-    "explain": {"ask", "config", "console", "errors", "flags", "table"},
-    "replay": {"ask", "config", "console", "errors", "flags", "percentile", "table"},
-    # It lives in the engine's process, beside whatever the engine brings.
-    "publisher": {"_core", "errors", "outage", "runtime", "servers", "state", "transport"},
-    # The engine's double knows nothing of the router that it is to test, but how it is found.
-    "mocker": {
-        "config",
-        "config_file",
-        "console",
-        "errors",
-        "flags",
-        "llm",
-        "mocker",
-        "publisher",
-        "runtime",
-        "variables",
-    },
-}
+# one floor never see each other (but for floor 0).
+FLOORS = {room: int(floor) for floor, cell in rows("floor") for room in rooms_of(cell)}
+# What a room may import of the package, where its floor would allow more.
+NARROW = {room: set(rooms_of(allowed)) for cell, allowed in rows("room") for room in rooms_of(cell)}
 
 PROCESS_STARTERS = {"process", "launcher"}
 PROCESS_CALLS = {
@@ -214,6 +140,16 @@ def test_every_file_is_visited_and_every_room_has_a_floor() -> None:
     assert rooms <= set(FLOORS), "a new room needs a floor"
     assert set(FLOORS) <= rooms, "a room that is gone needs none"
     assert (ROOT / "_core.pyi").is_file()
+
+
+def test_the_map_is_a_page_and_names_who_starts_processes_and_takes_signals() -> None:
+    assert len(MAP.splitlines()) <= 80
+    assert len(FLOORS) > 40
+    assert len(NARROW) >= 8
+    assert set(NARROW) <= set(FLOORS)
+    assert set().union(*NARROW.values()) <= set(FLOORS)
+    assert f"Only {' and '.join(sorted(PROCESS_STARTERS))} start processes" in MAP
+    assert f"only {', '.join(f'`{path}`' for path in sorted(SIGNAL_OWNERS))} take signals" in MAP
 
 
 def test_files_import_from_lower_floors_only() -> None:
