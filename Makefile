@@ -8,9 +8,9 @@ export CARGO_TARGET_DIR ?= $(HOME)/.cache/kvflash/target
 PROFILE ?= dev
 PYTEST_FLAGS ?=
 
-.PHONY: help demo demo-cluster test lint bench policies dev capi wheel fuzz loom sanitize soak peers clean
+.PHONY: help demo demo-cluster test lint bench against policies dev capi wheel fuzz loom sanitize soak peers clean
 help:
-	@echo "make demo | demo-cluster | test | lint | bench | policies | dev | capi | wheel | fuzz | loom | sanitize | soak | peers | clean"
+	@echo "make demo | demo-cluster | test | lint | bench | against | policies | dev | capi | wheel | fuzz | loom | sanitize | soak | peers | clean"
 
 $(VENV)/.ready:
 	$(PYTHON) -m venv $(VENV)
@@ -69,6 +69,12 @@ bench:
 	$(BIN)/python -m pytest benches/test_index_gates.py $(PYTEST_FLAGS)
 	PROFILE=fast $(BIN)/python -m pytest benches/test_policy_gates.py $(PYTEST_FLAGS)
 	$(BIN)/python benches/state.py --dry
+
+# Another commit and this one, built alike and measured in turns: ratios that must hold. Needs wrk and nginx.
+BASE ?= 3912177
+OTHER ?= HEAD
+against: dev
+	$(BIN)/python benches/peers/against.py $(BASE) $(OTHER) $(AGAINST_FLAGS)
 
 # The tables of docs/policies.md: the matrix of workloads and fleets, then every policy on one trace. TRACE= and
 # AGENTS= play recorded conversations and coding agents; without them ones of the same shape are made. SEED= draws others.
