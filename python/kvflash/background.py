@@ -114,6 +114,11 @@ class Background:
         assert self._loop is not None, "it has been started"
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
+    def call_soon(self, call: Callable[[], object]) -> None:
+        """Have its loop call something, from any thread."""
+        assert self._loop is not None, "it has been started"
+        self._loop.call_soon_threadsafe(call)
+
     def stop(self) -> None:
         """End it; blocks until done. Without effect before the start and after the end."""
         loop, done = self._loop, self._done

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 
+from kvflash.background import Background
 from kvflash.errors import ClosedError, ConfigError, InvalidArgumentError, KvflashError
 from kvflash.outage import Outage
 from kvflash.servers import NatsSettings
@@ -23,7 +24,7 @@ _RETRY_S_MAX = 2.0
 
 
 class JetStreamWriter:
-    """Writes batches to a component's stream, in a thread of its own.
+    """Writes batches to a component's stream, in the background.
 
     One is on its way at a time, so that the stream has a publisher's batches in their order; one
     that was not acknowledged is sent again under the same key, which stores it once. A server that
@@ -56,11 +57,14 @@ class JetStreamWriter:
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._waiting_bytes = 0
         self._is_closed = False
-        self._loop = asyncio.new_event_loop()
         self._news = asyncio.Event()
         self.counts = {"stored_batches": 0, "dropped_batches": 0, "errors": 0}
-        self._thread = threading.Thread(target=self._run, name="kvflash-writer", daemon=True)
-        self._thread.start()
+        self._background = Background(
+            f"the writer of stream {stream}, whose events are lost,",
+            self._write,
+            is_cancelled=False,
+        )
+        self._background.start()
 
     def put(self, sequence: int, payload: bytes) -> None:
         """Queue a batch; returns at once. From any thread, in the order of the numbers.
@@ -79,7 +83,7 @@ class JetStreamWriter:
                 del self._waiting[1]
                 self._waiting_bytes -= len(dropped[1])
                 self.counts["dropped_batches"] += 1
-        self._loop.call_soon_threadsafe(self._news.set)
+        self._background.call_soon(self._news.set)
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until everything that was put is stored; False if that took longer."""
@@ -93,22 +97,11 @@ class JetStreamWriter:
             if self._is_closed:
                 return
             self._is_closed = True
-        self._loop.call_soon_threadsafe(self._news.set)
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            self._loop.run_until_complete(self._write())
-        except Exception:
-            logger.exception("the writer of stream %s failed; its events are lost", self._stream)
-        finally:
-            with self._changed:
-                self._is_closed = True
-                self._waiting.clear()
-                self._changed.notify_all()
-            self._loop.close()
+        self._background.call_soon(self._news.set)
+        self._background.stop()
 
     async def _write(self) -> None:
+        self._background.ready()
         log: JetStreamLog | None = None
         client = None
         pause_s, outage = _RETRY_S, Outage(logger, "events are stored again")
@@ -158,5 +151,9 @@ class JetStreamWriter:
                     self.counts[became] += 1
                     self._changed.notify_all()
         finally:
+            with self._changed:
+                self._is_closed = True
+                self._waiting.clear()
+                self._changed.notify_all()
             if client is not None:
                 await client.close()

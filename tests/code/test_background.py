@@ -1,0 +1,87 @@
+"""Work beside a service: one thread for all of it, which ends with the last."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+
+import pytest
+
+from kvflash.background import Background
+from service import until
+
+NAME = "kvflash-background"
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == NAME]
+
+
+def test_all_work_shares_a_thread_that_ends_with_the_last() -> None:
+    seen: list[str] = []
+
+    async def work() -> None:
+        seen.append(threading.current_thread().name)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            seen.append("cleaned up")
+
+    one, other = Background("one", work), Background("other", work)
+    one.stop()
+    one.start()
+    other.start()
+    until(lambda: len(seen) == 2, "both")
+    assert seen == [NAME, NAME]
+    (thread,) = threads()
+    one.stop()
+    one.stop()
+    assert seen[2:] == ["cleaned up"]
+    assert thread.is_alive()
+    other.stop()
+    assert seen[3:] == ["cleaned up"]
+    assert not threads()
+
+
+def test_work_that_ends_by_itself_is_waited_for() -> None:
+    async def work() -> None:
+        background.ready()
+        await background.ending.wait()
+
+    async def answer() -> int:
+        return 7
+
+    background = Background("it", work, is_cancelled=False)
+    background.start()
+    background.wait_ready()
+    assert background.call(answer()) == 7
+    background.stop()
+    assert not threads()
+
+
+def test_a_failure_before_it_is_ready_is_raised_and_a_later_one_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def early() -> None:
+        raise ValueError("no server")
+
+    background = Background("early", early)
+    background.start()
+    with pytest.raises(ValueError, match="no server"):
+        background.wait_ready()
+    background.stop()
+    assert not caplog.records
+
+    async def late() -> None:
+        failing.ready()
+        raise ValueError("gone")
+
+    failing = Background("the watch", late)
+    failing.start()
+    failing.wait_ready()
+    with caplog.at_level(logging.ERROR):
+        failing.stop()
+    until(lambda: caplog.records, "the log")
+    assert [record.message for record in caplog.records] == ["the watch failed"]
+    assert not threads()
