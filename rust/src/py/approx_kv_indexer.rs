@@ -12,6 +12,25 @@ use super::query::{SHORT_TOKENS, Shape, detached, overlaps};
 use super::time::{Time, ttl_ms};
 
 /// Which worker probably holds which blocks, by where requests were sent.
+///
+/// For engines that publish no events. A block counts for ``ttl_s`` seconds from the last request
+/// with it that was sent to the worker; asking does not prolong it. What the engine evicted
+/// meanwhile is not known. Methods never wait; answers can be awaited all the same (see
+/// OverlapScores).
+///
+/// Consistency: a query sees every decision whose call returned before it began, and none that had
+/// run out by then. Safe to use from many threads.
+///
+/// Args:
+///     block_size: Tokens in a block of the engines.
+///     ttl_s: Seconds for which a prediction stands; from 0.001.
+///     capacity_blocks: Blocks predicted of one worker at a time; beyond it the oldest ones go.
+///         0: no limit.
+///     clock: Returns seconds and does not go back, for tests and simulations; the machine's
+///         monotonic clock when not given.
+///
+/// Raises:
+///     InvalidArgumentError: Block size 0, or a time out of range.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct ApproxKvIndexer {
     index: RadixIndex,
@@ -37,10 +56,18 @@ impl ApproxKvIndexer {
         Ok(Self { index: RadixIndex::new(options), block_size, time: Time::new(clock) })
     }
 
+    /// Tokens in a block.
     fn block_size(&self) -> u32 {
         self.block_size
     }
 
+    /// Note that a request was sent to a worker, which will soon hold its prompt.
+    ///
+    /// Returns:
+    ///     Blocks that were not predicted of it before.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: A token outside u32, by index and value.
     #[pyo3(signature = (token_ids, worker_id, dp_rank=0, lora_name=None, cache_salt=None))]
     fn process_routing_decision_for_request(
         &self,
@@ -59,6 +86,11 @@ impl ApproxKvIndexer {
         Ok(py.detach(|| shape.hashed(ids, |locals| self.index.predict(worker, shape.seed, locals))))
     }
 
+    /// Count, per worker, the leading blocks predicted.
+    ///
+    /// Args:
+    ///     local_hashes: Local block hashes in prompt order.
+    ///     early_exit: Changes nothing here.
     #[pyo3(signature = (local_hashes, early_exit=false))]
     fn find_matches(
         &self,
@@ -73,6 +105,7 @@ impl ApproxKvIndexer {
         Ok(overlaps(py, &self.index, locals.as_slice(), false, predictions))
     }
 
+    /// Hash a prompt and count, per worker, the leading blocks predicted.
     #[pyo3(signature = (token_ids, lora_name=None, cache_salt=None))]
     fn find_matches_for_request(
         &self,
@@ -88,19 +121,23 @@ impl ApproxKvIndexer {
         Ok(detached(py, ids.len() > SHORT_TOKENS, || shape.overlaps(&self.index, ids, predictions)))
     }
 
+    /// Forget all ranks of an instance. Returns how many there were.
     fn remove_worker(&self, py: Python<'_>, worker_id: u64) -> usize {
         py.detach(|| self.index.remove_instance(worker_id))
     }
 
+    /// Drop the predictions of an instance (or one rank), which stays known.
     #[pyo3(signature = (worker_id, dp_rank=None))]
     fn clear_all_blocks(&self, py: Python<'_>, worker_id: u64, dp_rank: Option<u32>) {
         py.detach(|| index::clear(&self.index, worker_id, dp_rank));
     }
 
+    /// Known workers as (worker id, dp rank), ascending.
     fn workers(&self, py: Python<'_>) -> Vec<(u64, u32)> {
         py.detach(|| index::workers(&self.index))
     }
 
+    /// Sizes and counters, as KvIndexer.stats; ``predicted`` counts blocks per worker.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.time.tell(py, &self.index)?;
         index::stats(py, &self.index)

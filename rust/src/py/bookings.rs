@@ -16,7 +16,14 @@ use super::indexer::seconds;
 /// Calls back with one selector after the other until the answer is true; whether it was.
 pub(super) type Each = Box<dyn Fn(&mut dyn FnMut(&Selector) -> bool) -> bool + Send + Sync>;
 
-/// This router's bookings as others are to hear of them, and those of others as they count here.
+/// This router's bookings as replicas are to hear of them, and theirs as they count here.
+///
+/// ``RouterCore.bookings`` and ``Frontend.bookings`` are one, for all models. A request is named
+/// by its router; an instance and rank say where it went.
+///
+/// Consistency: every decision sees what returned before it. A booking of another router counts
+/// like one's own (blocks shared with one's own count once), but not against the limit of
+/// requests, until it is freed, its worker or router leaves, or it was idle for the expiry time.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct Bookings {
     outbox: Arc<Outbox>,
@@ -32,6 +39,13 @@ impl Bookings {
 
 #[pymethods]
 impl Bookings {
+    /// Keep what is booked from now on, for :meth:`take`.
+    ///
+    /// Args:
+    ///     waiting_max: Bookings that may wait; at the limit new ones are not told, and counted.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: 0.
     #[pyo3(signature = (*, waiting_max=100_000))]
     fn turn_on(&self, py: Python<'_>, waiting_max: usize) -> PyResult<()> {
         if waiting_max == 0 {
@@ -41,6 +55,14 @@ impl Bookings {
         Ok(())
     }
 
+    /// What happened, in order; empty after ``timeout_s``. Releases the GIL.
+    ///
+    /// Returns:
+    ///     ``("add", name, (instance id, dp rank), sequence hashes or None, isl, overlap)``,
+    ///     ``("prefilled", name)`` or ``("free", name)``.
+    ///
+    /// Raises:
+    ///     ConfigError: A negative time.
     #[pyo3(signature = (timeout_s, limit=1_000))]
     fn take<'py>(
         &self,
@@ -70,6 +92,13 @@ impl Bookings {
         Ok(list)
     }
 
+    /// Another router has booked a request; again it changes nothing.
+    ///
+    /// Returns:
+    ///     False when it does not count: the worker is not known here, or a limit (1,024 routers,
+    ///     1,048,576 requests of a model) is reached.
+    ///
+    /// Cost: O(blocks).
     #[pyo3(signature = (router_id, request_id, worker, hashes, isl, overlap))]
     #[allow(clippy::too_many_arguments)]
     fn remote_add(
@@ -94,14 +123,17 @@ impl Bookings {
         })
     }
 
+    /// Its prompt is computed; False when it is not known.
     fn remote_prefilled(&self, py: Python<'_>, router_id: u64, request_id: &str) -> bool {
         py.detach(|| (self.each)(&mut |one| one.remote_prefilled(router_id, request_id)))
     }
 
+    /// It has ended; False when it is not known.
     fn remote_free(&self, py: Python<'_>, router_id: u64, request_id: &str) -> bool {
         py.detach(|| (self.each)(&mut |one| one.remote_free(router_id, request_id)))
     }
 
+    /// A router is gone with its requests; how many.
     fn remote_drop_router(&self, py: Python<'_>, router_id: u64) -> usize {
         py.detach(|| {
             let mut dropped = 0;
@@ -113,6 +145,7 @@ impl Bookings {
         })
     }
 
+    /// A router says that its requests are active: they do not expire.
     fn remote_heard(&self, py: Python<'_>, router_id: u64) {
         py.detach(|| {
             (self.each)(&mut |one| {
@@ -122,6 +155,11 @@ impl Bookings {
         });
     }
 
+    /// Counters.
+    ///
+    /// Returns:
+    ///     remote_requests, remote_refused_total (at a limit), remote_ignored_total (of workers
+    ///     that are not known here), waiting (to be taken), dropped_total (not told).
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let (mut requests, mut refused) = (0, 0);
         py.detach(|| {

@@ -17,7 +17,15 @@ use pyo3::types::{PyBytes, PyList};
 use super::buffer::Bytes;
 use super::error::{OrRaise, raise};
 
-/// Orders for the transport, and the frames it brings.
+/// Orders for the event transport, and the frames that it brings.
+///
+/// A service has one (``Indexer.catalog``, ``Frontend.catalog``); one of its own serves nobody, and
+/// is what a worker keeps of its own blocks. Safe to use from many threads.
+///
+/// Args:
+///     max_blocks: Blocks that one index may hold; beyond it stores are refused. 0: no limit.
+///     index_memory_bytes: Memory that one index may occupy; near it the least recently stored
+///         blocks go. 0: no limit.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct Catalog {
     pub(super) inner: Arc<catalog::Catalog>,
@@ -53,7 +61,14 @@ impl Catalog {
 /// Bytes of a dump that are handed over at once. They are copied with the GIL held: about 0.1 ms.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// A catalog's dump, part by part and piece by piece, so that nobody waits for the whole of it.
+/// The bytes of a dump in chunks of up to 1 MiB: joined they are what ``restore`` takes.
+///
+/// The first chunk is the mark of its form and the last one that of its end; what lies between may
+/// be joined with that of other dumps.
+///
+/// Consistency: each publisher's share is of the moment in which its first chunk was asked for.
+/// Cost: 16 bytes a block; that publisher's frames wait while its share is made. Releases the GIL,
+/// but for the copy of a chunk.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct CatalogDump {
     left: Mutex<Left>,
@@ -106,6 +121,16 @@ impl Catalog {
         Self { inner: Arc::new(inner) }
     }
 
+    /// Register a publisher.
+    ///
+    /// Returns:
+    ///     Its number. Of a worker that is registered at the same ``nats://`` or ``jetstream://``
+    ///     endpoint already: the number that it has.
+    ///
+    /// Raises:
+    ///     ConflictError: Registered already at another endpoint, or another block size.
+    ///     InvalidArgumentError: An endpoint, a name or a block size that can't be.
+    ///     OverloadedError: The limit of publishers or models is reached.
     #[pyo3(signature = (instance_id, endpoint, *, model_name, block_size, tenant_id="default", dp_rank=0, replay_endpoint=None))]
     #[allow(clippy::too_many_arguments)]
     fn register(
@@ -132,26 +157,40 @@ impl Catalog {
         py.detach(|| self.inner.register(registration)).or_raise(py).map(|publisher| publisher.id)
     }
 
+    /// Unregister an instance, or one rank of it, whatever its model; its blocks are gone.
+    ///
+    /// Returns:
+    ///     False when nothing was known of it.
     #[pyo3(signature = (instance_id, dp_rank=None))]
     fn expel(&self, py: Python<'_>, instance_id: u64, dp_rank: Option<u32>) -> bool {
         py.detach(|| self.inner.expel(instance_id, dp_rank))
     }
 
+    /// Forget what a worker holds and its place in the stream, before a dump brings both anew.
+    ///
+    /// Returns:
+    ///     False when nothing was known of it.
     fn forget(&self, py: Python<'_>, instance_id: u64, dp_rank: u32) -> bool {
         py.detach(|| self.inner.forget_worker(Worker::new(instance_id, dp_rank)))
     }
 
+    /// (instance id, dp rank) of all that are registered or were named by a dump.
     fn workers(&self) -> Vec<(u64, u32)> {
         let workers = self.inner.known_workers().into_iter();
         workers.map(|worker| (worker.instance_id, worker.dp_rank)).collect()
     }
 
+    /// Its process is another one than before: its blocks are forgotten, it counts from 0.
     fn restarted(&self, py: Python<'_>, publisher: u64) {
         if let Some(publisher) = self.publisher(publisher) {
             py.detach(|| publisher.restarted());
         }
     }
 
+    /// Everything held, with the place of every publisher's stream, as GET /dump's snapshot.
+    ///
+    /// Args:
+    ///     instance_id: Of this instance only.
     #[pyo3(signature = (instance_id=None))]
     fn dump(&self, py: Python<'_>, instance_id: Option<u64>) -> CatalogDump {
         let mut parts = py.detach(|| catalog::parts(&self.inner));
@@ -160,12 +199,29 @@ impl Catalog {
         CatalogDump { left: Mutex::new(Left { parts: Some(parts.into_iter()), encoded }) }
     }
 
+    /// Take over a dump: blocks and places of publishers that have none yet.
+    ///
+    /// Returns:
+    ///     ``(publishers, blocks, reasons)``: whose share was taken over, how many blocks that
+    ///     brought, and the first reasons for what was left out.
+    ///
+    /// Raises:
+    ///     DecodeError: It is no dump, or cut; what came whole before stays.
+    ///
+    /// Cost: O(blocks); releases the GIL.
     fn restore(&self, py: Python<'_>, dump: &[u8]) -> PyResult<(usize, usize, Vec<String>)> {
         let restored = py.detach(|| catalog::restore(&self.inner, &mut &*dump, &mut |_| {}));
         let progress = restored.map_err(|error| raise(py, &Error::decode(0, error.to_string())))?;
         Ok((progress.publishers, progress.blocks, progress.skipped))
     }
 
+    /// What every worker holds, in short; equal states have equal digests.
+    ///
+    /// Returns:
+    ///     ``((model, tenant), instance id, dp rank, blocks, digest, last sequence number)``, in
+    ///     order.
+    ///
+    /// Cost: O(n log n) for n blocks of a worker; releases the GIL.
     fn digests(&self, py: Python<'_>) -> Vec<Told> {
         py.detach(|| {
             let parts = catalog::parts(&self.inner);
@@ -188,6 +244,13 @@ impl Catalog {
         })
     }
 
+    /// Wait for the next order, for ever without a timeout.
+    ///
+    /// Returns:
+    ///     ``("subscribe", publisher, endpoint, replay_endpoint)``; the same with ``"hold"``:
+    ///     connect, but read nothing before ``("resume", publisher, "", None)``;
+    ///     ``("pause", publisher, "", None)``: read no more; ``("unsubscribe", publisher, "",
+    ///     None)``; or None after ``timeout_s`` seconds, or after :meth:`close_orders`.
     #[pyo3(signature = (timeout_s=None))]
     fn next_order(&self, py: Python<'_>, timeout_s: Option<f64>) -> Option<Order> {
         let timeout = timeout_s.map(|timeout_s| {
@@ -207,10 +270,25 @@ impl Catalog {
         })
     }
 
+    /// End :meth:`next_order`: a call that waits, and later ones, return None at once.
     fn close_orders(&self) {
         self.inner.commands.close();
     }
 
+    /// Take in messages in the order they came.
+    ///
+    /// Args:
+    ///     publisher: Whose messages.
+    ///     messages: Multipart messages as lists; the last two parts are sequence (8 bytes, big
+    ///         endian) and payload: bytes, or objects with a buffer such as ``zmq.Frame``.
+    ///     replayed: They were sent again on request.
+    ///
+    /// Returns:
+    ///     ``(consumed, outcome, first, last)``: ``applied`` when all were taken; ``gap`` when
+    ///     message ``consumed`` shows that batches ``first..=last`` are missing: repair, then offer
+    ///     it again; ``closed`` when the publisher is gone.
+    ///
+    /// Cost: one GIL release for all messages.
     #[pyo3(signature = (publisher, messages, *, replayed=false))]
     fn take(
         &self,
@@ -262,12 +340,22 @@ impl Catalog {
         Ok((verdict.0, verdict.1.to_owned(), verdict.2, verdict.3))
     }
 
+    /// Missing batches will not come: the stream goes on at ``sequence``.
     fn give_up(&self, py: Python<'_>, publisher: u64, sequence: u64) {
         if let Some(publisher) = self.publisher(publisher) {
             py.detach(|| publisher.give_up(sequence));
         }
     }
 
+    /// After a reconnect: is it still the stream that was applied so far?
+    ///
+    /// Args:
+    ///     publisher: Which publisher.
+    ///     message: First ``(sequence, payload)`` of a replay from the last applied sequence
+    ///         number; None when the engine had nothing to replay.
+    ///
+    /// Returns:
+    ///     False when the engine restarted; its blocks are then forgotten already.
     #[pyo3(signature = (publisher, message=None))]
     fn verify(
         &self,
@@ -283,10 +371,12 @@ impl Catalog {
         Ok(py.detach(|| publisher.verify(first)))
     }
 
+    /// ``(next wanted, last applied)`` sequence number; None when the publisher is gone.
     fn position(&self, publisher: u64) -> Option<(u64, Option<u64>)> {
         self.publisher(publisher).map(|publisher| publisher.position())
     }
 
+    /// Report the socket's state: pending, active, paused or failed.
     #[pyo3(signature = (publisher, status, error=None))]
     fn set_status(
         &self,

@@ -86,7 +86,9 @@ impl Bell {
     }
 }
 
-/// Books requests for an event loop, which watches a socket for those that wait.
+/// Books requests for an event loop: at once, or when a worker has room to prefill.
+///
+/// ``options`` are those of :class:`RouterCore`, and ``model_name`` where a router serves several.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct Decider {
     decisions: Arc<dyn Decisions>,
@@ -192,6 +194,7 @@ struct Place {
 
 #[pymethods]
 impl Decider {
+    /// Which worker would be selected now; see :meth:`RouterCore.query`.
     #[pyo3(signature = (token_ids, options=None))]
     fn query(
         &self,
@@ -212,6 +215,14 @@ impl Decider {
         Ok(selected(&py.detach(query).or_raise(py)?))
     }
 
+    /// Book a request as :meth:`RouterCore.book` does.
+    ///
+    /// Returns:
+    ///     A place in the line, with ``router_queue_threshold`` and where every worker that may
+    ///     take the request has more to prefill than that.
+    ///
+    /// Raises:
+    ///     OverloadedError: As many wait as may, too.
     #[pyo3(signature = (token_ids, options=None, *, request_id=None))]
     fn enter(
         &self,
@@ -230,17 +241,21 @@ impl Decider {
         }
     }
 
+    /// A socket, readable while :meth:`called` has something.
     #[getter]
     fn wake_fd(&self) -> i32 {
         self.bell.heard.as_raw_fd()
     }
 
+    /// Numbers of those in the line whose turn it is to try; each call of one is told once.
     fn called(&self) -> Vec<u64> {
         self.bell.take()
     }
 }
 
-/// A request in the line.
+/// A request in the line of those that no worker has room to prefill.
+///
+/// It leaves with :meth:`leave`, and with the object at the latest; nothing is booked then.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct RouterWait {
     place: Mutex<Option<Box<Place>>>,
@@ -262,6 +277,14 @@ impl RouterWait {
 
 #[pymethods]
 impl RouterWait {
+    /// Book it where there is room by now; to be called when it is called.
+    ///
+    /// Returns:
+    ///     None while there is none: it goes on waiting, and the next one is called.
+    ///
+    /// Raises:
+    ///     KvflashError: As :meth:`RouterCore.book`; it has left the line then.
+    ///     ClosedError: It waits no more.
     fn try_again(&self, py: Python<'_>) -> PyResult<Option<RouterBooking>> {
         // Out of its lock while it is asked: another thread may want the GIL.
         let mut place = self.take(py)?;
@@ -283,6 +306,7 @@ impl RouterWait {
         Ok(booked.map(RouterBooking::new))
     }
 
+    /// Leave, because it took too long: the AllBusyError to raise.
     fn expire(&self, py: Python<'_>) -> PyErr {
         match self.take(py) {
             Ok(place) => {
@@ -295,6 +319,7 @@ impl RouterWait {
         }
     }
 
+    /// Leave the line. Again, or after :meth:`try_again` has booked, it does nothing.
     fn leave(&self) {
         let _left = self.place.lock().take();
     }

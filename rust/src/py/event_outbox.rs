@@ -81,7 +81,25 @@ fn media(block: usize, info: &Bound<'_, PyAny>, block_size: u32) -> PyResult<Vec
     Ok(parts)
 }
 
-/// The events of one rank on their way to the sockets that Python has.
+/// The events of one data parallel rank on their way to the sockets that Python has.
+///
+/// Any thread puts events. One thread polls ``fileno`` and its sockets for at most ``wait_ms``,
+/// hands requests to ``ask``, and sends what ``take`` and ``replies`` return, until ``is_over``.
+///
+/// Args:
+///     block_size: Tokens in a block, at least 1.
+///     shape: Of events: ``tagged``, the maps of vLLM 0.27, ``positional``, the arrays of 0.22, or
+///         ``own``, maps with ``cache_salt`` in place of a first extra key.
+///     dp_rank: Rank in every batch.
+///     tick_s: How long the first event of a batch waits for more.
+///     event_bytes_max: Of an event of several blocks.
+///     batch_bytes_max: A batch is closed at this many bytes, or 1,024 events.
+///     pending_bytes_max: Encoded events that may wait; beyond it calls wait.
+///     ring_batches: Batches kept for replay.
+///     ring_bytes: Memory that they may take; the oldest go first.
+///
+/// Raises:
+///     InvalidArgumentError: The block size is 0.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct EventOutbox {
     inner: Publisher,
@@ -129,6 +147,10 @@ impl EventOutbox {
         inner.map(|inner| Self { inner, block_size }).map_err(|error| failed(py, error))
     }
 
+    /// Queue stored blocks; see ``KvEventPublisher.publish_stored``.
+    ///
+    /// Returns:
+    ///     What to say of blocks that were dropped, if any were.
     #[pyo3(signature = (
         token_ids, num_block_tokens, block_hashes, lora_id=None, parent_hash=None,
         block_mm_infos=None, *, lora_name=None, cache_salt=None, medium=None
@@ -186,6 +208,7 @@ impl EventOutbox {
         .map_err(|error| failed(py, error))
     }
 
+    /// Queue removed blocks.
     #[pyo3(signature = (block_hashes, *, medium=None))]
     fn remove(
         &self,
@@ -200,18 +223,25 @@ impl EventOutbox {
             .map_err(|error| failed(py, error))
     }
 
+    /// Queue that no block is left.
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.inner.clear()).map_err(|error| failed(py, error))
     }
 
+    /// Queue encoded events, which stay together.
+    ///
+    /// Raises:
+    ///     ClosedError: It is closed, or belongs to the process that this one was forked from.
     fn put(&self, py: Python<'_>, events: Vec<Vec<u8>>) -> PyResult<()> {
         py.detach(|| self.inner.outbox.put(events)).map_err(|error| failed(py, error))
     }
 
+    /// Close the batch of the events that wait; never waits.
     fn cut(&self, py: Python<'_>) {
         py.detach(|| self.inner.outbox.cut());
     }
 
+    /// Wait until everything that was put before is sent; False if that took longer.
     fn flush(&self, py: Python<'_>, timeout_s: f64) -> PyResult<bool> {
         let timeout = Duration::try_from_secs_f64(timeout_s.max(0.0)).unwrap_or(Duration::MAX);
         let timeout = timeout.min(Duration::from_secs(86_400));
@@ -219,29 +249,35 @@ impl EventOutbox {
         left.map(|left| left == 0).map_err(|error| failed(py, error))
     }
 
+    /// Take no more; the thread sends what is queued. Raises ClosedError in a fork.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.inner.outbox.close()).map_err(|error| failed(py, error))
     }
 
+    /// A descriptor that is readable when the thread has something to do.
     fn fileno(&self) -> i32 {
         self.inner.outbox.descriptor()
     }
 
+    /// How long the thread may wait; None = until the descriptor is readable.
     fn wait_ms(&self) -> Option<u64> {
         let wait = self.inner.outbox.wait(Instant::now())?;
         // Rounded up: zero would mean not to wait at all.
         Some(wait.as_micros().div_ceil(1_000) as u64)
     }
 
+    /// Number and payload of the next batch; the one before counts as sent from here on.
     fn take(&self, py: Python<'_>) -> Option<Batch> {
         let (number, payload) = py.detach(|| self.inner.outbox.take(Instant::now()))?;
         Some((number, PyBytes::new(py, &payload).unbind()))
     }
 
+    /// Take a request ``[client, b"", number]`` for a replay; False when it is none.
     fn ask(&self, frames: Vec<Vec<u8>>) -> bool {
         self.inner.outbox.ask(&frames) != Request::Malformed
     }
 
+    /// ``[client, number, payload]`` of what is to be replayed now.
     fn replies(&self, py: Python<'_>) -> Vec<[Py<PyBytes>; 3]> {
         let bytes = |bytes: &[u8]| PyBytes::new(py, bytes).unbind();
         let replies = self.inner.outbox.replies();
@@ -252,14 +288,17 @@ impl EventOutbox {
         frames.collect()
     }
 
+    /// Closed, and everything handed over.
     fn is_over(&self) -> bool {
         self.inner.outbox.is_over()
     }
 
+    /// The thread has ended, however; nobody waits for it any more.
     fn end(&self, py: Python<'_>) {
         py.detach(|| self.inner.outbox.end());
     }
 
+    /// Counters and gauges; units are in the names.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.inner.stats();
         let out = stats.outbox;

@@ -9,6 +9,13 @@ use super::catalog::Catalog;
 use super::error::OrRaise;
 
 /// Engines whose events a catalog follows though nobody registers them.
+///
+/// Args:
+///     catalog: Where events go.
+///     model_name: What engines serve that are known by their address alone.
+///     tenant_id: Their tenant; those that only prefill have ``prefill``.
+///     block_size: Tokens in a block of theirs; None: as their events say.
+///     max_workers: Limit of workers.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct FoundWorkers {
     inner: indexer::FoundWorkers,
@@ -30,14 +37,33 @@ impl FoundWorkers {
         Self { inner: indexer::FoundWorkers::new(catalog, key, block_size, max_workers) }
     }
 
+    /// Follow an engine, ``URL[,events=...][,replay=...][,id=N][,dp=N][,role=...]``; its number.
+    ///
+    /// Raises:
+    ///     ConfigError: Names the field, what is legal and what came.
+    ///     ConflictError: The number is taken, or another block size than the model's.
+    ///     OverloadedError: The limit is reached.
     fn add_worker(&self, py: Python<'_>, spec: &str) -> PyResult<InstanceId> {
         py.detach(|| self.inner.add(spec)).or_raise(py)
     }
 
+    /// Follow a worker of discovery, or what has changed of it; its number.
+    ///
+    /// Args:
+    ///     worker: As :meth:`Frontend.put_worker` takes it.
+    ///
+    /// Raises:
+    ///     ConfigError: Names the field, what is legal and what came.
+    ///     ConflictError: Another block size than the model's.
+    ///     OverloadedError: The limit is reached.
     fn put_worker(&self, py: Python<'_>, worker: &str) -> PyResult<InstanceId> {
         py.detach(|| self.inner.put(worker)).or_raise(py)
     }
 
+    /// Follow it no more, and forget what it holds.
+    ///
+    /// Raises:
+    ///     NotFoundError: It is not followed.
     fn remove_worker(&self, py: Python<'_>, instance_id: InstanceId) -> PyResult<()> {
         py.detach(|| self.inner.remove(instance_id)).or_raise(py)
     }

@@ -159,52 +159,108 @@ impl Frontend {
         .or_raise(py)
     }
 
+    /// What knows its models, engines and their blocks.
     #[getter]
     fn catalog(&self) -> Catalog {
         Catalog { inner: Arc::clone(&self.catalog) }
     }
 
+    /// What it tells replicas, and what they tell it.
     #[getter]
     fn bookings(&self) -> Bookings {
         let app = self.app.clone();
         Bookings::new(app.outbox(), Box::new(move |call| app.any_selector(call)))
     }
 
+    /// What ``/metrics`` tells besides its own: lines of the OpenMetrics text format.
     fn set_more_metrics(&self, text: String) {
         self.app.set_more_metrics(text);
     }
 
+    /// What makes matching fail and only the caller knows, for ``/health``; replaces others.
     fn set_warnings(&self, warnings: Vec<String>) {
         self.app.set_warnings(warnings);
     }
 
+    /// Ask this indexer from now on; none while there is None. Where it was not named at first.
+    ///
+    /// Raises:
+    ///     ConfigError: It is no ``http://host:port``.
     #[pyo3(signature = (url))]
     fn set_remote_indexer(&self, py: Python<'_>, url: Option<&str>) -> PyResult<()> {
         self.app.set_remote_indexer(url).or_raise(py)
     }
 
+    /// Check a spec as :meth:`add_worker` takes it; nothing is added.
+    ///
+    /// Raises:
+    ///     ConfigError: A bad spec; names the field, what is legal and what came.
     #[staticmethod]
     fn check_worker(py: Python<'_>, spec: &str) -> PyResult<()> {
         spec.parse::<EngineSpec>().map(drop).or_raise(py)
     }
 
+    /// Add an engine: ``URL[,events=tcp://...][,replay=tcp://...][,id=N][,dp=N][,role=prefill|decode]``.
+    ///
+    /// Returns:
+    ///     Its instance id.
+    ///
+    /// Raises:
+    ///     ConfigError: A bad spec.
+    ///     ConflictError: The id or address is there already.
     fn add_worker(&self, py: Python<'_>, spec: &str) -> PyResult<u64> {
         let spec: EngineSpec = spec.parse().or_raise(py)?;
         py.detach(|| self.service.enter(|| self.app.add(spec))).or_raise(py)
     }
 
+    /// Add a worker of the runtime, or change it.
+    ///
+    /// Args:
+    ///     worker: JSON: ``{"id", "plane": {"kind": "tcp", "address"} | {"kind": "http", "url"},
+    ///         "endpoint": "namespace/component/endpoint", "card": the model card, "events":
+    ///         {dp rank: {"endpoint", "replay_endpoint"}}}``. An endpoint ``nats://`` is subscribed
+    ///         to, and a stream's ``jetstream://`` heard by its follower, with has_broker_events
+    ///         only. The same worker with other events keeps its connections and load; with
+    ///         another card or address it is a new one.
+    ///
+    /// Returns:
+    ///     Its instance id.
+    ///
+    /// Raises:
+    ///     ConfigError: Names the field at fault or the tokenizer's file.
+    ///     ConflictError: The id belongs to an engine that was added by hand.
+    ///     OverloadedError: The limit of workers or tokenizers is reached.
+    ///
+    /// Cost: the first worker of a model loads its tokenizer, up to seconds; releases the GIL.
     fn put_worker(&self, py: Python<'_>, worker: &str) -> PyResult<InstanceId> {
         py.detach(|| self.service.enter(|| self.app.put_worker(worker))).or_raise(py)
     }
 
+    /// Remove a worker: no new requests, its blocks are forgotten; requests in flight go on.
+    ///
+    /// Raises:
+    ///     NotFoundError: There is none.
     fn remove_worker(&self, py: Python<'_>, instance_id: InstanceId) -> PyResult<()> {
         py.detach(|| self.app.remove_worker(instance_id)).or_raise(py)
     }
 
+    /// Take a runtime worker's own report of its load.
+    ///
+    /// Args:
+    ///     report: JSON: ``{"id", "dp_rank", "kv_used_blocks", "kv_total_blocks",
+    ///         "active_decode_blocks", "active_prefill_tokens"}``; what is missing is not known.
+    ///
+    /// Raises:
+    ///     ConfigError: Names the field at fault.
+    ///     NotFoundError: No such worker.
     fn report_load(&self, py: Python<'_>, report: &str) -> PyResult<()> {
         py.detach(|| self.app.report_load(report)).or_raise(py)
     }
 
+    /// Bind and serve in the background. Returns the bound port.
+    ///
+    /// Raises:
+    ///     ConfigError: The address can't be bound.
     fn start(&self, py: Python<'_>, host: &str, port: u16) -> PyResult<u16> {
         py.detach(|| {
             let address = self.service.start(host, port, self.app.router())?;
@@ -217,6 +273,7 @@ impl Frontend {
         .or_raise(py)
     }
 
+    /// Stop serving; open requests get the drain time. Blocks until done.
     fn stop(&self, py: Python<'_>) {
         py.detach(|| self.service.stop());
     }

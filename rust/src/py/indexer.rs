@@ -19,6 +19,18 @@ use super::prompt_keys::{PromptKeys, digests, media};
 use super::service::Service;
 
 /// The standalone indexer's HTTP service in this process.
+///
+/// Args:
+///     threads: Threads that serve.
+///     max_body_bytes: Largest request body.
+///     max_blocks: Blocks that one index may hold; 0 = no limit.
+///     index_memory_bytes: Memory that one index may occupy, bytes; 0 = no limit.
+///     peers: Peers to recover from, ``http://host:port``: the first healthy one serves.
+///         Engines are not read before that is over.
+///     min_initial_workers: Workers that must have registered before GET /ready says so.
+///     test_endpoints: Serve POST /test/pause_listener and /test/resume_listener.
+///     drain_timeout_s: Time that open requests get at the stop, seconds.
+///     metrics_prefix: What the names in GET /metrics begin with.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct Indexer {
     catalog: Arc<catalog::Catalog>,
@@ -68,11 +80,16 @@ impl Indexer {
         })
     }
 
+    /// What knows its models, engines and their blocks.
     #[getter]
     fn catalog(&self) -> Catalog {
         Catalog { inner: Arc::clone(&self.catalog) }
     }
 
+    /// Bind and serve in the background. Returns the bound port.
+    ///
+    /// Raises:
+    ///     ConfigError: The address can't be bound, or metrics_prefix begins no name.
     fn start(&self, py: Python<'_>, host: &str, port: u16) -> PyResult<u16> {
         py.detach(|| {
             let app = self
@@ -83,6 +100,30 @@ impl Indexer {
         .or_raise(py)
     }
 
+    /// Register a publisher, as POST /register does.
+    ///
+    /// Args:
+    ///     instance_id: The engine's number, u64.
+    ///     endpoint: Where it publishes: ``tcp://host:port``, ``ipc://path`` or ``inproc://name``.
+    ///     model_name: Model that it serves.
+    ///     block_size: Tokens in a block of its, at least 1.
+    ///     tenant_id: Tenant of the model.
+    ///     dp_rank: Data parallel rank, u32.
+    ///     replay_endpoint: Where it replays; None if it does not.
+    ///     lora_name: Adapter of events and queries that name none.
+    ///     additional_salt: Salt of events and queries that name none.
+    ///     capacity_blocks: Blocks that the device of a rank has, at least 1.
+    ///     attention_chunk_size: Tokens of a chunk of the engine's chunked local attention, at
+    ///         least 1. Without it a prefix counts only where all its chunks are held.
+    ///     offload_chunk: Tokens that the engine copies to a farther tier at once; a multiple of
+    ///         block_size. Without it, the most tokens that one event named there.
+    ///
+    /// Raises:
+    ///     ConflictError: Registered already, or another block size, adapter or salt than the
+    ///         index's.
+    ///     InvalidArgumentError: Block size or capacity below 1, an endpoint that is none, no
+    ///         model name, or a chunk out of range; names the field.
+    ///     OverloadedError: The limit of publishers or models is reached.
     #[pyo3(signature = (instance_id, endpoint, *, model_name, block_size, tenant_id="default", dp_rank=0, replay_endpoint=None, lora_name=None, additional_salt=None, capacity_blocks=None, attention_chunk_size=None, offload_chunk=None))]
     #[allow(clippy::too_many_arguments)]
     fn register(
@@ -114,6 +155,10 @@ impl Indexer {
         py.detach(|| self.catalog.register(registration)).or_raise(py).map(|_| ())
     }
 
+    /// Remove an instance or one rank of it, as POST /unregister does.
+    ///
+    /// Raises:
+    ///     NotFoundError: Nothing fits.
     #[pyo3(signature = (instance_id, *, model_name, tenant_id=None, dp_rank=None))]
     fn unregister(
         &self,
@@ -128,6 +173,22 @@ impl Indexer {
             .map(|_| ())
     }
 
+    /// The answer of POST /query, as JSON.
+    ///
+    /// Args:
+    ///     token_ids: Tokens of the prompt, u32; shape [tokens].
+    ///     model_name: Model to ask about.
+    ///     tenant_id: Its tenant.
+    ///     lora_name: Adapter; None = the index's, "" = none.
+    ///     lora_path: Path of the adapter as the engine was given it.
+    ///     cache_salt: Salt; None = the index's, "" = none.
+    ///     mm: Multimodal items, as for compute_block_hash_for_seq; shape [items].
+    ///     embeds: Digests of the prompt's embeddings, as there; shape [blocks].
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: A token outside u32, by index, or a wrong item or digest, by index
+    ///         and field.
+    ///     NotFoundError: Unknown model and tenant.
     #[pyo3(signature = (token_ids, *, model_name, tenant_id="default", lora_name=None, lora_path=None, cache_salt=None, mm=None, embeds=None))]
     #[allow(clippy::too_many_arguments)]
     fn query(
@@ -152,6 +213,7 @@ impl Indexer {
             .map(|json| PyBytes::new(py, &json).unbind())
     }
 
+    /// Stop serving; open requests get the drain time. Blocks until done.
     fn stop(&self, py: Python<'_>) {
         py.detach(|| self.service.stop());
     }

@@ -22,6 +22,31 @@ use super::snapshot;
 use super::time::{Time, ttl_ms};
 
 /// Which worker holds which blocks, by what engines report.
+///
+/// Has the names of NVIDIA Dynamo's class of this name. Its methods are plain ones, since they
+/// never wait for anything; answers of queries can be awaited all the same (see OverlapScores).
+///
+/// Consistency: a query sees every change whose call returned before it began; it never waits for
+/// writers. Safe to use from many threads.
+///
+/// Args:
+///     block_size: Tokens in a block of the engines.
+///     count_mode: What a second store of a name means: ``copies``: it is held until it was
+///         removed as often, as vLLM publishes; ``set``: nothing.
+///     max_blocks: Blocks that the index may hold; beyond it stores are refused. 0: no limit.
+///     capacity_blocks: Blocks that one worker keeps; beyond it its least recently stored ones
+///         go. 0: no limit.
+///     max_bytes: Memory that the index may occupy; near it the least recently stored blocks of
+///         all workers go. 0: no limit; less than 512 KiB counts as that.
+///     ttl_s: Seconds for which a block stands after its worker stored it last, or anything
+///         behind it; from 0.001. It goes at most a 64th of that and 2 ms later. None: until it
+///         is removed.
+///     clock: Returns seconds and does not go back, for ``ttl_s`` in tests and simulations; the
+///         machine's monotonic clock when not given.
+///
+/// Raises:
+///     InvalidArgumentError: Block size 0, another count mode, a time out of range, or a clock
+///         without ``ttl_s``.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct KvIndexer {
     index: RadixIndex,
@@ -94,10 +119,12 @@ impl KvIndexer {
         Ok(Self { index: RadixIndex::new(options), block_size, time })
     }
 
+    /// Tokens in a block.
     fn block_size(&self) -> u32 {
         self.block_size
     }
 
+    /// Apply one event of a worker; see RadixTree.apply_event.
     fn apply_event(
         &self,
         py: Python<'_>,
@@ -108,6 +135,18 @@ impl KvIndexer {
         py.detach(|| index::apply_event(index, worker_id, kv_cache_event_bytes)).or_raise(py)
     }
 
+    /// Apply router events in order, with one release of the GIL.
+    ///
+    /// Args:
+    ///     events: JSON as ``dump_tree_as_events`` and GET /dump give them: ``{"worker_id",
+    ///         "event", "storage_tier"}``.
+    ///
+    /// Returns:
+    ///     How many: all.
+    ///
+    /// Raises:
+    ///     DecodeError: Not such an event; names its place in the list. Those before it stay.
+    ///     InvalidArgumentError: As apply_event; the same.
     fn apply_events(&self, py: Python<'_>, events: Vec<Json>) -> PyResult<usize> {
         let index = self.at_now(py)?;
         py.detach(|| {
@@ -127,6 +166,26 @@ impl KvIndexer {
         .or_raise(py)
     }
 
+    /// Record that a worker holds a chain of blocks.
+    ///
+    /// Args:
+    ///     worker_id: The engine instance.
+    ///     block_hashes: The engine's names of the blocks, in prompt order; 64 bits.
+    ///     local_hashes: Local block hashes; as many.
+    ///     parent_hash: The engine's name of the block before the first; None at a prompt's start.
+    ///     dp_rank: Data-parallel rank within the instance.
+    ///     tier: device, host_pinned, disk, external, or an engine's word for one of them.
+    ///     lora_name: Adapter that the local hashes were made with; dumps carry it.
+    ///     cache_salt: Salt that they were made with; dumps carry it.
+    ///
+    /// Returns:
+    ///     Blocks that were not held under these names before.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: Lists of different length, an unknown parent, a block named twice;
+    ///         nothing is kept.
+    ///
+    /// Cost: O(blocks); releases the GIL. Buffers of 64-bit integers are not copied.
     #[pyo3(signature = (
         worker_id, block_hashes, local_hashes, parent_hash=None, dp_rank=0, tier="device", *,
         lora_name=None, cache_salt=None
@@ -170,6 +229,10 @@ impl KvIndexer {
         .or_raise(py)
     }
 
+    /// Record that a worker evicted blocks, by its names; unknown ones are skipped.
+    ///
+    /// Returns:
+    ///     Blocks that were held and no longer are.
     #[pyo3(signature = (worker_id, block_hashes, dp_rank=0, tier="device"))]
     fn remove(
         &self,
@@ -185,6 +248,17 @@ impl KvIndexer {
         Ok(py.detach(|| index.remove(worker, tier, names).removed))
     }
 
+    /// Count, per worker, the leading blocks that it holds.
+    ///
+    /// Args:
+    ///     local_hashes: Local block hashes in prompt order.
+    ///     early_exit: Stop as soon as one worker is left and report the depth reached by then.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: A hash outside 64 bits, by index and value.
+    ///
+    /// Cost: one probe per branching point, a comparison of the blocks; releases the GIL for long
+    ///     prompts.
     #[pyo3(signature = (local_hashes, early_exit=false))]
     fn find_matches(
         &self,
@@ -196,6 +270,20 @@ impl KvIndexer {
         Ok(overlaps(py, self.at_now(py)?, locals.as_slice(), early_exit, facts))
     }
 
+    /// Hash a prompt and count, per worker, the leading blocks that it holds.
+    ///
+    /// Args:
+    ///     token_ids: Token ids, u32; buffers of unsigned 32-bit integers are not copied.
+    ///     lora_name: LoRA adapter that the prompt is for.
+    ///     cache_salt: Cache salt of the prompt.
+    ///     mm: Multimodal items, as for compute_block_hash_for_seq; shape [items].
+    ///     embeds: Digests of the prompt's embeddings, as there; shape [blocks].
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: A token outside u32, by index and value, or a wrong item or
+    ///         digest, by index and field.
+    ///
+    /// Cost: O(tokens), then as find_matches; releases the GIL for long prompts.
     #[pyo3(signature = (token_ids, lora_name=None, cache_salt=None, *, mm=None, embeds=None))]
     fn find_matches_for_request(
         &self,
@@ -216,6 +304,12 @@ impl KvIndexer {
         }))
     }
 
+    /// As find_matches_for_request for many prompts, with one release of the GIL.
+    ///
+    /// Returns:
+    ///     An answer for each prompt, in their order; they are not of one moment.
+    ///
+    /// Cost: as find_matches_for_request for each; what queries share is done once for some dozens.
     #[pyo3(signature = (requests, lora_name=None, cache_salt=None))]
     fn find_many(
         &self,
@@ -232,6 +326,9 @@ impl KvIndexer {
         Ok(py.detach(|| shape.overlaps_of_many(index, &ids, facts)))
     }
 
+    /// The ``k`` workers with the deepest match: (worker id, dp rank, blocks).
+    ///
+    /// Deepest first, ties in ascending order of worker; device only.
     fn top(
         &self,
         py: Python<'_>,
@@ -248,6 +345,20 @@ impl KvIndexer {
         }))
     }
 
+    /// As find_matches, into the caller's memory: no object is made.
+    ///
+    /// Args:
+    ///     local_hashes: Local block hashes in prompt order.
+    ///     worker_ids: Writable, contiguous buffer of u64 for the instances.
+    ///     dp_ranks: The same of u32 for their ranks.
+    ///     depths: The same of u32 for the leading blocks on the device.
+    ///
+    /// Returns:
+    ///     Entries written, in no order. When the shortest buffer has no room for all matches, the
+    ///     deepest ones are written.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: A buffer of another type, or a read-only one.
     fn find_matches_into(
         &self,
         py: Python<'_>,
@@ -277,10 +388,12 @@ impl KvIndexer {
         }))
     }
 
+    /// Forget all ranks of an instance. Returns how many there were.
     fn remove_worker(&self, py: Python<'_>, worker_id: u64) -> usize {
         py.detach(|| self.index.remove_instance(worker_id))
     }
 
+    /// Drop the blocks of an instance (or one rank), which stays known. Returns how many.
     #[pyo3(signature = (worker_id, dp_rank=None))]
     fn clear_all_blocks(
         &self,
@@ -292,29 +405,62 @@ impl KvIndexer {
         Ok(py.detach(|| index::clear(index, worker_id, dp_rank)))
     }
 
+    /// Everything held as JSON router events; see RadixTree. ``apply_events`` takes them.
     fn dump_tree_as_events(&self, py: Python<'_>) -> PyResult<Vec<String>> {
         let index = self.at_now(py)?;
         Ok(py.detach(|| dump_events(index).map(|event| event.to_json()).collect()))
     }
 
+    /// Write everything held to a file, whole or not at all.
+    ///
+    /// It is written beside ``path`` first and then renamed over it.
+    ///
+    /// Returns:
+    ///     ``workers``, ``blocks`` and ``bytes`` written.
+    ///
+    /// Raises:
+    ///     OSError: What the file system says; ``path`` is as it was.
+    ///     InvalidArgumentError: ``path`` names no file.
+    ///
+    /// Consistency: each worker as it was at one moment, workers at different ones. Queries go on;
+    ///     events wait while the names of one worker are copied.
+    ///
+    /// Cost: 16 bytes a block, and memory for two copies of the largest worker; releases the GIL.
     fn save_snapshot<'py>(&self, py: Python<'py>, path: PathBuf) -> PyResult<Bound<'py, PyDict>> {
         snapshot::save(py, self.at_now(py)?, self.block_size, &path)
     }
 
+    /// Take in what a file says, before events of its workers are applied.
+    ///
+    /// Returns:
+    ///     ``workers`` and ``blocks`` that were loaded; ``lost``: (worker id, dp rank, cause) of
+    ///     workers of which nothing was taken: damaged, cut off, refused by the index, or holding
+    ///     blocks already; ``cut``: whether the file ended early; ``created_ms``: when it was
+    ///     saved, in milliseconds since 1970.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: No snapshot, a damaged head, another version or block size; names
+    ///         field, expected and found. Nothing is loaded.
+    ///     OSError: What the file system says.
+    ///
+    /// Cost: O(blocks), and memory for the largest worker; releases the GIL.
     fn load_snapshot<'py>(&self, py: Python<'py>, path: PathBuf) -> PyResult<Bound<'py, PyDict>> {
         snapshot::restore(py, self.at_now(py)?, self.block_size, &path)
     }
 
+    /// Known workers as (worker id, dp rank), ascending.
     fn workers(&self, py: Python<'_>) -> Vec<(InstanceId, u32)> {
         py.detach(|| index::workers(&self.index))
     }
 
+    /// Blocks that a worker holds, all tiers.
     #[pyo3(signature = (worker_id, dp_rank=0))]
     fn block_count(&self, py: Python<'_>, worker_id: u64, dp_rank: u32) -> PyResult<usize> {
         let index = self.at_now(py)?;
         Ok(py.detach(|| index.blocks(Worker::new(worker_id, dp_rank))))
     }
 
+    /// Sizes and counters; those that only grow end in ``_total``, ``bytes`` is its memory.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         index::stats(py, self.at_now(py)?)
     }

@@ -6,6 +6,17 @@ use tracing_subscriber::EnvFilter;
 
 use super::error::raise;
 
+/// Send the core's log lines to stderr.
+///
+/// Args:
+///     level: error, warn, info, debug or trace.
+///     json: One JSON object a line instead of text.
+///
+/// Returns:
+///     False when the process has a log already, which then stays.
+///
+/// Raises:
+///     ConfigError: Another level.
 #[pyfunction]
 #[pyo3(signature = (level="info", *, json=false))]
 pub(super) fn init_logging(py: Python<'_>, level: &str, json: bool) -> PyResult<bool> {

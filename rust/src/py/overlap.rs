@@ -7,6 +7,12 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 /// How many leading blocks of a prompt each worker holds.
+///
+/// A snapshot. The dictionaries are built when they are read, anew each time: keep what you use
+/// twice.
+///
+/// It can be awaited and is its own result, since the published classes answer coroutines: nothing
+/// here ever waits, ``index.find_matches(...)`` and ``await index.find_matches(...)`` are the same.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct OverlapScores {
     found: Box<[Match]>,
@@ -35,6 +41,9 @@ impl OverlapScores {
 
 #[pymethods]
 impl OverlapScores {
+    /// Blocks on the device by (worker id, dp rank); workers without any are left out.
+    ///
+    /// Of an ApproxKvIndexer: blocks predicted.
     #[getter]
     fn scores<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let scores = PyDict::new(py);
@@ -45,6 +54,10 @@ impl OverlapScores {
         Ok(scores)
     }
 
+    /// Blocks by (worker id, dp rank) as (device, host, disk, external).
+    ///
+    /// Each figure includes the one before it: host memory goes on where the device ends, and so
+    /// on.
     #[getter]
     fn tier_scores<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let scores = PyDict::new(py);
@@ -56,6 +69,7 @@ impl OverlapScores {
         Ok(scores)
     }
 
+    /// Per depth, the number of workers that hold at least so many leading blocks.
     #[getter]
     fn frequencies(&self) -> Vec<u32> {
         let deepest = self.found.iter().map(|found| found.device).max().unwrap_or(0);
@@ -71,6 +85,7 @@ impl OverlapScores {
         out
     }
 
+    /// Workers in ``scores``.
     fn __len__(&self) -> usize {
         self.on_device().count()
     }

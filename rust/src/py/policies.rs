@@ -14,6 +14,10 @@ use rand::rngs::SmallRng;
 use super::error::OrRaise;
 use super::policy_desk::PolicyDesk;
 
+/// Check the name of a policy, or a weighted strategy such as ``prefix-cache:2,least-request``.
+///
+/// Raises:
+///     InvalidArgumentError: Lists the policies there are.
 #[pyfunction]
 pub(super) fn check_policy(py: Python<'_>, strategy: &str) -> PyResult<()> {
     let mut rng = SmallRng::seed_from_u64(0);
@@ -21,6 +25,11 @@ pub(super) fn check_policy(py: Python<'_>, strategy: &str) -> PyResult<()> {
     built.map(|_| ()).or_raise(py)
 }
 
+/// Check policies that only watch: strategies, or one with settings: ``kv:temperature=0.5``.
+///
+/// Raises:
+///     InvalidArgumentError: Names the policy, the parameter and what is legal; also for more than
+///         four, and for the same policy with the same parameters twice.
 #[pyfunction]
 pub(super) fn check_shadow_policies(py: Python<'_>, policies: Vec<String>) -> PyResult<()> {
     let (settings, counted) = (Settings::default(), Counted::default());

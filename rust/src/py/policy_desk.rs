@@ -14,7 +14,15 @@ use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 use super::error::raise;
 use super::indexer::seconds;
 
-/// Where a service asks a policy in Python.
+/// Where a service asks a policy in Python; :class:`kvflash.Policy` is what users write.
+///
+/// Args:
+///     name: The policy's name.
+///     deadline_s: How long an answer is waited for; at least 0.001.
+///     routed, finished, removed: Whether the policy wants to be told of these.
+///
+/// Raises:
+///     ConfigError: A deadline that is none.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct PolicyDesk {
     pub inner: Arc<Desk>,
@@ -41,6 +49,11 @@ impl PolicyDesk {
         Ok(Self { inner: Arc::new(Desk::new(name, deadline_ms, interests)) })
     }
 
+    /// Wait, without the GIL, for something to do; ``None`` once it is closed.
+    ///
+    /// Returns:
+    ///     ``("choose", PolicyQuestion, None)``, ``("routed", PolicyRequest, PolicyCandidate)``,
+    ///     ``("finished", PolicyEnded, None)`` or ``("removed", worker_id, dp_rank)``.
     fn next<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyTuple>>> {
         let Some(task) = py.detach(|| self.inner.next()) else { return Ok(None) };
         let none = || py.None().into_bound(py);
@@ -65,17 +78,20 @@ impl PolicyDesk {
         PyTuple::new(py, [kind.into_pyobject(py)?.into_any(), first, second]).map(Some)
     }
 
+    /// Nothing is asked any more; what waits is done without.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.inner.close());
     }
 }
 
-/// A question that waits for its answer.
+/// A question that waits for its answer; dropped without one it is a failure.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct PolicyQuestion {
     asked: Mutex<Option<Asked>>,
+    /// The request that is to be placed.
     #[pyo3(get)]
     request: Py<PolicyRequest>,
+    /// The workers that may take it.
     #[pyo3(get)]
     candidates: Py<PyList>,
 }
@@ -96,6 +112,9 @@ impl PolicyQuestion {
 
 #[pymethods]
 impl PolicyQuestion {
+    /// Answer with a score for each candidate, ``None`` where it is not to be taken.
+    ///
+    /// False when there are not as many, or one is not finite.
     fn answer(&self, scores: Vec<Option<f64>>) -> bool {
         let Some(asked) = self.asked.lock().take() else { return false };
         let is_legal = scores.len() == asked.question.candidates.len()
@@ -109,6 +128,7 @@ impl PolicyQuestion {
         is_legal
     }
 
+    /// There is no answer: the policy failed, or what it said is none.
     #[pyo3(signature = (*, is_nonsense=false))]
     fn fail(&self, is_nonsense: bool) {
         if let Some(asked) = self.asked.lock().take() {
@@ -125,41 +145,49 @@ pub(super) struct PolicyRequest {
 
 #[pymethods]
 impl PolicyRequest {
+    /// The model that it names.
     #[getter]
     fn model(&self) -> &str {
         &self.inner.model
     }
 
+    /// Length of the prompt in tokens; guessed where they are not known.
     #[getter]
     fn isl_tokens(&self) -> u64 {
         self.inner.isl_tokens
     }
 
+    /// Tokens in a block; 0 while unknown.
     #[getter]
     fn block_size(&self) -> u32 {
         self.inner.block_size
     }
 
+    /// Its text in UTF-8, without the JSON around it; of token ids four bytes each.
     #[getter]
     fn prompt<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.inner.prompt)
     }
 
+    /// The model's own tokens, a new list each time; empty while unknown.
     #[getter]
     fn token_ids<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         PyList::new(py, self.inner.token_ids.iter())
     }
 
+    /// The client's user, if it named one.
     #[getter]
     fn user(&self) -> Option<&str> {
         self.inner.user.as_deref()
     }
 
+    /// The session that it belongs to, if it named one.
     #[getter]
     fn session_key(&self) -> Option<&str> {
         self.inner.session_key.as_deref()
     }
 
+    /// The worker and rank that the client names.
     #[getter]
     fn session_worker(&self) -> Option<(u64, u32)> {
         self.inner.session_worker.map(|worker| (worker.instance_id, worker.dp_rank))
@@ -169,15 +197,25 @@ impl PolicyRequest {
 /// A worker that may take a request.
 #[pyclass(frozen, get_all, module = "kvflash._core")]
 pub(super) struct PolicyCandidate {
+    /// Its place among the candidates.
     index: usize,
+    /// The engine instance.
     worker_id: u64,
+    /// Its data-parallel rank.
     dp_rank: u32,
+    /// Leading blocks of the prompt that it holds, or soon will.
     overlap_blocks: u32,
+    /// How many of these it does not hold yet.
     predicted_blocks: u32,
+    /// Requests that run there.
     active_requests: u32,
+    /// Distinct blocks in use.
     active_blocks: u64,
+    /// Prompt tokens still to be prefilled there.
     queued_tokens: u64,
+    /// What the request would cost there, as the policy ``kv`` reckons.
     cost: f64,
+    /// What its engine reports of itself: running_requests, gpu_kv_usage and others.
     metrics: Py<PyDict>,
 }
 
@@ -204,16 +242,24 @@ impl PolicyCandidate {
     }
 }
 
-/// A request that has ended.
+/// A request that has ended, and what it used.
 #[pyclass(frozen, get_all, module = "kvflash._core")]
 pub(super) struct PolicyEnded {
+    /// The model.
     model: String,
+    /// The client's user, if it named one.
     user: Option<String>,
+    /// The engine instance that answered.
     worker_id: u64,
+    /// Its data-parallel rank.
     dp_rank: u32,
+    /// Tokens of the prompt.
     input_tokens: u64,
+    /// Tokens of these that the engine had cached.
     cached_tokens: u64,
+    /// Tokens of the answer.
     output_tokens: u64,
+    /// Seconds from the decision to the end.
     duration_s: f64,
 }
 

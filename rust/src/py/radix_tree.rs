@@ -10,7 +10,10 @@ use super::index;
 use super::overlap::{OverlapScores, facts};
 use super::query::overlaps;
 
-/// Which worker holds which blocks.
+/// Which worker holds which blocks, by hashes only; KvIndexer is the same with a block size.
+///
+/// Consistency: a query sees every event whose call returned before it began; it never waits for
+/// writers. Safe to use from many threads.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct RadixTree {
     index: RadixIndex,
@@ -23,6 +26,17 @@ impl RadixTree {
         Self { index: RadixIndex::new(Options::default()) }
     }
 
+    /// Count, per worker, the leading blocks that it holds.
+    ///
+    /// Args:
+    ///     sequence: Local block hashes in prompt order.
+    ///     early_exit: Stop as soon as one worker is left and report the depth reached by then.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: A hash outside 64 bits, by index and value.
+    ///
+    /// Cost: one probe per branching point, a comparison of the blocks; releases the GIL for long
+    ///     prompts.
     #[pyo3(signature = (sequence, early_exit=false))]
     fn find_matches(
         &self,
@@ -34,6 +48,17 @@ impl RadixTree {
         Ok(overlaps(py, &self.index, locals.as_slice(), early_exit, facts))
     }
 
+    /// Apply one event of a worker.
+    ///
+    /// Args:
+    ///     worker_id: The engine instance.
+    ///     kv_cache_event_bytes: JSON: ``{"event_id", "data": {"stored": ...} | {"removed": ...} |
+    ///         "cleared", "dp_rank"}``.
+    ///
+    /// Raises:
+    ///     DecodeError: Not such an event.
+    ///     InvalidArgumentError: Stored under an unknown parent, or a block named twice; nothing
+    ///         of it is kept.
     fn apply_event(
         &self,
         py: Python<'_>,
@@ -43,21 +68,28 @@ impl RadixTree {
         py.detach(|| index::apply_event(&self.index, worker_id, kv_cache_event_bytes)).or_raise(py)
     }
 
+    /// Forget all ranks of an instance. Returns how many there were.
     fn remove_worker(&self, py: Python<'_>, worker_id: u64) -> usize {
         py.detach(|| self.index.remove_instance(worker_id))
     }
 
+    /// Drop the blocks of an instance (or one rank), which stays known. Returns how many.
     #[pyo3(signature = (worker_id, dp_rank=None))]
     fn clear_all_blocks(&self, py: Python<'_>, worker_id: u64, dp_rank: Option<u32>) -> usize {
         py.detach(|| index::clear(&self.index, worker_id, dp_rank))
     }
 
+    /// Everything held as JSON router events, which fill an empty tree alike.
+    ///
+    /// Chains come as stored events. A block that is not held but has to be told, so that others
+    /// find their place, is stored and then removed by an event at its worker's end.
     fn dump_tree_as_events(&self, py: Python<'_>) -> Vec<String> {
         py.detach(|| {
             kvflash_core::catalog::dump_events(&self.index).map(|event| event.to_json()).collect()
         })
     }
 
+    /// Blocks that a worker holds, all tiers.
     fn block_count(&self, worker_id: u64, dp_rank: u32) -> usize {
         self.index.blocks(Worker::new(worker_id, dp_rank))
     }

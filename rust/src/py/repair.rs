@@ -15,7 +15,20 @@ use super::catalog::{Catalog, parts};
 /// Kind, first and last number, why.
 type Told = (&'static str, u64, u64, String);
 
-/// What comes for one publisher, and what its door is to do about it.
+/// What to do about one publisher's lost batches, for the one who has its sockets.
+///
+/// Calls return effects ``(kind, first, last, why)`` in their order: ``ask``: open a socket to the
+/// replay endpoint, in place of an earlier one, and ask for the batches from ``first`` on;
+/// ``dismiss``: close it; ``peek``: hand what waits in the subscription to ``live``, be it nothing;
+/// ``lost``: batches ``first..=last`` are given up, as nobody can be asked; ``failed``: the replay
+/// from ``first`` failed.
+///
+/// Args:
+///     catalog: Where frames go.
+///     publisher: Whose.
+///     has_endpoint: Whether it can be asked for a replay.
+///     timeout_s: Silence after which a replay is given up.
+///     is_held: Read nothing before ``release``.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct Repair {
     catalog: Arc<catalog::Catalog>,
@@ -75,38 +88,46 @@ impl Repair {
         }
     }
 
+    /// Whether the subscription is to be read; else its messages wait in the socket.
     #[getter]
     fn wants_live(&self) -> bool {
         self.machine.lock().wants_live()
     }
 
+    /// Whether nothing is read before ``release``.
     #[getter]
     fn is_held(&self) -> bool {
         self.machine.lock().is_held()
     }
 
+    /// Seconds until ``silent`` is to be called; None without a replay under way.
     fn wait_s(&self) -> Option<f64> {
         let deadline_ms = self.machine.lock().deadline_ms()?;
         Some(deadline_ms.saturating_sub(self.now_ms()) as f64 / 1e3)
     }
 
+    /// The subscription has connected.
     fn connected(&self, py: Python<'_>) -> Vec<Told> {
         self.ask(py, |machine, feed, now_ms| machine.connected(feed, now_ms))
     }
 
+    /// Read no more.
     fn hold(&self) {
         self.machine.lock().hold();
     }
 
+    /// Read on.
     fn release(&self, py: Python<'_>, is_connected: bool) -> Vec<Told> {
         self.ask(py, |machine, feed, now_ms| machine.release(feed, is_connected, now_ms))
     }
 
+    /// Messages came over the subscription, as lists of parts; see ``Catalog.take``.
     fn live(&self, py: Python<'_>, messages: &Bound<'_, PyList>) -> Vec<Told> {
         let frames = messages.iter().map(|message| frame(&message)).collect();
         self.ask(py, |machine, feed, now_ms| machine.live(feed, frames, now_ms))
     }
 
+    /// Messages came as a replay; what is behind its end is passed over.
     fn answered(&self, py: Python<'_>, messages: &Bound<'_, PyList>) -> PyResult<Vec<Told>> {
         let mut answer = Answer::default();
         for message in messages.iter() {
@@ -124,10 +145,12 @@ impl Repair {
         Ok(self.ask(py, |machine, feed, now_ms| machine.answered(feed, answer, now_ms)))
     }
 
+    /// The time is over; ``has_more``: something is here, and will be handed over.
     fn silent(&self, py: Python<'_>, has_more: bool) -> Vec<Told> {
         self.ask(py, |machine, feed, now_ms| machine.silent(feed, has_more, now_ms))
     }
 
+    /// The replay endpoint can't be asked.
     fn unreachable(&self, py: Python<'_>, why: String) -> Vec<Told> {
         self.ask(py, |machine, feed, now_ms| machine.unreachable(feed, why, now_ms))
     }

@@ -26,7 +26,10 @@ use super::indexer::seconds;
 use super::select::Routing;
 use super::service::Service;
 
-/// The routing decision as an HTTP service in this process.
+/// The routing decision as an HTTP service in this process; docs/router.md is its manual.
+///
+/// Raises:
+///     ConfigError: A setting that can't work, by its flag.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct Router {
     catalog: Arc<catalog::Catalog>,
@@ -147,40 +150,57 @@ impl Router {
         .or_raise(py)
     }
 
+    /// What knows its models, engines and their blocks.
     #[getter]
     fn catalog(&self) -> Catalog {
         Catalog { inner: Arc::clone(&self.catalog) }
     }
 
+    /// What it tells replicas, and what they tell it.
     #[getter]
     fn bookings(&self) -> Bookings {
         let app = self.app.clone();
         Bookings::new(app.outbox(), Box::new(move |call| app.any_selector(call)))
     }
 
+    /// The same decisions for an event loop of this process; a new one each time.
     #[getter]
     fn decider(&self, py: Python<'_>) -> PyResult<Decider> {
         let decisions = InProcess { app: self.app.clone(), service: Arc::clone(&self.service) };
         Decider::new(Arc::new(decisions)).or_raise(py)
     }
 
+    /// What ``/metrics`` tells besides its own: lines of the OpenMetrics text format.
     fn set_more_metrics(&self, text: String) {
         self.app.set_more_metrics(text);
     }
 
+    /// What only the caller knows, for ``/health``; replaces others.
     fn set_warnings(&self, warnings: Vec<String>) {
         self.app.set_warnings(warnings);
     }
 
+    /// Ask this indexer from now on; none while there is None. Where it was not named at first.
+    ///
+    /// Raises:
+    ///     ConfigError: It is no ``http://host:port``.
     #[pyo3(signature = (url))]
     fn set_remote_indexer(&self, py: Python<'_>, url: Option<&str>) -> PyResult<()> {
         self.app.set_remote_indexer(url).or_raise(py)
     }
 
+    /// How often a worker was registered or forgotten. Cost: O(1).
     fn worker_changes(&self) -> u64 {
         self.app.worker_changes()
     }
 
+    /// The workers that are registered now.
+    ///
+    /// Returns:
+    ///     ``(worker_id, model_name, tenant_id, url, joined)``, by model; ``joined`` is another
+    ///     number when a worker comes again.
+    ///
+    /// Cost: O(workers); releases the GIL.
     fn registered(&self, py: Python<'_>) -> Vec<(u64, String, String, Option<String>, u64)> {
         py.detach(|| {
             let rows = self.app.registered().into_iter();
@@ -189,6 +209,10 @@ impl Router {
         })
     }
 
+    /// Bind and serve in the background. Returns the bound port.
+    ///
+    /// Raises:
+    ///     ConfigError: The address can't be bound.
     fn start(&self, py: Python<'_>, host: &str, port: u16) -> PyResult<u16> {
         py.detach(|| {
             let address = self.service.start(host, port, self.app.router())?;
@@ -201,6 +225,20 @@ impl Router {
         .or_raise(py)
     }
 
+    /// Ask a route without HTTP between: the answer as JSON.
+    ///
+    /// Works before the start, too, and until the stop. Releases the GIL; blocks as long as the
+    /// route takes, with a remote indexer up to its deadline.
+    ///
+    /// Args:
+    ///     method: Such as ``"POST"``.
+    ///     path: Such as ``"/reserve"``.
+    ///     body: JSON; empty for none.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: No method or no path, or what HTTP answers with 400.
+    ///     KvflashError: What HTTP answers with another status, by its cause.
+    ///     ClosedError: It is stopped.
     fn call(
         &self,
         py: Python<'_>,
@@ -241,6 +279,7 @@ impl Router {
         Ok(PyBytes::new(py, &answer.or_raise(py)?).unbind())
     }
 
+    /// Stop serving; open calls get the drain time. Blocks until done.
     fn stop(&self, py: Python<'_>) {
         py.detach(|| self.service.stop());
     }

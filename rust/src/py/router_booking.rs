@@ -5,44 +5,55 @@ use kvflash_core::select::{Outcome, Reservation, Selection};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 
-/// A request that was given to a worker; its load is freed with it at the latest.
+/// A request that was given to a worker.
+///
+/// Its load is freed by :meth:`free`, and with the object at the latest. All calls are cheap, and
+/// harmless after the load is gone: freed, expired, or with its worker.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct RouterBooking {
     held: Mutex<Option<Reservation>>,
+    /// The engine instance.
     #[pyo3(get)]
     worker_id: u64,
+    /// Its data-parallel rank.
     #[pyo3(get)]
     dp_rank: u32,
+    /// Leading blocks of the prompt that the worker holds.
     #[pyo3(get)]
     overlap_blocks: u32,
 }
 
 #[pymethods]
 impl RouterBooking {
+    /// The first token came: the prompt is prefilled. Again it is activity.
     fn first_token(&self) {
         if let Some(held) = &*self.held.lock() {
             held.first_token();
         }
     }
 
+    /// Something came: the request is alive.
     fn touch(&self) {
         if let Some(held) = &*self.held.lock() {
             held.touch();
         }
     }
 
+    /// So many tokens were generated up to now; counts their blocks where these count.
     fn generated(&self, tokens: u64) {
         if let Some(held) = &*self.held.lock() {
             held.generated(tokens);
         }
     }
 
+    /// The engine says how many tokens of the prompt it reused; for :meth:`RouterCore.why`.
     fn cached(&self, tokens: u64) {
         if let Some(held) = &*self.held.lock() {
             held.cached(tokens);
         }
     }
 
+    /// What the engine says was used, for policies; the last word on each figure counts.
     #[pyo3(signature = (*, input_tokens=None, cached_tokens=None, output_tokens=None))]
     fn used(
         &self,
@@ -55,6 +66,7 @@ impl RouterBooking {
         }
     }
 
+    /// Give the load back; ``is_complete``: its answer came to its end.
     #[pyo3(signature = (*, is_complete=false))]
     fn free(&self, is_complete: bool) {
         if let Some(held) = self.held.lock().take()

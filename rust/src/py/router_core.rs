@@ -55,6 +55,23 @@ impl Decisions for Component {
 }
 
 /// Chooses workers for prompts, and keeps account of who is busy with what.
+///
+/// What :class:`kvflash.routing.KvPushRouter` decides with; it opens no socket. Several may live in
+/// one process. ``options`` of a call is a dict with any of ``overlap_score_weight``,
+/// ``overlap_score_credit``, ``prefill_load_scale``,
+/// ``router_temperature``, ``assume_kv_reuse``, ``worker_id``, ``dp_rank``, ``allowed_worker_ids``,
+/// ``lora_name``, ``lora_path``, ``cache_salt``, ``mm`` and ``embeds`` (as for
+/// compute_block_hash_for_seq), ``user``, ``prompt`` (its text, for policies),
+/// ``session_key`` and ``session_worker`` (id and rank), ``priority``, ``strict_priority``,
+/// ``expected_output_tokens``; ``None`` is as good as absent, an unknown name is refused.
+///
+/// Raises:
+///     ConfigError: A setting out of range, or a policy that is not known, by name.
+///     InvalidArgumentError: A block size of 0, or a threshold out of range, by name.
+///
+/// Cost: O(tokens) to hash, O(blocks + workers) to decide; microseconds. Prompts of more than 8,192
+/// tokens release the GIL, and so does every call that asks a policy in Python: it waits for that
+/// one's deadline at most.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct RouterCore {
     catalog: Arc<catalog::Catalog>,
@@ -164,11 +181,14 @@ impl RouterCore {
         Ok(Self { catalog, clock, selector, key, block_size, uses_events, component })
     }
 
+    /// Where the transport finds its orders and brings its frames.
+    /// What knows its models, engines and their blocks.
     #[getter]
     fn catalog(&self) -> Catalog {
         Catalog { inner: Arc::clone(&self.catalog) }
     }
 
+    /// What it tells replicas, and what they tell it.
     #[getter]
     fn bookings(&self) -> Bookings {
         let selector = Arc::clone(&self.selector);
@@ -176,16 +196,21 @@ impl RouterCore {
         Bookings::new(outbox, Box::new(move |call| call(&selector)))
     }
 
+    /// Tokens in a block.
     #[getter]
     fn block_size(&self) -> u32 {
         self.block_size
     }
 
+    /// The name of the policy that chooses.
     #[getter]
     fn policy(&self) -> &str {
         self.selector.policy_name()
     }
 
+    /// What policies and shadows count: name, label, its value, and the figure.
+    ///
+    /// Names are without the program's prefix; those of counters end in ``_total``.
     fn policy_samples(&self) -> Vec<(String, String, String, f64)> {
         let mut samples = Vec::new();
         let mut note = |sample: Sample<'_>| {
@@ -197,11 +222,16 @@ impl RouterCore {
         samples
     }
 
+    /// Whether events can change a decision: they are on, and overlap weighs something.
     #[getter]
     fn uses_events(&self) -> bool {
         self.uses_events
     }
 
+    /// Make these (instance, rank) the workers; what is known of others is forgotten.
+    ///
+    /// Raises:
+    ///     OverloadedError: More than 65,535; nothing changes then.
     fn set_workers(&self, py: Python<'_>, workers: Vec<(u64, u32)>) -> PyResult<()> {
         let workers: Vec<Worker> =
             workers.into_iter().map(|(id, rank)| Worker::new(id, rank)).collect();
@@ -209,6 +239,11 @@ impl RouterCore {
         Ok(())
     }
 
+    /// Listen to the KV events of a rank.
+    ///
+    /// Raises:
+    ///     ConflictError: It is listened to already.
+    ///     InvalidArgumentError: A bad address.
     #[pyo3(signature = (worker_id, dp_rank, endpoint, replay_endpoint=None))]
     fn subscribe(
         &self,
@@ -232,6 +267,7 @@ impl RouterCore {
         Ok(())
     }
 
+    /// Listen no more; its blocks are forgotten. False when nobody listened.
     fn unsubscribe(&self, py: Python<'_>, worker_id: u64, dp_rank: u32) -> bool {
         let ModelKey { model_name: name, tenant_id: tenant } = &self.key;
         let gone =
@@ -239,6 +275,10 @@ impl RouterCore {
         gone.is_ok()
     }
 
+    /// Note what a rank says of itself; ``None`` leaves what it said before.
+    ///
+    /// Returns:
+    ///     False when it is no worker: nothing is kept then.
     #[pyo3(signature = (
         worker_id, dp_rank=0, *, kv_used_blocks=None, active_decode_blocks=None,
         active_prefill_tokens=None, kv_total_blocks=None, max_num_batched_tokens=None
@@ -264,6 +304,13 @@ impl RouterCore {
         self.selector.busy.report(Worker::new(worker_id, dp_rank), &report)
     }
 
+    /// Tell what an engine reports of itself, for policies; what is left out stays as it was.
+    ///
+    /// Returns:
+    ///     Whether the worker is there.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: An unknown figure, or one out of range, by name.
     fn report_metrics(
         &self,
         py: Python<'_>,
@@ -280,10 +327,15 @@ impl RouterCore {
         Ok(true)
     }
 
+    /// Instances that are busy by the thresholds in force, ascending.
     fn busy_workers(&self, py: Python<'_>) -> Vec<u64> {
         py.detach(|| self.selector.busy.busy(self.selector.loads()))
     }
 
+    /// Put other thresholds in force; ``None`` unsets.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: One is out of range, by name.
     #[pyo3(signature = (
         *, active_decode_blocks_threshold, active_prefill_tokens_threshold,
         active_prefill_tokens_threshold_frac
@@ -303,6 +355,16 @@ impl RouterCore {
         self.selector.busy.set_thresholds(thresholds).or_raise(py)
     }
 
+    /// Which worker would be selected now, drawn anew where chance decides; nothing changes.
+    ///
+    /// Returns:
+    ///     Instance, rank, leading blocks of the prompt that it holds, and the seed of the draw:
+    ///     as the option ``seed`` it repeats the choice.
+    ///
+    /// Raises:
+    ///     NoWorkerError: None is there or allowed, or the pinned one is not there.
+    ///     AllBusyError: All of these are busy.
+    ///     InvalidArgumentError: An empty prompt, or an option that can't be.
     #[pyo3(signature = (token_ids, options=None))]
     fn query(
         &self,
@@ -314,6 +376,11 @@ impl RouterCore {
         Ok(selected(&selection))
     }
 
+    /// As :meth:`query`, and book it under ``request_id`` until :meth:`free`.
+    ///
+    /// Raises:
+    ///     ConflictError: A request of that name is active.
+    ///     OverloadedError: ``max_requests`` are active.
     #[pyo3(signature = (token_ids, request_id, options=None))]
     fn reserve(
         &self,
@@ -326,6 +393,7 @@ impl RouterCore {
         Ok(selected(&self.chosen(py, token_ids, options, reserve)?))
     }
 
+    /// As :meth:`query`, and book it; ``request_id`` is its name for :meth:`why` only.
     #[pyo3(signature = (token_ids, options=None, *, request_id=None))]
     fn book(
         &self,
@@ -338,11 +406,15 @@ impl RouterCore {
         Ok(RouterBooking::new(self.chosen(py, token_ids, options, select)?))
     }
 
+    /// What books requests for an event loop; a new one each time.
     #[getter]
     fn decider(&self, py: Python<'_>) -> PyResult<Decider> {
         Decider::new(self.component.clone()).or_raise(py)
     }
 
+    /// Who waits, ``pending`` and ``pending_isl_tokens``, and what became of the others.
+    ///
+    /// That is ``placed``, ``refused``, ``expired``, ``failed`` and ``left``, each with ``_total``.
     fn queue_stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.component.queue.as_ref().map(|queue| queue.stats()).unwrap_or_default();
         let entry = PyDict::new(py);
@@ -354,14 +426,20 @@ impl RouterCore {
         Ok(entry)
     }
 
+    /// The prompt of a reserved request is prefilled.
+    ///
+    /// Raises:
+    ///     NotFoundError: No request of that name is active.
     fn mark_prefill_complete(&self, py: Python<'_>, request_id: &str) -> PyResult<()> {
         self.selector.mark_prefill_completed(request_id).or_raise(py)
     }
 
+    /// Something was heard of a reserved request. False when it is not active.
     fn touch(&self, request_id: &str) -> bool {
         self.selector.touch(request_id)
     }
 
+    /// A reserved request has ended. False when it was not active, which is no error.
     #[pyo3(signature = (request_id, *, input_tokens=None, cached_tokens=None, output_tokens=None))]
     fn free(
         &self,
@@ -375,6 +453,11 @@ impl RouterCore {
         self.selector.free(request_id)
     }
 
+    /// What the prompt would make of each worker's load; nothing changes.
+    ///
+    /// Returns:
+    ///     For each: worker_id, dp_rank, potential_prefill_tokens, potential_decode_blocks,
+    ///     active_requests, overlap_blocks.
     #[pyo3(signature = (token_ids, options=None))]
     fn potential_loads<'py>(
         &self,
@@ -399,6 +482,7 @@ impl RouterCore {
         Ok(list)
     }
 
+    /// The decision that would be made now, with every candidate's terms; JSON.
     #[pyo3(signature = (token_ids, options=None))]
     fn explain(
         &self,
@@ -410,6 +494,10 @@ impl RouterCore {
         Ok(record.decision().to_string())
     }
 
+    /// The decisions that were made for a request, and what became of it; a JSON list.
+    ///
+    /// Raises:
+    ///     NotFoundError: None is kept.
     fn why(&self, py: Python<'_>, request_id: &str) -> PyResult<String> {
         let found = self.selector.journal.find(request_id);
         if found.is_empty() {
@@ -421,6 +509,7 @@ impl RouterCore {
         Ok(serde_json::Value::from(decisions).to_string())
     }
 
+    /// Everything the index holds, as a JSON list of router events.
     fn dump_events(&self, py: Python<'_>) -> String {
         py.detach(|| {
             let events: Vec<String> =
@@ -429,6 +518,10 @@ impl RouterCore {
         })
     }
 
+    /// Sums over all workers.
+    ///
+    /// Returns:
+    ///     workers, requests, prefill_tokens, blocks, reserved, predicted_blocks.
     fn totals<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let totals = self.selector.totals();
         let entry = PyDict::new(py);
@@ -441,6 +534,7 @@ impl RouterCore {
         Ok(entry)
     }
 
+    /// Let go of what is too old. Returns how many bookings expired. Call it every second.
     fn tick(&self, py: Python<'_>) -> usize {
         py.detach(|| {
             let expired = self.selector.tick();

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use super::buffer::tokens;
 use super::error::{OrRaise, raise};
 
-/// Tokenizer and chat template of a model folder.
+/// Tokenizer and chat template of a model folder, exact to the engine's own.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct Tokenizer {
     model: TextModel,
@@ -26,11 +26,13 @@ impl Tokenizer {
         Ok(Self { model })
     }
 
+    /// Token ids of a text, u32.
     #[pyo3(signature = (text, add_special_tokens=true))]
     fn encode(&self, py: Python<'_>, text: &str, add_special_tokens: bool) -> PyResult<Vec<u32>> {
         py.detach(|| self.model.completion_tokens(text, add_special_tokens)).or_raise(py)
     }
 
+    /// The text of token ids.
     #[pyo3(signature = (ids, skip_special_tokens=true))]
     fn decode(
         &self,
@@ -43,6 +45,7 @@ impl Tokenizer {
         py.detach(|| self.model.tokenizer.decode(ids, skip_special_tokens)).or_raise(py)
     }
 
+    /// The prompt text of a chat; None for content that is not text.
     #[pyo3(signature = (messages_json, add_generation_prompt=true, *, tools_json=None))]
     fn render_chat(
         &self,
@@ -62,6 +65,7 @@ impl Tokenizer {
         })
     }
 
+    /// Token ids of a chat's prompt; None for content that is not text.
     #[pyo3(signature = (messages_json, add_generation_prompt=true, *, tools_json=None))]
     fn chat_tokens(
         &self,

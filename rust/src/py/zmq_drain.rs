@@ -205,7 +205,16 @@ impl Message {
 /// Sequence number, 8 bytes, and payload.
 type Frame = (Py<PyBytes>, Py<PyBytes>);
 
-/// Reads a publisher's messages from its socket into the index.
+/// Reads publishers' messages from pyzmq's sockets into the index, without Python between them.
+///
+/// pyzmq opens, polls and closes the sockets; libzmq's own functions are called on them, those of
+/// the library that pyzmq has loaded.
+///
+/// Args:
+///     library: Path of a loaded library that is, or is linked with, libzmq 4.1 or a later 4.x.
+///
+/// Raises:
+///     TransportError: It is not loaded, or its functions can't be found.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct ZmqDrain {
     functions: Functions,
@@ -224,6 +233,26 @@ impl ZmqDrain {
         }
     }
 
+    /// Receive what waits and take it in as live messages, like Catalog.take.
+    ///
+    /// Stops at a message that shows a gap: it is handed back and the rest is left in the socket.
+    /// Messages of a publisher that is gone are read and dropped.
+    ///
+    /// Args:
+    ///     catalog: Where messages go.
+    ///     publisher: Whose messages.
+    ///     socket: A ``zmq.Socket``; no other thread may use or close it meanwhile.
+    ///     limit: Most messages to receive.
+    ///
+    /// Returns:
+    ///     ``(taken, unread)``: how many messages were taken in, and the ``(sequence, payload)``
+    ///     that shows a gap: offer it to ``Catalog.take``, which tells the gap.
+    ///
+    /// Raises:
+    ///     ClosedError: The socket is closed.
+    ///     TransportError: libzmq can't receive.
+    ///
+    /// Cost: one GIL release for all messages; nothing is copied or allocated per message.
     fn take(
         &self,
         py: Python<'_>,
