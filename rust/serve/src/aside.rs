@@ -1,7 +1,7 @@
 //! Answers that take long to make.
 
+use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::Semaphore;
-use tokio::task::block_in_place;
 
 /// Long answers that are made at once.
 const MAX_AT_ONCE: usize = 4;
@@ -17,6 +17,14 @@ pub(super) struct Aside {
 impl Default for Aside {
     fn default() -> Self {
         Self { turns: Semaphore::new(MAX_AT_ONCE) }
+    }
+}
+
+/// Call `make`; other tasks go on meanwhile, unless the runtime has one thread only.
+pub(super) fn block_in_place<T>(make: impl FnOnce() -> T) -> T {
+    match Handle::current().runtime_flavor() {
+        RuntimeFlavor::CurrentThread => make(),
+        _ => tokio::task::block_in_place(make),
     }
 }
 

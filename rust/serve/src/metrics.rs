@@ -146,7 +146,7 @@ impl CommonMetrics {
         refill: impl FnOnce(),
     ) -> Response {
         let _turn = self.turn.lock().await;
-        tokio::task::block_in_place(|| {
+        super::aside::block_in_place(|| {
             refill();
             self.read(catalog);
             let registry = self.registry.lock().unwrap_or_else(|poisoned| poisoned.into_inner());

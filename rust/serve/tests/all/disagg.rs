@@ -1,0 +1,90 @@
+//! One engine prefills, another one decodes.
+
+use kvflash_core::policy::Policy;
+use kvflash_serve::frontend::EnforceDisagg;
+use serde_json::{Value, json};
+
+use super::engine::Engine;
+use super::stage::{Stage, prompt, with};
+
+const PREFILLER: &str = "x-kvflash-prefill-worker";
+
+async fn prefiller(stage: &Stage) -> Engine {
+    let engine = Engine::start(&[]).await;
+    engine.answers(200, json!({ "choices": [], "kv_transfer_params": { "remote_port": 9 } }));
+    stage.add(engine, json!({ "role": "prefill" })).await
+}
+
+fn body() -> Value {
+    with(prompt(0..64), json!({ "max_tokens": 20 }))
+}
+
+#[tokio::test]
+async fn the_decode_request_carries_what_the_prefill_left() {
+    let stage = Stage::new(|_| ());
+    let (decode, prefill) = (stage.engine().await, prefiller(&stage).await);
+    let answer = stage.ask(&body()).await;
+    let prefilled_by = format!("{}:0", prefill.id);
+    assert_eq!((answer.status, answer.worker()), (200, decode.id));
+    assert_eq!(answer.header(PREFILLER), Some(prefilled_by.as_str()));
+    let (copy, request) = (prefill.bodies().remove(0), decode.bodies().remove(0));
+    assert_eq!((&copy["max_tokens"], &copy["stream"]), (&json!(1), &json!(false)));
+    assert_eq!(copy["kv_transfer_params"]["do_remote_decode"], true);
+    assert_eq!(request["max_tokens"], 20);
+    assert_eq!(request["kv_transfer_params"], json!({ "remote_port": 9 }));
+    stage.until_idle().await;
+}
+
+#[tokio::test]
+async fn a_prefill_that_fails_goes_to_another_and_then_the_decoder_does_all() {
+    let stage = Stage::new(|_| ());
+    let decode = stage.engine().await;
+    let (bad, good) = (prefiller(&stage).await, prefiller(&stage).await);
+    bad.answers(500, json!({ "error": "no blocks" }));
+    for _ in 0..2 {
+        let answer = stage.ask(&body()).await;
+        assert_eq!((answer.status, answer.header(PREFILLER).is_some()), (200, true));
+    }
+    assert_eq!((good.count(), bad.count() >= 1), (2, true));
+    good.answers(500, json!({ "error": "no blocks" }));
+    let answer = stage.ask(&body()).await;
+    assert_eq!((answer.status, answer.header(PREFILLER)), (200, None));
+    assert!(decode.bodies()[2].get("kv_transfer_params").is_none());
+    // The request itself is wrong: nobody else is asked.
+    good.answers(400, json!({ "error": "bad prompt" }));
+    bad.answers(400, json!({ "error": "bad prompt" }));
+    assert_eq!((stage.ask(&body()).await.status, decode.count()), (400, 3));
+    stage.until_idle().await;
+}
+
+#[tokio::test]
+async fn where_it_is_enforced_nobody_decodes_alone() {
+    let stage = Stage::new(|options| options.enforce_disagg = EnforceDisagg::Always);
+    let decode = stage.engine().await;
+    let refused = stage.ask(&body()).await;
+    assert_eq!((refused.status, decode.count()), (503, 0));
+    let prefill = prefiller(&stage).await;
+    assert_eq!(stage.ask(&body()).await.status, 200);
+    prefill.answers(500, json!({ "error": "no blocks" }));
+    assert!(stage.ask(&body()).await.status >= 500);
+    assert_eq!(decode.count(), 1);
+    stage.until_idle().await;
+}
+
+#[tokio::test]
+async fn a_prompt_that_is_prefilled_elsewhere_is_no_work_for_its_decoder() {
+    let stage = Stage::new(|options| options.router.policy = Policy::Kv);
+    let mut decode = stage.engine().await.by_hand();
+    let mut prefill = prefiller(&stage).await.by_hand();
+    let asking = stage.send("a", body());
+    let asked = prefill.next().await;
+    let load = |id: u64| format!("worker_active_prefill_tokens{{worker=\"{id}:0\"}}");
+    assert_eq!(stage.metric(&load(prefill.id)).await, 64.0);
+    assert_eq!(stage.metric(&load(decode.id)).await, 0.0);
+    asked.answer(200, &json!({ "kv_transfer_params": { "remote_port": 9 } })).await;
+    let asked = decode.next().await;
+    assert_eq!(stage.metric(&load(prefill.id)).await, 0.0);
+    asked.done().await;
+    assert_eq!(asking.await.unwrap().status, 200);
+    stage.until_idle().await;
+}

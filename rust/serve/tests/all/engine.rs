@@ -1,0 +1,210 @@
+//! The engines' double: decent but for its answers, which a test gives.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, Ordering};
+
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::task::{JoinHandle, JoinSet};
+
+use super::stage::{BLOCK, DEADLINE};
+
+/// What an engine does with a request.
+#[derive(Clone)]
+enum Manner {
+    /// The test answers.
+    Hand,
+    /// Every request gets this status and body.
+    Answer(u16, Value),
+    /// The connection is closed without a byte.
+    Close,
+}
+
+struct State {
+    manner: Mutex<Manner>,
+    health: AtomicU16,
+    models: Value,
+    bodies: Mutex<Vec<Value>>,
+    sender: UnboundedSender<Asked>,
+}
+
+/// An engine on a port of its own. Dropping it ends it as a killed process does.
+pub struct Engine {
+    pub url: String,
+    /// Its number at the frontend.
+    pub id: u64,
+    state: Arc<State>,
+    asked: UnboundedReceiver<Asked>,
+    task: JoinHandle<()>,
+}
+
+/// A request as an engine got it, and the connection to answer on. Dropping it closes that.
+pub struct Asked {
+    pub headers: HashMap<String, String>,
+    pub body: Value,
+    stream: TcpStream,
+}
+
+impl Engine {
+    /// One that serves `m` and adapters of it, and answers at once.
+    pub async fn start(adapters: &[&str]) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let (sender, asked) = unbounded_channel();
+        let mut models = vec![json!({ "id": "m", "parent": null, "max_model_len": 65_536 })];
+        models.extend(adapters.iter().map(|name| json!({ "id": name, "parent": "m" })));
+        let state = Arc::new(State {
+            manner: Mutex::new(Manner::Answer(200, json!({ "choices": [] }))),
+            health: AtomicU16::new(200),
+            models: json!({ "object": "list", "data": models }),
+            bodies: Mutex::default(),
+            sender,
+        });
+        let task = tokio::spawn(accept(listener, Arc::clone(&state)));
+        Self { url, id: 0, state, asked, task }
+    }
+
+    /// From now on the test answers.
+    pub fn by_hand(self) -> Self {
+        *self.state.manner.lock() = Manner::Hand;
+        self
+    }
+
+    pub fn answers(&self, status: u16, body: Value) {
+        *self.state.manner.lock() = Manner::Answer(status, body);
+    }
+
+    pub fn closes(&self) {
+        *self.state.manner.lock() = Manner::Close;
+    }
+
+    pub fn health(&self, status: u16) {
+        self.state.health.store(status, Ordering::SeqCst);
+    }
+
+    /// The next request; answered by the test.
+    pub async fn next(&mut self) -> Asked {
+        tokio::time::timeout(DEADLINE, self.asked.recv()).await.expect("no request came").unwrap()
+    }
+
+    /// Bodies of the requests so far.
+    pub fn bodies(&self) -> Vec<Value> {
+        self.state.bodies.lock().clone()
+    }
+
+    pub fn count(&self) -> usize {
+        self.state.bodies.lock().len()
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Asked {
+    /// The whole answer.
+    pub async fn answer(mut self, status: u16, body: &Value) {
+        whole(&mut self.stream, status, &body.to_string()).await;
+    }
+
+    /// The smallest decent one.
+    pub async fn done(self) {
+        self.answer(200, &json!({ "choices": [] })).await;
+    }
+
+    /// Begin a stream of events.
+    pub async fn begin(&mut self) {
+        let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n";
+        self.stream.write_all(head.as_bytes()).await.unwrap();
+    }
+
+    pub async fn event(&mut self, data: &str) {
+        let event = format!("data: {data}\n\n");
+        let chunk = format!("{:x}\r\n{event}\r\n", event.len());
+        self.stream.write_all(chunk.as_bytes()).await.unwrap();
+    }
+
+    pub async fn end(mut self) {
+        self.event("[DONE]").await;
+        self.stream.write_all(b"0\r\n\r\n").await.unwrap();
+    }
+
+    /// Until the frontend closes the connection.
+    pub async fn gone(mut self) {
+        let mut rest = Vec::new();
+        let closed = tokio::time::timeout(DEADLINE, self.stream.read_to_end(&mut rest)).await;
+        let _reset = closed.expect("the frontend stayed");
+    }
+}
+
+async fn accept(listener: TcpListener, state: Arc<State>) {
+    let mut connections = JoinSet::new();
+    while let Ok((stream, _)) = listener.accept().await {
+        connections.spawn(converse(stream, Arc::clone(&state)));
+    }
+}
+
+async fn converse(mut stream: TcpStream, state: Arc<State>) {
+    let Some((path, headers, body)) = read(&mut stream).await else { return };
+    let (status, answer) = match path.as_str() {
+        "/health" => (state.health.load(Ordering::SeqCst), "{}".to_owned()),
+        "/v1/models" => (200, state.models.to_string()),
+        "/metrics" => (200, format!("vllm:cache_config_info{{block_size=\"{BLOCK}\"}} 1\n")),
+        _ => {
+            let body: Value = serde_json::from_slice(&body).unwrap();
+            state.bodies.lock().push(body.clone());
+            let manner = state.manner.lock().clone();
+            match manner {
+                Manner::Answer(status, answer) => (status, answer.to_string()),
+                Manner::Close => return,
+                Manner::Hand => {
+                    let _ended = state.sender.send(Asked { headers, body, stream });
+                    return;
+                }
+            }
+        }
+    };
+    whole(&mut stream, status, &answer).await;
+}
+
+/// Path, headers and body of a request; `None` where the connection ends before.
+async fn read(stream: &mut TcpStream) -> Option<(String, HashMap<String, String>, Vec<u8>)> {
+    let mut bytes = Vec::new();
+    let end = loop {
+        if let Some(at) = bytes.windows(4).position(|four| four == b"\r\n\r\n") {
+            break at;
+        }
+        if stream.read_buf(&mut bytes).await.ok()? == 0 {
+            return None;
+        }
+    };
+    let head = String::from_utf8(bytes[..end].to_vec()).ok()?;
+    let mut lines = head.split("\r\n");
+    let path = lines.next()?.split(' ').nth(1)?.to_owned();
+    let headers: HashMap<_, _> = lines
+        .filter_map(|line| line.split_once(':'))
+        .map(|(name, value)| (name.to_ascii_lowercase(), value.trim().to_owned()))
+        .collect();
+    let length = headers.get("content-length").map_or(0, |length| length.parse().unwrap());
+    let mut body = bytes.split_off(end + 4);
+    while body.len() < length {
+        if stream.read_buf(&mut body).await.ok()? == 0 {
+            return None;
+        }
+    }
+    Some((path, headers, body))
+}
+
+async fn whole(stream: &mut TcpStream, status: u16, body: &str) {
+    let length = body.len();
+    let head = format!(
+        "HTTP/1.1 {status} X\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n"
+    );
+    let _gone = stream.write_all(format!("{head}{body}").as_bytes()).await;
+}

@@ -1,0 +1,75 @@
+//! What requests weigh at their workers, and from when on one is busy.
+
+use kvflash_core::policy::Policy;
+use serde_json::json;
+
+use super::stage::{Stage, prompt, with};
+
+const PREFILL: &str = "worker_active_prefill_tokens{worker=\"1:0\"}";
+const BLOCKS: &str = "worker_active_blocks{worker=\"1:0\"}";
+
+#[tokio::test]
+async fn a_prompt_counts_until_the_first_token_and_its_blocks_until_the_end() {
+    let stage = Stage::new(|options| options.router.policy = Policy::Kv);
+    let mut engine = stage.engine().await.by_hand();
+    let asking = stage.send("a", with(prompt(0..64), json!({ "stream": true })));
+    let mut asked = engine.next().await;
+    assert_eq!((stage.metric(PREFILL).await, stage.metric(BLOCKS).await), (64.0, 4.0));
+    asked.begin().await;
+    asked.event("{\"n\": 1}").await;
+    stage.until_metric(PREFILL, 0.0).await;
+    assert_eq!(stage.metric(BLOCKS).await, 4.0);
+    asked.end().await;
+    assert_eq!(asking.await.unwrap().status, 200);
+    stage.until_idle().await;
+    assert_eq!(stage.metric(BLOCKS).await, 0.0);
+}
+
+#[tokio::test]
+async fn the_less_loaded_worker_is_chosen() {
+    let stage = Stage::new(|options| options.router.policy = Policy::LeastLoaded);
+    let mut slow = stage.engine().await.by_hand();
+    let asking = stage.send("a", prompt(0..640));
+    let asked = slow.next().await;
+    let other = stage.engine().await;
+    for n in 0..4 {
+        assert_eq!(stage.ask(&prompt(n..n + 40)).await.worker(), other.id);
+    }
+    asked.done().await;
+    assert_eq!(asking.await.unwrap().status, 200);
+}
+
+#[tokio::test]
+async fn busy_workers_get_nothing_and_none_left_is_a_503() {
+    let stage = Stage::new(|options| {
+        options.router.policy = Policy::Kv;
+        options.thresholds.active_prefill_tokens = Some(100);
+    });
+    let mut engine = stage.engine().await.by_hand();
+    // As much as the threshold is not above it.
+    let first = stage.send("a", prompt(0..100));
+    let held = engine.next().await;
+    let second = stage.send("b", prompt(1_000..1_001));
+    let other = engine.next().await;
+    assert_eq!(stage.metric(PREFILL).await, 101.0);
+    let refused = stage.ask(&prompt(0..40)).await;
+    assert_eq!((refused.status, refused.header("retry-after")), (503, Some("1")));
+    assert_eq!(stage.metric("refused_requests_total{cause=\"all_busy\"}").await, 1.0);
+    let free = stage.engine().await;
+    for n in 0..3 {
+        assert_eq!(stage.ask(&prompt(n..n + 40)).await.worker(), free.id);
+    }
+    let pinned = with(prompt(0..40), json!({ "nvext": { "backend_instance_id": engine.id } }));
+    assert_eq!(stage.ask(&pinned).await.status, 503);
+    // Without the threshold it may have more.
+    let change = json!({ "model": "m", "active_prefill_tokens_threshold": null });
+    assert_eq!(stage.post("/busy_threshold", &change).await.status, 200);
+    let third = stage.send("c", pinned);
+    engine.next().await.done().await;
+    held.done().await;
+    other.done().await;
+    for asking in [first, second, third] {
+        assert_eq!(asking.await.unwrap().status, 200);
+    }
+    stage.until_idle().await;
+}

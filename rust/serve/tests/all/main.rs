@@ -1,0 +1,11 @@
+//! The services from outside, in one program: HTTP in, HTTP out, engines that answer when a test says so.
+#![allow(clippy::unwrap_used)]
+
+mod affinity;
+mod disagg;
+mod engine;
+mod load;
+mod queue;
+mod retry;
+mod serve;
+mod stage;

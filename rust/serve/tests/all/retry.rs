@@ -1,0 +1,196 @@
+//! One answer for each request: before the first byte another worker is tried, after it never.
+
+use std::time::Duration;
+
+use serde_json::json;
+
+use super::stage::{Stage, prompt, until, with};
+
+#[tokio::test]
+async fn a_worker_that_closes_is_replaced_by_another() {
+    let stage = Stage::new(|_| ());
+    let (bad, good) = (stage.engine().await, stage.engine().await);
+    bad.closes();
+    for n in 0..2 {
+        stage.until_healthy(bad.id, true).await;
+        let answer = stage.ask(&prompt(n..n + 40)).await;
+        assert_eq!((answer.status, answer.worker()), (200, good.id));
+    }
+    assert_eq!((good.count(), bad.count() >= 1), (2, true));
+    let failed = stage.metric("attempts_failed_total{cause=\"no_answer\"}").await;
+    assert_eq!(failed as usize, bad.count());
+    stage.until_idle().await;
+}
+
+#[tokio::test]
+async fn every_worker_is_tried_once_and_the_last_failure_is_told() {
+    let stage = Stage::new(|_| ());
+    let engines = [stage.engine().await, stage.engine().await];
+    engines.iter().for_each(|engine| engine.closes());
+    let answer = stage.ask(&prompt(0..40)).await;
+    assert_eq!(answer.status, 502);
+    assert!(answer.text().contains("no worker answered; tried ["), "{}", answer.text());
+    assert_eq!(engines.map(|engine| engine.count()), [1, 1]);
+    stage.until_idle().await;
+}
+
+#[tokio::test]
+async fn attempts_have_a_limit() {
+    let stage = Stage::new(|options| options.max_attempts = 3);
+    let mut engines = Vec::new();
+    for _ in 0..5 {
+        engines.push(stage.engine().await);
+    }
+    engines.iter().for_each(|engine| engine.answers(503, json!({ "error": "busy" })));
+    let answer = stage.ask(&prompt(0..40)).await;
+    assert_eq!((answer.status, answer.header("retry-after").is_some()), (503, true));
+    assert_eq!(engines.iter().map(|engine| engine.count()).sum::<usize>(), 3);
+    // A refusal says nothing of an engine's health.
+    let workers = stage.get("/workers").await;
+    assert!(workers.as_array().unwrap().iter().all(|worker| worker["healthy"] == true));
+}
+
+#[tokio::test]
+async fn a_wrong_request_is_sent_once() {
+    let stage = Stage::new(|_| ());
+    let engines = [stage.engine().await, stage.engine().await];
+    engines.iter().for_each(|engine| engine.answers(400, json!({ "error": "bad prompt" })));
+    let answer = stage.ask(&prompt(0..40)).await;
+    assert_eq!((answer.status, answer.json()["error"].as_str()), (400, Some("bad prompt")));
+    assert_eq!(engines.iter().map(|engine| engine.count()).sum::<usize>(), 1);
+    stage.until_idle().await;
+}
+
+#[tokio::test]
+async fn silence_before_the_first_byte_is_a_failed_attempt() {
+    let stage = Stage::new(|options| options.first_byte_timeout = Duration::from_secs(600));
+    let mut hangs = stage.engine().await.by_hand();
+    let asking = stage.send("a", prompt(0..40));
+    let held = hangs.next().await;
+    let good = stage.engine().await;
+    stage.skip(Duration::from_secs(599)).await;
+    assert!(!asking.is_finished());
+    stage.skip(Duration::from_secs(1)).await;
+    let answer = asking.await.unwrap();
+    assert_eq!((answer.status, answer.worker()), (200, good.id));
+    held.gone().await;
+    stage.until_idle().await;
+}
+
+#[tokio::test]
+async fn the_last_silence_is_a_gateway_timeout() {
+    let stage = Stage::new(|options| options.first_byte_timeout = Duration::from_secs(600));
+    let mut hangs = stage.engine().await.by_hand();
+    let asking = stage.send("a", prompt(0..40));
+    let _held = hangs.next().await;
+    stage.skip(Duration::from_secs(600)).await;
+    let answer = asking.await.unwrap();
+    assert_eq!(answer.status, 504, "{}", answer.text());
+    stage.until_idle().await;
+}
+
+#[tokio::test]
+async fn a_stream_that_breaks_ends_with_an_error_and_is_never_repeated() {
+    let stage = Stage::new(|_| ());
+    let mut breaks = stage.engine().await.by_hand();
+    let asking = stage.send("a", with(prompt(0..40), json!({ "stream": true })));
+    let mut asked = breaks.next().await;
+    let other = stage.engine().await;
+    asked.begin().await;
+    asked.event("{\"n\": 1}").await;
+    drop(asked);
+    let answer = asking.await.unwrap();
+    assert_eq!((answer.status, answer.is_broken), (200, false));
+    let events: Vec<_> = answer.text().split("\n\n").filter(|event| !event.is_empty()).collect();
+    assert_eq!((events.len(), events[0]), (3, "data: {\"n\": 1}"));
+    assert!(events[1].contains("\"code\":502"), "{}", events[1]);
+    assert_eq!(events[2], "data: [DONE]");
+    assert_eq!(other.count(), 0);
+    stage.until_idle().await;
+}
+
+#[tokio::test]
+async fn silence_within_a_stream_breaks_it() {
+    let stage = Stage::new(|options| options.stream_idle_timeout = Duration::from_secs(300));
+    let mut engine = stage.engine().await.by_hand();
+    let asking = stage.send("a", with(prompt(0..40), json!({ "stream": true })));
+    let mut asked = engine.next().await;
+    asked.begin().await;
+    asked.event("{\"n\": 1}").await;
+    // The wait begins when the event has gone through.
+    stage.until_metric("worker_active_prefill_tokens{worker=\"1:0\"}", 0.0).await;
+    for _ in 0..3 {
+        tokio::task::yield_now().await;
+    }
+    stage.skip(Duration::from_secs(301)).await;
+    let answer = asking.await.unwrap();
+    assert!(answer.text().contains("--stream-idle-timeout"), "{}", answer.text());
+    asked.gone().await;
+    stage.until_idle().await;
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_frees_its_booking_and_its_engine() {
+    let stage = Stage::new(|_| ());
+    let mut engine = stage.engine().await.by_hand();
+    let asking = stage.send("a", prompt(0..40));
+    let asked = engine.next().await;
+    stage.until_metric("worker_active_requests{worker=\"1:0\"}", 1.0).await;
+    asking.abort();
+    asked.gone().await;
+    stage.until_idle().await;
+    assert_eq!(stage.metric("clients_gone_total").await, 1.0);
+}
+
+#[tokio::test]
+async fn requests_in_flight_have_a_limit() {
+    let stage = Stage::new(|options| options.max_concurrent_requests = 1);
+    let mut engine = stage.engine().await.by_hand();
+    let asking = stage.send("a", prompt(0..40));
+    let asked = engine.next().await;
+    let refused = stage.ask(&prompt(0..40)).await;
+    assert_eq!((refused.status, refused.header("retry-after").is_some()), (429, true));
+    asked.done().await;
+    assert_eq!(asking.await.unwrap().status, 200);
+    stage.until_idle().await;
+}
+
+#[tokio::test]
+async fn sick_workers_get_nothing_until_they_are_well() {
+    let stage = Stage::new(|_| ());
+    let (sick, well) = (stage.engine().await, stage.engine().await);
+    sick.health(500);
+    stage.skip(Duration::from_secs(2)).await;
+    stage.until_healthy(sick.id, false).await;
+    for n in 0..4 {
+        assert_eq!(stage.ask(&prompt(n..n + 40)).await.worker(), well.id);
+    }
+    well.health(500);
+    stage.skip(Duration::from_secs(2)).await;
+    stage.until_healthy(well.id, false).await;
+    let refused = stage.ask(&prompt(0..40)).await;
+    assert_eq!((refused.status, refused.header("retry-after")), (503, Some("1")));
+    sick.health(200);
+    until("a check", async || {
+        stage.skip(Duration::from_secs(1)).await;
+        stage.get("/workers").await[0]["healthy"] == true
+    })
+    .await;
+    assert_eq!(stage.ask(&prompt(0..40)).await.worker(), sick.id);
+}
+
+#[tokio::test]
+async fn a_worker_that_was_removed_gets_nothing_and_ends_what_it_has() {
+    let stage = Stage::new(|_| ());
+    let mut leaves = stage.engine().await.by_hand();
+    let asking = stage.send("a", prompt(0..40));
+    let asked = leaves.next().await;
+    let stays = stage.engine().await;
+    stage.remove(leaves.id).await;
+    for n in 0..4 {
+        assert_eq!(stage.ask(&prompt(n..n + 40)).await.worker(), stays.id);
+    }
+    asked.done().await;
+    assert_eq!(asking.await.unwrap().status, 200);
+    assert_eq!(leaves.count(), 1);
+}
