@@ -14,12 +14,11 @@ from typing import Any
 
 from kvflash.discovery.folder import Folder
 from servers import EtcdServer, NatsServer
-from service import Process, until
+from service import SUPPORT, Process, until
 from support_frontend import CHAT, DONE, Answer, Call, FrontendProcess
 from wire import Wire
 
 KINDS = ("openai", "tcp", "http", "nats")
-HERE = Path(__file__).parent
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "Say it"}], "max_tokens": 50}
 STREAM = {**BODY, "stream": True}
 # For those that wait for the end of a silence; long enough for every decent answer here.
@@ -106,7 +105,7 @@ class Site:
             self.frontend.wait_healthy(self.ids[name])
 
     def _start_engine(self, name: str, role: str) -> None:
-        process = self._process("openai_worker.py", name, role)
+        process = self._process(name, "openai", role)
         url = str(process.ready()["url"])
         wire = self._wire(name, url.removeprefix("http://"))
         self.ids[name] = self.frontend.add(f"http://{wire.address}", role=role)
@@ -119,7 +118,7 @@ class Site:
         if self._etcd is not None:
             wire = self._wire(f"{name} to etcd", f"127.0.0.1:{self._etcd.port}")
             env["ETCD_ENDPOINTS"] = f"http://{wire.address}"
-        process = self._process("token_worker.py", name, role, self.kind, env=env)
+        process = self._process(name, "tokens", role, self.kind, env=env)
         number = self.ids[name] = int(process.ready()["id"])
         if self._nats is None and self._etcd is None:
             self._put_behind_wire(name, f"v1/instances/tests/{role}/generate/{number}")
@@ -142,9 +141,12 @@ class Site:
     def _url(self, number: int) -> str:
         return str(self.frontend.workers().get(number, {}).get("url"))
 
-    def _process(self, script: str, *args: str, env: dict[str, str] | None = None) -> Process:
-        self.processes[args[0]] = Process(str(HERE / script), *args, env=env or self.env)
-        return self.processes[args[0]]
+    def _process(
+        self, name: str, kind: str, *args: str, env: dict[str, str] | None = None
+    ) -> Process:
+        made = Process(str(SUPPORT / "double.py"), kind, name, *args, env=env or self.env)
+        self.processes[name] = made
+        return made
 
     def _wire(self, name: str, target: str) -> Wire:
         self.wires[name] = Wire(target)
@@ -152,7 +154,7 @@ class Site:
         return self.wires[name]
 
     def tell(self, name: str, word: str) -> None:
-        """``mute``, ``hold`` or ``drip``: see support_gate.py."""
+        """``mute``, ``hold`` or ``drip``: see double.py."""
         (self.folder / f"{name}.{word}").touch()
 
     def untell(self, name: str, word: str) -> None:

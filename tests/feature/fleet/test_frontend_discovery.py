@@ -13,7 +13,7 @@ import pytest
 from service import SUPPORT, Process, until
 from support_frontend import CHAT, Call, FrontendProcess, ask
 
-WORKER = SUPPORT / "token_worker.py"
+WORKER = SUPPORT / "double.py"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "Say it"}], "max_tokens": 50}
 STREAM = {**BODY, "stream": True}
 
@@ -29,7 +29,7 @@ class Fleet:
         self.frontend = FrontendProcess("--discovery", "file", *flags, env=self.env)
 
     def start(self, name: str, role: str = "decode", plane: str = "tcp") -> None:
-        worker = Process(str(WORKER), name, role, plane, env=self.env)
+        worker = Process(str(WORKER), "tokens", name, role, plane, env=self.env)
         self.workers[name] = worker
         self.ids[name] = int(worker.ready()["id"])
         self.frontend.wait_healthy(self.ids[name])

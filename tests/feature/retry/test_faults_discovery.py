@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from service import Process, until
-from support_faults import BODY, HERE, IMPATIENT, STREAM, Site, end_of
+from service import SUPPORT, Process, until
+from support_faults import BODY, IMPATIENT, STREAM, Site, end_of
 
 FLAPS = 50
 
@@ -65,7 +65,9 @@ def test_registrations_that_flap_lose_no_request(
     one = site(plane, discovery=discovery)
     one.start("anna")
     load = Load(one)
-    flapping = Process(str(HERE / "flapping_worker.py"), "flora", str(FLAPS), plane, env=one.env)
+    flapping = Process(
+        str(SUPPORT / "double.py"), "flapping", "flora", "decode", plane, str(FLAPS), env=one.env
+    )
     try:
         assert flapping.popen.wait(240) == 0, "".join(flapping.errors)
         served = flapping.ready()["served"]
