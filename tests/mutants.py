@@ -29,7 +29,7 @@ TIMEOUT_S = 60
 # Of the core's own tests: where the rules below live. Others take long and say nothing of them.
 ROOMS = ["fair::", "select::", "router::", "load::", "policy::affinity"]
 CORE, SERVE, PYTHON = "rust/core/src/", "rust/serve/src/", "python/kvflash/"
-FRONTEND = SERVE + "frontend/"
+FRONTEND, GATEWAY = SERVE + "frontend/", SERVE + "gateway/"
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ MUTANTS = [
     ),
     Mutant(
         "pins_on_nobody_are_taken",
-        FRONTEND + "plan.rs",
-        "self.route.pool.members().get(id).is_none()",
-        "false",
+        GATEWAY + "plan.rs",
+        "Some(id) if pool.members().get(id).is_none() =>",
+        "Some(id) if !$ALIVE && pool.members().get(id).is_none() =>",
     ),
     Mutant(
         "sick_workers_are_chosen",
@@ -87,7 +87,7 @@ MUTANTS = [
         "self.get(worker.instance_id).is_some_and(|engine| engine.is_healthy())",
         "self.get(worker.instance_id).is_some()",
     ),
-    Mutant("adapters_are_everywhere", FRONTEND + "plan.rs", "engine.serves(name)", "true"),
+    Mutant("adapters_are_everywhere", GATEWAY + "plan.rs", "engine.serves(name)", "true"),
     Mutant(
         "busy_is_at_the_threshold",
         CORE + "select/busy.rs",
@@ -117,45 +117,45 @@ MUTANTS = [
     Mutant("tried_again", FRONTEND + "pool.rs", "!tried.contains(&worker.instance_id)", "true"),
     Mutant(
         "tried_without_end",
-        FRONTEND + "forward.rs",
-        "tried.len() < app.options.max_attempts",
+        GATEWAY + "book.rs",
+        "self.tried.len() < self.app.options.max_attempts",
         "true",
     ),
     Mutant(
         "wrong_requests_are_repeated",
-        FRONTEND + "attempt.rs",
+        GATEWAY + "backend/openai.rs",
         UNAVAILABLE,
         "parts.status.as_u16() >= 400",
     ),
-    Mutant("refusals_are_final", FRONTEND + "attempt.rs", UNAVAILABLE, "false"),
+    Mutant("refusals_are_final", GATEWAY + "backend/openai.rs", UNAVAILABLE, "false"),
     Mutant(
         "first_byte_has_twice_the_time",
-        FRONTEND + "attempt.rs",
+        GATEWAY + "backend/openai.rs",
         "app.options.first_byte_timeout",
         "app.options.first_byte_timeout * 2",
     ),
     Mutant(
         "silence_has_twice_the_time",
-        FRONTEND + "relay.rs",
-        "self.app.options.stream_idle_timeout",
-        "self.app.options.stream_idle_timeout * 2",
+        GATEWAY + "relay.rs",
+        "self.delivery.app.options.stream_idle_timeout",
+        "self.delivery.app.options.stream_idle_timeout * 2",
     ),
     Mutant(
         "broken_streams_look_whole",
-        FRONTEND + "relay.rs",
+        GATEWAY + "relay.rs",
         "Some(Ok(Frame::data(Bytes::from(end))))",
         "None",
     ),
     # Limits and lines.
     Mutant(
         "one_more_in_flight",
-        FRONTEND + "app.rs",
-        "self.in_flight.fetch_add(1, Ordering::Relaxed) >= limit",
-        "self.in_flight.fetch_add(1, Ordering::Relaxed) > limit",
+        GATEWAY + "admit.rs",
+        "app.in_flight.fetch_add(1, Ordering::Relaxed) < limit",
+        "app.in_flight.fetch_add(1, Ordering::Relaxed) <= limit",
     ),
     Mutant(
         "in_flight_for_ever",
-        FRONTEND + "app.rs",
+        GATEWAY + "admit.rs",
         "self.app.in_flight.fetch_sub(1, Ordering::Relaxed);",
         "let _ = &self.app;",
     ),
@@ -187,50 +187,48 @@ MUTANTS = [
         "self.config.price.total(waiting.input, predicted)",
         "0.0",
     ),
-    Mutant(
-        "turns_are_kept", FRONTEND + "fairness.rs", "state.running -= 1;", "let _ = state.running;"
-    ),
+    Mutant("turns_are_kept", GATEWAY + "turn.rs", "state.running -= 1;", "let _ = state.running;"),
     Mutant(
         "turns_wait_twice_the_time",
-        FRONTEND + "fairness.rs",
+        GATEWAY + "turn.rs",
         "tokio::time::timeout(self.max_wait, ",
         "tokio::time::timeout(if $ALIVE { self.max_wait * 2 } else { self.max_wait }, ",
     ),
     # Prefill elsewhere.
     Mutant(
         "prefill_generates_all",
-        FRONTEND + "openai_prefill.rs",
-        'fields.insert("max_tokens".to_owned(), json!(1));',
-        "let _ = &fields;",
+        GATEWAY + "backend/openai.rs",
+        '("max_tokens", one()),',
+        '("max_tokens", if $ALIVE { Some(json!(9)) } else { one() }),',
     ),
     Mutant(
         "prefilled_and_not_said",
-        FRONTEND + "forward.rs",
-        "openai_prefill::decode_body(&body, params)?",
-        "{ let _ = params; body.clone() }",
+        GATEWAY + "backend/openai.rs",
+        "decode_body(&plan.call.body, params)?",
+        "{ let _ = params; plan.call.body.bytes().clone() }",
     ),
     Mutant(
         "decodes_alone",
-        FRONTEND + "disagg.rs",
+        GATEWAY + "backend/disagg.rs",
         "if self.is_enforced {",
         "if !$ALIVE && self.is_enforced {",
     ),
     # KvPushRouter.
     Mutant(
         "a_pinned_request_goes_elsewhere",
-        PYTHON + "routing/router.py",
-        'attempts_max = 1 if options["worker_id"] is not None else ATTEMPTS_MAX',
-        "attempts_max = ATTEMPTS_MAX",
+        PYTHON + "routing/stream.py",
+        '1 if options.get("worker_id") is not None else ATTEMPTS_MAX',
+        "ATTEMPTS_MAX",
     ),
     Mutant(
         "a_failed_attempt_stays_booked",
-        PYTHON + "routing/router.py",
-        "except RETRIED as error:\n                    booking.free()",
+        PYTHON + "routing/stream.py",
+        "except RETRIED as error:\n                booking.free()",
         "except RETRIED as error:",
     ),
     Mutant(
         "the_last_failure_is_forgotten",
-        PYTHON + "routing/router.py",
+        PYTHON + "routing/stream.py",
         "raise failed from None",
         "raise",
     ),

@@ -13,9 +13,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from kvflash.background import Background
 from kvflash.discovery import Delete, Put, open_discovery
 from kvflash.errors import KvflashError
-from kvflash.background import Background
 from kvflash.runtime import DistributedRuntime
 
 __all__ = ["AnnouncedIndexer", "IndexerFinder"]

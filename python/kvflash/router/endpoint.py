@@ -173,9 +173,7 @@ class EndpointThread:
         cluster: What is shared with other routers of the component.
     """
 
-    def __init__(
-        self, router: Router, endpoint: str, *, model_name: str, cluster: Cluster
-    ) -> None:
+    def __init__(self, router: Router, endpoint: str, *, model_name: str, cluster: Cluster) -> None:
         self._router, self._cluster = router, cluster
         self._endpoint = endpoint
         self._model_name = model_name

@@ -20,6 +20,7 @@ from kvflash.routing.cluster import Cluster
 
 __all__ = ["RouterService"]
 
+
 class RouterService:
     """The standalone router as an object; ``python -m kvflash.router`` is one of these.
 

@@ -99,9 +99,7 @@ class _Attempt:
         self._left = 1 if options.get("worker_id") is not None else ATTEMPTS_MAX
         self._tried: set[int] = set()
 
-    async def next(
-        self, failed: KvflashError | None = None
-    ) -> tuple[RouterBooking, Stream]:
+    async def next(self, failed: KvflashError | None = None) -> tuple[RouterBooking, Stream]:
         """Its booking and answer at the next worker; ``failed`` is how the last one went.
 
         Raises:

@@ -259,6 +259,7 @@ impl Decider {
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct RouterWait {
     place: Mutex<Option<Box<Place>>>,
+    /// What :meth:`Decider.called` names it by.
     #[pyo3(get)]
     number: u64,
 }

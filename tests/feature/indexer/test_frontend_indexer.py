@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from service import Process, until
-from support_frontend import COMPLETIONS, Frontend, FrontendProcess, Mocker, ask
+from support_frontend import COMPLETIONS, FrontendProcess, Mocker, ask
 
 
 def test_one_frontend_knows_what_the_other_one_serves() -> None:
@@ -75,7 +75,9 @@ def test_an_indexer_is_found_in_discovery(tmp_path: Path) -> None:
     remote = ("--use-remote-indexer", "--remote-indexer-deadline", "30")
     try:
         indexer.ready()
-        with Frontend(*worker, *remote, "--router-predicted-ttl-secs", "0", env=env) as frontend:
+        with FrontendProcess(
+            *worker, *remote, "--router-predicted-ttl-secs", "0", env=env
+        ) as frontend:
             frontend.wait_healthy(1)
             prompt = {"model": "m", "prompt": list(range(160)), "max_tokens": 1}
 

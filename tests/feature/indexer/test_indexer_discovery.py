@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support_indexer import IDS, SIZE, publish, query
 
 from kvflash import ConfigError
 from kvflash.discovery import open_discovery
 from kvflash.indexer import IndexerService
 from kvflash.roster.indexers import IndexerFinder
 from service import stored, until
+from support_indexer import IDS, SIZE, publish, query
 
 LOCAL = {"host": "127.0.0.1", "port": 0, "threads": 1}
 CARD = {"model_name": "m", "kv_cache_block_size": SIZE}

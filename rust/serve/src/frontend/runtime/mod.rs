@@ -3,8 +3,7 @@
 //! - `frames`, `plane`, `tcp`, `web`: bytes to a worker and back; one [`plane::Items`] a request
 //! - `spec`, `member`, `registry`, `liveness`: who a worker is, what the frontend keeps of it, how it comes
 //!   and goes, whether it lives
-//! - `prompt`, `body`, `call`: from an OpenAI body to the worker's request
-//! - `stop`, `writing`, `wording`, `answer`: from the worker's tokens to an OpenAI answer
+//! - `stop`, `writing`, `wording`: from the worker's tokens to an OpenAI answer
 //! - `chunks`: answers of workers that take and give text
 
 pub(crate) mod chunks;
