@@ -11,6 +11,7 @@ __all__ = [
     "Bookings",
     "Catalog",
     "CatalogDump",
+    "Decider",
     "EventOutbox",
     "FoundWorkers",
     "Frontend",
