@@ -1,8 +1,9 @@
 //! What is known of an engine.
 
-use kvflash_core::select::WorkerReason;
+use std::collections::BTreeMap;
 
-use super::server_info::ServerNotes;
+use kvflash_core::fleet::EventSpec;
+use kvflash_core::select::WorkerReason;
 
 /// How an engine fares.
 #[derive(Debug, Clone, Default)]
@@ -31,4 +32,16 @@ pub(crate) struct Inspection {
     pub is_settled: bool,
     /// That there is no `/tokenize` was said.
     pub has_told_untold: bool,
+}
+
+/// What an SGLang engine's server said of itself.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct ServerNotes {
+    /// Where its ranks publish; empty where they do not.
+    pub events: BTreeMap<u32, EventSpec>,
+    pub dp_size: u32,
+    /// Tokens in a block of its events.
+    pub block_size: Option<u32>,
+    /// What was found, or why nothing was, for people.
+    pub note: String,
 }

@@ -9,6 +9,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::engine::Engine;
+use super::notes::ServerNotes;
 use super::proxy::Upstream;
 
 /// Newer engines answer at the first one.
@@ -35,18 +36,6 @@ struct KvEvents {
     publisher: Option<String>,
     endpoint: Option<String>,
     replay_endpoint: Option<String>,
-}
-
-/// What it said.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct ServerNotes {
-    /// Where its ranks publish; empty where they do not.
-    pub events: BTreeMap<u32, EventSpec>,
-    pub dp_size: u32,
-    /// Tokens in a block of its events.
-    pub block_size: Option<u32>,
-    /// What was found, or why nothing was, for people.
-    pub note: String,
 }
 
 /// Ask `engine`; `None` where it is no SGLang, or does not answer.
