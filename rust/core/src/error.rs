@@ -7,8 +7,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// What went wrong, by what the caller can do about it.
 ///
-/// A gap, a duplicate or an unknown parent is an outcome of an event, not an error. Doors match every
-/// cause, so that a new one does not compile until each of them answers it.
+/// A gap, a duplicate or an unknown parent is an outcome of an event, not an error. Doors answer by
+/// [`kind`](Self::kind) and never by the message.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum Error {
     /// The configuration cannot work: fix the flag or the file. Names the field and what is legal.
@@ -57,6 +57,22 @@ impl Error {
     /// A decode error at `offset` bytes from the start of the frame.
     pub fn decode(offset: usize, reason: impl Into<String>) -> Self {
         Self::Decode { offset, reason: reason.into() }
+    }
+
+    /// The status that HTTP answers it with, and the class of Python's `kvflash.errors` that it is raised as.
+    pub fn kind(&self) -> (u16, &'static str) {
+        match self {
+            Self::Config(_) => (500, "ConfigError"),
+            Self::InvalidArgument(_) => (400, "InvalidArgumentError"),
+            Self::Decode { .. } => (400, "DecodeError"),
+            Self::NoWorker(_) => (503, "NoWorkerError"),
+            Self::AllBusy(_) => (503, "AllBusyError"),
+            Self::Overloaded(_) | Self::MustWait(_) => (429, "OverloadedError"),
+            Self::NotFound(_) => (404, "NotFoundError"),
+            Self::Conflict(_) => (409, "ConflictError"),
+            Self::Transport(_) => (502, "TransportError"),
+            Self::Closed(_) => (503, "ClosedError"),
+        }
     }
 
     /// An argument error; say the field, the limit and what came.

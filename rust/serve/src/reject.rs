@@ -101,17 +101,10 @@ impl Reject {
 
 impl From<Error> for Reject {
     fn from(error: Error) -> Self {
-        let (status, retry_after_s) = match &error {
-            Error::InvalidArgument(_) | Error::Decode { .. } => (StatusCode::BAD_REQUEST, None),
-            Error::NotFound(_) => (StatusCode::NOT_FOUND, None),
-            Error::Conflict(_) => (StatusCode::CONFLICT, None),
-            Error::Overloaded(_) | Error::MustWait(_) => (StatusCode::TOO_MANY_REQUESTS, Some(1)),
-            Error::NoWorker(_) | Error::AllBusy(_) | Error::Closed(_) => {
-                (StatusCode::SERVICE_UNAVAILABLE, Some(1))
-            }
-            Error::Transport(_) => (StatusCode::BAD_GATEWAY, None),
-            Error::Config(_) => (StatusCode::INTERNAL_SERVER_ERROR, None),
-        };
+        let (status, _) = error.kind();
+        let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        // Whoever only has too much to do, or nobody to do it, may have in a second.
+        let retry_after_s = matches!(status.as_u16(), 429 | 503).then_some(1);
         Self { retry_after_s, cause: Some(error.clone()), ..Self::new(status, error.to_string()) }
     }
 }

@@ -1,4 +1,4 @@
-//! The table from the core's errors to Python's, whose classes live in `kvflash.errors`.
+//! The core's errors as Python's, whose classes live in `kvflash.errors`.
 
 use kvflash_core::error::Error;
 use pyo3::exceptions::PyRuntimeError;
@@ -8,18 +8,7 @@ use pyo3::types::PyType;
 
 /// Raise `error` as the class of `kvflash.errors` that stands for its cause.
 pub(super) fn raise(py: Python<'_>, error: &Error) -> PyErr {
-    let class = match error {
-        Error::Config(_) => "ConfigError",
-        Error::InvalidArgument(_) => "InvalidArgumentError",
-        Error::Decode { .. } => "DecodeError",
-        Error::NoWorker(_) => "NoWorkerError",
-        Error::AllBusy(_) => "AllBusyError",
-        Error::Overloaded(_) | Error::MustWait(_) => "OverloadedError",
-        Error::NotFound(_) => "NotFoundError",
-        Error::Conflict(_) => "ConflictError",
-        Error::Transport(_) => "TransportError",
-        Error::Closed(_) => "ClosedError",
-    };
+    let (_, class) = error.kind();
     static MODULE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let found = MODULE
         .get_or_try_init(py, || py.import("kvflash.errors").map(|m| m.into_any().unbind()))
