@@ -8,9 +8,9 @@ export CARGO_TARGET_DIR ?= $(HOME)/.cache/kvflash/target
 PROFILE ?= dev
 PYTEST_FLAGS ?=
 
-.PHONY: help demo demo-cluster test lint bench against policies dev capi wheel fuzz loom sanitize soak mutants peers clean
+.PHONY: help demo demo-cluster test lint bench against policies settings dev capi wheel fuzz loom sanitize soak mutants peers clean
 help:
-	@echo "make demo | demo-cluster | test | lint | bench | against | policies | dev | capi | wheel | fuzz | loom | sanitize | soak | mutants | peers | clean"
+	@echo "make demo | demo-cluster | test | lint | bench | against | policies | settings | dev | capi | wheel | fuzz | loom | sanitize | soak | mutants | peers | clean"
 
 $(VENV)/.ready:
 	$(PYTHON) -m venv $(VENV)
@@ -84,6 +84,10 @@ policies:
 	$(POLICIES) matrix --trace "$(abspath $(TRACE))" --agents "$(abspath $(AGENTS))" --seed $(SEED) \
 		--write docs/policies.md --figures docs/policies.csv
 	$(POLICIES) tables --trace "$(abspath $(TRACE))" --seed $(SEED) --write docs/policies.md
+
+# The manuals' tables of flags, from the settings that the core declares; a test compares them.
+settings: dev
+	$(BIN)/python tests/settings_tables.py
 
 wheel: $(VENV)/.ready
 	$(BIN)/maturin build --release --out dist

@@ -10,10 +10,7 @@ from typing import Literal, TypeVar
 from kvflash.flags import Flags
 
 __all__ = [
-    "add_common",
     "add_config",
-    "add_metrics_prefix",
-    "add_tls",
     "bounded_float",
     "bounded_int",
     "byte_count",
@@ -121,83 +118,3 @@ def number_or_auto(text: str) -> float | Literal["auto"]:
 def add_config(flags: Flags) -> None:
     """Add the file that may set every flag; first of all flags."""
     flags.add_file("--config", summary="Read flags from this YAML, TOML or JSON file")
-
-
-def add_tls(flags: Flags) -> None:
-    """Add certificate and key of the service's own HTTP."""
-    flags.section("TLS")
-    flags.add(
-        "--tls-cert-path",
-        parse=str,
-        default=None,
-        variables=("DYN_TLS_CERT_PATH",),
-        metavar="FILE",
-        summary="Serve HTTPS with this certificate chain (PEM); needs --tls-key-path",
-    )
-    flags.add(
-        "--tls-key-path",
-        parse=str,
-        default=None,
-        variables=("DYN_TLS_KEY_PATH",),
-        metavar="FILE",
-        summary="Private key of the certificate (PEM)",
-    )
-
-
-def add_metrics_prefix(flags: Flags) -> None:
-    """Add what names of metrics begin with."""
-    flags.add(
-        "--metrics-prefix",
-        parse=str,
-        default="kvflash",
-        variables=("DYN_METRICS_PREFIX",),
-        metavar="PREFIX",
-        summary="Prefix of the names in /metrics, without the underscore",
-    )
-
-
-def add_common(
-    flags: Flags,
-    *,
-    port: int,
-    threads: int,
-    extra_names: bool = False,
-    variables: tuple[str, ...] = (),
-) -> None:
-    """Add host, port, threads and log flags; ``variables`` are further ones of host and port."""
-    flags.section("Server and log")
-    hosts = ("--host", "--http-host") if extra_names else ("--host",)
-    ports = ("--port", "--http-port") if extra_names else ("--port",)
-    flags.add(
-        *hosts,
-        parse=str,
-        default="0.0.0.0",
-        variables=variables[:1],
-        metavar="ADDRESS",
-        summary="Address to listen on",
-    )
-    flags.add(
-        *ports,
-        parse=bounded_int(0, 65_535),
-        default=port,
-        variables=variables[1:],
-        summary="Port to listen on; 0 picks a free one",
-    )
-    flags.add(
-        "--threads", parse=bounded_int(1, 1_024), default=threads, summary="Threads that serve HTTP"
-    )
-    flags.add(
-        "--log-level",
-        parse=str,
-        default="info",
-        choices=("error", "warn", "info", "debug", "trace"),
-        metavar="LEVEL",
-        summary="error, warn, info, debug or trace",
-    )
-    flags.add(
-        "--log-format",
-        parse=str,
-        default="text",
-        choices=("text", "json"),
-        summary="Format of log lines",
-    )

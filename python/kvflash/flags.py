@@ -22,7 +22,7 @@ _FALSE = ("", "0", "false", "no", "off")
 
 #: The first section of the help, and the last ones.
 _FIRST = "Flags to know first"
-_LAST = ("Compatibility", "Other")
+_LAST = ("Limits and timeouts", "TLS", "Compatibility", "Other")
 
 
 def variable_of(name: str) -> str:

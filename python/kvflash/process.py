@@ -17,9 +17,9 @@ from typing import Protocol
 from kvflash._core import Catalog, init_logging
 from kvflash.console import LogLine, utc
 from kvflash.errors import ClosedError
+from kvflash.settings import warn_of_misspelt
 from kvflash.transport import ZmqOptions, ZmqReceiver
 from kvflash.transport.base import Receiver
-from kvflash.variables import warn_of_misspelt
 
 __all__ = ["FedService", "run_until_stopped", "start_logging"]
 

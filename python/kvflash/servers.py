@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvflash.errors import ConfigError
-from kvflash.variables import agreed
 
 __all__ = [
     "EVENT_PLANES",
     "EtcdSettings",
     "NatsSettings",
     "TlsFiles",
+    "agreed",
     "plane_of_events",
     "unused_server",
 ]
@@ -214,6 +214,19 @@ class EtcdSettings:
                     "ETCD_AUTH_CLIENT_CERT is set: nothing is sent in the clear then"
                 )
         return found
+
+
+def agreed(*names: str) -> tuple[str, str] | None:
+    """The first of these variables that is set and its value; None if none is.
+
+    Raises:
+        ConfigError: Two of them differ; names both.
+    """
+    found = {name: os.environ[name] for name in names if os.environ.get(name)}
+    if len(set(found.values())) > 1:
+        said = " and ".join(f"{name}={value}" for name, value in found.items())
+        raise ConfigError(f"environment variables contradict each other: {said}")
+    return next(iter(found.items()), None)
 
 
 def plane_of_events(named: str | None = None) -> str:

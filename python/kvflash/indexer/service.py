@@ -42,14 +42,9 @@ class IndexerService:
     def __init__(self, args: IndexerArgs | None = None, **settings: Any) -> None:
         args = dataclasses.replace(args or IndexerArgs(), **settings)
         self._core = Indexer(
-            threads=args.threads,
-            max_body_bytes=args.max_body_bytes,
-            max_blocks=args.max_blocks,
-            index_memory_bytes=args.index_memory,
+            **args.core_settings(),
             peers=args.peers,
-            min_initial_workers=args.min_initial_workers,
             test_endpoints=args.test_endpoints,
-            metrics_prefix=args.metrics_prefix,
         )
         for worker in args.workers:
             try:
@@ -71,10 +66,10 @@ class IndexerService:
             block_size=args.block_size,
             max_workers=args.max_workers,
         )
-        add_named(found, args.fleet)
+        add_named(found, args)
         self._finder = Finder(
             found,
-            args.fleet,
+            args,
             replicas=Alone(),
             show_metrics=lambda _text: None,
             # They are in the log.
@@ -112,7 +107,7 @@ class IndexerService:
         """
         self._service.start()
         self._finder.start()
-        args, kind = self._args, self._args.fleet.discovery_kind
+        args, kind = self._args, self._args.discovery_kind
         if kind is not None:
             self._announced = AnnouncedIndexer(kind, args.namespace, args.host, self.port)
             self._announced.start()

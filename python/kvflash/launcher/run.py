@@ -18,7 +18,7 @@ from kvflash.launcher.probe import EngineStopped, Found, wait_until_ready
 from kvflash.llm import ModelInput, ModelRuntimeConfig, ModelType, register_llm
 from kvflash.publisher.brokered import Served
 from kvflash.runtime import DistributedRuntime, Endpoint
-from kvflash.variables import warn_of_misspelt
+from kvflash.settings import warn_of_misspelt
 
 __all__ = ["Build", "main"]
 

@@ -11,7 +11,7 @@ from kvflash.console import LogLine, program
 from kvflash.errors import KvflashError
 from kvflash.mocker.app import run
 from kvflash.mocker.args import parse_args
-from kvflash.variables import warn_of_misspelt
+from kvflash.settings import warn_of_misspelt
 
 
 def main(argv: Sequence[str] | None = None) -> int:

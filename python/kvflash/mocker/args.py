@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from kvflash.config import add_config
 from kvflash.config_file import joined
 from kvflash.errors import ConfigError
 from kvflash.flags import Flags
-from kvflash.mocker.config import MockerConfig, PortChoice
+from kvflash.mocker.config import EventEra, MockerConfig, PortChoice
 from kvflash.publisher.brokered import plane_of_events
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -78,132 +78,54 @@ def _flags() -> Flags:
         has_variables=False,
     )
     add_config(flags)
-    _add_server(flags)
-    _add_engine(flags)
-    _add_events(flags)
-    _add_runtime(flags)
-    return flags
-
-
-def _adder(flags: Flags) -> Callable[..., None]:
-    """Adds a flag with the default of its option."""
-    defaults = {field.name: field.default for field in fields(MockerConfig)}
-
-    def add(*names: str, summary: str, parse: Callable[[str], Any] = str, **more: Any) -> None:
-        option = more.get("dest") or names[0][2:].replace("-", "_")
-        more = {"default": defaults.get(option), **more}
-        flags.add(*names, parse=parse, summary=summary, **more)
-
-    return add
-
-
-def _add_server(flags: Flags) -> None:
-    add = _adder(flags)
+    for section in _TABLE:
+        _add(flags, section)
+    _add_roles(flags)
     flags.section("Server and log")
-    add("--host", metavar="ADDRESS", summary="Address of the HTTP and ZMQ sockets")
-    add("--port", parse=int, summary="First HTTP port, worker i: +i; 0: free ports")
-    add("--num-workers", parse=int, summary="Engines in this process")
-    add("--max-waiting", parse=int, summary="Maximum waiting requests; more are refused with 429")
-    add("--model-name", metavar="NAME", summary="Name of the model")
-    flags.add_list(
-        "--lora-adapters",
-        dest="lora_adapters",
-        metavar="NAME",
-        summary="LoRA adapters, served as models",
-    )
-    add(
-        "--tokenizer",
-        "--model-path",
-        metavar="FOLDER",
-        summary="Hugging Face tokenizer folder; without it a token is a byte",
-    )
-    add(
-        "--drain-timeout",
-        dest="drain_timeout_s",
-        parse=float,
-        metavar="SECONDS",
-        summary="Time for running requests after SIGTERM",
-    )
-    add(
+    flags.add(
         "--log-level",
+        parse=str,
         choices=LOG_LEVELS,
         default="info",
         metavar="LEVEL",
         summary="debug, info, warning or error",
     )
+    return flags
 
 
-def _add_engine(flags: Flags) -> None:
-    add = _adder(flags)
-    flags.section("KV cache")
-    add("--block-size", parse=int, metavar="TOKENS", summary="Tokens per KV block")
-    add(
-        "--num-gpu-blocks",
-        "--num-gpu-blocks-override",
-        parse=int,
-        metavar="BLOCKS",
-        summary="Blocks in the cache of one worker",
-    )
-    _add_toggle(flags, "enable_prefix_caching", "Reuse blocks across requests")
-    add("--watermark", parse=float, summary="Share of the cache that admission keeps free")
-    flags.section("Batching and time")
-    add("--max-num-seqs", parse=int, summary="Requests that run at a time")
-    add("--max-num-batched-tokens", parse=int, metavar="TOKENS", summary="Tokens of one pass")
-    add(
-        "--max-model-len",
-        parse=int,
-        metavar="TOKENS",
-        summary="Longest prompt plus output; without it what the cache holds",
-    )
-    _add_toggle(flags, "enable_chunked_prefill", "Split prompts that do not fit into a pass")
-    add("--speedup-ratio", parse=float, summary="Modelled time divided by real time")
-    add(
-        "--startup-time",
-        dest="startup_time_s",
-        parse=float,
-        metavar="SECONDS",
-        summary="Time before a worker is ready",
-    )
+def _add(flags: Flags, section: str) -> None:
+    """Add the flags of a section, each of the kind and with the default of its option."""
+    flags.section(section)
+    for line in _TABLE[section].strip().splitlines():
+        spelled, _, summary = line.strip().partition(": ")
+        words = spelled.split()
+        names = [word for word in words if word.startswith("--")]
+        metavar = words[-1] if words[-1] not in names else None
+        name = names[0][2:].replace("-", "_")
+        option = name if name in _KINDS else f"{name}_s"
+        kind, default = _KINDS[option], _DEFAULTS[option]
+        if kind is bool:
+            off = [f"--no-{names[0][2:]}"] if default else []
+            flags.add_toggle(option, on=names, off=off, default=default, summary=summary)
+        elif option == "lora_adapters":
+            flags.add_list(names[0], dest=option, metavar=metavar or "", summary=summary)
+        else:
+            parse = _PARSERS.get(kind, str)
+            choices = get_args(kind) if kind is EventEra else None
+            flags.add(
+                *names, parse=parse, default=default, dest=option, metavar=metavar, choices=choices,
+                in_file=joined(parse) if parse is _ports else None, summary=summary,
+            )  # fmt: skip
 
 
-def _add_events(flags: Flags) -> None:
-    add = _adder(flags)
-    flags.section("Events")
-    for name, what in (("events", "block events"), ("replay", "event replay")):
-        add(
-            f"--zmq-{name}-port",
-            parse=_port_choice,
-            metavar="N|auto",
-            summary=f"First port of {what}, worker i: +i; 0: none; auto: free ports",
-        )
-    add("--event-era", choices=("positional", "tagged"), summary="Encoding of events")
-    add("--event-topic", metavar="TOPIC", summary="ZMQ topic")
-    add("--replay-buffer", parse=int, summary="Event batches kept for replay")
-    add("--data-parallel-rank", parse=int, summary="Rank in every event batch")
-
-
-def _add_runtime(flags: Flags) -> None:
-    add = _adder(flags)
-    flags.section("Runtime and roles")
-    add(
-        "--endpoint",
-        metavar="NAMESPACE.COMPONENT.ENDPOINT",
-        summary="Serve this endpoint of the runtime instead of HTTP",
-    )
-    _add_toggle(flags, "kv_events", "With --endpoint: publish block events")
-    add(
+def _add_roles(flags: Flags) -> None:
+    flags.add(
         "--event-plane",
+        parse=str,
         choices=("zmq", "nats"),
         default=None,
         summary="With --endpoint: how events go; else KVFLASH_EVENT_PLANE, else zmq",
     )
-    flags.add_switch(
-        "--enable-local-indexer",
-        dest="enable_local_indexer",
-        value=True,
-        summary="With nats: routers ask this worker for missed events instead of a stream",
-    )
-    add("--data-parallel-size", parse=int, summary="Ranks of one worker; needs --endpoint")
     for role, summary in (
         ("prefill", "Only compute prompts"),
         ("decode", "Only take over prompts"),
@@ -211,7 +133,7 @@ def _add_runtime(flags: Flags) -> None:
         flags.add_switch(
             f"--is-{role}-worker", dest=f"is_{role}_worker", value=True, summary=summary
         )
-    add(
+    flags.add(
         "--disaggregation-mode",
         dest="role",
         parse=_role,
@@ -219,19 +141,6 @@ def _add_runtime(flags: Flags) -> None:
         metavar="agg|prefill|decode",
         summary="The same in one flag",
     )
-    add(
-        "--bootstrap-ports",
-        parse=_ports,
-        in_file=joined(_ports),
-        metavar="PORT,...",
-        summary="One per prefill worker, where decode workers wait, as with SGLang",
-    )
-
-
-def _add_toggle(flags: Flags, dest: str, summary: str) -> None:
-    """A flag that is on, with its opposite."""
-    name = dest.replace("_", "-")
-    flags.add_toggle(dest, on=[f"--{name}"], off=[f"--no-{name}"], default=True, summary=summary)
 
 
 def _role(text: str) -> str:
@@ -255,3 +164,56 @@ def _port_choice(text: str) -> PortChoice:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a port, 0 or auto, got {text!r}") from None
+
+
+# Flags and what stands for their values, by section; options say their kinds and defaults.
+_TABLE = {
+    "Server and log": """
+        --host ADDRESS: Address of the HTTP and ZMQ sockets
+        --port: First HTTP port, worker i: +i; 0: free ports
+        --num-workers: Engines in this process
+        --max-waiting: Maximum waiting requests; more are refused with 429
+        --model-name NAME: Name of the model
+        --lora-adapters NAME: LoRA adapters, served as models
+        --tokenizer --model-path FOLDER: Hugging Face tokenizer folder; without it a token is a byte
+        --drain-timeout SECONDS: Time for running requests after SIGTERM
+    """,
+    "KV cache": """
+        --block-size TOKENS: Tokens per KV block
+        --num-gpu-blocks --num-gpu-blocks-override BLOCKS: Blocks in the cache of one worker
+        --enable-prefix-caching: Reuse blocks across requests
+        --watermark: Share of the cache that admission keeps free
+    """,
+    "Batching and time": """
+        --max-num-seqs: Requests that run at a time
+        --max-num-batched-tokens TOKENS: Tokens of one pass
+        --max-model-len TOKENS: Longest prompt plus output; without it what the cache holds
+        --enable-chunked-prefill: Split prompts that do not fit into a pass
+        --speedup-ratio: Modelled time divided by real time
+        --startup-time SECONDS: Time before a worker is ready
+    """,
+    "Events": """
+        --zmq-events-port N|auto: First port of events, worker i: +i; 0: none; auto: free ports
+        --zmq-replay-port N|auto: First port of replay, worker i: +i; 0: none; auto: free ports
+        --event-era: Encoding of events
+        --event-topic TOPIC: ZMQ topic
+        --replay-buffer: Event batches kept for replay
+        --data-parallel-rank: Rank in every event batch
+    """,
+    "Runtime and roles": """
+        --endpoint NAMESPACE.COMPONENT.ENDPOINT: Serve this endpoint of the runtime instead of HTTP
+        --kv-events: With --endpoint: publish block events
+        --enable-local-indexer: With nats: routers ask this worker for missed events
+        --data-parallel-size: Ranks of one worker; needs --endpoint
+        --bootstrap-ports PORT,...: One per prefill worker, where decode workers wait
+    """,
+}
+_KINDS = get_type_hints(MockerConfig)
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(MockerConfig)}
+_PARSERS: dict[Any, Callable[[str], Any]] = {
+    int: int,
+    int | None: int,
+    float: float,
+    PortChoice: _port_choice,
+    tuple[int, ...]: _ports,
+}

@@ -5,28 +5,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ipaddress
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from kvflash.config import bounded_float
 from kvflash.errors import ConfigError, InvalidArgumentError
-from kvflash.flags import Flags, source_of
+from kvflash.flags import source_of
 from kvflash.runtime.component import check_name
 
-__all__ = ["DNS_PREFIX", "FleetFlags", "add_fleet_flags"]
+__all__ = ["DNS_PREFIX", "PARSERS", "FleetFlags"]
 
 #: What the URL of a worker begins with that stands for every address of a name.
 DNS_PREFIX = "dns+"
 
 
-@dataclass(frozen=True, kw_only=True)
 class FleetFlags:
-    """What the flags say; see ``--help``.
+    """What a service's settings say of its fleet: a base of the class that has them.
 
     Attributes:
-        workers: Engines, as ``--worker`` takes them.
         worker_dns_interval_secs: Seconds between two lookups of a name among them.
         worker_dns_server: Who is asked for names; None: as ``/etc/resolv.conf`` says.
         discovery: ``mem``, ``file``, ``etcd`` or ``none``; None: as the service wants.
@@ -36,11 +32,10 @@ class FleetFlags:
     #: Another way in which workers come.
     other_way: ClassVar[str] = "POST /workers"
 
-    workers: Sequence[str] = ()
-    worker_dns_interval_secs: float = 5.0
-    worker_dns_server: tuple[str, int] | None = None
-    discovery: str | None = None
-    namespace: str | None = None
+    worker_dns_interval_secs: float
+    worker_dns_server: tuple[str, int] | None
+    discovery: str | None
+    namespace: str | None
 
     @property
     def discovery_kind(self) -> str | None:
@@ -49,7 +44,7 @@ class FleetFlags:
 
     def named_workers(self) -> Iterator[tuple[str, str, str]]:
         """Workers that flags name: what said so, the worker, and its role to be added to it."""
-        yield from self._of_flag("--worker", self.workers)
+        raise NotImplementedError
 
     @staticmethod
     def _of_flag(flag: str, specs: Sequence[str], role: str = "") -> Iterator[tuple[str, str, str]]:
@@ -103,51 +98,8 @@ def _namespace(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def add_fleet_flags(
-    flags: Flags, *, without: str, role: str = "[,role=ROLE]", dest: str = "workers"
-) -> None:
-    """Add them.
-
-    Args:
-        flags: To these.
-        without: What holds without ``--discovery``, in the help.
-        role: What a worker may say of its role, in the help.
-        dest: What ``--worker`` sets.
-    """
-    flags.add_list(
-        "--worker",
-        dest=dest,
-        metavar=f"URL[,events=ADDRESS][,replay=ADDRESS][,id=N]{role}[,dp=N]",
-        summary="Engines; dns+http://NAME stands for every address of a name",
-    )
-    flags.add(
-        "--worker-dns-interval-secs",
-        parse=bounded_float(0.1, 3_600),
-        default=5.0,
-        metavar="SECONDS",
-        summary="Pause between two DNS lookups of dns+http:// workers",
-    )
-    flags.add(
-        "--worker-dns-server",
-        parse=_server,
-        default=None,
-        metavar="ADDRESS[:PORT]",
-        summary="Name server for them instead of those in /etc/resolv.conf",
-    )
-    flags.add(
-        "--discovery",
-        "--store-kv",
-        parse=str,
-        default=None,
-        choices=("mem", "file", "etcd", "none"),
-        variables=("DYN_STORE_KV",),
-        summary=f"Where to find workers; {without}",
-    )
-    flags.add(
-        "--namespace",
-        parse=_namespace,
-        default=None,
-        variables=("DYN_NAMESPACE",),
-        metavar="NAME",
-        summary="Use only the workers of this discovery namespace",
-    )
+#: What makes values of the settings' texts, by key; see ``kvflash.settings.add_settings``.
+PARSERS: dict[str, Callable[[str], Any]] = {
+    "worker_dns_server": _server,
+    "namespace": _namespace,
+}

@@ -6,19 +6,10 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvflash.cluster_flags import ClusterFlags, add_cluster_flags, settle_cluster
-from kvflash.config import (
-    add_common,
-    add_config,
-    add_metrics_prefix,
-    add_tls,
-    bounded_float,
-    bounded_int,
-    byte_count,
-)
 from kvflash.errors import ConfigError
 from kvflash.flags import Flags, source_of
-from kvflash.router_flags import RouterFlags, add_router_flags, settle
+from kvflash.router_flags import RoutingArgs, parse
+from kvflash.settings import of_table
 
 __all__ = ["RouterArgs", "WorkerSpec", "parse_args", "parse_worker"]
 
@@ -42,27 +33,11 @@ class WorkerSpec:
     replay: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class RouterArgs(RouterFlags, ClusterFlags):
+@of_table("router")
+class RouterArgs(RoutingArgs):
     """The router's settings, one a flag; see ``--help``."""
 
-    host: str = "0.0.0.0"
-    port: int = 8091
-    threads: int = 2
-    log_level: str = "info"
-    log_format: str = "text"
-    endpoint: str | None = None
     workers: tuple[WorkerSpec, ...] = ()
-    model_name: str = "default"
-    tenant_id: str = "default"
-    max_body_bytes: int = 8 * 1024 * 1024
-    max_concurrent_requests: int = 65_536
-    max_workers: int = 4_096
-    body_timeout: float = 60.0
-    drain_timeout: float = 5.0
-    metrics_prefix: str = "kvflash"
-    tls_cert_path: str | None = None
-    tls_key_path: str | None = None
 
     def __post_init__(self) -> None:
         """Check what holds for every caller.
@@ -163,16 +138,7 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterArgs:
             "--log-level",
         ),
     )
-    add_config(flags)
-    add_common(flags, port=8091, threads=2, extra_names=True)
-    add_metrics_prefix(flags)
-    _add_workers(flags)
-    add_router_flags(flags, block_size=("--router-block-size", "--block-size"))
-    add_cluster_flags(flags)
-    flags.end_of_file()
-    _add_limits(flags)
-    add_tls(flags)
-    given = settle_cluster(settle(vars(flags.parse(argv))))
+    given = parse(flags, "router", argv, {"endpoint": _endpoint})
     given["workers"] = tuple(_worker(text) for text in given["workers"])
     return RouterArgs(**given)
 
@@ -183,63 +149,3 @@ def _worker(text: str) -> WorkerSpec:
     except ConfigError as error:
         said = str(error).removeprefix("--worker ")
         raise ConfigError(f"{source_of('--worker', text)} {said}") from None
-
-
-def _add_workers(flags: Flags) -> None:
-    flags.section("Workers")
-    flags.add(
-        "--endpoint",
-        parse=_endpoint,
-        default=None,
-        variables=("KVFLASH_ROUTER_ENDPOINT", "DYN_ROUTER_ENDPOINT"),
-        metavar="NAMESPACE.COMPONENT.ENDPOINT",
-        summary="Route to the workers of this endpoint, found through discovery",
-    )
-    flags.add_list(
-        "--worker",
-        dest="workers",
-        metavar="URL[,events=ADDRESS][,replay=ADDRESS][,id=N][,dp=N]",
-        summary="Workers of --model-name; POST /workers adds more",
-    )
-    for name, summary in (
-        ("--model-name", "Model of --worker"),
-        ("--tenant-id", "Tenant of --worker"),
-    ):
-        flags.add(name, parse=str, default="default", metavar="NAME", summary=summary)
-
-
-def _add_limits(flags: Flags) -> None:
-    flags.section("Limits and timeouts")
-    flags.add(
-        "--max-body-bytes",
-        parse=byte_count,
-        default=8 * 1024 * 1024,
-        metavar="SIZE",
-        summary="Largest request body; larger ones are refused with 413",
-    )
-    flags.add(
-        "--max-concurrent-requests",
-        parse=bounded_int(1, 10**7),
-        default=65_536,
-        summary="Maximum reservations per model; more are refused with 429",
-    )
-    flags.add(
-        "--max-workers",
-        parse=bounded_int(1, 65_535),
-        default=4_096,
-        summary="Maximum number of workers",
-    )
-    flags.add(
-        "--body-timeout",
-        parse=bounded_float(0.001, 86_400),
-        default=60.0,
-        metavar="SECONDS",
-        summary="Longest time for a request's body to arrive",
-    )
-    flags.add(
-        "--drain-timeout",
-        parse=bounded_float(0, 86_400),
-        default=5.0,
-        metavar="SECONDS",
-        summary="Time for running calls after SIGTERM",
-    )

@@ -49,16 +49,6 @@ class RouterService:
         self._core = Router(
             **args.core_settings(),
             policy_desk=None if self._policy is None else self._policy.desk,
-            block_size=args.kv_cache_block_size,
-            threads=args.threads,
-            max_body_bytes=args.max_body_bytes,
-            max_requests=args.max_concurrent_requests,
-            max_workers=args.max_workers,
-            body_timeout_s=args.body_timeout,
-            drain_timeout_s=args.drain_timeout,
-            metrics_prefix=args.metrics_prefix,
-            tls_cert_path=args.tls_cert_path,
-            tls_key_path=args.tls_key_path,
         )
         for worker in _numbered(args.workers):
             try:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from kvflash._core import RouterCore, check_policy, check_shadow_policies
 from kvflash.cluster_flags import ClusterFlags
 from kvflash.errors import ConfigError, InvalidArgumentError
 from kvflash.policy import PREFIX, AskedPolicy, Policy, load
-from kvflash.servers import plane_of_events
+from kvflash.servers import agreed, plane_of_events
+from kvflash.settings import Setting, table
 from kvflash.spelling import did_you_mean
-from kvflash.variables import agreed
 
 __all__ = ["KvRouterConfig", "override_options"]
 
-# Who is first of those that wait for room.
-QUEUE_POLICIES = ("fcfs", "lcfs", "wspt")
-PROFILES = ("document", "aibrix-compat")
 _WORKERS_MAX = 65_535
 # The variables of the flag of this name.
 _MIN_INITIAL_WORKERS = (
@@ -28,6 +25,15 @@ _MIN_INITIAL_WORKERS = (
     "DYN_ROUTER_MIN_INITIAL_WORKERS",
 )
 
+# What is legal here beyond the limits of flags.
+_WIDER = {
+    "active_request_expiry_secs": (0.001, None),
+    "router_ttl_secs": (0, None),
+    "router_predicted_ttl_secs": (0, None),
+    "router_max_tree_size": (1, 2**62),
+    "router_event_threads": (1, 2**62),
+    "max_requests": (1, 2**62),
+}
 # What a request may want otherwise, and the core's word for it.
 _OVERRIDES = {
     "overlap_score_weight": "overlap_score_weight",
@@ -165,59 +171,9 @@ class KvRouterConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "bool" and not isinstance(value, bool):
-                raise ConfigError(f"{field.name} must be True or False, got {value!r}")
-        for name in (
-            "overlap_score_weight",
-            "overlap_score_credit",
-            "overlap_score_credit_decay",
-            "router_host_cache_hit_weight",
-            "router_disk_cache_hit_weight",
-            "prefill_load_scale",
-            "active_request_weight",
-            "router_temperature",
-            "router_ttl_secs",
-            "router_predicted_ttl_secs",
-            "active_prefill_tokens_threshold_frac",
-            "router_queue_threshold",
-        ):
-            _in_range(name, getattr(self, name), 0, math.inf)
-        for name in ("router_prune_target_ratio", "active_decode_blocks_threshold"):
-            _in_range(name, getattr(self, name), 0, 1)
-        _in_range("active_request_expiry_secs", self.active_request_expiry_secs, 0.001, math.inf)
-        _in_range("router_queue_timeout", self.router_queue_timeout, 0.001, 86_400)
-        speed = self.router_prefill_tokens_per_second
-        if isinstance(speed, str):
-            if speed != "auto":
-                raise ConfigError(
-                    f"router_prefill_tokens_per_second must be a number or 'auto', got {speed!r}"
-                )
-        else:
-            _in_range("router_prefill_tokens_per_second", speed, 0.001, math.inf)
-        if self.router_queue_policy not in QUEUE_POLICIES:
-            raise ConfigError(
-                f"router_queue_policy must be one of {', '.join(QUEUE_POLICIES)}, got "
-                f"{self.router_queue_policy!r}"
-            )
+        for name, setting in _settings().items():
+            setting.check(name, getattr(self, name))
         self._check_policies()
-        for name, low, high in (
-            ("router_max_tree_size", 1, 2**62),
-            ("max_requests", 1, 2**62),
-            ("min_initial_workers", 0, _WORKERS_MAX),
-            ("decision_journal_bytes", 0, 2**62),
-            ("active_prefill_tokens_threshold", 0, 2**62),
-            ("router_snapshot_threshold", 1, 2**62),
-            ("router_event_threads", 1, 2**62),
-            ("router_queue_limit", 1, 10**7),
-            ("router_session_affinity_ttl_secs", 1, 31_536_000),
-            ("router_queue_batched_tokens", 1, 2**62),
-        ):
-            value = getattr(self, name)
-            _in_range(name, value, low, high)
-            if value is not None and not isinstance(value, int):
-                raise ConfigError(f"{name} must be a whole number, got {value!r}")
         if self.durable_kv_events and not self.use_kv_events:
             raise ConfigError("durable_kv_events requires use_kv_events")
         if self.router_track_output_blocks and not self.router_track_active_blocks:
@@ -234,10 +190,6 @@ class KvRouterConfig:
                 check_policy(mode)
             except ValueError as error:
                 raise ConfigError(f"router_mode: {error}") from error
-        if self.policy_profile not in (None, *PROFILES):
-            raise ConfigError(
-                f"policy_profile must be one of {', '.join(PROFILES)}, got {self.policy_profile!r}"
-            )
 
     def cluster_flags(self) -> ClusterFlags:
         """What to share with replicas, and how.
@@ -292,47 +244,33 @@ class KvRouterConfig:
         """
         if not 1 <= block_size < 2**32:
             raise InvalidArgumentError(f"block_size must be in 1..={2**32 - 1}, got {block_size}")
+        settings = {
+            setting.key: getattr(self, name)
+            for name, setting in _settings().items()
+            if setting.section != "Replicas"
+        }
+        settings["policy"] = self.router_mode if isinstance(self.router_mode, str) else None
+        settings["min_initial_workers"] = self._min_initial_workers()
         return RouterCore(
             block_size=block_size,
             model_name=model_name,
             tenant_id=tenant_id,
-            policy=self.router_mode if isinstance(self.router_mode, str) else None,
             policy_desk=None if policy is None else policy.desk,
-            policy_profile=self.policy_profile,
-            shadow_policies=list(self.shadow_policies),
-            session_affinity_ttl_s=self.router_session_affinity_ttl_secs,
-            overlap_score_weight=self.overlap_score_weight,
-            overlap_score_credit=self.overlap_score_credit,
-            overlap_score_credit_decay=self.overlap_score_credit_decay,
-            host_cache_hit_weight=self.router_host_cache_hit_weight,
-            disk_cache_hit_weight=self.router_disk_cache_hit_weight,
-            prefill_load_scale=self.prefill_load_scale,
-            prefill_tokens_per_s=self.router_prefill_tokens_per_second,
-            active_request_weight=self.active_request_weight,
-            temperature=self.router_temperature,
-            use_kv_events=self.use_kv_events,
-            track_active_blocks=self.router_track_active_blocks,
-            track_output_blocks=self.router_track_output_blocks,
-            assume_kv_reuse=self.router_assume_kv_reuse,
-            track_prefill_tokens=self.router_track_prefill_tokens,
-            active_request_expiry_s=self.active_request_expiry_secs,
-            predicted_ttl_s=self.router_predicted_ttl_secs or 0.0,
-            router_ttl_s=self.router_ttl_secs,
-            router_max_tree_size=self.router_max_tree_size,
-            router_prune_target_ratio=self.router_prune_target_ratio,
-            active_decode_blocks_threshold=self.active_decode_blocks_threshold,
-            active_prefill_tokens_threshold=self.active_prefill_tokens_threshold,
-            active_prefill_tokens_threshold_frac=self.active_prefill_tokens_threshold_frac,
-            router_queue_threshold=self.router_queue_threshold,
-            router_queue_policy=self.router_queue_policy,
-            router_queue_limit=self.router_queue_limit,
-            router_queue_timeout_s=self.router_queue_timeout,
-            router_queue_batched_tokens=self.router_queue_batched_tokens,
-            max_requests=self.max_requests,
-            min_initial_workers=self._min_initial_workers(),
-            decision_journal_bytes=self.decision_journal_bytes,
-            log_decisions=self.log_decisions,
+            **settings,
         )
+
+
+@functools.cache
+def _settings() -> dict[str, Setting]:
+    """What the table of settings says of each field."""
+    by_name = {name: setting for setting in table("router") for name in setting.names}
+    found = {field.name: by_name[field.name] for field in fields(KvRouterConfig)}
+    return found | {
+        name: replace(
+            found[name], legal={"number" if found[name].kind == "float" else "whole": wider}
+        )
+        for name, wider in _WIDER.items()
+    }
 
 
 def override_options(override: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -352,14 +290,3 @@ def override_options(override: Mapping[str, Any] | None) -> dict[str, Any]:
         if value is not None:
             options[known] = value
     return options
-
-
-def _in_range(name: str, value: float | None, low: float, high: float) -> None:
-    if value is None:
-        return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high or math.isinf(value):
-        wanted = (
-            f"of at least {low:g}" if high in (math.inf, 2**62) else f"in {low:.9g}..={high:.9g}"
-        )
-        raise ConfigError(f"{name} must be a number {wanted}, got {value!r}")

@@ -9,6 +9,7 @@
 //! | `named` | enums whose variants have names |
 //! | `cache` | a map with a limit |
 //! | [`error`] | errors by cause |
+//! | [`settings`] | how settings are declared |
 //! | [`ids`] | workers, tiers |
 //! | [`clock`] | the time, as callers give it |
 //! | [`event`] | what engines publish |
@@ -34,6 +35,7 @@ pub mod clock;
 pub mod error;
 pub mod event;
 pub mod ids;
+pub mod settings;
 
 pub mod catalog;
 pub mod codec;

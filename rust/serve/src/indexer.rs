@@ -52,7 +52,8 @@ mod recover;
 pub(super) mod request;
 mod startup;
 
+pub use super::settings::IndexerOptions;
 pub(super) use app::query_routes;
-pub use app::{IndexerApp, IndexerOptions, IndexerService};
+pub use app::{IndexerApp, IndexerService};
 pub use fleet::FoundWorkers;
 pub use overlap::query_tokens;

@@ -17,10 +17,14 @@ mod reject;
 mod remote;
 pub mod router;
 mod serve;
+mod settings;
 mod timer;
 mod tls;
 
 pub use reject::Reject;
 pub use remote::RemoteIndexerOptions;
 pub use serve::{App, Peer, ServeLimits, Shutdown, serve, serve_over};
+pub use settings::{
+    FairnessSettings, FrontendSettings, RouterSettings, TlsSettings, tables as settings_tables,
+};
 pub use tls::Tls;

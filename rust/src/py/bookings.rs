@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
 use super::error::OrRaise;
-use super::indexer::seconds;
+use super::time::seconds;
 
 /// Calls back with one selector after the other until the answer is true; whether it was.
 pub(super) type Each = Box<dyn Fn(&mut dyn FnMut(&Selector) -> bool) -> bool + Send + Sync>;

@@ -1,25 +1,35 @@
 //! The frontend service.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use kvflash_core::catalog;
 use kvflash_core::clock::SystemClock;
-use kvflash_core::fair::FairConfig;
 use kvflash_core::ids::InstanceId;
+use kvflash_core::router::RouterConfig;
+use kvflash_core::settings::Concern;
 use kvflash_serve::frontend::{EngineSpec, FairnessOptions, FrontendApp, FrontendOptions};
-use kvflash_serve::{RemoteIndexerOptions, Shutdown, Tls};
+use kvflash_serve::{FairnessSettings, FrontendSettings, Shutdown, Tls, TlsSettings};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use super::bookings::Bookings;
 use super::catalog::Catalog;
 use super::error::OrRaise;
-use super::indexer::seconds;
+use super::policy_desk::PolicyDesk;
 use super::select::Routing;
 use super::service::Service;
+use super::settings::{finish, given};
 
-/// The OpenAI-compatible frontend in this process.
+/// The OpenAI-compatible frontend in this process; it does not listen yet.
+///
+/// Args:
+///     policy_desk: Where a policy in Python is asked.
+///     has_broker_events: Events that a broker carries are heard.
+///     waits_for: Where workers are expected from, for clients that ask before there are any.
+///     settings: By the keys of ``settings_table``.
+///
+/// Raises:
+///     ConfigError: A setting that can't work.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct Frontend {
     catalog: Arc<catalog::Catalog>,
@@ -30,126 +40,44 @@ pub(super) struct Frontend {
 #[pymethods]
 impl Frontend {
     #[new]
-    #[pyo3(signature = (
-        *, kv_cache_block_size=None, serve_indexer=false, remote_indexer=None,
-        remote_indexer_deadline_s=0.05, tokenizer=None, tokenizer_cache_bytes=268_435_456,
-        worker_api_key=None, threads=2, max_body_bytes=33_554_432, max_concurrent_requests=4_096,
-        max_workers=4_096, max_attempts=5, body_timeout_s=60.0, connect_timeout_s=2.0,
-        first_byte_timeout_s=600.0, tokenize_timeout_s=2.0, stream_idle_timeout_s=300.0,
-        health_interval_s=2.0, drain_timeout_s=30.0, enforce_disagg="off", waits_for="",
-        min_initial_workers=0, fairness=None, fairness_weights=Vec::new(),
-        fairness_queue_limit=1_024, fairness_queue_timeout_s=60.0, fairness_max_running=256,
-        fairness_cached_share=0.0, track_output_blocks=false, tls_cert_path=None,
-        tls_key_path=None, metrics_prefix="kvflash", has_broker_events=false,
-        **settings
-    ))]
-    #[allow(clippy::too_many_arguments)]
+    #[pyo3(signature = (*, policy_desk=None, has_broker_events=false, waits_for="", **settings))]
     fn new(
         py: Python<'_>,
-        kv_cache_block_size: Option<u32>,
-        serve_indexer: bool,
-        remote_indexer: Option<String>,
-        remote_indexer_deadline_s: f64,
-        tokenizer: Option<PathBuf>,
-        tokenizer_cache_bytes: usize,
-        worker_api_key: Option<String>,
-        threads: usize,
-        max_body_bytes: usize,
-        max_concurrent_requests: usize,
-        max_workers: usize,
-        max_attempts: usize,
-        body_timeout_s: f64,
-        connect_timeout_s: f64,
-        first_byte_timeout_s: f64,
-        tokenize_timeout_s: f64,
-        stream_idle_timeout_s: f64,
-        health_interval_s: f64,
-        drain_timeout_s: f64,
-        enforce_disagg: &str,
-        waits_for: &str,
-        min_initial_workers: usize,
-        fairness: Option<&str>,
-        fairness_weights: Vec<(String, f64)>,
-        fairness_queue_limit: usize,
-        fairness_queue_timeout_s: f64,
-        fairness_max_running: usize,
-        fairness_cached_share: f64,
-        track_output_blocks: bool,
-        tls_cert_path: Option<PathBuf>,
-        tls_key_path: Option<PathBuf>,
-        metrics_prefix: &str,
+        policy_desk: Option<Py<PolicyDesk>>,
         has_broker_events: bool,
+        waits_for: &str,
         settings: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
-        let tls = Tls::read(tls_cert_path.as_deref(), tls_key_path.as_deref()).or_raise(py)?;
-        let Routing {
-            mut router,
-            policies,
-            settings,
-            overlap,
-            thresholds,
-            queue,
-            journal_bytes,
-            logs_decisions,
-            limits,
-            ..
-        } = Routing::of(py, settings)?;
-        router.block_size = kv_cache_block_size.unwrap_or(0);
-        router.track_output_blocks = track_output_blocks;
-        router.max_requests = max_concurrent_requests;
-        let fairness = match fairness {
-            Some(discipline) => {
-                let wait = seconds(py, "--fairness-queue-timeout", fairness_queue_timeout_s)?;
-                let queue = FairConfig {
-                    discipline: discipline.parse().or_raise(py)?,
-                    cached_share: fairness_cached_share,
-                    max_queued: max_concurrent_requests,
-                    max_queued_per_client: fairness_queue_limit,
-                    max_wait_ms: wait.as_millis() as u64,
-                    ..FairConfig::default()
-                };
-                let (max_running, weights) = (fairness_max_running, fairness_weights);
-                Some(FairnessOptions { queue, max_running, weights })
-            }
-            None => None,
-        };
-        let deadline = seconds(py, "--remote-indexer-deadline", remote_indexer_deadline_s)?;
-        let remote_indexer = remote_indexer.map(|url| RemoteIndexerOptions { url, deadline });
+        let mut given = given(settings)?;
+        let own = FrontendSettings::take(&mut given).or_raise(py)?;
+        let fairness = FairnessSettings::take(&mut given).or_raise(py)?;
+        let tls = TlsSettings::take(&mut given).or_raise(py)?;
+        let tls =
+            Tls::read(tls.tls_cert_path.as_deref(), tls.tls_key_path.as_deref()).or_raise(py)?;
+        let routing = Routing::take(py, &mut given, policy_desk.as_ref())?;
+        finish(given)?;
         let options = FrontendOptions {
-            fairness,
-            router,
-            policies,
-            settings,
-            overlap,
-            thresholds,
-            queue,
-            decision_journal_bytes: journal_bytes,
-            logs_decisions,
-            remote_indexer,
-            serve_indexer,
-            tokenizer,
-            tokenizer_cache_bytes,
-            worker_api_key,
-            max_body_bytes,
-            max_concurrent_requests,
-            max_workers,
-            max_attempts,
-            body_timeout: seconds(py, "--body-timeout", body_timeout_s)?,
-            connect_timeout: seconds(py, "--connect-timeout", connect_timeout_s)?,
-            first_byte_timeout: seconds(py, "--first-byte-timeout", first_byte_timeout_s)?,
-            stream_idle_timeout: seconds(py, "--stream-idle-timeout", stream_idle_timeout_s)?,
-            enforce_disagg: enforce_disagg.parse().or_raise(py)?,
-            metrics_prefix: metrics_prefix.to_owned(),
+            fairness: FairnessOptions::of(fairness, own.max_concurrent_requests).or_raise(py)?,
+            router: RouterConfig { max_requests: own.max_concurrent_requests, ..routing.router },
+            policies: routing.policies,
+            settings: routing.settings,
+            overlap: routing.overlap,
+            thresholds: routing.thresholds,
+            queue: routing.queue,
+            decision_journal_bytes: routing.journal_bytes,
+            logs_decisions: routing.logs_decisions,
+            remote_indexer: routing.remote_indexer,
+            serve_indexer: routing.serve_indexer,
+            min_initial_workers: routing.min_initial_workers,
+            enforce_disagg: own.enforce_disagg.parse().or_raise(py)?,
             has_broker_events,
             waits_for: waits_for.to_owned(),
-            min_initial_workers,
-            tokenize_timeout: seconds(py, "--tokenize-timeout", tokenize_timeout_s)?,
-            health_interval: seconds(py, "--health-interval", health_interval_s)?,
             tls: tls.clone(),
+            own,
         };
-        let drain = seconds(py, "--drain-timeout", drain_timeout_s)?;
+        let (threads, drain) = (options.threads, options.drain_timeout);
         let clock = Arc::new(SystemClock::default());
-        let catalog = Arc::new(catalog::Catalog::new(limits, clock.clone()));
+        let catalog = Arc::new(catalog::Catalog::new(routing.limits, clock.clone()));
         py.detach(|| {
             let shutdown = Shutdown::default();
             let app = FrontendApp::new(options, Arc::clone(&catalog), clock, shutdown.clone())?;

@@ -1,36 +1,28 @@
 //! The indexer service.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use kvflash_core::catalog::{self, CatalogOptions, EngineFacts, Identity, ModelKey, Registration};
 use kvflash_core::clock::SystemClock;
-use kvflash_core::error::Error;
 use kvflash_core::ids::Worker;
+use kvflash_core::select::IndexSettings;
+use kvflash_core::settings::Concern;
 use kvflash_serve::Shutdown;
 use kvflash_serve::indexer::{IndexerApp, IndexerOptions, query_tokens};
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyDict};
 
 use super::buffer::tokens;
 use super::catalog::Catalog;
-use super::error::{OrRaise, raise};
+use super::error::OrRaise;
 use super::prompt_keys::{PromptKeys, digests, media};
 use super::service::Service;
+use super::settings::{finish, given};
 
-/// The standalone indexer's HTTP service in this process.
+/// The standalone indexer's HTTP service in this process; it does not listen yet.
 ///
 /// Args:
-///     threads: Threads that serve.
-///     max_body_bytes: Largest request body.
-///     max_blocks: Blocks that one index may hold; 0 = no limit.
-///     index_memory_bytes: Memory that one index may occupy, bytes; 0 = no limit.
-///     peers: Peers to recover from, ``http://host:port``: the first healthy one serves.
-///         Engines are not read before that is over.
-///     min_initial_workers: Workers that must have registered before GET /ready says so.
-///     test_endpoints: Serve POST /test/pause_listener and /test/resume_listener.
-///     drain_timeout_s: Time that open requests get at the stop, seconds.
-///     metrics_prefix: What the names in GET /metrics begin with.
+///     settings: By the keys of ``settings_table``; those of the index, ``peers`` and others.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct Indexer {
     catalog: Arc<catalog::Catalog>,
@@ -41,43 +33,22 @@ pub(super) struct Indexer {
 #[pymethods]
 impl Indexer {
     #[new]
-    #[pyo3(signature = (
-        *, threads=4, max_body_bytes=8_388_608, max_blocks=33_554_432, index_memory_bytes=0,
-        peers=Vec::new(), min_initial_workers=0, test_endpoints=false, drain_timeout_s=5.0,
-        metrics_prefix="kvflash"
-    ))]
-    #[allow(clippy::too_many_arguments)]
-    fn new(
-        py: Python<'_>,
-        threads: usize,
-        max_body_bytes: usize,
-        max_blocks: usize,
-        index_memory_bytes: usize,
-        peers: Vec<String>,
-        min_initial_workers: usize,
-        test_endpoints: bool,
-        drain_timeout_s: f64,
-        metrics_prefix: &str,
-    ) -> PyResult<Self> {
-        let options =
-            CatalogOptions { max_blocks, index_memory_bytes, ..CatalogOptions::default() };
-        let drain = seconds(py, "--drain-timeout", drain_timeout_s)?;
-        let catalog = Arc::new(catalog::Catalog::new(options, Arc::new(SystemClock::default())));
-        if !peers.is_empty() {
+    #[pyo3(signature = (**settings))]
+    fn new(py: Python<'_>, settings: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
+        let mut given = given(settings)?;
+        let options = IndexerOptions::take(&mut given).or_raise(py)?;
+        let index = IndexSettings::take(&mut given).or_raise(py)?;
+        finish(given)?;
+        let IndexSettings { max_blocks, index_memory_bytes } = index;
+        let limits = CatalogOptions { max_blocks, index_memory_bytes, ..CatalogOptions::default() };
+        let catalog = Arc::new(catalog::Catalog::new(limits, Arc::new(SystemClock::default())));
+        if !options.peers.is_empty() {
             // Engines that register before the start wait for the recovery, too.
             catalog.hold();
         }
-        Ok(Self {
-            catalog,
-            options: IndexerOptions {
-                max_body_bytes,
-                peers,
-                min_initial_workers,
-                test_endpoints,
-                metrics_prefix: metrics_prefix.to_owned(),
-            },
-            service: Service::new(threads, Shutdown::default(), drain).or_raise(py)?,
-        })
+        let drain = options.drain_timeout_s;
+        let service = Service::new(options.threads, Shutdown::default(), drain).or_raise(py)?;
+        Ok(Self { catalog, options, service })
     }
 
     /// What knows its models, engines and their blocks.
@@ -217,11 +188,4 @@ impl Indexer {
     fn stop(&self, py: Python<'_>) {
         py.detach(|| self.service.stop());
     }
-}
-
-pub(super) fn seconds(py: Python<'_>, name: &str, value: f64) -> PyResult<Duration> {
-    Duration::try_from_secs_f64(value).map_err(|_| {
-        let message = format!("{name} must be a number of seconds of at least 0, got {value}");
-        raise(py, &Error::Config(message))
-    })
 }

@@ -27,6 +27,7 @@ mod router_booking;
 mod router_core;
 mod select;
 mod service;
+mod settings;
 mod snapshot;
 mod time;
 mod tokenizer;
@@ -77,6 +78,8 @@ mod _core {
     use super::router_booking::RouterBooking;
     #[pymodule_export]
     use super::router_core::RouterCore;
+    #[pymodule_export]
+    use super::settings::settings_table;
     #[pymodule_export]
     use super::tokenizer::Tokenizer;
     #[pymodule_export]

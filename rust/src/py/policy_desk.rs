@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 use super::error::raise;
-use super::indexer::seconds;
+use super::time::seconds;
 
 /// Where a service asks a policy in Python; :class:`kvflash.Policy` is what users write.
 ///

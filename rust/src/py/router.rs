@@ -1,6 +1,5 @@
 //! The standalone router.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use axum::body::Body;
@@ -11,9 +10,11 @@ use hyper_util::service::TowerToHyperService;
 use kvflash_core::catalog;
 use kvflash_core::clock::SystemClock;
 use kvflash_core::error::Error;
+use kvflash_core::router::RouterConfig;
 use kvflash_core::select::{self, Selection, SelectorConfig};
+use kvflash_core::settings::Concern;
 use kvflash_serve::router::{RouterApp, RouterOptions};
-use kvflash_serve::{Reject, RemoteIndexerOptions, Shutdown, Tls};
+use kvflash_serve::{Reject, RouterSettings, Shutdown, Tls, TlsSettings};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -22,9 +23,10 @@ use super::buffer::Bytes;
 use super::catalog::Catalog;
 use super::decider::{Decider, Decisions, Desk};
 use super::error::{OrRaise, raise};
-use super::indexer::seconds;
+use super::policy_desk::PolicyDesk;
 use super::select::Routing;
 use super::service::Service;
+use super::settings::{finish, given};
 
 /// The routing decision as an HTTP service in this process; docs/router.md is its manual.
 ///
@@ -72,76 +74,41 @@ impl Decisions for InProcess {
 #[pymethods]
 impl Router {
     #[new]
-    #[pyo3(signature = (
-        *, block_size=None, threads=2, max_body_bytes=8_388_608, max_requests=65_536,
-        max_workers=4_096, min_initial_workers=0, serve_indexer=false, remote_indexer=None,
-        remote_indexer_deadline_s=0.05, body_timeout_s=60.0, drain_timeout_s=5.0,
-        track_output_blocks=false, tls_cert_path=None, tls_key_path=None,
-        metrics_prefix="kvflash", **settings
-    ))]
-    #[allow(clippy::too_many_arguments)]
+    #[pyo3(signature = (*, policy_desk=None, **settings))]
     fn new(
         py: Python<'_>,
-        block_size: Option<u32>,
-        threads: usize,
-        max_body_bytes: usize,
-        max_requests: usize,
-        max_workers: usize,
-        min_initial_workers: usize,
-        serve_indexer: bool,
-        remote_indexer: Option<String>,
-        remote_indexer_deadline_s: f64,
-        body_timeout_s: f64,
-        drain_timeout_s: f64,
-        track_output_blocks: bool,
-        tls_cert_path: Option<PathBuf>,
-        tls_key_path: Option<PathBuf>,
-        metrics_prefix: &str,
+        policy_desk: Option<Py<PolicyDesk>>,
         settings: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
-        let tls = Tls::read(tls_cert_path.as_deref(), tls_key_path.as_deref()).or_raise(py)?;
-        let Routing {
-            mut router,
-            policies,
-            settings,
-            overlap,
-            thresholds,
-            queue,
-            journal_bytes,
-            logs_decisions,
-            limits,
-            uses_events,
-        } = Routing::of(py, settings)?;
-        router.block_size = block_size.unwrap_or(0);
-        router.track_output_blocks = track_output_blocks;
-        router.max_requests = max_requests;
-        let deadline = seconds(py, "--remote-indexer-deadline", remote_indexer_deadline_s)?;
-        let remote_indexer = remote_indexer.map(|url| RemoteIndexerOptions { url, deadline });
+        let mut given = given(settings)?;
+        let own = RouterSettings::take(&mut given).or_raise(py)?;
+        let tls = TlsSettings::take(&mut given).or_raise(py)?;
+        let tls =
+            Tls::read(tls.tls_cert_path.as_deref(), tls.tls_key_path.as_deref()).or_raise(py)?;
+        let routing = Routing::take(py, &mut given, policy_desk.as_ref())?;
+        finish(given)?;
         let options = RouterOptions {
             selector: SelectorConfig {
-                router,
-                overlap,
-                thresholds,
-                queue: queue.as_ref().map(|queue| queue.threshold),
-                journal_bytes,
-                logs_decisions,
+                router: RouterConfig { max_requests: own.max_requests, ..routing.router },
+                overlap: routing.overlap,
+                thresholds: routing.thresholds,
+                queue: routing.queue.as_ref().map(|queue| queue.threshold),
+                journal_bytes: routing.journal_bytes,
+                logs_decisions: routing.logs_decisions,
             },
-            policies,
-            settings,
-            queue,
-            use_kv_events: uses_events,
-            remote_indexer,
-            serve_indexer,
-            max_body_bytes,
-            body_timeout: seconds(py, "--body-timeout", body_timeout_s)?,
-            max_workers,
-            min_initial_workers,
-            metrics_prefix: metrics_prefix.to_owned(),
+            policies: routing.policies,
+            settings: routing.settings,
+            queue: routing.queue,
+            use_kv_events: routing.uses_events,
+            remote_indexer: routing.remote_indexer,
+            serve_indexer: routing.serve_indexer,
+            min_initial_workers: routing.min_initial_workers,
             tls: tls.clone(),
+            own,
         };
-        let drain = seconds(py, "--drain-timeout", drain_timeout_s)?;
+        let (threads, drain) = (options.threads, options.drain_timeout);
         let clock = Arc::new(SystemClock::default());
-        let catalog = Arc::new(catalog::Catalog::new(limits, clock.clone()));
+        let catalog = Arc::new(catalog::Catalog::new(routing.limits, clock.clone()));
         py.detach(|| {
             let app = RouterApp::new(options, Arc::clone(&catalog), clock)?;
             let service = Service::new(threads, Shutdown::default(), drain)?.over(tls);

@@ -20,10 +20,12 @@ use super::catalog::Catalog;
 use super::decider::{Decider, Decisions, Desk, Selected, selected};
 use super::error::{OrRaise, raise};
 use super::index;
+use super::policy_desk::PolicyDesk;
 use super::query::{SHORT_TOKENS, detached};
 use super::router_ask::Options;
 use super::router_booking::RouterBooking;
 use super::select::Routing;
+use super::settings::{finish, given};
 
 /// One component's workers, for its event loop.
 struct Component {
@@ -120,36 +122,26 @@ impl RouterCore {
 impl RouterCore {
     #[new]
     #[pyo3(signature = (
-        *, block_size, model_name="default", tenant_id="default", max_requests=65_536,
-        min_initial_workers=0, track_output_blocks=false, **settings
+        *, block_size, policy_desk=None, model_name="default", tenant_id="default",
+        max_requests=65_536, **settings
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         block_size: u32,
+        policy_desk: Option<Py<PolicyDesk>>,
         model_name: &str,
         tenant_id: &str,
         max_requests: usize,
-        min_initial_workers: usize,
-        track_output_blocks: bool,
         settings: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
-        let Routing {
-            mut router,
-            policies,
-            overlap,
-            thresholds,
-            queue,
-            journal_bytes,
-            logs_decisions,
-            limits,
-            uses_events,
-            ..
-        } = Routing::of(py, settings)?;
+        let mut given = given(settings)?;
+        let routing = Routing::take(py, &mut given, policy_desk.as_ref())?;
+        finish(given)?;
+        let Routing { mut router, policies, overlap, thresholds, queue, limits, .. } = routing;
         let block_size = index::block_size(py, block_size)?;
         router.block_size = block_size;
         router.max_requests = max_requests;
-        router.track_output_blocks = track_output_blocks;
         let weighs_overlap =
             router.overlap_score_weight > 0.0 && router.scale.overlap_score_credit > 0.0;
         let config = SelectorConfig {
@@ -157,8 +149,8 @@ impl RouterCore {
             overlap,
             thresholds,
             queue: queue.as_ref().map(|queue| queue.threshold),
-            journal_bytes,
-            logs_decisions,
+            journal_bytes: routing.journal_bytes,
+            logs_decisions: routing.logs_decisions,
         };
         let clock = Arc::new(SystemClock::default());
         let catalog = Arc::new(catalog::Catalog::new(limits, clock.clone()));
@@ -166,7 +158,7 @@ impl RouterCore {
         let model = catalog.model_or_create(&key, Some(block_size)).or_raise(py)?;
         let selector =
             Selector::with_policies(config, policies, model, clock.clone()).or_raise(py)?;
-        let uses_events = uses_events && weighs_overlap;
+        let uses_events = routing.uses_events && weighs_overlap;
         let selector = Arc::new(selector);
         queue.as_ref().map_or(Ok(()), QueueOptions::check).or_raise(py)?;
         let component = Component {
@@ -175,7 +167,7 @@ impl RouterCore {
                 Queue::serving(&options, &selector, &clock)
             }),
             selector: Arc::clone(&selector),
-            start: StartGate::new(min_initial_workers, "be there", "min_initial_workers"),
+            start: StartGate::new(routing.min_initial_workers, "be there", "min_initial_workers"),
         };
         let component = Arc::new(component);
         Ok(Self { catalog, clock, selector, key, block_size, uses_events, component })

@@ -1,6 +1,7 @@
 //! What time it is, for indexes whose blocks run out.
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use kvflash_core::clock::{Clock, SystemClock};
 use kvflash_core::error::Error;
@@ -52,4 +53,11 @@ pub(super) fn ttl_ms(py: Python<'_>, ttl_s: f64) -> PyResult<u64> {
         return Err(raise(py, &Error::invalid(message)));
     }
     Ok((ttl_s * 1_000.0) as u64)
+}
+
+pub(super) fn seconds(py: Python<'_>, name: &str, value: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(value).map_err(|_| {
+        let message = format!("{name} must be a number of seconds of at least 0, got {value}");
+        raise(py, &Error::Config(message))
+    })
 }

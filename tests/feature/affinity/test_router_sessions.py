@@ -95,7 +95,7 @@ def test_a_time_out_of_range_is_refused(value, capsys):
             parse([FLAG, str(value)])
         error = capsys.readouterr().err
         assert f"{FLAG}: must be a whole number in 1..=31536000, got '{value}'" in error
-    name = "router_session_affinity_ttl_secs must be a number in 1..=31536000"
+    name = "router_session_affinity_ttl_secs must be a whole number in 1..=31536000"
     with pytest.raises(ConfigError, match=f"{name}, got {value}"):
         KvRouterConfig(router_session_affinity_ttl_secs=value)
     with pytest.raises(ConfigError, match=rf"{FLAG} must be in 1\.\.=31536000, got {value}"):

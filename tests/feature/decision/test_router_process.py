@@ -12,6 +12,7 @@ import pytest
 
 from kvflash.errors import ConfigError
 from kvflash.router import parse_args
+from kvflash.settings import table
 from service import Engine, batch, stored, until
 
 MANUAL = Path(__file__).parents[3] / "docs" / "router.md"
@@ -87,13 +88,10 @@ def test_flags_have_their_names_and_variables(monkeypatch):
 
 
 def test_every_flag_is_in_the_manual():
-    manual = MANUAL.read_text(encoding="utf-8")
-    package = MANUAL.parents[1] / "python/kvflash"
-    sources = [package / "router/args.py", package / "router_flags.py"]
-    source = "".join(path.read_text(encoding="utf-8") for path in sources)
-    flags = set(re.findall(r'"(--[a-z][a-z-]+)"', source))
-    # What all routers share is in the manual of routing.
-    manual += (MANUAL.parent / "routing.md").read_text(encoding="utf-8")
+    # What all routers share is in the manuals of routing and of replicas.
+    pages = ("router", "routing", "cluster")
+    manual = "".join((MANUAL.parent / f"{page}.md").read_text("utf-8") for page in pages)
+    flags = {flag for one in table("router") for flag in one.flags}
     assert len(flags) > 30
     assert sorted(flag for flag in flags if f"`{flag}" not in manual) == []
 

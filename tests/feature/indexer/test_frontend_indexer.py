@@ -75,9 +75,8 @@ def test_an_indexer_is_found_in_discovery(tmp_path: Path) -> None:
     remote = ("--use-remote-indexer", "--remote-indexer-deadline", "30")
     try:
         indexer.ready()
-        with FrontendProcess(
-            *worker, *remote, "--router-predicted-ttl-secs", "0", env=env
-        ) as frontend:
+        flags = (*worker, *remote, "--router-predicted-ttl-secs", "0")
+        with FrontendProcess(*flags, env=env) as frontend:
             frontend.wait_healthy(1)
             prompt = {"model": "m", "prompt": list(range(160)), "max_tokens": 1}
 

@@ -278,7 +278,7 @@ def test_settings_and_wishes_out_of_range_are_named() -> None:
         ({"router_queue_policy": "lifo"}, r"router_queue_policy must be one of fcfs, lcfs, wspt"),
         (
             {"router_queue_limit": 0},
-            r"router_queue_limit must be a number in 1\.\.=10000000, got 0",
+            r"router_queue_limit must be a whole number in 1\.\.=10000000, got 0",
         ),
         ({"router_queue_limit": 10**7 + 1}, "router_queue_limit"),
         ({"router_queue_timeout": 0}, r"router_queue_timeout.*0\.001\.\.=86400"),

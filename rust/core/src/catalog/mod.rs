@@ -37,7 +37,7 @@ pub use model::{ModelIndex, ModelKey};
 pub use naming::Naming;
 pub use publisher::{Publisher, PublisherView};
 pub use registration::{ListenerStatus, Place, PublisherId, Registration};
-pub use registry::{Catalog, CatalogOptions};
+pub use registry::{Catalog, CatalogOptions, DEFAULT_MAX_BLOCKS};
 pub use report::Report;
 pub use reuse::{Layouts, PromptNames, Question, Reuse};
 pub use transfer::{Digest, MAGIC, Part, Progress, TransferError, Watermark, parts, restore};

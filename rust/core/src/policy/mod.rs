@@ -44,7 +44,7 @@ pub use price::marks::Marks;
 pub use price::parts::Price;
 pub use price::ticket::Ticket;
 pub use select::select;
-pub use settings::{Profile, Settings};
+pub use settings::{Profile, Settings, VARIABLES};
 pub use shadow::{MAX_SHADOWS, Shadow, ShadowStats};
 pub use softmax::softmax_probabilities;
 pub use tuned::Counted;

@@ -25,6 +25,7 @@ mod reuse;
 mod room;
 mod selection;
 mod selector;
+mod settings;
 mod start;
 
 pub use ask::{Ask, Pin, Prompt};
@@ -45,6 +46,10 @@ pub use reuse::{
 };
 pub use selection::{PotentialLoad, Selection};
 pub use selector::Selector;
+pub use settings::{
+    BusySettings, CacheSettings, ClusterSettings, CostSettings, DecisionSettings, IndexSettings,
+    LoadSettings, ModeSettings, RemoteSettings, routing_table,
+};
 pub use start::StartGate;
 
 #[cfg(test)]

@@ -72,7 +72,7 @@ impl App {
         options.check()?;
         let tokenizers = Tokenizers::default();
         let own_text = match &options.tokenizer {
-            Some(folder) => Some(tokenizers.open(folder, options.tokenizer_cache_bytes)?),
+            Some(folder) => Some(tokenizers.open(folder, options.tokenizer_cache)?),
             None => None,
         };
         let (common, mut registry) = CommonMetrics::new();

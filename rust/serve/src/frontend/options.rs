@@ -1,8 +1,7 @@
 //! What an operator can set.
 
-use std::path::PathBuf;
+use std::ops::Deref;
 use std::str::FromStr;
-use std::time::Duration;
 
 use kvflash_core::error::{Error, Result};
 use kvflash_core::policy::Settings;
@@ -10,8 +9,8 @@ use kvflash_core::router::{Policies, RouterConfig};
 use kvflash_core::select::{DEFAULT_JOURNAL_BYTES, Overlap, QueueOptions, Thresholds};
 
 use crate::gateway::turn::FairnessOptions;
-use crate::metrics::{PREFIX, check_prefix};
-use crate::{RemoteIndexerOptions, Tls};
+use crate::metrics::check_prefix;
+use crate::{FrontendSettings, RemoteIndexerOptions, Tls};
 
 /// Whether a request may be answered without a prefill worker.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -40,9 +39,11 @@ impl FromStr for EnforceDisagg {
     }
 }
 
-/// Options of a frontend. Every limit has a flag of the same name.
+/// Options of a frontend; those of its own are read as if they were here.
 #[derive(Debug, Clone)]
 pub struct FrontendOptions {
+    /// What only a frontend has: limits and timeouts, its tokenizer.
+    pub own: FrontendSettings,
     /// How requests are routed; its block size is learned where it is 0.
     pub router: RouterConfig,
     /// Policies that choose or watch instead of or beside the built-in one, for all models.
@@ -67,40 +68,12 @@ pub struct FrontendOptions {
     pub has_broker_events: bool,
     /// Answer the indexer's questions, too: /query, /query_by_hash, /dump, /digest.
     pub serve_indexer: bool,
-    /// Folder with tokenizer.json and the chat template; `None` = ask the engines' /tokenize.
-    pub tokenizer: Option<PathBuf>,
-    /// Memory for tokenized text, bytes.
-    pub tokenizer_cache_bytes: usize,
-    /// Key for the frontend's own calls to the engines; clients' requests carry their own.
-    pub worker_api_key: Option<String>,
-    /// Largest request body, bytes.
-    pub max_body_bytes: usize,
-    /// Requests in flight at once; more are refused with 429.
-    pub max_concurrent_requests: usize,
-    /// Engines that may be registered at once.
-    pub max_workers: usize,
-    /// Workers that one request may try before its first byte.
-    pub max_attempts: usize,
-    /// Time that a client may take to send its body.
-    pub body_timeout: Duration,
-    /// Time to a worker's TCP connection.
-    pub connect_timeout: Duration,
-    /// Time from sending a request to the first byte of its answer.
-    pub first_byte_timeout: Duration,
-    /// Silence of a worker whose answer has begun.
-    pub stream_idle_timeout: Duration,
     /// Whether requests may be answered without a prefill worker.
     pub enforce_disagg: EnforceDisagg,
-    /// What names of metrics begin with.
-    pub metrics_prefix: String,
     /// Where workers are expected from, for those who ask before there are any.
     pub waits_for: String,
     /// Healthy workers that must have been there once before the first request is taken.
     pub min_initial_workers: usize,
-    /// Time for an engine's /tokenize; after it the request is routed without tokens.
-    pub tokenize_timeout: Duration,
-    /// Time between two health checks of a worker.
-    pub health_interval: Duration,
     /// Encryption of its HTTP, for what `/metrics` tells of it.
     pub tls: Option<Tls>,
 }
@@ -108,6 +81,7 @@ pub struct FrontendOptions {
 impl Default for FrontendOptions {
     fn default() -> Self {
         Self {
+            own: FrontendSettings::default(),
             router: RouterConfig::default(),
             policies: Policies::default(),
             settings: Settings::default(),
@@ -120,25 +94,19 @@ impl Default for FrontendOptions {
             remote_indexer: None,
             has_broker_events: false,
             serve_indexer: false,
-            tokenizer: None,
-            tokenizer_cache_bytes: 256 * 1024 * 1024,
-            worker_api_key: None,
-            max_body_bytes: 32 * 1024 * 1024,
-            max_concurrent_requests: 4_096,
-            max_workers: 4_096,
-            max_attempts: 5,
-            body_timeout: Duration::from_secs(60),
-            connect_timeout: Duration::from_secs(2),
-            first_byte_timeout: Duration::from_secs(600),
-            stream_idle_timeout: Duration::from_secs(300),
             enforce_disagg: EnforceDisagg::Off,
-            metrics_prefix: PREFIX.to_owned(),
             waits_for: String::new(),
             min_initial_workers: 0,
-            tokenize_timeout: Duration::from_secs(2),
-            health_interval: Duration::from_secs(2),
             tls: None,
         }
+    }
+}
+
+impl Deref for FrontendOptions {
+    type Target = FrontendSettings;
+
+    fn deref(&self) -> &FrontendSettings {
+        &self.own
     }
 }
 

@@ -15,7 +15,7 @@ use kvflash_core::router::Usage;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
-use crate::Reject;
+use crate::{FairnessSettings, Reject};
 
 /// How clients share.
 #[derive(Debug, Clone)]
@@ -29,6 +29,26 @@ pub struct FairnessOptions {
 }
 
 impl FairnessOptions {
+    /// What the settings come to, where as many requests may be in flight; `None` where nobody takes turns.
+    ///
+    /// # Errors
+    /// `Config` for a discipline that there is not.
+    pub fn of(settings: FairnessSettings, max_requests: usize) -> Result<Option<Self>> {
+        if settings.fairness == "none" {
+            return Ok(None);
+        }
+        let queue = FairConfig {
+            discipline: settings.fairness.parse()?,
+            cached_share: settings.fairness_cached_share,
+            max_queued: max_requests,
+            max_queued_per_client: settings.fairness_queue_limit,
+            max_wait_ms: settings.fairness_queue_timeout.as_millis() as u64,
+            ..FairConfig::default()
+        };
+        let weights = settings.fairness_weight;
+        Ok(Some(Self { queue, max_running: settings.fairness_max_running, weights }))
+    }
+
     /// Check every field.
     ///
     /// # Errors

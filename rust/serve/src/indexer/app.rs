@@ -24,7 +24,7 @@ use kvflash_core::ids::Worker;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::super::body::{self, Unreadable};
-use super::super::metrics::{PREFIX, check_prefix};
+use super::super::metrics::check_prefix;
 use super::answer::worker_entries;
 use super::dump::{DUMP_TYPE, DumpQuery, Dumps, binary_body, digests, json_body};
 use super::form::{Form, Params};
@@ -35,33 +35,7 @@ use super::recover::recover;
 use super::request::{Listener, PeerUrl, Query, QueryByHash, Register, Unregister};
 use super::startup::Startup;
 use crate::Reject;
-
-/// Settings of the indexer's API.
-#[derive(Debug, Clone)]
-pub struct IndexerOptions {
-    /// Largest request body, bytes.
-    pub max_body_bytes: usize,
-    /// Peers to recover from at the start, `http://host:port`; the first healthy one serves.
-    pub peers: Vec<String>,
-    /// Workers that must have registered before GET /ready says so.
-    pub min_initial_workers: usize,
-    /// Serve POST /test/pause_listener and /test/resume_listener.
-    pub test_endpoints: bool,
-    /// What names of metrics begin with.
-    pub metrics_prefix: String,
-}
-
-impl Default for IndexerOptions {
-    fn default() -> Self {
-        Self {
-            max_body_bytes: 8 * 1024 * 1024,
-            peers: Vec::new(),
-            min_initial_workers: 0,
-            test_endpoints: false,
-            metrics_prefix: PREFIX.to_owned(),
-        }
-    }
-}
+use crate::settings::IndexerOptions;
 
 /// Header of answers that were given before this replica was ready; its value is `false`.
 const NOT_READY: HeaderName = HeaderName::from_static("x-kvflash-ready");

@@ -1,18 +1,20 @@
 //! What an operator can set.
 
-use std::time::Duration;
+use std::ops::Deref;
 
 use kvflash_core::error::{Error, Result};
 use kvflash_core::policy::Settings;
 use kvflash_core::router::Policies;
 use kvflash_core::select::{QueueOptions, SelectorConfig};
 
-use super::super::metrics::{PREFIX, check_prefix};
-use super::super::{RemoteIndexerOptions, Tls};
+use super::super::metrics::check_prefix;
+use super::super::{RemoteIndexerOptions, RouterSettings, Tls};
 
-/// Options of a router.
+/// Options of a router; those of its own are read as if they were here.
 #[derive(Debug, Clone)]
 pub struct RouterOptions {
+    /// What only a router has: limits and timeouts.
+    pub own: RouterSettings,
     /// How requests are routed; its block size is learned where it is 0.
     pub selector: SelectorConfig,
     /// Policies that choose or watch instead of or beside the built-in one, for all models.
@@ -28,16 +30,8 @@ pub struct RouterOptions {
     pub remote_indexer: Option<RemoteIndexerOptions>,
     /// Answer the indexer's questions, too: /query, /query_by_hash, /dump, /digest.
     pub serve_indexer: bool,
-    /// Largest request body, bytes.
-    pub max_body_bytes: usize,
-    /// Time that a client may take to send its body.
-    pub body_timeout: Duration,
-    /// Workers that may be registered at once, each with all its ranks.
-    pub max_workers: usize,
     /// Workers that must have registered before GET /ready says so.
     pub min_initial_workers: usize,
-    /// What names of metrics begin with.
-    pub metrics_prefix: String,
     /// Encryption of its HTTP, for what `/metrics` tells of it.
     pub tls: Option<Tls>,
 }
@@ -45,6 +39,7 @@ pub struct RouterOptions {
 impl Default for RouterOptions {
     fn default() -> Self {
         Self {
+            own: RouterSettings::default(),
             selector: SelectorConfig::default(),
             policies: Policies::default(),
             settings: Settings::default(),
@@ -52,13 +47,17 @@ impl Default for RouterOptions {
             use_kv_events: true,
             remote_indexer: None,
             serve_indexer: false,
-            max_body_bytes: 8 * 1024 * 1024,
-            body_timeout: Duration::from_secs(60),
-            max_workers: 4_096,
             min_initial_workers: 0,
-            metrics_prefix: PREFIX.to_owned(),
             tls: None,
         }
+    }
+}
+
+impl Deref for RouterOptions {
+    type Target = RouterSettings;
+
+    fn deref(&self) -> &RouterSettings {
+        &self.own
     }
 }
 

@@ -36,7 +36,7 @@ async fn every_worker_is_tried_once_and_the_last_failure_is_told() {
 
 #[tokio::test]
 async fn attempts_have_a_limit() {
-    let stage = Stage::new(|options| options.max_attempts = 3);
+    let stage = Stage::new(|options| options.own.max_attempts = 3);
     let mut engines = Vec::new();
     for _ in 0..5 {
         engines.push(stage.engine().await);
@@ -63,7 +63,7 @@ async fn a_wrong_request_is_sent_once() {
 
 #[tokio::test]
 async fn silence_before_the_first_byte_is_a_failed_attempt() {
-    let stage = Stage::new(|options| options.first_byte_timeout = Duration::from_secs(600));
+    let stage = Stage::new(|options| options.own.first_byte_timeout = Duration::from_secs(600));
     let mut hangs = stage.engine().await.by_hand();
     let asking = stage.send("a", prompt(0..40));
     let held = hangs.next().await;
@@ -79,7 +79,7 @@ async fn silence_before_the_first_byte_is_a_failed_attempt() {
 
 #[tokio::test]
 async fn the_last_silence_is_a_gateway_timeout() {
-    let stage = Stage::new(|options| options.first_byte_timeout = Duration::from_secs(600));
+    let stage = Stage::new(|options| options.own.first_byte_timeout = Duration::from_secs(600));
     let mut hangs = stage.engine().await.by_hand();
     let asking = stage.send("a", prompt(0..40));
     let _held = hangs.next().await;
@@ -111,7 +111,7 @@ async fn a_stream_that_breaks_ends_with_an_error_and_is_never_repeated() {
 
 #[tokio::test]
 async fn silence_within_a_stream_breaks_it() {
-    let stage = Stage::new(|options| options.stream_idle_timeout = Duration::from_secs(300));
+    let stage = Stage::new(|options| options.own.stream_idle_timeout = Duration::from_secs(300));
     let mut engine = stage.engine().await.by_hand();
     let asking = stage.send("a", with(prompt(0..40), json!({ "stream": true })));
     let mut asked = engine.next().await;
@@ -144,7 +144,7 @@ async fn a_client_that_leaves_frees_its_booking_and_its_engine() {
 
 #[tokio::test]
 async fn requests_in_flight_have_a_limit() {
-    let stage = Stage::new(|options| options.max_concurrent_requests = 1);
+    let stage = Stage::new(|options| options.own.max_concurrent_requests = 1);
     let mut engine = stage.engine().await.by_hand();
     let asking = stage.send("a", prompt(0..40));
     let asked = engine.next().await;

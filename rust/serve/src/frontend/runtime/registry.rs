@@ -75,7 +75,7 @@ fn take(app: &Arc<App>, spec: WorkerSpec) -> Result<InstanceId> {
 /// The tokenizer of a worker: its card's folder, else that of --tokenizer.
 fn text(app: &App, spec: &WorkerSpec) -> Result<Option<Arc<ModelText>>> {
     let named = spec.card.tokenizer.as_ref();
-    let opened = named.map(|folder| app.tokenizers.open(folder, app.options.tokenizer_cache_bytes));
+    let opened = named.map(|folder| app.tokenizers.open(folder, app.options.tokenizer_cache));
     match (opened, &app.own_text) {
         (Some(Ok(text)), _) => Ok(Some(text)),
         (Some(Err(error)), Some(own)) => {

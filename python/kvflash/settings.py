@@ -1,0 +1,312 @@
+"""Settings as the core declares them, one table for all services: flags, variables, files, classes.
+
+A setting's names are its key in the core, its flags with ``_`` for ``-``, and what these set.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from kvflash._core import settings_table
+from kvflash.config import (
+    bounded_float,
+    bounded_int,
+    byte_count,
+    memory_limit,
+    number_or_auto,
+    optional,
+    size_or_zero,
+)
+from kvflash.config_file import joined
+from kvflash.errors import ConfigError
+from kvflash.flags import Flags, variable_of
+from kvflash.spelling import nearest
+
+__all__ = [
+    "Args",
+    "Setting",
+    "add_settings",
+    "known_variables",
+    "misspelt",
+    "of_table",
+    "table",
+    "warn_of_misspelt",
+]
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_SIZES = {(1, False): byte_count, (1, True): size_or_zero, (2**20, True): memory_limit}
+# What the core has no part in: where workers are, what replicas tell each other, Python's own log.
+_OUR_SECTIONS = ("Workers", "Replicas")
+_OUR_KEYS = ("log_level", "log_format")
+
+# Variables that are no setting's: of tools' flags, of the runtime, of processes that publish.
+_OTHERS = """
+    CONFIG DISCOVERY_DIR ENDPOINT EVENTS_PORT FILE INDEXER_TEST_ENDPOINTS JSON LISTEN
+    MAX_IN_FLIGHT MODEL NATS_STREAM_MAX_AGE NATS_STREAM_MAX_BYTES PROMPT REPLAY_PORT
+    ROUTER_POLICY_CONFIG RUNTIME_PORT SPEED STRICT TIMEOUT TOKENS
+"""
+# Those that tests and benchmarks read.
+_OF_TESTS = """
+    BENCH_SHARERS CHAOS_SECONDS CHURN_BLOCKS FUZZ_FRAMES MODEL_EVENTS MODEL_SEEDS MODEL_SKIP
+    REFERENCE_DOCUMENTS SCHEMA_EXAMPLES SIM_SEED SIM_SEEDS SOAK_BLOCKS SOAK_SECONDS
+    STRESS_SECONDS TEST_ASK TRACE VLLM VLLM_ENGINE
+"""
+_OF_DYNAMO = ("DYN_NATS_STREAM_MAX_AGE", "DYN_ROUTER_POLICY_CONFIG")
+# What Kubernetes sets for pods beside a Service whose name begins with "kvflash".
+_OF_SERVICES = re.compile(r"_SERVICE_(HOST|PORT)(_|$)|_PORT_\d+_(TCP|UDP|SCTP)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One setting; the core's ``settings.rs`` says what each field means.
+
+    Attributes:
+        flags: Its flags; the help shows the first one.
+        metavar: What stands for its value in the help.
+        variables: Further environment variables.
+        is_routing: A file of routing may set it, too.
+    """
+
+    key: str
+    section: str
+    kind: str
+    is_optional: bool
+    legal: Mapping[str, Any]
+    default: Any
+    help: tuple[str, ...]
+    flags: tuple[str, ...]
+    metavar: str | None
+    variables: tuple[str, ...]
+    is_routing: bool
+
+    @property
+    def dest(self) -> str:
+        """The field that its flags set."""
+        is_named = self.kind not in ("bool", "texts") and self.flags
+        return _field(self.flags[0]) if is_named else self.key
+
+    @property
+    def names(self) -> set[str]:
+        """All that it may be called in Python."""
+        return {self.key, self.dest, *map(_field, self.flags)}
+
+    @property
+    def choices(self) -> list[str] | None:
+        """The legal values, if there are few."""
+        words: list[str] | None = self.legal.get("words")
+        return words
+
+    def all_variables(self) -> Iterator[str]:
+        """Every environment variable that is read for it."""
+        yield from map(variable_of, self.flags)
+        yield from self.variables
+
+    def parser(self) -> Callable[[str], Any]:
+        """What makes a value of a flag's text."""
+        if "bytes" in self.legal:
+            return _SIZES[tuple(self.legal["bytes"])]
+        if self.kind == "int":
+            parse: Callable[[str], Any] = bounded_int(*self.legal["whole"])
+        elif self.kind == "float":
+            low, high = self.legal["number"]
+            parse = bounded_float(low, float("inf") if high is None else high)
+        else:
+            return optional(number_or_auto) if self.kind == "speed" else str
+        return optional(parse) if self.is_optional else parse
+
+    def check(self, name: str, value: Any) -> None:
+        """Check a value that a caller gives; None is what is not set.
+
+        Raises:
+            ConfigError: It is not legal; names ``name``.
+        """
+        wanted = None
+        if self.kind == "bool":
+            wanted = None if isinstance(value, bool) else "True or False"
+        elif value is None or (self.kind == "speed" and value == "auto"):
+            return
+        elif self.choices is not None:
+            wanted = None if value in self.choices else f"one of {', '.join(self.choices)}"
+        elif self.kind == "speed" and isinstance(value, str):
+            wanted = "a number or 'auto'"
+        elif self.kind in ("int", "float", "speed"):
+            wanted = self._range(value)
+        if wanted is not None:
+            raise ConfigError(f"{name} must be {wanted}, got {value!r}")
+
+    def _range(self, value: Any) -> str | None:
+        """What numbers are legal, if ``value`` is none of them."""
+        if "bytes" in self.legal:
+            least, has_zero = self.legal["bytes"]
+            low, high = 0 if has_zero else least, 2**63 - 1
+        else:
+            low, high = self.legal.get("whole") or self.legal["number"]
+        what = "a whole number" if self.kind == "int" else "a number"
+        is_number = isinstance(value, int if self.kind == "int" else int | float)
+        is_high = high is None or high >= 2**62
+        within = is_number and low <= value and value != float("inf")
+        if within and not isinstance(value, bool) and (high is None or value <= high):
+            return None
+        return f"{what} of at least {low:g}" if is_high else f"{what} in {low:g}..={high:.9g}"
+
+
+@functools.cache
+def _tables() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(settings_table())
+    return found
+
+
+@functools.cache
+def table(service: str) -> tuple[Setting, ...]:
+    """Every setting of ``frontend``, ``router`` or ``indexer``, in the order of the help."""
+    groups = _tables()["services"][service]
+    return tuple(
+        _setting(row, group == "routing") for group, rows in groups.items() for row in rows
+    )
+
+
+def _setting(row: dict[str, Any], is_routing: bool) -> Setting:
+    words = row.pop("spelled").split()
+    flags = tuple(word for word in words if word.startswith("--"))
+    variables = tuple(word for word in words if word.startswith(("DYN_", "KVFLASH_")))
+    rest = [word for word in words if word not in (*flags, *variables)]
+    row["legal"] = row["legal"] if isinstance(row["legal"], dict) else {}
+    return Setting(
+        **{**row, "help": tuple(row["help"])},
+        flags=flags,
+        variables=variables,
+        metavar=rest[0] if rest else None,
+        is_routing=is_routing,
+    )
+
+
+def _field(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
+
+
+def add_settings(
+    flags: Flags, settings: Iterable[Setting], parsers: Mapping[str, Callable[[str], Any]]
+) -> None:
+    """Add the flags of ``settings``.
+
+    Args:
+        flags: Where.
+        settings: Of a table.
+        parsers: What makes values of texts that only Python understands, by key.
+    """
+    for one in settings:
+        if not one.flags:
+            continue
+        flags.section(one.section)
+        names, summary = one.flags, one.help[0]
+        variables, metavar = one.variables, one.metavar
+        parse = parsers.get(one.key)
+        if one.kind == "bool":
+            off = [name for name in names if name.startswith("--no-")]
+            on = [name for name in names if name not in off]
+            flags.add_toggle(
+                one.key, on=on, off=off, default=one.default, summary=summary, variables=variables
+            )
+        elif one.kind == "texts" and parse is None:
+            flags.add_list(names[0], dest=one.key, metavar=metavar or "TEXT", summary=summary)
+        elif "mode" in one.legal:
+            choices, bare = one.legal["mode"]
+            flags.add_mode(
+                names[0], choices=choices, default=one.default, bare=bare, summary=summary,
+                variables=variables,
+            )  # fmt: skip
+        else:
+            parse = parse or one.parser()
+            is_list = metavar is not None and metavar.endswith(",...")
+            flags.add(
+                *names,
+                parse=parse,
+                default=parse("") if one.default == [] else one.default,
+                choices=one.choices,
+                metavar=metavar,
+                variables=variables,
+                summary=summary,
+                in_file=joined(parse) if is_list else None,
+                bare=one.legal.get("bare"),
+            )
+
+
+class Args:
+    """What flags say: a field for each setting of a service; see ``--help``."""
+
+    service: ClassVar[str]
+
+    if TYPE_CHECKING:
+        __dataclass_fields__: ClassVar[dict[str, Any]]
+
+        def __init__(self, **settings: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+
+    def core_settings(self) -> dict[str, Any]:
+        """What the core is to know of them, by its keys."""
+        return {
+            one.key: getattr(self, one.dest)
+            for one in table(self.service)
+            if one.flags and one.section not in _OUR_SECTIONS and one.key not in _OUR_KEYS
+        }
+
+
+def of_table(service: str) -> Callable[[type[_T]], type[_T]]:
+    """Make a class a dataclass with a field, and its default, for each setting of a service.
+
+    Fields that the class has go before those of the table.
+    """
+
+    def made(cls: type[_T]) -> type[_T]:
+        cls.service = service  # type: ignore[attr-defined]
+        for one in table(service):
+            if one.flags and not hasattr(cls, one.dest):
+                cls.__annotations__[one.dest] = Any
+                is_list = isinstance(one.default, list)
+                setattr(cls, one.dest, field(default_factory=list) if is_list else one.default)
+        return dataclass(frozen=True, kw_only=True)(cls)
+
+    return made
+
+
+@functools.cache
+def known_variables() -> frozenset[str]:
+    """Every environment variable that is read, of ours and of Dynamo's."""
+    tables = _tables()
+    settings = (one for service in tables["services"] for one in table(service))
+    names = (*tables["policies"], *_OTHERS.split(), *_OF_TESTS.split())
+    of_settings = (name for one in settings for name in one.all_variables())
+    return frozenset((*of_settings, *_OF_DYNAMO, *(f"KVFLASH_{name}" for name in names)))
+
+
+def misspelt(environment: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
+    """Variables that kvflash does not read, each with the name that was probably meant.
+
+    Of Dynamo's only those that look like one that is read: it has many more, for its own parts.
+    """
+    known = known_variables()
+    for name, value in sorted(environment.items()):
+        is_of_service = _OF_SERVICES.search(name) or re.match(r"(tcp|udp|sctp)://", value)
+        if name in known or is_of_service or not name.startswith(("KVFLASH_", "DYN_")):
+            continue
+        is_ours = name.startswith("KVFLASH_")
+        family = [one for one in known if one.startswith("KVFLASH_" if is_ours else "DYN_")]
+        meant = nearest(name, family, cutoff=0.8 if is_ours else 0.9)
+        if is_ours or meant is not None:
+            yield name, meant
+
+
+def warn_of_misspelt() -> None:
+    """Log one line for each of the process's."""
+    for name, meant in misspelt(os.environ):
+        hint = f"; did you mean {meant}?" if meant else ""
+        logger.warning("environment variable %s is not read by kvflash%s", name, hint)

@@ -1,0 +1,302 @@
+//! What an operator can set about the services, beside routing.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use kvflash_core::select::{ClusterSettings, IndexSettings, routing_table};
+use kvflash_core::settings;
+use kvflash_core::settings::{Concern, Legal, Setting};
+
+use crate::metrics::PREFIX;
+
+settings! {
+    /// What every process that serves logs.
+    LogSettings { "Server and log": {
+        /// error, warn, info, debug or trace
+        ///
+        /// debug has a line for each decision
+        log_level: String = "info".to_owned(), &["error", "warn", "info", "debug", "trace"],
+            "--log-level LEVEL";
+        /// Format of log lines
+        log_format: String = "text".to_owned(), &["text", "json"], "--log-format";
+    } }
+}
+
+settings! {
+    /// Where a frontend or an indexer finds its workers. Nothing of it is the core's.
+    FleetSettings { "Workers": {
+        /// Engines; dns+http://NAME stands for every address of a name
+        ///
+        /// One or several, may be repeated. Those of an indexer are
+        /// [engines that nobody registers](indexer.md#engines-that-nobody-registers)
+        workers: Vec<String> = Vec::new(), (),
+            "--worker URL[,events=ADDRESS][,replay=ADDRESS][,id=N][,role=ROLE][,dp=N]";
+        /// Pause between two DNS lookups of dns+http:// workers
+        ///
+        /// See [engines found by DNS](frontend.md#engines-found-by-dns)
+        worker_dns_interval_secs: Duration = Duration::from_secs(5), 0.1..=3_600.0,
+            "--worker-dns-interval-secs SECONDS";
+        /// Name server for them instead of those in /etc/resolv.conf
+        worker_dns_server: Option<String> = None, (), "--worker-dns-server ADDRESS[:PORT]";
+        /// Where to find workers; file unless --worker is given
+        discovery: Option<String> = None, &["mem", "file", "etcd", "none"],
+            "--discovery --store-kv DYN_STORE_KV";
+        /// Use only the workers of this discovery namespace
+        namespace: Option<String> = None, (), "--namespace NAME DYN_NAMESPACE";
+    } }
+}
+
+settings! {
+    /// What only a frontend can be told.
+    FrontendSettings { "Server and log": {
+        /// Address to listen on
+        ///
+        /// `KVFLASH_HTTP_HOST` goes before `KVFLASH_HOST`, which is the address that others reach
+        /// this process at, too
+        host: String = "0.0.0.0".to_owned(), (), "--host --http-host ADDRESS DYN_HTTP_HOST";
+        /// Port to listen on; 0 picks a free one
+        port: u16 = 8000, 0..=65_535, "--port --http-port DYN_HTTP_PORT";
+        /// Threads that serve HTTP
+        threads: usize = 2, 1..=1_024, "--threads";
+        /// Prefix of the names in /metrics, without the underscore
+        metrics_prefix: String = PREFIX.to_owned(), (), "--metrics-prefix PREFIX DYN_METRICS_PREFIX";
+    }
+    "Disaggregation": {
+        /// Engines that only prefill; a decode engine of the model continues
+        ///
+        /// See [disaggregated serving](disaggregation.md)
+        prefill_workers: Vec<String> = Vec::new(), (),
+            "--prefill-worker URL[,events=ADDRESS][,replay=ADDRESS][,id=N][,dp=N]";
+        /// Engines that continue from prefill engines, or do all without one
+        ///
+        /// See [disaggregated serving](disaggregation.md)
+        decode_workers: Vec<String> = Vec::new(), (),
+            "--decode-worker URL[,events=ADDRESS][,replay=ADDRESS][,id=N][,dp=N]";
+        /// Refuse requests that no prefill worker can take
+        enforce_disagg: String = "off".to_owned(),
+            Legal::Mode(&["off", "until-first-prefill", "always"], "always"),
+            "--enforce-disagg DYN_ENFORCE_DISAGG";
+    }
+    "Tokens": {
+        /// Folder with tokenizer.json; without it engines are asked to tokenize
+        ///
+        /// The chat template is read there, too; for all models of this frontend
+        tokenizer: Option<PathBuf> = None, (), "--tokenizer FOLDER";
+        /// Memory for the tokens of text seen before
+        tokenizer_cache: usize = 256 * 1024 * 1024, Legal::Bytes(1, false), "--tokenizer-cache SIZE";
+        /// Key for the frontend's own calls to workers; better set in the environment
+        ///
+        /// For health, models and `/tokenize`; clients' requests carry their own
+        worker_api_key: Option<String> = None, (), "--worker-api-key KEY";
+    }
+    "Limits and timeouts": {
+        /// Largest request body; larger ones are refused with 413
+        max_body_bytes: usize = 32 * 1024 * 1024, Legal::Bytes(1, false), "--max-body-bytes SIZE";
+        /// Maximum requests in flight; more are refused with 429
+        max_concurrent_requests: usize = 4_096, 1..=10_000_000, "--max-concurrent-requests";
+        /// Maximum number of workers
+        max_workers: usize = 4_096, 1..=65_535, "--max-workers";
+        /// Workers that a request may try before its first byte
+        max_attempts: usize = 5, 1..=1_000, "--max-attempts";
+        /// Longest time for a request's body to arrive
+        body_timeout: Duration = Duration::from_secs(60), 0.001..=86_400.0, "--body-timeout SECONDS";
+        /// Longest time to connect to a worker
+        connect_timeout: Duration = Duration::from_secs(2), 0.001..=86_400.0,
+            "--connect-timeout SECONDS";
+        /// Longest time from a request to the first byte of the worker's answer
+        ///
+        /// Each attempt has its own
+        first_byte_timeout: Duration = Duration::from_secs(600), 0.001..=86_400.0,
+            "--first-byte-timeout SECONDS";
+        /// Longest pause within a worker's answer
+        ///
+        /// Then the answer is given up
+        stream_idle_timeout: Duration = Duration::from_secs(300), 0.001..=86_400.0,
+            "--stream-idle-timeout SECONDS";
+        /// Longest time for an engine's /tokenize
+        tokenize_timeout: Duration = Duration::from_secs(2), 0.001..=86_400.0,
+            "--tokenize-timeout SECONDS";
+        /// Pause between two health checks of a worker
+        ///
+        /// Of one that is not well, 0.25 at first and twice as long each time up to this
+        health_interval: Duration = Duration::from_secs(2), 0.001..=86_400.0,
+            "--health-interval SECONDS";
+        /// Time for running requests after SIGTERM
+        ///
+        /// A second one ends it at once
+        drain_timeout: Duration = Duration::from_secs(30), 0.0..=86_400.0, "--drain-timeout SECONDS";
+    }
+    "Compatibility": {
+        /// Accepted for compatibility; has no effect
+        request_plane: Option<String> = None, &["tcp", "http", "nats"],
+            "--request-plane DYN_REQUEST_PLANE";
+    } }
+}
+
+settings! {
+    /// How clients of a frontend take turns.
+    FairnessSettings { "Fairness between clients": {
+        /// Queue requests and let clients take turns by the tokens they were served
+        ///
+        /// See [the fair queue](policies.md#the-fair-queue)
+        fairness: String = "none".to_owned(), &["none", "vtc-fair", "vtc-max-fair", "vtc-pred"],
+            "--fairness";
+        /// Clients with a larger (above 1) or smaller share
+        fairness_weight: Vec<(String, f64)> = Vec::new(), (), "--fairness-weight CLIENT=WEIGHT,...";
+        /// Maximum queued requests per client; more are refused with 429
+        fairness_queue_limit: usize = 1_024, 1..=10_000_000, "--fairness-queue-limit";
+        /// Longest wait for a turn before a request is refused with 503
+        fairness_queue_timeout: Duration = Duration::from_secs(60), 0.001..=86_400.0,
+            "--fairness-queue-timeout SECONDS";
+        /// Running requests per healthy worker; the others wait
+        fairness_max_running: usize = 256, 1..=10_000_000, "--fairness-max-running";
+        /// Share of the price that cached prompt tokens cost
+        fairness_cached_share: f64 = 0.0, 0.0..=1.0, "--fairness-cached-share";
+    } }
+}
+
+settings! {
+    /// What only a standalone router can be told.
+    RouterSettings { "Server and log": {
+        /// Address to listen on
+        ///
+        /// `KVFLASH_HTTP_HOST` goes before `KVFLASH_HOST`, which is the address that others reach
+        /// this process at, too
+        host: String = "0.0.0.0".to_owned(), (), "--host --http-host ADDRESS";
+        /// Port to listen on; 0 picks a free one
+        port: u16 = 8091, 0..=65_535, "--port --http-port";
+        /// Threads that serve HTTP
+        threads: usize = 2, 1..=1_024, "--threads";
+        /// Prefix of the names in /metrics, without the underscore
+        metrics_prefix: String = PREFIX.to_owned(), (), "--metrics-prefix PREFIX DYN_METRICS_PREFIX";
+    }
+    "Workers": {
+        /// Route to the workers of this endpoint, found through discovery
+        ///
+        /// Exactly three parts; see [workers of an endpoint](router.md#workers-of-an-endpoint)
+        endpoint: Option<String> = None, (),
+            "--endpoint NAMESPACE.COMPONENT.ENDPOINT KVFLASH_ROUTER_ENDPOINT DYN_ROUTER_ENDPOINT";
+        /// Workers of --model-name; POST /workers adds more
+        ///
+        /// One or several, may be repeated; numbered from 1 where no id is given
+        workers: Vec<String> = Vec::new(), (),
+            "--worker URL[,events=ADDRESS][,replay=ADDRESS][,id=N][,dp=N]";
+        /// Model of --worker
+        model_name: String = "default".to_owned(), (), "--model-name NAME";
+        /// Tenant of --worker
+        tenant_id: String = "default".to_owned(), (), "--tenant-id NAME";
+    }
+    "Limits and timeouts": {
+        /// Largest request body; larger ones are refused with 413
+        max_body_bytes: usize = 8 * 1024 * 1024, Legal::Bytes(1, false), "--max-body-bytes SIZE";
+        /// Maximum reservations per model; more are refused with 429
+        max_requests: usize = 65_536, 1..=10_000_000, "--max-concurrent-requests";
+        /// Maximum number of workers
+        max_workers: usize = 4_096, 1..=65_535, "--max-workers";
+        /// Longest time for a request's body to arrive
+        body_timeout: Duration = Duration::from_secs(60), 0.001..=86_400.0, "--body-timeout SECONDS";
+        /// Time for running calls after SIGTERM
+        ///
+        /// A second one ends it at once
+        drain_timeout: Duration = Duration::from_secs(5), 0.0..=86_400.0, "--drain-timeout SECONDS";
+    } }
+}
+
+settings! {
+    /// The paths of a service's certificate and its key.
+    TlsSettings { "TLS": {
+        /// Serve HTTPS with this certificate chain (PEM); needs --tls-key-path
+        ///
+        /// See [HTTPS](frontend.md#https)
+        tls_cert_path: Option<PathBuf> = None, (), "--tls-cert-path FILE DYN_TLS_CERT_PATH";
+        /// Private key of the certificate (PEM)
+        tls_key_path: Option<PathBuf> = None, (), "--tls-key-path FILE DYN_TLS_KEY_PATH";
+    } }
+}
+
+settings! {
+    /// What an indexer can be told, beside the limits of its index.
+    IndexerOptions { "Server and log": {
+        /// Address to listen on
+        host: String = "0.0.0.0".to_owned(), (), "--host ADDRESS";
+        /// Port to listen on; 0 picks a free one
+        port: u16 = 8090, 0..=65_535, "--port";
+        /// Threads that serve HTTP
+        ///
+        /// Where clients or engines share the machine, more than there are cores to spare only
+        /// raise the p99
+        threads: usize = 4, 1..=1_024, "--threads";
+        /// Prefix of the names in /metrics, without the underscore
+        metrics_prefix: String = PREFIX.to_owned(), (), "--metrics-prefix PREFIX DYN_METRICS_PREFIX";
+    }
+    "Workers": {
+        /// Tokens per KV block of --workers and --worker
+        ///
+        /// Required with the former
+        block_size: Option<u32> = None, 1..=u64::from(u32::MAX), "--block-size TOKENS";
+        /// Engines to subscribe to at the start
+        ///
+        /// Without replay
+        workers: String = String::new(), (), "--workers ID[:DP_RANK]=ENDPOINT,...";
+        /// Indexers to recover from at the start; the first healthy one is used
+        ///
+        /// See [replicas](indexer.md#replicas)
+        peers: Vec<String> = Vec::new(), (), "--peers URL,...";
+        /// Model of --workers and --worker
+        model_name: String = "default".to_owned(), (), "--model-name NAME";
+        /// Tenant of --workers and --worker
+        tenant_id: String = "default".to_owned(), (), "--tenant-id NAME";
+    }
+    "Limits": {
+        /// Maximum number of workers of --worker and --discovery
+        max_workers: usize = 4_096, 1..=65_535, "--max-workers";
+        /// Largest request body; larger ones are refused with 413
+        max_body_bytes: usize = 8 * 1024 * 1024, Legal::Bytes(1, false), "--max-body-bytes SIZE";
+        /// Workers to wait for before /ready says so
+        ///
+        /// Instances, whatever their ranks
+        min_initial_workers: usize = 0, 0..=65_535,
+            "--min-initial-workers COUNT KVFLASH_ROUTER_MIN_INITIAL_WORKERS \
+             DYN_ROUTER_MIN_INITIAL_WORKERS";
+        /// Time for running calls after a stop
+        drain_timeout_s: Duration = Duration::from_secs(5), 0.0..=86_400.0, "";
+        /// Serve POST /test/pause_listener and /test/resume_listener
+        test_endpoints: bool = false, (), "";
+    } }
+}
+
+/// Every setting of a service, in the order of its help: those of its own, and those that a file of routing
+/// may set, too.
+///
+/// The services are `frontend`, `router` and `indexer`.
+pub fn tables() -> [(&'static str, Vec<Setting>, Vec<Setting>); 3] {
+    let (cluster, log) = (ClusterSettings::table(), LogSettings::table());
+    let mut of_router = routing_table();
+    for setting in of_router.iter_mut().filter(|setting| setting.key == "block_size") {
+        setting.spelled.push_str(" --router-block-size --block-size");
+    }
+    let fleet = FleetSettings::table();
+    let mut of_indexer = fleet.clone();
+    for setting in &mut of_indexer {
+        match setting.key {
+            // These are its --workers.
+            "workers" => setting.key = "engines",
+            "discovery" => setting.help[0] = "Where to find workers; nowhere unless it is given",
+            _ => {}
+        }
+    }
+    let own = |table: Vec<Setting>| [log.clone(), table, TlsSettings::table()].concat();
+    [
+        (
+            "frontend",
+            own([fleet, FrontendSettings::table()].concat()),
+            [routing_table(), FairnessSettings::table(), cluster.clone()].concat(),
+        ),
+        ("router", own(RouterSettings::table()), [of_router, cluster].concat()),
+        (
+            "indexer",
+            [log.clone(), IndexerOptions::table(), of_indexer, IndexSettings::table()].concat(),
+            Vec::new(),
+        ),
+    ]
+}
