@@ -7,10 +7,10 @@ import json
 import logging
 import resource
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
 from types import FrameType
 from typing import Protocol
 
@@ -207,11 +207,10 @@ def run_until_stopped(service: Service, *, name: str, drain_s: float | None = No
     Raises:
         ConfigError: The address can't be bound.
     """
-    # A queue, as its `put` may be called from a signal's handler.
-    stopped: SimpleQueue[int] = SimpleQueue()
+    stopped = []
 
     def stop(signum: int, _frame: FrameType | None) -> None:
-        stopped.put(signum)
+        stopped.append(signum)
         # While the core stops no handler of Python's would run.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
@@ -222,7 +221,12 @@ def run_until_stopped(service: Service, *, name: str, drain_s: float | None = No
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     _allow_open_files()
+    ring, heard = socket.socketpair()
+    ring.setblocking(False)
+    # The system may hand the signal to any thread: one that waits for a lock would not wake.
+    signal.set_wakeup_fd(ring.fileno(), warn_on_full_buffer=False)
     service.start()
     print(json.dumps({"event": "ready", "service": name, "url": service.url}), flush=True)
-    stopped.get()
+    while not stopped:
+        heard.recv(1)
     service.stop()
