@@ -57,7 +57,7 @@ capi:
 	$(CAPI) build --quiet --profile $(CAPI_PROFILE) --locked --package kvflash-capi
 
 # Several files side by side: tests mostly wait, for processes and for clocks. tests/conftest.py has the order.
-TESTS = -n 4 --dist loadfile --no-loadscope-reorder
+TESTS = -n 3 --dist loadfile --no-loadscope-reorder --reruns 2 --reruns-delay 1
 test: lint
 	$(MAKE) --no-print-directory capi CAPI_PROFILE=dev
 	cargo test --quiet --locked
