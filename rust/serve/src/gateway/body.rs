@@ -32,15 +32,15 @@ impl Body {
         }
         let start = bytes.as_ptr() as usize;
         let mut json = serde_json::Deserializer::from_slice(&bytes);
-        let found: Result<Fields<'_>, _> = serde_path_to_error::deserialize(&mut json);
-        let fields = found.map_err(|error| {
-            let path = error.path().to_string();
-            let cause = error.into_inner();
+        let fields = Fields::deserialize(&mut json).map_err(|error| {
+            // Keeping the path costs more than the pass itself: only a body that is wrong pays for it.
+            let again = &mut serde_json::Deserializer::from_slice(&bytes);
+            let found: Result<Fields<'_>, _> = serde_path_to_error::deserialize(again);
+            let path = found.err().map(|error| error.path().to_string());
             // "?" is where a body that is cut off ends.
-            if path == "." || path == "?" {
-                Reject::bad_request(format!("the body is not a JSON object: {cause}"))
-            } else {
-                Reject::bad_request(format!("{path}: {cause}"))
+            match path.filter(|path| path != "." && path != "?") {
+                None => Reject::bad_request(format!("the body is not a JSON object: {error}")),
+                Some(path) => Reject::bad_request(format!("{path}: {error}")),
             }
         })?;
         json.end()
@@ -63,13 +63,17 @@ impl Body {
     /// # Errors
     /// 400 naming the field, what was expected and what came.
     pub fn read<'a, T: Deserialize<'a>>(&'a self) -> Result<T, Reject> {
-        let fields = self.fields.iter().map(|(name, place)| (&**name, JsonText(self.text(place))));
-        let reader = MapDeserializer::<_, serde_json::Error>::new(fields);
-        serde_path_to_error::deserialize(reader).map_err(|error| {
-            let path = error.path().to_string();
-            let cause = error.into_inner();
-            let field = if path == "." { String::new() } else { format!("{path}: ") };
-            Reject::bad_request(format!("{field}{cause}"))
+        let reader = || {
+            let text = |(name, place): &'a (Box<str>, _)| (&**name, JsonText(self.text(place)));
+            MapDeserializer::<_, serde_json::Error>::new(self.fields.iter().map(text))
+        };
+        T::deserialize(reader()).map_err(|error| {
+            let again: Result<T, _> = serde_path_to_error::deserialize(reader());
+            let path = again.err().map(|error| error.path().to_string());
+            match path.filter(|path| path != ".") {
+                None => Reject::bad_request(error.to_string()),
+                Some(path) => Reject::bad_request(format!("{path}: {error}")),
+            }
         })
     }
 
