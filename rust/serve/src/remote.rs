@@ -13,6 +13,7 @@ use hyper_util::rt::{TokioExecutor, TokioTimer};
 use kvflash_core::catalog::ModelKey;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::ids::Worker;
+use kvflash_core::select::{self, Prompt, Selector};
 use parking_lot::{Mutex, RwLock};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -165,12 +166,21 @@ impl RemoteIndexer {
         *known = trouble;
     }
 
-    /// Leading blocks that each worker holds on its device, by worker; `None` when there is no answer in
-    /// time, which is counted and logged.
+    /// Write into `request` what workers hold of its prompt, where its decision asks. Without an answer in
+    /// time, which is counted and logged, nothing is known to be held, and load decides.
     ///
     /// # Cost
     /// At most the deadline.
-    pub async fn overlaps(
+    pub async fn look_up(&self, selector: &Selector, request: &mut select::Request) {
+        if selector.uses_overlaps(&request.overrides, &request.prompt) {
+            let Prompt { locals, block_size, .. } = &*request.prompt;
+            let found = self.overlaps(&selector.model().key, locals, *block_size).await;
+            request.overlaps = Some(found.unwrap_or_default());
+        }
+    }
+
+    /// Leading blocks that each worker holds on its device, by worker; `None` without an answer.
+    async fn overlaps(
         &self,
         key: &ModelKey,
         locals: &[u64],

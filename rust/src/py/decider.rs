@@ -113,6 +113,7 @@ impl Decider {
     ) -> Result<(Desk, Request)> {
         let desk = self.decisions.find(options.model_name.as_deref(), options.pinned())?;
         let mut request = options.request(&desk.selector, ids, request_id);
+        request.check_client()?;
         self.decisions.look_up(&desk, &mut request);
         Ok((desk, request))
     }
@@ -126,7 +127,8 @@ impl Decider {
         let (Desk { selector, queue }, request) = self.request(ids, options, request_id)?;
         // A policy in Python is asked once, before the request waits.
         let advice = request.ask(None, None, |ask| selector.advice(ask));
-        let (number, told) = self.calls();
+        // Relaxed: it only has to differ.
+        let number = self.came.fetch_add(1, Ordering::Relaxed);
         let decisions = Arc::clone(&self.decisions);
         let place = Booker { decisions, selector, request, advice };
         let entered = match queue {
@@ -134,6 +136,8 @@ impl Decider {
             Some(queue) => {
                 let isl_tokens = place.request.prompt.isl_tokens;
                 let book = || place.book(true);
+                let bell = Arc::clone(&self.bell);
+                let told: Told = Arc::new(move || bell.call(number));
                 queue.enter(&place.request.wish, isl_tokens, || place.cached_tokens(), told, book)
             }
         };
@@ -150,14 +154,6 @@ impl Decider {
                 Err(error)
             }
         }
-    }
-
-    /// A number for one that may wait, and what calls it.
-    fn calls(&self) -> (u64, Told) {
-        // Relaxed: it only has to differ.
-        let number = self.came.fetch_add(1, Ordering::Relaxed);
-        let bell = Arc::clone(&self.bell);
-        (number, Arc::new(move || bell.call(number)))
     }
 }
 
@@ -176,8 +172,7 @@ impl Booker {
     }
 
     fn cached_tokens(&self) -> u64 {
-        let blocks = self.request.ask(None, None, |ask| self.selector.most_held(ask));
-        u64::from(blocks) * u64::from(self.request.prompt.block_size)
+        self.request.ask(None, None, |ask| self.selector.most_held_tokens(ask))
     }
 
     fn note(&self, outcome: Result<&Selection, &Error>) {

@@ -152,7 +152,7 @@ def test_faults_are_named() -> None:
             KvRouterConfig().make_core(block_size)
     made = core(policy="session-affinity")
     for options, text in (
-        ({"session_key": "k" * 257}, "257 bytes"),
+        ({"session_key": "k" * 257}, "session_key may have at most 256 bytes, got 257"),
         ({"session_worker": 1}, "session_worker must be"),
         ({"user": 5}, "user must be a text"),
     ):

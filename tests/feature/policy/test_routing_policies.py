@@ -233,7 +233,7 @@ def test_sessions_stay_and_move_when_their_worker_dies() -> None:
             assert worker in (1, 3) and told == session_id(mockers[worker - 1].url)
             body = chat("hello")
             refused = ask(frontend.url, CHAT, body, {"x-session-key": "k" * 257})
-            assert refused.status == 400 and b"257 bytes; the limit is 256" in refused.body
+            assert refused.status == 400 and b"at most 256 bytes, got 257" in refused.body
     finally:
         for mocker in mockers:
             mocker.close()

@@ -345,6 +345,8 @@ def test_generate_from_request_and_wrong_wishes() -> None:
                 ({"router_config_override": {"router_temperature": "x"}}, "router_temperature"),
                 ({"dp_rank": 1}, "dp_rank 1 without worker_id"),
                 ({"allowed_worker_ids": 3}, "allowed_worker_ids must be a list"),
+                ({"session_key": "k" * 257}, "session_key may have at most 256 bytes, got 257"),
+                ({"user": "u" * 257}, "user may have at most 256 bytes, got 257"),
             ]
             for wish, text in wishes:
                 with pytest.raises(InvalidArgumentError, match=text):

@@ -80,7 +80,7 @@ impl Affinity {
     /// # Errors
     /// [`Error::InvalidArgument`] when it is too long, with its length and the limit.
     pub fn check(&self, session: Session<'_>) -> Result<()> {
-        check_key(session.key)
+        check_key("session_key", session.key)
     }
 
     /// Among `candidates`, the one that took the last request of `session`; `None` when it is not

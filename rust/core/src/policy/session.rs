@@ -29,16 +29,16 @@ pub(super) fn build(settings: &Settings, _: &mut dyn RngCore) -> Result<Arc<dyn 
     Ok(Arc::new(SessionAffinity { pins: Mutex::new(pins) }))
 }
 
-/// Whether a session's key is short enough.
+/// Whether the name of a client or a session is short enough.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] with its length and the limit.
-pub fn check_key(key: Option<&str>) -> Result<()> {
+/// [`Error::InvalidArgument`] with the field, its length and the limit.
+pub fn check_key(field: &str, key: Option<&str>) -> Result<()> {
     let bytes = key.map_or(0, str::len);
     if bytes <= MAX_KEY_BYTES {
         return Ok(());
     }
-    Err(Error::invalid(format!("the session key has {bytes} bytes; the limit is {MAX_KEY_BYTES}")))
+    Err(Error::invalid(format!("{field} may have at most {MAX_KEY_BYTES} bytes, got {bytes}")))
 }
 
 #[derive(Debug)]
@@ -56,7 +56,7 @@ impl RoutePolicy for SessionAffinity {
     }
 
     fn prepare(&self, context: &Context<'_>) -> Result<()> {
-        check_key(context.session.key)
+        check_key("session_key", context.session.key)
     }
 
     fn choose(

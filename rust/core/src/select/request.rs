@@ -3,8 +3,10 @@
 use std::sync::Arc;
 
 use super::ask::{Ask, Pin, Prompt};
+use crate::error::Result;
 use crate::fair::Wish;
 use crate::ids::{InstanceId, Worker};
+use crate::policy::session::check_key;
 use crate::policy::{Advice, Session};
 use crate::router::{Facts, RouteOverride};
 
@@ -73,6 +75,15 @@ impl Request {
             },
             ..Ask::new(&self.prompt)
         })
+    }
+
+    /// Check what it says of its client.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::error::Error) for a `user` or `session_key` of more than 256 bytes.
+    pub fn check_client(&self) -> Result<()> {
+        check_key("user", self.user.as_deref())?;
+        check_key("session_key", self.session_key.as_deref())
     }
 
     /// Whether its list of workers has `worker`; without a list it has all.

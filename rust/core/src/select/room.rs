@@ -17,14 +17,15 @@ impl Selector {
         self.router.watch_room(watch);
     }
 
-    /// Leading blocks of the prompt that the best of the allowed workers holds, or soon will.
-    pub fn most_held(&self, ask: &Ask<'_>) -> u32 {
-        SCRATCH.with_borrow_mut(|scratch| {
+    /// Leading tokens of the prompt that the best of the allowed workers holds, or soon will.
+    pub fn most_held_tokens(&self, ask: &Ask<'_>) -> u64 {
+        let blocks = SCRATCH.with_borrow_mut(|scratch| {
             self.walk(ask, scratch);
             let known = scratch.overlaps.iter().chain(&scratch.predictions);
             let allowed = known.filter(|(worker, _)| is_allowed(ask, *worker));
             allowed.map(|(_, blocks)| *blocks).max().unwrap_or(0)
-        })
+        });
+        u64::from(blocks) * u64::from(ask.prompt.block_size)
     }
 
     pub(super) fn gate<'a>(

@@ -143,10 +143,8 @@ impl Tries {
         let book = || self.book_now(advice.as_ref());
         let Some(line) = &pool.queue else { return book() };
         let began = Instant::now();
-        let cached_tokens = || {
-            let blocks = self.plan.ask(self.part(), None, |ask| pool.selector.most_held(ask));
-            u64::from(blocks) * u64::from(request.prompt.block_size)
-        };
+        let cached_tokens =
+            || self.plan.ask(self.part(), None, |ask| pool.selector.most_held_tokens(ask));
         // Unhealthy workers are nobody's: they set this request apart from no other.
         let is_open =
             || request.is_open() && self.tried.is_empty() && self.plan.route.lora_name.is_none();

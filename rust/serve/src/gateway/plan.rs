@@ -150,16 +150,10 @@ impl Plan {
         self.media = media;
     }
 
-    /// Have a remote indexer tell what workers hold; without an answer nothing is known to be held.
+    /// Have a remote indexer tell what workers hold of tokens that are known.
     async fn ask_remote(&mut self, app: &App) {
-        let Some(remote) = &app.remote else { return };
-        let selector = &self.route.pool.selector;
-        if self.tokens.is_some()
-            && selector.uses_overlaps(&RouteOverride::default(), &self.request.prompt)
-        {
-            let select::Prompt { locals, block_size, .. } = &*self.request.prompt;
-            let found = remote.overlaps(&selector.model().key, locals, *block_size).await;
-            self.request.overlaps = Some(found.unwrap_or_default());
+        if let (Some(remote), Some(_)) = (&app.remote, &self.tokens) {
+            remote.look_up(&self.route.pool.selector, &mut self.request).await;
         }
     }
 

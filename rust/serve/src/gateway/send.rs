@@ -128,7 +128,7 @@ async fn send(app: &Arc<App>, plan: &Arc<Plan>, mut prefill: Prefill) -> Result<
             Ok(choice) => choice,
             Err(error) => return Err(tries.refusal(Some(error))),
         };
-        match choice.watched(worker::open(app, plan, &choice, &mut handoff)).await {
+        match choice.watched(worker::open(app, plan, &choice, &handoff)).await {
             Ok(opened) => {
                 // One that was at other workers before, or is prefilled elsewhere, is none.
                 let is_evidence = plan.call.reuses_prefix && tries.is_first() && handoff.is_alone();

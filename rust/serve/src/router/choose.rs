@@ -10,7 +10,7 @@ use kvflash_core::hash::engine::NameKeys;
 use kvflash_core::ids::{InstanceId, Worker};
 use kvflash_core::policy::Advice;
 use kvflash_core::policy::session::{read_session_id, session_id};
-use kvflash_core::select::{Ask, PotentialLoad, Prompt, Request, Selection, Selector};
+use kvflash_core::select::{Ask, PotentialLoad, Prompt, Request, Selection};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -77,7 +77,9 @@ impl Chosen {
         let pool = app.fleet.meant(model_name.as_deref(), tenant_id.as_deref(), *worker_id)?;
         let request_id = choose.request_id.clone();
         let mut request = choose.request(&pool)?;
-        app.look_up(&pool.selector, &mut request).await;
+        if let Some(remote) = &app.remote {
+            remote.look_up(&pool.selector, &mut request).await;
+        }
         Ok(Self { pool, request, request_id, advice: None })
     }
 
@@ -123,10 +125,7 @@ impl Chosen {
         let outcome = match &self.pool.queue {
             None => reserve(),
             Some(line) => {
-                let cached = || {
-                    let blocks = self.ask(|ask| selector.most_held(ask));
-                    u64::from(blocks) * u64::from(self.request.prompt.block_size)
-                };
+                let cached = || self.ask(|ask| selector.most_held_tokens(ask));
                 let Request { wish, prompt, .. } = &self.request;
                 let is_open = || self.request.is_open();
                 let began = Instant::now();
@@ -230,7 +229,6 @@ impl Choose {
             )));
         }
         let (pin, allowed) = (self.pin()?, self.allowed()?);
-        self.check_client()?;
         let prompt = prompt(pool, &self)?;
         let (wish, overrides) = (self.wish()?, self.overrides());
         let named = self.session_id.as_deref().and_then(read_session_id);
@@ -246,6 +244,7 @@ impl Choose {
             expected_output_tokens: self.expected_output_tokens,
             ..Request::default()
         };
+        request.check_client()?;
         if pool.selector.needs_facts() {
             let tokens = self.token_ids.map(|tokens| tokens.0).unwrap_or_default();
             request.text = match self.prompt {
@@ -324,17 +323,6 @@ fn prompt(pool: &Pool, request: &Choose) -> Result<Prompt> {
 }
 
 impl App {
-    /// Have the remote indexer tell what workers hold of the prompt, where there is one; without an answer
-    /// nothing is known to be held, and load decides.
-    pub async fn look_up(&self, selector: &Selector, request: &mut Request) {
-        let Some(remote) = &self.remote else { return };
-        if selector.uses_overlaps(&request.overrides, &request.prompt) {
-            let Prompt { locals, block_size, .. } = &*request.prompt;
-            let found = remote.overlaps(&selector.model().key, locals, *block_size).await;
-            request.overlaps = Some(found.unwrap_or_default());
-        }
-    }
-
     /// Count what became of a request for a worker.
     pub fn note(&self, done: &'static str, outcome: Result<&Selection, &Error>) {
         let outcome = match outcome {

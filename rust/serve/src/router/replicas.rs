@@ -27,7 +27,9 @@ impl RouterApp {
 
     /// Have the remote indexer tell what workers hold of the prompt, where there is one.
     pub async fn look_up(&self, selector: &Selector, request: &mut Request) {
-        self.app.look_up(selector, request).await;
+        if let Some(remote) = &self.app.remote {
+            remote.look_up(selector, request).await;
+        }
     }
 
     /// Count what became of a request that was decided outside the HTTP service.

@@ -8,7 +8,6 @@ use kvflash_core::fair::Wish;
 use kvflash_core::fleet::EventSpec;
 use kvflash_core::ids::InstanceId;
 use kvflash_core::policy::EngineMetrics;
-use kvflash_core::policy::session::MAX_KEY_BYTES;
 use kvflash_core::router::{RouteOverride, Usage};
 use kvflash_core::select::{Pin, Report, Share};
 use serde::Deserialize;
@@ -204,22 +203,6 @@ impl Choose {
         let mut ids = ids.clone();
         ids.sort_unstable();
         Ok(Some(ids))
-    }
-
-    /// Check what is told of the client.
-    ///
-    /// # Errors
-    /// `InvalidArgument` for a name that is too long.
-    pub fn check_client(&self) -> Result<()> {
-        for (field, value) in [("user", &self.user), ("session_key", &self.session_key)] {
-            let bytes = value.as_ref().map_or(0, String::len);
-            if bytes > MAX_KEY_BYTES {
-                return Err(Error::invalid(format!(
-                    "{field} may have at most {MAX_KEY_BYTES} bytes, got {bytes}"
-                )));
-            }
-        }
-        Ok(())
     }
 
     pub fn overrides(&self) -> RouteOverride {

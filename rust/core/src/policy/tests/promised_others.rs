@@ -166,7 +166,7 @@ fn a_session_key_belongs_to_one_worker_and_moves_only_when_that_is_gone() {
     let key = "x".repeat(257);
     let session = Session { worker: None, key: Some(&key) };
     let error = policy.prepare(&Context { session, ..context(0) }).unwrap_err().to_string();
-    assert_eq!(error, "the session key has 257 bytes; the limit is 256");
+    assert_eq!(error, "session_key may have at most 256 bytes, got 257");
 }
 
 #[test]

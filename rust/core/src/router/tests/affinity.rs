@@ -169,7 +169,7 @@ fn previews_and_requests_without_a_key_begin_no_session() {
     assert_eq!(bench.sample("session_affinity_sessions", ""), 0.0);
     let key = "k".repeat(257);
     let error = bench.router.route(&of_session(&key), &mut terms).err().unwrap().to_string();
-    assert_eq!(error, "the session key has 257 bytes; the limit is 256");
+    assert_eq!(error, "session_key may have at most 256 bytes, got 257");
 }
 
 #[test]

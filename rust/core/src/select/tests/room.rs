@@ -102,11 +102,11 @@ fn the_best_of_those_that_may_take_it_counts() {
     bench.store(worker(2), Tier::Device, &prompt[..12]);
     let prompt = bench.prompt(&prompt);
     let ask = Ask::new(&prompt);
-    assert_eq!(bench.selector.most_held(&ask), 3);
+    assert_eq!(bench.selector.most_held_tokens(&ask), 12);
     let not_the_best = |one: Worker| one != worker(2);
-    assert_eq!(bench.selector.most_held(&Ask { allowed: Some(&not_the_best), ..ask }), 2);
+    assert_eq!(bench.selector.most_held_tokens(&Ask { allowed: Some(&not_the_best), ..ask }), 8);
     let pin = Some(Pin { instance_id: 0, dp_rank: None });
-    assert_eq!(bench.selector.most_held(&Ask { pin, ..ask }), 0);
+    assert_eq!(bench.selector.most_held_tokens(&Ask { pin, ..ask }), 0);
 }
 
 #[test]

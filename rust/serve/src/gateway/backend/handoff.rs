@@ -37,18 +37,13 @@ impl Handoff {
         }
     }
 
-    /// Itself, and the failure of the prefill beside: it comes never where there is none.
-    pub fn split(&mut self) -> (&Self, impl Future<Output = String> + Send + 'static) {
+    /// Wait until the prefill beside fails; for ever when it does not.
+    pub fn failure(&self) -> impl Future<Output = String> + Send + 'static {
         let failed = match self {
-            Self::Beside { pending, .. } => pending.failed.clone(),
+            Self::Beside { pending, .. } => Some(pending.failed.clone()),
             _ => None,
         };
-        (self, failure(failed))
-    }
-
-    /// Wait until the prefill beside fails; for ever when it does not.
-    pub fn failure(&mut self) -> impl Future<Output = String> + Send + 'static {
-        self.split().1
+        failure(failed)
     }
 
     /// The decode is complete: the prefill may end by itself.
@@ -63,7 +58,7 @@ impl Handoff {
 #[derive(Debug)]
 pub(crate) struct Pending {
     task: Option<JoinHandle<()>>,
-    failed: Option<watch::Receiver<Option<String>>>,
+    failed: watch::Receiver<Option<String>>,
 }
 
 /// Why the prefill failed, once it has.
@@ -80,7 +75,7 @@ async fn failure(failed: Option<watch::Receiver<Option<String>>>) -> String {
 
 impl Pending {
     pub fn new(task: JoinHandle<()>, failed: watch::Receiver<Option<String>>) -> Self {
-        Self { task: Some(task), failed: Some(failed) }
+        Self { task: Some(task), failed }
     }
 }
 

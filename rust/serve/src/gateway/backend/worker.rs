@@ -32,16 +32,15 @@ pub(in crate::gateway) async fn open(
     app: &App,
     plan: &Plan,
     choice: &Choice,
-    handoff: &mut Handoff,
+    handoff: &Handoff,
 ) -> Result<Opened, Failed> {
     let Some(plane) = Plane::of(choice) else {
         return OpenAi.open(app, plan, choice, handoff).await.map(Opened::OpenAi);
     };
-    let (held, failure) = handoff.split();
     tokio::select! {
         biased;
-        opened = plane.open(app, plan, choice, held) => opened.map(Opened::Plane),
-        why = failure => Err(Failed::new("prefill_failed", why, StatusCode::BAD_GATEWAY)),
+        opened = plane.open(app, plan, choice, handoff) => opened.map(Opened::Plane),
+        why = handoff.failure() => Err(Failed::new("prefill_failed", why, StatusCode::BAD_GATEWAY)),
     }
 }
 
