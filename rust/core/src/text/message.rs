@@ -23,6 +23,10 @@ pub(super) enum Stop {
     Unsupported(String),
     /// Wrong for the engine too: refuse.
     Invalid(String),
+    /// More steps than a quick try allows.
+    Costly,
+    /// More bytes than were allowed.
+    TooLong,
 }
 
 type Object = Map<String, Value>;

@@ -23,6 +23,7 @@ mod request;
 mod source;
 mod template;
 mod tokenizer;
+mod weigh;
 
 pub use cache::{CacheOptions, CacheStats};
 pub use content::ContentFormat;
@@ -30,6 +31,7 @@ pub use cut::CutMode;
 pub use detokenize::Detokenizer;
 pub use message::Dialect;
 pub use model::{Prompt, TextModel, TextOptions};
-pub use request::ChatRequest;
+pub use request::{ChatRequest, Effort};
 pub use template::{ChatTemplate, Rendered, TemplateOptions, WallClock};
 pub use tokenizer::{Tokenizer, Tokens};
+pub use weigh::weigh;

@@ -5,7 +5,7 @@ use std::path::Path;
 use super::cache::CacheOptions;
 use super::config::FolderConfig;
 use super::message::Dialect;
-use super::request::ChatRequest;
+use super::request::{ChatRequest, Effort};
 use super::template::{ChatTemplate, Rendered, TemplateOptions};
 use super::tokenizer::{Tokenizer, Tokens};
 use crate::error::{Error, Result};
@@ -35,6 +35,10 @@ pub struct TextOptions {
 pub enum Prompt {
     /// Its token ids.
     Tokens(Tokens),
+    /// A quick try did not come to its end.
+    Costly,
+    /// Its text has more bytes than were allowed.
+    TooLong,
     /// Its tokens cannot be known here, and why: route without tokens and count it.
     Unsupported(String),
 }
@@ -78,6 +82,14 @@ impl TextModel {
     /// `Error::InvalidArgument` if the model has no chat template, or for requests the engine would
     /// refuse too.
     pub fn chat_tokens(&self, request: &ChatRequest<'_>) -> Result<Prompt> {
+        self.chat_tokens_within(request, Effort::FULL)
+    }
+
+    /// As [`chat_tokens`](Self::chat_tokens), within `effort`.
+    ///
+    /// # Errors
+    /// As [`chat_tokens`](Self::chat_tokens).
+    pub fn chat_tokens_within(&self, request: &ChatRequest<'_>, effort: Effort) -> Result<Prompt> {
         if let Some(reason) = &self.chat_unsupported {
             return Ok(Prompt::Unsupported(reason.clone()));
         }
@@ -87,11 +99,12 @@ impl TextModel {
         if request.truncate_prompt_tokens.is_some() {
             return Ok(Prompt::Unsupported("the engine truncates the prompt".to_owned()));
         }
-        match template.render(request)? {
+        match template.render_within(request, effort)? {
             Rendered::Text(text) => {
-                let adds = request.add_special_tokens.unwrap_or(false);
-                self.tokenizer.encode(&text, adds).map(Prompt::Tokens)
+                self.text_tokens(&text, request.add_special_tokens.unwrap_or(false), effort)
             }
+            Rendered::Costly => Ok(Prompt::Costly),
+            Rendered::TooLong => Ok(Prompt::TooLong),
             Rendered::Unsupported(reason) => Ok(Prompt::Unsupported(reason)),
         }
     }
@@ -102,5 +115,17 @@ impl TextModel {
     /// `Error::InvalidArgument` if the tokenizer refuses the text.
     pub fn completion_tokens(&self, prompt: &str, add_special_tokens: bool) -> Result<Tokens> {
         self.tokenizer.encode(prompt, add_special_tokens)
+    }
+
+    /// As [`completion_tokens`](Self::completion_tokens), within `effort`.
+    ///
+    /// # Errors
+    /// `Error::InvalidArgument` if the tokenizer refuses the text.
+    pub fn text_tokens(&self, text: &str, adds_special: bool, effort: Effort) -> Result<Prompt> {
+        if text.len() > effort.text_bytes {
+            return Ok(Prompt::TooLong);
+        }
+        let found = self.tokenizer.encode_within(text, adds_special, effort.new_bytes())?;
+        Ok(found.map_or(Prompt::Costly, Prompt::Tokens))
     }
 }

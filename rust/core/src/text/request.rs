@@ -1,5 +1,29 @@
 //! The fields of a chat completion body that decide its tokens.
 
+/// How much work a prompt may be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Effort {
+    /// Longest text, bytes; a chat's is the rendered one.
+    pub text_bytes: usize,
+    /// Only what is done within about a millisecond: few steps of the template, and little text that is
+    /// in no cache.
+    pub is_quick: bool,
+}
+
+impl Effort {
+    /// Whatever it takes.
+    pub const FULL: Self = Self { text_bytes: usize::MAX, is_quick: false };
+
+    /// Text that may be tokenized anew, bytes.
+    pub(super) fn new_bytes(self) -> usize {
+        if self.is_quick { QUICK_BYTES } else { usize::MAX }
+    }
+}
+
+/// Text that a quick try tokenizes anew, bytes: without spaces, where tokenizers are slowest, some
+/// milliseconds.
+const QUICK_BYTES: usize = 2_048;
+
 /// A chat request, borrowed from its body: texts are the JSON of their fields, read when the template needs
 /// them. Fields not named here do not change the prompt.
 #[derive(Debug, Clone, Copy, Default)]

@@ -1,22 +1,30 @@
 //! A model's chat template, rendered as the engine renders it.
 
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use minijinja::{Environment, Value};
+use minijinja::{Environment, ErrorKind, Value};
 use serde_json::Value as Json;
 
 use super::config::FolderConfig;
 use super::content::{ContentFormat, detect_sglang, detect_vllm};
 use super::jinja::environment;
 use super::message::{Dialect, Stop, prepare_messages, prepare_tools};
-use super::request::ChatRequest;
+use super::request::{ChatRequest, Effort};
 use super::source::{rewrite, unix_lines};
 use crate::error::{Error, Result};
 
 /// Put behind a message that is to be continued, and looked for in the rendered text.
 const CONTINUE_TAG: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
+
+/// Most steps of a template, its "fuel": a loop over all messages within a loop over all messages has some
+/// thousand messages then.
+const MAX_STEPS: u64 = 50_000_000;
+
+/// The same for a quick try: below a millisecond.
+const QUICK_STEPS: u64 = 20_000;
 
 /// Template variables that transformers' own arguments occupy; vLLM refuses them as kwargs.
 const RESERVED_KWARGS: [&str; 2] = ["chat_template", "tokenize"];
@@ -64,6 +72,10 @@ pub struct TemplateOptions {
 pub enum Rendered {
     /// The prompt.
     Text(String),
+    /// The template takes more steps than a quick try allows.
+    Costly,
+    /// The prompt has more bytes than were allowed.
+    TooLong,
     /// The prompt cannot be known here, and why: route without tokens and count it.
     Unsupported(String),
 }
@@ -75,6 +87,8 @@ pub enum Rendered {
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
+    /// The same for those who have no time.
+    quick: Environment<'static>,
     formats: Vec<(String, ContentFormat)>,
     special_tokens: Vec<(String, Value)>,
     options: TemplateOptions,
@@ -138,7 +152,10 @@ impl ChatTemplate {
             .iter()
             .map(|(name, text)| (name.clone(), Value::from(text.as_str())))
             .collect();
-        Ok(Self { environment, formats, special_tokens, options })
+        let mut quick = environment.clone();
+        environment.set_fuel(Some(MAX_STEPS));
+        quick.set_fuel(Some(QUICK_STEPS));
+        Ok(Self { environment, quick, formats, special_tokens, options })
     }
 
     /// The form of message content the template called `name` is given.
@@ -155,14 +172,27 @@ impl ChatTemplate {
     /// # Cost
     /// Parsing the messages and running the template: 10 to 20 us for six messages of 4,500 characters.
     pub fn render(&self, request: &ChatRequest<'_>) -> Result<Rendered> {
-        match self.try_render(request) {
+        self.render_within(request, Effort::FULL)
+    }
+
+    /// As [`render`](Self::render), within `effort`.
+    ///
+    /// # Errors
+    /// As [`render`](Self::render).
+    ///
+    /// # Cost
+    /// At most 50 million steps of the template, some seconds; 20,000 of a quick try, below a millisecond.
+    pub fn render_within(&self, request: &ChatRequest<'_>, effort: Effort) -> Result<Rendered> {
+        match self.try_render(request, effort) {
             Ok(text) => Ok(Rendered::Text(text)),
             Err(Stop::Unsupported(reason)) => Ok(Rendered::Unsupported(reason)),
             Err(Stop::Invalid(reason)) => Err(Error::invalid(reason)),
+            Err(Stop::Costly) => Ok(Rendered::Costly),
+            Err(Stop::TooLong) => Ok(Rendered::TooLong),
         }
     }
 
-    fn try_render(&self, request: &ChatRequest<'_>) -> Result<String, Stop> {
+    fn try_render(&self, request: &ChatRequest<'_>, effort: Effort) -> Result<String, Stop> {
         if request.chat_template.is_some() {
             return Err(Stop::Unsupported("the request brings a chat_template".to_owned()));
         }
@@ -193,7 +223,7 @@ impl ChatTemplate {
         // SGLang always asks for the start of an answer.
         generates |= dialect == Dialect::Sglang;
         let context = self.context(request, messages, tools, generates)?;
-        let mut text = self.run(name, context)?;
+        let mut text = self.run(name, context, effort)?;
         if let Some(said) = continued {
             cut_at_tag(&mut text, &said)?;
         }
@@ -252,11 +282,44 @@ impl ChatTemplate {
         Ok(context.into_iter().collect())
     }
 
-    fn run(&self, name: &str, context: Value) -> Result<String, Stop> {
-        let template = self.environment.get_template(name);
-        template
-            .and_then(|template| template.render(context))
+    fn run(&self, name: &str, context: Value, effort: Effort) -> Result<String, Stop> {
+        let environment = if effort.is_quick { &self.quick } else { &self.environment };
+        let mut out = Bounded { bytes: Vec::with_capacity(4_096), left: effort.text_bytes };
+        let template = environment.get_template(name);
+        let done = template
+            .and_then(|template| template.render_captured_to(context, &mut out).map(|_| ()));
+        match done {
+            Ok(()) => {}
+            Err(error) if error.kind() == ErrorKind::OutOfFuel && effort.is_quick => {
+                return Err(Stop::Costly);
+            }
+            Err(error) if error.kind() == ErrorKind::OutOfFuel => {
+                let what = format!("the chat template takes more than {MAX_STEPS} steps");
+                return Err(Stop::Unsupported(what));
+            }
+            Err(error) if error.kind() == ErrorKind::WriteFailure => return Err(Stop::TooLong),
+            Err(error) => return Err(Stop::Invalid(format!("chat template: {error}"))),
+        }
+        String::from_utf8(out.bytes)
             .map_err(|error| Stop::Invalid(format!("chat template: {error}")))
+    }
+}
+
+/// Takes so many bytes and no more.
+struct Bounded {
+    bytes: Vec<u8>,
+    left: usize,
+}
+
+impl io::Write for Bounded {
+    fn write(&mut self, text: &[u8]) -> io::Result<usize> {
+        self.left = self.left.checked_sub(text.len()).ok_or(io::ErrorKind::FileTooLarge)?;
+        self.bytes.extend_from_slice(text);
+        Ok(text.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }
 

@@ -1,6 +1,7 @@
 //! A model's tokenizer behind the segment cache.
 
 use std::fs;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
 use tokenizers::{AddedToken, Tokenizer as Inner};
@@ -130,19 +131,39 @@ impl Tokenizer {
     /// Known pieces: a hash and a copy, some 0.1 us each. New ones: the same for each known word;
     /// for new words what the tokenizer takes, in the order of a microsecond per token.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Tokens> {
-        let mut ids = Vec::with_capacity(text.len() / BYTES_PER_TOKEN + 8);
-        match &self.wrapping {
+        self.encode_within(text, add_special_tokens, usize::MAX).map(Option::unwrap_or_default)
+    }
+
+    /// As [`encode`](Self::encode), but `None` where more than `new_bytes` of the text are in no cache and
+    /// would have to be tokenized. What was tokenized until then stays known.
+    ///
+    /// # Errors
+    /// `Error::InvalidArgument` if the tokenizer refuses the text.
+    pub fn encode_within(
+        &self,
+        text: &str,
+        add_special_tokens: bool,
+        new_bytes: usize,
+    ) -> Result<Option<Tokens>> {
+        let ids = Vec::with_capacity(text.len() / BYTES_PER_TOKEN + 8);
+        let mut work = Work { ids, new_bytes };
+        let done = match &self.wrapping {
             Wrapping::Fixed { prefix, suffix } if add_special_tokens => {
-                ids.extend_from_slice(prefix);
-                self.append(text, &mut ids)?;
-                ids.extend_from_slice(suffix);
+                work.ids.extend_from_slice(prefix);
+                let done = self.append(text, &mut work);
+                work.ids.extend_from_slice(suffix);
+                done
             }
             Wrapping::Opaque if add_special_tokens => {
-                self.append_cached(text, Context::Wrapped, &mut ids)?;
+                self.append_cached(text, Context::Wrapped, &mut work)
             }
-            _ => self.append(text, &mut ids)?,
+            _ => self.append(text, &mut work),
+        };
+        match done {
+            Ok(()) => Ok(Some(work.ids)),
+            Err(Stop::Costly) => Ok(None),
+            Err(Stop::Failed(error)) => Err(error),
         }
-        Ok(ids)
     }
 
     /// Token ids of `text` without the cache and without cuts: what [`encode`](Self::encode) is
@@ -199,43 +220,45 @@ impl Tokenizer {
         }
     }
 
-    fn append(&self, text: &str, ids: &mut Tokens) -> Result<()> {
+    fn append(&self, text: &str, work: &mut Work) -> Result<(), Stop> {
         if text.is_empty() || self.cache.is_off() {
-            ids.extend_from_slice(&self.plain(text, false)?);
+            work.spend(text)?;
+            work.ids.extend_from_slice(&self.plain(text, false)?);
             return Ok(());
         }
         self.cutter.visit(text, |segment| match segment {
             Segment::Token(id) => {
-                ids.push(id);
+                work.ids.push(id);
                 Ok(())
             }
             Segment::Piece { text, is_first } => {
                 let context = if is_first { Context::First } else { Context::Later };
-                self.append_cached(text, context, ids)
+                self.append_cached(text, context, work)
             }
         })
     }
 
-    fn append_cached(&self, piece: &str, context: Context, ids: &mut Tokens) -> Result<()> {
+    fn append_cached(&self, piece: &str, context: Context, work: &mut Work) -> Result<(), Stop> {
         let key = Key::new(piece, context);
-        if !self.cache.is_off() && self.cache.append(key, ids) {
+        if !self.cache.is_off() && self.cache.append(key, &mut work.ids) {
             return Ok(());
         }
-        let before = ids.len();
+        let before = work.ids.len();
         if context == Context::First && !self.words.is_off() {
-            self.append_words(piece, ids)?;
+            self.append_words(piece, work)?;
         } else {
-            ids.extend_from_slice(&self.encode_piece(piece, context)?);
+            work.spend(piece)?;
+            work.ids.extend_from_slice(&self.encode_piece(piece, context)?);
         }
         if !self.cache.is_off() {
-            self.cache.insert(key, &ids[before..]);
+            self.cache.insert(key, &work.ids[before..]);
         }
         Ok(())
     }
 
     /// Tokenize a new piece word by word, for most words are known. Beyond [`NEW_WORDS_MAX`], those
     /// that are not go through the tokenizer together.
-    fn append_words(&self, piece: &str, ids: &mut Tokens) -> Result<()> {
+    fn append_words(&self, piece: &str, work: &mut Work) -> Result<(), Stop> {
         let (mut known, mut learned) = (Tokens::new(), 0);
         // What is not tokenized yet, and how far the words have come.
         let (mut from, mut to) = (0, 0);
@@ -252,17 +275,20 @@ impl Tokenizer {
                     continue;
                 }
                 learned += 1;
+                work.spend(word)?;
                 known = self.plain(word, false)?;
                 self.words.insert(key, &known);
             }
             if from < start {
-                ids.extend_from_slice(&self.plain(&piece[from..start], false)?);
+                work.spend(&piece[from..start])?;
+                work.ids.extend_from_slice(&self.plain(&piece[from..start], false)?);
             }
-            ids.extend_from_slice(&known);
+            work.ids.extend_from_slice(&known);
             from = to;
         }
         if from < to {
-            ids.extend_from_slice(&self.plain(&piece[from..], false)?);
+            work.spend(&piece[from..])?;
+            work.ids.extend_from_slice(&self.plain(&piece[from..], false)?);
         }
         Ok(())
     }
@@ -280,7 +306,10 @@ impl Tokenizer {
     }
 
     fn plain(&self, text: &str, add_special_tokens: bool) -> Result<Tokens> {
-        let encoding = self.inner.encode_fast(text, add_special_tokens);
+        // A pattern that backtracks too long panics in its engine; nothing of the tokenizer changes meanwhile.
+        let encode = AssertUnwindSafe(|| self.inner.encode_fast(text, add_special_tokens));
+        let encoding = catch_unwind(encode)
+            .map_err(|_| Error::invalid("tokenizer: it panicked at this text; see the log"))?;
         Ok(encoding.map_err(|error| failed(&error))?.get_ids().to_vec())
     }
 
@@ -334,6 +363,36 @@ impl Tokenizer {
             }
         }
         Ok(true)
+    }
+}
+
+/// Tokens so far, and how much may still be tokenized.
+struct Work {
+    ids: Tokens,
+    new_bytes: usize,
+}
+
+impl Work {
+    /// This text is new.
+    ///
+    /// # Errors
+    /// [`Stop::Costly`] where it is more than is left.
+    fn spend(&mut self, text: &str) -> Result<(), Stop> {
+        self.new_bytes = self.new_bytes.checked_sub(text.len()).ok_or(Stop::Costly)?;
+        Ok(())
+    }
+}
+
+/// Why a text is not tokenized.
+enum Stop {
+    /// It has more new text than was allowed.
+    Costly,
+    Failed(Error),
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Self {
+        Self::Failed(error)
     }
 }
 

@@ -8,8 +8,8 @@ use std::time::Instant;
 
 use kvflash_core::error::Error;
 use kvflash_core::text::{
-    CacheOptions, ChatRequest, ChatTemplate, ContentFormat, CutMode, Detokenizer, Dialect, Prompt,
-    Rendered, TemplateOptions, TextModel, TextOptions, Tokenizer, WallClock,
+    CacheOptions, ChatRequest, ChatTemplate, ContentFormat, CutMode, Detokenizer, Dialect, Effort,
+    Prompt, Rendered, TemplateOptions, TextModel, TextOptions, Tokenizer, WallClock,
 };
 use proptest::prelude::*;
 use serde_json::value::RawValue;
@@ -425,6 +425,49 @@ fn a_growing_conversation_is_tokenized_once() {
     }
     // Each turn adds a piece, and changes the one that the answer was to follow.
     assert!(misses[1..].iter().all(|&count| count <= 2), "{misses:?}");
+}
+
+/// A loop over all messages within a loop over all messages, as gpt-oss has one.
+const SQUARE: &str = "{% for a in messages %}{% for b in messages %}{% if b.content == 'z' %}{{ b.content }}{% endif %}\
+                      {% endfor %}{% endfor %}done";
+
+#[test]
+fn a_template_has_an_end() {
+    let body = |count: usize| {
+        let messages = vec![json!({"role": "user", "content": "a"}); count];
+        json!({ "messages": messages }).to_string()
+    };
+    let template = template(SQUARE, TemplateOptions::default());
+    let render = |body: &str, is_quick, text_bytes| {
+        template
+            .render_within(&request(body.as_bytes()), Effort { text_bytes, is_quick })
+            .expect("no error")
+    };
+    let (few, some, many) = (body(10), body(200), body(5_000));
+    assert_eq!(render(&few, true, 100), Rendered::Text("done".to_owned()));
+    assert_eq!(render(&few, true, 3), Rendered::TooLong);
+    assert_eq!(render(&some, true, 100), Rendered::Costly);
+    assert_eq!(render(&some, false, 100), Rendered::Text("done".to_owned()));
+    let Rendered::Unsupported(why) = render(&many, false, 100) else { panic!("it has no end") };
+    assert!(why.contains("50000000 steps"), "{why}");
+}
+
+#[test]
+fn a_quick_try_makes_few_new_tokens_and_keeps_them() {
+    let model = TextModel::from_folder(tiny(), TextOptions::default()).expect("tiny-llama");
+    let quick = Effort { text_bytes: 100_000, is_quick: true };
+    let tokens = |text: &str| model.text_tokens(text, false, quick).expect("no error");
+    assert!(matches!(tokens("a short text"), Prompt::Tokens(_)));
+    // No word twice, none of them known.
+    let long: String = (0..2_000).map(|n| format!("w{n}x{} ", n * 7_919)).collect();
+    assert_eq!(tokens(&long), Prompt::Costly);
+    let whole = model.text_tokens(&long, false, Effort { is_quick: false, ..quick });
+    let Ok(Prompt::Tokens(ids)) = whole else { panic!("no tokens") };
+    assert_eq!(ids, model.tokenizer.encode_uncached(&long, false).expect("ids"));
+    assert_eq!(tokens(&long), Prompt::Tokens(ids), "it is known now");
+    let unbroken = "a".repeat(50_000);
+    assert_eq!(tokens(&unbroken), Prompt::Costly);
+    assert_eq!(tokens(&"a".repeat(100_001)), Prompt::TooLong);
 }
 
 // ---- around the text ----------------------------------------------------------------------------
