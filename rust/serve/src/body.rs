@@ -1,79 +1,251 @@
-//! Request bodies: read within a limit, or read away.
+//! Request bodies: read within limits of bytes, of time and of memory, or read away.
 
+use std::fs;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use axum::http::StatusCode;
 use bytes::{Bytes, BytesMut};
 use http_body::Body;
 use http_body_util::BodyExt;
+use kvflash_core::error::Error;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::{Registry, Unit};
+use tokio::time::{Instant, timeout_at};
 
 use super::Reject;
+use super::metrics::CauseLabel;
 
 /// A refused body is read away up to this size and time before its connection is closed.
 const DISCARD_BYTES: usize = 64 * 1024 * 1024;
 const DISCARD_TIME: Duration = Duration::from_millis(500);
 
+/// Bodies up to this size are not counted: connections have a limit, and one has one body.
+const SMALL_BYTES: usize = 16 * 1024;
+/// Limit of bodies that change settings or workers.
+const CONTROL_BYTES: usize = 64 * 1024;
+
+/// After this time a body must have come at this rate, bytes a second.
+const SLOW_START: Duration = Duration::from_secs(5);
+const MIN_RATE: f64 = 8_192.0;
+
+/// What all bodies may take together where nobody says: this share of the memory, and never less than that.
+const MEMORY_SHARE: u64 = 4;
+const MIN_BUFFERED: u64 = 256 * 1024 * 1024;
+
+/// Reads bodies within the limits of one service.
+#[derive(Debug, Clone)]
+pub(crate) struct Intake {
+    max_bytes: usize,
+    timeout: Duration,
+    max_buffered: usize,
+    /// Bytes of bodies that are being read, waited for or answered.
+    buffered: Gauge,
+    refused: Family<CauseLabel, Counter>,
+    /// Bytes of bodies that were counted.
+    large: Arc<AtomicU64>,
+}
+
 /// Why a body could not be read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Unreadable {
-    /// More bytes came than the limit.
+enum Unreadable {
     TooLarge,
     /// It ended before its declared length.
     CutOff,
+    /// It did not come within its time.
+    Late,
+    /// It came at less than the least rate.
+    Slow,
+    /// All bodies together have too many bytes.
+    Full,
 }
 
-/// The whole body, at most `limit` bytes; one that came in one piece is not copied.
-pub(super) async fn read<B>(body: &mut B, limit: usize) -> Result<Bytes, Unreadable>
-where
-    B: Body<Data = Bytes> + Unpin,
-{
-    let (mut first, mut joined) = (Bytes::new(), BytesMut::new());
-    while !body.is_end_stream() {
-        let Some(frame) = body.frame().await else { break };
-        let Ok(data) = frame.map_err(|_| Unreadable::CutOff)?.into_data() else { continue };
-        if data.len() > limit - first.len().max(joined.len()) {
-            return Err(Unreadable::TooLarge);
-        }
-        if first.is_empty() {
-            first = data;
-            continue;
-        }
-        if joined.is_empty() {
-            joined.extend_from_slice(&first);
-        }
-        joined.extend_from_slice(&data);
+/// Bytes that are counted until the last one who reads them is done.
+struct Held {
+    bytes: Bytes,
+    _count: Count,
+}
+
+impl AsRef<[u8]> for Held {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
     }
-    Ok(if joined.is_empty() { first } else { joined.freeze() })
 }
 
-/// A body of more bytes than the limit.
-pub(super) fn too_large(limit: usize) -> Reject {
-    let what = format!("the body is larger than the limit of {limit} bytes (--max-body-bytes)");
-    Reject::new(StatusCode::PAYLOAD_TOO_LARGE, what)
+/// Bytes that are counted.
+struct Count {
+    buffered: Gauge,
+    bytes: usize,
 }
 
-/// The whole body, within a limit of bytes and of time.
-///
-/// # Errors
-/// 413, 400 for one that is cut off, 408.
-pub(super) async fn whole<B>(mut body: B, limit: usize, timeout: Duration) -> Result<Bytes, Reject>
-where
-    B: Body<Data = Bytes> + Unpin,
-{
-    match tokio::time::timeout(timeout, read(&mut body, limit)).await {
-        Ok(Ok(bytes)) => Ok(bytes),
-        Ok(Err(Unreadable::TooLarge)) => {
-            discard(&mut body).await;
-            Err(too_large(limit))
+impl Count {
+    /// Count `bytes` in all.
+    ///
+    /// # Errors
+    /// Everything that is counted would be more than `limit`.
+    fn raise(&mut self, bytes: usize, limit: usize) -> Result<(), Unreadable> {
+        let more = bytes.saturating_sub(self.bytes) as i64;
+        let before = self.buffered.inc_by(more);
+        self.bytes = bytes;
+        if before + more > limit as i64 { Err(Unreadable::Full) } else { Ok(()) }
+    }
+}
+
+impl Drop for Count {
+    fn drop(&mut self) {
+        self.buffered.dec_by(self.bytes as i64);
+    }
+}
+
+impl Intake {
+    /// For bodies of `max_bytes`; `max_buffered` is for all together, 0 for a share of the memory.
+    pub fn new(
+        max_bytes: usize,
+        timeout: Duration,
+        max_buffered: usize,
+        large: &Arc<AtomicU64>,
+        registry: &mut Registry,
+    ) -> Self {
+        let max_buffered = match max_buffered {
+            0 => usize::try_from((memory() / MEMORY_SHARE).max(MIN_BUFFERED)).unwrap_or(usize::MAX),
+            given => given,
+        };
+        let (buffered, refused) = (Gauge::default(), Family::default());
+        registry.register_with_unit(
+            "buffered_bodies",
+            "Request bodies above 16 KiB that are being received, wait or are answered; more than \
+             --max-buffered-bytes are refused",
+            Unit::Bytes,
+            Gauge::clone(&buffered),
+        );
+        registry.register(
+            "bodies_refused",
+            "Request bodies that were refused before they were read as a whole",
+            Family::clone(&refused),
+        );
+        let large = Arc::clone(large);
+        Self { max_bytes, timeout, max_buffered, buffered, refused, large }
+    }
+
+    /// The whole body.
+    ///
+    /// # Errors
+    /// 413, 400 for one that is cut off, 408 for one that is late or slow, 429 while bodies take all the
+    /// memory that they may.
+    pub async fn whole<B>(&self, body: B) -> Result<Bytes, Reject>
+    where
+        B: Body<Data = Bytes> + Unpin,
+    {
+        self.within(self.max_bytes, body).await
+    }
+
+    /// The whole body of a request that changes a setting or a worker: at most 64 KiB.
+    ///
+    /// # Errors
+    /// As [`whole`](Self::whole).
+    pub async fn control<B>(&self, body: B) -> Result<Bytes, Reject>
+    where
+        B: Body<Data = Bytes> + Unpin,
+    {
+        self.within(CONTROL_BYTES.min(self.max_bytes), body).await
+    }
+
+    async fn within<B>(&self, limit: usize, mut body: B) -> Result<Bytes, Reject>
+    where
+        B: Body<Data = Bytes> + Unpin,
+    {
+        // Declared too large: refused without being asked for.
+        if body.size_hint().lower() > limit as u64 {
+            return Err(self.refuse(&Unreadable::TooLarge, limit));
         }
-        Ok(Err(Unreadable::CutOff)) => {
-            Err(Reject::bad_request("the body ended before its declared length"))
+        match self.read(&mut body, limit).await {
+            Ok(bytes) => Ok(bytes),
+            Err(why) => {
+                if matches!(why, Unreadable::TooLarge | Unreadable::Full) {
+                    discard(&mut body).await;
+                }
+                Err(self.refuse(&why, limit))
+            }
         }
-        Err(_) => {
-            let seconds = timeout.as_secs_f64();
-            let what = format!("the body did not arrive within {seconds} s (--body-timeout)");
-            Err(Reject::new(StatusCode::REQUEST_TIMEOUT, what))
+    }
+
+    /// One that came in one piece is not copied.
+    async fn read<B>(&self, body: &mut B, limit: usize) -> Result<Bytes, Unreadable>
+    where
+        B: Body<Data = Bytes> + Unpin,
+    {
+        let began = Instant::now();
+        let mut count = Count { buffered: self.buffered.clone(), bytes: 0 };
+        let (mut first, mut joined, mut received) = (Bytes::new(), BytesMut::new(), 0);
+        while !body.is_end_stream() {
+            let slow = began + SLOW_START + Duration::from_secs_f64(received as f64 / MIN_RATE);
+            let late = began + self.timeout;
+            let frame = timeout_at(slow.min(late), body.frame()).await;
+            let frame = frame.map_err(|_| match late <= slow {
+                true => Unreadable::Late,
+                false => Unreadable::Slow,
+            })?;
+            let Some(frame) = frame else { break };
+            let Ok(data) = frame.map_err(|_| Unreadable::CutOff)?.into_data() else { continue };
+            received += data.len();
+            if received > limit {
+                self.large.fetch_add(received as u64, Ordering::Relaxed);
+                return Err(Unreadable::TooLarge);
+            }
+            if received > SMALL_BYTES {
+                count.raise(received, self.max_buffered)?;
+            }
+            if first.is_empty() {
+                first = data;
+                continue;
+            }
+            if joined.is_empty() {
+                joined.extend_from_slice(&first);
+            }
+            joined.extend_from_slice(&data);
         }
+        let bytes = if joined.is_empty() { first } else { joined.freeze() };
+        if count.bytes == 0 {
+            return Ok(bytes);
+        }
+        self.large.fetch_add(count.bytes as u64, Ordering::Relaxed);
+        Ok(Bytes::from_owner(Held { bytes, _count: count }))
+    }
+
+    fn refuse(&self, why: &Unreadable, limit: usize) -> Reject {
+        let (cause, reject) = match why {
+            Unreadable::TooLarge => {
+                let fix = if limit == self.max_bytes { " (--max-body-bytes)" } else { "" };
+                let what = format!("the body is larger than the limit of {limit} bytes{fix}");
+                ("too_large", Reject::new(StatusCode::PAYLOAD_TOO_LARGE, what))
+            }
+            Unreadable::CutOff => {
+                ("cut_off", Reject::bad_request("the body ended before its declared length"))
+            }
+            Unreadable::Late => {
+                let seconds = self.timeout.as_secs_f64();
+                let what = format!("the body did not arrive within {seconds} s (--body-timeout)");
+                ("late", Reject::new(StatusCode::REQUEST_TIMEOUT, what))
+            }
+            Unreadable::Slow => {
+                let what = format!(
+                    "the body came at less than {MIN_RATE} bytes a second after {} s: send it faster",
+                    SLOW_START.as_secs()
+                );
+                ("slow", Reject::new(StatusCode::REQUEST_TIMEOUT, what))
+            }
+            Unreadable::Full => {
+                let limit = self.max_buffered;
+                let what = format!(
+                    "request bodies take {limit} bytes of memory, the limit (--max-buffered-bytes)"
+                );
+                ("memory", Error::Overloaded(what).into())
+            }
+        };
+        self.refused.get_or_create(&CauseLabel { cause }).inc();
+        reject
     }
 }
 
@@ -92,4 +264,21 @@ pub(super) async fn discard(body: &mut (impl Body<Data = Bytes> + Unpin)) {
     };
     // Whoever sends more, or takes longer, gets a closed connection.
     let _ = tokio::time::timeout(DISCARD_TIME, rest).await;
+}
+
+/// Memory of this process: its control group's limit, else the machine's; 0 where neither is told. Bytes.
+fn memory() -> u64 {
+    let read = |path| fs::read_to_string(path).ok();
+    let number = |text: String| text.trim().parse::<u64>().ok();
+    let group = read("/sys/fs/cgroup/memory.max").and_then(number);
+    let old = || read("/sys/fs/cgroup/memory/memory.limit_in_bytes").and_then(number);
+    let machine = read("/proc/meminfo").and_then(|text| {
+        let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+        line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()
+    });
+    let machine = machine.map_or(0, |kib| kib * 1_024);
+    // Version 1 says "no limit" by a number beyond every machine's.
+    group
+        .or_else(old)
+        .map_or(machine, |group| if machine == 0 { group } else { group.min(machine) })
 }

@@ -7,7 +7,7 @@
 //!
 //! use kvflash_core::catalog::{Catalog, Command};
 //! use kvflash_serve::indexer::{IndexerApp, IndexerOptions};
-//! use kvflash_serve::{ServeLimits, Shutdown, serve};
+//! use kvflash_serve::{Http, ServeLimits, Shutdown, serve};
 //! # fn subscribe(_catalog: &Catalog, _publisher: u64, _endpoint: &str) {}
 //! # fn close(_publisher: u64) {}
 //!
@@ -31,7 +31,7 @@
 //!     }
 //! });
 //!
-//! let app = IndexerApp::service(Arc::clone(&catalog), IndexerOptions::default())?;
+//! let app = IndexerApp::service(Arc::clone(&catalog), IndexerOptions::default(), &Http::default())?;
 //! let listener = tokio::net::TcpListener::bind("127.0.0.1:8090").await?;
 //! serve(listener, app, ServeLimits::default(), shutdown).await?;
 //! catalog.commands.close();

@@ -4,9 +4,11 @@
 mod aside;
 mod body;
 mod busy;
+mod compute;
 mod fleet;
 pub mod frontend;
 mod gateway;
+mod http;
 pub mod indexer;
 mod metrics;
 mod outside;
@@ -21,10 +23,12 @@ mod settings;
 mod timer;
 mod tls;
 
+pub use http::Http;
 pub use reject::Reject;
 pub use remote::RemoteIndexerOptions;
 pub use serve::{App, Peer, ServeLimits, Shutdown, serve, serve_over};
 pub use settings::{
-    FairnessSettings, FrontendSettings, RouterSettings, TlsSettings, tables as settings_tables,
+    FairnessSettings, FrontendSettings, HttpSettings, RouterSettings, TlsSettings,
+    tables as settings_tables,
 };
 pub use tls::Tls;

@@ -38,6 +38,11 @@ pub(super) struct RequestLabel {
     pub status: u16,
 }
 
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct CauseLabel {
+    pub cause: &'static str,
+}
+
 /// What names of metrics begin with, where nothing else is asked for.
 pub(super) const PREFIX: &str = "kvflash";
 

@@ -1,9 +1,11 @@
 //! Serve an app on a listener until told to stop. The caller owns socket and signal.
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::convert::Infallible;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use axum::body::Body;
 use axum::http::{Request, Response};
@@ -12,6 +14,9 @@ use hyper::server::conn::http1;
 use hyper::service::Service;
 use hyper_util::rt::TokioIo;
 use hyper_util::service::{TowerToHyperService, TowerToHyperServiceFuture};
+use ipnet::IpNet;
+use parking_lot::Mutex;
+use prometheus_client::metrics::counter::Counter;
 use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
@@ -27,13 +32,24 @@ const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
 #[cfg(target_os = "linux")]
 const UNACKED_TIME: Duration = Duration::from_secs(120);
 
+/// Pause between two warnings of addresses with too many connections.
+const WARNING_PAUSE: Duration = Duration::from_secs(60);
+
 /// Limits on connections.
 #[derive(Debug, Clone)]
 pub struct ServeLimits {
     /// Connections open at once; further ones wait in the system's accept queue.
     pub max_connections: usize,
+    /// Connections of one address open at once; further ones are closed. 0: no limit.
+    pub max_connections_per_address: usize,
+    /// Addresses without that limit.
+    pub trusted_proxies: Vec<IpNet>,
+    /// Connections that were closed at that limit.
+    pub refused: Counter,
     /// Time that a client may take to send its request's head.
     pub header_timeout: Duration,
+    /// Time that a connection may be idle between two requests.
+    pub keep_alive_timeout: Duration,
     /// Time that open connections get to finish after the stop.
     pub drain_timeout: Duration,
 }
@@ -42,7 +58,11 @@ impl Default for ServeLimits {
     fn default() -> Self {
         Self {
             max_connections: 16_384,
+            max_connections_per_address: 2_048,
+            trusted_proxies: Vec::new(),
+            refused: Counter::default(),
             header_timeout: Duration::from_secs(10),
+            keep_alive_timeout: Duration::from_secs(75),
             drain_timeout: Duration::from_secs(30),
         }
     }
@@ -144,11 +164,66 @@ struct Door<A> {
     app: A,
     limits: ServeLimits,
     shutdown: Shutdown,
+    /// Open connections by address; none of those that have no limit.
+    open: Arc<Mutex<HashMap<IpAddr, usize>>>,
+    /// When it was last said that an address has too many.
+    warned: Mutex<Option<Instant>>,
+}
+
+/// A place among the connections, of all and of one address; given back when it is dropped.
+struct Place {
+    _permit: OwnedSemaphorePermit,
+    counted: Option<(IpAddr, Arc<Mutex<HashMap<IpAddr, usize>>>)>,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        if let Some((address, open)) = &self.counted
+            && let Entry::Occupied(mut entry) = open.lock().entry(*address)
+        {
+            *entry.get_mut() -= 1;
+            if *entry.get() == 0 {
+                entry.remove();
+            }
+        }
+    }
 }
 
 impl<A: App> Door<A> {
+    /// A place for a connection; `None` where its address has as many as it may.
+    fn place(&self, peer: SocketAddr, permit: OwnedSemaphorePermit) -> Option<Place> {
+        let limit = self.limits.max_connections_per_address;
+        let address = peer.ip().to_canonical();
+        if limit == 0 || self.limits.trusted_proxies.iter().any(|net| net.contains(&address)) {
+            return Some(Place { _permit: permit, counted: None });
+        }
+        let mut open = self.open.lock();
+        let count = open.entry(address).or_default();
+        if *count < limit {
+            *count += 1;
+            return Some(Place {
+                _permit: permit,
+                counted: Some((address, Arc::clone(&self.open))),
+            });
+        }
+        drop(open);
+        self.limits.refused.inc();
+        let mut warned = self.warned.lock();
+        if warned.is_none_or(|at| at.elapsed() >= WARNING_PAUSE) {
+            *warned = Some(Instant::now());
+            tracing::warn!(
+                %address,
+                limit,
+                "closed a connection: its address has as many as it may; if it is a proxy, name it in \
+                 --trusted-proxies, else see --max-connections-per-address (said once a minute)"
+            );
+        }
+        None
+    }
+
     /// Answer what comes over `stream` in a task of its own, which holds `permit` until its end.
     fn let_in(&self, stream: TcpStream, peer: SocketAddr, permit: OwnedSemaphorePermit) {
+        let Some(place) = self.place(peer, permit) else { return };
         // All of these only make things better; a system without them still works. Small answers do not
         // wait for the client's delayed acknowledgement, and one that is gone is noticed.
         let _ = stream.set_nodelay(true);
@@ -161,13 +236,15 @@ impl<A: App> Door<A> {
         let service = self.app.serve_peer(Peer(peer));
         let limit = self.limits.header_timeout;
         let mut builder = http1::Builder::new();
-        builder.header_read_timeout(limit).timer(ConnectionTimer::default());
+        let timer = ConnectionTimer::new(self.limits.keep_alive_timeout);
+        builder.header_read_timeout(limit).timer(timer.clone());
         let shutdown = self.shutdown.clone();
         let Some(tls) = self.tls.clone() else {
-            let connection = builder.serve_connection(TokioIo::new(stream), service);
+            let stream = TokioIo::new(timer.watch(stream));
+            let connection = builder.serve_connection(stream, service);
             tokio::spawn(async move {
                 answer(connection, shutdown).await;
-                drop(permit);
+                drop(place);
             });
             return;
         };
@@ -179,7 +256,8 @@ impl<A: App> Door<A> {
             match encrypted {
                 Ok(Ok(stream)) => {
                     tls.count(Handshake::Done);
-                    answer(builder.serve_connection(TokioIo::new(stream), service), shutdown).await;
+                    let stream = TokioIo::new(timer.watch(stream));
+                    answer(builder.serve_connection(stream, service), shutdown).await;
                 }
                 Ok(Err(error)) => {
                     tls.count(Handshake::Failed);
@@ -190,7 +268,7 @@ impl<A: App> Door<A> {
                     tracing::debug!(%peer, ?limit, "TLS handshake took too long");
                 }
             }
-            drop(permit);
+            drop(place);
         });
     }
 }
@@ -223,7 +301,8 @@ pub async fn serve_over(
 ) -> std::io::Result<()> {
     let permits = Arc::new(Semaphore::new(limits.max_connections));
     let renewal = tls.clone().map(|tls| tokio::spawn(tls.keep_renewing()));
-    let door = Door { tls, app, limits: limits.clone(), shutdown };
+    let (open, warned) = (Arc::default(), Mutex::default());
+    let door = Door { tls, app, limits: limits.clone(), shutdown, open, warned };
     loop {
         // Waiting for a free place must not hide the stop.
         let permit = tokio::select! {

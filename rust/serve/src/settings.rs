@@ -90,6 +90,11 @@ settings! {
         worker_api_key: Option<String> = None, (), "--worker-api-key KEY";
     }
     "Limits and timeouts": {
+        /// Longest prompt; longer ones are refused with 400. 0: 16 bytes a token of the model's limit
+        ///
+        /// Bytes of its text, images and the like left out; a number or token id counts 8. The limit of
+        /// tokens is the smallest `max_model_len` that the model's workers tell; 4MiB while none does
+        max_prompt_bytes: usize = 0, Legal::Bytes(1, true), "--max-prompt-bytes SIZE";
         /// Largest request body; larger ones are refused with 413
         max_body_bytes: usize = 32 * 1024 * 1024, Legal::Bytes(1, false), "--max-body-bytes SIZE";
         /// Maximum requests in flight; more are refused with 429
@@ -98,8 +103,6 @@ settings! {
         max_workers: usize = 4_096, 1..=65_535, "--max-workers";
         /// Workers that a request may try before its first byte
         max_attempts: usize = 5, 1..=1_000, "--max-attempts";
-        /// Longest time for a request's body to arrive
-        body_timeout: Duration = Duration::from_secs(60), 0.001..=86_400.0, "--body-timeout SECONDS";
         /// Longest time to connect to a worker
         connect_timeout: Duration = Duration::from_secs(2), 0.001..=86_400.0,
             "--connect-timeout SECONDS";
@@ -193,12 +196,39 @@ settings! {
         max_requests: usize = 65_536, 1..=10_000_000, "--max-concurrent-requests";
         /// Maximum number of workers
         max_workers: usize = 4_096, 1..=65_535, "--max-workers";
-        /// Longest time for a request's body to arrive
-        body_timeout: Duration = Duration::from_secs(60), 0.001..=86_400.0, "--body-timeout SECONDS";
         /// Time for running calls after SIGTERM
         ///
         /// A second one ends it at once
         drain_timeout: Duration = Duration::from_secs(5), 0.0..=86_400.0, "--drain-timeout SECONDS";
+    } }
+}
+
+settings! {
+    /// What every service bounds: connections, and the bodies that come over them.
+    HttpSettings { "Connections": {
+        /// Longest time for a request's body to arrive
+        ///
+        /// After 5 seconds it must have come at 8 KiB a second, too
+        body_timeout: Duration = Duration::from_secs(60), 0.001..=86_400.0, "--body-timeout SECONDS";
+        /// Memory for request bodies above 16 KiB; 0: a quarter of the memory, at least 256MiB
+        ///
+        /// Of those that are being received, wait or are answered; more are refused with 429. The
+        /// memory is that of the control group
+        max_buffered_bytes: usize = 0, Legal::Bytes(1 << 20, true), "--max-buffered-bytes SIZE";
+        /// Time that a connection may be idle between two requests
+        ///
+        /// Longer than that of the balancers in front: they do not send a request again whose
+        /// connection closes
+        keep_alive_timeout: Duration = Duration::from_secs(75), 0.001..=86_400.0,
+            "--keep-alive-timeout SECONDS";
+        /// Maximum open connections; further ones wait
+        max_connections: usize = 16_384, 1..=1_000_000, "--max-connections";
+        /// Maximum open connections of one address; further ones are closed
+        ///
+        /// 0: no limit
+        max_connections_per_address: usize = 2_048, 0..=1_000_000, "--max-connections-per-address";
+        /// Addresses with any number of connections, such as 10.0.0.0/8 of the balancers
+        trusted_proxies: String = String::new(), (), "--trusted-proxies ADDRESS[/BITS],...";
     } }
 }
 
@@ -271,6 +301,7 @@ settings! {
 /// The services are `frontend`, `router` and `indexer`.
 pub fn tables() -> [(&'static str, Vec<Setting>, Vec<Setting>); 3] {
     let (cluster, log) = (ClusterSettings::table(), LogSettings::table());
+    let http = HttpSettings::table();
     let mut of_router = routing_table();
     for setting in of_router.iter_mut().filter(|setting| setting.key == "block_size") {
         setting.spelled.push_str(" --router-block-size --block-size");
@@ -285,7 +316,8 @@ pub fn tables() -> [(&'static str, Vec<Setting>, Vec<Setting>); 3] {
             _ => {}
         }
     }
-    let own = |table: Vec<Setting>| [log.clone(), table, TlsSettings::table()].concat();
+    let own =
+        |table: Vec<Setting>| [log.clone(), table, http.clone(), TlsSettings::table()].concat();
     [
         (
             "frontend",
@@ -295,7 +327,14 @@ pub fn tables() -> [(&'static str, Vec<Setting>, Vec<Setting>); 3] {
         ("router", own(RouterSettings::table()), [of_router, cluster].concat()),
         (
             "indexer",
-            [log.clone(), IndexerOptions::table(), of_indexer, IndexSettings::table()].concat(),
+            [
+                log.clone(),
+                IndexerOptions::table(),
+                http.clone(),
+                of_indexer,
+                IndexSettings::table(),
+            ]
+            .concat(),
             Vec::new(),
         ),
     ]

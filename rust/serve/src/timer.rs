@@ -1,15 +1,20 @@
 //! Time limits that nearly always are called off: one timer for each connection, not one for each request.
 
 use std::future::Future;
+use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use hyper::rt::{Sleep, Timer};
 use parking_lot::Mutex;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 /// The timer of one connection, on which hyper sets the limit for a request's head anew with each request.
+///
+/// A head has its time from its first byte on; before that the connection may be idle for longer. The first
+/// head has its time from the start.
 ///
 /// # Cost
 /// A limit that is called off costs no turn of tokio's timers. They are asked once a limit's time instead:
@@ -17,21 +22,50 @@ use parking_lot::Mutex;
 ///
 /// # Consistency
 /// Only the task of the connection may wait: the last one to ask is the one that is woken.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub(super) struct ConnectionTimer {
-    alarm: Arc<Mutex<Alarm>>,
+    idle: Duration,
+    state: Arc<Mutex<State>>,
 }
 
-/// What tokio knows of it; `None` until somebody waits.
-type Alarm = Option<Pin<Box<tokio::time::Sleep>>>;
+#[derive(Debug, Default)]
+struct State {
+    /// What tokio knows of it; `None` until somebody waits.
+    alarm: Option<Pin<Box<tokio::time::Sleep>>>,
+    /// A byte of the head that is waited for has come.
+    has_begun: bool,
+    /// Since then; told by whoever waits.
+    since: Option<tokio::time::Instant>,
+    /// There was a head before.
+    is_kept: bool,
+}
+
+impl ConnectionTimer {
+    /// For a connection that may be idle for `idle` between two requests.
+    pub fn new(idle: Duration) -> Self {
+        Self { idle, state: Arc::default() }
+    }
+
+    /// The same bytes, of which the timer is told.
+    pub fn watch<I>(&self, io: I) -> Watched<I> {
+        Watched { io, state: Arc::clone(&self.state) }
+    }
+}
 
 impl Timer for ConnectionTimer {
-    fn sleep(&self, duration: std::time::Duration) -> Pin<Box<dyn Sleep>> {
-        self.sleep_until(self.now() + duration)
+    fn sleep(&self, duration: Duration) -> Pin<Box<dyn Sleep>> {
+        let mut state = self.state.lock();
+        let is_kept = std::mem::replace(&mut state.is_kept, true);
+        // What comes from here on is the next head.
+        (state.has_begun, state.since) = (false, None);
+        drop(state);
+        let now = tokio::time::Instant::now();
+        let idle = if is_kept { self.idle.max(duration) } else { duration };
+        Box::pin(Limit { head: duration, idle_until: now + idle, state: Arc::clone(&self.state) })
     }
 
     fn sleep_until(&self, deadline: Instant) -> Pin<Box<dyn Sleep>> {
-        Box::pin(Limit { deadline: deadline.into(), alarm: Arc::clone(&self.alarm) })
+        self.sleep(deadline.saturating_duration_since(self.now()))
     }
 
     fn now(&self) -> Instant {
@@ -41,8 +75,10 @@ impl Timer for ConnectionTimer {
 
 /// A limit that is waited for.
 struct Limit {
-    deadline: tokio::time::Instant,
-    alarm: Arc<Mutex<Alarm>>,
+    /// The time of a head from its first byte on.
+    head: Duration,
+    idle_until: tokio::time::Instant,
+    state: Arc<Mutex<State>>,
 }
 
 impl Sleep for Limit {}
@@ -51,52 +87,115 @@ impl Future for Limit {
     type Output = ();
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
-        let mut alarm = self.alarm.lock();
-        let sleep = alarm.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(self.deadline)));
+        let mut state = self.state.lock();
+        if state.has_begun && state.since.is_none() {
+            state.since = Some(tokio::time::Instant::now());
+        }
+        let of_head = state.since.map(|since| since + self.head);
+        let deadline = of_head.map_or(self.idle_until, |of_head| of_head.min(self.idle_until));
+        let alarm = &mut state.alarm;
+        let sleep = alarm.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(deadline)));
         // An alarm of an earlier limit may stand: it is earlier, so that it wakes in time.
-        if sleep.deadline() > self.deadline {
-            sleep.as_mut().reset(self.deadline);
+        if sleep.deadline() > deadline {
+            sleep.as_mut().reset(deadline);
         }
         while sleep.as_mut().poll(context).is_ready() {
-            if sleep.deadline() >= self.deadline {
+            if sleep.deadline() >= deadline {
                 return Poll::Ready(());
             }
-            sleep.as_mut().reset(self.deadline);
+            sleep.as_mut().reset(deadline);
         }
         Poll::Pending
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use std::time::Duration;
+/// A connection whose timer learns when bytes come.
+pub(super) struct Watched<I> {
+    io: I,
+    state: Arc<Mutex<State>>,
+}
 
-    use super::*;
+impl<I: AsyncRead + Unpin> AsyncRead for Watched<I> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buffer.filled().len();
+        let read = Pin::new(&mut self.io).poll_read(context, buffer);
+        if buffer.filled().len() > before {
+            self.state.lock().has_begun = true;
+        }
+        read
+    }
+}
 
-    const SOON: Duration = Duration::from_millis(20);
-
-    async fn is_pending(limit: &mut Pin<Box<dyn Sleep>>) -> bool {
-        std::future::poll_fn(|context| Poll::Ready(limit.as_mut().poll(context).is_pending())).await
+impl<I: AsyncWrite + Unpin> AsyncWrite for Watched<I> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.io).poll_write(context, bytes)
     }
 
-    #[tokio::test]
-    async fn limits_end_at_their_own_time_whatever_was_set_before() {
-        let timer = ConnectionTimer::default();
-        let began = timer.now();
-        let wait =
-            |until| async move { tokio::time::timeout(Duration::from_secs(30), until).await };
-        // Called off after the alarm was set, and before it was.
-        let mut called_off = timer.sleep(SOON);
-        assert!(is_pending(&mut called_off).await);
-        drop(called_off);
-        drop(timer.sleep(SOON));
-        assert!(wait(timer.sleep_until(began + 3 * SOON)).await.is_ok());
-        assert!(timer.now() >= began + 3 * SOON, "not at the time of the first");
-        // Over already, while a later alarm stands.
-        let mut later = timer.sleep(Duration::from_secs(3_600));
-        assert!(is_pending(&mut later).await);
-        assert!(wait(timer.sleep_until(began)).await.is_ok());
-        assert!(wait(timer.sleep(SOON)).await.is_ok());
-        assert!(is_pending(&mut later).await);
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_shutdown(context)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        parts: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.io).poll_write_vectored(context, parts)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HEAD: Duration = Duration::from_secs(10);
+    const IDLE: Duration = Duration::from_secs(75);
+
+    async fn is_over(limit: &mut Pin<Box<dyn Sleep>>) -> bool {
+        std::future::poll_fn(|context| Poll::Ready(limit.as_mut().poll(context).is_ready())).await
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_first_head_has_its_time_from_the_start() {
+        let timer = ConnectionTimer::new(IDLE);
+        let began = tokio::time::Instant::now();
+        timer.sleep(HEAD).await;
+        assert_eq!(began.elapsed().as_secs(), 10);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn later_heads_have_it_from_their_first_byte() {
+        let timer = ConnectionTimer::new(IDLE);
+        // Called off, after the alarm was set.
+        let mut first = timer.sleep(HEAD);
+        assert!(!is_over(&mut first).await);
+        drop(first);
+        let began = tokio::time::Instant::now();
+        timer.sleep(HEAD).await;
+        assert_eq!(began.elapsed().as_secs(), 75, "idle all the time");
+        let mut third = timer.sleep(HEAD);
+        assert!(!is_over(&mut third).await);
+        tokio::time::advance(Duration::from_secs(60)).await;
+        timer.state.lock().has_begun = true;
+        let began = tokio::time::Instant::now();
+        assert!(!is_over(&mut third).await);
+        third.await;
+        assert_eq!(began.elapsed().as_secs(), 10);
     }
 }

@@ -8,7 +8,9 @@ use kvflash_core::ids::InstanceId;
 use kvflash_core::router::RouterConfig;
 use kvflash_core::settings::Concern;
 use kvflash_serve::frontend::{EngineSpec, FairnessOptions, FrontendApp, FrontendOptions};
-use kvflash_serve::{FairnessSettings, FrontendSettings, Shutdown, Tls, TlsSettings};
+use kvflash_serve::{
+    FairnessSettings, FrontendSettings, Http, HttpSettings, Shutdown, Tls, TlsSettings,
+};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -51,6 +53,7 @@ impl Frontend {
         let mut given = given(settings)?;
         let own = FrontendSettings::take(&mut given).or_raise(py)?;
         let fairness = FairnessSettings::take(&mut given).or_raise(py)?;
+        let http = HttpSettings::take(&mut given).and_then(Http::of).or_raise(py)?;
         let tls = TlsSettings::take(&mut given).or_raise(py)?;
         let tls =
             Tls::read(tls.tls_cert_path.as_deref(), tls.tls_key_path.as_deref()).or_raise(py)?;
@@ -72,16 +75,17 @@ impl Frontend {
             enforce_disagg: own.enforce_disagg.parse().or_raise(py)?,
             has_broker_events,
             waits_for: waits_for.to_owned(),
+            http,
             tls: tls.clone(),
             own,
         };
-        let (threads, drain) = (options.threads, options.drain_timeout);
+        let (threads, drain, http) = (options.threads, options.drain_timeout, options.http.clone());
         let clock = Arc::new(SystemClock::default());
         let catalog = Arc::new(catalog::Catalog::new(routing.limits, clock.clone()));
         py.detach(|| {
             let shutdown = Shutdown::default();
             let app = FrontendApp::new(options, Arc::clone(&catalog), clock, shutdown.clone())?;
-            let service = Service::new(threads, shutdown, drain)?.over(tls);
+            let service = Service::new(threads, shutdown, &http, drain)?.over(tls);
             Ok(Self { catalog, app, service })
         })
         .or_raise(py)

@@ -7,8 +7,8 @@ use kvflash_core::clock::SystemClock;
 use kvflash_core::ids::Worker;
 use kvflash_core::select::IndexSettings;
 use kvflash_core::settings::Concern;
-use kvflash_serve::Shutdown;
 use kvflash_serve::indexer::{IndexerApp, IndexerOptions, query_tokens};
+use kvflash_serve::{Http, HttpSettings, Shutdown};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -27,6 +27,7 @@ use super::settings::{finish, given};
 pub(super) struct Indexer {
     catalog: Arc<catalog::Catalog>,
     options: IndexerOptions,
+    http: Http,
     service: Service,
 }
 
@@ -37,6 +38,7 @@ impl Indexer {
     fn new(py: Python<'_>, settings: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
         let mut given = given(settings)?;
         let options = IndexerOptions::take(&mut given).or_raise(py)?;
+        let http = HttpSettings::take(&mut given).and_then(Http::of).or_raise(py)?;
         let index = IndexSettings::take(&mut given).or_raise(py)?;
         finish(given)?;
         let IndexSettings { max_blocks, index_memory_bytes } = index;
@@ -47,8 +49,9 @@ impl Indexer {
             catalog.hold();
         }
         let drain = options.drain_timeout_s;
-        let service = Service::new(options.threads, Shutdown::default(), drain).or_raise(py)?;
-        Ok(Self { catalog, options, service })
+        let service =
+            Service::new(options.threads, Shutdown::default(), &http, drain).or_raise(py)?;
+        Ok(Self { catalog, options, http, service })
     }
 
     /// What knows its models, engines and their blocks.
@@ -63,9 +66,9 @@ impl Indexer {
     ///     ConfigError: The address can't be bound, or metrics_prefix begins no name.
     fn start(&self, py: Python<'_>, host: &str, port: u16) -> PyResult<u16> {
         py.detach(|| {
-            let app = self
-                .service
-                .enter(|| IndexerApp::service(Arc::clone(&self.catalog), self.options.clone()))?;
+            let app = self.service.enter(|| {
+                IndexerApp::service(Arc::clone(&self.catalog), self.options.clone(), &self.http)
+            })?;
             self.service.start(host, port, app).map(|address| address.port())
         })
         .or_raise(py)

@@ -14,7 +14,7 @@ use kvflash_core::router::RouterConfig;
 use kvflash_core::select::{self, Selection, SelectorConfig};
 use kvflash_core::settings::Concern;
 use kvflash_serve::router::{RouterApp, RouterOptions};
-use kvflash_serve::{Reject, RouterSettings, Shutdown, Tls, TlsSettings};
+use kvflash_serve::{Http, HttpSettings, Reject, RouterSettings, Shutdown, Tls, TlsSettings};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -82,6 +82,7 @@ impl Router {
     ) -> PyResult<Self> {
         let mut given = given(settings)?;
         let own = RouterSettings::take(&mut given).or_raise(py)?;
+        let http = HttpSettings::take(&mut given).and_then(Http::of).or_raise(py)?;
         let tls = TlsSettings::take(&mut given).or_raise(py)?;
         let tls =
             Tls::read(tls.tls_cert_path.as_deref(), tls.tls_key_path.as_deref()).or_raise(py)?;
@@ -103,15 +104,16 @@ impl Router {
             remote_indexer: routing.remote_indexer,
             serve_indexer: routing.serve_indexer,
             min_initial_workers: routing.min_initial_workers,
+            http,
             tls: tls.clone(),
             own,
         };
-        let (threads, drain) = (options.threads, options.drain_timeout);
+        let (threads, drain, http) = (options.threads, options.drain_timeout, options.http.clone());
         let clock = Arc::new(SystemClock::default());
         let catalog = Arc::new(catalog::Catalog::new(routing.limits, clock.clone()));
         py.detach(|| {
             let app = RouterApp::new(options, Arc::clone(&catalog), clock)?;
-            let service = Service::new(threads, Shutdown::default(), drain)?.over(tls);
+            let service = Service::new(threads, Shutdown::default(), &http, drain)?.over(tls);
             Ok(Self { catalog, app, service: Arc::new(service) })
         })
         .or_raise(py)

@@ -5,11 +5,41 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use kvflash_core::error::{Error, Result};
-use kvflash_serve::{App, ServeLimits, Shutdown, Tls, serve_over};
+use kvflash_serve::{App, Http, ServeLimits, Shutdown, Tls, serve_over};
 use parking_lot::Mutex;
 use tokio::net::{TcpListener, TcpSocket, lookup_host};
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
+
+/// So much must have been read since memory was last given back to the system, bytes, and so much time must
+/// have passed: it takes some milliseconds, in which others may wait for memory.
+const TRIM_BYTES: u64 = 16 * 1024 * 1024;
+const TRIM_SECONDS: u32 = 10;
+
+/// Allocations from here on come from the system and go back to it, bytes; and so much may be free at the end of
+/// one of the allocator's arenas. By itself glibc raises both to the size of what was freed last.
+const LARGE_BYTES: i32 = 1024 * 1024;
+const FREE_BYTES: i32 = 2 * 1024 * 1024;
+
+/// Have the allocator keep little for itself, from now on.
+fn keep_little_memory() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: both take numbers and may be called at any time, from any thread.
+    unsafe {
+        libc::mallopt(libc::M_MMAP_THRESHOLD, LARGE_BYTES);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, FREE_BYTES);
+    }
+}
+
+/// Have the allocator give back to the system what it keeps for itself. glibc keeps all that a burst of large
+/// requests needed, in an arena for each thread.
+fn give_back_memory() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: it takes a number and may be called at any time, from any thread.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
 
 /// A runtime with one HTTP server on it.
 pub(super) struct Service {
@@ -17,17 +47,19 @@ pub(super) struct Service {
     runtime: Mutex<Option<Runtime>>,
     server: Mutex<Option<JoinHandle<std::io::Result<()>>>>,
     handle: tokio::runtime::Handle,
-    drain_timeout: Duration,
+    http: Http,
+    limits: ServeLimits,
     tls: Option<Tls>,
 }
 
 impl Service {
     /// # Errors
     /// `Config` when the system grants no threads.
-    pub fn new(threads: usize, shutdown: Shutdown, drain_timeout: Duration) -> Result<Self> {
+    pub fn new(threads: usize, shutdown: Shutdown, http: &Http, drain: Duration) -> Result<Self> {
         if !(1..=1_024).contains(&threads) {
             return Err(Error::Config(format!("--threads must be in 1..=1024, got {threads}")));
         }
+        keep_little_memory();
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(threads)
             .thread_name("kvflash-http")
@@ -39,7 +71,8 @@ impl Service {
             handle: runtime.handle().clone(),
             runtime: Mutex::new(Some(runtime)),
             server: Mutex::new(None),
-            drain_timeout,
+            http: http.clone(),
+            limits: http.limits(drain),
             tls: None,
         })
     }
@@ -60,10 +93,18 @@ impl Service {
         };
         let listener = self.handle.block_on(listen(host, port)).map_err(cannot)?;
         let address = listener.local_addr().map_err(cannot)?;
-        let limits = ServeLimits { drain_timeout: self.drain_timeout, ..ServeLimits::default() };
-        let (tls, shutdown) = (self.tls.clone(), self.shutdown.clone());
+        let (tls, limits) = (self.tls.clone(), self.limits.clone());
+        let shutdown = self.shutdown.clone();
         let server = self.handle.spawn(serve_over(tls, listener, app, limits, shutdown));
         *self.server.lock() = Some(server);
+        let (http, mut large, mut seconds) = (self.http.clone(), 0, 0);
+        self.every_second(move || {
+            (large, seconds) = (large + http.take_large_bytes(), seconds + 1);
+            if large >= TRIM_BYTES && seconds >= TRIM_SECONDS {
+                (large, seconds) = (0, 0);
+                tokio::task::block_in_place(give_back_memory);
+            }
+        });
         Ok(address)
     }
 
@@ -73,7 +114,7 @@ impl Service {
     }
 
     /// Call `tick` every second until the stop.
-    pub fn every_second(&self, tick: impl Fn() + Send + 'static) {
+    pub fn every_second(&self, mut tick: impl FnMut() + Send + 'static) {
         let shutdown = self.shutdown.clone();
         self.spawn(async move {
             loop {

@@ -60,7 +60,7 @@ impl Tokenizer {
                 template.ok_or_else(|| Error::invalid("the model has no chat template"))?;
             template.render(request).map(|rendered| match rendered {
                 Rendered::Text(text) => Some(text),
-                Rendered::Unsupported(_) => None,
+                _ => None,
             })
         })
     }
@@ -77,7 +77,7 @@ impl Tokenizer {
         with_chat(py, messages_json, tools_json, add_generation_prompt, |request| {
             self.model.chat_tokens(request).map(|prompt| match prompt {
                 Prompt::Tokens(ids) => Some(ids),
-                Prompt::Unsupported(_) => None,
+                _ => None,
             })
         })
     }

@@ -20,15 +20,14 @@ use serde_json::{Value, json};
 
 use super::app::App;
 use super::engine::{Engine, EngineSpec, is_prefill};
-use super::metrics::CauseLabel;
 use super::pool::Pool;
 use super::probe;
 use crate::Reject;
-use crate::gateway::admit::read_body;
 use crate::gateway::backend::disagg::Prefill;
 use crate::gateway::call::{Call, Head};
 use crate::gateway::evidence;
 use crate::gateway::plan::{Part, Plan};
+use crate::metrics::CauseLabel;
 use crate::remote::RemoteIndexer;
 
 /// 200 while at least one worker can serve, 503 otherwise; the body says how each one fares. Workers that
@@ -73,6 +72,11 @@ fn reuse(app: &App, engines: &[Arc<Engine>]) -> BTreeMap<String, Value> {
     workers
         .map(|worker| (worker.to_string(), evidence::reuse_json(views.get(&worker).copied())))
         .collect()
+}
+
+/// 200 while the process answers at all; nothing else is asked.
+pub(super) async fn live() -> StatusCode {
+    StatusCode::OK
 }
 
 /// 200 when requests are taken: enough workers were healthy at the start, and one is now. For load
@@ -333,7 +337,7 @@ struct NewWorker {
 /// POST /workers {url, events?, replay?, id?, dp_size?, role?}
 pub(super) async fn add_worker(State(app): State<Arc<App>>, body: Body) -> Response {
     let added = async {
-        let body = read_body(&app, body).await?;
+        let body = app.intake.control(body).await?;
         // The derived reader would take a list too, field by field.
         if body.trim_ascii_start().first() == Some(&b'[') {
             return Err(Reject::bad_request("invalid worker: a list instead of an object"));
@@ -457,9 +461,9 @@ pub(super) async fn explain(
     body: Body,
 ) -> Response {
     let explained = async {
-        let bytes = read_body(&app, body).await?;
+        let bytes = app.intake.whole(body).await?;
         let head = Head { uri: Uri::default(), headers, address: None };
-        let call = Call::read(None, head, String::new(), bytes)?;
+        let call = Call::read_aside(&app, None, head, String::new(), bytes).await?;
         let plan = Plan::make(&app, call).await?;
         let prefill = Prefill::of(&app, &plan).await?.explain(&app).await;
         let part = Part { is_decode_only: prefill.is_some(), ..Part::default() };

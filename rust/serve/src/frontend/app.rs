@@ -14,14 +14,17 @@ use kvflash_core::text::TextModel;
 use parking_lot::{Mutex, RwLock};
 
 use super::fleet::Fleet;
-use super::metrics::{CauseLabel, FrontendMetrics};
+use super::metrics::FrontendMetrics;
 use super::options::FrontendOptions;
 use super::proxy::Upstream;
 use super::runtime::member::{ModelText, Tokenizers};
 use crate::Shutdown;
 use crate::aside::Aside;
+use crate::body::Intake;
+use crate::compute::Compute;
+use crate::gateway::attempts::Retries;
 use crate::indexer::query_routes;
-use crate::metrics::CommonMetrics;
+use crate::metrics::{CauseLabel, CommonMetrics};
 use crate::policy_metrics::PolicyMetrics;
 use crate::remote::RemoteIndexer;
 
@@ -47,6 +50,10 @@ pub(crate) struct App {
     pub more_metrics: RwLock<String>,
     /// Where answers that tell of every worker are made.
     pub aside: Aside,
+    /// Where prompts are made into tokens that take longer than a millisecond.
+    pub compute: Compute,
+    pub intake: Intake,
+    pub retries: Arc<Retries>,
     pub shutdown: Shutdown,
     /// Who knows what workers hold, where that is not the catalog.
     pub remote: Option<RemoteIndexer>,
@@ -89,9 +96,11 @@ impl App {
         if let Some(tls) = &options.tls {
             tls.register(&mut registry);
         }
+        let intake = options.http.intake(options.max_body_bytes, &mut registry);
+        let compute = Compute::new(options.tokenize_timeout, Arc::clone(&clock), &mut registry)?;
         common.seal(registry);
         let questions = match options.serve_indexer {
-            true => Some(query_routes(Arc::clone(&catalog), options.max_body_bytes)?),
+            true => Some(query_routes(Arc::clone(&catalog), intake.clone())?),
             false => None,
         };
         let wanted = options.min_initial_workers;
@@ -111,6 +120,9 @@ impl App {
             refused_workers: Mutex::default(),
             more_metrics: RwLock::default(),
             aside: Aside::default(),
+            compute,
+            intake,
+            retries: Arc::default(),
             shutdown,
             remote,
             questions,

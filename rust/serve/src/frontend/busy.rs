@@ -15,7 +15,6 @@ use super::super::busy::{Change, answer};
 use super::app::App;
 use super::engine::Engine;
 use super::pool::Pool;
-use crate::gateway::admit::read_body;
 
 /// GET /busy_threshold: those in force, model by model.
 pub(super) async fn list(State(app): State<Arc<App>>) -> Response {
@@ -34,7 +33,7 @@ pub(super) async fn change(
 ) -> Response {
     let changed = async {
         Change::check_type(&headers)?;
-        let change = Change::parse(&read_body(&app, body).await?)?;
+        let change = Change::parse(&app.intake.control(body).await?)?;
         let route = app.fleet.route(&change.model).ok();
         change.apply(route.iter().map(|route| &route.pool.selector.busy))
     };

@@ -189,6 +189,10 @@ pub(crate) struct Engine {
     pub member: Option<Arc<Member>>,
     /// Wakes the health check early.
     pub doubt: Notify,
+    /// Tells those who wait for a first byte that a check has failed.
+    unwell: Notify,
+    /// A request failed there, and no check has passed or failed since.
+    in_doubt: AtomicBool,
 }
 
 impl Engine {
@@ -207,6 +211,8 @@ impl Engine {
             inspection: Mutex::default(),
             member: None,
             doubt: Notify::new(),
+            unwell: Notify::new(),
+            in_doubt: AtomicBool::new(false),
         }
     }
 
@@ -250,7 +256,22 @@ impl Engine {
     /// A health check passed. Returns whether the engine was unhealthy before.
     pub fn recovered(&self) -> bool {
         self.notes.lock().last_error = None;
+        self.in_doubt.store(false, Ordering::Relaxed);
         !self.healthy.swap(true, Ordering::Relaxed)
+    }
+
+    /// A check of the engine failed: requests that wait for its first byte go elsewhere, too.
+    pub fn check_failed(&self, why: &str) {
+        let was_healthy = self.is_healthy();
+        self.failed(why);
+        if was_healthy || self.in_doubt.swap(false, Ordering::Relaxed) {
+            self.unwell.notify_waiters();
+        }
+    }
+
+    /// Wait until a check of the engine fails.
+    pub fn until_unwell(&self) -> impl Future<Output = ()> + Send + '_ {
+        self.unwell.notified()
     }
 
     /// The engine could not be reached or misbehaved; it gets no requests until a check passes.
@@ -258,6 +279,7 @@ impl Engine {
         let before = self.notes.lock().last_error.replace(why.to_owned());
         self.failures.fetch_add(1, Ordering::Relaxed);
         if self.healthy.swap(false, Ordering::Relaxed) {
+            self.in_doubt.store(true, Ordering::Relaxed);
             tracing::warn!(worker = self.id, url = self.base, why, "worker is unhealthy");
         } else if before.is_none() && !self.is_removed() {
             // Starting, perhaps; perhaps it will never come.

@@ -10,7 +10,7 @@ use kvflash_core::select::{DEFAULT_JOURNAL_BYTES, Overlap, QueueOptions, Thresho
 
 use crate::gateway::turn::FairnessOptions;
 use crate::metrics::check_prefix;
-use crate::{FrontendSettings, RemoteIndexerOptions, Tls};
+use crate::{FrontendSettings, Http, RemoteIndexerOptions, Tls};
 
 /// Whether a request may be answered without a prefill worker.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -74,6 +74,8 @@ pub struct FrontendOptions {
     pub waits_for: String,
     /// Healthy workers that must have been there once before the first request is taken.
     pub min_initial_workers: usize,
+    /// Bounds of its connections and bodies.
+    pub http: Http,
     /// Encryption of its HTTP, for what `/metrics` tells of it.
     pub tls: Option<Tls>,
 }
@@ -97,6 +99,7 @@ impl Default for FrontendOptions {
             enforce_disagg: EnforceDisagg::Off,
             waits_for: String::new(),
             min_initial_workers: 0,
+            http: Http::default(),
             tls: None,
         }
     }
@@ -153,7 +156,6 @@ impl FrontendOptions {
             }
         }
         for (flag, value) in [
-            ("--body-timeout", self.body_timeout),
             ("--connect-timeout", self.connect_timeout),
             ("--first-byte-timeout", self.first_byte_timeout),
             ("--stream-idle-timeout", self.stream_idle_timeout),

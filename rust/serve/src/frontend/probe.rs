@@ -48,7 +48,7 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
         let is_known =
             engine.is_healthy() && learned.is_some_and(|at| at.elapsed() < learn_interval);
         match check(&app.upstream, &engine, interval.max(Duration::from_secs(1))).await {
-            Err(why) => engine.failed(&why),
+            Err(why) => engine.check_failed(&why),
             Ok(()) if is_known => {}
             Ok(()) => match learn(&app, &engine).await {
                 // It serves and has told its models before: what it serves now can wait.
@@ -60,7 +60,7 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
                         "could not ask again"
                     );
                 }
-                Err(why) => engine.failed(&why),
+                Err(why) => engine.check_failed(&why),
                 Ok(notes) => {
                     learned = Some(Instant::now());
                     if has_other_ranks(&app, &engine, &notes) {

@@ -1,5 +1,6 @@
 //! The way to the engines: one client with pooled connections, and the headers that may travel.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use axum::http::{
@@ -8,10 +9,16 @@ use axum::http::{
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
+use hyper::ext::on_informational;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use kvflash_core::error::Error;
+use parking_lot::Mutex;
+use tokio::sync::oneshot;
+
+/// Answers of status 1xx before the answer: more are an engine that never answers.
+const MAX_INFORMATIONAL: usize = 16;
 
 /// HTTP/1 to the engines, connections kept and reused.
 #[derive(Debug, Clone)]
@@ -26,6 +33,8 @@ pub(crate) struct Upstream {
 pub(crate) struct AttemptError {
     pub cause: &'static str,
     pub message: String,
+    /// The engine may have the request.
+    pub is_sent: bool,
 }
 
 impl Upstream {
@@ -58,10 +67,29 @@ impl Upstream {
     /// Send a request; returns at the answer's head.
     pub async fn send(
         &self,
-        request: Request<Full<Bytes>>,
+        mut request: Request<Full<Bytes>>,
     ) -> Result<Response<Incoming>, AttemptError> {
-        self.client.request(request).await.map_err(|error| {
-            let cause = if error.is_connect() { "connect" } else { "no_answer" };
+        let count = AtomicUsize::new(0);
+        let (told, endless) = oneshot::channel();
+        let told = Mutex::new(Some(told));
+        on_informational(&mut request, move |_| {
+            if count.fetch_add(1, Ordering::Relaxed) == MAX_INFORMATIONAL
+                && let Some(told) = told.lock().take()
+            {
+                let _gone = told.send(());
+            }
+        });
+        let answered = tokio::select! {
+            biased;
+            answered = self.client.request(request) => answered,
+            Ok(()) = endless => {
+                let message = format!("more than {MAX_INFORMATIONAL} answers of status 1xx");
+                return Err(AttemptError { cause: "not_an_answer", message, is_sent: true });
+            }
+        };
+        answered.map_err(|error| {
+            let is_sent = !error.is_connect();
+            let cause = if is_sent { "no_answer" } else { "connect" };
             // The outermost text only says "client error"; the operator needs the root of it.
             let mut message = error.to_string();
             let mut source = std::error::Error::source(&error);
@@ -69,7 +97,7 @@ impl Upstream {
                 message = format!("{message}: {inner}");
                 source = inner.source();
             }
-            AttemptError { cause, message }
+            AttemptError { cause, message, is_sent }
         })
     }
 

@@ -123,6 +123,7 @@ impl FrontendApp {
             .route("/v1/models", get(admin::models))
             .route("/v1/models/{*id}", get(admin::model))
             .route("/health", get(admin::health))
+            .route("/live", get(admin::live))
             .route("/ready", get(admin::ready))
             .route("/metrics", get(scrape::metrics))
             .route("/workers", get(admin::workers).post(admin::add_worker))

@@ -5,7 +5,6 @@ use std::sync::atomic::Ordering;
 
 use axum::body::Body;
 use bytes::Bytes;
-use http_body::Body as _;
 use kvflash_core::error::Error;
 use kvflash_core::router::Usage;
 
@@ -49,39 +48,33 @@ impl Drop for InFlight {
     }
 }
 
-/// Take a request among those in flight. A refused one's body is read away: else a client that is still
-/// sending may see its connection reset instead of the answer.
+/// Read a request's body, and take it among those in flight once it is there: a client that sends slowly takes
+/// nobody's place. A refused one's body is read away: else a client that is still sending may see its
+/// connection reset instead of the answer.
 ///
 /// # Errors
-/// 503 while the start waits for workers; 429 at the limit.
-pub(super) async fn admit(app: &Arc<App>, body: &mut Body) -> Result<InFlight, Reject> {
-    let admitted = app.started().map_err(|error| (error, "no_worker")).and_then(|()| {
-        let limit = app.options.max_concurrent_requests;
-        if app.in_flight.fetch_add(1, Ordering::Relaxed) < limit {
-            return Ok(InFlight { app: Arc::clone(app), turn: None });
-        }
-        app.in_flight.fetch_sub(1, Ordering::Relaxed);
+/// 503 while the start waits for workers; 429 at the limit; those of the body.
+pub(super) async fn admit(app: &Arc<App>, mut body: Body) -> Result<(InFlight, Bytes), Reject> {
+    let limit = app.options.max_concurrent_requests;
+    let full = || {
         let what = format!("{limit} requests are in flight, the limit (--max-concurrent-requests)");
-        Err((Error::Overloaded(what), "concurrency"))
-    });
-    match admitted {
-        Ok(in_flight) => Ok(in_flight),
-        Err((error, cause)) => {
-            app.refused(cause);
-            body::discard(body).await;
-            Err(error.into())
-        }
+        (Error::Overloaded(what), "concurrency")
+    };
+    let started = app.started().map_err(|error| (error, "no_worker"));
+    let begun = started.and_then(|()| if app.in_flight() < limit { Ok(()) } else { Err(full()) });
+    if let Err((error, cause)) = begun {
+        app.refused(cause);
+        body::discard(&mut body).await;
+        return Err(error.into());
     }
-}
-
-/// The whole body, within its limits of size and time.
-pub(crate) async fn read_body(app: &App, body: Body) -> Result<Bytes, Reject> {
-    let limit = app.options.max_body_bytes;
-    // Declared too large: refused without being asked for.
-    if body.size_hint().lower() > limit as u64 {
-        return Err(body::too_large(limit));
+    let bytes = app.intake.whole(body).await?;
+    if app.in_flight.fetch_add(1, Ordering::Relaxed) < limit {
+        return Ok((InFlight { app: Arc::clone(app), turn: None }, bytes));
     }
-    body::whole(body, limit, app.options.body_timeout).await
+    app.in_flight.fetch_sub(1, Ordering::Relaxed);
+    let (error, cause) = full();
+    app.refused(cause);
+    Err(error.into())
 }
 
 /// Counts the client that leaves before its answer begins: its request is dropped wherever it waits.

@@ -9,6 +9,7 @@ use kvflash_core::ids::InstanceId;
 use kvflash_core::policy::Advice;
 use kvflash_core::select::{Ask, Outcome, Reservation, Selection};
 
+use super::attempts::Attempts;
 use super::backend::failed::Failed;
 use super::plan::{Part, Plan};
 use crate::frontend::app::App;
@@ -49,6 +50,9 @@ pub(crate) struct Tries {
     pub plan: Arc<Plan>,
     tried: Vec<InstanceId>,
     last: Option<Failed>,
+    attempts: Attempts,
+    /// Why no other worker is tried.
+    is_over: Option<&'static str>,
     /// The prompt is prefilled elsewhere.
     pub is_decode_only: bool,
 }
@@ -56,7 +60,8 @@ pub(crate) struct Tries {
 impl Tries {
     pub fn new(app: &Arc<App>, plan: Arc<Plan>) -> Self {
         let (app, tried) = (Arc::clone(app), Vec::new());
-        Self { app, plan, tried, last: None, is_decode_only: false }
+        let attempts = app.retries.of(plan.call.body.bytes());
+        Self { app, plan, tried, last: None, attempts, is_over: None, is_decode_only: false }
     }
 
     /// What is left to choose a worker for.
@@ -66,7 +71,12 @@ impl Tries {
 
     /// Whether another worker may be tried.
     pub fn may_go_on(&self) -> bool {
-        self.tried.len() < self.app.options.max_attempts
+        self.is_over.is_none() && self.tried.len() < self.app.options.max_attempts
+    }
+
+    /// A worker answers.
+    pub fn answered(&self) {
+        self.attempts.answered(self.plan.call.body.bytes());
     }
 
     /// Whether no worker has failed it.
@@ -98,11 +108,13 @@ impl Tries {
         if failed.is_final {
             return Err(failed.into());
         }
-        failed.note(
-            &self.app,
-            engine,
-            "attempt failed before the first byte; trying another worker",
-        );
+        let (body, in_flight) = (self.plan.call.body.bytes(), self.app.in_flight());
+        self.is_over = self.attempts.failed(&failed, body, in_flight);
+        let what = match self.is_over {
+            None => "attempt failed before the first byte; trying another worker",
+            Some(_) => "attempt failed before the first byte; no other worker is tried",
+        };
+        failed.note(&self.app, engine, what);
         self.last = Some(failed);
         Ok(())
     }
@@ -130,8 +142,10 @@ impl Tries {
                 let failed =
                     last.unwrap_or_else(|| Failed::new("none", "", StatusCode::BAD_GATEWAY));
                 let (tried, why) = (self.tried, failed.message);
-                let message =
-                    format!("no worker answered; tried {tried:?}, the last one failed with: {why}");
+                let end = self.is_over.map(|why| format!("; {why}")).unwrap_or_default();
+                let message = format!(
+                    "no worker answered; tried {tried:?}, the last one failed with: {why}{end}"
+                );
                 Reject::last_failure(failed.status, message)
             }
         }

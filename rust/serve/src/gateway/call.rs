@@ -2,14 +2,20 @@
 
 use axum::http::{HeaderMap, HeaderName, Uri};
 use bytes::Bytes;
+use kvflash_core::error::Error;
 use kvflash_core::select::MAX_REQUEST_ID_BYTES;
 
 use super::body::Body;
 use super::envelope::Envelope;
 use super::nvext::Nvext;
 use crate::Reject;
+use crate::compute::Busy;
+use crate::frontend::app::App;
 
 pub(crate) static REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
+
+/// A body that is read beside the threads that serve, bytes: it takes about a millisecond.
+const LONG_BODY_BYTES: usize = 512 * 1024;
 
 /// Which OpenAI endpoint a request came to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,6 +87,30 @@ impl Call {
         let nvext = Nvext::parse(envelope.nvext)?;
         let reuses_prefix = envelope.reuses_prefix();
         Ok(Self { api, head, request_id, body, nvext, reuses_prefix })
+    }
+
+    /// As [`read`](Self::read); a long body is read beside the threads that serve.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read); 429 where others keep all cores busy.
+    pub async fn read_aside(
+        app: &App,
+        api: Option<Api>,
+        head: Head,
+        request_id: String,
+        bytes: Bytes,
+    ) -> Result<Self, Reject> {
+        let len = bytes.len();
+        if len <= LONG_BODY_BYTES {
+            return Self::read(api, head, request_id, bytes);
+        }
+        let (headers, address) = (head.headers.clone(), head.address.clone());
+        let read = || Self::read(api, head, request_id, bytes);
+        app.compute.run(&headers, address.as_deref(), len, read).await.unwrap_or_else(|Busy| {
+            app.refused("tokenizer");
+            let what = "reading long requests keeps all cores busy: try again".to_owned();
+            Err(Error::Overloaded(what).into())
+        })
     }
 
     /// The fields that routing reads.

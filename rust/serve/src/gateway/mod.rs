@@ -8,9 +8,11 @@
 
 pub(crate) mod admit;
 mod answer;
+pub(crate) mod attempts;
 pub(crate) mod backend;
 mod body;
 mod book;
+mod bound;
 pub(crate) mod call;
 mod client;
 mod envelope;

@@ -22,8 +22,8 @@ use super::tokens::{Untokenized, tokens};
 use super::urgency::Urgency;
 use crate::frontend::app::App;
 use crate::frontend::fleet::unhealthy;
-use crate::frontend::metrics::CauseLabel;
 use crate::frontend::pool::{Members, Pool, Route};
+use crate::metrics::CauseLabel;
 use crate::{Reject, outside};
 
 /// Without tokens a prompt's length is guessed from its bytes: English text has about four a token.

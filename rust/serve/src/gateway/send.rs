@@ -8,7 +8,7 @@ use axum::http::{HeaderName, HeaderValue};
 use axum::response::Response;
 use kvflash_core::ids::Worker;
 
-use super::admit::{Waiting, admit, read_body};
+use super::admit::{Waiting, admit};
 use super::answer::answer;
 use super::backend::disagg::Prefill;
 use super::backend::handoff::Handoff;
@@ -53,13 +53,12 @@ async fn respond(
     api: Api,
     head: Head,
     request_id: String,
-    mut body: Body,
+    body: Body,
     waiting: &mut Waiting,
 ) -> Result<Response, Reject> {
-    let mut in_flight = admit(app, &mut body).await?;
-    let bytes = read_body(app, body).await?;
+    let (mut in_flight, bytes) = admit(app, body).await?;
     let began = Instant::now();
-    let call = Call::read(Some(api), head, request_id, bytes)?;
+    let call = Call::read_aside(app, Some(api), head, request_id, bytes).await?;
     let plan = Plan::make(app, call).await.inspect_err(|reject| {
         if reject.status.as_u16() == 503 {
             app.refused("no_worker");
@@ -130,6 +129,7 @@ async fn send(app: &Arc<App>, plan: &Arc<Plan>, mut prefill: Prefill) -> Result<
         };
         match choice.watched(worker::open(app, plan, &choice, &handoff)).await {
             Ok(opened) => {
+                tries.answered();
                 // One that was at other workers before, or is prefilled elsewhere, is none.
                 let is_evidence = plan.call.reuses_prefix && tries.is_first() && handoff.is_alone();
                 return Ok(Sent { choice, handoff, opened, is_evidence });

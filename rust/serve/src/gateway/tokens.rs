@@ -3,20 +3,22 @@
 use std::sync::Arc;
 
 use kvflash_core::error::Error;
-use kvflash_core::text::{self, Tokens};
+use kvflash_core::text::{self, Effort, Tokens};
 use serde_json::Value;
 
 use super::body::Raw;
-use super::call::{Api, Call};
+use super::bound;
+use super::call::{Api, Call, Head};
 use super::envelope::{Envelope, Prompt};
 use super::render::{Known, ask_body, has_media, render, some_engine};
+use crate::compute::Busy;
 use crate::frontend::app::App;
 use crate::frontend::pool::Pool;
 use crate::frontend::runtime::member::ModelText;
 use crate::frontend::runtime::spec::ModelInput;
 
-/// Text longer than this is tokenized off the reactor's turn: it may take milliseconds.
-const LONG_TEXT_BYTES: usize = 64 * 1024;
+/// A quick try on the serving thread is worth it up to here, bytes: what is known already takes some 0.1 ms.
+const LONG_TEXT_BYTES: usize = 32 * 1024;
 
 /// Why there are no tokens.
 pub(super) enum Untokenized {
@@ -43,12 +45,31 @@ pub(super) async fn tokens(
     if !is_strict && !pool.selector.needs_tokens() && !call.nvext.is_query() {
         return Ok(Known::default());
     }
+    let text_bytes = bound::check(app, call, envelope, pool).map_err(Untokenized::Refused)?;
+    let is_long = call.body.bytes().len() > LONG_TEXT_BYTES;
+    let Head { headers, address, .. } = &call.head;
+    let bytes = call.body.bytes().len();
+    let busy = |Busy| match is_strict {
+        true => Untokenized::Refused(Error::Overloaded(
+            "tokenizing long prompts keeps all cores busy: try again".to_owned(),
+        )),
+        false => Untokenized::Unknown("tokenizer_busy"),
+    };
     let prompt = match (call.api, envelope.messages, envelope.prompt) {
         (Api::Chat, Some(_), _) => None,
         (Api::Chat, None, _) => return Err(refused("messages: a list of messages is required")),
         (Api::Completions, _, None) => return Err(refused("prompt: is required")),
         (Api::Completions, _, Some(raw)) => {
-            match Prompt::parse(raw.get()).map_err(Untokenized::Refused)? {
+            let parse = || Prompt::parse(raw.get());
+            let parsed = match is_long {
+                false => parse(),
+                true => app
+                    .compute
+                    .run(headers, address.as_deref(), bytes, parse)
+                    .await
+                    .map_err(busy)?,
+            };
+            match parsed.map_err(Untokenized::Refused)? {
                 Prompt::Tokens(tokens) => return Ok(tokens.into()),
                 Prompt::Batch if is_strict => {
                     let why = "prompt: the workers of this model take one prompt a request";
@@ -68,14 +89,24 @@ pub(super) async fn tokens(
             tokens.map(Known::from).map_err(Untokenized::Unknown)
         };
     };
-    let local = || match &prompt {
-        Some(prompt) => model
-            .completion_tokens(prompt, envelope.add_special_tokens.unwrap_or(true))
-            .map(text::Prompt::Tokens),
-        None => model.chat_tokens(&envelope.chat()),
+    let local = |effort| match &prompt {
+        Some(prompt) => {
+            model.text_tokens(prompt, envelope.add_special_tokens.unwrap_or(true), effort)
+        }
+        None => model.chat_tokens_within(&envelope.chat(), effort),
     };
-    let is_long = call.body.bytes().len() > LONG_TEXT_BYTES;
-    match if is_long { tokio::task::block_in_place(local) } else { local() } {
+    let quick = match is_long {
+        false => local(Effort { text_bytes, is_quick: true }),
+        true => Ok(text::Prompt::Costly),
+    };
+    let found = match quick {
+        Ok(text::Prompt::Costly) => {
+            let whole = || local(Effort { text_bytes, is_quick: false });
+            app.compute.run(headers, address.as_deref(), bytes, whole).await.map_err(busy)?
+        }
+        found => found,
+    };
+    match found {
         Ok(text::Prompt::Tokens(tokens)) if is_strict && tokens.is_empty() => {
             Err(refused("the prompt is empty: it has no tokens"))
         }
@@ -86,6 +117,11 @@ pub(super) async fn tokens(
         Ok(text::Prompt::Unsupported(_)) if prompt.is_none() && has_media(envelope) => {
             render(app, envelope, pool).await.map_err(Untokenized::Unknown)
         }
+        Ok(text::Prompt::TooLong) if is_strict => Err(refused(format!(
+            "the prompt has more than {text_bytes} bytes of text (--max-prompt-bytes)"
+        ))),
+        Ok(text::Prompt::TooLong) => Err(Untokenized::Unknown("too_long")),
+        Ok(text::Prompt::Costly) => Err(Untokenized::Unknown("template")),
         Ok(text::Prompt::Unsupported(why)) => {
             tracing::debug!(why, "routed without tokens");
             Err(Untokenized::Unknown("not_text"))

@@ -21,9 +21,10 @@ use kvflash_core::catalog::{
 use kvflash_core::error::Result as KvResult;
 use kvflash_core::hash::engine::NameKeys;
 use kvflash_core::ids::Worker;
+use prometheus_client::registry::Registry;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use super::super::body::{self, Unreadable};
+use super::super::body::{self, Intake};
 use super::super::metrics::check_prefix;
 use super::answer::worker_entries;
 use super::dump::{DUMP_TYPE, DumpQuery, Dumps, binary_body, digests, json_body};
@@ -34,8 +35,8 @@ use super::overlap::{find_hashes, find_tokens};
 use super::recover::recover;
 use super::request::{Listener, PeerUrl, Query, QueryByHash, Register, Unregister};
 use super::startup::Startup;
-use crate::Reject;
 use crate::settings::IndexerOptions;
+use crate::{Http, Reject};
 
 /// Header of answers that were given before this replica was ready; its value is `false`.
 const NOT_READY: HeaderName = HeaderName::from_static("x-kvflash-ready");
@@ -43,6 +44,7 @@ const NOT_READY: HeaderName = HeaderName::from_static("x-kvflash-ready");
 struct App {
     catalog: Arc<Catalog>,
     options: IndexerOptions,
+    intake: Intake,
     metrics: Arc<IndexerMetrics>,
     startup: Arc<Startup>,
     dumps: Dumps,
@@ -59,8 +61,12 @@ impl IndexerApp {
     ///
     /// # Cost
     /// The questions that gateways ask for each prompt take a shorter way than the router's.
-    pub fn service(catalog: Arc<Catalog>, options: IndexerOptions) -> KvResult<IndexerService> {
-        let (app, router) = Self::build(catalog, options)?;
+    pub fn service(
+        catalog: Arc<Catalog>,
+        options: IndexerOptions,
+        http: &Http,
+    ) -> KvResult<IndexerService> {
+        let (app, router) = Self::build(catalog, options, http)?;
         Ok(IndexerService { app, router: TowerToHyperService::new(router) })
     }
 
@@ -71,21 +77,28 @@ impl IndexerApp {
     ///
     /// # Errors
     /// `InvalidArgument` for a peer that is no URL, `Config` for a prefix of metrics that is none.
-    pub fn router(catalog: Arc<Catalog>, options: IndexerOptions) -> KvResult<Router> {
-        Self::build(catalog, options).map(|(_, router)| router)
+    pub fn router(catalog: Arc<Catalog>, options: IndexerOptions, http: &Http) -> KvResult<Router> {
+        Self::build(catalog, options, http).map(|(_, router)| router)
     }
 
-    fn build(catalog: Arc<Catalog>, options: IndexerOptions) -> KvResult<(Arc<App>, Router)> {
+    fn build(
+        catalog: Arc<Catalog>,
+        options: IndexerOptions,
+        http: &Http,
+    ) -> KvResult<(Arc<App>, Router)> {
         check_prefix(&options.metrics_prefix)?;
         let startup = Arc::new(Startup::new(&options.peers, options.min_initial_workers)?);
-        let figures = IndexerMetrics::new(Arc::clone(&catalog), Arc::clone(&startup));
+        let bounds = |registry: &mut Registry| http.intake(options.max_body_bytes, registry);
+        let (figures, intake) =
+            IndexerMetrics::new(Arc::clone(&catalog), Arc::clone(&startup), bounds);
         let metrics = Arc::new(figures);
         let counted = from_fn_with_state(Arc::clone(&metrics), metrics::count);
         if !options.peers.is_empty() {
             catalog.hold();
             tokio::spawn(recover(Arc::clone(&catalog), Arc::clone(&startup)));
         }
-        let app = Arc::new(App { catalog, options, metrics, startup, dumps: Dumps::default() });
+        let dumps = Dumps::default();
+        let app = Arc::new(App { catalog, options, intake, metrics, startup, dumps });
         let mut router = Router::new();
         if app.options.test_endpoints {
             router = router
@@ -172,12 +185,12 @@ impl hyper::service::Service<Request<Incoming>> for IndexerService {
 ///
 /// # Errors
 /// None, without peers.
-pub(crate) fn query_routes(catalog: Arc<Catalog>, max_body_bytes: usize) -> KvResult<Router> {
-    let options = IndexerOptions { max_body_bytes, ..IndexerOptions::default() };
+pub(crate) fn query_routes(catalog: Arc<Catalog>, intake: Intake) -> KvResult<Router> {
+    let options = IndexerOptions::default();
     let startup = Arc::new(Startup::new(&[], 0)?);
-    let figures = IndexerMetrics::new(Arc::clone(&catalog), Arc::clone(&startup));
-    let metrics = Arc::new(figures);
-    let app = Arc::new(App { catalog, options, metrics, startup, dumps: Dumps::default() });
+    let (figures, ()) = IndexerMetrics::new(Arc::clone(&catalog), Arc::clone(&startup), |_| ());
+    let (metrics, dumps) = (Arc::new(figures), Dumps::default());
+    let app = Arc::new(App { catalog, options, intake, metrics, startup, dumps });
     let routes = Router::new()
         .route("/query", post(query))
         .route("/query_by_hash", post(query_by_hash))
@@ -190,10 +203,10 @@ impl App {
     /// Read a bounded body, parse it, answer.
     async fn answer<T: DeserializeOwned>(
         &self,
-        mut body: Body,
+        body: Body,
         act: impl FnOnce(&Self, T) -> Result<Response, Reject>,
     ) -> Response {
-        let request = self.read(&mut body).await.and_then(|bytes| Form::Json.parse(&bytes));
+        let request = self.intake.whole(body).await.and_then(|bytes| Form::Json.parse(&bytes));
         match request.and_then(|request| act(self, request)) {
             Ok(response) => response,
             Err(reject) => reject.plain(),
@@ -207,7 +220,7 @@ impl App {
         headers: &HeaderMap,
         body: &mut (impl http_body::Body<Data = Bytes> + Unpin),
     ) -> Response {
-        let found = self.read(body).await.and_then(|bytes| {
+        let found = self.intake.whole(body).await.and_then(|bytes| {
             let (form, to) = (Form::of_body(headers), Form::of_answer(headers));
             let found = match endpoint {
                 Endpoint::Query => self.query(&form.parse_query(&bytes)?, to)?,
@@ -237,24 +250,6 @@ impl App {
     fn query_by_hash(&self, request: &QueryByHash, form: Form) -> Result<Vec<u8>, Reject> {
         let model = self.catalog.model(&request.model_name, &request.tenant_id)?;
         Ok(find_hashes(&model, &request.block_hashes.0, form))
-    }
-
-    async fn read(
-        &self,
-        body: &mut (impl http_body::Body<Data = Bytes> + Unpin),
-    ) -> Result<Bytes, Reject> {
-        let limit = self.options.max_body_bytes;
-        match body::read(body, limit).await {
-            Ok(bytes) => Ok(bytes),
-            Err(Unreadable::TooLarge) => {
-                body::discard(body).await;
-                let message = format!("the body is larger than the limit of {limit} bytes");
-                Err(Reject::new(StatusCode::PAYLOAD_TOO_LARGE, message))
-            }
-            Err(Unreadable::CutOff) => {
-                Err(Reject::bad_request("the body ended before its declared length"))
-            }
-        }
     }
 
     /// Answers that were given before this replica was ready say so.

@@ -78,7 +78,12 @@ impl Endpoint {
 }
 
 impl IndexerMetrics {
-    pub fn new(catalog: Arc<Catalog>, startup: Arc<Startup>) -> Self {
+    /// What it makes; `more` registers further ones.
+    pub fn new<T>(
+        catalog: Arc<Catalog>,
+        startup: Arc<Startup>,
+        more: impl FnOnce(&mut Registry) -> T,
+    ) -> (Self, T) {
         let mut registry = Registry::with_prefix("kvflash_kvindexer");
         let (requests, errors) = (Family::default(), Family::default());
         let seconds = Family::new_with_constructor(Seconds);
@@ -91,7 +96,8 @@ impl IndexerMetrics {
             seconds.clone(),
         );
         registry.register_collector(Box::new(Figures { catalog, startup }));
-        Self { registry, requests, errors, seconds, questions: Default::default() }
+        let more = more(&mut registry);
+        (Self { registry, requests, errors, seconds, questions: Default::default() }, more)
     }
 
     /// The exposition text, with the catalog's figures read now; its names begin with `prefix`.

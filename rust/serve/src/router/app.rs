@@ -15,11 +15,12 @@ use super::fleet::{Fleet, Pool};
 use super::metrics::RouterMetrics;
 use super::options::RouterOptions;
 use super::request::Named;
+use crate::Reject;
 use crate::aside::Aside;
+use crate::body::Intake;
 use crate::indexer::form::Form;
 use crate::metrics::CommonMetrics;
 use crate::remote::RemoteIndexer;
-use crate::{Reject, body};
 
 pub(super) struct App {
     pub options: RouterOptions,
@@ -36,6 +37,7 @@ pub(super) struct App {
     pub outside_warnings: RwLock<Vec<String>>,
     /// Where answers that tell of every worker are made.
     pub aside: Aside,
+    pub intake: Intake,
 }
 
 impl App {
@@ -48,7 +50,7 @@ impl App {
     }
 
     pub async fn read(&self, body: Body) -> Result<Bytes, Reject> {
-        body::whole(body, self.options.max_body_bytes, self.options.body_timeout).await
+        self.intake.whole(body).await
     }
 
     pub async fn parse<T: DeserializeOwned>(

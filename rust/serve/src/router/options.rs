@@ -8,7 +8,7 @@ use kvflash_core::router::Policies;
 use kvflash_core::select::{QueueOptions, SelectorConfig};
 
 use super::super::metrics::check_prefix;
-use super::super::{RemoteIndexerOptions, RouterSettings, Tls};
+use super::super::{Http, RemoteIndexerOptions, RouterSettings, Tls};
 
 /// Options of a router; those of its own are read as if they were here.
 #[derive(Debug, Clone)]
@@ -32,6 +32,8 @@ pub struct RouterOptions {
     pub serve_indexer: bool,
     /// Workers that must have registered before GET /ready says so.
     pub min_initial_workers: usize,
+    /// Bounds of its connections and bodies.
+    pub http: Http,
     /// Encryption of its HTTP, for what `/metrics` tells of it.
     pub tls: Option<Tls>,
 }
@@ -48,6 +50,7 @@ impl Default for RouterOptions {
             remote_indexer: None,
             serve_indexer: false,
             min_initial_workers: 0,
+            http: Http::default(),
             tls: None,
         }
     }

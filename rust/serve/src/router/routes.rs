@@ -74,6 +74,7 @@ impl RouterApp {
         if let Some(tls) = &options.tls {
             tls.register(&mut registry);
         }
+        let intake = options.http.intake(options.max_body_bytes, &mut registry);
         common.seal(registry);
         let fleet = Fleet::new(options.clone(), Arc::clone(&catalog), clock);
         let wanted = options.min_initial_workers;
@@ -88,6 +89,7 @@ impl RouterApp {
             more_metrics: RwLock::default(),
             outside_warnings: RwLock::default(),
             aside: Aside::default(),
+            intake,
         };
         let app = Arc::new(app);
         Ok(Self { routes: routes(&app)?, app })
@@ -140,7 +142,7 @@ fn routes(app: &Arc<App>) -> KvResult<Router> {
         .with_state(Arc::clone(app));
     if app.options.serve_indexer {
         let catalog = Arc::clone(&app.catalog);
-        router = router.merge(query_routes(catalog, app.options.max_body_bytes)?);
+        router = router.merge(query_routes(catalog, app.intake.clone())?);
     }
     Ok(router.layer(from_fn_with_state(Arc::clone(app), count)))
 }

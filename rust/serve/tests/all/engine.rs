@@ -20,8 +20,12 @@ enum Manner {
     Hand,
     /// Every request gets this status and body.
     Answer(u16, Value),
+    /// Every request gets this text as its body.
+    Say(u16, String),
     /// The connection is closed without a byte.
     Close,
+    /// One answer of status 103 after the other, and nothing else.
+    Hesitate,
 }
 
 struct State {
@@ -52,10 +56,15 @@ pub struct Asked {
 impl Engine {
     /// One that serves `m` and adapters of it, and answers at once.
     pub async fn start(adapters: &[&str]) -> Self {
+        Self::with(adapters, 65_536).await
+    }
+
+    /// The same with a limit of tokens.
+    pub async fn with(adapters: &[&str], max_model_len: u64) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
         let (sender, asked) = unbounded_channel();
-        let mut models = vec![json!({ "id": "m", "parent": null, "max_model_len": 65_536 })];
+        let mut models = vec![json!({ "id": "m", "parent": null, "max_model_len": max_model_len })];
         models.extend(adapters.iter().map(|name| json!({ "id": name, "parent": "m" })));
         let state = Arc::new(State {
             manner: Mutex::new(Manner::Answer(200, json!({ "choices": [] }))),
@@ -76,6 +85,14 @@ impl Engine {
 
     pub fn answers(&self, status: u16, body: Value) {
         *self.state.manner.lock() = Manner::Answer(status, body);
+    }
+
+    pub fn says(&self, status: u16, body: &str) {
+        *self.state.manner.lock() = Manner::Say(status, body.to_owned());
+    }
+
+    pub fn hesitates(&self) {
+        *self.state.manner.lock() = Manner::Hesitate;
     }
 
     pub fn closes(&self) {
@@ -162,7 +179,14 @@ async fn converse(mut stream: TcpStream, state: Arc<State>) {
             let manner = state.manner.lock().clone();
             match manner {
                 Manner::Answer(status, answer) => (status, answer.to_string()),
+                Manner::Say(status, text) => (status, text),
                 Manner::Close => return,
+                Manner::Hesitate => {
+                    while stream.write_all(b"HTTP/1.1 103 Early Hints\r\n\r\n").await.is_ok() {
+                        tokio::task::yield_now().await;
+                    }
+                    return;
+                }
                 Manner::Hand => {
                     let _ended = state.sender.send(Asked { headers, body, stream });
                     return;

@@ -35,8 +35,8 @@ async fn every_worker_is_tried_once_and_the_last_failure_is_told() {
 }
 
 #[tokio::test]
-async fn attempts_have_a_limit() {
-    let stage = Stage::new(|options| options.own.max_attempts = 3);
+async fn a_refused_request_is_tried_at_one_more_worker() {
+    let stage = Stage::new(|_| ());
     let mut engines = Vec::new();
     for _ in 0..5 {
         engines.push(stage.engine().await);
@@ -44,7 +44,7 @@ async fn attempts_have_a_limit() {
     engines.iter().for_each(|engine| engine.answers(503, json!({ "error": "busy" })));
     let answer = stage.ask(&prompt(0..40)).await;
     assert_eq!((answer.status, answer.header("retry-after").is_some()), (503, true));
-    assert_eq!(engines.iter().map(|engine| engine.count()).sum::<usize>(), 3);
+    assert_eq!(engines.iter().map(|engine| engine.count()).sum::<usize>(), 2);
     // A refusal says nothing of an engine's health.
     let workers = stage.get("/workers").await;
     assert!(workers.as_array().unwrap().iter().all(|worker| worker["healthy"] == true));
@@ -193,4 +193,86 @@ async fn a_worker_that_was_removed_gets_nothing_and_ends_what_it_has() {
     asked.done().await;
     assert_eq!(asking.await.unwrap().status, 200);
     assert_eq!(leaves.count(), 1);
+}
+
+#[tokio::test]
+async fn a_request_that_ends_its_worker_ends_two_at_most_and_then_one() {
+    let stage = Stage::new(|_| ());
+    let mut engines = Vec::new();
+    for _ in 0..6 {
+        engines.push(stage.engine().await);
+    }
+    engines.iter().for_each(|engine| engine.closes());
+    let poison = prompt(0..40);
+    let sent = || engines.iter().map(|engine| engine.count()).sum::<usize>();
+    let answer = stage.ask(&poison).await;
+    assert_eq!((answer.status, sent()), (502, 2));
+    assert!(answer.text().contains("two workers lost it"), "{}", answer.text());
+    for engine in &engines {
+        stage.until_healthy(engine.id, true).await;
+    }
+    let answer = stage.ask(&poison).await;
+    assert_eq!((answer.status, sent()), (502, 3));
+    assert!(answer.text().contains("less than 60 s ago"), "{}", answer.text());
+    for engine in &engines {
+        stage.until_healthy(engine.id, true).await;
+    }
+    assert_eq!((stage.ask(&prompt(1..41)).await.status, sent()), (502, 5), "another body");
+    stage.until_idle().await;
+}
+
+#[tokio::test]
+async fn workers_that_are_not_there_are_passed_over_however_many() {
+    let stage = Stage::new(|_| ());
+    let mut gone = Vec::new();
+    for _ in 0..4 {
+        gone.push(stage.engine().await);
+    }
+    let there = stage.engine().await;
+    drop(gone);
+    for n in 0..4 {
+        assert_eq!(stage.ask(&prompt(n..n + 40)).await.worker(), there.id);
+    }
+}
+
+#[tokio::test]
+async fn whoever_waits_for_a_worker_that_fails_its_checks_goes_elsewhere() {
+    let stage = Stage::new(|_| ());
+    let mut stalls = stage.engine().await.by_hand();
+    let asking = stage.send("a", prompt(0..40));
+    let held = stalls.next().await;
+    let good = stage.engine().await;
+    stalls.health(500);
+    stage.skip(Duration::from_secs(3)).await;
+    let answer = asking.await.unwrap();
+    assert_eq!((answer.status, answer.worker()), (200, good.id));
+    held.gone().await;
+    assert_eq!(stage.metric("attempts_failed_total{cause=\"unwell\"}").await, 1.0);
+    stage.until_idle().await;
+}
+
+#[tokio::test]
+async fn what_is_no_answer_is_a_failed_attempt() {
+    for status in [302, 204, 200] {
+        let stage = Stage::new(|_| ());
+        let (odd, good) = (stage.engine().await, stage.engine().await);
+        odd.says(status, "");
+        for n in 0..2 {
+            stage.until_healthy(odd.id, true).await;
+            let answer = stage.ask(&prompt(n..n + 40)).await;
+            assert_eq!((answer.status, answer.worker()), (200, good.id), "{status}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_worker_that_never_comes_to_its_answer_is_given_up() {
+    let stage = Stage::new(|_| ());
+    let (odd, good) = (stage.engine().await, stage.engine().await);
+    odd.hesitates();
+    for n in 0..2 {
+        stage.until_healthy(odd.id, true).await;
+        let answer = stage.ask(&prompt(n..n + 40)).await;
+        assert_eq!((answer.status, answer.worker()), (200, good.id));
+    }
 }

@@ -170,6 +170,12 @@ impl Stage {
         })
     }
 
+    /// A completion with this body, beside the test.
+    pub fn send_raw(&self, body: Body) -> JoinHandle<Answer> {
+        let router = self.router.clone();
+        tokio::spawn(async move { call_with(router, Method::POST, COMPLETIONS, &[], body).await })
+    }
+
     /// The value of a metric, its name without the prefix; 0 where it is not told.
     pub async fn metric(&self, name: &str) -> f64 {
         let answer = self.call(Method::GET, "/metrics", &[], None).await;
@@ -220,12 +226,22 @@ async fn call(
     headers: &[(&str, &str)],
     body: Option<&Value>,
 ) -> Answer {
+    let body = body.map_or_else(Body::empty, |body| Body::from(body.to_string()));
+    call_with(router, method, path, headers, body).await
+}
+
+async fn call_with(
+    router: Router,
+    method: Method,
+    path: &str,
+    headers: &[(&str, &str)],
+    body: Body,
+) -> Answer {
     let mut request = Request::builder().method(method).uri(path);
     request = request.header("content-type", "application/json");
     for (name, value) in headers {
         request = request.header(*name, *value);
     }
-    let body = body.map_or_else(Body::empty, |body| Body::from(body.to_string()));
     let request = request.body(body).unwrap();
     let response = TowerToHyperService::new(router).call(request).await.unwrap();
     let (head, mut rest) = response.into_parts();

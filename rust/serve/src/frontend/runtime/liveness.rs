@@ -35,7 +35,7 @@ pub(crate) async fn watch(engine: Arc<Engine>, member: Arc<Member>, shutdown: Sh
             }
             Err(error) => {
                 pause = (pause * 2).min(LONGEST_PAUSE);
-                engine.failed(&error.message);
+                engine.check_failed(&error.message);
             }
         }
     }

@@ -61,11 +61,16 @@ impl Backend for OpenAi {
         let to_first_byte = async {
             let (parts, mut upstream) = upstream?.await?.into_parts();
             let broken = |message: String| {
-                Failed::new("no_first_byte", message, StatusCode::BAD_GATEWAY).fault()
+                Failed::new("no_first_byte", message, StatusCode::BAD_GATEWAY).fault().died()
             };
             if parts.status == StatusCode::SERVICE_UNAVAILABLE {
                 let message = format!("worker {id} answered 503");
                 return Err(Failed::new("unavailable", message, StatusCode::SERVICE_UNAVAILABLE));
+            }
+            // No engine sends a client elsewhere, or speaks another protocol with it.
+            if parts.status.is_informational() || parts.status.is_redirection() {
+                let message = format!("worker {id} answered {}", parts.status);
+                return Err(Failed::new("not_an_answer", message, StatusCode::BAD_GATEWAY));
             }
             // Nothing has reached the client yet: until the first chunk is here, another worker can still do it.
             let mut first = None;
@@ -77,12 +82,13 @@ impl Backend for OpenAi {
                     Some(Err(error)) => {
                         return Err(broken(format!("worker {id} broke off its answer: {error}")));
                     }
-                    // No engine completes a prompt with nothing: it died behind its head.
-                    None if parts.status == StatusCode::OK => {
-                        return Err(broken(format!("worker {id} answered 200 without a body")));
-                    }
                     None => break,
                 }
+            }
+            // No engine completes a prompt with nothing: it died behind its head.
+            if first.is_none() && parts.status.is_success() {
+                let status = parts.status.as_u16();
+                return Err(broken(format!("worker {id} answered {status} without a body")));
             }
             // One that is compressed has no lines to be seen, and nothing can be said inside it.
             let is_event_stream = !parts.headers.contains_key(header::CONTENT_ENCODING)
@@ -118,7 +124,7 @@ impl Backend for OpenAi {
             let body = Limited::new(response.into_body(), MAX_PREFILL_ANSWER_BYTES).collect().await;
             let body = body.map_err(|error| {
                 let message = format!("worker {id} broke off its prefill: {error}");
-                Failed::new("no_answer", message, StatusCode::BAD_GATEWAY).fault()
+                Failed::new("no_answer", message, StatusCode::BAD_GATEWAY).fault().died()
             })?;
             Ok((status, body.to_bytes()))
         };
@@ -160,15 +166,16 @@ fn send<'a>(
 ) -> Result<impl Future<Output = Result<axum::http::Response<Incoming>, Failed>> + 'a, Failed> {
     let engine = &choice.engine;
     engine.requests.fetch_add(1, Ordering::Relaxed);
-    let target = format!("{}{path}", engine.base)
-        .parse::<Uri>()
-        .map_err(|error| Failed::new("bad_target", error.to_string(), StatusCode::BAD_GATEWAY))?;
+    let target = format!("{}{path}", engine.base).parse::<Uri>().map_err(|error| {
+        Failed::new("bad_target", error.to_string(), StatusCode::BAD_GATEWAY).unsent()
+    })?;
     let rank = (engine.spec.dp_size > 1).then(|| choice.booking.worker().dp_rank);
     let request = upstream_request(&Method::POST, target, headers, rank, body);
     let sent = app.upstream.send(request);
     Ok(async {
         sent.await.map_err(|error| {
-            Failed::new(error.cause, error.message, StatusCode::BAD_GATEWAY).fault()
+            let failed = Failed::new(error.cause, error.message, StatusCode::BAD_GATEWAY).fault();
+            if error.is_sent { failed.died() } else { failed.unsent() }
         })
     })
 }
@@ -183,7 +190,7 @@ async fn within<T>(
     tokio::time::timeout(timeout, work).await.unwrap_or_else(|_| {
         let seconds = timeout.as_secs_f64();
         let message = format!("{} within {seconds} s (--first-byte-timeout)", what());
-        Err(Failed::new("timeout", message, StatusCode::GATEWAY_TIMEOUT))
+        Err(Failed::new("timeout", message, StatusCode::GATEWAY_TIMEOUT).lost())
     })
 }
 

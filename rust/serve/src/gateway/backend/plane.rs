@@ -129,7 +129,7 @@ impl Plane {
             let mut items = sent.map_err(|error| failed(&engine, error))?;
             let Some(first) = items.next().await.map_err(|error| failed(&engine, error))? else {
                 let message = format!("worker {} ended its answer without an item", engine.id);
-                return Err(Failed::new("no_first_byte", message, StatusCode::BAD_GATEWAY));
+                return Err(Failed::new("no_first_byte", message, StatusCode::BAD_GATEWAY).lost());
             };
             // A worker's error within its first item is a failed attempt as well.
             let parsed = match member.spec.card.model_input {
@@ -146,7 +146,7 @@ impl Plane {
             let what = format!("sent no item within {seconds} s (--first-byte-timeout)");
             let message = format!("worker {} {what}", engine.id);
             // In doubt only until it answers a ping: it may just be slow.
-            Err(Failed::new("timeout", message, StatusCode::GATEWAY_TIMEOUT).fault())
+            Err(Failed::new("timeout", message, StatusCode::GATEWAY_TIMEOUT).fault().lost())
         })
     }
 }
@@ -226,19 +226,28 @@ pub(in crate::gateway) fn failed(engine: &Engine, error: PlaneError) -> Failed {
             let is_final = status != StatusCode::TOO_MANY_REQUESTS;
             return Failed { is_final, ..Failed::new(cause, message, status) };
         }
-        _ => return Failed::new(cause, message, StatusCode::BAD_GATEWAY).fault(),
+        Cause::Connect => {
+            return Failed::new(cause, message, StatusCode::BAD_GATEWAY).fault().unsent();
+        }
+        Cause::Broken | Cause::Protocol => {
+            return Failed::new(cause, message, StatusCode::BAD_GATEWAY).fault().died();
+        }
     };
     match code.as_str() {
         "invalid" => {
             Failed { is_final: true, ..Failed::new(cause, message, StatusCode::BAD_REQUEST) }
         }
-        "overloaded" | "draining" | "no_worker" => {
-            Failed::new(cause, message, StatusCode::SERVICE_UNAVAILABLE)
+        "overloaded" => Failed::new(cause, message, StatusCode::SERVICE_UNAVAILABLE),
+        // It goes; others do not.
+        "draining" | "no_worker" => {
+            Failed::new(cause, message, StatusCode::SERVICE_UNAVAILABLE).unsent()
         }
         // Another process has its port: discovery will tell soon.
-        "not_found" => Failed::new(cause, message, StatusCode::SERVICE_UNAVAILABLE).fault(),
-        "deadline" => Failed::new(cause, message, StatusCode::GATEWAY_TIMEOUT),
-        _ => Failed::new(cause, message, StatusCode::BAD_GATEWAY),
+        "not_found" => {
+            Failed::new(cause, message, StatusCode::SERVICE_UNAVAILABLE).fault().unsent()
+        }
+        "deadline" => Failed::new(cause, message, StatusCode::GATEWAY_TIMEOUT).lost(),
+        _ => Failed::new(cause, message, StatusCode::BAD_GATEWAY).lost(),
     }
 }
 

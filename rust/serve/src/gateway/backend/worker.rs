@@ -27,20 +27,39 @@ impl Opened {
     }
 }
 
-/// As [`Backend::open`], at whichever kind of worker was chosen.
+/// As [`Backend::open`], at whichever kind of worker was chosen; until a check of the worker fails.
 pub(in crate::gateway) async fn open(
     app: &App,
     plan: &Plan,
     choice: &Choice,
     handoff: &Handoff,
 ) -> Result<Opened, Failed> {
-    let Some(plane) = Plane::of(choice) else {
-        return OpenAi.open(app, plan, choice, handoff).await.map(Opened::OpenAi);
+    let opened = async {
+        let Some(plane) = Plane::of(choice) else {
+            return OpenAi.open(app, plan, choice, handoff).await.map(Opened::OpenAi);
+        };
+        tokio::select! {
+            biased;
+            opened = plane.open(app, plan, choice, handoff) => opened.map(Opened::Plane),
+            why = handoff.failure() => Err(Failed::new("prefill_failed", why, StatusCode::BAD_GATEWAY)),
+        }
     };
+    while_well(choice, opened).await
+}
+
+/// Wait for a worker until a check of it fails: what was not answered by then is not waited for.
+async fn while_well<T>(
+    choice: &Choice,
+    work: impl Future<Output = Result<T, Failed>>,
+) -> Result<T, Failed> {
+    let engine = &choice.engine;
     tokio::select! {
         biased;
-        opened = plane.open(app, plan, choice, handoff) => opened.map(Opened::Plane),
-        why = handoff.failure() => Err(Failed::new("prefill_failed", why, StatusCode::BAD_GATEWAY)),
+        done = work => done,
+        () = engine.until_unwell() => {
+            let message = format!("worker {} fails its checks and had not begun to answer", engine.id);
+            Err(Failed::new("unwell", message, StatusCode::BAD_GATEWAY).died())
+        }
     }
 }
 
@@ -50,8 +69,11 @@ pub(in crate::gateway) async fn prefill(
     plan: &Plan,
     choice: &Choice,
 ) -> Result<rmpv::Value, Failed> {
-    match Plane::of(choice) {
-        Some(plane) => plane.prefill(app, plan, choice).await,
-        None => OpenAi.prefill(app, plan, choice).await,
-    }
+    let prefilled = async {
+        match Plane::of(choice) {
+            Some(plane) => plane.prefill(app, plan, choice).await,
+            None => OpenAi.prefill(app, plan, choice).await,
+        }
+    };
+    while_well(choice, prefilled).await
 }

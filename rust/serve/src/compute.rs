@@ -1,0 +1,77 @@
+//! Work on prompts that takes longer than a millisecond: beside the threads that serve, and in fair turns.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use axum::http::HeaderMap;
+use kvflash_core::clock::Clock;
+use kvflash_core::error::Result;
+use kvflash_core::fair::{Cost, FairConfig, Options};
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::{Registry, Unit};
+
+use super::aside::block_in_place;
+use super::gateway::turn::{FairnessOptions, WaitingRoom, client_name};
+use super::metrics::seconds_histogram;
+
+/// As many jobs at once as there are cores; clients whose jobs wait take turns by the bytes of them. Whose
+/// they are is told by key or address, which one client cannot have many of.
+pub(crate) struct Compute {
+    room: Arc<WaitingRoom>,
+    cores: usize,
+    waited: Histogram,
+}
+
+/// Others had their turns for as long as one may wait.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Busy;
+
+impl Compute {
+    /// Jobs wait for at most `max_wait`.
+    ///
+    /// # Errors
+    /// `Config` for a time that is none.
+    pub fn new(max_wait: Duration, clock: Arc<dyn Clock>, registry: &mut Registry) -> Result<Self> {
+        let queue = FairConfig {
+            max_queued: 65_536,
+            max_queued_per_client: 65_536,
+            max_wait_ms: (max_wait.as_millis() as u64).max(1),
+            ..FairConfig::default()
+        };
+        let options = FairnessOptions { queue, max_running: 1, weights: Vec::new() };
+        let waited = seconds_histogram();
+        registry.register_with_unit(
+            "tokenize_wait",
+            "Time that prompts waited for a core to be made into tokens on; short and known ones do not",
+            Unit::Seconds,
+            Histogram::clone(&waited),
+        );
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Ok(Self { room: Arc::new(WaitingRoom::new(&options, clock)?), cores, waited })
+    }
+
+    /// Call `job`, which concerns `bytes` of a prompt of the client that `headers` and `address` tell, when it
+    /// is its turn. Other connections go on meanwhile.
+    ///
+    /// # Errors
+    /// [`Busy`].
+    pub async fn run<T>(
+        &self,
+        headers: &HeaderMap,
+        address: Option<&str>,
+        bytes: usize,
+        job: impl FnOnce() -> T,
+    ) -> Result<T, Busy> {
+        let client = client_name(None, headers, address);
+        let cost = Cost { input_tokens: bytes as u64, cached_tokens: 0, output_tokens: Some(0) };
+        let began = Instant::now();
+        let turn = self.room.turn(&client, cost, Options::default(), self.cores).await;
+        self.waited.observe(began.elapsed().as_secs_f64());
+        let turn = turn.map_err(|_| Busy)?;
+        // It is paid for whatever comes of it.
+        turn.answered();
+        let done = block_in_place(job);
+        drop(turn);
+        Ok(done)
+    }
+}

@@ -1,0 +1,89 @@
+//! What bounds the HTTP of a service: its settings, and the figures that go with them.
+
+use std::net::IpAddr;
+use std::ops::Deref;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use ipnet::IpNet;
+use kvflash_core::error::{Error, Result};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::registry::Registry;
+
+use super::body::Intake;
+use super::{HttpSettings, ServeLimits};
+
+/// The bounds of one service's connections and bodies.
+#[derive(Debug, Clone, Default)]
+pub struct Http {
+    settings: HttpSettings,
+    trusted_proxies: Vec<IpNet>,
+    refused_connections: Counter,
+    /// Bytes of large bodies since they were last taken.
+    large: Arc<AtomicU64>,
+}
+
+impl Deref for Http {
+    type Target = HttpSettings;
+
+    fn deref(&self) -> &HttpSettings {
+        &self.settings
+    }
+}
+
+impl Http {
+    /// # Errors
+    /// `Config`, naming the flag.
+    pub fn of(settings: HttpSettings) -> Result<Self> {
+        for (flag, value) in [
+            ("--body-timeout", settings.body_timeout),
+            ("--keep-alive-timeout", settings.keep_alive_timeout),
+        ] {
+            if value.is_zero() {
+                return Err(Error::Config(format!("{flag} must be longer than 0")));
+            }
+        }
+        let net = |text: &str| {
+            text.parse().or_else(|_| text.parse::<IpAddr>().map(IpNet::from)).map_err(|_| {
+                Error::Config(format!(
+                    "--trusted-proxies takes addresses such as 10.0.0.7 or 10.0.0.0/8, got {text:?}"
+                ))
+            })
+        };
+        let listed = settings.trusted_proxies.split(',').map(str::trim);
+        let trusted_proxies =
+            listed.filter(|text| !text.is_empty()).map(net).collect::<Result<_>>()?;
+        Ok(Self { settings, trusted_proxies, ..Self::default() })
+    }
+
+    /// What its server obeys; requests get `drain_timeout` after the stop.
+    pub fn limits(&self, drain_timeout: Duration) -> ServeLimits {
+        ServeLimits {
+            max_connections: self.max_connections,
+            max_connections_per_address: self.max_connections_per_address,
+            trusted_proxies: self.trusted_proxies.clone(),
+            keep_alive_timeout: self.keep_alive_timeout,
+            refused: self.refused_connections.clone(),
+            drain_timeout,
+            ..ServeLimits::default()
+        }
+    }
+
+    /// Bytes of bodies above 16 KiB that were read since this was last called.
+    pub fn take_large_bytes(&self) -> u64 {
+        // Relaxed: a sum that nothing else hangs on.
+        self.large.swap(0, Ordering::Relaxed)
+    }
+
+    /// What reads its bodies, up to `max_bytes` each. Tells `registry` of both.
+    pub(crate) fn intake(&self, max_bytes: usize, registry: &mut Registry) -> Intake {
+        registry.register(
+            "connections_refused",
+            "Connections that were closed because their address had too many \
+             (--max-connections-per-address)",
+            Counter::clone(&self.refused_connections),
+        );
+        Intake::new(max_bytes, self.body_timeout, self.max_buffered_bytes, &self.large, registry)
+    }
+}
