@@ -8,9 +8,9 @@ export CARGO_TARGET_DIR ?= $(HOME)/.cache/kvflash/target
 PROFILE ?= dev
 PYTEST_FLAGS ?=
 
-.PHONY: help demo demo-cluster test lint bench against policies settings dev capi wheel fuzz loom sanitize soak mutants peers clean
+.PHONY: help demo demo-cluster test lint bench against policies settings dev capi wheel fuzz loom sanitize soak attack mutants peers clean
 help:
-	@echo "make demo | demo-cluster | test | lint | bench | against | policies | settings | dev | capi | wheel | fuzz | loom | sanitize | soak | mutants | peers | clean"
+	@echo "make demo | demo-cluster | test | lint | bench | against | policies | settings | dev | capi | wheel | fuzz | loom | sanitize | soak | attack | mutants | peers | clean"
 
 $(VENV)/.ready:
 	$(PYTHON) -m venv $(VENV)
@@ -124,6 +124,10 @@ soak: dev
 	KVFLASH_FUZZ_FRAMES=10000000 cargo test --release --quiet --test all frames::
 	KVFLASH_CHAOS_SECONDS=600 $(BIN)/python -m pytest tests/feature/retry/test_chaos.py -s --timeout 0
 	KVFLASH_SOAK_BLOCKS=100000000 KVFLASH_SOAK_SECONDS=600 $(BIN)/python -m pytest benches/soak -s --timeout 0
+
+# Hostile clients of every kind at once beside honest ones; `make test` has each attack once. ATTACK_FLAGS="--seconds 30"
+attack: dev
+	$(BIN)/python tests/attack/soak.py $(ATTACK_FLAGS)
 
 # Breaks one rule of the request path after the other: each time a test must fail. NAMES= takes some of them.
 mutants: dev

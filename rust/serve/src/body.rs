@@ -14,6 +14,7 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::{Registry, Unit};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout_at};
 
 use super::Reject;
@@ -27,6 +28,12 @@ const DISCARD_TIME: Duration = Duration::from_millis(500);
 const SMALL_BYTES: usize = 16 * 1024;
 /// Limit of bodies that change settings or workers.
 const CONTROL_BYTES: usize = 64 * 1024;
+
+/// Bodies from this size on are read in turn, as long as those that are read have at most so many bytes together:
+/// the others wait at their clients. One that has its turn must come at this rate, bytes a second.
+const LARGE_BYTES: usize = 1024 * 1024;
+const LARGE_AT_ONCE: usize = 192 * 1024 * 1024;
+const LARGE_RATE: f64 = 512.0 * 1_024.0;
 
 /// After this time a body must have come at this rate, bytes a second.
 const SLOW_START: Duration = Duration::from_secs(5);
@@ -42,11 +49,23 @@ pub(crate) struct Intake {
     max_bytes: usize,
     timeout: Duration,
     max_buffered: usize,
+    /// What is declared too large is refused without being asked for.
+    refuses_unread: bool,
     /// Bytes of bodies that are being read, waited for or answered.
     buffered: Gauge,
     refused: Family<CauseLabel, Counter>,
     /// Bytes of bodies that were counted.
     large: Arc<AtomicU64>,
+    /// KiB that large bodies may have while they are read.
+    turns: Arc<Semaphore>,
+}
+
+/// A body, read as a whole.
+#[derive(Debug)]
+pub(crate) struct Received {
+    pub bytes: Bytes,
+    /// The turn of a large one: to be kept until it is known whether the request goes on.
+    pub turn: Option<OwnedSemaphorePermit>,
 }
 
 /// Why a body could not be read.
@@ -126,7 +145,22 @@ impl Intake {
             Family::clone(&refused),
         );
         let large = Arc::clone(large);
-        Self { max_bytes, timeout, max_buffered, buffered, refused, large }
+        let turns = Arc::new(Semaphore::new(LARGE_AT_ONCE / 1_024));
+        Self {
+            max_bytes,
+            timeout,
+            max_buffered,
+            refuses_unread: false,
+            buffered,
+            refused,
+            large,
+            turns,
+        }
+    }
+
+    /// The same, but a body that is declared too large is refused without being asked for, and is not read away.
+    pub fn refusing_unread(self) -> Self {
+        Self { refuses_unread: true, ..self }
     }
 
     /// The whole body.
@@ -134,7 +168,7 @@ impl Intake {
     /// # Errors
     /// 413, 400 for one that is cut off, 408 for one that is late or slow, 429 while bodies take all the
     /// memory that they may.
-    pub async fn whole<B>(&self, body: B) -> Result<Bytes, Reject>
+    pub async fn whole<B>(&self, body: B) -> Result<Received, Reject>
     where
         B: Body<Data = Bytes> + Unpin,
     {
@@ -149,19 +183,18 @@ impl Intake {
     where
         B: Body<Data = Bytes> + Unpin,
     {
-        self.within(CONTROL_BYTES.min(self.max_bytes), body).await
+        Ok(self.within(CONTROL_BYTES.min(self.max_bytes), body).await?.bytes)
     }
 
-    async fn within<B>(&self, limit: usize, mut body: B) -> Result<Bytes, Reject>
+    async fn within<B>(&self, limit: usize, mut body: B) -> Result<Received, Reject>
     where
         B: Body<Data = Bytes> + Unpin,
     {
-        // Declared too large: refused without being asked for.
-        if body.size_hint().lower() > limit as u64 {
+        if self.refuses_unread && body.size_hint().lower() > limit as u64 {
             return Err(self.refuse(&Unreadable::TooLarge, limit));
         }
         match self.read(&mut body, limit).await {
-            Ok(bytes) => Ok(bytes),
+            Ok(received) => Ok(received),
             Err(why) => {
                 if matches!(why, Unreadable::TooLarge | Unreadable::Full) {
                     discard(&mut body).await;
@@ -172,15 +205,18 @@ impl Intake {
     }
 
     /// One that came in one piece is not copied.
-    async fn read<B>(&self, body: &mut B, limit: usize) -> Result<Bytes, Unreadable>
+    async fn read<B>(&self, body: &mut B, limit: usize) -> Result<Received, Unreadable>
     where
         B: Body<Data = Bytes> + Unpin,
     {
-        let began = Instant::now();
+        let mut began = Instant::now();
+        let declared = body.size_hint().exact().map_or(limit, |bytes| bytes as usize);
+        let (mut turn, mut before_turn, mut rate) = (None, 0, MIN_RATE);
         let mut count = Count { buffered: self.buffered.clone(), bytes: 0 };
         let (mut first, mut joined, mut received) = (Bytes::new(), BytesMut::new(), 0);
         while !body.is_end_stream() {
-            let slow = began + SLOW_START + Duration::from_secs_f64(received as f64 / MIN_RATE);
+            let in_turn = (received - before_turn) as f64;
+            let slow = began + SLOW_START + Duration::from_secs_f64(in_turn / rate);
             let late = began + self.timeout;
             let frame = timeout_at(slow.min(late), body.frame()).await;
             let frame = frame.map_err(|_| match late <= slow {
@@ -194,6 +230,14 @@ impl Intake {
                 self.large.fetch_add(received as u64, Ordering::Relaxed);
                 return Err(Unreadable::TooLarge);
             }
+            if received >= LARGE_BYTES && turn.is_none() {
+                let kib = (declared.min(LARGE_AT_ONCE) / 1_024).max(1) as u32;
+                let its_turn = Arc::clone(&self.turns).acquire_many_owned(kib);
+                let its_turn = tokio::time::timeout(self.timeout, its_turn).await;
+                turn = its_turn.map_err(|_| Unreadable::Full)?.ok();
+                // Its time begins when it is read.
+                (began, before_turn, rate) = (Instant::now(), received, LARGE_RATE);
+            }
             if received > SMALL_BYTES {
                 count.raise(received, self.max_buffered)?;
             }
@@ -204,21 +248,28 @@ impl Intake {
             if joined.is_empty() {
                 joined.extend_from_slice(&first);
             }
+            if turn.is_some() && joined.capacity() < declared {
+                // Once, instead of a copy for each doubling.
+                joined.reserve(declared - joined.len());
+            }
             joined.extend_from_slice(&data);
         }
         let bytes = if joined.is_empty() { first } else { joined.freeze() };
         if count.bytes == 0 {
-            return Ok(bytes);
+            return Ok(Received { bytes, turn });
         }
         self.large.fetch_add(count.bytes as u64, Ordering::Relaxed);
-        Ok(Bytes::from_owner(Held { bytes, _count: count }))
+        Ok(Received { bytes: Bytes::from_owner(Held { bytes, _count: count }), turn })
     }
 
     fn refuse(&self, why: &Unreadable, limit: usize) -> Reject {
         let (cause, reject) = match why {
             Unreadable::TooLarge => {
-                let fix = if limit == self.max_bytes { " (--max-body-bytes)" } else { "" };
-                let what = format!("the body is larger than the limit of {limit} bytes{fix}");
+                let what = if limit == self.max_bytes {
+                    format!("the body is larger than the limit of {limit} bytes (--max-body-bytes)")
+                } else {
+                    format!("the body is larger than the {limit} bytes that this path takes")
+                };
                 ("too_large", Reject::new(StatusCode::PAYLOAD_TOO_LARGE, what))
             }
             Unreadable::CutOff => {
@@ -231,7 +282,8 @@ impl Intake {
             }
             Unreadable::Slow => {
                 let what = format!(
-                    "the body came at less than {MIN_RATE} bytes a second after {} s: send it faster",
+                    "the body came at less than {MIN_RATE} bytes a second after {} s, or from 1 MiB on at \
+                     less than {LARGE_RATE}: send it faster",
                     SLOW_START.as_secs()
                 );
                 ("slow", Reject::new(StatusCode::REQUEST_TIMEOUT, what))

@@ -461,7 +461,7 @@ pub(super) async fn explain(
     body: Body,
 ) -> Response {
     let explained = async {
-        let bytes = app.intake.whole(body).await?;
+        let bytes = app.intake.whole(body).await?.bytes;
         let head = Head { uri: Uri::default(), headers, address: None };
         let call = Call::read_aside(&app, None, head, String::new(), bytes).await?;
         let plan = Plan::make(&app, call).await?;

@@ -96,7 +96,7 @@ impl App {
         if let Some(tls) = &options.tls {
             tls.register(&mut registry);
         }
-        let intake = options.http.intake(options.max_body_bytes, &mut registry);
+        let intake = options.http.intake(options.max_body_bytes, &mut registry).refusing_unread();
         let compute = Compute::new(options.tokenize_timeout, Arc::clone(&clock), &mut registry)?;
         common.seal(registry);
         let questions = match options.serve_indexer {

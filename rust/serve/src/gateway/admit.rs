@@ -4,13 +4,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use axum::body::Body;
-use bytes::Bytes;
 use kvflash_core::error::Error;
 use kvflash_core::router::Usage;
 
 use super::turn::Turn;
+use crate::Reject;
+use crate::body::{self, Received};
 use crate::frontend::app::App;
-use crate::{Reject, body};
 
 /// A request's place among those in flight; given back when it is dropped.
 pub(crate) struct InFlight {
@@ -54,7 +54,7 @@ impl Drop for InFlight {
 ///
 /// # Errors
 /// 503 while the start waits for workers; 429 at the limit; those of the body.
-pub(super) async fn admit(app: &Arc<App>, mut body: Body) -> Result<(InFlight, Bytes), Reject> {
+pub(super) async fn admit(app: &Arc<App>, mut body: Body) -> Result<(InFlight, Received), Reject> {
     let limit = app.options.max_concurrent_requests;
     let full = || {
         let what = format!("{limit} requests are in flight, the limit (--max-concurrent-requests)");
@@ -67,9 +67,9 @@ pub(super) async fn admit(app: &Arc<App>, mut body: Body) -> Result<(InFlight, B
         body::discard(&mut body).await;
         return Err(error.into());
     }
-    let bytes = app.intake.whole(body).await?;
+    let received = app.intake.whole(body).await?;
     if app.in_flight.fetch_add(1, Ordering::Relaxed) < limit {
-        return Ok((InFlight { app: Arc::clone(app), turn: None }, bytes));
+        return Ok((InFlight { app: Arc::clone(app), turn: None }, received));
     }
     app.in_flight.fetch_sub(1, Ordering::Relaxed);
     let (error, cause) = full();

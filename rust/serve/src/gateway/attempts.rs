@@ -1,7 +1,7 @@
 //! Whether a request that failed at one worker goes to another.
 //!
 //! What no worker had is tried as often as there are workers. What one had and lost may be what ended it: it gets one
-//! more attempt, and where the same body was lost before, none. What one refused gets one more. Retries
+//! more attempt, and where two workers lost the same body before, none. What one refused gets one more. Retries
 //! that no death explains are few beside what is in flight: else they would make an overload worse.
 
 use std::collections::{HashMap, VecDeque};
@@ -119,12 +119,12 @@ impl Attempts {
             }
             Reach::Lost { is_death } => {
                 self.lost += 1;
-                self.retries.suspect(body);
-                if self.is_suspect {
-                    return Some("a worker lost the same request less than 60 s ago");
-                }
-                if self.lost > 1 {
-                    return Some("two workers lost it");
+                if self.is_suspect || self.lost > 1 {
+                    self.retries.suspect(body);
+                    return Some(match self.is_suspect {
+                        true => "workers lost the same request less than 60 s ago",
+                        false => "two workers lost it",
+                    });
                 }
                 is_death
             }
@@ -183,8 +183,9 @@ mod tests {
         assert!(again.failed(&failed().died(), b"a", 1).unwrap().contains("the same request"));
         let mut other = retries.of(b"b");
         assert_eq!(other.failed(&failed().lost(), b"b", 1), None);
-        other.answered(b"b");
-        assert_eq!(retries.of(b"b").failed(&failed().died(), b"b", 1), None, "it was answered");
+        assert_eq!(retries.of(b"b").failed(&failed().died(), b"b", 1), None, "one loss is none");
+        retries.of(b"a").answered(b"a");
+        assert_eq!(retries.of(b"a").failed(&failed().died(), b"a", 1), None, "it was answered");
     }
 
     #[tokio::test(start_paused = true)]

@@ -21,6 +21,7 @@ use super::query;
 use super::relay::{Delivery, relay};
 use super::turn::client_name;
 use crate::Reject;
+use crate::body::Received;
 use crate::frontend::app::App;
 use crate::frontend::engine::Engine;
 use crate::metrics::RequestLabel;
@@ -56,7 +57,7 @@ async fn respond(
     body: Body,
     waiting: &mut Waiting,
 ) -> Result<Response, Reject> {
-    let (mut in_flight, bytes) = admit(app, body).await?;
+    let (mut in_flight, Received { bytes, turn }) = admit(app, body).await?;
     let began = Instant::now();
     let call = Call::read_aside(app, Some(api), head, request_id, bytes).await?;
     let plan = Plan::make(app, call).await.inspect_err(|reject| {
@@ -65,6 +66,8 @@ async fn respond(
         }
     })?;
     app.metrics.route_seconds.observe(began.elapsed().as_secs_f64());
+    // It was neither too long nor wrong: the next large body may come.
+    drop(turn);
     let prefill = Prefill::of(app, &plan).await?;
     if plan.call.nvext.is_query() {
         return query::answer(&plan, &prefill).await;

@@ -24,7 +24,7 @@ use kvflash_core::ids::Worker;
 use prometheus_client::registry::Registry;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use super::super::body::{self, Intake};
+use super::super::body::{self, Intake, Received};
 use super::super::metrics::check_prefix;
 use super::answer::worker_entries;
 use super::dump::{DUMP_TYPE, DumpQuery, Dumps, binary_body, digests, json_body};
@@ -206,7 +206,7 @@ impl App {
         body: Body,
         act: impl FnOnce(&Self, T) -> Result<Response, Reject>,
     ) -> Response {
-        let request = self.intake.whole(body).await.and_then(|bytes| Form::Json.parse(&bytes));
+        let request = self.intake.whole(body).await.and_then(|body| Form::Json.parse(&body.bytes));
         match request.and_then(|request| act(self, request)) {
             Ok(response) => response,
             Err(reject) => reject.plain(),
@@ -220,7 +220,7 @@ impl App {
         headers: &HeaderMap,
         body: &mut (impl http_body::Body<Data = Bytes> + Unpin),
     ) -> Response {
-        let found = self.intake.whole(body).await.and_then(|bytes| {
+        let found = self.intake.whole(body).await.and_then(|Received { bytes, .. }| {
             let (form, to) = (Form::of_body(headers), Form::of_answer(headers));
             let found = match endpoint {
                 Endpoint::Query => self.query(&form.parse_query(&bytes)?, to)?,

@@ -50,7 +50,7 @@ impl App {
     }
 
     pub async fn read(&self, body: Body) -> Result<Bytes, Reject> {
-        self.intake.whole(body).await
+        Ok(self.intake.whole(body).await?.bytes)
     }
 
     pub async fn parse<T: DeserializeOwned>(

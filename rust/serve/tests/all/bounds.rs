@@ -75,7 +75,7 @@ async fn settings_and_workers_are_changed_by_small_bodies() {
     for path in ["/workers", "/busy_threshold"] {
         let answer = stage.post(path, &body).await;
         assert_eq!(answer.status, 413, "{path}: {}", answer.text());
-        assert!(answer.text().contains("65536 bytes"), "{}", answer.text());
+        assert!(answer.text().contains("the 65536 bytes"), "{}", answer.text());
     }
 }
 

@@ -1,0 +1,301 @@
+"""Hostile clients of every kind at once beside honest ones: what the honest ones and the memory feel.
+
+    python tests/attack/soak.py --seconds 300 --clients 64
+
+Needs the package and this folder's neighbours; prints one JSON object and fails where a bound is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import os
+import random
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from support_frontend import FrontendProcess
+
+MIB = 1 << 20
+TOKENIZER = Path(__file__).parents[1] / "vectors" / "tiny-llama"
+# As published templates of gpt-oss: for each answer with tool calls, a look at all later messages.
+SQUARE = (
+    "{% for a in messages %}{% for b in messages %}{% if b.role == 'none' %}x{% endif %}{% endfor %}"
+    "{{ a.role }}: {{ a.content }}\n{% endfor %}"
+)
+
+
+class Target:
+    """Where the attacks go."""
+
+    def __init__(self, url: str, seed: int) -> None:
+        parts = urlsplit(url)
+        self.host, self.port = str(parts.hostname), int(parts.port or 0)
+        self.random = random.Random(seed)
+
+    def connect(self, timeout: float = 30.0) -> socket.socket:
+        return socket.create_connection((self.host, self.port), timeout)
+
+    def post(self, body: bytes, timeout: float = 60.0) -> int:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+        with closing(connection):
+            kind = {"content-type": "application/json"}
+            connection.request("POST", "/v1/chat/completions", body, kind)
+            answer = connection.getresponse()
+            answer.read()
+            return answer.status
+
+    def head(self, length: int) -> bytes:
+        path = "POST /v1/chat/completions HTTP/1.1"
+        return f"{path}\r\nhost: {self.host}\r\ncontent-length: {length}\r\n\r\n".encode()
+
+
+def chat(content: str, **more: object) -> bytes:
+    messages = [{"role": "user", "content": content}]
+    return json.dumps({"model": "m", "messages": messages, **more}).encode()
+
+
+HUGE = chat("a" * (30 * MIB))
+MANY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "a"}] * 2_000}).encode()
+
+
+def oversized(target: Target) -> None:
+    target.post(HUGE)
+
+
+def slow_head(target: Target) -> None:
+    with target.connect() as one:
+        for byte in target.head(10):
+            one.sendall(bytes([byte]))
+            time.sleep(0.5)
+
+
+def slow_body(target: Target) -> None:
+    with target.connect() as one:
+        one.sendall(target.head(1_000))
+        for _ in range(1_000):
+            one.sendall(b" ")
+            time.sleep(0.5)
+
+
+def never_reading(target: Target) -> None:
+    with target.connect() as one:
+        body = chat("tell me", stream=True, max_tokens=2_000)
+        one.sendall(target.head(len(body)) + body)
+        time.sleep(10)
+
+
+def template_loop(target: Target) -> None:
+    target.post(MANY)
+
+
+def unbroken_text(target: Target) -> None:
+    letters = "".join(target.random.choices("abcdefghij", k=60_000))
+    target.post(chat(letters, max_tokens=1))
+
+
+def idle(target: Target) -> None:
+    with target.connect() as one:
+        time.sleep(5)
+        one.sendall(b"G")
+        time.sleep(5)
+
+
+def malformed(target: Target) -> None:
+    lines = [b"GET / HTTP/9.9\r\n\r\n", b"\x00" * 100, b"POST /v1 HTTP/1.1\r\ncontent-length: x\r\n\r\n"]
+    with target.connect() as one:
+        one.sendall(target.random.choice(lines))
+        one.recv(1_000)
+
+
+ATTACKS: list[Callable[[Target], None]] = [
+    oversized,
+    slow_head,
+    slow_body,
+    never_reading,
+    template_loop,
+    unbroken_text,
+    idle,
+    malformed,
+]
+
+
+def rss(process_id: int) -> int:
+    """Resident memory of a process, bytes."""
+    status = Path(f"/proc/{process_id}/status").read_text(encoding="ascii")
+    line = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
+    return int(line.split()[1]) * 1024
+
+
+def honest(target: Target, seconds: float, rate: float) -> tuple[list[float], int]:
+    """Short chats at ``rate`` a second: seconds that each took, and how many failed."""
+    took, failed = [], 0
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        began = time.monotonic()
+        try:
+            number = target.random.randrange(10**9)
+            failed += target.post(chat(f"question {number} of many", max_tokens=1)) != 200
+        except OSError:
+            failed += 1
+        took.append(time.monotonic() - began)
+        time.sleep(max(0.0, 1 / rate - took[-1]))
+    return took, failed
+
+
+def p99(values: list[float]) -> float:
+    return statistics.quantiles(values, n=100)[98]
+
+
+def besiege(url: str, attacks: list[Callable[[Target], None]], clients: int, seed: int) -> None:
+    """Attack until this process is killed."""
+    os.nice(10)
+
+    def attack(kind: Callable[[Target], None], seed: int) -> None:
+        hostile = Target(url, seed)
+        while True:
+            try:
+                kind(hostile)
+            except (OSError, http.client.HTTPException):
+                time.sleep(0.05)
+
+    for number in range(clients):
+        for kind in attacks:
+            arguments = (kind, seed * 1_000 + number)
+            threading.Thread(target=attack, args=arguments, daemon=True).start()
+    threading.Event().wait()
+
+
+async def engine() -> None:
+    """An engine that answers at once, or without end where a stream is asked for; prints its address."""
+
+    async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, asyncio.IncompleteReadError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                found = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
+                body = await reader.readexactly(int(found[1])) if found else b""
+                if b'"stream": true' in body:
+                    kind = b"content-type: text/event-stream\r\ntransfer-encoding: chunked"
+                    writer.write(b"HTTP/1.1 200 OK\r\n" + kind + b"\r\n\r\n")
+                    while True:
+                        writer.write(b'10\r\ndata: {"n": 111}\n\r\n')
+                        await writer.drain()
+                text = b'{"choices": []}'
+                if b"GET /v1/models" in head:
+                    text = b'{"data": [{"id": "m", "max_model_len": 32768}]}'
+                length = f"content-length: {len(text)}".encode()
+                kind = b"content-type: application/json\r\n"
+                writer.write(b"HTTP/1.1 200 OK\r\n" + kind + length + b"\r\n\r\n" + text)
+        writer.close()
+
+    server = await asyncio.start_server(converse, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+def model_folder(folder: Path) -> Path:
+    """The tiny tokenizer with a template that has a loop in a loop."""
+    for file in TOKENIZER.iterdir():
+        if file.name != "chat_template.jinja" and file.is_file():
+            (folder / file.name).write_bytes(file.read_bytes())
+    config = folder / "tokenizer_config.json"
+    settings = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+    settings["chat_template"] = SQUARE
+    config.write_text(json.dumps(settings), encoding="utf-8")
+    return folder
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=300.0, help="how long the attack lasts")
+    parser.add_argument("--clients", type=int, default=64, help="hostile clients of each kind")
+    parser.add_argument("--quiet", type=float, default=20.0, help="how long the honest are alone before")
+    parser.add_argument("--only", default="", help="one kind of attack alone")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--besiege", default="", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    attacks = [attack for attack in ATTACKS if given.only in ("", attack.__name__)]
+    if given.engine:
+        asyncio.run(engine())
+    if given.besiege:
+        besiege(given.besiege, attacks, given.clients, given.seed)
+    server = subprocess.Popen([sys.executable, __file__, "--engine"], stdout=subprocess.PIPE)
+    with tempfile.TemporaryDirectory() as folder, server:
+        assert server.stdout is not None
+        worker = f"http://127.0.0.1:{int(server.stdout.readline())}"
+        flags = ("--worker", worker, "--tokenizer", str(model_folder(Path(folder))), "--tokenizer-cache", "64MiB")
+        with FrontendProcess(*flags) as frontend:
+            target = Target(frontend.url, given.seed)
+            while target.post(chat("hello", max_tokens=1)) != 200:
+                time.sleep(0.1)
+            quiet, failed_before = honest(target, given.quiet, 50)
+            process_id = frontend.process.popen.pid
+            before, is_over = rss(process_id), threading.Event()
+            # In processes of their own, of low priority: their work is not the service's.
+            hostile = [
+                subprocess.Popen(
+                    [sys.executable, __file__, "--besiege", frontend.url, "--only", kind.__name__]
+                    + ["--clients", str(given.clients), "--seed", str(given.seed)]
+                )
+                for kind in attacks
+            ]
+            peaks: list[int] = []
+
+            def watch() -> None:
+                while not is_over.is_set():
+                    peaks.append(rss(process_id))
+                    time.sleep(0.05)
+
+            threading.Thread(target=watch, daemon=True).start()
+            besieged, failed = honest(target, given.seconds, 50)
+            is_over.set()
+            for one in hostile:
+                one.kill()
+                one.wait()
+            time.sleep(30)
+            after = rss(process_id)
+        server.kill()
+    figures = {
+        "quiet_p50_ms": 1e3 * statistics.median(quiet),
+        "quiet_p99_ms": 1e3 * p99(quiet),
+        "p50_ms": 1e3 * statistics.median(besieged),
+        "p99_ms": 1e3 * p99(besieged),
+        "asked": len(besieged),
+        "failed": failed + failed_before,
+        "rss_before_mib": before // MIB,
+        "rss_peak_mib": max(peaks) // MIB,
+        "rss_30_s_after_mib": after // MIB,
+    }
+    print(json.dumps({name: round(value, 2) for name, value in figures.items()}))
+    broken = [
+        what
+        for what, is_broken in (
+            ("p99 above 3 times its quiet value", figures["p99_ms"] > 3 * figures["quiet_p99_ms"]),
+            ("memory above idle + 512 MiB", max(peaks) - before > 512 * MIB),
+            ("memory 30 s later above idle + 64 MiB", after - before > 64 * MIB),
+            ("an honest request failed", failed > 0),
+        )
+        if is_broken
+    ]
+    for what in broken:
+        print(what, file=sys.stderr)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
