@@ -97,8 +97,7 @@ impl Affinity {
             return None;
         }
         let index = candidates.iter().position(|one| one.worker == place.worker)?;
-        let reason = Reason::SessionAffinity;
-        Some(Choice { index, ties: 1, margin: None, reason, score: None })
+        Some(Choice::plain(index, 1, Reason::SessionAffinity))
     }
 
     /// The request of `session` was given to `worker`: it is its place from `now_ms` on.

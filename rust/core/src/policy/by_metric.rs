@@ -8,6 +8,7 @@ use super::contract::{Candidates, Context, Polarity, RoutePolicy};
 use super::cost::Terms;
 use super::decision::{Choice, Reason};
 use super::lowest::Lowest;
+use super::select::among_equals;
 use crate::error::Result;
 
 /// One value per candidate, appended in their order; `None` for one without what it takes.
@@ -67,29 +68,17 @@ impl RoutePolicy for ByMetric {
 pub(super) fn choose_lowest(values: &[Option<f64>], rng: &mut dyn RngCore) -> Option<Choice> {
     let count = values.len();
     if count <= 1 {
-        let only =
-            Choice { index: 0, ties: 1, margin: None, reason: Reason::OnlyCandidate, score: None };
-        return (count == 1).then_some(only);
+        return (count == 1).then_some(Choice::plain(0, 1, Reason::OnlyCandidate));
     }
-    let known = || (0..count).filter_map(|at| values[at].map(|value| (at, value)));
     let mut lowest = Lowest::new();
-    known().for_each(|(at, value)| lowest.see(at, value, || 0));
-    let Lowest { mut index, value: best, ties, .. } = lowest;
-    if ties == 0 {
-        let index = rng.random_range(0..count);
-        return Some(Choice {
-            index,
-            ties: count,
-            margin: None,
-            reason: Reason::Chance,
-            score: None,
-        });
+    for (at, value) in values.iter().enumerate() {
+        if let Some(value) = *value {
+            lowest.see(at, value, || 0);
+        }
     }
-    if ties > 1 {
-        let mut tied = known().filter(|&(_, value)| value == best).map(|(at, _)| at);
-        index = tied.nth(rng.random_range(0..ties))?;
+    if lowest.ties == 0 {
+        return Some(Choice::plain(rng.random_range(0..count), count, Reason::Chance));
     }
-    let margin = Some(lowest.margin()).filter(|margin| margin.is_finite());
-    let reason = if ties > 1 { Reason::Tie } else { Reason::LowestCost };
-    Some(Choice { index, ties, margin, reason, score: None })
+    let choice = among_equals(lowest, 0..count, |at| values[at] == Some(lowest.value), rng);
+    Some(Choice { margin: choice.margin.filter(|margin| margin.is_finite()), ..choice })
 }

@@ -27,10 +27,15 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
     /// The name in configuration, logs and metrics.
     fn name(&self) -> &str;
 
+    /// The policies that it is made of; they are told whatever it is told, unless it says otherwise.
+    fn members(&self) -> &[Arc<dyn RoutePolicy>] {
+        &[]
+    }
+
     /// Whether it chooses better when the prompt's tokens are known: it goes by overlaps, sequence
     /// hashes or token ids.
     fn needs_tokens(&self) -> bool {
-        false
+        self.members().iter().any(|one| one.needs_tokens())
     }
 
     /// Where this policy is asked before the router's lock is taken, when it is outside the core.
@@ -42,8 +47,8 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a request that this policy can't route; it names the field.
-    fn prepare(&self, _context: &Context<'_>) -> Result<()> {
-        Ok(())
+    fn prepare(&self, context: &Context<'_>) -> Result<()> {
+        self.members().iter().try_for_each(|one| one.prepare(context))
     }
 
     /// Choose among `candidates`; `None` only when there are none. The terms of all of them
@@ -90,27 +95,39 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
 
     /// The request was given to `candidates.list[choice.index]`, by this policy or by another one
     /// that it only watches.
-    fn routed(&self, _context: &Context<'_>, _candidates: &Candidates<'_>, _choice: &Choice) {}
+    fn routed(&self, context: &Context<'_>, candidates: &Candidates<'_>, choice: &Choice) {
+        self.members().iter().for_each(|one| one.routed(context, candidates, choice));
+    }
 
     /// The request has ended; what it really used.
-    fn finished(&self, _finished: &Finished<'_>) {}
+    fn finished(&self, finished: &Finished<'_>) {
+        self.members().iter().for_each(|one| one.finished(finished));
+    }
 
     /// Whether [`evicted`](Self::evicted) and [`cleared`](Self::cleared) are to be called.
     fn watches_caches(&self) -> bool {
-        false
+        self.members().iter().any(|one| one.watches_caches())
     }
 
     /// A worker's engine evicted blocks with these local hashes from its device.
-    fn evicted(&self, _worker: Worker, _local_hashes: &[u64], _now_ms: u64) {}
+    fn evicted(&self, worker: Worker, local_hashes: &[u64], now_ms: u64) {
+        self.members().iter().for_each(|one| one.evicted(worker, local_hashes, now_ms));
+    }
 
     /// A worker's device cache is empty now.
-    fn cleared(&self, _worker: Worker) {}
+    fn cleared(&self, worker: Worker) {
+        self.members().iter().for_each(|one| one.cleared(worker));
+    }
 
     /// A worker has gone: forget what was remembered of it.
-    fn removed(&self, _worker: Worker) {}
+    fn removed(&self, worker: Worker) {
+        self.members().iter().for_each(|one| one.removed(worker));
+    }
 
     /// Name every counter of this policy, for the metrics.
-    fn samples(&self, _visit: &mut dyn FnMut(Sample<'_>)) {}
+    fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
+        self.members().iter().for_each(|one| one.samples(visit));
+    }
 }
 
 /// One request, as policies see it.
@@ -307,19 +324,13 @@ impl EngineMetrics {
     }
 
     /// This, and what `earlier` says where this says nothing.
-    pub fn or(self, earlier: Self) -> Self {
-        Self {
-            running_requests: self.running_requests.or(earlier.running_requests),
-            gpu_kv_usage: self.gpu_kv_usage.or(earlier.gpu_kv_usage),
-            cpu_kv_usage: self.cpu_kv_usage.or(earlier.cpu_kv_usage),
-            queue_s: self.queue_s.or(earlier.queue_s),
-            mean_prefill_s: self.mean_prefill_s.or(earlier.mean_prefill_s),
-            mean_decode_s: self.mean_decode_s.or(earlier.mean_decode_s),
-            avg_prompt_tokens: self.avg_prompt_tokens.or(earlier.avg_prompt_tokens),
-            avg_generation_tokens: self.avg_generation_tokens.or(earlier.avg_generation_tokens),
-            busy_ratio: self.busy_ratio.or(earlier.busy_ratio),
-            utilization: self.utilization.or(earlier.utilization),
+    pub fn or(mut self, mut earlier: Self) -> Self {
+        for ((_, field, _), (_, before, _)) in
+            self.fields_mut().into_iter().zip(earlier.fields_mut())
+        {
+            *field = field.or(*before);
         }
+        self
     }
 
     /// From fields by name.

@@ -58,6 +58,13 @@ pub struct Choice {
     pub score: Option<f64>,
 }
 
+impl Choice {
+    /// The candidate at `index`, one of `ties` equals, by neither cost nor score.
+    pub(super) const fn plain(index: usize, ties: usize, reason: Reason) -> Self {
+        Self { index, ties, margin: None, reason, score: None }
+    }
+}
+
 /// Which worker was chosen, among whom and why. Borrows the buffer that the caller gave for the
 /// terms of the candidates.
 #[derive(Debug, Clone, PartialEq)]

@@ -26,7 +26,6 @@ pub mod session;
 pub mod settings;
 mod shadow;
 mod softmax;
-mod today;
 mod tuned;
 pub mod vtc_basic;
 

@@ -5,13 +5,12 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use rand::RngCore;
 
-use super::contract::{Candidates, Context, Finished, Polarity, RoutePolicy, Sample};
+use super::contract::{Candidates, Context, Polarity, RoutePolicy};
 use super::cost::Terms;
 use super::decision::{Choice, Reason};
 use super::registry;
 use super::settings::Settings;
 use crate::error::{Error, Result};
-use crate::ids::Worker;
 
 /// Highest weight of a member.
 pub const MAX_WEIGHT: u32 = 1_000_000;
@@ -77,7 +76,7 @@ pub fn build(
         return registry::build_one(name, settings, rng);
     }
     let total: f64 = items.iter().map(|&(_, weight)| f64::from(weight)).sum();
-    let mut members = Vec::new();
+    let (mut members, mut weights) = (Vec::new(), Vec::new());
     for (name, weight) in items {
         let policy = registry::build_one(name, settings, rng)?;
         if !policy.is_scorer() {
@@ -85,16 +84,18 @@ pub fn build(
                 "strategy {strategy:?}: {name:?} has no scores and can't be weighed"
             )));
         }
-        members.push((policy, f64::from(weight) / total));
+        members.push(policy);
+        weights.push(f64::from(weight) / total);
     }
-    Ok(Arc::new(Multi { name: strategy.into(), members, scratch: Mutex::default() }))
+    Ok(Arc::new(Multi { name: strategy.into(), members, weights, scratch: Mutex::default() }))
 }
 
 #[derive(Debug)]
 struct Multi {
     name: Box<str>,
-    /// Weights add up to 1.
-    members: Vec<(Arc<dyn RoutePolicy>, f64)>,
+    members: Vec<Arc<dyn RoutePolicy>>,
+    /// Of each member; they add up to 1.
+    weights: Vec<f64>,
     scratch: Mutex<Scratch>,
 }
 
@@ -109,12 +110,8 @@ impl RoutePolicy for Multi {
         &self.name
     }
 
-    fn needs_tokens(&self) -> bool {
-        self.members.iter().any(|(policy, _)| policy.needs_tokens())
-    }
-
-    fn prepare(&self, context: &Context<'_>) -> Result<()> {
-        self.members.iter().try_for_each(|(policy, _)| policy.prepare(context))
+    fn members(&self) -> &[Arc<dyn RoutePolicy>] {
+        &self.members
     }
 
     fn choose(
@@ -128,7 +125,7 @@ impl RoutePolicy for Multi {
         let Scratch { scores, sums } = &mut *scratch;
         sums.clear();
         sums.resize(candidates.len(), 0.0);
-        for (policy, weight) in &self.members {
+        for (policy, weight) in self.members.iter().zip(&self.weights) {
             // A member that has nothing to say of this request adds nothing for anybody.
             if let Ok(polarity) = policy.scores(context, candidates, scores, rng) {
                 add(scores, polarity, *weight, sums);
@@ -136,34 +133,6 @@ impl RoutePolicy for Multi {
         }
         candidates.fill(context, terms, |index| -sums[index]);
         highest(sums)
-    }
-
-    fn routed(&self, context: &Context<'_>, candidates: &Candidates<'_>, choice: &Choice) {
-        self.members.iter().for_each(|(policy, _)| policy.routed(context, candidates, choice));
-    }
-
-    fn finished(&self, finished: &Finished<'_>) {
-        self.members.iter().for_each(|(policy, _)| policy.finished(finished));
-    }
-
-    fn watches_caches(&self) -> bool {
-        self.members.iter().any(|(policy, _)| policy.watches_caches())
-    }
-
-    fn evicted(&self, worker: Worker, local_hashes: &[u64], now_ms: u64) {
-        self.members.iter().for_each(|(policy, _)| policy.evicted(worker, local_hashes, now_ms));
-    }
-
-    fn cleared(&self, worker: Worker) {
-        self.members.iter().for_each(|(policy, _)| policy.cleared(worker));
-    }
-
-    fn removed(&self, worker: Worker) {
-        self.members.iter().for_each(|(policy, _)| policy.removed(worker));
-    }
-
-    fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
-        self.members.iter().for_each(|(policy, _)| policy.samples(visit));
     }
 }
 

@@ -8,7 +8,7 @@ use super::by_metric::{ByMetric, Values};
 use super::contract::RoutePolicy;
 use super::kind::Policy;
 use super::settings::Settings;
-use super::{metrics, multi, prefix, price, session, today, vtc_basic};
+use super::{metrics, multi, prefix, price, session, vtc_basic};
 use crate::error::{Error, Result};
 
 /// How a policy is made.
@@ -86,7 +86,7 @@ pub(super) fn build_one(
     })?;
     match found.build {
         Own(build) => build(settings, rng),
-        BuiltIn(policy) => Ok(today::policy(policy)),
+        BuiltIn(policy) => Ok(Arc::new(policy)),
         Lowest(values) => Ok(ByMetric::policy(found.name, values)),
     }
 }

@@ -53,17 +53,12 @@ pub fn select<'a>(
     };
     let choice = match (policy, candidates.len()) {
         (_, 0) => return None,
-        (_, 1) => {
-            Choice { index: 0, ties: 1, margin: None, reason: Reason::OnlyCandidate, score: None }
-        }
+        (_, 1) => Choice::plain(0, 1, Reason::OnlyCandidate),
         (Policy::Kv, _) if request.temperature > 0.0 => {
             let costs = terms.iter().map(|terms| terms.cost);
             warm(terms, softmax::sample(costs, request.temperature, rng))
         }
-        (Policy::Random, count) => {
-            let index = rng.random_range(0..count);
-            Choice { index, ties: count, margin: None, reason: Reason::Chance, score: None }
-        }
+        (Policy::Random, count) => Choice::plain(rng.random_range(0..count), count, Reason::Chance),
         (Policy::PowerOfTwo, count) => {
             // The second draw skips the first one's place: two different candidates.
             let first = rng.random_range(0..count);
@@ -130,8 +125,7 @@ fn settle(
 ) -> Choice {
     if policy == Policy::RoundRobin {
         // Workers that never had a request are equally due: in their order, not by chance.
-        let index = lowest.index;
-        return Choice { index, ties: 1, margin: None, reason: Reason::Turn, score: None };
+        return Choice::plain(lowest.index, 1, Reason::Turn);
     }
     let is_tied = |at: usize| {
         value(policy, &terms[at]) == lowest.value

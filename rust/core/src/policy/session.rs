@@ -68,8 +68,7 @@ impl RoutePolicy for SessionAffinity {
     ) -> Option<Choice> {
         candidates.fill(context, terms, |index| f64::from(candidates.requests(index)));
         let place_of = |wanted: Worker| candidates.list.iter().position(|c| c.worker == wanted);
-        let pinned =
-            |index, reason| Some(Choice { index, ties: 1, margin: None, reason, score: None });
+        let pinned = |index, reason| Some(Choice::plain(index, 1, reason));
         if let Some(index) = context.session.worker.and_then(place_of) {
             return pinned(index, Reason::SessionHeader);
         }

@@ -9,14 +9,13 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use rand::RngCore;
 
-use super::contract::{Candidates, Context, Finished, Memo, RoutePolicy};
+use super::contract::{Candidates, Context, Memo, RoutePolicy};
 use super::cost::{Candidate, RequestTerms, Terms};
 use super::decision::Choice;
 use super::price::AUTO;
 use super::registry;
 use super::settings::{Settings, VARIABLES, Variable, flag};
 use crate::error::{Error, Result};
-use crate::ids::Worker;
 
 /// What the router's load table counts. A policy can leave it out, but not count what is not there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -261,12 +260,8 @@ impl RoutePolicy for Tuned {
         &self.name
     }
 
-    fn needs_tokens(&self) -> bool {
-        self.policy.needs_tokens()
-    }
-
-    fn prepare(&self, context: &Context<'_>) -> Result<()> {
-        self.policy.prepare(context)
+    fn members(&self) -> &[Arc<dyn RoutePolicy>] {
+        std::slice::from_ref(&self.policy)
     }
 
     fn choose(
@@ -290,29 +285,5 @@ impl RoutePolicy for Tuned {
         list.extend(candidates.list.iter().map(changed));
         let seen = Candidates { list: &list, metrics: candidates.metrics };
         self.policy.choose(&own, &seen, terms, rng)
-    }
-
-    fn routed(&self, context: &Context<'_>, candidates: &Candidates<'_>, choice: &Choice) {
-        self.policy.routed(context, candidates, choice);
-    }
-
-    fn finished(&self, finished: &Finished<'_>) {
-        self.policy.finished(finished);
-    }
-
-    fn watches_caches(&self) -> bool {
-        self.policy.watches_caches()
-    }
-
-    fn evicted(&self, worker: Worker, local_hashes: &[u64], now_ms: u64) {
-        self.policy.evicted(worker, local_hashes, now_ms);
-    }
-
-    fn cleared(&self, worker: Worker) {
-        self.policy.cleared(worker);
-    }
-
-    fn removed(&self, worker: Worker) {
-        self.policy.removed(worker);
     }
 }

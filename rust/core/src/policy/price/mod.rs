@@ -208,10 +208,7 @@ impl RoutePolicy for PricePolicy {
         let lowest = self.price(context, candidates, terms);
         match candidates.len() {
             0 => None,
-            1 => {
-                let reason = Reason::OnlyCandidate;
-                Some(Choice { index: 0, ties: 1, margin: None, reason, score: None })
-            }
+            1 => Some(Choice::plain(0, 1, Reason::OnlyCandidate)),
             _ if context.request.temperature > 0.0 => {
                 let costs = terms.iter().map(|terms| terms.cost);
                 Some(warm(terms, softmax::sample(costs, context.request.temperature, rng)))
