@@ -27,7 +27,7 @@ VARIABLE = "KVFLASH_TEST_MUTANT"
 # Without a mutant they take some seconds; whatever takes this long hangs, which is noticed as well.
 TIMEOUT_S = 60
 # Of the core's own tests: where the rules below live. Others take long and say nothing of them.
-ROOMS = ["fair::", "select::", "router::", "load::", "policy::affinity"]
+ROOMS = ["fair::", "select::", "load::", "policy::affinity"]
 CORE, SERVE, PYTHON = "rust/core/src/", "rust/serve/src/", "python/kvflash/"
 FRONTEND, GATEWAY = SERVE + "frontend/", SERVE + "gateway/"
 
@@ -71,8 +71,8 @@ MUTANTS = [
     # Who may take it.
     Mutant(
         "pins_are_ignored",
-        CORE + "select/selector.rs",
-        "ask.pin.is_none_or(|pin| pin.fits(worker))",
+        CORE + "select/ask.rs",
+        "self.pin.is_none_or(|pin| pin.fits(worker))",
         "true",
     ),
     Mutant(
@@ -103,13 +103,13 @@ MUTANTS = [
     # What it weighs there.
     Mutant(
         "bookings_stay",
-        CORE + "router/booking.rs",
+        CORE + "select/reservation.rs",
         "self.router.free(self.request);",
         "let _ = self.request;",
     ),
     Mutant(
         "prefilled_prompts_weigh",
-        CORE + "router/booking.rs",
+        CORE + "select/reservation.rs",
         "self.router.first_token(self.request);",
         "let _ = self.request;",
     ),

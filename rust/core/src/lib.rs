@@ -22,7 +22,6 @@
 //! | [`policy`] | the choice among workers |
 //! | [`fair`] | the queue in front of a choice |
 //! | [`text`] | text to tokens and back |
-//! | [`router`] | a decision and its booking |
 //! | [`catalog`] | models, tenants, publishers and their indexes |
 //! | [`select`] | from a request to a worker |
 //! | [`fleet`] | who the workers are |
@@ -46,7 +45,6 @@ pub mod index;
 pub mod load;
 pub mod policy;
 pub mod repair;
-pub mod router;
 pub mod select;
 pub mod stream;
 pub mod text;

@@ -9,9 +9,8 @@ use kvflash_core::clock::Clock;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::fleet::{Change, Effect, Roster};
 use kvflash_core::ids::{InstanceId, Worker};
-use kvflash_core::router::Policies;
 use kvflash_core::select::{
-    Journal, Outbox, Queue, QueueOptions, Selector, SelectorConfig, Thresholds,
+    Journal, Outbox, Policies, Queue, QueueOptions, Selector, SelectorConfig, Thresholds,
 };
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use kvflash_core::policy::{Sample, Settings};
-use kvflash_core::router::Policies;
+use kvflash_core::select::Policies;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder};
 use prometheus_client::metrics::MetricType;

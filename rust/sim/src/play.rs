@@ -10,8 +10,7 @@ use kvflash_core::fair::{Cost, FairConfig, FairQueue, Grant, Options, Used};
 use kvflash_core::ids::{Tier, Worker};
 use kvflash_core::index::{Block, DEFAULT_SEED};
 use kvflash_core::policy::{EngineMetrics, Session as Tie};
-use kvflash_core::router::{Facts, Usage};
-use kvflash_core::select::{Ask, Outcome as End, Prompt, Reservation, Selector, Tiding};
+use kvflash_core::select::{Ask, Outcome as End, Prompt, Reservation, Selector, Tiding, Usage};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
@@ -289,12 +288,9 @@ impl Play<'_> {
         }
         let client = &self.workload.clients[self.workload.sessions[session].client].name;
         let ask = Ask {
-            facts: Facts {
-                prompt: &self.text[..4 * request.input as usize],
-                user: Some(client),
-                session: Tie { worker: None, key: Some(client) },
-                ..Facts::default()
-            },
+            text: &self.text[..4 * request.input as usize],
+            user: Some(client),
+            session: Tie { worker: None, key: Some(client) },
             ..Ask::new(prompt)
         };
         let router = match self.routers.len() {

@@ -9,8 +9,7 @@ use kvflash_core::clock::ManualClock;
 use kvflash_core::fair::Discipline;
 use kvflash_core::ids::Worker;
 use kvflash_core::policy::{AUTO, KvScale, Policy, Profile, Settings, registry};
-use kvflash_core::router::{Policies, RouterConfig};
-use kvflash_core::select::{Overlap, Report, Selector, SelectorConfig};
+use kvflash_core::select::{Overlap, Policies, Report, RouterConfig, Selector, SelectorConfig};
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 

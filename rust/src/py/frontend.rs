@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvflash_core::catalog;
 use kvflash_core::clock::SystemClock;
 use kvflash_core::ids::InstanceId;
-use kvflash_core::router::RouterConfig;
+use kvflash_core::select::RouterConfig;
 use kvflash_core::settings::Concern;
 use kvflash_serve::frontend::{EngineSpec, FairnessOptions, FrontendApp, FrontendOptions};
 use kvflash_serve::{

@@ -6,7 +6,7 @@ use kvflash_core::error::{Error, Result};
 use kvflash_core::policy::{
     Affinity, Counted, Outside, Policy, Profile, Settings, Shadow, registry,
 };
-use kvflash_core::router::Policies;
+use kvflash_core::select::Policies;
 use pyo3::prelude::*;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;

@@ -1,7 +1,6 @@
 //! A request that was given to a worker, as Python holds it.
 
-use kvflash_core::router::Usage;
-use kvflash_core::select::{Outcome, Reservation, Selection};
+use kvflash_core::select::{Outcome, Reservation, Selection, Usage};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 

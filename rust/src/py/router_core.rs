@@ -8,9 +8,9 @@ use kvflash_core::clock::{Clock, SystemClock};
 use kvflash_core::error::Error;
 use kvflash_core::ids::Worker;
 use kvflash_core::policy::{EngineMetrics, Sample};
-use kvflash_core::router::Usage;
 use kvflash_core::select::{
     Ask, Queue, QueueOptions, Report, Request, Selector, SelectorConfig, StartGate, Thresholds,
+    Usage,
 };
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};

@@ -3,10 +3,10 @@
 use kvflash_core::catalog::CatalogOptions;
 use kvflash_core::error::Error;
 use kvflash_core::policy::{AUTO, Counted, Settings};
-use kvflash_core::router::{Policies, RouterConfig, TierWeights};
 use kvflash_core::select::{
     BusySettings, CacheSettings, CostSettings, DecisionSettings, IndexSettings, LoadSettings,
-    ModeSettings, Overlap, QueueOptions, QueueThreshold, RemoteSettings, Thresholds,
+    ModeSettings, Overlap, Policies, QueueOptions, QueueThreshold, RemoteSettings, RouterConfig,
+    Thresholds, TierWeights,
 };
 use kvflash_core::settings::{Concern, Given};
 use kvflash_serve::RemoteIndexerOptions;

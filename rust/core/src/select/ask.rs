@@ -2,10 +2,11 @@
 
 use std::fmt;
 
+use super::router::{Gate, RouteOverride};
 use crate::catalog::PromptNames;
 use crate::hash;
 use crate::ids::{InstanceId, Worker};
-use crate::router::{Facts, RouteOverride};
+use crate::policy::{Advice, EngineMetrics, Session};
 
 /// A prompt as selection needs it: hashed once, however often a worker is chosen for it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -127,9 +128,43 @@ pub struct Ask<'a> {
     pub waits: bool,
     /// The name under which the journal keeps the decision; `None` keeps nothing.
     pub request_id: Option<&'a str>,
-    /// Whose request it is, its text and its session, for policies that ask; the selector fills in
-    /// what it knows itself: model, index and engines' metrics.
-    pub facts: Facts<'a>,
+    /// Text of the prompt, UTF-8, without the JSON around it, for policies; empty when nobody needs it.
+    pub text: &'a [u8],
+    /// The model's own token ids, for policies; empty while unknown.
+    pub token_ids: &'a [u32],
+    /// Whose request it is; `None` for nobody's.
+    pub user: Option<&'a str>,
+    /// The answer comes as a whole, so that nobody sees its first token.
+    pub is_whole: bool,
+    /// What ties it to earlier requests.
+    pub session: Session<'a>,
+    /// What a policy outside the core said of it; see [`Selector::question`](super::Selector::question).
+    pub advice: Option<&'a Advice>,
+    /// What a selector finds out itself.
+    pub known: Known<'a>,
+}
+
+/// What is known beside the load when a worker is chosen. Workers that are not registered are passed over:
+/// the index may be behind or ahead.
+#[derive(Clone, Copy, Default)]
+pub struct Known<'a> {
+    /// Leading blocks of the prompt that workers hold; none for workers that are not named.
+    pub overlaps: &'a [(Worker, u32)],
+    /// Leading blocks that workers are predicted to hold soon; what goes beyond `overlaps` counts as
+    /// overlap too, and is told apart.
+    pub predictions: &'a [(Worker, u32)],
+    /// Leading blocks that workers reach with host memory, and with disks: each as many as on the device or
+    /// more. What goes beyond the former saves a share, see [`TierWeights`](super::TierWeights).
+    pub tiers: &'a [(Worker, [u32; 2])],
+    /// Who is too busy for any request; `None` for nobody.
+    pub gate: Option<&'a dyn Gate>,
+    /// What engines report of themselves; `None` where none does. Called under the router's lock:
+    /// it answers from what it holds and does not come back to the router.
+    pub metrics: Option<&'a dyn Fn(Worker) -> EngineMetrics>,
+    /// The model that was asked for.
+    pub model: &'a str,
+    /// The overlaps come from engines' events.
+    pub is_indexed: bool,
 }
 
 impl<'a> Ask<'a> {
@@ -144,7 +179,19 @@ impl<'a> Ask<'a> {
             expected_output_tokens: None,
             waits: false,
             request_id: None,
-            facts: Facts::default(),
+            text: &[],
+            token_ids: &[],
+            user: None,
+            is_whole: false,
+            session: Session::default(),
+            advice: None,
+            known: Known::default(),
         }
+    }
+
+    /// Whether `worker` may take it.
+    pub(super) fn allows(&self, worker: Worker) -> bool {
+        self.pin.is_none_or(|pin| pin.fits(worker))
+            && self.allowed.is_none_or(|allowed| allowed(worker))
     }
 }

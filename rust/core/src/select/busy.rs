@@ -11,11 +11,11 @@ use hashbrown::HashMap;
 use parking_lot::Mutex;
 
 use super::config::{QueueThreshold, Thresholds};
+use super::router::Gate;
 use crate::error::Result;
 use crate::ids::{InstanceId, Worker};
 use crate::load::WorkerLoad;
 use crate::policy::Terms;
-use crate::router::Gate;
 
 /// Tokens of a batch of a worker that never told how many it takes at most.
 pub const DEFAULT_BATCHED_TOKENS: u64 = 10_000_000;

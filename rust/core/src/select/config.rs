@@ -2,8 +2,8 @@
 
 use std::fmt;
 
+use super::router::RouterConfig;
 use crate::error::{Error, Result};
-use crate::router::RouterConfig;
 
 /// Default memory of the journal: some thousand decisions among 64 workers.
 pub const DEFAULT_JOURNAL_BYTES: usize = 16 * 1024 * 1024;

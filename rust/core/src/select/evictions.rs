@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use super::reuse::Removals;
+use super::router::Router;
 use crate::catalog::CacheWatch;
 use crate::clock::Clock;
 use crate::ids::Worker;
-use crate::router::Router;
 
 /// Tells a router, and notes when.
 pub(super) struct Evictions {

@@ -6,10 +6,10 @@ use parking_lot::Mutex;
 use super::ask::Ask;
 use super::record::Outcome;
 use super::reservation::Reservation;
+use super::router::Usage;
 use super::selection::Selection;
 use super::selector::Selector;
 use crate::error::{Error, Result};
-use crate::router::Usage;
 
 /// Longest name of a request.
 pub const MAX_REQUEST_ID_BYTES: usize = 256;

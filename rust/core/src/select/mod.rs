@@ -23,12 +23,13 @@ mod request;
 mod reservation;
 mod reuse;
 mod room;
+mod router;
 mod selection;
 mod selector;
 mod settings;
 mod start;
 
-pub use ask::{Ask, Pin, Prompt};
+pub use ask::{Ask, Known, Pin, Prompt};
 pub use busy::{BusyTable, DEFAULT_BATCHED_TOKENS, Report, Share};
 pub use config::{DEFAULT_JOURNAL_BYTES, Overlap, QueueThreshold, SelectorConfig, Thresholds};
 pub use engines::EngineTable;
@@ -43,6 +44,9 @@ pub use reservation::Reservation;
 pub use reuse::{
     EventSource, ReuseChange, ReuseFinding, ReuseSample, ReuseTable, ReuseTrust, ReuseView,
     WorkerReason,
+};
+pub use router::{
+    Gate, Policies, RoomWatch, RouteOverride, Router, RouterConfig, TierWeights, Usage,
 };
 pub use selection::{PotentialLoad, Selection};
 pub use selector::Selector;

@@ -22,11 +22,11 @@ impl Selector {
     /// As a preview; the prompt is copied.
     pub fn question(&self, ask: &Ask<'_>) -> Option<Question> {
         self.desk()?;
-        self.with_request(ask, |request, _, _| self.router.question(request)).ok().flatten()
+        self.with_known(ask, |ask, _, _| self.router.question(ask)).ok().flatten()
     }
 
     /// Its advice for `ask`: the thread waits for at most the deadline. Put it into
-    /// [`Facts::advice`](crate::router::Facts::advice).
+    /// [`Ask::advice`].
     pub fn advice(&self, ask: &Ask<'_>) -> Option<Advice> {
         let (desk, question) = (self.desk()?, self.question(ask)?);
         let (sender, receiver) = sync_channel(1);

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use super::ask::{Ask, Pin, Prompt};
+use super::router::RouteOverride;
 use crate::error::Result;
 use crate::fair::Wish;
 use crate::ids::{InstanceId, Worker};
 use crate::policy::session::check_key;
 use crate::policy::{Advice, Session};
-use crate::router::{Facts, RouteOverride};
 
 /// What routing knows of a request. An entrance makes it once, before any worker is chosen.
 #[derive(Debug, Clone, Default)]
@@ -64,15 +64,12 @@ impl Request {
             overlaps: self.overlaps.as_deref(),
             expected_output_tokens: self.expected_output_tokens,
             request_id: self.request_id.as_deref(),
-            facts: Facts {
-                prompt: &self.text,
-                token_ids: &self.tokens,
-                user: self.user.as_deref(),
-                is_whole: self.is_whole,
-                session: Session { worker: self.session_worker, key: self.session_key.as_deref() },
-                advice,
-                ..Facts::default()
-            },
+            text: &self.text,
+            token_ids: &self.tokens,
+            user: self.user.as_deref(),
+            is_whole: self.is_whole,
+            session: Session { worker: self.session_worker, key: self.session_key.as_deref() },
+            advice,
             ..Ask::new(&self.prompt)
         })
     }

@@ -1,4 +1,4 @@
-//! A booking, and its line in the journal.
+//! A request's hold on its worker, and its line in the journal.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -7,19 +7,28 @@ use super::ask::Ask;
 use super::journal::Journal;
 use super::outbox::{BookingName, Outbox};
 use super::record::Outcome;
+use super::router::{Router, Tail, Usage};
 use crate::clock::Clock;
+use crate::error::Result;
 use crate::ids::Worker;
 use crate::load::RequestId;
-use crate::router::{Booking, Usage};
 
-/// A request that was given to a worker. Dropping it frees the load, as with [`Booking`], and ends its
-/// line in the journal.
+/// A request that was given to a worker. Dropping it frees the load: at the end of the stream, on
+/// an error, on a disconnect and when the task is cancelled alike; and it ends its line in the journal.
+///
+/// The load may be gone before: when the worker was removed, or when the request was idle for so
+/// long that it expired. Then nothing here does anything, and dropping it is harmless.
 #[must_use = "dropping a reservation frees its load at once"]
 pub struct Reservation {
-    booking: Booking,
-    line: Option<Line>,
-    told: Option<(Arc<Outbox>, BookingName)>,
-    growth: Option<Growth>,
+    router: Arc<Router>,
+    request: RequestId,
+    worker: Worker,
+    touched_ms: AtomicU64,
+    /// What policies are told at its end; `None` where none is.
+    tail: Option<Box<Tail>>,
+    pub(super) line: Option<Line>,
+    pub(super) told: Option<(Arc<Outbox>, BookingName)>,
+    pub(super) growth: Option<Growth>,
 }
 
 /// Most blocks of an answer that count.
@@ -63,27 +72,33 @@ pub(super) struct Line {
 
 impl Reservation {
     pub(super) fn new(
-        booking: Booking,
-        line: Option<Line>,
-        told: Option<(Arc<Outbox>, BookingName)>,
-        growth: Option<Growth>,
+        router: Arc<Router>,
+        request: RequestId,
+        worker: Worker,
+        now_ms: u64,
+        tail: Option<Box<Tail>>,
     ) -> Self {
-        Self { booking, line, told, growth }
+        let (touched_ms, line, told, growth) = (AtomicU64::new(now_ms), None, None, None);
+        Self { router, request, worker, touched_ms, tail, line, told, growth }
     }
 
     /// The worker to send the request to.
     pub fn worker(&self) -> Worker {
-        self.booking.worker()
+        self.worker
     }
 
     /// The request's number in the router.
     pub fn request(&self) -> RequestId {
-        self.booking.request()
+        self.request
     }
 
-    /// See [`Booking::first_token`].
+    /// The first token has arrived: the prompt is prefilled. Saying it again is a
+    /// [`touch`](Self::touch).
     pub fn first_token(&self) {
-        self.booking.first_token();
+        self.router.first_token(self.request);
+        if let Some(tail) = &self.tail {
+            tail.first_token(self.router.now_ms());
+        }
         if let Some((outbox, name)) = &self.told {
             outbox.prefilled(*name);
         }
@@ -98,9 +113,29 @@ impl Reservation {
         }
     }
 
-    /// See [`Booking::touch`].
+    /// Something has arrived: the request is alive. Call it on every chunk; most calls read the
+    /// clock and nothing else.
+    ///
+    /// # Consistency
+    /// Activity is noted once in a sixteenth of `expiry_ms`, so that a request may expire by that
+    /// much too early.
     pub fn touch(&self) {
-        self.booking.touch();
+        let now_ms = self.router.now_ms();
+        // Relaxed: it only saves calls; two threads that both go through do no harm.
+        let touched_ms = self.touched_ms.load(Ordering::Relaxed);
+        if now_ms.saturating_sub(touched_ms) >= self.router.touch_interval_ms() {
+            self.touched_ms.store(now_ms, Ordering::Relaxed);
+            self.router.touch(self.request, now_ms);
+        }
+    }
+
+    /// So many more blocks were generated; see [`crate::load::ActiveSequences::add_output_blocks`].
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::error::Error::InvalidArgument) for a fraction outside
+    /// 0..=1.
+    pub fn add_output_blocks(&self, count: u32, fraction: f64) -> Result<()> {
+        self.router.add_output_blocks(self.request, count, fraction)
     }
 
     /// So many tokens were generated up to now; counts their blocks where generated blocks count.
@@ -109,13 +144,16 @@ impl Reservation {
         let (blocks, left) = growth.grow(tokens);
         if blocks > 0 {
             // A fraction in 0..=1 is legal.
-            let _counted = self.booking.add_output_blocks(blocks, left);
+            let _counted = self.add_output_blocks(blocks, left);
         }
     }
 
-    /// See [`Booking::used`].
+    /// The engine says what the request used; the last word on each figure counts. Policies are told
+    /// at its end.
     pub fn used(&self, usage: Usage) {
-        self.booking.used(usage);
+        if let Some(tail) = &self.tail {
+            tail.used(usage);
+        }
     }
 
     /// The engine says how many tokens of the prompt it reused.
@@ -146,6 +184,10 @@ impl Drop for Reservation {
         self.ended(if has_begun { Outcome::Freed } else { Outcome::Failed });
         if let Some((outbox, name)) = &self.told {
             outbox.freed(*name);
+        }
+        self.router.free(self.request);
+        if let Some(tail) = &self.tail {
+            self.router.finished(self.worker, tail);
         }
     }
 }

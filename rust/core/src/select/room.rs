@@ -5,10 +5,10 @@ use std::cell::RefCell;
 use super::ask::Ask;
 use super::busy::{BusyGate, BusyTable};
 use super::config::QueueThreshold;
-use super::selector::{SCRATCH, Selector, is_allowed};
+use super::router::RoomWatch;
+use super::selector::{SCRATCH, Selector};
 use crate::ids::Worker;
 use crate::policy::Terms;
-use crate::router::RoomWatch;
 
 impl Selector {
     /// Have `watch` told when a worker may have room for those who had to wait; see
@@ -22,7 +22,7 @@ impl Selector {
         let blocks = SCRATCH.with_borrow_mut(|scratch| {
             self.walk(ask, scratch);
             let known = scratch.overlaps.iter().chain(&scratch.predictions);
-            let allowed = known.filter(|(worker, _)| is_allowed(ask, *worker));
+            let allowed = known.filter(|(worker, _)| ask.allows(*worker));
             allowed.map(|(_, blocks)| *blocks).max().unwrap_or(0)
         });
         u64::from(blocks) * u64::from(ask.prompt.block_size)

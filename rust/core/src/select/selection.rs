@@ -28,7 +28,7 @@ pub struct Selection {
     pub ties: usize,
     /// By how much the next one is dearer.
     pub margin: Option<f64>,
-    /// The number that chance was drawn from; see [`RouteOverride::seed`](crate::router::RouteOverride::seed).
+    /// The number that chance was drawn from; see [`RouteOverride::seed`](super::RouteOverride::seed).
     pub seed: u64,
 }
 

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use hashbrown::HashMap;
 use parking_lot::Mutex;
 
-use super::ask::{Ask, Prompt};
-use super::busy::{BusyGate, BusyTable};
+use super::ask::{Ask, Known, Prompt};
+use super::busy::BusyTable;
 use super::config::{Overlap, QueueThreshold, SelectorConfig};
 use super::engines::EngineTable;
 use super::evictions::Evictions;
@@ -19,6 +19,7 @@ use super::record::Record;
 use super::remote::Remote;
 use super::reservation::{Growth, Line, Reservation};
 use super::reuse::{Removals, ReuseTable};
+use super::router::{Policies, RouteOverride, Router};
 use super::selection::{PotentialLoad, Selection};
 use crate::catalog::{CacheWatch, ModelIndex, Reuse};
 use crate::clock::Clock;
@@ -28,7 +29,6 @@ use crate::ids::Worker;
 use crate::index::Matches;
 use crate::load::{LoadTotals, WorkerChange, WorkerLoad};
 use crate::policy::{EngineMetrics, Policy, Terms};
-use crate::router::{Facts, Policies, RouteOverride, RouteRequest, Router};
 
 /// The index is told the time before a prediction when that is longer ago, in milliseconds. A prediction's
 /// age counts from the time that was told last: it may end by that much too early.
@@ -50,14 +50,6 @@ pub(super) struct Scratch {
 pub(super) struct Found<'a> {
     matches: &'a Matches,
     passed_over: &'a RefCell<Vec<Terms>>,
-}
-
-/// What workers hold of a prompt.
-#[derive(Clone, Copy)]
-struct Known<'a> {
-    overlaps: &'a [(Worker, u32)],
-    predictions: &'a [(Worker, u32)],
-    tiers: &'a [(Worker, [u32; 2])],
 }
 
 thread_local! {
@@ -264,13 +256,13 @@ impl Selector {
     /// # Cost
     /// O(blocks + workers) beside the walk; a write to the index where predictions are on.
     pub fn select(&self, ask: &Ask<'_>) -> Result<(Reservation, Selection)> {
-        self.with_request(ask, |request, found, terms| {
-            let (booking, decision) =
-                self.router.route(request, terms).map_err(|error| self.explain(ask, error))?;
+        self.with_known(ask, |ask, found, terms| {
+            let (mut reservation, decision) =
+                self.router.route(ask, terms).map_err(|error| self.explain(ask, error))?;
             self.log(ask, &decision);
             let selection = self.selection(&decision, found.matches);
             self.predict(ask, &selection);
-            let line = ask.request_id.filter(|_| self.journal.is_on()).map(|id| {
+            reservation.line = ask.request_id.filter(|_| self.journal.is_on()).map(|id| {
                 let record =
                     self.record(id, ask, &decision, found.matches, &found.passed_over.borrow());
                 Line {
@@ -281,14 +273,14 @@ impl Selector {
                 }
             });
             let outbox = &self.teller.outbox;
-            let told = outbox.is_on().then(|| {
-                let name = self.teller.name(booking.request());
+            reservation.told = outbox.is_on().then(|| {
+                let name = self.teller.name(reservation.request());
                 outbox.added(self.tiding(name, ask, &selection));
                 (Arc::clone(outbox), name)
             });
             let is_counted = self.router.config().track_output_blocks;
-            let growth = is_counted.then(|| Growth::new(ask)).flatten();
-            Ok((Reservation::new(booking, line, told, growth), selection))
+            reservation.growth = is_counted.then(|| Growth::new(ask)).flatten();
+            Ok((reservation, selection))
         })
     }
 
@@ -298,9 +290,9 @@ impl Selector {
     /// # Errors
     /// As [`select`](Self::select), but for `Overloaded`.
     pub fn preview(&self, ask: &Ask<'_>) -> Result<(Selection, Record)> {
-        self.with_request(&Ask { waits: false, ..*ask }, |request, found, terms| {
+        self.with_known(&Ask { waits: false, ..*ask }, |ask, found, terms| {
             let decision =
-                self.router.preview(request, terms).map_err(|error| self.explain(ask, error))?;
+                self.router.preview(ask, terms).map_err(|error| self.explain(ask, error))?;
             let id = ask.request_id.unwrap_or_default();
             let record =
                 self.record(id, ask, &decision, found.matches, &found.passed_over.borrow());
@@ -314,8 +306,8 @@ impl Selector {
     /// # Errors
     /// As [`preview`](Self::preview).
     pub fn query(&self, ask: &Ask<'_>) -> Result<Selection> {
-        self.with_request(&Ask { waits: false, ..*ask }, |request, found, terms| {
-            let decision = self.router.query(request, terms);
+        self.with_known(&Ask { waits: false, ..*ask }, |ask, found, terms| {
+            let decision = self.router.query(ask, terms);
             let decision = decision.map_err(|error| self.explain(ask, error))?;
             Ok(self.selection(&decision, found.matches))
         })
@@ -327,8 +319,8 @@ impl Selector {
     /// # Errors
     /// `InvalidArgument` for an empty prompt or an override out of range.
     pub fn potential_loads(&self, ask: &Ask<'_>) -> Result<Vec<PotentialLoad>> {
-        self.with_request(&Ask { waits: false, ..*ask }, |request, _, terms| {
-            self.router.potential(request, terms)?;
+        self.with_known(&Ask { waits: false, ..*ask }, |ask, _, terms| {
+            self.router.potential(ask, terms)?;
             let load = |terms: &Terms| PotentialLoad {
                 worker: terms.worker,
                 potential_prefill_tokens: terms.prefill_tokens,
@@ -444,67 +436,41 @@ impl Selector {
         (is_asked || self.router.policies().needs_tokens()) && !prompt.locals.is_empty()
     }
 
-    /// What the caller knows of a request, and what is known here.
-    fn facts<'a>(
-        &'a self,
-        ask: &Ask<'a>,
-        metrics: Option<&'a dyn Fn(Worker) -> EngineMetrics>,
-    ) -> Facts<'a> {
-        let is_hashed = ask.prompt.are_tokens_known && ask.prompt.block_size > 0;
-        Facts {
-            model: &self.name,
-            is_indexed: self.needs_facts()
-                && is_hashed
-                && self.overlap != Overlap::Predictions
-                && (!self.model.workers().is_empty()
-                    || ask.overlaps.is_some_and(|overlaps| !overlaps.is_empty())),
-            local_hashes: if is_hashed { &ask.prompt.locals } else { &[] },
-            metrics,
-            ..ask.facts
-        }
+    /// Whether what workers hold of the prompt comes from events; nobody asks without policies that are told.
+    fn is_indexed(&self, ask: &Ask<'_>) -> bool {
+        self.needs_facts()
+            && ask.prompt.are_tokens_known
+            && ask.prompt.block_size > 0
+            && self.overlap != Overlap::Predictions
+            && (!self.model.workers().is_empty()
+                || ask.overlaps.is_some_and(|overlaps| !overlaps.is_empty()))
     }
 
-    /// Walk the index for `ask` and hand on what the router is to be asked.
-    pub(super) fn with_request<T>(
+    /// Walk the index for `ask` and hand it on with all that is known here.
+    pub(super) fn with_known<T>(
         &self,
         ask: &Ask<'_>,
-        then: impl FnOnce(&RouteRequest<'_>, Found<'_>, &mut Vec<Terms>) -> T,
+        then: impl FnOnce(&Ask<'_>, Found<'_>, &mut Vec<Terms>) -> T,
     ) -> T {
         SCRATCH.with_borrow_mut(|scratch| {
             self.walk(ask, scratch);
             let Scratch { matches, overlaps, predictions, tiers, terms, passed_over, .. } = scratch;
-            let known = Known { overlaps, predictions, tiers };
             let gate = self.gate(ask, passed_over);
-            let allowed = |worker| is_allowed(ask, worker);
+            let is_gated = self.busy.is_any_set() || gate.queue.is_some();
             let reports = self.needs_facts().then(|| self.engines.all());
             let metrics = |worker| reported(reports.as_deref(), worker);
             let is_silent = reports.as_ref().is_none_or(|reports| reports.is_empty());
-            let facts = self.facts(ask, (!is_silent).then_some(&metrics as &_));
-            let request = self.request(ask, facts, known, &allowed, &gate);
-            then(&request, Found { matches, passed_over }, terms)
+            let known = Known {
+                overlaps,
+                predictions,
+                tiers,
+                gate: if is_gated { Some(&gate) } else { None },
+                metrics: if is_silent { None } else { Some(&metrics) },
+                model: &self.name,
+                is_indexed: self.is_indexed(ask),
+            };
+            then(&Ask { known, ..*ask }, Found { matches, passed_over }, terms)
         })
-    }
-
-    fn request<'a>(
-        &self,
-        ask: &Ask<'a>,
-        facts: Facts<'a>,
-        known: Known<'a>,
-        allowed: &'a dyn Fn(Worker) -> bool,
-        gate: &'a BusyGate<'a>,
-    ) -> RouteRequest<'a> {
-        let is_restricted = ask.allowed.is_some() || ask.pin.is_some();
-        RouteRequest {
-            isl_tokens: ask.prompt.isl_tokens,
-            sequence_hashes: &ask.prompt.sequence_hashes,
-            overlaps: known.overlaps,
-            predictions: known.predictions,
-            tiers: known.tiers,
-            allowed: is_restricted.then_some(allowed),
-            gate: if self.busy.is_any_set() || gate.queue.is_some() { Some(gate) } else { None },
-            overrides: ask.overrides,
-            facts,
-        }
     }
 
     /// The chosen worker will hold the prompt, unless it does already.
@@ -542,8 +508,4 @@ fn scaled(blocks: u32, credit: f64) -> u32 {
 
 fn reported(reports: Option<&HashMap<Worker, EngineMetrics>>, worker: Worker) -> EngineMetrics {
     reports.and_then(|reports| reports.get(&worker)).copied().unwrap_or_default()
-}
-
-pub(super) fn is_allowed(ask: &Ask<'_>, worker: Worker) -> bool {
-    ask.pin.is_none_or(|pin| pin.fits(worker)) && ask.allowed.is_none_or(|allowed| allowed(worker))
 }

@@ -13,7 +13,7 @@ use crate::error::Error;
 use crate::hash::engine::NameKeys;
 use crate::ids::{Tier, Worker};
 use crate::index::Block;
-use crate::router::{Policies, RouteOverride, RouterConfig};
+use crate::select::{Policies, RouteOverride, RouterConfig};
 
 mod busy;
 mod cost;

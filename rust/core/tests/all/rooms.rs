@@ -7,9 +7,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Every room, lowest first.
-const ORDER: [&str; 20] = [
+const ORDER: [&str; 19] = [
     "named", "cache", "error", "settings", "ids", "clock", "event", "hash", "codec", "stream",
-    "repair", "index", "load", "policy", "fair", "text", "router", "catalog", "select", "fleet",
+    "repair", "index", "load", "policy", "fair", "text", "catalog", "select", "fleet",
 ];
 
 /// Files that may ask the machine for the time.

@@ -26,7 +26,7 @@ use kvflash_core::clock::ManualClock;
 use kvflash_core::error::Error;
 use kvflash_core::ids::Worker;
 use kvflash_core::policy::Decision;
-use kvflash_core::router::{Booking, RouteOverride, RouteRequest, Router, RouterConfig};
+use kvflash_core::select::{self, Known, Prompt, Reservation, RouteOverride, Router, RouterConfig};
 
 /// Events of all files together, at least: a check that reads nothing proves nothing.
 const EVENTS_MIN: usize = 100;
@@ -64,7 +64,7 @@ type Outcome<T> = Result<T, String>;
 struct Stage {
     clock: Arc<ManualClock>,
     router: Option<Arc<Router>>,
-    bookings: BTreeMap<String, Booking>,
+    bookings: BTreeMap<String, Reservation>,
     /// Names by request number, for `expire`.
     names: BTreeMap<u64, String>,
 }
@@ -72,8 +72,7 @@ struct Stage {
 /// The arguments of a `route` or `preview`.
 #[derive(Default)]
 struct Ask {
-    isl_tokens: u64,
-    hashes: Vec<u64>,
+    prompt: Prompt,
     overlaps: Vec<(Worker, u32)>,
     allowed: Option<Vec<Worker>>,
     overrides: RouteOverride,
@@ -105,8 +104,8 @@ impl Stage {
             }
             ["route", name, arguments @ ..] => self.route(Some(name), arguments, expected),
             ["preview", arguments @ ..] => self.route(None, arguments, expected),
-            ["first", name] => wants_none(self.booking(name).map(Booking::first_token)),
-            ["touch", name] => wants_none(self.booking(name).map(Booking::touch)),
+            ["first", name] => wants_none(self.booking(name).map(Reservation::first_token)),
+            ["touch", name] => wants_none(self.booking(name).map(Reservation::touch)),
             ["free", name] => {
                 let booking = self.bookings.remove(*name).ok_or("no such request")?;
                 drop(booking);
@@ -175,13 +174,11 @@ impl Stage {
             Some(allowed) => allowed.contains(&worker),
             None => true,
         };
-        let request = RouteRequest {
-            isl_tokens: ask.isl_tokens,
-            sequence_hashes: &ask.hashes,
-            overlaps: &ask.overlaps,
+        let request = select::Ask {
+            known: Known { overlaps: &ask.overlaps, ..Known::default() },
             allowed: ask.allowed.as_ref().map(|_| &is_allowed as &dyn Fn(Worker) -> bool),
             overrides: ask.overrides,
-            ..RouteRequest::default()
+            ..select::Ask::new(&ask.prompt)
         };
         let mut terms = Vec::new();
         let router = Arc::clone(self.router()?);
@@ -210,7 +207,7 @@ impl Stage {
         self.router.as_ref().ok_or_else(|| "a scenario starts with a router".into())
     }
 
-    fn booking(&self, name: &str) -> Outcome<&Booking> {
+    fn booking(&self, name: &str) -> Outcome<&Reservation> {
         self.bookings.get(name).ok_or_else(|| "no such request".into())
     }
 }
@@ -222,8 +219,10 @@ impl Ask {
             let (key, value) = argument.split_once('=').ok_or("key=value is wanted")?;
             let list = || value.split(',').filter(|item| !item.is_empty());
             match key {
-                "isl" => ask.isl_tokens = number(value)?,
-                "hashes" => ask.hashes = list().map(number).collect::<Outcome<_>>()?,
+                "isl" => ask.prompt.isl_tokens = number(value)?,
+                "hashes" => {
+                    ask.prompt.sequence_hashes = list().map(number).collect::<Outcome<_>>()?
+                }
                 "overlaps" => {
                     let pair = |item: &str| -> Outcome<(Worker, u32)> {
                         let (name, blocks) = item.split_once('=').ok_or("W=BLOCKS is wanted")?;

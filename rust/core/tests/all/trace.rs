@@ -17,7 +17,7 @@ use kvflash_core::ids::{Tier, Worker};
 use kvflash_core::index::{Block, BlockIndex, DEFAULT_SEED, Matches, Options, RadixIndex};
 use kvflash_core::load::PrefillSpeed;
 use kvflash_core::policy::{KvScale, Policy};
-use kvflash_core::router::{Booking, RouteRequest, Router, RouterConfig};
+use kvflash_core::select::{Ask, Known, Prompt, Reservation, Router, RouterConfig};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
@@ -117,7 +117,7 @@ struct End {
     chain: Vec<u64>,
     known: usize,
     evicted: Vec<u64>,
-    booking: Option<Booking>,
+    booking: Option<Reservation>,
 }
 
 #[derive(Debug, Default)]
@@ -228,12 +228,10 @@ fn play(trace: &[Request], way: &Way) -> Outcome {
                 ((0..WORKERS).max_by_key(longest).unwrap(), None)
             }
             Way::Router(_) | Way::Prefilling { .. } => {
-                let wanted = RouteRequest {
-                    isl_tokens: request.input_length,
-                    sequence_hashes: &sequence_hashes,
-                    overlaps: &overlaps,
-                    ..RouteRequest::default()
-                };
+                let isl_tokens = request.input_length;
+                let prompt = Prompt { isl_tokens, sequence_hashes, ..Prompt::default() };
+                let known = Known { overlaps: &overlaps, ..Known::default() };
+                let wanted = Ask { known, ..Ask::new(&prompt) };
                 let (booking, _) = router.route(&wanted, &mut terms).unwrap();
                 (booking.worker().instance_id as usize - 1, Some(booking))
             }

@@ -5,8 +5,9 @@ use std::str::FromStr;
 
 use kvflash_core::error::{Error, Result};
 use kvflash_core::policy::Settings;
-use kvflash_core::router::{Policies, RouterConfig};
-use kvflash_core::select::{DEFAULT_JOURNAL_BYTES, Overlap, QueueOptions, Thresholds};
+use kvflash_core::select::{
+    DEFAULT_JOURNAL_BYTES, Overlap, Policies, QueueOptions, RouterConfig, Thresholds,
+};
 
 use crate::gateway::turn::FairnessOptions;
 use crate::metrics::check_prefix;

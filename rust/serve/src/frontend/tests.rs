@@ -17,8 +17,7 @@ use kvflash_core::fair::{LineOrder, Wish};
 use kvflash_core::hash::engine::NameKeys;
 use kvflash_core::ids::Worker;
 use kvflash_core::policy::Policy;
-use kvflash_core::router::RouterConfig;
-use kvflash_core::select::{Ask, Pin, QueueOptions, QueueThreshold};
+use kvflash_core::select::{Ask, Pin, QueueOptions, QueueThreshold, RouterConfig};
 use tokio::runtime::{Builder, Runtime};
 
 use super::app::App;

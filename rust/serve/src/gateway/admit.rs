@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use axum::body::Body;
 use kvflash_core::error::Error;
-use kvflash_core::router::Usage;
+use kvflash_core::select::Usage;
 
 use super::turn::Turn;
 use crate::Reject;

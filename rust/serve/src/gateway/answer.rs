@@ -10,7 +10,7 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use futures_util::stream;
-use kvflash_core::router;
+use kvflash_core::select;
 use serde_json::{Value, json};
 
 use super::backend::handoff::Handoff;
@@ -362,9 +362,9 @@ impl Answer {
     }
 
     /// What the request has used so far.
-    fn used(&self) -> router::Usage {
+    fn used(&self) -> select::Usage {
         let Usage { prompt_tokens, cached_tokens, completion_tokens } = self.usage;
-        router::Usage {
+        select::Usage {
             input_tokens: (prompt_tokens > 0).then_some(prompt_tokens),
             cached_tokens,
             output_tokens: Some(if completion_tokens > 0 {

@@ -7,8 +7,7 @@ use kvflash_core::fair::Cost;
 use kvflash_core::hash::engine::{MediaItem, NameKeys};
 use kvflash_core::ids::{InstanceId, Worker};
 use kvflash_core::policy::Advice;
-use kvflash_core::router::RouteOverride;
-use kvflash_core::select::{self, Ask, Pin, Request, Selection};
+use kvflash_core::select::{self, Ask, Pin, Request, RouteOverride, Selection};
 use kvflash_core::text::Tokens;
 use serde_json::json;
 

@@ -11,8 +11,7 @@ use axum::response::Response;
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
-use kvflash_core::router::Usage;
-use kvflash_core::select::{Outcome, Reservation};
+use kvflash_core::select::{Outcome, Reservation, Usage};
 use serde_json::json;
 use tokio::time::{Instant, Sleep};
 

@@ -11,7 +11,7 @@ use kvflash_core::error::{Error, Result};
 use kvflash_core::fair::{
     Cost, FairConfig, FairQueue, FairStats, Grant, Options, Refusal, Ticket, Used,
 };
-use kvflash_core::router::Usage;
+use kvflash_core::select::Usage;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 

@@ -1,6 +1,6 @@
 //! Reads the engine's own token counts out of an answer that streams by, without parsing it.
 
-use kvflash_core::router::Usage;
+use kvflash_core::select::Usage;
 
 /// Scans an answer's bytes for `"prompt_tokens":N`, `"cached_tokens":N` and
 /// `"completion_tokens":N`; the last ones count. Counts the events of a stream meanwhile.

@@ -4,8 +4,7 @@ use std::ops::Deref;
 
 use kvflash_core::error::{Error, Result};
 use kvflash_core::policy::Settings;
-use kvflash_core::router::Policies;
-use kvflash_core::select::{QueueOptions, SelectorConfig};
+use kvflash_core::select::{Policies, QueueOptions, SelectorConfig};
 
 use super::super::metrics::check_prefix;
 use super::super::{Http, RemoteIndexerOptions, RouterSettings, Tls};

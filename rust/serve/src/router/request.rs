@@ -8,8 +8,7 @@ use kvflash_core::fair::Wish;
 use kvflash_core::fleet::EventSpec;
 use kvflash_core::ids::InstanceId;
 use kvflash_core::policy::EngineMetrics;
-use kvflash_core::router::{RouteOverride, Usage};
-use kvflash_core::select::{Pin, Report, Share};
+use kvflash_core::select::{Pin, Report, RouteOverride, Share, Usage};
 use serde::Deserialize;
 
 use super::super::indexer::request::{BlockHashes, TokenIds, default_tenant};

@@ -6,7 +6,7 @@ use super::super::selection::Selection;
 use super::super::selector::{SCRATCH, Selector};
 use super::trust::{ReuseChange, ReuseSample};
 use crate::ids::Worker;
-use crate::router::RouteOverride;
+use crate::select::router::RouteOverride;
 
 impl Selector {
     /// Whether answers to `prompt` can be compared with what events promised: it was looked up among them.

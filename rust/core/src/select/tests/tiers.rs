@@ -1,7 +1,7 @@
 //! What blocks are worth that are not on the device.
 
 use super::*;
-use crate::router::TierWeights;
+use crate::select::TierWeights;
 
 fn weighed(host: f64, disk: f64) -> Bench {
     let router = RouterConfig {

@@ -63,12 +63,9 @@ fn measure(worker_count: u64, active: usize, traffic: Traffic, has_overlaps: boo
         mixed = mixed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         let hashes = prompt(traffic, turn, mixed >> 33);
         turn += 1;
-        let ask = RouteRequest {
-            isl_tokens: PROMPT_BLOCKS * u64::from(BLOCK_SIZE) + 5,
-            sequence_hashes: &hashes,
-            overlaps: &overlaps,
-            ..RouteRequest::default()
-        };
+        let isl_tokens = PROMPT_BLOCKS * u64::from(BLOCK_SIZE) + 5;
+        let prompt = Prompt { isl_tokens, sequence_hashes: hashes, ..Prompt::default() };
+        let ask = Ask { known: holding(&overlaps), ..Ask::new(&prompt) };
         let oldest = (held.len() >= active).then(|| held.pop_front());
         let is_warm = oldest.is_some();
         let start = Instant::now();

@@ -13,6 +13,7 @@ use crate::error::Error;
 use crate::ids::Worker;
 use crate::load::{Expired, WorkerLoad};
 use crate::policy::{Policy, Reason};
+use crate::select::{Ask, Known, Prompt, Reservation};
 
 mod affinity;
 mod by_policy;
@@ -32,8 +33,15 @@ fn sized(block_size: u32) -> RouterConfig {
     RouterConfig { block_size, ..RouterConfig::default() }
 }
 
-fn request(isl_tokens: u64, sequence_hashes: &[u64]) -> RouteRequest<'_> {
-    RouteRequest { isl_tokens, sequence_hashes, ..RouteRequest::default() }
+/// Never given back: a test asks few.
+fn request(isl_tokens: u64, sequence_hashes: &[u64]) -> Ask<'static> {
+    let sequence_hashes = sequence_hashes.to_vec();
+    let prompt = Prompt { isl_tokens, sequence_hashes, ..Prompt::default() };
+    Ask::new(Box::leak(Box::new(prompt)))
+}
+
+fn holding(overlaps: &[(Worker, u32)]) -> Known<'_> {
+    Known { overlaps, ..Known::default() }
 }
 
 fn is_idle(loads: &[WorkerLoad]) -> bool {
@@ -70,13 +78,13 @@ fn calls_that_cannot_be_served_say_why_and_book_nothing() {
     assert_eq!(none, Error::NoWorker("no worker is registered for this model".into()));
     router.set_workers(&workers([1, 2])).unwrap();
     let nobody = |_: Worker| false;
-    let barred = router.route(&RouteRequest { allowed: Some(&nobody), ..ask }, &mut terms);
+    let barred = router.route(&Ask { allowed: Some(&nobody), ..ask }, &mut terms);
     let text = "none of the 2 registered workers is allowed for this request";
     assert_eq!(barred.err().unwrap(), Error::NoWorker(text.into()));
     let empty = router.route(&request(0, &[]), &mut terms).err().unwrap();
     assert!(matches!(empty, Error::InvalidArgument(_)), "{empty:?}");
     let overrides = RouteOverride { temperature: Some(-1.0), ..RouteOverride::default() };
-    let wrong = router.preview(&RouteRequest { overrides, ..ask }, &mut terms).err().unwrap();
+    let wrong = router.preview(&Ask { overrides, ..ask }, &mut terms).err().unwrap();
     assert!(matches!(wrong, Error::InvalidArgument(_)), "{wrong:?}");
     assert!(is_idle(&router.loads()));
     let (_booking, _) = router.route(&ask, &mut terms).unwrap();
@@ -91,7 +99,7 @@ fn a_booking_holds_its_load_until_it_is_dropped() {
     let mut terms = Vec::new();
     let worker = Worker::new(1, 0);
     let overlaps = [(worker, 1), (Worker::new(77, 0), 9)];
-    let ask = RouteRequest { overlaps: &overlaps, ..request(10, &[1, 2]) };
+    let ask = Ask { known: holding(&overlaps), ..request(10, &[1, 2]) };
     let (booking, decision) = router.route(&ask, &mut terms).unwrap();
     assert_eq!((booking.worker(), decision.overlap_blocks), (worker, 1));
     assert_eq!(decision.reason, Reason::OnlyCandidate);
@@ -214,7 +222,7 @@ fn round_robin_is_fair_while_workers_come_and_go() {
     let router = router(config, [1, 2, 3]);
     let mut terms = Vec::new();
     let mut turns = |allowed: Option<&dyn Fn(Worker) -> bool>, count: usize| -> Vec<u64> {
-        let ask = RouteRequest { allowed, ..request(1, &[]) };
+        let ask = Ask { allowed, ..request(1, &[]) };
         (0..count).map(|_| router.route(&ask, &mut terms).unwrap().1.worker.instance_id).collect()
     };
     assert_eq!(turns(None, 5), [1, 2, 3, 1, 2]);
@@ -247,7 +255,7 @@ fn burst(
         // The first block is everybody's system prompt, the rest is each request's own.
         let hashes: Vec<u64> =
             (0..32).map(|at| if at == 0 { 7 } else { turn * 100 + at }).collect();
-        let ask = RouteRequest { overlaps, ..request(32 * 16, &hashes) };
+        let ask = Ask { known: holding(overlaps), ..request(32 * 16, &hashes) };
         let (booking, decision) = router.route(&ask, &mut terms).unwrap();
         *chosen.entry(decision.worker.instance_id).or_default() += 1;
         held.push(booking);
@@ -274,7 +282,7 @@ fn a_burst_of_one_request_spreads_even_where_its_prompt_is_cached() {
     let router = router(sized(16), 1..=4);
     let overlaps: Vec<_> = workers(1..=4).into_iter().map(|worker| (worker, 8)).collect();
     let hashes: Vec<u64> = (1..=8).collect();
-    let ask = RouteRequest { overlaps: &overlaps, ..request(8 * 16 + 3, &hashes) };
+    let ask = Ask { known: holding(&overlaps), ..request(8 * 16 + 3, &hashes) };
     let mut terms = Vec::new();
     let held: Vec<_> = (0..40).map(|_| router.route(&ask, &mut terms).unwrap().0).collect();
     let loads = router.loads();
@@ -289,16 +297,16 @@ fn overrides_hold_for_one_request() {
     let router = router(sized(16), [1, 2]);
     let overlaps = [(Worker::new(1, 0), 4)];
     let hashes = [1, 2, 3, 4];
-    let ask = RouteRequest { overlaps: &overlaps, ..request(64, &hashes) };
+    let ask = Ask { known: holding(&overlaps), ..request(64, &hashes) };
     let mut terms = Vec::new();
     let decision = router.preview(&ask, &mut terms).unwrap();
     assert_eq!((decision.worker.instance_id, decision.ties), (1, 1));
     let overrides = RouteOverride { overlap_score_weight: Some(0.0), ..RouteOverride::default() };
-    let blind = RouteRequest { overrides, ..ask };
+    let blind = Ask { overrides, ..ask };
     let decision = router.preview(&blind, &mut terms).unwrap();
     assert_eq!((decision.ties, decision.request.overlap_score_weight), (2, 0.0));
     let overrides = RouteOverride { temperature: Some(3.0), ..RouteOverride::default() };
-    let decision = router.preview(&RouteRequest { overrides, ..ask }, &mut terms).unwrap();
+    let decision = router.preview(&Ask { overrides, ..ask }, &mut terms).unwrap();
     assert_eq!(decision.reason, Reason::Temperature);
     assert_eq!(router.preview(&ask, &mut terms).unwrap().ties, 1);
 }
@@ -328,7 +336,7 @@ fn blocks_count_as_the_configuration_says() {
 fn the_block_size_may_be_learnt_once() {
     let router = router(sized(0), [1, 2]);
     let overlaps = [(Worker::new(2, 0), 2)];
-    let ask = RouteRequest { overlaps: &overlaps, ..request(40, &[1, 2]) };
+    let ask = Ask { known: holding(&overlaps), ..request(40, &[1, 2]) };
     let mut terms = Vec::new();
     let early = {
         let (booking, decision) = router.route(&ask, &mut terms).unwrap();
@@ -393,7 +401,7 @@ fn decisions_can_be_explained() {
     let router = router(sized(16), [1, 2]);
     let mut terms = Vec::new();
     let overlaps = [(Worker::new(2, 0), 1)];
-    let ask = RouteRequest { overlaps: &overlaps, ..request(40, &[1, 2]) };
+    let ask = Ask { known: holding(&overlaps), ..request(40, &[1, 2]) };
     let decision = router.preview(&ask, &mut terms).unwrap();
     let lines: Vec<String> = decision.formulas().map(|formula| formula.to_string()).collect();
     let tail =

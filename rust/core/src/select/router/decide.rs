@@ -5,10 +5,8 @@ use std::sync::Arc;
 use rand::rngs::SmallRng;
 use rand::{RngCore, SeedableRng};
 
-use super::booking::Booking;
 use super::config::RouteOverride;
 use super::policies::{Buffers, Tail};
-use super::request::RouteRequest;
 use super::route::{Router, State};
 use crate::error::{Error, Result};
 use crate::load::{ActiveSequences, Assignment, RequestId};
@@ -16,6 +14,8 @@ use crate::policy::desk::{OutsideCandidate, OutsideRequest};
 use crate::policy::{
     self, Candidate, Choice, Context, Decision, Policy, Question, RequestTerms, Terms,
 };
+use crate::select::ask::Ask;
+use crate::select::reservation::Reservation;
 
 impl Router {
     /// Choose a worker and book the request on it, as one step. The terms of all candidates
@@ -31,12 +31,12 @@ impl Router {
     /// O(blocks of the request + workers), without allocation apart from the request's own hashes.
     pub fn route<'a>(
         self: &Arc<Self>,
-        request: &RouteRequest<'_>,
+        ask: &Ask<'_>,
         terms: &'a mut Vec<Terms>,
-    ) -> Result<(Booking, Decision<'a>)> {
-        self.validate(request)?;
+    ) -> Result<(Reservation, Decision<'a>)> {
+        self.validate(ask)?;
         let now_ms = self.clock.now_ms();
-        let mut context = self.context(request, now_ms);
+        let mut context = self.context(ask, now_ms);
         self.policies.prepare(&context)?;
         let mut buffers = self.spare.take();
         let (id, choice, seed) = {
@@ -45,24 +45,23 @@ impl Router {
             state.load.advance(now_ms);
             state.load.check_room()?;
             let mut seeds = state.seeds.clone();
-            let (seed, mut rng) = drawn(request, &mut seeds);
-            let choice =
-                self.choose(state, request, &mut context, &mut buffers, terms, &mut rng)?;
+            let (seed, mut rng) = drawn(ask, &mut seeds);
+            let choice = self.choose(state, ask, &mut context, &mut buffers, terms, &mut rng)?;
             state.seeds = seeds;
             let chosen = &buffers.candidates[choice.index];
             let id = RequestId(state.next_request);
             let work = Assignment {
                 id,
                 worker: chosen.worker,
-                blocks: self.block_use(&state.load, request),
-                isl_tokens: request.isl_tokens,
+                blocks: self.block_use(&state.load, &ask.prompt.sequence_hashes, &ask.overrides),
+                isl_tokens: ask.prompt.isl_tokens,
                 overlap_blocks: chosen.saved_blocks(),
                 unseen_ms: self.unseen_prefill_ms(&context, chosen),
                 is_remote: false,
             };
             state.load.book(&work, now_ms)?;
             state.next_request += 1;
-            self.keep(request, chosen.worker, now_ms);
+            self.keep(ask, chosen.worker, now_ms);
             (id, choice, seed)
         };
         self.policies.routed(&context, &buffers.found(), &choice);
@@ -70,8 +69,8 @@ impl Router {
         let decision =
             Decision::new(self.chooser(), context.request, terms, &choice).drawn_from(seed);
         let told = !self.policies.is_empty();
-        let tail = told.then(|| Box::new(Tail::new(request, now_ms, context.memo.into_ticket())));
-        Ok((Booking::new(Arc::clone(self), id, decision.worker, now_ms, tail), decision))
+        let tail = told.then(|| Box::new(Tail::new(ask, now_ms, context.memo.into_ticket())));
+        Ok((Reservation::new(Arc::clone(self), id, decision.worker, now_ms, tail), decision))
     }
 
     /// The decision that [`route`](Self::route) would make now. Changes nothing: not the load, not
@@ -79,13 +78,9 @@ impl Router {
     ///
     /// # Errors
     /// As [`route`](Self::route), but for [`Error::Overloaded`].
-    pub fn preview<'a>(
-        &self,
-        request: &RouteRequest<'_>,
-        terms: &'a mut Vec<Terms>,
-    ) -> Result<Decision<'a>> {
-        self.validate(request)?;
-        let mut context = self.context(request, self.clock.now_ms());
+    pub fn preview<'a>(&self, ask: &Ask<'_>, terms: &'a mut Vec<Terms>) -> Result<Decision<'a>> {
+        self.validate(ask)?;
+        let mut context = self.context(ask, self.clock.now_ms());
         if let Some(active) = &self.policies.active {
             active.prepare(&context)?;
         }
@@ -93,9 +88,9 @@ impl Router {
         let (choice, seed) = {
             let mut state = self.state.lock();
             state.load.advance(context.now_ms);
-            let (seed, mut rng) = drawn(request, &mut state.seeds.clone());
+            let (seed, mut rng) = drawn(ask, &mut state.seeds.clone());
             let choice =
-                self.choose(&mut state, request, &mut context, &mut buffers, terms, &mut rng)?;
+                self.choose(&mut state, ask, &mut context, &mut buffers, terms, &mut rng)?;
             (choice, seed)
         };
         self.spare.give_back(buffers);
@@ -107,35 +102,31 @@ impl Router {
     ///
     /// # Errors
     /// As [`preview`](Self::preview).
-    pub fn query<'a>(
-        &self,
-        request: &RouteRequest<'_>,
-        terms: &'a mut Vec<Terms>,
-    ) -> Result<Decision<'a>> {
-        let (seed, _) = drawn(request, &mut self.questions.lock());
-        let overrides = RouteOverride { seed: Some(seed), ..request.overrides };
-        self.preview(&RouteRequest { overrides, ..*request }, terms)
+    pub fn query<'a>(&self, ask: &Ask<'_>, terms: &'a mut Vec<Terms>) -> Result<Decision<'a>> {
+        let (seed, _) = drawn(ask, &mut self.questions.lock());
+        let overrides = RouteOverride { seed: Some(seed), ..ask.overrides };
+        self.preview(&Ask { overrides, ..*ask }, terms)
     }
 
-    /// What a policy outside the core is to be asked about `request`: those that may take it now.
+    /// What a policy outside the core is to be asked about `ask`: those that may take it now.
     /// `None` when there is no such policy, or no choice.
     ///
     /// # Errors
     /// As [`route`](Self::route), but for [`Error::Overloaded`](crate::error::Error::Overloaded).
-    pub fn question(&self, request: &RouteRequest<'_>) -> Result<Option<Question>> {
-        self.validate(request)?;
+    pub fn question(&self, ask: &Ask<'_>) -> Result<Option<Question>> {
+        self.validate(ask)?;
         if self.policies.desk().is_none() {
             return Ok(None);
         }
-        let mut context = self.context(request, self.clock.now_ms());
+        let mut context = self.context(ask, self.clock.now_ms());
         let mut buffers = self.spare.take();
         let filled = {
             let mut state = self.state.lock();
-            self.gather(&mut state, request, &mut context, &mut buffers)
+            self.gather(&mut state, ask, &mut context, &mut buffers)
         };
         let found = buffers.found();
         // Where a session stays nobody is asked.
-        let is_kept = self.kept(request, found.list, &[], context.now_ms).is_some();
+        let is_kept = self.kept(ask, found.list, &[], context.now_ms).is_some();
         let question = (found.len() > 1 && !is_kept).then(|| Question {
             request: OutsideRequest::of(&context),
             candidates: (0..found.len())
@@ -161,47 +152,63 @@ impl Router {
         self.policies.active.is_none().then_some(self.config.policy)
     }
 
-    /// What policies are told of `request`, from a look at the load that may be old when they choose. Where
+    /// What policies are told of `ask`, from a look at the load that may be old when they choose. Where
     /// none is told before the lock is taken, nothing is known yet.
-    fn context<'a>(&self, request: &RouteRequest<'a>, now_ms: u64) -> Context<'a> {
+    fn context<'a>(&self, ask: &Ask<'a>, now_ms: u64) -> Context<'a> {
         let known = match self.policies.is_empty() {
             true => RequestTerms::default(),
             false => {
                 let load = &self.state.lock().load;
-                self.terms(load, request, self.block_use(load, request))
+                self.terms(
+                    load,
+                    ask,
+                    self.block_use(load, &ask.prompt.sequence_hashes, &ask.overrides),
+                )
             }
         };
-        request.facts.context(request, known, now_ms)
+        let is_hashed = ask.prompt.are_tokens_known && ask.prompt.block_size > 0;
+        Context {
+            prompt: ask.text,
+            token_ids: ask.token_ids,
+            sequence_hashes: &ask.prompt.sequence_hashes,
+            local_hashes: if is_hashed { &ask.prompt.locals } else { &[] },
+            is_whole: ask.is_whole,
+            is_indexed: ask.known.is_indexed,
+            user: ask.user,
+            session: ask.session,
+            advice: ask.advice,
+            ..Context::new(known, ask.known.model, now_ms)
+        }
     }
 
-    /// Make the candidates of `request` from what is active now.
+    /// Make the candidates of `ask` from what is active now.
     fn gather(
         &self,
         state: &mut State,
-        request: &RouteRequest<'_>,
+        ask: &Ask<'_>,
         context: &mut Context<'_>,
         buffers: &mut Buffers,
     ) -> Result<()> {
         buffers.candidates.clear();
-        let blocks = self.block_use(&state.load, request);
-        context.request = self.terms(&state.load, request, blocks);
-        self.fill(state, request, &context.request, blocks)?;
+        let blocks = self.block_use(&state.load, &ask.prompt.sequence_hashes, &ask.overrides);
+        context.request = self.terms(&state.load, ask, blocks);
+        self.fill(state, ask, &context.request, blocks)?;
         std::mem::swap(&mut state.scratch.candidates, &mut buffers.candidates);
-        buffers.ask(request.facts.metrics);
+        buffers.ask(ask.known.metrics);
         Ok(())
     }
 
-    /// Choose among the candidates of `request`.
+    /// Choose among the candidates of `ask`.
     fn choose(
         &self,
         state: &mut State,
-        request: &RouteRequest<'_>,
+        ask: &Ask<'_>,
         context: &mut Context<'_>,
         buffers: &mut Buffers,
         terms: &mut Vec<Terms>,
         rng: &mut SmallRng,
     ) -> Result<Choice> {
-        self.gather(state, request, context, buffers)?;
+        self.gather(state, ask, context, buffers)?;
         let choice = match &self.policies.active {
             Some(active) => active.choose(context, &buffers.found(), terms, rng),
             None => {
@@ -215,15 +222,15 @@ impl Router {
             }
         };
         let choice = choice.ok_or_else(|| no_candidate(&state.load))?;
-        let kept = self.kept(request, &buffers.candidates, terms, context.now_ms);
+        let kept = self.kept(ask, &buffers.candidates, terms, context.now_ms);
         Ok(kept.unwrap_or(choice))
     }
 }
 
 /// The seed of a decision, the request's own or the next one of `seeds`, and its generator.
-fn drawn(request: &RouteRequest<'_>, seeds: &mut SmallRng) -> (u64, SmallRng) {
+fn drawn(ask: &Ask<'_>, seeds: &mut SmallRng) -> (u64, SmallRng) {
     // Of 53 bits: every reader of JSON keeps it exactly.
-    let seed = request.overrides.seed.unwrap_or_else(|| seeds.next_u64() >> 11);
+    let seed = ask.overrides.seed.unwrap_or_else(|| seeds.next_u64() >> 11);
     (seed, SmallRng::seed_from_u64(seed))
 }
 

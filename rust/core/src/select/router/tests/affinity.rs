@@ -55,14 +55,14 @@ fn candidate(id: u64) -> Candidate {
     }
 }
 
-fn of_session(key: &str) -> RouteRequest<'_> {
+fn of_session(key: &str) -> Ask<'_> {
     let session = Session { worker: None, key: Some(key) };
-    RouteRequest { facts: Facts { session, ..Facts::default() }, ..request(8, &[1, 2]) }
+    Ask { session, ..request(8, &[1, 2]) }
 }
 
 impl Bench {
     /// Where `request` goes, and why; it ends at once.
-    fn route(&self, request: &RouteRequest<'_>) -> (Worker, Reason) {
+    fn route(&self, request: &Ask<'_>) -> (Worker, Reason) {
         let mut terms = Vec::new();
         let before = self.router.preview(request, &mut terms).map(|one| one.choice());
         let (_booking, decision) = self.router.route(request, &mut terms).unwrap();
@@ -98,7 +98,7 @@ fn under_every_policy_a_session_stays_where_its_last_request_went() {
         // Work there makes no difference, as long as it takes requests.
         let only = |worker: Worker| worker == home;
         let mut terms = Vec::new();
-        let fill = RouteRequest { allowed: Some(&only), ..request(4_000, &[]) };
+        let fill = Ask { allowed: Some(&only), ..request(4_000, &[]) };
         let _load = bench.router.route(&fill, &mut terms).unwrap();
         for _ in 0..20 {
             assert_eq!(bench.route(&of_session("a")), (home, Reason::SessionAffinity), "{name}");
@@ -113,12 +113,13 @@ fn a_worker_that_can_take_no_request_loses_its_sessions() {
     let (home, _) = bench.route(&of_session("a"));
     // Busy: another one takes it, and keeps it when the first one is free again.
     let gate = Shut(home.instance_id);
-    let (second, reason) = bench.route(&RouteRequest { gate: Some(&gate), ..of_session("a") });
+    let (second, reason) = bench
+        .route(&Ask { known: Known { gate: Some(&gate), ..Known::default() }, ..of_session("a") });
     assert_ne!((second, reason), (home, Reason::SessionAffinity));
     assert_eq!(bench.route(&of_session("a")), (second, Reason::SessionAffinity));
     // Not allowed, as after a failed attempt.
     let not_there = |worker: Worker| worker != second;
-    let barred = RouteRequest { allowed: Some(&not_there), ..of_session("a") };
+    let barred = Ask { allowed: Some(&not_there), ..of_session("a") };
     let (third, _) = bench.route(&barred);
     assert_ne!(third, second);
     // Gone.
@@ -163,8 +164,7 @@ fn previews_and_requests_without_a_key_begin_no_session() {
         assert_ne!(bench.route(&request).1, Reason::SessionAffinity);
     }
     let told = Session { worker: Some(Worker::new(2, 0)), key: None };
-    let named =
-        RouteRequest { facts: Facts { session: told, ..Facts::default() }, ..request(8, &[1, 2]) };
+    let named = Ask { session: told, ..request(8, &[1, 2]) };
     bench.route(&named);
     assert_eq!(bench.sample("session_affinity_sessions", ""), 0.0);
     let key = "k".repeat(257);
@@ -178,7 +178,7 @@ fn the_margin_says_what_staying_costs() {
     let (home, _) = bench.route(&of_session("a"));
     let mut terms = Vec::new();
     let only = |worker: Worker| worker == home;
-    let fill = RouteRequest { allowed: Some(&only), ..request(40, &[]) };
+    let fill = Ask { allowed: Some(&only), ..request(40, &[]) };
     let _load = bench.router.route(&fill, &mut terms).unwrap();
     let decision = bench.router.preview(&of_session("a"), &mut terms).unwrap();
     // Ten blocks wait there, and nowhere else.

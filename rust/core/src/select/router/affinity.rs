@@ -1,22 +1,22 @@
 //! Sessions stay where they were, under whichever policy.
 
-use super::request::RouteRequest;
 use super::route::Router;
 use crate::ids::Worker;
 use crate::policy::{AUTO, Candidate, Choice, Policy, Terms};
+use crate::select::ask::Ask;
 
 impl Router {
-    /// The candidate at which the session of `request` is, whatever a policy has chosen; `terms` are
+    /// The candidate at which the session of `ask` is, whatever a policy has chosen; `terms` are
     /// those of the candidates.
     pub(super) fn kept(
         &self,
-        request: &RouteRequest<'_>,
+        ask: &Ask<'_>,
         candidates: &[Candidate],
         terms: &[Terms],
         now_ms: u64,
     ) -> Option<Choice> {
         let affinity = self.policies.affinity.as_ref()?;
-        let kept = affinity.kept(self.seat?, request.facts.session, candidates, now_ms)?;
+        let kept = affinity.kept(self.seat?, ask.session, candidates, now_ms)?;
         let has_costs = match &self.policies.active {
             Some(active) => active.name() == AUTO,
             None => self.config.policy == Policy::Kv,
@@ -27,11 +27,11 @@ impl Router {
         Some(Choice { margin, ..kept })
     }
 
-    /// The session of `request` is at `worker` from now on. Called under the lock under which that
+    /// The session of `ask` is at `worker` from now on. Called under the lock under which that
     /// was chosen, so that the session's next request sees it.
-    pub(super) fn keep(&self, request: &RouteRequest<'_>, worker: Worker, now_ms: u64) {
+    pub(super) fn keep(&self, ask: &Ask<'_>, worker: Worker, now_ms: u64) {
         if let (Some(affinity), Some(seat)) = (&self.policies.affinity, self.seat) {
-            affinity.routed(seat, request.facts.session, worker, now_ms);
+            affinity.routed(seat, ask.session, worker, now_ms);
         }
     }
 }

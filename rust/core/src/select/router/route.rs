@@ -7,10 +7,9 @@ use parking_lot::Mutex;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
-use super::config::RouterConfig;
+use super::config::{RouteOverride, RouterConfig};
 use super::gate::check_room;
 use super::policies::{Policies, Spare, Tail};
-use super::request::RouteRequest;
 use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
@@ -18,6 +17,7 @@ use crate::load::{
     ActiveSequences, Assignment, BlockUse, Expired, LoadTotals, RequestId, WorkerChange, WorkerLoad,
 };
 use crate::policy::{ActiveLoad, Candidate, KvScale, RequestTerms, Seat, Terms};
+use crate::select::ask::{Ask, Known};
 
 /// Most sequence hashes of a request: a prompt of 16 million tokens in blocks of 16.
 const MAX_REQUEST_BLOCKS: usize = 1 << 20;
@@ -111,22 +111,22 @@ impl Router {
         &self.config
     }
 
-    /// What `request` would cost on every allowed worker now, busy ones included; changes nothing.
+    /// What `ask` would cost on every allowed worker now, busy ones included; changes nothing.
     /// Nothing is in `terms` when there is no worker.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] as [`route`](Self::route).
-    pub fn potential(&self, request: &RouteRequest<'_>, terms: &mut Vec<Terms>) -> Result<()> {
-        self.validate(request)?;
+    pub fn potential(&self, ask: &Ask<'_>, terms: &mut Vec<Terms>) -> Result<()> {
+        self.validate(ask)?;
         terms.clear();
         let now_ms = self.clock.now_ms();
         let mut state = self.state.lock();
         let state = &mut *state;
         state.load.advance(now_ms);
-        let blocks = self.block_use(&state.load, request);
-        let known = self.terms(&state.load, request, blocks);
-        let request = RouteRequest { gate: None, ..*request };
-        match self.fill(state, &request, &known, blocks) {
+        let blocks = self.block_use(&state.load, &ask.prompt.sequence_hashes, &ask.overrides);
+        let known = self.terms(&state.load, ask, blocks);
+        let ask = Ask { known: Known { gate: None, ..ask.known }, ..*ask };
+        match self.fill(state, &ask, &known, blocks) {
             Err(Error::NoWorker(_)) => return Ok(()),
             other => other?,
         }
@@ -169,14 +169,10 @@ impl Router {
         overlap_blocks: u32,
     ) -> Result<RequestId> {
         check_blocks(hashes.map_or(0, <[u64]>::len))?;
-        let request = RouteRequest {
-            isl_tokens,
-            sequence_hashes: hashes.unwrap_or_default(),
-            ..RouteRequest::default()
-        };
         let now_ms = self.clock.now_ms();
         let mut state = self.state.lock();
-        let blocks = self.block_use(&state.load, &request);
+        let overrides = RouteOverride::default();
+        let blocks = self.block_use(&state.load, hashes.unwrap_or_default(), &overrides);
         let id = RequestId(state.next_request);
         let (unseen_ms, is_remote) = (None, true);
         let work =
@@ -186,7 +182,7 @@ impl Router {
         Ok(id)
     }
 
-    /// The prompt of `request` is prefilled, and it is alive; as [`Booking::first_token`] for callers
+    /// The prompt of `request` is prefilled, and it is alive; as [`Reservation::first_token`](super::super::Reservation::first_token) for callers
     /// that want to know.
     ///
     /// # Errors
@@ -288,7 +284,7 @@ impl Router {
         }
     }
 
-    pub(super) fn now_ms(&self) -> u64 {
+    pub(crate) fn now_ms(&self) -> u64 {
         self.clock.now_ms()
     }
 
@@ -296,7 +292,7 @@ impl Router {
         self.config.expiry_ms / TOUCHES_PER_EXPIRY
     }
 
-    pub(super) fn first_token(&self, request: RequestId) {
+    pub(crate) fn first_token(&self, request: RequestId) {
         // Not booked any more: the worker went or the request expired, and its load with it.
         let _gone = self.mark_prefill_completed(request);
     }
@@ -306,7 +302,7 @@ impl Router {
         let _gone = self.state.lock().load.touch(request, now_ms);
     }
 
-    pub(super) fn add_output_blocks(
+    pub(crate) fn add_output_blocks(
         &self,
         request: RequestId,
         count: u32,
@@ -328,47 +324,48 @@ impl Router {
         self.made_room();
     }
 
-    pub(super) fn finished(&self, worker: Worker, tail: &Tail) {
+    pub(crate) fn finished(&self, worker: Worker, tail: &Tail) {
         self.policies.finished(&tail.finished(worker, self.clock.now_ms()));
     }
 
-    pub(super) fn validate(&self, request: &RouteRequest<'_>) -> Result<()> {
-        if request.isl_tokens == 0 {
+    pub(super) fn validate(&self, ask: &Ask<'_>) -> Result<()> {
+        if ask.prompt.isl_tokens == 0 {
             return Err(Error::invalid(
                 "isl_tokens must be at least 1, got 0: the prompt is empty",
             ));
         }
-        check_blocks(request.sequence_hashes.len())?;
+        check_blocks(ask.prompt.sequence_hashes.len())?;
         if let Some(affinity) = &self.policies.affinity {
-            affinity.check(request.facts.session)?;
+            affinity.check(ask.session)?;
         }
-        request.overrides.validate()
+        ask.overrides.validate()
     }
 
     pub(super) fn block_use<'a>(
         &self,
         load: &ActiveSequences,
-        request: &RouteRequest<'a>,
+        hashes: &'a [u64],
+        overrides: &RouteOverride,
     ) -> BlockUse<'a> {
         if !self.config.track_active_blocks || load.block_size() == 0 {
             BlockUse::Untracked
-        } else if request.overrides.assume_kv_reuse.unwrap_or(self.config.assume_kv_reuse) {
-            BlockUse::Shared(request.sequence_hashes)
+        } else if overrides.assume_kv_reuse.unwrap_or(self.config.assume_kv_reuse) {
+            BlockUse::Shared(hashes)
         } else {
-            BlockUse::Private(request.sequence_hashes.len() as u32)
+            BlockUse::Private(hashes.len() as u32)
         }
     }
 
     pub(super) fn terms(
         &self,
         load: &ActiveSequences,
-        request: &RouteRequest<'_>,
+        ask: &Ask<'_>,
         blocks: BlockUse<'_>,
     ) -> RequestTerms {
-        let overrides = request.overrides;
+        let overrides = ask.overrides;
         let weight = overrides.overlap_score_weight.unwrap_or(self.config.overlap_score_weight);
         RequestTerms {
-            isl_tokens: request.isl_tokens,
+            isl_tokens: ask.prompt.isl_tokens,
             block_size: load.block_size(),
             tracked_blocks: blocks.len(),
             overlap_score_weight: weight,
@@ -387,11 +384,11 @@ impl Router {
         }
     }
 
-    /// Make the candidates of `request` from what is active now.
+    /// Make the candidates of `ask` from what is active now.
     pub(super) fn fill(
         &self,
         state: &mut State,
-        request: &RouteRequest<'_>,
+        ask: &Ask<'_>,
         known: &RequestTerms,
         blocks: BlockUse<'_>,
     ) -> Result<()> {
@@ -401,17 +398,17 @@ impl Router {
         }
         let hashes = if let BlockUse::Shared(hashes) = blocks { hashes } else { &[] };
         load.count_shared(hashes, &mut scratch.shared);
-        load.spread(request.overlaps, &mut scratch.overlaps);
-        load.spread(request.predictions, &mut scratch.predictions);
-        load.spread(request.tiers, &mut scratch.tiers);
+        load.spread(ask.known.overlaps, &mut scratch.overlaps);
+        load.spread(ask.known.predictions, &mut scratch.predictions);
+        load.spread(ask.known.tiers, &mut scratch.tiers);
         scratch.candidates.clear();
         scratch.shut.clear();
-        if let Some(gate) = request.gate {
+        if let Some(gate) = ask.known.gate {
             gate.shut(&mut load.loads().map(|(_, load)| load), &mut scratch.shut);
         }
         let mut passed_over = 0;
         for (slot, load) in load.loads() {
-            if request.allowed.is_some_and(|allowed| !allowed(load.worker)) {
+            if !ask.allows(load.worker) {
                 continue;
             }
             let (held, predicted) = (scratch.overlaps[slot], scratch.predictions[slot]);
@@ -432,7 +429,7 @@ impl Router {
                     last_booked: load.last_booked,
                 }),
             };
-            match request.gate {
+            match ask.known.gate {
                 Some(gate) if scratch.shut.binary_search(&load.worker.instance_id).is_ok() => {
                     passed_over += 1;
                     gate.passed_over(known.terms(self.config.policy, &candidate));
@@ -444,7 +441,7 @@ impl Router {
             let text = format!("all {passed_over} workers that may take this request are busy");
             return Err(Error::AllBusy(text));
         }
-        check_room(request.gate, &scratch.candidates)
+        check_room(ask.known.gate, &scratch.candidates)
     }
 }
 

@@ -5,12 +5,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-use super::request::RouteRequest;
 use crate::ids::Worker;
 use crate::policy::{
-    Advice, Affinity, Candidate, Candidates, Choice, Context, Desk, EngineMetrics, Finished,
-    RequestTerms, RoutePolicy, Sample, Session, Shadow, Ticket,
+    Affinity, Candidate, Candidates, Choice, Context, Desk, EngineMetrics, Finished, RoutePolicy,
+    Sample, Shadow, Ticket,
 };
+use crate::select::ask::Ask;
 
 /// The policies of a router, beside those that are built in. Routers may share them.
 #[derive(Debug, Clone, Default)]
@@ -99,54 +99,6 @@ impl Policies {
     }
 }
 
-/// What policies are told of a request beside its length and its blocks.
-#[derive(Clone, Copy, Default)]
-pub struct Facts<'a> {
-    /// The model that was asked for.
-    pub model: &'a str,
-    /// Text of the prompt, UTF-8, without the JSON around it; empty when nobody needs it.
-    pub prompt: &'a [u8],
-    /// The model's own token ids; empty while unknown.
-    pub token_ids: &'a [u32],
-    /// Local hashes of the prompt's full blocks; empty while unknown.
-    pub local_hashes: &'a [u64],
-    /// The overlaps come from engines' events.
-    pub is_indexed: bool,
-    /// The answer comes as a whole, so that nobody sees its first token.
-    pub is_whole: bool,
-    /// Whose request it is; `None` for nobody's.
-    pub user: Option<&'a str>,
-    /// What ties it to earlier requests.
-    pub session: Session<'a>,
-    /// What a policy outside the core said of it; see [`Router::question`](super::Router::question).
-    pub advice: Option<&'a Advice>,
-    /// What engines report of themselves; `None` where none does. Called under the router's lock:
-    /// it answers from what it holds and does not come back to the router.
-    pub metrics: Option<&'a dyn Fn(Worker) -> EngineMetrics>,
-}
-
-impl<'a> Facts<'a> {
-    pub(super) fn context(
-        &self,
-        request: &RouteRequest<'a>,
-        known: RequestTerms,
-        now_ms: u64,
-    ) -> Context<'a> {
-        Context {
-            prompt: self.prompt,
-            token_ids: self.token_ids,
-            sequence_hashes: request.sequence_hashes,
-            local_hashes: self.local_hashes,
-            is_whole: self.is_whole,
-            is_indexed: self.is_indexed,
-            user: self.user,
-            session: self.session,
-            advice: self.advice,
-            ..Context::new(known, self.model, now_ms)
-        }
-    }
-}
-
 /// What a request really used, as far as its engine says.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Usage {
@@ -171,7 +123,7 @@ impl Usage {
 
 /// What policies are told of a booked request at its end.
 #[derive(Debug)]
-pub(super) struct Tail {
+pub(crate) struct Tail {
     model: Box<str>,
     user: Option<Box<str>>,
     prompt_bytes: usize,
@@ -184,13 +136,12 @@ pub(super) struct Tail {
 }
 
 impl Tail {
-    pub fn new(request: &RouteRequest<'_>, routed_at_ms: u64, ticket: Option<Ticket>) -> Self {
-        let facts = &request.facts;
+    pub fn new(ask: &Ask<'_>, routed_at_ms: u64, ticket: Option<Ticket>) -> Self {
         Self {
-            model: facts.model.into(),
-            user: facts.user.map(Box::from),
-            prompt_bytes: facts.prompt.len(),
-            isl_tokens: request.isl_tokens,
+            model: ask.known.model.into(),
+            user: ask.user.map(Box::from),
+            prompt_bytes: ask.text.len(),
+            isl_tokens: ask.prompt.isl_tokens,
             routed_at_ms,
             first_token_ms: AtomicU64::new(0),
             usage: Mutex::default(),

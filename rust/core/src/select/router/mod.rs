@@ -2,25 +2,22 @@
 //!
 //! [`Router::route`] selects and books in one step under one lock, so that no two requests decide
 //! on the same picture of the load. What it returns is a guard: the load is given back when the
-//! [`Booking`] is dropped, whatever became of the request.
+//! [`Reservation`](super::Reservation) is dropped, whatever became of the request.
 //!
 //! Policies that remember are asked in three steps: they prepare without the lock, choose under it,
 //! and learn without it what was chosen and what became of it.
 
 mod affinity;
-mod booking;
 mod config;
 mod decide;
 mod gate;
 mod policies;
-mod request;
 mod route;
 
-pub use booking::Booking;
 pub use config::{RouteOverride, RouterConfig, TierWeights};
 pub use gate::Gate;
-pub use policies::{Facts, Policies, Usage};
-pub use request::RouteRequest;
+pub(super) use policies::Tail;
+pub use policies::{Policies, Usage};
 pub use route::{RoomWatch, Router};
 
 #[cfg(test)]

@@ -98,9 +98,8 @@ fn policies_are_asked_in_order_and_told_what_became_of_it() {
     let (router, witness) = with_witness(Vec::new());
     let mut terms = Vec::new();
     let metrics = |_| EngineMetrics { running_requests: Some(5.0), ..EngineMetrics::default() };
-    let facts =
-        Facts { prompt: b"hello", user: Some("u"), metrics: Some(&metrics), ..Facts::default() };
-    let asked = RouteRequest { facts, ..request(8, &[1, 2]) };
+    let known = Known { metrics: Some(&metrics), ..Known::default() };
+    let asked = Ask { text: b"hello", user: Some("u"), known, ..request(8, &[1, 2]) };
     let decision = router.preview(&asked, &mut terms).unwrap();
     assert_eq!((decision.worker, decision.policy), (Worker::new(3, 0), None));
     assert_eq!(decision.score, Some(7.0));
@@ -130,12 +129,11 @@ fn policies_are_asked_in_order_and_told_what_became_of_it() {
 #[test]
 fn a_request_that_a_policy_refuses_books_nothing() {
     let (router, witness) = with_witness(Vec::new());
-    let facts = Facts { user: Some("nobody"), ..Facts::default() };
-    let asked = RouteRequest { facts, ..request(8, &[]) };
+    let asked = Ask { user: Some("nobody"), ..request(8, &[]) };
     let refused = router.route(&asked, &mut Vec::new()).err().unwrap();
     assert!(refused.to_string().contains("user"), "{refused}");
     let nobody = |_| false;
-    let asked = RouteRequest { allowed: Some(&nobody), ..request(8, &[]) };
+    let asked = Ask { allowed: Some(&nobody), ..request(8, &[]) };
     let refused = router.route(&asked, &mut Vec::new()).err().unwrap();
     assert!(matches!(refused, Error::NoWorker(_)), "{refused:?}");
     assert!(
@@ -161,7 +159,7 @@ fn built_in_policies_decide_the_same_beside_shadows_and_in_the_form_of_others() 
                 Arc::new(router)
             })
             .collect();
-        let mut held: Vec<Vec<Booking>> = vec![Vec::new(), Vec::new(), Vec::new()];
+        let mut held: Vec<Vec<Reservation>> = vec![Vec::new(), Vec::new(), Vec::new()];
         for n in 0..200_u64 {
             let hashes = [n % 7, 100 + n % 11];
             let asked = request(8 + n % 5, &hashes);
@@ -196,23 +194,23 @@ fn a_policy_outside_is_asked_about_those_that_may_take_it_and_its_scores_choose(
     router.set_workers(&workers([1, 2, 3])).unwrap();
     let mut terms = Vec::new();
     let allowed = |worker: Worker| worker.instance_id != 3;
-    let ask = RouteRequest { allowed: Some(&allowed), ..request(8, &[1, 2]) };
+    let ask = Ask { allowed: Some(&allowed), ..request(8, &[1, 2]) };
     let question = router.question(&ask).unwrap().unwrap();
     let ids = question.candidates.iter().map(|one| one.candidate.worker.instance_id);
     assert_eq!(ids.collect::<Vec<_>>(), [1, 2]);
     assert_eq!((question.request.isl_tokens, question.request.block_size), (8, 4));
     assert!(is_idle(&router.loads()), "a question books nothing");
     let advice = Advice::new(&question, &[Some(0.0), Some(1.0)]);
-    let facts = Facts { advice: Some(&advice), ..Facts::default() };
-    let (held, decision) = router.route(&RouteRequest { facts, ..ask }, &mut terms).unwrap();
+    let advice = Some(&advice);
+    let (held, decision) = router.route(&Ask { advice, ..ask }, &mut terms).unwrap();
     assert_eq!((held.worker().instance_id, decision.reason), (2, Reason::HighestScore));
     // The second one may not take it any more; of those that may, the scores know one.
     let allowed = |worker: Worker| worker.instance_id != 2;
-    let late = RouteRequest { allowed: Some(&allowed), facts, ..ask };
+    let late = Ask { allowed: Some(&allowed), advice, ..ask };
     assert_eq!(router.preview(&late, &mut terms).unwrap().worker.instance_id, 1);
     // One is no choice, and a fault is told by the routing itself.
     let allowed = |worker: Worker| worker.instance_id == 1;
-    assert!(router.question(&RouteRequest { allowed: Some(&allowed), ..ask }).unwrap().is_none());
+    assert!(router.question(&Ask { allowed: Some(&allowed), ..ask }).unwrap().is_none());
     assert!(router.question(&request(0, &[])).is_err());
     assert!(super::router(sized(4), [1, 2]).question(&request(8, &[])).unwrap().is_none());
 }
