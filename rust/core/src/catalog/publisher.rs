@@ -67,8 +67,6 @@ pub struct Publisher {
 /// A reading of a publisher for reports.
 #[derive(Debug, Clone)]
 pub struct PublisherView {
-    /// Number within this process.
-    pub id: PublisherId,
     /// The registered worker.
     pub worker: Worker,
     /// Ranks that its batches have named, the registered one included.
@@ -274,7 +272,6 @@ impl Publisher {
         let state = self.state.lock();
         let now_ms = self.clock.now_ms();
         PublisherView {
-            id: self.id,
             worker: self.worker,
             ranks: state.ranks.clone(),
             endpoint: self.endpoint.clone(),

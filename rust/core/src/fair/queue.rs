@@ -241,11 +241,6 @@ impl<T> FairQueue<T> {
         std::mem::take(&mut self.dropped)
     }
 
-    /// When the first request runs out of time; `None` while nobody waits.
-    pub fn next_deadline_ms(&self) -> Option<u64> {
-        self.deadlines.first().map(|&(deadline_ms, _)| deadline_ms)
-    }
-
     /// Whether nobody waits.
     pub fn is_empty(&self) -> bool {
         self.places.is_empty()

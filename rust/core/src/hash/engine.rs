@@ -127,11 +127,6 @@ impl Namer {
         Self { algorithm: scheme.algorithm, parent, buffer }
     }
 
-    /// The chain behind the block whose [`digest`](Self::digest) is known.
-    pub fn resume(scheme: &NameScheme, digest: NameDigest) -> Self {
-        Self { algorithm: scheme.algorithm, parent: digest, buffer: Vec::new() }
-    }
-
     /// Goes on behind the block of that digest.
     fn go_on_from(&mut self, digest: NameDigest) {
         self.parent = digest;

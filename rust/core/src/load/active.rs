@@ -137,24 +137,6 @@ impl ActiveSequences {
         self.config.block_size
     }
 
-    /// Learn the block size.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] for 0; [`Error::Conflict`] when another size is known already.
-    pub fn set_block_size(&mut self, block_size: u32) -> Result<()> {
-        match (self.config.block_size, block_size) {
-            (_, 0) => Err(Error::invalid("block_size must be at least 1, got 0")),
-            (0, _) => {
-                self.config.block_size = block_size;
-                Ok(())
-            }
-            (known, _) if known == block_size => Ok(()),
-            (known, _) => Err(Error::Conflict(format!(
-                "block_size is {known} and cannot become {block_size} while the model is served"
-            ))),
-        }
-    }
-
     /// The size of a model's blocks turned out to be another one. Requests that are active keep the tokens
     /// that they were counted with.
     pub fn correct_block_size(&mut self, block_size: u32) {
@@ -376,20 +358,10 @@ impl ActiveSequences {
         self.slots.len()
     }
 
-    /// Requests booked and not freed.
-    pub fn request_count(&self) -> usize {
-        self.by_id.len()
-    }
-
     /// Every worker's load, in worker order, with its slot: the index into what
     /// [`count_shared`](Self::count_shared) fills, valid until workers change.
     pub fn loads(&self) -> impl ExactSizeIterator<Item = (usize, WorkerLoad)> + '_ {
         self.slots.loads(self.now_ms).map(|(slot, load)| (usize::from(slot), load))
-    }
-
-    /// Slots there are: every slot is below it.
-    pub fn slot_count(&self) -> usize {
-        self.slots.capacity()
     }
 
     /// Set `counts[slot]`, for every slot, to how many entries of `hashes` its worker uses now. A

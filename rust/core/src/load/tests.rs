@@ -147,7 +147,7 @@ fn booking_errors_change_nothing() {
     load.give(RequestId(2), WORKER, blocks, 8, 0, 0).unwrap();
     let full = load.give(RequestId(3), WORKER, blocks, 8, 0, 0);
     assert!(matches!(full, Err(Error::Overloaded(_))), "{full:?}");
-    assert_eq!(load.request_count(), 2);
+    assert_eq!(load.totals().requests, 2);
     load.free(RequestId(1));
     load.give(RequestId(3), WORKER, blocks, 8, 0, 0).unwrap();
 }
@@ -183,7 +183,9 @@ fn too_many_workers_are_refused_as_a_whole() {
     load.set_workers(&many[1..]).unwrap();
     assert_eq!(load.worker_count(), MAX_WORKERS);
     load.set_workers(&many[..MAX_WORKERS]).unwrap();
-    assert_eq!(load.slot_count(), MAX_WORKERS, "slots are reused");
+    let mut by_slot = Vec::new();
+    load.spread::<u32>(&[], &mut by_slot);
+    assert_eq!(by_slot.len(), MAX_WORKERS, "slots are reused");
 }
 
 #[test]
@@ -546,7 +548,7 @@ impl Pair {
         let loads: Vec<_> = real.loads().map(|(_, load)| load).collect();
         let wanted: Vec<_> = twin.workers.keys().map(|&worker| twin.load(worker)).collect();
         assert_eq!(loads, wanted);
-        assert_eq!(real.request_count(), twin.requests.len());
+        assert_eq!(real.totals().requests, twin.requests.len() as u64);
         let mut counts = Vec::new();
         let newest = self.probes.len().saturating_sub(4);
         for probe in self.probes[newest..].iter().chain(&self.probes[..2]) {

@@ -170,14 +170,6 @@ impl Terms {
 }
 
 impl RequestTerms {
-    /// Whole blocks the prompt needs; 0 while the block size is unknown.
-    pub fn required_blocks(&self) -> u64 {
-        match self.block_size {
-            0 => 0,
-            block_size => self.isl_tokens.div_ceil(u64::from(block_size)),
-        }
-    }
-
     /// Tokens of the prompt that are to be prefilled on `candidate`, in whole blocks saved.
     pub fn uncached_tokens(&self, candidate: &Candidate) -> u64 {
         let saved = u64::from(candidate.saved_blocks()) * u64::from(self.block_size);

@@ -45,7 +45,6 @@ pub use price::ticket::Ticket;
 pub use select::select;
 pub use settings::{Profile, Settings, VARIABLES};
 pub use shadow::{MAX_SHADOWS, Shadow, ShadowStats};
-pub use softmax::softmax_probabilities;
 pub use tuned::Counted;
 
 #[cfg(test)]

@@ -2,19 +2,11 @@
 
 use rand::Rng;
 
-/// Probability of each cost at `temperature`, in the same order; they add up to 1.
+/// An index into `costs`, drawn by [`weights`]; 0 when there are none.
 ///
 /// At 0 the lowest costs share everything equally. Above 0 a cost `c` weighs
 /// `exp(-(c / range) / temperature)` with `range` the largest minus the lowest: only the relative
 /// spread matters, `[0, 1]` and `[0, 100]` are the same. Equal costs are equally likely.
-pub fn softmax_probabilities(costs: &[f64], temperature: f64) -> Vec<f64> {
-    let weight = weights(costs.iter().copied(), temperature);
-    let weights: Vec<f64> = costs.iter().map(|&cost| weight(cost)).collect();
-    let total: f64 = weights.iter().sum();
-    weights.iter().map(|weight| weight / total).collect()
-}
-
-/// An index into `costs`, drawn with [`softmax_probabilities`]; 0 when there are none.
 pub(super) fn sample(
     costs: impl Iterator<Item = f64> + Clone,
     temperature: f64,
@@ -39,7 +31,7 @@ pub(super) fn sample(
 }
 
 /// The weight of a cost among `costs`; the lowest one weighs 1, so that the sum is never 0.
-fn weights(costs: impl Iterator<Item = f64>, temperature: f64) -> impl Fn(f64) -> f64 {
+pub(super) fn weights(costs: impl Iterator<Item = f64>, temperature: f64) -> impl Fn(f64) -> f64 {
     let (lowest, highest) =
         costs.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), c| (low.min(c), high.max(c)));
     let range = highest - lowest;

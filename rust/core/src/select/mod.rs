@@ -35,7 +35,7 @@ pub use config::{DEFAULT_JOURNAL_BYTES, Overlap, QueueThreshold, SelectorConfig,
 pub use engines::EngineTable;
 pub use journal::{Journal, JournalStats};
 pub use manual::MAX_REQUEST_ID_BYTES;
-pub use outbox::{BookingName, DEFAULT_WAITING_BOOKINGS, Outbox, Tiding};
+pub use outbox::{BookingName, Outbox, Tiding};
 pub use queue::{Entered, Queue, QueueOptions, QueueStats, Told, Waiting};
 pub use record::{CandidateRecord, Outcome, Record};
 pub use remote::RemoteStats;

@@ -11,9 +11,6 @@ use parking_lot::{Condvar, Mutex};
 use crate::ids::Worker;
 use crate::load::RequestId;
 
-/// Default for how many bookings may wait to be told.
-pub const DEFAULT_WAITING_BOOKINGS: usize = 100_000;
-
 /// A request among all selectors of the process: the selector's number, and the request's there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BookingName(pub(super) u64, pub(super) RequestId);

@@ -194,11 +194,6 @@ impl Tokenizer {
         self.inner.token_to_id(token)
     }
 
-    /// The text in the vocabulary of the token with this id.
-    pub fn id_to_token(&self, id: u32) -> Option<String> {
-        self.inner.id_to_token(id)
-    }
-
     /// Number of tokens, added ones included.
     pub fn vocabulary_size(&self) -> usize {
         self.inner.get_vocab_size(true)

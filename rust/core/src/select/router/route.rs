@@ -228,15 +228,7 @@ impl Router {
         self.state.lock().load.block_size()
     }
 
-    /// Learn the block size. Requests that are active already keep counting in tokens only.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] for 0; [`Error::Conflict`] when another size is known already.
-    pub fn set_block_size(&self, block_size: u32) -> Result<()> {
-        self.state.lock().load.set_block_size(block_size)
-    }
-
-    /// The index has learned better what size its blocks are.
+    /// The index has learned what size its blocks are. Requests that are active already keep counting as they do.
     pub fn correct_block_size(&self, block_size: u32) {
         self.state.lock().load.correct_block_size(block_size);
     }
