@@ -61,14 +61,17 @@ impl Frontend {
         finish(given)?;
         let options = FrontendOptions {
             fairness: FairnessOptions::of(fairness, own.max_concurrent_requests).or_raise(py)?,
-            router: RouterConfig { max_requests: own.max_concurrent_requests, ..routing.router },
+            router: RouterConfig {
+                max_requests: own.max_concurrent_requests,
+                ..routing.selector.router
+            },
             policies: routing.policies,
             settings: routing.settings,
-            overlap: routing.overlap,
-            thresholds: routing.thresholds,
+            overlap: routing.selector.overlap,
+            thresholds: routing.selector.thresholds,
             queue: routing.queue,
-            decision_journal_bytes: routing.journal_bytes,
-            logs_decisions: routing.logs_decisions,
+            decision_journal_bytes: routing.selector.journal_bytes,
+            logs_decisions: routing.selector.logs_decisions,
             remote_indexer: routing.remote_indexer,
             serve_indexer: routing.serve_indexer,
             min_initial_workers: routing.min_initial_workers,

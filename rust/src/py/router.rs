@@ -10,7 +10,7 @@ use hyper_util::service::TowerToHyperService;
 use kvflash_core::catalog;
 use kvflash_core::clock::SystemClock;
 use kvflash_core::error::Error;
-use kvflash_core::select::{self, RouterConfig, Selection, SelectorConfig};
+use kvflash_core::select::{self, Selection};
 use kvflash_core::settings::Concern;
 use kvflash_serve::router::{RouterApp, RouterOptions};
 use kvflash_serve::{Http, HttpSettings, Reject, RouterSettings, Shutdown, Tls, TlsSettings};
@@ -87,15 +87,10 @@ impl Router {
             Tls::read(tls.tls_cert_path.as_deref(), tls.tls_key_path.as_deref()).or_raise(py)?;
         let routing = Routing::take(py, &mut given, policy_desk.as_ref())?;
         finish(given)?;
+        let mut selector = routing.selector;
+        selector.router.max_requests = own.max_requests;
         let options = RouterOptions {
-            selector: SelectorConfig {
-                router: RouterConfig { max_requests: own.max_requests, ..routing.router },
-                overlap: routing.overlap,
-                thresholds: routing.thresholds,
-                queue: routing.queue.as_ref().map(|queue| queue.threshold),
-                journal_bytes: routing.journal_bytes,
-                logs_decisions: routing.logs_decisions,
-            },
+            selector,
             policies: routing.policies,
             settings: routing.settings,
             queue: routing.queue,

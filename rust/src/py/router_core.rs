@@ -9,8 +9,7 @@ use kvflash_core::error::Error;
 use kvflash_core::ids::Worker;
 use kvflash_core::policy::{EngineMetrics, Sample};
 use kvflash_core::select::{
-    Ask, Queue, QueueOptions, Report, Request, Selector, SelectorConfig, StartGate, Thresholds,
-    Usage,
+    Ask, Queue, QueueOptions, Report, Request, Selector, StartGate, Thresholds, Usage,
 };
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -138,20 +137,12 @@ impl RouterCore {
         let mut given = given(settings)?;
         let routing = Routing::take(py, &mut given, policy_desk.as_ref())?;
         finish(given)?;
-        let Routing { mut router, policies, overlap, thresholds, queue, limits, .. } = routing;
+        let Routing { selector: mut config, policies, queue, limits, .. } = routing;
         let block_size = index::block_size(py, block_size)?;
-        router.block_size = block_size;
-        router.max_requests = max_requests;
+        (config.router.block_size, config.router.max_requests) = (block_size, max_requests);
+        let router = &config.router;
         let weighs_overlap =
             router.overlap_score_weight > 0.0 && router.scale.overlap_score_credit > 0.0;
-        let config = SelectorConfig {
-            router,
-            overlap,
-            thresholds,
-            queue: queue.as_ref().map(|queue| queue.threshold),
-            journal_bytes: routing.journal_bytes,
-            logs_decisions: routing.logs_decisions,
-        };
         let clock = Arc::new(SystemClock::default());
         let catalog = Arc::new(catalog::Catalog::new(limits, clock.clone()));
         let key = ModelKey { model_name: model_name.to_owned(), tenant_id: tenant_id.to_owned() };

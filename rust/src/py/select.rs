@@ -6,7 +6,7 @@ use kvflash_core::policy::{AUTO, Counted, Settings};
 use kvflash_core::select::{
     BusySettings, CacheSettings, CostSettings, DecisionSettings, IndexSettings, LoadSettings,
     ModeSettings, Overlap, Policies, QueueOptions, QueueThreshold, RemoteSettings, RouterConfig,
-    Thresholds, TierWeights,
+    SelectorConfig, Thresholds, TierWeights,
 };
 use kvflash_core::settings::{Concern, Given};
 use kvflash_serve::RemoteIndexerOptions;
@@ -19,15 +19,11 @@ use super::policy_desk::PolicyDesk;
 /// What the settings of routing come to.
 pub(super) struct Routing {
     /// Its limit of requests is the default.
-    pub router: RouterConfig,
+    pub selector: SelectorConfig,
     pub policies: Policies,
     pub settings: Settings,
-    pub overlap: Overlap,
     pub uses_events: bool,
-    pub thresholds: Thresholds,
     pub queue: Option<QueueOptions>,
-    pub journal_bytes: usize,
-    pub logs_decisions: bool,
     pub min_initial_workers: usize,
     pub limits: CatalogOptions,
     pub serve_indexer: bool,
@@ -93,20 +89,25 @@ impl Routing {
             seed,
             ..RouterConfig::default()
         };
-        Ok(Self {
+        let queue = queue(py, &busy)?;
+        let selector = SelectorConfig {
             router,
-            policies,
-            settings,
             overlap: foresight.overlap,
-            uses_events: caches.use_kv_events,
             thresholds: Thresholds {
                 active_decode_blocks: busy.active_decode_blocks_threshold,
                 active_prefill_tokens: busy.active_prefill_tokens_threshold,
                 active_prefill_tokens_frac: busy.active_prefill_tokens_threshold_frac,
             },
-            queue: queue(py, &busy)?,
+            queue: queue.as_ref().map(|queue| queue.threshold),
             journal_bytes: decisions.decision_journal_bytes,
             logs_decisions: decisions.log_decisions,
+        };
+        Ok(Self {
+            selector,
+            policies,
+            settings,
+            uses_events: caches.use_kv_events,
+            queue,
             min_initial_workers: decisions.min_initial_workers,
             limits: CatalogOptions {
                 // Who gives a time means it; `kv` has its documented one.
