@@ -1,5 +1,6 @@
 //! Prometheus text: the form of an answer, and what the frontend reads of the catalog.
 
+use std::ops::Deref;
 use std::sync::Mutex;
 use std::sync::atomic::Ordering;
 
@@ -46,20 +47,92 @@ pub(crate) struct CauseLabel {
 /// What names of metrics begin with, where nothing else is asked for.
 pub(super) const PREFIX: &str = "kvflash";
 
-/// Metrics of requests, events and indexes.
+/// Label of counters of prompt tokens, one for each stage that they are counted at.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(super) struct StageLabel {
+    pub stage: &'static str,
+}
+
+/// A struct of metrics with a function that registers them, each declared once: `field: type = "name",
+/// "help";`, with its unit in brackets before the help, and with what makes it where it has no default.
+/// `@stages "name", "help": fields` are counters of one metric, told apart by their names.
+macro_rules! metrics {
+    (
+        $(#[$meta:meta])*
+        $vis:vis struct $name:ident {
+            $(@stages $stages:literal, $about:literal: $($stage_vis:vis $stage:ident),+;)?
+            $($(#[$doc:meta])* $field_vis:vis $field:ident: $kind:ty
+                = $metric:literal, $([$unit:ident])? $help:literal $(, $new:expr)?;)+
+        }
+    ) => {
+        $(#[$meta])*
+        $vis struct $name {
+            $($(#[doc = $about] $stage_vis $stage: Counter,)+)?
+            $($(#[$doc])* #[doc = $help] $field_vis $field: $kind,)+
+        }
+
+        impl $name {
+            $vis fn register(registry: &mut Registry) -> Self {
+                $(let stages = Family::<$crate::metrics::StageLabel, Counter>::default();
+                registry.register($stages, $about, stages.clone());)?
+                $(let $field: $kind = $crate::metrics::metrics!(@new $($new)?);
+                $crate::metrics::metrics!(@register registry, $metric, $help, $field $(, $unit)?);)+
+                Self {
+                    $($($stage: {
+                        let stage = stringify!($stage);
+                        stages.get_or_create_owned(&$crate::metrics::StageLabel { stage })
+                    },)+)?
+                    $($field,)+
+                }
+            }
+        }
+    };
+    (@new) => { Default::default() };
+    (@new $new:expr) => { $new };
+    (@register $registry:ident, $metric:literal, $help:literal, $field:ident) => {
+        $registry.register($metric, $help, $field.clone())
+    };
+    (@register $registry:ident, $metric:literal, $help:literal, $field:ident, $unit:ident) => {
+        $registry.register_with_unit($metric, $help, Unit::$unit, $field.clone())
+    };
+}
+pub(super) use metrics;
+
+metrics! {
+    /// Metrics of requests, events and indexes.
+    pub(super) struct CommonFigures {
+        pub requests: Family<RequestLabel, Counter> = "requests", "HTTP requests answered";
+        pub request_seconds: Histogram = "request_duration",
+            [Seconds] "Time from a request's head to its answer's head", seconds_histogram();
+        events: Family<KindLabel, Gauge> = "events",
+            "What became of engine events since the start, of all publishers, by kind";
+        blocks: Family<ModelLabel, Gauge> = "index_blocks",
+            "Blocks held, one per worker and tier that holds it";
+        unique_blocks: Family<ModelLabel, Gauge> = "index_unique_blocks",
+            "Different blocks held by any worker";
+        index_bytes: Family<ModelLabel, Gauge> = "index", [Bytes] "Memory of the index";
+        evicted_blocks: Family<ModelLabel, Counter> = "index_evicted_blocks",
+            "Blocks that the index let go at a limit, though their workers may hold them still";
+        predicted_blocks: Family<ModelLabel, Gauge> = "index_predicted_blocks",
+            "Blocks that workers are predicted to hold soon";
+        workers: Family<ModelLabel, Gauge> = "index_workers", "Workers whose blocks are indexed";
+    }
+}
+
+/// The metrics that every service has, and what answers scrapes.
 pub(super) struct CommonMetrics {
     registry: Mutex<Registry>,
     /// Of the scrape that is being answered.
     turn: tokio::sync::Mutex<()>,
-    pub requests: Family<RequestLabel, Counter>,
-    pub request_seconds: Histogram,
-    events: Family<KindLabel, Gauge>,
-    blocks: Family<ModelLabel, Gauge>,
-    unique_blocks: Family<ModelLabel, Gauge>,
-    index_bytes: Family<ModelLabel, Gauge>,
-    evicted_blocks: Family<ModelLabel, Counter>,
-    predicted_blocks: Family<ModelLabel, Gauge>,
-    workers: Family<ModelLabel, Gauge>,
+    figures: CommonFigures,
+}
+
+impl Deref for CommonMetrics {
+    type Target = CommonFigures;
+
+    fn deref(&self) -> &CommonFigures {
+        &self.figures
+    }
 }
 
 /// 50 us to 100 s, three steps a decade.
@@ -71,62 +144,9 @@ pub(super) fn seconds_histogram() -> Histogram {
 impl CommonMetrics {
     pub fn new() -> (Self, Registry) {
         let mut registry = Registry::with_prefix(PREFIX);
-        let metrics = Self {
-            registry: Mutex::new(Registry::default()),
-            turn: tokio::sync::Mutex::default(),
-            requests: Family::default(),
-            request_seconds: seconds_histogram(),
-            events: Family::default(),
-            blocks: Family::default(),
-            unique_blocks: Family::default(),
-            index_bytes: Family::default(),
-            evicted_blocks: Family::default(),
-            predicted_blocks: Family::default(),
-            workers: Family::default(),
-        };
-        registry.register("requests", "HTTP requests answered", metrics.requests.clone());
-        registry.register_with_unit(
-            "request_duration",
-            "Time from a request's head to its answer's head",
-            Unit::Seconds,
-            metrics.request_seconds.clone(),
-        );
-        registry.register(
-            "events",
-            "What became of engine events since the start, of all publishers, by kind",
-            metrics.events.clone(),
-        );
-        registry.register(
-            "index_blocks",
-            "Blocks held, one per worker and tier that holds it",
-            metrics.blocks.clone(),
-        );
-        registry.register(
-            "index_unique_blocks",
-            "Different blocks held by any worker",
-            metrics.unique_blocks.clone(),
-        );
-        registry.register_with_unit(
-            "index",
-            "Memory of the index",
-            Unit::Bytes,
-            metrics.index_bytes.clone(),
-        );
-        registry.register(
-            "index_evicted_blocks",
-            "Blocks that the index let go at a limit, though their workers may hold them still",
-            metrics.evicted_blocks.clone(),
-        );
-        registry.register(
-            "index_predicted_blocks",
-            "Blocks that workers are predicted to hold soon",
-            metrics.predicted_blocks.clone(),
-        );
-        registry.register(
-            "index_workers",
-            "Workers whose blocks are indexed",
-            metrics.workers.clone(),
-        );
+        let figures = CommonFigures::register(&mut registry);
+        let metrics =
+            Self { registry: Mutex::default(), turn: tokio::sync::Mutex::default(), figures };
         (metrics, registry)
     }
 

@@ -10,13 +10,8 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
-use super::super::metrics::{ModelLabel, escape, seconds_histogram};
 use super::fleet::Fleet;
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct StageLabel {
-    stage: &'static str,
-}
+use crate::metrics::{ModelLabel, escape, metrics, seconds_histogram};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct OutcomeLabel {
@@ -37,140 +32,46 @@ pub(super) struct QueueLabel {
     outcome: &'static str,
 }
 
-#[derive(Debug, Clone)]
-pub(super) struct RouterMetrics {
-    /// Tokens of the prompts of all reservations.
-    pub input: Counter,
-    /// Of these, tokens that the best worker could have reused.
-    pub available: Counter,
-    /// Of these, tokens that the chosen worker was expected to reuse.
-    pub selected: Counter,
-    pub selections: Family<OutcomeLabel, Counter>,
-    /// Time that reservations took where they may have to wait.
-    pub queue_seconds: Histogram,
-    queued: Family<QueueLabel, Counter>,
-    queue_pending: Family<ModelLabel, Gauge>,
-    queue_pending_tokens: Family<ModelLabel, Gauge>,
-    pub load_expired: Counter,
-    reservations: Family<ModelLabel, Gauge>,
-    journal_records: Gauge,
-    journal_bytes: Gauge,
-    journal_dropped: Counter,
-    workers: Family<ModelLabel, Gauge>,
-    busy_workers: Family<ModelLabel, Gauge>,
-    worker_active_blocks: Family<WorkerLabel, Gauge>,
-    worker_active_prefill: Family<WorkerLabel, Gauge>,
-    worker_active_requests: Family<WorkerLabel, Gauge>,
-    worker_prefill_rate: Family<WorkerLabel, Gauge>,
+metrics! {
+    #[derive(Debug, Clone)]
+    pub(super) struct RouterMetrics {
+        @stages "prompt_tokens",
+            "Tokens of reserved prompts: all, those that the best worker holds, those that the chosen one holds":
+            pub input, pub available, pub selected;
+        pub selections: Family<OutcomeLabel, Counter> = "router_selections",
+            "Requests for a worker by outcome; only reserved ones change anything";
+        pub queue_seconds: Histogram = "queue_wait",
+            [Seconds] "Time that reservations took, refused ones included (--router-queue-threshold)",
+            seconds_histogram();
+        queued: Family<QueueLabel, Counter> = "queued",
+            "Requests of a model that waited for a worker with room to prefill, by what became of them";
+        queue_pending: Family<ModelLabel, Gauge> = "queue_pending_requests",
+            "Requests of a model that wait for a worker with room to prefill";
+        queue_pending_tokens: Family<ModelLabel, Gauge> = "queue_pending_isl_tokens",
+            "Tokens of their prompts";
+        pub load_expired: Counter = "load_expired",
+            "Reservations of which nothing was heard for so long that their load was freed";
+        workers: Family<ModelLabel, Gauge> = "router_workers", "Registered workers";
+        busy_workers: Family<ModelLabel, Gauge> = "router_busy_workers",
+            "Workers above a threshold";
+        reservations: Family<ModelLabel, Gauge> = "router_reservations",
+            "Reservations that are active";
+        journal_bytes: Gauge = "decision_journal", [Bytes] "Memory of past decisions";
+        journal_records: Gauge = "decision_journal_records", "Past decisions that are kept";
+        journal_dropped: Counter = "decision_journal_dropped",
+            "Past decisions that gave way to later ones";
+        worker_active_blocks: Family<WorkerLabel, Gauge> = "worker_active_blocks",
+            "Distinct blocks of active requests";
+        worker_active_prefill: Family<WorkerLabel, Gauge> = "worker_active_prefill_tokens",
+            "Prompt tokens still to be prefilled";
+        worker_active_requests: Family<WorkerLabel, Gauge> = "worker_active_requests",
+            "Active requests";
+        worker_prefill_rate: Family<WorkerLabel, Gauge> = "worker_prefill_tokens_per_second",
+            "Prompt tokens a second that first tokens have shown, where prefill speed counts";
+    }
 }
 
 impl RouterMetrics {
-    pub fn register(registry: &mut Registry) -> Self {
-        let stages: Family<StageLabel, Counter> = Family::default();
-        let stage = |stage| stages.get_or_create_owned(&StageLabel { stage });
-        let metrics = Self {
-            input: stage("input"),
-            available: stage("available"),
-            selected: stage("selected"),
-            selections: Family::default(),
-            queue_seconds: seconds_histogram(),
-            queued: Family::default(),
-            queue_pending: Family::default(),
-            queue_pending_tokens: Family::default(),
-            load_expired: Counter::default(),
-            reservations: Family::default(),
-            journal_records: Gauge::default(),
-            journal_bytes: Gauge::default(),
-            journal_dropped: Counter::default(),
-            workers: Family::default(),
-            busy_workers: Family::default(),
-            worker_active_blocks: Family::default(),
-            worker_active_prefill: Family::default(),
-            worker_active_requests: Family::default(),
-            worker_prefill_rate: Family::default(),
-        };
-        registry.register(
-            "prompt_tokens",
-            "Tokens of reserved prompts: all, those that the best worker holds, those that the chosen one holds",
-            stages,
-        );
-        registry.register(
-            "router_selections",
-            "Requests for a worker by outcome; only reserved ones change anything",
-            metrics.selections.clone(),
-        );
-        registry.register_with_unit(
-            "queue_wait",
-            "Time that reservations took, refused ones included (--router-queue-threshold)",
-            Unit::Seconds,
-            metrics.queue_seconds.clone(),
-        );
-        registry.register(
-            "queued",
-            "Requests of a model that waited for a worker with room to prefill, by what became of them",
-            metrics.queued.clone(),
-        );
-        for (name, help, family) in [
-            (
-                "queue_pending_requests",
-                "Requests of a model that wait for a worker with room to prefill",
-                &metrics.queue_pending,
-            ),
-            ("queue_pending_isl_tokens", "Tokens of their prompts", &metrics.queue_pending_tokens),
-        ] {
-            registry.register(name, help, family.clone());
-        }
-        registry.register(
-            "load_expired",
-            "Reservations of which nothing was heard for so long that their load was freed",
-            metrics.load_expired.clone(),
-        );
-        for (name, help, family) in [
-            ("router_workers", "Registered workers", &metrics.workers),
-            ("router_busy_workers", "Workers above a threshold", &metrics.busy_workers),
-            ("router_reservations", "Reservations that are active", &metrics.reservations),
-        ] {
-            registry.register(name, help, family.clone());
-        }
-        registry.register_with_unit(
-            "decision_journal",
-            "Memory of past decisions",
-            Unit::Bytes,
-            metrics.journal_bytes.clone(),
-        );
-        registry.register(
-            "decision_journal_records",
-            "Past decisions that are kept",
-            metrics.journal_records.clone(),
-        );
-        registry.register(
-            "decision_journal_dropped",
-            "Past decisions that gave way to later ones",
-            metrics.journal_dropped.clone(),
-        );
-        for (name, help, family) in [
-            (
-                "worker_active_blocks",
-                "Distinct blocks of active requests",
-                &metrics.worker_active_blocks,
-            ),
-            (
-                "worker_active_prefill_tokens",
-                "Prompt tokens still to be prefilled",
-                &metrics.worker_active_prefill,
-            ),
-            ("worker_active_requests", "Active requests", &metrics.worker_active_requests),
-            (
-                "worker_prefill_tokens_per_second",
-                "Prompt tokens a second that first tokens have shown, where prefill speed counts",
-                &metrics.worker_prefill_rate,
-            ),
-        ] {
-            registry.register(name, help, family.clone());
-        }
-        metrics
-    }
-
     /// Read what families tell of now.
     pub fn refill(&self, fleet: &Fleet) {
         self.clear();
