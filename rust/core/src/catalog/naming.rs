@@ -13,8 +13,8 @@ use crate::hash::engine::{Key, NameAlgorithm, NameScheme, Namer};
 
 /// Events that start a prompt and are looked at before the search for a scheme slows down.
 const EAGER_TRIES: u32 = 32;
-/// From then on one in so many is.
-const LAZY_TRIES: u32 = 256;
+/// From then on one in so many is: a try costs some 400 digests, and each of the first ones has failed.
+const LAZY_TRIES: u32 = 4_096;
 /// Such events that are compared with a proven scheme before only samples are.
 const EAGER_CHECKS: u32 = 8;
 /// From then on one in so many is.
@@ -74,7 +74,9 @@ impl Proof {
 
     /// Looks at a stored event. Returns whether the naming is another one now.
     pub fn look(&mut self, event: &Stored) -> bool {
-        let Some(keys) = keys_of(event) else { return false };
+        if !is_proof(event) {
+            return false;
+        }
         self.looked_at = self.looked_at.saturating_add(1);
         let (eager, lazy) = match self.naming {
             Some(_) => (EAGER_CHECKS, LAZY_CHECKS),
@@ -83,6 +85,7 @@ impl Proof {
         if self.looked_at > eager && !self.looked_at.is_multiple_of(lazy) {
             return false;
         }
+        let Some(keys) = keys_of(event) else { return false };
         let found = match &self.naming {
             Some(naming) if names(event, &keys, naming) => return false,
             Some(_) => None,
@@ -99,8 +102,11 @@ impl Proof {
 
 type Keys<'a> = SmallVec<[SmallVec<[Key<'a>; 2]>; 8]>;
 
-/// What else than tokens the event says its blocks were hashed with; `None` for an event that proves nothing.
-fn keys_of(event: &Stored) -> Option<Keys<'_>> {
+/// Whether the event says all that its blocks were hashed with, so that its names prove or disprove a scheme.
+///
+/// # Cost
+/// Nothing is allocated or hashed: it is asked of every event.
+fn is_proof(event: &Stored) -> bool {
     let blocks = event.block_hashes.len();
     let is_whole = event.parent.is_none()
         && blocks > 0
@@ -108,23 +114,32 @@ fn keys_of(event: &Stored) -> Option<Keys<'_>> {
         && blocks.checked_mul(event.block_size as usize) == Some(event.token_ids.len());
     // The adapter's path is hashed as well, and no event has it.
     let has_adapter = event.lora_name.is_some() || event.lora_id.is_some_and(|id| id != 0);
-    if !is_whole || has_adapter || event.cache_salt.is_some() {
-        return None;
+    let is_known = |(block, keys): (usize, &Option<Vec<ExtraKey>>)| {
+        keys.iter().flatten().all(|key| key_of(key, block).is_some())
+    };
+    is_whole
+        && !has_adapter
+        && event.cache_salt.is_none()
+        && event.extra_keys.iter().take(blocks).enumerate().all(is_known)
+}
+
+/// What else than tokens the blocks were hashed with, of an event that [is a proof](is_proof).
+fn keys_of(event: &Stored) -> Option<Keys<'_>> {
+    let keys = |block: usize| {
+        let keys = event.extra_keys.get(block).into_iter().flatten().flatten();
+        keys.map(|key| key_of(key, block)).collect()
+    };
+    (0..event.block_hashes.len()).map(keys).collect()
+}
+
+/// A key as block number `block` of a prompt hashes it; `None` for one that is not known.
+fn key_of(key: &ExtraKey, block: usize) -> Option<Key<'_>> {
+    match key {
+        ExtraKey::Text(salt) if block == 0 => Some(Key::Salt(salt)),
+        ExtraKey::Item { identifier, offset } => Some(Key::Media(identifier, *offset)),
+        ExtraKey::Digest(digest) => Some(Key::Embeds(digest)),
+        ExtraKey::Text(_) | ExtraKey::Opaque(_) => None,
     }
-    let mut all = Keys::with_capacity(blocks);
-    for block in 0..blocks {
-        let mut keys = SmallVec::new();
-        for key in event.extra_keys.get(block).into_iter().flatten().flatten() {
-            keys.push(match key {
-                ExtraKey::Text(salt) if block == 0 => Key::Salt(salt),
-                ExtraKey::Item { identifier, offset } => Key::Media(identifier, *offset),
-                ExtraKey::Digest(digest) => Key::Embeds(digest),
-                ExtraKey::Text(_) | ExtraKey::Opaque(_) => return None,
-            });
-        }
-        all.push(keys);
-    }
-    Some(all)
 }
 
 /// The schemes that the event may follow, the likeliest first.
