@@ -49,12 +49,14 @@ impl Tier {
     ///
     /// Source: the medium names of vLLM, SGLang and their offloading connectors.
     pub fn from_medium(medium: &str) -> Option<Tier> {
-        match medium.to_ascii_uppercase().as_str() {
-            "GPU" | "DEVICE" => Some(Tier::Device),
-            "CPU" | "CPU_PINNED" | "CPU_TIER1" | "HOST" => Some(Tier::Host),
-            "CPU_TIER2" | "DISK" | "NVME" | "STORAGE" | "FS" => Some(Tier::Disk),
-            "EXTERNAL" | "NETWORK" | "REMOTE" | "SHARED" => Some(Tier::External),
-            _ => None,
-        }
+        const MEDIA: [(&[&str], Tier); 4] = [
+            (&["GPU", "DEVICE"], Tier::Device),
+            (&["CPU", "CPU_PINNED", "CPU_TIER1", "HOST"], Tier::Host),
+            (&["CPU_TIER2", "DISK", "NVME", "STORAGE", "FS"], Tier::Disk),
+            (&["EXTERNAL", "NETWORK", "REMOTE", "SHARED"], Tier::External),
+        ];
+        // Every event is asked several times: nothing is allocated for it.
+        let is_named = |names: &[&str]| names.iter().any(|name| medium.eq_ignore_ascii_case(name));
+        MEDIA.into_iter().find_map(|(names, tier)| is_named(names).then_some(tier))
     }
 }

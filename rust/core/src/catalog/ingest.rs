@@ -55,7 +55,9 @@ impl Ingest<'_> {
         let mut reports = Vec::new();
         for (at, event) in events.iter().enumerate() {
             let Event::Stored(stored) = event else { continue };
-            if !self.starts_prompt(stored) || !self.is_resumable(stored) {
+            // Before the index is asked: nothing follows the last event, so most batches end here.
+            let may_report = at + 1 < events.len() || self.groups.sends_reports();
+            if !may_report || !self.starts_prompt(stored) || !self.is_resumable(stored) {
                 continue;
             }
             let goes_on = |later: &Event| {
@@ -315,7 +317,8 @@ impl Ingest<'_> {
 
 /// Whether the event repeats what one of `reports` tells: those of all groups have the same tokens.
 fn is_report(event: &Stored, reports: &[&[u32]]) -> bool {
-    event.parent.is_none()
+    !reports.is_empty()
+        && event.parent.is_none()
         && event.tier() == Some(Tier::Device)
         && reports.contains(&event.token_ids.as_slice())
 }
