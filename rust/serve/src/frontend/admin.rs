@@ -24,7 +24,7 @@ use super::pool::Pool;
 use super::probe;
 use crate::Reject;
 use crate::gateway::backend::disagg::Prefill;
-use crate::gateway::call::{Call, Head};
+use crate::gateway::call::Head;
 use crate::gateway::evidence;
 use crate::gateway::plan::{Part, Plan};
 use crate::metrics::CauseLabel;
@@ -463,8 +463,7 @@ pub(super) async fn explain(
     let explained = async {
         let bytes = app.intake.whole(body).await?.bytes;
         let head = Head { uri: Uri::default(), headers, address: None };
-        let call = Call::read_aside(&app, None, head, String::new(), bytes).await?;
-        let plan = Plan::make(&app, call).await?;
+        let plan = Plan::make(&app, None, head, String::new(), bytes).await?;
         let prefill = Prefill::of(&app, &plan).await?.explain(&app).await;
         let part = Part { is_decode_only: prefill.is_some(), ..Part::default() };
         let decision = plan.explain(&app, part).await.map_err(Reject::from)?;

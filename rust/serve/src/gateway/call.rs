@@ -1,5 +1,7 @@
 //! A client's request, read once.
 
+use std::sync::Arc;
+
 use axum::http::{HeaderMap, HeaderName, Uri};
 use bytes::Bytes;
 use kvflash_core::error::Error;
@@ -59,7 +61,7 @@ pub(crate) struct Call {
     pub api: Api,
     pub head: Head,
     pub request_id: String,
-    pub body: Body,
+    pub body: Arc<Body>,
     /// What it asks of routing itself.
     pub nvext: Nvext,
     /// Whether an engine takes what it can of it from its cache, and says so of one prompt.
@@ -67,57 +69,43 @@ pub(crate) struct Call {
 }
 
 impl Call {
-    /// Read a request; `api` is told by its fields where the path does not tell.
+    /// Of a body and the `envelope` that was read from it; `api` is told by its fields where the path does not
+    /// tell.
     ///
     /// # Errors
     /// 400 naming the field, what was expected and what came.
-    pub fn read(
+    pub fn new(
         api: Option<Api>,
         head: Head,
         request_id: String,
-        bytes: Bytes,
+        body: &Arc<Body>,
+        envelope: &Envelope<'_>,
     ) -> Result<Self, Reject> {
-        let body = Body::parse(bytes)?;
-        let envelope: Envelope<'_> = body.read()?;
         let of_fields = || match envelope.messages {
             Some(_) => Api::Chat,
             None => Api::Completions,
         };
         let api = api.unwrap_or_else(of_fields);
         let nvext = Nvext::parse(envelope.nvext)?;
-        let reuses_prefix = envelope.reuses_prefix();
+        let (body, reuses_prefix) = (Arc::clone(body), envelope.reuses_prefix());
         Ok(Self { api, head, request_id, body, nvext, reuses_prefix })
     }
 
-    /// As [`read`](Self::read); a long body is read beside the threads that serve.
+    /// A request's body, parsed; a long one beside the threads that serve.
     ///
     /// # Errors
-    /// As [`read`](Self::read); 429 where others keep all cores busy.
-    pub async fn read_aside(
-        app: &App,
-        api: Option<Api>,
-        head: Head,
-        request_id: String,
-        bytes: Bytes,
-    ) -> Result<Self, Reject> {
+    /// 400 for what is no JSON object; 429 where others keep all cores busy.
+    pub async fn body(app: &App, head: &Head, bytes: Bytes) -> Result<Arc<Body>, Reject> {
         let len = bytes.len();
+        let parse = || Body::parse(bytes).map(Arc::new);
         if len <= LONG_BODY_BYTES {
-            return Self::read(api, head, request_id, bytes);
+            return parse();
         }
-        let (headers, address) = (head.headers.clone(), head.address.clone());
-        let read = || Self::read(api, head, request_id, bytes);
-        app.compute.run(&headers, address.as_deref(), len, read).await.unwrap_or_else(|Busy| {
+        let done = app.compute.run(&head.headers, head.address.as_deref(), len, parse).await;
+        done.unwrap_or_else(|Busy| {
             app.refused("tokenizer");
             let what = "reading long requests keeps all cores busy: try again".to_owned();
             Err(Error::Overloaded(what).into())
         })
-    }
-
-    /// The fields that routing reads.
-    ///
-    /// # Errors
-    /// None that reading it had not.
-    pub fn envelope(&self) -> Result<Envelope<'_>, Reject> {
-        self.body.read()
     }
 }

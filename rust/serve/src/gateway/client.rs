@@ -112,6 +112,7 @@ fn chat_text(messages: Raw<'_>) -> Vec<u8> {
 mod tests {
     use axum::http::Uri;
 
+    use super::super::body::Body;
     use super::super::call::Head;
     use super::*;
 
@@ -119,8 +120,10 @@ mod tests {
         let headers =
             headers.iter().map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap()));
         let head = Head { headers: headers.collect(), uri: Uri::default(), address: None };
-        let call = Call::read(None, head, String::new(), body.to_owned().into()).unwrap();
-        super::read(&call, &call.envelope().unwrap(), &Members::default(), true)
+        let body = Arc::new(Body::parse(body.to_owned().into()).unwrap());
+        let envelope = body.read().unwrap();
+        let call = Call::new(None, head, String::new(), &body, &envelope).unwrap();
+        super::read(&call, &envelope, &Members::default(), true)
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use bytes::Bytes;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::fair::Cost;
 use kvflash_core::hash::engine::{MediaItem, NameKeys};
@@ -11,7 +12,7 @@ use kvflash_core::select::{self, Ask, Pin, Request, RouteOverride, Selection};
 use kvflash_core::text::Tokens;
 use serde_json::json;
 
-use super::call::Call;
+use super::call::{Api, Call, Head};
 use super::client;
 use super::envelope::Envelope;
 use super::evidence::Expectation;
@@ -55,12 +56,21 @@ pub(crate) struct Part<'a> {
 }
 
 impl Plan {
+    /// Read a request with the body `bytes`; `api` is told by its fields where the path does not tell.
+    ///
     /// # Errors
     /// 400 for a request that no engine would take, 404 for a model that is not served or a pinned worker that
     /// is not there.
-    pub async fn make(app: &App, call: Call) -> Result<Self, Reject> {
-        let call = Arc::new(call);
-        let envelope = call.envelope()?;
+    pub async fn make(
+        app: &App,
+        api: Option<Api>,
+        head: Head,
+        request_id: String,
+        bytes: Bytes,
+    ) -> Result<Self, Reject> {
+        let body = Call::body(app, &head, bytes).await?;
+        let envelope: Envelope<'_> = body.read()?;
+        let call = Arc::new(Call::new(api, head, request_id, &body, &envelope)?);
         let route = match envelope.model.as_deref() {
             Some(name) => app.fleet.route(name),
             None => app.fleet.only_route(),

@@ -14,7 +14,7 @@ use super::backend::disagg::Prefill;
 use super::backend::handoff::Handoff;
 use super::backend::worker::{self, Opened};
 use super::book::{Choice, Tries};
-use super::call::{Api, Call, Head, REQUEST_ID_HEADER};
+use super::call::{Api, Head, REQUEST_ID_HEADER};
 use super::client::{SESSION_HEADER, session_id_of};
 use super::plan::Plan;
 use super::query;
@@ -59,8 +59,7 @@ async fn respond(
 ) -> Result<Response, Reject> {
     let (mut in_flight, Received { bytes, turn }) = admit(app, body).await?;
     let began = Instant::now();
-    let call = Call::read_aside(app, Some(api), head, request_id, bytes).await?;
-    let plan = Plan::make(app, call).await.inspect_err(|reject| {
+    let plan = Plan::make(app, Some(api), head, request_id, bytes).await.inspect_err(|reject| {
         if reject.status.as_u16() == 503 {
             app.refused("no_worker");
         }
