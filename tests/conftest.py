@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,9 @@ import pytest
 import zmq
 
 from service import Http, Process
+
+# A process that is ended by a test has no balancer in front; tests of the lame duck give the flag.
+os.environ.setdefault("KVFLASH_LAME_DUCK_TIMEOUT", "0")
 
 # Those that take longest go first, so that none of them runs alone at the end.
 LONGEST = [

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Protocol
@@ -194,7 +195,13 @@ def _allow_open_files() -> None:
         logger.info("up to %d open files, where the limit was %d", hard, soft)
 
 
-def run_until_stopped(service: Service, *, name: str, drain_s: float | None = None) -> None:
+def run_until_stopped(
+    service: Service,
+    *,
+    name: str,
+    drain_s: float | None = None,
+    lame_duck: tuple[float, Callable[[], None]] | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT; prints one line with the address once it listens.
 
     A second signal ends the process at once.
@@ -203,6 +210,7 @@ def run_until_stopped(service: Service, *, name: str, drain_s: float | None = No
         service: What to run.
         name: Its name in the log.
         drain_s: Time that its ``stop`` gives to running requests, to be told.
+        lame_duck: Seconds from SIGTERM to ``stop``, and what tells balancers to send no more.
 
     Raises:
         ConfigError: The address can't be bound.
@@ -214,9 +222,13 @@ def run_until_stopped(service: Service, *, name: str, drain_s: float | None = No
         # While the core stops no handler of Python's would run.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
+        wait = lame_duck[0] if lame_duck is not None and signum == signal.SIGTERM else 0
+        pause = f" in {wait:g} s, /ready is 503 until then" if wait else ""
         grace = "" if drain_s is None else f"; running requests get up to {drain_s:g} s"
         received = signal.Signals(signum).name
-        logger.info("%s: stopping on %s%s; a second signal ends it now", name, received, grace)
+        logger.info(
+            "%s: stopping on %s%s%s; a second signal ends it now", name, received, pause, grace
+        )
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
@@ -229,4 +241,8 @@ def run_until_stopped(service: Service, *, name: str, drain_s: float | None = No
     print(json.dumps({"event": "ready", "service": name, "url": service.url}), flush=True)
     while not stopped:
         heard.recv(1)
+    if lame_duck is not None and stopped[0] == signal.SIGTERM:
+        seconds, announce = lame_duck
+        announce()
+        time.sleep(seconds)
     service.stop()

@@ -144,14 +144,18 @@ def rss(process_id: int) -> int:
 def honest(target: Target, seconds: float, rate: float) -> tuple[list[float], int]:
     """Short chats at ``rate`` a second: seconds that each took, and how many failed."""
     took, failed = [], 0
+    status: object
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         began = time.monotonic()
         try:
             number = target.random.randrange(10**9)
-            failed += target.post(chat(f"question {number} of many", max_tokens=1)) != 200
-        except OSError:
+            status = target.post(chat(f"question {number} of many", max_tokens=1))
+        except (OSError, http.client.HTTPException) as error:
+            status = repr(error)
+        if status != 200:
             failed += 1
+            print("an honest request:", status, file=sys.stderr)
         took.append(time.monotonic() - began)
         time.sleep(max(0.0, 1 / rate - took[-1]))
     return took, failed

@@ -79,7 +79,7 @@ class _Watched:
         args: FrontendArgs,
         fleet: dict[int, str],
     ) -> None:
-        self._fleet = fleet
+        self._fleet, self._frontend = fleet, frontend
         reports = Reports(frontend)
         kind = args.discovery_kind
         args.check_cluster(has_discovery=kind is not None, needs="--discovery")
@@ -133,6 +133,9 @@ class _Watched:
         for number in self._fleet:
             self._cluster.worker_joined(_component(self._fleet), number)
 
+    def announce_stop(self) -> None:
+        self._frontend.announce_stop()
+
     def stop(self) -> None:
         self._finder.stop()
         if self._indexers is not None:
@@ -149,7 +152,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_logging(args.log_level, args.log_format)
         fleet: dict[int, str] = {}
         service = _Watched(make_frontend(args, fleet), args, fleet)
-        run_until_stopped(service, name="frontend", drain_s=args.drain_timeout)
+        lame_duck = (args.lame_duck_timeout, service.announce_stop)
+        run_until_stopped(
+            service, name="frontend", drain_s=args.drain_timeout, lame_duck=lame_duck
+        )
     except KvflashError as error:
         return refuse("frontend", error, failure=2)
     return 0

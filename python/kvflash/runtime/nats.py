@@ -369,7 +369,7 @@ class NatsClient:
         if reply is not None:
             status = (message.headers or {}).get("Status")
             if status is not None:
-                reply.fail(TransportError(f"nobody listens at {reply.subject}"))
+                reply.fail_alone()
             else:
                 reply.take(message.data)
 
@@ -461,6 +461,11 @@ class NatsReply:
         """End it with an error, after what came before."""
         self._failure = self._failure or error
         self._news.set()
+
+    def fail_alone(self) -> None:
+        """End it, for nobody listens; where nothing came, nobody had the request either."""
+        kind = TransportError if self._number else NotFoundError
+        self.fail(kind(f"nobody listens at {self.subject}"))
 
     def _acknowledge(self) -> None:
         """Tell what was read, and of a frame that is not complete what came."""

@@ -5,6 +5,7 @@ use std::collections::hash_map::Entry;
 use std::convert::Infallible;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use axum::body::Body;
@@ -76,11 +77,12 @@ pub struct Peer(pub SocketAddr);
 #[derive(Debug, Clone)]
 pub struct Shutdown {
     stopped: Arc<watch::Sender<bool>>,
+    leaving: Arc<AtomicBool>,
 }
 
 impl Default for Shutdown {
     fn default() -> Self {
-        Self { stopped: Arc::new(watch::Sender::new(false)) }
+        Self { stopped: Arc::new(watch::Sender::new(false)), leaving: Arc::default() }
     }
 }
 
@@ -88,6 +90,16 @@ impl Shutdown {
     /// Stop every server that has this signal.
     pub fn stop(&self) {
         self.stopped.send_replace(true);
+    }
+
+    /// It is about to be given: who asks for readiness is told, and all else goes on.
+    pub fn announce(&self) {
+        self.leaving.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether it is about to be given, or was.
+    pub fn is_announced(&self) -> bool {
+        self.leaving.load(Ordering::Relaxed) || self.is_stopped()
     }
 
     /// Has it been given?

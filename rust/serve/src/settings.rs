@@ -124,9 +124,14 @@ settings! {
         /// Of one that is not well, 0.25 at first and twice as long each time up to this
         health_interval: Duration = Duration::from_secs(2), 0.001..=86_400.0,
             "--health-interval SECONDS";
-        /// Time for running requests after SIGTERM
+        /// Time after SIGTERM in which /ready is 503 and requests are still taken
         ///
-        /// A second one ends it at once
+        /// Balancers that ask for readiness send no new ones meanwhile. None after SIGINT
+        lame_duck_timeout: Duration = Duration::from_secs(5), 0.0..=86_400.0,
+            "--lame-duck-timeout SECONDS";
+        /// Time for running requests after that
+        ///
+        /// A second SIGTERM ends it at once
         drain_timeout: Duration = Duration::from_secs(30), 0.0..=86_400.0, "--drain-timeout SECONDS";
     }
     "Compatibility": {
@@ -221,6 +226,11 @@ settings! {
         /// connection closes
         keep_alive_timeout: Duration = Duration::from_secs(75), 0.001..=86_400.0,
             "--keep-alive-timeout SECONDS";
+        /// Listen at a port where another process listens that has this flag, too
+        ///
+        /// A new process can take over before the old one ends. Without it a port that is taken is
+        /// an error
+        reuse_port: bool = false, (), "--reuse-port";
         /// Maximum open connections; further ones wait
         max_connections: usize = 16_384, 1..=1_000_000, "--max-connections";
         /// Maximum open connections of one address; further ones are closed

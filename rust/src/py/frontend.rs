@@ -208,6 +208,11 @@ impl Frontend {
         .or_raise(py)
     }
 
+    /// Tell whoever asks for readiness that it is about to stop; requests are still taken.
+    fn announce_stop(&self) {
+        self.service.shutdown.announce();
+    }
+
     /// Stop serving; open requests get the drain time. Blocks until done.
     fn stop(&self, py: Python<'_>) {
         py.detach(|| self.service.stop());

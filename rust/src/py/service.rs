@@ -91,7 +91,7 @@ impl Service {
         let cannot = |error: std::io::Error| {
             Error::Config(format!("can't listen on {host}:{port} (--host, --port): {error}"))
         };
-        let listener = self.handle.block_on(listen(host, port)).map_err(cannot)?;
+        let listener = self.handle.block_on(listen(host, port, self.http.reuse_port)).map_err(cannot)?;
         let address = listener.local_addr().map_err(cannot)?;
         let (tls, limits) = (self.tls.clone(), self.limits.clone());
         let shutdown = self.shutdown.clone();
@@ -164,12 +164,13 @@ impl Drop for Service {
 /// a second, after which it asks again.
 const BACKLOG: u32 = 16_384;
 
-async fn listen(host: &str, port: u16) -> std::io::Result<TcpListener> {
+async fn listen(host: &str, port: u16, is_shared: bool) -> std::io::Result<TcpListener> {
     let mut last = std::io::Error::new(std::io::ErrorKind::NotFound, "no such address");
     for address in lookup_host((host, port)).await? {
         let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
         // A port that was just left can be taken at once.
         socket.set_reuseaddr(true)?;
+        socket.set_reuseport(is_shared)?;
         match socket.bind(address).and_then(|()| socket.listen(BACKLOG)) {
             Ok(listener) => return Ok(listener),
             Err(error) => last = error,

@@ -84,6 +84,7 @@ pub(super) async fn live() -> StatusCode {
 pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
     let can_serve = can_serve(&app.fleet.engines());
     let why = match app.started() {
+        _ if app.shutdown.is_announced() => Some("it is about to stop".to_owned()),
         Err(error) => Some(error.to_string()),
         Ok(()) if !can_serve => Some("no worker that decodes is healthy".to_owned()),
         Ok(()) => None,

@@ -1,0 +1,52 @@
+"""A frontend that is replaced by another one while requests come."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import closing, suppress
+from http.client import HTTPException
+from urllib.parse import urlsplit
+
+from service import Http, until
+from support_frontend import FrontendProcess, Mocker
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+
+
+def status(url: str, method: str, path: str, body: object = None) -> int:
+    with closing(Http(url)) as http:
+        return http.call(method, path, body)[0]
+
+
+def test_sigterm_is_announced_before_it_is_obeyed() -> None:
+    with closing(Mocker()) as mocker:
+        flags = ("--worker", mocker.url, "--lame-duck-timeout", "60")
+        with FrontendProcess(*flags) as frontend:
+            until(lambda: status(frontend.url, "GET", "/ready") == 200, "the frontend to be ready")
+            frontend.process.popen.send_signal(signal.SIGTERM)
+            until(lambda: status(frontend.url, "GET", "/ready") == 503, "the announcement")
+            assert status(frontend.url, "GET", "/live") == 200
+            assert status(frontend.url, "POST", "/v1/chat/completions", CHAT) == 200
+            frontend.process.popen.send_signal(signal.SIGTERM)
+            assert frontend.process.popen.wait(10) == -signal.SIGTERM
+
+
+def test_a_new_process_takes_over_the_port_and_no_request_is_lost() -> None:
+    with closing(Mocker()) as mocker:
+        flags = ("--worker", mocker.url, "--reuse-port")
+        with FrontendProcess(*flags, "--lame-duck-timeout", "1") as old:
+            port = str(urlsplit(old.url).port)
+            until(lambda: status(old.url, "GET", "/ready") == 200, "the first to be ready")
+            with FrontendProcess(*flags, "--port", port) as new:
+                until(lambda: status(new.url, "GET", "/ready") == 200, "both to be ready")
+                old.process.popen.send_signal(signal.SIGTERM)
+                answers, failures = [], 0
+                while old.process.popen.poll() is None:
+                    try:
+                        answers.append(status(new.url, "POST", "/v1/chat/completions", CHAT))
+                    except (OSError, HTTPException):
+                        failures += 1
+                assert (set(answers), failures) == ({200}, 0)
+                assert status(new.url, "POST", "/v1/chat/completions", CHAT) == 200
+                with suppress(OSError):
+                    new.process.popen.terminate()
