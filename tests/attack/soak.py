@@ -1,8 +1,9 @@
-"""Hostile clients of every kind at once beside honest ones: what the honest ones and the memory feel.
+"""Hostile clients of every kind beside honest ones: what the honest ones and the memory feel.
 
     python tests/attack/soak.py --seconds 300 --clients 64
 
-Needs the package and this folder's neighbours; prints one JSON object and fails where a bound is broken.
+Needs the package and this folder's neighbours; prints one JSON object, and fails where a bound is
+broken.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ MIB = 1 << 20
 TOKENIZER = Path(__file__).parents[1] / "vectors" / "tiny-llama"
 # As published templates of gpt-oss: for each answer with tool calls, a look at all later messages.
 SQUARE = (
-    "{% for a in messages %}{% for b in messages %}{% if b.role == 'none' %}x{% endif %}{% endfor %}"
-    "{{ a.role }}: {{ a.content }}\n{% endfor %}"
+    "{% for a in messages %}{% for b in messages %}{% if b.role == 'none' %}x{% endif %}"
+    "{% endfor %}{{ a.role }}: {{ a.content }}\n{% endfor %}"
 )
 
 
@@ -116,7 +117,11 @@ def idle(target: Target) -> None:
 
 
 def malformed(target: Target) -> None:
-    lines = [b"GET / HTTP/9.9\r\n\r\n", b"\x00" * 100, b"POST /v1 HTTP/1.1\r\ncontent-length: x\r\n\r\n"]
+    lines = [
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"\x00" * 100,
+        b"POST /v1 HTTP/1.1\r\ncontent-length: x\r\n\r\n",
+    ]
     with target.connect() as one:
         one.sendall(target.random.choice(lines))
         one.recv(1_000)
@@ -185,7 +190,7 @@ def besiege(url: str, attacks: list[Callable[[Target], None]], clients: int, see
 
 
 async def engine() -> None:
-    """An engine that answers at once, or without end where a stream is asked for; prints its address."""
+    """An engine that answers at once, or without end where a stream is asked for."""
 
     async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, asyncio.IncompleteReadError):
@@ -227,7 +232,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=300.0, help="how long the attack lasts")
     parser.add_argument("--clients", type=int, default=64, help="hostile clients of each kind")
-    parser.add_argument("--quiet", type=float, default=20.0, help="how long the honest are alone before")
+    parser.add_argument(
+        "--quiet", type=float, default=20.0, help="how long the honest are alone before"
+    )
     parser.add_argument("--only", default="", help="one kind of attack alone")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
@@ -242,7 +249,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, server:
         assert server.stdout is not None
         worker = f"http://127.0.0.1:{int(server.stdout.readline())}"
-        flags = ("--worker", worker, "--tokenizer", str(model_folder(Path(folder))), "--tokenizer-cache", "64MiB")
+        flags = (
+            "--worker",
+            worker,
+            "--tokenizer",
+            str(model_folder(Path(folder))),
+            "--tokenizer-cache",
+            "64MiB",
+        )
         with FrontendProcess(*flags) as frontend:
             target = Target(frontend.url, given.seed)
             while target.post(chat("hello", max_tokens=1)) != 200:
@@ -253,8 +267,11 @@ def main() -> int:
             # In processes of their own, of low priority: their work is not the service's.
             hostile = [
                 subprocess.Popen(
-                    [sys.executable, __file__, "--besiege", frontend.url, "--only", kind.__name__]
-                    + ["--clients", str(given.clients), "--seed", str(given.seed)]
+                    (
+                        *(sys.executable, __file__, "--besiege", frontend.url),
+                        *("--only", kind.__name__),
+                        *("--clients", str(given.clients), "--seed", str(given.seed)),
+                    )
                 )
                 for kind in attacks
             ]

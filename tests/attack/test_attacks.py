@@ -1,4 +1,4 @@
-"""What one client could do to everybody: each attack once, quickly. ``make attack`` runs them for minutes."""
+"""What one client could do to everybody: each attack once. ``make attack`` takes minutes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,14 @@ def chat(content: str) -> bytes:
 @pytest.fixture(scope="module")
 def frontend() -> Iterator[FrontendProcess]:
     with closing(Mocker()) as mocker, ExitStack() as stack:
-        flags = ("--worker", mocker.url, "--tokenizer", str(TOKENIZER), "--tokenizer-cache", "16MiB")
+        flags = (
+            "--worker",
+            mocker.url,
+            "--tokenizer",
+            str(TOKENIZER),
+            "--tokenizer-cache",
+            "16MiB",
+        )
         yield stack.enter_context(FrontendProcess(*flags, "--max-concurrent-requests", "8"))
 
 
@@ -47,7 +54,9 @@ def test_huge_prompts_are_refused_and_leave_no_memory_behind(frontend: FrontendP
     until(lambda: ask(frontend, chat("hello")) == 200, "the frontend to serve")
     idle = rss(frontend.process.popen.pid)
     one_text = chat("a" * (30 * MIB))
-    many_messages = json.dumps({"model": "m", "messages": [{"role": "user", "content": "a"}] * 700_000})
+    many_messages = json.dumps(
+        {"model": "m", "messages": [{"role": "user", "content": "a"}] * 700_000}
+    )
     numbers = {"model": "m", "messages": [], "chat_template_kwargs": {"n": [1] * 10_000_000}}
     bodies = [one_text, many_messages.encode(), json.dumps(numbers).encode()] * 3
     peak = idle
@@ -63,7 +72,8 @@ def test_huge_prompts_are_refused_and_leave_no_memory_behind(frontend: FrontendP
 
 def test_bodies_that_crawl_hold_up_nobody(frontend: FrontendProcess) -> None:
     address = urlsplit(frontend.url)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {address.netloc}\r\ncontent-length: 100\r\n\r\n{{"
+    length = "content-length: 100"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {address.netloc}\r\n{length}\r\n\r\n{{"
     with ExitStack() as stack:
         for _ in range(64):
             one = stack.enter_context(socket.create_connection((address.hostname, address.port)))

@@ -153,9 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         fleet: dict[int, str] = {}
         service = _Watched(make_frontend(args, fleet), args, fleet)
         lame_duck = (args.lame_duck_timeout, service.announce_stop)
-        run_until_stopped(
-            service, name="frontend", drain_s=args.drain_timeout, lame_duck=lame_duck
-        )
+        run_until_stopped(service, name="frontend", drain_s=args.drain_timeout, lame_duck=lame_duck)
     except KvflashError as error:
         return refuse("frontend", error, failure=2)
     return 0

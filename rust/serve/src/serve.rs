@@ -170,6 +170,9 @@ where
     }
 }
 
+/// Open connections by address.
+type OpenByAddress = Arc<Mutex<HashMap<IpAddr, usize>>>;
+
 /// What every connection of a server is given.
 struct Door<A> {
     tls: Option<Tls>,
@@ -177,7 +180,7 @@ struct Door<A> {
     limits: ServeLimits,
     shutdown: Shutdown,
     /// Open connections by address; none of those that have no limit.
-    open: Arc<Mutex<HashMap<IpAddr, usize>>>,
+    open: OpenByAddress,
     /// When it was last said that an address has too many.
     warned: Mutex<Option<Instant>>,
 }
@@ -185,7 +188,7 @@ struct Door<A> {
 /// A place among the connections, of all and of one address; given back when it is dropped.
 struct Place {
     _permit: OwnedSemaphorePermit,
-    counted: Option<(IpAddr, Arc<Mutex<HashMap<IpAddr, usize>>>)>,
+    counted: Option<(IpAddr, OpenByAddress)>,
 }
 
 impl Drop for Place {

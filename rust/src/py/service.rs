@@ -91,7 +91,8 @@ impl Service {
         let cannot = |error: std::io::Error| {
             Error::Config(format!("can't listen on {host}:{port} (--host, --port): {error}"))
         };
-        let listener = self.handle.block_on(listen(host, port, self.http.reuse_port)).map_err(cannot)?;
+        let listener =
+            self.handle.block_on(listen(host, port, self.http.reuse_port)).map_err(cannot)?;
         let address = listener.local_addr().map_err(cannot)?;
         let (tls, limits) = (self.tls.clone(), self.limits.clone());
         let shutdown = self.shutdown.clone();

@@ -414,9 +414,7 @@ def test_client_that_leaves_within_its_body(frontend: Frontend) -> None:
     with Raw(frontend.address) as client:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n\r\n"
         client.send(head + b"{" * 50_000)
-        until(
-            lambda: frontend.metric("kvflash_buffered_bodies_bytes") > 16_384, "the body to come"
-        )
+        until(lambda: frontend.metric("kvflash_buffered_bodies_bytes") > 16_384, "the body to come")
         # It has no place before it is there as a whole.
         assert frontend.metric("kvflash_requests_in_flight") == 0
     until(lambda: frontend.metric("kvflash_buffered_bodies_bytes") == 0, "its memory to be free")
