@@ -106,6 +106,9 @@ class Bridge:
                 while (item := await reply.receive()) is not None:
                     yield unpack(item)
             except FailedError as error:
+                if error.failure.retry and error.failure.code == "unreachable":
+                    # It never had the request: the core may ask any other worker.
+                    raise NotFoundError(error.failure.message) from error
                 raise error.error() from error
             finally:
                 reply.close()

@@ -464,8 +464,9 @@ class NatsReply:
 
     def fail_alone(self) -> None:
         """End it, for nobody listens; where nothing came, nobody had the request either."""
-        kind = TransportError if self._number else NotFoundError
-        self.fail(kind(f"nobody listens at {self.subject}"))
+        why = f"nobody listens at {self.subject}"
+        unsent = FailedError(Failure("unreachable", why, retry=True))
+        self.fail(TransportError(why) if self._number else unsent)
 
     def _acknowledge(self) -> None:
         """Tell what was read, and of a frame that is not complete what came."""

@@ -65,7 +65,7 @@ def test_a_session_stays_and_others_go_where_the_mode_says(mode: str, silent: Mo
             answer = ask(frontend.url, CHAT, TURN)
             assert reason(frontend, answer) != "session_affinity"
         refused = ask(frontend.url, CHAT, TURN, {"x-session-key": "k" * 257})
-        assert refused.status == 400 and b"257 bytes; the limit is 256" in refused.body
+        assert refused.status == 400 and b"at most 256 bytes, got 257" in refused.body
 
 
 def test_an_id_that_is_no_address_is_a_key(silent: Mocker) -> None:

@@ -116,5 +116,5 @@ def test_the_flag_its_variables_and_none(monkeypatch):
 def test_a_core_checks_the_key():
     core = RouterCore(block_size=4, seed=1, session_affinity_ttl_s=60)
     core.set_workers([(1, 0)])
-    with pytest.raises(InvalidArgumentError, match="257 bytes; the limit is 256"):
+    with pytest.raises(InvalidArgumentError, match="at most 256 bytes, got 257"):
         core.query(IDS, {"session_key": "k" * 257})
