@@ -120,13 +120,19 @@ class Isolation(RuleBasedStateMachine):
             assert self.indexer.catalog.next_order(5.0)[0] == "unsubscribe"
             del self.publishers[key]
             for named in self.named.pop(key):
-                self.held.pop((instance, named), None)
+                self.forget(instance, named)
         for key in losing:
             self.named[key].discard(rank)
-            self.held.pop((instance, rank), None)
+            self.forget(instance, rank)
         if not any(key[0] == instance for key in self.publishers):
             del self.pair_of[instance]
         self.check()
+
+    def forget(self, instance, rank):
+        # Where another publisher speaks for the rank, too, its blocks are that one's.
+        spoken_for = (ranks for key, ranks in self.named.items() if key[0] == instance)
+        if not any(rank in ranks for ranks in spoken_for):
+            self.held.pop((instance, rank), None)
 
     def check(self):
         for pair in PAIRS:
