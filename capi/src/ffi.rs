@@ -1,5 +1,7 @@
 //! The functions of `kvflash.h`. Each checks its pointers, and none lets a panic out.
 
+#![allow(unsafe_code, reason = "pointers of C callers")]
+
 use std::ffi::{CStr, c_char, c_int};
 use std::time::Duration;
 

@@ -1,6 +1,8 @@
 //! Functions with one publisher per process, as engines written for older libraries call them. They
 //! answer 0 or 1; `kvflash_last_error` says why.
 
+#![allow(unsafe_code, reason = "pointers of C callers")]
+
 use std::env;
 use std::ffi::{c_char, c_int};
 use std::sync::{Mutex, MutexGuard, PoisonError};

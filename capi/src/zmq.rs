@@ -1,5 +1,7 @@
 //! Sockets of libzmq, as far as publishing and replaying need them.
 
+#![allow(unsafe_code, reason = "libzmq is a C library")]
+
 use std::ffi::{CStr, CString, c_char, c_int, c_long, c_short, c_void};
 use std::os::fd::RawFd;
 use std::ptr;

@@ -49,6 +49,7 @@ pub fn thread_ns() -> f64 {
     clock(libc::CLOCK_THREAD_CPUTIME_ID)
 }
 
+#[allow(unsafe_code, reason = "clock_gettime is a C function")]
 fn clock(which: libc::clockid_t) -> f64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `time` is a valid place for the answer.

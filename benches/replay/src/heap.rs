@@ -1,5 +1,7 @@
 //! Counts what is asked of the allocator. Requested bytes: the same whatever the allocator rounds to.
 
+#![allow(unsafe_code, reason = "an allocator that counts, in front of the system's")]
+
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicBool, AtomicIsize, Ordering::Relaxed};
 

@@ -2,6 +2,8 @@
 //! lives: `keys/<key>` holds the number of a lease and the value, `leases/<number>` is locked by the
 //! process, and `lock` is held while keys change.
 
+#![allow(unsafe_code, reason = "flock and getuid are C functions")]
+
 use std::env;
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Read, Write};

@@ -1,6 +1,8 @@
 //! Integers out of Python: any list, or any buffer (array, numpy, memoryview) without copying where its
 //! layout allows. And back into buffers that the caller brought.
 
+#![allow(unsafe_code, reason = "the buffer protocol is a C interface")]
+
 use std::borrow::Cow;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::marker::PhantomData;

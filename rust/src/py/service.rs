@@ -22,6 +22,7 @@ const LARGE_BYTES: i32 = 1024 * 1024;
 const FREE_BYTES: i32 = 2 * 1024 * 1024;
 
 /// Have the allocator keep little for itself, from now on.
+#[allow(unsafe_code, reason = "settings of the allocator are C functions")]
 fn keep_little_memory() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: both take numbers and may be called at any time, from any thread.
@@ -33,6 +34,7 @@ fn keep_little_memory() {
 
 /// Have the allocator give back to the system what it keeps for itself. glibc keeps all that a burst of large
 /// requests needed, in an arena for each thread.
+#[allow(unsafe_code, reason = "settings of the allocator are C functions")]
 fn give_back_memory() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: it takes a number and may be called at any time, from any thread.

@@ -6,6 +6,8 @@
 //!
 //! Source: `zmq_msg_recv(3)` and the other manual pages of libzmq 4.x.
 
+#![allow(unsafe_code, reason = "libzmq is a C library")]
+
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::mem::MaybeUninit;
 

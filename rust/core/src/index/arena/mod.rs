@@ -15,6 +15,8 @@
 //! [`epoch`] only, where a store and a later load of different words must not pass each other.
 //! `rust/loom` explores the interleavings of these protocols.
 
+#![allow(unsafe_code, reason = "memory that readers share with a writer without locks")]
+
 mod array;
 // What their readers rely on is modelled in small in `rust/loom/append.rs`.
 #[cfg(not(loom))]
