@@ -43,8 +43,8 @@ lint: dev
 	cargo fmt --all --check
 	$(PYO3) cargo clippy --quiet --locked --all-targets --features kvflash/python -- -D warnings
 	$(CAPI) clippy --quiet --locked --package kvflash-capi -- -D warnings
-	$(BIN)/ruff format --check python demo tests benches examples
-	$(BIN)/ruff check python demo tests benches examples
+	$(BIN)/ruff format --check python demo tests benches examples deploy
+	$(BIN)/ruff check python demo tests benches examples deploy
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest kvflash._core
 
@@ -89,7 +89,9 @@ policies:
 settings: dev
 	$(BIN)/python tests/settings_tables.py
 
+# With the licenses of what is linked into it; without the file maturin builds a wheel that lacks them.
 wheel: $(VENV)/.ready
+	$(PYTHON) deploy/third_party_licenses.py
 	$(BIN)/maturin build --release --out dist
 
 fuzz: dev
