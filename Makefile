@@ -8,9 +8,9 @@ export CARGO_TARGET_DIR ?= $(HOME)/.cache/kvflash/target
 PROFILE ?= dev
 PYTEST_FLAGS ?=
 
-.PHONY: help demo demo-cluster test lint bench against policies settings dev capi wheel fuzz loom sanitize soak attack mutants peers clean
+.PHONY: help demo demo-cluster test lint bench against policies settings dev capi wheel fuzz loom sanitize soak attack mutants peers audit clean
 help:
-	@echo "make demo | demo-cluster | test | lint | bench | against | policies | settings | dev | capi | wheel | fuzz | loom | sanitize | soak | attack | mutants | peers | clean"
+	@echo "make demo | demo-cluster | test | lint | bench | against | policies | settings | dev | capi | wheel | fuzz | loom | sanitize | soak | attack | mutants | peers | audit | clean"
 
 $(VENV)/.ready:
 	$(PYTHON) -m venv $(VENV)
@@ -141,6 +141,17 @@ peers: dev
 	$(BIN)/python benches/peers/streams.py
 	$(BIN)/python benches/peers/indexer.py
 	$(BIN)/python benches/peers/index.py
+
+# Advisories, licenses and sources of what is linked (deny.toml), and advisories for what is installed beside it.
+# Needs `cargo install cargo-deny --locked`. pip-audit has an environment of its own, so that it audits nothing of itself.
+audit:
+	cargo deny --locked --workspace check
+	$(PYTHON) -m venv $(VENV)/audit
+	$(VENV)/audit/bin/python -m pip install --quiet "pip-audit>=2.10,<3" "tomli>=2"
+	$(VENV)/audit/bin/python -c 'import sys, tomli; project = tomli.load(sys.stdin.buffer)["project"]; \
+		print(*project["dependencies"], *sum(project["optional-dependencies"].values(), []), sep="\n")' \
+		< pyproject.toml > $(VENV)/audit/requirements.txt
+	$(VENV)/audit/bin/pip-audit --requirement $(VENV)/audit/requirements.txt
 
 clean:
 	rm -rf $(VENV) dist
