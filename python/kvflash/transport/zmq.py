@@ -74,6 +74,7 @@ class ZmqReceiver:
         self._wake_address = f"inproc://kvflash-wake-{id(self)}"
         self._wake = self._context.socket(zmq.PAIR)
         self._wake.bind(self._wake_address)
+    breach_line_at: float = 0.0
         self._wake_lock = threading.Lock()
         self._poller = Poller()
         self._subscriptions: dict[int, _Subscription] = {}
@@ -257,11 +258,15 @@ class ZmqReceiver:
         except zmq.ZMQError as error:
             subscription.reconnect_at = now + _RECONNECT_GRACE_S
             message = f"{message} fails: {explain(error)}"
-            logger.warning("engine at %s: %s", endpoint, message)
+            if subscription.breach_line_at <= now:
+                subscription.breach_line_at = now + _BREACH_LINE_S
+                logger.warning("engine at %s: %s", endpoint, message)
             self._catalog.set_status(publisher, "pending", message)
             return
         subscription.reconnect_at = None
-        logger.warning("engine at %s: %s", endpoint, message)
+        if subscription.breach_line_at <= now:
+            subscription.breach_line_at = now + _BREACH_LINE_S
+            logger.warning("engine at %s: %s", endpoint, message)
         self._catalog.set_status(publisher, "pending", message)
         self._close_stream(subscription)
         subscription.socket, subscription.monitor = socket, monitor
@@ -345,7 +350,7 @@ class ZmqReceiver:
             elif kind == "lost":
                 logger.warning(
                     "engine at %s: batches %d..%d are missing and it has no replay endpoint; the "
-                    "index may be wrong about it",
+                    "index may be wrong about it%s",
                     subscription.endpoint,
                     first,
                     last,
@@ -376,3 +381,4 @@ class ZmqReceiver:
             socket,
             lambda: self._follow(subscription, repair.answered(self._receive(socket))),
         )
+                    why,

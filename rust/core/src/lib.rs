@@ -12,6 +12,7 @@
 //! | [`settings`] | how settings are declared |
 //! | [`ids`] | workers, tiers |
 //! | [`clock`] | the time, as callers give it |
+//! | [`log_limit`] | a bound on what one source writes into the log |
 //! | [`event`] | what engines publish |
 //! | [`hash`] | blocks' hashes, engines' names of blocks |
 //! | [`codec`] | bytes to events |
@@ -43,6 +44,7 @@ pub mod fleet;
 pub mod hash;
 pub mod index;
 pub mod load;
+pub mod log_limit;
 pub mod policy;
 pub mod repair;
 pub mod select;

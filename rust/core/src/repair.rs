@@ -14,6 +14,8 @@
 
 use std::collections::VecDeque;
 
+use crate::log_limit::LogLimit;
+
 /// What became of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FrameOutcome {
@@ -71,8 +73,8 @@ pub enum Effect {
     Dismiss,
     /// Hand over the live frames that wait, to [`Repair::live`].
     Peek,
-    /// These batches were given up, since there is no replay endpoint.
-    Lost(u64, u64),
+    /// These batches were given up, since there is no replay endpoint; so many such lines were held back.
+    Lost(u64, u64, u64),
     /// The replay from this number failed, and why.
     Failed(u64, String),
 }
@@ -99,7 +101,14 @@ struct Replay {
     /// Frames that wait for a look at the live ones; they begin later than what is wanted.
     stalled: Option<Answer>,
     deadline_ms: u64,
+    /// Something came since the deadline was set, and nothing of it was wanted.
+    is_idle: bool,
+    /// Frames that have come.
+    frames: u64,
 }
+
+/// An answer of more frames is none: engines keep some ten thousand.
+const FRAMES_MAX: u64 = 1 << 20;
 
 /// The machine of one publisher.
 #[derive(Debug)]
@@ -112,6 +121,9 @@ pub struct Repair {
     wants_verify: bool,
     is_held: bool,
     effects: Vec<Effect>,
+    /// Lines about batches that are lost, and about replays that fail.
+    lost_lines: LogLimit,
+    failed_lines: LogLimit,
 }
 
 impl Repair {
@@ -126,6 +138,8 @@ impl Repair {
             wants_verify: false,
             is_held,
             effects: Vec::new(),
+            lost_lines: LogLimit::default(),
+            failed_lines: LogLimit::default(),
         }
     }
 
@@ -183,11 +197,19 @@ impl Repair {
         self.told()
     }
 
-    /// A part of the answer came.
+    /// A part of the answer came. Only what was wanted puts the end of the wait off: an endpoint that sends
+    /// the same batch for ever is silent, too.
     pub fn answered(&mut self, feed: &impl Feed, answer: Answer, now_ms: u64) -> Vec<Effect> {
         let Some(replay) = &mut self.replay else { return Vec::new() };
-        replay.deadline_ms = now_ms + self.timeout_ms;
+        let wanted = feed.position().0;
+        replay.is_idle = true;
+        replay.frames += answer.frames.len() as u64;
         replay.has_ended |= answer.has_ended;
+        if replay.frames > FRAMES_MAX {
+            let why = format!("the replay endpoint sent more than {FRAMES_MAX} batches");
+            self.end(feed, Some(why), now_ms);
+            return self.told();
+        }
         let has_news = answer.is_over || !answer.frames.is_empty();
         if replay.is_verifying && has_news && !replay.has_answered {
             let first = answer.frames.first();
@@ -202,8 +224,16 @@ impl Repair {
                 return self.told();
             }
         }
-        replay.has_answered |= !answer.frames.is_empty();
+        // The answer to a check begins with a batch that is known.
+        let is_first = !replay.has_answered && !answer.frames.is_empty();
+        replay.has_answered |= is_first;
         self.take(feed, answer, false, now_ms);
+        if let Some(replay) = &mut self.replay
+            && (is_first || feed.position().0 > wanted)
+        {
+            replay.deadline_ms = now_ms + self.timeout_ms;
+            replay.is_idle = false;
+        }
         self.told()
     }
 
@@ -211,13 +241,14 @@ impl Repair {
     pub fn silent(&mut self, feed: &impl Feed, has_more: bool, now_ms: u64) -> Vec<Effect> {
         let Some(replay) = &mut self.replay else { return Vec::new() };
         replay.deadline_ms = now_ms + self.timeout_ms;
-        if !has_more {
+        let was_idle = std::mem::take(&mut replay.is_idle);
+        if !has_more || was_idle {
             if self.has_progressed(feed) {
                 // The end of the answer was lost when the engine's queue overflowed.
                 self.ask(feed, feed.position().0, false, now_ms);
             } else {
                 let why = format!(
-                    "the replay endpoint sent nothing for {} s",
+                    "the replay endpoint sent nothing that is missing for {} s",
                     self.timeout_ms as f64 / 1e3
                 );
                 self.end(feed, Some(why), now_ms);
@@ -264,6 +295,8 @@ impl Repair {
             has_ended: false,
             stalled: None,
             deadline_ms: now_ms + self.timeout_ms,
+            is_idle: false,
+            frames: 0,
         });
         self.effects.push(Effect::Ask(first));
     }
@@ -289,8 +322,10 @@ impl Repair {
                         self.ask(feed, from, false, now_ms);
                         return;
                     }
-                    if !self.has_endpoint {
-                        self.effects.push(Effect::Lost(from, to));
+                    if !self.has_endpoint
+                        && let Some(held_back) = self.lost_lines.pass(now_ms)
+                    {
+                        self.effects.push(Effect::Lost(from, to, held_back));
                     }
                     feed.give_up(to + 1);
                     continue;
@@ -355,8 +390,12 @@ impl Repair {
         self.effects.push(Effect::Dismiss);
         let is_empty = replay.first == 0 && replay.has_ended && !replay.has_answered;
         feed.replay_ended(failure.as_deref(), is_empty);
-        if let Some(why) = failure {
-            self.effects.push(Effect::Failed(replay.first, why));
+        if let Some(why) = failure
+            && let Some(held_back) = self.failed_lines.pass(now_ms)
+        {
+            let more =
+                if held_back > 0 { format!(" ({held_back} more since)") } else { String::new() };
+            self.effects.push(Effect::Failed(replay.first, why + &more));
         }
         let waiting = std::mem::take(&mut self.waiting);
         self.offer(feed, waiting, Some(replay.first), now_ms);

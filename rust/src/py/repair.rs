@@ -52,7 +52,10 @@ impl Repair {
             Effect::Ask(first) => ("ask", first, first, String::new()),
             Effect::Dismiss => ("dismiss", 0, 0, String::new()),
             Effect::Peek => ("peek", 0, 0, String::new()),
-            Effect::Lost(first, last) => ("lost", first, last, String::new()),
+            Effect::Lost(first, last, held_back) if held_back > 0 => {
+                ("lost", first, last, format!(" ({held_back} more losses since the last line)"))
+            }
+            Effect::Lost(first, last, _) => ("lost", first, last, String::new()),
             Effect::Failed(first, why) => ("failed", first, first, why),
         });
         told.collect()

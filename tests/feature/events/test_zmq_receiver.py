@@ -214,7 +214,7 @@ def test_a_replay_without_an_answer_ends(hasty, engine):
     entry = wait_for_sequence(hasty, 1, 2)
     assert entry["status"] == "active"
     assert entry["last_error"].startswith("replay failed: ")
-    assert "sent nothing for 0.5 s" in entry["last_error"]
+    assert "sent nothing that is missing for 0.5 s" in entry["last_error"]
     # It goes on, and the next gap tries again.
     made.answer = made.ring_from
     made.publish(one(4, (7, 8)), is_sent=False)

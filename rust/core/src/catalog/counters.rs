@@ -93,7 +93,11 @@ counters! {
     failed_replays,
 }
 
-/// Add `by` to a counter.
+/// Add `by` to a counter, which stays at the largest number that metrics can say: engines choose some of these.
 pub(super) fn add(counter: &AtomicU64, by: u64) {
-    counter.fetch_add(by, Ordering::Relaxed);
+    const MOST: u64 = i64::MAX as u64;
+    let before = counter.fetch_add(by.min(MOST), Ordering::Relaxed);
+    if before.saturating_add(by) > MOST {
+        counter.store(MOST, Ordering::Relaxed);
+    }
 }

@@ -17,6 +17,7 @@ use super::trust::{Code, Codes, Evidence};
 use crate::clock::Clock;
 use crate::codec::{Limits, decode_batch};
 use crate::ids::Worker;
+use crate::log_limit::LogLimit;
 use crate::repair::{Feed, Frame, FrameOutcome};
 use crate::stream::{Step, Stream};
 
@@ -36,6 +37,9 @@ struct State {
     /// The blocks came from a replica that could not say up to which batch.
     is_unplaced: bool,
     standing: Standing,
+    /// Lines about restarts, and about frames that are no batch.
+    restart_lines: LogLimit,
+    frame_lines: LogLimit,
     closed: bool,
 }
 
@@ -125,6 +129,8 @@ impl Publisher {
                 is_bare: false,
                 is_unplaced: false,
                 standing,
+                restart_lines: LogLimit::default(),
+                frame_lines: LogLimit::default(),
                 closed: false,
             }),
         }
@@ -146,12 +152,7 @@ impl Publisher {
             step = Step::Restarted;
         }
         if step == Step::Restarted {
-            self.forget(&mut state);
-            add(&self.counters.restarts, 1);
-            tracing::warn!(
-                worker = %self.worker, endpoint = self.endpoint, sequence,
-                "engine restarted: its sequence fell back; its blocks are forgotten"
-            );
+            self.forget_restarted(&mut state, "its sequence fell back");
             step = state.stream.live(sequence);
         }
         if let Step::Gap { from, to } = step
@@ -203,13 +204,8 @@ impl Publisher {
             None => false,
         };
         if !same {
-            self.forget(&mut state);
-            add(&self.counters.restarts, 1);
+            self.forget_restarted(&mut state, "while it was disconnected");
             state.stream.reset();
-            tracing::warn!(
-                worker = %self.worker, endpoint = self.endpoint,
-                "engine restarted while disconnected; its blocks are forgotten"
-            );
         } else if state.is_bare {
             // The same engine as at the last registration, whose blocks went with it: all that the
             // engine still has is wanted again.
@@ -230,13 +226,8 @@ impl Publisher {
     /// them from the old ones, and less credit is the safer mistake.
     pub fn restarted(&self) {
         let mut state = self.state.lock();
-        self.forget(&mut state);
+        self.forget_restarted(&mut state, "its process is another one");
         state.stream.reset();
-        add(&self.counters.restarts, 1);
-        tracing::warn!(
-            worker = %self.worker, endpoint = self.endpoint,
-            "the engine's process is another one; its blocks are forgotten"
-        );
     }
 
     /// Sequence number from which a replay would continue the stream, and the last one applied.
@@ -293,7 +284,8 @@ impl Publisher {
         view.evidence.evicted_blocks = state.standing.evicted_since(evicted);
         view.evidence.device_blocks = device_blocks;
         let (error, looked_at) = (view.last_error.as_deref(), Code::OF_INDEX);
-        state.standing.tell(self.worker, &self.endpoint, &view.evidence, error, looked_at);
+        let clock = self.clock.as_ref();
+        state.standing.tell(clock, self.worker, &self.endpoint, &view.evidence, error, looked_at);
     }
 
     fn evidence(&self, state: &State) -> Evidence {
@@ -311,7 +303,8 @@ impl Publisher {
         let evidence = self.evidence(state);
         let (error, looked_at) =
             (state.last_error.as_deref(), Codes::all().without(Code::OF_INDEX));
-        state.standing.tell(self.worker, &self.endpoint, &evidence, error, looked_at);
+        let clock = self.clock.as_ref();
+        state.standing.tell(clock, self.worker, &self.endpoint, &evidence, error, looked_at);
     }
 
     /// No more frames: drop the blocks of every rank that this socket spoke for. Returns its place, but
@@ -407,10 +400,12 @@ impl Publisher {
             }
             Err(error) => {
                 add(&self.counters.undecodable, 1);
-                tracing::warn!(
-                    worker = %self.worker, endpoint = self.endpoint, sequence, %error,
-                    "dropped an event frame that is not an event batch"
-                );
+                if let Some(held_back) = state.frame_lines.pass(self.clock.now_ms()) {
+                    tracing::warn!(
+                        worker = %self.worker, endpoint = self.endpoint, sequence, %error, held_back,
+                        "dropped an event frame that is not an event batch"
+                    );
+                }
             }
         }
         self.tell(state);
@@ -433,6 +428,18 @@ impl Publisher {
             if worker == self.worker || !self.model.roster.is_shared(worker) {
                 self.model.clear_worker(worker);
             }
+        }
+    }
+
+    /// The engine has restarted: forget its blocks, and say so.
+    fn forget_restarted(&self, state: &mut State, how: &str) {
+        self.forget(state);
+        add(&self.counters.restarts, 1);
+        if let Some(held_back) = state.restart_lines.pass(self.clock.now_ms()) {
+            tracing::warn!(
+                worker = %self.worker, endpoint = self.endpoint, held_back,
+                "engine restarted ({how}): its blocks are forgotten"
+            );
         }
     }
 

@@ -2,8 +2,10 @@
 
 use super::counters::EventCounts;
 use super::registration::ListenerStatus;
-use super::trust::{self, Codes, Evidence};
+use super::trust::{self, Code, Codes, Evidence};
+use crate::clock::Clock;
 use crate::ids::Worker;
+use crate::log_limit::LogLimit;
 
 /// Kept under the publisher's lock.
 #[derive(Debug, Default)]
@@ -18,6 +20,8 @@ pub(super) struct Standing {
     told: Codes,
     /// Has it been warned since it was last told that all is right?
     is_warned: bool,
+    /// How often each fault may still be told.
+    lines: Vec<(Code, LogLimit)>,
 }
 
 impl Standing {
@@ -58,6 +62,11 @@ impl Standing {
             self.seen.is_unverified = true;
         }
         self.seen.was_connected = true;
+    }
+
+    /// Whether the socket was ever connected.
+    pub fn has_connected(&self) -> bool {
+        self.seen.was_connected
     }
 
     /// A batch was applied, or a replay showed that the stream goes on.
@@ -117,9 +126,11 @@ impl Standing {
         evicted.saturating_sub(self.evicted_before)
     }
 
-    /// Tell the log what is newly wrong among the codes in `looked_at`, and when all is right again.
+    /// Tell the log what is newly wrong among the codes in `looked_at`, and when all is right again. A fault
+    /// that comes and goes is told as often as a [`LogLimit`] allows.
     pub fn tell(
         &mut self,
+        clock: &dyn Clock,
         worker: Worker,
         endpoint: &str,
         evidence: &Evidence,
@@ -138,10 +149,10 @@ impl Standing {
             let (code_name, state) = (reason.code, state.name());
             if code.is_passing() {
                 tracing::debug!(%worker, endpoint, state, code = code_name, "{}", reason.message);
-            } else {
+            } else if let Some(held_back) = self.line(code).pass(clock.now_ms()) {
                 self.is_warned = true;
                 tracing::warn!(
-                    %worker, endpoint, state, code = code_name, fix = reason.fix,
+                    %worker, endpoint, state, code = code_name, fix = reason.fix, held_back,
                     "the index is not exact about a worker: {}", reason.message
                 );
             }
@@ -149,5 +160,13 @@ impl Standing {
         if self.told == Codes::EMPTY && std::mem::take(&mut self.is_warned) {
             tracing::info!(%worker, endpoint, "the index is exact about a worker again");
         }
+    }
+
+    fn line(&mut self, code: Code) -> &mut LogLimit {
+        let at = self.lines.iter().position(|(known, _)| *known == code).unwrap_or_else(|| {
+            self.lines.push((code, LogLimit::default()));
+            self.lines.len() - 1
+        });
+        &mut self.lines[at].1
     }
 }

@@ -134,7 +134,7 @@ fn play(has_endpoint: bool, scenario: &str) -> (Repair, Taken) {
                 Effect::Ask(first) => format!("ask {first}"),
                 Effect::Dismiss => "dismiss".to_owned(),
                 Effect::Peek => "peek".to_owned(),
-                Effect::Lost(from, to) => format!("lost {from}..{to}"),
+                Effect::Lost(from, to, _) => format!("lost {from}..{to}"),
                 Effect::Failed(first, _) => format!("failed {first}"),
             })
             .collect();
@@ -255,6 +255,50 @@ fn a_replay_that_stalls_midway_keeps_what_came() {
          live 6",
     );
     assert_eq!((taken.applied, taken.lost), (vec![0, 1, 2, 5, 6], vec![3, 4]));
+}
+
+#[test]
+fn a_replay_that_only_repeats_itself_ends() {
+    let (_, taken) = play(
+        true,
+        "live 0 5    -> ask 1
+         answer 1
+         answer 1 1
+         silent more -> ask 2
+         answer 1
+         answer 1
+         silent more -> dismiss, failed 2
+         live 6",
+    );
+    assert_eq!((taken.applied, taken.lost), (vec![0, 1, 5, 6], vec![2, 3, 4]));
+    // While new batches come it goes on.
+    let (repair, _) = play(true, "live 0 9 -> ask 1\n answer 1\n silent more\n answer 2 3");
+    assert_eq!(repair.deadline_ms(), Some(1_000));
+}
+
+#[test]
+fn an_endless_replay_ends() {
+    let (mut repair, feed) = play(true, "live 0 5 -> ask 1");
+    let feed = Log(feed.into());
+    let endless = Answer { frames: frames(&["1"; 1 << 12]), is_over: false, has_ended: false };
+    let effects = (0..=1 << 8).flat_map(|_| repair.answered(&feed, endless.clone(), 0));
+    let effects: Vec<_> = effects.collect();
+    let [Effect::Dismiss, Effect::Failed(1, why), Effect::Ask(2)] = &effects[..] else {
+        panic!("{effects:?}");
+    };
+    assert!(why.contains("1048576"), "{why}");
+}
+
+#[test]
+fn lines_about_losses_are_held_back() {
+    let (mut repair, feed) = (Repair::new(false, 500, false), Log::default());
+    let mut lines = |now_ms: u64, sequence: u64| {
+        let frame = Frame { sequence, payload: vec![0] };
+        repair.live(&feed, vec![Some(frame)], now_ms)
+    };
+    let told: usize = (0..100).map(|at| lines(at, 2 * at).len()).sum();
+    assert_eq!(told, 5);
+    assert_eq!(lines(60_100, 300), [Effect::Lost(199, 299, 94)]);
 }
 
 #[test]

@@ -60,6 +60,7 @@ impl Delivery {
 
     /// The answer is complete; the engine says what it used.
     pub fn complete(&mut self, usage: Usage) {
+        let usage = usage.plausible();
         self.booking.ended(Outcome::Complete);
         let metrics = &self.app.metrics;
         if let Some(tokens) = usage.cached_tokens {
@@ -99,6 +100,7 @@ impl Delivery {
 
     /// What was used, at the end.
     pub fn used(&self, usage: Usage) {
+        let usage = usage.plausible();
         self.booking.used(usage);
         self.in_flight.used(usage);
     }

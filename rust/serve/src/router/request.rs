@@ -241,11 +241,8 @@ pub(super) struct Named {
 impl Named {
     /// What the engine says was used.
     pub fn usage(&self) -> Usage {
-        Usage {
-            input_tokens: self.input_tokens,
-            cached_tokens: self.cached_tokens,
-            output_tokens: self.output_tokens,
-        }
+        let (input_tokens, cached_tokens) = (self.input_tokens, self.cached_tokens);
+        Usage { input_tokens, cached_tokens, output_tokens: self.output_tokens }.plausible()
     }
 }
 

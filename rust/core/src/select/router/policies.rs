@@ -111,6 +111,19 @@ pub struct Usage {
 }
 
 impl Usage {
+    /// What can be true of it: engines and clients send these numbers, and counters add them up. No prompt or
+    /// answer has more than 2^32 tokens, and nobody reuses more tokens than the prompt has.
+    pub fn plausible(self) -> Self {
+        let most = u64::from(u32::MAX);
+        let bounded = |tokens: Option<u64>, most: u64| tokens.map(|tokens| tokens.min(most));
+        let input_tokens = bounded(self.input_tokens, most);
+        Self {
+            input_tokens,
+            cached_tokens: bounded(self.cached_tokens, input_tokens.unwrap_or(most)),
+            output_tokens: bounded(self.output_tokens, most),
+        }
+    }
+
     /// This, and what `earlier` says where this says nothing.
     pub fn or(self, earlier: Self) -> Self {
         Self {

@@ -1,0 +1,50 @@
+//! A bound on what one source writes into the log.
+
+/// So many lines of a kind pass at once.
+const FIRST: u32 = 5;
+
+/// From then on one line passes in so long.
+const PAUSE_MS: u64 = 60_000;
+
+/// Lets the first lines of one kind pass, then one a minute. A minute without any begins anew.
+#[derive(Debug, Default, Clone)]
+pub struct LogLimit {
+    passed: u32,
+    held_back: u64,
+    next_ms: u64,
+}
+
+impl LogLimit {
+    /// How many lines were held back since the last one that passed; `None`: hold this one back, too.
+    pub fn pass(&mut self, now_ms: u64) -> Option<u64> {
+        let is_due = now_ms >= self.next_ms;
+        if !is_due && self.passed >= FIRST {
+            self.held_back += 1;
+            return None;
+        }
+        let held_back = std::mem::take(&mut self.held_back);
+        self.passed = if is_due && held_back == 0 { 1 } else { FIRST.min(self.passed + 1) };
+        self.next_ms = now_ms + PAUSE_MS;
+        Some(held_back)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_lines_pass_and_then_one_a_minute() {
+        let mut limit = LogLimit::default();
+        let passed = |limit: &mut LogLimit, at: u64| limit.pass(at);
+        assert!((0..5).all(|at| passed(&mut limit, at) == Some(0)));
+        assert!((5..1_000).all(|at| passed(&mut limit, at).is_none()));
+        assert_eq!(limit.pass(PAUSE_MS + 4), Some(995));
+        assert_eq!(limit.pass(PAUSE_MS + 5), None);
+        assert_eq!(limit.pass(2 * PAUSE_MS + 4), Some(1));
+        // A quiet minute: five lines pass again.
+        let later = 3 * PAUSE_MS + 4;
+        assert!((0..5).all(|at| passed(&mut limit, later + at) == Some(0)));
+        assert_eq!(limit.pass(later + 5), None);
+    }
+}
