@@ -243,10 +243,15 @@ impl<M, R> Fleet<M, R> {
             }
             Effect::Close(key) => {
                 let Some(pool) = tables.pools.remove(&key) else { return Ok(()) };
-                // Workers that come back may have another block size.
+                // Workers that come back may have another block size, and an engine may change its model's
+                // name for ever: no index and no series of metrics stays behind.
                 pool.index().forget_block_size();
+                self.catalog.let_go(pool.index());
                 let thresholds = pool.selector.busy.thresholds();
                 if thresholds != self.thresholds {
+                    if tables.thresholds.len() >= self.catalog.options().max_models {
+                        tables.thresholds.pop_first();
+                    }
                     tables.thresholds.insert(key, thresholds);
                 }
             }

@@ -430,6 +430,31 @@ impl Catalog {
     pub(super) fn remember_recovered(&self, worker: Worker, past: Past) -> bool {
         let mut tables = self.tables.write();
         let is_free = !tables.workers.contains_key(&worker);
+    /// Forget the workers whose blocks came from a peer and that have not registered; how many there were.
+    pub fn drop_recovered(&self) -> usize {
+        let mut tables = self.tables.write();
+        let is_recovered = |past: &Past| past.kind == PastKind::Recovered;
+        let recovered: Vec<Worker> =
+            tables.past.iter().filter(|(_, past)| is_recovered(past)).map(|(w, _)| *w).collect();
+        for worker in &recovered {
+            if let Some(past) = tables.past.remove(worker) {
+                past.drop_blocks(worker.instance_id);
+                tables.forget_unused(&past.model);
+            }
+        }
+        recovered.len()
+    }
+
+    /// Nobody decides by this model's index any more: it goes, unless somebody still publishes for it.
+    pub fn let_go(&self, model: &ModelIndex) {
+        let mut tables = self.tables.write();
+        let is_it =
+            tables.models.get(&model.key).is_some_and(|known| std::ptr::eq(&**known, model));
+        if is_it && !tables.is_used(&model.key) {
+            tables.models.remove(&model.key);
+        }
+    }
+
         if is_free {
             tables.remember(worker, past, self.options.max_publishers);
         }

@@ -30,6 +30,9 @@ use crate::index::snapshot::{Meta, Reader, save_workers};
 /// First bytes of the binary form; the last one is its version.
 pub const MAGIC: [u8; 8] = *b"kvfdump\x01";
 
+/// A part is one publisher's share, 16 bytes a block: so much is for sixty million blocks.
+const PART_BYTES_MAX: u64 = 1 << 30;
+
 /// Reasons that a recovery keeps in words; further ones are only counted.
 const REASONS_MAX: usize = 16;
 
@@ -289,7 +292,7 @@ impl Progress {
     }
 }
 
-/// Why a recovery ended early. What was taken over by then stays.
+/// Why a recovery ended early. What came whole by then stays.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum TransferError {
@@ -327,6 +330,10 @@ pub fn restore(
         let len = u64::from_le_bytes(read_word(from)?);
         if len == 0 {
             return Ok(progress);
+        }
+        if len > PART_BYTES_MAX {
+            let why = format!("a part of {len} bytes; the limit is {PART_BYTES_MAX}");
+            return Err(TransferError::NotADump(why));
         }
         // Whole before anything is locked: a slow peer holds up nobody's frames or questions.
         let mut part = Vec::new();

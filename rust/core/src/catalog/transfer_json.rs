@@ -1,8 +1,9 @@
 //! The JSON form of a dump, read while it comes: the way in for the dumps of other systems' indexers.
 
+use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
-use std::io::Read;
+use std::io::{self, Read};
 use std::sync::Arc;
 
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
@@ -21,7 +22,7 @@ use crate::ids::Worker;
 /// Workers without a watermark go on from the first batch that comes of them.
 ///
 /// # Errors
-/// See [`TransferError`]; what came before stays.
+/// See [`TransferError`]; models that came whole stay, and nothing of the one that broke off.
 ///
 /// # Cost
 /// O(blocks); one event in memory at a time.
@@ -31,8 +32,10 @@ pub fn restore_json(
     tell: &mut dyn FnMut(&Progress),
 ) -> Result<Progress, TransferError> {
     let mut progress = Progress::default();
-    let mut json = serde_json::Deserializer::from_reader(from);
-    let dump = Dump { catalog, progress: &mut progress, tell };
+    let since_event = Cell::new(0);
+    let mut json =
+        serde_json::Deserializer::from_reader(Measured { from, since_event: &since_event });
+    let dump = Dump { catalog, progress: &mut progress, tell, since_event: &since_event };
     dump.deserialize(&mut json).map_err(|error| match error.classify() {
         serde_json::error::Category::Io => TransferError::Io(error.into()),
         serde_json::error::Category::Eof => TransferError::Cut,
@@ -41,10 +44,33 @@ pub fn restore_json(
     Ok(progress)
 }
 
+/// No event has so many bytes: an endless one would be held in memory.
+const EVENT_BYTES_MAX: usize = 256 << 20;
+
+/// Counts what is read for one event.
+struct Measured<'a> {
+    from: &'a mut dyn Read,
+    since_event: &'a Cell<usize>,
+}
+
+impl Read for Measured<'_> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let len = self.from.read(into)?;
+        let since = self.since_event.get() + len;
+        self.since_event.set(since);
+        if since > EVENT_BYTES_MAX {
+            let why = format!("an event of more than {EVENT_BYTES_MAX} bytes");
+            return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+        }
+        Ok(len)
+    }
+}
+
 struct Dump<'a> {
     catalog: &'a Catalog,
     progress: &'a mut Progress,
     tell: &'a mut dyn FnMut(&Progress),
+    since_event: &'a Cell<usize>,
 }
 
 impl<'de> DeserializeSeed<'de> for Dump<'_> {
@@ -65,7 +91,10 @@ impl<'de> Visitor<'de> for Dump<'_> {
     fn visit_map<A: MapAccess<'de>>(mut self, mut map: A) -> Result<(), A::Error> {
         while let Some(name) = map.next_key::<String>()? {
             let mut entry = Entry::new(&mut self, &name);
-            map.next_value_seed(&mut entry)?;
+            if let Err(error) = map.next_value_seed(&mut entry) {
+                entry.undo();
+                return Err(error);
+            }
             entry.finish();
         }
         Ok(())
@@ -120,6 +149,22 @@ impl<'a, 'b> Entry<'a, 'b> {
         let Some(model) = model.filter(|_| is_taken) else { return };
         if let Err(error) = apply_router_event(model.index.as_ref(), event) {
             progress.skip(format!("worker {worker}: {error}"));
+        }
+    }
+
+    /// The rest of it will not come: nobody holds what the first part says.
+    fn undo(self) {
+        let Some(model) = &self.model else { return };
+        let taken = self.workers.iter().filter(|(_, is_taken)| **is_taken);
+        for (worker, _) in taken {
+            if self.dump.catalog.publisher_of(*worker).is_some() {
+                model.clear_worker(*worker);
+            } else {
+                model.remove_worker(*worker);
+            }
+        }
+        if !model.is_kept() {
+            self.dump.catalog.let_go(model);
         }
     }
 
@@ -209,6 +254,7 @@ impl<'de> Visitor<'de> for Events<'_, '_, '_> {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(), A::Error> {
         while let Some(event) = seq.next_element::<RouterEvent>()? {
+            self.0.dump.since_event.set(0);
             self.0.apply(&event);
         }
         Ok(())

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kvflash_core::catalog::{
     Catalog, CatalogOptions, EngineFacts, FrameOutcome, Identity, MAGIC, ModelKey, Publisher,
-    Registration, parts, restore, restore_json,
+    Registration, TransferError, parts, restore, restore_json,
 };
 use kvflash_core::clock::ManualClock;
 use kvflash_core::ids::{Tier, Worker};
@@ -197,6 +197,28 @@ fn blocks_of_a_worker_of_another_model_are_left_out() {
     assert_eq!(publisher.live(u64::MAX, &OF_RANK_1), FrameOutcome::Duplicate);
     assert_eq!(publisher.live(5, &OF_RANK_1), FrameOutcome::Applied);
     assert_eq!(publisher.view().last_sequence, Some(5));
+}
+
+#[test]
+fn of_a_json_dump_that_breaks_off_whole_models_stay() {
+    let source = Catalog::default();
+    hold(&register(&source, 7, 0), Worker::new(7, 0), 1..40);
+    let events: Vec<_> = parts(&source).iter().flat_map(|part| part.events().0).collect();
+    let entry = json!({"block_size": 4, "events": events});
+    let dump = json!({"m:whole": &entry, "m:cut": &entry}).to_string();
+    for at in [dump.len() - 2, dump.len() - 3, dump.len() - 40] {
+        let catalog = Catalog::default();
+        let registered = catalog.register(registration(Worker::new(8, 0), "m")).unwrap();
+        let cut = restore_json(&catalog, &mut &dump.as_bytes()[..at], &mut |_| {});
+        assert!(matches!(cut, Err(TransferError::Cut)), "{cut:?}");
+        assert_eq!(catalog.model("m", "whole").unwrap().index.blocks(Worker::new(7, 0)), 39);
+        assert!(catalog.model("m", "cut").is_err(), "nobody publishes for it");
+        assert_eq!(catalog.recovered().len(), 1);
+        // Its worker never registers.
+        assert_eq!(catalog.drop_recovered(), 1);
+        assert!(catalog.model("m", "whole").unwrap().index.workers().is_empty());
+        assert!(catalog.publisher(registered.id).is_some());
+    }
 }
 
 /// `[0.0, events]` with a stored event of `tokens` tokens in a block, of a group of that kind.

@@ -12,7 +12,7 @@ use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use kvflash_core::catalog::{
-    Catalog, ListenerStatus, Progress, TransferError, restore, restore_json,
+    Catalog, DEFAULT_MAX_BLOCKS, ListenerStatus, Progress, TransferError, restore, restore_json,
 };
 use serde::Deserialize;
 use tokio::sync::mpsc;
@@ -35,6 +35,15 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A dump of which nothing comes for so long is given up; also how long a peer may think before its head.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A dump takes no longer than this. Ten million blocks take four seconds.
+const DUMP_TIME_MAX: Duration = Duration::from_secs(600);
+
+/// Bytes of a dump for each block that an index may hold; JSON needs 80.
+const DUMP_BYTES_A_BLOCK: u64 = 256;
+
+/// A worker that a peer has told of registers within this time, or is forgotten.
+const RECOVERED_WAIT: Duration = Duration::from_secs(600);
 
 /// The answer of GET /ready is small.
 const READY_BYTES_MAX: usize = 1024 * 1024;
@@ -72,6 +81,15 @@ pub(super) async fn recover(catalog: Arc<Catalog>, startup: Arc<Startup>) {
     }
     startup.update(|recovery| recovery.phase = Phase::Done);
     catalog.release();
+    sleep(RECOVERED_WAIT).await;
+    let count = catalog.drop_recovered();
+    if count > 0 {
+        let seconds = RECOVERED_WAIT.as_secs();
+        tracing::warn!(
+            count,
+            "workers that a peer told of did not register within {seconds} s: forgotten"
+        );
+    }
 }
 
 /// The peer that was recovered from. Those whose dump is none are asked once, the others until time is up.
@@ -210,7 +228,13 @@ async fn load(
             }
         })
     };
-    pump(response.into_body(), &pieces, startup).await;
+    let blocks = Some(catalog.options().max_blocks).filter(|blocks| *blocks > 0);
+    let most = blocks.unwrap_or(DEFAULT_MAX_BLOCKS) as u64 * DUMP_BYTES_A_BLOCK;
+    let pumped = pump(response.into_body(), &pieces, startup, most);
+    if timeout(DUMP_TIME_MAX, pumped).await.is_err() {
+        let why = format!("it did not end within {} s", DUMP_TIME_MAX.as_secs());
+        let _ = pieces.send(Err(io::Error::new(io::ErrorKind::TimedOut, why))).await;
+    }
     drop(pieces);
     let outcome: Result<Progress, TransferError> =
         reader.await.map_err(|error| format!("the recovery failed: {error}"))?;
@@ -223,13 +247,26 @@ async fn load(
     }
 }
 
-/// Hands the body over piece by piece, until it ends or nobody wants more.
-async fn pump(mut body: Incoming, pieces: &mpsc::Sender<io::Result<Bytes>>, startup: &Startup) {
+/// Hands the body over piece by piece, until it ends, nobody wants more, or it has more than `most` bytes.
+async fn pump(
+    mut body: Incoming,
+    pieces: &mpsc::Sender<io::Result<Bytes>>,
+    startup: &Startup,
+    most: u64,
+) {
+    let mut received = 0;
     loop {
         let piece = match timeout(IDLE_TIMEOUT, body.frame()).await {
             Ok(None) => return,
             Ok(Some(Ok(frame))) => match frame.into_data() {
-                Ok(data) => Ok(data),
+                Ok(data) if received + data.len() as u64 > most => Err(io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    format!("it has more than {most} bytes"),
+                )),
+                Ok(data) => {
+                    received += data.len() as u64;
+                    Ok(data)
+                }
                 // Trailers.
                 Err(_) => continue,
             },
