@@ -23,7 +23,14 @@ from kvflash.transport.base import Order
 from kvflash.transport.drain import find_drain
 from kvflash.transport.options import ZmqOptions
 from kvflash.transport.poller import Poller
-from kvflash.transport.zmq_socket import dial, explain, open_replay, open_stream
+from kvflash.transport.zmq_socket import (
+    dial,
+    explain,
+    is_exhausted,
+    most_streams,
+    open_replay,
+    open_stream,
+)
 
 __all__ = ["ZmqReceiver"]
 
@@ -37,6 +44,21 @@ _Part = bytes | zmq.Frame
 # ZMQ does not connect again after a breach of protocol, such as a frame above the limit. It says
 # so by saying nothing: of every other attempt it tells at once.
 _RECONNECT_GRACE_S = 1.0
+
+# Open files may come free: what found none tries again.
+_REOPEN_S = 5.0
+# A publisher whose frames break the protocol again and again is told of once in so long.
+_BREACH_LINE_S = 60.0
+
+
+@dataclass
+class _Unopened:
+    """A subscription that found no open file."""
+
+    endpoint: str
+    replay_endpoint: str | None
+    is_held: bool
+    retry_at: float
 
 
 @dataclass
@@ -52,6 +74,7 @@ class _Subscription:
     is_connected: bool = False
     reconnect_at: float | None = None
     has_failed: bool = False
+    breach_line_at: float = 0.0
 
 
 class ZmqReceiver:
@@ -74,10 +97,10 @@ class ZmqReceiver:
         self._wake_address = f"inproc://kvflash-wake-{id(self)}"
         self._wake = self._context.socket(zmq.PAIR)
         self._wake.bind(self._wake_address)
-    breach_line_at: float = 0.0
         self._wake_lock = threading.Lock()
         self._poller = Poller()
         self._subscriptions: dict[int, _Subscription] = {}
+        self._unopened: dict[int, _Unopened] = {}
         # Those that may have a deadline: looked at in every turn, so that the others need not be.
         self._timed: dict[int, _Subscription] = {}
         self._handlers: dict[zmq.Socket[bytes], Callable[[], None]] = {}
@@ -85,7 +108,8 @@ class ZmqReceiver:
         self._thread = threading.Thread(target=self._run, name="kvflash-zmq", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread; the catalog takes as many publishers as there are open files for."""
+        self._catalog.limit_sockets(most_streams())
         self._thread.start()
 
     def obey(self, order: Order) -> None:
@@ -153,6 +177,7 @@ class ZmqReceiver:
         now = time.monotonic()
         waits = [s.repair.wait_s() for s in self._timed.values()]
         waits += [s.reconnect_at and s.reconnect_at - now for s in self._timed.values()]
+        waits += [unopened.retry_at - now for unopened in self._unopened.values()]
         least = min((wait for wait in waits if wait is not None), default=None)
         if least is None:
             self._timed.clear()
@@ -166,6 +191,12 @@ class ZmqReceiver:
             reconnect_at = subscription.reconnect_at
             if reconnect_at is not None and reconnect_at <= time.monotonic():
                 self._call(partial(self._reopen_broken, subscription))
+        now = time.monotonic()
+        for publisher, late in list(self._unopened.items()):
+            if late.retry_at <= now:
+                del self._unopened[publisher]
+                retry = partial(self._subscribe, publisher, late.endpoint, late.replay_endpoint)
+                self._call(partial(retry, is_held=late.is_held, is_again=True))
 
     def _obey(self, wake: zmq.Socket[bytes]) -> None:
         while wake.poll(0):
@@ -183,9 +214,11 @@ class ZmqReceiver:
     def _carry_out(
         self, kind: str, publisher: int, endpoint: str, replay_endpoint: str | None
     ) -> None:
-        subscription = self._subscriptions.get(publisher)
+        subscription, unopened = self._subscriptions.get(publisher), self._unopened.get(publisher)
         if kind in ("subscribe", "hold"):
             self._subscribe(publisher, endpoint, replay_endpoint, is_held=kind == "hold")
+        elif kind != "unsubscribe" and unopened is not None:
+            unopened.is_held = kind == "pause"
         elif kind == "unsubscribe":
             self._unsubscribe(publisher)
         elif subscription is not None and kind == "pause":
@@ -194,15 +227,29 @@ class ZmqReceiver:
             self._release(subscription)
 
     def _subscribe(
-        self, publisher: int, endpoint: str, replay_endpoint: str | None, *, is_held: bool
+        self,
+        publisher: int,
+        endpoint: str,
+        replay_endpoint: str | None,
+        *,
+        is_held: bool,
+        is_again: bool = False,
     ) -> None:
         try:
             socket, monitor = open_stream(self._context, self._options)
         except zmq.ZMQError as error:
             message = f"can't open a socket: {explain(error)}"
-            logger.warning("engine at %s: %s", endpoint, message)
+            if is_exhausted(error):
+                message += f"; trying again every {_REOPEN_S:g} s"
+                retry_at = time.monotonic() + _REOPEN_S
+                late = _Unopened(endpoint, replay_endpoint, is_held, retry_at)
+                self._unopened[publisher] = late
+            if not is_again:
+                logger.warning("engine at %s: %s", endpoint, message)
             self._catalog.set_status(publisher, "failed", message)
             return
+        if is_again:
+            logger.info("engine at %s: there is an open file for its socket now", endpoint)
         repair = Repair(
             self._catalog,
             publisher,
@@ -276,6 +323,7 @@ class ZmqReceiver:
     def _unsubscribe(self, publisher: int) -> None:
         subscription = self._subscriptions.pop(publisher, None)
         self._timed.pop(publisher, None)
+        self._unopened.pop(publisher, None)
         if subscription is None:
             return
         self._close(subscription.replay)
@@ -354,6 +402,7 @@ class ZmqReceiver:
                     subscription.endpoint,
                     first,
                     last,
+                    why,
                 )
             else:
                 where = subscription.endpoint
@@ -381,4 +430,3 @@ class ZmqReceiver:
             socket,
             lambda: self._follow(subscription, repair.answered(self._receive(socket))),
         )
-                    why,

@@ -10,7 +10,16 @@ import zmq
 
 from kvflash.transport.options import ZmqOptions
 
-__all__ = ["dial", "dialable", "explain", "netloc", "open_replay", "open_stream"]
+__all__ = [
+    "dial",
+    "dialable",
+    "explain",
+    "is_exhausted",
+    "most_streams",
+    "netloc",
+    "open_replay",
+    "open_stream",
+]
 
 _MONITORED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -89,9 +98,22 @@ def dialable(endpoint: str) -> str:
     return endpoint.replace("tcp://*:", "tcp://127.0.0.1:", 1)
 
 
+def most_streams() -> int:
+    """How many streams this process may have, of three open files each; others need some too."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        limit = 1 << 20
+    return max(limit // 4, limit // 3 - 1_000)
+
+
+def is_exhausted(error: zmq.ZMQError) -> bool:
+    """Whether the process has as many open files as it may; some may come free."""
+    return error.errno in (errno.EMFILE, errno.ENFILE)
+
+
 def explain(error: zmq.ZMQError) -> str:
     """The error in words, with what to do about it where that is known."""
-    if error.errno not in (errno.EMFILE, errno.ENFILE):
+    if not is_exhausted(error):
         return str(error)
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return f"{error}: the process may have {limit}; raise that (ulimit -n, LimitNOFILE of systemd)"

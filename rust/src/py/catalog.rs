@@ -376,6 +376,11 @@ impl Catalog {
         self.publisher(publisher).map(|publisher| publisher.position())
     }
 
+    /// The process can open so many sockets: further publishers that need one are refused.
+    fn limit_sockets(&self, py: Python<'_>, most: usize) {
+        py.detach(|| self.inner.limit_sockets(most));
+    }
+
     /// Report the socket's state: pending, active, paused or failed.
     #[pyo3(signature = (publisher, status, error=None))]
     fn set_status(

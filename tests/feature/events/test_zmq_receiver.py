@@ -785,7 +785,8 @@ def no_more_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_publisher_without_a_socket_has_failed(http, engine, caplog):
+def test_a_publisher_without_a_socket_gets_one_when_there_is_one(http, engine, caplog, monkeypatch):
+    monkeypatch.setattr("kvflash.transport.zmq._REOPEN_S", 0.1)
     made = engine(replay=False)
     http.get("/workers")
     with no_more_files():
@@ -793,6 +794,9 @@ def test_a_publisher_without_a_socket_has_failed(http, engine, caplog):
         until(lambda: listener(http, 1)["status"] == "failed", "the failure")
     assert "Too many open files: the process may have 3; raise" in listener(http, 1)["last_error"]
     assert "ulimit -n" in caplog.text
+    until(lambda: listener(http, 1)["status"] == "active", "the socket")
+    made.wait_for_subscriber()
+    wait_for_sequence(http, 1, made.publish(one(1)))
 
 
 def test_a_gap_without_a_socket_for_its_replay_is_given_up(http, engine):

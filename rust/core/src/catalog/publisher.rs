@@ -253,6 +253,11 @@ impl Publisher {
         self.tell(&mut state);
     }
 
+    /// Whether its socket was ever connected.
+    pub(super) fn has_connected(&self) -> bool {
+        self.state.lock().standing.has_connected()
+    }
+
     /// Read the counters.
     pub fn counts(&self) -> EventCounts {
         self.counters.read()

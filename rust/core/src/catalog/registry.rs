@@ -72,6 +72,8 @@ pub(super) struct Tables {
     pub(super) past: BTreeMap<Worker, Past>,
     /// New publishers do not read yet.
     is_held: bool,
+    /// How many publishers may have a socket.
+    max_sockets: Option<usize>,
     /// Counts of publishers that are registered no more.
     departed: EventCounts,
 }
@@ -253,6 +255,9 @@ impl Catalog {
                 self.options.max_publishers
             )));
         }
+        if !is_brokered(&endpoint) {
+            tables.check_sockets(&endpoint)?;
+        }
         if let Some(model) = tables.models.get(&key) {
             model.agreement.check(&identity, &key)?;
         }
@@ -357,6 +362,11 @@ impl Catalog {
         Ok(count)
     }
 
+    /// The process can open so many sockets: further publishers that need one are refused.
+    pub fn limit_sockets(&self, most: usize) {
+        self.tables.write().max_sockets = Some(most);
+    }
+
     /// From now on new publishers connect but do not read, until [`Catalog::release`].
     pub fn hold(&self) {
         self.tables.write().is_held = true;
@@ -420,16 +430,6 @@ impl Catalog {
             .collect()
     }
 
-    /// The publisher that is registered as `worker`.
-    pub(super) fn publisher_of(&self, worker: Worker) -> Option<Arc<Publisher>> {
-        let tables = self.tables.read();
-        tables.workers.get(&worker).and_then(|id| tables.publishers.get(id)).cloned()
-    }
-
-    /// Keep `past` for when its worker registers. False when it has registered meanwhile.
-    pub(super) fn remember_recovered(&self, worker: Worker, past: Past) -> bool {
-        let mut tables = self.tables.write();
-        let is_free = !tables.workers.contains_key(&worker);
     /// Forget the workers whose blocks came from a peer and that have not registered; how many there were.
     pub fn drop_recovered(&self) -> usize {
         let mut tables = self.tables.write();
@@ -455,6 +455,16 @@ impl Catalog {
         }
     }
 
+    /// The publisher that is registered as `worker`.
+    pub(super) fn publisher_of(&self, worker: Worker) -> Option<Arc<Publisher>> {
+        let tables = self.tables.read();
+        tables.workers.get(&worker).and_then(|id| tables.publishers.get(id)).cloned()
+    }
+
+    /// Keep `past` for when its worker registers. False when it has registered meanwhile.
+    pub(super) fn remember_recovered(&self, worker: Worker, past: Past) -> bool {
+        let mut tables = self.tables.write();
+        let is_free = !tables.workers.contains_key(&worker);
         if is_free {
             tables.remember(worker, past, self.options.max_publishers);
         }
@@ -516,6 +526,32 @@ impl Tables {
             || self.past.values().any(is_recovered)
     }
 
+    /// Whether one more publisher may have a socket. Registrations of one host that never connected take no
+    /// more than an eighth once half of the places are taken.
+    fn check_sockets(&self, endpoint: &str) -> Result<()> {
+        let Some(most) = self.max_sockets.filter(|most| self.publishers.len() >= most / 2) else {
+            return Ok(());
+        };
+        let with_socket = || self.publishers.values().filter(|other| !is_brokered(&other.endpoint));
+        if with_socket().count() >= most {
+            return Err(Error::Overloaded(format!(
+                "the limit of {most} publishers is reached that the limit of open files leaves room for; \
+                 raise that (ulimit -n, LimitNOFILE of systemd)"
+            )));
+        }
+        let host = host_of(endpoint);
+        let is_idle =
+            |other: &&Arc<Publisher>| host_of(&other.endpoint) == host && !other.has_connected();
+        if with_socket().filter(is_idle).count() >= (most / 8).max(1) {
+            return Err(Error::Overloaded(format!(
+                "{} publishers at {host} are registered and never connected; unregister those that are \
+                 gone, or start them",
+                most / 8
+            )));
+        }
+        Ok(())
+    }
+
     /// Makes room for another model: one that nobody uses and nobody counts on goes. False without one.
     fn drop_unused(&mut self) -> bool {
         let is_unused = |model: &&Arc<ModelIndex>| !model.is_kept() && !self.is_used(&model.key);
@@ -546,6 +582,11 @@ impl Tables {
             .range(Worker::new(instance_id, 0)..=Worker::new(instance_id, u32::MAX))
             .filter_map(|(_, id)| self.publishers.get(id))
     }
+}
+
+/// An endpoint without its port.
+fn host_of(endpoint: &str) -> &str {
+    endpoint.rsplit_once(':').map_or(endpoint, |(host, _)| host)
 }
 
 impl std::fmt::Debug for Catalog {

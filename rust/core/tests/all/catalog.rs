@@ -7,10 +7,11 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use kvflash_core::catalog::{
-    Catalog, CatalogOptions, EngineFacts, FrameOutcome, Identity, MAGIC, ModelKey, Publisher,
-    Registration, TransferError, parts, restore, restore_json,
+    Catalog, CatalogOptions, EngineFacts, FrameOutcome, Identity, ListenerStatus, MAGIC, ModelKey,
+    Publisher, Registration, TransferError, parts, restore, restore_json,
 };
 use kvflash_core::clock::ManualClock;
+use kvflash_core::error::Error;
 use kvflash_core::ids::{Tier, Worker};
 use kvflash_core::index::{Block, DEFAULT_SEED};
 use serde_json::json;
@@ -58,6 +59,38 @@ fn binary(catalog: &Catalog) -> Vec<u8> {
 fn limited(max_blocks: usize) -> Catalog {
     let options = CatalogOptions { max_blocks, ..CatalogOptions::default() };
     Catalog::new(options, Arc::new(ManualClock::default()))
+}
+
+#[test]
+fn publishers_with_a_socket_are_as_many_as_there_are_files_for() {
+    let catalog = Catalog::default();
+    catalog.limit_sockets(16);
+    let add = |id: u64, endpoint: &str| {
+        let endpoint = endpoint.to_owned();
+        catalog.register(Registration { endpoint, ..registration(Worker::new(id, 0), "m") })
+    };
+    for id in 0..8 {
+        add(id, "tcp://a:1").unwrap().set_status(ListenerStatus::Active, None);
+    }
+    // Half of the places are taken: a host has an eighth of them for those that never connected.
+    add(8, "tcp://b:1").unwrap();
+    let connected = add(9, "tcp://b:2").unwrap();
+    let error = add(10, "tcp://b:3").map(drop).unwrap_err().to_string();
+    assert!(
+        error.contains("2 publishers at tcp://b are registered and never connected"),
+        "{error}"
+    );
+    connected.set_status(ListenerStatus::Active, None);
+    add(10, "tcp://b:3").unwrap();
+    for id in 11..16 {
+        add(id, &format!("tcp://host-{id}:1")).unwrap();
+    }
+    let error = add(16, "tcp://c:1").map(drop).unwrap_err();
+    assert!(matches!(&error, Error::Overloaded(why) if why.contains("ulimit -n")), "{error}");
+    // What a broker carries needs no socket of its own.
+    add(16, "nats://subject/16/0").unwrap();
+    catalog.unregister(15, "m", None, None).unwrap();
+    add(17, "tcp://c:1").unwrap();
 }
 
 #[test]
