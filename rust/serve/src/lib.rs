@@ -20,6 +20,7 @@ mod remote;
 pub mod router;
 mod serve;
 mod settings;
+mod state_file;
 mod timer;
 mod tls;
 

@@ -209,7 +209,7 @@ settings! {
 }
 
 settings! {
-    /// What every service bounds: connections, and the bodies that come over them.
+    /// What every service bounds, connections and the bodies that come over them; and what it keeps of them.
     HttpSettings { "Connections": {
         /// Longest time for a request's body to arrive
         ///
@@ -239,6 +239,11 @@ settings! {
         max_connections_per_address: usize = 2_048, 0..=1_000_000, "--max-connections-per-address";
         /// Addresses with any number of connections, such as 10.0.0.0/8 of the balancers
         trusted_proxies: String = String::new(), (), "--trusted-proxies ADDRESS[/BITS],...";
+        /// Keep what is registered over HTTP in this file, for the next start
+        ///
+        /// `POST /workers` and `POST /register`, until their DELETE or `/unregister`. A worker that a flag
+        /// or discovery names comes back by that
+        state_file: Option<PathBuf> = None, (), "--state-file FILE";
     } }
 }
 

@@ -198,6 +198,7 @@ impl Frontend {
     ///     ConfigError: The address can't be bound.
     fn start(&self, py: Python<'_>, host: &str, port: u16) -> PyResult<u16> {
         py.detach(|| {
+            self.service.enter(|| self.app.restore())?;
             let address = self.service.start(host, port, self.app.router())?;
             let app = self.app.clone();
             self.service.every_second(move || {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use crate::ids::InstanceId;
 
@@ -12,7 +12,7 @@ const STREAM: &str = "jetstream://";
 const SUBJECT: &str = "nats://";
 
 /// Where one rank's events are: at its sockets, or at a broker.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct EventSpec {
     /// Address of its event socket, or its place at a broker.

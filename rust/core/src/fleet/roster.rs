@@ -1,13 +1,18 @@
 //! The roster: changes in, effects out.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
 
 use super::events::{EventSpec, Hearing};
 use super::name::Names;
 use crate::catalog::{EngineFacts, Identity, ModelKey, Registration};
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
+use crate::load::MAX_WORKERS as MAX_RANKS;
 use crate::select::Report;
+
+/// So many ranks one registrant may have, however few workers may join: one worker has up to 1,024.
+const LEAST_RANKS_OF_REGISTRANT: usize = 1_024;
 
 /// What somebody has heard of a worker.
 #[derive(Debug, Clone)]
@@ -20,6 +25,8 @@ pub enum Change {
         ranks: u32,
         /// Where they publish.
         events: BTreeMap<u32, EventSpec>,
+        /// Who registered it over HTTP; of workers that operators and discovery name, nobody.
+        registrant: Option<IpAddr>,
     },
     /// It says what it serves, for the first time or anew.
     Card {
@@ -116,6 +123,7 @@ pub enum Effect {
 #[derive(Debug)]
 struct Member {
     ranks: u32,
+    registrant: Option<IpAddr>,
     events: BTreeMap<u32, EventSpec>,
     started_s: Option<f64>,
     card: Option<Card>,
@@ -141,15 +149,17 @@ impl Roster {
     /// Take a change. Where an effect can't be performed, [`Change::Drained`] takes back what was.
     ///
     /// # Errors
-    /// `NotFound` for a worker that never joined, `Conflict` for one that joins twice, `Overloaded` at the
-    /// limit of workers. Nothing changes then.
+    /// `NotFound` for a worker that never joined, `Conflict` for one that joins twice, `Overloaded` at a
+    /// limit. Nothing changes then.
     ///
     /// # Cost
     /// O(workers of the model) where its workers change, else O(what the worker says).
     pub fn apply(&mut self, change: Change) -> Result<Vec<Effect>> {
         let mut effects = Vec::new();
         match change {
-            Change::Joined { id, ranks, events } => self.join(id, ranks, events)?,
+            Change::Joined { id, ranks, events, registrant } => {
+                self.join(id, ranks, events, registrant)?;
+            }
             Change::Card { id, card } => self.serve(id, card, &mut effects)?,
             Change::Events { id, events } => self.move_events(id, events, &mut effects)?,
             Change::Health { id, started_s } => {
@@ -175,24 +185,56 @@ impl Roster {
         self.members.get_mut(&id).ok_or_else(unknown)
     }
 
-    /// Whether one more worker may join.
+    /// Whether one more worker with so many ranks may join. Its ranks are counted from when it joins, whatever
+    /// it serves: one that was taken finds its place among the candidates later.
     ///
     /// # Errors
-    /// `Overloaded`.
-    pub fn check_room(&self) -> Result<()> {
-        if self.members.len() < self.max_workers {
-            return Ok(());
-        }
+    /// `Overloaded`: too many workers, too many ranks of all of them, or of those that `registrant` registered.
+    ///
+    /// # Cost
+    /// O(workers).
+    pub fn check_room(&self, ranks: u32, registrant: Option<IpAddr>) -> Result<()> {
         let limit = self.max_workers;
-        Err(Error::Overloaded(format!("the limit of {limit} workers is reached (--max-workers)")))
+        if self.members.len() >= limit {
+            let reached = format!("the limit of {limit} workers is reached (--max-workers)");
+            return Err(Error::Overloaded(reached));
+        }
+        let sum = |members: &mut dyn Iterator<Item = &Member>| {
+            members.map(|member| member.ranks as usize).sum::<usize>() + ranks as usize
+        };
+        let all = sum(&mut self.members.values());
+        if all > MAX_RANKS {
+            return Err(Error::Overloaded(format!(
+                "a router takes at most {MAX_RANKS} data-parallel ranks of all workers, got {all} with \
+                 this one's {ranks}"
+            )));
+        }
+        let Some(address) = registrant else { return Ok(()) };
+        let is_theirs = |member: &&Member| member.registrant == registrant;
+        let theirs = sum(&mut self.members.values().filter(is_theirs));
+        let limit = limit.max(LEAST_RANKS_OF_REGISTRANT);
+        if theirs > limit {
+            return Err(Error::Overloaded(format!(
+                "one address may register at most {limit} data-parallel ranks (--max-workers), got \
+                 {theirs} of {address} with this one's {ranks}"
+            )));
+        }
+        Ok(())
     }
 
-    fn join(&mut self, id: InstanceId, ranks: u32, events: BTreeMap<u32, EventSpec>) -> Result<()> {
+    fn join(
+        &mut self,
+        id: InstanceId,
+        ranks: u32,
+        events: BTreeMap<u32, EventSpec>,
+        registrant: Option<IpAddr>,
+    ) -> Result<()> {
         if self.has(id) {
             return Err(Error::Conflict(format!("worker id {id} is registered already")));
         }
-        self.check_room()?;
-        self.members.insert(id, Member { ranks, events, started_s: None, card: None });
+        self.check_room(ranks, registrant)?;
+        let member = Member { ranks, registrant, events, started_s: None, card: None };
+        self.members.insert(id, member);
         Ok(())
     }
 

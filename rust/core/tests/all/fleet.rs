@@ -45,7 +45,8 @@ fn change(text: &str, ranks: &mut BTreeMap<u64, u32>) -> Change {
             let count = number("ranks").unwrap_or(1) as u32;
             ranks.insert(id, count);
             let events = EventSpec::of_ranks(said("events"), said("replay"), count);
-            Change::Joined { id, ranks: count, events }
+            let registrant = said("by").map(|by| by.parse().unwrap());
+            Change::Joined { id, ranks: count, events, registrant }
         }
         "card" => {
             let mut card = Card::new(key(rest[0]));
@@ -99,7 +100,7 @@ fn words(effect: &Effect) -> String {
 fn fleets_come_out_as_written() {
     let text = std::fs::read_to_string("../../tests/vectors/fleet_cases.json").unwrap();
     let Cases { cases } = serde_json::from_str(&text).unwrap();
-    assert_eq!(cases.len(), 17);
+    assert_eq!(cases.len(), 20);
     let mut steps = 0;
     for case in cases {
         let hearing = match case.hears.as_deref() {

@@ -1,34 +1,35 @@
 //! What operators ask: health, models, workers, and why a request would go where it goes.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use axum::Json;
 use axum::body::Body;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use axum::http::{HeaderMap, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
 use kvflash_core::catalog::{Publisher, Trust};
 use kvflash_core::error::Error;
 use kvflash_core::ids::{InstanceId, Worker};
 use kvflash_core::policy::{AUTO, Policy};
 use kvflash_core::select::{ReuseView, WorkerReason};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::app::App;
 use super::engine::{Engine, EngineSpec, is_prefill};
 use super::pool::Pool;
 use super::probe;
-use crate::Reject;
 use crate::gateway::backend::disagg::Prefill;
 use crate::gateway::call::Head;
 use crate::gateway::evidence;
 use crate::gateway::plan::{Part, Plan};
 use crate::metrics::CauseLabel;
 use crate::remote::RemoteIndexer;
+use crate::{Peer, Reject};
 
 /// 200 while at least one worker can serve, 503 otherwise; the body says how each one fares. Workers that
 /// only prefill serve nobody by themselves.
@@ -324,7 +325,7 @@ fn tell_workers(app: &App) -> Response {
     Json(entries).into_response()
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 struct NewWorker {
     url: String,
@@ -335,8 +336,51 @@ struct NewWorker {
     role: Option<String>,
 }
 
+impl NewWorker {
+    fn register(self, app: &Arc<App>, registrant: Option<IpAddr>) -> Result<Arc<Engine>, Reject> {
+        let role = self.role.as_deref().map(is_prefill).transpose();
+        let spec = EngineSpec {
+            url: self.url.clone(),
+            events: self.events.clone(),
+            replay: self.replay.clone(),
+            instance_id: self.id,
+            dp_size: self.dp_size.unwrap_or(1),
+            is_prefill: role.map_err(|error| Reject::bad_request(error.to_string()))? == Some(true),
+            registrant,
+        };
+        if !(1..=1_024).contains(&spec.dp_size) {
+            let message = format!("dp_size must be in 1..=1024, got {}", spec.dp_size);
+            return Err(Reject::bad_request(message));
+        }
+        let engine = probe::add(app, spec).map_err(|error| match error {
+            Error::Config(message) => Reject::bad_request(message),
+            other => other.into(),
+        })?;
+        app.registrations.put(&key(engine.id), &Self { id: Some(engine.id), ..self });
+        Ok(engine)
+    }
+}
+
+/// Its name in the file of registrations.
+fn key(id: InstanceId) -> String {
+    format!("worker/{id}")
+}
+
+/// Register a worker again that was registered before the start. Must be called within a tokio runtime.
+///
+/// # Errors
+/// Why not, in words.
+pub(super) fn register_again(app: &Arc<App>, body: Value) -> Result<(), String> {
+    let new: NewWorker = serde_json::from_value(body).map_err(|error| error.to_string())?;
+    new.register(app, None).map(drop).map_err(|reject| reject.message)
+}
+
 /// POST /workers {url, events?, replay?, id?, dp_size?, role?}
-pub(super) async fn add_worker(State(app): State<Arc<App>>, body: Body) -> Response {
+pub(super) async fn add_worker(
+    State(app): State<Arc<App>>,
+    peer: Option<Extension<Peer>>,
+    body: Body,
+) -> Response {
     let added = async {
         let body = app.intake.control(body).await?;
         // The derived reader would take a list too, field by field.
@@ -347,27 +391,8 @@ pub(super) async fn add_worker(State(app): State<Arc<App>>, body: Body) -> Respo
         let new: NewWorker = serde_path_to_error::deserialize(&mut json)
             .map_err(|error| Reject::bad_request(format!("invalid worker: {error}")))?;
         json.end().map_err(|error| Reject::bad_request(format!("invalid worker: {error}")))?;
-        let spec = EngineSpec {
-            url: new.url,
-            events: new.events,
-            replay: new.replay,
-            instance_id: new.id,
-            dp_size: new.dp_size.unwrap_or(1),
-            is_prefill: match new.role.as_deref() {
-                Some(role) => {
-                    is_prefill(role).map_err(|error| Reject::bad_request(error.to_string()))?
-                }
-                None => false,
-            },
-        };
-        if !(1..=1_024).contains(&spec.dp_size) {
-            let message = format!("dp_size must be in 1..=1024, got {}", spec.dp_size);
-            return Err(Reject::bad_request(message));
-        }
-        probe::add(&app, spec).map_err(|error| match error {
-            Error::Config(message) => Reject::bad_request(message),
-            other => other.into(),
-        })
+        let registrant = peer.map(|Extension(Peer(address))| address.ip());
+        new.register(&app, registrant)
     };
     match added.await {
         Ok(engine) => (StatusCode::CREATED, Json(entry(&app, &engine, &[]))).into_response(),
@@ -386,7 +411,8 @@ pub(super) async fn remove_worker(
             id.parse()
                 .map_err(|_| Reject::bad_request(format!("a worker id is a number, got {id:?}")))
         })
-        .and_then(|id| app.fleet.remove(id).map_err(Reject::from));
+        .and_then(|id| app.fleet.remove(id).map_err(Reject::from))
+        .inspect(|engine| app.registrations.remove(&key(engine.id)));
     match removed {
         Ok(engine) => Json(json!({ "status": "ok", "id": engine.id })).into_response(),
         Err(reject) => reject.openai(),

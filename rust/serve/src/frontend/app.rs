@@ -27,6 +27,7 @@ use crate::indexer::query_routes;
 use crate::metrics::{CauseLabel, CommonMetrics};
 use crate::policy_metrics::PolicyMetrics;
 use crate::remote::RemoteIndexer;
+use crate::state_file::Registrations;
 
 /// What the frontend's parts share.
 pub(crate) struct App {
@@ -54,6 +55,8 @@ pub(crate) struct App {
     pub compute: Compute,
     pub intake: Intake,
     pub retries: Arc<Retries>,
+    /// Workers that were registered over HTTP.
+    pub registrations: Registrations,
     pub shutdown: Shutdown,
     /// Who knows what workers hold, where that is not the catalog.
     pub remote: Option<RemoteIndexer>,
@@ -123,6 +126,7 @@ impl App {
             compute,
             intake,
             retries: Arc::default(),
+            registrations: Registrations::default(),
             shutdown,
             remote,
             questions,

@@ -1,6 +1,7 @@
 //! One engine behind the frontend: where it is, how it fares, what it said of itself.
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -30,6 +31,8 @@ pub struct EngineSpec {
     pub dp_size: u32,
     /// It only prefills; another engine decodes.
     pub is_prefill: bool,
+    /// Who registered it over HTTP.
+    pub registrant: Option<IpAddr>,
 }
 
 impl FromStr for EngineSpec {
@@ -46,6 +49,7 @@ impl FromStr for EngineSpec {
             instance_id: None,
             dp_size: 1,
             is_prefill: false,
+            registrant: None,
         };
         for part in parts {
             let (key, value) = part.split_once('=').ok_or_else(|| {
@@ -225,6 +229,7 @@ impl Engine {
             instance_id: Some(member.spec.id),
             dp_size: member.spec.dp_size(),
             is_prefill: member.spec.is_prefill(),
+            registrant: None,
         };
         let mut engine = Self::new(member.spec.id, spec);
         engine.healthy = AtomicBool::new(true);

@@ -1,6 +1,7 @@
 //! Who can serve what: engines, and the models and adapters that they have told of.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -86,7 +87,7 @@ impl Fleet {
     pub fn add(&self, spec: EngineSpec) -> Result<Arc<Engine>> {
         spec.check()?;
         let mut tables = self.fleet.write();
-        tables.roster.check_room()?;
+        tables.roster.check_room(spec.dp_size, spec.registrant)?;
         let same_url = |engine: &&Arc<Engine>| engine.base == base_of(&spec.url);
         if let Some(engine) = tables.members.values().find(same_url) {
             return Err(Error::Conflict(format!(
@@ -105,7 +106,8 @@ impl Fleet {
         };
         let engine = Arc::new(Engine::new(id, spec));
         let events = engine.spec.event_specs();
-        let change = Change::Joined { id, ranks: engine.spec.dp_size, events };
+        let (ranks, registrant) = (engine.spec.dp_size, engine.spec.registrant);
+        let change = Change::Joined { id, ranks, events, registrant };
         self.fleet.join(&mut tables, change, Arc::clone(&engine))?;
         let given = engine.spec.url.trim_end_matches('/');
         if given != engine.base {
@@ -127,7 +129,7 @@ impl Fleet {
         let notes = member.notes();
         let engine = Arc::new(Engine::of_member(member));
         let (id, ranks) = (engine.id, engine.spec.dp_size);
-        let change = Change::Joined { id, ranks, events: BTreeMap::new() };
+        let change = Change::Joined { id, ranks, events: BTreeMap::new(), registrant: None };
         self.fleet.join(&mut self.fleet.write(), change, Arc::clone(&engine))?;
         if let Err(error) = self.learned(&engine, notes) {
             if self.fleet.read().roster.key_of(id).is_none() {
@@ -154,6 +156,14 @@ impl Fleet {
     /// Where the events of a worker's ranks are, as far as is known.
     pub fn events_of(&self, id: InstanceId) -> BTreeMap<u32, EventSpec> {
         self.fleet.read().roster.events_of(id)
+    }
+
+    /// Whether a worker's ranks may be so many more.
+    ///
+    /// # Errors
+    /// `Overloaded`.
+    pub fn check_room(&self, more: u32, registrant: Option<IpAddr>) -> Result<()> {
+        self.fleet.read().roster.check_room(more, registrant)
     }
 
     /// Remove an engine: no new requests, its blocks are forgotten; requests in flight go on.

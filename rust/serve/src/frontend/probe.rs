@@ -118,6 +118,10 @@ fn has_other_ranks(app: &Arc<App>, engine: &Engine, notes: &EngineNotes) -> bool
     let Some(server) = &notes.server else { return false };
     let (id, note) = (engine.id, &server.note);
     if engine.spec.dp_size == 1 && server.dp_size > 1 && !server.events.is_empty() {
+        if let Err(error) = app.fleet.check_room(server.dp_size - 1, engine.spec.registrant) {
+            engine.notes.lock().last_error = Some(format!("{note}: {error}"));
+            return false;
+        }
         tracing::warn!(worker = id, url = engine.base, "{note}: it is registered anew with all");
         let (dp_size, instance_id) = (server.dp_size, Some(id));
         let spec = EngineSpec { dp_size, instance_id, ..engine.spec.clone() };

@@ -50,6 +50,17 @@ impl FrontendApp {
         probe::add(&self.app, spec).map(|engine| engine.id)
     }
 
+    /// Bring back what `--state-file` holds. Must be called within a tokio runtime, once, after the workers that
+    /// flags name were added.
+    ///
+    /// # Errors
+    /// `Config`, naming the file.
+    pub fn restore(&self) -> Result<()> {
+        let app = &self.app;
+        let file = app.options.http.state_file.as_deref();
+        app.registrations.restore(file, |body| admin::register_again(app, body))
+    }
+
     /// Add a worker of the runtime, or change it, by its JSON. Must be called within a tokio runtime.
     ///
     /// # Errors

@@ -36,6 +36,7 @@ use super::recover::recover;
 use super::request::{Listener, PeerUrl, Query, QueryByHash, Register, Unregister};
 use super::startup::Startup;
 use crate::settings::IndexerOptions;
+use crate::state_file::Registrations;
 use crate::{Http, Reject};
 
 /// Header of answers that were given before this replica was ready; its value is `false`.
@@ -48,6 +49,8 @@ struct App {
     metrics: Arc<IndexerMetrics>,
     startup: Arc<Startup>,
     dumps: Dumps,
+    /// What was registered over HTTP.
+    registrations: Registrations,
 }
 
 /// The indexer's HTTP service over a catalog.
@@ -95,10 +98,19 @@ impl IndexerApp {
         let counted = from_fn_with_state(Arc::clone(&metrics), metrics::count);
         if !options.peers.is_empty() {
             catalog.hold();
+        }
+        let registrations = Registrations::default();
+        registrations.restore(http.state_file.as_deref(), |body| {
+            let request: Register =
+                serde_json::from_value(body).map_err(|error| error.to_string())?;
+            register_at(&catalog, request).map_err(|error| error.to_string())
+        })?;
+        if !options.peers.is_empty() {
             tokio::spawn(recover(Arc::clone(&catalog), Arc::clone(&startup)));
         }
         let dumps = Dumps::default();
-        let app = Arc::new(App { catalog, options, intake, metrics, startup, dumps });
+        let app = App { catalog, options, intake, metrics, startup, dumps, registrations };
+        let app = Arc::new(app);
         let mut router = Router::new();
         if app.options.test_endpoints {
             router = router
@@ -190,7 +202,8 @@ pub(crate) fn query_routes(catalog: Arc<Catalog>, intake: Intake) -> KvResult<Ro
     let startup = Arc::new(Startup::new(&[], 0)?);
     let (figures, ()) = IndexerMetrics::new(Arc::clone(&catalog), Arc::clone(&startup), |_| ());
     let (metrics, dumps) = (Arc::new(figures), Dumps::default());
-    let app = Arc::new(App { catalog, options, intake, metrics, startup, dumps });
+    let registrations = Registrations::default();
+    let app = Arc::new(App { catalog, options, intake, metrics, startup, dumps, registrations });
     let routes = Router::new()
         .route("/query", post(query))
         .route("/query_by_hash", post(query_by_hash))
@@ -270,29 +283,33 @@ fn json_response(status: StatusCode, body: &impl Serialize) -> Response {
 
 async fn register(State(app): State<Arc<App>>, body: Body) -> Response {
     app.answer(body, |app, request: Register| {
-        check_is_socket("endpoint", &request.endpoint)?;
-        if let Some(replay) = &request.replay_endpoint {
-            check_is_socket("replay_endpoint", replay)?;
-        }
-        app.catalog.register(Registration {
-            worker: Worker::new(request.instance_id, request.dp_rank),
-            key: ModelKey { model_name: request.model_name, tenant_id: request.tenant_id },
-            block_size: Some(request.block_size),
-            endpoint: request.endpoint,
-            replay_endpoint: request.replay_endpoint,
-            capacity_blocks: request.capacity_blocks,
-            identity: Identity {
-                lora_name: request.lora_name,
-                cache_salt: request.additional_salt,
-            },
-            facts: EngineFacts {
-                attention_chunk_size: request.attention_chunk_size,
-                offload_chunk: request.offload_chunk,
-            },
-        })?;
+        let key = format!("{}/{}", request.instance_id, request.dp_rank);
+        register_at(&app.catalog, request.clone())?;
+        app.registrations.put(&key, &request);
         Ok(json_response(StatusCode::CREATED, &serde_json::json!({"status": "ok"})))
     })
     .await
+}
+
+fn register_at(catalog: &Catalog, request: Register) -> KvResult<()> {
+    check_is_socket("endpoint", &request.endpoint)?;
+    if let Some(replay) = &request.replay_endpoint {
+        check_is_socket("replay_endpoint", replay)?;
+    }
+    let registered = catalog.register(Registration {
+        worker: Worker::new(request.instance_id, request.dp_rank),
+        key: ModelKey { model_name: request.model_name, tenant_id: request.tenant_id },
+        block_size: Some(request.block_size),
+        endpoint: request.endpoint,
+        replay_endpoint: request.replay_endpoint,
+        capacity_blocks: request.capacity_blocks,
+        identity: Identity { lora_name: request.lora_name, cache_salt: request.additional_salt },
+        facts: EngineFacts {
+            attention_chunk_size: request.attention_chunk_size,
+            offload_chunk: request.offload_chunk,
+        },
+    });
+    registered.map(drop)
 }
 
 async fn unregister(State(app): State<Arc<App>>, body: Body) -> Response {
@@ -303,6 +320,10 @@ async fn unregister(State(app): State<Arc<App>>, body: Body) -> Response {
             request.tenant_id.as_deref(),
             request.dp_rank,
         )?;
+        match request.dp_rank {
+            Some(rank) => app.registrations.remove(&format!("{}/{rank}", request.instance_id)),
+            None => app.registrations.remove_all(&format!("{}/", request.instance_id)),
+        }
         Ok(json_response(StatusCode::OK, &serde_json::json!({"status": "ok"})))
     })
     .await

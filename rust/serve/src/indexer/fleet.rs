@@ -58,7 +58,7 @@ impl FoundWorkers {
             PREFILL_TENANT.clone_into(&mut card.key.tenant_id);
         }
         let (ranks, events) = (spec.dp_size, spec.event_specs());
-        self.join(&mut tables, Change::Joined { id, ranks, events }, card)?;
+        self.join(&mut tables, Change::Joined { id, ranks, events, registrant: None }, card)?;
         Ok(id)
     }
 
@@ -87,7 +87,7 @@ impl FoundWorkers {
             capacity_blocks: spec.card.total_kv_blocks.filter(|blocks| *blocks > 0),
             ..Card::new(ModelKey { model_name, tenant_id: tenant.to_owned() })
         };
-        self.join(&mut tables, Change::Joined { id, ranks, events }, card)?;
+        self.join(&mut tables, Change::Joined { id, ranks, events, registrant: None }, card)?;
         tables.specs.insert(id, spec);
         Ok(id)
     }

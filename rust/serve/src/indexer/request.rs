@@ -1,7 +1,7 @@
 //! What clients of the indexer send. Every field at fault is named with what came.
 
-use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, SeqAccess, Unexpected, Visitor};
+use serde::{Deserialize, Serialize};
 
 use super::super::Reject;
 use super::plain;
@@ -160,7 +160,7 @@ pub(crate) fn default_tenant() -> String {
 }
 
 /// POST /register
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Clone, Deserialize, Serialize)]
 pub(super) struct Register {
     pub instance_id: u64,
     pub endpoint: String,

@@ -21,6 +21,7 @@ use crate::body::Intake;
 use crate::indexer::form::Form;
 use crate::metrics::CommonMetrics;
 use crate::remote::RemoteIndexer;
+use crate::state_file::Registrations;
 
 pub(super) struct App {
     pub options: RouterOptions,
@@ -38,6 +39,8 @@ pub(super) struct App {
     /// Where answers that tell of every worker are made.
     pub aside: Aside,
     pub intake: Intake,
+    /// Workers that were registered over HTTP.
+    pub registrations: Registrations,
 }
 
 impl App {

@@ -98,7 +98,7 @@ impl Fleet {
                 "worker_id {id} is registered already, for model={model_name} tenant={tenant_id}"
             )));
         }
-        tables.roster.check_room()?;
+        tables.roster.check_room(new.dp_size, new.registrant)?;
         for (field, address) in
             [("endpoint", &new.endpoint), ("replay_endpoint", &new.replay_endpoint)]
         {
@@ -109,7 +109,8 @@ impl Fleet {
         let (url, dp_size) = (new.url, new.dp_size);
         let joined = self.registered_total.load(Ordering::Relaxed);
         let member = Arc::new(Member { id, url, dp_size, joined });
-        let change = Change::Joined { id, ranks: new.dp_size, events };
+        let (ranks, registrant) = (new.dp_size, new.registrant);
+        let change = Change::Joined { id, ranks, events, registrant };
         self.fleet.join(&mut tables, change, Arc::clone(&member))?;
         let capacity_blocks = new.kv_total_blocks;
         let block_size = new.block_size;

@@ -2,6 +2,7 @@
 //! route every request elsewhere than meant.
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 
 use kvflash_core::error::{Error, Result};
 use kvflash_core::fair::Wish;
@@ -9,7 +10,7 @@ use kvflash_core::fleet::EventSpec;
 use kvflash_core::ids::InstanceId;
 use kvflash_core::policy::EngineMetrics;
 use kvflash_core::select::{Pin, Report, RouteOverride, Share, Usage};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use super::super::indexer::request::{BlockHashes, TokenIds, default_tenant};
 use super::super::prompt_keys::{Embeds, Media};
@@ -22,9 +23,12 @@ const MAX_ALLOWED: usize = 65_535;
 const MAX_URL_CHARS: usize = 4_096;
 
 /// POST /workers
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct NewWorker {
+    /// Who registers it.
+    #[serde(skip)]
+    pub registrant: Option<IpAddr>,
     pub worker_id: InstanceId,
     #[serde(alias = "model")]
     pub model_name: String,

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use axum::Router;
 use axum::body::Body;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{MatchedPath, Path, Request, State};
@@ -11,6 +10,7 @@ use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, get, post};
+use axum::{Extension, Router};
 use kvflash_core::catalog::Catalog;
 use kvflash_core::clock::Clock;
 use kvflash_core::error::{Error, Result as KvResult};
@@ -20,7 +20,6 @@ use parking_lot::RwLock;
 use serde::Serialize;
 use serde_json::json;
 
-use super::super::Reject;
 use super::super::aside::Aside;
 use super::super::body;
 use super::super::busy::{Change, answer};
@@ -29,6 +28,8 @@ use super::super::indexer::query_routes;
 use super::super::metrics::{CommonMetrics, RequestLabel};
 use super::super::policy_metrics::PolicyMetrics;
 use super::super::remote::RemoteIndexer;
+use super::super::state_file::Registrations;
+use super::super::{Peer, Reject};
 use super::answer::{health, readiness, worker_entries, worker_entry};
 use super::app::App;
 use super::choose::Chosen;
@@ -90,9 +91,23 @@ impl RouterApp {
             outside_warnings: RwLock::default(),
             aside: Aside::default(),
             intake,
+            registrations: Registrations::default(),
         };
         let app = Arc::new(app);
         Ok(Self { routes: routes(&app)?, app })
+    }
+
+    /// Bring back what `--state-file` holds, once, after the workers that flags name were added.
+    ///
+    /// # Errors
+    /// `Config`, naming the file.
+    pub fn restore(&self) -> KvResult<()> {
+        let app = &self.app;
+        let again = |body| {
+            let new: NewWorker = serde_json::from_value(body).map_err(|error| error.to_string())?;
+            app.fleet.add(new).map(drop).map_err(|error| error.to_string())
+        };
+        app.registrations.restore(app.options.http.state_file.as_deref(), again)
     }
 
     /// Free reservations that nothing was heard of; call it on a timer.
@@ -215,14 +230,30 @@ fn plain(answer: Answer) -> Response {
     answer.unwrap_or_else(Reject::plain)
 }
 
-async fn add_worker(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
+async fn add_worker(
+    State(app): State<Arc<App>>,
+    peer: Option<Extension<Peer>>,
+    headers: HeaderMap,
+    body: Body,
+) -> Response {
     let added = async {
-        let new: NewWorker = app.parse(&headers, body).await?;
+        let mut new: NewWorker = app.parse(&headers, body).await?;
+        new.registrant = peer.map(|Extension(Peer(address))| address.ip());
+        // Flags and discovery name their workers again by themselves.
+        let kept = new.registrant.map(|_| new.clone());
         let (pool, member) = app.fleet.add(new)?;
+        if let Some(kept) = kept {
+            app.registrations.put(&key(member.id), &kept);
+        }
         let entry = worker_entry(&app, &pool, &member);
         Ok(respond(StatusCode::CREATED, Form::of_answer(&headers), &entry))
     };
     plain(added.await)
+}
+
+/// A worker's name in the file of registrations.
+fn key(id: InstanceId) -> String {
+    format!("worker/{id}")
 }
 
 async fn workers(
@@ -244,6 +275,7 @@ async fn remove_worker(
             .parse()
             .map_err(|_| Reject::bad_request(format!("a worker id is a number, got {id:?}")))?;
         app.fleet.remove(id)?;
+        app.registrations.remove(&key(id));
         Ok(reply(&json!({ "status": "ok", "worker_id": id })))
     };
     plain(removed())

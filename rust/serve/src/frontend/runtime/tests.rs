@@ -13,6 +13,7 @@ use kvflash_core::select::Overlap;
 use serde_json::{Value, json};
 use tokio::runtime::{Builder, Runtime};
 
+use crate::frontend::engine::EngineSpec;
 use crate::frontend::notes::EngineNotes;
 use crate::frontend::{FrontendApp, FrontendOptions, admin};
 use crate::{RemoteIndexerOptions, Shutdown};
@@ -143,16 +144,14 @@ fn a_worker_whose_ranks_do_not_fit_is_refused_and_comes_when_others_left() {
     let fleet = &frontend.app.app.fleet;
     assert!(fleet.engine(165).is_none());
     assert_eq!(fleet.pools()[0].selector.loads().len(), 65_512, "the others are served");
-    // An engine at an address is learned of later: it does not become healthy, and says why.
-    let engine = fleet.add("http://127.0.0.1:9,dp=24".parse().unwrap()).unwrap();
-    let models = vec![("m".to_owned(), None)];
-    let notes = EngineNotes { models, ..EngineNotes::default() };
-    assert!(matches!(fleet.learned(&engine, notes.clone()), Err(Error::Overloaded(_))));
-    assert!(!engine.is_healthy());
-    assert!(fleet.pools()[0].members().get(engine.id).is_none());
+    // So is an engine at an address, before anybody asks what it serves.
+    let spec: EngineSpec = "http://127.0.0.1:9,dp=24".parse().unwrap();
+    assert!(matches!(fleet.add(spec.clone()), Err(Error::Overloaded(_))));
     frontend.put_ranks(66, 23).unwrap();
     frontend.app.remove_worker(64).unwrap();
     frontend.put_ranks(165, 24).unwrap();
-    fleet.learned(&engine, notes).unwrap();
+    let engine = fleet.add(spec).unwrap();
+    let models = vec![("m".to_owned(), None)];
+    fleet.learned(&engine, EngineNotes { models, ..EngineNotes::default() }).unwrap();
     assert_eq!(frontend.warnings(), "[]");
 }

@@ -1,0 +1,287 @@
+//! Registrations made over HTTP, kept in a file, so that a restart brings them back.
+//!
+//! The file has one line for each change, in JSON: `{"put": KEY, "body": {...}}` or `{"remove": KEY}`. It is
+//! written anew, with what is registered then, when a service starts.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::time::Instant;
+
+use kvflash_core::error::{Error, Result};
+use kvflash_core::log_limit::LogLimit;
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+/// A larger file is none of ours: it holds a few hundred bytes a worker.
+const BYTES_MAX: u64 = 256 << 20;
+
+/// So many lines that count no more are left before the file is written anew.
+const OLD_LINES_MAX: usize = 4_096;
+
+/// What is registered, kept where `--state-file` names a file.
+#[derive(Default)]
+pub(crate) struct Registrations(OnceLock<StateFile>);
+
+impl Registrations {
+    /// Have `register` bring back what `file` holds, and keep there from now on what is registered.
+    ///
+    /// # Errors
+    /// `Config`, naming the flag and the file, where it can't be read or written, or is something else.
+    pub fn restore(
+        &self,
+        file: Option<&Path>,
+        mut register: impl FnMut(Value) -> Result<(), String>,
+    ) -> Result<()> {
+        let Some(path) = file else { return Ok(()) };
+        let (state, kept) = StateFile::open(path)?;
+        let mut count = 0;
+        for (key, body) in kept {
+            match register(body) {
+                Ok(()) => count += 1,
+                Err(why) => {
+                    tracing::warn!(key, why, "a registration of --state-file is not taken again");
+                    state.remove(&key);
+                }
+            }
+        }
+        tracing::info!(count, path = %path.display(), "registrations are back");
+        // It is restored once.
+        let _ = self.0.set(state);
+        Ok(())
+    }
+
+    /// `body` is registered as `key`.
+    pub fn put(&self, key: &str, body: &impl Serialize) {
+        if let Some(state) = self.0.get() {
+            state.put(key, body);
+        }
+    }
+
+    /// What was registered as `key` is gone.
+    pub fn remove(&self, key: &str) {
+        if let Some(state) = self.0.get() {
+            state.remove(key);
+        }
+    }
+
+    /// All whose key begins so are gone.
+    pub fn remove_all(&self, prefix: &str) {
+        if let Some(state) = self.0.get() {
+            for key in state.keys_from(prefix) {
+                state.remove(&key);
+            }
+        }
+    }
+}
+
+struct StateFile {
+    path: PathBuf,
+    begun: Instant,
+    inner: Mutex<Inner>,
+}
+
+struct Inner {
+    file: File,
+    /// What is registered: its line, by key.
+    kept: BTreeMap<String, String>,
+    /// Lines in the file.
+    lines: usize,
+    /// Lines of the log about a file that can't be written.
+    log: LogLimit,
+}
+
+#[derive(Deserialize)]
+struct Line {
+    put: Option<String>,
+    body: Option<Value>,
+    remove: Option<String>,
+}
+
+impl StateFile {
+    /// Read what is registered, in the order of the keys, and begin the file anew with it.
+    fn open(path: &Path) -> Result<(Self, Vec<(String, Value)>)> {
+        let wrong = |why: String| Error::Config(format!("--state-file {}: {why}", path.display()));
+        let text = match fs::metadata(path) {
+            Ok(found) if found.len() > BYTES_MAX => {
+                let len = found.len();
+                return Err(wrong(format!("it has {len} bytes; the limit is {BYTES_MAX}")));
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
+            _ => fs::read_to_string(path)
+                .map_err(|error| wrong(format!("can't read it: {error}")))?,
+        };
+        let mut found: BTreeMap<String, Value> = BTreeMap::new();
+        let mut lines = text.lines().enumerate().peekable();
+        while let Some((at, line)) = lines.next() {
+            match serde_json::from_str(line) {
+                Ok(Line { put: Some(key), body: Some(body), .. }) => drop(found.insert(key, body)),
+                Ok(Line { remove: Some(key), .. }) => drop(found.remove(&key)),
+                // The machine stopped while it was written.
+                _ if at > 0 && lines.peek().is_none() && !text.ends_with('\n') => {}
+                _ => {
+                    let number = at + 1;
+                    return Err(wrong(format!(
+                        "line {number} is no registration; name another file"
+                    )));
+                }
+            }
+        }
+        let line = |(key, body): (&String, &Value)| (key.clone(), line_of(key, body));
+        let kept = found.iter().map(line).collect();
+        let file =
+            write_anew(path, &kept).map_err(|error| wrong(format!("can't write it: {error}")))?;
+        let inner = Inner { file, lines: kept.len(), kept, log: LogLimit::default() };
+        let state = Self { path: path.to_owned(), begun: Instant::now(), inner: Mutex::new(inner) };
+        Ok((state, found.into_iter().collect()))
+    }
+
+    fn keys_from(&self, prefix: &str) -> Vec<String> {
+        let inner = self.inner.lock();
+        let from = inner.kept.range(prefix.to_owned()..).map(|(key, _)| key);
+        from.take_while(|key| key.starts_with(prefix)).cloned().collect()
+    }
+
+    fn put(&self, key: &str, body: &impl Serialize) {
+        // Of what was read as JSON nothing is impossible to write as JSON.
+        let Ok(body) = serde_json::to_value(body) else { return };
+        let line = line_of(key, &body);
+        let inner = &mut *self.inner.lock();
+        inner.kept.insert(key.to_owned(), line.clone());
+        self.write(inner, &line);
+    }
+
+    fn remove(&self, key: &str) {
+        let inner = &mut *self.inner.lock();
+        if inner.kept.remove(key).is_some() {
+            self.write(inner, &format!("{}\n", json!({ "remove": key })));
+        }
+    }
+
+    /// What is registered counts, whether or not it can be kept: a full disk costs the next restart only.
+    fn write(&self, inner: &mut Inner, line: &str) {
+        let Inner { file, kept, lines, log } = inner;
+        let mut write = || {
+            // A process that takes over has begun the file anew.
+            let (ours, there) = (file.metadata()?, fs::metadata(&self.path));
+            if !there.is_ok_and(|there| there.ino() == ours.ino() && there.dev() == ours.dev()) {
+                *file = append(&self.path)?;
+            }
+            if *lines > 2 * kept.len() + OLD_LINES_MAX {
+                (*file, *lines) = (write_anew(&self.path, kept)?, kept.len());
+                return Ok(());
+            }
+            *lines += 1;
+            file.write_all(line.as_bytes())
+        };
+        let written: io::Result<()> = write();
+        if let Err(error) = written
+            && let Some(held_back) = log.pass(self.begun.elapsed().as_millis() as u64)
+        {
+            tracing::error!(
+                path = %self.path.display(), %error, held_back,
+                "a registration can't be kept (--state-file): it is lost with the next restart"
+            );
+        }
+    }
+}
+
+fn line_of(key: &str, body: &Value) -> String {
+    format!("{}\n", json!({ "put": key, "body": body }))
+}
+
+/// Whoever reads it meanwhile finds the old file or the new one.
+fn write_anew(path: &Path, kept: &BTreeMap<String, String>) -> io::Result<File> {
+    let anew = path.with_extension("new");
+    let options = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).to_owned();
+    let mut file = options.open(&anew)?;
+    file.write_all(kept.values().map(String::as_str).collect::<String>().as_bytes())?;
+    file.sync_all()?;
+    fs::rename(&anew, path)?;
+    append(path)
+}
+
+fn append(path: &Path) -> io::Result<File> {
+    OpenOptions::new().append(true).create(true).mode(0o600).open(path)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn at(name: &str) -> PathBuf {
+        let folder = std::env::temp_dir().join(format!("kvflash-state-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        folder.join(name)
+    }
+
+    #[test]
+    fn what_is_registered_comes_back() {
+        let path = at("back.jsonl");
+        let (state, kept) = StateFile::open(&path).unwrap();
+        assert_eq!(kept, []);
+        state.put("worker/1", &json!({"url": "http://a:1"}));
+        state.put("worker/2", &json!({"url": "http://b:1"}));
+        state.put("worker/1", &json!({"url": "http://a:2"}));
+        state.remove("worker/2");
+        // A process that takes over, and then the old one once more.
+        let (next, kept) = StateFile::open(&path).unwrap();
+        assert_eq!(kept, [("worker/1".to_owned(), json!({"url": "http://a:2"}))]);
+        state.put("worker/3", &json!({}));
+        next.put("worker/4", &json!({}));
+        let text = fs::read_to_string(&path).unwrap();
+        // The machine stopped within a line.
+        fs::write(&path, text + "{\"put\": \"worker/9\", \"bo").unwrap();
+        let keys: Vec<String> =
+            StateFile::open(&path).unwrap().1.into_iter().map(|(key, _)| key).collect();
+        assert_eq!(keys, ["worker/1", "worker/3", "worker/4"]);
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+    }
+
+    #[test]
+    fn a_file_of_something_else_is_refused_and_left_alone() {
+        let path = at("other");
+        fs::write(&path, "[server]\nport = 1\n").unwrap();
+        let error = StateFile::open(&path).err().unwrap().to_string();
+        assert!(error.contains("line 1 is no registration"), "{error}");
+        assert_eq!(fs::read_to_string(&path).unwrap(), "[server]\nport = 1\n");
+        let folder = StateFile::open(&std::env::temp_dir()).err().unwrap().to_string();
+        assert!(folder.contains("can't read it"), "{folder}");
+    }
+
+    #[test]
+    fn lines_that_count_no_more_go() {
+        let path = at("many.jsonl");
+        let (state, _) = StateFile::open(&path).unwrap();
+        for at in 0..3 * OLD_LINES_MAX {
+            state.put("worker/1", &json!({ "url": at }));
+        }
+        state.remove("worker/2");
+        let lines = fs::read_to_string(&path).unwrap().lines().count();
+        assert!(lines <= OLD_LINES_MAX + 3, "{lines}");
+        let kept = StateFile::open(&path).unwrap().1;
+        assert_eq!(kept, [("worker/1".to_owned(), json!({"url": 3 * OLD_LINES_MAX - 1}))]);
+        assert_eq!(state.keys_from("worker/"), ["worker/1"]);
+    }
+
+    #[test]
+    fn what_is_refused_is_kept_no_more() {
+        let path = at("refused.jsonl");
+        let registrations = Registrations::default();
+        registrations.put("worker/1", &json!({}));
+        registrations.restore(None, |_| unreachable!("there is no file")).unwrap();
+        let (state, _) = StateFile::open(&path).unwrap();
+        state.put("worker/1", &json!(1));
+        state.put("worker/2", &json!(2));
+        let take = |body: Value| if body == 1 { Ok(()) } else { Err("no".to_owned()) };
+        registrations.restore(Some(&path), take).unwrap();
+        registrations.put("worker/3", &json!(3));
+        registrations.remove_all("worker/1");
+        assert_eq!(StateFile::open(&path).unwrap().1, [("worker/3".to_owned(), json!(3))]);
+    }
+}
