@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use serde_json::Value;
@@ -337,6 +338,34 @@ fn names_end_by_idleness_and_with_their_worker() {
     assert!(!selector.free("gone") && selector.mark_prefill_completed("gone").is_err());
     // The name is free again at once.
     selector.reserve("gone", &pinned(0)).unwrap();
+}
+
+#[test]
+fn one_caller_leaves_room_for_the_others() {
+    let router =
+        RouterConfig { block_size: BLOCK_SIZE, max_requests: 8, ..RouterConfig::default() };
+    let config = SelectorConfig { router, ..SelectorConfig::default() };
+    let bench = configured(config, CatalogOptions::default(), 2);
+    let selector = &bench.selector;
+    let prompt = bench.prompt(&[1; 8]);
+    let [greedy, other] = [1, 2].map(|last| Some(IpAddr::from([10, 0, 0, last])));
+    let reserve = |caller, name: &str| selector.reserve_for(caller, name, &Ask::new(&prompt));
+    for at in 0..6 {
+        reserve(greedy, &format!("greedy-{at}")).unwrap();
+    }
+    let error = reserve(greedy, "greedy-6").err().unwrap();
+    assert!(matches!(&error, Error::Overloaded(why) if why.contains("10.0.0.1 has 6")), "{error}");
+    reserve(other, "other").unwrap();
+    assert!(selector.free("greedy-0"));
+    reserve(greedy, "greedy-6").unwrap();
+    assert!(reserve(greedy, "greedy-7").is_err());
+    // Those that expire are theirs no more.
+    bench.clock.advance(400_000);
+    selector.tick();
+    for at in 0..6 {
+        reserve(greedy, &format!("later-{at}")).unwrap();
+    }
+    assert!(reserve(greedy, "later-6").is_err());
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! From a request to a worker.
 
 use std::collections::HashMap;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -27,6 +28,8 @@ pub(super) struct Chosen {
     request: Request,
     /// The name under which it is to be booked.
     request_id: Option<String>,
+    /// Who asks.
+    caller: Option<IpAddr>,
     /// What a policy outside the core says of it.
     advice: Option<Advice>,
 }
@@ -75,12 +78,12 @@ impl Chosen {
     pub async fn understand(app: &App, choose: Choose) -> Result<Self> {
         let Choose { model_name, tenant_id, worker_id, .. } = &choose;
         let pool = app.fleet.meant(model_name.as_deref(), tenant_id.as_deref(), *worker_id)?;
-        let request_id = choose.request_id.clone();
+        let (request_id, caller) = (choose.request_id.clone(), choose.caller);
         let mut request = choose.request(&pool)?;
         if let Some(remote) = &app.remote {
             remote.look_up(&pool.selector, &mut request).await;
         }
-        Ok(Self { pool, request, request_id, advice: None })
+        Ok(Self { pool, request, request_id, caller, advice: None })
     }
 
     /// Ask a policy outside the core, where one chooses.
@@ -121,7 +124,7 @@ impl Chosen {
         };
         app.started()?;
         let selector = &self.pool.selector;
-        let reserve = || self.ask(|ask| selector.reserve(request_id, ask));
+        let reserve = || self.ask(|ask| selector.reserve_for(self.caller, request_id, ask));
         let outcome = match &self.pool.queue {
             None => reserve(),
             Some(line) => {

@@ -1,5 +1,7 @@
 //! POST /: messages with a `method`, as routers on a request plane take them.
 
+use std::net::IpAddr;
+
 use kvflash_core::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -113,14 +115,21 @@ pub(super) async fn obey(
     app: &App,
     message: Message,
     request_id: Option<String>,
+    caller: Option<IpAddr>,
 ) -> Result<MethodAnswer> {
     let named = |about: About| About { request_id: about.request_id.or(request_id), ..about };
     match message {
         Message::New { tokens, about, urgency } => {
             let Urgency { priority, strict_priority, expected_output_tokens, seed } = urgency;
             let choose = named(about).choose(tokens);
-            let choose =
-                Choose { priority, strict_priority, expected_output_tokens, seed, ..choose };
+            let choose = Choose {
+                caller,
+                priority,
+                strict_priority,
+                expected_output_tokens,
+                seed,
+                ..choose
+            };
             let is_named = choose.request_id.is_some();
             let chosen = Chosen::understand(app, choose).await?.advised().await;
             let answer = if is_named { chosen.reserve(app).await? } else { chosen.query(app)? };

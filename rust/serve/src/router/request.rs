@@ -129,6 +129,9 @@ pub(super) struct Overrides {
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Choose {
+    /// Who asks.
+    #[serde(skip)]
+    pub caller: Option<IpAddr>,
     #[serde(alias = "model")]
     pub model_name: Option<String>,
     pub tenant_id: Option<String>,

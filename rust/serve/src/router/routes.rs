@@ -289,9 +289,16 @@ async fn select(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> 
     plain(selected.await)
 }
 
-async fn reserve(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
+async fn reserve(
+    State(app): State<Arc<App>>,
+    peer: Option<Extension<Peer>>,
+    headers: HeaderMap,
+    body: Body,
+) -> Response {
     let reserved = async {
-        let chosen = chosen(&app, &headers, body).await?.advised().await;
+        let mut request: Choose = app.parse(&headers, body).await?;
+        request.caller = peer.map(|Extension(Peer(address))| address.ip());
+        let chosen = Chosen::understand(&app, request).await?.advised().await;
         Ok(reply_to(&headers, &chosen.reserve(&app).await?))
     };
     plain(reserved.await)
@@ -441,12 +448,18 @@ async fn why(
     plain(app.aside.make(found).await)
 }
 
-async fn method(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
+async fn method(
+    State(app): State<Arc<App>>,
+    peer: Option<Extension<Peer>>,
+    headers: HeaderMap,
+    body: Body,
+) -> Response {
     let obeyed = async {
         let message: Message = app.parse(&headers, body).await?;
         let name = headers.get("x-request-id").and_then(|value| value.to_str().ok());
         let name = name.filter(|name| name.len() <= MAX_NAME_BYTES).map(str::to_owned);
-        Ok(reply_to(&headers, &obey(&app, message, name).await?))
+        let caller = peer.map(|Extension(Peer(address))| address.ip());
+        Ok(reply_to(&headers, &obey(&app, message, name, caller).await?))
     };
     plain(obeyed.await)
 }
