@@ -102,7 +102,8 @@ class NatsSettings:
     @property
     def where(self) -> str:
         """The addresses, without what they may have of a login."""
-        return ", ".join(re.sub(r"//[^/@]*@", "//", server) for server in self.servers)
+        # Up to the last @: a password may have a / or an @ in it.
+        return ", ".join(re.sub(r"//.*@", "//", server) for server in self.servers)
 
     @property
     def must_encrypt(self) -> bool:
@@ -208,6 +209,12 @@ class EtcdSettings:
         if not found:
             raise ConfigError(f"ETCD_ENDPOINTS must name an address, got {text!r}")
         for url in found:
+            if "@" in url:
+                shown = re.sub(r"//.*@", "//***@", url)
+                raise ConfigError(
+                    f"ETCD_ENDPOINTS names {shown}, with a login in it: name the address alone, "
+                    "and set ETCD_AUTH_USERNAME and ETCD_AUTH_PASSWORD"
+                )
             if self.tls and not url.startswith("https://"):
                 raise ConfigError(
                     f"ETCD_ENDPOINTS names {url}, which is not https:// though ETCD_AUTH_CA or "

@@ -263,3 +263,23 @@ def test_the_folder_must_be_ours_alone(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.delenv("KVFLASH_DISCOVERY_DIR")
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
     assert default_folder() == Path(f"/run/user/7/kvflash-{os.getuid()}/discovery")
+
+
+def test_nobody_else_can_put_another_folder_in_its_place(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    FileDiscovery(shared / "kvflash-0" / "discovery")
+    made = [shared / "kvflash-0", shared / "kvflash-0" / "discovery"]
+    assert [folder.stat().st_mode & 0o777 for folder in made] == [0o700, 0o700]
+    # Somebody else was there first.
+    made[0].chmod(0o777)
+    with pytest.raises(ConfigError, match=r"kvflash-0 belongs to \d+ with mode 0777, so others"):
+        FileDiscovery(made[1])
+    made[0].chmod(0o700)
+    (shared / "link").symlink_to(made[0])
+    with pytest.raises(ConfigError, match=r"link is a link, so others"):
+        FileDiscovery(shared / "link" / "discovery")
+    (tmp_path / "leaf").symlink_to(made[1])
+    with pytest.raises(ConfigError, match=r"leaf is a link: name the folder that it leads to"):
+        FileDiscovery(tmp_path / "leaf")

@@ -82,7 +82,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_private(path)
             _check_content(path)
             self.make()
         except OSError as error:
@@ -103,7 +103,11 @@ class Folder:
         # The first one within is what a folder of ours is known by.
         for folder in (path, path / _LEASES, path / "keys", path / "new"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.stat()
+        status = path.lstat()
+        if stat.S_ISLNK(status.st_mode):
+            raise ConfigError(
+                f"discovery folder {path} is a link: name the folder that it leads to"
+            )
         if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
             raise ConfigError(
                 f"discovery folder {path} must belong to user {os.getuid()} and be writable by "
@@ -224,6 +228,34 @@ class Folder:
                     seen[key] = (mark, *found)
         self._seen = seen
         self._is_settled = now_s - self._since_s > SETTLED_S
+
+
+def _make_private(path: Path) -> None:
+    """Make the folder, and those above it that are missing, for this user alone.
+
+    Below a folder that everybody may write to, such as /tmp, whoever owns a folder on the way may
+    put another one in its place, and every lease would be lost.
+
+    Raises:
+        ConfigError: A folder on the way belongs to somebody else, is open to others, or is a link.
+    """
+    path = path.absolute()
+    is_open = False
+    for folder in reversed(path.parents):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        own = folder.lstat()
+        mode = stat.S_IMODE(own.st_mode)
+        is_writable = bool(mode & 0o022) and not mode & stat.S_ISVTX
+        is_link, is_theirs = stat.S_ISLNK(own.st_mode), own.st_uid not in (0, os.getuid())
+        if is_open and (is_link or is_theirs or is_writable):
+            what = "is a link" if is_link else f"belongs to {own.st_uid} with mode {mode:04o}"
+            raise ConfigError(
+                f"discovery folder {path}: {folder} {what}, so others could put another folder in "
+                f"its place; it must belong to user {os.getuid()} and be writable by nobody else: "
+                "remove it, or set KVFLASH_DISCOVERY_DIR to a folder elsewhere"
+            )
+        is_open = is_open or bool(folder.stat().st_mode & 0o002)
+    path.mkdir(mode=0o700, exist_ok=True)
 
 
 def _check_content(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvflash.ask import parse_url
 from kvflash.config import bounded_float
@@ -61,10 +62,24 @@ def parse_args(argv: Sequence[str] | None = None) -> DoctorArgs:
     )
     flags.add_switch("--json", dest="is_json", value=True, summary="Print one JSON object")
     flags.add_switch("--strict", dest="is_strict", value=True, summary="Treat warnings as failures")
+    flags.add(
+        "--worker-api-key-file",
+        parse=str,
+        default=None,
+        metavar="FILE",
+        summary="File with the key for engines, else KVFLASH_WORKER_API_KEY",
+    )
     args = flags.parse(argv)
     urls = tuple(dict.fromkeys(parse_url(text) for text in args.urls))
     if len(urls) > MAX_URLS:
         raise ConfigError(f"at most {MAX_URLS} URLs may be given, got {len(urls)}")
     # Not a flag: the command line is seen by everybody on the machine.
     key = os.environ.get("KVFLASH_WORKER_API_KEY") or None
-    return DoctorArgs(**{**vars(args), "urls": urls, "worker_api_key": key})
+    given = vars(args)
+    path = given.pop("worker_api_key_file")
+    if path is not None:
+        try:
+            key = Path(path).read_text().strip()
+        except OSError as error:
+            raise ConfigError(f"--worker-api-key-file {path}: {error.strerror}") from None
+    return DoctorArgs(**{**given, "urls": urls, "worker_api_key": key})

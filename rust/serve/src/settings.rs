@@ -88,6 +88,8 @@ settings! {
         ///
         /// For health, models and `/tokenize`; clients' requests carry their own
         worker_api_key: Option<String> = None, (), "--worker-api-key KEY";
+        /// File with that key, which no list of processes shows
+        worker_api_key_file: Option<PathBuf> = None, (), "--worker-api-key-file FILE";
     }
     "Limits and timeouts": {
         /// Longest prompt; longer ones are refused with 400. 0: 16 bytes a token of the model's limit

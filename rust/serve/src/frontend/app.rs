@@ -111,7 +111,7 @@ impl App {
             start: StartGate::new(wanted, "be healthy", "--min-initial-workers"),
             keeps_sessions: options.policy_name() == "session-affinity",
             fleet: Fleet::new(options.clone(), Arc::clone(&catalog), clock),
-            upstream: Upstream::new(options.connect_timeout, options.worker_api_key.as_deref())?,
+            upstream: Upstream::new(options.connect_timeout, options.api_key()?.as_deref())?,
             options,
             catalog,
             text: own_text.as_ref().map(|text| Arc::clone(&text.model)),

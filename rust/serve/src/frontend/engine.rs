@@ -16,6 +16,14 @@ use tokio::sync::Notify;
 use super::notes::{EngineNotes, Inspection};
 use super::runtime::member::Member;
 
+/// An address as people may see it: a login in it is nobody's business.
+fn without_login(url: &str) -> String {
+    match (url.find("//"), url.rfind('@')) {
+        (Some(from), Some(to)) if from < to => format!("{}//***{}", &url[..from], &url[to..]),
+        _ => url.to_owned(),
+    }
+}
+
 /// An engine as its operator names it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineSpec {
@@ -40,6 +48,7 @@ impl FromStr for EngineSpec {
 
     /// `URL[,events=tcp://...][,replay=tcp://...][,id=N][,dp=N][,role=prefill|decode]`
     fn from_str(text: &str) -> Result<Self> {
+        let shown = without_login(text);
         let mut parts = text.split(',');
         let url = parts.next().unwrap_or_default().trim().to_owned();
         let mut spec = Self {
@@ -53,12 +62,12 @@ impl FromStr for EngineSpec {
         };
         for part in parts {
             let (key, value) = part.split_once('=').ok_or_else(|| {
-                Error::Config(format!("--worker {text:?}: {part:?} is not key=value"))
+                Error::Config(format!("--worker {shown:?}: {part:?} is not key=value"))
             })?;
             let number = |limit: u64| match value.parse::<u64>() {
                 Ok(number) if (1..=limit).contains(&number) => Ok(number),
                 _ => Err(Error::Config(format!(
-                    "--worker {text:?}: {key} must be a number in 1..={limit}, got {value:?}"
+                    "--worker {shown:?}: {key} must be a number in 1..={limit}, got {value:?}"
                 ))),
             };
             match key.trim() {
@@ -69,7 +78,7 @@ impl FromStr for EngineSpec {
                 "role" => spec.is_prefill = is_prefill(value)?,
                 other => {
                     return Err(Error::Config(format!(
-                        "--worker {text:?}: unknown key {other:?}; known are events, replay, id, dp, \
+                        "--worker {shown:?}: unknown key {other:?}; known are events, replay, id, dp, \
                          role"
                     )));
                 }
@@ -86,6 +95,13 @@ impl EngineSpec {
     /// # Errors
     /// `Config`, naming the field and what is legal.
     pub fn check(&self) -> Result<()> {
+        if self.url.contains('@') {
+            return Err(Error::Config(format!(
+                "worker url must be http://host:port, without a login, got {:?}; the key that workers want \
+                 is --worker-api-key-file's",
+                without_login(&self.url)
+            )));
+        }
         let uri: Uri = self
             .url
             .parse()
@@ -95,7 +111,6 @@ impl EngineSpec {
         let is_whole = uri.authority().is_some_and(|authority| {
             let port = authority.as_str().rsplit_once(':').map(|(_, port)| port);
             !authority.host().is_empty()
-                && !authority.as_str().contains('@')
                 && (authority.port_u16().is_some_and(|port| port > 0)
                     || port.is_none_or(|port| port.ends_with(']')))
         });
@@ -308,6 +323,16 @@ mod tests {
         assert_eq!(specs[&0].endpoint, "tcp://h:5557");
         assert_eq!(specs[&1].endpoint, "tcp://h:5558");
         assert_eq!(specs[&1].replay_endpoint.as_deref(), Some("tcp://h:5658"));
+    }
+
+    #[test]
+    fn a_login_in_an_address_is_refused_and_not_told() {
+        for text in
+            ["http://me:se/cr@et@h:8000", "http://me:se@h:8000,events=no", "http://me:se@h,x"]
+        {
+            let error = text.parse::<EngineSpec>().unwrap_err().to_string();
+            assert!(error.contains("http://***@h") && !error.contains("se"), "{error}");
+        }
     }
 
     #[test]

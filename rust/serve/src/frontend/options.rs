@@ -115,6 +115,24 @@ impl Deref for FrontendOptions {
 }
 
 impl FrontendOptions {
+    /// The key for the frontend's own calls to workers.
+    ///
+    /// # Errors
+    /// `Config` where it is given twice, or its file can't be read or is empty.
+    pub(super) fn api_key(&self) -> Result<Option<String>> {
+        let Some(path) = &self.worker_api_key_file else { return Ok(self.worker_api_key.clone()) };
+        let wrong =
+            |why: String| Error::Config(format!("--worker-api-key-file {}: {why}", path.display()));
+        if self.worker_api_key.is_some() {
+            return Err(wrong("--worker-api-key is given, too; leave one of them out".to_owned()));
+        }
+        let text = std::fs::read_to_string(path).map_err(|error| wrong(error.to_string()))?;
+        match text.trim() {
+            "" => Err(wrong("the file is empty".to_owned())),
+            key => Ok(Some(key.to_owned())),
+        }
+    }
+
     /// The name of the policy that chooses.
     pub fn policy_name(&self) -> &str {
         let built_in = self.router.policy.name();
@@ -168,5 +186,29 @@ impl FrontendOptions {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_key_for_workers_comes_from_a_file_or_a_flag() {
+        let path = std::env::temp_dir().join(format!("kvflash-key-{}", std::process::id()));
+        let mut options = FrontendOptions::default();
+        assert_eq!(options.api_key().unwrap(), None);
+        options.own.worker_api_key_file = Some(path.clone());
+        let mut fails_with = |text: Option<&str>, key: Option<&str>| {
+            text.into_iter().for_each(|text| std::fs::write(&path, text).unwrap());
+            options.own.worker_api_key = key.map(str::to_owned);
+            options.api_key().map_err(|error| error.to_string())
+        };
+        assert!(fails_with(None, None).unwrap_err().contains("No such file"));
+        assert!(fails_with(Some(" \n"), None).unwrap_err().contains("the file is empty"));
+        assert_eq!(fails_with(Some("secret\n"), None).unwrap().as_deref(), Some("secret"));
+        let twice = fails_with(None, Some("other")).unwrap_err();
+        assert!(twice.contains("leave one of them out") && !twice.contains("other"), "{twice}");
     }
 }
