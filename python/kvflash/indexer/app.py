@@ -25,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             logger.warning(
                 "--block-size is of the engines of --workers and --worker, and there are none"
             )
-        run_until_stopped(IndexerService(args), name="indexer")
+        service = IndexerService(args)
+        lame_duck = (args.lame_duck_timeout, service.announce_stop)
+        run_until_stopped(service, name="indexer", lame_duck=lame_duck)
     except KvflashError as error:
         return refuse("indexer", error, failure=2)
     return 0

@@ -113,6 +113,10 @@ class IndexerService:
             self._announced.start()
         return self
 
+    def announce_stop(self) -> None:
+        """Tell whoever asks for readiness that it is about to stop; requests are still taken."""
+        self._core.announce_stop()
+
     def stop(self) -> None:
         """Stop serving and receiving; open requests get 5 s. Blocks until done."""
         if self._announced is not None:

@@ -18,7 +18,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse_args(argv)
         start_logging(args.log_level, args.log_format)
-        run_until_stopped(RouterService(args), name="router", drain_s=args.drain_timeout)
+        service = RouterService(args)
+        lame_duck = (args.lame_duck_timeout, service.announce_stop)
+        run_until_stopped(service, name="router", drain_s=args.drain_timeout, lame_duck=lame_duck)
     except KvflashError as error:
         return refuse("router", error, failure=2)
     return 0

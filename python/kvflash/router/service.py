@@ -168,6 +168,10 @@ class RouterService:
         """
         self.call("DELETE", f"/workers/{worker_id}")
 
+    def announce_stop(self) -> None:
+        """Tell whoever asks for readiness that it is about to stop; requests are still taken."""
+        self._core.announce_stop()
+
     def set_warnings(self, warnings: list[str]) -> None:
         """What ``/health`` warns of besides its own findings; replaces what it was told before."""
         self._core.set_warnings(warnings)

@@ -12,7 +12,7 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::registry::Registry;
 
 use super::body::Intake;
-use super::{HttpSettings, ServeLimits};
+use super::{HttpSettings, ServeLimits, Shutdown};
 
 /// The bounds of one service's connections and bodies.
 #[derive(Debug, Clone, Default)]
@@ -20,6 +20,8 @@ pub struct Http {
     settings: HttpSettings,
     trusted_proxies: Vec<IpNet>,
     refused_connections: Counter,
+    panics: Counter,
+    shutdown: Shutdown,
     /// Bytes of large bodies since they were last taken.
     large: Arc<AtomicU64>,
 }
@@ -65,9 +67,15 @@ impl Http {
             trusted_proxies: self.trusted_proxies.clone(),
             keep_alive_timeout: self.keep_alive_timeout,
             refused: self.refused_connections.clone(),
+            panics: self.panics.clone(),
             drain_timeout,
             ..ServeLimits::default()
         }
+    }
+
+    /// The stop of its server, and the word that it is about to come.
+    pub fn shutdown(&self) -> &Shutdown {
+        &self.shutdown
     }
 
     /// Bytes of bodies above 16 KiB that were read since this was last called.
@@ -83,6 +91,11 @@ impl Http {
             "Connections that were closed because their address had too many \
              (--max-connections-per-address)",
             Counter::clone(&self.refused_connections),
+        );
+        registry.register(
+            "panics",
+            "Requests that were answered with 500 because of a fault of the service itself",
+            Counter::clone(&self.panics),
         );
         Intake::new(max_bytes, self.body_timeout, self.max_buffered_bytes, &self.large, registry)
     }

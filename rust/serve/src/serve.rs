@@ -1,21 +1,27 @@
 //! Serve an app on a listener until told to stop. The caller owns socket and signal.
 
+use std::any::Any;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::convert::Infallible;
 use std::net::{IpAddr, SocketAddr};
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use axum::body::Body;
-use axum::http::{Request, Response};
+use axum::http::header::CONNECTION;
+use axum::http::{HeaderValue, Request, Response, StatusCode};
+use futures_util::FutureExt;
+use futures_util::future::{CatchUnwind, Map};
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::Service;
 use hyper_util::rt::TokioIo;
 use hyper_util::service::{TowerToHyperService, TowerToHyperServiceFuture};
 use ipnet::IpNet;
+use kvflash_core::log_limit::LogLimit;
 use parking_lot::Mutex;
 use prometheus_client::metrics::counter::Counter;
 use socket2::{SockRef, TcpKeepalive};
@@ -23,6 +29,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
+use super::Reject;
 use super::timer::ConnectionTimer;
 use super::tls::{Handshake, Tls};
 
@@ -47,6 +54,8 @@ pub struct ServeLimits {
     pub trusted_proxies: Vec<IpNet>,
     /// Connections that were closed at that limit.
     pub refused: Counter,
+    /// Requests that a panic ended.
+    pub panics: Counter,
     /// Time that a client may take to send its request's head.
     pub header_timeout: Duration,
     /// Time that a connection may be idle between two requests.
@@ -62,6 +71,7 @@ impl Default for ServeLimits {
             max_connections_per_address: 2_048,
             trusted_proxies: Vec::new(),
             refused: Counter::default(),
+            panics: Counter::default(),
             header_timeout: Duration::from_secs(10),
             keep_alive_timeout: Duration::from_secs(75),
             drain_timeout: Duration::from_secs(30),
@@ -151,6 +161,43 @@ impl Service<Request<Incoming>> for PeerRouter {
         self.router.call(request)
     }
 }
+
+/// Answers 500 where the service panics: that is a fault of ours, and it ends one request.
+struct Unbroken<S> {
+    service: S,
+    panics: Counter,
+}
+
+impl<S> Service<Request<Incoming>> for Unbroken<S>
+where
+    S: Service<Request<Incoming>, Response = Response<Body>, Error = Infallible, Future: Send>,
+{
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = Map<
+        CatchUnwind<AssertUnwindSafe<S::Future>>,
+        Box<dyn FnOnce(Caught<Response<Body>>) -> Result<Response<Body>, Infallible> + Send>,
+    >;
+
+    fn call(&self, request: Request<Incoming>) -> Self::Future {
+        let panics = self.panics.clone();
+        let answer = move |outcome: Caught<Response<Body>>| {
+            outcome.unwrap_or_else(|_| {
+                panics.inc();
+                let what = "kvflash failed on this request; its log says where: please report it";
+                let mut response = Reject::new(StatusCode::INTERNAL_SERVER_ERROR, what).openai();
+                // What was read of the request's body is not known.
+                response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+                Ok(response)
+            })
+        };
+        // Nothing that a panic may have left half done is used again: state that outlives a request is
+        // under locks of parking_lot, which have no poison, and changes by calls that do not panic midway.
+        AssertUnwindSafe(self.service.call(request)).catch_unwind().map(Box::new(answer))
+    }
+}
+
+type Caught<T> = Result<Result<T, Infallible>, Box<dyn Any + Send>>;
 
 /// Answer the requests of a connection until its end, or until the stop and the end of the open one.
 async fn answer<I, S>(connection: http1::Connection<TokioIo<I>, S>, shutdown: Shutdown)
@@ -248,7 +295,8 @@ impl<A: App> Door<A> {
         let _ = socket.set_tcp_keepalive(&keepalive);
         #[cfg(target_os = "linux")]
         let _ = socket.set_tcp_user_timeout(Some(UNACKED_TIME));
-        let service = self.app.serve_peer(Peer(peer));
+        let (service, panics) = (self.app.serve_peer(Peer(peer)), self.limits.panics.clone());
+        let service = Unbroken { service, panics };
         let limit = self.limits.header_timeout;
         let mut builder = http1::Builder::new();
         let timer = ConnectionTimer::new(self.limits.keep_alive_timeout);
@@ -317,6 +365,7 @@ pub async fn serve_over(
     let permits = Arc::new(Semaphore::new(limits.max_connections));
     let renewal = tls.clone().map(|tls| tokio::spawn(tls.keep_renewing()));
     let (open, warned) = (Arc::default(), Mutex::default());
+    let (mut log, begun) = (LogLimit::default(), Instant::now());
     let door = Door { tls, app, limits: limits.clone(), shutdown, open, warned };
     loop {
         // Waiting for a free place must not hide the stop.
@@ -333,7 +382,9 @@ pub async fn serve_over(
             Ok((stream, peer)) => door.let_in(stream, peer, permit),
             Err(error) => {
                 // Out of file descriptors, or a client that hung up while queued: the listener lives on.
-                tracing::warn!(%error, "could not accept a connection");
+                if let Some(held_back) = log.pass(begun.elapsed().as_millis() as u64) {
+                    tracing::warn!(%error, held_back, "could not accept a connection");
+                }
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         }

@@ -84,7 +84,7 @@ settings! {
         tokenizer: Option<PathBuf> = None, (), "--tokenizer FOLDER";
         /// Memory for the tokens of text seen before
         tokenizer_cache: usize = 256 * 1024 * 1024, Legal::Bytes(1, false), "--tokenizer-cache SIZE";
-        /// Key for the frontend's own calls to workers; better set in the environment
+        /// Key for the frontend's own calls to workers; better in a file or in the environment
         ///
         /// For health, models and `/tokenize`; clients' requests carry their own
         worker_api_key: Option<String> = None, (), "--worker-api-key KEY";
@@ -101,6 +101,11 @@ settings! {
         max_body_bytes: usize = 32 * 1024 * 1024, Legal::Bytes(1, false), "--max-body-bytes SIZE";
         /// Maximum requests in flight; more are refused with 429
         max_concurrent_requests: usize = 4_096, 1..=10_000_000, "--max-concurrent-requests";
+        /// Answer /ready with 503 once requests in flight were at their maximum for 10 s
+        ///
+        /// For balancers that have other replicas with room. Off, because under overload all replicas
+        /// would leave at once
+        ready_fails_when_full: bool = false, (), "--ready-fails-when-full";
         /// Maximum number of workers
         max_workers: usize = 4_096, 1..=65_535, "--max-workers";
         /// Workers that a request may try before its first byte
@@ -126,11 +131,6 @@ settings! {
         /// Of one that is not well, 0.25 at first and twice as long each time up to this
         health_interval: Duration = Duration::from_secs(2), 0.001..=86_400.0,
             "--health-interval SECONDS";
-        /// Time after SIGTERM in which /ready is 503 and requests are still taken
-        ///
-        /// Balancers that ask for readiness send no new ones meanwhile. None after SIGINT
-        lame_duck_timeout: Duration = Duration::from_secs(5), 0.0..=86_400.0,
-            "--lame-duck-timeout SECONDS";
         /// Time for running requests after that
         ///
         /// A second SIGTERM ends it at once
@@ -228,6 +228,11 @@ settings! {
         /// connection closes
         keep_alive_timeout: Duration = Duration::from_secs(75), 0.001..=86_400.0,
             "--keep-alive-timeout SECONDS";
+        /// Time after SIGTERM in which /ready is 503 and requests are still taken
+        ///
+        /// Balancers that ask for readiness send no new ones meanwhile. None after SIGINT
+        lame_duck_timeout: Duration = Duration::from_secs(5), 0.0..=86_400.0,
+            "--lame-duck-timeout SECONDS";
         /// Listen at a port where another process listens that has this flag, too
         ///
         /// A new process can take over before the old one ends. Without it a port that is taken is

@@ -8,9 +8,7 @@ use kvflash_core::ids::InstanceId;
 use kvflash_core::select::RouterConfig;
 use kvflash_core::settings::Concern;
 use kvflash_serve::frontend::{EngineSpec, FairnessOptions, FrontendApp, FrontendOptions};
-use kvflash_serve::{
-    FairnessSettings, FrontendSettings, Http, HttpSettings, Shutdown, Tls, TlsSettings,
-};
+use kvflash_serve::{FairnessSettings, FrontendSettings, Http, HttpSettings, Tls, TlsSettings};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -86,9 +84,9 @@ impl Frontend {
         let clock = Arc::new(SystemClock::default());
         let catalog = Arc::new(catalog::Catalog::new(routing.limits, clock.clone()));
         py.detach(|| {
-            let shutdown = Shutdown::default();
-            let app = FrontendApp::new(options, Arc::clone(&catalog), clock, shutdown.clone())?;
-            let service = Service::new(threads, shutdown, &http, drain)?.over(tls);
+            let shutdown = http.shutdown().clone();
+            let app = FrontendApp::new(options, Arc::clone(&catalog), clock, shutdown)?;
+            let service = Service::new(threads, &http, drain)?.over(tls);
             Ok(Self { catalog, app, service })
         })
         .or_raise(py)

@@ -8,7 +8,7 @@ use kvflash_core::ids::Worker;
 use kvflash_core::select::IndexSettings;
 use kvflash_core::settings::Concern;
 use kvflash_serve::indexer::{IndexerApp, IndexerOptions, query_tokens};
-use kvflash_serve::{Http, HttpSettings, Shutdown};
+use kvflash_serve::{Http, HttpSettings};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -49,8 +49,7 @@ impl Indexer {
             catalog.hold();
         }
         let drain = options.drain_timeout_s;
-        let service =
-            Service::new(options.threads, Shutdown::default(), &http, drain).or_raise(py)?;
+        let service = Service::new(options.threads, &http, drain).or_raise(py)?;
         Ok(Self { catalog, options, http, service })
     }
 
@@ -72,6 +71,11 @@ impl Indexer {
             self.service.start(host, port, app).map(|address| address.port())
         })
         .or_raise(py)
+    }
+
+    /// Tell whoever asks for readiness that it is about to stop; requests are still taken.
+    fn announce_stop(&self) {
+        self.service.shutdown.announce();
     }
 
     /// Register a publisher, as POST /register does.

@@ -13,7 +13,7 @@ use kvflash_core::error::Error;
 use kvflash_core::select::{self, Selection};
 use kvflash_core::settings::Concern;
 use kvflash_serve::router::{RouterApp, RouterOptions};
-use kvflash_serve::{Http, HttpSettings, Reject, RouterSettings, Shutdown, Tls, TlsSettings};
+use kvflash_serve::{Http, HttpSettings, Reject, RouterSettings, Tls, TlsSettings};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -107,7 +107,7 @@ impl Router {
         let catalog = Arc::new(catalog::Catalog::new(routing.limits, clock.clone()));
         py.detach(|| {
             let app = RouterApp::new(options, Arc::clone(&catalog), clock)?;
-            let service = Service::new(threads, Shutdown::default(), &http, drain)?.over(tls);
+            let service = Service::new(threads, &http, drain)?.over(tls);
             Ok(Self { catalog, app, service: Arc::new(service) })
         })
         .or_raise(py)
@@ -187,6 +187,11 @@ impl Router {
             Ok(address.port())
         })
         .or_raise(py)
+    }
+
+    /// Tell whoever asks for readiness that it is about to stop; requests are still taken.
+    fn announce_stop(&self) {
+        self.service.shutdown.announce();
     }
 
     /// Ask a route without HTTP between: the answer as JSON.

@@ -2,9 +2,11 @@
 
 use std::future::Future;
 use std::net::SocketAddr;
-use std::time::Duration;
+use std::sync::Once;
+use std::time::{Duration, Instant};
 
 use kvflash_core::error::{Error, Result};
+use kvflash_core::log_limit::LogLimit;
 use kvflash_serve::{App, Http, ServeLimits, Shutdown, Tls, serve_over};
 use parking_lot::Mutex;
 use tokio::net::{TcpListener, TcpSocket, lookup_host};
@@ -43,6 +45,25 @@ fn give_back_memory() {
     }
 }
 
+/// Have a panic tell the log in one line, and that not too often: a client may be able to cause it again.
+fn log_panics() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let (lines, begun) = (Mutex::new(LogLimit::default()), Instant::now());
+        std::panic::set_hook(Box::new(move |panic| {
+            let Some(held_back) = lines.lock().pass(begun.elapsed().as_millis() as u64) else {
+                return;
+            };
+            let place = panic.location().map(ToString::to_string).unwrap_or_default();
+            let payload = panic.payload();
+            let text = payload.downcast_ref::<&str>().copied();
+            let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
+            let what: String = text.unwrap_or_default().chars().take(200).collect();
+            tracing::error!(place, held_back, "a fault of kvflash, please report it: {what}");
+        }));
+    });
+}
+
 /// A runtime with one HTTP server on it.
 pub(super) struct Service {
     pub shutdown: Shutdown,
@@ -57,11 +78,12 @@ pub(super) struct Service {
 impl Service {
     /// # Errors
     /// `Config` when the system grants no threads.
-    pub fn new(threads: usize, shutdown: Shutdown, http: &Http, drain: Duration) -> Result<Self> {
+    pub fn new(threads: usize, http: &Http, drain: Duration) -> Result<Self> {
         if !(1..=1_024).contains(&threads) {
             return Err(Error::Config(format!("--threads must be in 1..=1024, got {threads}")));
         }
         keep_little_memory();
+        log_panics();
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(threads)
             .thread_name("kvflash-http")
@@ -69,7 +91,7 @@ impl Service {
             .build()
             .map_err(|error| Error::Config(format!("could not start threads: {error}")))?;
         Ok(Self {
-            shutdown,
+            shutdown: http.shutdown().clone(),
             handle: runtime.handle().clone(),
             runtime: Mutex::new(Some(runtime)),
             server: Mutex::new(None),

@@ -7,6 +7,8 @@ from contextlib import closing, suppress
 from http.client import HTTPException
 from urllib.parse import urlsplit
 
+import pytest
+
 from service import Http, until
 from support_frontend import FrontendProcess, Mocker
 
@@ -50,3 +52,16 @@ def test_a_new_process_takes_over_the_port_and_no_request_is_lost() -> None:
                 assert status(new.url, "POST", "/v1/chat/completions", CHAT) == 200
                 with suppress(OSError):
                     new.process.popen.terminate()
+
+
+@pytest.mark.parametrize("service", ["router", "indexer"])
+def test_a_router_and_an_indexer_announce_their_stop(run, service) -> None:
+    flags = ("--host", "127.0.0.1", "--port", "0", "--lame-duck-timeout", "60")
+    process = run(f"kvflash.{service}", *flags)
+    url = process.ready()["url"]
+    assert status(url, "GET", "/ready") == 200
+    process.popen.send_signal(signal.SIGTERM)
+    until(lambda: status(url, "GET", "/ready") == 503, "the announcement")
+    assert status(url, "GET", "/health") == 200
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.popen.wait(10) == -signal.SIGTERM

@@ -88,6 +88,10 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
         _ if app.shutdown.is_announced() => Some("it is about to stop".to_owned()),
         Err(error) => Some(error.to_string()),
         Ok(()) if !can_serve => Some("no worker that decodes is healthy".to_owned()),
+        Ok(()) if app.options.ready_fails_when_full && app.is_full() => {
+            let limit = app.options.max_concurrent_requests;
+            Some(format!("{limit} requests are in flight, the limit (--max-concurrent-requests)"))
+        }
         Ok(()) => None,
     };
     let status = why.as_ref().map_or(StatusCode::OK, |_| StatusCode::SERVICE_UNAVAILABLE);

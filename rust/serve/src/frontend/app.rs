@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use axum::Router;
 use kvflash_core::catalog::Catalog;
@@ -12,6 +13,7 @@ use kvflash_core::ids::InstanceId;
 use kvflash_core::select::StartGate;
 use kvflash_core::text::TextModel;
 use parking_lot::{Mutex, RwLock};
+use tokio::time::Instant;
 
 use super::fleet::Fleet;
 use super::metrics::FrontendMetrics;
@@ -28,6 +30,9 @@ use crate::metrics::{CauseLabel, CommonMetrics};
 use crate::policy_metrics::PolicyMetrics;
 use crate::remote::RemoteIndexer;
 use crate::state_file::Registrations;
+
+/// Full for so long is no burst.
+const FULL_TIME: Duration = Duration::from_secs(10);
 
 /// What the frontend's parts share.
 pub(crate) struct App {
@@ -64,6 +69,8 @@ pub(crate) struct App {
     pub questions: Option<Router>,
     /// Requests that are in flight.
     pub in_flight: AtomicUsize,
+    /// Since when as many requests are in flight as may be.
+    pub full_since: Mutex<Option<Instant>>,
     /// Whether there were once as many workers as the start waits for.
     start: StartGate,
 }
@@ -131,12 +138,22 @@ impl App {
             remote,
             questions,
             in_flight: AtomicUsize::new(0),
+            full_since: Mutex::default(),
         })
     }
 
     /// A request gets an answer of this process's own instead of a worker's.
     pub fn refused(&self, cause: &'static str) {
         self.metrics.refused.get_or_create(&CauseLabel { cause }).inc();
+    }
+
+    /// Whether as many requests as may be have been in flight for a while.
+    pub fn is_full(&self) -> bool {
+        let mut full_since = self.full_since.lock();
+        if self.in_flight() < self.options.max_concurrent_requests {
+            *full_since = None;
+        }
+        full_since.is_some_and(|since| since.elapsed() >= FULL_TIME)
     }
 
     pub fn in_flight(&self) -> usize {

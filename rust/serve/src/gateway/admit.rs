@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 use axum::body::Body;
 use kvflash_core::error::Error;
 use kvflash_core::select::Usage;
+use tokio::time::Instant;
 
 use super::turn::Turn;
 use crate::Reject;
@@ -44,7 +45,10 @@ impl InFlight {
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        self.app.in_flight.fetch_sub(1, Ordering::Relaxed);
+        let limit = self.app.options.max_concurrent_requests;
+        if self.app.in_flight.fetch_sub(1, Ordering::Relaxed) == limit {
+            *self.app.full_since.lock() = None;
+        }
     }
 }
 
@@ -68,7 +72,11 @@ pub(super) async fn admit(app: &Arc<App>, mut body: Body) -> Result<(InFlight, R
         return Err(error.into());
     }
     let received = app.intake.whole(body).await?;
-    if app.in_flight.fetch_add(1, Ordering::Relaxed) < limit {
+    let before = app.in_flight.fetch_add(1, Ordering::Relaxed);
+    if before < limit {
+        if before + 1 == limit {
+            *app.full_since.lock() = Some(Instant::now());
+        }
         return Ok((InFlight { app: Arc::clone(app), turn: None }, received));
     }
     app.in_flight.fetch_sub(1, Ordering::Relaxed);

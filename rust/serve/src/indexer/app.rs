@@ -37,7 +37,7 @@ use super::request::{Listener, PeerUrl, Query, QueryByHash, Register, Unregister
 use super::startup::Startup;
 use crate::settings::IndexerOptions;
 use crate::state_file::Registrations;
-use crate::{Http, Reject};
+use crate::{Http, Reject, Shutdown};
 
 /// Header of answers that were given before this replica was ready; its value is `false`.
 const NOT_READY: HeaderName = HeaderName::from_static("x-kvflash-ready");
@@ -49,6 +49,7 @@ struct App {
     metrics: Arc<IndexerMetrics>,
     startup: Arc<Startup>,
     dumps: Dumps,
+    shutdown: Shutdown,
     /// What was registered over HTTP.
     registrations: Registrations,
 }
@@ -109,7 +110,9 @@ impl IndexerApp {
             tokio::spawn(recover(Arc::clone(&catalog), Arc::clone(&startup)));
         }
         let dumps = Dumps::default();
-        let app = App { catalog, options, intake, metrics, startup, dumps, registrations };
+        let shutdown = http.shutdown().clone();
+        let app =
+            App { catalog, options, intake, metrics, startup, dumps, shutdown, registrations };
         let app = Arc::new(app);
         let mut router = Router::new();
         if app.options.test_endpoints {
@@ -203,7 +206,9 @@ pub(crate) fn query_routes(catalog: Arc<Catalog>, intake: Intake) -> KvResult<Ro
     let (figures, ()) = IndexerMetrics::new(Arc::clone(&catalog), Arc::clone(&startup), |_| ());
     let (metrics, dumps) = (Arc::new(figures), Dumps::default());
     let registrations = Registrations::default();
-    let app = Arc::new(App { catalog, options, intake, metrics, startup, dumps, registrations });
+    let shutdown = Shutdown::default();
+    let app = App { catalog, options, intake, metrics, startup, dumps, shutdown, registrations };
+    let app = Arc::new(app);
     let routes = Router::new()
         .route("/query", post(query))
         .route("/query_by_hash", post(query_by_hash))
@@ -383,8 +388,10 @@ async fn digest(State(app): State<Arc<App>>, Params(query): Params<DumpQuery>) -
 }
 
 async fn ready(State(app): State<Arc<App>>) -> Response {
-    let (is_ready, answer) = app.startup.answer(&app.catalog);
-    if is_ready {
+    let (is_ready, mut answer) = app.startup.answer(&app.catalog);
+    if app.shutdown.is_announced() {
+        answer.is_stopping();
+    } else if is_ready {
         return json_response(StatusCode::OK, &answer);
     }
     let mut response = json_response(StatusCode::SERVICE_UNAVAILABLE, &answer);

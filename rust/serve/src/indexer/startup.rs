@@ -59,6 +59,13 @@ pub(super) struct ReadyAnswer {
     recovery: Recovery,
 }
 
+impl ReadyAnswer {
+    /// It is about to stop, whatever else holds.
+    pub fn is_stopping(&mut self) {
+        self.status = "stopping";
+    }
+}
+
 /// What has to happen before this replica is ready, and the peers it knows.
 #[derive(Debug)]
 pub(super) struct Startup {

@@ -155,9 +155,11 @@ pub(super) fn readiness(app: &App) -> (bool, Value) {
     let (workers, registered_total) = app.fleet.counts();
     let wanted = app.options.min_initial_workers;
     // Ready once is ready for ever: workers that leave later are a matter of /health.
-    let is_ready = app.started().is_ok();
+    let is_stopping = app.options.http.shutdown().is_announced();
+    let is_ready = app.started().is_ok() && !is_stopping;
     let answer = json!({
         "ready": is_ready,
+        "stopping": is_stopping,
         "workers": workers,
         "registered_total": registered_total,
         "min_initial_workers": wanted,

@@ -156,6 +156,31 @@ async fn requests_in_flight_have_a_limit() {
 }
 
 #[tokio::test]
+async fn readiness_fails_while_it_is_full_where_that_is_wanted() {
+    for is_wanted in [false, true] {
+        let stage = Stage::new(|options| {
+            options.own.max_concurrent_requests = 1;
+            options.own.ready_fails_when_full = is_wanted;
+        });
+        let mut engine = stage.engine().await.by_hand();
+        let asking = stage.send("a", prompt(0..40));
+        let asked = engine.next().await;
+        stage.skip(Duration::from_secs(9)).await;
+        assert_eq!(stage.get("/ready").await["ready"], true, "it may be a burst");
+        stage.skip(Duration::from_secs(1)).await;
+        let full = stage.get("/ready").await;
+        assert_eq!(full["ready"], !is_wanted);
+        assert!(
+            !is_wanted || full["reason"].as_str().unwrap().contains("--max-concurrent-requests")
+        );
+        asked.done().await;
+        assert_eq!(asking.await.unwrap().status, 200);
+        stage.until_idle().await;
+        assert_eq!(stage.get("/ready").await["ready"], true);
+    }
+}
+
+#[tokio::test]
 async fn sick_workers_get_nothing_until_they_are_well() {
     let stage = Stage::new(|_| ());
     let (sick, well) = (stage.engine().await, stage.engine().await);

@@ -133,6 +133,25 @@ async fn the_short_way_answers_as_the_router_does() {
 }
 
 #[tokio::test]
+async fn a_panic_ends_one_request_and_is_counted() {
+    use axum::routing::get;
+    let limits = ServeLimits::default();
+    let panics = limits.panics.clone();
+    let routes = axum::Router::new()
+        .route("/well", get(async || "well"))
+        .route("/broken", get(async || -> &'static str { panic!("on purpose") }));
+    let server = start(routes, limits).await;
+    let answer = server.ask("GET", "/broken", "", b"").await;
+    assert!(
+        answer.starts_with("HTTP/1.1 500 ") && answer.contains("connection: close"),
+        "{answer}"
+    );
+    assert!(answer.contains("please report it") && !answer.contains("on purpose"), "{answer}");
+    assert_eq!(panics.get(), 1);
+    assert!(server.ask("GET", "/well", "", b"").await.ends_with("well"));
+}
+
+#[tokio::test]
 async fn an_address_has_a_limit_of_connections_and_a_proxy_has_none() {
     let limits = |trusted: &str| {
         let settings = HttpSettings {
