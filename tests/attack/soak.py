@@ -65,9 +65,9 @@ class Target:
         return f"{path}\r\nhost: {self.host}\r\ncontent-length: {length}\r\n\r\n".encode()
 
 
-def chat(content: str, **more: object) -> bytes:
+def chat(content: str, model: str = "m", **more: object) -> bytes:
     messages = [{"role": "user", "content": content}]
-    return json.dumps({"model": "m", "messages": messages, **more}).encode()
+    return json.dumps({"model": model, "messages": messages, **more}).encode()
 
 
 HUGE = chat("a" * (30 * MIB))
@@ -95,7 +95,8 @@ def slow_body(target: Target) -> None:
 
 def never_reading(target: Target) -> None:
     with target.connect() as one:
-        body = chat("tell me", stream=True, max_tokens=2_000)
+        # By an engine of their own: what they do to it is not the service's.
+        body = chat("tell me", model="endless", stream=True, max_tokens=2_000)
         one.sendall(target.head(len(body)) + body)
         time.sleep(10)
 
@@ -189,8 +190,9 @@ def besiege(url: str, attacks: list[Callable[[Target], None]], clients: int, see
     threading.Event().wait()
 
 
-async def engine() -> None:
+async def engine(model: str) -> None:
     """An engine that answers at once, or without end where a stream is asked for."""
+    served = json.dumps({"data": [{"id": model, "max_model_len": 32768}]}).encode()
 
     async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, asyncio.IncompleteReadError):
@@ -205,7 +207,7 @@ async def engine() -> None:
                         await writer.drain()
                 text = b'{"choices": []}'
                 if b"GET /v1/models" in head:
-                    text = b'{"data": [{"id": "m", "max_model_len": 32768}]}'
+                    text = served
                 length = f"content-length: {len(text)}".encode()
                 kind = b"content-type: application/json\r\n"
                 writer.write(b"HTTP/1.1 200 OK\r\n" + kind + length + b"\r\n\r\n" + text)
@@ -237,21 +239,23 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", help="one kind of attack alone")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--engine", default="", help=argparse.SUPPRESS)
     parser.add_argument("--besiege", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
     attacks = [attack for attack in ATTACKS if given.only in ("", attack.__name__)]
     if given.engine:
-        asyncio.run(engine())
+        asyncio.run(engine(given.engine))
     if given.besiege:
         besiege(given.besiege, attacks, given.clients, given.seed)
-    server = subprocess.Popen([sys.executable, __file__, "--engine"], stdout=subprocess.PIPE)
-    with tempfile.TemporaryDirectory() as folder, server:
-        assert server.stdout is not None
-        worker = f"http://127.0.0.1:{int(server.stdout.readline())}"
+    servers = [
+        subprocess.Popen([sys.executable, __file__, "--engine", model], stdout=subprocess.PIPE)
+        for model in ("m", "endless")
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        ports = [int(server.stdout.readline()) for server in servers if server.stdout]
         flags = (
             "--worker",
-            worker,
+            *(f"http://127.0.0.1:{port}" for port in ports),
             "--tokenizer",
             str(model_folder(Path(folder))),
             "--tokenizer-cache",
@@ -290,7 +294,9 @@ def main() -> int:
                 one.wait()
             time.sleep(30)
             after = rss(process_id)
-        server.kill()
+        for server in servers:
+            server.kill()
+            server.wait()
     figures = {
         "quiet_p50_ms": 1e3 * statistics.median(quiet),
         "quiet_p99_ms": 1e3 * p99(quiet),

@@ -32,8 +32,12 @@ const CONTROL_BYTES: usize = 64 * 1024;
 /// Bodies from this size on are read in turn, as long as those that are read have at most so many bytes together:
 /// the others wait at their clients. One that has its turn must come at this rate, bytes a second.
 const LARGE_BYTES: usize = 1024 * 1024;
-const LARGE_AT_ONCE: usize = 192 * 1024 * 1024;
+const LARGE_AT_ONCE: usize = 64 * 1024 * 1024;
 const LARGE_RATE: f64 = 512.0 * 1_024.0;
+/// While others have a turn too, one rests after so many bytes: small requests come in between, on the machine's
+/// other processors as well.
+const PACE_BYTES: usize = 1024 * 1024;
+const PACE_REST: Duration = Duration::from_millis(8);
 
 /// After this time a body must have come at this rate, bytes a second.
 const SLOW_START: Duration = Duration::from_secs(5);
@@ -211,7 +215,8 @@ impl Intake {
     {
         let mut began = Instant::now();
         let declared = body.size_hint().exact().map_or(limit, |bytes| bytes as usize);
-        let (mut turn, mut before_turn, mut rate) = (None, 0, MIN_RATE);
+        let (mut turn, mut before_turn, mut rate) = (None::<OwnedSemaphorePermit>, 0, MIN_RATE);
+        let mut rested_at = 0;
         let mut count = Count { buffered: self.buffered.clone(), bytes: 0 };
         let (mut first, mut joined, mut received) = (Bytes::new(), BytesMut::new(), 0);
         while !body.is_end_stream() {
@@ -237,6 +242,13 @@ impl Intake {
                 turn = its_turn.map_err(|_| Unreadable::Full)?.ok();
                 // Its time begins when it is read.
                 (began, before_turn, rate) = (Instant::now(), received, LARGE_RATE);
+            }
+            if let Some(turn) = &turn
+                && received - rested_at > PACE_BYTES
+                && self.turns.available_permits() + turn.num_permits() < LARGE_AT_ONCE / 1_024
+            {
+                rested_at = received;
+                tokio::time::sleep(PACE_REST).await;
             }
             if received > SMALL_BYTES {
                 count.raise(received, self.max_buffered)?;

@@ -5,10 +5,11 @@ use std::time::{Duration, Instant};
 
 use axum::http::HeaderMap;
 use kvflash_core::clock::Clock;
-use kvflash_core::error::Result;
+use kvflash_core::error::{Error, Result};
 use kvflash_core::fair::{Cost, FairConfig, Options};
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
+use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use super::aside::block_in_place;
 use super::gateway::turn::{FairnessOptions, WaitingRoom, client_name};
@@ -18,9 +19,14 @@ use super::metrics::seconds_histogram;
 /// they are is told by key or address, which one client cannot have many of.
 pub(crate) struct Compute {
     room: Arc<WaitingRoom>,
+    pool: ThreadPool,
     cores: usize,
     waited: Histogram,
 }
+
+/// Where cores are short, the threads that serve go first: a long prompt waits some milliseconds more, and no
+/// short one waits for it.
+const NICENESS: i32 = 5;
 
 /// Others had their turns for as long as one may wait.
 #[derive(Debug, Clone, Copy)]
@@ -30,7 +36,7 @@ impl Compute {
     /// Jobs wait for at most `max_wait`.
     ///
     /// # Errors
-    /// `Config` for a time that is none.
+    /// `Config` for a time that is none, or where the system grants no threads.
     pub fn new(max_wait: Duration, clock: Arc<dyn Clock>, registry: &mut Registry) -> Result<Self> {
         let queue = FairConfig {
             max_queued: 65_536,
@@ -47,7 +53,18 @@ impl Compute {
             Histogram::clone(&waited),
         );
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        Ok(Self { room: Arc::new(WaitingRoom::new(&options, clock)?), cores, waited })
+        let pool = ThreadPoolBuilder::new()
+            .num_threads(cores)
+            .thread_name(|at| format!("kvflash-text-{at}"))
+            .start_handler(|_| {
+                // Linux has priorities of threads; elsewhere they stay as they are.
+                #[cfg(target_os = "linux")]
+                let _ =
+                    rustix::process::setpriority_process(Some(rustix::thread::gettid()), NICENESS);
+            })
+            .build()
+            .map_err(|error| Error::Config(format!("could not start threads: {error}")))?;
+        Ok(Self { room: Arc::new(WaitingRoom::new(&options, clock)?), pool, cores, waited })
     }
 
     /// Call `job`, which concerns `bytes` of a prompt of the client that `headers` and `address` tell, when it
@@ -55,12 +72,12 @@ impl Compute {
     ///
     /// # Errors
     /// [`Busy`].
-    pub async fn run<T>(
+    pub async fn run<T: Send>(
         &self,
         headers: &HeaderMap,
         address: Option<&str>,
         bytes: usize,
-        job: impl FnOnce() -> T,
+        job: impl FnOnce() -> T + Send,
     ) -> Result<T, Busy> {
         let client = client_name(None, headers, address);
         let cost = Cost { input_tokens: bytes as u64, cached_tokens: 0, output_tokens: Some(0) };
@@ -70,7 +87,7 @@ impl Compute {
         let turn = turn.map_err(|_| Busy)?;
         // It is paid for whatever comes of it.
         turn.answered();
-        let done = block_in_place(job);
+        let done = block_in_place(|| self.pool.install(job));
         drop(turn);
         Ok(done)
     }
