@@ -71,7 +71,9 @@ impl Tries {
 
     /// Whether another worker may be tried.
     pub fn may_go_on(&self) -> bool {
-        self.is_over.is_none() && self.tried.len() < self.app.options.max_attempts
+        let limit = self.app.options.max_attempts;
+        let limit = self.plan.call.max_attempts.map_or(limit, |own| own.min(limit));
+        self.is_over.is_none() && self.tried.len() < limit
     }
 
     /// A worker answers.

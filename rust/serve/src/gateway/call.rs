@@ -16,6 +16,9 @@ use crate::frontend::app::App;
 
 pub(crate) static REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
 
+/// A client's own limit of the workers that its request may try.
+const MAX_ATTEMPTS_HEADER: &str = "x-kvflash-max-attempts";
+
 /// A body that is read beside the threads that serve, bytes: it takes about a millisecond.
 const LONG_BODY_BYTES: usize = 512 * 1024;
 
@@ -66,6 +69,8 @@ pub(crate) struct Call {
     pub nvext: Nvext,
     /// Whether an engine takes what it can of it from its cache, and says so of one prompt.
     pub reuses_prefix: bool,
+    /// Workers that it may try at most, where its client says so.
+    pub max_attempts: Option<usize>,
 }
 
 impl Call {
@@ -88,7 +93,8 @@ impl Call {
         let api = api.unwrap_or_else(of_fields);
         let nvext = Nvext::parse(envelope.nvext)?;
         let (body, reuses_prefix) = (Arc::clone(body), envelope.reuses_prefix());
-        Ok(Self { api, head, request_id, body, nvext, reuses_prefix })
+        let max_attempts = max_attempts(&head.headers)?;
+        Ok(Self { api, head, request_id, body, nvext, reuses_prefix, max_attempts })
     }
 
     /// A request's body, parsed; a long one beside the threads that serve.
@@ -108,4 +114,23 @@ impl Call {
             Err(Error::Overloaded(what).into())
         })
     }
+}
+
+/// What a request's headers say of the workers that it may try.
+///
+/// # Errors
+/// 400 for anything but a number from 1 on.
+fn max_attempts(headers: &HeaderMap) -> Result<Option<usize>, Reject> {
+    let Some(value) = headers.get(MAX_ATTEMPTS_HEADER) else { return Ok(None) };
+    let text = value.to_str().unwrap_or("no text").trim();
+    // One beyond every setting is as good as none.
+    let number = text.parse::<u64>().ok().filter(|attempts| *attempts > 0);
+    let Some(number) = number else {
+        let text: String = text.chars().take(64).collect();
+        return Err(Reject::bad_request(format!(
+            "header {MAX_ATTEMPTS_HEADER} must be a whole number from 1 on, got {text:?}: leave it out \
+             for what the server allows (--max-attempts)"
+        )));
+    };
+    Ok(Some(usize::try_from(number).unwrap_or(usize::MAX)))
 }

@@ -35,6 +35,27 @@ async fn every_worker_is_tried_once_and_the_last_failure_is_told() {
 }
 
 #[tokio::test]
+async fn a_client_may_allow_fewer_attempts_and_never_more() {
+    let stage = Stage::new(|options| options.own.max_attempts = 2);
+    let mut engines = Vec::new();
+    for _ in 0..4 {
+        engines.push(stage.engine().await);
+    }
+    engines.iter().for_each(|engine| engine.answers(503, json!({ "error": "busy" })));
+    let sent = || engines.iter().map(|engine| engine.count()).sum::<usize>();
+    for (value, expected) in [("1", 1), ("99999999999", 3)] {
+        let answer = stage.ask_with(&[("x-kvflash-max-attempts", value)], &prompt(0..40)).await;
+        assert_eq!((answer.status, sent()), (503, expected), "{value}");
+    }
+    for value in ["0", "-1", "two", "1.5"] {
+        let answer = stage.ask_with(&[("x-kvflash-max-attempts", value)], &prompt(0..40)).await;
+        assert_eq!((answer.status, sent()), (400, 3));
+        assert!(answer.text().contains("x-kvflash-max-attempts"), "{}", answer.text());
+        assert!(answer.text().contains("--max-attempts"), "{}", answer.text());
+    }
+}
+
+#[tokio::test]
 async fn a_refused_request_is_tried_at_one_more_worker() {
     let stage = Stage::new(|_| ());
     let mut engines = Vec::new();
