@@ -12,11 +12,13 @@ const MAX_AT_ONCE: usize = 4;
 #[derive(Debug)]
 pub(super) struct Aside {
     turns: Semaphore,
+    /// Of answers to probes.
+    probe_turns: Semaphore,
 }
 
 impl Default for Aside {
     fn default() -> Self {
-        Self { turns: Semaphore::new(MAX_AT_ONCE) }
+        Self { turns: Semaphore::new(MAX_AT_ONCE), probe_turns: Semaphore::new(1) }
     }
 }
 
@@ -32,6 +34,12 @@ impl Aside {
     /// Call `make` when it is its turn, first come, first served. `make` must not come here itself.
     pub async fn make<T>(&self, make: impl FnOnce() -> T) -> T {
         let _turn = self.turns.acquire().await.expect("it is never closed");
+        block_in_place(make)
+    }
+
+    /// The same for the answer to a probe: it waits for other probes only.
+    pub async fn make_for_probe<T>(&self, make: impl FnOnce() -> T) -> T {
+        let _turn = self.probe_turns.acquire().await.expect("it is never closed");
         block_in_place(make)
     }
 }
@@ -68,12 +76,15 @@ mod tests {
                 })
             })
             .collect();
+        let probed = Arc::clone(&aside);
         for _ in 0..MAX_AT_ONCE {
             has_begun.recv_timeout(DEADLINE).unwrap();
         }
         // Tasks are begun in turn: after this one all the others have been.
         let (served, is_served) = mpsc::channel();
-        let other = runtime.spawn(async move { served.send(()).unwrap() });
+        let other = runtime.spawn(async move {
+            probed.make_for_probe(|| served.send(()).unwrap()).await;
+        });
         let outcome = is_served.recv_timeout(DEADLINE);
         let is_one_more = has_begun.try_recv().is_ok();
         drop(held);

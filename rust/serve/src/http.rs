@@ -20,6 +20,7 @@ pub struct Http {
     settings: HttpSettings,
     trusted_proxies: Vec<IpNet>,
     refused_connections: Counter,
+    crowded_out: Counter,
     panics: Counter,
     shutdown: Shutdown,
     /// Bytes of large bodies since they were last taken.
@@ -67,6 +68,7 @@ impl Http {
             trusted_proxies: self.trusted_proxies.clone(),
             keep_alive_timeout: self.keep_alive_timeout,
             refused: self.refused_connections.clone(),
+            crowded_out: self.crowded_out.clone(),
             panics: self.panics.clone(),
             drain_timeout,
             ..ServeLimits::default()
@@ -91,6 +93,11 @@ impl Http {
             "Connections that were closed because their address had too many \
              (--max-connections-per-address)",
             Counter::clone(&self.refused_connections),
+        );
+        registry.register(
+            "connections_crowded_out",
+            "Connections that came while --max-connections were open: probes are answered, all else gets 503",
+            Counter::clone(&self.crowded_out),
         );
         registry.register(
             "panics",

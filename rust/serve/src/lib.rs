@@ -17,6 +17,7 @@ mod prompt_keys;
 mod queue;
 mod reject;
 mod remote;
+mod reserve;
 pub mod router;
 mod serve;
 mod settings;

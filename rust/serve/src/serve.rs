@@ -6,6 +6,7 @@ use std::collections::hash_map::Entry;
 use std::convert::Infallible;
 use std::net::{IpAddr, SocketAddr};
 use std::panic::AssertUnwindSafe;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -14,7 +15,7 @@ use axum::body::Body;
 use axum::http::header::CONNECTION;
 use axum::http::{HeaderValue, Request, Response, StatusCode};
 use futures_util::FutureExt;
-use futures_util::future::{CatchUnwind, Map};
+use futures_util::future::{CatchUnwind, Either, Map};
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::Service;
@@ -30,6 +31,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 use super::Reject;
+use super::reserve::{self, RESERVED_TIME, Reserve};
 use super::timer::ConnectionTimer;
 use super::tls::{Handshake, Tls};
 
@@ -46,8 +48,10 @@ const WARNING_PAUSE: Duration = Duration::from_secs(60);
 /// Limits on connections.
 #[derive(Debug, Clone)]
 pub struct ServeLimits {
-    /// Connections open at once; further ones wait in the system's accept queue.
+    /// Connections open at once; further ones may ask what probes ask.
     pub max_connections: usize,
+    /// Connections that came at that limit.
+    pub crowded_out: Counter,
     /// Connections of one address open at once; further ones are closed. 0: no limit.
     pub max_connections_per_address: usize,
     /// Addresses without that limit.
@@ -68,6 +72,7 @@ impl Default for ServeLimits {
     fn default() -> Self {
         Self {
             max_connections: 16_384,
+            crowded_out: Counter::default(),
             max_connections_per_address: 2_048,
             trusted_proxies: Vec::new(),
             refused: Counter::default(),
@@ -162,24 +167,33 @@ impl Service<Request<Incoming>> for PeerRouter {
     }
 }
 
-/// Answers 500 where the service panics: that is a fault of ours, and it ends one request.
-struct Unbroken<S> {
+/// Answers 500 where the service panics: that is a fault of ours, and it ends one request. A connection beyond
+/// the limit gets answers to probes only.
+struct Guarded<S> {
     service: S,
     panics: Counter,
+    /// The limit of connections, for one beyond it.
+    beyond: Option<usize>,
 }
 
-impl<S> Service<Request<Incoming>> for Unbroken<S>
+impl<S> Service<Request<Incoming>> for Guarded<S>
 where
     S: Service<Request<Incoming>, Response = Response<Body>, Error = Infallible, Future: Send>,
 {
     type Response = Response<Body>;
     type Error = Infallible;
-    type Future = Map<
-        CatchUnwind<AssertUnwindSafe<S::Future>>,
-        Box<dyn FnOnce(Caught<Response<Body>>) -> Result<Response<Body>, Infallible> + Send>,
+    type Future = Either<
+        Map<
+            CatchUnwind<AssertUnwindSafe<S::Future>>,
+            Box<dyn FnOnce(Caught<Response<Body>>) -> Result<Response<Body>, Infallible> + Send>,
+        >,
+        Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>,
     >;
 
     fn call(&self, request: Request<Incoming>) -> Self::Future {
+        if let Some(limit) = self.beyond.filter(|_| !reserve::is_probe(request.uri().path())) {
+            return Either::Right(reserve::refuse(request, limit).map(Ok).boxed());
+        }
         let panics = self.panics.clone();
         let answer = move |outcome: Caught<Response<Body>>| {
             outcome.unwrap_or_else(|_| {
@@ -193,7 +207,9 @@ where
         };
         // Nothing that a panic may have left half done is used again: state that outlives a request is
         // under locks of parking_lot, which have no poison, and changes by calls that do not panic midway.
-        AssertUnwindSafe(self.service.call(request)).catch_unwind().map(Box::new(answer))
+        Either::Left(
+            AssertUnwindSafe(self.service.call(request)).catch_unwind().map(Box::new(answer)),
+        )
     }
 }
 
@@ -230,11 +246,14 @@ struct Door<A> {
     open: OpenByAddress,
     /// When it was last said that an address has too many.
     warned: Mutex<Option<Instant>>,
+    /// Connections beyond the limit.
+    reserve: Reserve,
 }
 
 /// A place among the connections, of all and of one address; given back when it is dropped.
 struct Place {
-    _permit: OwnedSemaphorePermit,
+    /// `None` beyond the limit.
+    permit: Option<OwnedSemaphorePermit>,
     counted: Option<(IpAddr, OpenByAddress)>,
 }
 
@@ -253,20 +272,17 @@ impl Drop for Place {
 
 impl<A: App> Door<A> {
     /// A place for a connection; `None` where its address has as many as it may.
-    fn place(&self, peer: SocketAddr, permit: OwnedSemaphorePermit) -> Option<Place> {
+    fn place(&self, peer: SocketAddr, permit: Option<OwnedSemaphorePermit>) -> Option<Place> {
         let limit = self.limits.max_connections_per_address;
         let address = peer.ip().to_canonical();
         if limit == 0 || self.limits.trusted_proxies.iter().any(|net| net.contains(&address)) {
-            return Some(Place { _permit: permit, counted: None });
+            return Some(Place { permit, counted: None });
         }
         let mut open = self.open.lock();
         let count = open.entry(address).or_default();
         if *count < limit {
             *count += 1;
-            return Some(Place {
-                _permit: permit,
-                counted: Some((address, Arc::clone(&self.open))),
-            });
+            return Some(Place { permit, counted: Some((address, Arc::clone(&self.open))) });
         }
         drop(open);
         self.limits.refused.inc();
@@ -283,8 +299,9 @@ impl<A: App> Door<A> {
         None
     }
 
-    /// Answer what comes over `stream` in a task of its own, which holds `permit` until its end.
-    fn let_in(&self, stream: TcpStream, peer: SocketAddr, permit: OwnedSemaphorePermit) {
+    /// Answer what comes over `stream` in a task of its own, which holds `permit` until its end. Without one it
+    /// is beyond the limit.
+    fn let_in(&self, stream: TcpStream, peer: SocketAddr, permit: Option<OwnedSemaphorePermit>) {
         let Some(place) = self.place(peer, permit) else { return };
         // All of these only make things better; a system without them still works. Small answers do not
         // wait for the client's delayed acknowledgement, and one that is gone is noticed.
@@ -296,22 +313,23 @@ impl<A: App> Door<A> {
         #[cfg(target_os = "linux")]
         let _ = socket.set_tcp_user_timeout(Some(UNACKED_TIME));
         let (service, panics) = (self.app.serve_peer(Peer(peer)), self.limits.panics.clone());
-        let service = Unbroken { service, panics };
+        let is_beyond = place.permit.is_none();
+        let beyond = is_beyond.then_some(self.limits.max_connections);
+        let service = Guarded { service, panics, beyond };
         let limit = self.limits.header_timeout;
         let mut builder = http1::Builder::new();
         let timer = ConnectionTimer::new(self.limits.keep_alive_timeout);
-        builder.header_read_timeout(limit).timer(timer.clone());
+        builder.header_read_timeout(limit).timer(timer.clone()).keep_alive(!is_beyond);
         let shutdown = self.shutdown.clone();
         let Some(tls) = self.tls.clone() else {
             let stream = TokioIo::new(timer.watch(stream));
             let connection = builder.serve_connection(stream, service);
-            tokio::spawn(async move {
+            return self.spawn(is_beyond, async move {
                 answer(connection, shutdown).await;
                 drop(place);
             });
-            return;
         };
-        tokio::spawn(async move {
+        self.spawn(is_beyond, async move {
             let encrypted = tokio::select! {
                 done = tokio::time::timeout(limit, tls.accept(stream)) => done,
                 () = shutdown.wait() => return,
@@ -333,6 +351,18 @@ impl<A: App> Door<A> {
             }
             drop(place);
         });
+    }
+
+    /// Run a connection; one beyond the limit for a short time, and among the few.
+    fn spawn(&self, is_beyond: bool, connection: impl Future<Output = ()> + Send + 'static) {
+        if !is_beyond {
+            tokio::spawn(connection);
+            return;
+        }
+        self.limits.crowded_out.inc();
+        // Whether it ended by itself is all the same.
+        let short = tokio::time::timeout(RESERVED_TIME, connection).map(drop);
+        self.reserve.add(tokio::spawn(short).abort_handle());
     }
 }
 
@@ -366,20 +396,18 @@ pub async fn serve_over(
     let renewal = tls.clone().map(|tls| tokio::spawn(tls.keep_renewing()));
     let (open, warned) = (Arc::default(), Mutex::default());
     let (mut log, begun) = (LogLimit::default(), Instant::now());
-    let door = Door { tls, app, limits: limits.clone(), shutdown, open, warned };
+    let reserve = Reserve::default();
+    let door = Door { tls, app, limits: limits.clone(), shutdown, open, warned, reserve };
     loop {
-        // Waiting for a free place must not hide the stop.
-        let permit = tokio::select! {
-            permit = Arc::clone(&permits).acquire_owned() => permit,
-            () = door.shutdown.wait() => break,
-        };
-        let Ok(permit) = permit else { break };
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
             () = door.shutdown.wait() => break,
         };
         match accepted {
-            Ok((stream, peer)) => door.let_in(stream, peer, permit),
+            Ok((stream, peer)) => {
+                let permit = Arc::clone(&permits).try_acquire_owned().ok();
+                door.let_in(stream, peer, permit);
+            }
             Err(error) => {
                 // Out of file descriptors, or a client that hung up while queued: the listener lives on.
                 if let Some(held_back) = log.pass(begun.elapsed().as_millis() as u64) {
@@ -400,7 +428,7 @@ pub async fn serve_over(
             // Known to tokio, too, so that its question is read before the stop is heard of.
             stream.readable().await?;
         }
-        door.let_in(stream, peer, permit);
+        door.let_in(stream, peer, Some(permit));
     }
     drop(listener);
     if let Some(renewal) = renewal {

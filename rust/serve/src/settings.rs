@@ -238,7 +238,9 @@ settings! {
         /// A new process can take over before the old one ends. Without it a port that is taken is
         /// an error
         reuse_port: bool = false, (), "--reuse-port";
-        /// Maximum open connections; further ones wait
+        /// Maximum open connections; at the limit only probes are answered
+        ///
+        /// `/live`, `/ready`, `/health` and `/metrics`; all else gets 503 and a closed connection
         max_connections: usize = 16_384, 1..=1_000_000, "--max-connections";
         /// Maximum open connections of one address; further ones are closed
         ///

@@ -34,7 +34,7 @@ use crate::{Peer, Reject};
 /// 200 while at least one worker can serve, 503 otherwise; the body says how each one fares. Workers that
 /// only prefill serve nobody by themselves.
 pub(super) async fn health(State(app): State<Arc<App>>) -> Response {
-    app.aside.make(|| tell_health(&app)).await
+    app.aside.make_for_probe(|| tell_health(&app)).await
 }
 
 fn tell_health(app: &App) -> Response {

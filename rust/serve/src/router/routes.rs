@@ -465,7 +465,7 @@ async fn method(
 }
 
 async fn tell_health(State(app): State<Arc<App>>) -> Response {
-    app.aside.make(|| reply(&health(&app))).await
+    app.aside.make_for_probe(|| reply(&health(&app))).await
 }
 
 async fn ready(State(app): State<Arc<App>>) -> Response {

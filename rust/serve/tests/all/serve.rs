@@ -181,6 +181,38 @@ async fn an_address_has_a_limit_of_connections_and_a_proxy_has_none() {
     assert!(Http::of(wrong).unwrap_err().to_string().contains("--trusted-proxies"));
 }
 
+/// Connections that take all places, and those that take the places of probes, keep no probe out.
+#[tokio::test]
+async fn probes_are_answered_while_all_connections_are_taken() {
+    let settings = HttpSettings { max_connections: 2, ..HttpSettings::default() };
+    let http = Http::of(settings).unwrap();
+    let limits = http.limits(Duration::ZERO);
+    let crowded_out = limits.crowded_out.clone();
+    let server = start(IndexerApp::service(catalog(), options(), &http).unwrap(), limits).await;
+    let held = [server.connect().await, server.connect().await];
+    let mut silent = Vec::new();
+    for _ in 0..100 {
+        silent.push(server.connect().await);
+    }
+    for path in ["/ready", "/health", "/metrics"] {
+        let answer = server.ask("GET", path, "", b"").await;
+        let is_known = !answer.starts_with("HTTP/1.1 404") && !answer.starts_with("HTTP/1.1 503");
+        assert!(is_known, "{path}: {answer}");
+    }
+    let query = br#"{"token_ids":[],"model_name":"m"}"#;
+    let refused = server.ask("POST", "/query", "", query).await;
+    assert!(refused.starts_with("HTTP/1.1 503 ") && refused.contains("retry-after"), "{refused}");
+    assert!(refused.contains("connection: close") && refused.contains("--max-connections"));
+    assert_eq!(crowded_out.get(), 104);
+    // The oldest made room.
+    assert_eq!(silent[0].read(&mut [0]).await.unwrap_or(0), 0);
+    drop(held);
+    let mut is_free = false;
+    while !is_free {
+        is_free = server.ask("POST", "/query", "", query).await.starts_with("HTTP/1.1 200 ");
+    }
+}
+
 #[tokio::test]
 async fn a_slow_head_is_cut_off_whenever_it_comes() {
     let limits =
