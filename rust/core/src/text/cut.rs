@@ -250,8 +250,7 @@ fn stages(sequence: &Value) -> &[Value] {
 
 /// Whether text may be cut at the ends of words, as [`is_word_end`] has them.
 fn words_are_safe(layout: &Layout, added: &[(u32, AddedToken)]) -> bool {
-    // NFC leaves a space, a line feed and what precedes them alone.
-    let is_normalizer_safe = layout.normalizer.is_null() || kind(&layout.normalizer) == Some("NFC");
+    let is_normalizer_safe = keeps_words(&layout.normalizer);
     // Tokens matched after normalization must neither span such a place nor eat whitespace at it.
     let are_tokens_safe = added.iter().filter(|(_, token)| token.normalized).all(|(_, token)| {
         let mut pairs = token.content.as_bytes().windows(2);
@@ -270,6 +269,19 @@ fn words_are_safe(layout: &Layout, added: &[(u32, AddedToken)]) -> bool {
             Some(_) => judge(&layout.pre_tokenizer) == Stage::EndsWords,
             None => false,
         }
+}
+
+/// Whether a normalizer leaves the ends of words alone, and what stands around them. NFC leaves a space, a line
+/// feed and what precedes them alone; DeepSeek's sequence has no stage at all.
+fn keeps_words(normalizer: &Value) -> bool {
+    match kind(normalizer) {
+        None => normalizer.is_null(),
+        Some("Sequence") => {
+            let stages = normalizer.get("normalizers").and_then(Value::as_array);
+            stages.is_some_and(|stages| stages.iter().all(keeps_words))
+        }
+        Some(kind) => kind == "NFC",
+    }
 }
 
 /// What a stage of a pre-tokenizer does at the end of a word.
@@ -354,6 +366,8 @@ const KNOWN_ALTERNATIVES: &[&str] = &[
 ];
 
 fn judge_pattern(pattern: &str) -> Stage {
+    // DeepSeek's file has the characters themselves.
+    let pattern = &pattern.replace('\r', r"\r").replace('\n', r"\n");
     let parts = alternatives(pattern);
     if !parts.iter().all(|part| KNOWN_ALTERNATIVES.contains(part)) {
         return Stage::Unknown;
@@ -413,7 +427,26 @@ mod tests {
         assert_eq!(judge_pattern(LLAMA_3), Stage::EndsWords);
         assert_eq!(judge_pattern(r"\p{N}{1,3}"), Stage::Indifferent);
         assert_eq!(judge_pattern(r"\w+\s?|\s+"), Stage::Unknown);
+        let literal = LLAMA_3.replace(r"\r", "\r").replace(r"\n", "\n");
+        assert_eq!(judge_pattern(&literal), Stage::EndsWords);
         assert_eq!(alternatives(r"a|[|]|(b|c)\||d").len(), 4);
+    }
+
+    #[test]
+    fn sequences_of_normalizers_are_as_safe_as_their_stages() {
+        let sequence = |stages: Value| json!({"type": "Sequence", "normalizers": stages});
+        let nfc = || json!({"type": "NFC"});
+        for (normalizer, is_safe) in [
+            (Value::Null, true),
+            (nfc(), true),
+            (sequence(json!([])), true),
+            (sequence(json!([nfc(), sequence(json!([nfc()]))])), true),
+            (sequence(json!([nfc(), {"type": "NFKC"}])), false),
+            (json!({"type": "Sequence"}), false),
+            (json!({"type": "Lowercase"}), false),
+        ] {
+            assert_eq!(keeps_words(&normalizer), is_safe, "{normalizer}");
+        }
     }
 
     #[test]

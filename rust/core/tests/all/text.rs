@@ -287,6 +287,19 @@ fn flagged() -> Value {
     tokenizer
 }
 
+/// As DeepSeek's file has it: line ends as characters in the pattern, and a normalizer without stages.
+fn bare_sequence() -> Value {
+    let mut tokenizer = three_stages();
+    tokenizer["normalizer"] = json!({"type": "Sequence", "normalizers": []});
+    let stages = tokenizer["pre_tokenizer"]["pretokenizers"].as_array_mut().expect("stages");
+    for stage in stages {
+        if let Some(Value::String(pattern)) = stage.pointer_mut("/pattern/Regex") {
+            *pattern = pattern.replace(r"\r", "\r").replace(r"\n", "\n");
+        }
+    }
+    tokenizer
+}
+
 fn tokenizers() -> Vec<(&'static str, Value, CutMode)> {
     let metaspace = |scheme: &str, split: bool| {
         let kind = "Metaspace";
@@ -302,6 +315,7 @@ fn tokenizers() -> Vec<(&'static str, Value, CutMode)> {
         ("byte_level_words", counting(), CutMode::AtWords),
         ("o200k", o200k(), CutMode::AtWords),
         ("three_stages", three_stages(), CutMode::AtWords),
+        ("bare_sequence", bare_sequence(), CutMode::AtWords),
         ("flagged", flagged(), CutMode::AtWords),
         ("first", sentence_piece(Value::Null, metaspace("first", false)), CutMode::AtTokens),
         ("always", sentence_piece(Value::Null, metaspace("always", true)), CutMode::AtTokens),
@@ -376,7 +390,7 @@ fn fragment() -> impl Strategy<Value = String> {
 #[test]
 fn cached_ids_are_the_ids() {
     let twins = twins();
-    assert_eq!(twins.len(), 10);
+    assert_eq!(twins.len(), 11);
     let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig::with_cases(256));
     let texts = prop::collection::vec(fragment(), 0..24).prop_map(|parts| parts.concat());
     let result = runner.run(&texts, |text| {
