@@ -31,38 +31,32 @@ pub(super) enum Stop {
 
 type Object = Map<String, Value>;
 
-/// The messages as the template gets them.
+/// Message number `at` as the template gets it; it depends on no other.
 ///
 /// # Source
 /// vLLM `parse_chat_messages`, SGLang `_apply_jinja_template`.
-pub(super) fn prepare_messages(
-    messages: Value,
+pub(super) fn prepare_message(
+    at: usize,
+    message: Value,
     dialect: Dialect,
     format: ContentFormat,
-) -> Result<Vec<Value>, Stop> {
-    let Value::Array(messages) = messages else {
-        return Err(Stop::Invalid("messages must be a list".to_owned()));
+) -> Result<Value, Stop> {
+    let Value::Object(mut message) = message else {
+        return Err(Stop::Invalid(format!("messages[{at}] must be an object")));
     };
-    let mut prepared = Vec::with_capacity(messages.len());
-    for (at, message) in messages.into_iter().enumerate() {
-        let Value::Object(mut message) = message else {
-            return Err(Stop::Invalid(format!("messages[{at}] must be an object")));
-        };
-        let Some(role) = message.get("role").and_then(Value::as_str).map(str::to_owned) else {
-            return Err(Stop::Invalid(format!("messages[{at}].role must be a string")));
-        };
-        parse_arguments(&mut message, &role, dialect);
-        let content = message.get_mut("content").map(Value::take).unwrap_or_default();
-        let content = match dialect {
-            Dialect::Vllm => content_vllm(content, format, role == "tool")?,
-            Dialect::Sglang => content_sglang(content, format, role == "tool")?,
-        };
-        prepared.push(Value::Object(match dialect {
-            Dialect::Vllm => message_vllm(message, &role, content),
-            Dialect::Sglang => message_sglang(message, content),
-        }));
-    }
-    Ok(prepared)
+    let Some(role) = message.get("role").and_then(Value::as_str).map(str::to_owned) else {
+        return Err(Stop::Invalid(format!("messages[{at}].role must be a string")));
+    };
+    parse_arguments(&mut message, &role, dialect);
+    let content = message.get_mut("content").map(Value::take).unwrap_or_default();
+    let content = match dialect {
+        Dialect::Vllm => content_vllm(content, format, role == "tool")?,
+        Dialect::Sglang => content_sglang(content, format, role == "tool")?,
+    };
+    Ok(Value::Object(match dialect {
+        Dialect::Vllm => message_vllm(message, &role, content),
+        Dialect::Sglang => message_sglang(message, content),
+    }))
 }
 
 /// The fields vLLM carries over, in its order.

@@ -1,5 +1,7 @@
 //! The fields of a chat completion body that decide its tokens.
 
+use std::ops::Range;
+
 /// How much work a prompt may be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Effort {
@@ -30,6 +32,8 @@ const QUICK_BYTES: usize = 2_048;
 pub struct ChatRequest<'a> {
     /// The conversation: a list of messages. Required.
     pub messages: Option<&'a str>,
+    /// Where each message stands in that list, if somebody has [scanned](super::Scan) it.
+    pub places: Option<&'a [Range<usize>]>,
     /// Tool definitions.
     pub tools: Option<&'a str>,
     /// `"none"`, `"auto"`, `"required"` or one named tool.

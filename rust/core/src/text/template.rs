@@ -7,11 +7,12 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use minijinja::{Environment, ErrorKind, Value};
 use serde_json::Value as Json;
+use serde_json::value::RawValue;
 
 use super::config::FolderConfig;
 use super::content::{ContentFormat, detect_sglang, detect_vllm};
 use super::jinja::environment;
-use super::message::{Dialect, Stop, prepare_messages, prepare_tools};
+use super::message::{Dialect, Stop, prepare_message, prepare_tools};
 use super::request::{ChatRequest, Effort};
 use super::source::{rewrite, unix_lines};
 use crate::error::{Error, Result};
@@ -201,25 +202,36 @@ impl ChatTemplate {
         let tools = parse("tools", request.tools)?;
         let tools = prepare_tools(tools, choice.as_ref(), dialect)?;
         let (name, format) = self.choose(&tools)?;
-        let Some(messages) = parse("messages", request.messages)? else {
-            return Err(Stop::Invalid("messages is missing".to_owned()));
+        let raw = messages(request)?;
+        let prepare = |at: usize| {
+            let message = serde_json::from_str(raw[at])
+                .map_err(|error| Stop::Invalid(format!("messages[{at}]: {error}")))?;
+            prepare_message(at, message, dialect, format)
         };
-        let mut messages = prepare_messages(messages, dialect, format)?;
         let mut generates = request.add_generation_prompt.unwrap_or(true);
+        let continues = request.continue_final_message == Some(true);
+        let mut last = None;
         let mut continued = None;
         let mut behind = String::new();
-        if request.continue_final_message == Some(true) {
+        if continues && !raw.is_empty() {
+            last = Some(prepare(raw.len() - 1)?);
+        }
+        if continues {
             if dialect == Dialect::Sglang {
-                behind = take_assistant(&mut messages);
+                behind = take_assistant(&mut last);
             } else if generates {
                 return Err(Stop::Invalid(
                     "continue_final_message and add_generation_prompt exclude each other"
                         .to_owned(),
                 ));
             } else {
-                continued = Some(tag_last(&mut messages)?);
+                continued = Some(tag_last(last.as_mut())?);
             }
         }
+        let whole = 0..raw.len() - usize::from(continues && !raw.is_empty());
+        let value = |message| Ok(Value::from_serialize(message));
+        let messages = whole.map(prepare).chain(last.map(Ok)).map(|one| one.and_then(value));
+        let messages = messages.collect::<Result<Vec<_>, _>>()?;
         // SGLang always asks for the start of an answer.
         generates |= dialect == Dialect::Sglang;
         let context = self.context(request, messages, tools, generates)?;
@@ -245,7 +257,7 @@ impl ChatTemplate {
     fn context(
         &self,
         request: &ChatRequest<'_>,
-        messages: Vec<Json>,
+        messages: Vec<Value>,
         tools: Json,
         generates: bool,
     ) -> Result<Value, Stop> {
@@ -278,7 +290,7 @@ impl ChatTemplate {
         }
         put("add_generation_prompt", Value::from(generates));
         put("tools", Value::from_serialize(tools));
-        put("messages", Value::from_serialize(messages));
+        put("messages", Value::from(messages));
         Ok(context.into_iter().collect())
     }
 
@@ -328,16 +340,31 @@ fn parse(field: &str, raw: Option<&str>) -> Result<Option<Json>, Stop> {
     serde_json::from_str(raw).map(Some).map_err(|error| Stop::Invalid(format!("{field}: {error}")))
 }
 
+/// The JSON of each message.
+fn messages<'a>(request: &ChatRequest<'a>) -> Result<Vec<&'a str>, Stop> {
+    let Some(list) = request.messages else {
+        return Err(Stop::Invalid("messages is missing".to_owned()));
+    };
+    if let Some(places) = request.places {
+        return Ok(places.iter().map(|place| &list[place.clone()]).collect());
+    }
+    if !list.trim_ascii_start().starts_with('[') {
+        return Err(Stop::Invalid("messages must be a list".to_owned()));
+    }
+    let raw: Vec<&RawValue> =
+        serde_json::from_str(list).map_err(|error| Stop::Invalid(format!("messages: {error}")))?;
+    Ok(raw.into_iter().map(RawValue::get).collect())
+}
+
 /// Take the last message off if it is the assistant's; its text.
-fn take_assistant(messages: &mut Vec<Json>) -> String {
-    let is_assistant = |message: &mut Json| message["role"] == "assistant";
-    let message = messages.pop_if(is_assistant).unwrap_or_default();
+fn take_assistant(last: &mut Option<Json>) -> String {
+    let message = last.take_if(|message| message["role"] == "assistant").unwrap_or_default();
     message["content"].as_str().unwrap_or_default().to_owned()
 }
 
 /// Mark the end of the last message; the text it had.
-fn tag_last(messages: &mut [Json]) -> Result<String, Stop> {
-    let content = messages.last_mut().and_then(|message| message.get_mut("content"));
+fn tag_last(last: Option<&mut Json>) -> Result<String, Stop> {
+    let content = last.and_then(|message| message.get_mut("content"));
     let text = match content {
         Some(Json::Array(parts)) => parts.last_mut().and_then(|part| part.get_mut("text")),
         other => other,

@@ -64,6 +64,7 @@ fn request(body: &[u8]) -> ChatRequest<'_> {
     let flag = |name: &str| field(name).map(|raw| raw == "true");
     ChatRequest {
         messages: field("messages"),
+        places: None,
         tools: field("tools"),
         tool_choice: field("tool_choice"),
         documents: field("documents"),

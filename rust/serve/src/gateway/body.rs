@@ -4,6 +4,7 @@ use std::fmt;
 use std::ops::Range;
 
 use bytes::Bytes;
+use kvflash_core::text::{Field, Scan};
 use serde::de::value::MapDeserializer;
 use serde::de::{Deserialize, Deserializer, IntoDeserializer, MapAccess, Visitor};
 use serde_json::Value;
@@ -15,7 +16,9 @@ use crate::Reject;
 #[derive(Debug, Clone)]
 pub(crate) struct Body {
     bytes: Bytes,
-    fields: Vec<(Box<str>, Range<usize>)>,
+    fields: Vec<Field>,
+    /// Where in its field each message stands.
+    messages: Option<Vec<Range<usize>>>,
 }
 
 impl Body {
@@ -30,27 +33,14 @@ impl Body {
         if bytes.trim_ascii_start().first() == Some(&b'[') {
             return Err(Reject::bad_request("the body is not a JSON object but a list"));
         }
-        let start = bytes.as_ptr() as usize;
-        let mut json = serde_json::Deserializer::from_slice(&bytes);
-        let fields = Fields::deserialize(&mut json).map_err(|error| {
-            // Keeping the path costs more than the pass itself: only a body that is wrong pays for it.
-            let again = &mut serde_json::Deserializer::from_slice(&bytes);
-            let found: Result<Fields<'_>, _> = serde_path_to_error::deserialize(again);
-            let path = found.err().map(|error| error.path().to_string());
-            // "?" is where a body that is cut off ends.
-            match path.filter(|path| path != "." && path != "?") {
-                None => Reject::bad_request(format!("the body is not a JSON object: {error}")),
-                Some(path) => Reject::bad_request(format!("{path}: {error}")),
-            }
-        })?;
-        json.end()
-            .map_err(|_| Reject::bad_request("the body has characters after its JSON object"))?;
-        let place = |raw: &RawValue| {
-            let from = raw.get().as_ptr() as usize - start;
-            from..from + raw.get().len()
-        };
-        let fields = fields.0.into_iter().map(|(name, raw)| (name, place(raw))).collect();
-        Ok(Self { bytes, fields })
+        let scan = std::str::from_utf8(&bytes).ok().and_then(Scan::of);
+        let Some(Scan { fields, mut messages }) = scan else { return Err(complaint(&bytes)) };
+        let field = fields.iter().rfind(|field| &*field.name == "messages");
+        let start = field.map_or(0, |field| field.place.start);
+        for place in messages.iter_mut().flatten() {
+            *place = place.start - start..place.end - start;
+        }
+        Ok(Self { bytes, fields, messages })
     }
 
     /// The object as it came.
@@ -64,7 +54,7 @@ impl Body {
     /// 400 naming the field, what was expected and what came.
     pub fn read<'a, T: Deserialize<'a>>(&'a self) -> Result<T, Reject> {
         let reader = || {
-            let text = |(name, place): &'a (Box<str>, _)| (&**name, JsonText(self.text(place)));
+            let text = |field: &'a Field| (&*field.name, JsonText(self.text(&field.place)));
             MapDeserializer::<_, serde_json::Error>::new(self.fields.iter().map(text))
         };
         T::deserialize(reader()).map_err(|error| {
@@ -91,7 +81,7 @@ impl Body {
             out.extend_from_slice(value);
         };
         let is_changed = |name: &str| changes.iter().any(|(changed, _)| *changed == name);
-        for (name, place) in self.fields.iter().filter(|(name, _)| !is_changed(name)) {
+        for Field { name, place, .. } in self.fields.iter().filter(|one| !is_changed(&one.name)) {
             put(name, &self.bytes[place.clone()]);
         }
         for (name, value) in changes {
@@ -108,7 +98,34 @@ impl Body {
 
     /// Whether the object has a field of this name.
     pub fn has(&self, name: &str) -> bool {
-        self.fields.iter().any(|(known, _)| **known == *name)
+        self.fields.iter().any(|field| *field.name == *name)
+    }
+
+    /// Bytes of text in the fields of these names; see [`Field::weight`].
+    pub fn weight(&self, names: &[&str]) -> usize {
+        let fields = self.fields.iter().filter(|field| names.contains(&&*field.name));
+        fields.map(|field| field.weight).sum()
+    }
+
+    /// Where each message stands in the field `messages`, if that is a list.
+    pub fn messages(&self) -> Option<&[Range<usize>]> {
+        self.messages.as_deref()
+    }
+}
+
+/// What is wrong with a body that is no JSON object, and where.
+fn complaint(bytes: &[u8]) -> Reject {
+    let mut json = serde_json::Deserializer::from_slice(bytes);
+    let Err(error) = Fields::deserialize(&mut json) else {
+        return Reject::bad_request("the body has characters after its JSON object");
+    };
+    let again = &mut serde_json::Deserializer::from_slice(bytes);
+    let found: Result<Fields, _> = serde_path_to_error::deserialize(again);
+    let path = found.err().map(|error| error.path().to_string());
+    // "?" is where a body that is cut off ends.
+    match path.filter(|path| path != "." && path != "?") {
+        None => Reject::bad_request(format!("the body is not a JSON object: {error}")),
+        Some(path) => Reject::bad_request(format!("{path}: {error}")),
     }
 }
 
@@ -200,25 +217,22 @@ impl<'de> Deserializer<'de> for JsonText<'de> {
     }
 }
 
-/// The fields of an object, in their order.
-struct Fields<'a>(Vec<(Box<str>, &'a RawValue)>);
+/// The fields of an object, read for their complaints.
+struct Fields;
 
-impl<'de> Deserialize<'de> for Fields<'de> {
+impl<'de> Deserialize<'de> for Fields {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Find;
         impl<'de> Visitor<'de> for Find {
-            type Value = Fields<'de>;
+            type Value = Fields;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("an object")
             }
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-                let mut fields = Vec::with_capacity(16);
-                while let Some(field) = map.next_entry::<Box<str>, &'de RawValue>()? {
-                    fields.push(field);
-                }
-                Ok(Fields(fields))
+                while map.next_entry::<Box<str>, &'de RawValue>()?.is_some() {}
+                Ok(Fields)
             }
         }
         deserializer.deserialize_map(Find)

@@ -1,10 +1,8 @@
 //! Prompts that are too long are refused before anything is made of them.
 
 use kvflash_core::error::{Error, Result};
-use kvflash_core::text::weigh;
 
 use super::call::{Api, Call};
-use super::envelope::Envelope;
 use crate::frontend::app::App;
 use crate::frontend::pool::Pool;
 
@@ -14,6 +12,9 @@ const SHORT_BYTES: usize = 32 * 1024;
 const BYTES_PER_TOKEN: u64 = 16;
 /// The limit while no worker tells how many tokens it takes.
 const UNKNOWN_BYTES: usize = 4 * 1024 * 1024;
+/// What the prompt of a chat is made of.
+const CHAT_FIELDS: [&str; 5] =
+    ["messages", "tools", "documents", "chat_template_kwargs", "tool_choice"];
 
 /// The longest prompt for `pool`, bytes, and why.
 fn limit(app: &App, pool: &Pool) -> (usize, String) {
@@ -41,31 +42,18 @@ fn limit(app: &App, pool: &Pool) -> (usize, String) {
 /// `InvalidArgument` for a prompt that is too long already, with its length and the limit.
 ///
 /// # Cost
-/// None for a body of up to 32 KiB; else one pass over the fields that make the prompt.
-pub(super) fn check(app: &App, call: &Call, envelope: &Envelope<'_>, pool: &Pool) -> Result<usize> {
+/// None: the weights were found with the fields.
+pub(super) fn check(app: &App, call: &Call, pool: &Pool) -> Result<usize> {
     if call.body.bytes().len() <= SHORT_BYTES {
         return Ok(UNKNOWN_BYTES);
     }
     let (limit, why) = limit(app, pool);
     let (what, bytes) = match call.api {
         Api::Chat => {
-            let fields = [
-                envelope.messages,
-                envelope.tools,
-                envelope.documents,
-                envelope.chat_template_kwargs,
-                envelope.tool_choice,
-            ];
-            let mut bytes = 0;
-            for field in fields.into_iter().flatten() {
-                bytes += weigh(field.get(), limit.saturating_sub(bytes));
-            }
+            let bytes = call.body.weight(&CHAT_FIELDS);
             ("messages: messages, tools and template arguments have", bytes)
         }
-        Api::Completions => {
-            let prompt = envelope.prompt.map_or("", |raw| raw.get());
-            ("prompt: it has", weigh(prompt, limit))
-        }
+        Api::Completions => ("prompt: it has", call.body.weight(&["prompt"])),
     };
     if bytes > limit {
         return Err(Error::invalid(format!(

@@ -7,7 +7,7 @@ use kvflash_core::text::ChatRequest;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::body::Raw;
+use super::body::{Body, Raw};
 
 /// The fields that routing reads. Unknown ones are the engine's business.
 #[derive(Debug, Default, Deserialize)]
@@ -83,10 +83,11 @@ impl<'a> Envelope<'a> {
             && [self.n, self.best_of].into_iter().all(|raw| is_off(raw, "1"))
     }
 
-    /// The fields that decide a chat's tokens.
-    pub fn chat(&self) -> ChatRequest<'a> {
+    /// The fields that decide a chat's tokens, of `body`, which this was read from.
+    pub fn chat(&self, body: &'a Body) -> ChatRequest<'a> {
         ChatRequest {
             messages: self.messages.map(Raw::get),
+            places: body.messages(),
             tools: self.tools.map(Raw::get),
             tool_choice: self.tool_choice.map(Raw::get),
             documents: self.documents.map(Raw::get),
@@ -154,7 +155,6 @@ impl Prompt {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::body::Body;
     use super::*;
 
     fn prompt(json: &str) -> Result<Prompt, Error> {

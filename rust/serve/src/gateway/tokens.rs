@@ -45,7 +45,7 @@ pub(super) async fn tokens(
     if !is_strict && !pool.selector.needs_tokens() && !call.nvext.is_query() {
         return Ok(Known::default());
     }
-    let text_bytes = bound::check(app, call, envelope, pool).map_err(Untokenized::Refused)?;
+    let text_bytes = bound::check(app, call, pool).map_err(Untokenized::Refused)?;
     let is_long = call.body.bytes().len() > LONG_TEXT_BYTES;
     let Head { headers, address, .. } = &call.head;
     let bytes = call.body.bytes().len();
@@ -93,7 +93,7 @@ pub(super) async fn tokens(
         Some(prompt) => {
             model.text_tokens(prompt, envelope.add_special_tokens.unwrap_or(true), effort)
         }
-        None => model.chat_tokens_within(&envelope.chat(), effort),
+        None => model.chat_tokens_within(&envelope.chat(&call.body), effort),
     };
     let quick = match is_long {
         false => local(Effort { text_bytes, is_quick: true }),
