@@ -51,6 +51,8 @@ const MIN_BUFFERED: u64 = 256 * 1024 * 1024;
 #[derive(Debug, Clone)]
 pub(crate) struct Intake {
     max_bytes: usize,
+    /// The flag that sets it.
+    flag: &'static str,
     timeout: Duration,
     max_buffered: usize,
     /// What is declared too large is refused without being asked for.
@@ -152,6 +154,7 @@ impl Intake {
         let turns = Arc::new(Semaphore::new(LARGE_AT_ONCE / 1_024));
         Self {
             max_bytes,
+            flag: "--max-body-bytes",
             timeout,
             max_buffered,
             refuses_unread: false,
@@ -165,6 +168,11 @@ impl Intake {
     /// The same, but a body that is declared too large is refused without being asked for, and is not read away.
     pub fn refusing_unread(self) -> Self {
         Self { refuses_unread: true, ..self }
+    }
+
+    /// The same for bodies of up to `max_bytes`, which `flag` sets; together with the others they have one limit.
+    pub fn up_to(self, max_bytes: usize, flag: &'static str) -> Self {
+        Self { max_bytes, flag, ..self }
     }
 
     /// The whole body.
@@ -278,7 +286,7 @@ impl Intake {
         let (cause, reject) = match why {
             Unreadable::TooLarge => {
                 let what = if limit == self.max_bytes {
-                    format!("the body is larger than the limit of {limit} bytes (--max-body-bytes)")
+                    format!("the body is larger than the limit of {limit} bytes ({})", self.flag)
                 } else {
                     format!("the body is larger than the {limit} bytes that this path takes")
                 };

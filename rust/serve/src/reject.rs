@@ -62,6 +62,24 @@ impl Reject {
         })
     }
 
+    /// As Anthropic's `{"type": "error", "error": {"type", "message"}}`.
+    pub fn anthropic(self) -> Response {
+        self.respond(|reject| {
+            let kind = match reject.status.as_u16() {
+                401 => "authentication_error",
+                403 => "permission_error",
+                404 | 405 => "not_found_error",
+                413 => "request_too_large",
+                429 => "rate_limit_error",
+                400..=499 => "invalid_request_error",
+                503 | 529 => "overloaded_error",
+                504 => "timeout_error",
+                _ => "api_error",
+            };
+            json!({ "type": "error", "error": { "type": kind, "message": reject.message } })
+        })
+    }
+
     /// What an answer of these routes refuses, by its cause; `None` for one that refuses nothing.
     pub fn of(response: &Response) -> Option<Error> {
         response.extensions().get::<Self>().map(|reject| {

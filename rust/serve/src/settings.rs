@@ -99,6 +99,10 @@ settings! {
         max_prompt_bytes: usize = 0, Legal::Bytes(1, true), "--max-prompt-bytes SIZE";
         /// Largest request body; larger ones are refused with 413
         max_body_bytes: usize = 32 * 1024 * 1024, Legal::Bytes(1, false), "--max-body-bytes SIZE";
+        /// Largest upload of sound; larger ones are refused with 413
+        ///
+        /// `/v1/audio/transcriptions` and `/v1/audio/translations`
+        max_upload_bytes: usize = 32 * 1024 * 1024, Legal::Bytes(1, false), "--max-upload-bytes SIZE";
         /// Maximum requests in flight; more are refused with 429
         max_concurrent_requests: usize = 4_096, 1..=10_000_000, "--max-concurrent-requests";
         /// Answer /ready with 503 once requests in flight were at their maximum for 10 s

@@ -319,7 +319,7 @@ def test_every_refusal_is_json(frontend: Frontend) -> None:
 def test_paths_and_methods_that_do_not_exist(frontend: Frontend) -> None:
     for method, path, status in (
         ("GET", "/", 404),
-        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/images/generations", 404),
         ("GET", "/v1/chat/completions/", 404),
         ("GET", CHAT, 405),
         ("DELETE", COMPLETIONS, 405),

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 
 use axum::body::Body;
 use axum::extract::rejection::PathRejection;
-use axum::extract::{Path, State};
+use axum::extract::{Path, Query, State};
 use axum::http::{HeaderMap, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
@@ -23,6 +23,7 @@ use super::app::App;
 use super::engine::{Engine, EngineSpec, is_prefill};
 use super::pool::Pool;
 use super::probe;
+use crate::gateway::api::Row;
 use crate::gateway::backend::disagg::Prefill;
 use crate::gateway::call::Head;
 use crate::gateway::evidence;
@@ -485,16 +486,37 @@ fn with_trust(
     decision
 }
 
-/// POST /explain: a chat or completion request as it would be sent; nothing is booked or forwarded.
+/// The path that a request to `/explain` is meant for.
+#[derive(Default, Deserialize)]
+pub(super) struct Asked {
+    path: Option<String>,
+}
+
+impl Asked {
+    /// # Errors
+    /// 400 for a path that takes no requests.
+    fn row(self) -> Result<Option<&'static Row>, Reject> {
+        let Some(path) = self.path else { return Ok(None) };
+        Row::of(&path).map(Some).ok_or_else(|| {
+            let (_, message) = Row::missing(&path);
+            Reject::bad_request(format!("path: {message}"))
+        })
+    }
+}
+
+/// POST /explain: a request as it would be sent to `?path=`, where that is neither a chat nor a completion; nothing is
+/// booked or forwarded.
 pub(super) async fn explain(
     State(app): State<Arc<App>>,
+    Query(asked): Query<Asked>,
     headers: HeaderMap,
     body: Body,
 ) -> Response {
     let explained = async {
+        let row = asked.row()?;
         let bytes = app.intake.whole(body).await?.bytes;
         let head = Head { uri: Uri::default(), headers, address: None };
-        let plan = Plan::make(&app, None, head, String::new(), bytes).await?;
+        let plan = Plan::make(&app, row, head, String::new(), bytes).await?;
         let prefill = Prefill::of(&app, &plan).await?.explain(&app).await;
         let part = Part { is_decode_only: prefill.is_some(), ..Part::default() };
         let decision = plan.explain(&app, part).await.map_err(Reject::from)?;

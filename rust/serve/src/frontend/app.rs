@@ -59,6 +59,8 @@ pub(crate) struct App {
     /// Where prompts are made into tokens that take longer than a millisecond.
     pub compute: Compute,
     pub intake: Intake,
+    /// The same for uploads, which have a limit of their own.
+    pub uploads: Intake,
     pub retries: Arc<Retries>,
     /// Workers that were registered over HTTP.
     pub registrations: Registrations,
@@ -113,7 +115,7 @@ impl App {
             true => Some(query_routes(Arc::clone(&catalog), intake.clone())?),
             false => None,
         };
-        let wanted = options.min_initial_workers;
+        let (wanted, uploads) = (options.min_initial_workers, options.max_upload_bytes);
         Ok(Self {
             start: StartGate::new(wanted, "be healthy", "--min-initial-workers"),
             keeps_sessions: options.policy_name() == "session-affinity",
@@ -131,6 +133,7 @@ impl App {
             more_metrics: RwLock::default(),
             aside: Aside::default(),
             compute,
+            uploads: intake.clone().up_to(uploads, "--max-upload-bytes"),
             intake,
             retries: Arc::default(),
             registrations: Registrations::default(),

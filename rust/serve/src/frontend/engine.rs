@@ -1,6 +1,6 @@
 //! One engine behind the frontend: where it is, how it fares, what it said of itself.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -197,8 +197,8 @@ pub(crate) struct Engine {
     pub base: String,
     healthy: AtomicBool,
     removed: AtomicBool,
-    /// It refused to render a chat, as engines without that door do.
-    pub has_no_render: AtomicBool,
+    /// Paths of the engine's renderer that it refused as unknown.
+    pub lacks: Mutex<BTreeSet<&'static str>>,
     pub requests: AtomicU64,
     pub failures: AtomicU64,
     pub notes: Mutex<EngineNotes>,
@@ -223,7 +223,7 @@ impl Engine {
             base,
             healthy: AtomicBool::new(false),
             removed: AtomicBool::new(false),
-            has_no_render: AtomicBool::new(false),
+            lacks: Mutex::default(),
             requests: AtomicU64::new(0),
             failures: AtomicU64::new(0),
             notes: Mutex::default(),

@@ -166,6 +166,7 @@ impl FrontendOptions {
         self.fairness.as_ref().map_or(Ok(()), FairnessOptions::check)?;
         for (flag, value) in [
             ("--max-body-bytes", self.max_body_bytes),
+            ("--max-upload-bytes", self.max_upload_bytes),
             ("--max-concurrent-requests", self.max_concurrent_requests),
             ("--max-workers", self.max_workers),
             ("--max-attempts", self.max_attempts),

@@ -18,7 +18,8 @@ use super::engine::EngineSpec;
 use super::options::FrontendOptions;
 use super::runtime::registry;
 use super::{admin, busy, probe, scrape};
-use crate::gateway::call::{Api, Head};
+use crate::gateway::api::{Form, ROWS, Row};
+use crate::gateway::call::Head;
 use crate::gateway::send::forward;
 use crate::{Peer, Reject, Shutdown, body};
 
@@ -116,7 +117,7 @@ impl FrontendApp {
 
     /// The routes, ready for [`super::super::serve`].
     pub fn router(&self) -> Router {
-        let openai = |api: Api| {
+        let forwarded = |row: &'static Row| {
             post(
                 async move |State(app): State<Arc<App>>,
                             OriginalUri(uri): OriginalUri,
@@ -124,13 +125,15 @@ impl FrontendApp {
                             peer: Option<Extension<Peer>>,
                             body: Body| {
                     let address = peer.map(|Extension(Peer(address))| address.ip().to_string());
-                    forward(app, api, Head { uri, headers, address }, body).await
+                    forward(app, row, Head { uri, headers, address }, body).await
                 },
             )
         };
-        Router::new()
-            .route("/v1/chat/completions", openai(Api::Chat))
-            .route("/v1/completions", openai(Api::Completions))
+        let mut routes = Router::new();
+        for row in &ROWS {
+            routes = routes.route(row.path, forwarded(row));
+        }
+        routes
             .route("/v1/models", get(admin::models))
             .route("/v1/models/{*id}", get(admin::model))
             .route("/health", get(admin::health))
@@ -144,12 +147,14 @@ impl FrontendApp {
             .route("/busy_threshold", get(busy::list).post(busy::change))
             .fallback(async |uri: Uri, mut body: Body| {
                 body::discard(&mut body).await;
-                Reject::new(StatusCode::NOT_FOUND, format!("no such path: {}", uri.path())).openai()
+                let (form, message) = Row::missing(uri.path());
+                form.refuse(Reject::new(StatusCode::NOT_FOUND, message))
             })
             .method_not_allowed_fallback(async |method: Method, uri: Uri, mut body: Body| {
                 body::discard(&mut body).await;
                 let message = format!("{} does not take {method}", uri.path());
-                Reject::new(StatusCode::METHOD_NOT_ALLOWED, message).openai()
+                let form = Row::of(uri.path()).map_or(Form::OpenAi, |row| row.form);
+                form.refuse(Reject::new(StatusCode::METHOD_NOT_ALLOWED, message))
             })
             .with_state(Arc::clone(&self.app))
             .merge(self.app.questions.clone().unwrap_or_default())

@@ -7,7 +7,7 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use axum::body::{Body, to_bytes};
-use axum::extract::State;
+use axum::extract::{Query, State};
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::Response;
 use kvflash_core::catalog::Catalog;
@@ -144,7 +144,11 @@ fn answers_of_every_worker_hold_up_no_connection() {
     hold_up(&runtime, admin::models(state()), notes.lock());
     // Who serves the adapter is asked of each engine.
     let asked = Body::from(r#"{"model": "a", "prompt": "b"}"#);
-    hold_up(&runtime, admin::explain(state(), HeaderMap::new(), asked), notes.lock());
+    hold_up(
+        &runtime,
+        admin::explain(state(), Query(admin::Asked::default()), HeaderMap::new(), asked),
+        notes.lock(),
+    );
     hold_up(&runtime, scrape::metrics(state()), app.more_metrics.write());
     // A scrape waits for another one without a thread.
     let first = runtime.spawn(scrape::metrics(state()));

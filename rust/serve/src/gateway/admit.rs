@@ -8,6 +8,7 @@ use kvflash_core::error::Error;
 use kvflash_core::select::Usage;
 use tokio::time::Instant;
 
+use super::api::{Row, Weight};
 use super::turn::Turn;
 use crate::Reject;
 use crate::body::{self, Received};
@@ -58,7 +59,11 @@ impl Drop for InFlight {
 ///
 /// # Errors
 /// 503 while the start waits for workers; 429 at the limit; those of the body.
-pub(super) async fn admit(app: &Arc<App>, mut body: Body) -> Result<(InFlight, Received), Reject> {
+pub(super) async fn admit(
+    app: &Arc<App>,
+    row: &Row,
+    mut body: Body,
+) -> Result<(InFlight, Received), Reject> {
     let limit = app.options.max_concurrent_requests;
     let full = || {
         let what = format!("{limit} requests are in flight, the limit (--max-concurrent-requests)");
@@ -71,7 +76,10 @@ pub(super) async fn admit(app: &Arc<App>, mut body: Body) -> Result<(InFlight, R
         body::discard(&mut body).await;
         return Err(error.into());
     }
-    let received = app.intake.whole(body).await?;
+    let received = match row.weight {
+        Weight::Sound => app.uploads.whole(body).await?,
+        Weight::Text | Weight::Nothing => app.intake.whole(body).await?,
+    };
     let before = app.in_flight.fetch_add(1, Ordering::Relaxed);
     if before < limit {
         if before + 1 == limit {

@@ -13,9 +13,9 @@ use futures_util::stream;
 use kvflash_core::select;
 use serde_json::{Value, json};
 
+use super::api::Api;
 use super::backend::handoff::Handoff;
 use super::backend::plane::{Opened, failed};
-use super::call::Api;
 use super::plan::Plan;
 use super::relay::Delivery;
 use crate::Reject;
@@ -106,7 +106,7 @@ impl Answer {
                 return Err(Reject::new(StatusCode::SERVICE_UNAVAILABLE, message));
             }
         };
-        let api = plan.call.api;
+        let api = plan.call.api();
         let prompt_tokens = plan.tokens.as_ref().map_or(0, |tokens| tokens.len() as u64);
         Ok(Self {
             delivery,

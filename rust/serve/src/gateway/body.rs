@@ -43,6 +43,11 @@ impl Body {
         Ok(Self { bytes, fields, messages })
     }
 
+    /// A body that is no JSON: it has no fields.
+    pub fn opaque(bytes: Bytes) -> Self {
+        Self { bytes, fields: Vec::new(), messages: None }
+    }
+
     /// The object as it came.
     pub fn bytes(&self) -> &Bytes {
         &self.bytes

@@ -2,7 +2,8 @@
 
 use kvflash_core::error::{Error, Result};
 
-use super::call::{Api, Call};
+use super::api::Api;
+use super::call::Call;
 use crate::frontend::app::App;
 use crate::frontend::pool::Pool;
 
@@ -12,9 +13,6 @@ const SHORT_BYTES: usize = 32 * 1024;
 const BYTES_PER_TOKEN: u64 = 16;
 /// The limit while no worker tells how many tokens it takes.
 const UNKNOWN_BYTES: usize = 4 * 1024 * 1024;
-/// What the prompt of a chat is made of.
-const CHAT_FIELDS: [&str; 5] =
-    ["messages", "tools", "documents", "chat_template_kwargs", "tool_choice"];
 
 /// The longest prompt for `pool`, bytes, and why.
 fn limit(app: &App, pool: &Pool) -> (usize, String) {
@@ -48,13 +46,8 @@ pub(super) fn check(app: &App, call: &Call, pool: &Pool) -> Result<usize> {
         return Ok(UNKNOWN_BYTES);
     }
     let (limit, why) = limit(app, pool);
-    let (what, bytes) = match call.api {
-        Api::Chat => {
-            let bytes = call.body.weight(&CHAT_FIELDS);
-            ("messages: messages, tools and template arguments have", bytes)
-        }
-        Api::Completions => ("prompt: it has", call.body.weight(&["prompt"])),
-    };
+    let (what, fields) = prompt_fields(call.api());
+    let bytes = call.body.weight(fields);
     if bytes > limit {
         return Err(Error::invalid(format!(
             "{what} more than {limit} bytes of text, the limit ({why}); a number or token id \
@@ -62,4 +55,24 @@ pub(super) fn check(app: &App, call: &Call, pool: &Pool) -> Result<usize> {
         )));
     }
     Ok(limit)
+}
+
+/// The fields that a prompt is made of, and how an error names them.
+fn prompt_fields(api: Api) -> (&'static str, &'static [&'static str]) {
+    match api {
+        Api::Chat => (
+            "messages: messages, tools and template arguments have",
+            &["messages", "tools", "documents", "chat_template_kwargs", "tool_choice"],
+        ),
+        Api::Completions => ("prompt: it has", &["prompt"]),
+        Api::Tokens => ("token_ids: they have", &["token_ids"]),
+        Api::Generate => ("text: text and input_ids have", &["text", "input_ids"]),
+        Api::Responses => {
+            ("input: instructions, input and tools have", &["instructions", "input", "tools"])
+        }
+        Api::Messages => {
+            ("messages: system, messages and tools have", &["system", "messages", "tools"])
+        }
+        Api::Unmatched => ("the body: it has", &[]),
+    }
 }

@@ -7,8 +7,10 @@ use bytes::Bytes;
 use kvflash_core::error::Error;
 use kvflash_core::select::MAX_REQUEST_ID_BYTES;
 
+use super::api::{Api, Row, Weight};
 use super::body::Body;
 use super::envelope::Envelope;
+use super::foreign;
 use super::nvext::Nvext;
 use crate::Reject;
 use crate::compute::Busy;
@@ -21,22 +23,6 @@ const MAX_ATTEMPTS_HEADER: &str = "x-kvflash-max-attempts";
 
 /// A body that is read beside the threads that serve, bytes: it takes about a millisecond.
 const LONG_BODY_BYTES: usize = 512 * 1024;
-
-/// Which OpenAI endpoint a request came to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Api {
-    Chat,
-    Completions,
-}
-
-impl Api {
-    pub fn path(self) -> &'static str {
-        match self {
-            Self::Chat => "/v1/chat/completions",
-            Self::Completions => "/v1/completions",
-        }
-    }
-}
 
 /// Who asks, and how: what is known before the body is read.
 #[derive(Debug, Clone)]
@@ -61,7 +47,8 @@ impl Head {
 /// A client's request. Workers get its body as it came.
 #[derive(Debug)]
 pub(crate) struct Call {
-    pub api: Api,
+    /// The path it came to.
+    pub row: &'static Row,
     pub head: Head,
     pub request_id: String,
     pub body: Arc<Body>,
@@ -74,34 +61,42 @@ pub(crate) struct Call {
 }
 
 impl Call {
-    /// Of a body and the `envelope` that was read from it; `api` is told by its fields where the path does not
+    /// Of a body and the `envelope` that was read from it; `row` is told by its fields where the path does not
     /// tell.
     ///
     /// # Errors
     /// 400 naming the field, what was expected and what came.
     pub fn new(
-        api: Option<Api>,
+        row: Option<&'static Row>,
         head: Head,
         request_id: String,
         body: &Arc<Body>,
         envelope: &Envelope<'_>,
     ) -> Result<Self, Reject> {
-        let of_fields = || match envelope.messages {
-            Some(_) => Api::Chat,
-            None => Api::Completions,
-        };
-        let api = api.unwrap_or_else(of_fields);
+        let row = row.unwrap_or_else(|| Row::of_fields(envelope.messages.is_some()));
         let nvext = Nvext::parse(envelope.nvext)?;
-        let (body, reuses_prefix) = (Arc::clone(body), envelope.reuses_prefix());
-        let max_attempts = max_attempts(&head.headers)?;
-        Ok(Self { api, head, request_id, body, nvext, reuses_prefix, max_attempts })
+        let reuses_prefix = envelope.reuses_prefix() && foreign::reuses_prefix(row.api, body);
+        let (body, max_attempts) = (Arc::clone(body), max_attempts(&head.headers)?);
+        Ok(Self { row, head, request_id, body, nvext, reuses_prefix, max_attempts })
     }
 
-    /// A request's body, parsed; a long one beside the threads that serve.
+    pub fn api(&self) -> Api {
+        self.row.api
+    }
+
+    /// A request's body, parsed; a long one beside the threads that serve. An upload stays as it is.
     ///
     /// # Errors
     /// 400 for what is no JSON object; 429 where others keep all cores busy.
-    pub async fn body(app: &App, head: &Head, bytes: Bytes) -> Result<Arc<Body>, Reject> {
+    pub async fn body(
+        app: &App,
+        row: Option<&Row>,
+        head: &Head,
+        bytes: Bytes,
+    ) -> Result<Arc<Body>, Reject> {
+        if row.is_some_and(|row| row.weight == Weight::Sound) {
+            return Ok(Arc::new(Body::opaque(bytes)));
+        }
         let len = bytes.len();
         let parse = || Body::parse(bytes).map(Arc::new);
         if len <= LONG_BODY_BYTES {

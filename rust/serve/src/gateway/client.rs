@@ -7,8 +7,9 @@ use kvflash_core::policy::session::{read_session_id, session_id};
 use kvflash_core::select::Request;
 use serde::Deserialize;
 
+use super::api::Api;
 use super::body::Raw;
-use super::call::{Api, Call};
+use super::call::Call;
 use super::envelope::{Envelope, Prompt};
 use crate::frontend::engine::{Engine, address_of};
 use crate::frontend::pool::Members;
@@ -49,7 +50,7 @@ pub(super) fn read(
         session_worker,
         session_key: key.map(Arc::from),
         is_whole: envelope.stream.is_none_or(|stream| stream.get() != "true"),
-        text: if needs_text { text(call.api, envelope) } else { Arc::default() },
+        text: if needs_text { text(call.api(), envelope) } else { Arc::default() },
         ..Request::default()
     }
 }
@@ -63,8 +64,8 @@ pub(crate) fn session_id_of(engine: &Engine, dp_rank: u32) -> String {
 /// for what is no text or can't be read: the request is still routed.
 fn text(api: Api, envelope: &Envelope<'_>) -> Arc<[u8]> {
     match api {
-        Api::Chat => envelope.messages.map(chat_text).unwrap_or_default().into(),
-        Api::Completions => match envelope.prompt.map(|raw| Prompt::parse(raw.get())) {
+        Api::Chat | Api::Messages => envelope.messages.map(chat_text).unwrap_or_default().into(),
+        _ => match envelope.prompt.map(|raw| Prompt::parse(raw.get())) {
             Some(Ok(Prompt::Text(text))) => text.into_bytes().into(),
             Some(Ok(Prompt::Tokens(ids))) => Request::text_of(&ids),
             _ => Arc::default(),

@@ -3,8 +3,9 @@
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
+use super::api::Api;
 use super::body::Body;
-use super::call::{Api, Call};
+use super::call::Call;
 use super::guide::{Guides, ResponseFormat};
 use crate::Reject;
 use crate::frontend::pool::Pool;
@@ -134,6 +135,9 @@ impl Generation {
         pool: &Pool,
         prompt_tokens: Option<u64>,
     ) -> Result<Option<Self>, Reject> {
+        if !call.api().is_for_runtime() {
+            return Ok(None);
+        }
         let members = pool.members();
         let mut inputs = members.all().filter_map(|engine| Some(engine.member.as_ref()?.input()));
         let Some(first) = inputs.next() else { return Ok(None) };
@@ -147,7 +151,7 @@ impl Generation {
                 ..Self::default()
             }));
         }
-        let mut read = Self::parse(call.api, &call.body)?;
+        let mut read = Self::parse(call.api(), &call.body)?;
         let context = members.all().filter_map(|engine| engine.notes.lock().max_model_len).min();
         read.fit(prompt_tokens.unwrap_or(1), context)?;
         Ok(Some(read))

@@ -117,8 +117,8 @@ fn checked(field: &'static str, key: &str, value: &Value) -> Result<Value, Rejec
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use super::super::api::Api;
     use super::super::body::Body;
-    use super::super::call::Api;
     use super::super::generation::Generation;
     use super::*;
 

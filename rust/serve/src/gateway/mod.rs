@@ -8,6 +8,7 @@
 
 pub(crate) mod admit;
 mod answer;
+pub(crate) mod api;
 pub(crate) mod attempts;
 pub(crate) mod backend;
 mod body;
@@ -18,6 +19,7 @@ mod client;
 mod envelope;
 mod event_stream;
 pub(crate) mod evidence;
+mod foreign;
 pub(crate) mod generation;
 mod guide;
 mod nvext;
@@ -28,5 +30,6 @@ mod render;
 pub(crate) mod send;
 mod tokens;
 pub(crate) mod turn;
+mod upload;
 mod urgency;
 mod usage;

@@ -1,7 +1,9 @@
 //! From a client's request to what routing is asked: model, tokens, hashes, who may take it.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
+use axum::http::StatusCode;
 use bytes::Bytes;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::fair::Cost;
@@ -12,22 +14,23 @@ use kvflash_core::select::{self, Ask, Pin, Request, RouteOverride, Selection};
 use kvflash_core::text::Tokens;
 use serde_json::json;
 
-use super::call::{Api, Call, Head};
+use super::api::{Api, Row, Weight};
+use super::call::{Call, Head};
 use super::client;
 use super::envelope::Envelope;
 use super::evidence::Expectation;
+use super::foreign;
 use super::generation::Generation;
 use super::render::Known;
 use super::tokens::{Untokenized, tokens};
+use super::upload;
 use super::urgency::Urgency;
 use crate::frontend::app::App;
+use crate::frontend::engine::Engine;
 use crate::frontend::fleet::unhealthy;
 use crate::frontend::pool::{Members, Pool, Route};
 use crate::metrics::CauseLabel;
 use crate::{Reject, outside};
-
-/// Without tokens a prompt's length is guessed from its bytes: English text has about four a token.
-const BYTES_PER_TOKEN: usize = 4;
 
 /// All that is known of a request before a worker is chosen.
 pub(crate) struct Plan {
@@ -56,27 +59,31 @@ pub(crate) struct Part<'a> {
 }
 
 impl Plan {
-    /// Read a request with the body `bytes`; `api` is told by its fields where the path does not tell.
+    /// Read a request with the body `bytes`; `row` is told by its fields where the path does not tell.
     ///
     /// # Errors
     /// 400 for a request that no engine would take, 404 for a model that is not served or a pinned worker that
     /// is not there.
     pub async fn make(
         app: &App,
-        api: Option<Api>,
+        row: Option<&'static Row>,
         head: Head,
         request_id: String,
         bytes: Bytes,
     ) -> Result<Self, Reject> {
-        let body = Call::body(app, &head, bytes).await?;
-        let envelope: Envelope<'_> = body.read()?;
-        let call = Arc::new(Call::new(api, head, request_id, &body, &envelope)?);
+        let body = Call::body(app, row, &head, bytes).await?;
+        let mut envelope: Envelope<'_> = body.read()?;
+        if row.is_some_and(|row| row.weight == Weight::Sound) {
+            envelope.model = upload::model(&head.headers, body.bytes())?.map(Cow::Borrowed);
+        }
+        let call = Arc::new(Call::new(row, head, request_id, &body, &envelope)?);
         let route = match envelope.model.as_deref() {
             Some(name) => app.fleet.route(name),
             None => app.fleet.only_route(),
         };
         let route = route.map_err(|error| Reject::from(error).param("model"))?;
         let pool = Arc::clone(&route.pool);
+        check_workers(&call, &pool)?;
         let model = envelope.model.as_deref().unwrap_or(&pool.name).to_owned();
         let cache_salt = envelope.cache_salt.as_deref().map(str::to_owned);
         let (headers, nvext) = (&call.head.headers, &call.nvext);
@@ -141,7 +148,7 @@ impl Plan {
         let mut prompt = match &tokens {
             None => {
                 let bytes = self.call.body.bytes().len();
-                select::Prompt::unknown((bytes / BYTES_PER_TOKEN) as u64)
+                select::Prompt::unknown(self.call.row.weight.tokens(bytes))
             }
             Some(tokens) if selector.needs_tokens() => {
                 // No list of models tells an adapter's path.
@@ -176,8 +183,10 @@ impl Plan {
     ) -> T {
         let members = self.route.pool.members();
         let is_eligible = |worker: Worker| self.is_eligible(&members, worker, part.tried);
-        let is_open =
-            part.tried.is_empty() && self.route.lora_name.is_none() && members.are_all_healthy();
+        let is_open = part.tried.is_empty()
+            && self.route.lora_name.is_none()
+            && members.are_all_healthy()
+            && (self.call.api().is_for_runtime() || members.all().all(|one| one.member.is_none()));
         let is_eligible: Option<&dyn Fn(Worker) -> bool> =
             if is_open { None } else { Some(&is_eligible) };
         self.request.ask(is_eligible, advice, |ask| {
@@ -195,7 +204,10 @@ impl Plan {
     }
 
     fn is_eligible(&self, members: &Members, worker: Worker, tried: &[InstanceId]) -> bool {
+        let serves_api =
+            |engine: &Arc<Engine>| self.call.api().is_for_runtime() || engine.member.is_none();
         members.is_eligible(worker, tried)
+            && members.get(worker.instance_id).is_some_and(serves_api)
             && self.route.lora_name.as_deref().is_none_or(|name| {
                 members.get(worker.instance_id).is_some_and(|engine| engine.serves(name))
             })
@@ -308,7 +320,11 @@ async fn understand(
     envelope: &Envelope<'_>,
     pool: &Pool,
 ) -> Result<Known, Reject> {
-    match tokens(app, call, envelope, pool).await {
+    let known = match call.api() {
+        api @ (Api::Chat | Api::Completions) => tokens(app, call, api, envelope, pool).await,
+        _ => foreign::known(app, call, envelope, pool).await,
+    };
+    match known {
         Ok(known) => Ok(known),
         Err(Untokenized::Refused(error)) => Err(error.into()),
         Err(Untokenized::Unknown(cause)) => {
@@ -316,6 +332,26 @@ async fn understand(
             Ok(Known::default())
         }
     }
+}
+
+/// Whether any worker of the model can serve the request's API.
+///
+/// # Errors
+/// 501 where all of them are workers of the runtime, which have chat and completions only.
+fn check_workers(call: &Call, pool: &Pool) -> Result<(), Reject> {
+    let members = pool.members();
+    let is_served = call.api().is_for_runtime()
+        || members.all().next().is_none()
+        || members.all().any(|engine| engine.member.is_none());
+    if is_served {
+        return Ok(());
+    }
+    let (model, path) = (&pool.name, call.row.path);
+    let message = format!(
+        "the workers of model {model:?} are workers of the runtime, which serve /v1/chat/completions and \
+         /v1/completions only; {path} needs an engine over HTTP (--worker URL)"
+    );
+    Err(Reject::new(StatusCode::NOT_IMPLEMENTED, message))
 }
 
 /// The worker that must take a request.

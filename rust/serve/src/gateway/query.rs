@@ -6,8 +6,8 @@ use axum::response::Response;
 use kvflash_core::select::Selection;
 use serde_json::json;
 
+use super::api::Api;
 use super::backend::disagg::Prefill;
-use super::call::Api;
 use super::plan::{Part, Plan};
 use crate::Reject;
 
@@ -21,9 +21,9 @@ pub(super) async fn answer(plan: &Plan, prefill: &Prefill) -> Result<Response, R
     let Selection { worker: decode, seed, .. } = plan.query(part, None).await?;
     // One number draws both. Without a prefill worker the one that decodes does both.
     let prefiller = prefill.query(Some(seed)).await.unwrap_or(decode);
-    let (id, object) = match plan.call.api {
+    let (id, object) = match plan.call.api() {
         Api::Chat => (format!("chatcmpl-{}", plan.call.request_id), "chat.completion.chunk"),
-        Api::Completions => (format!("cmpl-{}", plan.call.request_id), "text_completion"),
+        _ => (format!("cmpl-{}", plan.call.request_id), "text_completion"),
     };
     let event = json!({
         "id": id,

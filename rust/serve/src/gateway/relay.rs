@@ -12,10 +12,10 @@ use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use kvflash_core::select::{Outcome, Reservation, Usage};
-use serde_json::json;
 use tokio::time::{Instant, Sleep};
 
 use super::admit::InFlight;
+use super::api::Form;
 use super::backend::openai::Opened;
 use super::book::Choice;
 use super::event_stream::WholeLines;
@@ -123,6 +123,7 @@ struct Relay {
     /// Chunk that was awaited before the answer's head was sent on.
     first: Option<Bytes>,
     is_event_stream: bool,
+    form: Form,
     scanner: UsageScanner,
     /// What came of a line of an event stream that is not whole yet.
     lines: WholeLines,
@@ -134,14 +135,15 @@ struct Relay {
 }
 
 /// An engine's answer as it comes.
-pub(super) fn relay(delivery: Delivery, opened: Opened) -> Response {
+pub(super) fn relay(delivery: Delivery, form: Form, opened: Opened) -> Response {
     let Opened { status, headers, is_event_stream, first, upstream } = opened;
     let mut relay = Relay {
         delivery,
         upstream,
         first,
         is_event_stream,
-        scanner: UsageScanner::default(),
+        form,
+        scanner: UsageScanner::new(form),
         lines: WholeLines::default(),
         end: End::Open,
         waits_since: None,
@@ -175,9 +177,7 @@ impl Relay {
 
     fn finish(&mut self) {
         self.end = End::Complete;
-        let UsageScanner { prompt_tokens, cached_tokens, .. } = self.scanner;
-        let usage = Usage { input_tokens: prompt_tokens, cached_tokens, output_tokens: None };
-        self.delivery.complete(usage);
+        self.delivery.complete(Usage { output_tokens: None, ..self.scanner.usage() });
     }
 
     /// Ready when the engine has sent nothing for `--stream-idle-timeout`: with its packets lost on the way,
@@ -205,10 +205,7 @@ impl Relay {
         }
         // All whole lines are with the client already; what follows can only be said inside the stream.
         let message = format!("worker {} broke off the answer: {error}", self.delivery.engine.id);
-        let event =
-            json!({ "error": { "message": message, "type": "upstream_error", "code": 502 } });
-        // The blank line ends an event whose lines went out without one.
-        let end = format!("\n\ndata: {event}\n\ndata: [DONE]\n\n");
+        let end = self.form.broken_stream(&message, self.scanner.events);
         Some(Ok(Frame::data(Bytes::from(end))))
     }
 }
@@ -285,7 +282,7 @@ impl Drop for Relay {
         self.delivery.used(self.scanner.usage());
         match self.end {
             // The engine has told its usage already: only the end of the stream is missing.
-            End::Open if self.scanner.cached_tokens.is_some() => self.finish(),
+            End::Open if self.scanner.is_told() => self.finish(),
             End::Open => self.delivery.abandoned(),
             End::Complete | End::Broken => {}
         }

@@ -5,7 +5,6 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use axum::http::StatusCode;
 use kvflash_core::hash::engine::MediaItem;
@@ -36,14 +35,15 @@ impl From<Tokens> for Known {
     }
 }
 
-#[derive(Deserialize)]
-struct Answer {
+/// A rendered prompt, as engines tell it and take it.
+#[derive(Debug, Deserialize)]
+pub(super) struct Answer {
     token_ids: Tokens,
     #[serde(default)]
     features: Option<Features>,
 }
 
-#[derive(Deserialize)]
+#[derive(Debug, Deserialize)]
 struct Features {
     /// Identities of the items, by kind.
     mm_hashes: BTreeMap<String, Vec<String>>,
@@ -51,7 +51,7 @@ struct Features {
     mm_placeholders: BTreeMap<String, Vec<Place>>,
 }
 
-#[derive(Deserialize)]
+#[derive(Debug, Deserialize)]
 struct Place {
     offset: u32,
     length: u32,
@@ -59,7 +59,7 @@ struct Place {
 
 impl Answer {
     /// `None` where items and places do not agree.
-    fn known(self) -> Option<Known> {
+    pub fn known(self) -> Option<Known> {
         let mut media = Vec::new();
         if let Some(Features { mm_hashes, mut mm_placeholders }) = self.features {
             for (kind, hashes) in mm_hashes {
@@ -95,10 +95,6 @@ pub(crate) async fn render(
     pool: &Pool,
 ) -> Result<Known, &'static str> {
     let name = envelope.model.as_deref().unwrap_or(&pool.name);
-    let engine = some_engine(app, pool, name)?;
-    if engine.has_no_render.load(Ordering::Relaxed) {
-        return Err("not_text");
-    }
     let mut body: Map<String, Value> = ask_body(envelope, name, None)?;
     for (field, raw) in [
         ("documents", envelope.documents),
@@ -111,23 +107,39 @@ pub(crate) async fn render(
         }
     }
     body.insert("max_tokens".to_owned(), json!(1));
-    let url = format!("{}/v1/chat/completions/render", engine.base);
-    let call = app.upstream.post_json(
-        &url,
-        Value::Object(body).to_string().into_bytes(),
-        MAX_ANSWER_BYTES,
-    );
+    let body = Value::Object(body).to_string().into_bytes();
+    ask(app, pool, name, "/v1/chat/completions/render", body).await
+}
+
+/// Ask an engine that serves the model `name`, in turn, to render a request at `path`.
+///
+/// # Errors
+/// The cause that is counted where it can't be known.
+pub(super) async fn ask(
+    app: &App,
+    pool: &Pool,
+    name: &str,
+    path: &'static str,
+    body: Vec<u8>,
+) -> Result<Known, &'static str> {
+    let engine = some_engine(app, pool, name)?;
+    if engine.lacks.lock().contains(path) {
+        return Err("not_text");
+    }
+    let url = format!("{}{path}", engine.base);
+    let call = app.upstream.post_json(&url, body, MAX_ANSWER_BYTES);
     match tokio::time::timeout(app.options.tokenize_timeout, call).await {
         Err(_) => Err("render_timeout"),
         Ok(Err(_)) => Err("render_failed"),
         Ok(Ok((status, _))) if is_absent(status) => {
-            if !engine.has_no_render.swap(true, Ordering::Relaxed) {
+            if engine.lacks.lock().insert(path) {
                 tracing::info!(
                     worker = engine.id,
                     url = engine.base,
                     status = status.as_u16(),
-                    "the engine renders no chats: requests with images are balanced by load; start vLLM 0.32 or \
-                     newer with --enable-scale-out to have them matched"
+                    path,
+                    "the engine does not render such requests: they are balanced by load (of chats only those with \
+                     images); start vLLM 0.32 or newer with --enable-scale-out to have them matched"
                 );
             }
             Err("not_text")

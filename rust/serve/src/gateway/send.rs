@@ -10,11 +10,12 @@ use kvflash_core::ids::Worker;
 
 use super::admit::{Waiting, admit};
 use super::answer::answer;
+use super::api::Row;
 use super::backend::disagg::Prefill;
 use super::backend::handoff::Handoff;
 use super::backend::worker::{self, Opened};
 use super::book::{Choice, Tries};
-use super::call::{Api, Head, REQUEST_ID_HEADER};
+use super::call::{Head, REQUEST_ID_HEADER};
 use super::client::{SESSION_HEADER, session_id_of};
 use super::plan::Plan;
 use super::query;
@@ -31,18 +32,18 @@ static PREFILL_HEADER: HeaderName = HeaderName::from_static("x-kvflash-prefill-w
 static OVERLAP_HEADER: HeaderName = HeaderName::from_static("x-kvflash-overlap-blocks");
 
 /// Answer a request, and count it.
-pub(crate) async fn forward(app: Arc<App>, api: Api, head: Head, body: Body) -> Response {
+pub(crate) async fn forward(app: Arc<App>, row: &'static Row, head: Head, body: Body) -> Response {
     let started = Instant::now();
     let request_id = head.request_id();
     let id = HeaderValue::try_from(&request_id);
     let mut waiting = Waiting::new(&app);
-    let answered = respond(&app, api, head, request_id, body, &mut waiting).await;
+    let answered = respond(&app, row, head, request_id, body, &mut waiting).await;
     waiting.over();
-    let mut response = answered.unwrap_or_else(Reject::openai);
+    let mut response = answered.unwrap_or_else(|reject| row.form.refuse(reject));
     if let Ok(id) = id {
         response.headers_mut().insert(REQUEST_ID_HEADER.clone(), id);
     }
-    let label = RequestLabel { endpoint: api.path(), status: response.status().as_u16() };
+    let label = RequestLabel { endpoint: row.path, status: response.status().as_u16() };
     app.common.requests.get_or_create(&label).inc();
     app.common.request_seconds.observe(started.elapsed().as_secs_f64());
     response
@@ -51,15 +52,15 @@ pub(crate) async fn forward(app: Arc<App>, api: Api, head: Head, body: Body) -> 
 /// Admit a request, read and plan it, wait for its client's turn, and send it to a worker.
 async fn respond(
     app: &Arc<App>,
-    api: Api,
+    row: &'static Row,
     head: Head,
     request_id: String,
     body: Body,
     waiting: &mut Waiting,
 ) -> Result<Response, Reject> {
-    let (mut in_flight, Received { bytes, turn }) = admit(app, body).await?;
+    let (mut in_flight, Received { bytes, turn }) = admit(app, row, body).await?;
     let began = Instant::now();
-    let plan = Plan::make(app, Some(api), head, request_id, bytes).await.inspect_err(|reject| {
+    let plan = Plan::make(app, Some(row), head, request_id, bytes).await.inspect_err(|reject| {
         if reject.status.as_u16() == 503 {
             app.refused("no_worker");
         }
@@ -98,7 +99,7 @@ async fn respond(
     let prefiller = handoff.worker();
     let delivery = Delivery::new(app, &plan, choice, in_flight, expected);
     let mut response = match opened {
-        Opened::OpenAi(opened) => relay(delivery, opened),
+        Opened::OpenAi(opened) => relay(delivery, plan.call.row.form, opened),
         Opened::Plane(opened) => answer(delivery, &plan, handoff, opened).await?,
     };
     tell(app, &mut response, &engine, worker, prefiller);

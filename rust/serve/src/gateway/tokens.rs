@@ -6,9 +6,10 @@ use kvflash_core::error::Error;
 use kvflash_core::text::{self, Effort, Tokens};
 use serde_json::Value;
 
+use super::api::Api;
 use super::body::Raw;
 use super::bound;
-use super::call::{Api, Call, Head};
+use super::call::{Call, Head};
 use super::envelope::{Envelope, Prompt};
 use super::render::{Known, ask_body, has_media, render, some_engine};
 use crate::compute::Busy;
@@ -32,11 +33,12 @@ fn refused(why: impl Into<String>) -> Untokenized {
     Untokenized::Refused(Error::invalid(why))
 }
 
-/// The prompt, as the workers of `pool` will have it. Workers that take tokens get no prompt whose tokens
+/// The prompt of a chat or completion, as the workers of `pool` will have it. Workers that take tokens get no prompt whose tokens
 /// are not known.
 pub(super) async fn tokens(
     app: &App,
     call: &Call,
+    api: Api,
     envelope: &Envelope<'_>,
     pool: &Pool,
 ) -> Result<Known, Untokenized> {
@@ -55,11 +57,11 @@ pub(super) async fn tokens(
         )),
         false => Untokenized::Unknown("tokenizer_busy"),
     };
-    let prompt = match (call.api, envelope.messages, envelope.prompt) {
+    let prompt = match (api, envelope.messages, envelope.prompt) {
         (Api::Chat, Some(_), _) => None,
         (Api::Chat, None, _) => return Err(refused("messages: a list of messages is required")),
-        (Api::Completions, _, None) => return Err(refused("prompt: is required")),
-        (Api::Completions, _, Some(raw)) => {
+        (_, _, None) => return Err(refused("prompt: is required")),
+        (_, _, Some(raw)) => {
             let parse = || Prompt::parse(raw.get());
             let parsed = match is_long {
                 false => parse(),

@@ -2,31 +2,87 @@
 
 use kvflash_core::select::Usage;
 
-/// Scans an answer's bytes for `"prompt_tokens":N`, `"cached_tokens":N` and
-/// `"completion_tokens":N`; the last ones count. Counts the events of a stream meanwhile.
+use super::api::Form;
+
+/// Scans an answer's bytes for its API's names of these counts, such as `"cached_tokens":N`; the last ones count.
+/// Counts the events of a stream meanwhile.
 ///
 /// Inside a generated text the quotes are escaped, so a model that writes these words fools nobody.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct UsageScanner {
+    names: &'static Names,
     /// End of the previous chunk, so that a name or number cut in two is still found.
     carry: Vec<u8>,
-    pub prompt_tokens: Option<u64>,
+    /// Of the whole prompt, or where the cache's are counted beside it of the rest.
+    prompt_tokens: Option<u64>,
     pub cached_tokens: Option<u64>,
-    pub completion_tokens: Option<u64>,
+    completion_tokens: Option<u64>,
+    /// Written into the cache and not counted elsewhere.
+    created_tokens: Option<u64>,
     /// Events with an object in them, most of which are a token each. One that is cut within its
     /// first bytes is missed.
     pub events: u64,
+    is_stopped: bool,
 }
 
 /// Longer than any name, separator and number it could be cut in.
 const CARRY: usize = 48;
-const PROMPT: &[u8] = b"\"prompt_tokens\"";
-const CACHED: &[u8] = b"\"cached_tokens\"";
-const COMPLETION: &[u8] = b"\"completion_tokens\"";
+
+/// What an API calls its counts.
+#[derive(Debug)]
+struct Names {
+    prompt: &'static [u8],
+    cached: &'static [u8],
+    completion: &'static [u8],
+    /// Where these and what is cached are not counted among the prompt's.
+    created: Option<&'static [u8]>,
+}
+
+/// `usage` of chats and completions, `meta_info` of SGLang's `/generate`.
+static OPENAI: Names = Names {
+    prompt: b"\"prompt_tokens\"",
+    cached: b"\"cached_tokens\"",
+    completion: b"\"completion_tokens\"",
+    created: None,
+};
+static RESPONSES: Names = Names {
+    prompt: b"\"input_tokens\"",
+    cached: b"\"cached_tokens\"",
+    completion: b"\"output_tokens\"",
+    created: None,
+};
+static ANTHROPIC: Names = Names {
+    prompt: b"\"input_tokens\"",
+    cached: b"\"cache_read_input_tokens\"",
+    completion: b"\"output_tokens\"",
+    created: Some(b"\"cache_creation_input_tokens\""),
+};
+/// The last event of Anthropic's streams: the first one tells counts already, which are not the last.
+const STOP: &[u8] = b"\"message_stop\"";
+
 /// Inside a generated text the quote would be escaped.
 const EVENT: &[u8] = b"data: {\"";
 
 impl UsageScanner {
+    /// Of answers in this form.
+    pub fn new(form: Form) -> Self {
+        let names = match form {
+            Form::OpenAi => &OPENAI,
+            Form::Responses => &RESPONSES,
+            Form::Anthropic => &ANTHROPIC,
+        };
+        Self {
+            names,
+            carry: Vec::new(),
+            prompt_tokens: None,
+            cached_tokens: None,
+            completion_tokens: None,
+            created_tokens: None,
+            is_stopped: false,
+            events: 0,
+        }
+    }
+
     pub fn feed(&mut self, chunk: &[u8]) {
         self.events += memchr::memmem::find_iter(chunk, EVENT).count() as u64;
         if self.carry.is_empty() {
@@ -49,25 +105,41 @@ impl UsageScanner {
     }
 
     fn scan(&mut self, bytes: &[u8]) {
+        let Names { prompt, cached, completion, created } = self.names;
+        if created.is_some() && memchr::memmem::find(bytes, STOP).is_some() {
+            self.is_stopped = true;
+        }
         // Nearly every chunk has no usage at all: one search decides.
         if memchr::memmem::find(bytes, b"_tokens\"").is_none() {
             return;
         }
-        if let Some(found) = last_number(bytes, PROMPT) {
-            self.prompt_tokens = Some(found);
+        for (name, count) in [
+            (*prompt, &mut self.prompt_tokens),
+            (*cached, &mut self.cached_tokens),
+            (*completion, &mut self.completion_tokens),
+        ] {
+            *count = last_number(bytes, name).or(*count);
         }
-        if let Some(found) = last_number(bytes, CACHED) {
-            self.cached_tokens = Some(found);
+        if let Some(created) = created {
+            self.created_tokens = last_number(bytes, created).or(self.created_tokens);
         }
-        if let Some(found) = last_number(bytes, COMPLETION) {
-            self.completion_tokens = Some(found);
-        }
+    }
+
+    /// Whether the engine has told all that it used, so that only the end of a stream is missing.
+    pub fn is_told(&self) -> bool {
+        self.cached_tokens.is_some() && (self.names.created.is_none() || self.is_stopped)
     }
 
     /// What the engine said, and generated tokens as they were counted where it said nothing.
     pub fn usage(&self) -> Usage {
         Usage {
-            input_tokens: self.prompt_tokens,
+            input_tokens: self.prompt_tokens.map(|tokens| match self.names.created {
+                None => tokens,
+                Some(_) => {
+                    let beside = [self.cached_tokens, self.created_tokens];
+                    beside.into_iter().flatten().fold(tokens, u64::saturating_add)
+                }
+            }),
             cached_tokens: self.cached_tokens,
             output_tokens: self.completion_tokens.or(Some(self.events)),
         }
@@ -94,7 +166,7 @@ mod tests {
     #[test]
     fn found_however_the_answer_is_cut() {
         for size in 1..=ANSWER.len() {
-            let mut scanner = UsageScanner::default();
+            let mut scanner = UsageScanner::new(Form::OpenAi);
             for chunk in ANSWER.as_bytes().chunks(size) {
                 scanner.feed(chunk);
             }
@@ -108,7 +180,7 @@ mod tests {
 
     #[test]
     fn tokens_are_events_until_the_engine_says_more() {
-        let mut scanner = UsageScanner::default();
+        let mut scanner = UsageScanner::new(Form::OpenAi);
         scanner.feed(b"data: {\"a\": \"data: {\\\"\"}\n\ndata: {\"b\": 1}\n\ndata: [DONE]\n\n");
         assert_eq!(scanner.usage().output_tokens, Some(2));
         scanner.feed(b"data: {\"usage\": {\"completion_tokens\": 7}}\n\n");
@@ -117,7 +189,7 @@ mod tests {
 
     #[test]
     fn text_and_nulls_are_not_counts() {
-        let mut scanner = UsageScanner::default();
+        let mut scanner = UsageScanner::new(Form::OpenAi);
         scanner.feed(br#"{"content":"\"cached_tokens\": 7,","prompt_tokens_details":null}"#);
         scanner.feed(br#"{"prompt_tokens":12,"prompt_tokens_details":{"cached_tokens": null}}"#);
         assert_eq!((scanner.prompt_tokens, scanner.cached_tokens), (Some(12), None));

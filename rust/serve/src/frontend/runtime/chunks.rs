@@ -3,7 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use super::plane::{Cause, PlaneError};
-use crate::gateway::call::Api;
+use crate::gateway::api::Api;
 
 /// Puts the chunks of a stream together to a whole answer.
 #[derive(Debug, Default)]
@@ -53,7 +53,7 @@ impl Collected {
             let empty = json!({ "role": "assistant", "content": "" });
             self.choices.push(match api {
                 Api::Chat => json!({ "index": index, "message": empty, "finish_reason": null }),
-                Api::Completions => json!({ "index": index, "text": "", "finish_reason": null }),
+                _ => json!({ "index": index, "text": "", "finish_reason": null }),
             });
             self.choices.len() - 1
         });
@@ -83,7 +83,7 @@ impl Collected {
         }
         let object = match api {
             Api::Chat => "chat.completion",
-            Api::Completions => "text_completion",
+            _ => "text_completion",
         };
         let mut answer = self.head;
         answer.insert("object".to_owned(), json!(object));

@@ -5,7 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde_json::{Value, json};
 
 use super::writing::Ending;
-use crate::gateway::call::Api;
+use crate::gateway::api::Api;
 
 /// The end of every stream.
 pub(crate) const DONE: &str = "data: [DONE]\n\n";
@@ -30,7 +30,7 @@ impl Usage {
     }
 }
 
-/// The words around an answer's text.
+/// The words around an answer's text: a chat's, or for every other API a completion's.
 #[derive(Debug)]
 pub(crate) struct Wording {
     api: Api,
@@ -45,7 +45,7 @@ impl Wording {
     pub fn new(api: Api, request_id: &str, model: &str) -> Self {
         let (kind, object) = match api {
             Api::Chat => ("chatcmpl", "chat.completion.chunk"),
-            Api::Completions => ("cmpl", "text_completion"),
+            _ => ("cmpl", "text_completion"),
         };
         let id = format!("{kind}-{request_id}");
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
@@ -73,7 +73,7 @@ impl Wording {
             Api::Chat => {
                 ("[{\"index\":0,\"delta\":{\"content\":", "},\"finish_reason\":null}]}\n\n")
             }
-            Api::Completions => ("[{\"index\":0,\"text\":", ",\"finish_reason\":null}]}\n\n"),
+            _ => ("[{\"index\":0,\"text\":", ",\"finish_reason\":null}]}\n\n"),
         };
         out.push_str(before);
         out.push_str(&text.to_string());
@@ -84,7 +84,7 @@ impl Wording {
     pub fn chunk(&self, text: &str) -> Value {
         let choice = match self.api {
             Api::Chat => json!({ "index": 0, "delta": { "content": text } }),
-            Api::Completions => json!({ "index": 0, "text": text }),
+            _ => json!({ "index": 0, "text": text }),
         };
         json!({
             "id": self.id, "created": self.created_s, "model": self.model, "choices": [choice]
@@ -98,7 +98,7 @@ impl Wording {
             Api::Chat => json!({
                 "index": 0, "delta": {}, "finish_reason": reason, "stop_reason": stop_reason
             }),
-            Api::Completions => json!({
+            _ => json!({
                 "index": 0, "text": "", "finish_reason": reason, "stop_reason": stop_reason
             }),
         };
@@ -130,7 +130,7 @@ impl Wording {
                     "stop_reason": stop_reason,
                 }),
             ),
-            Api::Completions => (
+            _ => (
                 "text_completion",
                 json!({
                     "index": 0,

@@ -15,6 +15,7 @@ use crate::Reject;
 use crate::frontend::EnforceDisagg;
 use crate::frontend::app::App;
 use crate::frontend::metrics::OutcomeLabel;
+use crate::gateway::api::Api;
 use crate::gateway::book::{Choice, Tries};
 use crate::gateway::plan::Plan;
 
@@ -31,6 +32,9 @@ impl Prefill {
     /// 404 for a pinned prefill worker that is not there.
     pub async fn of(app: &Arc<App>, plan: &Plan) -> Result<Self, Reject> {
         let name = &plan.route.pool.name;
+        if plan.call.api().output_limit().is_none() {
+            return Self::of_whole(app, plan);
+        }
         let (pool, pinned) = (app.fleet.prefill_pool(name), plan.call.nvext.prefill_pin());
         if let Some(id) = pinned
             && pool.as_ref().is_none_or(|pool| pool.members().get(id).is_none())
@@ -48,6 +52,19 @@ impl Prefill {
             None => None,
         };
         Ok(Self { tries, is_enforced })
+    }
+
+    /// Of an API that one worker serves as a whole.
+    ///
+    /// # Errors
+    /// 501 where decode workers may not prefill and it does.
+    fn of_whole(app: &App, plan: &Plan) -> Result<Self, Reject> {
+        let row = plan.call.row;
+        if app.options.enforce_disagg == EnforceDisagg::Always && row.api != Api::Unmatched {
+            let message = format!("{}: no two workers can share it (--enforce-disagg)", row.path);
+            return Err(Reject::new(StatusCode::NOT_IMPLEMENTED, message));
+        }
+        Ok(Self { tries: None, is_enforced: false })
     }
 
     /// Whether there is anything to do here at all.

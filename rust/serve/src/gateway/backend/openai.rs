@@ -85,6 +85,12 @@ impl Backend for OpenAi {
                     None => break,
                 }
             }
+            if is_missing(parts.status, first.as_deref()) {
+                let path = plan.call.row.path;
+                let message =
+                    format!("worker {id} does not serve {path}: its engine has no such API");
+                return Err(Failed::new("no_such_api", message, StatusCode::NOT_IMPLEMENTED));
+            }
             // No engine completes a prompt with nothing: it died behind its head.
             if first.is_none() && parts.status.is_success() {
                 let status = parts.status.as_u16();
@@ -109,12 +115,14 @@ impl Backend for OpenAi {
         choice: &Choice,
     ) -> Result<rmpv::Value, Failed> {
         let id = choice.engine.id;
-        let (call, body) = (&plan.call, prefill_body(&plan.call.body));
+        let call = &plan.call;
+        let limit = call.api().output_limit().unwrap_or("max_tokens");
+        let body = prefill_body(&call.body, limit);
         let mut headers = call.head.headers.clone();
         if let Ok(id) = call.request_id.parse() {
             headers.insert(REQUEST_ID_HEADER.clone(), id);
         }
-        let upstream = send(app, choice, call.api.path(), &headers, body);
+        let upstream = send(app, choice, call.row.path, &headers, body);
         let whole = async {
             let response = upstream?.await.map_err(|failed| Failed {
                 message: format!("prefill at worker {id}: {}", failed.message),
@@ -151,6 +159,17 @@ impl Backend for OpenAi {
             Failed::new("no_transfer", message, StatusCode::BAD_GATEWAY)
         })
     }
+}
+
+/// Whether the engine says that it has no such path: what FastAPI says, by itself and through vLLM.
+fn is_missing(status: StatusCode, body: Option<&[u8]>) -> bool {
+    if status != StatusCode::NOT_FOUND && status != StatusCode::METHOD_NOT_ALLOWED {
+        return false;
+    }
+    let answer: Value = body.and_then(|body| serde_json::from_slice(body).ok()).unwrap_or_default();
+    let says = |path| answer.pointer(path).and_then(Value::as_str);
+    let message = says("/detail").or_else(|| says("/error/message"));
+    matches!(message, Some("Not Found" | "Method Not Allowed"))
 }
 
 /// Send a request with this body to the chosen engine.
@@ -194,8 +213,8 @@ async fn within<T>(
     })
 }
 
-/// The prefill copy of a body: one token, not streamed, its cache kept for another engine.
-pub(crate) fn prefill_body(body: &Body) -> Bytes {
+/// The prefill copy of a body: one token, by the field `limit`, not streamed, its cache kept for another engine.
+pub(crate) fn prefill_body(body: &Body, limit: &str) -> Bytes {
     let params = json!({
         "do_remote_decode": true,
         "do_remote_prefill": false,
@@ -209,7 +228,7 @@ pub(crate) fn prefill_body(body: &Body) -> Bytes {
         ("stream_options", None),
         ("min_tokens", None),
         ("max_completion_tokens", one().filter(|_| body.has("max_completion_tokens"))),
-        ("max_tokens", one()),
+        (limit, one()),
         ("stream", Some(json!(false))),
         (PARAMS, Some(params)),
     ])
@@ -235,7 +254,7 @@ mod tests {
         let body =
             br#"{"model":"m","stream":true,"stream_options":{},"max_completion_tokens":9,"x":[1]}"#;
         let body = Body::parse(Bytes::from_static(body)).unwrap();
-        let prefill: Value = serde_json::from_slice(&prefill_body(&body)).unwrap();
+        let prefill: Value = serde_json::from_slice(&prefill_body(&body, "max_tokens")).unwrap();
         assert_eq!(
             (&prefill["max_tokens"], &prefill["max_completion_tokens"]),
             (&json!(1), &json!(1))

@@ -96,6 +96,11 @@ impl Plane {
             let message = format!("worker {}: {why}", engine.id);
             Failed::new("not_ready", message, StatusCode::SERVICE_UNAVAILABLE)
         };
+        if !plan.call.api().is_for_runtime() {
+            // It joined while the request was planned for engines.
+            let message = format!("worker {} does not serve {}", engine.id, plan.call.row.path);
+            return Err(Failed::new("no_such_api", message, StatusCode::NOT_IMPLEMENTED).unsent());
+        }
         engine.requests.fetch_add(1, Ordering::Relaxed);
         let id = &plan.call.request_id;
         let to_first_item = async {
@@ -205,7 +210,8 @@ fn stop_conditions(generation: &Generation, is_prefill: bool) -> Value {
 
 fn text_body(plan: &Plan, is_prefill: bool) -> Result<Value, String> {
     let body = &plan.call.body;
-    let bytes = if is_prefill { openai::prefill_body(body) } else { body.bytes().clone() };
+    let bytes =
+        if is_prefill { openai::prefill_body(body, "max_tokens") } else { body.bytes().clone() };
     serde_json::from_slice(&bytes).map_err(|error| error.to_string())
 }
 

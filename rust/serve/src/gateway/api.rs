@@ -1,0 +1,254 @@
+//! The APIs that are served, one row a path: where a request's prompt is found, what it weighs without one, and in
+//! whose form refusals, usage and a stream's end come. Everything else is the same for all of them.
+
+use axum::response::Response;
+use serde_json::json;
+
+use crate::Reject;
+
+/// Without tokens a prompt's length is guessed from its bytes: English text has about four a token.
+const TEXT_BYTES_PER_TOKEN: usize = 4;
+/// The same of sound, about 16 KiB a second, of which an encoder makes some tens of tokens.
+const SOUND_BYTES_PER_TOKEN: usize = 1_024;
+
+/// How the prompt of a request is found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Api {
+    /// `messages`, by the chat template.
+    Chat,
+    /// `prompt`: text or token ids.
+    Completions,
+    /// OpenAI's Responses, as the engine turns them into a chat.
+    Responses,
+    /// Anthropic's Messages, as the engine turns them into a chat.
+    Messages,
+    /// vLLM's `/inference/v1/generate`: `token_ids`.
+    Tokens,
+    /// SGLang's `/generate`: `text` or `input_ids`.
+    Generate,
+    /// Nothing that an engine's cache of prefixes would answer: balanced by load.
+    Unmatched,
+}
+
+impl Api {
+    /// Whether workers of the runtime, which take tokens or OpenAI's two oldest forms, can serve it.
+    pub fn is_for_runtime(self) -> bool {
+        matches!(self, Self::Chat | Self::Completions)
+    }
+
+    /// The field that limits the answer's tokens, where one worker can prefill for another.
+    pub fn output_limit(self) -> Option<&'static str> {
+        match self {
+            Self::Chat | Self::Completions | Self::Messages => Some("max_tokens"),
+            Self::Responses => Some("max_output_tokens"),
+            Self::Tokens | Self::Generate | Self::Unmatched => None,
+        }
+    }
+}
+
+/// In whose form a client is answered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Form {
+    /// OpenAI's chat and completions; others have taken it over.
+    OpenAi,
+    /// OpenAI's Responses: errors as above, streams of named events.
+    Responses,
+    /// Anthropic's Messages.
+    Anthropic,
+}
+
+impl Form {
+    /// A refusal.
+    pub fn refuse(self, reject: Reject) -> Response {
+        match self {
+            Self::OpenAi | Self::Responses => reject.openai(),
+            Self::Anthropic => reject.anthropic(),
+        }
+    }
+
+    /// The end of a stream that its worker broke off after so many events. The blank line ends an event whose
+    /// lines went out without one.
+    pub fn broken_stream(self, message: &str, events: u64) -> String {
+        let error = json!({ "message": message, "type": "upstream_error", "code": 502 });
+        match self {
+            Self::OpenAi => format!("\n\ndata: {}\n\ndata: [DONE]\n\n", json!({ "error": error })),
+            Self::Responses => {
+                // The fields beside `error` are those of the API's reference, `error` is what its clients look for.
+                let event = json!({
+                    "type": "error",
+                    "sequence_number": events,
+                    "code": "upstream_error",
+                    "message": message,
+                    "param": null,
+                    "error": error,
+                });
+                format!("\n\nevent: error\ndata: {event}\n\n")
+            }
+            Self::Anthropic => {
+                let error = json!({ "type": "api_error", "message": message });
+                let event = json!({ "type": "error", "error": error });
+                format!("\n\nevent: error\ndata: {event}\n\n")
+            }
+        }
+    }
+}
+
+/// What a request counts for while its tokens are not known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Weight {
+    Text,
+    /// An upload, in parts.
+    Sound,
+    /// No model runs for it.
+    Nothing,
+}
+
+impl Weight {
+    /// The guess for a body of so many bytes.
+    pub fn tokens(self, bytes: usize) -> u64 {
+        let tokens = match self {
+            Self::Text => bytes / TEXT_BYTES_PER_TOKEN,
+            Self::Sound => bytes / SOUND_BYTES_PER_TOKEN,
+            Self::Nothing => 0,
+        };
+        tokens as u64
+    }
+}
+
+/// A path that is served.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Row {
+    pub path: &'static str,
+    pub api: Api,
+    pub form: Form,
+    pub weight: Weight,
+}
+
+const fn row(path: &'static str, api: Api, form: Form) -> Row {
+    Row { path, api, form, weight: Weight::Text }
+}
+
+/// A row that is balanced by load.
+const fn by_load(path: &'static str, weight: Weight) -> Row {
+    Row { path, api: Api::Unmatched, form: Form::OpenAi, weight }
+}
+
+const CHAT: usize = 0;
+const COMPLETIONS: usize = 1;
+
+/// Every path that takes a request for a worker.
+pub(crate) static ROWS: [Row; 19] = [
+    row("/v1/chat/completions", Api::Chat, Form::OpenAi),
+    row("/v1/completions", Api::Completions, Form::OpenAi),
+    row("/v1/responses", Api::Responses, Form::Responses),
+    row("/v1/messages", Api::Messages, Form::Anthropic),
+    Row { form: Form::Anthropic, ..by_load("/v1/messages/count_tokens", Weight::Nothing) },
+    row("/inference/v1/generate", Api::Tokens, Form::OpenAi),
+    row("/generate", Api::Generate, Form::OpenAi),
+    by_load("/v1/embeddings", Weight::Text),
+    by_load("/v1/rerank", Weight::Text),
+    by_load("/v2/rerank", Weight::Text),
+    by_load("/rerank", Weight::Text),
+    by_load("/v1/score", Weight::Text),
+    by_load("/score", Weight::Text),
+    by_load("/classify", Weight::Text),
+    by_load("/pooling", Weight::Text),
+    by_load("/v1/audio/transcriptions", Weight::Sound),
+    by_load("/v1/audio/translations", Weight::Sound),
+    by_load("/tokenize", Weight::Nothing),
+    by_load("/detokenize", Weight::Nothing),
+];
+
+impl Row {
+    /// The row of a path.
+    pub fn of(path: &str) -> Option<&'static Self> {
+        ROWS.iter().find(|row| row.path == path)
+    }
+
+    /// Of a request that comes without its path: a chat where it has messages.
+    pub fn of_fields(has_messages: bool) -> &'static Self {
+        if has_messages { &ROWS[CHAT] } else { &ROWS[COMPLETIONS] }
+    }
+
+    /// What to answer to a request for a path that is not served, and in whose form.
+    pub fn missing(path: &str) -> (Form, String) {
+        let bare = path.trim_end_matches('/');
+        let inner = bare.trim_start_matches("/v1");
+        let meant = [bare.to_owned(), inner.to_owned(), format!("/v1{inner}")]
+            .into_iter()
+            .find(|path| Self::of(path).is_some() || path == "/v1/models");
+        let form = meant.as_deref().and_then(Self::of).map_or(Form::OpenAi, |row| row.form);
+        let hint = match meant {
+            Some(meant) if path.starts_with("/v1/v1") => {
+                format!("did you mean {meant}? The client's base URL has /v1 twice: leave one out")
+            }
+            Some(meant) if meant.len() > path.len() => {
+                format!("did you mean {meant}? End the client's base URL with /v1")
+            }
+            Some(meant) => format!("did you mean {meant}?"),
+            None => {
+                let paths: Vec<_> = ROWS.iter().map(|row| row.path).collect();
+                format!("served are {}, /v1/models", paths.join(", "))
+            }
+        };
+        (form, format!("no such path: {path}; {hint}"))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_found_by_path_and_by_fields() {
+        for (at, row) in ROWS.iter().enumerate() {
+            assert!(
+                std::ptr::eq(Row::of(row.path).unwrap(), &ROWS[at]),
+                "{} is there twice",
+                row.path
+            );
+        }
+        assert_eq!(Row::of_fields(true).api, Api::Chat);
+        assert_eq!(Row::of_fields(false).api, Api::Completions);
+    }
+
+    #[test]
+    fn a_path_that_is_missing_names_the_one_that_was_meant() {
+        for (path, wanted) in [
+            (
+                "/v1/v1/chat/completions",
+                "did you mean /v1/chat/completions? The client's base URL has /v1 twice",
+            ),
+            (
+                "/chat/completions",
+                "did you mean /v1/chat/completions? End the client's base URL with /v1",
+            ),
+            ("/models", "did you mean /v1/models? End"),
+            ("/v1/rerank/", "did you mean /v1/rerank?"),
+            ("/v1/generate", "did you mean /generate?"),
+            ("/v1/images", "served are /v1/chat/completions, /v1/completions, "),
+        ] {
+            let (form, message) = Row::missing(path);
+            assert!(message.contains(wanted), "{path}: {message}");
+            assert_eq!(form, Form::OpenAi, "{path}");
+        }
+        assert_eq!(Row::missing("/v1/v1/messages").0, Form::Anthropic);
+    }
+
+    #[test]
+    fn a_broken_stream_ends_as_its_api_does() {
+        let [openai, responses, anthropic] = [Form::OpenAi, Form::Responses, Form::Anthropic]
+            .map(|form| form.broken_stream("gone", 7));
+        assert!(openai.contains(r#"data: {"error":{"#) && openai.ends_with("data: [DONE]\n\n"));
+        assert!(
+            responses.starts_with("\n\nevent: error\ndata: {")
+                && responses.contains(r#""sequence_number":7"#)
+        );
+        let data = anthropic.strip_prefix("\n\nevent: error\ndata: ").unwrap();
+        assert_eq!(
+            serde_json::from_str::<serde_json::Value>(data).unwrap(),
+            json!({"type": "error", "error": {"type": "api_error", "message": "gone"}})
+        );
+    }
+}

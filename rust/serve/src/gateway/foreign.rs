@@ -1,0 +1,242 @@
+//! Prompts of the APIs beside chat and completions: token ids as they come, text by the tokenizer, and what an
+//! engine makes a chat of by the engine's own word. Where none of these is certain the request is balanced by load.
+
+use kvflash_core::error::Error;
+use kvflash_core::text::Tokens;
+use serde::Deserialize;
+use serde_json::json;
+use serde_json::value::RawValue;
+
+use super::api::Api;
+use super::body::{Body, Raw};
+use super::bound;
+use super::call::{Call, Head};
+use super::envelope::Envelope;
+use super::render::{self, Known};
+use super::tokens::{Untokenized, tokens};
+use crate::Reject;
+use crate::compute::Busy;
+use crate::frontend::app::App;
+use crate::frontend::pool::Pool;
+
+/// Token ids of a longer body are read beside the threads that serve, bytes.
+const LONG_BYTES: usize = 32 * 1024;
+
+/// The fields of these APIs that decide a prompt's tokens, or who knows them.
+#[derive(Debug, Default, Deserialize)]
+#[serde(expecting = "an object")]
+struct Fields<'a> {
+    /// Tokens.
+    #[serde(borrow, default)]
+    content_parts: Option<Raw<'a>>,
+    /// SGLang's.
+    #[serde(borrow, default)]
+    input_ids: Option<Raw<'a>>,
+    #[serde(borrow, default)]
+    text: Option<Raw<'a>>,
+    #[serde(borrow, default)]
+    input_embeds: Option<Raw<'a>>,
+    #[serde(borrow, default)]
+    image_data: Option<Raw<'a>>,
+    #[serde(borrow, default)]
+    video_data: Option<Raw<'a>>,
+    #[serde(borrow, default)]
+    audio_data: Option<Raw<'a>>,
+    #[serde(borrow, default)]
+    lora_path: Option<Raw<'a>>,
+    #[serde(borrow, default)]
+    extra_key: Option<Raw<'a>>,
+    /// Responses and Messages.
+    #[serde(borrow, default)]
+    previous_response_id: Option<Raw<'a>>,
+    #[serde(borrow, default)]
+    thinking: Option<Raw<'a>>,
+}
+
+/// The prompt of a request that is neither chat nor completion.
+pub(super) async fn known(
+    app: &App,
+    call: &Call,
+    envelope: &Envelope<'_>,
+    pool: &Pool,
+) -> Result<Known, Untokenized> {
+    if call.api() == Api::Unmatched || !pool.selector.needs_tokens() && !call.nvext.is_query() {
+        return Ok(Known::default());
+    }
+    bound::check(app, call, pool).map_err(Untokenized::Refused)?;
+    let fields: Fields<'_> = call.body.read().map_err(refused)?;
+    match call.api() {
+        Api::Tokens => token_ids(app, call, &fields).await,
+        Api::Generate => generate(app, call, envelope, pool, &fields).await,
+        Api::Responses => {
+            if is_given(fields.previous_response_id) {
+                // The conversation before it is with the engine.
+                return Err(Untokenized::Unknown("stored"));
+            }
+            engines_word(app, call, envelope, pool, "/v1/responses/render").await
+        }
+        _ => {
+            if fields.thinking.is_some_and(|thinking| thinking.get().contains("\"disabled\"")) {
+                // Engines find out by trial what their template makes of it; their renderer does not.
+                return Err(Untokenized::Unknown("not_text"));
+            }
+            engines_word(app, call, envelope, pool, "/v1/messages/render").await
+        }
+    }
+}
+
+/// `token_ids`, and `features` where images and the like stand in them.
+async fn token_ids(app: &App, call: &Call, fields: &Fields<'_>) -> Result<Known, Untokenized> {
+    if is_given(fields.content_parts) {
+        return Err(Untokenized::Unknown("not_text"));
+    }
+    let answer = beside(app, call, || call.body.read::<render::Answer>()).await?;
+    answer.map_err(refused)?.known().ok_or(Untokenized::Unknown("not_text"))
+}
+
+/// SGLang's `input_ids` or `text`.
+async fn generate(
+    app: &App,
+    call: &Call,
+    envelope: &Envelope<'_>,
+    pool: &Pool,
+    fields: &Fields<'_>,
+) -> Result<Known, Untokenized> {
+    let unmatched = [
+        fields.input_embeds,
+        fields.image_data,
+        fields.video_data,
+        fields.audio_data,
+        fields.lora_path,
+        fields.extra_key,
+    ];
+    if unmatched.into_iter().any(is_given) {
+        return Err(Untokenized::Unknown("not_text"));
+    }
+    if let Some(ids) = fields.input_ids.filter(|ids| is_given(Some(*ids))) {
+        let is_batch = ids.get()[1..].trim_ascii_start().starts_with('[');
+        if is_batch {
+            return Err(Untokenized::Unknown("batch"));
+        }
+        let read = || serde_json::from_str::<Tokens>(ids.get());
+        let ids = beside(app, call, read).await?;
+        let wrong = |error| Untokenized::Refused(Error::invalid(format!("input_ids: {error}")));
+        return ids.map(Known::from).map_err(wrong);
+    }
+    let Some(text) = fields.text.filter(|text| text.get().starts_with('"')) else {
+        let is_batch = fields.text.is_some_and(|text| text.get().starts_with('['));
+        return Err(match is_batch {
+            true => Untokenized::Unknown("batch"),
+            false => Untokenized::Refused(Error::invalid("text: text or input_ids is required")),
+        });
+    };
+    let model = envelope.model.clone();
+    let as_completion = Envelope { model, prompt: Some(text), ..Envelope::default() };
+    tokens(app, call, Api::Completions, &as_completion, pool).await
+}
+
+/// What an engine says that it makes of the request.
+async fn engines_word(
+    app: &App,
+    call: &Call,
+    envelope: &Envelope<'_>,
+    pool: &Pool,
+    path: &'static str,
+) -> Result<Known, Untokenized> {
+    let name = envelope.model.as_deref().unwrap_or(&pool.name);
+    let body = call.body.with(&[
+        ("stream", Some(json!(false))),
+        // Pictures as tensors are of no use here.
+        ("mm_payload", Some(json!("none"))),
+    ]);
+    let answer = render::ask(app, pool, name, path, body.into()).await;
+    answer.map_err(Untokenized::Unknown)
+}
+
+/// Whether the engine takes what it can of this request's prompt from its cache, and says so of one prompt, as far as
+/// its API's own fields tell.
+pub(super) fn reuses_prefix(api: Api, body: &Body) -> bool {
+    #[derive(Deserialize)]
+    struct Outer<'a> {
+        #[serde(borrow, default)]
+        sampling_params: Option<Raw<'a>>,
+        #[serde(borrow, default)]
+        logprob_start_len: Option<Raw<'a>>,
+    }
+    #[derive(Deserialize)]
+    struct Sampling<'a> {
+        #[serde(borrow, default)]
+        n: Option<&'a RawValue>,
+        #[serde(borrow, default)]
+        prompt_logprobs: Option<&'a RawValue>,
+        #[serde(borrow, default)]
+        skip_reading_prefix_cache: Option<&'a RawValue>,
+    }
+    if !matches!(api, Api::Tokens | Api::Generate) {
+        return true;
+    }
+    let Ok(outer) = body.read::<Outer<'_>>() else { return false };
+    let sampling = outer.sampling_params.map_or("{}", |raw| raw.get());
+    let Ok(sampling) = serde_json::from_str::<Option<Sampling<'_>>>(sampling) else { return false };
+    let is_off = |raw: Option<&RawValue>, off: &str| raw.is_none_or(|raw| raw.get() == off);
+    // -1: of the answer's tokens only.
+    outer.logprob_start_len.is_none_or(|start| ["-1", "null"].contains(&start.get()))
+        && sampling.is_none_or(|sampling| {
+            is_off(sampling.n, "1")
+                && is_off(sampling.prompt_logprobs, "null")
+                && (is_off(sampling.skip_reading_prefix_cache, "null")
+                    || is_off(sampling.skip_reading_prefix_cache, "false"))
+        })
+}
+
+fn is_given(raw: Option<Raw<'_>>) -> bool {
+    raw.is_some_and(|raw| raw.get() != "null")
+}
+
+fn refused(reject: Reject) -> Untokenized {
+    Untokenized::Refused(Error::invalid(reject.message))
+}
+
+/// Read token ids; many of them beside the threads that serve.
+async fn beside<T: Send>(
+    app: &App,
+    call: &Call,
+    read: impl FnOnce() -> T + Send,
+) -> Result<T, Untokenized> {
+    let bytes = call.body.bytes().len();
+    if bytes <= LONG_BYTES {
+        return Ok(read());
+    }
+    let Head { headers, address, .. } = &call.head;
+    let done = app.compute.run(headers, address.as_deref(), bytes, read).await;
+    done.map_err(|Busy| Untokenized::Unknown("tokenizer_busy"))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answers_that_are_no_evidence_are_known() {
+        let reuses =
+            |api, body: &str| reuses_prefix(api, &Body::parse(body.to_owned().into()).unwrap());
+        for fine in [
+            "{}",
+            r#"{"sampling_params": null, "logprob_start_len": -1}"#,
+            r#"{"sampling_params": {"n": 1, "prompt_logprobs": null, "skip_reading_prefix_cache": false}}"#,
+        ] {
+            assert!(reuses(Api::Tokens, fine) && reuses(Api::Generate, fine), "{fine}");
+        }
+        for other in [
+            r#"{"sampling_params": {"n": 2}}"#,
+            r#"{"sampling_params": [{}, {}]}"#,
+            r#"{"sampling_params": {"prompt_logprobs": 1}}"#,
+            r#"{"sampling_params": {"skip_reading_prefix_cache": true}}"#,
+            r#"{"logprob_start_len": 0}"#,
+        ] {
+            assert!(!reuses(Api::Generate, other), "{other}");
+            assert!(reuses(Api::Messages, other), "{other}: not its field");
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! Uploads in parts (`multipart/form-data`): the one field that routing needs of them.
+
+use axum::http::{HeaderMap, header};
+use memchr::memmem;
+
+use crate::Reject;
+
+/// The longest head of a part, bytes.
+const MAX_PART_HEAD_BYTES: usize = 4_096;
+
+/// The field `model` of an upload with these headers.
+///
+/// # Errors
+/// 400 for what has no parts, or a model that is no text.
+pub(super) fn model<'a>(headers: &HeaderMap, body: &'a [u8]) -> Result<Option<&'a str>, Reject> {
+    let kind = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
+    let Some(boundary) = kind.and_then(boundary) else {
+        let got = kind.unwrap_or("none");
+        return Err(Reject::bad_request(format!(
+            "content-type: must be multipart/form-data with a boundary, got {got:?}"
+        )));
+    };
+    let boundary = format!("--{boundary}");
+    // What stands before the first boundary, and the line that ends it, belong to no part.
+    let starts = memmem::find_iter(body, boundary.as_bytes()).map(|at| at + boundary.len());
+    for start in starts {
+        let part = &body[start..];
+        let head = &part[..part.len().min(MAX_PART_HEAD_BYTES)];
+        let Some(end) = memmem::find(head, b"\r\n\r\n") else { continue };
+        if name_of(&part[..end]) != Some("model") {
+            continue;
+        }
+        let value = &part[end + 4..];
+        let len = memmem::find(value, b"\r\n").unwrap_or(value.len());
+        return match std::str::from_utf8(&value[..len]) {
+            Ok(name) => Ok(Some(name)),
+            Err(_) => Err(Reject::bad_request("model: must be UTF-8 text").param("model")),
+        };
+    }
+    Ok(None)
+}
+
+/// The boundary that a content type names.
+fn boundary(kind: &str) -> Option<&str> {
+    let mut parts = kind.split(';').map(str::trim);
+    parts.next().filter(|kind| kind.eq_ignore_ascii_case("multipart/form-data"))?;
+    let value = parts.find_map(|part| {
+        let (name, value) = part.split_once('=')?;
+        name.eq_ignore_ascii_case("boundary").then_some(value.trim_matches('"'))
+    });
+    value.filter(|boundary| !boundary.is_empty())
+}
+
+/// The name that a part's `Content-Disposition` gives it.
+fn name_of(head: &[u8]) -> Option<&str> {
+    let head = std::str::from_utf8(head).ok()?;
+    let line = head.split("\r\n").find(|line| {
+        let name = line.split(':').next().unwrap_or_default();
+        name.eq_ignore_ascii_case("content-disposition")
+    })?;
+    line.split(';').find_map(|part| Some(part.trim().strip_prefix("name=")?.trim_matches('"')))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn model_of(kind: &str, body: &str) -> Result<Option<String>, String> {
+        let mut headers = HeaderMap::new();
+        headers.insert(header::CONTENT_TYPE, kind.parse().unwrap());
+        let found = model(&headers, body.as_bytes());
+        found.map(|name| name.map(str::to_owned)).map_err(|reject| reject.message)
+    }
+
+    const BODY: &str = "--b\r\nContent-Disposition: form-data; name=\"file\"; filename=\"model\"\r\n\
+        Content-Type: audio/wav\r\n\r\n\u{0}RIFF--\r\n--b\r\n\
+        content-disposition: form-data; name=\"model\"\r\n\r\nwhisper\r\n--b--\r\n";
+
+    #[test]
+    fn the_model_is_found_whatever_stands_before_it() {
+        for kind in
+            ["multipart/form-data; boundary=b", "Multipart/Form-Data; charset=x; boundary=\"b\""]
+        {
+            assert_eq!(model_of(kind, BODY).unwrap().as_deref(), Some("whisper"));
+        }
+        let none = "--b\r\ncontent-disposition: form-data; name=\"file\"\r\n\r\nmodel\r\n--b--";
+        assert_eq!(model_of("multipart/form-data; boundary=b", none).unwrap(), None);
+        assert_eq!(model_of("multipart/form-data; boundary=b", "--b").unwrap(), None);
+    }
+
+    #[test]
+    fn what_has_no_parts_is_refused() {
+        for kind in ["application/json", "multipart/form-data", "multipart/form-data; boundary="] {
+            assert!(model_of(kind, BODY).unwrap_err().contains("content-type: must be"), "{kind}");
+        }
+    }
+}
