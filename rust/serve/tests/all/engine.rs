@@ -33,6 +33,9 @@ struct State {
     health: AtomicU16,
     models: Value,
     bodies: Mutex<Vec<Value>>,
+    paths: Mutex<Vec<String>>,
+    /// What its renderer makes of any request; without it there is none.
+    rendered: Mutex<Option<Value>>,
     sender: UnboundedSender<Asked>,
 }
 
@@ -71,6 +74,8 @@ impl Engine {
             health: AtomicU16::new(200),
             models: json!({ "object": "list", "data": models }),
             bodies: Mutex::default(),
+            paths: Mutex::default(),
+            rendered: Mutex::default(),
             sender,
         });
         let task = tokio::spawn(accept(listener, Arc::clone(&state)));
@@ -113,6 +118,16 @@ impl Engine {
         self.state.bodies.lock().clone()
     }
 
+    /// Paths of the requests so far.
+    pub fn paths(&self) -> Vec<String> {
+        self.state.paths.lock().clone()
+    }
+
+    /// From now on it renders every request to this.
+    pub fn renders(&self, rendered: Value) {
+        *self.state.rendered.lock() = Some(rendered);
+    }
+
     pub fn count(&self) -> usize {
         self.state.bodies.lock().len()
     }
@@ -142,8 +157,12 @@ impl Asked {
     }
 
     pub async fn event(&mut self, data: &str) {
-        let event = format!("data: {data}\n\n");
-        let chunk = format!("{:x}\r\n{event}\r\n", event.len());
+        self.write(&format!("data: {data}\n\n")).await;
+    }
+
+    /// A chunk of the answer.
+    pub async fn write(&mut self, text: &str) {
+        let chunk = format!("{:x}\r\n{text}\r\n", text.len());
         self.stream.write_all(chunk.as_bytes()).await.unwrap();
     }
 
@@ -173,9 +192,15 @@ async fn converse(mut stream: TcpStream, state: Arc<State>) {
         "/health" => (state.health.load(Ordering::SeqCst), "{}".to_owned()),
         "/v1/models" => (200, state.models.to_string()),
         "/metrics" => (200, format!("vllm:cache_config_info{{block_size=\"{BLOCK}\"}} 1\n")),
+        path if path.ends_with("/render") => match &*state.rendered.lock() {
+            Some(rendered) => (200, rendered.to_string()),
+            None => (404, json!({ "detail": "Not Found" }).to_string()),
+        },
         _ => {
-            let body: Value = serde_json::from_slice(&body).unwrap();
+            // An upload is no JSON.
+            let body: Value = serde_json::from_slice(&body).unwrap_or_default();
             state.bodies.lock().push(body.clone());
+            state.paths.lock().push(path);
             let manner = state.manner.lock().clone();
             match manner {
                 Manner::Answer(status, answer) => (status, answer.to_string()),

@@ -153,6 +153,18 @@ impl Stage {
         assert_eq!(answer.status, 200);
     }
 
+    /// A request beside the test.
+    pub fn send_to(&self, path: &str, body: Value) -> JoinHandle<Answer> {
+        let (router, path) = (self.router.clone(), path.to_owned());
+        tokio::spawn(async move { call(router, Method::POST, &path, &[], Some(&body)).await })
+    }
+
+    /// An upload.
+    pub async fn upload(&self, path: &str, kind: &str, body: Vec<u8>) -> Answer {
+        let headers = [("content-type", kind)];
+        call_with(self.router.clone(), Method::POST, path, &headers, body.into()).await
+    }
+
     /// A completion, to the end of its answer.
     pub async fn ask(&self, body: &Value) -> Answer {
         self.call(Method::POST, COMPLETIONS, &[], Some(body)).await
@@ -238,7 +250,9 @@ async fn call_with(
     body: Body,
 ) -> Answer {
     let mut request = Request::builder().method(method).uri(path);
-    request = request.header("content-type", "application/json");
+    if !headers.iter().any(|(name, _)| *name == "content-type") {
+        request = request.header("content-type", "application/json");
+    }
     for (name, value) in headers {
         request = request.header(*name, *value);
     }

@@ -1,0 +1,282 @@
+//! Every API has the same way: matched where its prompt is known, balanced by load where it has none, refused and
+//! broken off in its own form.
+
+use kvflash_core::policy::Policy;
+use serde_json::{Value, json};
+
+use super::engine::{Asked, Engine};
+use super::stage::{Stage, with};
+
+const MESSAGES: &str = "/v1/messages";
+const RESPONSES: &str = "/v1/responses";
+
+fn tokens(count: u32) -> Vec<u32> {
+    (100..100 + count).collect()
+}
+
+async fn kv_stage() -> (Stage, [Engine; 2]) {
+    let stage = Stage::new(|options| options.router.policy = Policy::Kv);
+    let engines = [stage.engine().await, stage.engine().await];
+    (stage, engines)
+}
+
+/// The same prompt again and again, as `path` has it, goes where it went first; this is how much of it is held.
+async fn overlaps(stage: &Stage, path: &str, body: &Value) -> (u64, u64) {
+    let first = stage.post(path, body).await;
+    assert_eq!((first.status, first.overlap()), (200, 0), "{path}: {}", first.text());
+    let mut overlap = 0;
+    for _ in 0..4 {
+        let again = stage.post(path, body).await;
+        assert_eq!((again.status, again.worker()), (200, first.worker()), "{path}");
+        overlap = again.overlap();
+    }
+    stage.until_idle().await;
+    (first.worker(), overlap)
+}
+
+#[tokio::test]
+async fn token_ids_are_matched_as_they_come() {
+    let (stage, _engines) = kv_stage().await;
+    let sampling = json!({ "sampling_params": {} });
+    let (worker, overlap) =
+        overlaps(&stage, "/generate", &with(json!({ "input_ids": tokens(66) }), sampling.clone()))
+            .await;
+    assert_eq!(overlap, 4);
+    // It is the same prompt, whichever API it comes to.
+    let body = with(json!({ "token_ids": tokens(66) }), sampling);
+    let answer = stage.post("/inference/v1/generate", &body).await;
+    assert_eq!((answer.worker(), answer.overlap()), (worker, 4), "{}", answer.text());
+    let answer = stage.ask(&json!({ "model": "m", "prompt": tokens(66) })).await;
+    assert_eq!((answer.worker(), answer.overlap()), (worker, 4));
+}
+
+#[tokio::test]
+async fn what_is_more_than_token_ids_earns_no_credit() {
+    let (stage, _engines) = kv_stage().await;
+    overlaps(&stage, "/generate", &json!({ "input_ids": tokens(66) })).await;
+    for more in [
+        json!({ "lora_path": "adapter" }),
+        json!({ "extra_key": "tenant" }),
+        json!({ "image_data": "http://h/i.png" }),
+        json!({ "input_ids": [tokens(66), tokens(3)] }),
+    ] {
+        let answer = stage.post("/generate", &with(json!({ "input_ids": tokens(66) }), more)).await;
+        assert_eq!((answer.status, answer.overlap()), (200, 0), "{}", answer.text());
+    }
+    let parts = json!({ "token_ids": tokens(66), "content_parts": [{"type": "image_url"}] });
+    assert_eq!(stage.post("/inference/v1/generate", &parts).await.overlap(), 0);
+    // An image stands where a token is repeated: other blocks from there on.
+    let features = json!({
+        "mm_hashes": {"image": ["a"]}, "mm_placeholders": {"image": [{"offset": 20, "length": 4}]}
+    });
+    let body = json!({ "token_ids": tokens(66), "features": features });
+    assert_eq!(stage.post("/inference/v1/generate", &body).await.overlap(), 1);
+}
+
+#[tokio::test]
+async fn responses_and_messages_are_what_the_engine_renders() {
+    let (stage, engines) = kv_stage().await;
+    for engine in &engines {
+        engine.renders(json!({ "token_ids": tokens(66), "features": null, "request_id": "r" }));
+    }
+    let responses = json!({ "model": "m", "input": "hello" });
+    let (worker, overlap) = overlaps(&stage, RESPONSES, &responses).await;
+    assert_eq!(overlap, 4);
+    let messages = json!({ "model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hello"}] });
+    let answer = stage.post(MESSAGES, &messages).await;
+    assert_eq!((answer.worker(), answer.overlap()), (worker, 4));
+    // Nobody outside the engine knows what stands before, or what the template makes of it.
+    let stored = with(responses, json!({ "previous_response_id": "resp_1" }));
+    assert_eq!(stage.post(RESPONSES, &stored).await.overlap(), 0);
+    let silent = with(messages, json!({ "thinking": {"type": "disabled"} }));
+    assert_eq!(stage.post(MESSAGES, &silent).await.overlap(), 0);
+}
+
+#[tokio::test]
+async fn an_engine_that_does_not_render_is_asked_once() {
+    let (stage, engines) = kv_stage().await;
+    for _ in 0..6 {
+        let answer = stage.post(RESPONSES, &json!({ "model": "m", "input": "hello" })).await;
+        assert_eq!((answer.status, answer.overlap()), (200, 0));
+    }
+    assert_eq!(engines.iter().map(Engine::count).sum::<usize>(), 6);
+    assert_eq!(stage.metric("untokenized_requests_total{cause=\"not_text\"}").await, 6.0);
+}
+
+#[tokio::test]
+async fn what_has_no_prompt_is_balanced_by_load_and_keeps_its_path() {
+    let stage = Stage::new(|options| options.router.policy = Policy::Kv);
+    let mut busy = stage.engine().await.by_hand();
+    let held = stage.send_to("/v1/embeddings", json!({ "model": "m", "input": "x".repeat(4_000) }));
+    let asked = busy.next().await;
+    let free = stage.engine().await;
+    for (path, body) in [
+        ("/v1/embeddings", json!({ "model": "m", "input": "hello" })),
+        ("/v1/rerank", json!({ "model": "m", "query": "q", "documents": ["a", "b"] })),
+        ("/v2/rerank", json!({ "query": "q", "documents": ["a", "b"] })),
+        ("/rerank", json!({ "query": "q", "documents": ["a", "b"] })),
+        ("/v1/score", json!({ "text_1": "a", "text_2": "b" })),
+        ("/score", json!({ "text_1": "a", "text_2": "b" })),
+        ("/classify", json!({ "input": "a" })),
+        ("/pooling", json!({ "input": "a" })),
+        ("/tokenize", json!({ "prompt": "a" })),
+        ("/detokenize", json!({ "tokens": [1] })),
+        ("/v1/messages/count_tokens", json!({ "model": "m", "messages": [] })),
+    ] {
+        let answer = stage.post(path, &body).await;
+        assert_eq!((answer.status, answer.worker()), (200, free.id), "{path}: {}", answer.text());
+        let seen = (free.paths().pop(), free.bodies().pop());
+        assert_eq!(seen, (Some(path.to_owned()), Some(body)));
+        let name = format!("requests_total{{endpoint=\"{path}\",status=\"200\"}}");
+        assert_eq!(stage.metric(&name).await, 1.0, "{name}");
+    }
+    asked.done().await;
+    assert_eq!(held.await.unwrap().status, 200);
+    stage.until_idle().await;
+}
+
+#[tokio::test]
+async fn uploads_name_their_model_and_have_a_limit_of_their_own() {
+    let stage = Stage::new(|options| {
+        options.own.max_body_bytes = 100;
+        options.own.max_upload_bytes = 1_000;
+    });
+    let engine = stage.engine().await;
+    let upload = |model: &str, bytes: usize| {
+        let sound = "x".repeat(bytes);
+        format!(
+            "--b\r\ncontent-disposition: form-data; name=\"model\"\r\n\r\n{model}\r\n--b\r\n\
+             content-disposition: form-data; name=\"file\"; filename=\"a.wav\"\r\n\r\n{sound}\r\n--b--\r\n"
+        )
+        .into_bytes()
+    };
+    let kind = "multipart/form-data; boundary=b";
+    for path in ["/v1/audio/transcriptions", "/v1/audio/translations"] {
+        let answer = stage.upload(path, kind, upload("m", 500)).await;
+        assert_eq!((answer.status, engine.paths().pop().as_deref()), (200, Some(path)));
+        let answer = stage.upload(path, kind, upload("other", 500)).await;
+        assert_eq!(answer.status, 404, "{}", answer.text());
+        let answer = stage.upload(path, kind, upload("m", 1_000)).await;
+        assert_eq!(answer.status, 413);
+        assert!(answer.text().contains("--max-upload-bytes"), "{}", answer.text());
+        let answer = stage.upload(path, "application/json", b"{}".to_vec()).await;
+        assert_eq!(answer.status, 400, "{}", answer.text());
+    }
+    assert_eq!(engine.count(), 2);
+    stage.until_idle().await;
+}
+
+#[tokio::test]
+async fn refusals_have_the_form_of_their_api() {
+    let stage = Stage::new(|_| ());
+    let _engine = stage.engine().await;
+    let unknown = json!({ "model": "nobody", "messages": [], "input": "x", "prompt": "x" });
+    for path in ["/v1/chat/completions", RESPONSES, "/v1/embeddings", "/generate"] {
+        let answer = stage.post(path, &unknown).await;
+        assert_eq!(
+            (answer.status, &answer.json()["error"]["type"]),
+            (404, &json!("not_found_error"))
+        );
+        assert!(answer.json()["error"]["param"] == "model", "{path}");
+    }
+    for path in [MESSAGES, "/v1/messages/count_tokens", "/v1/v1/messages"] {
+        let answer = stage.post(path, &unknown).await;
+        let told = answer.json();
+        assert_eq!(answer.status, 404, "{path}");
+        assert_eq!(
+            (&told["type"], &told["error"]["type"]),
+            (&json!("error"), &json!("not_found_error"))
+        );
+        assert!(told["error"]["message"].is_string());
+    }
+    let answer = stage.post("/v1/nothing", &unknown).await;
+    assert!(answer.text().contains("served are /v1/chat/completions"), "{}", answer.text());
+}
+
+#[tokio::test]
+async fn an_api_that_an_engine_lacks_is_told_by_its_path() {
+    let stage = Stage::new(|_| ());
+    let (lacks, has) = (stage.engine().await, stage.engine().await);
+    lacks.answers(404, json!({ "detail": "Not Found" }));
+    for _ in 0..2 {
+        let answer = stage.post("/v1/embeddings", &json!({ "input": "x" })).await;
+        assert_eq!((answer.status, answer.worker()), (200, has.id));
+    }
+    has.answers(
+        404,
+        json!({ "error": {"message": "Not Found", "type": "Not Found", "code": 404} }),
+    );
+    let answer = stage.post("/v1/embeddings", &json!({ "input": "x" })).await;
+    assert_eq!(answer.status, 501);
+    assert!(answer.text().contains("does not serve /v1/embeddings"), "{}", answer.text());
+    // Any other 404 is the engine's own.
+    has.answers(404, json!({ "error": {"message": "The model does not exist", "code": 404} }));
+    lacks.answers(404, json!({ "error": {"message": "The model does not exist", "code": 404} }));
+    assert_eq!(stage.post("/v1/embeddings", &json!({ "input": "x" })).await.status, 404);
+    stage.until_idle().await;
+}
+
+/// A stream that breaks off after an event, to its end.
+async fn broken(path: &str, event: &str) -> String {
+    let stage = Stage::new(|_| ());
+    let mut engine = stage.engine().await.by_hand();
+    let asking = stage.send_to(path, json!({ "stream": true, "input": "x", "messages": [] }));
+    let mut asked: Asked = engine.next().await;
+    asked.begin().await;
+    asked.write(event).await;
+    drop(asked);
+    let answer = asking.await.unwrap();
+    assert_eq!((answer.status, answer.is_broken), (200, false), "{path}");
+    stage.until_idle().await;
+    answer.text().strip_prefix(event).unwrap().trim().to_owned()
+}
+
+#[tokio::test]
+async fn a_stream_that_breaks_ends_with_an_error_of_its_api() {
+    let end =
+        broken(RESPONSES, "event: response.created\ndata: {\"type\": \"response.created\"}\n\n")
+            .await;
+    let data = end.strip_prefix("event: error\ndata: ").unwrap();
+    let event: Value = serde_json::from_str(data).unwrap();
+    assert_eq!((&event["type"], &event["sequence_number"]), (&json!("error"), &json!(1)));
+    let end =
+        broken(MESSAGES, "event: message_start\ndata: {\"type\": \"message_start\"}\n\n").await;
+    let data = end.strip_prefix("event: error\ndata: ").unwrap();
+    let event: Value = serde_json::from_str(data).unwrap();
+    assert_eq!((&event["type"], &event["error"]["type"]), (&json!("error"), &json!("api_error")));
+}
+
+#[tokio::test]
+async fn usage_is_read_by_the_names_of_its_api() {
+    for (path, usage) in [
+        (
+            RESPONSES,
+            json!({"input_tokens": 9, "input_tokens_details": {"cached_tokens": 6}, "output_tokens": 2}),
+        ),
+        (MESSAGES, json!({"input_tokens": 3, "cache_read_input_tokens": 6, "output_tokens": 2})),
+        (
+            "/v1/completions",
+            json!({"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 6}}),
+        ),
+    ] {
+        let stage = Stage::new(|_| ());
+        let engine = stage.engine().await;
+        engine.answers(200, json!({ "usage": usage }));
+        let body = json!({ "model": "m", "input": "x", "messages": [], "prompt": "x" });
+        assert_eq!(stage.post(path, &body).await.status, 200);
+        stage.until_metric("tokens_total{stage=\"delivered\"}", 6.0).await;
+        assert_eq!(stage.metric("tokens_total{stage=\"input\"}").await, 9.0, "{path}");
+    }
+}
+
+#[tokio::test]
+async fn a_request_is_explained_by_its_path() {
+    let (stage, _engines) = kv_stage().await;
+    overlaps(&stage, "/generate", &json!({ "input_ids": tokens(66) })).await;
+    let body = json!({ "input_ids": tokens(66) });
+    let answer = stage.post("/explain?path=/generate", &body).await;
+    assert_eq!(answer.json()["prompt_tokens"], 66, "{}", answer.text());
+    let answer = stage.post("/explain?path=/nothing", &body).await;
+    assert_eq!(answer.status, 400);
+    assert!(answer.text().contains("path: no such path: /nothing"), "{}", answer.text());
+}
