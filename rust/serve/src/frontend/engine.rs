@@ -210,6 +210,8 @@ pub(crate) struct Engine {
     pub doubt: Notify,
     /// Tells those who wait for a first byte that a check has failed.
     unwell: Notify,
+    /// How many wait so.
+    waiting: AtomicU64,
     /// A request failed there, and no check has passed or failed since.
     in_doubt: AtomicBool,
 }
@@ -231,6 +233,7 @@ impl Engine {
             member: None,
             doubt: Notify::new(),
             unwell: Notify::new(),
+            waiting: AtomicU64::new(0),
             in_doubt: AtomicBool::new(false),
         }
     }
@@ -267,9 +270,11 @@ impl Engine {
         self.notes.lock().models.iter().any(|(served, _)| served == name)
     }
 
+    /// It gets no more requests. Those that wait for its first byte do as long as it passes checks.
     pub fn remove(&self) {
         self.removed.store(true, Ordering::Relaxed);
         self.healthy.store(false, Ordering::Relaxed);
+        self.in_doubt.store(true, Ordering::Relaxed);
         self.doubt.notify_one();
     }
 
@@ -289,9 +294,26 @@ impl Engine {
         }
     }
 
-    /// Wait until a check of the engine fails.
-    pub fn until_unwell(&self) -> impl Future<Output = ()> + Send + '_ {
-        self.unwell.notified()
+    /// Wait for `work`, a first byte, until a check of the engine fails: then it is `None`.
+    pub async fn while_well<T>(&self, work: impl Future<Output = T>) -> Option<T> {
+        struct Waiting<'a>(&'a AtomicU64);
+        impl Drop for Waiting<'_> {
+            fn drop(&mut self) {
+                self.0.fetch_sub(1, Ordering::Relaxed);
+            }
+        }
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        let _waiting = Waiting(&self.waiting);
+        tokio::select! {
+            biased;
+            done = work => Some(done),
+            () = self.unwell.notified() => None,
+        }
+    }
+
+    /// Whether any request waits for its first byte.
+    pub fn is_waited_for(&self) -> bool {
+        self.waiting.load(Ordering::Relaxed) > 0
     }
 
     /// The engine could not be reached or misbehaved; it gets no requests until a check passes.

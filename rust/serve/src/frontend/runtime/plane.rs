@@ -27,6 +27,8 @@ pub(crate) struct PlaneError {
 pub(crate) enum Cause {
     /// There is no connection to the worker.
     Connect,
+    /// A ping has no answer within its time.
+    Silent,
     /// The connection broke before the end of the stream.
     Broken,
     /// What came is not the request plane's language.
@@ -50,6 +52,7 @@ impl PlaneError {
     pub fn label(&self) -> &'static str {
         match &self.cause {
             Cause::Connect => "connect",
+            Cause::Silent => "timeout",
             Cause::Broken => "no_answer",
             Cause::Protocol => "protocol",
             Cause::TooLarge => "too_large",

@@ -59,7 +59,9 @@ fn take(app: &Arc<App>, spec: WorkerSpec) -> Result<InstanceId> {
             let plane = Plane::new(&spec, app.options.connect_timeout, &app.upstream);
             let member = Arc::new(Member { plane, text, loads: Mutex::new(BTreeMap::new()), spec });
             let engine = app.fleet.add_member(Arc::clone(&member))?;
-            let watch = liveness::watch(Arc::clone(&engine), member, app.shutdown.clone());
+            let interval = app.options.health_interval;
+            let watch =
+                liveness::watch(Arc::clone(&engine), member, interval, app.shutdown.clone());
             tokio::spawn(watch);
             engine
         }

@@ -95,7 +95,7 @@ impl TcpPlane {
             }
             Ok(Err(error)) => Err(error),
             Err(_) => Err(PlaneError::new(
-                Cause::Connect,
+                Cause::Silent,
                 format!("worker at {} answered no ping within {PING_TIME:?}", self.address),
             )),
         }

@@ -16,7 +16,7 @@ use tokio::runtime::{Builder, Runtime};
 use crate::frontend::engine::EngineSpec;
 use crate::frontend::notes::EngineNotes;
 use crate::frontend::{FrontendApp, FrontendOptions, admin};
-use crate::{RemoteIndexerOptions, Shutdown};
+use crate::{FrontendSettings, RemoteIndexerOptions, Shutdown};
 
 /// A frontend, the catalog that it subscribes with, and the runtime that its tasks need.
 struct Frontend {
@@ -154,4 +154,55 @@ fn a_worker_whose_ranks_do_not_fit_is_refused_and_comes_when_others_left() {
     let models = vec![("m".to_owned(), None)];
     fleet.learned(&engine, EngineNotes { models, ..EngineNotes::default() }).unwrap();
     assert_eq!(frontend.warnings(), "[]");
+}
+
+/// Of one that discovery has taken away, too: its lease ends before anybody knows why.
+#[test]
+fn requests_do_not_wait_for_a_worker_that_is_frozen() {
+    // The system takes connections for it, and nothing answers them.
+    let frozen = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = frozen.local_addr().unwrap().to_string();
+    let own = FrontendSettings {
+        health_interval: Duration::from_millis(10),
+        ..FrontendSettings::default()
+    };
+    let frontend = Frontend::new(FrontendOptions { own, ..FrontendOptions::default() });
+    let put = |id: u64, address: &str| {
+        let _guard = frontend.runtime.enter();
+        let worker = json!({
+            "id": id, "plane": {"kind": "tcp", "address": address}, "endpoint": "n/c/e",
+            "card": {"model_name": "m", "model_input": "text"},
+        });
+        frontend.app.put_worker(&worker.to_string()).unwrap();
+    };
+    put(7, &address);
+    put(8, &address);
+    // Its port is closed: it ends when it has answered what it has.
+    put(9, "127.0.0.1:9");
+    let engines = frontend.app.app.fleet.engines();
+    let engine = |id: u64| engines.iter().find(|engine| engine.id == id).unwrap();
+    frontend.runtime.block_on(async {
+        let first_byte = std::future::pending::<()>;
+        let (there, gone, ending) = (engine(7), engine(8), engine(9));
+        let mut ends = std::pin::pin!(ending.while_well(first_byte()));
+        tokio::select! {
+            biased;
+            _ = &mut ends => panic!("nobody waits for an answer that may come"),
+            () = tokio::task::yield_now() => {}
+        }
+        let waits =
+            async { tokio::join!(there.while_well(first_byte()), gone.while_well(first_byte())) };
+        let removed = async {
+            frontend.app.remove_worker(8).unwrap();
+            frontend.app.remove_worker(9).unwrap();
+        };
+        tokio::select! {
+            ((one, two), ()) = async { tokio::join!(waits, removed) } => {
+                assert_eq!((one, two), (None, None));
+            }
+            _ = &mut ends => panic!("nobody waits for an answer that may come"),
+            () = tokio::time::sleep(Duration::from_secs(30)) => panic!("they wait still"),
+        }
+        assert!(!there.is_healthy());
+    });
 }

@@ -76,15 +76,16 @@ impl WebPlane {
     /// Does a server answer, whatever it says? That its port is open says nothing: a system takes connections
     /// for a process that stands still.
     pub async fn ping(&self) -> Result<(), PlaneError> {
-        let cannot = |why: String| {
-            PlaneError::new(Cause::Connect, format!("no answer from {}: {why}", self.target))
-        };
+        let told = |why: &str| format!("no answer from {}: {why}", self.target);
+        let cannot = |why: String| PlaneError::new(Cause::Connect, told(&why));
         let request = Request::get(&self.target).body(Full::default());
         let request = request.map_err(|error| cannot(error.to_string()))?;
         match tokio::time::timeout(PING_TIME, self.upstream.send(request)).await {
             Ok(Ok(_)) => Ok(()),
             Ok(Err(error)) => Err(cannot(error.message)),
-            Err(_) => Err(cannot(format!("none within {PING_TIME:?}"))),
+            Err(_) => {
+                Err(PlaneError::new(Cause::Silent, told(&format!("none within {PING_TIME:?}"))))
+            }
         }
     }
 }

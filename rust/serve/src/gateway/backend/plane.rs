@@ -232,7 +232,7 @@ pub(in crate::gateway) fn failed(engine: &Engine, error: PlaneError) -> Failed {
             let is_final = status != StatusCode::TOO_MANY_REQUESTS;
             return Failed { is_final, ..Failed::new(cause, message, status) };
         }
-        Cause::Connect => {
+        Cause::Connect | Cause::Silent => {
             return Failed::new(cause, message, StatusCode::BAD_GATEWAY).fault().unsent();
         }
         Cause::Broken | Cause::Protocol => {

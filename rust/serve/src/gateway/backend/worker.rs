@@ -53,14 +53,10 @@ async fn while_well<T>(
     work: impl Future<Output = Result<T, Failed>>,
 ) -> Result<T, Failed> {
     let engine = &choice.engine;
-    tokio::select! {
-        biased;
-        done = work => done,
-        () = engine.until_unwell() => {
-            let message = format!("worker {} fails its checks and had not begun to answer", engine.id);
-            Err(Failed::new("unwell", message, StatusCode::BAD_GATEWAY).died())
-        }
-    }
+    engine.while_well(work).await.unwrap_or_else(|| {
+        let message = format!("worker {} fails its checks and had not begun to answer", engine.id);
+        Err(Failed::new("unwell", message, StatusCode::BAD_GATEWAY).died())
+    })
 }
 
 /// As [`Backend::prefill`], at whichever kind of worker was chosen.
