@@ -92,3 +92,56 @@ impl Compute {
         Ok(done)
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::mpsc;
+
+    use kvflash_core::clock::ManualClock;
+    use parking_lot::Mutex;
+
+    use super::*;
+
+    /// Whatever takes longer does not come.
+    const DEADLINE: Duration = Duration::from_secs(30);
+
+    #[test]
+    fn long_prompts_hold_up_nobody_who_serves() {
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_time().build();
+        let runtime = runtime.unwrap();
+        let clock = Arc::new(ManualClock::default());
+        let compute = Compute::new(DEADLINE, clock, &mut Registry::default()).unwrap();
+        let (compute, gate) = (Arc::new(compute), Arc::new(Mutex::new(())));
+        let (begun, has_begun) = mpsc::channel();
+        let held = gate.lock();
+        let jobs: Vec<_> = (0..2 * compute.cores)
+            .map(|_| {
+                let (compute, gate, begun) =
+                    (Arc::clone(&compute), Arc::clone(&gate), begun.clone());
+                runtime.spawn(async move {
+                    let job = || {
+                        begun.send(()).unwrap();
+                        drop(gate.lock());
+                    };
+                    compute.run(&HeaderMap::new(), Some("a client"), 60_000, job).await.unwrap();
+                })
+            })
+            .collect();
+        for _ in 0..compute.cores {
+            has_begun.recv_timeout(DEADLINE).unwrap();
+        }
+        let (served, is_served) = mpsc::channel();
+        let other = runtime.spawn(async move { served.send(()).unwrap() });
+        let outcome = is_served.recv_timeout(DEADLINE);
+        let is_one_more = has_begun.try_recv().is_ok();
+        drop(held);
+        for task in jobs.into_iter().chain([other]) {
+            runtime.block_on(task).unwrap();
+        }
+        outcome.expect("the only serving thread was held up");
+        assert!(!is_one_more, "more at once than there are cores");
+        assert_eq!(has_begun.try_iter().count(), compute.cores);
+    }
+}

@@ -183,6 +183,16 @@ impl CommonMetrics {
         for (kind, value) in catalog.event_counts().entries() {
             self.events.get_or_create(&KindLabel { kind }).set(value as i64);
         }
+        // Anew at each scrape: an index that is gone leaves no label behind.
+        let of_models = [
+            &self.blocks,
+            &self.unique_blocks,
+            &self.index_bytes,
+            &self.predicted_blocks,
+            &self.workers,
+        ];
+        of_models.into_iter().for_each(|family| family.clear());
+        self.evicted_blocks.clear();
         for model in catalog.models() {
             let label = ModelLabel {
                 model: escape(&model.key.model_name),

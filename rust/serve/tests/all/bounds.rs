@@ -12,7 +12,7 @@ use kvflash_serve::{Http, HttpSettings};
 use serde_json::json;
 
 use super::engine::Engine;
-use super::stage::{Stage, prompt, with};
+use super::stage::{Stage, prompt, until, with};
 
 fn bounded(options: &mut FrontendOptions, settings: HttpSettings) {
     options.http = Http::of(settings).unwrap();
@@ -114,4 +114,34 @@ async fn the_limit_of_prompts_can_be_set() {
     let text = |bytes| json!({ "model": "m", "prompt": "a".repeat(bytes) });
     assert_eq!(stage.ask(&text(50_000)).await.status, 400);
     assert_eq!(stage.ask(&text(39_000)).await.status, 200);
+}
+
+#[tokio::test]
+async fn counters_hold_whatever_an_engine_says_of_itself() {
+    let stage = Stage::new(|_| ());
+    let engine = stage.engine().await;
+    let usage = json!({
+        "prompt_tokens": 40, "completion_tokens": u64::MAX,
+        "prompt_tokens_details": { "cached_tokens": u64::MAX },
+    });
+    engine.answers(200, json!({ "choices": [], "usage": usage }));
+    for _ in 0..2 {
+        assert_eq!(stage.ask(&prompt(0..40)).await.status, 200);
+    }
+    // No more of a prompt than it has.
+    stage.until_metric("tokens_total{stage=\"delivered\"}", 80.0).await;
+}
+
+#[tokio::test]
+async fn a_model_that_nobody_serves_any_more_leaves_no_series_behind() {
+    let stage = Stage::new(|_| ());
+    let engine = stage.engine().await;
+    assert_eq!(stage.ask(&prompt(0..40)).await.status, 200);
+    let series = async || {
+        let answer = stage.scrape().await;
+        answer.lines().filter(|line| line.contains("model=\"m\"")).count()
+    };
+    assert!(series().await > 0);
+    stage.remove(engine.id).await;
+    until("the series to go", async || series().await == 0).await;
 }

@@ -214,6 +214,24 @@ async fn probes_are_answered_while_all_connections_are_taken() {
 }
 
 #[tokio::test]
+async fn a_question_that_does_not_come_ends() {
+    let body_timeout = Duration::from_millis(50);
+    let http = Http::of(HttpSettings { body_timeout, ..HttpSettings::default() }).unwrap();
+    let service = IndexerApp::service(catalog(), options(), &http).unwrap();
+    let server = start(service, http.limits(Duration::ZERO)).await;
+    for path in ["/query", "/query_by_hash", "/register"] {
+        let mut stream = server.connect().await;
+        let head = format!("POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 33\r\n\r\n{{");
+        stream.write_all(head.as_bytes()).await.unwrap();
+        let mut answer = [0; 4_096];
+        let read = tokio::time::timeout(DEADLINE, stream.read(&mut answer)).await.unwrap().unwrap();
+        let answer = String::from_utf8_lossy(&answer[..read]);
+        assert!(answer.starts_with("HTTP/1.1 408 "), "{path}: {answer}");
+        assert!(answer.contains("--body-timeout"), "{path}: {answer}");
+    }
+}
+
+#[tokio::test]
 async fn a_slow_head_is_cut_off_whenever_it_comes() {
     let limits =
         ServeLimits { header_timeout: Duration::from_millis(100), ..ServeLimits::default() };

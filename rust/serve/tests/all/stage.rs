@@ -188,6 +188,11 @@ impl Stage {
         tokio::spawn(async move { call_with(router, Method::POST, COMPLETIONS, &[], body).await })
     }
 
+    /// All metrics.
+    pub async fn scrape(&self) -> String {
+        self.call(Method::GET, "/metrics", &[], None).await.text().to_owned()
+    }
+
     /// The value of a metric, its name without the prefix; 0 where it is not told.
     pub async fn metric(&self, name: &str) -> f64 {
         let answer = self.call(Method::GET, "/metrics", &[], None).await;
