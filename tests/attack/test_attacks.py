@@ -12,19 +12,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from fuzz_requests import SERVICES, Found, fuzz
 
-from service import Http, until
+from service import Http, rss, until
 from support_frontend import FrontendProcess, Mocker
 
 TOKENIZER = Path(__file__).parents[1] / "vectors" / "tiny-llama"
 MIB = 1 << 20
-
-
-def rss(process_id: int) -> int:
-    """Resident memory of a process, bytes."""
-    status = Path(f"/proc/{process_id}/status").read_text(encoding="ascii")
-    line = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
-    return int(line.split()[1]) * 1024
 
 
 def chat(content: str) -> bytes:
@@ -79,3 +73,11 @@ def test_bodies_that_crawl_hold_up_nobody(frontend: FrontendProcess) -> None:
             one = stack.enter_context(socket.create_connection((address.hostname, address.port)))
             one.sendall(head.encode())
         assert ask(frontend, chat("hello")) == 200
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_requests_that_are_nearly_right_break_nothing(service: str) -> None:
+    found = Found()
+    assert fuzz(service, 4_000, seed=1, found=found)["sent"] == 4_000
+    assert found.wrong == []
+    assert {200, 400, 404} <= {status for _, status in found.statuses}

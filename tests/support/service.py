@@ -51,6 +51,13 @@ def until(check: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> 
         pause.wait(0.01)
 
 
+def rss(process_id: int) -> int:
+    """Resident memory of a process, bytes."""
+    status = Path(f"/proc/{process_id}/status").read_text(encoding="ascii")
+    line = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
+    return int(line.split()[1]) * 1024
+
+
 def has_ipv6() -> bool:
     """Whether this machine has an IPv6 loopback."""
     try:
