@@ -8,9 +8,9 @@ export CARGO_TARGET_DIR ?= $(HOME)/.cache/kvflash/target
 PROFILE ?= dev
 PYTEST_FLAGS ?=
 
-.PHONY: help demo demo-cluster test lint bench against policies settings dev capi wheel fuzz loom sanitize soak attack mutants peers audit clean
+.PHONY: help demo demo-cluster test lint bench against policies settings dev capi wheel fuzz loom sanitize soak attack gamedays mutants peers audit clean
 help:
-	@echo "make demo | demo-cluster | test | lint | bench | against | policies | settings | dev | capi | wheel | fuzz | loom | sanitize | soak | attack | mutants | peers | audit | clean"
+	@echo "make demo | demo-cluster | test | lint | bench | against | policies | settings | dev | capi | wheel | fuzz | loom | sanitize | soak | attack | gamedays | mutants | peers | audit | clean"
 
 $(VENV)/.ready:
 	$(PYTHON) -m venv $(VENV)
@@ -127,9 +127,15 @@ soak: dev
 	KVFLASH_CHAOS_SECONDS=600 $(BIN)/python -m pytest tests/feature/retry/test_chaos.py -s --timeout 0
 	KVFLASH_SOAK_BLOCKS=100000000 KVFLASH_SOAK_SECONDS=600 $(BIN)/python -m pytest benches/soak -s --timeout 0
 
-# Hostile clients of every kind at once beside honest ones; `make test` has each attack once. ATTACK_FLAGS="--seconds 30"
+# Hostile clients of every kind at once beside honest ones, then a million requests that are nearly right; `make test`
+# has each attack once. ATTACK_FLAGS="--seconds 30", REQUESTS=100000
 attack: dev
 	$(BIN)/python tests/attack/soak.py $(ATTACK_FLAGS)
+	$(BIN)/python tests/attack/fuzz_requests.py --requests $(or $(REQUESTS),1000000)
+
+# Processes that are killed, stopped and replaced under load: what was lost, and how long the others waited.
+gamedays: dev
+	$(BIN)/python tests/attack/gamedays.py $(DAYS_FLAGS)
 
 # Breaks one rule of the request path after the other: each time a test must fail. NAMES= takes some of them.
 mutants: dev
