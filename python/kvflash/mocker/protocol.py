@@ -95,6 +95,11 @@ def parse_json(data: bytes) -> Body:
     return body
 
 
+def shared(body: Body) -> Body:
+    """The fields that all APIs with a generated answer have in common."""
+    return {name: body[name] for name in ("model", "stream", "cache_salt") if name in body}
+
+
 def parse_model(body: Body, config: MockerConfig) -> tuple[str, Lora | None]:
     """Name of the model that is asked for, and its LoRA adapter.
 
@@ -254,8 +259,8 @@ def usage(request: Request) -> Body:
     }
 
 
-class Answer:
-    """Builds the bodies of one answer: the whole of it, or its chunks."""
+class CompletionAnswer:
+    """Builds the bodies of one chat or completion: the whole of it, or its chunks."""
 
     def __init__(self, answer_id: str, model: str, *, is_chat: bool) -> None:
         """Start an answer.

@@ -195,7 +195,7 @@ def test_salts_and_adapters_share_nothing(shared: Running) -> None:
         ("/v1/completions", {"prompt": "a", "model": "other"}, 404),
         ("/v1/completions", {"prompt": "a" * 500}, 400),
         ("/v1/chat/completions", {"messages": []}, 400),
-        ("/v1/embeddings", {}, 404),
+        ("/v1/images/generations", {}, 404),
         ("/health", {}, 405),
     ],
 )

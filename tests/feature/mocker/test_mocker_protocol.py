@@ -10,8 +10,8 @@ import pytest
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.metrics import render
 from kvflash.mocker.protocol import (
-    Answer,
     ApiError,
+    CompletionAnswer,
     GenerationParams,
     parse_generation,
     parse_json,
@@ -139,7 +139,7 @@ def test_usage() -> None:
 
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_chunks_add_up_to_the_whole(is_chat: bool) -> None:
-    answer = Answer("1", "m", is_chat=is_chat)
+    answer = CompletionAnswer("1", "m", is_chat=is_chat)
     whole = answer.whole("ab", answered())
     chunks = [answer.text_chunk("a", is_last=False), answer.text_chunk("b", is_last=True)]
     if opening := answer.opening_chunk():

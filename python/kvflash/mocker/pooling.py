@@ -1,0 +1,159 @@
+"""Embeddings, ranks and classes: figures that are functions of the tokens, at no cost."""
+
+from __future__ import annotations
+
+import base64
+import random
+import struct
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from kvflash.mocker.block_hash import output_seed
+from kvflash.mocker.protocol import Body, parse_token_ids, refuse
+from kvflash.mocker.tokenizer import Tokenizer
+
+DIMENSIONS = 16
+DIMENSIONS_MAX = 4096
+CLASSES = ("LABEL_0", "LABEL_1")
+
+
+def embeddings(body: Body, model: str, tokenizer: Tokenizer) -> Body:
+    """The answer of /v1/embeddings.
+
+    Raises:
+        ApiError: A field is wrong.
+    """
+    prompts = _prompts(body, tokenizer)
+    count = body.get("dimensions") or DIMENSIONS
+    if type(count) is not int or not 1 <= count <= DIMENSIONS_MAX:
+        refuse(f"dimensions must be in 1..={DIMENSIONS_MAX}", "dimensions")
+    form = body.get("encoding_format") or "float"
+    if form not in ("float", "base64"):
+        refuse("encoding_format must be float or base64", "encoding_format")
+    data: list[Body] = []
+    for index, prompt in enumerate(prompts):
+        vector = _vector(prompt, count)
+        packed = base64.b64encode(struct.pack(f"<{count}f", *vector)).decode()
+        embedding = packed if form == "base64" else vector
+        data.append({"index": index, "object": "embedding", "embedding": embedding})
+    return {**_list("embd", model, prompts), "data": data}
+
+
+def rerank(body: Body, model: str, tokenizer: Tokenizer) -> Body:
+    """The answer of /rerank: the best first.
+
+    Raises:
+        ApiError: A field is wrong.
+    """
+    query, documents = _text(body, "query"), _texts(body, "documents")
+    top_n = body.get("top_n") or len(documents)
+    if type(top_n) is not int or top_n < 1:
+        refuse("top_n must be a positive integer", "top_n")
+    pairs = [_encode(query + document, tokenizer) for document in documents]
+    scores = [_vector(pair, 1)[0] for pair in pairs]
+    ranked = sorted(range(len(documents)), key=scores.__getitem__, reverse=True)[:top_n]
+    results = [
+        {"index": at, "document": {"text": documents[at]}, "relevance_score": scores[at]}
+        for at in ranked
+    ]
+    tokens = sum(map(len, pairs))
+    used = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"id": f"score-{uuid.uuid4().hex}", "model": model, "usage": used, "results": results}
+
+
+def score(body: Body, model: str, tokenizer: Tokenizer) -> Body:
+    """The answer of /score: of `text_1` with each of `text_2`.
+
+    Raises:
+        ApiError: A field is wrong.
+    """
+    first, second = _texts(body, "text_1"), _texts(body, "text_2")
+    if len(first) not in (1, len(second)):
+        refuse("text_1 must be one text, or as many as text_2", "text_1")
+    first = first * (len(second) // len(first))
+    pairs = [_encode(one + other, tokenizer) for one, other in zip(first, second, strict=True)]
+    data = [
+        {"index": index, "object": "score", "score": _vector(pair, 1)[0]}
+        for index, pair in enumerate(pairs)
+    ]
+    return {**_list("score", model, pairs), "data": data}
+
+
+def classify(body: Body, model: str, tokenizer: Tokenizer) -> Body:
+    """The answer of /classify.
+
+    Raises:
+        ApiError: A field is wrong.
+    """
+    prompts = _prompts(body, tokenizer)
+    data = []
+    for index, prompt in enumerate(prompts):
+        share = _vector(prompt, 1)[0]
+        label = CLASSES[0] if share > 0.5 else CLASSES[1]
+        figures = {"probs": [share, 1 - share], "num_classes": len(CLASSES)}
+        data.append({"index": index, "label": label, **figures})
+    return {**_list("classify", model, prompts), "data": data}
+
+
+def pooling(body: Body, model: str, tokenizer: Tokenizer) -> Body:
+    """The answer of /pooling.
+
+    Raises:
+        ApiError: A field is wrong.
+    """
+    prompts = _prompts(body, tokenizer)
+    data = [
+        {"index": index, "object": "pooling", "data": _vector(prompt, DIMENSIONS)}
+        for index, prompt in enumerate(prompts)
+    ]
+    return {**_list("pool", model, prompts), "data": data}
+
+
+def _list(kind: str, model: str, prompts: Sequence[Sequence[int]]) -> Body:
+    tokens = sum(map(len, prompts))
+    return {
+        "id": f"{kind}-{uuid.uuid4().hex}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": model,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0},
+    }
+
+
+def _vector(token_ids: Sequence[int], count: int) -> list[float]:
+    rng = random.Random(output_seed(0, token_ids))
+    return [rng.random() for _ in range(count)]
+
+
+def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=True)
+
+
+def _prompts(body: Body, tokenizer: Tokenizer) -> list[list[int]]:
+    told: Any = body.get("input")
+    # One prompt: text, or token ids.
+    if isinstance(told, str) or (isinstance(told, list) and told and type(told[0]) is int):
+        told = [told]
+    if not isinstance(told, list) or not told:
+        refuse("input must be text, token ids, or a non-empty list of these", "input")
+    return [
+        _encode(one, tokenizer) if isinstance(one, str) else parse_token_ids(one, "input")
+        for one in told
+    ]
+
+
+def _text(body: Body, name: str) -> str:
+    text = body.get(name)
+    if not isinstance(text, str):
+        refuse(f"{name} must be text", name)
+    return text
+
+
+def _texts(body: Body, name: str) -> list[str]:
+    told = body.get(name)
+    texts = [told] if isinstance(told, str) else told
+    if not isinstance(texts, list) or not texts or not all(isinstance(one, str) for one in texts):
+        refuse(f"{name} must be text or a non-empty list of texts", name)
+    return texts
