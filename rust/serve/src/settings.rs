@@ -84,6 +84,11 @@ settings! {
         tokenizer: Option<PathBuf> = None, (), "--tokenizer FOLDER";
         /// Memory for the tokens of text seen before
         tokenizer_cache: usize = 256 * 1024 * 1024, Legal::Bytes(1, false), "--tokenizer-cache SIZE";
+        /// Time between two comparisons of the tokens made here with those of a model's engines; 0: never
+        ///
+        /// See [the same tokens as the engine's](frontend.md#the-same-tokens-as-the-engines)
+        parity_interval: Duration = Duration::from_secs(3_600), 0.0..=31_536_000.0,
+            "--parity-interval SECONDS";
         /// Key for the frontend's own calls to workers; better in a file or in the environment
         ///
         /// For health, models and `/tokenize`; clients' requests carry their own

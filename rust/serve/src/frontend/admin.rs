@@ -56,6 +56,7 @@ fn tell_health(app: &App) -> Response {
         "warnings": warnings(app, &reasons),
         "reasons": reasons,
         "reuse": reuse(app, &engines),
+        "parity": app.parity.view(),
     });
     (status, Json(body)).into_response()
 }
@@ -117,6 +118,7 @@ fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
         app.fleet.engines().into_iter().map(|engine| (engine.id, engine)).collect();
     warnings.extend(reasons.iter().map(|reason| format!("{} Fix: {}", reason.message, reason.fix)));
     warnings.extend(app.refused_workers.lock().values().cloned());
+    warnings.extend(app.parity.warnings());
     for model in app.fleet.without_decode() {
         warnings.push(format!("model {model}: it has prefill workers, and none that decodes"));
     }

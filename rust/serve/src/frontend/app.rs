@@ -18,6 +18,7 @@ use tokio::time::Instant;
 use super::fleet::Fleet;
 use super::metrics::FrontendMetrics;
 use super::options::FrontendOptions;
+use super::parity::Parity;
 use super::proxy::Upstream;
 use super::runtime::member::{ModelText, Tokenizers};
 use crate::Shutdown;
@@ -44,6 +45,8 @@ pub(crate) struct App {
     /// The same with its end tokens, for workers whose card names no tokenizer.
     pub own_text: Option<Arc<ModelText>>,
     pub tokenizers: Tokenizers,
+    /// Whether the engines make the same tokens.
+    pub parity: Parity,
     /// Clients are told how to come back to their worker.
     pub keeps_sessions: bool,
     pub common: CommonMetrics,
@@ -126,6 +129,7 @@ impl App {
             text: own_text.as_ref().map(|text| Arc::clone(&text.model)),
             own_text,
             tokenizers,
+            parity: Parity::default(),
             common,
             metrics,
             outside_warnings: RwLock::default(),

@@ -6,24 +6,17 @@ use std::time::Duration;
 use kvflash_core::fleet::port_of;
 use kvflash_core::ids::Worker;
 use kvflash_core::select::WorkerReason;
-use serde::Deserialize;
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
 use super::app::App;
+use super::corpus::texts;
 use super::engine::Engine;
+use super::parity::{Tokenized, tokenize};
 
-/// Longest wait for what a socket or `/tokenize` says.
+/// Longest wait for what a socket says.
 const TIMEOUT: Duration = Duration::from_secs(2);
-/// An answer of `/tokenize` to these texts is a few hundred bytes.
-const MAX_ANSWER_BYTES: usize = 1024 * 1024;
-/// Words, code, numbers, other scripts and white space: tokenizers of different models part here.
-const TEXTS: [&str; 3] = [
-    "The quick brown fox jumps over 13 lazy dogs, doesn't it?",
-    "def area(r: float) -> float:\n    return 3.14159 * r ** 2  # naïve, 東京 🙂",
-    "  leading spaces,\ttabs\n\nand CamelCaseWords_with_underscores 1234567890",
-];
 
 /// What answers at an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -177,11 +170,6 @@ fn socket_type(said: &[u8]) -> Peer {
     }
 }
 
-#[derive(Deserialize)]
-struct Tokenized {
-    tokens: Vec<u32>,
-}
-
 /// Whether it is known if the local tokenizer is the engine's. Without a local one the engine's is asked anyway.
 async fn inspect_tokenizer(app: &App, engine: &Engine, faults: &mut Vec<WorkerReason>) -> bool {
     let Some(text) = &app.text else { return true };
@@ -189,29 +177,27 @@ async fn inspect_tokenizer(app: &App, engine: &Engine, faults: &mut Vec<WorkerRe
         let notes = engine.notes.lock();
         notes.models.iter().find(|(_, parent)| parent.is_none()).map(|(name, _)| name.clone())
     };
-    let url = format!("{}/tokenize", engine.base);
-    for sample in TEXTS {
-        let Ok(own) = text.completion_tokens(sample, true) else { return true };
+    for sample in texts() {
+        let Ok(own) = text.completion_tokens(&sample, true) else { return true };
         let body = json!({ "model": name, "prompt": sample, "add_special_tokens": true });
-        let call = app.upstream.post_json(&url, body.to_string().into_bytes(), MAX_ANSWER_BYTES);
-        let Ok(Ok((status, answer))) = tokio::time::timeout(TIMEOUT, call).await else {
-            return false;
-        };
-        let tokenized = serde_json::from_slice::<Tokenized>(&answer);
-        let Ok(theirs) = tokenized.map(|answer| answer.tokens) else {
-            if !std::mem::replace(&mut engine.inspection.lock().has_told_untold, true) {
-                tracing::info!(
-                    worker = engine.id,
-                    status = status.as_u16(),
-                    "the engine has no /tokenize, so its tokens cannot be compared with those of --tokenizer"
-                );
+        let theirs = match tokenize(app, engine, &body).await {
+            Tokenized::Tokens(theirs) => theirs,
+            Tokenized::Failed => return false,
+            Tokenized::Refused(status) => {
+                if !std::mem::replace(&mut engine.inspection.lock().has_told_untold, true) {
+                    tracing::info!(
+                        worker = engine.id,
+                        status = status.as_u16(),
+                        "the engine has no /tokenize, so its tokens cannot be compared with those of --tokenizer"
+                    );
+                }
+                return true;
             }
-            return true;
         };
         if own != theirs {
             let seen = format!(
-                "--tokenizer makes {} tokens of {sample:?}, the engine {}{}: it is another model's, so prompts \
-                 never match what the engine caches",
+                "--tokenizer makes {} tokens of {sample:?}, the engine {}{}: it is another model's, and prompts that \
+                 are tokenized here never match what the engine caches",
                 own.len(),
                 theirs.len(),
                 if own.len() == theirs.len() { " other ones" } else { "" },

@@ -32,6 +32,13 @@ pub(crate) struct TurnLabel {
     pub outcome: &'static str,
 }
 
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct FormLabel {
+    pub model: String,
+    pub version: String,
+    pub form: &'static str,
+}
+
 metrics! {
     #[derive(Debug, Clone)]
     pub(crate) struct FrontendMetrics {
@@ -45,6 +52,10 @@ metrics! {
             "Answers whose engine counted another number of prompt tokens than routing did";
         pub untokenized: Family<CauseLabel, Counter> = "untokenized_requests",
             "Requests routed without tokens, so without overlap, by cause";
+        pub parity: Family<FormLabel, Gauge> = "parity",
+            "1 = prompts of the form have the same tokens here and at the model's engines of this version, 0 = others";
+        pub parity_probes: Family<OutcomeLabel, Counter> = "parity_probes",
+            "Comparisons of tokens with an engine, by what became of them";
         pub attempts_failed: Family<CauseLabel, Counter> = "attempts_failed",
             "Attempts at a worker that failed before the first byte, by cause";
         pub refused: Family<CauseLabel, Counter> = "refused_requests",

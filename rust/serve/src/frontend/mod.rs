@@ -4,6 +4,7 @@
 mod admin;
 pub(crate) mod app;
 mod busy;
+pub(crate) mod corpus;
 pub(crate) mod engine;
 mod engine_metrics;
 pub(crate) mod fleet;
@@ -11,6 +12,7 @@ mod inspect;
 pub(crate) mod metrics;
 pub(crate) mod notes;
 mod options;
+pub(crate) mod parity;
 pub(crate) mod pool;
 mod probe;
 pub(crate) mod proxy;

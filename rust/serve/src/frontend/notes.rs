@@ -16,6 +16,8 @@ pub(crate) struct EngineNotes {
     pub capacity_blocks: Option<u64>,
     /// Tokens in a block, as its metrics say.
     pub block_size: Option<u32>,
+    /// What it calls its version.
+    pub version: Option<String>,
     /// When its process started, seconds since 1970, as its metrics say.
     pub started_s: Option<f64>,
     /// What its server says of itself, where it is SGLang's and was asked.

@@ -1,11 +1,12 @@
 //! Health checks, and learning from an engine what it serves.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytes::Bytes;
 use kvflash_core::error::Result;
 use serde::Deserialize;
+use tokio::time::Instant;
 
 use super::app::App;
 use super::busy::{label, read_load, watched};
@@ -13,6 +14,7 @@ use super::engine::{Engine, EngineSpec};
 use super::engine_metrics;
 use super::inspect::inspect;
 use super::notes::EngineNotes;
+use super::parity;
 use super::proxy::Upstream;
 use super::server_info;
 use crate::Shutdown;
@@ -26,6 +28,8 @@ const FIRST_PAUSE: Duration = Duration::from_millis(250);
 
 /// An engine's answers to a check are small; more than this is not one.
 const MAX_ANSWER_BYTES: usize = 8 * 1024 * 1024;
+/// A longer name of a version is none.
+const MAX_VERSION_BYTES: usize = 128;
 
 /// Add an engine, and watch it. Must be called within a tokio runtime.
 ///
@@ -90,6 +94,7 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
                         Err(error) => engine.notes.lock().last_error = Some(error.to_string()),
                     }
                     inspect(&app, &engine).await;
+                    parity::compare_if_due(&app, &engine);
                 }
             },
         }
@@ -179,6 +184,11 @@ struct ModelList {
 }
 
 #[derive(Deserialize)]
+struct Version {
+    version: String,
+}
+
+#[derive(Deserialize)]
 struct ModelCard {
     id: String,
     parent: Option<String>,
@@ -209,6 +219,12 @@ async fn learn(app: &App, engine: &Engine) -> Result<EngineNotes, String> {
             .find_map(|line| line.strip_prefix("process_start_time_seconds "))
             .and_then(|value| value.trim().parse().ok());
         notes.capacity_blocks = info.and_then(|line| label(line, "num_gpu_blocks"));
+    }
+    if app.text.is_some()
+        && let Ok((200, body)) = get(upstream, engine, "/version", timeout).await
+    {
+        let version = serde_json::from_slice::<Version>(&body).ok().map(|answer| answer.version);
+        notes.version = version.filter(|version| version.len() <= MAX_VERSION_BYTES);
     }
     if app.options.uses_events() && engine.spec.events.is_none() {
         notes.server = server_info::ask(upstream, engine, timeout).await;

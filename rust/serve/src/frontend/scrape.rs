@@ -58,6 +58,7 @@ fn refill(app: &App) {
             }
         }
     }
+    app.parity.refill(app);
     tell_reuse(app);
     tell_turns(app);
     tell_queues(app);

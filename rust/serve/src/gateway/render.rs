@@ -89,7 +89,7 @@ impl Answer {
 ///
 /// # Errors
 /// The cause that is counted where it can't be known.
-pub(crate) async fn render(
+pub(super) async fn render(
     app: &App,
     envelope: &Envelope<'_>,
     pool: &Pool,

@@ -14,6 +14,7 @@ use super::envelope::{Envelope, Prompt};
 use super::render::{Known, ask_body, has_media, render, some_engine};
 use crate::compute::Busy;
 use crate::frontend::app::App;
+use crate::frontend::corpus::Forms;
 use crate::frontend::pool::Pool;
 use crate::frontend::runtime::member::ModelText;
 use crate::frontend::runtime::spec::ModelInput;
@@ -83,6 +84,7 @@ pub(super) async fn tokens(
         }
     };
     let model = own.as_ref().map(|own| &own.model).or(app.text.as_ref());
+    let model = model.filter(|_| is_strict || !is_remote(app, envelope, pool));
     let Some(model) = model else {
         return if prompt.is_none() && has_media(envelope) {
             render(app, envelope, pool).await.map_err(Untokenized::Unknown)
@@ -143,6 +145,13 @@ fn text_of_takers(pool: &Pool) -> Option<Arc<ModelText>> {
     let mut takers = members.all().filter_map(|engine| engine.member.as_ref());
     let taker = takers.find(|member| member.spec.card.model_input == ModelInput::Tokens);
     taker.and_then(|member| member.text.clone())
+}
+
+/// Whether the engines of `pool` make other tokens of such a request than the tokenizer here.
+fn is_remote(app: &App, envelope: &Envelope<'_>, pool: &Pool) -> bool {
+    let remote = app.parity.standing(&pool.name).remote;
+    let is_adapter = envelope.model.as_deref().is_some_and(|name| name != pool.name);
+    !remote.is_empty() && !Forms::of(envelope, is_adapter, remote).is_empty()
 }
 
 /// Ask an engine, in turn, for its own tokens.

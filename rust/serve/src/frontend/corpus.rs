@@ -1,0 +1,180 @@
+//! What prompts look like, and an example or two of each form.
+
+use bytes::Bytes;
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::gateway::body::Body;
+use crate::gateway::envelope::Envelope;
+
+/// The examples: one list of requests, each with the form that it is of.
+const CORPUS: &str = include_str!("corpus.json");
+
+/// A trait of prompts that templates or tokenizers may treat differently from an engine's. A prompt may have several.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Form {
+    /// A text prompt, without a template.
+    Text,
+    /// A chat, whatever it holds.
+    Chat,
+    /// A chat with answers in it.
+    Turns,
+    /// A chat with tools, or calls of them.
+    Tools,
+    /// A chat with what a model thought before it answered.
+    Reasoning,
+    /// A chat with characters beyond ASCII.
+    Unicode,
+    /// A chat with variables for its template.
+    TemplateKwargs,
+    /// A chat with an adapter.
+    Adapter,
+}
+
+impl Form {
+    pub const ALL: [Self; 8] = [
+        Self::Text,
+        Self::Chat,
+        Self::Turns,
+        Self::Tools,
+        Self::Reasoning,
+        Self::Unicode,
+        Self::TemplateKwargs,
+        Self::Adapter,
+    ];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Text => "text",
+            Self::Chat => "chat",
+            Self::Turns => "turns",
+            Self::Tools => "tools",
+            Self::Reasoning => "reasoning",
+            Self::Unicode => "unicode",
+            Self::TemplateKwargs => "template_kwargs",
+            Self::Adapter => "adapter",
+        }
+    }
+}
+
+/// A set of forms.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Forms(u8);
+
+impl Forms {
+    pub const NONE: Self = Self(0);
+    pub const ALL: Self = Self(u8::MAX);
+
+    pub fn with(self, form: Form) -> Self {
+        Self(self.0 | 1 << form as u8)
+    }
+
+    pub fn has(self, form: Form) -> bool {
+        self.0 & 1 << form as u8 != 0
+    }
+
+    pub fn and(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+
+    pub fn or(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+
+    pub fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+
+    /// Of these forms, those that a request has; `is_adapter` where its model is one.
+    ///
+    /// # Cost
+    /// A pass over the messages for each of turns, tools, reasoning and unicode that is asked for.
+    pub fn of(envelope: &Envelope<'_>, is_adapter: bool, asked: Self) -> Self {
+        let Some(messages) = envelope.messages.map(|raw| raw.get().as_bytes()) else {
+            return Self::NONE.with(Form::Text).and(asked);
+        };
+        let holds = |word: &str| memchr::memmem::find(messages, word.as_bytes()).is_some();
+        let has = |form| match form {
+            Form::Text => false,
+            Form::Chat => true,
+            Form::Turns => holds("\"assistant\""),
+            Form::Tools => {
+                let is_given = |raw: &str| raw != "null";
+                envelope.tools.is_some_and(|raw| is_given(raw.get()))
+                    || holds("\"tool_calls\"")
+                    || holds("\"tool\"")
+            }
+            Form::Reasoning => holds("\"reasoning") || holds("think>"),
+            Form::Unicode => !messages.is_ascii() || holds("\\u"),
+            Form::TemplateKwargs => {
+                envelope.chat_template_kwargs.is_some_and(|raw| raw.get() != "null")
+            }
+            Form::Adapter => is_adapter,
+        };
+        let found = Form::ALL.into_iter().filter(|form| asked.has(*form) && has(*form));
+        found.fold(Self::NONE, Self::with)
+    }
+}
+
+/// An example of a form.
+pub(crate) struct Example {
+    pub form: Form,
+    pub body: Body,
+}
+
+/// All examples, those of a form one after the other.
+pub(crate) fn examples() -> Vec<Example> {
+    let entries: Vec<Value> = serde_json::from_str(CORPUS).expect("a test reads it");
+    let read = |mut entry: Value| {
+        let form = Form::deserialize(entry["form"].take()).expect("a test reads it");
+        if let Some(fields) = entry.as_object_mut() {
+            fields.remove("form");
+        }
+        let body = Body::parse(Bytes::from(entry.to_string())).ok().expect("a test reads it");
+        Example { form, body }
+    };
+    entries.into_iter().map(read).collect()
+}
+
+/// The text prompts among them: words, code, numbers, other scripts and white space, where tokenizers of different
+/// models part.
+pub(crate) fn texts() -> impl Iterator<Item = String> {
+    let of = |one: Example| {
+        let envelope: Envelope<'_> = one.body.read().ok()?;
+        serde_json::from_str(envelope.prompt?.get()).ok()
+    };
+    examples().into_iter().filter_map(of)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_form_has_an_example_that_is_of_it() {
+        let examples = examples();
+        for form in Form::ALL {
+            let of_form: Vec<_> = examples.iter().filter(|one| one.form == form).collect();
+            assert!(!of_form.is_empty(), "{form:?}");
+            for one in of_form {
+                let envelope: Envelope<'_> = one.body.read().unwrap();
+                let found = Forms::of(&envelope, form == Form::Adapter, Forms::ALL);
+                assert!(found.has(form), "{form:?}: {found:?}");
+                assert_eq!(found.has(Form::Text), form == Form::Text);
+            }
+        }
+    }
+
+    #[test]
+    fn only_what_is_asked_for_is_looked_at() {
+        let body = br#"{"messages": [{"role": "assistant", "content": "\u00e9"}], "tools": null}"#;
+        let body = Body::parse(Bytes::from_static(body)).unwrap();
+        let envelope: Envelope<'_> = body.read().unwrap();
+        let wanted = Forms::NONE.with(Form::Chat).with(Form::Turns).with(Form::Unicode);
+        assert_eq!(Forms::of(&envelope, false, Forms::ALL), wanted);
+        let asked = Forms::NONE.with(Form::Turns).with(Form::Tools);
+        assert_eq!(Forms::of(&envelope, true, asked), Forms::NONE.with(Form::Turns));
+    }
+}

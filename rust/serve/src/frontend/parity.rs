@@ -1,0 +1,429 @@
+//! Whether prompts are made into tokens here as the engines do it: a corpus of forms is compared once for each model
+//! and version of its engines, and then from time to time. A form that differs is left to the engines' own renderer.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::http::StatusCode;
+use kvflash_core::text::{self, TextModel};
+use parking_lot::{Mutex, RwLock};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use tokio::time::Instant;
+
+use super::app::App;
+use super::corpus::{Example, Form, Forms, examples};
+use super::engine::Engine;
+use super::metrics::{FormLabel, OutcomeLabel};
+use super::pool::Pool;
+use crate::gateway::envelope::Envelope;
+use crate::gateway::render::ask_body;
+use crate::metrics::escape;
+
+/// Time to the next comparison after one that an engine did not answer.
+const RETRY_TIME: Duration = Duration::from_secs(300);
+/// Comparisons in a row after which a form that differed is rendered here again.
+const AGREEMENTS: u32 = 2;
+/// An answer to an example is a few hundred tokens.
+const MAX_ANSWER_BYTES: usize = 1024 * 1024;
+/// Name of the version of engines that tell none.
+const NO_VERSION: &str = "unknown";
+
+/// What a comparison of one form showed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Outcome {
+    /// It could not be made, and why.
+    NotCompared(String),
+    Agrees,
+    /// How the tokens differ.
+    Differs(String),
+}
+
+/// What is known of one form at engines of one version.
+#[derive(Debug, Clone)]
+struct FormRecord {
+    outcome: Outcome,
+    /// It differed, and has not agreed often enough since: engines render it.
+    is_remote: bool,
+    agreed: u32,
+}
+
+/// What is known of the engines of one version.
+#[derive(Debug, Default)]
+struct Record {
+    is_running: bool,
+    /// When the last comparison ended, and when the next one may begin.
+    ended: Option<Instant>,
+    due: Option<Instant>,
+    forms: BTreeMap<Form, FormRecord>,
+}
+
+/// How far prompts of a model may be made into tokens here.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Standing {
+    /// Forms that one of them makes into other tokens.
+    pub remote: Forms,
+}
+
+/// What all comparisons showed.
+///
+/// # Cost
+/// A record for each model and version of engines that are there now.
+#[derive(Default)]
+pub(crate) struct Parity {
+    /// By model and version.
+    records: Mutex<BTreeMap<(String, String), Record>>,
+    standings: RwLock<HashMap<String, Standing>>,
+}
+
+impl Parity {
+    /// Of the model of this name; nothing is proven before it was compared.
+    pub fn standing(&self, model: &str) -> Standing {
+        self.standings.read().get(model).copied().unwrap_or_default()
+    }
+
+    /// What `/health` says: by model and version.
+    pub fn view(&self) -> Value {
+        let mut view = json!({});
+        for ((model, version), record) in &*self.records.lock() {
+            let mut forms = json!({});
+            for (form, record) in &record.forms {
+                let (outcome, why) = match &record.outcome {
+                    Outcome::NotCompared(why) => ("not compared", Some(why)),
+                    Outcome::Agrees => ("agrees", None),
+                    Outcome::Differs(how) => ("differs", Some(how)),
+                };
+                let renderer = if record.is_remote { "engine" } else { "frontend" };
+                forms[form.name()] =
+                    json!({ "outcome": outcome, "why": why, "renderer": renderer });
+            }
+            view[model][version] = json!({
+                "compared_s_ago": record.ended.map(|at| at.elapsed().as_secs()),
+                "forms": forms,
+            });
+        }
+        view
+    }
+
+    /// What makes reuse worse than it could be, in words.
+    pub fn warnings(&self) -> Vec<String> {
+        let mut warnings = Vec::new();
+        for ((model, version), record) in &*self.records.lock() {
+            for (form, record) in record.forms.iter().filter(|(_, record)| record.is_remote) {
+                let how = match &record.outcome {
+                    Outcome::Differs(how) => how.as_str(),
+                    _ => "the last comparison agreed, one more is needed",
+                };
+                warnings.push(format!(
+                    "model {model}: prompts of the form {:?} have other tokens here than at engines of version \
+                     {version} ({how}); the engines render them. Fix: give --tokenizer the folder that the engines \
+                     serve, with their chat template",
+                    form.name(),
+                ));
+            }
+        }
+        warnings
+    }
+
+    /// Tell `/metrics`.
+    pub fn refill(&self, app: &App) {
+        let metrics = &app.metrics;
+        metrics.parity.clear();
+        for ((model, version), record) in &*self.records.lock() {
+            for (form, record) in &record.forms {
+                let value = match record.outcome {
+                    Outcome::NotCompared(_) => continue,
+                    Outcome::Agrees => 1,
+                    Outcome::Differs(_) => 0,
+                };
+                let (model, version) = (escape(model), escape(version));
+                let label = FormLabel { model, version, form: form.name() };
+                metrics.parity.get_or_create(&label).set(value);
+            }
+        }
+    }
+
+    /// Claim the comparison of a version, where it is due. Versions in `live` are kept, others of the model are not.
+    fn claim(&self, model: &str, version: &str, live: &[String]) -> bool {
+        let mut records = self.records.lock();
+        records.retain(|(of, version), record| {
+            of != model || record.is_running || live.contains(version)
+        });
+        let record = records.entry((model.to_owned(), version.to_owned())).or_default();
+        let is_due = !record.is_running && record.due.is_none_or(|due| due <= Instant::now());
+        record.is_running |= is_due;
+        is_due
+    }
+
+    /// A comparison has ended; `None` where the engine did not answer it.
+    fn ended(
+        &self,
+        model: &str,
+        version: &str,
+        outcomes: Option<BTreeMap<Form, Outcome>>,
+        interval: Duration,
+    ) {
+        let mut records = self.records.lock();
+        let Some(record) = records.get_mut(&(model.to_owned(), version.to_owned())) else { return };
+        record.is_running = false;
+        let now = Instant::now();
+        let Some(outcomes) = outcomes else {
+            record.due = Some(now + RETRY_TIME.min(interval));
+            return;
+        };
+        (record.ended, record.due) = (Some(now), Some(now + interval));
+        for (form, outcome) in outcomes {
+            let before = record.forms.get(&form);
+            let next = FormRecord::after(before, outcome);
+            tell(model, version, form, before, &next);
+            record.forms.insert(form, next);
+        }
+        let mut standing = Standing::default();
+        for record in records.iter().filter(|((of, _), _)| of == model).map(|(_, record)| record) {
+            let of = |is: fn(&FormRecord) -> bool| {
+                let found = record.forms.iter().filter(|(_, record)| is(record));
+                found.fold(Forms::NONE, |forms, (form, _)| forms.with(*form))
+            };
+            standing.remote = standing.remote.or(of(|record| record.is_remote));
+        }
+        self.standings.write().insert(model.to_owned(), standing);
+    }
+}
+
+impl FormRecord {
+    fn after(before: Option<&Self>, outcome: Outcome) -> Self {
+        let was_remote = before.is_some_and(|record| record.is_remote);
+        let agreed = match outcome {
+            Outcome::Agrees => before.map_or(0, |record| record.agreed) + 1,
+            _ => 0,
+        };
+        let is_remote = match outcome {
+            Outcome::Differs(_) => true,
+            Outcome::Agrees => was_remote && agreed < AGREEMENTS,
+            Outcome::NotCompared(_) => was_remote,
+        };
+        Self { outcome, is_remote, agreed }
+    }
+}
+
+/// Say in the log what has changed.
+fn tell(model: &str, version: &str, form: Form, before: Option<&FormRecord>, now: &FormRecord) {
+    let (was_remote, form) = (before.is_some_and(|record| record.is_remote), form.name());
+    match &now.outcome {
+        Outcome::Differs(how) if !was_remote => tracing::warn!(
+            model,
+            version,
+            form,
+            how,
+            "prompts of this form have other tokens here than at the engines, which render them from now on; give \
+             --tokenizer the folder that the engines serve, with their chat template"
+        ),
+        Outcome::Agrees if was_remote && !now.is_remote => {
+            tracing::info!(
+                model,
+                version,
+                form,
+                "prompts of this form agree again and are rendered here"
+            );
+        }
+        Outcome::NotCompared(why) if before.is_none() => {
+            tracing::info!(model, version, form, why, "prompts of this form were not compared");
+        }
+        _ => {}
+    }
+}
+
+/// Compare the tokens of the model that `engine` serves, where that is due: once for each version, then at
+/// `--parity-interval`.
+pub(super) fn compare_if_due(app: &Arc<App>, engine: &Arc<Engine>) {
+    let interval = app.options.parity_interval;
+    let Some(text) = app.text.clone().filter(|_| !interval.is_zero()) else { return };
+    if engine.member.is_some() || engine.spec.is_prefill || !engine.is_healthy() {
+        return;
+    }
+    let Some(pool) = app.fleet.pool_of(engine.id).filter(|pool| pool.selector.needs_tokens())
+    else {
+        return;
+    };
+    let version = version_of(engine);
+    let live: Vec<String> = pool.members().all().map(|engine| version_of(engine)).collect();
+    if !app.parity.claim(&pool.name, &version, &live) {
+        return;
+    }
+    let (app, engine) =
+        (Arc::clone(app), least_busy(&pool, &version).unwrap_or(Arc::clone(engine)));
+    tokio::spawn(async move {
+        let outcomes = tokio::select! {
+            outcomes = compare(&app, &text, &engine, &pool) => outcomes,
+            () = app.shutdown.wait() => None,
+        };
+        let outcome = if outcomes.is_some() { "compared" } else { "failed" };
+        app.metrics.parity_probes.get_or_create(&OutcomeLabel { outcome }).inc();
+        app.parity.ended(&pool.name, &version, outcomes, interval);
+    });
+}
+
+fn version_of(engine: &Engine) -> String {
+    let version = engine.notes.lock().version.clone();
+    version.unwrap_or_else(|| NO_VERSION.to_owned())
+}
+
+/// Of the healthy engines of a version, the one with the fewest requests.
+fn least_busy(pool: &Pool, version: &str) -> Option<Arc<Engine>> {
+    let mut requests = HashMap::<_, u32>::new();
+    for load in pool.selector.loads() {
+        *requests.entry(load.worker.instance_id).or_default() += load.requests;
+    }
+    let members = pool.members();
+    let fitting = members.all().filter(|engine| {
+        engine.member.is_none() && engine.is_healthy() && version_of(engine) == version
+    });
+    let least = fitting.min_by_key(|engine| requests.get(&engine.id).copied().unwrap_or_default());
+    least.cloned()
+}
+
+/// Compare all examples, one after the other; `None` where the engine does not answer.
+async fn compare(
+    app: &App,
+    text: &TextModel,
+    engine: &Engine,
+    pool: &Pool,
+) -> Option<BTreeMap<Form, Outcome>> {
+    let mut outcomes = BTreeMap::<Form, Outcome>::new();
+    let adapter = {
+        let notes = engine.notes.lock();
+        notes.models.iter().find(|(_, parent)| parent.is_some()).map(|(name, _)| name.clone())
+    };
+    for Example { form, body } in examples() {
+        if !matches!(outcomes.get(&form), None | Some(Outcome::Agrees)) {
+            continue;
+        }
+        let name = match form {
+            Form::Adapter => adapter.as_deref(),
+            _ => Some(&*pool.name),
+        };
+        let outcome = match name {
+            None => Outcome::NotCompared("no adapter is served".to_owned()),
+            Some(name) => {
+                let envelope: Envelope<'_> = body.read().ok()?;
+                compare_one(app, text, engine, name, &envelope).await?
+            }
+        };
+        outcomes.insert(form, outcome);
+    }
+    Some(outcomes)
+}
+
+async fn compare_one(
+    app: &App,
+    text: &TextModel,
+    engine: &Engine,
+    name: &str,
+    envelope: &Envelope<'_>,
+) -> Option<Outcome> {
+    let prompt: Option<String> = match envelope.prompt {
+        Some(raw) => Some(serde_json::from_str(raw.get()).ok()?),
+        None => None,
+    };
+    let own = match &prompt {
+        Some(prompt) => text.completion_tokens(prompt, true).map(text::Prompt::Tokens),
+        None => text.chat_tokens(&envelope.chat()),
+    };
+    let own = match own {
+        Ok(text::Prompt::Tokens(tokens)) => tokens,
+        Ok(text::Prompt::Unsupported(why)) => return Some(Outcome::NotCompared(why)),
+        Ok(_) => return None,
+        Err(error) => return Some(Outcome::NotCompared(error.to_string())),
+    };
+    let body = Value::Object(ask_body(envelope, name, prompt).ok()?);
+    match tokenize(app, engine, &body).await {
+        Tokenized::Tokens(theirs) => Some(match difference(&own, &theirs) {
+            None => Outcome::Agrees,
+            Some(how) => Outcome::Differs(how),
+        }),
+        Tokenized::Refused(status) => {
+            let why = format!("the engine's /tokenize answers {status}");
+            Some(Outcome::NotCompared(why))
+        }
+        Tokenized::Failed => None,
+    }
+}
+
+/// How two prompts differ; `None` where they do not.
+fn difference(own: &[u32], theirs: &[u32]) -> Option<String> {
+    if own == theirs {
+        return None;
+    }
+    let at = own.iter().zip(theirs).take_while(|(own, theirs)| own == theirs).count();
+    Some(format!("{} tokens here, {} there, others from {at} on", own.len(), theirs.len()))
+}
+
+/// An engine's answer to `/tokenize`.
+pub(super) enum Tokenized {
+    Tokens(Vec<u32>),
+    /// It has no such door, or does not take this prompt.
+    Refused(StatusCode),
+    /// No answer, or one of an engine in trouble.
+    Failed,
+}
+
+/// Ask `engine` for the tokens of a prompt.
+pub(super) async fn tokenize(app: &App, engine: &Engine, body: &Value) -> Tokenized {
+    #[derive(Deserialize)]
+    struct Answer {
+        tokens: Vec<u32>,
+    }
+    let url = format!("{}/tokenize", engine.base);
+    let call = app.upstream.post_json(&url, body.to_string().into_bytes(), MAX_ANSWER_BYTES);
+    match tokio::time::timeout(app.options.tokenize_timeout, call).await {
+        Ok(Ok((status, _)))
+            if status.is_server_error() && status != StatusCode::NOT_IMPLEMENTED =>
+        {
+            Tokenized::Failed
+        }
+        Ok(Ok((status, answer))) => match serde_json::from_slice::<Answer>(&answer) {
+            Ok(answer) => Tokenized::Tokens(answer.tokens),
+            Err(_) => Tokenized::Refused(status),
+        },
+        Ok(Err(_)) | Err(_) => Tokenized::Failed,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_form_that_differed_is_rendered_here_after_two_agreements_in_a_row() {
+        let differs = || Outcome::Differs("x".to_owned());
+        let unknown = || Outcome::NotCompared("x".to_owned());
+        let remote = |outcomes: Vec<Outcome>| {
+            let mut record = None;
+            let next = |outcome| {
+                record = Some(FormRecord::after(record.as_ref(), outcome));
+                record.as_ref().is_some_and(|record| record.is_remote)
+            };
+            outcomes.into_iter().map(next).collect::<Vec<_>>()
+        };
+        let agrees = || Outcome::Agrees;
+        assert_eq!(remote(vec![agrees(), unknown(), agrees()]), [false; 3]);
+        assert_eq!(remote(vec![differs(), agrees(), agrees()]), [true, true, false]);
+        assert_eq!(
+            remote(vec![agrees(), agrees(), differs(), agrees(), differs(), agrees(), agrees()]),
+            [false, false, true, true, true, true, false]
+        );
+        // What could not be compared proves nothing, and is no link of a row.
+        assert_eq!(
+            remote(vec![differs(), agrees(), unknown(), agrees(), agrees()]),
+            [true, true, true, true, false]
+        );
+    }
+
+    #[test]
+    fn differences_say_where() {
+        assert_eq!(difference(&[1, 2], &[1, 2]), None);
+        let how = difference(&[1, 2, 3], &[1, 4]);
+        assert_eq!(how.as_deref(), Some("3 tokens here, 2 there, others from 1 on"));
+    }
+}
