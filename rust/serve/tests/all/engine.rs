@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU16, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 use serde_json::{Value, json};
@@ -22,16 +22,24 @@ enum Manner {
     Answer(u16, Value),
     /// Every request gets this text as its body.
     Say(u16, String),
+    /// Every request gets what this makes of its body.
+    Reply(Arc<dyn Fn(&Value) -> (u16, Value) + Send + Sync>),
     /// The connection is closed without a byte.
     Close,
     /// One answer of status 103 after the other, and nothing else.
     Hesitate,
 }
 
+/// The tokens that an engine makes of a body of `/tokenize`; `None` where it does not take it.
+type Renderer = Arc<dyn Fn(&Value) -> Option<Vec<u32>> + Send + Sync>;
+
 struct State {
     manner: Mutex<Manner>,
     health: AtomicU16,
     models: Value,
+    renderer: Mutex<Option<Renderer>>,
+    /// Requests to `/tokenize` that it answered.
+    tokenized: AtomicUsize,
     bodies: Mutex<Vec<Value>>,
     paths: Mutex<Vec<String>>,
     /// What its renderer makes of any request; without it there is none.
@@ -73,6 +81,8 @@ impl Engine {
             manner: Mutex::new(Manner::Answer(200, json!({ "choices": [] }))),
             health: AtomicU16::new(200),
             models: json!({ "object": "list", "data": models }),
+            renderer: Mutex::default(),
+            tokenized: AtomicUsize::new(0),
             bodies: Mutex::default(),
             paths: Mutex::default(),
             rendered: Mutex::default(),
@@ -88,8 +98,23 @@ impl Engine {
         self
     }
 
+    /// From now on it answers `/tokenize`, too.
+    pub fn renders(&self, render: impl Fn(&Value) -> Option<Vec<u32>> + Send + Sync + 'static) {
+        *self.state.renderer.lock() = Some(Arc::new(render));
+    }
+
+    /// How often it did.
+    pub fn tokenized(&self) -> usize {
+        self.state.tokenized.load(Ordering::SeqCst)
+    }
+
     pub fn answers(&self, status: u16, body: Value) {
         *self.state.manner.lock() = Manner::Answer(status, body);
+    }
+
+    /// From now on it answers what `reply` makes of a request's body.
+    pub fn replies(&self, reply: impl Fn(&Value) -> (u16, Value) + Send + Sync + 'static) {
+        *self.state.manner.lock() = Manner::Reply(Arc::new(reply));
     }
 
     pub fn says(&self, status: u16, body: &str) {
@@ -192,6 +217,7 @@ async fn converse(mut stream: TcpStream, state: Arc<State>) {
         "/health" => (state.health.load(Ordering::SeqCst), "{}".to_owned()),
         "/v1/models" => (200, state.models.to_string()),
         "/metrics" => (200, format!("vllm:cache_config_info{{block_size=\"{BLOCK}\"}} 1\n")),
+        "/version" => (200, json!({ "version": "1.2.3" }).to_string()),
         path if path.ends_with("/render") => match &*state.rendered.lock() {
             Some(rendered) => (200, rendered.to_string()),
             None => (404, json!({ "detail": "Not Found" }).to_string()),
@@ -199,12 +225,26 @@ async fn converse(mut stream: TcpStream, state: Arc<State>) {
         _ => {
             // An upload is no JSON.
             let body: Value = serde_json::from_slice(&body).unwrap_or_default();
+            let renderer = state.renderer.lock().clone().filter(|_| path == "/tokenize");
+            if let Some(render) = renderer {
+                state.tokenized.fetch_add(1, Ordering::SeqCst);
+                let (status, answer) = match render(&body) {
+                    Some(tokens) => (200, json!({ "tokens": tokens })),
+                    None => (404, json!({ "error": "no such door" })),
+                };
+                whole(&mut stream, status, &answer.to_string()).await;
+                return;
+            }
             state.bodies.lock().push(body.clone());
             state.paths.lock().push(path);
             let manner = state.manner.lock().clone();
             match manner {
                 Manner::Answer(status, answer) => (status, answer.to_string()),
                 Manner::Say(status, text) => (status, text),
+                Manner::Reply(reply) => {
+                    let (status, answer) = reply(&body);
+                    (status, answer.to_string())
+                }
                 Manner::Close => return,
                 Manner::Hesitate => {
                     while stream.write_all(b"HTTP/1.1 103 Early Hints\r\n\r\n").await.is_ok() {

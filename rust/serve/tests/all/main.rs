@@ -7,6 +7,7 @@ mod bounds;
 mod disagg;
 mod engine;
 mod load;
+mod parity;
 mod queue;
 mod retry;
 mod serve;

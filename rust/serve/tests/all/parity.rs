@@ -1,0 +1,148 @@
+//! Tokens that are made here against those of the engines: what differs is left to the engines.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use kvflash_core::policy::Policy;
+use kvflash_core::text::{ChatRequest, Prompt, TextModel, TextOptions};
+use serde_json::{Value, json};
+
+use super::engine::Engine;
+use super::stage::{Stage, until};
+
+const HOUR: Duration = Duration::from_secs(3_600);
+const COMPARED: &str = "parity_probes_total{outcome=\"compared\"}";
+
+pub fn folder() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/vectors/tiny-llama")
+}
+
+/// A frontend that tokenizes.
+pub fn tokenizing() -> Stage {
+    Stage::new(|options| {
+        options.router.policy = Policy::Kv;
+        options.own.tokenizer = Some(folder());
+    })
+}
+
+/// The tokens of a body of `/tokenize` as the model itself makes them.
+pub fn renderer() -> impl Fn(&Value) -> Option<Vec<u32>> + Send + Sync + 'static {
+    let model = TextModel::from_folder(folder(), TextOptions::default()).unwrap();
+    move |body| {
+        if let Some(prompt) = body["prompt"].as_str() {
+            return Some(model.completion_tokens(prompt, true).unwrap());
+        }
+        let messages = body["messages"].to_string();
+        let request = ChatRequest { messages: Some(&messages), ..ChatRequest::default() };
+        match model.chat_tokens(&request).unwrap() {
+            Prompt::Tokens(tokens) => Some(tokens),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+pub fn chat(text: &str) -> Value {
+    json!({ "model": "m", "messages": [{ "role": "user", "content": text }] })
+}
+
+fn with_tools(text: &str) -> Value {
+    let mut body = chat(text);
+    body["tools"] = json!([{ "type": "function", "function": { "name": "f", "parameters": {} } }]);
+    body
+}
+
+/// What `/health` says of a form.
+async fn form(stage: &Stage, name: &str) -> (String, String) {
+    let form = &stage.get("/health").await["parity"]["m"]["1.2.3"]["forms"][name];
+    let text = |field: &str| form[field].as_str().unwrap().to_owned();
+    (text("outcome"), text("renderer"))
+}
+
+async fn rendered_for(stage: &Stage, engine: &Engine, body: &Value) -> usize {
+    let before = engine.tokenized();
+    let answer = stage.post("/v1/chat/completions", body).await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    engine.tokenized() - before
+}
+
+#[tokio::test]
+async fn a_form_that_differs_is_rendered_by_the_engine_until_two_comparisons_agree() {
+    let stage = tokenizing();
+    let engine = Engine::start(&["sql"]).await;
+    let (render, is_odd) = (renderer(), Arc::new(AtomicBool::new(true)));
+    let odd = Arc::clone(&is_odd);
+    engine.renders(move |body| {
+        let mut tokens = render(body)?;
+        if odd.load(Ordering::SeqCst) && !body["tools"].is_null() {
+            tokens.push(7);
+        }
+        Some(tokens)
+    });
+    let engine = stage.add(engine, json!({})).await;
+    stage.until_metric(COMPARED, 1.0).await;
+    let known = |outcome: &str, renderer: &str| (outcome.to_owned(), renderer.to_owned());
+    let (agrees, here) = (known("agrees", "frontend"), known("agrees", "engine"));
+    assert_eq!(form(&stage, "tools").await, known("differs", "engine"));
+    for name in ["text", "chat", "turns", "reasoning", "unicode", "template_kwargs", "adapter"] {
+        assert_eq!(form(&stage, name).await, agrees, "{name}");
+    }
+    let tools = "parity{model=\"m\",version=\"1.2.3\",form=\"tools\"}";
+    assert_eq!(stage.metric(tools).await, 0.0);
+    let warnings = stage.get("/health").await["warnings"].to_string();
+    assert!(
+        warnings.contains("form \\\"tools\\\"") && warnings.contains("--tokenizer"),
+        "{warnings}"
+    );
+    assert_eq!(rendered_for(&stage, &engine, &with_tools("a")).await, 1);
+    assert_eq!(rendered_for(&stage, &engine, &chat("a")).await, 0);
+
+    is_odd.store(false, Ordering::SeqCst);
+    stage.skip(HOUR).await;
+    stage.until_metric(COMPARED, 2.0).await;
+    assert_eq!(form(&stage, "tools").await, here);
+    assert_eq!(rendered_for(&stage, &engine, &with_tools("b")).await, 1);
+    stage.skip(HOUR).await;
+    stage.until_metric(COMPARED, 3.0).await;
+    assert_eq!(form(&stage, "tools").await, agrees);
+    assert_eq!(stage.metric(tools).await, 1.0);
+    assert_eq!(rendered_for(&stage, &engine, &with_tools("c")).await, 0);
+}
+
+#[tokio::test]
+async fn comparisons_are_few_and_one_worker_does_for_all() {
+    let stage = tokenizing();
+    let mut engines = Vec::new();
+    for _ in 0..3 {
+        let engine = Engine::start(&[]).await;
+        engine.renders(renderer());
+        engines.push(stage.add(engine, json!({})).await);
+    }
+    stage.until_metric(COMPARED, 1.0).await;
+    // The text prompts are asked of each worker when it joins.
+    until("all workers to be looked at", async || {
+        engines.iter().map(Engine::tokenized).sum::<usize>() == 3 * 3 + 12
+    })
+    .await;
+    stage.skip(HOUR / 2).await;
+    stage.skip(HOUR / 2).await;
+    stage.until_metric(COMPARED, 2.0).await;
+    assert_eq!(engines.iter().map(Engine::tokenized).sum::<usize>(), 3 * 3 + 2 * 12);
+    let adapter = form(&stage, "adapter").await;
+    assert_eq!(adapter, ("not compared".to_owned(), "frontend".to_owned()));
+}
+
+#[tokio::test]
+async fn an_engine_that_renders_nothing_is_not_compared() {
+    let stage = tokenizing();
+    let engine = Engine::start(&[]).await;
+    engine.renders(|_| None);
+    let engine = stage.add(engine, json!({})).await;
+    stage.until_metric(COMPARED, 1.0).await;
+    for name in ["text", "chat", "tools"] {
+        let found = form(&stage, name).await;
+        assert_eq!(found, ("not compared".to_owned(), "frontend".to_owned()), "{name}");
+    }
+    assert_eq!(rendered_for(&stage, &engine, &with_tools("a")).await, 0);
+}
