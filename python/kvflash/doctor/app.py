@@ -167,6 +167,7 @@ class _Doctor:
         health = self._ask(url, "/health")
         yield from self._routing(url, "a kvflash frontend", health)
         told = health.json if isinstance(health.json, dict) else {}
+        yield from workers.check_parity(url, told)
         # Read anew: what was heard meanwhile is to be in it.
         known = workers.workers_of(url, self._ask(url, "/workers").json)
         if not known:

@@ -15,6 +15,7 @@ from kvflash.doctor.finding import FAIL, Finding, fail, ok, warn
 __all__ = [
     "SAMPLE_TEXT",
     "Worker",
+    "check_parity",
     "check_reasons",
     "check_tokens",
     "check_worker",
@@ -100,6 +101,29 @@ def check_reasons(url: str, health: Mapping[str, Any]) -> Iterator[Finding]:
     for text in health.get("warnings") or []:
         if not (messages and str(text).startswith(messages)):
             yield warn(url, "warnings", str(text), "see docs/troubleshooting.md")
+
+
+def check_parity(url: str, health: Mapping[str, Any]) -> Iterator[Finding]:
+    """What the frontend found when it compared its tokens with those of its engines, by form."""
+    parity = health.get("parity")
+    for model, versions in sorted(parity.items() if isinstance(parity, dict) else ()):
+        for version, record in sorted(versions.items()):
+            forms = record.get("forms") or {}
+            subject = f"{url} model {model}, engines {version}"
+            if record.get("compared_s_ago") is None:
+                yield ok(subject, "parity", "not compared yet")
+                continue
+            by_outcome: dict[str, list[str]] = {}
+            for name, form in sorted(forms.items()):
+                by_outcome.setdefault(str(form.get("outcome")), []).append(name)
+            differing = by_outcome.pop("differs", [])
+            for name in differing:
+                seen = f"prompts of the form {name} differ ({forms[name].get('why')})"
+                how = "give --tokenizer the folder that the engines serve, with their chat template"
+                yield warn(subject, "parity", f"{seen}; the engines render them", how)
+            told = [f"{outcome}: {', '.join(names)}" for outcome, names in by_outcome.items()]
+            if not differing:
+                yield ok(subject, "parity", "; ".join(told))
 
 
 def check_worker(

@@ -54,6 +54,26 @@ def found(reuse: Any = REUSE, replayed: Replayed | None = None, **fields: Any) -
     return {finding.check: finding.level for finding in findings}
 
 
+def parity(**forms: tuple[str, str | None]) -> list[tuple[str, str]]:
+    record = {name: {"outcome": outcome, "why": why} for name, (outcome, why) in forms.items()}
+    health = {"parity": {"m": {"0.32.0": {"compared_s_ago": 3, "forms": record}}}}
+    findings = list(workers.check_parity(URL, health))
+    assert all(one.subject == f"{URL} model m, engines 0.32.0" for one in findings)
+    return [(finding.level, finding.seen) for finding in findings]
+
+
+def test_tokens_that_are_not_the_engines_warn_by_form() -> None:
+    assert parity(chat=("agrees", None), tools=("not compared", "no template")) == [
+        (OK, "agrees: chat; not compared: tools"),
+    ]
+    how = "9 tokens here, 10 there, others from 4 on"
+    ((level, seen),) = parity(chat=("agrees", None), tools=("differs", how))
+    assert level == WARN and "tools" in seen and how in seen and "engines render" in seen
+    waits = {"parity": {"m": {"0.32.0": {"compared_s_ago": None, "forms": {}}}}}
+    assert [one.level for one in workers.check_parity(URL, waits)] == [OK]
+    assert list(workers.check_parity(URL, {})) == []
+
+
 def test_a_worker_that_is_well() -> None:
     checks = ["healthy", "connected", "publishes", "replay", "reuse"]
     assert found() == dict.fromkeys(checks, OK)
