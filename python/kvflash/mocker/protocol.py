@@ -180,6 +180,8 @@ def parse_prompt(body: Body, *, is_chat: bool, tokenizer: Tokenizer) -> list[int
             text = tokenizer.render_chat(messages, add_generation_prompt=add_prompt)
         except ValueError as error:
             refuse(f"the chat template refuses the messages: {error}", "messages")
+        if (given := _reused_ids(body)) is not None:
+            return given
         # The template writes the special tokens itself.
         return tokenizer.encode(
             text, add_special_tokens=_boolean(body, "add_special_tokens", False)
@@ -192,6 +194,15 @@ def parse_prompt(body: Body, *, is_chat: bool, tokenizer: Tokenizer) -> list[int
             prompt, add_special_tokens=_boolean(body, "add_special_tokens", True)
         )
     return parse_token_ids(prompt, "prompt")
+
+
+def _reused_ids(body: Body) -> list[int] | None:
+    """The ids that a chat brings beside its messages, as vLLM takes them."""
+    transfer = body.get("kv_transfer_params")
+    given = transfer.get("prompt_token_ids") if isinstance(transfer, dict) else None
+    if given is None:
+        return None
+    return parse_token_ids(given, "kv_transfer_params.prompt_token_ids")
 
 
 def parse_token_ids(value: object, param: str) -> list[int]:

@@ -89,6 +89,11 @@ settings! {
         /// See [the same tokens as the engine's](frontend.md#the-same-tokens-as-the-engines)
         parity_interval: Duration = Duration::from_secs(3_600), 0.0..=31_536_000.0,
             "--parity-interval SECONDS";
+        /// Send prompts as token ids to engines that take them, so that they need not tokenize again
+        ///
+        /// Each engine is asked when it starts; only prompts whose tokens are known to be the engine's own are sent
+        /// so. See [tokenized once](frontend.md#tokenized-once)
+        send_token_ids: bool = true, (), "--send-token-ids --no-send-token-ids";
         /// Key for the frontend's own calls to workers; better in a file or in the environment
         ///
         /// For health, models and `/tokenize`; clients' requests carry their own

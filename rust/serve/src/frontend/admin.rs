@@ -136,6 +136,9 @@ fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
         if let Some(why) = engine.notes.lock().last_error.clone() {
             warnings.push(format!("worker {}: {why}", engine.id));
         }
+        if let Some(why) = engine.ids.trouble() {
+            warnings.push(format!("worker {}: token ids are not sent any more: {why}", engine.id));
+        }
         if by_caches && app.options.uses_events() && !heard.contains(&engine.id) {
             warnings.extend(unheard(app, engine));
         }
@@ -307,6 +310,7 @@ fn entry(app: &App, engine: &Engine, publishers: &[Arc<Publisher>]) -> Value {
         "engine_block_size": notes.block_size,
         "capacity_blocks": notes.capacity_blocks,
         "blocks": blocks,
+        "token_ids": engine.ids.view(),
         "requests": engine.requests.load(Ordering::Relaxed),
         "failures": engine.failures.load(Ordering::Relaxed),
         "listeners": listeners,

@@ -82,6 +82,11 @@ impl Forms {
         Self(self.0 | other.0)
     }
 
+    /// All that are not in it.
+    pub fn others(self) -> Self {
+        Self(!self.0)
+    }
+
     pub fn is_empty(self) -> bool {
         self.0 == 0
     }

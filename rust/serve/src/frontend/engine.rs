@@ -13,6 +13,7 @@ use kvflash_core::ids::InstanceId;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
+use super::ids::TakesIds;
 use super::notes::{EngineNotes, Inspection};
 use super::runtime::member::Member;
 
@@ -202,6 +203,8 @@ pub(crate) struct Engine {
     pub requests: AtomicU64,
     pub failures: AtomicU64,
     pub notes: Mutex<EngineNotes>,
+    /// Whether it takes token ids.
+    pub ids: TakesIds,
     /// What was found of its sockets and tokenizer.
     pub inspection: Mutex<Inspection>,
     /// Its own side, where it is a worker of the runtime.
@@ -229,6 +232,7 @@ impl Engine {
             requests: AtomicU64::new(0),
             failures: AtomicU64::new(0),
             notes: Mutex::default(),
+            ids: TakesIds::default(),
             inspection: Mutex::default(),
             member: None,
             doubt: Notify::new(),

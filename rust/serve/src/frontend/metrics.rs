@@ -56,6 +56,10 @@ metrics! {
             "1 = prompts of the form have the same tokens here and at the model's engines of this version, 0 = others";
         pub parity_probes: Family<OutcomeLabel, Counter> = "parity_probes",
             "Comparisons of tokens with an engine, by what became of them";
+        pub ids_sent: Counter = "prompt_tokens_sent_as_ids",
+            "Prompt tokens that engines got as ids and need not tokenize again";
+        pub ids_given_up: Family<CauseLabel, Counter> = "token_ids_given_up",
+            "Engines that get no more ids, by what contradicted them";
         pub attempts_failed: Family<CauseLabel, Counter> = "attempts_failed",
             "Attempts at a worker that failed before the first byte, by cause";
         pub refused: Family<CauseLabel, Counter> = "refused_requests",

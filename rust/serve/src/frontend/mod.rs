@@ -8,6 +8,7 @@ pub(crate) mod corpus;
 pub(crate) mod engine;
 mod engine_metrics;
 pub(crate) mod fleet;
+pub(crate) mod ids;
 mod inspect;
 pub(crate) mod metrics;
 pub(crate) mod notes;

@@ -62,6 +62,8 @@ struct Record {
 /// How far prompts of a model may be made into tokens here.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Standing {
+    /// Forms that all versions of its engines make into the same tokens.
+    pub proven: Forms,
     /// Forms that one of them makes into other tokens.
     pub remote: Forms,
 }
@@ -179,12 +181,14 @@ impl Parity {
             tell(model, version, form, before, &next);
             record.forms.insert(form, next);
         }
-        let mut standing = Standing::default();
+        let mut standing = Standing { proven: Forms::ALL, remote: Forms::NONE };
         for record in records.iter().filter(|((of, _), _)| of == model).map(|(_, record)| record) {
             let of = |is: fn(&FormRecord) -> bool| {
                 let found = record.forms.iter().filter(|(_, record)| is(record));
                 found.fold(Forms::NONE, |forms, (form, _)| forms.with(*form))
             };
+            let proven = of(|record| record.outcome == Outcome::Agrees && !record.is_remote);
+            standing.proven = standing.proven.and(proven);
             standing.remote = standing.remote.or(of(|record| record.is_remote));
         }
         self.standings.write().insert(model.to_owned(), standing);
@@ -328,7 +332,7 @@ async fn compare_one(
     };
     let own = match &prompt {
         Some(prompt) => text.completion_tokens(prompt, true).map(text::Prompt::Tokens),
-        None => text.chat_tokens(&envelope.chat()),
+        None => text.chat_tokens(&envelope.chat(None)),
     };
     let own = match own {
         Ok(text::Prompt::Tokens(tokens)) => tokens,

@@ -12,6 +12,7 @@ use super::app::App;
 use super::busy::{label, read_load, watched};
 use super::engine::{Engine, EngineSpec};
 use super::engine_metrics;
+use super::ids;
 use super::inspect::inspect;
 use super::notes::EngineNotes;
 use super::parity;
@@ -95,6 +96,7 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
                     }
                     inspect(&app, &engine).await;
                     parity::compare_if_due(&app, &engine);
+                    ids::ask_once(&app, &engine);
                 }
             },
         }

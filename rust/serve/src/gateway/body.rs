@@ -101,6 +101,23 @@ impl Body {
         out.into()
     }
 
+    /// The object with this JSON as the value of one field: in its place, or behind all others. `name` needs no
+    /// escapes.
+    pub fn with_json(&self, name: &str, json: &[u8]) -> Bytes {
+        let known = self.fields.iter().find(|field| *field.name == *name);
+        let end = self.bytes.iter().rposition(|byte| *byte == b'}').unwrap_or(self.bytes.len());
+        let place = known.map_or(end..end, |field| field.place.clone());
+        let mut out = Vec::with_capacity(self.bytes.len() + json.len() + name.len() + 4);
+        out.extend_from_slice(&self.bytes[..place.start]);
+        if known.is_none() {
+            let comma = if self.fields.is_empty() { "" } else { "," };
+            out.extend_from_slice(format!("{comma}\"{name}\":").as_bytes());
+        }
+        out.extend_from_slice(json);
+        out.extend_from_slice(&self.bytes[place.end..]);
+        out.into()
+    }
+
     /// Whether the object has a field of this name.
     pub fn has(&self, name: &str) -> bool {
         self.fields.iter().any(|field| *field.name == *name)

@@ -1,13 +1,14 @@
 //! What routing needs of an OpenAI request; the rest of the body passes through untouched.
 
 use std::borrow::Cow;
+use std::ops::Range;
 
 use kvflash_core::error::Error;
 use kvflash_core::text::ChatRequest;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::body::{Body, Raw};
+use super::body::Raw;
 
 /// The fields that routing reads. Unknown ones are the engine's business.
 #[derive(Debug, Default, Deserialize)]
@@ -83,11 +84,11 @@ impl<'a> Envelope<'a> {
             && [self.n, self.best_of].into_iter().all(|raw| is_off(raw, "1"))
     }
 
-    /// The fields that decide a chat's tokens, of `body`, which this was read from.
-    pub fn chat(&self, body: &'a Body) -> ChatRequest<'a> {
+    /// The fields that decide a chat's tokens; `places` of its messages, where its body was scanned for them.
+    pub fn chat(&self, places: Option<&'a [Range<usize>]>) -> ChatRequest<'a> {
         ChatRequest {
             messages: self.messages.map(Raw::get),
-            places: body.messages(),
+            places,
             tools: self.tools.map(Raw::get),
             tool_choice: self.tool_choice.map(Raw::get),
             documents: self.documents.map(Raw::get),
@@ -155,6 +156,7 @@ impl Prompt {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use super::super::body::Body;
     use super::*;
 
     fn prompt(json: &str) -> Result<Prompt, Error> {

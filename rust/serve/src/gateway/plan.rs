@@ -21,6 +21,7 @@ use super::envelope::Envelope;
 use super::evidence::Expectation;
 use super::foreign;
 use super::generation::Generation;
+use super::ids::Replaceable;
 use super::render::Known;
 use super::tokens::{Untokenized, tokens};
 use super::upload;
@@ -45,6 +46,8 @@ pub(crate) struct Plan {
     pub cache_salt: Option<String>,
     /// What is to be generated; read only where a worker of the runtime may answer.
     pub generation: Option<Generation>,
+    /// Whether its tokens may be sent instead of its text.
+    pub replaceable: Option<Replaceable>,
     /// What stands in the prompt beside text.
     media: Arc<[MediaItem]>,
 }
@@ -101,6 +104,7 @@ impl Plan {
             generation: None,
             tokens: None,
             media: Arc::default(),
+            replaceable: known.replaceable,
             call: Arc::clone(&call),
             route,
             request,
@@ -108,7 +112,7 @@ impl Plan {
             model,
             cache_salt,
         };
-        let Known { tokens, media } = known;
+        let Known { tokens, media, .. } = known;
         plan.look_up(tokens.map(Arc::new), media);
         plan.ask_remote(app).await;
         plan.generation = Generation::of(&call, &pool, plan.prompt_tokens())?;
@@ -135,6 +139,7 @@ impl Plan {
             model: self.model.clone(),
             cache_salt: self.cache_salt.clone(),
             generation: self.generation.clone(),
+            replaceable: None,
             media: Arc::default(),
         };
         plan.look_up(self.tokens.clone(), Arc::clone(&self.media));

@@ -15,7 +15,7 @@ use kvflash_core::select::{Outcome, Reservation, Usage};
 use tokio::time::{Instant, Sleep};
 
 use super::admit::InFlight;
-use super::api::Form;
+use super::api::{Api, Form};
 use super::backend::openai::Opened;
 use super::book::Choice;
 use super::event_stream::WholeLines;
@@ -33,6 +33,8 @@ pub(super) struct Delivery {
     in_flight: InFlight,
     /// Tokens of the prompt as routing counted them; `None` when they were not known.
     counted: Option<u64>,
+    /// Which API was asked, of a request whose tokens may be sent as ids, and whether they were.
+    pub ids: Option<(Api, bool)>,
     /// What the engine's own figures are compared with at the end.
     expected: Option<Expectation>,
 }
@@ -48,7 +50,8 @@ impl Delivery {
     ) -> Self {
         let Choice { engine, booking, .. } = choice;
         let (app, counted) = (Arc::clone(app), plan.prompt_tokens());
-        Self { app, engine, booking, in_flight, counted, expected }
+        let ids = plan.replaceable.map(|_| (plan.call.api(), false));
+        Self { app, engine, booking, in_flight, counted, ids, expected }
     }
 
     /// Something has come; so many tokens were generated up to now.
@@ -78,8 +81,18 @@ impl Delivery {
             // The engine saw another prompt than routing did: hashes of it can't match either.
             (Some(counted), Some(reported)) if counted != reported => {
                 metrics.token_mismatches.inc();
+                if let Some((api, is_sent)) = self.ids {
+                    let how = if is_sent { "with their ids" } else { "as text" };
+                    let why = format!(
+                        "it counted {reported} tokens of a prompt sent {how}, not {counted}"
+                    );
+                    self.engine.gets_no_ids(&self.app, api, "other_count", &why);
+                }
             }
             _ => {}
+        }
+        if let (Some((_, true)), Some(counted)) = (self.ids, self.counted) {
+            metrics.ids_sent.inc_by(counted);
         }
     }
 
@@ -135,8 +148,9 @@ struct Relay {
 }
 
 /// An engine's answer as it comes.
-pub(super) fn relay(delivery: Delivery, form: Form, opened: Opened) -> Response {
-    let Opened { status, headers, is_event_stream, first, upstream } = opened;
+pub(super) fn relay(mut delivery: Delivery, form: Form, opened: Opened) -> Response {
+    let Opened { status, headers, is_event_stream, first, upstream, has_ids } = opened;
+    delivery.ids = delivery.ids.map(|(api, _)| (api, has_ids));
     let mut relay = Relay {
         delivery,
         upstream,

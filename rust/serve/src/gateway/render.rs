@@ -13,6 +13,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::envelope::Envelope;
+use super::ids::Replaceable;
 use crate::frontend::app::App;
 use crate::frontend::engine::Engine;
 use crate::frontend::pool::Pool;
@@ -27,11 +28,13 @@ pub(super) struct Known {
     pub tokens: Option<Tokens>,
     /// What stands in it beside text, ascending by place.
     pub media: Arc<[MediaItem]>,
+    /// The tokens are the engines' own for sure, and may be sent instead of the text.
+    pub replaceable: Option<Replaceable>,
 }
 
 impl From<Tokens> for Known {
     fn from(tokens: Tokens) -> Self {
-        Self { tokens: Some(tokens), media: Arc::default() }
+        Self { tokens: Some(tokens), media: Arc::default(), replaceable: None }
     }
 }
 
@@ -81,7 +84,7 @@ impl Answer {
         media
             .iter()
             .all(is_inside)
-            .then_some(Known { tokens: Some(self.token_ids), media: media.into() })
+            .then_some(Known { media: media.into(), ..self.token_ids.into() })
     }
 }
 
@@ -247,7 +250,7 @@ mod tests {
             },
             "kwargs_data": {"image": [null, null], "audio": [null]},
         }));
-        let Known { tokens, media } = known.unwrap();
+        let Known { tokens, media, .. } = known.unwrap();
         assert_eq!(tokens.unwrap().len(), 6);
         let places: Vec<_> = media.iter().map(|item| (&*item.identifier, item.offset)).collect();
         assert_eq!(places, [("a", 0), ("s", 2), ("b", 4)]);

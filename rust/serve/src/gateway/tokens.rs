@@ -11,6 +11,7 @@ use super::body::Raw;
 use super::bound;
 use super::call::{Call, Head};
 use super::envelope::{Envelope, Prompt};
+use super::ids::{are_proven, replaceable};
 use super::render::{Known, ask_body, has_media, render, some_engine};
 use crate::compute::Busy;
 use crate::frontend::app::App;
@@ -90,14 +91,16 @@ pub(super) async fn tokens(
             render(app, envelope, pool).await.map_err(Untokenized::Unknown)
         } else {
             let tokens = remote_tokens(app, envelope, pool, prompt).await;
-            tokens.map(Known::from).map_err(Untokenized::Unknown)
+            let replaceable = replaceable(&call.body, envelope);
+            let known = |tokens: Tokens| Known { replaceable, ..tokens.into() };
+            tokens.map(known).map_err(Untokenized::Unknown)
         };
     };
     let local = |effort| match &prompt {
         Some(prompt) => {
             model.text_tokens(prompt, envelope.add_special_tokens.unwrap_or(true), effort)
         }
-        None => model.chat_tokens_within(&envelope.chat(&call.body), effort),
+        None => model.chat_tokens_within(&envelope.chat(call.body.messages()), effort),
     };
     let quick = match is_long {
         false => local(Effort { text_bytes, is_quick: true }),
@@ -114,7 +117,11 @@ pub(super) async fn tokens(
         Ok(text::Prompt::Tokens(tokens)) if is_strict && tokens.is_empty() => {
             Err(refused("the prompt is empty: it has no tokens"))
         }
-        Ok(text::Prompt::Tokens(tokens)) => Ok(tokens.into()),
+        Ok(text::Prompt::Tokens(tokens)) => {
+            let sends_ids = app.options.send_token_ids && are_proven(app, envelope, pool);
+            let replaceable = replaceable(&call.body, envelope).filter(|_| sends_ids);
+            Ok(Known { replaceable, ..tokens.into() })
+        }
         Ok(text::Prompt::Unsupported(why)) if is_strict => {
             Err(refused(format!("the prompt can't be made into tokens here: {why}")))
         }

@@ -77,7 +77,7 @@ async fn what_is_more_than_token_ids_earns_no_credit() {
 async fn responses_and_messages_are_what_the_engine_renders() {
     let (stage, engines) = kv_stage().await;
     for engine in &engines {
-        engine.renders(json!({ "token_ids": tokens(66), "features": null, "request_id": "r" }));
+        engine.renders_any(json!({ "token_ids": tokens(66), "features": null, "request_id": "r" }));
     }
     let responses = json!({ "model": "m", "input": "hello" });
     let (worker, overlap) = overlaps(&stage, RESPONSES, &responses).await;

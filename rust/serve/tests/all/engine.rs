@@ -149,7 +149,7 @@ impl Engine {
     }
 
     /// From now on it renders every request to this.
-    pub fn renders(&self, rendered: Value) {
+    pub fn renders_any(&self, rendered: Value) {
         *self.state.rendered.lock() = Some(rendered);
     }
 

@@ -17,6 +17,7 @@ use crate::frontend::proxy::{client_headers, upstream_request};
 use crate::gateway::body::Body;
 use crate::gateway::book::Choice;
 use crate::gateway::call::REQUEST_ID_HEADER;
+use crate::gateway::ids::body_with;
 use crate::gateway::plan::Plan;
 
 /// The longest answer to a prefill: one token and its transfer parameters.
@@ -39,6 +40,8 @@ pub(crate) struct Opened {
     /// The chunk that was awaited before the head is sent on.
     pub first: Option<Bytes>,
     pub upstream: Incoming,
+    /// It is an answer to token ids.
+    pub has_ids: bool,
 }
 
 impl Backend for OpenAi {
@@ -55,11 +58,25 @@ impl Backend for OpenAi {
             Handoff::Done { params, .. } => decode_body(&plan.call.body, params)?,
             _ => plan.call.body.bytes().clone(),
         };
+        let with_ids = if handoff.is_alone() { with_ids(plan, choice) } else { None };
+        let mut has_ids = with_ids.is_some();
         let id = choice.engine.id;
         let path = plan.call.head.uri.path_and_query().map_or("/", |path| path.as_str());
-        let upstream = send(app, choice, path, &plan.call.head.headers, body);
+        let headers = &plan.call.head.headers;
+        let upstream = send(app, choice, path, headers, with_ids.unwrap_or_else(|| body.clone()));
         let to_first_byte = async {
-            let (parts, mut upstream) = upstream?.await?.into_parts();
+            let mut answer = upstream?.await?;
+            if has_ids && refuses(answer.status()) {
+                // By the ids, or by the request itself? It is asked once more, as the client wrote it.
+                let refused = answer.status();
+                has_ids = false;
+                answer = send(app, choice, path, headers, body)?.await?;
+                if answer.status().is_success() {
+                    let why = format!("it answered {refused} to token ids, and took the text");
+                    choice.engine.gets_no_ids(app, plan.call.api(), "refused", &why);
+                }
+            }
+            let (parts, mut upstream) = answer.into_parts();
             let broken = |message: String| {
                 Failed::new("no_first_byte", message, StatusCode::BAD_GATEWAY).fault().died()
             };
@@ -103,7 +120,8 @@ impl Backend for OpenAi {
                     .get(header::CONTENT_TYPE)
                     .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"));
             let headers = client_headers(parts.headers);
-            Ok(Opened { status: parts.status, headers, is_event_stream, first, upstream })
+            let status = parts.status;
+            Ok(Opened { status, headers, is_event_stream, first, upstream, has_ids })
         };
         within(app, to_first_byte, || format!("worker {id} sent no byte")).await
     }
@@ -170,6 +188,20 @@ fn is_missing(status: StatusCode, body: Option<&[u8]>) -> bool {
     let says = |path| answer.pointer(path).and_then(Value::as_str);
     let message = says("/detail").or_else(|| says("/error/message"));
     matches!(message, Some("Not Found" | "Method Not Allowed"))
+}
+
+/// The request with its prompt's ids, where the engine takes them and they say all that its text does.
+fn with_ids(plan: &Plan, choice: &Choice) -> Option<Bytes> {
+    let (call, ids) = (&plan.call, plan.tokens.as_ref()?);
+    let field = plan.replaceable?.field(&choice.engine, call.api(), ids)?;
+    Some(body_with(&call.body, field, ids))
+}
+
+/// Whether an engine says with this status that a request is wrong, or too large.
+fn refuses(status: StatusCode) -> bool {
+    let wrong =
+        [StatusCode::BAD_REQUEST, StatusCode::PAYLOAD_TOO_LARGE, StatusCode::UNPROCESSABLE_ENTITY];
+    wrong.contains(&status)
 }
 
 /// Send a request with this body to the chosen engine.

@@ -1,0 +1,250 @@
+//! Whether an engine takes a prompt's token ids, so that it need not tokenize again: asked once at each of its starts,
+//! and given up when an answer contradicts.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+
+use super::app::App;
+use super::engine::Engine;
+use super::parity::{Tokenized, tokenize};
+use crate::gateway::api::{Api, Form, Row};
+use crate::gateway::usage::UsageScanner;
+use crate::metrics::CauseLabel;
+
+/// Longest wait for the answer to a question: the engine may be busy, and nothing waits for it.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// An answer of one token is a few hundred bytes.
+const MAX_ANSWER_BYTES: usize = 1024 * 1024;
+/// Of so many requests that could go with ids one goes without: only then does the engine's count of its prompt's
+/// tokens show whether the ids are still its own.
+const REQUESTS_PER_CHECK: u32 = 64;
+/// The text of a question: more tokens than the ids that are sent with it.
+const QUESTION: &str = "One two three four five six seven eight nine ten eleven twelve.";
+/// Ids that are sent for a text prompt, for a chat in vLLM's field, and for a chat in SGLang's.
+const IDS: [usize; 3] = [3, 4, 5];
+
+/// Where a request has its prompt's ids.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Field {
+    /// A completion's own field.
+    Prompt,
+    /// `kv_transfer_params.prompt_token_ids` of a chat.
+    ///
+    /// # Source
+    /// vLLM 0.32 `_reused_prompt_token_ids`: it needs no KV connector, tool choice and stops still come from the messages.
+    KvTransferParams,
+    /// `input_ids` of a chat.
+    ///
+    /// # Source
+    /// SGLang 0.5.23 `OpenAIServingChat._process_messages`.
+    InputIds,
+}
+
+impl Field {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Prompt => "prompt",
+            Self::KvTransferParams => "kv_transfer_params.prompt_token_ids",
+            Self::InputIds => "input_ids",
+        }
+    }
+
+    fn of(code: u8) -> Option<Self> {
+        match code {
+            1 => Some(Self::Prompt),
+            2 => Some(Self::KvTransferParams),
+            3 => Some(Self::InputIds),
+            _ => None,
+        }
+    }
+
+    fn code(field: Option<Self>) -> u8 {
+        match field {
+            None => 0,
+            Some(Self::Prompt) => 1,
+            Some(Self::KvTransferParams) => 2,
+            Some(Self::InputIds) => 3,
+        }
+    }
+}
+
+/// What is known of one engine.
+#[derive(Debug, Default)]
+pub(crate) struct TakesIds {
+    // Relaxed throughout: a request that sees one late goes the other way, which works as well.
+    completions: AtomicU8,
+    chats: AtomicU8,
+    sent: AtomicU32,
+    notes: Mutex<Notes>,
+}
+
+#[derive(Debug, Default)]
+struct Notes {
+    /// The start of the engine at which it was asked.
+    asked: Option<u64>,
+    /// Why it gets none, in words.
+    why: Option<String>,
+}
+
+impl TakesIds {
+    /// `None` of APIs whose prompts go as they came.
+    fn cell(&self, api: Api) -> Option<&AtomicU8> {
+        match api {
+            Api::Chat => Some(&self.chats),
+            Api::Completions => Some(&self.completions),
+            _ => None,
+        }
+    }
+
+    /// The field that takes them; `None` where none does.
+    pub fn field(&self, api: Api) -> Option<Field> {
+        Field::of(self.cell(api)?.load(Ordering::Relaxed))
+    }
+
+    /// As [`field`](Self::field), for the next request: `None`, too, for the few that are to show what the engine
+    /// counts by itself.
+    pub fn next(&self, api: Api) -> Option<Field> {
+        let field = self.field(api)?;
+        let sent = self.sent.fetch_add(1, Ordering::Relaxed);
+        (!(sent + 1).is_multiple_of(REQUESTS_PER_CHECK)).then_some(field)
+    }
+
+    fn learn(&self, api: Api, field: Option<Field>) {
+        if let Some(cell) = self.cell(api) {
+            cell.store(Field::code(field), Ordering::Relaxed);
+        }
+    }
+
+    /// What `GET /workers` says.
+    pub fn view(&self) -> Value {
+        let name = |api| self.field(api).map(Field::name);
+        let notes = self.notes.lock();
+        json!({
+            "asked": notes.asked.is_some(),
+            "chat": name(Api::Chat),
+            "completions": name(Api::Completions),
+            "why_not": notes.why,
+        })
+    }
+
+    /// Why it gets none any more, where an answer contradicted.
+    pub fn trouble(&self) -> Option<String> {
+        self.notes.lock().why.clone()
+    }
+}
+
+impl Engine {
+    /// An answer contradicts what the engine was believed to take: it gets no more ids until it starts again.
+    pub fn gets_no_ids(&self, app: &App, api: Api, cause: &'static str, why: &str) {
+        if self.ids.cell(api).is_none_or(|cell| cell.swap(0, Ordering::Relaxed) == 0) {
+            return;
+        }
+        app.metrics.ids_given_up.get_or_create(&CauseLabel { cause }).inc();
+        let path = Row::of_fields(api == Api::Chat).path;
+        tracing::warn!(worker = self.id, url = self.base, path, why, "no more token ids are sent");
+        self.ids.notes.lock().why =
+            Some(format!("POST {path}: {why}; it tokenizes by itself until it starts again"));
+    }
+}
+
+/// Ask `engine` whether it takes ids, unless it was asked since its start: one request for each API, of a few tokens
+/// and with one to generate. Nothing waits for the answers.
+pub(super) fn ask_once(app: &Arc<App>, engine: &Arc<Engine>) {
+    let Some(text) = app.text.as_ref().filter(|_| app.options.send_token_ids) else { return };
+    if engine.member.is_some() || engine.spec.is_prefill || !engine.is_healthy() {
+        return;
+    }
+    let pool = app.fleet.pool_of(engine.id);
+    let Some(pool) = pool.filter(|pool| pool.selector.needs_tokens()) else { return };
+    let started_s = engine.notes.lock().started_s;
+    // One that does not tell when it started has started anew, perhaps, where it was away.
+    let start = started_s.map_or_else(|| engine.failures.load(Ordering::Relaxed), f64::to_bits);
+    {
+        let mut notes = engine.ids.notes.lock();
+        if notes.asked.replace(start) == Some(start) {
+            return;
+        }
+        notes.why = None;
+    }
+    engine.ids.learn(Api::Completions, None);
+    engine.ids.learn(Api::Chat, None);
+    let id = text.completion_tokens(QUESTION, false).ok().and_then(|ids| ids.first().copied());
+    let Some(id) = id else { return };
+    let (app, engine, name) = (Arc::clone(app), Arc::clone(engine), pool.name.clone());
+    tokio::spawn(async move {
+        tokio::select! {
+            () = ask(&app, &engine, &name, id) => {}
+            () = app.shutdown.wait() => {}
+        }
+    });
+}
+
+async fn ask(app: &App, engine: &Engine, model: &str, id: u32) {
+    let [of_prompt, of_params, of_input] = IDS.map(|count| vec![id; count]);
+    let body = json!({ "model": model, "prompt": of_prompt, "max_tokens": 1 });
+    if prompt_tokens(app, engine, Api::Completions, &body).await == Some(of_prompt.len()) {
+        engine.ids.learn(Api::Completions, Some(Field::Prompt));
+    }
+    let body = json!({
+        "model": model,
+        "messages": [{ "role": "user", "content": QUESTION }],
+        "max_tokens": 1,
+        "kv_transfer_params": { "prompt_token_ids": of_params },
+        "input_ids": of_input,
+    });
+    let counted = prompt_tokens(app, engine, Api::Chat, &body).await;
+    let field = match counted {
+        Some(count) if count == of_params.len() => Some(Field::KvTransferParams),
+        Some(count) if count == of_input.len() => {
+            has_template(app, engine, model).await.then_some(Field::InputIds)
+        }
+        _ => None,
+    };
+    engine.ids.learn(Api::Chat, field);
+    let name = |api| engine.ids.field(api).map_or("none", Field::name);
+    tracing::info!(
+        worker = engine.id,
+        completions = name(Api::Completions),
+        chats = name(Api::Chat),
+        "fields in which the engine takes token ids"
+    );
+}
+
+/// Whether an engine with SGLang's field renders chats by the model's template. By a conversation of its own it would
+/// end answers at strings that it leaves out where ids come.
+async fn has_template(app: &App, engine: &Engine, model: &str) -> bool {
+    let messages = json!([{ "role": "user", "content": QUESTION }]);
+    let body = json!({ "model": model, "messages": messages, "add_generation_prompt": true });
+    matches!(tokenize(app, engine, &body).await, Tokenized::Tokens(_))
+}
+
+/// Tokens that the engine counted in the prompt of a question; `None` where it refused, or does not tell.
+async fn prompt_tokens(app: &App, engine: &Engine, api: Api, body: &Value) -> Option<usize> {
+    let url = format!("{}{}", engine.base, Row::of_fields(api == Api::Chat).path);
+    let call = app.upstream.post_json(&url, body.to_string().into_bytes(), MAX_ANSWER_BYTES);
+    let (status, answer) = tokio::time::timeout(TIMEOUT, call).await.ok()?.ok()?;
+    let mut scanner = UsageScanner::new(Form::OpenAi);
+    scanner.feed(&answer);
+    scanner.usage().input_tokens.filter(|_| status.is_success()).map(|tokens| tokens as usize)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_request_in_so_many_goes_without() {
+        let ids = TakesIds::default();
+        assert_eq!(ids.next(Api::Chat), None);
+        ids.learn(Api::Chat, Some(Field::InputIds));
+        let sent = (0..640).filter(|_| ids.next(Api::Chat).is_some()).count();
+        assert_eq!((sent, ids.next(Api::Completions)), (630, None));
+        for field in [Field::Prompt, Field::KvTransferParams, Field::InputIds] {
+            assert_eq!(Field::of(Field::code(Some(field))), Some(field));
+        }
+    }
+}
