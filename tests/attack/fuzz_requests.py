@@ -303,6 +303,12 @@ async def answer(reader: asyncio.StreamReader) -> int:
     return status
 
 
+async def close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+
+
 async def converse(service: str, url: str, count: int, dice: random.Random, found: Found) -> None:
     """Send so many requests over one connection after the other."""
     parts, sent_in_all = urlsplit(url), 0
@@ -329,7 +335,7 @@ async def converse(service: str, url: str, count: int, dice: random.Random, foun
                     found.statuses[service, status] += 1
                     if status == 500:
                         found.tell(service, "500", data)
-        writer.close()
+        await close(writer)
 
 
 async def engine(port: asyncio.Future[int]) -> None:
@@ -339,7 +345,7 @@ async def engine(port: asyncio.Future[int]) -> None:
     stream = b'data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n'
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, asyncio.IncompleteReadError):
+        with suppress(OSError, asyncio.IncompleteReadError), closing(writer):
             while head := await reader.readuntil(b"\r\n\r\n"):
                 length = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
                 body = await reader.readexactly(int(length[1])) if length else b""
@@ -353,11 +359,11 @@ async def engine(port: asyncio.Future[int]) -> None:
                 lines = (b"HTTP/1.1 200 OK", b"content-type: " + kind)
                 lines += (b"content-length: %d" % len(text),)
                 writer.write(b"\r\n".join(lines) + b"\r\n\r\n" + text)
-        writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port.set_result(server.sockets[0].getsockname()[1])
-    await server.serve_forever()
+    async with server:
+        await server.serve_forever()
 
 
 @contextmanager
@@ -377,6 +383,8 @@ def engine_beside() -> Iterator[str]:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        # Transports that are closed now are gone in the loop's next turn.
+        await asyncio.sleep(0)
 
     task, port = asyncio.run_coroutine_threadsafe(begin(), loop).result(DEADLINE_S)
     try:
@@ -387,6 +395,7 @@ def engine_beside() -> Iterator[str]:
         asyncio.run_coroutine_threadsafe(end(), loop).result(DEADLINE_S)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(DEADLINE_S)
+        loop.close()
 
 
 def start(service: str, engine_url: str) -> Process:
