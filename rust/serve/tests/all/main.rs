@@ -6,6 +6,7 @@ mod apis;
 mod bounds;
 mod disagg;
 mod engine;
+mod ids;
 mod load;
 mod parity;
 mod queue;
