@@ -150,7 +150,8 @@ struct Relay {
 /// An engine's answer as it comes.
 pub(super) fn relay(mut delivery: Delivery, form: Form, opened: Opened) -> Response {
     let Opened { status, headers, is_event_stream, first, upstream, has_ids } = opened;
-    delivery.ids = delivery.ids.map(|(api, _)| (api, has_ids));
+    let is_taken = has_ids && status.is_success();
+    delivery.ids = delivery.ids.map(|(api, _)| (api, is_taken));
     let mut relay = Relay {
         delivery,
         upstream,
