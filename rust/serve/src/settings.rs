@@ -82,7 +82,9 @@ settings! {
         ///
         /// The chat template is read there, too; for all models of this frontend
         tokenizer: Option<PathBuf> = None, (), "--tokenizer FOLDER";
-        /// Memory for the tokens of text seen before
+        /// Memory for text seen before: its tokens, and messages of chats
+        ///
+        /// Three quarters are for tokens. Of both, what was used least recently goes
         tokenizer_cache: usize = 256 * 1024 * 1024, Legal::Bytes(1, false), "--tokenizer-cache SIZE";
         /// Time between two comparisons of the tokens made here with those of a model's engines; 0: never
         ///

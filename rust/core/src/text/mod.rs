@@ -16,6 +16,7 @@ mod content;
 mod cut;
 mod detokenize;
 mod jinja;
+mod known;
 mod message;
 mod model;
 mod python;

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::cache::CacheOptions;
+use super::cache::{CacheOptions, CacheStats};
 use super::config::FolderConfig;
 use super::message::Dialect;
 use super::request::{ChatRequest, Effort};
@@ -21,10 +21,14 @@ const CODED_CHATS: [(&str, &[Dialect]); 3] = [
     ("deepseek_v4", &[Dialect::Vllm, Dialect::Sglang]),
 ];
 
+/// The part of the cache's memory for messages: one in so many bytes. Tokens take as much as their text and cost ten
+/// times as much to make again.
+const MESSAGES_SHARE: usize = 4;
+
 /// How to load a model's text side.
 #[derive(Debug, Clone, Default)]
 pub struct TextOptions {
-    /// Limits of the segment cache.
+    /// Limits of what is kept of text seen before: tokens of its pieces, and messages.
     pub cache: CacheOptions,
     /// How the engine renders chats.
     pub template: TemplateOptions,
@@ -63,6 +67,10 @@ impl TextModel {
     pub fn from_folder(folder: impl AsRef<Path>, options: TextOptions) -> Result<Self> {
         let folder = folder.as_ref();
         let config = FolderConfig::read(folder)?;
+        let CacheOptions { capacity_bytes } = options.cache;
+        let share = if config.templates.is_empty() { 0 } else { capacity_bytes / MESSAGES_SHARE };
+        let of_tokens = CacheOptions { capacity_bytes: capacity_bytes - share };
+        let of_messages = CacheOptions { capacity_bytes: share };
         let dialect = options.template.dialect;
         let is_coded = |kind: &&str| {
             CODED_CHATS.iter().any(|(name, dialects)| name == kind && dialects.contains(&dialect))
@@ -71,9 +79,15 @@ impl TextModel {
         let chat_unsupported = coded.map(|kind| format!("{kind} chats are not made by a template"));
         Ok(Self {
             chat_unsupported,
-            tokenizer: Tokenizer::load(folder, &config, options.cache)?,
-            template: ChatTemplate::load(&config, options.template)?,
+            tokenizer: Tokenizer::load(folder, &config, of_tokens)?,
+            template: ChatTemplate::load(&config, options.template, of_messages)?,
         })
+    }
+
+    /// What the caches have done so far: of tokens, and of messages.
+    pub fn cache_stats(&self) -> (CacheStats, CacheStats) {
+        let of_messages = self.template.as_ref().map(ChatTemplate::cache_stats);
+        (self.tokenizer.cache_stats(), of_messages.unwrap_or_default())
     }
 
     /// The tokens of a chat request, rendered and tokenized as the engine does it.

@@ -20,11 +20,22 @@ impl Effort {
     pub(super) fn new_bytes(self) -> usize {
         if self.is_quick { QUICK_BYTES } else { usize::MAX }
     }
+
+    /// Whether `all` bytes of JSON may be rendered, `new` of which are not known and must be read.
+    pub(super) fn allows(self, all: usize, new: usize) -> bool {
+        !self.is_quick || all <= LONG_JSON_BYTES || new <= QUICK_JSON_BYTES
+    }
 }
 
 /// Text that a quick try tokenizes anew, bytes: without spaces, where tokenizers are slowest, some
 /// milliseconds.
 const QUICK_BYTES: usize = 2_048;
+
+/// A conversation of more JSON than this is tried quickly only if little of it is new, bytes.
+const LONG_JSON_BYTES: usize = 32 * 1_024;
+
+/// New JSON in such a conversation, bytes: more than what a quick try tokenizes would be rendered in vain.
+const QUICK_JSON_BYTES: usize = 2 * QUICK_BYTES;
 
 /// A chat request, borrowed from its body: texts are the JSON of their fields, read when the template needs
 /// them. Fields not named here do not change the prompt.

@@ -10,6 +10,7 @@ mod model;
 mod names;
 #[path = "../oracle/mod.rs"]
 mod oracle;
+mod returning;
 mod rooms;
 mod scenarios;
 mod snapshot;

@@ -126,6 +126,13 @@ metrics! {
             "Pieces of text whose tokens were remembered";
         pub tokenizer_misses: Gauge = "tokenizer_cache_misses",
             "Pieces of text that were tokenized";
-        pub tokenizer_bytes: Gauge = "tokenizer_cache", [Bytes] "Memory of remembered tokens";
+        pub message_hits: Gauge = "tokenizer_cache_message_hits",
+            "Messages above 1 KiB that were known and not parsed again";
+        pub message_misses: Gauge = "tokenizer_cache_message_misses",
+            "Messages above 1 KiB that were parsed";
+        pub tokenizer_evictions: Gauge = "tokenizer_cache_evictions",
+            "Pieces of text and messages that gave way to others";
+        pub tokenizer_bytes: Gauge = "tokenizer_cache", [Bytes]
+            "Memory of remembered tokens and messages";
     }
 }

@@ -67,12 +67,18 @@ fn refill(app: &App) {
     metrics.journal_records.set(journal.records as i64);
     metrics.journal_dropped.inner().store(journal.dropped_total, Ordering::Relaxed);
     let texts = app.tokenizers.loaded();
-    let stats: Vec<_> = texts.iter().map(|text| text.model.tokenizer.cache_stats()).collect();
-    if !stats.is_empty() {
-        let sum = |part: fn(&CacheStats) -> u64| stats.iter().map(part).sum::<u64>() as i64;
-        metrics.tokenizer_hits.set(sum(|one| one.hits_total));
-        metrics.tokenizer_misses.set(sum(|one| one.misses_total));
-        metrics.tokenizer_bytes.set(sum(|one| one.held_bytes));
+    let (tokens, messages): (Vec<_>, Vec<_>) =
+        texts.iter().map(|text| text.model.cache_stats()).unzip();
+    if !tokens.is_empty() {
+        type Part = fn(&CacheStats) -> u64;
+        let sum = |stats: &[CacheStats], part: Part| stats.iter().map(part).sum::<u64>() as i64;
+        metrics.tokenizer_hits.set(sum(&tokens, |one| one.hits_total));
+        metrics.tokenizer_misses.set(sum(&tokens, |one| one.misses_total));
+        metrics.message_hits.set(sum(&messages, |one| one.hits_total));
+        metrics.message_misses.set(sum(&messages, |one| one.misses_total));
+        let of_both = |part| sum(&tokens, part) + sum(&messages, part);
+        metrics.tokenizer_bytes.set(of_both(|one| one.held_bytes));
+        metrics.tokenizer_evictions.set(of_both(|one| one.evictions_total));
     }
 }
 

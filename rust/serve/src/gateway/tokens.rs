@@ -23,6 +23,10 @@ use crate::frontend::runtime::spec::ModelInput;
 /// A quick try on the serving thread is worth it up to here, bytes: what is known already takes some 0.1 ms.
 const LONG_TEXT_BYTES: usize = 32 * 1024;
 
+/// The same for chats, bytes: a longer one that is known but for a little takes some 0.5 ms, and one that is not is
+/// found out by a hash over it.
+const LONG_CHAT_BYTES: usize = 512 * 1024;
+
 /// Why there are no tokens.
 pub(super) enum Untokenized {
     /// The request is wrong; no engine would take it either.
@@ -102,9 +106,9 @@ pub(super) async fn tokens(
         }
         None => model.chat_tokens_within(&envelope.chat(call.body.messages()), effort),
     };
-    let quick = match is_long {
-        false => local(Effort { text_bytes, is_quick: true }),
-        true => Ok(text::Prompt::Costly),
+    let quick = match prompt.is_none() && bytes <= LONG_CHAT_BYTES || !is_long {
+        true => local(Effort { text_bytes, is_quick: true }),
+        false => Ok(text::Prompt::Costly),
     };
     let found = match quick {
         Ok(text::Prompt::Costly) => {

@@ -1,0 +1,178 @@
+//! Messages that came before, as the template gets them: bounded in bytes.
+
+use std::hash::{BuildHasher, RandomState};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use minijinja::Value;
+use serde_json::Value as Json;
+use xxhash_rust::xxh3::xxh3_128_with_seed;
+
+use super::cache::CacheStats;
+use super::content::ContentFormat;
+use crate::cache::{ClockCache, Weighed};
+
+/// Shorter messages are read each time, which takes some microseconds.
+const SHORT_BYTES: usize = 1_024;
+
+/// What a value takes beside its text, bytes: its place in a list or a map, and its counters.
+const VALUE_BYTES: usize = 96;
+
+/// A message, found by its JSON.
+#[derive(Debug)]
+struct Prepared {
+    /// Of the JSON: a second check.
+    length_bytes: usize,
+    heap_bytes: usize,
+    value: Value,
+}
+
+impl Weighed for Prepared {
+    fn heap_bytes(&self) -> usize {
+        self.heap_bytes
+    }
+}
+
+/// Where a message is found; `None` for one that is not kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Key(Option<u128>);
+
+/// The cache. A message is found wherever it stands, for its value depends on no other.
+///
+/// # Consistency
+/// A message's value never changes, so a reader sees either nothing or the truth.
+#[derive(Debug)]
+pub(super) struct MessageCache {
+    values: ClockCache<Prepared>,
+    capacity_bytes: usize,
+    /// Drawn at random: nobody outside can make two messages meet in one key.
+    seed: u64,
+    // Relaxed everywhere: counters, read by nobody who decides anything.
+    hits: AtomicU64,
+    misses: AtomicU64,
+    oversized: AtomicU64,
+}
+
+impl MessageCache {
+    /// An empty cache that holds at most `capacity_bytes`, bookkeeping included; 0 turns it off.
+    pub(super) fn new(capacity_bytes: usize) -> Self {
+        Self {
+            values: ClockCache::new(capacity_bytes),
+            capacity_bytes,
+            seed: RandomState::new().hash_one(0),
+            hits: AtomicU64::new(0),
+            misses: AtomicU64::new(0),
+            oversized: AtomicU64::new(0),
+        }
+    }
+
+    /// The key of the message that `json` is, for templates that want `format`.
+    ///
+    /// # Cost
+    /// A hash over its bytes.
+    pub(super) fn key(&self, json: &str, format: ContentFormat) -> Key {
+        let is_kept = json.len() >= SHORT_BYTES && !self.values.is_off();
+        let seed = self.seed ^ format as u64;
+        Key(is_kept.then(|| xxh3_128_with_seed(json.as_bytes(), seed)))
+    }
+
+    /// The value of the message `json`, if it is known.
+    pub(super) fn find(&self, key: Key, json: &str) -> Option<Value> {
+        let read = |one: &Prepared| (one.length_bytes == json.len()).then(|| one.value.clone());
+        let found = self.values.read(key.0?, read);
+        let counter = if found.is_some() { &self.hits } else { &self.misses };
+        counter.fetch_add(1, Ordering::Relaxed);
+        found
+    }
+
+    /// The value of the message `json`, which was prepared just now; others are dropped as needed.
+    pub(super) fn keep(&self, key: Key, json: &str, message: &Json) -> Value {
+        let value = Value::from_serialize(message);
+        if let Key(Some(key)) = key {
+            let length_bytes = json.len();
+            let heap_bytes = heap_bytes(message);
+            let prepared = Prepared { length_bytes, heap_bytes, value: value.clone() };
+            if !self.values.insert(key, prepared) {
+                self.oversized.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        value
+    }
+
+    /// Counters and sizes.
+    pub(super) fn stats(&self) -> CacheStats {
+        let held = self.values.held();
+        CacheStats {
+            hits_total: self.hits.load(Ordering::Relaxed),
+            misses_total: self.misses.load(Ordering::Relaxed),
+            evictions_total: held.evictions_total,
+            oversized_total: self.oversized.load(Ordering::Relaxed),
+            held_bytes: held.bytes,
+            held_pieces: held.entries,
+            capacity_bytes: self.capacity_bytes as u64,
+        }
+    }
+}
+
+/// What the template's value of `message` has on the heap, rather more than less.
+fn heap_bytes(message: &Json) -> usize {
+    VALUE_BYTES
+        + match message {
+            Json::String(text) => text.len(),
+            Json::Array(items) => items.iter().map(heap_bytes).sum(),
+            Json::Object(fields) => {
+                let field =
+                    |(name, value): (&String, _)| VALUE_BYTES + name.len() + heap_bytes(value);
+                fields.iter().map(field).sum()
+            }
+            _ => 0,
+        }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn message(content: &str) -> (String, Json) {
+        let message = json!({"role": "user", "content": content});
+        (message.to_string(), message)
+    }
+
+    #[test]
+    fn messages_are_found_by_what_they_are() {
+        let cache = MessageCache::new(1 << 20);
+        let (json, prepared) = message(&"a".repeat(2_000));
+        let key = cache.key(&json, ContentFormat::String);
+        assert!(cache.find(key, &json).is_none());
+        let value = cache.keep(key, &json, &prepared);
+        assert_eq!(cache.find(key, &json), Some(value));
+        let other = cache.key(&json, ContentFormat::Parts);
+        assert!(cache.find(other, &json).is_none(), "forms of content stay apart");
+        let (short, prepared) = message("short");
+        let key = cache.key(&short, ContentFormat::String);
+        cache.keep(key, &short, &prepared);
+        assert!(cache.find(key, &short).is_none());
+        let stats = cache.stats();
+        assert_eq!((stats.hits_total, stats.misses_total, stats.held_pieces), (1, 2, 1));
+        assert!(stats.held_bytes > 2_000);
+    }
+
+    #[test]
+    fn it_stays_under_its_limit() {
+        let cache = MessageCache::new(1 << 20);
+        for n in 0..2_000 {
+            let (json, prepared) = message(&format!("{n} ").repeat(1_000));
+            let key = cache.key(&json, ContentFormat::String);
+            cache.keep(key, &json, &prepared);
+            assert!(cache.stats().held_bytes <= 1 << 20);
+        }
+        let (json, prepared) = message(&"x".repeat(1 << 20));
+        cache.keep(cache.key(&json, ContentFormat::String), &json, &prepared);
+        let stats = cache.stats();
+        assert!(stats.evictions_total > 1_000 && stats.oversized_total == 1, "{stats:?}");
+        let zeros = json!({"role": "user", "content": [], "n": vec![0; 1_000]});
+        assert!(heap_bytes(&zeros) > 96_000);
+    }
+}
