@@ -62,9 +62,9 @@ pub(super) struct Key {
 }
 
 impl Key {
-    /// The key of `piece` in `context`.
-    pub(super) fn new(piece: &str, context: Context) -> Self {
-        let hash = xxh3_128_with_seed(piece.as_bytes(), context as u64);
+    /// The key of `piece` in `context`; ids of another generation are not found.
+    pub(super) fn new(piece: &str, context: Context, generation: u64) -> Self {
+        let hash = xxh3_128_with_seed(piece.as_bytes(), context as u64 | generation << 8);
         Self { hash, length_bytes: piece.len() }
     }
 }
@@ -153,11 +153,11 @@ mod tests {
     #[test]
     fn stays_under_its_limit_and_keeps_what_is_used() {
         let cache = PieceCache::new(CacheOptions { capacity_bytes: 64 * 1024 });
-        let hot = Key::new("hot", Context::First);
+        let hot = Key::new("hot", Context::First, 0);
         cache.insert(hot, &[7; 16]);
         let mut out = Vec::new();
         for n in 0..5_000u32 {
-            cache.insert(Key::new(&n.to_string(), Context::First), &[n; 16]);
+            cache.insert(Key::new(&n.to_string(), Context::First, 0), &[n; 16]);
             out.clear();
             assert!(cache.append(hot, &mut out), "the piece in use went at {n}");
             assert_eq!(out, [7; 16]);
@@ -166,15 +166,15 @@ mod tests {
         let stats = cache.stats();
         assert!(stats.evictions_total > 4_000, "{stats:?}");
         assert_eq!(stats.held_pieces + stats.evictions_total, 5_001);
-        cache.insert(Key::new("huge", Context::First), &[0; 10_000]);
+        cache.insert(Key::new("huge", Context::First, 0), &[0; 10_000]);
         assert_eq!(cache.stats().oversized_total, 1);
     }
 
     #[test]
     fn contexts_do_not_meet() {
         let cache = PieceCache::new(CacheOptions::default());
-        cache.insert(Key::new("a", Context::First), &[1]);
-        assert!(!cache.append(Key::new("a", Context::Later), &mut Vec::new()));
-        assert!(!cache.append(Key::new("a", Context::Wrapped), &mut Vec::new()));
+        cache.insert(Key::new("a", Context::First, 0), &[1]);
+        assert!(!cache.append(Key::new("a", Context::Later, 0), &mut Vec::new()));
+        assert!(!cache.append(Key::new("a", Context::Wrapped, 0), &mut Vec::new()));
     }
 }

@@ -5,7 +5,8 @@
 //! request's own) is [`Prompt::Unsupported`]: routed without tokens and counted, never guessed.
 //!
 //! - [`TextModel`]: a model's folder, loaded; chat or completion body in, token ids out
-//! - [`Tokenizer`]: the `tokenizers` crate behind a cache of [pieces](CutMode)
+//! - [`Tokenizer`]: `fastokens`, checked against the `tokenizers` crate, or that crate itself, behind a cache of
+//!   [pieces](CutMode)
 //! - [`ChatTemplate`]: chat templates as `apply_chat_template` runs them, messages prepared as the
 //!   engine's [`Dialect`] does
 //! - [`Detokenizer`]: token ids to text as they arrive, complete characters only
@@ -15,6 +16,9 @@ mod config;
 mod content;
 mod cut;
 mod detokenize;
+mod encoder;
+mod fast;
+mod hard;
 mod jinja;
 mod known;
 mod message;
@@ -30,6 +34,7 @@ pub use cache::{CacheOptions, CacheStats};
 pub use content::ContentFormat;
 pub use cut::CutMode;
 pub use detokenize::Detokenizer;
+pub use encoder::EncoderReport;
 pub use message::Dialect;
 pub use model::{Prompt, TextModel, TextOptions};
 pub use request::{ChatRequest, Effort};

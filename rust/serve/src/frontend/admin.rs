@@ -53,6 +53,7 @@ fn tell_health(app: &App) -> Response {
         "healthy_workers": healthy,
         "requests_in_flight": app.in_flight(),
         "router_policy": app.options.policy_name(),
+        "tokenizers": app.tokenizers.loaded().iter().map(|text| text.health()).collect::<Vec<_>>(),
         "warnings": warnings(app, &reasons),
         "reasons": reasons,
         "reuse": reuse(app, &engines),
@@ -149,6 +150,17 @@ fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
             "{mismatches} answers had another number of prompt tokens than the tokenizer here counted: \
              its tokenizer or chat template is not the engine's, and such prompts never match"
         ));
+    }
+    for text in app.tokenizers.loaded() {
+        let report = text.model.tokenizer.encoder();
+        if report.mismatches_total > 0 {
+            warnings.push(format!(
+                "the tokenizer in {}: {} of {} prompts that were encoded again had other ids; please report it",
+                text.folder.display(),
+                report.mismatches_total,
+                report.checks_total
+            ));
+        }
     }
     for publisher in publishers {
         let view = publisher.view();

@@ -17,6 +17,11 @@ pub(crate) struct OutcomeLabel {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct EncoderLabel {
+    pub encoder: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct WorkerLabel {
     pub worker: String,
 }
@@ -134,5 +139,9 @@ metrics! {
             "Pieces of text and messages that gave way to others";
         pub tokenizer_bytes: Gauge = "tokenizer_cache", [Bytes]
             "Memory of remembered tokens and messages";
+        pub tokenizers: Family<EncoderLabel, Gauge> = "tokenizers",
+            "Tokenizers in memory, by the crate that makes their ids";
+        pub tokenizer_checks: Family<OutcomeLabel, Counter> = "tokenizer_checks",
+            "Prompts that were due to be encoded again by the tokenizers crate, by what became of them";
     }
 }

@@ -9,7 +9,7 @@ use kvflash_core::text::CacheStats;
 
 use super::super::metrics::escape;
 use super::app::App;
-use super::metrics::{ModelNameLabel, TurnLabel, WorkerLabel};
+use super::metrics::{EncoderLabel, ModelNameLabel, OutcomeLabel, TurnLabel, WorkerLabel};
 
 /// GET /metrics
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
@@ -66,6 +66,14 @@ fn refill(app: &App) {
     metrics.journal_bytes.set(journal.bytes as i64);
     metrics.journal_records.set(journal.records as i64);
     metrics.journal_dropped.inner().store(journal.dropped_total, Ordering::Relaxed);
+    tell_tokenizers(app);
+}
+
+/// Which tokenizers are in memory, what they remember, and what their checks found.
+fn tell_tokenizers(app: &App) {
+    let metrics = &app.metrics;
+    metrics.tokenizers.clear();
+    metrics.tokenizer_checks.clear();
     let texts = app.tokenizers.loaded();
     let (tokens, messages): (Vec<_>, Vec<_>) =
         texts.iter().map(|text| text.model.cache_stats()).unzip();
@@ -79,6 +87,17 @@ fn refill(app: &App) {
         let of_both = |part| sum(&tokens, part) + sum(&messages, part);
         metrics.tokenizer_bytes.set(of_both(|one| one.held_bytes));
         metrics.tokenizer_evictions.set(of_both(|one| one.evictions_total));
+    }
+    for report in texts.iter().map(|text| text.model.tokenizer.encoder()) {
+        let label = EncoderLabel { encoder: report.name() };
+        metrics.tokenizers.get_or_create(&label).inc();
+        for (outcome, count) in [
+            ("same", report.checks_total - report.mismatches_total),
+            ("different", report.mismatches_total),
+            ("skipped", report.skipped_total),
+        ] {
+            metrics.tokenizer_checks.get_or_create(&OutcomeLabel { outcome }).inc_by(count);
+        }
     }
 }
 

@@ -68,6 +68,7 @@ impl Member {
 /// A model's tokenizer, template and the tokens that end an answer.
 #[derive(Debug)]
 pub(crate) struct ModelText {
+    pub folder: PathBuf,
     pub model: Arc<TextModel>,
     pub eos_token_ids: Vec<u32>,
 }
@@ -81,7 +82,20 @@ impl ModelText {
         let cache = CacheOptions { capacity_bytes: cache_bytes };
         let options = TextOptions { cache, ..TextOptions::default() };
         let model = TextModel::from_folder(folder, options)?;
-        Ok(Self { eos_token_ids: eos_token_ids(folder, &model), model: Arc::new(model) })
+        let eos_token_ids = eos_token_ids(folder, &model);
+        Ok(Self { folder: folder.to_owned(), eos_token_ids, model: Arc::new(model) })
+    }
+
+    /// What `GET /health` says of the tokenizer.
+    pub fn health(&self) -> Value {
+        let report = self.model.tokenizer.encoder();
+        json!({
+            "folder": self.folder,
+            "encoder": report.name(),
+            "reason": report.reason,
+            "checks": report.checks_total,
+            "mismatches": report.mismatches_total,
+        })
     }
 }
 
