@@ -19,7 +19,9 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 4
 def frontend() -> Iterator[Frontend]:
     with (
         Mocker("--speedup-ratio", "1000", workers=2) as mocker,
-        Frontend("--worker", mocker.spec(0), "--worker", mocker.spec(1)) as frontend,
+        Frontend(
+            *("--worker", mocker.spec(0), "--worker", mocker.spec(1)),
+        ) as frontend,
     ):
         frontend.wait_healthy(1, 2)
         yield frontend
@@ -73,6 +75,16 @@ def test_a_response_streams_and_is_continued(client: openai.OpenAI) -> None:
     assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
     assert kinds.count("response.output_text.delta") == 5
     assert len(first.output_text) == 5
+    # Only the worker that keeps it can go on: chance would fail half of these.
+    for turn in range(6):
+        told = client.responses.create(
+            model="m", input=f"turn {turn}", previous_response_id=first.id, max_output_tokens=2
+        )
+        assert told.previous_response_id == first.id and told.usage is not None
+        assert told.usage.input_tokens > 180
+    with pytest.raises(openai.NotFoundError, match="Previous response") as error:
+        client.responses.create(model="m", input="x", previous_response_id="resp_unknown")
+    assert error.value.status_code == 404
 
 
 def test_messages(claude: anthropic.Anthropic) -> None:

@@ -29,6 +29,7 @@ mod query;
 mod relay;
 pub(crate) mod render;
 pub(crate) mod send;
+mod stored;
 mod tokens;
 pub(crate) mod turn;
 mod upload;

@@ -23,6 +23,7 @@ use super::foreign;
 use super::generation::Generation;
 use super::ids::Replaceable;
 use super::render::Known;
+use super::stored;
 use super::tokens::{Untokenized, tokens};
 use super::upload;
 use super::urgency::Urgency;
@@ -95,7 +96,7 @@ impl Plan {
         let request = Request {
             request_id: Some(call.request_id.clone()),
             overrides: RouteOverride { seed: nvext.seed(), ..RouteOverride::default() },
-            pin: pin(&pool, nvext.decode_pin())?,
+            pin: pin(&pool, nvext.decode_pin())?.or(stored::pin(&call, &pool.members())?),
             wish: urgency.wish(),
             expected_output_tokens: nvext.expected_output_tokens(),
             ..client::read(&call, &envelope, &pool.members(), pool.selector.needs_facts())

@@ -280,3 +280,42 @@ async fn a_request_is_explained_by_its_path() {
     assert_eq!(answer.status, 400);
     assert!(answer.text().contains("path: no such path: /nothing"), "{}", answer.text());
 }
+
+#[tokio::test]
+async fn a_response_is_continued_where_it_is_kept_at_every_replica() {
+    let stage = Stage::new(|_| ());
+    let engines = [stage.engine().await, stage.engine().await, stage.engine().await];
+    let first = stage.post(RESPONSES, &json!({ "model": "m", "input": "hello" })).await;
+    let keeper = engines.iter().find(|engine| engine.id == first.worker()).unwrap();
+    let id = keeper.bodies()[0]["request_id"].as_str().unwrap().to_owned();
+    assert!(id.starts_with("resp_") && id.contains("_kv"), "{id}");
+    // A replica that numbers the same engines otherwise.
+    let replica = Stage::new(|_| ());
+    for engine in engines.iter().rev() {
+        let added = replica.post("/workers", &json!({ "url": engine.url })).await;
+        replica.until_healthy(added.json()["id"].as_u64().unwrap(), true).await;
+    }
+    let next = json!({ "model": "m", "input": "more", "previous_response_id": id });
+    for _ in 0..3 {
+        assert_eq!(stage.post(RESPONSES, &next).await.worker(), keeper.id);
+        assert_eq!(replica.post(RESPONSES, &next).await.status, 200);
+    }
+    assert_eq!(keeper.count(), 7);
+    // The engine has forgotten it.
+    keeper.answers(404, json!({ "error": {"message": "Response with id 'x' not found."} }));
+    let answer = stage.post(RESPONSES, &next).await;
+    assert_eq!(answer.status, 404);
+    assert!(answer.text().contains("VLLM_ENABLE_RESPONSES_API_STORE=1"), "{}", answer.text());
+    stage.remove(keeper.id).await;
+    let answer = stage.post(RESPONSES, &next).await;
+    assert_eq!(
+        (answer.status, &answer.json()["error"]["param"]),
+        (404, &json!("previous_response_id"))
+    );
+    // An id of another origin is for the engines to judge, and a client's own stays.
+    let other =
+        json!({ "model": "m", "input": "x", "previous_response_id": "resp_1", "request_id": "r" });
+    assert_eq!(stage.post(RESPONSES, &other).await.status, 200);
+    assert!(engines.iter().any(|engine| engine.bodies().contains(&other)));
+    stage.until_idle().await;
+}

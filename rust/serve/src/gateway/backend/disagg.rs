@@ -32,7 +32,9 @@ impl Prefill {
     /// 404 for a pinned prefill worker that is not there.
     pub async fn of(app: &Arc<App>, plan: &Plan) -> Result<Self, Reject> {
         let name = &plan.route.pool.name;
-        if plan.call.api().output_limit().is_none() {
+        // What stands before a continued response is with one worker.
+        let is_continued = plan.call.body.has("previous_response_id");
+        if plan.call.api().output_limit().is_none() || is_continued {
             return Self::of_whole(app, plan);
         }
         let (pool, pinned) = (app.fleet.prefill_pool(name), plan.call.nvext.prefill_pin());

@@ -19,6 +19,7 @@ use crate::gateway::book::Choice;
 use crate::gateway::call::REQUEST_ID_HEADER;
 use crate::gateway::ids::body_with;
 use crate::gateway::plan::Plan;
+use crate::gateway::stored;
 
 /// The longest answer to a prefill: one token and its transfer parameters.
 const MAX_PREFILL_ANSWER_BYTES: usize = 8 * 1024 * 1024;
@@ -54,13 +55,18 @@ impl Backend for OpenAi {
         choice: &Choice,
         handoff: &Handoff,
     ) -> Result<Opened, Failed> {
-        let body = match handoff {
-            Handoff::Done { params, .. } => decode_body(&plan.call.body, params)?,
-            _ => plan.call.body.bytes().clone(),
+        let mut changes = match handoff {
+            Handoff::Done { params, .. } => decode_changes(params)?,
+            _ => Vec::new(),
         };
         let with_ids = if handoff.is_alone() { with_ids(plan, choice) } else { None };
         let mut has_ids = with_ids.is_some();
         let id = choice.engine.id;
+        changes.extend(stored::changes(&plan.call, &choice.engine, choice.booking.worker()));
+        let body = match changes.as_slice() {
+            [] => plan.call.body.bytes().clone(),
+            changes => plan.call.body.with(changes),
+        };
         let path = plan.call.head.uri.path_and_query().map_or("/", |path| path.as_str());
         let headers = &plan.call.head.headers;
         let upstream = send(app, choice, path, headers, with_ids.unwrap_or_else(|| body.clone()));
@@ -107,6 +113,14 @@ impl Backend for OpenAi {
                 let message =
                     format!("worker {id} does not serve {path}: its engine has no such API");
                 return Err(Failed::new("no_such_api", message, StatusCode::NOT_IMPLEMENTED));
+            }
+            if stored::is_gone(&plan.call, parts.status) {
+                let message = format!(
+                    "Previous response not found: worker {id} does not keep it; vLLM keeps responses only with \
+                     VLLM_ENABLE_RESPONSES_API_STORE=1"
+                );
+                let failed = Failed::new("response_gone", message, StatusCode::NOT_FOUND);
+                return Err(Failed { is_final: true, ..failed });
             }
             // No engine completes a prompt with nothing: it died behind its head.
             if first.is_none() && parts.status.is_success() {
@@ -266,14 +280,14 @@ pub(crate) fn prefill_body(body: &Body, limit: &str) -> Bytes {
     ])
 }
 
-/// The decode copy of a body: with what the prefill left.
-fn decode_body(body: &Body, params: &rmpv::Value) -> Result<Bytes, Failed> {
+/// What the decode copy of a body has more: what the prefill left.
+fn decode_changes(params: &rmpv::Value) -> Result<Vec<(&'static str, Option<Value>)>, Failed> {
     let params: Value = rmpv::ext::from_value(params.clone()).map_err(|error| {
         let message = format!("the prefill's transfer parameters can't be handed on: {error}");
         Failed::new("no_transfer", message, StatusCode::BAD_GATEWAY)
     })?;
     let params = params.get(PARAMS).cloned().unwrap_or(params);
-    Ok(body.with(&[(PARAMS, Some(params))]))
+    Ok(vec![(PARAMS, Some(params))])
 }
 
 #[cfg(test)]
@@ -295,7 +309,7 @@ mod tests {
         assert!(prefill.get("stream_options").is_none());
         assert_eq!(prefill[PARAMS]["do_remote_decode"], true);
         let params = rmpv::ext::to_value(json!({ PARAMS: {"remote_port": 7} })).unwrap();
-        let decode = decode_body(&body, &params).unwrap();
+        let decode = body.with(&decode_changes(&params).unwrap());
         let decode: Value = serde_json::from_slice(&decode).unwrap();
         assert_eq!(decode[PARAMS], json!({"remote_port": 7}));
         assert_eq!(
