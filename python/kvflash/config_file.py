@@ -156,11 +156,13 @@ def texts(_: str, raw: Any) -> list[str]:
     """Reads what may be repeated: a text, a list of texts, or for workers mappings.
 
     ``{url: http://a, events: tcp://a:1}`` is ``http://a,events=tcp://a:1``, and so is
-    ``{http://a: {events: tcp://a:1}}``.
+    ``{http://a: {events: tcp://a:1}}``. ``{a: b}`` is ``a=b``.
     """
     if isinstance(raw, str):
         return [raw]
     pairs = pairs_of(raw)
+    if pairs and all(isinstance(value, str) for _, value in pairs) and "url" not in dict(pairs):
+        return [f"{name}={value}" for name, value in pairs]
     if pairs is not None and "url" not in dict(pairs):
         return [_worker([("url", url), *(pairs_of(fields) or [])]) for url, fields in pairs]
     found = []

@@ -8,7 +8,8 @@ from enum import Enum, Flag, auto
 from pathlib import Path
 from typing import Any
 
-from kvflash.errors import InvalidArgumentError
+from kvflash._core import model_folder
+from kvflash.errors import ConfigError, InvalidArgumentError
 from kvflash.runtime.component import Endpoint
 from kvflash.runtime.distributed import MODELS
 
@@ -112,8 +113,8 @@ async def register_llm(  # noqa: PLR0917 - the order that workers know
         model_input: Whether the handler gets token ids or text.
         model_type: What it can be asked for.
         endpoint: Where.
-        model_path: Folder with tokenizer.json, which must be there where the frontend runs too;
-            what is no folder here is only a name.
+        model_path: Folder with tokenizer.json, which must be there where the frontend runs too,
+            or the id of a model in the local Hub cache; what is neither is only a name.
         model_name: Name in requests; default: model_path.
         context_length: Longest prompt with its answer; unit tokens.
         kv_cache_block_size: Tokens in a block; default 16.
@@ -172,9 +173,14 @@ async def unregister_llm(endpoint: Endpoint) -> None:
 
 
 def _folder(path: str | os.PathLike[str] | None) -> str | None:
-    if path is None or not Path(path).is_dir():
+    if path is None:
         return None
-    return str(Path(path).resolve())
+    if Path(path).is_dir():
+        return str(Path(path).resolve())
+    try:
+        return str(Path(model_folder(os.fspath(path))).resolve())
+    except ConfigError:
+        return None  # A name only.
 
 
 def _in_range(name: str, value: int | None, low: int, high: int) -> None:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvflash._core import Frontend, PolicyDesk
+from kvflash._core import Frontend, PolicyDesk, model_folder
 from kvflash.console import refuse
 from kvflash.discovery import open_discovery
 from kvflash.errors import ConfigError, KvflashError
@@ -38,7 +38,8 @@ def make_frontend(args: FrontendArgs, fleet: dict[int, str] | None = None) -> Fr
         ConfigError: Names the flag or file at fault.
         ConflictError: A worker is given twice.
     """
-    _check_tokenizer(args.tokenizer)
+    for named in args.tokenizer:
+        _check_tokenizer(named)
     frontend = Frontend(
         **args.core_settings(),
         policy_desk=_desk(args.router_mode),
@@ -51,10 +52,14 @@ def make_frontend(args: FrontendArgs, fleet: dict[int, str] | None = None) -> Fr
     return frontend
 
 
-def _check_tokenizer(folder: str | None) -> None:
-    if folder is not None and not Path(folder, "tokenizer.json").is_file():
-        source = source_of("--tokenizer", folder)
-        raise ConfigError(f"{source} must be a folder with tokenizer.json, got {folder!r}")
+def _check_tokenizer(named: str) -> None:
+    model, sign, folder = named.partition("=")
+    if not (model and sign) or Path(named).is_dir():
+        folder = named
+    try:
+        model_folder(folder)
+    except ConfigError as error:
+        raise ConfigError(f"{source_of('--tokenizer', named)} {error}") from None
 
 
 def _component(fleet: dict[int, str]) -> tuple[str, str]:

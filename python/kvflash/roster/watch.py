@@ -196,6 +196,11 @@ class DiscoveryWatch:
         self._cluster.check_events(instance_id, events)
         if instance["transport"].get("kind") == "openai":
             spec = _spec(instance_id, instance["transport"]["url"], card, events)
+            tokenizer = card.get("tokenizer")
+            # Chats of other engines are not rendered here.
+            is_vllm = (card.get("user_data") or {}).get("engine") == "vllm"
+            if self._takes_requests and is_vllm and tokenizer and "," not in tokenizer:
+                spec += f",tokenizer={tokenizer}"
             if told is None or told[1] != spec:
                 if told is not None:
                     self._told[instance_id] = (name, "")

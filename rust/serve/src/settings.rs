@@ -78,10 +78,12 @@ settings! {
             "--enforce-disagg DYN_ENFORCE_DISAGG";
     }
     "Tokens": {
-        /// Folder with tokenizer.json; without it engines are asked to tokenize
+        /// Folder with tokenizer.json, or a model in the local Hub cache, of all models or of one
         ///
-        /// The chat template is read there, too; for all models of this frontend
-        tokenizer: Option<PathBuf> = None, (), "--tokenizer FOLDER";
+        /// The chat template is read there, too. `MODEL=FOLDER` is for that model alone; may be repeated. Without
+        /// one, a model's tokenizer is that of its workers' cards; without these engines are asked to tokenize. See
+        /// [tokenizers](frontend.md#a-tokenizer-for-each-model)
+        tokenizer: Vec<String> = Vec::new(), (), "--tokenizer [MODEL=]FOLDER";
         /// Memory for text seen before: its tokens, and messages of chats
         ///
         /// Three quarters are for tokens. Of both, what was used least recently goes

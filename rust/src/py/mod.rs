@@ -81,7 +81,7 @@ mod _core {
     #[pymodule_export]
     use super::settings::settings_table;
     #[pymodule_export]
-    use super::tokenizer::Tokenizer;
+    use super::tokenizer::{Tokenizer, model_folder};
     #[pymodule_export]
     use super::zmq_drain::ZmqDrain;
 }

@@ -3,11 +3,25 @@
 use std::path::PathBuf;
 
 use kvflash_core::error::Error;
-use kvflash_core::text::{CacheOptions, ChatRequest, Prompt, Rendered, TextModel, TextOptions};
+use kvflash_core::text::{
+    self, CacheOptions, ChatRequest, Prompt, Rendered, TextModel, TextOptions,
+};
 use pyo3::prelude::*;
 
 use super::buffer::tokens;
 use super::error::{OrRaise, raise};
+
+/// The folder of a model that is named by its path, or by its id at the Hub where it lies in the local cache.
+///
+/// Raises:
+///     ConfigError: It is neither; says how to download it.
+///
+/// Cost: reads folders; releases the GIL.
+#[pyfunction]
+#[pyo3(signature = (named))]
+pub(super) fn model_folder(py: Python<'_>, named: &str) -> PyResult<PathBuf> {
+    py.detach(|| text::model_folder(named)).or_raise(py)
+}
 
 /// Tokenizer and chat template of a model folder, exact to the engine's own.
 #[pyclass(frozen, module = "kvflash._core")]

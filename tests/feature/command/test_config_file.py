@@ -113,6 +113,13 @@ def test_a_frontend_is_described_by_a_file(file: Write, text: str, name: str) ->
     ])  # fmt: skip
 
 
+def test_tokenizers_of_models_are_a_mapping(file: Write) -> None:
+    args = frontend(["--config", file("tokenizer: {org/a: /models/a, b: org/b}")])
+    assert list(args.tokenizer) == ["org/a=/models/a", "b=org/b"]
+    args = frontend(["--config", file("tokenizer: /models/a")])
+    assert list(args.tokenizer) == ["/models/a"]
+
+
 def test_the_other_services_are_described_by_files(file: Write) -> None:
     args = router(["--config", file(
         "model-name: m\nblock-size: 16\nworker: http://a:1,id=3\nendpoint: a.b.c"

@@ -369,6 +369,7 @@ impl NewWorker {
             instance_id: self.id,
             dp_size: self.dp_size.unwrap_or(1),
             is_prefill: role.map_err(|error| Reject::bad_request(error.to_string()))? == Some(true),
+            tokenizer: None,
             registrant,
         };
         if !(1..=1_024).contains(&spec.dp_size) {

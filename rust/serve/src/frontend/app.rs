@@ -11,7 +11,6 @@ use kvflash_core::clock::Clock;
 use kvflash_core::error::Result;
 use kvflash_core::ids::InstanceId;
 use kvflash_core::select::StartGate;
-use kvflash_core::text::TextModel;
 use parking_lot::{Mutex, RwLock};
 use tokio::time::Instant;
 
@@ -19,8 +18,10 @@ use super::fleet::Fleet;
 use super::metrics::FrontendMetrics;
 use super::options::FrontendOptions;
 use super::parity::Parity;
+use super::pool::Pool;
 use super::proxy::Upstream;
 use super::runtime::member::{ModelText, Tokenizers};
+use super::runtime::texts::ModelTexts;
 use crate::Shutdown;
 use crate::aside::Aside;
 use crate::body::Intake;
@@ -41,9 +42,8 @@ pub(crate) struct App {
     pub catalog: Arc<Catalog>,
     pub fleet: Fleet,
     pub upstream: Upstream,
-    pub text: Option<Arc<TextModel>>,
-    /// The same with its end tokens, for workers whose card names no tokenizer.
-    pub own_text: Option<Arc<ModelText>>,
+    /// Those that `--tokenizer` names.
+    pub texts: ModelTexts,
     pub tokenizers: Tokenizers,
     /// Whether the engines make the same tokens.
     pub parity: Parity,
@@ -93,10 +93,7 @@ impl App {
     ) -> Result<Self> {
         options.check()?;
         let tokenizers = Tokenizers::default();
-        let own_text = match &options.tokenizer {
-            Some(folder) => Some(tokenizers.open(folder, options.tokenizer_cache)?),
-            None => None,
-        };
+        let texts = ModelTexts::open(&options.tokenizer, &tokenizers, options.tokenizer_cache)?;
         let (common, mut registry) = CommonMetrics::new();
         let metrics = FrontendMetrics::register(&mut registry);
         let policy_metrics = PolicyMetrics {
@@ -126,8 +123,7 @@ impl App {
             upstream: Upstream::new(options.connect_timeout, options.api_key()?.as_deref())?,
             options,
             catalog,
-            text: own_text.as_ref().map(|text| Arc::clone(&text.model)),
-            own_text,
+            texts,
             tokenizers,
             parity: Parity::default(),
             common,
@@ -147,6 +143,16 @@ impl App {
             in_flight: AtomicUsize::new(0),
             full_since: Mutex::default(),
         })
+    }
+
+    /// The tokenizer of a model's text: what `--tokenizer` says of the model, else a worker's card, else what
+    /// `--tokenizer` says of all.
+    pub fn text_of(&self, pool: &Pool) -> Option<Arc<ModelText>> {
+        let of_card = || {
+            let members = pool.members();
+            members.all().find_map(|engine| engine.text())
+        };
+        self.texts.of(&pool.name).or_else(of_card).or_else(|| self.texts.of_all())
     }
 
     /// A request gets an answer of this process's own instead of a worker's.

@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::str::FromStr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use axum::http::Uri;
 use kvflash_core::error::{Error, Result};
@@ -15,7 +15,7 @@ use tokio::sync::Notify;
 
 use super::ids::TakesIds;
 use super::notes::{EngineNotes, Inspection};
-use super::runtime::member::Member;
+use super::runtime::member::{Member, ModelText};
 
 /// An address as people may see it: a login in it is nobody's business.
 fn without_login(url: &str) -> String {
@@ -40,6 +40,8 @@ pub struct EngineSpec {
     pub dp_size: u32,
     /// It only prefills; another engine decodes.
     pub is_prefill: bool,
+    /// Folder of its model's tokenizer, or the model's id at the Hub, where its card tells it.
+    pub tokenizer: Option<String>,
     /// Who registered it over HTTP.
     pub registrant: Option<IpAddr>,
 }
@@ -47,7 +49,7 @@ pub struct EngineSpec {
 impl FromStr for EngineSpec {
     type Err = Error;
 
-    /// `URL[,events=tcp://...][,replay=tcp://...][,id=N][,dp=N][,role=prefill|decode]`
+    /// `URL[,events=tcp://...][,replay=tcp://...][,id=N][,dp=N][,role=prefill|decode][,tokenizer=FOLDER]`
     fn from_str(text: &str) -> Result<Self> {
         let shown = without_login(text);
         let mut parts = text.split(',');
@@ -59,6 +61,7 @@ impl FromStr for EngineSpec {
             instance_id: None,
             dp_size: 1,
             is_prefill: false,
+            tokenizer: None,
             registrant: None,
         };
         for part in parts {
@@ -77,10 +80,11 @@ impl FromStr for EngineSpec {
                 "id" => spec.instance_id = Some(number(u64::MAX)?),
                 "dp" => spec.dp_size = number(1_024)? as u32,
                 "role" => spec.is_prefill = is_prefill(value)?,
+                "tokenizer" => spec.tokenizer = Some(value.to_owned()),
                 other => {
                     return Err(Error::Config(format!(
                         "--worker {shown:?}: unknown key {other:?}; known are events, replay, id, dp, \
-                         role"
+                         role, tokenizer"
                     )));
                 }
             }
@@ -209,6 +213,8 @@ pub(crate) struct Engine {
     pub inspection: Mutex<Inspection>,
     /// Its own side, where it is a worker of the runtime.
     pub member: Option<Arc<Member>>,
+    /// The tokenizer that its spec names, once it is loaded.
+    pub text: OnceLock<Arc<ModelText>>,
     /// Wakes the health check early.
     pub doubt: Notify,
     /// Tells those who wait for a first byte that a check has failed.
@@ -235,6 +241,7 @@ impl Engine {
             ids: TakesIds::default(),
             inspection: Mutex::default(),
             member: None,
+            text: OnceLock::new(),
             doubt: Notify::new(),
             unwell: Notify::new(),
             waiting: AtomicU64::new(0),
@@ -251,6 +258,7 @@ impl Engine {
             instance_id: Some(member.spec.id),
             dp_size: member.spec.dp_size(),
             is_prefill: member.spec.is_prefill(),
+            tokenizer: None,
             registrant: None,
         };
         let mut engine = Self::new(member.spec.id, spec);
@@ -267,6 +275,12 @@ impl Engine {
 
     pub fn is_removed(&self) -> bool {
         self.removed.load(Ordering::Relaxed)
+    }
+
+    /// The tokenizer that its card names.
+    pub fn text(&self) -> Option<Arc<ModelText>> {
+        let of_member = self.member.as_ref().and_then(|member| member.text.clone());
+        of_member.or_else(|| self.text.get().cloned())
     }
 
     /// Is `name` among the models and adapters that it has told?

@@ -154,12 +154,16 @@ impl Engine {
 /// Ask `engine` whether it takes ids, unless it was asked since its start: one request for each API, of a few tokens
 /// and with one to generate. Nothing waits for the answers.
 pub(super) fn ask_once(app: &Arc<App>, engine: &Arc<Engine>) {
-    let Some(text) = app.text.as_ref().filter(|_| app.options.send_token_ids) else { return };
-    if engine.member.is_some() || engine.spec.is_prefill || !engine.is_healthy() {
+    if !app.options.send_token_ids
+        || engine.member.is_some()
+        || engine.spec.is_prefill
+        || !engine.is_healthy()
+    {
         return;
     }
     let pool = app.fleet.pool_of(engine.id);
     let Some(pool) = pool.filter(|pool| pool.selector.needs_tokens()) else { return };
+    let Some(text) = app.text_of(&pool) else { return };
     let started_s = engine.notes.lock().started_s;
     // One that does not tell when it started has started anew, perhaps, where it was away.
     let start = started_s.map_or_else(|| engine.failures.load(Ordering::Relaxed), f64::to_bits);
@@ -172,7 +176,8 @@ pub(super) fn ask_once(app: &Arc<App>, engine: &Arc<Engine>) {
     }
     engine.ids.learn(Api::Completions, None);
     engine.ids.learn(Api::Chat, None);
-    let id = text.completion_tokens(QUESTION, false).ok().and_then(|ids| ids.first().copied());
+    let id =
+        text.model.completion_tokens(QUESTION, false).ok().and_then(|ids| ids.first().copied());
     let Some(id) = id else { return };
     let (app, engine, name) = (Arc::clone(app), Arc::clone(engine), pool.name.clone());
     tokio::spawn(async move {

@@ -172,13 +172,15 @@ fn socket_type(said: &[u8]) -> Peer {
 
 /// Whether it is known if the local tokenizer is the engine's. Without a local one the engine's is asked anyway.
 async fn inspect_tokenizer(app: &App, engine: &Engine, faults: &mut Vec<WorkerReason>) -> bool {
-    let Some(text) = &app.text else { return true };
+    let Some(text) = app.fleet.pool_of(engine.id).and_then(|pool| app.text_of(&pool)) else {
+        return true;
+    };
     let name = {
         let notes = engine.notes.lock();
         notes.models.iter().find(|(_, parent)| parent.is_none()).map(|(name, _)| name.clone())
     };
     for sample in texts() {
-        let Ok(own) = text.completion_tokens(&sample, true) else { return true };
+        let Ok(own) = text.model.completion_tokens(&sample, true) else { return true };
         let body = json!({ "model": name, "prompt": sample, "add_special_tokens": true });
         let theirs = match tokenize(app, engine, &body).await {
             Tokenized::Tokens(theirs) => theirs,

@@ -242,14 +242,18 @@ fn tell(model: &str, version: &str, form: Form, before: Option<&FormRecord>, now
 /// `--parity-interval`.
 pub(super) fn compare_if_due(app: &Arc<App>, engine: &Arc<Engine>) {
     let interval = app.options.parity_interval;
-    let Some(text) = app.text.clone().filter(|_| !interval.is_zero()) else { return };
-    if engine.member.is_some() || engine.spec.is_prefill || !engine.is_healthy() {
+    if interval.is_zero()
+        || engine.member.is_some()
+        || engine.spec.is_prefill
+        || !engine.is_healthy()
+    {
         return;
     }
     let Some(pool) = app.fleet.pool_of(engine.id).filter(|pool| pool.selector.needs_tokens())
     else {
         return;
     };
+    let Some(text) = app.text_of(&pool) else { return };
     let version = version_of(engine);
     let live: Vec<String> = pool.members().all().map(|engine| version_of(engine)).collect();
     if !app.parity.claim(&pool.name, &version, &live) {
@@ -259,7 +263,7 @@ pub(super) fn compare_if_due(app: &Arc<App>, engine: &Arc<Engine>) {
         (Arc::clone(app), least_busy(&pool, &version).unwrap_or(Arc::clone(engine)));
     tokio::spawn(async move {
         let outcomes = tokio::select! {
-            outcomes = compare(&app, &text, &engine, &pool) => outcomes,
+            outcomes = compare(&app, &text.model, &engine, &pool) => outcomes,
             () = app.shutdown.wait() => None,
         };
         let outcome = if outcomes.is_some() { "compared" } else { "failed" };

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kvflash_core::error::Result;
+use kvflash_core::text::model_folder;
 use serde::Deserialize;
 use tokio::time::Instant;
 
@@ -37,7 +38,20 @@ const MAX_VERSION_BYTES: usize = 128;
 /// # Errors
 /// As [`Fleet::add`](super::fleet::Fleet::add).
 pub(super) fn add(app: &Arc<App>, spec: EngineSpec) -> Result<Arc<Engine>> {
+    let text = spec.tokenizer.as_deref().and_then(|named| {
+        let folder = model_folder(named);
+        let text = folder.and_then(|at| app.tokenizers.open(&at, app.options.tokenizer_cache));
+        // It is on the worker's machine, perhaps, and not here.
+        text.inspect_err(|error| {
+            tracing::warn!(url = spec.url, "the tokenizer that its card names: {error}");
+        })
+        .ok()
+    });
     let engine = app.fleet.add(spec)?;
+    if let Some(text) = text {
+        // It is new: nothing is there yet.
+        let _ = engine.text.set(text);
+    }
     tokio::spawn(watch(Arc::clone(app), Arc::clone(&engine), app.shutdown.clone()));
     Ok(engine)
 }
@@ -222,7 +236,7 @@ async fn learn(app: &App, engine: &Engine) -> Result<EngineNotes, String> {
             .and_then(|value| value.trim().parse().ok());
         notes.capacity_blocks = info.and_then(|line| label(line, "num_gpu_blocks"));
     }
-    if app.text.is_some()
+    if !app.tokenizers.loaded().is_empty()
         && let Ok((200, body)) = get(upstream, engine, "/version", timeout).await
     {
         let version = serde_json::from_slice::<Version>(&body).ok().map(|answer| answer.version);

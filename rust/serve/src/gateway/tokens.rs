@@ -88,7 +88,8 @@ pub(super) async fn tokens(
             }
         }
     };
-    let model = own.as_ref().map(|own| &own.model).or(app.text.as_ref());
+    let text = own.or_else(|| app.text_of(pool));
+    let model = text.as_ref().map(|text| &text.model);
     let model = model.filter(|_| is_strict || !is_remote(app, envelope, pool));
     let Some(model) = model else {
         return if prompt.is_none() && has_media(envelope) {

@@ -23,7 +23,7 @@ pub fn folder() -> PathBuf {
 pub fn tokenizing() -> Stage {
     Stage::new(|options| {
         options.router.policy = Policy::Kv;
-        options.own.tokenizer = Some(folder());
+        options.own.tokenizer = vec![folder().display().to_string()];
     })
 }
 

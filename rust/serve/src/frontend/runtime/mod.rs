@@ -4,6 +4,7 @@
 //! - `spec`, `member`, `registry`, `liveness`: who a worker is, what the frontend keeps of it, how it comes
 //!   and goes, whether it lives
 //! - `stop`, `writing`, `wording`: from the worker's tokens to an OpenAI answer
+//! - `texts`: which tokenizers the operator names, by model
 //! - `chunks`: answers of workers that take and give text
 
 pub(crate) mod chunks;
@@ -16,6 +17,7 @@ pub(super) mod registry;
 pub(crate) mod spec;
 mod stop;
 mod tcp;
+pub(crate) mod texts;
 mod web;
 pub(crate) mod wording;
 pub(crate) mod writing;

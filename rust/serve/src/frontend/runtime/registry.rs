@@ -6,6 +6,7 @@ use std::sync::Arc;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::ids::{InstanceId, Worker};
 use kvflash_core::select::Report;
+use kvflash_core::text::model_folder;
 use parking_lot::Mutex;
 
 use super::super::app::App;
@@ -74,11 +75,21 @@ fn take(app: &Arc<App>, spec: WorkerSpec) -> Result<InstanceId> {
     Ok(id)
 }
 
-/// The tokenizer of a worker: its card's folder, else that of --tokenizer.
+/// The tokenizer of a worker: what --tokenizer says of its model, else its card's, else what --tokenizer says of
+/// all models.
 fn text(app: &App, spec: &WorkerSpec) -> Result<Option<Arc<ModelText>>> {
-    let named = spec.card.tokenizer.as_ref();
-    let opened = named.map(|folder| app.tokenizers.open(folder, app.options.tokenizer_cache));
-    match (opened, &app.own_text) {
+    if let Some(text) = app.texts.of(&spec.card.model_name) {
+        return Ok(Some(text));
+    }
+    let named = spec.card.tokenizer.as_deref();
+    let open = |named: &str| {
+        let folder = model_folder(named).map_err(|error| {
+            Error::Config(format!("worker {}: its card's tokenizer {error}", spec.id))
+        })?;
+        app.tokenizers.open(&folder, app.options.tokenizer_cache)
+    };
+    let opened = named.map(open);
+    match (opened, &app.texts.of_all()) {
         (Some(Ok(text)), _) => Ok(Some(text)),
         (Some(Err(error)), Some(own)) => {
             tracing::warn!(worker = spec.id, %error, "takes --tokenizer instead");

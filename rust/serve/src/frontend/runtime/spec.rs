@@ -1,7 +1,6 @@
 //! A worker as discovery tells of it.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 
 use kvflash_core::error::{Error, Result};
 use kvflash_core::fleet::EventSpec;
@@ -54,9 +53,9 @@ pub(crate) struct Card {
     /// Longest prompt plus answer, tokens.
     #[serde(default)]
     pub context_length: Option<u64>,
-    /// Folder with the tokenizer and the chat template.
+    /// Folder with the tokenizer and the chat template, or the model's id at the Hub.
     #[serde(default)]
-    pub tokenizer: Option<PathBuf>,
+    pub tokenizer: Option<String>,
     #[serde(default)]
     pub total_kv_blocks: Option<u64>,
     #[serde(default)]
