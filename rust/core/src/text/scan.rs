@@ -1,5 +1,6 @@
 //! One pass over a request's JSON object: where its fields and messages stand, and how much of them is text.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 /// What a number takes, bytes.
@@ -56,7 +57,7 @@ impl Scan {
         scanner.expect(b'{')?;
         if !scanner.skips(b'}') {
             loop {
-                let name = scanner.name()?;
+                let name = unescaped(scanner.name()?)?;
                 let messages = (name == "messages").then(Vec::new);
                 let (place, messages) = scanner.value(messages)?;
                 scan.fields.push(Field { name: name.into(), place, weight: scanner.weight });
@@ -106,17 +107,14 @@ impl<'a> Scanner<'a> {
         self.skips(wanted).then_some(())
     }
 
-    /// A name and the colon behind it.
-    fn name(&mut self) -> Option<std::borrow::Cow<'a, str>> {
+    /// A name, in its quotes, and the colon behind it.
+    fn name(&mut self) -> Option<&'a str> {
         self.expect(b'"')?;
         let start = self.at;
         self.string()?;
         let raw = &self.json[start - 1..self.at];
         self.expect(b':')?;
-        match raw.contains('\\') {
-            true => serde_json::from_str::<String>(raw).ok().map(Into::into),
-            false => Some((&raw[1..raw.len() - 1]).into()),
-        }
+        Some(raw)
     }
 
     /// A value of any depth, where it stands; its elements' places go into `elements` if it is a list.
@@ -196,7 +194,9 @@ impl<'a> Scanner<'a> {
     }
 
     fn inner_name(&mut self) -> Option<()> {
-        let name = self.name()?;
+        let raw = self.name()?;
+        // Inside of a value a name may be no text: half a pair of surrogates.
+        let name = unescaped(raw).unwrap_or(raw.into());
         if MEDIA.contains(&&*name) {
             self.muted = self.muted.or(Some((self.open.len(), self.weight)));
         }
@@ -273,6 +273,14 @@ impl<'a> Scanner<'a> {
     }
 }
 
+/// What stands in quotes; `None` where that is no text.
+fn unescaped(raw: &str) -> Option<Cow<'_, str>> {
+    match raw.contains('\\') {
+        true => serde_json::from_str::<String>(raw).ok().map(Into::into),
+        false => Some((&raw[1..raw.len() - 1]).into()),
+    }
+}
+
 /// Where a value stands, and where its elements do.
 type Found = (Range<usize>, Option<Vec<Range<usize>>>);
 
@@ -338,6 +346,12 @@ mod tests {
         assert_eq!(fields[2], ("y", "1"));
         assert_eq!(Scan::of(r#"{"messages": []}"#).unwrap().messages, Some(Vec::new()));
         assert_eq!(Scan::of(r#"{"messages": {"a": 1}}"#).unwrap().messages, None);
+    }
+
+    #[test]
+    fn names_that_are_no_text_are_refused_where_they_are_read() {
+        assert!(Scan::of(r#"{"a": {"\ud83d": 1}}"#).is_some());
+        assert!(Scan::of(r#"{"\ud83d": 1}"#).is_none());
     }
 
     fn json() -> impl Strategy<Value = Value> {
