@@ -61,6 +61,13 @@ settings! {
         /// Prefix of the names in /metrics, without the underscore
         metrics_prefix: String = PREFIX.to_owned(), (), "--metrics-prefix PREFIX DYN_METRICS_PREFIX";
     }
+    "Models": {
+        /// A name that clients may use for a model, or for several by weight
+        ///
+        /// May be repeated. See [aliases](frontend.md#aliases)
+        model_alias: Vec<String> = Vec::new(), (),
+            "--model-alias NAME=MODEL[:WEIGHT][,MODEL:WEIGHT]";
+    }
     "Disaggregation": {
         /// Engines that only prefill; a decode engine of the model continues
         ///

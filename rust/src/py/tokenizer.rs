@@ -1,5 +1,6 @@
 //! A model's own text rules: template and tokens.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 use kvflash_core::error::Error;
@@ -19,8 +20,8 @@ use super::error::{OrRaise, raise};
 /// Cost: reads folders; releases the GIL.
 #[pyfunction]
 #[pyo3(signature = (named))]
-pub(super) fn model_folder(py: Python<'_>, named: &str) -> PyResult<PathBuf> {
-    py.detach(|| text::model_folder(named)).or_raise(py)
+pub(super) fn model_folder(py: Python<'_>, named: &str) -> PyResult<OsString> {
+    py.detach(|| text::model_folder(named).map(PathBuf::into_os_string)).or_raise(py)
 }
 
 /// Tokenizer and chat template of a model folder, exact to the engine's own.

@@ -21,6 +21,7 @@ def frontend() -> Iterator[Frontend]:
         Mocker("--speedup-ratio", "1000", workers=2) as mocker,
         Frontend(
             *("--worker", mocker.spec(0), "--worker", mocker.spec(1)),
+            *("--model-alias", "gpt-4o=m"),
         ) as frontend,
     ):
         frontend.wait_healthy(1, 2)
@@ -85,6 +86,15 @@ def test_a_response_streams_and_is_continued(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="Previous response") as error:
         client.responses.create(model="m", input="x", previous_response_id="resp_unknown")
     assert error.value.status_code == 404
+
+
+def test_aliases(client: openai.OpenAI) -> None:
+    assert {"m", "gpt-4o"} <= {model.id for model in client.models.list()}
+    assert client.models.retrieve("gpt-4o").id == "gpt-4o"
+    told = client.responses.create(model="gpt-4o", input="x", max_output_tokens=1)
+    assert told.model == "m"
+    raw = client.embeddings.with_raw_response.create(model="gpt-4o", input="x")
+    assert raw.parse().model == "m"
 
 
 def test_messages(claude: anthropic.Anthropic) -> None:

@@ -128,6 +128,8 @@ pub struct Ask<'a> {
     pub waits: bool,
     /// The name under which the journal keeps the decision; `None` keeps nothing.
     pub request_id: Option<&'a str>,
+    /// What its client calls the model, where that is another name; for the journal.
+    pub alias: Option<&'a str>,
     /// Text of the prompt, UTF-8, without the JSON around it, for policies; empty when nobody needs it.
     pub text: &'a [u8],
     /// The model's own token ids, for policies; empty while unknown.
@@ -179,6 +181,7 @@ impl<'a> Ask<'a> {
             expected_output_tokens: None,
             waits: false,
             request_id: None,
+            alias: None,
             text: &[],
             token_ids: &[],
             user: None,

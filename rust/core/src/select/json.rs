@@ -12,6 +12,7 @@ impl Record {
             self.candidates.iter().map(|one| self.candidate(one)).collect();
         json!({
             "model": &*self.model,
+            "alias": self.alias.as_deref(),
             "policy": &*self.policy,
             "worker": self.worker.to_string(),
             "reason": self.reason.name(),

@@ -90,6 +90,7 @@ impl Selector {
         Record {
             request_id: request_id.into(),
             model: Arc::clone(&self.name),
+            alias: ask.alias.map(Arc::from),
             decided_at_ms: self.clock.now_ms(),
             policy: Arc::clone(&self.policy_name),
             worker: decision.worker,

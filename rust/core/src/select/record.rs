@@ -55,6 +55,8 @@ pub struct Record {
     pub request_id: Arc<str>,
     /// The model.
     pub model: Arc<str>,
+    /// What the client calls it, where that is another name.
+    pub alias: Option<Arc<str>>,
     /// When it was decided, milliseconds of the selector's clock.
     pub decided_at_ms: u64,
     /// The policy that chose.
@@ -92,6 +94,10 @@ pub struct Record {
 impl Record {
     pub(super) fn bytes(&self) -> usize {
         // Twice the name: the table of names has it too, and some words for a place there.
-        size_of::<Self>() + 2 * self.request_id.len() + size_of_val(&*self.candidates) + 64
+        size_of::<Self>()
+            + 2 * self.request_id.len()
+            + self.alias.as_deref().map_or(0, str::len)
+            + size_of_val(&*self.candidates)
+            + 64
     }
 }

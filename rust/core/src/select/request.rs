@@ -15,6 +15,8 @@ use crate::policy::{Advice, Session};
 pub struct Request {
     /// The name under which the journal keeps its decisions; `None` keeps none.
     pub request_id: Option<String>,
+    /// What its client calls the model, where that is another name.
+    pub alias: Option<Arc<str>>,
     /// Its prompt, hashed.
     pub prompt: Arc<Prompt>,
     /// The prompt's tokens, for policies; empty while unknown.
@@ -64,6 +66,7 @@ impl Request {
             overlaps: self.overlaps.as_deref(),
             expected_output_tokens: self.expected_output_tokens,
             request_id: self.request_id.as_deref(),
+            alias: self.alias.as_deref(),
             text: &self.text,
             token_ids: &self.tokens,
             user: self.user.as_deref(),

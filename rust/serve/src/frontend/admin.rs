@@ -240,6 +240,12 @@ fn tell_models(app: &App) -> Response {
             card(&name, parent.as_deref(), limit.copied().flatten())
         })
         .collect();
+    let named = app.aliases.all().map(|(alias, model)| {
+        let mut card = card(alias, None, limits.get(model).copied().flatten());
+        card["root"] = json!(model);
+        card
+    });
+    let data: Vec<Value> = data.into_iter().chain(named).collect();
     Json(json!({ "object": "list", "data": data })).into_response()
 }
 
@@ -256,7 +262,8 @@ pub(super) async fn model(
 
 fn tell_model(app: &App, id: &str) -> Response {
     let served = app.fleet.served();
-    let Some((name, parent)) = served.iter().find(|(name, _)| name == id) else {
+    let target = app.aliases.all().find(|(alias, _)| *alias == id).map(|(_, model)| model);
+    let Some((name, parent)) = served.iter().find(|(name, _)| name == target.unwrap_or(id)) else {
         let names: Vec<&str> = served.iter().map(|(name, _)| name.as_str()).collect();
         let message = format!("the model {id:?} is not served; served are {}", names.join(", "));
         return Reject::new(StatusCode::NOT_FOUND, message).openai();
@@ -264,7 +271,9 @@ fn tell_model(app: &App, id: &str) -> Response {
     let base = parent.as_deref().unwrap_or(name);
     let pools = app.fleet.pools();
     let limit = pools.iter().find(|pool| pool.name == base).and_then(max_model_len);
-    Json(card(name, parent.as_deref(), limit)).into_response()
+    let mut card = card(name, parent.as_deref(), limit);
+    card["id"] = json!(id);
+    Json(card).into_response()
 }
 
 /// The longest context that all workers of a model take; `None` where none has told.

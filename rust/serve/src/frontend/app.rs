@@ -14,6 +14,7 @@ use kvflash_core::select::StartGate;
 use parking_lot::{Mutex, RwLock};
 use tokio::time::Instant;
 
+use super::alias::Aliases;
 use super::fleet::Fleet;
 use super::metrics::FrontendMetrics;
 use super::options::FrontendOptions;
@@ -41,6 +42,8 @@ pub(crate) struct App {
     pub options: FrontendOptions,
     pub catalog: Arc<Catalog>,
     pub fleet: Fleet,
+    /// Names of models that only clients use.
+    pub aliases: Aliases,
     pub upstream: Upstream,
     /// Those that `--tokenizer` names.
     pub texts: ModelTexts,
@@ -121,6 +124,7 @@ impl App {
             keeps_sessions: options.policy_name() == "session-affinity",
             fleet: Fleet::new(options.clone(), Arc::clone(&catalog), clock),
             upstream: Upstream::new(options.connect_timeout, options.api_key()?.as_deref())?,
+            aliases: Aliases::parse(&options.model_alias)?,
             options,
             catalog,
             texts,

@@ -32,6 +32,12 @@ pub(crate) struct ModelNameLabel {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct AliasLabel {
+    pub alias: String,
+    pub model: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct TurnLabel {
     pub model: String,
     pub outcome: &'static str,
@@ -55,6 +61,8 @@ metrics! {
             "Answers whose engine told how many tokens it reused";
         pub token_mismatches: Counter = "token_mismatches",
             "Answers whose engine counted another number of prompt tokens than routing did";
+        pub aliased: Family<AliasLabel, Counter> = "aliased_requests",
+            "Requests for an alias, by the model that took them";
         pub untokenized: Family<CauseLabel, Counter> = "untokenized_requests",
             "Requests routed without tokens, so without overlap, by cause";
         pub parity: Family<FormLabel, Gauge> = "parity",

@@ -2,6 +2,7 @@
 //! [`gateway`](crate::gateway).
 
 mod admin;
+pub(crate) mod alias;
 pub(crate) mod app;
 mod busy;
 pub(crate) mod corpus;

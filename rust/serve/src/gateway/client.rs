@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use axum::http::HeaderMap;
 use kvflash_core::ids::Worker;
 use kvflash_core::policy::session::{read_session_id, session_id};
 use kvflash_core::select::Request;
@@ -18,6 +19,13 @@ use crate::frontend::pool::Members;
 pub(crate) const SESSION_HEADER: &str = "x-session-id";
 /// Headers that carry a session's key; the first one counts.
 const KEY_HEADERS: [&str; 2] = ["x-aibrix-session-key", "x-session-key"];
+
+/// The key of a request's session, as its headers name it.
+pub(super) fn session_key(headers: &HeaderMap) -> Option<&str> {
+    let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
+    let named = KEY_HEADERS.into_iter().chain([SESSION_HEADER]).find_map(header);
+    named.filter(|text| !text.is_empty())
+}
 
 /// What `call` says of its client; the prompt's text only where a policy `needs_text`.
 pub(super) fn read(

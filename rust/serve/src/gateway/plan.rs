@@ -12,9 +12,11 @@ use kvflash_core::ids::{InstanceId, Worker};
 use kvflash_core::policy::Advice;
 use kvflash_core::select::{self, Ask, Pin, Request, RouteOverride, Selection};
 use kvflash_core::text::Tokens;
+use serde::Deserialize;
 use serde_json::json;
 
 use super::api::{Api, Row, Weight};
+use super::body::Body;
 use super::call::{Call, Head};
 use super::client;
 use super::envelope::Envelope;
@@ -30,6 +32,7 @@ use super::urgency::Urgency;
 use crate::frontend::app::App;
 use crate::frontend::engine::Engine;
 use crate::frontend::fleet::unhealthy;
+use crate::frontend::metrics::AliasLabel;
 use crate::frontend::pool::{Members, Pool, Route};
 use crate::metrics::CauseLabel;
 use crate::{Reject, outside};
@@ -75,9 +78,16 @@ impl Plan {
         request_id: String,
         bytes: Bytes,
     ) -> Result<Self, Reject> {
-        let body = Call::body(app, row, &head, bytes).await?;
+        let mut body = Call::body(app, row, &head, bytes).await?;
+        let is_upload = row.is_some_and(|row| row.weight == Weight::Sound);
+        let alias = resolve(app, is_upload, &head, &body)?;
+        if let Some((_, renamed)) = &alias {
+            // From here on it is a request for that model: workers know no aliases.
+            body = Call::body(app, row, &head, renamed.clone()).await?;
+        }
+        let alias = alias.map(|(alias, _)| alias);
         let mut envelope: Envelope<'_> = body.read()?;
-        if row.is_some_and(|row| row.weight == Weight::Sound) {
+        if is_upload {
             envelope.model = upload::model(&head.headers, body.bytes())?.map(Cow::Borrowed);
         }
         let call = Arc::new(Call::new(row, head, request_id, &body, &envelope)?);
@@ -89,6 +99,10 @@ impl Plan {
         let pool = Arc::clone(&route.pool);
         check_workers(&call, &pool)?;
         let model = envelope.model.as_deref().unwrap_or(&pool.name).to_owned();
+        if let Some(alias) = &alias {
+            let label = AliasLabel { alias: alias.to_string(), model: model.clone() };
+            app.metrics.aliased.get_or_create(&label).inc();
+        }
         let cache_salt = envelope.cache_salt.as_deref().map(str::to_owned);
         let (headers, nvext) = (&call.head.headers, &call.nvext);
         let urgency = Urgency::read(headers, nvext, envelope.priority, pool.is_queued())?;
@@ -96,6 +110,7 @@ impl Plan {
         let request = Request {
             request_id: Some(call.request_id.clone()),
             overrides: RouteOverride { seed: nvext.seed(), ..RouteOverride::default() },
+            alias,
             pin: pin(&pool, nvext.decode_pin())?.or(stored::pin(&call, &pool.members())?),
             wish: urgency.wish(),
             expected_output_tokens: nvext.expected_output_tokens(),
@@ -338,6 +353,38 @@ async fn understand(
             Ok(Known::default())
         }
     }
+}
+
+/// The alias that a request names, and its body with the name of the model that takes it.
+///
+/// # Errors
+/// 400 for a model that is no text.
+fn resolve(
+    app: &App,
+    is_upload: bool,
+    head: &Head,
+    body: &Body,
+) -> Result<Option<(Arc<str>, Bytes)>, Reject> {
+    #[derive(Deserialize)]
+    struct Named<'a> {
+        #[serde(borrow, default)]
+        model: Option<Cow<'a, str>>,
+    }
+    if app.aliases.is_empty() {
+        return Ok(None);
+    }
+    let name = match is_upload {
+        true => upload::model(&head.headers, body.bytes())?.map(Cow::Borrowed),
+        false => body.read::<Named<'_>>()?.model,
+    };
+    let Some(name) = name else { return Ok(None) };
+    let key = client::session_key(&head.headers);
+    let Some(model) = app.aliases.model(&name, key) else { return Ok(None) };
+    let renamed = match is_upload {
+        true => upload::with_model(body.bytes(), &name, model),
+        false => body.with(&[("model", Some(json!(model)))]),
+    };
+    Ok(Some((Arc::from(&*name), renamed)))
 }
 
 /// Whether any worker of the model can serve the request's API.

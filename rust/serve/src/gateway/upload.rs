@@ -1,6 +1,7 @@
 //! Uploads in parts (`multipart/form-data`): the one field that routing needs of them.
 
 use axum::http::{HeaderMap, header};
+use bytes::Bytes;
 use memchr::memmem;
 
 use crate::Reject;
@@ -38,6 +39,13 @@ pub(super) fn model<'a>(headers: &HeaderMap, body: &'a [u8]) -> Result<Option<&'
         };
     }
     Ok(None)
+}
+
+/// The upload with another model than `name`, which [`model`] has found in it.
+pub(super) fn with_model(body: &Bytes, name: &str, model: &str) -> Bytes {
+    let at = name.as_ptr() as usize - body.as_ptr() as usize;
+    let parts = [&body[..at], model.as_bytes(), &body[at + name.len()..]];
+    parts.concat().into()
 }
 
 /// The boundary that a content type names.
@@ -84,6 +92,11 @@ mod tests {
         {
             assert_eq!(model_of(kind, BODY).unwrap().as_deref(), Some("whisper"));
         }
+        let body = Bytes::from_static(BODY.as_bytes());
+        let mut headers = HeaderMap::new();
+        headers.insert(header::CONTENT_TYPE, "multipart/form-data; boundary=b".parse().unwrap());
+        let name = model(&headers, &body).unwrap().unwrap();
+        assert_eq!(with_model(&body, name, "turbo"), BODY.replace("whisper", "turbo"));
         let none = "--b\r\ncontent-disposition: form-data; name=\"file\"\r\n\r\nmodel\r\n--b--";
         assert_eq!(model_of("multipart/form-data; boundary=b", none).unwrap(), None);
         assert_eq!(model_of("multipart/form-data; boundary=b", "--b").unwrap(), None);

@@ -319,3 +319,47 @@ async fn a_response_is_continued_where_it_is_kept_at_every_replica() {
     assert!(engines.iter().any(|engine| engine.bodies().contains(&other)));
     stage.until_idle().await;
 }
+
+#[tokio::test]
+async fn an_alias_is_told_beside_its_model() {
+    let stage = Stage::new(|options| options.own.model_alias = vec!["g=m".to_owned()]);
+    let engine = stage.engine().await;
+    let body = json!({ "model": "g", "prompt": tokens(40) });
+    let answer = stage.ask_with(&[("x-request-id", "one")], &body).await;
+    assert_eq!((answer.status, engine.bodies()[0]["model"].as_str()), (200, Some("m")));
+    let why = stage.get("/why/one").await;
+    let decision = &why["decisions"][0];
+    assert_eq!((&decision["alias"], &decision["model"]), (&json!("g"), &json!("m")));
+    let explained = stage.post("/explain", &body).await.json();
+    assert_eq!((&explained["alias"], &explained["model"]), (&json!("g"), &json!("m")));
+    stage.until_metric("aliased_requests_total{alias=\"g\",model=\"m\"}", 2.0).await;
+    let card = stage.get("/v1/models/g").await;
+    assert_eq!((&card["id"], &card["root"]), (&json!("g"), &json!("m")));
+    let models = stage.get("/v1/models").await;
+    assert!(models["data"].as_array().unwrap().contains(&card), "{models}");
+    let form = "--b\r\ncontent-disposition: form-data; name=\"model\"\r\n\r\ng\r\n--b--\r\n";
+    let kind = "multipart/form-data; boundary=b";
+    let path = "/v1/audio/transcriptions";
+    assert_eq!(stage.upload(path, kind, form.as_bytes().to_vec()).await.status, 200);
+}
+
+#[tokio::test]
+async fn an_alias_of_several_models_keeps_its_sessions() {
+    let stage = Stage::new(|options| options.own.model_alias = vec!["g=a:50,b:50".to_owned()]);
+    let engine = stage.add(Engine::start(&["a", "b"]).await, json!({})).await;
+    let body = json!({ "model": "g", "prompt": tokens(40) });
+    for key in 0..20 {
+        let key = format!("session-{key}");
+        for _ in 0..3 {
+            let answer = stage.ask_with(&[("x-session-key", key.as_str())], &body).await;
+            assert_eq!(answer.status, 200, "{}", answer.text());
+        }
+    }
+    let models: Vec<_> =
+        engine.bodies().iter().map(|body| body["model"].as_str().unwrap().to_owned()).collect();
+    assert!(
+        models.chunks(3).all(|three| three.iter().all(|model| *model == three[0])),
+        "{models:?}"
+    );
+    assert!(models.contains(&"a".to_owned()) && models.contains(&"b".to_owned()));
+}

@@ -1,0 +1,149 @@
+//! Names under which clients know models: one model each, or several that share its requests.
+
+use std::collections::BTreeMap;
+
+use kvflash_core::error::{Error, Result};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+/// Most aliases, and most models of one.
+const MAX_ALIASES: usize = 1_024;
+const MAX_TARGETS: usize = 64;
+
+/// A model behind an alias, and its share.
+#[derive(Debug, Clone, PartialEq)]
+struct Target {
+    model: String,
+    weight: f64,
+}
+
+/// The aliases of `--model-alias`.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Aliases(BTreeMap<String, Vec<Target>>);
+
+impl Aliases {
+    /// Read `NAME=MODEL` and `NAME=MODEL:WEIGHT,MODEL:WEIGHT`, one after the other.
+    ///
+    /// # Errors
+    /// `Config` naming the flag, what is legal and what came.
+    pub fn parse(texts: &[String]) -> Result<Self> {
+        let mut aliases = BTreeMap::new();
+        for text in texts {
+            let wrong = |what: &str| {
+                let form = "must be NAME=MODEL or NAME=MODEL:WEIGHT,MODEL:WEIGHT";
+                Error::Config(format!("--model-alias {form}; {what}, got {text:?}"))
+            };
+            let (name, targets) = text.split_once('=').ok_or_else(|| wrong("no = was found"))?;
+            if name.is_empty() {
+                return Err(wrong("the name is empty"));
+            }
+            let targets: Vec<Target> = targets.split(',').map(target).collect();
+            if targets.len() > MAX_TARGETS {
+                return Err(wrong(&format!("an alias has at most {MAX_TARGETS} models")));
+            }
+            if targets.iter().any(|target| target.model.is_empty()) {
+                return Err(wrong("a model has no name"));
+            }
+            let is_weight = |weight: f64| weight.is_finite() && weight >= 0.0;
+            let total: f64 = targets.iter().map(|target| target.weight).sum();
+            if !targets.iter().all(|target| is_weight(target.weight)) || !(total > 0.0) {
+                return Err(wrong("weights are numbers of at least 0, and not all of them 0"));
+            }
+            if aliases.insert(name.to_owned(), targets).is_some() {
+                return Err(wrong("the name is given twice"));
+            }
+        }
+        if aliases.len() > MAX_ALIASES {
+            let count = aliases.len();
+            let message = format!("--model-alias: at most {MAX_ALIASES} aliases, got {count}");
+            return Err(Error::Config(message));
+        }
+        Ok(Self(aliases))
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The model that takes a request for `name`, if that is an alias. One `key` always gets the same model, at
+    /// every replica; without a key chance decides.
+    pub fn model(&self, name: &str, key: Option<&str>) -> Option<&str> {
+        let targets = self.0.get(name)?;
+        let drawn = match key {
+            // The name goes in, so that one alias's first share is not another one's.
+            Some(key) => xxh3_64_with_seed(key.as_bytes(), xxh3_64_with_seed(name.as_bytes(), 0)),
+            None => rand::random(),
+        };
+        let total: f64 = targets.iter().map(|target| target.weight).sum();
+        let mut left = drawn as f64 / u64::MAX as f64 * total;
+        for target in targets.iter().filter(|target| target.weight > 0.0) {
+            left -= target.weight;
+            if left < 0.0 {
+                return Some(&target.model);
+            }
+        }
+        // The last number of all, or what rounding has left.
+        targets.iter().rfind(|target| target.weight > 0.0).map(|target| target.model.as_str())
+    }
+
+    /// Every alias and its first model, by name.
+    pub fn all(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.0.iter().map(|(name, targets)| (name.as_str(), targets[0].model.as_str()))
+    }
+}
+
+/// A model's name may have colons; what follows the last one is a weight where it is a number.
+fn target(text: &str) -> Target {
+    let weighed = text.rsplit_once(':').and_then(|(model, weight)| {
+        Some(Target { model: model.to_owned(), weight: weight.parse().ok()? })
+    });
+    weighed.unwrap_or_else(|| Target { model: text.to_owned(), weight: 1.0 })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn aliases(texts: &[&str]) -> Result<Aliases> {
+        Aliases::parse(&texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn shares_are_kept_and_keys_stay() {
+        let aliases = aliases(&["g=a:90,b:10,c:0", "h=org/model:8b"]).unwrap();
+        assert_eq!(aliases.model("h", None), Some("org/model:8b"));
+        assert_eq!(aliases.model("a", None), None);
+        let to_b = |keys: &mut dyn Iterator<Item = Option<String>>| {
+            keys.filter(|key| aliases.model("g", key.as_deref()) == Some("b")).count()
+        };
+        let keyed = to_b(&mut (0..10_000).map(|n| Some(format!("session-{n}"))));
+        assert!((850..1_150).contains(&keyed), "{keyed} of 10000");
+        let drawn = to_b(&mut (0..10_000).map(|_| None));
+        assert!((850..1_150).contains(&drawn), "{drawn} of 10000");
+        for n in 0..100 {
+            let key = format!("session-{n}");
+            assert_eq!(aliases.model("g", Some(&key)), aliases.model("g", Some(&key)));
+        }
+        assert_eq!(aliases.all().collect::<Vec<_>>(), [("g", "a"), ("h", "org/model:8b")]);
+    }
+
+    #[test]
+    fn refusals_name_the_flag_and_what_came() {
+        for (texts, wanted) in [
+            (&["g"][..], "no = was found, got \"g\""),
+            (&["=a"], "the name is empty"),
+            (&["g="], "a model has no name"),
+            (&["g=a:1,:2"], "a model has no name"),
+            (&["g=a:-1"], "weights are numbers of at least 0"),
+            (&["g=a:0"], "not all of them 0"),
+            (&["g=a:inf,b:1"], "weights are numbers"),
+            (&["g=a", "g=b"], "given twice"),
+        ] {
+            let error = aliases(texts).unwrap_err().to_string();
+            assert!(
+                error.contains("--model-alias") && error.contains(wanted),
+                "{texts:?}: {error}"
+            );
+        }
+    }
+}
