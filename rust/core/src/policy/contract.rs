@@ -38,6 +38,12 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
         self.members().iter().any(|one| one.needs_tokens())
     }
 
+    /// Whether it is to be told the prompt's text, which for a long chat costs as much as forwarding it.
+    fn needs_text(&self) -> bool {
+        let members = self.members();
+        members.is_empty() || members.iter().any(|one| one.needs_text())
+    }
+
     /// Where this policy is asked before the router's lock is taken, when it is outside the core.
     fn desk(&self) -> Option<&Arc<Desk>> {
         None

@@ -194,6 +194,11 @@ impl Selector {
         !self.router.policies().is_empty()
     }
 
+    /// Whether some policy is told the prompt's text.
+    pub fn needs_text(&self) -> bool {
+        self.router.policies().needs_text()
+    }
+
     fn is_kv(&self) -> bool {
         self.router.policies().active.is_none() && self.router.config().policy == Policy::Kv
     }

@@ -114,7 +114,7 @@ impl Plan {
             pin: pin(&pool, nvext.decode_pin())?.or(stored::pin(&call, &pool.members())?),
             wish: urgency.wish(),
             expected_output_tokens: nvext.expected_output_tokens(),
-            ..client::read(&call, &envelope, &pool.members(), pool.selector.needs_facts())
+            ..client::read(&call, &envelope, &pool.members(), pool.selector.needs_text())
         };
         let mut plan = Self {
             generation: None,

@@ -194,6 +194,10 @@ impl RoutePolicy for PricePolicy {
         AUTO
     }
 
+    fn needs_text(&self) -> bool {
+        false
+    }
+
     fn needs_tokens(&self) -> bool {
         true
     }

@@ -39,6 +39,11 @@ impl Policies {
         self.each().any(|policy| policy.needs_tokens())
     }
 
+    /// Whether any of them is to be told the prompt's text.
+    pub fn needs_text(&self) -> bool {
+        self.each().any(|policy| policy.needs_text())
+    }
+
     /// Whether the one that chooses goes by estimates of what is queued.
     pub(super) fn estimates_queue(&self) -> bool {
         self.active.as_ref().is_some_and(|policy| policy.estimates_queue())
