@@ -22,6 +22,11 @@ use tokenizers::AddedToken;
 /// piece up costs far less than tokenizing it, short enough that texts that part ways share most.
 const PIECE_BYTES: usize = 512;
 
+/// The same so far into a text, where the pieces before it are most of what there is to share: each that is looked
+/// up is some misses of the processor's caches.
+const LONG_TEXT_BYTES: usize = 8 * PIECE_BYTES;
+const LONG_PIECE_BYTES: usize = 4_096;
+
 /// How finely text is cut for the cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum CutMode {
@@ -178,7 +183,12 @@ impl Cutter {
         // Only with a guard does it matter whether a piece is the first.
         let is_first = is_first || self.guard.is_none();
         if self.mode == CutMode::AtWords {
-            while let Some(at) = word_end(text, PIECE_BYTES) {
+            let bytes = text.len();
+            let size = |left: usize| match bytes - left < LONG_TEXT_BYTES {
+                true => PIECE_BYTES,
+                false => LONG_PIECE_BYTES,
+            };
+            while let Some(at) = word_end(text, size(text.len())) {
                 let (piece, rest) = text.split_at(at);
                 visit(Segment::Piece { text: piece, is_first })?;
                 text = rest;
@@ -466,6 +476,20 @@ mod tests {
         assert_eq!(cutter.coarser().mode(), CutMode::AtTokens);
         let spaced = AddedToken::from("ab cd", false);
         assert_eq!(Cutter::plan(&layout, &[(9, spaced)]).mode(), CutMode::Whole);
+    }
+
+    #[test]
+    fn pieces_of_long_texts_are_longer_and_stay_where_they_are() {
+        let split = json!({"type": "Split", "pattern": {"Regex": LLAMA_3},
+                           "behavior": "Isolated", "invert": false});
+        let layout = Layout { pre_tokenizer: split, ..Layout::default() };
+        let cutter = Cutter::plan(&layout, &[]);
+        let long = segments(&cutter, &"word ".repeat(4_000));
+        assert!(long[..8].iter().all(|piece| piece.len() < PIECE_BYTES + 8));
+        assert!(long[8..].iter().all(|piece| piece.len() <= LONG_PIECE_BYTES + 8));
+        assert!(long.len() < 13, "{}", long.len());
+        let longer = segments(&cutter, &"word ".repeat(6_000));
+        assert_eq!(longer[..long.len() - 1], long[..long.len() - 1]);
     }
 
     #[test]
