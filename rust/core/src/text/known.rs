@@ -11,8 +11,11 @@ use super::cache::CacheStats;
 use super::content::ContentFormat;
 use crate::cache::{ClockCache, Weighed};
 
-/// Shorter messages are read each time, which takes some microseconds.
-const SHORT_BYTES: usize = 1_024;
+/// Shorter messages are read each time, which takes less than a microsecond.
+const SHORT_BYTES: usize = 64;
+
+/// Messages of shorter chats are read each time: tokenizing what is new costs more.
+const SHORT_CHAT_BYTES: usize = 16 * 1_024;
 
 /// What a value takes beside its text, bytes: its place in a list or a map, and its counters.
 const VALUE_BYTES: usize = 96;
@@ -65,12 +68,14 @@ impl MessageCache {
         }
     }
 
-    /// The key of the message that `json` is, for templates that want `format`.
+    /// The key of the message that `json` is, for templates that want `format`. Messages of short chats are not worth
+    /// keeping.
     ///
     /// # Cost
     /// A hash over its bytes.
-    pub(super) fn key(&self, json: &str, format: ContentFormat) -> Key {
-        let is_kept = json.len() >= SHORT_BYTES && !self.values.is_off();
+    pub(super) fn key(&self, json: &str, format: ContentFormat, chat_bytes: usize) -> Key {
+        let is_kept = json.len() >= SHORT_BYTES && chat_bytes >= SHORT_CHAT_BYTES;
+        let is_kept = is_kept && !self.values.is_off();
         let seed = self.seed ^ format as u64;
         Key(is_kept.then(|| xxh3_128_with_seed(json.as_bytes(), seed)))
     }
@@ -135,6 +140,8 @@ mod tests {
 
     use super::*;
 
+    const LONG: usize = SHORT_CHAT_BYTES;
+
     fn message(content: &str) -> (String, Json) {
         let message = json!({"role": "user", "content": content});
         (message.to_string(), message)
@@ -144,16 +151,18 @@ mod tests {
     fn messages_are_found_by_what_they_are() {
         let cache = MessageCache::new(1 << 20);
         let (json, prepared) = message(&"a".repeat(2_000));
-        let key = cache.key(&json, ContentFormat::String);
+        let key = cache.key(&json, ContentFormat::String, LONG);
         assert!(cache.find(key, &json).is_none());
         let value = cache.keep(key, &json, &prepared);
         assert_eq!(cache.find(key, &json), Some(value));
-        let other = cache.key(&json, ContentFormat::Parts);
+        let other = cache.key(&json, ContentFormat::Parts, LONG);
         assert!(cache.find(other, &json).is_none(), "forms of content stay apart");
-        let (short, prepared) = message("short");
-        let key = cache.key(&short, ContentFormat::String);
+        let (short, prepared) = message("sh");
+        let key = cache.key(&short, ContentFormat::String, LONG);
         cache.keep(key, &short, &prepared);
         assert!(cache.find(key, &short).is_none());
+        let key = cache.key(&json, ContentFormat::String, LONG - 1);
+        assert!(cache.find(key, &json).is_none(), "a short chat");
         let stats = cache.stats();
         assert_eq!((stats.hits_total, stats.misses_total, stats.held_pieces), (1, 2, 1));
         assert!(stats.held_bytes > 2_000);
@@ -164,12 +173,12 @@ mod tests {
         let cache = MessageCache::new(1 << 20);
         for n in 0..2_000 {
             let (json, prepared) = message(&format!("{n} ").repeat(1_000));
-            let key = cache.key(&json, ContentFormat::String);
+            let key = cache.key(&json, ContentFormat::String, LONG);
             cache.keep(key, &json, &prepared);
             assert!(cache.stats().held_bytes <= 1 << 20);
         }
         let (json, prepared) = message(&"x".repeat(1 << 20));
-        cache.keep(cache.key(&json, ContentFormat::String), &json, &prepared);
+        cache.keep(cache.key(&json, ContentFormat::String, LONG), &json, &prepared);
         let stats = cache.stats();
         assert!(stats.evictions_total > 1_000 && stats.oversized_total == 1, "{stats:?}");
         let zeros = json!({"role": "user", "content": [], "n": vec![0; 1_000]});

@@ -271,14 +271,15 @@ impl ChatTemplate {
         format: ContentFormat,
         effort: Effort,
     ) -> Result<Vec<Value>, Stop> {
+        let all = messages.iter().map(|json| json.len()).sum();
         let known = |json: &&str| {
-            let key = self.known.key(json, format);
+            let key = self.known.key(json, format, all);
             (key, self.known.find(key, json))
         };
         let found: Vec<(Key, Option<Value>)> = messages.iter().map(known).collect();
         let pairs = messages.iter().zip(&found);
         let new = pairs.filter(|(_, (_, found))| found.is_none()).map(|(json, _)| json.len());
-        if !effort.allows(messages.iter().map(|json| json.len()).sum(), new.sum()) {
+        if !effort.allows(all, new.sum()) {
             return Err(Stop::Costly);
         }
         let mut values = Vec::with_capacity(messages.len() + 1);

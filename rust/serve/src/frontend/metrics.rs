@@ -140,9 +140,9 @@ metrics! {
         pub tokenizer_misses: Gauge = "tokenizer_cache_misses",
             "Pieces of text that were tokenized";
         pub message_hits: Gauge = "tokenizer_cache_message_hits",
-            "Messages above 1 KiB that were known and not parsed again";
+            "Messages of long chats that were known and not parsed again";
         pub message_misses: Gauge = "tokenizer_cache_message_misses",
-            "Messages above 1 KiB that were parsed";
+            "Messages of long chats that were parsed";
         pub tokenizer_evictions: Gauge = "tokenizer_cache_evictions",
             "Pieces of text and messages that gave way to others";
         pub tokenizer_bytes: Gauge = "tokenizer_cache", [Bytes]
