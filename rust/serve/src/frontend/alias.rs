@@ -43,10 +43,10 @@ impl Aliases {
             if targets.iter().any(|target| target.model.is_empty()) {
                 return Err(wrong("a model has no name"));
             }
-            let is_weight = |weight: f64| weight.is_finite() && weight >= 0.0;
+            let is_weight = |weight: f64| (0.0..=1e9).contains(&weight);
             let total: f64 = targets.iter().map(|target| target.weight).sum();
-            if !targets.iter().all(|target| is_weight(target.weight)) || !(total > 0.0) {
-                return Err(wrong("weights are numbers of at least 0, and not all of them 0"));
+            if !targets.iter().all(|target| is_weight(target.weight)) || total <= 0.0 {
+                return Err(wrong("weights are numbers in 0..=1e9, and not all of them 0"));
             }
             if aliases.insert(name.to_owned(), targets).is_some() {
                 return Err(wrong("the name is given twice"));
@@ -134,7 +134,7 @@ mod tests {
             (&["=a"], "the name is empty"),
             (&["g="], "a model has no name"),
             (&["g=a:1,:2"], "a model has no name"),
-            (&["g=a:-1"], "weights are numbers of at least 0"),
+            (&["g=a:-1"], "weights are numbers in 0..=1e9"),
             (&["g=a:0"], "not all of them 0"),
             (&["g=a:inf,b:1"], "weights are numbers"),
             (&["g=a", "g=b"], "given twice"),
