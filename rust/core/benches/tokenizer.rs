@@ -74,7 +74,7 @@ fn measure(folder: &Path, kinds: &[(&str, String)]) {
                 speeds.push(speed);
             }
         }
-        let shown = speeds.map(|speeds| spread(speeds));
+        let shown = speeds.map(spread);
         println!(
             "{name:24} {kind:12} {:>10} {:>24} {:>24} {:>24}",
             "", shown[0], shown[1], shown[2]

@@ -23,13 +23,15 @@ enum Manner {
     /// Every request gets this text as its body.
     Say(u16, String),
     /// Every request gets what this makes of its body.
-    Reply(Arc<dyn Fn(&Value) -> (u16, Value) + Send + Sync>),
+    Reply(Reply),
     /// The connection is closed without a byte.
     Close,
     /// One answer of status 103 after the other, and nothing else.
     Hesitate,
 }
 
+/// Status and body that an engine answers to a body.
+type Reply = Arc<dyn Fn(&Value) -> (u16, Value) + Send + Sync>;
 /// The tokens that an engine makes of a body of `/tokenize`; `None` where it does not take it.
 type Renderer = Arc<dyn Fn(&Value) -> Option<Vec<u32>> + Send + Sync>;
 
