@@ -38,6 +38,7 @@ __all__ = [
     "compute_sequence_hashes",
     "init_logging",
     "item_hash",
+    "model_folder",
     "settings_table",
 ]
 

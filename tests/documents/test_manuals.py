@@ -212,7 +212,7 @@ def test_engines_found_by_dns(stage: Stage, blocks: list[Block]) -> None:
     assert (found["url"], len(found["listeners"])) == (worker["url"], 1)
 
 
-@runs(("frontend.md", "kvflash frontend --worker http"))
+@runs(("frontend.md", "kvflash frontend --worker http://host:8000,events"))
 def test_a_frontend_with_a_tokenizer(stage: Stage, blocks: list[Block]) -> None:
     (worker,) = stage.start(
         "kvflash.mocker", "--port", "0", "--zmq-events-port", "auto", "--zmq-replay-port", "auto",
@@ -227,6 +227,47 @@ def test_a_frontend_with_a_tokenizer(stage: Stage, blocks: list[Block]) -> None:
     stage.console(stage.localized(blocks[0].text, filled))
     stage.wait_workers(1)
     assert stage.http().post("/v1/chat/completions", CHAT)["usage"]["completion_tokens"] == 4
+
+
+@runs(("frontend.md", "kvflash frontend --worker http://host:8000 --model-alias"))
+def test_aliases(stage: Stage, blocks: list[Block]) -> None:
+    names = ("Qwen3-32B", "Qwen3-32B-fp8")
+    (one,), (other,) = (
+        stage.start("kvflash.mocker", "--port", "0", "--model-name", name) for name in names
+    )
+    single, split = blocks[0].text.splitlines()
+    stage.console(stage.localized(single, {"http://host:8000": one["url"]}))
+    stage.wait_workers(1)
+    asked = {**CHAT, "model": "gpt-4o"}
+    assert stage.http().post("/v1/chat/completions", asked)["model"] == names[0]
+    stage.env["KVFLASH_PORT"] = str(stage.port(8001))
+    filled = {"http://a:8000": one["url"], "http://b:8000": other["url"]}
+    stage.console(stage.localized(split, filled))
+    second = stage.http(8001)
+    stage.wait_workers(2, second)
+    assert second.post("/v1/chat/completions", asked)["model"] in names
+
+
+@runs(("frontend.md", "kvflash frontend --worker http://a:8000 http://b:8000 --tokenizer"))
+def test_a_tokenizer_for_each_model(stage: Stage, blocks: list[Block]) -> None:
+    names = ("org/chat", "org/code")
+    (chat,), (code,) = (
+        stage.start(
+            "kvflash.mocker", "--port", "0", "--model-name", name, "--tokenizer", str(TINY_LLAMA)
+        )
+        for name in names
+    )
+    filled = {
+        "http://a:8000": chat["url"],
+        "http://b:8000": code["url"],
+        "/models/chat": str(TINY_LLAMA),
+        "/models/code": str(TINY_LLAMA),
+    }
+    stage.console(stage.localized(blocks[0].text, filled))
+    stage.wait_workers(2)
+    for name in names:
+        answer = stage.http().post("/v1/chat/completions", {**CHAT, "model": name})
+        assert answer["usage"]["completion_tokens"] == 4
 
 
 # -- the runtime
@@ -288,7 +329,7 @@ def test_every_flag_in_a_file(blocks: list[Block], tmp_path: Path) -> None:
         path = tmp_path / f"kvflash.{block.language}"
         path.write_text(block.text)
         args = frontend_args(["--config", str(path)])
-        assert (args.port, args.tokenizer, args.router_mode) == (8000, "/models/llama", "kv")
+        assert (args.port, args.tokenizer, args.router_mode) == (8000, ["/models/llama"], "kv")
         assert args.workers == [
             f"http://engine-{n}:8000,events=tcp://engine-{n}:5557" for n in (1, 2)
         ]

@@ -95,7 +95,7 @@ settings! {
         ///
         /// Three quarters are for tokens. Of both, what was used least recently goes
         tokenizer_cache: usize = 256 * 1024 * 1024, Legal::Bytes(1, false), "--tokenizer-cache SIZE";
-        /// Time between two comparisons of the tokens made here with those of a model's engines; 0: never
+        /// Time between comparisons of the tokens made here with the engines' own; 0: never
         ///
         /// See [the same tokens as the engine's](frontend.md#the-same-tokens-as-the-engines)
         parity_interval: Duration = Duration::from_secs(3_600), 0.0..=31_536_000.0,

@@ -483,8 +483,8 @@ def test_flags_that_would_do_nothing_beside_others_are_refused(line, wanted):
             {"KVFLASH_TOKENIZER": "/nope"},
             "^environment variable KVFLASH_TOKENIZER must be a fol",
         ),
-        (["--tokenizer", ""], {}, "^--tokenizer must be a folder with tokenizer.json, got ''"),
-        (["--tokenizer", "/a/tokenizer.json"], {}, "^--tokenizer must be .* '/a/tokenizer.json'"),
+        (["--tokenizer", ""], {}, '^--tokenizer must be a folder with tokenizer.json, got ""'),
+        (["--tokenizer", "/a/tokenizer.json"], {}, '^--tokenizer must be .* "/a/tokenizer.json"'),
     ],
 )
 def test_what_can_not_be_made_names_where_it_came_from(argv, variables, wanted, monkeypatch):
