@@ -94,7 +94,7 @@ settings! {
         /// Memory for text seen before: its tokens, and messages of chats
         ///
         /// Three quarters are for tokens. Of both, what was used least recently goes
-        tokenizer_cache: usize = 256 * 1024 * 1024, Legal::Bytes(1, false), "--tokenizer-cache SIZE";
+        tokenizer_cache: usize = 256 * 1024 * 1024, Legal::Bytes(1, false), "--tokenizer-cache --text-cache-bytes SIZE";
         /// Time between comparisons of the tokens made here with the engines' own; 0: never
         ///
         /// See [the same tokens as the engine's](frontend.md#the-same-tokens-as-the-engines)
