@@ -113,7 +113,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except web.HTTPRequestEntityTooLarge:
         answer = ApiError(413, "BadRequestError", f"the body is over {BODY_BYTES_MAX} bytes")
     except web.HTTPNotFound:
-        answer = ApiError(404, "NotFoundError", f"no route {request.path}")
+        answer = ApiError(404, "NotFoundError", "Not Found")  # as vLLM says
     except web.HTTPMethodNotAllowed as error:
         answer = ApiError(405, "BadRequestError", f"{request.path} does not take {error.method}")
         headers["Allow"] = error.headers["Allow"]

@@ -129,8 +129,8 @@ fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
     let untold = app.metrics.untokenized.get(&CauseLabel { cause: "template" });
     if let Some(count) = untold.map(|count| count.get()).filter(|count| *count > 0) {
         warnings.push(format!(
-            "{count} chats could not be tokenized and were routed by load: the tokenizer's folder has no \
-             chat template for them (the log says what it lacks)"
+            "{count} chats were routed by load: the tokenizer's folder has no chat template. Add \
+             chat_template.jinja, or give the model's own folder to --tokenizer"
         ));
     }
     for engine in engines.values() {

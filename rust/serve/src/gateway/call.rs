@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use axum::http::{HeaderMap, HeaderName, Uri};
+use axum::http::header::CONTENT_ENCODING;
+use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, Uri};
 use bytes::Bytes;
 use kvflash_core::error::Error;
 use kvflash_core::select::MAX_REQUEST_ID_BYTES;
@@ -96,6 +97,15 @@ impl Call {
     ) -> Result<Arc<Body>, Reject> {
         if row.is_some_and(|row| row.weight == Weight::Sound) {
             return Ok(Arc::new(Body::opaque(bytes)));
+        }
+        let encoding =
+            head.headers.get(CONTENT_ENCODING).map_or(&b"identity"[..], HeaderValue::as_bytes);
+        if !encoding.eq_ignore_ascii_case(b"identity") {
+            let what = format!(
+                "content-encoding {:?} is not taken: send the body without compression",
+                String::from_utf8_lossy(encoding)
+            );
+            return Err(Reject::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, what));
         }
         let len = bytes.len();
         let parse = || Body::parse(bytes).map(Arc::new);

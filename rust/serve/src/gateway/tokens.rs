@@ -137,16 +137,18 @@ pub(super) async fn tokens(
             "the prompt has more than {text_bytes} bytes of text (--max-prompt-bytes)"
         ))),
         Ok(text::Prompt::TooLong) => Err(Untokenized::Unknown("too_long")),
-        Ok(text::Prompt::Costly) => Err(Untokenized::Unknown("template")),
+        Ok(text::Prompt::Costly) => Err(Untokenized::Unknown("refused")),
         Ok(text::Prompt::Unsupported(why)) => {
             tracing::debug!(why, "routed without tokens");
             Err(Untokenized::Unknown("not_text"))
         }
         Err(error) if is_strict => Err(Untokenized::Refused(error)),
         // The engine has the last word on what it takes: it may know more than this template.
+        // A client's mistake is no fault of the set-up: only a template that is missing is warned of.
         Err(error) => {
-            tracing::warn!(%error, "could not tokenize; routed without tokens");
-            Err(Untokenized::Unknown("template"))
+            tracing::debug!(%error, "could not tokenize; routed without tokens");
+            let is_missing = prompt.is_none() && model.template.is_none();
+            Err(Untokenized::Unknown(if is_missing { "template" } else { "refused" }))
         }
     }
 }

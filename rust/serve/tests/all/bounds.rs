@@ -12,6 +12,7 @@ use kvflash_serve::{Http, HttpSettings};
 use serde_json::json;
 
 use super::engine::Engine;
+use super::parity::tokenizing;
 use super::stage::{Stage, prompt, until, with};
 
 fn bounded(options: &mut FrontendOptions, settings: HttpSettings) {
@@ -144,4 +145,32 @@ async fn a_model_that_nobody_serves_any_more_leaves_no_series_behind() {
     assert!(series().await > 0);
     stage.remove(engine.id).await;
     until("the series to go", async || series().await == 0).await;
+}
+
+#[tokio::test]
+async fn a_client_plants_no_warning() {
+    let stage = tokenizing();
+    let engine = stage.engine().await;
+    engine.answers(400, json!({ "error": { "message": "messages: wrong" } }));
+    let wrong = [json!("x"), json!([5]), json!([{ "role": 5, "content": "a" }]), json!([{}])];
+    for messages in &wrong {
+        let body = json!({ "model": "m", "messages": messages });
+        let answer = stage.post("/v1/chat/completions", &body).await;
+        assert_eq!(answer.status, 400, "{}", answer.text());
+    }
+    let refused = "untokenized_requests_total{cause=\"refused\"}";
+    assert!(stage.metric(refused).await >= 1.0);
+    let warnings = stage.get("/health").await["warnings"].to_string();
+    assert!(!warnings.contains("chat template"), "{warnings}");
+}
+
+#[tokio::test]
+async fn a_compressed_body_is_refused_by_name() {
+    let stage = Stage::new(|_| ());
+    let _engine = stage.engine().await;
+    let answer = stage.ask_with(&[("content-encoding", "gzip")], &prompt(0..40)).await;
+    assert_eq!(answer.status, 415);
+    assert!(answer.text().contains("content-encoding"), "{}", answer.text());
+    let answer = stage.ask_with(&[("content-encoding", "Identity")], &prompt(0..40)).await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
 }
