@@ -85,6 +85,11 @@ impl Aliases {
         targets.iter().rfind(|target| target.weight > 0.0).map(|target| target.model.as_str())
     }
 
+    /// All models of an alias, also those without a share.
+    pub fn models(&self, name: &str) -> impl Iterator<Item = &str> + Clone {
+        self.0.get(name).into_iter().flatten().map(|target| target.model.as_str())
+    }
+
     /// Every alias and its first model, by name.
     pub fn all(&self) -> impl Iterator<Item = (&str, &str)> {
         self.0.iter().map(|(name, targets)| (name.as_str(), targets[0].model.as_str()))

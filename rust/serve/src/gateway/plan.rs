@@ -25,7 +25,7 @@ use super::foreign;
 use super::generation::Generation;
 use super::ids::Replaceable;
 use super::render::Known;
-use super::stored;
+use super::stored::Kept;
 use super::tokens::{Untokenized, tokens};
 use super::upload;
 use super::urgency::Urgency;
@@ -54,6 +54,8 @@ pub(crate) struct Plan {
     pub replaceable: Option<Replaceable>,
     /// What stands in the prompt beside text.
     media: Arc<[MediaItem]>,
+    /// The response that it goes on from.
+    kept: Option<Arc<Kept>>,
 }
 
 /// What a worker is chosen for: the whole request, or what is left of it.
@@ -69,8 +71,8 @@ impl Plan {
     /// Read a request with the body `bytes`; `row` is told by its fields where the path does not tell.
     ///
     /// # Errors
-    /// 400 for a request that no engine would take, 404 for a model that is not served or a pinned worker that
-    /// is not there.
+    /// 400 for a request that no engine would take, 404 for a model that is not served or a worker that must
+    /// take it and is not there, 503 for one that is unhealthy.
     pub async fn make(
         app: &App,
         row: Option<&'static Row>,
@@ -80,7 +82,8 @@ impl Plan {
     ) -> Result<Self, Reject> {
         let mut body = Call::body(app, row, &head, bytes).await?;
         let is_upload = row.is_some_and(|row| row.weight == Weight::Sound);
-        let alias = resolve(app, is_upload, &head, &body)?;
+        let kept = Kept::of(app, row, &body)?.map(Arc::new);
+        let alias = resolve(app, is_upload, &head, &body, kept.as_deref())?;
         if let Some((_, renamed)) = &alias {
             // From here on it is a request for that model: workers know no aliases.
             body = Call::body(app, row, &head, renamed.clone()).await?;
@@ -99,6 +102,9 @@ impl Plan {
         let pool = Arc::clone(&route.pool);
         check_workers(&call, &pool)?;
         let model = envelope.model.as_deref().unwrap_or(&pool.name).to_owned();
+        if let Some(kept) = &kept {
+            kept.check(&route, &model)?;
+        }
         if let Some(alias) = &alias {
             let label = AliasLabel { alias: alias.to_string(), model: model.clone() };
             app.metrics.aliased.get_or_create(&label).inc();
@@ -111,7 +117,7 @@ impl Plan {
             request_id: Some(call.request_id.clone()),
             overrides: RouteOverride { seed: nvext.seed(), ..RouteOverride::default() },
             alias,
-            pin: pin(&pool, nvext.decode_pin())?.or(stored::pin(&call, &pool.members())?),
+            pin: pin(&pool, nvext.decode_pin())?.or(kept.as_ref().map(|kept| kept.pin())),
             wish: urgency.wish(),
             expected_output_tokens: nvext.expected_output_tokens(),
             ..client::read(&call, &envelope, &pool.members(), pool.selector.needs_text())
@@ -127,6 +133,7 @@ impl Plan {
             urgency,
             model,
             cache_salt,
+            kept,
         };
         let Known { tokens, media, .. } = known;
         plan.look_up(tokens.map(Arc::new), media);
@@ -157,6 +164,7 @@ impl Plan {
             generation: self.generation.clone(),
             replaceable: None,
             media: Arc::default(),
+            kept: None,
         };
         plan.look_up(self.tokens.clone(), Arc::clone(&self.media));
         plan.ask_remote(app).await;
@@ -260,6 +268,9 @@ impl Plan {
         if !matches!(error, Error::NoWorker(_)) {
             return error;
         }
+        if let Some(error) = self.kept.as_ref().and_then(|kept| kept.absence()) {
+            return error;
+        }
         let members = self.route.pool.members();
         Error::NoWorker(format!(
             "no worker can take requests for model {:?}: {} registered, {} healthy{}",
@@ -355,15 +366,17 @@ async fn understand(
     }
 }
 
-/// The alias that a request names, and its body with the name of the model that takes it.
+/// The alias that a request names, and its body with the name of the model that takes it: one of the worker's that
+/// has `kept` the response before.
 ///
 /// # Errors
-/// 400 for a model that is no text.
+/// 400 for a model that is no text; 404 where that worker serves none of the alias's models.
 fn resolve(
     app: &App,
     is_upload: bool,
     head: &Head,
     body: &Body,
+    kept: Option<&Kept>,
 ) -> Result<Option<(Arc<str>, Bytes)>, Reject> {
     #[derive(Deserialize)]
     struct Named<'a> {
@@ -379,7 +392,12 @@ fn resolve(
     };
     let Some(name) = name else { return Ok(None) };
     let key = client::session_key(&head.headers);
-    let Some(model) = app.aliases.model(&name, key) else { return Ok(None) };
+    let Some(mut model) = app.aliases.model(&name, key) else { return Ok(None) };
+    if let Some(kept) = kept.filter(|kept| !kept.serves(model)) {
+        let mut models = app.aliases.models(&name);
+        let served = models.clone().find(|model| kept.serves(model));
+        model = served.ok_or_else(|| kept.outside(&name, &models.by_ref().collect::<Vec<_>>()))?;
+    }
     let renamed = match is_upload {
         true => upload::with_model(body.bytes(), &name, model),
         false => body.with(&[("model", Some(json!(model)))]),

@@ -1,19 +1,23 @@
 //! Responses that an engine keeps for the next turn: their ids carry its name, so that any replica finds it, also after
 //! a restart.
 
+use std::sync::Arc;
+
 use axum::http::StatusCode;
-use kvflash_core::ids::Worker;
+use kvflash_core::error::Error;
+use kvflash_core::ids::{InstanceId, Worker};
 use kvflash_core::select::Pin;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::api::Api;
+use super::api::{Api, Row};
 use super::body::Body;
 use super::call::Call;
 use crate::Reject;
+use crate::frontend::app::App;
 use crate::frontend::engine::{Engine, address_of};
-use crate::frontend::pool::Members;
+use crate::frontend::pool::Route;
 
 /// Stands between a response's own id and its worker's name.
 const MARK: &str = "_kv";
@@ -24,31 +28,116 @@ const MARK: &str = "_kv";
 /// `ResponsesRequest.request_id` of vLLM and SGLang.
 const ID_FIELD: &str = "request_id";
 
+/// The field by which a client names the response before.
+const BEFORE: &str = "previous_response_id";
+
+/// So much of an id is told, and so many of a worker's models.
+const SHOWN_CHARS: usize = 100;
+const SHOWN_MODELS: usize = 20;
+
 #[derive(Deserialize)]
 struct Fields {
     #[serde(default)]
     previous_response_id: Option<String>,
 }
 
-/// The worker that must take `call`, because it keeps the response before it.
+/// A response that a registered worker keeps.
+pub(crate) struct Kept {
+    id: String,
+    engine: Arc<Engine>,
+    rank: u32,
+}
+
+impl Kept {
+    /// The response that `body` goes on from, where its id names its worker.
+    ///
+    /// # Errors
+    /// 400 for an id that is no text; 404 for a worker that is gone; 503 for one that is unhealthy.
+    pub fn of(app: &App, row: Option<&Row>, body: &Body) -> Result<Option<Self>, Reject> {
+        if row.is_none_or(|row| row.api != Api::Responses) {
+            return Ok(None);
+        }
+        let Some(id) = id_before(body)? else { return Ok(None) };
+        // One without a worker's name was made elsewhere: whether anybody keeps it is the engine's to say.
+        let Some((name, rank)) = id.rsplit_once(MARK).and_then(|(_, name)| read(name)) else {
+            return Ok(None);
+        };
+        let is_keeper = |engine: &Arc<Engine>| {
+            !engine.spec.is_prefill && rank < engine.spec.dp_size && name_of(engine) == name
+        };
+        let Some(engine) = app.fleet.engines().into_iter().find(is_keeper) else {
+            return Err(gone(&id, "the worker that kept it is gone"));
+        };
+        let kept = Self { id, engine, rank };
+        match kept.absence() {
+            Some(error) => Err(Reject::from(error).param(BEFORE)),
+            None => Ok(Some(kept)),
+        }
+    }
+
+    /// The worker that must take the request.
+    pub fn pin(&self) -> Pin {
+        Pin { instance_id: self.engine.id, dp_rank: Some(self.rank) }
+    }
+
+    /// Why its worker takes no requests, if so.
+    pub fn absence(&self) -> Option<Error> {
+        if self.engine.is_healthy() {
+            return None;
+        }
+        let (worker, id) = (self.engine.id, shown(&self.id));
+        let why = self.engine.notes.lock().last_error.clone();
+        let why = why.as_deref().unwrap_or("not checked yet");
+        let message = format!("worker {worker}, which keeps response {id}, is unhealthy: {why}");
+        Some(Error::NoWorker(message))
+    }
+
+    /// Whether its worker serves `model`.
+    pub fn serves(&self, model: &str) -> bool {
+        self.engine.serves(model)
+    }
+
+    /// Check that its worker is among those that requests for `model` go to.
+    ///
+    /// # Errors
+    /// 404 with what it serves.
+    pub fn check(&self, route: &Route, model: &str) -> Result<(), Reject> {
+        let is_member = route.pool.members().get(self.engine.id).is_some();
+        if is_member && route.lora_name.as_deref().is_none_or(|name| self.serves(name)) {
+            return Ok(());
+        }
+        Err(self.elsewhere(&format!("not {model}")))
+    }
+
+    /// 404: its worker serves other models than those of the alias `name`.
+    pub fn outside(&self, name: &str, models: &[&str]) -> Reject {
+        let models = models.join(", ");
+        self.elsewhere(&format!("and none of the models of alias {name:?} ({models})"))
+    }
+
+    fn elsewhere(&self, wanted: &str) -> Reject {
+        let (worker, id) = (self.engine.id, shown(&self.id));
+        let notes = self.engine.notes.lock();
+        let names: Vec<&str> =
+            notes.models.iter().take(SHOWN_MODELS).map(|(name, _)| name.as_str()).collect();
+        let served = names.join(", ");
+        let message =
+            format!("response {id} is kept by worker {worker}, which serves {served}, {wanted}");
+        Reject::new(StatusCode::NOT_FOUND, message).param(BEFORE)
+    }
+}
+
+/// The id of the response that a request goes on from.
 ///
 /// # Errors
-/// 400 for an id that is no text; 404 for a worker that is gone.
-pub(super) fn pin(call: &Call, members: &Members) -> Result<Option<Pin>, Reject> {
-    if call.api() != Api::Responses || !call.body.has("previous_response_id") {
-        return Ok(None);
-    }
-    let fields: Fields = call.body.read()?;
-    let Some(id) = fields.previous_response_id else { return Ok(None) };
-    // One without a worker's name was made elsewhere: whether anybody keeps it is the engine's to say.
-    let Some((name, rank)) = id.rsplit_once(MARK).and_then(|(_, name)| read(name)) else {
-        return Ok(None);
-    };
-    let mut keepers = members.all().filter(|engine| name_of(engine) == name);
-    match keepers.find(|engine| rank < engine.spec.dp_size) {
-        Some(engine) => Ok(Some(Pin { instance_id: engine.id, dp_rank: Some(rank) })),
-        None => Err(gone(&id, "the worker that kept it is gone")),
-    }
+/// 400 for an id that is no text.
+fn id_before(body: &Body) -> Result<Option<String>, Reject> {
+    let fields: Option<Fields> = body.has(BEFORE).then(|| body.read()).transpose()?;
+    Ok(fields.and_then(|fields| fields.previous_response_id))
+}
+
+fn shown(id: &str) -> &str {
+    id.char_indices().nth(SHOWN_CHARS).map_or(id, |(end, _)| &id[..end])
 }
 
 /// What is changed of a request's body at this worker: the id of the response, where the client names none.
@@ -65,15 +154,22 @@ pub(super) fn changes(
 }
 
 /// What an engine's 404 to a request with a response before it means.
-pub(super) fn is_gone(call: &Call, status: StatusCode) -> bool {
-    let has = |body: &Body| body.has("previous_response_id");
-    status == StatusCode::NOT_FOUND && call.api() == Api::Responses && has(&call.body)
+pub(super) fn gone_at(call: &Call, status: StatusCode, worker: InstanceId) -> Option<Reject> {
+    if status != StatusCode::NOT_FOUND || call.api() != Api::Responses {
+        return None;
+    }
+    let id = id_before(&call.body).ok()??;
+    let why = format!(
+        "worker {worker} does not keep it; vLLM keeps responses only with \
+         VLLM_ENABLE_RESPONSES_API_STORE=1"
+    );
+    Some(gone(&id, &why))
 }
 
 /// 404, in OpenAI's words.
 fn gone(id: &str, why: &str) -> Reject {
-    let message = format!("Previous response with id '{id}' not found: {why}.");
-    Reject::new(StatusCode::NOT_FOUND, message).param("previous_response_id")
+    let message = format!("Previous response with id '{}' not found: {why}.", shown(id));
+    Reject::new(StatusCode::NOT_FOUND, message).param(BEFORE)
 }
 
 /// A worker's name at every replica: instance ids are each process's own.

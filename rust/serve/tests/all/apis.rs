@@ -363,3 +363,93 @@ async fn an_alias_of_several_models_keeps_its_sessions() {
     );
     assert!(models.contains(&"a".to_owned()) && models.contains(&"b".to_owned()));
 }
+
+/// Two engines with a model each, and aliases of both.
+async fn split_stage() -> (Stage, [Engine; 2]) {
+    let aliases = ["split=m1:1,m2:1", "first=m1"].map(str::to_owned).to_vec();
+    let stage = Stage::new(|options| options.own.model_alias = aliases);
+    let m1 = stage.add(Engine::of("m1").await, json!({})).await;
+    let m2 = stage.add(Engine::of("m2").await, json!({})).await;
+    (stage, [m1, m2])
+}
+
+/// The id of a response that `model`'s engine keeps.
+async fn kept_id(stage: &Stage, keeper: &Engine, model: &str) -> String {
+    let first = stage.post(RESPONSES, &json!({ "model": model, "input": "hello" })).await;
+    assert_eq!((first.status, first.worker()), (200, keeper.id));
+    keeper.bodies().pop().unwrap()["request_id"].as_str().unwrap().to_owned()
+}
+
+fn next(model: &str, id: &str) -> Value {
+    json!({ "model": model, "input": "more", "previous_response_id": id })
+}
+
+#[tokio::test]
+async fn a_kept_response_decides_the_model_of_an_alias() {
+    let (stage, [m1, m2]) = split_stage().await;
+    let id = kept_id(&stage, &m2, "m2").await;
+    for key in 0..16 {
+        let answer = stage.post(RESPONSES, &next("split", &id)).await;
+        assert_eq!((answer.status, answer.worker()), (200, m2.id), "{}", answer.text());
+        let key = format!("session-{key}");
+        let headers = [("x-session-key", key.as_str())];
+        let answer = stage.post_with(RESPONSES, &headers, &next("split", &id)).await;
+        assert_eq!((answer.status, answer.worker()), (200, m2.id), "{}", answer.text());
+    }
+    assert!(m2.bodies().iter().all(|body| body["model"] == "m2"));
+    let (worker, asked) = (m2.id, m1.count() + m2.count());
+    for (model, wanted) in [
+        ("m1", format!("response {id} is kept by worker {worker}, which serves m2, not m1")),
+        (
+            "first",
+            format!(
+                "response {id} is kept by worker {worker}, which serves m2, and none of the models of \
+                 alias \"first\" (m1)"
+            ),
+        ),
+    ] {
+        let answer = stage.post(RESPONSES, &next(model, &id)).await;
+        let error = &answer.json()["error"];
+        assert_eq!((answer.status, &error["param"]), (404, &json!("previous_response_id")));
+        assert_eq!(error["message"], wanted);
+    }
+    assert_eq!(m1.count() + m2.count(), asked);
+    stage.until_idle().await;
+}
+
+#[tokio::test]
+async fn a_response_that_an_engine_has_lost_is_named() {
+    let (stage, [_, m2]) = split_stage().await;
+    m2.answers(404, json!({ "error": {"message": "Response with id 'x' not found."} }));
+    for id in [format!("resp_1{}", "x".repeat(1_000)), "resp_1".to_owned()] {
+        let answer = stage.post(RESPONSES, &next("m2", &id)).await;
+        let error = &answer.json()["error"];
+        assert_eq!((answer.status, &error["param"]), (404, &json!("previous_response_id")));
+        let shown: String = id.chars().take(100).collect();
+        let wanted = format!("Previous response with id '{shown}' not found: worker {}", m2.id);
+        assert!(error["message"].as_str().unwrap().starts_with(&wanted), "{error}");
+        assert!(answer.text().len() < 400, "{error}");
+    }
+    stage.until_idle().await;
+}
+
+#[tokio::test]
+async fn an_unhealthy_keeper_is_told_by_its_response() {
+    let stage = Stage::new(|_| ());
+    let engines = [stage.engine().await, stage.engine().await];
+    let id = kept_id(&stage, &engines[0], "m").await;
+    let worker = engines[0].id;
+    engines[0].health(500);
+    engines[0].closes();
+    // Its connection breaks: it is in doubt, and the check that follows fails.
+    assert_eq!(stage.post(RESPONSES, &next("m", &id)).await.status, 502);
+    stage.until_healthy(worker, false).await;
+    let answer = stage.post(RESPONSES, &next("m", &id)).await;
+    let error = &answer.json()["error"];
+    assert_eq!((answer.status, &error["param"]), (503, &json!("previous_response_id")));
+    let wanted = format!("worker {worker}, which keeps response {id}, is unhealthy: ");
+    assert!(error["message"].as_str().unwrap().starts_with(&wanted), "{error}");
+    assert_eq!(answer.header("retry-after"), Some("1"));
+    assert_eq!(engines[1].count(), 0);
+    stage.until_idle().await;
+}

@@ -74,11 +74,21 @@ impl Engine {
 
     /// The same with a limit of tokens.
     pub async fn with(adapters: &[&str], max_model_len: u64) -> Self {
+        Self::serving("m", adapters, max_model_len).await
+    }
+
+    /// One of another model.
+    pub async fn of(model: &str) -> Self {
+        Self::serving(model, &[], 65_536).await
+    }
+
+    async fn serving(model: &str, adapters: &[&str], max_model_len: u64) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
         let (sender, asked) = unbounded_channel();
-        let mut models = vec![json!({ "id": "m", "parent": null, "max_model_len": max_model_len })];
-        models.extend(adapters.iter().map(|name| json!({ "id": name, "parent": "m" })));
+        let mut models =
+            vec![json!({ "id": model, "parent": null, "max_model_len": max_model_len })];
+        models.extend(adapters.iter().map(|name| json!({ "id": name, "parent": model })));
         let state = Arc::new(State {
             manner: Mutex::new(Manner::Answer(200, json!({ "choices": [] }))),
             health: AtomicU16::new(200),

@@ -165,6 +165,10 @@ impl Stage {
         call_with(self.router.clone(), Method::POST, path, &headers, body.into()).await
     }
 
+    pub async fn post_with(&self, path: &str, headers: &[(&str, &str)], body: &Value) -> Answer {
+        self.call(Method::POST, path, headers, Some(body)).await
+    }
+
     /// A completion, to the end of its answer.
     pub async fn ask(&self, body: &Value) -> Answer {
         self.call(Method::POST, COMPLETIONS, &[], Some(body)).await

@@ -29,6 +29,8 @@ pub(crate) struct Failed {
     pub message: String,
     /// What the client gets when no other worker does better.
     pub status: StatusCode,
+    /// The request's field at fault.
+    pub param: Option<&'static str>,
     pub is_engine_at_fault: bool,
     /// The request itself is wrong: no other worker would do better.
     pub is_final: bool,
@@ -38,7 +40,8 @@ impl Failed {
     /// A failure that says nothing of the engine, which refused the request.
     pub fn new(cause: &'static str, message: impl Into<String>, status: StatusCode) -> Self {
         let (message, reach) = (message.into(), Reach::Refused);
-        Self { cause, reach, message, status, is_engine_at_fault: false, is_final: false }
+        let (param, is_engine_at_fault, is_final) = (None, false, false);
+        Self { cause, reach, message, status, param, is_engine_at_fault, is_final }
     }
 
     /// The worker never had the request.
@@ -74,6 +77,6 @@ impl Failed {
 
 impl From<Failed> for Reject {
     fn from(failed: Failed) -> Self {
-        Self::new(failed.status, failed.message)
+        Self { param: failed.param, ..Self::new(failed.status, failed.message) }
     }
 }

@@ -114,13 +114,9 @@ impl Backend for OpenAi {
                     format!("worker {id} does not serve {path}: its engine has no such API");
                 return Err(Failed::new("no_such_api", message, StatusCode::NOT_IMPLEMENTED));
             }
-            if stored::is_gone(&plan.call, parts.status) {
-                let message = format!(
-                    "Previous response not found: worker {id} does not keep it; vLLM keeps responses only with \
-                     VLLM_ENABLE_RESPONSES_API_STORE=1"
-                );
-                let failed = Failed::new("response_gone", message, StatusCode::NOT_FOUND);
-                return Err(Failed { is_final: true, ..failed });
+            if let Some(gone) = stored::gone_at(&plan.call, parts.status, id) {
+                let failed = Failed::new("response_gone", gone.message, gone.status);
+                return Err(Failed { param: gone.param, is_final: true, ..failed });
             }
             // No engine completes a prompt with nothing: it died behind its head.
             if first.is_none() && parts.status.is_success() {
