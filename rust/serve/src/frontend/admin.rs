@@ -19,7 +19,7 @@ use kvflash_core::select::{ReuseView, WorkerReason};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::app::App;
+use super::app::{App, Name};
 use super::engine::{Engine, EngineSpec, is_prefill};
 use super::pool::Pool;
 use super::probe;
@@ -122,6 +122,20 @@ fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
     warnings.extend(app.parity.warnings());
     for model in app.fleet.without_decode() {
         warnings.push(format!("model {model}: it has prefill workers, and none that decodes"));
+    }
+    let served: HashSet<String> = app.fleet.served().into_iter().map(|(name, _)| name).collect();
+    for (alias, models) in app.aliases.all() {
+        let missing: Vec<&str> = models.filter(|model| !served.contains(*model)).collect();
+        match missing.as_slice() {
+            [] => {}
+            [model] => warnings.push(format!(
+                "alias {alias}: no worker serves {model}, which is one of its models"
+            )),
+            models => warnings.push(format!(
+                "alias {alias}: no worker serves {}, which are models of it",
+                models.join(", ")
+            )),
+        }
     }
     if let Some(trouble) = app.remote.as_ref().and_then(RemoteIndexer::trouble) {
         warnings.push(format!("--use-remote-indexer: {trouble}; requests are routed by load"));
@@ -231,21 +245,9 @@ fn tell_models(app: &App) -> Response {
     // Once a model, not once an adapter. In reverse, so that those that decode go before those that prefill.
     let limits: HashMap<&str, Option<u64>> =
         pools.iter().rev().map(|pool| (&*pool.name, max_model_len(pool))).collect();
-    let data: Vec<Value> = app
-        .fleet
-        .served()
-        .into_iter()
-        .map(|(name, parent)| {
-            let limit = limits.get(parent.as_deref().unwrap_or(&name));
-            card(&name, parent.as_deref(), limit.copied().flatten())
-        })
-        .collect();
-    let named = app.aliases.all().map(|(alias, model)| {
-        let mut card = card(alias, None, limits.get(model).copied().flatten());
-        card["root"] = json!(model);
-        card
-    });
-    let data: Vec<Value> = data.into_iter().chain(named).collect();
+    let names = app.names();
+    let limit = |name: &Name| limits.get(name.base.as_str()).copied().flatten();
+    let data: Vec<Value> = names.iter().map(|name| card(name, limit(name))).collect();
     Json(json!({ "object": "list", "data": data })).into_response()
 }
 
@@ -261,19 +263,14 @@ pub(super) async fn model(
 }
 
 fn tell_model(app: &App, id: &str) -> Response {
-    let served = app.fleet.served();
-    let target = app.aliases.all().find(|(alias, _)| *alias == id).map(|(_, model)| model);
-    let Some((name, parent)) = served.iter().find(|(name, _)| name == target.unwrap_or(id)) else {
-        let names: Vec<&str> = served.iter().map(|(name, _)| name.as_str()).collect();
-        let message = format!("the model {id:?} is not served; served are {}", names.join(", "));
-        return Reject::new(StatusCode::NOT_FOUND, message).openai();
+    let Some(name) = app.names().into_iter().find(|name| name.name == id) else {
+        let model = app.aliases.all().find(|(alias, _)| *alias == id);
+        let model = model.and_then(|(_, mut models)| models.next());
+        return Reject::from(app.not_served(id, model)).openai();
     };
-    let base = parent.as_deref().unwrap_or(name);
     let pools = app.fleet.pools();
-    let limit = pools.iter().find(|pool| pool.name == base).and_then(max_model_len);
-    let mut card = card(name, parent.as_deref(), limit);
-    card["id"] = json!(id);
-    Json(card).into_response()
+    let limit = pools.iter().find(|pool| pool.name == name.base).and_then(max_model_len);
+    Json(card(&name, limit)).into_response()
 }
 
 /// The longest context that all workers of a model take; `None` where none has told.
@@ -281,15 +278,15 @@ fn max_model_len(pool: &Arc<Pool>) -> Option<u64> {
     pool.members().all().filter_map(|engine| engine.notes.lock().max_model_len).min()
 }
 
-/// A served model, or an adapter of one, as OpenAI's API tells it.
-fn card(name: &str, parent: Option<&str>, max_model_len: Option<u64>) -> Value {
+/// A name as OpenAI's API tells it.
+fn card(name: &Name, max_model_len: Option<u64>) -> Value {
     json!({
-        "id": name,
+        "id": name.name,
         "object": "model",
         "created": 0,
         "owned_by": "kvflash",
-        "root": parent.unwrap_or(name),
-        "parent": parent,
+        "root": name.root,
+        "parent": name.parent,
         "max_model_len": max_model_len,
     })
 }

@@ -90,9 +90,16 @@ impl Aliases {
         self.0.get(name).into_iter().flatten().map(|target| target.model.as_str())
     }
 
-    /// Every alias and its first model, by name.
-    pub fn all(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.0.iter().map(|(name, targets)| (name.as_str(), targets[0].model.as_str()))
+    pub fn has(&self, name: &str) -> bool {
+        self.0.contains_key(name)
+    }
+
+    /// Every alias and its models that have a share, by name.
+    pub fn all(&self) -> impl Iterator<Item = (&str, impl Iterator<Item = &str>)> {
+        self.0.iter().map(|(name, targets)| {
+            let shares = targets.iter().filter(|target| target.weight > 0.0);
+            (name.as_str(), shares.map(|target| target.model.as_str()))
+        })
     }
 }
 
@@ -129,7 +136,10 @@ mod tests {
             let key = format!("session-{n}");
             assert_eq!(aliases.model("g", Some(&key)), aliases.model("g", Some(&key)));
         }
-        assert_eq!(aliases.all().collect::<Vec<_>>(), [("g", "a"), ("h", "org/model:8b")]);
+        let all: Vec<_> =
+            aliases.all().map(|(name, models)| (name, models.collect::<Vec<_>>())).collect();
+        assert_eq!(all, [("g", vec!["a", "b"]), ("h", vec!["org/model:8b"])]);
+        assert_eq!(aliases.models("g").collect::<Vec<_>>(), ["a", "b", "c"]);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! What the frontend's parts share: options, fleet, metrics.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -8,7 +8,7 @@ use std::time::Duration;
 use axum::Router;
 use kvflash_core::catalog::Catalog;
 use kvflash_core::clock::Clock;
-use kvflash_core::error::Result;
+use kvflash_core::error::{Error, Result};
 use kvflash_core::ids::InstanceId;
 use kvflash_core::select::StartGate;
 use parking_lot::{Mutex, RwLock};
@@ -19,7 +19,7 @@ use super::fleet::Fleet;
 use super::metrics::FrontendMetrics;
 use super::options::FrontendOptions;
 use super::parity::Parity;
-use super::pool::Pool;
+use super::pool::{Pool, Route};
 use super::proxy::Upstream;
 use super::runtime::member::{ModelText, Tokenizers};
 use super::runtime::texts::ModelTexts;
@@ -36,6 +36,20 @@ use crate::state_file::Registrations;
 
 /// Full for so long is no burst.
 const FULL_TIME: Duration = Duration::from_secs(10);
+
+/// A refusal tells at most so many names.
+const SHOWN_NAMES: usize = 20;
+
+/// A name that clients may give as the model.
+pub(crate) struct Name {
+    pub name: String,
+    /// The model that it stands for; of an adapter its base model.
+    pub root: String,
+    /// The base model of all.
+    pub base: String,
+    /// The base model, where it is an adapter's own name.
+    pub parent: Option<String>,
+}
 
 /// What the frontend's parts share.
 pub(crate) struct App {
@@ -157,6 +171,52 @@ impl App {
             members.all().find_map(|engine| engine.text())
         };
         self.texts.of(&pool.name).or_else(of_card).or_else(|| self.texts.of_all())
+    }
+
+    /// Where requests for `model` go, which an `alias` may stand for.
+    ///
+    /// # Errors
+    /// `NotFound`, naming what is served; `NoWorker` while nothing is served yet.
+    pub fn route(&self, model: &str, alias: Option<&str>) -> Result<Route> {
+        let route = self.fleet.route(model)?;
+        route.ok_or_else(|| match alias {
+            Some(alias) => self.not_served(alias, Some(model)),
+            None => self.not_served(model, None),
+        })
+    }
+
+    /// Nobody serves `name`, or the `model` that it is an alias of: what is served instead.
+    pub fn not_served(&self, name: &str, model: Option<&str>) -> Error {
+        let mut names: Vec<String> = self.names().into_iter().map(|served| served.name).collect();
+        names.sort_unstable();
+        names.truncate(SHOWN_NAMES);
+        let served = names.join(", ");
+        Error::NotFound(match model {
+            Some(model) => format!(
+                "alias {name:?} stands for {model:?}, which no worker serves; served are {served}"
+            ),
+            None => format!("the model {name:?} is not served; served are {served}"),
+        })
+    }
+
+    /// What clients may name: models and adapters that are served, then aliases of these. A model that an alias
+    /// hides is not among them.
+    pub fn names(&self) -> Vec<Name> {
+        let served = self.fleet.served();
+        let parents: HashMap<&str, Option<&str>> =
+            served.iter().map(|(name, parent)| (name.as_str(), parent.as_deref())).collect();
+        let aliases = self.aliases.all().filter_map(|(alias, mut models)| {
+            let (target, parent) = models.find_map(|model| parents.get_key_value(model))?;
+            let base = parent.unwrap_or(target).to_owned();
+            Some(Name { name: alias.to_owned(), root: (*target).to_owned(), base, parent: None })
+        });
+        let aliases: Vec<Name> = aliases.collect();
+        let own = served.into_iter().filter(|(name, _)| !self.aliases.has(name));
+        let own = own.map(|(name, parent)| {
+            let root = parent.clone().unwrap_or_else(|| name.clone());
+            Name { base: root.clone(), name, root, parent }
+        });
+        own.chain(aliases).collect()
     }
 
     /// A request gets an answer of this process's own instead of a worker's.

@@ -34,7 +34,7 @@ pub(super) async fn change(
     let changed = async {
         Change::check_type(&headers)?;
         let change = Change::parse(&app.intake.control(body).await?)?;
-        let route = app.fleet.route(&change.model).ok();
+        let route = app.fleet.route(&change.model).ok().flatten();
         change.apply(route.iter().map(|route| &route.pool.selector.busy))
     };
     match changed.await {

@@ -242,25 +242,19 @@ impl Fleet {
         self.had_prefill.lock().retain(is_there);
     }
 
-    /// Where requests for `model` go.
+    /// Where requests for `model` go; `None` where only others are served.
     ///
     /// # Errors
-    /// `NotFound`, naming what is served; `NoWorker` while nothing is served yet.
-    pub fn route(&self, model: &str) -> Result<Route> {
+    /// `NoWorker` while nothing is served yet.
+    pub fn route(&self, model: &str) -> Result<Option<Route>> {
         let tables = self.fleet.read();
         if let Some((key, claim)) = tables.roster.names().find(model) {
-            return Ok(route(&tables, model, key, claim));
+            return Ok(Some(route(&tables, model, key, claim)));
         }
-        let mut names: Vec<&str> = tables.roster.names().all().map(|(name, ..)| name).collect();
-        if names.is_empty() {
-            return Err(self.nothing_served(&tables));
+        match tables.roster.names().all().next() {
+            Some(_) => Ok(None),
+            None => Err(self.nothing_served(&tables)),
         }
-        names.sort_unstable();
-        names.truncate(20);
-        Err(Error::NotFound(format!(
-            "the model {model:?} is not served; served are {}",
-            names.join(", ")
-        )))
     }
 
     /// The only served base model, for requests that name none.

@@ -95,7 +95,7 @@ impl Plan {
         }
         let call = Arc::new(Call::new(row, head, request_id, &body, &envelope)?);
         let route = match envelope.model.as_deref() {
-            Some(name) => app.fleet.route(name),
+            Some(name) => app.route(name, alias.as_deref()),
             None => app.fleet.only_route(),
         };
         let route = route.map_err(|error| Reject::from(error).param("model"))?;

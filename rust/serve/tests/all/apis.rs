@@ -453,3 +453,57 @@ async fn an_unhealthy_keeper_is_told_by_its_response() {
     assert_eq!(engines[1].count(), 0);
     stage.until_idle().await;
 }
+
+#[tokio::test]
+async fn an_alias_of_models_that_nobody_serves_is_told_so() {
+    let aliases = ["mix=other", "part=other,m", "g=m"].map(str::to_owned).to_vec();
+    let stage = Stage::new(|options| options.own.model_alias = aliases);
+    let _engine = stage.engine().await;
+    let served = "served are g, m, part";
+    let answer = stage.ask(&json!({ "model": "mix", "prompt": "x" })).await;
+    let told = format!("alias \"mix\" stands for \"other\", which no worker serves; {served}");
+    assert_eq!((answer.status, &answer.json()["error"]["message"]), (404, &json!(told)));
+    let answer = stage.ask(&json!({ "model": "nobody", "prompt": "x" })).await;
+    let told = format!("the model \"nobody\" is not served; {served}");
+    assert_eq!((answer.status, &answer.json()["error"]["message"]), (404, &json!(told)));
+    let models = stage.get("/v1/models").await;
+    let ids: Vec<_> = models["data"].as_array().unwrap().iter().map(|card| &card["id"]).collect();
+    assert_eq!(ids, ["m", "g", "part"]);
+    for card in models["data"].as_array().unwrap() {
+        let id = card["id"].as_str().unwrap();
+        assert_eq!(
+            (stage.get(&format!("/v1/models/{id}")).await, &card["root"]),
+            (card.clone(), &json!("m"))
+        );
+    }
+    let mix = stage.get("/v1/models/mix").await;
+    assert_eq!(
+        (&mix["error"]["code"], mix["error"]["message"].as_str()),
+        (
+            &json!(404),
+            Some(
+                format!("alias \"mix\" stands for \"other\", which no worker serves; {served}")
+                    .as_str()
+            )
+        )
+    );
+    let health = stage.get("/health").await;
+    for alias in ["mix", "part"] {
+        let warning = format!("alias {alias}: no worker serves other, which is one of its models");
+        assert!(health["warnings"].as_array().unwrap().contains(&json!(warning)), "{health}");
+    }
+    assert!(!health.to_string().contains("alias g"), "{health}");
+}
+
+#[tokio::test]
+async fn an_alias_that_shadows_a_model_has_one_card() {
+    let aliases = ["m=m,other", "a=other"].map(str::to_owned).to_vec();
+    let stage = Stage::new(|options| options.own.model_alias = aliases);
+    let _engine = stage.add(Engine::start(&["a"]).await, json!({})).await;
+    let models = stage.get("/v1/models").await;
+    // Requests for `a` go to a model that nobody serves, whatever the engine calls its adapter.
+    let ids: Vec<_> = models["data"].as_array().unwrap().iter().map(|card| &card["id"]).collect();
+    assert_eq!(ids, ["m"]);
+    assert_eq!(stage.get("/v1/models/m").await, models["data"][0]);
+    assert_eq!(stage.get("/v1/models/a").await["error"]["code"], 404);
+}
