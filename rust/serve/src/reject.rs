@@ -68,7 +68,7 @@ impl Reject {
             let kind = match reject.status.as_u16() {
                 401 => "authentication_error",
                 403 => "permission_error",
-                404 | 405 => "not_found_error",
+                404 => "not_found_error",
                 413 => "request_too_large",
                 429 => "rate_limit_error",
                 400..=499 => "invalid_request_error",

@@ -177,10 +177,16 @@ impl Row {
         let meant = [bare.to_owned(), inner.to_owned(), format!("/v1{inner}")]
             .into_iter()
             .find(|path| Self::of(path).is_some() || path == "/v1/models");
-        let form = meant.as_deref().and_then(Self::of).map_or(Form::OpenAi, |row| row.form);
+        let form = match meant.as_deref().and_then(Self::of) {
+            Some(row) => row.form,
+            None if bare.starts_with("/v1/messages/") => Form::Anthropic,
+            None => Form::OpenAi,
+        };
         let hint = match meant {
             Some(meant) if path.starts_with("/v1/v1") => {
-                format!("did you mean {meant}? The client's base URL has /v1 twice: leave one out")
+                format!(
+                    "did you mean {meant}? Leave /v1 out of the client's base URL: the client adds it"
+                )
             }
             Some(meant) if meant.len() > path.len() => {
                 format!("did you mean {meant}? End the client's base URL with /v1")
@@ -188,7 +194,7 @@ impl Row {
             Some(meant) => format!("did you mean {meant}?"),
             None => {
                 let paths: Vec<_> = ROWS.iter().map(|row| row.path).collect();
-                format!("served are {}, /v1/models", paths.join(", "))
+                format!("the APIs served are {}, /v1/models", paths.join(", "))
             }
         };
         (form, format!("no such path: {path}; {hint}"))
@@ -218,7 +224,7 @@ mod tests {
         for (path, wanted) in [
             (
                 "/v1/v1/chat/completions",
-                "did you mean /v1/chat/completions? The client's base URL has /v1 twice",
+                "did you mean /v1/chat/completions? Leave /v1 out of the client's base URL",
             ),
             (
                 "/chat/completions",
@@ -227,13 +233,15 @@ mod tests {
             ("/models", "did you mean /v1/models? End"),
             ("/v1/rerank/", "did you mean /v1/rerank?"),
             ("/v1/generate", "did you mean /generate?"),
-            ("/v1/images", "served are /v1/chat/completions, /v1/completions, "),
+            ("/v1/images", "the APIs served are /v1/chat/completions, /v1/completions, "),
         ] {
             let (form, message) = Row::missing(path);
             assert!(message.contains(wanted), "{path}: {message}");
             assert_eq!(form, Form::OpenAi, "{path}");
         }
-        assert_eq!(Row::missing("/v1/v1/messages").0, Form::Anthropic);
+        for path in ["/v1/v1/messages", "/v1/messages/batches"] {
+            assert_eq!(Row::missing(path).0, Form::Anthropic, "{path}");
+        }
     }
 
     #[test]

@@ -127,7 +127,9 @@ async fn generate(
         let is_batch = fields.text.is_some_and(|text| text.get().starts_with('['));
         return Err(match is_batch {
             true => Untokenized::Unknown("batch"),
-            false => Untokenized::Refused(Error::invalid("text: text or input_ids is required")),
+            false => Untokenized::Refused(Error::invalid(
+                "text: a text, a list of texts, or input_ids is required",
+            )),
         });
     };
     let model = envelope.model.clone();
