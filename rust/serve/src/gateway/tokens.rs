@@ -124,7 +124,8 @@ pub(super) async fn tokens(
         }
         Ok(text::Prompt::Tokens(tokens)) => {
             let sends_ids = app.options.send_token_ids && are_proven(app, envelope, pool);
-            let replaceable = replaceable(&call.body, envelope).filter(|_| sends_ids);
+            // The body's fields are read for it: only where ids may go.
+            let replaceable = sends_ids.then(|| replaceable(&call.body, envelope)).flatten();
             Ok(Known { replaceable, ..tokens.into() })
         }
         Ok(text::Prompt::Unsupported(why)) if is_strict => {
