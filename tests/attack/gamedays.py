@@ -360,8 +360,8 @@ def brokers_killed(stack: ExitStack) -> Day:
     return day
 
 
-def runtime_worker_killed(stack: ExitStack) -> Day:
-    """kill -9 of one worker of the runtime of three"""
+def _three_of_the_runtime(stack: ExitStack) -> tuple[Day, Process, Callable[[], bool]]:
+    """A day before three workers of the runtime, the first process, and whether its loss shows."""
     _, _, cluster = _runtime(stack)
     workers = [cluster.workers("--event-plane", "nats", count=1) for _ in range(3)]
     one = cluster.frontend(workers[0], "--event-plane", "nats")
@@ -373,29 +373,25 @@ def runtime_worker_killed(stack: ExitStack) -> Day:
         known = one.workers()
         return worker not in known or not known[worker]["healthy"]
 
+    return day, workers[0].process, is_noticed
+
+
+def runtime_worker_killed(stack: ExitStack) -> Day:
+    """kill -9 of one worker of the runtime of three"""
+    day, process, is_noticed = _three_of_the_runtime(stack)
     with day.noticing(is_noticed, "the death to be noticed"):
-        workers[0].process.kill()
+        process.kill()
     day.load.calm(4)
     return day
 
 
 def runtime_worker_frozen(stack: ExitStack) -> Day:
     """SIGSTOP of one worker of the runtime of three, for 13 s"""
-    _, _, cluster = _runtime(stack)
-    workers = [cluster.workers("--event-plane", "nats", count=1) for _ in range(3)]
-    one = cluster.frontend(workers[0], "--event-plane", "nats")
-    one.wait_healthy(*(worker.ids[0] for worker in workers))
-    day = begin(stack, one)
-    worker = workers[0].ids[0]
-
-    def is_noticed() -> bool:
-        known = one.workers()
-        return worker not in known or not known[worker]["healthy"]
-
+    day, process, is_noticed = _three_of_the_runtime(stack)
     with day.noticing(is_noticed, "the silence to be noticed"):
-        freeze(workers[0].process)
+        freeze(process)
     day.load.calm(max(0.0, 13 - day.noticed_s))
-    freeze(workers[0].process, False)
+    freeze(process, False)
     day.until_back(lambda: not is_noticed(), "the worker to be back")
     day.load.calm()
     return day
