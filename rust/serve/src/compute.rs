@@ -1,15 +1,17 @@
 //! Work on prompts that takes longer than a millisecond: beside the threads that serve, and in fair turns.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use axum::http::HeaderMap;
 use kvflash_core::clock::Clock;
-use kvflash_core::error::{Error, Result};
+use kvflash_core::error::Result;
 use kvflash_core::fair::{Cost, FairConfig, Options};
+use parking_lot::Mutex;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
-use rayon::{ThreadPool, ThreadPoolBuilder};
+use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
+use tokio::time::{Instant, sleep};
 
 use super::aside::block_in_place;
 use super::gateway::turn::{FairnessOptions, WaitingRoom, client_name};
@@ -19,7 +21,7 @@ use super::metrics::seconds_histogram;
 /// they are is told by key or address, which one client cannot have many of.
 pub(crate) struct Compute {
     room: Arc<WaitingRoom>,
-    pool: ThreadPool,
+    threads: Arc<Threads>,
     cores: usize,
     waited: Histogram,
 }
@@ -27,6 +29,10 @@ pub(crate) struct Compute {
 /// Where cores are short, the threads that serve go first: a long prompt waits some milliseconds more, and no
 /// short one waits for it.
 const NICENESS: i32 = 5;
+
+/// The fast tokenizer keeps tables of words for each thread, up to some hundred MiB: threads without work for so
+/// long end, and their memory returns.
+const IDLE_TIME: Duration = Duration::from_secs(10);
 
 /// Others had their turns for as long as one may wait.
 #[derive(Debug, Clone, Copy)]
@@ -36,7 +42,7 @@ impl Compute {
     /// Jobs wait for at most `max_wait`.
     ///
     /// # Errors
-    /// `Config` for a time that is none, or where the system grants no threads.
+    /// `Config` for a time that is none.
     pub fn new(max_wait: Duration, clock: Arc<dyn Clock>, registry: &mut Registry) -> Result<Self> {
         let queue = FairConfig {
             max_queued: 65_536,
@@ -53,18 +59,8 @@ impl Compute {
             Histogram::clone(&waited),
         );
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let pool = ThreadPoolBuilder::new()
-            .num_threads(cores)
-            .thread_name(|at| format!("kvflash-text-{at}"))
-            .start_handler(|_| {
-                // Linux has priorities of threads; elsewhere they stay as they are.
-                #[cfg(target_os = "linux")]
-                let _ =
-                    rustix::process::setpriority_process(Some(rustix::thread::gettid()), NICENESS);
-            })
-            .build()
-            .map_err(|error| Error::Config(format!("could not start threads: {error}")))?;
-        Ok(Self { room: Arc::new(WaitingRoom::new(&options, clock)?), pool, cores, waited })
+        let threads = Arc::new(Threads { cores, pool: Mutex::default() });
+        Ok(Self { room: Arc::new(WaitingRoom::new(&options, clock)?), threads, cores, waited })
     }
 
     /// Call `job`, which concerns `bytes` of a prompt of the client that `headers` and `address` tell, when it
@@ -87,9 +83,67 @@ impl Compute {
         let turn = turn.map_err(|_| Busy)?;
         // It is paid for whatever comes of it.
         turn.answered();
-        let done = block_in_place(|| self.pool.install(job));
+        let done = match self.threads.use_pool() {
+            Some(pool) => block_in_place(|| pool.install(job)),
+            None => block_in_place(job),
+        };
         drop(turn);
         Ok(done)
+    }
+}
+
+/// The threads that jobs run on: started when there is work, ended after [`IDLE_TIME`] without.
+struct Threads {
+    cores: usize,
+    pool: Mutex<Option<Pool>>,
+}
+
+struct Pool {
+    threads: Arc<ThreadPool>,
+    used: Instant,
+}
+
+impl Threads {
+    /// The pool for one job; nothing where the system grants no threads, and the caller's thread does it.
+    fn use_pool(self: &Arc<Self>) -> Option<Arc<ThreadPool>> {
+        let mut pool = self.pool.lock();
+        if let Some(pool) = &mut *pool {
+            pool.used = Instant::now();
+            return Some(Arc::clone(&pool.threads));
+        }
+        let threads = Arc::new(self.start().ok()?);
+        *pool = Some(Pool { threads: Arc::clone(&threads), used: Instant::now() });
+        drop(pool);
+        tokio::spawn(Arc::clone(self).end_when_idle());
+        Some(threads)
+    }
+
+    fn start(&self) -> std::result::Result<ThreadPool, ThreadPoolBuildError> {
+        ThreadPoolBuilder::new()
+            .num_threads(self.cores)
+            .thread_name(|at| format!("kvflash-text-{at}"))
+            .start_handler(|_| {
+                // Linux has priorities of threads; elsewhere they stay as they are.
+                #[cfg(target_os = "linux")]
+                let _ =
+                    rustix::process::setpriority_process(Some(rustix::thread::gettid()), NICENESS);
+            })
+            .build()
+    }
+
+    /// One task for each pool, which ends with it.
+    async fn end_when_idle(self: Arc<Self>) {
+        loop {
+            sleep(IDLE_TIME).await;
+            let mut pool = self.pool.lock();
+            let is_idle = pool.as_ref().is_none_or(|pool| {
+                Arc::strong_count(&pool.threads) == 1 && pool.used.elapsed() >= IDLE_TIME
+            });
+            if is_idle {
+                *pool = None;
+                return;
+            }
+        }
     }
 }
 
@@ -99,7 +153,6 @@ mod tests {
     use std::sync::mpsc;
 
     use kvflash_core::clock::ManualClock;
-    use parking_lot::Mutex;
 
     use super::*;
 
@@ -143,5 +196,24 @@ mod tests {
         outcome.expect("the only serving thread was held up");
         assert!(!is_one_more, "more at once than there are cores");
         assert_eq!(has_begun.try_iter().count(), compute.cores);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn threads_without_work_end() {
+        let clock = Arc::new(ManualClock::default());
+        let compute = Compute::new(DEADLINE, clock, &mut Registry::default()).unwrap();
+        let headers = HeaderMap::new();
+        let run = || compute.run(&headers, None, 60_000, rayon::current_thread_index);
+        let is_started = || compute.threads.pool.lock().is_some();
+        assert!(!is_started());
+        for _ in 0..2 {
+            assert!(run().await.unwrap().is_some());
+            sleep(IDLE_TIME / 2).await;
+            assert!(run().await.unwrap().is_some());
+            sleep(IDLE_TIME * 3 / 4).await;
+            assert!(is_started(), "they had work meanwhile");
+            sleep(IDLE_TIME * 2).await;
+            assert!(!is_started());
+        }
     }
 }
