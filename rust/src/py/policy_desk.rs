@@ -3,10 +3,8 @@
 use std::sync::Arc;
 
 use kvflash_core::error::Error;
-use kvflash_core::policy::desk::{
-    Asked, Ended, Failure, Interests, News, OutsideCandidate, OutsideRequest, Task,
-};
-use kvflash_core::policy::{Advice, Desk};
+use kvflash_core::policy::desk::{Asked, Failure, Interests, Task};
+use kvflash_core::policy::{Advice, Desk, Ended, News, OutsideCandidate, OutsideRequest};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};

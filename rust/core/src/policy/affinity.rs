@@ -8,9 +8,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::Mutex;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use super::contract::{Sample, Session};
+use super::contract::Session;
 use super::cost::Candidate;
 use super::decision::{Choice, Reason};
+use super::sample::Sample;
 use super::session::check_key;
 use crate::error::{Error, Result};
 use crate::ids::Worker;

@@ -11,9 +11,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::contract::{Context, EngineMetrics, Finished, Sample};
-use super::cost::{Candidate, Terms};
-use crate::ids::Worker;
+use super::question::{Advice, News, Question};
+use super::sample::Sample;
 
 /// Questions that may wait.
 pub const MAX_QUESTIONS: usize = 1_024;
@@ -23,130 +22,6 @@ pub const MAX_NEWS: usize = 8_192;
 const NOT_ASKED: u64 = u64::MAX;
 /// Between two lines of the log.
 const LOG_INTERVAL_MS: u64 = 60_000;
-
-/// A request, as a policy outside sees it.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct OutsideRequest {
-    /// The model that was asked for.
-    pub model: Box<str>,
-    /// Prompt length in tokens.
-    pub isl_tokens: u64,
-    /// Tokens in a block; 0 while unknown.
-    pub block_size: u32,
-    /// Text of the prompt, UTF-8.
-    pub prompt: Box<[u8]>,
-    /// The model's own token ids; empty while unknown.
-    pub token_ids: Box<[u32]>,
-    /// Whose request it is.
-    pub user: Option<Box<str>>,
-    /// The key of its session.
-    pub session_key: Option<Box<str>>,
-    /// The worker of its session, as the client says.
-    pub session_worker: Option<Worker>,
-}
-
-impl OutsideRequest {
-    /// What `context` says; copies its prompt.
-    pub fn of(context: &Context<'_>) -> Self {
-        Self {
-            model: context.model.into(),
-            isl_tokens: context.request.isl_tokens,
-            block_size: context.request.block_size,
-            prompt: context.prompt.into(),
-            token_ids: context.token_ids.into(),
-            user: context.user.map(Box::from),
-            session_key: context.session.key.map(Box::from),
-            session_worker: context.session.worker,
-        }
-    }
-}
-
-/// A candidate, as a policy outside sees it.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct OutsideCandidate {
-    /// Overlap and load.
-    pub candidate: Candidate,
-    /// What its engine reports.
-    pub metrics: EngineMetrics,
-    /// What the request would cost there, as `kv` reckons.
-    pub terms: Terms,
-}
-
-/// Which of these?
-#[derive(Debug, Clone, PartialEq)]
-pub struct Question {
-    /// The request.
-    pub request: OutsideRequest,
-    /// At least two workers, in worker order.
-    pub candidates: Vec<OutsideCandidate>,
-}
-
-/// What a policy outside is told, if it wants to know.
-#[derive(Debug, Clone, PartialEq)]
-pub enum News {
-    /// A request was given to this candidate.
-    Routed(Box<OutsideRequest>, Box<OutsideCandidate>),
-    /// A request has ended: its model and user, and what it used.
-    Finished(Ended),
-    /// A worker has gone.
-    Removed(Worker),
-}
-
-/// As [`Finished`], owned.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Ended {
-    /// The model that was asked for.
-    pub model: Box<str>,
-    /// Whose request it was.
-    pub user: Option<Box<str>>,
-    /// Who served it.
-    pub worker: Worker,
-    /// Tokens of the prompt.
-    pub input_tokens: u64,
-    /// Of these, tokens that the engine had cached.
-    pub cached_tokens: u64,
-    /// Tokens that were generated.
-    pub output_tokens: u64,
-    /// From the decision to the end.
-    pub duration_ms: u64,
-}
-
-impl Ended {
-    /// What `finished` says.
-    pub fn of(finished: &Finished<'_>) -> Self {
-        Self {
-            model: finished.model.into(),
-            user: finished.user.map(Box::from),
-            worker: finished.worker,
-            input_tokens: finished.input_tokens,
-            cached_tokens: finished.cached_tokens,
-            output_tokens: finished.output_tokens,
-            duration_ms: finished.now_ms.saturating_sub(finished.routed_at_ms),
-        }
-    }
-}
-
-/// Scores of candidates, of which the highest wins.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct Advice {
-    /// Ascending by worker; none for those that are never to be taken.
-    scores: Vec<(Worker, f64)>,
-}
-
-impl Advice {
-    /// One score for each candidate of the question; `None` where it is never to be taken.
-    pub fn new(question: &Question, scores: &[Option<f64>]) -> Self {
-        let scored = question.candidates.iter().zip(scores);
-        let scores = scored.filter_map(|(one, score)| Some((one.candidate.worker, (*score)?)));
-        Self { scores: scores.collect() }
-    }
-
-    /// The score of `worker`.
-    pub fn score(&self, worker: Worker) -> Option<f64> {
-        let place = self.scores.binary_search_by_key(&worker, |(known, _)| *known).ok()?;
-        Some(self.scores[place].1)
-    }
-}
 
 named! {
     /// Why there is no advice.

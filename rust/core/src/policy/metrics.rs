@@ -1,6 +1,7 @@
 //! What the policies that go by one figure of each candidate go by; lower is better.
 
-use super::contract::{Candidates, EngineMetrics};
+use super::contract::Candidates;
+use super::engine::EngineMetrics;
 
 type Values = Vec<Option<f64>>;
 

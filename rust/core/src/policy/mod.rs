@@ -8,11 +8,13 @@
 //! [`registry`] with one line. Time and chance come in as arguments there too.
 
 mod affinity;
+mod built_in;
 mod by_metric;
 mod contract;
 mod cost;
 mod decision;
 pub mod desk;
+mod engine;
 mod kind;
 mod lowest;
 mod metrics;
@@ -20,7 +22,9 @@ pub mod multi;
 mod outside;
 pub mod prefix;
 mod price;
+mod question;
 pub mod registry;
+mod sample;
 mod select;
 pub mod session;
 pub mod settings;
@@ -30,18 +34,19 @@ mod tuned;
 pub mod vtc_basic;
 
 pub use affinity::{Affinity, Seat};
-pub use contract::{
-    Candidates, Context, EngineMetrics, Finished, Memo, Polarity, RoutePolicy, Sample, Session,
-};
+pub use contract::{Candidates, Context, Finished, Memo, Polarity, RoutePolicy, Session};
 pub use cost::{ActiveLoad, Candidate, KvScale, RequestTerms, Stage, Terms};
 pub use decision::{Choice, Decision, Formula, Reason};
-pub use desk::{Advice, Desk, Question};
+pub use desk::Desk;
+pub use engine::EngineMetrics;
 pub use kind::Policy;
 pub use outside::Outside;
 pub use price::AUTO;
 pub use price::marks::Marks;
 pub use price::parts::Price;
 pub use price::ticket::Ticket;
+pub use question::{Advice, Ended, News, OutsideCandidate, OutsideRequest, Question};
+pub use sample::Sample;
 pub use select::select;
 pub use settings::{Profile, Settings, VARIABLES};
 pub use shadow::{MAX_SHADOWS, Shadow, ShadowStats};

@@ -5,11 +5,13 @@ use std::sync::Arc;
 
 use rand::RngCore;
 
-use super::contract::{Candidates, Context, Finished, RoutePolicy, Sample};
+use super::contract::{Candidates, Context, Finished, RoutePolicy};
 use super::cost::Terms;
 use super::decision::{Choice, Reason};
-use super::desk::{Desk, Ended, News, OutsideCandidate, OutsideRequest};
+use super::desk::Desk;
 use super::kind::Policy;
+use super::question::{Ended, News, OutsideCandidate, OutsideRequest};
+use super::sample::Sample;
 use super::select::select;
 use crate::ids::Worker;
 
@@ -30,6 +32,37 @@ impl Drop for Outside {
     fn drop(&mut self) {
         // Whoever answers there has nothing to wait for any more.
         self.desk.close();
+    }
+}
+
+impl OutsideRequest {
+    /// What `context` says; copies its prompt.
+    pub fn of(context: &Context<'_>) -> Self {
+        Self {
+            model: context.model.into(),
+            isl_tokens: context.request.isl_tokens,
+            block_size: context.request.block_size,
+            prompt: context.prompt.into(),
+            token_ids: context.token_ids.into(),
+            user: context.user.map(Box::from),
+            session_key: context.session.key.map(Box::from),
+            session_worker: context.session.worker,
+        }
+    }
+}
+
+impl Ended {
+    /// What `finished` says.
+    pub fn of(finished: &Finished<'_>) -> Self {
+        Self {
+            model: finished.model.into(),
+            user: finished.user.map(Box::from),
+            worker: finished.worker,
+            input_tokens: finished.input_tokens,
+            cached_tokens: finished.cached_tokens,
+            output_tokens: finished.output_tokens,
+            duration_ms: finished.now_ms.saturating_sub(finished.routed_at_ms),
+        }
     }
 }
 

@@ -10,9 +10,10 @@ use rand::RngCore;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::by_metric::choose_lowest;
-use super::contract::{Candidates, Context, RoutePolicy, Sample};
+use super::contract::{Candidates, Context, RoutePolicy};
 use super::cost::Terms;
 use super::decision::{Choice, Reason};
+use super::sample::Sample;
 use super::settings::Settings;
 use crate::error::{Error, Result};
 use crate::ids::Worker;

@@ -6,9 +6,10 @@ use parking_lot::Mutex;
 use rand::rngs::SmallRng;
 use rand::{RngCore, SeedableRng};
 
-use super::contract::{Candidates, Context, RoutePolicy, Sample};
+use super::contract::{Candidates, Context, RoutePolicy};
 use super::cost::Terms;
 use super::decision::Choice;
+use super::sample::Sample;
 use super::settings::Settings;
 use super::tuned::{self, Counted};
 use crate::error::{Error, Result};

@@ -17,9 +17,10 @@ pub use matching::{is_imbalanced, match_percent_bucket, select_matched};
 pub use table::{PrefixTable, TableStats};
 
 use super::by_metric::choose_lowest;
-use super::contract::{Candidates, Context, Polarity, RoutePolicy, Sample};
+use super::contract::{Candidates, Context, Polarity, RoutePolicy};
 use super::cost::Terms;
 use super::decision::{Choice, Reason};
+use super::sample::Sample;
 use super::settings::{PrefixSettings, PrefixSource, Settings, TokenizerKind};
 use crate::error::Result;
 use crate::ids::Worker;

@@ -21,10 +21,11 @@ use hashbrown::HashMap;
 use parking_lot::Mutex;
 use rand::RngCore;
 
-use super::contract::{Candidates, Context, Finished, RoutePolicy, Sample};
+use super::contract::{Candidates, Context, Finished, RoutePolicy};
 use super::cost::{ActiveLoad, Stage, Terms};
 use super::decision::{Choice, Reason};
 use super::lowest::Lowest;
+use super::sample::Sample;
 use super::select::{among_equals, warm};
 use super::settings::Settings;
 use super::softmax;

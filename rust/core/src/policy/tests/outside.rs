@@ -6,10 +6,7 @@ use std::sync::mpsc::{Receiver, channel};
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
-use super::super::desk::{
-    Answer, Asked, Failure, Interests, MAX_NEWS, MAX_QUESTIONS, News, OutsideCandidate,
-    OutsideRequest, Task,
-};
+use super::super::desk::{Answer, Asked, Failure, Interests, MAX_NEWS, MAX_QUESTIONS, Task};
 use super::super::*;
 use super::pods::{candidate, context};
 use crate::ids::Worker;

@@ -14,9 +14,10 @@ pub use score::{estimate, position_scores, share_scores};
 pub use tracker::TokenTracker;
 
 use super::by_metric::choose_lowest;
-use super::contract::{Candidates, Context, Finished, Polarity, RoutePolicy, Sample};
+use super::contract::{Candidates, Context, Finished, Polarity, RoutePolicy};
 use super::cost::Terms;
 use super::decision::{Choice, Reason};
+use super::sample::Sample;
 use super::settings::{Settings, VtcSettings};
 use crate::error::{Error, Result};
 

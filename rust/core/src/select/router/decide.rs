@@ -10,9 +10,9 @@ use super::policies::{Buffers, Tail};
 use super::route::{Router, State};
 use crate::error::{Error, Result};
 use crate::load::{ActiveSequences, Assignment, RequestId};
-use crate::policy::desk::{OutsideCandidate, OutsideRequest};
 use crate::policy::{
-    self, Candidate, Choice, Context, Decision, Policy, Question, RequestTerms, Terms,
+    self, Candidate, Choice, Context, Decision, OutsideCandidate, OutsideRequest, Policy, Question,
+    RequestTerms, Terms,
 };
 use crate::select::ask::Ask;
 use crate::select::reservation::Reservation;

@@ -1,0 +1,98 @@
+//! What a policy outside the core is asked and told, and what it answers.
+
+use super::cost::{Candidate, Terms};
+use super::engine::EngineMetrics;
+use crate::ids::Worker;
+
+/// A request, as a policy outside sees it.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct OutsideRequest {
+    /// The model that was asked for.
+    pub model: Box<str>,
+    /// Prompt length in tokens.
+    pub isl_tokens: u64,
+    /// Tokens in a block; 0 while unknown.
+    pub block_size: u32,
+    /// Text of the prompt, UTF-8.
+    pub prompt: Box<[u8]>,
+    /// The model's own token ids; empty while unknown.
+    pub token_ids: Box<[u32]>,
+    /// Whose request it is.
+    pub user: Option<Box<str>>,
+    /// The key of its session.
+    pub session_key: Option<Box<str>>,
+    /// The worker of its session, as the client says.
+    pub session_worker: Option<Worker>,
+}
+
+/// A candidate, as a policy outside sees it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct OutsideCandidate {
+    /// Overlap and load.
+    pub candidate: Candidate,
+    /// What its engine reports.
+    pub metrics: EngineMetrics,
+    /// What the request would cost there, as `kv` reckons.
+    pub terms: Terms,
+}
+
+/// Which of these?
+#[derive(Debug, Clone, PartialEq)]
+pub struct Question {
+    /// The request.
+    pub request: OutsideRequest,
+    /// At least two workers, in worker order.
+    pub candidates: Vec<OutsideCandidate>,
+}
+
+/// What a policy outside is told, if it wants to know.
+#[derive(Debug, Clone, PartialEq)]
+pub enum News {
+    /// A request was given to this candidate.
+    Routed(Box<OutsideRequest>, Box<OutsideCandidate>),
+    /// A request has ended: its model and user, and what it used.
+    Finished(Ended),
+    /// A worker has gone.
+    Removed(Worker),
+}
+
+/// As [`Finished`](super::Finished), owned.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ended {
+    /// The model that was asked for.
+    pub model: Box<str>,
+    /// Whose request it was.
+    pub user: Option<Box<str>>,
+    /// Who served it.
+    pub worker: Worker,
+    /// Tokens of the prompt.
+    pub input_tokens: u64,
+    /// Of these, tokens that the engine had cached.
+    pub cached_tokens: u64,
+    /// Tokens that were generated.
+    pub output_tokens: u64,
+    /// From the decision to the end.
+    pub duration_ms: u64,
+}
+
+/// Scores of candidates, of which the highest wins.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Advice {
+    /// Ascending by worker; none for those that are never to be taken.
+    scores: Vec<(Worker, f64)>,
+}
+
+impl Advice {
+    /// One score for each candidate of the question; `None` where it is never to be taken.
+    pub fn new(question: &Question, scores: &[Option<f64>]) -> Self {
+        let scored = question.candidates.iter().zip(scores);
+        let scores = scored.filter_map(|(one, score)| Some((one.candidate.worker, (*score)?)));
+        Self { scores: scores.collect() }
+    }
+
+    /// The score of `worker`.
+    pub fn score(&self, worker: Worker) -> Option<f64> {
+        let place = self.scores.binary_search_by_key(&worker, |(known, _)| *known).ok()?;
+        Some(self.scores[place].1)
+    }
+}
