@@ -1,6 +1,8 @@
-"""The manuals' tables of flags, made of the table of settings: ``make settings`` writes them.
+"""Generated parts of README and manuals: ``make settings`` writes them.
 
-A table stands between ``<!-- settings SERVICE: SECTION; SECTION -->`` and ``<!-- end -->``.
+A table of flags, made of the table of settings, stands between ``<!-- settings SERVICE: SECTION;
+SECTION -->`` and ``<!-- end -->``. How to install stands in README between ``<!-- begin install
+-->`` and ``<!-- end install -->``; kvflash.version says whether there is a release.
 """
 
 from __future__ import annotations
@@ -10,8 +12,31 @@ import sys
 from pathlib import Path
 
 from kvflash.settings import Setting, table
+from kvflash.version import IS_RELEASED
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+INSTALL = {
+    True: """\
+    python3 -m venv .venv
+    . .venv/bin/activate
+    pip install kvflash
+
+Add `'kvflash[nats]'` for events and requests over NATS.
+""",
+    False: """\
+kvflash is not on PyPI yet. Build it in a clone; the build takes a few minutes the first time:
+
+    git clone https://github.com/kvflash/kvflash
+    cd kvflash
+    make dev
+    . .venv/bin/activate
+
+To install it into another environment, activate that and run `pip install .` in the clone
+(`pip install '.[nats]'` for events and requests over NATS).
+""",
+}
 _PLACE = re.compile(r"(<!-- settings (\w+): ([^>]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 # Flags that name files, before the first setting of these.
 _FILES = {
@@ -41,6 +66,14 @@ def written(text: str) -> tuple[str, list[Setting]]:
     return _PLACE.sub(made, text), found
 
 
+def installing(text: str, is_released: bool = IS_RELEASED) -> str:
+    """README with its section about installing as it should be."""
+    head, begin, rest = text.partition("<!-- begin install -->\n")
+    _, end, tail = rest.partition("<!-- end install -->\n")
+    assert begin and end, "README.md has no section <!-- begin install -->"
+    return f"{head}{begin}{INSTALL[is_released]}{end}{tail}"
+
+
 def _row(one: Setting) -> str:
     names = ", ".join(f"`{name}`" for name in one.flags)
     words = one.choices or one.legal.get("mode", [[]])[0]
@@ -62,13 +95,13 @@ def _default(one: Setting) -> str:
 
 
 def main() -> None:
-    """Write every page that has such a table."""
-    for path in sorted(DOCS.glob("*.md")):
+    """Write every page that has a generated part."""
+    for path in [README, *sorted(DOCS.rglob("*.md"))]:
         text = path.read_text(encoding="utf-8")
-        fresh = written(text)[0]
+        fresh = installing(text) if path == README else written(text)[0]
         if fresh != text:
             path.write_text(fresh, encoding="utf-8")
-            print(f"wrote {path.relative_to(DOCS.parent)}")
+            print(f"wrote {path.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

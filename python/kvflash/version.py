@@ -1,7 +1,19 @@
-"""The version of the installed package."""
+"""The version of the installed package, and how it is installed."""
 
 from importlib import metadata
 
-__all__ = ["__version__"]
+__all__ = ["IS_RELEASED", "__version__", "install_command"]
 
 __version__ = metadata.version("kvflash")
+
+# Set to True in the commit that publishes the first release to PyPI, then run `make settings`:
+# README and messages name the package instead of a checkout. Until then the name on PyPI is not
+# this project's.
+IS_RELEASED = False
+
+
+def install_command(extra: str) -> str:
+    """The shell command that adds an extra, such as ``nats``, to an installed kvflash."""
+    if IS_RELEASED:
+        return f"pip install 'kvflash[{extra}]'"
+    return f"pip install '.[{extra}]' in a checkout of kvflash"

@@ -26,7 +26,7 @@ from service import DEADLINE_S, Http, Process, until
 TINY_LLAMA = Path(__file__).parents[1] / "vectors" / "tiny-llama"
 FAKE_ENGINE = Path(__file__).parents[1] / "support" / "fake_engine.py"
 # Ports that documents name, in the rows that services count up in.
-PORTS = ((8000, 3), (8090, 4), (8100, 3), (5557, 3), (5657, 3))
+PORTS = ((8000, 4), (8090, 4), (8100, 3), (5557, 3), (5657, 3))
 SERVICES = ("frontend", "indexer", "mocker", "vllm", "sglang")
 SCRIPT_S_MAX = 60.0
 
@@ -114,9 +114,11 @@ class Stage:
 
     # -- processes
 
-    def start(self, module: str, *args: str, workers: int = 1) -> list[dict[str, Any]]:
+    def start(
+        self, module: str, *args: str, workers: int = 1, env: Mapping[str, str] | None = None
+    ) -> list[dict[str, Any]]:
         """Start a service; its ready lines."""
-        process = Process(module, *args, env=self.env)
+        process = Process(module, *args, env={**self.env, **(env or {})})
         self.processes.append((process, {}))
         lines = [process.ready() for _ in range(workers)]
         self.processes[-1] = (process, lines[0])
@@ -159,11 +161,18 @@ class Stage:
             words = shlex.split(command.replace("\\\n", " "), comments=True)
             if words[:2] == ["python", "-m"]:
                 words = ["kvflash", words[2].removeprefix("kvflash."), *words[3:]]
+            env = {}
+            while words and (set_here := re.fullmatch(r"([A-Z][A-Z0-9_]*)=(.*)", words[0])):
+                env[set_here[1]] = set_here[2]
+                words = words[1:]
             name = words[1] if words[0] == "kvflash" and len(words) > 1 else ""
-            if name in SERVICES:
+            if words[:2] == ["vllm", "serve"]:
+                lines = self.start(str(FAKE_ENGINE), *words[1:], env=env)
+                done.append(Ran(command, json.dumps(lines), ""))
+            elif name in SERVICES:
                 at = words.index("--num-workers") + 1 if "--num-workers" in words else 0
                 count = int(words[at]) if at else 1
-                lines = self.start(f"kvflash.{name}", *words[2:], workers=count)
+                lines = self.start(f"kvflash.{name}", *words[2:], workers=count, env=env)
                 while name in ("vllm", "sglang") and lines[0].get("engine") != name:
                     # The engine's double has a ready line of its own.
                     lines = [self.processes[-1][0].ready()]

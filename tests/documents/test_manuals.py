@@ -16,14 +16,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import settings_tables
 from support_markdown import Block, read_blocks
 from support_stage import TINY_LLAMA, Stage, items, run_fragment
 
 from dns_server import DnsServer
 from kvflash import (
     DistributedRuntime,
-    KvPushRouter,
-    KvRouterConfig,
     ModelInput,
     ModelType,
     WorkerMetricsPublisher,
@@ -32,6 +31,7 @@ from kvflash import (
 from kvflash.discovery import Put
 from kvflash.frontend.args import parse_args as frontend_args
 from kvflash.router import parse_args as router_args
+from kvflash.version import IS_RELEASED
 
 ROOT = Path(__file__).parents[2]
 MANUALS = (
@@ -51,13 +51,16 @@ MANUALS = (
         )
     ),
 )
-BLOCKS = [block for manual in MANUALS for block in read_blocks(ROOT / manual)]
+# A drawing is text.
+BLOCKS = [
+    block for manual in MANUALS for block in read_blocks(ROOT / manual) if block.language != "text"
+]
+
+# What the README says to do first: in a checkout, or from PyPI.
+INSTALLS = next(b.text for b in BLOCKS if b.path.name == "README.md")
 
 NOT_RUN = {
-    ("README.md", "make demo"): "builds and runs everything; other tests and make test are it",
-    ("README.md", "vllm serve MODEL"): "a real engine; test_real_engine.py has one",
-    ("README.md", "kvflash vllm"): "a real engine; test_real_launcher.py has one",
-    ("README.md", "kvflash router"): "test_router_process.py runs the router's manual",
+    ("README.md", INSTALLS.splitlines()[0]): "needs a network; test_the_readme_installs reads it",
     ("command.md", "kvflash frontend"): "the README's commands, which are run",
     ("command.md", "WORKER  URL"): "a table; test_looking.py compares one",
     ("command.md", "120 requests in"): "a report; test_replay.py compares one",
@@ -119,11 +122,26 @@ def test_a_policy_of_ones_own_in_python(stage: Stage, blocks: list[Block]) -> No
     assert ran.output == "report 3 highest_score\nquestion 1 highest_score\n"
 
 
-def test_services_of_the_readme_do_not_share_ports() -> None:
-    """Whoever reads it from its beginning has all of them running."""
+@pytest.mark.parametrize("is_released", [False, True])
+def test_the_readme_installs(is_released: bool) -> None:
+    """What can't run without a network names what is there."""
     text = (ROOT / "README.md").read_text()
-    started = re.findall(r"kvflash (\w+) .*?--port (\d+)", text)
-    assert len({port for _, port in started}) == len(started) > 3, started
+    assert settings_tables.installing(text) == text, "make settings"
+    shown = settings_tables.installing(text, is_released)
+    assert ("pip install kvflash\n" in shown) == is_released
+    assert ". .venv/bin/activate" in shown
+    assert "VENV ?= .venv\n" in (ROOT / "Makefile").read_text()
+
+
+def test_only_a_release_is_installed_by_its_name() -> None:
+    """Before the first release the name on PyPI could be anybody's package."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*")]
+    sources = [*(ROOT / "python").rglob("*.py"), *(ROOT / "rust").rglob("*.rs")]
+    assert len(pages) > 25
+    assert len(sources) > 300
+    named = re.compile(r"pip install ['\"]?kvflash")
+    found = {p.name for p in [*pages, *sources] if named.search(p.read_text(encoding="utf-8"))}
+    assert found <= ({"README.md", "version.py"} if IS_RELEASED else {"version.py"})
 
 
 # -- README, the mocker and the HTTP API of the frontend
@@ -131,18 +149,18 @@ def test_services_of_the_readme_do_not_share_ports() -> None:
 
 @runs(
     ("README.md", "kvflash mocker"),
+    ("README.md", "kvflash frontend \\"),
+    ("README.md", "curl -si"),
     ("README.md", "kvflash workers"),
-    ("README.md", "kvflash indexer"),
     ("routing.md", "curl -s localhost:8000/busy_threshold"),
     ("frontend.md", "curl -s localhost:8000/workers"),
 )
-def test_two_engines_a_frontend_and_an_indexer(stage: Stage, blocks: list[Block]) -> None:
-    engines, explain, indexer, thresholds, workers = [stage.localized(b.text) for b in blocks]
-    at = engines.index("curl")
-    started = stage.console(engines[:at])
-    assert [len(one.json) for one in started] == [2, 1]
+def test_the_first_request_of_the_readme(stage: Stage, blocks: list[Block]) -> None:
+    engines, frontend, ask, explain, thresholds, workers = [stage.localized(b.text) for b in blocks]
+    (two,), (one,) = stage.console(engines), stage.console(frontend)
+    assert (len(two.json), len(one.json)) == (2, 1)
     stage.wait_workers(2)
-    (first,), (again,) = stage.console(engines[at:]), stage.console(engines[at:])
+    (first,), (again,) = stage.console(ask), stage.console(ask)
     for answer in (first, again):
         head, _, body = answer.output.replace("\r", "").partition("\n\n")
         assert head.startswith("HTTP/1.1 200") and "x-kvflash-worker: " in head
@@ -164,16 +182,31 @@ def test_two_engines_a_frontend_and_an_indexer(stage: Stage, blocks: list[Block]
     assert (none["model"], none["active_decode_blocks_threshold"]) == ("mock-model", None)
     assert after.json["active_decode_blocks_threshold"] == 0.85
 
-    done = stage.console(indexer)
-    query = next(one for one in done if "/query" in one.command)
-    assert query.json == {"scores": {}, "frequencies": []} or "scores" in query.json
-    doctor = next(one for one in done if "kvflash doctor" in one.command)
-    assert not re.search(r"\b8090\b", doctor.output)
-
     third = ("--port", str(stage.port(8102)), "--zmq-events-port", str(stage.port(5559)))
     stage.start("kvflash.mocker", "--block-size", "16", *third)
     added, gone = stage.console(workers)
     assert (added.json["id"], gone.json) == (3, {"status": "ok", "id": 3})
+
+
+@runs(("README.md", "CUDA_VISIBLE_DEVICES=0 kvflash vllm"))
+def test_two_vllm_servers_that_are_launched(stage: Stage, blocks: list[Block]) -> None:
+    one, other, frontend = stage.console(stage.localized(blocks[0].text))
+    assert [ran.json[0]["engine"] for ran in (one, other)] == ["vllm", "vllm"]
+    assert frontend.json[0]["service"] == "frontend"
+    stage.wait_workers(2)
+    model = one.json[0]["model"]
+    answer = stage.http().post("/v1/chat/completions", {**CHAT, "model": model})
+    assert answer["usage"]["completion_tokens"] == 4
+
+
+@runs(("README.md", "vllm serve Qwen"))
+def test_two_vllm_servers_by_address(stage: Stage, blocks: list[Block]) -> None:
+    # The double's model is not in a local Hub cache.
+    named = {"--tokenizer Qwen/Qwen3-0.6B": f"--tokenizer {TINY_LLAMA}"}
+    assert len(stage.console(stage.localized(blocks[0].text, named))) == 3
+    stage.wait_workers(2)
+    body = {**CHAT, "model": "fake"}
+    assert stage.http().post("/v1/chat/completions", body)["usage"]["completion_tokens"] == 4
 
 
 @runs(("mocker.md", "kvflash mocker --num-workers"), ("mocker.md", '{"event": "ready"'))
@@ -271,25 +304,6 @@ def test_a_tokenizer_for_each_model(stage: Stage, blocks: list[Block]) -> None:
 
 
 # -- the runtime
-
-
-@runs(("README.md", "runtime = DistributedRuntime"))
-def test_a_router_in_four_lines(stage: Stage, blocks: list[Block]) -> None:
-    stage.mocker("dynamo.backend.generate", model="m")
-
-    async def check() -> None:
-        names: dict[str, Any] = {
-            "DistributedRuntime": DistributedRuntime,
-            "KvPushRouter": KvPushRouter,
-            "KvRouterConfig": KvRouterConfig,
-        }
-        await run_fragment(blocks[0], names)
-        tokens = [token async for item in names["stream"] for token in item["token_ids"]]
-        assert len(tokens) == 20
-        await names["router"].aclose()
-        await names["runtime"].close()
-
-    asyncio.run(check())
 
 
 @runs(("runtime.md", "import asyncio"), ("runtime.md", "runtime = DistributedRuntime"))

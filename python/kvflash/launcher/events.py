@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
-from kvflash.errors import ConfigError
+from kvflash.errors import ConfigError, missing_nats
 from kvflash.launcher.command import EventPorts
 from kvflash.launcher.options import LauncherOptions
 from kvflash.publisher.announce import events_key
@@ -66,9 +66,7 @@ class EngineEvents:
         try:
             from kvflash.transport.nats_connection import check_server  # noqa: PLC0415
         except ImportError as error:
-            raise ConfigError(
-                f"--event-plane nats needs the NATS client ({error}): pip install 'kvflash[nats]'"
-            ) from None
+            raise missing_nats("--event-plane nats", error) from None
         await asyncio.to_thread(check_server, NatsSettings.from_env())
 
     async def announce(self, served: Served, block_size: int | None) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvflash._core import EventOutbox
-from kvflash.errors import ClosedError, ConfigError, KvflashError
+from kvflash.errors import ClosedError, KvflashError, missing_nats
 from kvflash.outage import Outage
 from kvflash.publisher.stream import Sender
 from kvflash.runtime import Component
@@ -92,9 +92,7 @@ class BrokerOutlet:
         try:
             from kvflash.transport.nats_connection import check_server  # noqa: PLC0415
         except ImportError as error:
-            raise ConfigError(
-                f"event_plane nats needs the NATS client ({error}): pip install 'kvflash[nats]'"
-            ) from None
+            raise missing_nats("event_plane nats", error) from None
         self._where = (component.namespace.name, component.name)
         self._instance_id, self._dp_rank, self.block_size = instance_id, dp_rank, block_size
         self._served, self._has_local_index = served, has_local_index

@@ -12,7 +12,7 @@ from typing import Any
 from kvflash._core import Bookings, Catalog
 from kvflash.cluster_flags import ClusterFlags
 from kvflash.discovery import Discovery
-from kvflash.errors import ConfigError, KvflashError
+from kvflash.errors import KvflashError, missing_nats
 from kvflash.roster.keys import announced, is_brokered
 from kvflash.routing.sharing import Component, Sharing
 from kvflash.servers import NatsSettings
@@ -95,9 +95,7 @@ class Cluster:
         try:
             from kvflash.transport.nats_connection import check_server  # noqa: PLC0415
         except ImportError as error:
-            raise ConfigError(
-                f"{self._setting} needs the NATS client ({error}): pip install 'kvflash[nats]'"
-            ) from None
+            raise missing_nats(self._setting, error) from None
         check_server(NatsSettings.from_env())
 
     def make_receiver(self, catalog: Catalog) -> Receiver:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import deque
 
-from kvflash.errors import ConfigError
+from kvflash.errors import ConfigError, missing_nats
 from kvflash.outage import Outage
 from kvflash.servers import NatsSettings
 
@@ -16,7 +16,7 @@ try:
     from kvflash.nats_login import Client as NatsConnection
     from kvflash.nats_login import failure, login_options
 except ImportError as error:
-    raise ConfigError("the nats request plane needs: pip install 'kvflash[nats]'") from error
+    raise missing_nats("the nats request plane", error) from error
 
 __all__ = ["NatsConnection", "NatsError", "connect"]
 

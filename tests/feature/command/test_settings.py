@@ -128,7 +128,7 @@ def test_a_caller_s_numbers_may_go_beyond_those_of_flags(
 
 def test_the_tables_of_the_manuals_are_those_of_make_settings() -> None:
     shown: set[str] = set()
-    for path in sorted(settings_tables.DOCS.glob("*.md")):
+    for path in sorted(settings_tables.DOCS.rglob("*.md")):
         text = path.read_text(encoding="utf-8")
         fresh, rows = settings_tables.written(text)
         assert fresh == text, f"{path.name}: make settings"
