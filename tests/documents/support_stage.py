@@ -159,8 +159,13 @@ class Stage:
         done = []
         for command in commands(text):
             words = shlex.split(command.replace("\\\n", " "), comments=True)
+            through: list[str] = []
             if words[:2] == ["python", "-m"]:
-                words = ["kvflash", words[2].removeprefix("kvflash."), *words[3:]]
+                package, _, module = words[2].partition(".")
+                assert package in ("kvflash", "dynamo"), words
+                # Another project's name for a command.
+                through = ["-m", words[2]] if package == "dynamo" else []
+                words = ["kvflash", module, *words[3:]]
             env = {}
             while words and (set_here := re.fullmatch(r"([A-Z][A-Z0-9_]*)=(.*)", words[0])):
                 env[set_here[1]] = set_here[2]
@@ -172,7 +177,8 @@ class Stage:
             elif name in SERVICES:
                 at = words.index("--num-workers") + 1 if "--num-workers" in words else 0
                 count = int(words[at]) if at else 1
-                lines = self.start(f"kvflash.{name}", *words[2:], workers=count, env=env)
+                module = "kvflash.compat.dynamo" if through else f"kvflash.{name}"
+                lines = self.start(module, *through, *words[2:], workers=count, env=env)
                 while name in ("vllm", "sglang") and lines[0].get("engine") != name:
                     # The engine's double has a ready line of its own.
                     lines = [self.processes[-1][0].ready()]
@@ -181,11 +187,11 @@ class Stage:
                 done.append(self._run(["bash", "-c", command], command))
         return done
 
-    def script(self, text: str, name: str = "script.py") -> Ran:
-        """Run a whole Python program to its end."""
+    def script(self, text: str, name: str = "script.py", through: str = "") -> Ran:
+        """Run a whole Python program to its end, with a module that runs programs if named."""
         path = self.folder / name
         path.write_text(text)
-        return self._run([sys.executable, str(path)], name)
+        return self._run([sys.executable, *(["-m", through] if through else []), str(path)], name)
 
     def _run(self, words: list[str], name: str) -> Ran:
         ran = subprocess.run(
@@ -196,11 +202,12 @@ class Stage:
         assert "Traceback" not in ran.stderr, f"{name}:\n{ran.stderr}"
         return Ran(name, ran.stdout, ran.stderr)
 
-    def serve(self, text: str, name: str, *args: str) -> Process:
-        """Run a Python program that serves until the test ends."""
+    def serve(self, text: str, name: str, *args: str, through: str = "") -> Process:
+        """Run a Python program that serves until the test ends; see :meth:`script`."""
         path = self.folder / f"{name}.py"
         path.write_text(text)
-        self.processes.append((Process(str(path), *args, env=self.env), {}))
+        words = [*([through] if through else []), str(path), *args]
+        self.processes.append((Process(*words, env=self.env), {}))
         return self.processes[-1][0]
 
 

@@ -1,4 +1,4 @@
-"""Documents that users bring along run as they are, once their package's name is replaced.
+"""Documents that users bring along run as they are, through ``kvflash.compat.dynamo``.
 
 ``KVFLASH_REFERENCE_DOCUMENTS`` is the folder of these Markdown files. Nothing of them is here: a
 block is known by what it calls.
@@ -19,7 +19,8 @@ import pytest
 from support_markdown import Block, read_blocks
 from support_stage import TINY_LLAMA, Stage, items, run_fragment
 
-from kvflash import DistributedRuntime, KvPushRouter, KvRouterConfig
+from kvflash import KvPushRouter, KvRouterConfig
+from kvflash.compat.dynamo import DistributedRuntime
 from service import Http, Process
 
 FOLDER = os.environ.get("KVFLASH_REFERENCE_DOCUMENTS", "")
@@ -33,15 +34,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def ours(block: Block) -> Block:
-    """The block with the package's name replaced, and nothing else."""
-    text = block.text.replace("dynamo._core", "kvflash")
-    text = re.sub(r"(?<=from )dynamo\b|(?<=-m )dynamo\b", "kvflash", text)
-    return Block(block.path, block.line, block.language, text)
-
-
 def blocks() -> list[Block]:
-    found = [ours(b) for name in FILES for b in read_blocks(Path(FOLDER) / name)] if FOLDER else []
+    found = [b for name in FILES for b in read_blocks(Path(FOLDER) / name)] if FOLDER else []
     return [block for block in found if block.language not in NOT_CODE]
 
 
@@ -75,7 +69,7 @@ def is_lines(block: Block) -> bool:
 
 
 def is_frontend(block: Block) -> bool:
-    return "-m kvflash.frontend" in block.text
+    return "-m dynamo.frontend" in block.text
 
 
 def is_curl(block: Block) -> bool:
@@ -83,7 +77,7 @@ def is_curl(block: Block) -> bool:
 
 
 def is_engine(block: Block) -> bool:
-    return "-m kvflash.vllm" in block.text
+    return "-m dynamo.vllm" in block.text
 
 
 KINDS = (is_script, is_registration, is_lines, is_frontend, is_curl, is_engine)
@@ -97,7 +91,7 @@ def test_every_block_is_of_one_kind() -> None:
 @each(is_script, 4)
 def test_scripts_run_to_their_end(stage: Stage, block: Block) -> None:
     stage.mocker(BACKEND, model=model_of(block))
-    ran = stage.script(block.text)
+    ran = stage.script(block.text, through="kvflash.compat.dynamo")
     if "get_potential_loads" in block.text:
         tokens = re.findall(r"Generated tokens: (\[.*\])", ran.output)
         assert sum(len(json.loads(one)) for one in tokens) == 20
@@ -159,16 +153,18 @@ async def check_client(client: Any) -> None:
     asked = [await way(request) for way in (client.generate, client.random)]
     asked += [await client.round_robin(request) for _ in range(2)]
     asked.append(await client.direct(request, second))
+    asked.append(await client.direct(input=request, component_id=first))
     for stream in asked:
         assert len(items([item async for item in stream])) == 3
     assert {stream.instance_id for stream in asked[2:4]} == {first, second}
-    assert asked[4].instance_id == second
+    assert [stream.instance_id for stream in asked[4:]] == [second, first]
 
 
 # What a worker's own program has before and after the lines of the document.
 BEFORE = """\
 import asyncio, json, sys
-from kvflash import DistributedRuntime, ModelInput, ModelType, register_llm
+from dynamo.llm import ModelInput, ModelType, register_llm
+from dynamo.runtime import DistributedRuntime
 
 class Handler:
     def __init__(self, role):
@@ -203,7 +199,7 @@ def test_registered_workers_share_a_request(stage: Stage, block: Block) -> None:
     at = block.text.index("# Prefill worker registration")
     http = stage.frontend("--tokenizer", str(TINY_LLAMA))
     halves: dict[str, Process] = {
-        role: stage.serve(worker_program(lines, role), role, role)
+        role: stage.serve(worker_program(lines, role), role, role, through="kvflash.compat.dynamo")
         for role, lines in (("decode", block.text[:at]), ("prefill", block.text[at:]))
     }
     ids = {role: process.ready()["id"] for role, process in halves.items()}

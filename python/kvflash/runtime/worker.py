@@ -13,7 +13,9 @@ __all__ = ["kvflash_worker"]
 T = TypeVar("T")
 
 
-def kvflash_worker() -> Callable[[Callable[..., Awaitable[T]]], Callable[..., Awaitable[T]]]:
+def kvflash_worker(
+    open_runtime: Callable[[], DistributedRuntime] = DistributedRuntime.detached,
+) -> Callable[[Callable[..., Awaitable[T]]], Callable[..., Awaitable[T]]]:
     """Give a coroutine function a runtime as its first argument, and close it afterwards.
 
     ::
@@ -22,12 +24,15 @@ def kvflash_worker() -> Callable[[Callable[..., Awaitable[T]]], Callable[..., Aw
         async def worker(runtime): ...
 
         asyncio.run(worker())
+
+    Args:
+        open_runtime: Makes the runtime.
     """
 
     def wrap(function: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
         @functools.wraps(function)
         async def run(*args: Any, **options: Any) -> T:
-            async with DistributedRuntime.detached() as runtime:
+            async with open_runtime() as runtime:
                 return await function(runtime, *args, **options)
 
         return run

@@ -204,7 +204,7 @@ def test_the_image_is_made_of_what_there_is() -> None:
 
 
 def test_the_manual_names_files_that_exist_and_says_what_they_say() -> None:
-    links = re.findall(r"\]\(\.\./(deploy/[\w/.]+)\)", MANUAL)
+    links = re.findall(r"\]\(https://[\w./]+/main/(deploy/[\w/.]+)\)", MANUAL)
     applied = re.findall(r"(?:-f|dockerfile:) (deploy/[\w/]+(?:\.yaml)?)", MANUAL)
     assert len(links) == 3
     assert len(applied) == 4

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -243,6 +244,37 @@ def test_older_calls_have_a_publisher_of_the_process(http, engine, model, run_pr
     assert found(tmp_path / "discovery") == {}
     assert list((tmp_path / "discovery" / "keys").iterdir()) == []
     assert list((tmp_path / "discovery" / "leases").iterdir()) == []
+
+
+DYNAMO = """
+#include "kvflash_dynamo.h"
+int main(void) {
+    uint32_t tokens[4] = {1, 2, 3, 4};
+    size_t sizes[1] = {4};
+    uint64_t names[1] = {7};
+    dynamo_llm_result_t ok = dynamo_llm_init("tests", NULL, 9, 4);
+    if (ok) return 1;
+    if (dynamo_kv_event_publish_stored(0, tokens, sizes, names, 1, NULL, 0)) return 2;
+    if (dynamo_kv_event_publish_removed(1, names, 1)) return 3;
+    if (dynamo_kv_event_publish_cleared(2)) return 4;
+    return dynamo_llm_shutdown() ? 5 : 0;
+}
+"""
+
+
+def test_dynamos_names_are_names_of_the_older_calls(library, tmp_path):
+    source, program = tmp_path / "engine.c", tmp_path / "engine"
+    source.write_text(DYNAMO)
+    link = [f"-L{LIBRARY.parent}", "-lkvflash", f"-Wl,-rpath,{LIBRARY.parent}"]
+    subprocess.run(["cc", *FLAGS, source, "-o", program, *link], check=True)
+    environment = {**os.environ, "KVFLASH_DISCOVERY_DIR": str(tmp_path / "discovery")}
+    assert subprocess.run([program], env=environment, check=False).returncode == 0
+    header = (ROOT / "capi" / "include" / "kvflash.h").read_text()
+    aliases = (ROOT / "capi" / "include" / "kvflash_dynamo.h").read_text()
+    older = re.findall(r"^int (kvflash_(?:llm|kv_event)_\w+)\(", header, re.MULTILINE)
+    assert len(older) == 5
+    for name in older:
+        assert f"#define {name.replace('kvflash', 'dynamo')} {name}\n" in aliases
 
 
 def test_it_can_be_linked_statically(build, library, run_program):

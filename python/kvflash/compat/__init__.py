@@ -1,0 +1,1 @@
+"""Names of other projects, for scripts that were written against them."""

@@ -1,0 +1,66 @@
+"""The modules that a script imports, made of kvflash's names."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from kvflash import _core, llm, publisher, routing, runtime
+from kvflash.compat.dynamo.client import Client, DistributedRuntime, dynamo_worker
+from kvflash.compat.dynamo.indexer import KvIndexer
+
+__all__ = ["MODULES", "install"]
+
+_LLM: dict[str, Any] = {
+    "ApproxKvIndexer": _core.ApproxKvIndexer,
+    "ForwardPassMetrics": publisher.ForwardPassMetrics,
+    "KvEventPublisher": publisher.KvEventPublisher,
+    "KvIndexer": KvIndexer,
+    "KvPushRouter": routing.KvPushRouter,
+    "KvRouterConfig": routing.KvRouterConfig,
+    "KvStats": publisher.KvStats,
+    "ModelInput": llm.ModelInput,
+    "ModelRuntimeConfig": llm.ModelRuntimeConfig,
+    "ModelType": llm.ModelType,
+    "OverlapScores": _core.OverlapScores,
+    "RadixTree": _core.RadixTree,
+    "SpecDecodeStats": publisher.SpecDecodeStats,
+    "WorkerMetricsPublisher": publisher.WorkerMetricsPublisher,
+    "WorkerStats": publisher.WorkerStats,
+    "ZmqKvEventListener": publisher.ZmqKvEventListener,
+    "ZmqKvEventPublisher": publisher.ZmqKvEventPublisher,
+    "ZmqKvEventPublisherConfig": publisher.ZmqKvEventPublisherConfig,
+    "compute_block_hash_for_seq": _core.compute_block_hash_for_seq,
+    "compute_block_hash_for_seq_py": _core.compute_block_hash_for_seq,
+    "register_llm": llm.register_llm,
+    "unregister_llm": llm.unregister_llm,
+}
+_RUNTIME: dict[str, Any] = {
+    "Client": Client,
+    "Component": runtime.Component,
+    "Context": runtime.Context,
+    "DistributedRuntime": DistributedRuntime,
+    "Endpoint": runtime.Endpoint,
+    "Namespace": runtime.Namespace,
+    "dynamo_worker": dynamo_worker,
+}
+
+# Each module with its names; a name that is not here is an ImportError.
+MODULES: dict[str, dict[str, Any]] = {
+    "dynamo.llm": _LLM,
+    "dynamo.runtime": _RUNTIME,
+    "dynamo._core": {**_LLM, **_RUNTIME},
+}
+
+
+def install() -> None:
+    """Put the modules where ``import`` finds them, in this process."""
+    package = ModuleType("dynamo", "Dynamo's names, made of kvflash's.")
+    package.__path__ = []
+    sys.modules["dynamo"] = package
+    for path, names in MODULES.items():
+        module = ModuleType(path, "Dynamo's names, made of kvflash's.")
+        vars(module).update(names, __all__=sorted(names))
+        sys.modules[path] = module
+        setattr(package, path.partition(".")[2], module)

@@ -1,0 +1,54 @@
+"""Runs a script, or a module of Dynamo's, in this process."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvflash import command
+
+__all__ = ["main"]
+
+_USAGE = """\
+usage: python -m kvflash.compat.dynamo SCRIPT [ARG ...]
+       python -m kvflash.compat.dynamo -m dynamo.COMMAND [--flag VALUE ...]
+
+Run a Python script that imports dynamo.llm, dynamo.runtime or dynamo._core, with kvflash's
+classes under these names; or run dynamo.COMMAND as kvflash COMMAND.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run it. Returns the exit status: 2 for bad usage, else what was run decides."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(_USAGE, end="", file=sys.stdout if words else sys.stderr)
+        return 0 if words else 2
+    if words[0] == "-m":
+        return _run_command(words[1:])
+    script = Path(words[0])
+    if not script.is_file():
+        return _refuse(f"SCRIPT must be a Python file, and {words[0]} is not there")
+    # Here, so that a command does not import what only scripts need.
+    from kvflash.compat.dynamo.modules import install  # noqa: PLC0415
+
+    install()
+    sys.argv[:] = words
+    sys.path[0] = str(script.resolve().parent)
+    runpy.run_path(str(script), run_name="__main__")
+    return 0
+
+
+def _run_command(words: Sequence[str]) -> int:
+    package, _, name = (words[0] if words else "").partition(".")
+    if package != "dynamo" or name not in command.COMMANDS:
+        known = ", ".join(f"dynamo.{name}" for name in command.COMMANDS)
+        return _refuse(f"-m takes one of {known}; got {' '.join(words[:1]) or 'nothing'}")
+    return command.main([name, *words[1:]])
+
+
+def _refuse(problem: str) -> int:
+    print(f"python -m kvflash.compat.dynamo: error: {problem}", file=sys.stderr)
+    return 2

@@ -1,0 +1,115 @@
+"""Scripts with Dynamo's names, run by ``python -m kvflash.compat.dynamo``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from support_stage import Stage
+
+from kvflash.compat.dynamo import main
+from kvflash.compat.dynamo.modules import MODULES
+from service import until
+
+ROOT = Path(__file__).parents[2]
+THROUGH = "kvflash.compat.dynamo"
+
+SCRIPT = """\
+import asyncio, json, sys
+from collections.abc import Mapping
+from dynamo._core import DistributedRuntime as Same
+from dynamo.llm import KvIndexer, KvPushRouter, KvRouterConfig
+from dynamo.runtime import DistributedRuntime, dynamo_worker
+
+TOKENS = list(range(1, 65))
+
+@dynamo_worker(static=False)
+async def program(runtime, words):
+    assert Same is DistributedRuntime and type(runtime) is DistributedRuntime
+    component = runtime.namespace("dynamo").component("backend")
+    client = await component.endpoint("generate").client()
+    first, second = sorted(await client.wait_for_instances())
+    request = {"token_ids": TOKENS, "stop_conditions": {"max_tokens": 2}}
+    stream = await client.direct(input=request, component_id=second)
+    count = len([item async for item in stream])
+    assert stream.instance_id == second and count > 0
+    for wrong in ({"input": request}, {"request": request, "input": request, "component_id": 1}):
+        try:
+            await client.direct(**wrong)
+        except ValueError as error:
+            print(json.dumps({"refused": str(error)}))
+    index = KvIndexer(component, 16)
+    found = {}
+    while not found:
+        found = await index.find_matches_for_request(TOKENS, 0)
+        await asyncio.sleep(0.01)
+    assert isinstance(found, Mapping) and found == found.scores and index.block_size() == 16
+    assert await index.find_matches_for_request([1, 2]) == {}
+    await index.aclose()
+    print(json.dumps({"words": words, "found": found[second], "others": len(found) - 1}))
+
+asyncio.run(program(sys.argv[1:]))
+"""
+
+
+def test_a_script_runs_with_names_of_arguments_and_results(stage: Stage) -> None:
+    stage.mocker("dynamo.backend.generate", model="m")
+    ran = stage.script(SCRIPT, through=THROUGH)
+    *refused, last = map(json.loads, ran.output.splitlines())
+    assert last == {"words": [], "found": 4, "others": 0}
+    assert [one["refused"] for one in refused] == [
+        "direct() takes instance_id or component_id, and one is missing",
+        "direct() takes request or input, and one is given twice",
+    ]
+
+
+def test_a_command_runs_under_its_other_name(stage: Stage) -> None:
+    (ready,) = stage.console(
+        f"python -m dynamo.frontend --router-mode kv --host 127.0.0.1 --port {stage.port(8001)}"
+    )
+    assert ready.json[0]["service"] == "frontend"
+    http = stage.http(8001)
+    assert until(lambda: http.get("/v1/models"), "the models")["data"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["-m", "dynamo.planner"], "-m takes one of dynamo.frontend, "),
+        (["-m"], "got nothing"),
+        (["no-such-script.py"], "SCRIPT must be a Python file, and no-such-script.py is not there"),
+    ],
+)
+def test_what_is_not_there_is_said(
+    words: list[str], wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert wanted in capsys.readouterr().err
+
+
+def test_a_name_that_is_not_offered_is_an_import_error(stage: Stage) -> None:
+    path = stage.folder / "script.py"
+    path.write_text("from dynamo.llm import EntrypointArgs\n")
+    ran = subprocess.run(
+        [sys.executable, "-m", THROUGH, str(path)], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 1
+    assert "cannot import name 'EntrypointArgs' from 'dynamo.llm'" in ran.stderr
+
+
+def test_no_package_of_that_name_is_installed() -> None:
+    """A wheel with a top-level ``dynamo`` would overwrite another project's."""
+    assert {path.name for path in (ROOT / "python").iterdir()} - {"__pycache__"} == {"kvflash"}
+    for wheel in (ROOT / "dist").glob("*.whl"):
+        assert not [n for n in zipfile.ZipFile(wheel).namelist() if n.startswith("dynamo")]
+
+
+def test_the_core_has_the_names_of_both() -> None:
+    llm, runtime, core = (MODULES[f"dynamo.{name}"] for name in ("llm", "runtime", "_core"))
+    assert set(core) == set(llm) | set(runtime)
+    assert len(llm) > 15
+    assert len(runtime) >= 7
