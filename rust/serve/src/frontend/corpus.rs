@@ -4,6 +4,7 @@ use bytes::Bytes;
 use serde::Deserialize;
 use serde_json::Value;
 
+use crate::gateway::api::Api;
 use crate::gateway::body::Body;
 use crate::gateway::envelope::Envelope;
 
@@ -30,10 +31,14 @@ pub(crate) enum Form {
     TemplateKwargs,
     /// A chat with an adapter.
     Adapter,
+    /// A Messages request.
+    Messages,
+    /// A Responses request.
+    Responses,
 }
 
 impl Form {
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 10] = [
         Self::Text,
         Self::Chat,
         Self::Turns,
@@ -42,7 +47,18 @@ impl Form {
         Self::Unicode,
         Self::TemplateKwargs,
         Self::Adapter,
+        Self::Messages,
+        Self::Responses,
     ];
+
+    /// The API of its own that it is of, if any.
+    pub fn api(self) -> Option<Api> {
+        match self {
+            Self::Messages => Some(Api::Messages),
+            Self::Responses => Some(Api::Responses),
+            _ => None,
+        }
+    }
 
     pub fn name(self) -> &'static str {
         match self {
@@ -54,17 +70,19 @@ impl Form {
             Self::Unicode => "unicode",
             Self::TemplateKwargs => "template_kwargs",
             Self::Adapter => "adapter",
+            Self::Messages => "messages",
+            Self::Responses => "responses",
         }
     }
 }
 
 /// A set of forms.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Forms(u8);
+pub(crate) struct Forms(u16);
 
 impl Forms {
     pub const NONE: Self = Self(0);
-    pub const ALL: Self = Self(u8::MAX);
+    pub const ALL: Self = Self(u16::MAX);
 
     pub fn with(self, form: Form) -> Self {
         Self(self.0 | 1 << form as u8)
@@ -101,7 +119,8 @@ impl Forms {
         };
         let holds = |word: &str| memchr::memmem::find(messages, word.as_bytes()).is_some();
         let has = |form| match form {
-            Form::Text => false,
+            // An API of their own, which the envelope does not tell.
+            Form::Text | Form::Messages | Form::Responses => false,
             Form::Chat => true,
             Form::Turns => holds("\"assistant\""),
             Form::Tools => {
@@ -156,6 +175,7 @@ pub(crate) fn texts() -> impl Iterator<Item = String> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::gateway::as_chat::chat_of;
 
     #[test]
     fn every_form_has_an_example_that_is_of_it() {
@@ -164,6 +184,10 @@ mod tests {
             let of_form: Vec<_> = examples.iter().filter(|one| one.form == form).collect();
             assert!(!of_form.is_empty(), "{form:?}");
             for one in of_form {
+                if let Some(api) = form.api() {
+                    assert!(chat_of(api, &one.body).is_some(), "{form:?}");
+                    continue;
+                }
                 let envelope: Envelope<'_> = one.body.read().unwrap();
                 let found = Forms::of(&envelope, form == Form::Adapter, Forms::ALL);
                 assert!(found.has(form), "{form:?}: {found:?}");

@@ -17,7 +17,10 @@ use super::corpus::{Example, Form, Forms, examples};
 use super::engine::Engine;
 use super::metrics::{FormLabel, OutcomeLabel};
 use super::pool::Pool;
+use crate::gateway::api::Api;
+use crate::gateway::as_chat::chat_of;
 use crate::gateway::envelope::Envelope;
+use crate::gateway::foreign::{MESSAGES_RENDER, RESPONSES_RENDER};
 use crate::gateway::render::ask_body;
 use crate::metrics::escape;
 
@@ -259,8 +262,10 @@ pub(super) fn compare_if_due(app: &Arc<App>, engine: &Arc<Engine>) {
     if !app.parity.claim(&pool.name, &version, &live) {
         return;
     }
-    let (app, engine) =
-        (Arc::clone(app), least_busy(&pool, &version).unwrap_or(Arc::clone(engine)));
+    let (app, engine) = (
+        Arc::clone(app),
+        pool.least_busy(0, |one| version_of(one) == version).unwrap_or(Arc::clone(engine)),
+    );
     tokio::spawn(async move {
         let outcomes = tokio::select! {
             outcomes = compare(&app, &text.model, &engine, &pool) => outcomes,
@@ -275,20 +280,6 @@ pub(super) fn compare_if_due(app: &Arc<App>, engine: &Arc<Engine>) {
 fn version_of(engine: &Engine) -> String {
     let version = engine.notes.lock().version.clone();
     version.unwrap_or_else(|| NO_VERSION.to_owned())
-}
-
-/// Of the healthy engines of a version, the one with the fewest requests.
-fn least_busy(pool: &Pool, version: &str) -> Option<Arc<Engine>> {
-    let mut requests = HashMap::<_, u32>::new();
-    for load in pool.selector.loads() {
-        *requests.entry(load.worker.instance_id).or_default() += load.requests;
-    }
-    let members = pool.members();
-    let fitting = members.all().filter(|engine| {
-        engine.member.is_none() && engine.is_healthy() && version_of(engine) == version
-    });
-    let least = fitting.min_by_key(|engine| requests.get(&engine.id).copied().unwrap_or_default());
-    least.cloned()
 }
 
 /// Compare all examples, one after the other; `None` where the engine does not answer.
@@ -313,10 +304,7 @@ async fn compare(
         };
         let outcome = match name {
             None => Outcome::NotCompared("no adapter is served".to_owned()),
-            Some(name) => {
-                let envelope: Envelope<'_> = body.read().ok()?;
-                compare_one(app, text, engine, name, &envelope).await?
-            }
+            Some(name) => compare_one(app, text, engine, name, &Example { form, body }).await?,
         };
         outcomes.insert(form, outcome);
     }
@@ -328,8 +316,13 @@ async fn compare_one(
     text: &TextModel,
     engine: &Engine,
     name: &str,
-    envelope: &Envelope<'_>,
+    Example { form, body }: &Example,
 ) -> Option<Outcome> {
+    let chat = match form.api() {
+        Some(api) => Some(chat_of(api, body)?),
+        None => None,
+    };
+    let envelope = &chat.as_ref().unwrap_or(body).read::<Envelope<'_>>().ok()?;
     let prompt: Option<String> = match envelope.prompt {
         Some(raw) => Some(serde_json::from_str(raw.get()).ok()?),
         None => None,
@@ -344,14 +337,22 @@ async fn compare_one(
         Ok(_) => return None,
         Err(error) => return Some(Outcome::NotCompared(error.to_string())),
     };
-    let body = Value::Object(ask_body(envelope, name, prompt).ok()?);
-    match tokenize(app, engine, &body).await {
+    let told = match form.api() {
+        None => tokenize(app, engine, &Value::Object(ask_body(envelope, name, prompt).ok()?)).await,
+        Some(api) => {
+            let path = if api == Api::Messages { MESSAGES_RENDER } else { RESPONSES_RENDER };
+            let body = body.with(&[("model", Some(json!(name)))]);
+            tokens_of(app, engine, path, body.into()).await
+        }
+    };
+    match told {
         Tokenized::Tokens(theirs) => Some(match difference(&own, &theirs) {
             None => Outcome::Agrees,
             Some(how) => Outcome::Differs(how),
         }),
         Tokenized::Refused(status) => {
-            let why = format!("the engine's /tokenize answers {status}");
+            let path = form.api().map_or("/tokenize", |_| "renderer");
+            let why = format!("the engine's {path} answers {status}");
             Some(Outcome::NotCompared(why))
         }
         Tokenized::Failed => None,
@@ -378,12 +379,19 @@ pub(super) enum Tokenized {
 
 /// Ask `engine` for the tokens of a prompt.
 pub(super) async fn tokenize(app: &App, engine: &Engine, body: &Value) -> Tokenized {
+    tokens_of(app, engine, "/tokenize", body.to_string().into_bytes()).await
+}
+
+/// Ask `engine` at `path` for the tokens of a request.
+async fn tokens_of(app: &App, engine: &Engine, path: &str, body: Vec<u8>) -> Tokenized {
     #[derive(Deserialize)]
     struct Answer {
+        /// A renderer's name of them is the other one.
+        #[serde(alias = "token_ids")]
         tokens: Vec<u32>,
     }
-    let url = format!("{}/tokenize", engine.base);
-    let call = app.upstream.post_json(&url, body.to_string().into_bytes(), MAX_ANSWER_BYTES);
+    let url = format!("{}{path}", engine.base);
+    let call = app.upstream.post_json(&url, body, MAX_ANSWER_BYTES);
     match tokio::time::timeout(app.options.tokenize_timeout, call).await {
         Ok(Ok((status, _)))
             if status.is_server_error() && status != StatusCode::NOT_IMPLEMENTED =>

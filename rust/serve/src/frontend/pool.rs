@@ -1,5 +1,6 @@
 //! The engines of one model, as requests find them.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use kvflash_core::ids::{InstanceId, Worker};
@@ -32,6 +33,27 @@ impl Pool {
     /// Whether requests may wait, be it for their turn or for a worker with room.
     pub fn is_queued(&self) -> bool {
         self.waiting.is_some() || self.queue.is_some()
+    }
+
+    /// Of the healthy engines that fit and speak HTTP, the one with the fewest requests; among equal ones another one
+    /// for each `turn`.
+    ///
+    /// # Cost
+    /// A look at every worker's load.
+    pub fn least_busy(&self, turn: usize, fits: impl Fn(&Engine) -> bool) -> Option<Arc<Engine>> {
+        let mut requests = HashMap::<_, u32>::new();
+        for load in self.selector.loads() {
+            *requests.entry(load.worker.instance_id).or_default() += load.requests;
+        }
+        let members = self.members();
+        let is_fit = |one: &&Arc<Engine>| one.member.is_none() && one.is_healthy() && fits(one);
+        let mut fitting: Vec<_> = members.all().filter(is_fit).collect();
+        let first = turn % fitting.len().max(1);
+        fitting.rotate_left(first);
+        let least = fitting
+            .into_iter()
+            .min_by_key(|one| requests.get(&one.id).copied().unwrap_or_default());
+        least.cloned()
     }
 }
 

@@ -46,7 +46,7 @@ impl Head {
 }
 
 /// A client's request. Workers get its body as it came.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Call {
     /// The path it came to.
     pub row: &'static Row,

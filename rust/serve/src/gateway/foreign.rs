@@ -1,5 +1,8 @@
-//! Prompts of the APIs beside chat and completions: token ids as they come, text by the tokenizer, and what an
-//! engine makes a chat of by the engine's own word. Where none of these is certain the request is balanced by load.
+//! Prompts of the APIs beside chat and completions: token ids as they come, text by the tokenizer, conversations as
+//! the chats that they become, by the template here or by an engine. Where none of these is certain the request is
+//! balanced by load.
+
+use std::sync::Arc;
 
 use kvflash_core::error::Error;
 use kvflash_core::text::Tokens;
@@ -7,7 +10,8 @@ use serde::Deserialize;
 use serde_json::json;
 use serde_json::value::RawValue;
 
-use super::api::Api;
+use super::api::{Api, Row};
+use super::as_chat;
 use super::body::{Body, Raw};
 use super::bound;
 use super::call::{Call, Head};
@@ -17,7 +21,12 @@ use super::tokens::{Untokenized, tokens};
 use crate::Reject;
 use crate::compute::Busy;
 use crate::frontend::app::App;
+use crate::frontend::corpus::Form;
 use crate::frontend::pool::Pool;
+
+/// Where engines tell the tokens of a Responses request, and of a Messages request.
+pub(crate) const RESPONSES_RENDER: &str = "/v1/responses/render";
+pub(crate) const MESSAGES_RENDER: &str = "/v1/messages/render";
 
 /// Token ids of a longer body are read beside the threads that serve, bytes.
 const LONG_BYTES: usize = 32 * 1024;
@@ -73,14 +82,14 @@ pub(super) async fn known(
                 // The conversation before it is with the engine.
                 return Err(Untokenized::Unknown("stored"));
             }
-            engines_word(app, call, envelope, pool, "/v1/responses/render").await
+            conversation(app, call, envelope, pool, Form::Responses).await
         }
         _ => {
             if fields.thinking.is_some_and(|thinking| thinking.get().contains("\"disabled\"")) {
                 // Engines find out by trial what their template makes of it; their renderer does not.
                 return Err(Untokenized::Unknown("not_text"));
             }
-            engines_word(app, call, envelope, pool, "/v1/messages/render").await
+            conversation(app, call, envelope, pool, Form::Messages).await
         }
     }
 }
@@ -135,6 +144,34 @@ async fn generate(
     let model = envelope.model.clone();
     let as_completion = Envelope { model, prompt: Some(text), ..Envelope::default() };
     tokens(app, call, Api::Completions, &as_completion, pool).await
+}
+
+/// A conversation: by the template here while it is not known to give other tokens, or else as an engine renders it.
+async fn conversation(
+    app: &App,
+    call: &Call,
+    envelope: &Envelope<'_>,
+    pool: &Pool,
+    form: Form,
+) -> Result<Known, Untokenized> {
+    let is_local = !app.parity.standing(&pool.name).remote.has(form);
+    if is_local && app.text_of(pool).is_some() {
+        let chat = beside(app, call, || as_chat::chat_of(call.api(), &call.body)).await?;
+        if let Some(chat) = chat {
+            let row = Row::of_fields(true);
+            let chat = Call { row, body: Arc::new(chat), ..call.clone() };
+            let as_chat = chat.body.read::<Envelope<'_>>().map_err(refused)?;
+            match tokens(app, &chat, Api::Chat, &as_chat, pool).await {
+                // Ids stand for the messages of a chat only.
+                Ok(known) => return Ok(Known { replaceable: None, ..known }),
+                // The engine may know more than the template here.
+                Err(Untokenized::Unknown("refused" | "template" | "not_text")) => {}
+                Err(why) => return Err(why),
+            }
+        }
+    }
+    let path = if form == Form::Responses { RESPONSES_RENDER } else { MESSAGES_RENDER };
+    engines_word(app, call, envelope, pool, path).await
 }
 
 /// What an engine says that it makes of the request.

@@ -9,6 +9,7 @@
 pub(crate) mod admit;
 mod answer;
 pub(crate) mod api;
+pub(crate) mod as_chat;
 pub(crate) mod attempts;
 pub(crate) mod backend;
 pub(crate) mod body;
@@ -19,7 +20,7 @@ mod client;
 pub(crate) mod envelope;
 mod event_stream;
 pub(crate) mod evidence;
-mod foreign;
+pub(crate) mod foreign;
 pub(crate) mod generation;
 mod guide;
 mod ids;

@@ -15,7 +15,6 @@ use serde_json::{Map, Value, json};
 use super::envelope::Envelope;
 use super::ids::Replaceable;
 use crate::frontend::app::App;
-use crate::frontend::engine::Engine;
 use crate::frontend::pool::Pool;
 
 /// Longest answer: it may carry the images as tensors.
@@ -88,7 +87,7 @@ impl Answer {
     }
 }
 
-/// Ask an engine, in turn, to render the chat.
+/// Ask the least busy engine to render the chat.
 ///
 /// # Errors
 /// The cause that is counted where it can't be known.
@@ -114,7 +113,7 @@ pub(super) async fn render(
     ask(app, pool, name, "/v1/chat/completions/render", body).await
 }
 
-/// Ask an engine that serves the model `name`, in turn, to render a request at `path`.
+/// Ask the least busy engine that serves the model `name` to render a request at `path`.
 ///
 /// # Errors
 /// The cause that is counted where it can't be known.
@@ -125,7 +124,7 @@ pub(super) async fn ask(
     path: &'static str,
     body: Vec<u8>,
 ) -> Result<Known, &'static str> {
-    let engine = some_engine(app, pool, name)?;
+    let engine = pool.least_busy(app.in_flight(), |one| one.serves(name)).ok_or("no_engine")?;
     if engine.lacks.lock().contains(path) {
         return Err("not_text");
     }
@@ -182,17 +181,6 @@ pub(crate) fn has_media(envelope: &Envelope<'_>) -> bool {
     messages
         .iter()
         .any(|one| one.content.as_array().is_some_and(|parts| parts.iter().any(is_media)))
-}
-
-/// A healthy engine that serves `name`, another one for each request.
-pub(crate) fn some_engine(app: &App, pool: &Pool, name: &str) -> Result<Arc<Engine>, &'static str> {
-    let members = pool.members();
-    let healthy: Vec<_> = members
-        .all()
-        .filter(|one| one.member.is_none() && one.is_healthy() && one.serves(name))
-        .collect();
-    let engine = healthy.get(app.in_flight() % healthy.len().max(1)).ok_or("no_engine")?;
-    Ok(Arc::clone(engine))
 }
 
 /// What an engine is asked about a prompt, as JSON.

@@ -12,7 +12,7 @@ use super::bound;
 use super::call::{Call, Head};
 use super::envelope::{Envelope, Prompt};
 use super::ids::{are_proven, replaceable};
-use super::render::{Known, ask_body, has_media, render, some_engine};
+use super::render::{Known, ask_body, has_media, render};
 use crate::compute::Busy;
 use crate::frontend::app::App;
 use crate::frontend::corpus::Forms;
@@ -169,7 +169,7 @@ fn is_remote(app: &App, envelope: &Envelope<'_>, pool: &Pool) -> bool {
     !remote.is_empty() && !Forms::of(envelope, is_adapter, remote).is_empty()
 }
 
-/// Ask an engine, in turn, for its own tokens.
+/// Ask the least busy engine for its own tokens.
 async fn remote_tokens(
     app: &App,
     envelope: &Envelope<'_>,
@@ -189,7 +189,7 @@ async fn remote_tokens(
         return Err("not_text");
     }
     let name = envelope.model.as_deref().unwrap_or(&pool.name);
-    let engine = some_engine(app, pool, name)?;
+    let engine = pool.least_busy(app.in_flight(), |one| one.serves(name)).ok_or("no_engine")?;
     let body = ask_body(envelope, name, prompt)?;
     let body = Value::Object(body).to_string().into_bytes();
     let url = format!("{}/tokenize", engine.base);

@@ -146,3 +146,54 @@ async fn an_engine_that_renders_nothing_is_not_compared() {
     }
     assert_eq!(rendered_for(&stage, &engine, &with_tools("a")).await, 0);
 }
+
+/// The same conversation by each of the three APIs that have one.
+fn conversations(text: &str) -> [(&'static str, Value); 3] {
+    let messages = json!([{ "role": "user", "content": text }]);
+    [
+        ("/v1/chat/completions", chat(text)),
+        ("/v1/messages", json!({ "model": "m", "max_tokens": 5, "messages": messages })),
+        ("/v1/responses", json!({ "model": "m", "input": text })),
+    ]
+}
+
+#[tokio::test]
+async fn a_conversation_has_the_same_tokens_by_each_api() {
+    let stage = tokenizing();
+    let mut engines = Vec::new();
+    for _ in 0..2 {
+        engines.push(stage.add(Engine::start(&[]).await, json!({})).await);
+    }
+    stage.until_metric(COMPARED, 1.0).await;
+    let text = "The quick brown fox jumps over the lazy dog. ".repeat(12);
+    let mut found = Vec::new();
+    for (path, body) in conversations(&text) {
+        let answer = stage.post(path, &body).await;
+        stage.until_idle().await;
+        found.push((answer.status, answer.worker(), answer.overlap()));
+    }
+    let (_, worker, _) = found[0];
+    assert!(found[1].2 > 4, "{found:?}");
+    assert_eq!(found[1..], [(200, worker, found[1].2); 2]);
+    // Engines without a renderer prove nothing, and are asked nothing more.
+    let known = ("not compared".to_owned(), "frontend".to_owned());
+    assert_eq!(form(&stage, "messages").await, known);
+}
+
+#[tokio::test]
+async fn an_api_that_engines_render_otherwise_is_left_to_them() {
+    let stage = tokenizing();
+    let engine = Engine::start(&[]).await;
+    let tokens: Vec<u32> = (100..182).collect();
+    engine.renders_any(json!({ "token_ids": tokens, "features": null, "request_id": "r" }));
+    let engine = stage.add(engine, json!({})).await;
+    stage.until_metric(COMPARED, 1.0).await;
+    let [_, messages, responses] = conversations("hello");
+    for (name, (path, body)) in [("messages", messages), ("responses", responses)] {
+        assert_eq!(form(&stage, name).await, ("differs".to_owned(), "engine".to_owned()));
+        stage.post(path, &body).await;
+        // 82 tokens are five blocks, and both requests are the same prompt.
+        assert_eq!(stage.post(path, &body).await.overlap(), 5);
+    }
+    drop(engine);
+}
