@@ -238,6 +238,10 @@ impl<M, R> Fleet<M, R> {
                 let pool = tables.pools.get(&key);
                 pool.map_or(Ok(()), |pool| pool.set(&workers, &tables.members))?;
             }
+            Effect::SetDraining(key, ids) => {
+                let pool = tables.pools.get(&key);
+                pool.inspect(|pool| pool.selector.set_draining(ids));
+            }
             Effect::Report(key, worker, report) => {
                 tables.pools[&key].selector.busy.report(worker, &report);
             }
@@ -302,7 +306,7 @@ pub(crate) fn follow(
         let performed = perform(effect);
         outcome = outcome.and(performed);
         if outcome.is_err() && is_whole {
-            roster.apply(Change::Drained { id })?.into_iter().try_for_each(perform)?;
+            roster.apply(Change::Withdrawn { id })?.into_iter().try_for_each(perform)?;
             break;
         }
     }

@@ -11,4 +11,4 @@ mod roster;
 
 pub use events::{EventSpec, Hearing, broker_path, port_of, shifted};
 pub use name::{Claim, Names};
-pub use roster::{Card, Change, Effect, Roster};
+pub use roster::{Card, Change, Effect, Roster, WorkerState};

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
+use std::str::FromStr;
 
 use super::events::{EventSpec, Hearing};
 use super::name::Names;
@@ -13,6 +14,29 @@ use crate::select::Report;
 
 /// So many ranks one registrant may have, however few workers may join: one worker has up to 1,024.
 const LEAST_RANKS_OF_REGISTRANT: usize = 1_024;
+
+named! {
+    /// Whether a worker takes new requests.
+    #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
+    #[serde(rename_all = "lowercase")]
+    pub enum WorkerState {
+        /// It does.
+        #[default]
+        Active = "active",
+        /// It ends what it has and takes nothing new. Its blocks and its events stay.
+        Draining = "draining",
+    }
+}
+
+impl FromStr for WorkerState {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        Self::from_name(text).ok_or_else(|| {
+            Error::Config(format!("worker state must be active or draining, got {text:?}"))
+        })
+    }
+}
 
 /// What somebody has heard of a worker.
 #[derive(Debug, Clone)]
@@ -50,8 +74,15 @@ pub enum Change {
         /// Start of its process, seconds since 1970.
         started_s: f64,
     },
+    /// An operator takes it out of service, or back into it.
+    State {
+        /// Its number.
+        id: InstanceId,
+        /// Whether it takes new requests from now on.
+        state: WorkerState,
+    },
     /// It serves no model any more, and may again.
-    Drained {
+    Withdrawn {
         /// Its number.
         id: InstanceId,
     },
@@ -70,7 +101,8 @@ impl Change {
             | Self::Card { id, .. }
             | Self::Events { id, .. }
             | Self::Health { id, .. }
-            | Self::Drained { id }
+            | Self::State { id, .. }
+            | Self::Withdrawn { id }
             | Self::Left { id } => *id,
         }
     }
@@ -112,6 +144,8 @@ pub enum Effect {
     Unsubscribe(ModelKey, InstanceId, Option<u32>),
     /// These are the model's workers and no others.
     SetWorkers(ModelKey, Vec<Worker>),
+    /// These workers of the model, ascending, take no new requests, and the others do.
+    SetDraining(ModelKey, Vec<InstanceId>),
     /// What a rank says of itself.
     Report(ModelKey, Worker, Report),
     /// A worker is another process than it was: what it held is gone, and it has so many ranks.
@@ -126,6 +160,7 @@ struct Member {
     registrant: Option<IpAddr>,
     events: BTreeMap<u32, EventSpec>,
     started_s: Option<f64>,
+    state: WorkerState,
     card: Option<Card>,
 }
 
@@ -146,7 +181,7 @@ impl Roster {
         Self { hearing, max_workers, members, models, names }
     }
 
-    /// Take a change. Where an effect can't be performed, [`Change::Drained`] takes back what was.
+    /// Take a change. Where an effect can't be performed, [`Change::Withdrawn`] takes back what was.
     ///
     /// # Errors
     /// `NotFound` for a worker that never joined, `Conflict` for one that joins twice, `Overloaded` at a
@@ -171,9 +206,15 @@ impl Roster {
                     effects.push(Effect::Forget(card.key.clone(), id, member.ranks));
                 }
             }
-            Change::Drained { id } => self.drain(id, &mut effects)?,
+            Change::State { id, state } => {
+                let member = self.member(id)?;
+                let before = std::mem::replace(&mut member.state, state);
+                let key = member.card.as_ref().map(|card| card.key.clone());
+                effects.extend(key.filter(|_| before != state).map(|key| self.draining_of(key)));
+            }
+            Change::Withdrawn { id } => self.withdraw(id, &mut effects)?,
             Change::Left { id } => {
-                self.drain(id, &mut effects)?;
+                self.withdraw(id, &mut effects)?;
                 self.members.remove(&id);
             }
         }
@@ -233,14 +274,15 @@ impl Roster {
             return Err(Error::Conflict(format!("worker id {id} is registered already")));
         }
         self.check_room(ranks, registrant)?;
-        let member = Member { ranks, registrant, events, started_s: None, card: None };
+        let state = WorkerState::Active;
+        let member = Member { ranks, registrant, events, started_s: None, state, card: None };
         self.members.insert(id, member);
         Ok(())
     }
 
     fn serve(&mut self, id: InstanceId, card: Card, effects: &mut Vec<Effect>) -> Result<()> {
         if self.member(id)?.card.as_ref().is_some_and(|before| before.key != card.key) {
-            self.drain(id, effects)?;
+            self.withdraw(id, effects)?;
         }
         let key = card.key.clone();
         let before = self.member(id)?.card.clone();
@@ -261,9 +303,12 @@ impl Roster {
         let has_news = before.is_none_or(|before| before.report != report);
         let member = self.member(id)?;
         member.card = Some(card);
-        let ranks = member.ranks;
+        let (ranks, state) = (member.ranks, member.state);
         if is_new {
             effects.extend(self.subscriptions(id, |_, _| true));
+            // Before it is one of the workers: it gets no request in between.
+            let is_draining = state == WorkerState::Draining;
+            effects.extend(is_draining.then(|| self.draining_of(key.clone())));
             effects.push(self.workers(key.clone()));
         }
         if has_news && report != Report::default() {
@@ -318,9 +363,10 @@ impl Roster {
         heard.map(subscribe).collect()
     }
 
-    fn drain(&mut self, id: InstanceId, effects: &mut Vec<Effect>) -> Result<()> {
+    fn withdraw(&mut self, id: InstanceId, effects: &mut Vec<Effect>) -> Result<()> {
         let hearing = self.hearing;
         let member = self.member(id)?;
+        let is_draining = member.state == WorkerState::Draining;
         let Some(card) = member.card.take() else { return Ok(()) };
         if member.events.values().any(|events| hearing.hears(events)) {
             effects.push(Effect::Unsubscribe(card.key.clone(), id, None));
@@ -331,6 +377,8 @@ impl Roster {
             ids.is_empty()
         });
         effects.push(self.workers(card.key.clone()));
+        // A number may come back as another worker.
+        effects.extend(is_draining.then(|| self.draining_of(card.key.clone())));
         if is_empty {
             self.models.remove(&card.key);
             effects.push(Effect::Close(card.key));
@@ -346,6 +394,23 @@ impl Roster {
         };
         let workers = ids.flat_map(ranks).collect();
         Effect::SetWorkers(key, workers)
+    }
+
+    fn draining_of(&self, key: ModelKey) -> Effect {
+        let ids = self.models.get(&key).into_iter().flatten().copied();
+        let ids = ids.filter(|id| self.members[id].state == WorkerState::Draining).collect();
+        Effect::SetDraining(key, ids)
+    }
+
+    /// Whether a worker takes new requests; `None` for one that never joined.
+    pub fn state_of(&self, id: InstanceId) -> Option<WorkerState> {
+        self.members.get(&id).map(|member| member.state)
+    }
+
+    /// All that take no new requests.
+    pub fn draining(&self) -> impl Iterator<Item = InstanceId> {
+        let is_draining = |member: &Member| member.state == WorkerState::Draining;
+        self.members.iter().filter(move |(_, member)| is_draining(member)).map(|(id, _)| *id)
     }
 
     /// Has it joined?

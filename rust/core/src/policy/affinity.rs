@@ -93,12 +93,15 @@ impl Affinity {
         candidates: &[Candidate],
         now_ms: u64,
     ) -> Option<Choice> {
-        let place = *self.state.lock().places.get(key(seat, session)?)?;
-        if self.is_old(place, now_ms) {
-            return None;
-        }
-        let index = candidates.iter().position(|one| one.worker == place.worker)?;
+        let worker = self.place(seat, session, now_ms)?;
+        let index = candidates.iter().position(|one| one.worker == worker)?;
         Some(Choice::plain(index, 1, Reason::SessionAffinity))
+    }
+
+    /// The worker that took the last request of `session`, unless that is too long ago.
+    pub fn place(&self, seat: Seat, session: Session<'_>, now_ms: u64) -> Option<Worker> {
+        let place = *self.state.lock().places.get(key(seat, session)?)?;
+        (!self.is_old(place, now_ms)).then_some(place.worker)
     }
 
     /// The request of `session` was given to `worker`: it is its place from `now_ms` on.

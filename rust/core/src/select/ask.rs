@@ -167,6 +167,10 @@ pub struct Known<'a> {
     pub model: &'a str,
     /// The overlaps come from engines' events.
     pub is_indexed: bool,
+    /// Instances that take no new requests, ascending.
+    pub draining: &'a [InstanceId],
+    /// The pin that was left out because its worker is one of these.
+    pub unpinned: Option<Pin>,
 }
 
 impl<'a> Ask<'a> {

@@ -2,6 +2,7 @@
 
 use serde_json::{Value, json};
 
+use super::draining::Diverted;
 use super::record::{CandidateRecord, Record};
 use crate::policy::AUTO;
 
@@ -27,6 +28,9 @@ impl Record {
             "overlap_score_weight": self.request.overlap_score_weight,
             "temperature": self.request.temperature,
             "because": self.because(),
+            "diverted": self.diverted.map(|Diverted { from, by }| json!({
+                "from": from, "by": by.name(), "because": "draining",
+            })),
             "candidates": candidates,
         })
     }
@@ -37,7 +41,8 @@ impl Record {
             return None;
         }
         let chosen = self.candidates.iter().find(|one| one.terms.worker == self.worker)?;
-        let others = self.candidates.iter().filter(|one| !one.is_busy && one != &chosen);
+        let others =
+            self.candidates.iter().filter(|one| !one.is_busy && !one.is_draining && one != &chosen);
         let next = others.min_by(|a, b| a.terms.cost.total_cmp(&b.terms.cost))?;
         let parts = chosen.terms.price.parts().into_iter().zip(next.terms.price.parts());
         let mut differences: Vec<(&str, f64)> =
@@ -89,6 +94,7 @@ impl Record {
             "decode_blocks": terms.decode_blocks,
             "active_requests": terms.active_requests,
             "is_busy": one.is_busy,
+            "is_draining": one.is_draining,
             "cost": terms.cost,
             "formula": match is_priced {
                 true => format!("{}: {}", terms.worker, terms.price),

@@ -7,6 +7,7 @@
 mod ask;
 mod busy;
 mod config;
+mod draining;
 mod engines;
 mod evictions;
 mod explain;
@@ -32,6 +33,7 @@ mod start;
 pub use ask::{Ask, Known, Pin, Prompt};
 pub use busy::{BusyTable, DEFAULT_BATCHED_TOKENS, Report, Share};
 pub use config::{DEFAULT_JOURNAL_BYTES, Overlap, QueueThreshold, SelectorConfig, Thresholds};
+pub use draining::{Diverted, DrainTable, Wanted};
 pub use engines::EngineTable;
 pub use journal::{Journal, JournalStats};
 pub use manual::MAX_REQUEST_ID_BYTES;

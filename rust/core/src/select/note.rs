@@ -70,6 +70,8 @@ impl Selector {
         let mut found: Vec<&Match> = matches.as_slice().iter().collect();
         found.sort_unstable_by_key(|found| found.worker);
         let credits = self.reuse.credits();
+        let is_draining =
+            |terms: &Terms| ask.known.draining.binary_search(&terms.worker.instance_id).is_ok();
         let candidate = |terms: &Terms, is_busy| {
             let place = found.binary_search_by_key(&terms.worker, |found| found.worker);
             let held = place.ok().map(|place| found[place]);
@@ -83,10 +85,11 @@ impl Selector {
                 predicted_blocks: blocks(|held| held.predicted),
                 credit: credits.as_ref().and_then(|low| low.get(&terms.worker)).copied(),
                 is_busy,
+                is_draining: is_draining(terms),
             }
         };
         let open = decision.candidates.iter().map(|terms| candidate(terms, false));
-        let busy = passed_over.iter().map(|terms| candidate(terms, true));
+        let busy = passed_over.iter().map(|terms| candidate(terms, !is_draining(terms)));
         Record {
             request_id: request_id.into(),
             model: Arc::clone(&self.name),
@@ -102,6 +105,7 @@ impl Selector {
             request: decision.request,
             request_blocks: ask.prompt.sequence_hashes.len() as u32,
             overlap_blocks: self.selection(decision, matches).overlap_blocks,
+            diverted: self.diverted(ask, ask.known.unpinned),
             candidates: open.chain(busy).collect(),
             first_token_ms: None,
             ended_ms: None,

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::draining::Diverted;
 use crate::ids::Worker;
 use crate::policy::{Reason, RequestTerms, Terms};
 
@@ -46,6 +47,8 @@ pub struct CandidateRecord {
     pub credit: Option<f64>,
     /// Passed over because it was busy.
     pub is_busy: bool,
+    /// Passed over because it is being drained.
+    pub is_draining: bool,
 }
 
 /// One decision.
@@ -79,7 +82,9 @@ pub struct Record {
     pub request_blocks: u32,
     /// Leading blocks that the chosen worker was credited with.
     pub overlap_blocks: u32,
-    /// All candidates, busy ones last.
+    /// The worker that it should have gone to and that is being drained.
+    pub diverted: Option<Diverted>,
+    /// All candidates, those passed over last.
     pub candidates: Box<[CandidateRecord]>,
     /// Milliseconds from the decision to the first token.
     pub first_token_ms: Option<u64>,

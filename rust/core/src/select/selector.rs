@@ -7,9 +7,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use hashbrown::HashMap;
 use parking_lot::Mutex;
 
-use super::ask::{Ask, Known, Prompt};
+use super::ask::{Ask, Known, Pin, Prompt};
 use super::busy::BusyTable;
 use super::config::{Overlap, QueueThreshold, SelectorConfig};
+use super::draining::DrainTable;
 use super::engines::EngineTable;
 use super::evictions::Evictions;
 use super::journal::Journal;
@@ -72,6 +73,8 @@ pub struct Selector {
     pub(super) logs_decisions: bool,
     /// Who is too busy.
     pub busy: BusyTable,
+    /// Who takes no new requests.
+    pub draining: DrainTable,
     /// What engines report of themselves.
     pub engines: EngineTable,
     /// Whether engines reuse what their events promise, and what their overlap counts.
@@ -141,6 +144,7 @@ impl Selector {
             queue: config.queue,
             logs_decisions: config.logs_decisions,
             busy: BusyTable::new(config.thresholds)?,
+            draining: DrainTable::default(),
             journal: Arc::new(Journal::new(config.journal_bytes)),
             manual: Manual::default(),
             remote: Remote::default(),
@@ -461,7 +465,10 @@ impl Selector {
             self.walk(ask, scratch);
             let Scratch { matches, overlaps, predictions, tiers, terms, passed_over, .. } = scratch;
             let gate = self.gate(ask, passed_over);
-            let is_gated = self.busy.is_any_set() || gate.queue.is_some();
+            let draining = self.draining.all();
+            let is_gated = self.busy.is_any_set() || gate.queue.is_some() || !draining.is_empty();
+            let is_open = |pin: &Pin| draining.binary_search(&pin.instance_id).is_err();
+            let pin = ask.pin.filter(is_open);
             let reports = self.needs_facts().then(|| self.engines.all());
             let metrics = |worker| reported(reports.as_deref(), worker);
             let is_silent = reports.as_ref().is_none_or(|reports| reports.is_empty());
@@ -473,8 +480,10 @@ impl Selector {
                 metrics: if is_silent { None } else { Some(&metrics) },
                 model: &self.name,
                 is_indexed: self.is_indexed(ask),
+                draining: &draining,
+                unpinned: ask.pin.filter(|pin| !is_open(pin)),
             };
-            then(&Ask { known, ..*ask }, Found { matches, passed_over }, terms)
+            then(&Ask { known, pin, ..*ask }, Found { matches, passed_over }, terms)
         })
     }
 

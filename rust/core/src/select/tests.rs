@@ -18,6 +18,7 @@ use crate::select::{Policies, RouteOverride, RouterConfig};
 
 mod busy;
 mod cost;
+mod draining;
 mod growth;
 mod histories;
 mod remote;

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use kvflash_core::catalog::ModelKey;
-use kvflash_core::fleet::{Card, Change, Effect, EventSpec, Hearing, Roster};
+use kvflash_core::fleet::{Card, Change, Effect, EventSpec, Hearing, Roster, WorkerState};
 use kvflash_core::ids::Worker;
 use kvflash_core::select::Report;
 use serde::Deserialize;
@@ -64,7 +64,8 @@ fn change(text: &str, ranks: &mut BTreeMap<u64, u32>) -> Change {
             Change::Events { id, events: EventSpec::of_ranks(place, None, ranks[&id]) }
         }
         "health" => Change::Health { id, started_s: number("started").unwrap() as f64 },
-        "drained" => Change::Drained { id },
+        "state" => Change::State { id, state: WorkerState::from_name(rest[0]).unwrap() },
+        "withdrawn" => Change::Withdrawn { id },
         "left" => Change::Left { id },
         other => panic!("no change: {other}"),
     }
@@ -89,6 +90,10 @@ fn words(effect: &Effect) -> String {
             let ranks: String = workers.iter().map(|worker| format!(" {worker}")).collect();
             format!("workers {}{ranks}", model(key))
         }
+        Effect::SetDraining(key, ids) => {
+            let ids: String = ids.iter().map(|id| format!(" {id}")).collect();
+            format!("draining {}{ids}", model(key))
+        }
         Effect::Report(key, worker, report) => {
             format!("report {worker} {} blocks={}", model(key), report.kv_total_blocks.unwrap())
         }
@@ -100,7 +105,7 @@ fn words(effect: &Effect) -> String {
 fn fleets_come_out_as_written() {
     let text = std::fs::read_to_string("../../tests/vectors/fleet_cases.json").unwrap();
     let Cases { cases } = serde_json::from_str(&text).unwrap();
-    assert_eq!(cases.len(), 20);
+    assert_eq!(cases.len(), 23);
     let mut steps = 0;
     for case in cases {
         let hearing = match case.hears.as_deref() {

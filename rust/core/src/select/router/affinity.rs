@@ -27,6 +27,12 @@ impl Router {
         Some(Choice { margin, ..kept })
     }
 
+    /// The worker at which the session of `ask` is, by its key.
+    pub(in crate::select) fn session_place(&self, ask: &Ask<'_>) -> Option<Worker> {
+        let affinity = self.policies.affinity.as_ref()?;
+        affinity.place(self.seat?, ask.session, self.clock.now_ms())
+    }
+
     /// The session of `ask` is at `worker` from now on. Called under the lock under which that
     /// was chosen, so that the session's next request sees it.
     pub(super) fn keep(&self, ask: &Ask<'_>, worker: Worker, now_ms: u64) {

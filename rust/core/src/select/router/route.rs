@@ -270,7 +270,7 @@ impl Router {
         let _refused = self.watch.set(watch);
     }
 
-    pub(super) fn made_room(&self) {
+    pub(in crate::select) fn made_room(&self) {
         if let Some(watch) = self.watch.get() {
             watch();
         }
@@ -398,7 +398,7 @@ impl Router {
         if let Some(gate) = ask.known.gate {
             gate.shut(&mut load.loads().map(|(_, load)| load), &mut scratch.shut);
         }
-        let mut passed_over = 0;
+        let (mut passed_over, mut draining) = (0, 0);
         for (slot, load) in load.loads() {
             if !ask.allows(load.worker) {
                 continue;
@@ -421,7 +421,14 @@ impl Router {
                     last_booked: load.last_booked,
                 }),
             };
+            let is_draining = |id| ask.known.draining.binary_search(id).is_ok();
             match ask.known.gate {
+                gate if is_draining(&load.worker.instance_id) => {
+                    draining += 1;
+                    if let Some(gate) = gate {
+                        gate.passed_over(known.terms(self.config.policy, &candidate));
+                    }
+                }
                 Some(gate) if scratch.shut.binary_search(&load.worker.instance_id).is_ok() => {
                     passed_over += 1;
                     gate.passed_over(known.terms(self.config.policy, &candidate));
@@ -432,6 +439,11 @@ impl Router {
         if scratch.candidates.is_empty() && passed_over > 0 {
             let text = format!("all {passed_over} workers that may take this request are busy");
             return Err(Error::AllBusy(text));
+        }
+        if scratch.candidates.is_empty() && draining > 0 {
+            return Err(Error::NoWorker(format!(
+                "all {draining} workers that may take this request are draining"
+            )));
         }
         check_room(ask.known.gate, &scratch.candidates)
     }

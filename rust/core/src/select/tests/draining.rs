@@ -1,0 +1,80 @@
+//! Workers that take no new requests.
+
+use super::*;
+use crate::policy::Affinity;
+use crate::select::Wanted;
+
+fn ask_of(prompt: &Prompt) -> Ask<'_> {
+    Ask { request_id: Some("r"), ..Ask::new(prompt) }
+}
+
+#[test]
+fn a_draining_worker_gets_nothing_new_and_keeps_what_it_has() {
+    let bench = plain(3);
+    let tokens: Vec<u32> = (0..16).collect();
+    bench.store(worker(1), Tier::Device, &tokens);
+    let prompt = bench.prompt(&tokens);
+    let (running, selection) = bench.selector.select(&ask_of(&prompt)).unwrap();
+    assert_eq!(selection.worker, worker(1));
+    bench.selector.set_draining(vec![1]);
+    for _ in 0..8 {
+        let (_, selection) = bench.selector.select(&ask_of(&prompt)).unwrap();
+        assert_ne!(selection.worker, worker(1));
+    }
+    let load = bench.selector.loads()[1];
+    assert_eq!((load.worker, load.requests), (worker(1), 1), "what it has goes on");
+    let (_, record) = bench.selector.preview(&ask_of(&prompt)).unwrap();
+    let candidate = record.candidates.last().unwrap();
+    assert_eq!((candidate.terms.worker, candidate.device_blocks), (worker(1), 4));
+    assert!(candidate.is_draining && !candidate.is_busy);
+    assert_eq!(record.diverted, None);
+    assert!(bench.selector.potential_loads(&ask_of(&prompt)).unwrap().len() == 2);
+    bench.selector.set_draining(Vec::new());
+    let (_, selection) = bench.selector.select(&ask_of(&prompt)).unwrap();
+    assert_eq!((selection.worker, selection.overlap_blocks), (worker(1), 4), "it is back");
+    drop(running);
+}
+
+#[test]
+fn pins_and_sessions_go_elsewhere_and_the_decision_says_so() {
+    let affinity = Some(Arc::new(Affinity::new(60).unwrap()));
+    let policies = Policies { affinity, ..Policies::default() };
+    let router = RouterConfig { block_size: BLOCK_SIZE, ..RouterConfig::default() };
+    let config = SelectorConfig { router, ..SelectorConfig::default() };
+    let bench = with_policies(config, policies, CatalogOptions::default(), 2);
+    let prompt = bench.prompt(&[1; 8]);
+    let pinned = Ask { pin: Some(Pin { instance_id: 1, dp_rank: None }), ..ask_of(&prompt) };
+    let mut keyed = ask_of(&prompt);
+    keyed.session.key = Some("s");
+    let pinned_to_1 = Ask { session: keyed.session, ..pinned };
+    assert_eq!(bench.selector.select(&pinned_to_1).unwrap().1.worker, worker(1));
+    bench.selector.set_draining(vec![1]);
+    for (ask, by) in [(&pinned, Wanted::Pin), (&keyed, Wanted::Session)] {
+        let (selection, record) = bench.selector.preview(ask).unwrap();
+        assert_eq!(selection.worker, worker(0));
+        let diverted = record.diverted.unwrap();
+        assert_eq!((diverted.from, diverted.by), (1, by));
+        let told = &record.decision()["diverted"];
+        let wanted = serde_json::json!({"from": 1, "by": by.name(), "because": "draining"});
+        assert_eq!(*told, wanted);
+    }
+    assert_eq!(bench.selector.select(&pinned).unwrap().1.worker, worker(0));
+}
+
+#[test]
+fn where_all_are_draining_the_refusal_says_so() {
+    let bench = plain(2);
+    let prompt = bench.prompt(&[1; 8]);
+    bench.selector.set_draining(vec![1, 0]);
+    let error = bench.selector.select(&ask_of(&prompt)).err().unwrap();
+    let wanted = "all 2 workers that may take this request are draining";
+    assert!(matches!(&error, Error::NoWorker(text) if text == wanted), "{error}");
+    assert!(bench.is_idle());
+    // One that is busy is there: the others' end is not the reason.
+    bench.selector.set_draining(vec![0]);
+    let thresholds = Thresholds { active_prefill_tokens: Some(1), ..Thresholds::default() };
+    bench.selector.busy.set_thresholds(thresholds).unwrap();
+    let _booked = bench.selector.select(&ask_of(&prompt)).unwrap();
+    let error = bench.selector.select(&ask_of(&prompt)).err().unwrap();
+    assert!(matches!(&error, Error::AllBusy(_)), "{error}");
+}
