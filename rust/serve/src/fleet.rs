@@ -1,13 +1,13 @@
 //! The fleet behind a service: performs what the roster says, on the catalog and on the models' pools.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Deref;
 use std::sync::Arc;
 
 use kvflash_core::catalog::{Catalog, ModelIndex, ModelKey};
 use kvflash_core::clock::Clock;
 use kvflash_core::error::{Error, Result};
-use kvflash_core::fleet::{Change, Effect, Roster};
+use kvflash_core::fleet::{Change, Effect, Roster, WorkerState};
 use kvflash_core::ids::{InstanceId, Worker};
 use kvflash_core::select::{
     Journal, Outbox, Policies, Queue, QueueOptions, Selector, SelectorConfig, Thresholds,
@@ -55,6 +55,13 @@ impl<M, R> Pool<M, R> {
 
     pub fn members(&self) -> Arc<Members<M>> {
         Arc::clone(&self.members.read())
+    }
+
+    /// Add up the requests that are booked at each worker and have not ended.
+    pub fn count_in_flight(&self, counts: &mut HashMap<InstanceId, u64>) {
+        for load in self.selector.loads() {
+            *counts.entry(load.worker.instance_id).or_default() += u64::from(load.requests);
+        }
     }
 
     /// Change who its workers are, for requests and for the selector alike.
@@ -209,6 +216,21 @@ impl<M, R> Fleet<M, R> {
             now.inspect(|model| tracing::info!(worker = id, %model, "worker joined"));
         }
         outcome
+    }
+
+    /// A worker takes no new requests, or does again.
+    ///
+    /// # Errors
+    /// `NotFound`.
+    pub fn set_state(&self, id: InstanceId, state: WorkerState) -> Result<Arc<M>> {
+        let mut tables = self.write();
+        let before = tables.roster.state_of(id);
+        self.change(&mut tables, Change::State { id, state })?;
+        if before != Some(state) {
+            tracing::info!(worker = id, %state, "worker state");
+        }
+        let unknown = || Error::NotFound(format!("no worker {id} is registered"));
+        tables.members.get(&id).cloned().ok_or_else(unknown)
     }
 
     /// A worker is gone.

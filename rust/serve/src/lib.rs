@@ -24,6 +24,7 @@ mod settings;
 mod state_file;
 mod timer;
 mod tls;
+mod worker_state;
 
 pub use http::Http;
 pub use reject::Reject;

@@ -62,6 +62,16 @@ impl Registrations {
         }
     }
 
+    /// One field of what is registered as `key` is `value` now; of what is not registered nothing is.
+    pub fn amend(&self, key: &str, field: &str, value: impl Serialize) {
+        if let Some(state) = self.0.get()
+            && let Some(mut body) = state.body(key)
+        {
+            body[field] = json!(value);
+            state.put(key, &body);
+        }
+    }
+
     /// What was registered as `key` is gone.
     pub fn remove(&self, key: &str) {
         if let Some(state) = self.0.get() {
@@ -138,6 +148,13 @@ impl StateFile {
         let inner = Inner { file, lines: kept.len(), kept, log: LogLimit::default() };
         let state = Self { path: path.to_owned(), begun: Instant::now(), inner: Mutex::new(inner) };
         Ok((state, found.into_iter().collect()))
+    }
+
+    /// What is registered as `key`.
+    fn body(&self, key: &str) -> Option<Value> {
+        let inner = self.inner.lock();
+        // It was written as such a line.
+        serde_json::from_str::<Line>(inner.kept.get(key)?).ok()?.body
     }
 
     fn keys_from(&self, prefix: &str) -> Vec<String> {
@@ -280,8 +297,11 @@ mod tests {
         state.put("worker/2", &json!(2));
         let take = |body: Value| if body == 1 { Ok(()) } else { Err("no".to_owned()) };
         registrations.restore(Some(&path), take).unwrap();
-        registrations.put("worker/3", &json!(3));
+        registrations.put("worker/3", &json!({"url": "u"}));
+        registrations.amend("worker/3", "state", "draining");
+        registrations.amend("worker/4", "state", "draining");
         registrations.remove_all("worker/1");
-        assert_eq!(StateFile::open(&path).unwrap().1, [("worker/3".to_owned(), json!(3))]);
+        let wanted = [("worker/3".to_owned(), json!({"url": "u", "state": "draining"}))];
+        assert_eq!(StateFile::open(&path).unwrap().1, wanted);
     }
 }

@@ -13,6 +13,7 @@ use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use kvflash_core::catalog::{Publisher, Trust};
 use kvflash_core::error::Error;
+use kvflash_core::fleet::WorkerState;
 use kvflash_core::ids::{InstanceId, Worker};
 use kvflash_core::policy::{AUTO, Policy};
 use kvflash_core::select::{ReuseView, WorkerReason};
@@ -22,7 +23,7 @@ use serde_json::{Value, json};
 use super::app::{App, Name};
 use super::engine::{Engine, EngineSpec, is_prefill};
 use super::pool::Pool;
-use super::probe;
+use super::{drain, probe};
 use crate::gateway::api::Row;
 use crate::gateway::backend::disagg::Prefill;
 use crate::gateway::call::Head;
@@ -30,6 +31,7 @@ use crate::gateway::evidence;
 use crate::gateway::plan::{Part, Plan};
 use crate::metrics::CauseLabel;
 use crate::remote::RemoteIndexer;
+use crate::worker_state::worker_id;
 use crate::{Peer, Reject};
 
 /// 200 while at least one worker can serve, 503 otherwise; the body says how each one fares. Workers that
@@ -43,7 +45,7 @@ fn tell_health(app: &App) -> Response {
     let healthy = engines.iter().filter(|engine| engine.is_healthy()).count();
     let reasons = evidence::reasons(app);
     let (status, word) = match (healthy, engines.len()) {
-        _ if !can_serve(&engines) => (StatusCode::SERVICE_UNAVAILABLE, "unavailable"),
+        _ if app.fleet.decoding().1 == 0 => (StatusCode::SERVICE_UNAVAILABLE, "unavailable"),
         (healthy, all) if healthy < all || !reasons.is_empty() => (StatusCode::OK, "degraded"),
         _ => (StatusCode::OK, "healthy"),
     };
@@ -51,6 +53,7 @@ fn tell_health(app: &App) -> Response {
         "status": word,
         "workers": engines.len(),
         "healthy_workers": healthy,
+        "draining_workers": app.fleet.draining(),
         "requests_in_flight": app.in_flight(),
         "router_policy": app.options.policy_name(),
         "tokenizers": app.tokenizers.loaded().iter().map(|text| text.health()).collect::<Vec<_>>(),
@@ -86,11 +89,14 @@ pub(super) async fn live() -> StatusCode {
 /// 200 when requests are taken: enough workers were healthy at the start, and one is now. For load
 /// balancers; `/health` says how each worker fares.
 pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
-    let can_serve = can_serve(&app.fleet.engines());
+    let decoding = app.fleet.decoding();
     let why = match app.started() {
         _ if app.shutdown.is_announced() => Some("it is about to stop".to_owned()),
         Err(error) => Some(error.to_string()),
-        Ok(()) if !can_serve => Some("no worker that decodes is healthy".to_owned()),
+        Ok(()) if decoding.0 == 0 => Some("no worker that decodes is healthy".to_owned()),
+        Ok(()) if decoding.1 == 0 => {
+            Some("all healthy workers that decode are draining".to_owned())
+        }
         Ok(()) if app.options.ready_fails_when_full && app.is_full() => {
             let limit = app.options.max_concurrent_requests;
             Some(format!("{limit} requests are in flight, the limit (--max-concurrent-requests)"))
@@ -99,10 +105,6 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
     };
     let status = why.as_ref().map_or(StatusCode::OK, |_| StatusCode::SERVICE_UNAVAILABLE);
     (status, Json(json!({ "ready": why.is_none(), "reason": why }))).into_response()
-}
-
-fn can_serve(engines: &[Arc<Engine>]) -> bool {
-    engines.iter().any(|engine| engine.is_healthy() && !engine.spec.is_prefill)
 }
 
 /// An engine that has stored nothing after this many requests publishes nothing.
@@ -291,8 +293,13 @@ fn card(name: &Name, max_model_len: Option<u64>) -> Value {
     })
 }
 
-/// What `GET /workers` says of `engine`, which publishes as `publishers` say.
-fn entry(app: &App, engine: &Engine, publishers: &[Arc<Publisher>]) -> Value {
+/// What `GET /workers` says of `engine`, which publishes as `publishers` say and has so many requests.
+pub(super) fn entry(
+    app: &App,
+    engine: &Engine,
+    publishers: &[Arc<Publisher>],
+    in_flight: u64,
+) -> Value {
     let notes = engine.notes.lock().clone();
     let pool = app.fleet.pool_of(engine.id);
     let listeners: Vec<Value> = publishers
@@ -318,6 +325,8 @@ fn entry(app: &App, engine: &Engine, publishers: &[Arc<Publisher>]) -> Value {
         "id": engine.id,
         "url": engine.base,
         "healthy": engine.is_healthy(),
+        "state": app.fleet.state_of(engine.id),
+        "in_flight": in_flight,
         "last_error": notes.last_error,
         "model": pool.as_ref().map(|pool| &pool.name),
         "serves": notes.models.iter().map(|(name, _)| name).collect::<Vec<_>>(),
@@ -345,12 +354,12 @@ fn tell_workers(app: &App) -> Response {
     for publisher in app.catalog.publishers() {
         publishers.entry(publisher.worker.instance_id).or_default().push(publisher);
     }
-    let entries: Vec<Value> = app
-        .fleet
-        .engines()
-        .iter()
-        .map(|engine| entry(app, engine, publishers.get(&engine.id).map_or(&[], Vec::as_slice)))
-        .collect();
+    let in_flight = drain::in_flight(app);
+    let entry = |engine: &Arc<Engine>| {
+        let publishers = publishers.get(&engine.id).map_or(&[][..], Vec::as_slice);
+        entry(app, engine, publishers, in_flight.get(&engine.id).copied().unwrap_or(0))
+    };
+    let entries: Vec<Value> = app.fleet.engines().iter().map(entry).collect();
     Json(entries).into_response()
 }
 
@@ -363,6 +372,8 @@ struct NewWorker {
     id: Option<InstanceId>,
     dp_size: Option<u32>,
     role: Option<String>,
+    #[serde(default)]
+    state: WorkerState,
 }
 
 impl NewWorker {
@@ -386,13 +397,14 @@ impl NewWorker {
             Error::Config(message) => Reject::bad_request(message),
             other => other.into(),
         })?;
+        app.fleet.set_state(engine.id, self.state)?;
         app.registrations.put(&key(engine.id), &Self { id: Some(engine.id), ..self });
         Ok(engine)
     }
 }
 
 /// Its name in the file of registrations.
-fn key(id: InstanceId) -> String {
+pub(super) fn key(id: InstanceId) -> String {
     format!("worker/{id}")
 }
 
@@ -405,7 +417,7 @@ pub(super) fn register_again(app: &Arc<App>, body: Value) -> Result<(), String> 
     new.register(app, None).map(drop).map_err(|reject| reject.message)
 }
 
-/// POST /workers {url, events?, replay?, id?, dp_size?, role?}
+/// POST /workers {url, events?, replay?, id?, dp_size?, role?, state?}
 pub(super) async fn add_worker(
     State(app): State<Arc<App>>,
     peer: Option<Extension<Peer>>,
@@ -425,7 +437,7 @@ pub(super) async fn add_worker(
         new.register(&app, registrant)
     };
     match added.await {
-        Ok(engine) => (StatusCode::CREATED, Json(entry(&app, &engine, &[]))).into_response(),
+        Ok(engine) => (StatusCode::CREATED, Json(entry(&app, &engine, &[], 0))).into_response(),
         Err(reject) => reject.openai(),
     }
 }
@@ -435,12 +447,7 @@ pub(super) async fn remove_worker(
     State(app): State<Arc<App>>,
     id: Result<Path<String>, PathRejection>,
 ) -> Response {
-    let removed = id
-        .map_err(|error| Reject::bad_request(format!("worker id: {error}")))
-        .and_then(|Path(id)| {
-            id.parse()
-                .map_err(|_| Reject::bad_request(format!("a worker id is a number, got {id:?}")))
-        })
+    let removed = worker_id(id)
         .and_then(|id| app.fleet.remove(id).map_err(Reject::from))
         .inspect(|engine| app.registrations.remove(&key(engine.id)));
     match removed {

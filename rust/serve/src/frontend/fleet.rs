@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use kvflash_core::catalog::{Catalog, ModelKey};
 use kvflash_core::clock::Clock;
 use kvflash_core::error::{Error, Result};
-use kvflash_core::fleet::{Card, Change, Claim, EventSpec, Hearing, Roster};
+use kvflash_core::fleet::{Card, Change, Claim, EventSpec, Hearing, Roster, WorkerState};
 use kvflash_core::ids::InstanceId;
 use kvflash_core::policy::Stage;
 use kvflash_core::select::{Journal, Outbox, Overlap, Report, SelectorConfig};
@@ -178,6 +178,19 @@ impl Fleet {
         Ok(engine)
     }
 
+    /// A worker takes no new requests, or does again.
+    ///
+    /// # Errors
+    /// `NotFound`.
+    pub fn set_state(&self, id: InstanceId, state: WorkerState) -> Result<Arc<Engine>> {
+        self.fleet.set_state(id, state)
+    }
+
+    /// Whether a worker takes new requests; one that left did.
+    pub fn state_of(&self, id: InstanceId) -> WorkerState {
+        self.fleet.read().roster.state_of(id).unwrap_or_default()
+    }
+
     /// An engine has told what it serves. Joins it to its model's pool, or moves it there.
     ///
     /// # Errors
@@ -291,6 +304,31 @@ impl Fleet {
 
     pub fn engines(&self) -> Vec<Arc<Engine>> {
         self.fleet.read().members.values().cloned().collect()
+    }
+
+    /// A worker that must be there.
+    ///
+    /// # Errors
+    /// `NotFound`.
+    pub fn known(&self, id: InstanceId) -> Result<Arc<Engine>> {
+        let unknown = || Error::NotFound(format!("no worker {id} is registered"));
+        self.engine(id).ok_or_else(unknown)
+    }
+
+    /// How many workers are healthy and decode, and how many of these take new requests.
+    pub fn decoding(&self) -> (usize, usize) {
+        let tables = self.fleet.read();
+        let is_active =
+            |engine: &Arc<Engine>| tables.roster.state_of(engine.id) == Some(WorkerState::Active);
+        let decodes = |engine: &&Arc<Engine>| engine.is_healthy() && !engine.spec.is_prefill;
+        tables.members.values().filter(decodes).fold((0, 0), |(healthy, active), engine| {
+            (healthy + 1, active + usize::from(is_active(engine)))
+        })
+    }
+
+    /// How many workers take no new requests.
+    pub fn draining(&self) -> usize {
+        self.fleet.read().roster.draining().count()
     }
 
     pub fn engine(&self, id: InstanceId) -> Option<Arc<Engine>> {

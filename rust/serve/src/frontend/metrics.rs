@@ -123,6 +123,8 @@ metrics! {
             "Prompt tokens a second that first tokens have shown, where prefill speed counts";
         pub worker_busy: Family<WorkerLabel, Gauge> = "worker_busy",
             "1 = the worker is busier than its model's thresholds allow";
+        pub worker_draining: Family<WorkerLabel, Gauge> = "worker_draining",
+            "1 = the worker takes no new requests (PATCH /workers/{id})";
         pub worker_reuse_trust: Family<WorkerLabel, Gauge<f64, AtomicU64>> = "worker_reuse_trust",
             "What the worker's overlap counts, 0 to 1: less where the engine's reported reuse contradicts its events";
         pub worker_reuse_predicted: Family<WorkerLabel, Counter> = "worker_reuse_predicted_tokens",

@@ -6,6 +6,7 @@ pub(crate) mod alias;
 pub(crate) mod app;
 mod busy;
 pub(crate) mod corpus;
+mod drain;
 pub(crate) mod engine;
 mod engine_metrics;
 pub(crate) mod fleet;

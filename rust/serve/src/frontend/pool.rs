@@ -30,6 +30,14 @@ impl Members {
 }
 
 impl Pool {
+    /// How many of its workers may get requests.
+    pub fn serving(&self) -> usize {
+        let draining = self.selector.draining.all();
+        let is_open = |id: &InstanceId| draining.binary_search(id).is_err();
+        let members = self.members();
+        members.all().filter(|engine| engine.is_healthy() && is_open(&engine.id)).count()
+    }
+
     /// Whether requests may wait, be it for their turn or for a worker with room.
     pub fn is_queued(&self) -> bool {
         self.waiting.is_some() || self.queue.is_some()

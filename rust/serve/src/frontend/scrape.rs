@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 
 use axum::extract::State;
 use axum::response::Response;
+use kvflash_core::fleet::WorkerState;
 use kvflash_core::text::CacheStats;
 
 use super::super::metrics::escape;
@@ -31,6 +32,7 @@ fn refill(app: &App) {
         &metrics.worker_active_requests,
         &metrics.worker_prefill_rate,
         &metrics.worker_busy,
+        &metrics.worker_draining,
     ] {
         family.clear();
     }
@@ -40,6 +42,8 @@ fn refill(app: &App) {
         let requests = engine.requests.load(Ordering::Relaxed);
         metrics.worker_requests.get_or_create(&label).set(requests as i64);
         metrics.worker_busy.get_or_create(&label).set(0);
+        let is_draining = app.fleet.state_of(engine.id) == WorkerState::Draining;
+        metrics.worker_draining.get_or_create(&label).set(i64::from(is_draining));
         let failures = engine.failures.load(Ordering::Relaxed);
         metrics.worker_failures.get_or_create(&label).set(failures as i64);
     }

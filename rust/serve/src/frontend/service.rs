@@ -17,7 +17,7 @@ use super::app::App;
 use super::engine::EngineSpec;
 use super::options::FrontendOptions;
 use super::runtime::registry;
-use super::{admin, busy, probe, scrape};
+use super::{admin, busy, drain, probe, scrape};
 use crate::gateway::api::{Form, ROWS, Row};
 use crate::gateway::call::Head;
 use crate::gateway::send::forward;
@@ -85,6 +85,14 @@ impl FrontendApp {
         }
     }
 
+    /// A worker takes no new requests, or does again.
+    ///
+    /// # Errors
+    /// `NotFound`; `Config` for a state that there is not.
+    pub fn set_worker_state(&self, id: InstanceId, state: &str) -> Result<()> {
+        self.app.fleet.set_state(id, state.parse()?).map(drop)
+    }
+
     /// What makes matching fail and only the caller knows, for `/health`; replaces what it said before.
     pub fn set_warnings(&self, warnings: Vec<String>) {
         *self.app.outside_warnings.write() = warnings;
@@ -103,7 +111,7 @@ impl FrontendApp {
         for pool in self.app.fleet.pools() {
             if let Some(room) = &pool.waiting {
                 // Workers may have come since the last request did.
-                room.call(pool.members().healthy());
+                room.call(pool.serving());
             }
         }
         let expired: usize = self.app.fleet.pools().iter().map(|pool| pool.selector.tick()).sum();
@@ -141,7 +149,10 @@ impl FrontendApp {
             .route("/ready", get(admin::ready))
             .route("/metrics", get(scrape::metrics))
             .route("/workers", get(admin::workers).post(admin::add_worker))
-            .route("/workers/{id}", axum::routing::delete(admin::remove_worker))
+            .route(
+                "/workers/{id}",
+                get(drain::tell_worker).patch(drain::change_worker).delete(admin::remove_worker),
+            )
             .route("/explain", post(admin::explain))
             .route("/why/{id}", get(admin::why))
             .route("/busy_threshold", get(busy::list).post(busy::change))

@@ -272,8 +272,14 @@ impl Plan {
             return error;
         }
         let members = self.route.pool.members();
+        let draining = match self.route.pool.selector.draining.all().len() {
+            0 => String::new(),
+            count => format!(
+                ", {count} draining (PATCH /workers/{{id}} with {{\"state\": \"active\"}} brings one back)"
+            ),
+        };
         Error::NoWorker(format!(
-            "no worker can take requests for model {:?}: {} registered, {} healthy{}",
+            "no worker can take requests for model {:?}: {} registered, {} healthy{draining}{}",
             self.route.pool.name,
             members.all().count(),
             members.healthy(),

@@ -75,7 +75,7 @@ async fn respond(
     if let Some(room) = &plan.route.pool.waiting {
         let Head { headers, address, .. } = &plan.call.head;
         let client = client_name(plan.request.user.as_deref(), headers, address.as_deref());
-        let workers = plan.route.pool.members().healthy();
+        let workers = plan.route.pool.serving();
         let waited = Instant::now();
         let cost = plan.cost(room.cached_share);
         let turn = room.turn(&client, cost, plan.urgency.turn(), workers).await;

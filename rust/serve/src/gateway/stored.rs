@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use axum::http::StatusCode;
 use kvflash_core::error::Error;
+use kvflash_core::fleet::WorkerState;
 use kvflash_core::ids::{InstanceId, Worker};
 use kvflash_core::select::Pin;
 use serde::Deserialize;
@@ -52,7 +53,7 @@ impl Kept {
     /// The response that `body` goes on from, where its id names its worker.
     ///
     /// # Errors
-    /// 400 for an id that is no text; 404 for a worker that is gone; 503 for one that is unhealthy.
+    /// 400 for an id that is no text; 404 for a worker that is gone; 503 for one that is unhealthy or draining.
     pub fn of(app: &App, row: Option<&Row>, body: &Body) -> Result<Option<Self>, Reject> {
         if row.is_none_or(|row| row.api != Api::Responses) {
             return Ok(None);
@@ -68,6 +69,11 @@ impl Kept {
         let Some(engine) = app.fleet.engines().into_iter().find(is_keeper) else {
             return Err(gone(&id, "the worker that kept it is gone"));
         };
+        if app.fleet.state_of(engine.id) == WorkerState::Draining {
+            let (worker, id) = (engine.id, shown(&id));
+            let message = format!("worker {worker}, which keeps response {id}, is draining");
+            return Err(Reject::from(Error::NoWorker(message)).param(BEFORE));
+        }
         let kept = Self { id, engine, rank };
         match kept.absence() {
             Some(error) => Err(Reject::from(error).param(BEFORE)),

@@ -100,6 +100,14 @@ impl FoundWorkers {
         self.leave(&mut self.tables.lock(), id)
     }
 
+    /// A worker takes no new requests, or does again: what it holds stays, and nothing changes here.
+    ///
+    /// # Errors
+    /// `NotFound`; `Config` for a state that there is not.
+    pub fn set_state(&self, id: InstanceId, state: &str) -> Result<()> {
+        self.change(&mut self.tables.lock(), Change::State { id, state: state.parse()? })
+    }
+
     fn join(&self, tables: &mut Tables, change: Change, card: Card) -> Result<()> {
         let id = change.id();
         self.change(tables, change)?;

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use kvflash_core::catalog::{ListenerStatus, Report, Trust};
+use kvflash_core::fleet::WorkerState;
 use kvflash_core::ids::{InstanceId, Worker};
 use kvflash_core::load::WorkerLoad;
 use serde::Serialize;
@@ -20,6 +21,10 @@ pub(super) struct WorkerEntry {
     url: Option<String>,
     dp_size: u32,
     block_size: Option<u32>,
+    /// Whether it takes new requests.
+    state: WorkerState,
+    /// Requests that are booked there and have not ended.
+    in_flight: u64,
     /// Above a threshold on all of its ranks: it gets no requests.
     is_busy: bool,
     /// Blocks held, all ranks and tiers.
@@ -144,6 +149,11 @@ fn entry(
         url: member.url.clone(),
         dp_size: member.dp_size,
         block_size: pool.selector.model().block_size(),
+        state: match pool.selector.draining.has(member.id) {
+            true => WorkerState::Draining,
+            false => WorkerState::Active,
+        },
+        in_flight: ranks.iter().map(|rank| u64::from(rank.active_requests)).sum(),
         is_busy,
         blocks: ranks.iter().map(|rank| rank.blocks).sum(),
         ranks,
@@ -192,6 +202,7 @@ pub(super) fn health(app: &App) -> Value {
     json!({
         "status": if workers == 0 { "no_workers" } else { "ok" },
         "workers": workers,
+        "draining_workers": app.fleet.draining(),
         "models": pools.len(),
         "reservations": reservations,
         "router_policy": app.options.policy_name(),

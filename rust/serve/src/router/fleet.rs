@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use kvflash_core::catalog::{Catalog, ModelKey};
 use kvflash_core::clock::Clock;
 use kvflash_core::error::{Error, Result};
-use kvflash_core::fleet::{Card, Change, EventSpec, Hearing, Roster, port_of};
+use kvflash_core::fleet::{Card, Change, EventSpec, Hearing, Roster, WorkerState, port_of};
 use kvflash_core::ids::{InstanceId, Worker};
 use kvflash_core::select::{Journal, Outbox, Overlap};
 
@@ -112,6 +112,7 @@ impl Fleet {
         let (ranks, registrant) = (new.dp_size, new.registrant);
         let change = Change::Joined { id, ranks, events, registrant };
         self.fleet.join(&mut tables, change, Arc::clone(&member))?;
+        self.fleet.change(&mut tables, Change::State { id, state: new.state })?;
         let capacity_blocks = new.kv_total_blocks;
         let block_size = new.block_size;
         let card = Card { capacity_blocks, block_size, report, ..Card::new(key.clone()) };
@@ -130,6 +131,30 @@ impl Fleet {
     /// `NotFound`.
     pub fn remove(&self, id: InstanceId) -> Result<()> {
         self.fleet.leave(&mut self.fleet.write(), id).map(drop)
+    }
+
+    /// A worker takes no new requests, or does again.
+    ///
+    /// # Errors
+    /// `NotFound`.
+    pub fn set_state(&self, id: InstanceId, state: WorkerState) -> Result<Arc<Member>> {
+        self.fleet.set_state(id, state)
+    }
+
+    /// A registered worker and its pool.
+    ///
+    /// # Errors
+    /// `NotFound`.
+    pub fn known(&self, id: InstanceId) -> Result<(Arc<Pool>, Arc<Member>)> {
+        let pool = self.pool_of(id)?;
+        let unknown = || Error::NotFound(format!("no worker {id} is registered"));
+        let member = pool.member(id).ok_or_else(unknown)?;
+        Ok((pool, member))
+    }
+
+    /// How many workers take no new requests.
+    pub fn draining(&self) -> usize {
+        self.fleet.read().roster.draining().count()
     }
 
     /// The pool of a model; of the only one where none is named.

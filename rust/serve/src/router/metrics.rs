@@ -54,6 +54,8 @@ metrics! {
         workers: Family<ModelLabel, Gauge> = "router_workers", "Registered workers";
         busy_workers: Family<ModelLabel, Gauge> = "router_busy_workers",
             "Workers above a threshold";
+        draining_workers: Family<ModelLabel, Gauge> = "router_draining_workers",
+            "Workers that take no new requests (PATCH /workers/{id})";
         reservations: Family<ModelLabel, Gauge> = "router_reservations",
             "Reservations that are active";
         journal_bytes: Gauge = "decision_journal", [Bytes] "Memory of past decisions";
@@ -86,6 +88,7 @@ impl RouterMetrics {
             for (family, value) in [
                 (&self.workers, pool.members().all().count()),
                 (&self.busy_workers, busy.len()),
+                (&self.draining_workers, pool.selector.draining.all().len()),
                 (&self.reservations, pool.selector.reserved()),
             ] {
                 family.get_or_create(&label).set(value as i64);
@@ -123,8 +126,8 @@ impl RouterMetrics {
         let Self { queue_pending, queue_pending_tokens, queued, .. } = self;
         [queue_pending, queue_pending_tokens].into_iter().for_each(Family::clear);
         queued.clear();
-        let Self { workers, busy_workers, reservations, .. } = self;
-        [workers, busy_workers, reservations].into_iter().for_each(Family::clear);
+        let Self { workers, busy_workers, draining_workers, reservations, .. } = self;
+        [workers, busy_workers, draining_workers, reservations].into_iter().for_each(Family::clear);
         for family in [
             &self.worker_active_blocks,
             &self.worker_active_prefill,

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 
 use kvflash_core::error::{Error, Result};
 use kvflash_core::fair::Wish;
-use kvflash_core::fleet::EventSpec;
+use kvflash_core::fleet::{EventSpec, WorkerState};
 use kvflash_core::ids::InstanceId;
 use kvflash_core::policy::EngineMetrics;
 use kvflash_core::select::{Pin, Report, RouteOverride, Share, Usage};
@@ -47,6 +47,9 @@ pub(super) struct NewWorker {
     pub events: BTreeMap<String, EventSpec>,
     pub kv_total_blocks: Option<u64>,
     pub max_num_batched_tokens: Option<u64>,
+    /// Whether it takes new requests.
+    #[serde(default)]
+    pub state: WorkerState,
 }
 
 const fn one() -> u32 {

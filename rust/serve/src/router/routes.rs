@@ -9,7 +9,7 @@ use axum::extract::{MatchedPath, Path, Request, State};
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{delete, get, post};
+use axum::routing::{get, post};
 use axum::{Extension, Router};
 use kvflash_core::catalog::Catalog;
 use kvflash_core::clock::Clock;
@@ -29,6 +29,7 @@ use super::super::metrics::{CommonMetrics, RequestLabel};
 use super::super::policy_metrics::PolicyMetrics;
 use super::super::remote::RemoteIndexer;
 use super::super::state_file::Registrations;
+use super::super::worker_state::{Patch, worker_id};
 use super::super::{Peer, Reject};
 use super::answer::{health, readiness, worker_entries, worker_entry};
 use super::app::App;
@@ -131,7 +132,7 @@ fn routes(app: &Arc<App>) -> KvResult<Router> {
     let mut router = Router::new()
         .route("/", post(method))
         .route("/workers", get(workers).post(add_worker))
-        .route("/workers/{id}", delete(remove_worker))
+        .route("/workers/{id}", get(tell_worker).patch(change_worker).delete(remove_worker))
         .route("/select", post(select))
         .route("/reserve", post(reserve))
         .route("/prefill_complete", post(prefill_complete))
@@ -265,15 +266,41 @@ async fn workers(
     app.aside.make(|| reply_to(&headers, &entries())).await
 }
 
+async fn tell_worker(
+    State(app): State<Arc<App>>,
+    headers: HeaderMap,
+    id: Result<Path<String>, PathRejection>,
+) -> Response {
+    let found = || {
+        let (pool, member) = app.fleet.known(worker_id(id)?)?;
+        Ok(reply_to(&headers, &worker_entry(&app, &pool, &member)))
+    };
+    plain(found())
+}
+
+async fn change_worker(
+    State(app): State<Arc<App>>,
+    headers: HeaderMap,
+    id: Result<Path<String>, PathRejection>,
+    body: Body,
+) -> Response {
+    let changed = async {
+        let id = worker_id(id)?;
+        let Patch { state } = app.parse(&headers, body).await?;
+        app.fleet.set_state(id, state)?;
+        app.registrations.amend(&key(id), "state", state);
+        let (pool, member) = app.fleet.known(id)?;
+        Ok(reply_to(&headers, &worker_entry(&app, &pool, &member)))
+    };
+    plain(changed.await)
+}
+
 async fn remove_worker(
     State(app): State<Arc<App>>,
     id: Result<Path<String>, PathRejection>,
 ) -> Response {
     let removed = || {
-        let Path(id) = id.map_err(|error| Reject::bad_request(format!("worker id: {error}")))?;
-        let id: InstanceId = id
-            .parse()
-            .map_err(|_| Reject::bad_request(format!("a worker id is a number, got {id:?}")))?;
+        let id = worker_id(id)?;
         app.fleet.remove(id)?;
         app.registrations.remove(&key(id));
         Ok(reply(&json!({ "status": "ok", "worker_id": id })))

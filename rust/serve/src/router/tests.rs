@@ -9,9 +9,12 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use kvflash_core::catalog::Catalog;
 use kvflash_core::clock::ManualClock;
+use kvflash_core::fleet::WorkerState;
+use kvflash_core::select::{Ask, Pin, Prompt};
 use serde_json::json;
 use tokio::runtime::Builder;
 
+use super::answer::worker_entries;
 use super::app::App;
 use super::routes::metrics;
 use super::{RouterApp, RouterOptions};
@@ -82,6 +85,34 @@ fn a_worker_whose_ranks_do_not_fit_is_refused() {
     add(66, 23).unwrap();
     app.fleet.remove(64).unwrap();
     add(65, 24).unwrap();
+}
+
+#[test]
+fn a_draining_worker_is_registered_and_not_chosen() {
+    let app = router(2);
+    let draining = |ids: &[u64]| {
+        let entries = serde_json::to_value(worker_entries(&app, None)).unwrap();
+        let states = entries.as_array().unwrap().iter();
+        let draining = states.filter(|entry| entry["state"] == "draining");
+        let found: Vec<u64> = draining.map(|entry| entry["worker_id"].as_u64().unwrap()).collect();
+        assert_eq!(found, ids);
+    };
+    app.fleet.set_state(2, WorkerState::Draining).unwrap();
+    draining(&[2]);
+    let pool = app.fleet.pool_of(2).unwrap();
+    let prompt = Prompt::unknown(8);
+    for _ in 0..4 {
+        let pin = Some(Pin { instance_id: 2, dp_rank: None });
+        let selection = pool.selector.query(&Ask { pin, ..Ask::new(&prompt) }).unwrap();
+        assert_eq!(selection.worker.instance_id, 1);
+    }
+    // What a file of registrations keeps says it, too.
+    let kept = json!({ "worker_id": 3, "model_name": "m", "state": "draining" });
+    app.fleet.add(serde_json::from_value(kept).unwrap()).unwrap();
+    draining(&[2, 3]);
+    app.fleet.set_state(2, WorkerState::Active).unwrap();
+    draining(&[3]);
+    assert!(app.fleet.set_state(9, WorkerState::Active).is_err());
 }
 
 #[test]

@@ -5,6 +5,7 @@ mod affinity;
 mod apis;
 mod bounds;
 mod disagg;
+mod drain;
 mod engine;
 mod ids;
 mod load;

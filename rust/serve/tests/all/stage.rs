@@ -148,6 +148,10 @@ impl Stage {
         self.call(Method::POST, path, &[], Some(body)).await
     }
 
+    pub async fn patch(&self, path: &str, body: &Value) -> Answer {
+        self.call(Method::PATCH, path, &[], Some(body)).await
+    }
+
     pub async fn remove(&self, id: u64) {
         let answer = self.call(Method::DELETE, &format!("/workers/{id}"), &[], None).await;
         assert_eq!(answer.status, 200);

@@ -53,6 +53,7 @@ fn take(app: &Arc<App>, spec: WorkerSpec) -> Result<InstanceId> {
         other => {
             // Loaded before the old one goes: a card that can't be served changes nothing.
             let text = text(app, &spec)?;
+            let state = app.fleet.state_of(id);
             if other.is_some() {
                 // NotFound only says that it left by itself.
                 let _ = app.fleet.remove(id);
@@ -60,6 +61,8 @@ fn take(app: &Arc<App>, spec: WorkerSpec) -> Result<InstanceId> {
             let plane = Plane::new(&spec, app.options.connect_timeout, &app.upstream);
             let member = Arc::new(Member { plane, text, loads: Mutex::new(BTreeMap::new()), spec });
             let engine = app.fleet.add_member(Arc::clone(&member))?;
+            // Another card does not bring it back into service.
+            app.fleet.set_state(id, state)?;
             let interval = app.options.health_interval;
             let watch =
                 liveness::watch(Arc::clone(&engine), member, interval, app.shutdown.clone());

@@ -1,0 +1,68 @@
+//! What an operator says of one worker: which one, and whether it takes new requests.
+
+use axum::extract::Path;
+use axum::extract::rejection::PathRejection;
+use kvflash_core::fleet::WorkerState;
+use kvflash_core::ids::InstanceId;
+use serde::Deserialize;
+
+use crate::Reject;
+
+/// The worker that a path names.
+///
+/// # Errors
+/// 400 with what came instead of a number.
+pub(crate) fn worker_id(path: Result<Path<String>, PathRejection>) -> Result<InstanceId, Reject> {
+    let Path(id) = path.map_err(|error| Reject::bad_request(format!("worker id: {error}")))?;
+    id.parse().map_err(|_| Reject::bad_request(format!("a worker id is a number, got {id:?}")))
+}
+
+/// PATCH /workers/{id}
+#[derive(Debug, Clone, Copy, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "an object with the field state")]
+pub(crate) struct Patch {
+    pub state: WorkerState,
+}
+
+impl Patch {
+    /// Read a body.
+    ///
+    /// # Errors
+    /// 400 naming the field, what is legal and what came.
+    pub fn parse(body: &[u8]) -> Result<Self, Reject> {
+        let wrong = |error: String| Reject::bad_request(format!("invalid change: {error}"));
+        // The derived reader would take a list, too.
+        if body.trim_ascii_start().first() == Some(&b'[') {
+            return Err(wrong("a list instead of an object".to_owned()));
+        }
+        let mut json = serde_json::Deserializer::from_slice(body);
+        let patch = serde_path_to_error::deserialize(&mut json);
+        let patch = patch.map_err(|error| wrong(error.to_string()))?;
+        json.end().map_err(|error| wrong(error.to_string()))?;
+        Ok(patch)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_change_is_a_state_and_nothing_else() {
+        let patch = Patch::parse(br#" {"state": "draining"} "#).unwrap();
+        assert_eq!(patch.state, WorkerState::Draining);
+        for (body, wanted) in [
+            (&br#"{"state": "gone"}"#[..], "state: unknown variant `gone`"),
+            (br#"{"state": "active", "url": "x"}"#, "unknown field `url`"),
+            (b"{}", "missing field `state`"),
+            (b"[\"active\"]", "a list instead of an object"),
+            (b"\"active\"", "an object with the field state"),
+            (br#"{"state": "active"} {}"#, "trailing characters"),
+        ] {
+            let reject = Patch::parse(body).unwrap_err();
+            assert_eq!(reject.status.as_u16(), 400);
+            assert!(reject.message.contains(wanted), "{}", reject.message);
+        }
+    }
+}
