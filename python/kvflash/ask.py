@@ -86,9 +86,18 @@ def parse_url(text: str) -> str:
 
 
 def ask(
-    url: str, path: str, *, timeout_s: float, api_key: str | None = None, body: Any = None
+    url: str,
+    path: str,
+    *,
+    timeout_s: float,
+    api_key: str | None = None,
+    body: Any = None,
+    method: str | None = None,
 ) -> Answer:
-    """GET ``path`` below ``url``, or POST ``body`` as JSON. Never raises for an answer."""
+    """GET ``path`` below ``url``, or send ``body`` as JSON, by POST unless ``method`` is another.
+
+    Never raises for an answer.
+    """
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
@@ -100,8 +109,7 @@ def ask(
         headers["content-type"] = "application/json"
     started = time.monotonic()
     try:
-        method = "GET" if data is None else "POST"
-        connection.request(method, parts.path + path, data, headers=headers)
+        connection.request(method or _method(body), parts.path + path, data, headers=headers)
         response = connection.getresponse()
         now = time.time()
         answer = _read(response, started + _SLOW * timeout_s)
@@ -117,15 +125,21 @@ def ask(
         connection.close()
 
 
-def demand(url: str, path: str, *, timeout_s: float, body: Any = None) -> Answer:
+def _method(body: Any) -> str:
+    return "GET" if body is None else "POST"
+
+
+def demand(
+    url: str, path: str, *, timeout_s: float, body: Any = None, method: str | None = None
+) -> Answer:
     """As :func:`ask`, of a service that has to answer with JSON.
 
     Raises:
         TransportError: Nothing came, or another status than 200; names address and reason.
         NotFoundError: Status 404.
     """
-    answer = ask(url, path, timeout_s=timeout_s, body=body)
-    asked = f"{'GET' if body is None else 'POST'} {url}{path}"
+    answer = ask(url, path, timeout_s=timeout_s, body=body, method=method)
+    asked = f"{method or _method(body)} {url}{path}"
     if not answer.status:
         raise TransportError(f"{asked}: {answer.error}; does the service run there?")
     if answer.status == 404:

@@ -17,7 +17,7 @@ COMMANDS = {
     "mocker": "Run engines without a model or a GPU",
     "vllm": "Start vLLM with its events on, and register it",
     "sglang": "Start SGLang with its events on, and register it",
-    "workers": "List the workers of a running service",
+    "workers": "List the workers of a running service, drain and resume them",
     "explain": "Show where a prompt would go, and why; or why a request went where it did",
     "replay": "Send a recorded trace of prompts, and measure cache hits and latencies",
     "doctor": "Check running services and engines: what is wrong, and how to fix it",

@@ -31,6 +31,9 @@ class Fleet(EngineFleet, Protocol):
     def put_worker(self, worker: str) -> int:
         """Add a worker of the runtime or change it."""
 
+    def set_worker_state(self, instance_id: int, state: str) -> None:
+        """Take a worker out of service, or back into it."""
+
 
 class Replicas(Protocol):
     """Who else routes to these workers; see :class:`kvflash.routing.cluster.Cluster`."""

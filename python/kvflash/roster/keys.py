@@ -30,7 +30,7 @@ PARTS = 6
 NUMBER_MAX, RANK_MAX = 2**64 - 1, 2**32 - 1
 # Fields that are used here, by kind: another type of theirs would be met far from its key.
 _TYPES: dict[str, dict[str, type]] = {
-    "instances": {"transport": dict},
+    "instances": {"transport": dict, "state": str},
     "models": {
         "model_name": str,
         "model_type": list,

@@ -23,6 +23,7 @@ __all__ = ["DiscoveryWatch"]
 logger = logging.getLogger(__name__)
 
 LOAD_ENDPOINT = "load_metrics"
+_ACTIVE = "active"
 # How a core that takes no requests reaches workers.
 NO_PLANE: dict[str, Any] = {"kind": "tcp", "address": "nowhere:1"}
 # Pauses between two attempts at a discovery that fails.
@@ -60,6 +61,8 @@ class DiscoveryWatch:
         self._keys: WorkerKeys | None = None
         # What the core knows: the JSON that it was told, and the endpoint that it is for.
         self._told: dict[int, tuple[Name, str]] = {}
+        # Whether a worker takes requests, as the core was told; of others it is active.
+        self._states: dict[int, str] = {}
         # Components of the batch whose state has no others than discovery: O(all workers) each.
         self._compared: set[Component] = set()
         # What the core did not take, and why; these have another chance.
@@ -176,6 +179,7 @@ class DiscoveryWatch:
             self._bridge.forget(path, instance_id)
             if told is not None:
                 del self._told[instance_id]
+                self._states.pop(instance_id, None)
                 logger.info("worker %d left: %s", instance_id, path)
                 # First what is shared: the core forgets its blocks.
                 await asyncio.to_thread(self._cluster.worker_left, component, instance_id)
@@ -207,6 +211,9 @@ class DiscoveryWatch:
                     await asyncio.to_thread(self._remove, instance_id)
                 await asyncio.to_thread(self._fleet.add_worker, spec)
                 self._told[instance_id] = (name, spec)
+                # It is another one to the core.
+                self._states.pop(instance_id, None)
+            await self._tell_state(instance_id, instance)
             return
         plane = NO_PLANE
         if self._takes_requests:
@@ -223,8 +230,16 @@ class DiscoveryWatch:
             # Beside the loop: the first worker of a model loads its tokenizer.
             await asyncio.to_thread(self._fleet.put_worker, text)
             self._told[instance_id] = (name, text)
+        await self._tell_state(instance_id, instance)
         if told is None:
             await asyncio.to_thread(self._cluster.worker_joined, component, instance_id)
+
+    async def _tell_state(self, instance_id: int, instance: dict[str, Any]) -> None:
+        """Whether it takes requests: only changes are told, so that an operator's word stays."""
+        state = instance.get("state") or _ACTIVE
+        if state != self._states.get(instance_id, _ACTIVE):
+            await asyncio.to_thread(self._fleet.set_worker_state, instance_id, state)
+            self._states[instance_id] = state
 
     def _remove(self, instance_id: int) -> None:
         # DELETE /workers may have been first.

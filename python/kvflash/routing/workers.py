@@ -49,6 +49,7 @@ class Workers:
         self._keys = WorkerKeys(discovery, path, self._settle)
         self._subscribed: dict[Rank, tuple[str, str | None]] = {}
         self._workers: list[Rank] = []
+        self._draining: list[int] = []
         # What the core was told of them.
         self._reported: dict[Rank, dict[str, int | None]] = {}
         self._warned: set[int] = set()
@@ -108,6 +109,7 @@ class Workers:
         # What is shared hears of those that leave before the core forgets them.
         await self._members.let_go(set(self.ids) - cards.keys())
         self._set_workers(ranks, cards)
+        self._set_draining()
         # The core forgot the blocks of those that left: should they come back, their events are
         # asked for anew.
         self._subscribe()
@@ -153,6 +155,16 @@ class Workers:
             self._reported[worker, rank] = report
             if before_reported.get((worker, rank)) != report:
                 self._core.report(worker, rank, **report)
+
+    def _set_draining(self) -> None:
+        """Workers that discovery says are draining get no new requests."""
+        draining = sorted(
+            worker for worker, instance, _ in self._keys.served()
+            if instance.get("state") == "draining"
+        )  # fmt: skip
+        if draining != self._draining:
+            self._core.set_draining(draining)
+            self._draining = draining
 
     def _share(self, before: set[int], now: set[int]) -> None:
         assert self._members is not None

@@ -26,6 +26,8 @@ class Instance:
 
     id: int
     transport: dict[str, Any]
+    #: It takes no new requests.
+    is_draining: bool = False
 
 
 class Instances:
@@ -85,9 +87,13 @@ class Instances:
         return set(self._suspects)
 
     def candidates(self, *, without: set[int]) -> list[Instance]:
-        """Instances to choose from, by number; suspects only when there is nobody else."""
+        """Instances to choose from, by number; suspects only when there is nobody else.
+
+        Those that are draining are not among them.
+        """
         suspects = self.suspects()
-        rest = [i for _, i in sorted(self.by_id.items()) if i.id not in without]
+        all_ = (i for _, i in sorted(self.by_id.items()) if not i.is_draining)
+        rest = [i for i in all_ if i.id not in without]
         return [i for i in rest if i.id not in suspects] or rest
 
     async def close(self) -> None:
@@ -130,7 +136,8 @@ class Instances:
 def _parse(event: Put) -> Instance | None:
     try:
         fields = json.loads(event.value)
-        return Instance(int(fields["instance_id"]), dict(fields["transport"]))
+        is_draining = fields.get("state") == "draining"
+        return Instance(int(fields["instance_id"]), dict(fields["transport"]), is_draining)
     except (ValueError, KeyError, TypeError) as error:
         logger.warning("%s is no instance: %s", event.key, error)
         return None

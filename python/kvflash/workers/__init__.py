@@ -1,1 +1,1 @@
-"""Lists the workers of a running frontend, router or indexer."""
+"""Lists the workers of a running service, and takes them out of service."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from kvflash.console import refuse
 from kvflash.errors import KvflashError, TransportError
 from kvflash.flags import Flags
 from kvflash.table import printable, table
+from kvflash.workers.state import STATES, change
 
 __all__ = ["main", "rows_of", "warnings_of"]
 
@@ -20,9 +22,21 @@ _INDEXER = ("WORKER", "MODEL", "TENANT", "STATE", "BLOCKS", "EVENTS", "TRUST")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the workers. Returns the exit status: 1 when the service could not be asked."""
+    """Print the workers, or do what a word before the URL says: ``list``, ``drain``, ``resume``.
+
+    Returns the exit status: 1 when the service could not be asked.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    word = argv[0] if argv else ""
+    if word in STATES:
+        return change(word, argv[1:])
+    if word == "list":
+        del argv[0]
     flags = Flags(
-        "workers", "List the workers of a running service, and its warnings.", has_variables=False
+        "workers",
+        "List the workers of a running service, and its warnings. "
+        "'workers drain URL WORKER...' takes some out of service, 'workers resume' back into it.",
+        has_variables=False,
     )
     flags.add_positionals(
         "url", metavar="URL", summary="A frontend, a router or an indexer", nargs=None
@@ -83,7 +97,7 @@ def _of_frontend(worker: Mapping[str, Any]) -> tuple[object, ...]:
         worker.get("url"),
         worker.get("model"),
         worker.get("role"),
-        "healthy" if worker.get("healthy") else "unhealthy",
+        _state(worker, "healthy" if worker.get("healthy") else "unhealthy"),
         worker.get("requests"),
         blocks,
         _events(worker.get("listeners")),
@@ -98,7 +112,7 @@ def _of_router(worker: Mapping[str, Any]) -> tuple[object, ...]:
         worker.get("url"),
         worker.get("model_name"),
         worker.get("tenant_id"),
-        "busy" if worker.get("is_busy") else "free",
+        _state(worker, "busy" if worker.get("is_busy") else "free"),
         sum(rank.get("active_requests") or 0 for rank in ranks),
         worker.get("blocks"),
         _events([rank["listener"] for rank in ranks if rank.get("listener")]),
@@ -115,6 +129,14 @@ def _of_indexer(worker: Mapping[str, Any]) -> tuple[object, ...]:
         _events((worker.get("listeners") or {}).values()),
         (worker.get("trust") or {}).get("state"),
     )
+
+
+def _state(worker: Mapping[str, Any], word: str) -> str:
+    """How it is; of one that takes no new requests, with those that it still has."""
+    if worker.get("state") != "draining":
+        return word
+    draining = f"draining ({worker.get('in_flight')} in flight)"
+    return draining if word in ("healthy", "free") else f"{word}, {draining}"
 
 
 def _events(listeners: Any) -> str:

@@ -60,6 +60,24 @@ impl FoundWorkers {
         py.detach(|| self.inner.put(worker)).or_raise(py)
     }
 
+    /// Whether a worker takes new requests; what it holds is followed all the same.
+    ///
+    /// Args:
+    ///     instance_id: The worker.
+    ///     state: ``active`` or ``draining``.
+    ///
+    /// Raises:
+    ///     ConfigError: There is no such state.
+    ///     NotFoundError: There is no such worker.
+    fn set_worker_state(
+        &self,
+        py: Python<'_>,
+        instance_id: InstanceId,
+        state: &str,
+    ) -> PyResult<()> {
+        py.detach(|| self.inner.set_state(instance_id, state)).or_raise(py)
+    }
+
     /// Follow it no more, and forget what it holds.
     ///
     /// Raises:

@@ -169,6 +169,24 @@ impl Frontend {
         py.detach(|| self.service.enter(|| self.app.put_worker(worker))).or_raise(py)
     }
 
+    /// Take a worker out of service, or back into it: its blocks and running requests stay.
+    ///
+    /// Args:
+    ///     instance_id: The worker.
+    ///     state: ``active`` or ``draining``.
+    ///
+    /// Raises:
+    ///     ConfigError: There is no such state.
+    ///     NotFoundError: There is no such worker.
+    fn set_worker_state(
+        &self,
+        py: Python<'_>,
+        instance_id: InstanceId,
+        state: &str,
+    ) -> PyResult<()> {
+        py.detach(|| self.app.set_worker_state(instance_id, state)).or_raise(py)
+    }
+
     /// Remove a worker: no new requests, its blocks are forgotten; requests in flight go on.
     ///
     /// Raises:

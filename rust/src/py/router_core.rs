@@ -222,6 +222,12 @@ impl RouterCore {
         Ok(())
     }
 
+    /// Give no new requests to these instances, and to all others again. What they have goes on, their blocks
+    /// stay, and whoever is pinned to one goes elsewhere.
+    fn set_draining(&self, py: Python<'_>, instance_ids: Vec<u64>) {
+        py.detach(|| self.selector.set_draining(instance_ids));
+    }
+
     /// Listen to the KV events of a rank.
     ///
     /// Raises:

@@ -74,6 +74,8 @@ class Service:
                 service.bodies.append(json.loads(self.rfile.read(size)))
                 self.do_GET()
 
+            do_PATCH = do_POST  # noqa: N815 - http.server names it so
+
             def log_message(self, *_: object) -> None:
                 """Be quiet."""
 
@@ -181,6 +183,47 @@ def test_what_is_no_service_is_refused_in_one_line(
     (line,) = out.err.splitlines()
     assert line.startswith("kvflash workers: error: ") and told in line
     assert out.out == ""
+
+
+def test_workers_are_drained_and_resumed(
+    service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.answers = {"/workers/3": (200, {"state": "draining", "in_flight": 2})}
+    assert workers(["drain", service.url, "3"]) == 0
+    assert capsys.readouterr().out == "worker 3: draining, 2 requests in flight\n"
+    service.answers = {"/workers/3": (200, {"state": "active", "in_flight": 1})}
+    assert workers(["resume", service.url, "3"]) == 0
+    assert capsys.readouterr().out == "worker 3: active, 1 request in flight\n"
+    assert service.bodies == [{"state": "draining"}, {"state": "active"}]
+    assert workers(["drain", service.url, "4"]) == 1
+    assert "PATCH " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        workers(["drain", service.url])
+    assert "WORKER" in capsys.readouterr().err
+
+
+def test_a_drain_waits_until_nothing_is_in_flight(
+    service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = {"state": "draining", "in_flight": 0}
+    service.answers = {"/workers/3": (200, entry)}
+    assert workers(["drain", service.url, "3", "--wait", "60"]) == 0
+    entry["in_flight"] = 1
+    assert workers(["drain", service.url, "3", "--wait", "0.01"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "worker 3: draining, 1 request in flight"
+
+
+def test_the_table_shows_who_is_draining(
+    service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draining = {"state": "draining", "in_flight": 4}
+    service.answers = {
+        "/workers": (200, [OF_FRONTEND[0] | draining, OF_FRONTEND[1] | draining]),
+        "/health": (200, {}),
+    }
+    assert workers(["list", service.url]) == 0
+    out = capsys.readouterr().out
+    assert "  draining (4 in flight)" in out and "  unhealthy, draining (4 in flight)" in out
 
 
 def test_an_address_where_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,7 @@ class SlowFleet:
 
     def __init__(self) -> None:
         self.workers: dict[int, str] = {}
+        self.states: list[str] = []
         self.gate = threading.Event()
         self.gate.set()
         self.calls = 0
@@ -48,6 +49,10 @@ class SlowFleet:
         assert 7 not in self.workers
         self.workers[7] = spec
         return 7
+
+    def set_worker_state(self, instance_id: int, state: str) -> None:
+        assert instance_id in self.workers
+        self.states.append(state)
 
     def remove_worker(self, instance_id: int) -> None:
         if self.workers.pop(instance_id, None) is None:
@@ -94,6 +99,31 @@ def value(fields: dict[str, Any]) -> bytes:
 
 def instance(kind: str, **where: str) -> bytes:
     return value({"instance_id": 7, "transport": {"kind": kind, **where}})
+
+
+@pytest.mark.parametrize("kind", ["tcp", "openai"])
+def test_a_state_in_discovery_is_told_when_it_changes(fleet: SlowFleet, kind: str) -> None:
+    where = {"address": "127.0.0.1:1"} if kind == "tcp" else {"url": "http://127.0.0.1:1"}
+    fields = {"instance_id": 7, "transport": {"kind": kind, **where}}
+
+    async def steps(discovery: Any) -> None:
+        def wait(check: Callable[[], Any], what: str) -> Any:
+            return asyncio.to_thread(until, check, what)
+
+        lease = await discovery.lease()
+        await discovery.put(f"v1/models/{KEY}", value(CARD), lease)
+        draining = value(fields | {"state": "draining"})
+        await discovery.put(f"v1/instances/{KEY}", draining, lease)
+        await wait(lambda: fleet.states == ["draining"], "the state")
+        # Other keys of the worker change: its state is not told again.
+        await discovery.put("v1/events/tests/backend/7/0", value(EVENTS), lease)
+        calls = 2 if kind == "openai" else 1
+        await wait(lambda: fleet.calls >= calls, "the events")
+        await discovery.put(f"v1/instances/{KEY}", value(fields), lease)
+        await wait(lambda: fleet.states[-1] == "active", "the state's end")
+
+    told(steps)
+    assert fleet.states in (["draining", "active"], ["draining", "draining", "active"])
 
 
 def test_a_worker_that_leaves_while_it_is_changed_is_gone(fleet: SlowFleet) -> None:
