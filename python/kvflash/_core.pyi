@@ -31,6 +31,7 @@ __all__ = [
     "RouterWait",
     "Tokenizer",
     "ZmqDrain",
+    "check_keys",
     "check_policy",
     "check_shadow_policies",
     "compute_block_hash_array",
@@ -48,6 +49,7 @@ _Media = Sequence[Mapping[str, Any]]
 # Digests of prompt embeddings: bytes, or text in hexadecimal digits.
 _Embeds = Sequence[str | bytes]
 
+def check_keys(text: str) -> None: ...
 def check_policy(strategy: str) -> None: ...
 def check_shadow_policies(policies: Sequence[str]) -> None: ...
 def settings_table() -> str: ...

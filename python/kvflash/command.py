@@ -20,6 +20,7 @@ COMMANDS = {
     "workers": "List the workers of a running service, drain and resume them",
     "explain": "Show where a prompt would go, and why; or why a request went where it did",
     "replay": "Send a recorded trace of prompts, and measure cache hits and latencies",
+    "keys": "Add, list or remove the keys of a service",
     "doctor": "Check running services and engines: what is wrong, and how to fix it",
 }
 

@@ -12,12 +12,13 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::registry::Registry;
 
 use super::body::Intake;
-use super::{HttpSettings, ServeLimits, Shutdown};
+use super::{HttpSettings, Lock, ServeLimits, Shutdown};
 
 /// The bounds of one service's connections and bodies.
 #[derive(Debug, Clone, Default)]
 pub struct Http {
     settings: HttpSettings,
+    lock: Lock,
     trusted_proxies: Vec<IpNet>,
     refused_connections: Counter,
     crowded_out: Counter,
@@ -37,7 +38,7 @@ impl Deref for Http {
 
 impl Http {
     /// # Errors
-    /// `Config`, naming the flag.
+    /// `Config`, naming the flag, and the line of a file.
     pub fn of(settings: HttpSettings) -> Result<Self> {
         for (flag, value) in [
             ("--body-timeout", settings.body_timeout),
@@ -57,12 +58,14 @@ impl Http {
         let listed = settings.trusted_proxies.split(',').map(str::trim);
         let trusted_proxies =
             listed.filter(|text| !text.is_empty()).map(net).collect::<Result<_>>()?;
-        Ok(Self { settings, trusted_proxies, ..Self::default() })
+        let lock = Lock::new(settings.keys_file.as_deref())?;
+        Ok(Self { settings, lock, trusted_proxies, ..Self::default() })
     }
 
     /// What its server obeys; requests get `drain_timeout` after the stop.
     pub fn limits(&self, drain_timeout: Duration) -> ServeLimits {
         ServeLimits {
+            lock: self.lock.clone(),
             max_connections: self.max_connections,
             max_connections_per_address: self.max_connections_per_address,
             trusted_proxies: self.trusted_proxies.clone(),
@@ -78,6 +81,11 @@ impl Http {
     /// The stop of its server, and the word that it is about to come.
     pub fn shutdown(&self) -> &Shutdown {
         &self.shutdown
+    }
+
+    /// Who may ask what.
+    pub fn lock(&self) -> &Lock {
+        &self.lock
     }
 
     /// Bytes of bodies above 16 KiB that were read since this was last called.
@@ -104,6 +112,7 @@ impl Http {
             "Requests that were answered with 500 because of a fault of the service itself",
             Counter::clone(&self.panics),
         );
+        self.lock.register(registry);
         Intake::new(max_bytes, self.body_timeout, self.max_buffered_bytes, &self.large, registry)
     }
 }

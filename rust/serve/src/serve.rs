@@ -1,21 +1,16 @@
 //! Serve an app on a listener until told to stop. The caller owns socket and signal.
 
-use std::any::Any;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::convert::Infallible;
 use std::net::{IpAddr, SocketAddr};
-use std::panic::AssertUnwindSafe;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use axum::body::Body;
-use axum::http::header::CONNECTION;
-use axum::http::{HeaderValue, Request, Response, StatusCode};
+use axum::http::{Request, Response};
 use futures_util::FutureExt;
-use futures_util::future::{CatchUnwind, Either, Map};
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::Service;
@@ -29,9 +24,11 @@ use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::task::JoinHandle;
 
-use super::Reject;
-use super::reserve::{self, RESERVED_TIME, Reserve};
+use super::guarded::Guarded;
+use super::lock::Lock;
+use super::reserve::{RESERVED_TIME, Reserve};
 use super::timer::ConnectionTimer;
 use super::tls::{Handshake, Tls};
 
@@ -45,9 +42,11 @@ const UNACKED_TIME: Duration = Duration::from_secs(120);
 /// Pause between two warnings of addresses with too many connections.
 const WARNING_PAUSE: Duration = Duration::from_secs(60);
 
-/// Limits on connections.
+/// Limits on connections, and who may ask what over them.
 #[derive(Debug, Clone)]
 pub struct ServeLimits {
+    /// Lets requests in, or not.
+    pub lock: Lock,
     /// Connections open at once; further ones may ask what probes ask.
     pub max_connections: usize,
     /// Connections that came at that limit.
@@ -71,6 +70,7 @@ pub struct ServeLimits {
 impl Default for ServeLimits {
     fn default() -> Self {
         Self {
+            lock: Lock::default(),
             max_connections: 16_384,
             crowded_out: Counter::default(),
             max_connections_per_address: 2_048,
@@ -135,6 +135,7 @@ pub trait App: Send + 'static {
     /// Answers one request of a connection after the other.
     type Service: Service<Request<Incoming>, Response = Response<Body>, Error = Infallible, Future: Send>
         + Send
+        + Sync
         + 'static;
 
     /// What answers the requests of a connection from `peer`.
@@ -166,54 +167,6 @@ impl Service<Request<Incoming>> for PeerRouter {
         self.router.call(request)
     }
 }
-
-/// Answers 500 where the service panics: that is a fault of ours, and it ends one request. A connection beyond
-/// the limit gets answers to probes only.
-struct Guarded<S> {
-    service: S,
-    panics: Counter,
-    /// The limit of connections, for one beyond it.
-    beyond: Option<usize>,
-}
-
-impl<S> Service<Request<Incoming>> for Guarded<S>
-where
-    S: Service<Request<Incoming>, Response = Response<Body>, Error = Infallible, Future: Send>,
-{
-    type Response = Response<Body>;
-    type Error = Infallible;
-    type Future = Either<
-        Map<
-            CatchUnwind<AssertUnwindSafe<S::Future>>,
-            Box<dyn FnOnce(Caught<Response<Body>>) -> Result<Response<Body>, Infallible> + Send>,
-        >,
-        Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>,
-    >;
-
-    fn call(&self, request: Request<Incoming>) -> Self::Future {
-        if let Some(limit) = self.beyond.filter(|_| !reserve::is_probe(request.uri().path())) {
-            return Either::Right(reserve::refuse(request, limit).map(Ok).boxed());
-        }
-        let panics = self.panics.clone();
-        let answer = move |outcome: Caught<Response<Body>>| {
-            outcome.unwrap_or_else(|_| {
-                panics.inc();
-                let what = "kvflash failed on this request; its log says where: please report it";
-                let mut response = Reject::new(StatusCode::INTERNAL_SERVER_ERROR, what).openai();
-                // What was read of the request's body is not known.
-                response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
-                Ok(response)
-            })
-        };
-        // Nothing that a panic may have left half done is used again: state that outlives a request is
-        // under locks of parking_lot, which have no poison, and changes by calls that do not panic midway.
-        Either::Left(
-            AssertUnwindSafe(self.service.call(request)).catch_unwind().map(Box::new(answer)),
-        )
-    }
-}
-
-type Caught<T> = Result<Result<T, Infallible>, Box<dyn Any + Send>>;
 
 /// Answer the requests of a connection until its end, or until the stop and the end of the open one.
 async fn answer<I, S>(connection: http1::Connection<TokioIo<I>, S>, shutdown: Shutdown)
@@ -315,7 +268,8 @@ impl<A: App> Door<A> {
         let (service, panics) = (self.app.serve_peer(Peer(peer)), self.limits.panics.clone());
         let is_beyond = place.permit.is_none();
         let beyond = is_beyond.then_some(self.limits.max_connections);
-        let service = Guarded { service, panics, beyond };
+        let (service, lock, peer_address) = (Arc::new(service), self.limits.lock.clone(), peer);
+        let service = Guarded { service, lock, peer: peer_address, panics, beyond };
         let limit = self.limits.header_timeout;
         let mut builder = http1::Builder::new();
         let timer = ConnectionTimer::new(self.limits.keep_alive_timeout);
@@ -393,7 +347,8 @@ pub async fn serve_over(
     shutdown: Shutdown,
 ) -> std::io::Result<()> {
     let permits = Arc::new(Semaphore::new(limits.max_connections));
-    let renewal = tls.clone().map(|tls| tokio::spawn(tls.keep_renewing()));
+    let mut renewals = vec![tokio::spawn(limits.lock.clone().keep_renewing())];
+    renewals.extend(tls.clone().map(|tls| tokio::spawn(tls.keep_renewing())));
     let (open, warned) = (Arc::default(), Mutex::default());
     let (mut log, begun) = (LogLimit::default(), Instant::now());
     let reserve = Reserve::default();
@@ -431,9 +386,7 @@ pub async fn serve_over(
         door.let_in(stream, peer, Some(permit));
     }
     drop(listener);
-    if let Some(renewal) = renewal {
-        renewal.abort();
-    }
+    renewals.iter().for_each(JoinHandle::abort);
     let all = u32::try_from(limits.max_connections).unwrap_or(u32::MAX);
     if tokio::time::timeout(limits.drain_timeout, permits.acquire_many(all)).await.is_err() {
         tracing::warn!(

@@ -278,6 +278,13 @@ settings! {
         /// `POST /workers` and `POST /register`, until their DELETE or `/unregister`. A worker that a flag
         /// or discovery names comes back by that
         state_file: Option<PathBuf> = None, (), "--state-file FILE";
+    }
+    "Access": {
+        /// File of the keys that callers need, made by `kvflash keys add`; read again when it changes
+        ///
+        /// A key of a client closes the public API, one of an admin closes everything else, and one of the role
+        /// metrics closes `/metrics` and `/health`, each to callers without such a key. See [keys](security.md#keys)
+        keys_file: Option<PathBuf> = None, (), "--keys-file FILE";
     } }
 }
 

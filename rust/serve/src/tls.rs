@@ -2,12 +2,10 @@
 
 use std::fmt;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
 
 use kvflash_core::error::{Error, Result};
-use parking_lot::{Mutex, RwLock};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -19,14 +17,10 @@ use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio_rustls::rustls::{self, ServerConfig};
 use tokio_rustls::server::TlsStream;
 
+use super::reread::{Reread, bytes_of, fault};
+
 const CERT_FLAG: &str = "--tls-cert-path";
 const KEY_FLAG: &str = "--tls-key-path";
-
-/// Largest file that is read: a chain of some hundred certificates.
-const MAX_FILE_BYTES: u64 = 1024 * 1024;
-
-/// How often the files are looked at for a new certificate.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// A certificate and its key, ready for connections: TLS 1.2 and 1.3, HTTP/1.1. Files that change are
 /// read again; clones are the same.
@@ -36,17 +30,9 @@ pub struct Tls {
 }
 
 struct Shared {
-    cert: PathBuf,
-    key: PathBuf,
-    acceptor: RwLock<TlsAcceptor>,
-    /// What the files looked like when they were read last, whatever came of it.
-    seen: Mutex<Looks>,
+    acceptor: Arc<Reread<TlsAcceptor>>,
     handshakes: Family<Outcome, Counter>,
-    renewals: Family<Outcome, Counter>,
 }
-
-/// Of both files: when they were written, and how long they are. Nothing for one that is not there.
-type Looks = [Option<(SystemTime, u64)>; 2];
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Outcome {
@@ -83,11 +69,10 @@ impl Tls {
     }
 
     fn of_files(cert: &Path, key: &Path) -> Result<Self> {
-        let seen = Mutex::new(looks(cert, key));
-        let acceptor = RwLock::new(acceptor(cert, key)?);
-        let (handshakes, renewals) = (Family::default(), Family::default());
-        let (cert, key) = (cert.to_owned(), key.to_owned());
-        Ok(Self { shared: Arc::new(Shared { cert, key, acceptor, seen, handshakes, renewals }) })
+        let (of_cert, of_key) = (cert.to_owned(), key.to_owned());
+        let read = move || acceptor(&of_cert, &of_key);
+        let acceptor = Arc::new(Reread::new(vec![cert.to_owned(), key.to_owned()], read)?);
+        Ok(Self { shared: Arc::new(Shared { acceptor, handshakes: Family::default() }) })
     }
 
     /// Read the files again if they have changed since. What can't be used is logged, and the
@@ -95,34 +80,12 @@ impl Tls {
     ///
     /// Cost: two calls of the system where nothing has changed.
     pub fn renew(&self) {
-        let Shared { cert, key, renewals, .. } = &*self.shared;
-        let found = looks(cert, key);
-        if std::mem::replace(&mut *self.shared.seen.lock(), found) == found {
-            return;
-        }
-        let outcome = match acceptor(cert, key) {
-            Ok(renewed) => {
-                *self.shared.acceptor.write() = renewed;
-                tracing::info!(cert = %cert.display(), "new certificate: connections from now on get it");
-                "renewed"
-            }
-            // Perhaps only one of the two is new yet.
-            Err(error) => {
-                tracing::warn!(%error, "files changed, but can't be used: the certificate read before stays");
-                "refused"
-            }
-        };
-        renewals.get_or_create(&Outcome { outcome }).inc();
+        self.shared.acceptor.renew();
     }
 
     /// Look for a new certificate every second, for ever.
     pub(super) async fn keep_renewing(self) {
-        loop {
-            tokio::time::sleep(LOOK_EVERY).await;
-            let tls = self.clone();
-            // A file system may take its time. A panic was printed, and the next look comes.
-            let _ = tokio::task::spawn_blocking(move || tls.renew()).await;
-        }
+        Arc::clone(&self.shared.acceptor).keep_renewing().await;
     }
 
     /// Have handshakes and renewals counted in `registry`.
@@ -136,10 +99,10 @@ impl Tls {
             "TLS handshakes of clients, by how they ended",
             self.shared.handshakes.clone(),
         );
-        registry.register(
+        self.shared.acceptor.register(
+            registry,
             "tls_renewals",
             "Changes of --tls-cert-path or --tls-key-path: taken, or refused (the log says why)",
-            self.shared.renewals.clone(),
         );
     }
 
@@ -158,16 +121,9 @@ impl Tls {
 
     /// The handshake of a new connection; as long as the other side takes.
     pub(super) async fn accept(&self, stream: TcpStream) -> io::Result<TlsStream<TcpStream>> {
-        let acceptor = self.shared.acceptor.read().clone();
+        let acceptor = self.shared.acceptor.current();
         acceptor.accept(stream).await
     }
-}
-
-fn looks(cert: &Path, key: &Path) -> Looks {
-    [cert, key].map(|path| {
-        let metadata = std::fs::metadata(path).ok()?;
-        Some((metadata.modified().ok()?, metadata.len()))
-    })
 }
 
 fn acceptor(cert: &Path, key: &Path) -> Result<TlsAcceptor> {
@@ -206,20 +162,4 @@ impl fmt::Debug for Tls {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Tls").finish_non_exhaustive()
     }
-}
-
-fn bytes_of(flag: &str, path: &Path) -> Result<Vec<u8>> {
-    use std::io::Read;
-    let mut bytes = Vec::new();
-    let read = std::fs::File::open(path)
-        .and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes));
-    read.map_err(|error| fault(flag, path, format!("can't be read: {error}")))?;
-    if bytes.len() as u64 > MAX_FILE_BYTES {
-        return Err(fault(flag, path, format!("is larger than {MAX_FILE_BYTES} bytes, the limit")));
-    }
-    Ok(bytes)
-}
-
-fn fault(flag: &str, path: &Path, what: impl fmt::Display) -> Error {
-    Error::Config(format!("{flag} {}: {what}", path.display()))
 }

@@ -12,6 +12,7 @@ mod frontend;
 mod hash;
 mod index;
 mod indexer;
+mod keys;
 mod kv_indexer;
 mod log;
 mod overlap;
@@ -56,6 +57,8 @@ mod _core {
     };
     #[pymodule_export]
     use super::indexer::Indexer;
+    #[pymodule_export]
+    use super::keys::check_keys;
     #[pymodule_export]
     use super::kv_indexer::KvIndexer;
     #[pymodule_export]

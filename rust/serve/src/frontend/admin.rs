@@ -32,7 +32,7 @@ use crate::gateway::plan::{Part, Plan};
 use crate::metrics::CauseLabel;
 use crate::remote::RemoteIndexer;
 use crate::worker_state::worker_id;
-use crate::{Peer, Reject};
+use crate::{Caller, Peer, Reject};
 
 /// 200 while at least one worker can serve, 503 otherwise; the body says how each one fares. Workers that
 /// only prefill serve nobody by themselves.
@@ -541,13 +541,14 @@ impl Asked {
 pub(super) async fn explain(
     State(app): State<Arc<App>>,
     Query(asked): Query<Asked>,
+    caller: Caller,
     headers: HeaderMap,
     body: Body,
 ) -> Response {
     let explained = async {
         let row = asked.row()?;
         let bytes = app.intake.whole(body).await?.bytes;
-        let head = Head { uri: Uri::default(), headers, address: None };
+        let head = Head { uri: Uri::default(), headers, address: None, caller };
         let plan = Plan::make(&app, row, head, String::new(), bytes).await?;
         let prefill = Prefill::of(&app, &plan).await?.explain(&app).await;
         let part = Part { is_decode_only: prefill.is_some(), ..Part::default() };

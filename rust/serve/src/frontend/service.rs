@@ -21,7 +21,7 @@ use super::{admin, busy, drain, probe, scrape};
 use crate::gateway::api::{Form, ROWS, Row};
 use crate::gateway::call::Head;
 use crate::gateway::send::forward;
-use crate::{Peer, Reject, Shutdown, body};
+use crate::{Caller, Peer, Reject, Shutdown, body};
 
 /// The frontend's service: add engines, serve [`FrontendApp::router`], stop with the shutdown it was given.
 #[derive(Clone)]
@@ -131,9 +131,10 @@ impl FrontendApp {
                             OriginalUri(uri): OriginalUri,
                             headers: HeaderMap,
                             peer: Option<Extension<Peer>>,
+                            caller: Caller,
                             body: Body| {
                     let address = peer.map(|Extension(Peer(address))| address.ip().to_string());
-                    forward(app, row, Head { uri, headers, address }, body).await
+                    forward(app, row, Head { uri, headers, address, caller }, body).await
                 },
             )
         };

@@ -24,8 +24,8 @@ use super::app::App;
 use super::engine::Engine;
 use super::notes::EngineNotes;
 use super::{FrontendApp, FrontendOptions, admin, scrape};
-use crate::Shutdown;
 use crate::gateway::evidence::Expectation;
+use crate::{Caller, Shutdown};
 
 /// Whatever takes longer does not come.
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -146,7 +146,13 @@ fn answers_of_every_worker_hold_up_no_connection() {
     let asked = Body::from(r#"{"model": "a", "prompt": "b"}"#);
     hold_up(
         &runtime,
-        admin::explain(state(), Query(admin::Asked::default()), HeaderMap::new(), asked),
+        admin::explain(
+            state(),
+            Query(admin::Asked::default()),
+            Caller::default(),
+            HeaderMap::new(),
+            asked,
+        ),
         notes.lock(),
     );
     hold_up(&runtime, scrape::metrics(state()), app.more_metrics.write());

@@ -170,13 +170,19 @@ impl Row {
         if has_messages { &ROWS[CHAT] } else { &ROWS[COMPLETIONS] }
     }
 
-    /// What to answer to a request for a path that is not served, and in whose form.
-    pub fn missing(path: &str) -> (Form, String) {
+    /// The path that is served and that `path` means: itself, or the one without a `/v1` too many or too few.
+    pub fn meant_by(path: &str) -> Option<String> {
         let bare = path.trim_end_matches('/');
         let inner = bare.trim_start_matches("/v1");
-        let meant = [bare.to_owned(), inner.to_owned(), format!("/v1{inner}")]
+        [bare.to_owned(), inner.to_owned(), format!("/v1{inner}")]
             .into_iter()
-            .find(|path| Self::of(path).is_some() || path == "/v1/models");
+            .find(|path| Self::of(path).is_some() || path == "/v1/models")
+    }
+
+    /// What to answer to a request for a path that is not served, and in whose form.
+    pub fn missing(path: &str) -> (Form, String) {
+        let meant = Self::meant_by(path);
+        let bare = path.trim_end_matches('/');
         let form = match meant.as_deref().and_then(Self::of) {
             Some(row) => row.form,
             None if bare.starts_with("/v1/messages/") => Form::Anthropic,

@@ -13,9 +13,9 @@ use super::body::Body;
 use super::envelope::Envelope;
 use super::foreign;
 use super::nvext::Nvext;
-use crate::Reject;
 use crate::compute::Busy;
 use crate::frontend::app::App;
+use crate::{Caller, Reject};
 
 pub(crate) static REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
 
@@ -32,6 +32,8 @@ pub(crate) struct Head {
     pub headers: HeaderMap,
     /// The client's address.
     pub address: Option<String>,
+    /// Whose key it came with.
+    pub caller: Caller,
 }
 
 impl Head {

@@ -38,9 +38,13 @@ pub(super) fn read(
     let header = |name: &str| {
         headers.get(name).and_then(|value| value.to_str().ok()).filter(|text| !text.is_empty())
     };
-    // The header `user` goes before OpenAI's field.
+    // A key tells who its owner is, and the header `user` goes before OpenAI's field.
+    let owner = call.head.caller.key().map(|key| key.id.clone());
     let field = envelope.user.and_then(|raw| serde_json::from_str::<String>(raw.get()).ok());
-    let user = header("user").map(str::to_owned).or(field).filter(|user| !user.is_empty());
+    let user = owner
+        .or_else(|| header("user").map(str::to_owned))
+        .or(field)
+        .filter(|user| !user.is_empty());
     let id = header(SESSION_HEADER);
     let named = id.and_then(read_session_id);
     let session_worker = named.as_ref().and_then(|(address, rank)| {
@@ -124,11 +128,13 @@ mod tests {
     use super::super::body::Body;
     use super::super::call::Head;
     use super::*;
+    use crate::Caller;
 
     fn read(headers: &[(&'static str, &str)], body: &str) -> Request {
         let headers =
             headers.iter().map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap()));
-        let head = Head { headers: headers.collect(), uri: Uri::default(), address: None };
+        let (headers, uri, caller) = (headers.collect(), Uri::default(), Caller::default());
+        let head = Head { headers, uri, address: None, caller };
         let body = Arc::new(Body::parse(body.to_owned().into()).unwrap());
         let envelope = body.read().unwrap();
         let call = Call::new(None, head, String::new(), &body, &envelope).unwrap();

@@ -1,0 +1,1 @@
+"""Adds, lists and removes the keys of a service."""

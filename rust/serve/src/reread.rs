@@ -1,0 +1,133 @@
+//! What some files hold, read again when they change.
+
+use std::fmt;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use kvflash_core::error::{Error, Result};
+use parking_lot::{Mutex, RwLock};
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::registry::Registry;
+
+/// Largest file that is read.
+const MAX_FILE_BYTES: u64 = 1024 * 1024;
+
+/// How often the files are looked at.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// Of each file: when it was written, and how long it is. Nothing for one that is not there.
+type Looks = Vec<Option<(SystemTime, u64)>>;
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Outcome {
+    outcome: &'static str,
+}
+
+/// A value that is read from files, and read again when one of them changes.
+pub(crate) struct Reread<T> {
+    paths: Vec<PathBuf>,
+    read: Box<dyn Fn() -> Result<T> + Send + Sync>,
+    value: RwLock<Arc<T>>,
+    /// What the files looked like when they were read last, whether or not they could be used.
+    seen: Mutex<Looks>,
+    renewals: Family<Outcome, Counter>,
+}
+
+impl<T: Send + Sync + 'static> Reread<T> {
+    /// What `read` makes of the files at `paths`.
+    ///
+    /// # Errors
+    /// As `read`.
+    pub fn new(
+        paths: Vec<PathBuf>,
+        read: impl Fn() -> Result<T> + Send + Sync + 'static,
+    ) -> Result<Self> {
+        let seen = Mutex::new(looks(&paths));
+        let value = RwLock::new(Arc::new(read()?));
+        Ok(Self { paths, read: Box::new(read), value, seen, renewals: Family::default() })
+    }
+
+    /// The newest value that could be read.
+    pub fn current(&self) -> Arc<T> {
+        Arc::clone(&self.value.read())
+    }
+
+    /// Read the files again if they have changed. The previous value stays if the new one can't be used; the log
+    /// says why.
+    ///
+    /// Cost: one call of the system per file while nothing changes.
+    pub fn renew(&self) {
+        let found = looks(&self.paths);
+        if std::mem::replace(&mut *self.seen.lock(), found.clone()) == found {
+            return;
+        }
+        let files: Vec<_> = self.paths.iter().map(|path| path.display().to_string()).collect();
+        let files = files.join(", ");
+        let outcome = match (self.read)() {
+            Ok(renewed) => {
+                *self.value.write() = Arc::new(renewed);
+                tracing::info!(files, "read again after a change");
+                "renewed"
+            }
+            // Perhaps only one of them is new yet.
+            Err(error) => {
+                tracing::warn!(files, %error, "changed, but can't be used: the previous contents stay in force");
+                "refused"
+            }
+        };
+        self.renewals.get_or_create(&Outcome { outcome }).inc();
+    }
+
+    /// Look for changes every second, for ever.
+    pub async fn keep_renewing(self: Arc<Self>) {
+        loop {
+            tokio::time::sleep(LOOK_EVERY).await;
+            let this = Arc::clone(&self);
+            // A file system may take its time. A panic was printed, and the next look comes.
+            let _ = tokio::task::spawn_blocking(move || this.renew()).await;
+        }
+    }
+
+    /// Have changes counted in `registry`, by outcome.
+    pub fn register(&self, registry: &mut Registry, name: &'static str, help: &'static str) {
+        registry.register(name, help, self.renewals.clone());
+    }
+}
+
+impl<T> fmt::Debug for Reread<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reread").field("paths", &self.paths).finish_non_exhaustive()
+    }
+}
+
+fn looks(paths: &[PathBuf]) -> Looks {
+    let look = |path: &PathBuf| {
+        let metadata = std::fs::metadata(path).ok()?;
+        Some((metadata.modified().ok()?, metadata.len()))
+    };
+    paths.iter().map(look).collect()
+}
+
+/// The bytes of a file that `flag` names.
+///
+/// # Errors
+/// `Config`, naming flag and file, for one that can't be read or is larger than 1 MiB.
+pub(crate) fn bytes_of(flag: &str, path: &Path) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let read = std::fs::File::open(path)
+        .and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes));
+    read.map_err(|error| fault(flag, path, format!("can't be read: {error}")))?;
+    if bytes.len() as u64 > MAX_FILE_BYTES {
+        return Err(fault(flag, path, format!("is larger than {MAX_FILE_BYTES} bytes, the limit")));
+    }
+    Ok(bytes)
+}
+
+/// What is wrong with a file that `flag` names.
+pub(crate) fn fault(flag: &str, path: &Path, what: impl fmt::Display) -> Error {
+    Error::Config(format!("{flag} {}: {what}", path.display()))
+}

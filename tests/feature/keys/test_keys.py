@@ -1,0 +1,48 @@
+"""Services with a file of keys."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from service import until
+from support_frontend import CHAT, Frontend
+
+
+def _line(key_id: str, role: str) -> str:
+    digest = hashlib.sha256(b"\0" * 16 + key_id.encode()).hexdigest()
+    return f"{key_id}:sha256${'00' * 16}${digest}:{role}\n"
+
+
+def test_keys_close_a_frontend_and_are_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(_line("bob", "client"))
+    with Frontend("--keys-file", str(path)) as frontend:
+
+        def status(method: str, where: str, key: str | None, body: object = None) -> int:
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            return int(frontend.http.call(method, where, body, headers=headers)[0])
+
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+        assert status("POST", CHAT, None, body) == 401
+        assert status("POST", CHAT, "eve", body) == 401
+        # There is no worker yet.
+        assert status("POST", CHAT, "bob", body) == 503
+        assert status("GET", "/metrics", None) == 200
+        path.write_text(_line("bob", "client") + _line("eve", "metrics") + _line("ann", "admin"))
+        until(lambda: status("GET", "/metrics", None) == 401, "the new file to be read")
+        assert status("GET", "/metrics", "eve") == 200
+        assert status("GET", "/workers", None) == 401
+        assert status("GET", "/workers", "bob") == 403
+        assert status("GET", "/workers", "ann") == 200
+        # What can't be used changes nothing.
+        path.write_text("ann")
+        until(
+            lambda: (
+                b'keys_renewals_total{outcome="refused"} 1'
+                in frontend.http.call("GET", "/metrics", headers={"x-api-key": "eve"})[1]
+            ),
+            "the bad file to be noticed",
+        )
+        assert status("GET", "/workers", "ann") == 200
+        assert status("GET", "/live", None) == 200

@@ -1,0 +1,120 @@
+"""``kvflash keys``: a file of keys that services read."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvflash.command import main
+from kvflash.keys.file import append_line, entries
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "keys"
+    monkeypatch.setenv("KVFLASH_KEYS_FILE", str(path))
+    return path
+
+
+def _add(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(["keys", "add", *argv]) == 0
+    return capsys.readouterr().out.strip()
+
+
+def test_a_key_is_printed_once_and_kept_as_a_hash(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ann = _add(capsys, "ann", "--role", "admin")
+    options = ["--rpm", "60", "--tenant", "blue", "--isolate", "--allow", "nvext|priority"]
+    bob = _add(capsys, "bob", "--role", "client", *options)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert ann != bob
+    assert ann not in path.read_text()
+    (_, first), (_, second) = entries(path.read_text())
+    assert second.endswith(":client:tenant=blue,rpm=60,isolate=true,allow=nvext|priority")
+    salts = []
+    for line, key in ((first, ann), (second, bob)):
+        kind, salt, digest = line.split(":")[1].split("$")
+        assert kind == "sha256"
+        assert hashlib.sha256(bytes.fromhex(salt) + key.encode()).hexdigest() == digest
+        salts.append(salt)
+    # One salt, one hash for each request.
+    assert salts[0] == salts[1]
+
+    assert main(["keys", "list"]) == 0
+    listed = capsys.readouterr().out
+    assert "bob  client  tenant=blue,rpm=60" in listed
+    assert "sha256" not in listed
+
+
+def test_a_removed_key_leaves_comments_and_others(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _add(capsys, "ann", "--role", "admin")
+    path.write_text("# operators\n" + path.read_text())
+    path.chmod(0o640)
+    _add(capsys, "ann2", "--role", "metrics")
+    assert main(["keys", "remove", "ann"]) == 0
+    assert path.read_text().startswith("# operators\nann2:")
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert list(path.parent.iterdir()) == [path]
+    assert main(["keys", "remove", "ann"]) == 1
+    assert "has no key 'ann'; its keys are: ann2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["add", "a b", "--role", "admin"], "id must be 1 to 64 letters"),
+        (["add", "ann", "--role", "client", "--allow", "all"], "option allow takes kv_transfer"),
+        (["add", "ann", "--role", "admin", "--rpm", "5"], "option rpm is for clients"),
+    ],
+)
+def test_what_a_service_would_refuse_is_not_written(
+    path: Path, argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _add(capsys, "bob", "--role", "client")
+    before = path.read_text()
+    assert main(["keys", *argv]) == 2
+    assert told in capsys.readouterr().err
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["add", "ann"], "add needs --role"),
+        (["add"], "need the id of a key"),
+        (["list", "ann"], "need the id of a key"),
+        (["remove", "ann", "--rpm", "5"], "--rpm goes with add only"),
+        (["make", "ann"], "the action must be one of add, list, remove"),
+    ],
+)
+def test_bad_usage(
+    path: Path, argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["keys", *argv])
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_writers_at_once_lose_nothing(path: Path) -> None:
+    ids = [f"k{at}" for at in range(24)]
+
+    def line(key_id: str) -> str:
+        return f"{key_id}:sha256${'00' * 16}${hashlib.sha256(key_id.encode()).hexdigest()}:metrics"
+
+    def write(key_id: str) -> None:
+        append_line(path, lambda _text: line(key_id))
+
+    threads = [threading.Thread(target=write, args=(one,)) for one in ids]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(one for one, _ in entries(path.read_text())) == sorted(ids)
