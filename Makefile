@@ -8,9 +8,9 @@ export CARGO_TARGET_DIR ?= $(HOME)/.cache/kvflash/target
 PROFILE ?= dev
 PYTEST_FLAGS ?=
 
-.PHONY: help demo demo-cluster test lint bench against policies settings dev capi wheel fuzz loom sanitize soak attack gamedays mutants peers audit clean
+.PHONY: help demo demo-cluster test lint bench against policies settings site dev capi wheel fuzz loom sanitize soak attack gamedays mutants peers audit clean
 help:
-	@echo "make demo | demo-cluster | test | lint | bench | against | policies | settings | dev | capi | wheel | fuzz | loom | sanitize | soak | attack | gamedays | mutants | peers | audit | clean"
+	@echo "make demo | demo-cluster | test | lint | bench | against | policies | settings | site | dev | capi | wheel | fuzz | loom | sanitize | soak | attack | gamedays | mutants | peers | audit | clean"
 
 $(VENV)/.ready:
 	$(PYTHON) -m venv $(VENV)
@@ -88,6 +88,16 @@ policies:
 # The manuals' tables of flags, from the settings that the core declares; a test compares them.
 settings: dev
 	$(BIN)/python tests/settings_tables.py
+
+# The documentation as a site in dist/site; a link that leads nowhere, or a page that is in no menu, fails. In an
+# environment of its own: mkdocs and what it needs are for nothing else.
+$(VENV)/site/.ready:
+	$(PYTHON) -m venv $(VENV)/site
+	$(VENV)/site/bin/python -m pip install --quiet "mkdocs-material>=9.6,<10"
+	@touch $@
+
+site: $(VENV)/site/.ready
+	NO_MKDOCS_2_WARNING=1 $(VENV)/site/bin/mkdocs build --strict
 
 # With the licenses of what is linked into it; without the file maturin builds a wheel that lacks them.
 wheel: $(VENV)/.ready
