@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 
 import pytest
 import settings_tables
-from support_markdown import Block, read_blocks
+from support_manuals import ROOT, Manuals
+from support_markdown import Block
 from support_stage import TINY_LLAMA, Stage, items, run_fragment
 
 from dns_server import DnsServer
@@ -33,8 +34,7 @@ from kvflash.frontend.args import parse_args as frontend_args
 from kvflash.router import parse_args as router_args
 from kvflash.version import IS_RELEASED
 
-ROOT = Path(__file__).parents[2]
-MANUALS = (
+PAGES = (
     "README.md",
     *(
         f"docs/{name}.md"
@@ -51,16 +51,11 @@ MANUALS = (
         )
     ),
 )
-# A drawing is text.
-BLOCKS = [
-    block for manual in MANUALS for block in read_blocks(ROOT / manual) if block.language != "text"
-]
-
 # What the README says to do first: in a checkout, or from PyPI.
-INSTALLS = next(b.text for b in BLOCKS if b.path.name == "README.md")
+INSTALLS = settings_tables.INSTALL[IS_RELEASED].partition("    ")[2].splitlines()[0]
 
 NOT_RUN = {
-    ("README.md", INSTALLS.splitlines()[0]): "needs a network; test_the_readme_installs reads it",
+    ("README.md", INSTALLS): "needs a network; test_the_readme_installs reads it",
     ("command.md", "kvflash frontend"): "the README's commands, which are run",
     ("command.md", "WORKER  URL"): "a table; test_looking.py compares one",
     ("command.md", "120 requests in"): "a report; test_replay.py compares one",
@@ -81,20 +76,10 @@ NOT_RUN = {
     ("publishing.md", "make capi"): "built and linked by test_capi.py",
     ("publishing.md", "kvflash_publisher_options"): "C; test_capi.py runs the same calls",
 }
-RUN: set[tuple[str, str]] = set()
+MANUALS = Manuals(PAGES, NOT_RUN)
+find, runs = MANUALS.find, MANUALS.runs
 
 CHAT = {"model": "mock-model", "max_tokens": 4, "messages": [{"role": "user", "content": "Hello"}]}
-
-
-def find(name: str, beginning: str) -> Block:
-    (found,) = [b for b in BLOCKS if b.path.name == name and b.first.startswith(beginning)]
-    return found
-
-
-def runs(*names: tuple[str, str]) -> pytest.MarkDecorator:
-    """Hand these blocks to the test."""
-    RUN.update(names)
-    return pytest.mark.parametrize("blocks", [[find(*name) for name in names]], ids=[names[0][0]])
 
 
 @pytest.fixture(autouse=True)
@@ -103,17 +88,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_block_is_run_or_says_why_not() -> None:
-    """Ran as the last line of the tables below, which are complete once the module is read."""
-    assert {block.path.name for block in BLOCKS} >= {Path(m).name for m in MANUALS}
-    known = RUN | set(NOT_RUN)
-    unknown = [
-        str(block)
-        for block in BLOCKS
-        if not any(block.path.name == n and block.first.startswith(b) for n, b in known)
-    ]
-    assert unknown == []
-    for name in NOT_RUN:
-        find(*name)
+    MANUALS.check()
 
 
 @runs(("policies.md", "from kvflash import Policy"))
