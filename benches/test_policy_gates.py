@@ -43,13 +43,11 @@ def medians() -> Medians:
 
 
 @pytest.mark.parametrize("tokens", [1_000, 100_000])
-@pytest.mark.parametrize(("workers", "most"), [(200, 6.0), (2_000, 3.5)])
-def test_a_decision_by_auto_is_fast(
-    medians: Medians, workers: int, most: float, tokens: int
-) -> None:
+@pytest.mark.parametrize("workers", [200, 2_000])
+def test_a_decision_by_auto_is_fast(medians: Medians, workers: int, tokens: int) -> None:
     auto, kv = medians[workers, tokens, "auto"], medians[workers, tokens, "kv"]
     print(f"{workers} workers, {tokens} tokens: auto {auto} us, kv {kv} us")
-    assert auto < most * kv
+    assert auto < 3.5 * kv
 
 
 @pytest.mark.parametrize("workers", [200, 2_000])

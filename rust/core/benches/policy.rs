@@ -176,8 +176,12 @@ fn fleet(workers: u64, blocks: u32, rng: &mut SmallRng) -> Vec<Candidate> {
     (0..workers).map(candidate).collect()
 }
 
+/// Requests of a worker until a full cache evicts what the first of them brought.
+const KEPT_REQUESTS: usize = 16;
+
 /// The choice alone, by `kv` and by `auto`, a thousand times a second of the policies' clock: half of the
-/// caches are full and evict with every request, a tenth of the workers is slow, 4 requests a worker run.
+/// caches are full and evict with every request what came some requests earlier, a tenth of the workers is slow,
+/// 4 requests a worker run. The candidates were written just before, as the router does.
 fn decision(workers: u64, tokens: u64) {
     let blocks = tokens as u32 / 16;
     let mut rng = SmallRng::seed_from_u64(3);
@@ -204,11 +208,15 @@ fn decision(workers: u64, tokens: u64) {
     });
     let [_, auto] = &policies;
     let (mut terms, mut running) = (Vec::new(), VecDeque::new());
+    let mut caches: Vec<VecDeque<&[u64]>> = (0..workers).map(|_| VecDeque::new()).collect();
+    let mut list = Vec::new();
     let mut times = [const { Vec::new() }; 3];
     let warm = 20 * workers as usize;
     for n in 0..warm + CALLS {
-        let (list, prompt) = (&fleets[n * 7 % 64], &prompts[n * 5 % 64]);
-        let candidates = Candidates::new(list);
+        list.clone_from(&fleets[n * 7 % 64]);
+        // No worker gets a prompt twice within as many requests as there are prompts.
+        let prompt = &prompts[(n + n / workers as usize) % 64];
+        let candidates = Candidates::new(&list);
         let context = |now_ms| Context {
             sequence_hashes: prompt,
             local_hashes: prompt,
@@ -239,7 +247,12 @@ fn decision(workers: u64, tokens: u64) {
         }
         running.push_back((worker, now_ms, context.memo.into_ticket()));
         if worker.instance_id % 2 == 0 {
-            auto.evicted(worker, &prompt[..prompt.len().min(8)], now_ms);
+            let cache = &mut caches[choice.index];
+            cache.push_back(&prompt[prompt.len() - prompt.len().min(8)..]);
+            if cache.len() > KEPT_REQUESTS {
+                let evicted = cache.pop_front().expect("it is full");
+                auto.evicted(worker, evicted, now_ms);
+            }
         }
         if running.len() > 4 * workers as usize {
             let (worker, routed_at_ms, ticket) = running.pop_front().expect("it is full");

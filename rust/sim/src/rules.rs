@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use hashbrown::HashMap;
 use kvflash_core::ids::Worker;
-use kvflash_core::policy::{Candidates, Choice, Context, Reason, RoutePolicy, Terms};
+use kvflash_core::policy::{CandidateCost, Candidates, Choice, Context, Reason, RoutePolicy};
 use rand::{Rng, RngCore};
 
 use crate::lru::Lru;
@@ -205,11 +205,11 @@ impl RoutePolicy for Peer {
         &self,
         context: &Context<'_>,
         found: &Candidates<'_>,
-        terms: &mut Vec<Terms>,
+        told: &mut Vec<CandidateCost>,
         rng: &mut dyn RngCore,
     ) -> Option<Choice> {
         let costs = self.costs(context, found);
-        found.fill(context, terms, |index| costs[index]);
+        found.fill(told, |index| costs[index]);
         let least = costs.iter().copied().fold(f64::INFINITY, f64::min);
         let ties: Vec<usize> = (0..costs.len()).filter(|&at| costs[at] == least).collect();
         let index = *ties.get(rng.random_range(0..ties.len().max(1)))?;

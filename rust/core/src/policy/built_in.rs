@@ -3,7 +3,7 @@
 use rand::RngCore;
 
 use super::contract::{Candidates, Context, Polarity, RoutePolicy};
-use super::cost::Terms;
+use super::cost::CandidateCost;
 use super::decision::Choice;
 use super::kind::Policy;
 use super::select::select;
@@ -18,10 +18,10 @@ impl RoutePolicy for Policy {
         &self,
         context: &Context<'_>,
         candidates: &Candidates<'_>,
-        terms: &mut Vec<Terms>,
+        costs: &mut Vec<CandidateCost>,
         rng: &mut dyn RngCore,
     ) -> Option<Choice> {
-        let decision = select(*self, &context.request, candidates.list, terms, rng)?;
+        let decision = select(*self, &context.request, candidates.list, costs, rng)?;
         Some(decision.choice())
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use rand::{Rng, RngCore};
 
 use super::contract::{Candidates, Context, Polarity, RoutePolicy};
-use super::cost::Terms;
+use super::cost::CandidateCost;
 use super::decision::{Choice, Reason};
 use super::lowest::Lowest;
 use super::select::among_equals;
@@ -35,14 +35,14 @@ impl RoutePolicy for ByMetric {
 
     fn choose(
         &self,
-        context: &Context<'_>,
+        _context: &Context<'_>,
         candidates: &Candidates<'_>,
-        terms: &mut Vec<Terms>,
+        costs: &mut Vec<CandidateCost>,
         rng: &mut dyn RngCore,
     ) -> Option<Choice> {
         let mut values = Vec::with_capacity(candidates.len());
         (self.values)(candidates, &mut values);
-        candidates.fill(context, terms, |index| values[index].unwrap_or(f64::INFINITY));
+        candidates.fill(costs, |index| values[index].unwrap_or(f64::INFINITY));
         choose_lowest(&values, rng)
     }
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 
 use rand::RngCore;
 
-use super::cost::{ActiveLoad, Candidate, RequestTerms, Terms};
+use super::cost::{ActiveLoad, Candidate, CandidateCost, RequestTerms};
 use super::decision::Choice;
 use super::desk::Desk;
 use super::engine::EngineMetrics;
@@ -60,13 +60,13 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
         self.members().iter().try_for_each(|one| one.prepare(context))
     }
 
-    /// Choose among `candidates`; `None` only when there are none. The terms of all of them
-    /// replace what is in `terms`, in the same order.
+    /// Choose among `candidates`; `None` only when there are none. What each of them costs
+    /// replaces what is in `costs`, in the same order.
     fn choose(
         &self,
         context: &Context<'_>,
         candidates: &Candidates<'_>,
-        terms: &mut Vec<Terms>,
+        costs: &mut Vec<CandidateCost>,
         rng: &mut dyn RngCore,
     ) -> Option<Choice>;
 
@@ -289,15 +289,12 @@ impl<'a> Candidates<'a> {
         }
     }
 
-    /// Fill `terms` with every candidate's terms; `cost` says what the policy minimises.
+    /// Fill `costs`: `cost` says what the policy minimises of each candidate.
     #[inline]
-    pub fn fill(
-        &self,
-        context: &Context<'_>,
-        terms: &mut Vec<Terms>,
-        mut cost: impl FnMut(usize) -> f64,
-    ) {
-        context.request.fill(self.list, terms, |index, _, _| cost(index));
+    pub fn fill(&self, costs: &mut Vec<CandidateCost>, mut cost: impl FnMut(usize) -> f64) {
+        costs.clear();
+        let priceless = |index| CandidateCost { cost: cost(index), ..CandidateCost::default() };
+        costs.extend((0..self.list.len()).map(priceless));
     }
 }
 

@@ -126,6 +126,15 @@ pub struct ActiveLoad {
     pub last_booked: u64,
 }
 
+/// What a policy minimises, of one candidate.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct CandidateCost {
+    /// The cost; 0 for policies that minimise nothing.
+    pub cost: f64,
+    /// The parts of that cost for `auto`; zeros for other policies.
+    pub price: Price,
+}
+
 /// What the request would cost on one candidate, term by term.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Terms {
@@ -151,22 +160,6 @@ pub struct Terms {
     pub cost: f64,
     /// The parts of that cost for `auto`; zeros for other policies.
     pub price: Price,
-}
-
-impl Terms {
-    const NOTHING: Self = Self {
-        worker: Worker::new(0, 0),
-        overlap_blocks: 0,
-        predicted_blocks: 0,
-        lower_milliblocks: 0,
-        active_requests: 0,
-        prefill_tokens: 0,
-        prefill_blocks: 0.0,
-        weighed_prefill_blocks: 0.0,
-        decode_blocks: 0,
-        cost: 0.0,
-        price: Price::NOTHING,
-    };
 }
 
 impl RequestTerms {
@@ -198,32 +191,29 @@ impl RequestTerms {
         terms
     }
 
-    /// Terms of all `candidates` replace what is in `terms`; `cost` is what the policy minimises.
+    /// The terms of `candidate`, of which a policy said that it costs `cost`.
+    pub fn terms_at(&self, candidate: &Candidate, cost: &CandidateCost) -> Terms {
+        let CandidateCost { cost, price } = *cost;
+        Terms { cost, price, ..self.without_cost(self.scale.is_plain(), candidate) }
+    }
+
+    /// What `policy` minimises of all `candidates` replaces what is in `costs`; each is shown to `see`.
     #[inline(always)]
     pub(super) fn fill(
         &self,
+        policy: Policy,
         candidates: &[Candidate],
-        terms: &mut Vec<Terms>,
-        mut cost: impl FnMut(usize, &Candidate, &Terms) -> f64,
+        costs: &mut Vec<CandidateCost>,
+        mut see: impl FnMut(usize, &Candidate, f64),
     ) {
         let is_plain = self.scale.is_plain();
-        terms.resize(candidates.len(), Terms::NOTHING);
-        for (index, (place, candidate)) in terms.iter_mut().zip(candidates).enumerate() {
-            let known = self.without_cost(is_plain, candidate);
-            let cost = cost(index, candidate, &known);
-            // Field by field: copied as a whole it would go through memory, which takes as long as all the rest.
-            place.worker = known.worker;
-            place.overlap_blocks = known.overlap_blocks;
-            place.predicted_blocks = known.predicted_blocks;
-            place.lower_milliblocks = known.lower_milliblocks;
-            place.active_requests = known.active_requests;
-            place.prefill_tokens = known.prefill_tokens;
-            place.prefill_blocks = known.prefill_blocks;
-            place.weighed_prefill_blocks = known.weighed_prefill_blocks;
-            place.decode_blocks = known.decode_blocks;
-            place.cost = cost;
-            place.price = Price::NOTHING;
-        }
+        costs.clear();
+        costs.extend(candidates.iter().enumerate().map(|(index, candidate)| {
+            let terms = self.without_cost(is_plain, candidate);
+            let cost = self.cost(policy, candidate, &terms);
+            see(index, candidate, cost);
+            CandidateCost { cost, price: Price::NOTHING }
+        }));
     }
 
     /// All but the cost, which no policy decides.
@@ -265,13 +255,13 @@ impl RequestTerms {
             weighed_prefill_blocks,
             decode_blocks: if block_size == 0 { 0 } else { decode_blocks },
             cost: 0.0,
-            price: Price::default(),
+            price: Price::NOTHING,
         }
     }
 
     /// What `policy` minimises, of a candidate and its other terms.
     #[inline(always)]
-    pub(super) fn cost(&self, policy: Policy, candidate: &Candidate, terms: &Terms) -> f64 {
+    fn cost(&self, policy: Policy, candidate: &Candidate, terms: &Terms) -> f64 {
         let requests = f64::from(terms.active_requests);
         match policy {
             Policy::Kv if self.block_size == 0 => {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::cost::{RequestTerms, Terms};
+use super::cost::{Candidate, CandidateCost, RequestTerms, Terms};
 use super::kind::Policy;
 use crate::ids::Worker;
 
@@ -65,8 +65,8 @@ impl Choice {
     }
 }
 
-/// Which worker was chosen, among whom and why. Borrows the buffer that the caller gave for the
-/// terms of the candidates.
+/// Which worker was chosen, among whom and why. Borrows the candidates, and what the policy said of
+/// each; their terms are worked out when they are asked for.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Decision<'a> {
     /// The chosen worker.
@@ -77,8 +77,10 @@ pub struct Decision<'a> {
     pub policy: Option<Policy>,
     /// The request as the policy saw it.
     pub request: RequestTerms,
-    /// Terms of every candidate, in the order they were given.
-    pub candidates: &'a [Terms],
+    /// Every candidate, in the order they were given.
+    pub candidates: &'a [Candidate],
+    /// What each of them costs.
+    pub costs: &'a [CandidateCost],
     /// Where in `candidates` the chosen one is.
     pub chosen: usize,
     /// How many candidates the policy found equally good and better than all others: 1 without a
@@ -96,11 +98,12 @@ pub struct Decision<'a> {
 }
 
 impl<'a> Decision<'a> {
-    /// `choice` among the candidates whose terms are `candidates`.
+    /// `choice` among `candidates`, which cost `costs`.
     pub fn new(
         policy: Option<Policy>,
         request: RequestTerms,
-        candidates: &'a [Terms],
+        candidates: &'a [Candidate],
+        costs: &'a [CandidateCost],
         choice: &Choice,
     ) -> Self {
         let chosen = &candidates[choice.index];
@@ -110,6 +113,7 @@ impl<'a> Decision<'a> {
             policy,
             request,
             candidates,
+            costs,
             chosen: choice.index,
             ties: choice.ties,
             margin: choice.margin,
@@ -137,20 +141,26 @@ impl<'a> Decision<'a> {
     }
 
     /// Terms of the chosen worker.
-    pub fn terms(&self) -> &Terms {
-        &self.candidates[self.chosen]
+    pub fn terms(&self) -> Terms {
+        self.request.terms_at(&self.candidates[self.chosen], &self.costs[self.chosen])
+    }
+
+    /// Terms of every candidate, in the order they were given.
+    pub fn all_terms(&self) -> impl ExactSizeIterator<Item = Terms> {
+        let each = self.candidates.iter().zip(self.costs);
+        each.map(|(candidate, cost)| self.request.terms_at(candidate, cost))
     }
 
     /// The cost of each candidate, worked out; one line each.
     pub fn formulas(&self) -> impl ExactSizeIterator<Item = Formula<'_>> {
-        self.candidates.iter().map(|terms| terms.formula(&self.request))
+        self.all_terms().map(|terms| terms.formula(&self.request))
     }
 }
 
 impl Terms {
     /// These terms, of `request`, as the line of a log.
-    pub fn formula<'a>(&'a self, request: &'a RequestTerms) -> Formula<'a> {
-        Formula { terms: self, request }
+    pub fn formula<'a>(&self, request: &'a RequestTerms) -> Formula<'a> {
+        Formula { terms: *self, request }
     }
 }
 
@@ -158,7 +168,7 @@ impl Terms {
 /// with `{:#}` in short, with one decimal.
 #[derive(Debug, Clone, Copy)]
 pub struct Formula<'a> {
-    terms: &'a Terms,
+    terms: Terms,
     request: &'a RequestTerms,
 }
 

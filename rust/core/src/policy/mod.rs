@@ -1,8 +1,8 @@
 //! Which worker gets a request: functions of the request, the overlaps and the loads.
 //!
 //! [`select`] reads no clock and keeps no state; chance comes from the generator it is given. The
-//! same inputs and the same generator state give the same [`Decision`], with the terms of every
-//! candidate, so that it can be explained afterwards.
+//! same inputs and the same generator state give the same [`Decision`], with what every candidate
+//! costs, so that it can be explained afterwards.
 //!
 //! [`RoutePolicy`] is the same for policies that remember: one file each, entered in
 //! [`registry`] with one line. Time and chance come in as arguments there too.
@@ -35,7 +35,7 @@ pub mod vtc_basic;
 
 pub use affinity::{Affinity, Seat};
 pub use contract::{Candidates, Context, Finished, Memo, Polarity, RoutePolicy, Session};
-pub use cost::{ActiveLoad, Candidate, KvScale, RequestTerms, Stage, Terms};
+pub use cost::{ActiveLoad, Candidate, CandidateCost, KvScale, RequestTerms, Stage, Terms};
 pub use decision::{Choice, Decision, Formula, Reason};
 pub use desk::Desk;
 pub use engine::EngineMetrics;

@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 use rand::RngCore;
 
 use super::contract::{Candidates, Context, Polarity, RoutePolicy};
-use super::cost::Terms;
+use super::cost::CandidateCost;
 use super::decision::{Choice, Reason};
 use super::registry;
 use super::settings::Settings;
@@ -118,7 +118,7 @@ impl RoutePolicy for Multi {
         &self,
         context: &Context<'_>,
         candidates: &Candidates<'_>,
-        terms: &mut Vec<Terms>,
+        costs: &mut Vec<CandidateCost>,
         rng: &mut dyn RngCore,
     ) -> Option<Choice> {
         let mut scratch = self.scratch.lock();
@@ -131,7 +131,7 @@ impl RoutePolicy for Multi {
                 add(scores, polarity, *weight, sums);
             }
         }
-        candidates.fill(context, terms, |index| -sums[index]);
+        candidates.fill(costs, |index| -sums[index]);
         highest(sums)
     }
 }

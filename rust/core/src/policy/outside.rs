@@ -6,7 +6,7 @@ use std::sync::Arc;
 use rand::RngCore;
 
 use super::contract::{Candidates, Context, Finished, RoutePolicy};
-use super::cost::Terms;
+use super::cost::CandidateCost;
 use super::decision::{Choice, Reason};
 use super::desk::Desk;
 use super::kind::Policy;
@@ -83,10 +83,10 @@ impl RoutePolicy for Outside {
         &self,
         context: &Context<'_>,
         candidates: &Candidates<'_>,
-        terms: &mut Vec<Terms>,
+        costs: &mut Vec<CandidateCost>,
         rng: &mut dyn RngCore,
     ) -> Option<Choice> {
-        let fallback = select(Policy::Kv, &context.request, candidates.list, terms, rng)?.choice();
+        let fallback = select(Policy::Kv, &context.request, candidates.list, costs, rng)?.choice();
         let Some(advice) = context.advice else { return Some(fallback) };
         let mut best: Option<(f64, usize)> = None;
         let (mut ties, mut next) = (0, f64::NEG_INFINITY);
@@ -94,7 +94,7 @@ impl RoutePolicy for Outside {
             let Some(score) = advice.score(one.worker) else { continue };
             match best {
                 Some((high, held))
-                    if score < high || (score == high && !cheaper(terms, index, held)) =>
+                    if score < high || (score == high && !cheaper(costs, index, held)) =>
                 {
                     next = next.max(score);
                     ties += usize::from(score == high);
@@ -139,6 +139,6 @@ impl RoutePolicy for Outside {
     }
 }
 
-fn cheaper(terms: &[Terms], index: usize, than: usize) -> bool {
-    terms[index].cost < terms[than].cost
+fn cheaper(costs: &[CandidateCost], index: usize, than: usize) -> bool {
+    costs[index].cost < costs[than].cost
 }

@@ -2,14 +2,14 @@
 
 use rand::Rng;
 
-use super::cost::{Candidate, RequestTerms, Terms};
+use super::cost::{Candidate, CandidateCost, RequestTerms};
 use super::decision::{Choice, Decision, Reason};
 use super::kind::Policy;
 use super::lowest::Lowest;
 use super::softmax;
 
-/// Choose among `candidates`; `None` when there are none. The terms of all of them replace what
-/// is in `terms`, whose memory is reused.
+/// Choose among `candidates`; `None` when there are none. What each of them costs replaces what
+/// is in `costs`, whose memory is reused.
 ///
 /// Ties are exact: costs that differ in the last bit do not tie. Of equal costs of `kv`, a worker to
 /// which the prompt was just sent comes first while it has one request at most: what it is computing
@@ -21,8 +21,8 @@ use super::softmax;
 pub fn select<'a>(
     policy: Policy,
     request: &RequestTerms,
-    candidates: &[Candidate],
-    terms: &'a mut Vec<Terms>,
+    candidates: &'a [Candidate],
+    costs: &'a mut Vec<CandidateCost>,
     rng: &mut (impl Rng + ?Sized),
 ) -> Option<Decision<'a>> {
     let mut request = *request;
@@ -34,20 +34,17 @@ pub fn select<'a>(
     let mut all = Lowest::new();
     match policy {
         // The policy that most choose by: a loop of its own, in which the lowest is found as well.
-        Policy::Kv => request.fill(candidates, terms, |index, candidate, terms| {
-            let cost = request.cost(Policy::Kv, candidate, terms);
-            all.see(index, cost, || rank(Policy::Kv, candidate, terms));
-            cost
+        Policy::Kv => request.fill(Policy::Kv, candidates, costs, |index, candidate, cost| {
+            all.see(index, cost, || rank(Policy::Kv, candidate));
         }),
-        _ => request
-            .fill(candidates, terms, |_, candidate, terms| request.cost(policy, candidate, terms)),
+        _ => request.fill(policy, candidates, costs, |_, _, _| {}),
     }
-    let terms = &*terms;
+    let costs = &*costs;
     let lowest_of = |indices: &mut dyn Iterator<Item = usize>| {
         let mut lowest = Lowest::new();
         for index in indices {
-            let rank = || rank(policy, &candidates[index], &terms[index]);
-            lowest.see(index, value(policy, &terms[index]), rank);
+            let rank = || rank(policy, &candidates[index]);
+            lowest.see(index, value(policy, &costs[index]), rank);
         }
         lowest
     };
@@ -55,8 +52,8 @@ pub fn select<'a>(
         (_, 0) => return None,
         (_, 1) => Choice::plain(0, 1, Reason::OnlyCandidate),
         (Policy::Kv, _) if request.temperature > 0.0 => {
-            let costs = terms.iter().map(|terms| terms.cost);
-            warm(terms, softmax::sample(costs, request.temperature, rng))
+            let values = costs.iter().map(|one| one.cost);
+            warm(costs, softmax::sample(values, request.temperature, rng))
         }
         (Policy::Random, count) => Choice::plain(rng.random_range(0..count), count, Reason::Chance),
         (Policy::PowerOfTwo, count) => {
@@ -66,32 +63,33 @@ pub fn select<'a>(
             let second = if second < first { second } else { second + 1 };
             let drawn = [first, second];
             let lowest = lowest_of(&mut drawn.into_iter());
-            settle(policy, lowest, drawn.into_iter(), candidates, terms, rng)
+            settle(policy, lowest, drawn.into_iter(), candidates, costs, rng)
         }
-        (Policy::Kv, count) => settle(policy, all, 0..count, candidates, terms, rng),
+        (Policy::Kv, count) => settle(policy, all, 0..count, candidates, costs, rng),
         (Policy::RoundRobin | Policy::LeastLoaded, count) => {
             let lowest = lowest_of(&mut (0..count));
-            settle(policy, lowest, 0..count, candidates, terms, rng)
+            settle(policy, lowest, 0..count, candidates, costs, rng)
         }
     };
-    Some(Decision::new(Some(policy), request, terms, &choice))
+    Some(Decision::new(Some(policy), request, candidates, costs, &choice))
 }
 
 /// What a policy minimises.
-fn value(policy: Policy, terms: &Terms) -> f64 {
-    if policy == Policy::RoundRobin { 0.0 } else { terms.cost }
+fn value(policy: Policy, cost: &CandidateCost) -> f64 {
+    if policy == Policy::RoundRobin { 0.0 } else { cost.cost }
 }
 
 /// What it minimises among equals.
 #[inline(always)]
-fn rank(policy: Policy, candidate: &Candidate, terms: &Terms) -> u64 {
+fn rank(policy: Policy, candidate: &Candidate) -> u64 {
+    let requests = candidate.load.as_ref().map_or(0, |load| load.requests);
     match policy {
         Policy::Kv => {
-            let is_twin = candidate.predicted_blocks > 0 && terms.active_requests <= 1;
+            let is_twin = candidate.predicted_blocks > 0 && requests <= 1;
             u64::from(!is_twin)
         }
         Policy::Random => 0,
-        Policy::LeastLoaded | Policy::PowerOfTwo => u64::from(terms.active_requests),
+        Policy::LeastLoaded | Policy::PowerOfTwo => u64::from(requests),
         Policy::RoundRobin => candidate.load.map_or(0, |load| load.last_booked),
     }
 }
@@ -120,7 +118,7 @@ fn settle(
     lowest: Lowest,
     indices: impl Iterator<Item = usize>,
     candidates: &[Candidate],
-    terms: &[Terms],
+    costs: &[CandidateCost],
     rng: &mut (impl Rng + ?Sized),
 ) -> Choice {
     if policy == Policy::RoundRobin {
@@ -128,18 +126,17 @@ fn settle(
         return Choice::plain(lowest.index, 1, Reason::Turn);
     }
     let is_tied = |at: usize| {
-        value(policy, &terms[at]) == lowest.value
-            && rank(policy, &candidates[at], &terms[at]) == lowest.rank
+        value(policy, &costs[at]) == lowest.value && rank(policy, &candidates[at]) == lowest.rank
     };
     among_equals(lowest, indices, is_tied, rng)
 }
 
 /// What is to be said of a choice drawn by temperature.
-pub(super) fn warm(terms: &[Terms], index: usize) -> Choice {
-    let chosen = terms[index].cost;
-    let lowest = terms.iter().map(|terms| terms.cost).fold(f64::INFINITY, f64::min);
-    let ties = terms.iter().filter(|terms| terms.cost == lowest).count();
-    let others = terms.iter().enumerate().filter(|&(at, _)| at != index);
-    let next = others.map(|(_, terms)| terms.cost).fold(f64::INFINITY, f64::min);
+pub(super) fn warm(costs: &[CandidateCost], index: usize) -> Choice {
+    let chosen = costs[index].cost;
+    let lowest = costs.iter().map(|one| one.cost).fold(f64::INFINITY, f64::min);
+    let ties = costs.iter().filter(|one| one.cost == lowest).count();
+    let others = costs.iter().enumerate().filter(|&(at, _)| at != index);
+    let next = others.map(|(_, one)| one.cost).fold(f64::INFINITY, f64::min);
     Choice { index, ties, margin: Some(next - chosen), reason: Reason::Temperature, score: None }
 }

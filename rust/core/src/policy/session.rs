@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::by_metric::choose_lowest;
 use super::contract::{Candidates, Context, RoutePolicy};
-use super::cost::Terms;
+use super::cost::CandidateCost;
 use super::decision::{Choice, Reason};
 use super::sample::Sample;
 use super::settings::Settings;
@@ -64,10 +64,10 @@ impl RoutePolicy for SessionAffinity {
         &self,
         context: &Context<'_>,
         candidates: &Candidates<'_>,
-        terms: &mut Vec<Terms>,
+        costs: &mut Vec<CandidateCost>,
         rng: &mut dyn RngCore,
     ) -> Option<Choice> {
-        candidates.fill(context, terms, |index| f64::from(candidates.requests(index)));
+        candidates.fill(costs, |index| f64::from(candidates.requests(index)));
         let place_of = |wanted: Worker| candidates.list.iter().position(|c| c.worker == wanted);
         let pinned = |index, reason| Some(Choice::plain(index, 1, reason));
         if let Some(index) = context.session.worker.and_then(place_of) {

@@ -7,7 +7,7 @@ use rand::rngs::SmallRng;
 use rand::{RngCore, SeedableRng};
 
 use super::contract::{Candidates, Context, RoutePolicy};
-use super::cost::Terms;
+use super::cost::CandidateCost;
 use super::decision::Choice;
 use super::sample::Sample;
 use super::settings::Settings;
@@ -32,7 +32,7 @@ pub struct Shadow {
 #[derive(Debug)]
 struct State {
     rng: SmallRng,
-    terms: Vec<Terms>,
+    costs: Vec<CandidateCost>,
     stats: ShadowStats,
 }
 
@@ -60,7 +60,7 @@ impl Shadow {
     pub fn new(policy: Arc<dyn RoutePolicy>, seed: u64) -> Self {
         let state = State {
             rng: SmallRng::seed_from_u64(seed),
-            terms: Vec::new(),
+            costs: Vec::new(),
             stats: ShadowStats::default(),
         };
         Self { policy, state: Mutex::new(state) }
@@ -119,9 +119,9 @@ impl Shadow {
         active: &Choice,
     ) -> Option<Worker> {
         let mut state = self.state.lock();
-        let State { rng, terms, stats } = &mut *state;
+        let State { rng, costs, stats } = &mut *state;
         stats.decisions += 1;
-        let wanted = self.policy.choose(context, candidates, terms, rng);
+        let wanted = self.policy.choose(context, candidates, costs, rng);
         let chosen = &candidates.list[active.index];
         stats.active_reused_blocks += u64::from(chosen.overlap_blocks);
         stats.active_requests += u64::from(candidates.requests(active.index));

@@ -89,7 +89,7 @@ fn check_choice(weight: f64, workers: &Value, expected: &Value) {
     let request = RequestTerms { overlap_score_weight: weight, ..REQUEST };
     let (mut terms, mut rng) = (Vec::new(), SmallRng::seed_from_u64(1));
     let decision = select(Policy::Kv, &request, &candidates, &mut terms, &mut rng).unwrap();
-    for terms in decision.candidates {
+    for terms in decision.all_terms() {
         let id = terms.worker.instance_id.to_string();
         assert_eq!(terms.cost, expected["costs"][&id].as_f64().unwrap(), "worker {id}");
     }
@@ -440,7 +440,7 @@ fn a_prompt_that_was_just_sent_somewhere_goes_there_again_but_not_in_crowds() {
             let candidates = [idle, twin(requests)];
             let decision = select(Policy::Kv, &request, &candidates, &mut terms, &mut rng).unwrap();
             // The nine tokens behind the last full block make no difference.
-            assert_eq!(decision.candidates[0].cost, decision.candidates[1].cost);
+            assert_eq!(decision.costs[0].cost, decision.costs[1].cost);
             chosen[requests as usize - 1] += usize::from(decision.worker == Worker::new(1, 0));
         }
     }
@@ -471,24 +471,22 @@ proptest! {
             temperature,
             ..REQUEST
         };
-        let (mut terms, mut again) = (Vec::new(), vec![request.terms(policy, &Candidate {
-            worker: Worker::new(99, 0), predicted_blocks: 0, lower_milliblocks: 0,
-            overlap_blocks: 0, load: None,
-        })]);
+        let stale = CandidateCost { cost: 99.0, ..CandidateCost::default() };
+        let (mut terms, mut again) = (Vec::new(), vec![stale]);
         let rng = SmallRng::seed_from_u64(seed);
         let first = select(policy, &request, &candidates, &mut terms, &mut rng.clone());
         let second = select(policy, &request, &candidates, &mut again, &mut rng.clone());
         prop_assert_eq!(&first, &second);
         prop_assert_eq!(first.is_none(), candidates.is_empty());
         let Some(decision) = first else { return Ok(()) };
-        prop_assert_eq!(decision.candidates.len(), candidates.len());
+        prop_assert_eq!(decision.costs.len(), candidates.len());
         prop_assert_eq!(decision.worker, candidates[decision.chosen].worker);
         prop_assert_eq!(decision.overlap_blocks, candidates[decision.chosen].overlap_blocks);
         prop_assert!(decision.ties >= 1 && decision.ties <= candidates.len());
         let compares = temperature == 0.0 && policy == Policy::Kv || policy == Policy::LeastLoaded;
         if compares {
             let cost = decision.terms().cost;
-            let others = || decision.candidates.iter().enumerate()
+            let others = || decision.costs.iter().enumerate()
                 .filter(|&(at, _)| at != decision.chosen).map(|(_, terms)| terms.cost);
             prop_assert!(others().all(|other| other >= cost));
             let next = others().min_by(f64::total_cmp);
@@ -496,7 +494,7 @@ proptest! {
         }
         if policy == Policy::Kv && temperature == 0.0 {
             let cost = decision.terms().cost;
-            let equal = decision.candidates.iter().filter(|terms| terms.cost == cost).count();
+            let equal = decision.costs.iter().filter(|terms| terms.cost == cost).count();
             let is_foretold = candidates.iter().any(|candidate| candidate.predicted_blocks > 0);
             prop_assert!(decision.ties == equal || (is_foretold && decision.ties < equal));
         }
@@ -545,7 +543,7 @@ fn weighed_costs_are_as_published() {
             None => vec![candidate(0, &input["worker"])],
         };
         let decision = select(Policy::Kv, &request, &candidates, &mut all, &mut rng).unwrap();
-        for terms in decision.candidates {
+        for terms in decision.all_terms() {
             let wanted = match expected.get("logits") {
                 Some(logits) => &logits[terms.worker.instance_id.to_string()],
                 None => &expected["logit"],

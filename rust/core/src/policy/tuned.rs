@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use rand::RngCore;
 
 use super::contract::{Candidates, Context, Memo, RoutePolicy};
-use super::cost::{Candidate, RequestTerms, Terms};
+use super::cost::{Candidate, CandidateCost, RequestTerms};
 use super::decision::Choice;
 use super::price::AUTO;
 use super::registry;
@@ -268,22 +268,22 @@ impl RoutePolicy for Tuned {
         &self,
         context: &Context<'_>,
         candidates: &Candidates<'_>,
-        terms: &mut Vec<Terms>,
+        costs: &mut Vec<CandidateCost>,
         rng: &mut dyn RngCore,
     ) -> Option<Choice> {
         if self.changes == Changes::default() {
-            return self.policy.choose(context, candidates, terms, rng);
+            return self.policy.choose(context, candidates, costs, rng);
         }
         let request = self.changes.request(&context.request);
         let own = Context { request, memo: Memo::default(), ..*context };
         if !self.changes.changes_loads() {
-            return self.policy.choose(&own, candidates, terms, rng);
+            return self.policy.choose(&own, candidates, costs, rng);
         }
         let mut list = self.scratch.lock();
         list.clear();
         let changed = |one| self.changes.candidate(one, request.block_size);
         list.extend(candidates.list.iter().map(changed));
         let seen = Candidates { list: &list, metrics: candidates.metrics };
-        self.policy.choose(&own, &seen, terms, rng)
+        self.policy.choose(&own, &seen, costs, rng)
     }
 }

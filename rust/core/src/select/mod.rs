@@ -48,7 +48,7 @@ pub use reuse::{
     WorkerReason,
 };
 pub use router::{
-    Gate, Policies, RoomWatch, RouteOverride, Router, RouterConfig, TierWeights, Usage,
+    Considered, Gate, Policies, RoomWatch, RouteOverride, Router, RouterConfig, TierWeights, Usage,
 };
 pub use selection::{PotentialLoad, Selection};
 pub use selector::Selector;

@@ -36,7 +36,7 @@ impl Selector {
     }
 
     pub(super) fn selection(&self, decision: &Decision<'_>, matches: &Matches) -> Selection {
-        let (overlap_blocks, predicted_blocks) = self.told(decision.terms());
+        let (overlap_blocks, predicted_blocks) = self.told(&decision.terms());
         let best = |blocks: fn(&Match) -> u32| matches.as_slice().iter().map(blocks).max();
         let best = match self.overlap {
             Overlap::Predictions => best(|found| found.predicted),
@@ -72,24 +72,24 @@ impl Selector {
         let credits = self.reuse.credits();
         let is_draining =
             |terms: &Terms| ask.known.draining.binary_search(&terms.worker.instance_id).is_ok();
-        let candidate = |terms: &Terms, is_busy| {
+        let candidate = |terms: Terms, is_busy| {
             let place = found.binary_search_by_key(&terms.worker, |found| found.worker);
             let held = place.ok().map(|place| found[place]);
             let blocks = |tier: fn(&Match) -> u32| held.map_or(0, tier);
             CandidateRecord {
-                terms: *terms,
-                overlap_blocks: self.told(terms).0,
+                terms,
+                overlap_blocks: self.told(&terms).0,
                 device_blocks: blocks(|held| held.device),
                 host_blocks: blocks(|held| held.host),
                 disk_blocks: blocks(|held| held.external),
                 predicted_blocks: blocks(|held| held.predicted),
                 credit: credits.as_ref().and_then(|low| low.get(&terms.worker)).copied(),
                 is_busy,
-                is_draining: is_draining(terms),
+                is_draining: is_draining(&terms),
             }
         };
-        let open = decision.candidates.iter().map(|terms| candidate(terms, false));
-        let busy = passed_over.iter().map(|terms| candidate(terms, !is_draining(terms)));
+        let open = decision.all_terms().map(|terms| candidate(terms, false));
+        let busy = passed_over.iter().map(|terms| candidate(*terms, !is_draining(terms)));
         Record {
             request_id: request_id.into(),
             model: Arc::clone(&self.name),
@@ -119,7 +119,7 @@ impl Selector {
     pub(super) fn log(&self, ask: &Ask<'_>, decision: &Decision<'_>) {
         let is_kv = decision.policy == Some(Policy::Kv);
         let is_auto = &*self.policy_name == AUTO;
-        let prices = || decision.candidates.iter().filter(|_| is_auto);
+        let prices = || decision.all_terms().filter(|_| is_auto);
         if self.logs_decisions && tracing::enabled!(tracing::Level::INFO) {
             log_decision!(info, self, ask, decision);
             for formula in decision.formulas().filter(|_| is_kv) {

@@ -20,7 +20,7 @@ use super::record::Record;
 use super::remote::Remote;
 use super::reservation::{Growth, Line, Reservation};
 use super::reuse::{Removals, ReuseTable};
-use super::router::{Policies, RouteOverride, Router};
+use super::router::{Considered, Policies, RouteOverride, Router};
 use super::selection::{PotentialLoad, Selection};
 use crate::catalog::{CacheWatch, ModelIndex, Reuse};
 use crate::clock::Clock;
@@ -42,7 +42,7 @@ pub(super) struct Scratch {
     pub overlaps: Vec<(Worker, u32)>,
     pub predictions: Vec<(Worker, u32)>,
     tiers: Vec<(Worker, [u32; 2])>,
-    terms: Vec<Terms>,
+    considered: Considered,
     passed_over: RefCell<Vec<Terms>>,
 }
 
@@ -265,9 +265,9 @@ impl Selector {
     /// # Cost
     /// O(blocks + workers) beside the walk; a write to the index where predictions are on.
     pub fn select(&self, ask: &Ask<'_>) -> Result<(Reservation, Selection)> {
-        self.with_known(ask, |ask, found, terms| {
+        self.with_known(ask, |ask, found, considered| {
             let (mut reservation, decision) =
-                self.router.route(ask, terms).map_err(|error| self.explain(ask, error))?;
+                self.router.route(ask, considered).map_err(|error| self.explain(ask, error))?;
             self.log(ask, &decision);
             let selection = self.selection(&decision, found.matches);
             self.predict(ask, &selection);
@@ -299,9 +299,9 @@ impl Selector {
     /// # Errors
     /// As [`select`](Self::select), but for `Overloaded`.
     pub fn preview(&self, ask: &Ask<'_>) -> Result<(Selection, Record)> {
-        self.with_known(&Ask { waits: false, ..*ask }, |ask, found, terms| {
+        self.with_known(&Ask { waits: false, ..*ask }, |ask, found, considered| {
             let decision =
-                self.router.preview(ask, terms).map_err(|error| self.explain(ask, error))?;
+                self.router.preview(ask, considered).map_err(|error| self.explain(ask, error))?;
             let id = ask.request_id.unwrap_or_default();
             let record =
                 self.record(id, ask, &decision, found.matches, &found.passed_over.borrow());
@@ -315,8 +315,8 @@ impl Selector {
     /// # Errors
     /// As [`preview`](Self::preview).
     pub fn query(&self, ask: &Ask<'_>) -> Result<Selection> {
-        self.with_known(&Ask { waits: false, ..*ask }, |ask, found, terms| {
-            let decision = self.router.query(ask, terms);
+        self.with_known(&Ask { waits: false, ..*ask }, |ask, found, considered| {
+            let decision = self.router.query(ask, considered);
             let decision = decision.map_err(|error| self.explain(ask, error))?;
             Ok(self.selection(&decision, found.matches))
         })
@@ -328,8 +328,8 @@ impl Selector {
     /// # Errors
     /// `InvalidArgument` for an empty prompt or an override out of range.
     pub fn potential_loads(&self, ask: &Ask<'_>) -> Result<Vec<PotentialLoad>> {
-        self.with_known(&Ask { waits: false, ..*ask }, |ask, _, terms| {
-            self.router.potential(ask, terms)?;
+        self.with_known(&Ask { waits: false, ..*ask }, |ask, _, considered| {
+            let terms = self.router.potential(ask, considered)?;
             let load = |terms: &Terms| PotentialLoad {
                 worker: terms.worker,
                 potential_prefill_tokens: terms.prefill_tokens,
@@ -459,11 +459,12 @@ impl Selector {
     pub(super) fn with_known<T>(
         &self,
         ask: &Ask<'_>,
-        then: impl FnOnce(&Ask<'_>, Found<'_>, &mut Vec<Terms>) -> T,
+        then: impl FnOnce(&Ask<'_>, Found<'_>, &mut Considered) -> T,
     ) -> T {
         SCRATCH.with_borrow_mut(|scratch| {
             self.walk(ask, scratch);
-            let Scratch { matches, overlaps, predictions, tiers, terms, passed_over, .. } = scratch;
+            let Scratch { matches, overlaps, predictions, tiers, considered, passed_over, .. } =
+                scratch;
             let gate = self.gate(ask, passed_over);
             let draining = self.draining.all();
             let is_gated = self.busy.is_any_set() || gate.queue.is_some() || !draining.is_empty();
@@ -483,7 +484,7 @@ impl Selector {
                 draining: &draining,
                 unpinned: ask.pin.filter(|pin| !is_open(pin)),
             };
-            then(&Ask { known, pin, ..*ask }, Found { matches, passed_over }, terms)
+            then(&Ask { known, pin, ..*ask }, Found { matches, passed_over }, considered)
         })
     }
 

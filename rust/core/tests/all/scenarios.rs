@@ -26,7 +26,9 @@ use kvflash_core::clock::ManualClock;
 use kvflash_core::error::Error;
 use kvflash_core::ids::Worker;
 use kvflash_core::policy::Decision;
-use kvflash_core::select::{self, Known, Prompt, Reservation, RouteOverride, Router, RouterConfig};
+use kvflash_core::select::{
+    self, Considered, Known, Prompt, Reservation, RouteOverride, Router, RouterConfig,
+};
 
 /// Events of all files together, at least: a check that reads nothing proves nothing.
 const EVENTS_MIN: usize = 100;
@@ -180,11 +182,11 @@ impl Stage {
             overrides: ask.overrides,
             ..select::Ask::new(&ask.prompt)
         };
-        let mut terms = Vec::new();
+        let mut considered = Considered::default();
         let router = Arc::clone(self.router()?);
         let got = match name {
-            None => router.preview(&request, &mut terms),
-            Some(name) => router.route(&request, &mut terms).map(|(booking, decision)| {
+            None => router.preview(&request, &mut considered),
+            Some(name) => router.route(&request, &mut considered).map(|(booking, decision)| {
                 self.names.insert(booking.request().0, name.to_owned());
                 self.bookings.insert(name.to_owned(), booking);
                 decision

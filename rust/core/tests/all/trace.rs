@@ -17,7 +17,7 @@ use kvflash_core::ids::{Tier, Worker};
 use kvflash_core::index::{Block, BlockIndex, DEFAULT_SEED, Matches, Options, RadixIndex};
 use kvflash_core::load::PrefillSpeed;
 use kvflash_core::policy::{KvScale, Policy};
-use kvflash_core::select::{Ask, Known, Prompt, Reservation, Router, RouterConfig};
+use kvflash_core::select::{Ask, Considered, Known, Prompt, Reservation, Router, RouterConfig};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
@@ -186,7 +186,7 @@ fn play(trace: &[Request], way: &Way) -> Outcome {
     let mut engines: Vec<Engine> = (0..WORKERS).map(|_| Engine::default()).collect();
     let mut due: BinaryHeap<Reverse<(u64, usize)>> = BinaryHeap::new();
     let mut ends: Vec<Option<End>> = Vec::new();
-    let (mut matches, mut terms) = (Matches::new(), Vec::new());
+    let (mut matches, mut considered) = (Matches::new(), Considered::default());
     let mut outcome = Outcome::default();
     let mut now_ms = 0;
     for request in trace {
@@ -232,7 +232,7 @@ fn play(trace: &[Request], way: &Way) -> Outcome {
                 let prompt = Prompt { isl_tokens, sequence_hashes, ..Prompt::default() };
                 let known = Known { overlaps: &overlaps, ..Known::default() };
                 let wanted = Ask { known, ..Ask::new(&prompt) };
-                let (booking, _) = router.route(&wanted, &mut terms).unwrap();
+                let (booking, _) = router.route(&wanted, &mut considered).unwrap();
                 (booking.worker().instance_id as usize - 1, Some(booking))
             }
         };

@@ -18,7 +18,7 @@ pub use table::{PrefixTable, TableStats};
 
 use super::by_metric::choose_lowest;
 use super::contract::{Candidates, Context, Polarity, RoutePolicy};
-use super::cost::Terms;
+use super::cost::CandidateCost;
 use super::decision::{Choice, Reason};
 use super::sample::Sample;
 use super::settings::{PrefixSettings, PrefixSource, Settings, TokenizerKind};
@@ -137,14 +137,14 @@ impl RoutePolicy for PrefixCache {
         &self,
         context: &Context<'_>,
         candidates: &Candidates<'_>,
-        terms: &mut Vec<Terms>,
+        costs: &mut Vec<CandidateCost>,
         rng: &mut dyn RngCore,
     ) -> Option<Choice> {
-        candidates.fill(context, terms, |index| f64::from(candidates.requests(index)));
+        candidates.fill(costs, |index| f64::from(candidates.requests(index)));
         let mut state = self.state.lock();
         let Scratch { counts, allowed, .. } = &mut state.scratch;
         counts.clear();
-        counts.extend(terms.iter().map(|terms| i64::from(terms.active_requests)));
+        counts.extend((0..candidates.len()).map(|index| i64::from(candidates.requests(index))));
         let lowest = counts.iter().copied().min()?;
         allowed.clear();
         if is_imbalanced(counts, self.settings.imbalance_abs_count) {

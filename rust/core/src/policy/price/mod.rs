@@ -22,7 +22,7 @@ use parking_lot::Mutex;
 use rand::RngCore;
 
 use super::contract::{Candidates, Context, Finished, RoutePolicy};
-use super::cost::{ActiveLoad, Stage, Terms};
+use super::cost::{ActiveLoad, CandidateCost, Stage};
 use super::decision::{Choice, Reason};
 use super::lowest::Lowest;
 use super::sample::Sample;
@@ -147,12 +147,12 @@ pub struct PricePolicy {
 }
 
 impl PricePolicy {
-    /// Fill `terms` with what the request would cost on every candidate; the lowest of it.
+    /// Fill `costs` with what the request would cost on every candidate; the lowest of it.
     fn price(
         &self,
         context: &Context<'_>,
         candidates: &Candidates<'_>,
-        terms: &mut Vec<Terms>,
+        costs: &mut Vec<CandidateCost>,
     ) -> Lowest {
         let request = &context.request;
         let size = f64::from(request.block_size);
@@ -168,24 +168,27 @@ impl PricePolicy {
         let tariff = Tariff::new(answer_tokens, request.stage(), miss);
         let mut lowest = Lowest::new();
         let mut next = 0;
-        request.fill(candidates.list, terms, |_, _, _| 0.0);
-        for (index, (one, terms)) in candidates.list.iter().zip(terms).enumerate() {
+        costs.clear();
+        costs.extend(candidates.list.iter().enumerate().map(|(index, one)| {
             // Both are in worker order.
-            while workers.get(next).is_some_and(|known| known.worker < one.worker) {
+            let mut rates = Rates::NEUTRAL;
+            while let Some(known) = workers.get_mut(next)
+                && known.worker <= one.worker
+            {
                 next += 1;
+                if known.worker == one.worker {
+                    rates = known.rates(gaps, context.now_ms);
+                    break;
+                }
             }
-            let rates = match workers.get_mut(next) {
-                Some(known) if known.worker == one.worker => known.rates(gaps, context.now_ms),
-                _ => Rates::NEUTRAL,
-            };
             let (cost, price) = match &one.load {
                 Some(load) => tariff.price(one.overlap_blocks, one.lower_milliblocks, load, rates),
                 // The load table's strangers earn nothing for what they hold.
                 None => tariff.price(0, 0, &ActiveLoad::default(), rates),
             };
-            (terms.cost, terms.price) = (cost, price);
             lowest.see(index, cost, || u64::from(candidates.requests(index)));
-        }
+            CandidateCost { cost, price }
+        }));
         lowest
     }
 }
@@ -207,23 +210,23 @@ impl RoutePolicy for PricePolicy {
         &self,
         context: &Context<'_>,
         candidates: &Candidates<'_>,
-        terms: &mut Vec<Terms>,
+        costs: &mut Vec<CandidateCost>,
         rng: &mut dyn RngCore,
     ) -> Option<Choice> {
-        let lowest = self.price(context, candidates, terms);
+        let lowest = self.price(context, candidates, costs);
         match candidates.len() {
             0 => None,
             1 => Some(Choice::plain(0, 1, Reason::OnlyCandidate)),
             _ if context.request.temperature > 0.0 => {
-                let costs = terms.iter().map(|terms| terms.cost);
-                Some(warm(terms, softmax::sample(costs, context.request.temperature, rng)))
+                let values = costs.iter().map(|one| one.cost);
+                Some(warm(costs, softmax::sample(values, context.request.temperature, rng)))
             }
             count => {
                 // Among equal costs the fewest requests, then chance: turns would lead the sessions of one
                 // worker to the next one, again and again.
                 let is_tied = |at: usize| {
                     let rank = u64::from(candidates.requests(at));
-                    terms[at].cost == lowest.value && rank == lowest.rank
+                    costs[at].cost == lowest.value && rank == lowest.rank
                 };
                 Some(among_equals(lowest, 0..count, is_tied, rng))
             }

@@ -41,7 +41,11 @@ fn load(requests: u32, queued_tokens: u64) -> ActiveLoad {
 }
 
 /// The choice among `list`, and everybody's terms.
-fn decide(policy: &PricePolicy, context: &Context<'_>, list: &[Candidate]) -> (Choice, Vec<Terms>) {
+fn decide(
+    policy: &PricePolicy,
+    context: &Context<'_>,
+    list: &[Candidate],
+) -> (Choice, Vec<CandidateCost>) {
     let mut terms = Vec::new();
     let mut rng = SmallRng::seed_from_u64(7);
     let choice = policy.choose(context, &Candidates::new(list), &mut terms, &mut rng).unwrap();

@@ -96,7 +96,10 @@ proptest! {
                 (decision.ties, decision.margin, decision.reason),
                 (choice.ties, choice.margin, choice.reason)
             );
-            prop_assert_eq!(decision.candidates, &others[..]);
+            prop_assert_eq!(decision.costs, &others[..]);
+            let told: Vec<_> = decision.all_terms().collect();
+            let meant: Vec<_> = list.iter().map(|one| decision.request.terms(kind, one)).collect();
+            prop_assert_eq!(told, meant);
         }
     }
 }

@@ -15,7 +15,7 @@ pub use tracker::TokenTracker;
 
 use super::by_metric::choose_lowest;
 use super::contract::{Candidates, Context, Finished, Polarity, RoutePolicy};
-use super::cost::Terms;
+use super::cost::CandidateCost;
 use super::decision::{Choice, Reason};
 use super::sample::Sample;
 use super::settings::{Settings, VtcSettings};
@@ -91,7 +91,7 @@ impl RoutePolicy for VtcBasic {
         &self,
         context: &Context<'_>,
         candidates: &Candidates<'_>,
-        terms: &mut Vec<Terms>,
+        costs: &mut Vec<CandidateCost>,
         rng: &mut dyn RngCore,
     ) -> Option<Choice> {
         let user = context.user.unwrap_or("");
@@ -112,7 +112,7 @@ impl RoutePolicy for VtcBasic {
             }
         }
         let State { values, scores, .. } = &mut *state;
-        candidates.fill(context, terms, |index| values[index]);
+        candidates.fill(costs, |index| values[index]);
         scores.clear();
         scores.extend(values.iter().map(|&value| Some(value)));
         let choice = choose_lowest(scores, rng)?;

@@ -2,17 +2,17 @@
 
 use super::route::Router;
 use crate::ids::Worker;
-use crate::policy::{AUTO, Candidate, Choice, Policy, Terms};
+use crate::policy::{AUTO, Candidate, CandidateCost, Choice, Policy};
 use crate::select::ask::Ask;
 
 impl Router {
-    /// The candidate at which the session of `ask` is, whatever a policy has chosen; `terms` are
+    /// The candidate at which the session of `ask` is, whatever a policy has chosen; `costs` are
     /// those of the candidates.
     pub(super) fn kept(
         &self,
         ask: &Ask<'_>,
         candidates: &[Candidate],
-        terms: &[Terms],
+        costs: &[CandidateCost],
         now_ms: u64,
     ) -> Option<Choice> {
         let affinity = self.policies.affinity.as_ref()?;
@@ -21,9 +21,9 @@ impl Router {
             Some(active) => active.name() == AUTO,
             None => self.config.policy == Policy::Kv,
         };
-        let others = terms.iter().enumerate().filter(|&(at, _)| at != kept.index);
-        let next = others.map(|(_, terms)| terms.cost).reduce(f64::min);
-        let margin = next.filter(|_| has_costs).map(|next| next - terms[kept.index].cost);
+        let others = costs.iter().enumerate().filter(|&(at, _)| at != kept.index);
+        let next = others.map(|(_, one)| one.cost).reduce(f64::min);
+        let margin = next.filter(|_| has_costs).map(|next| next - costs[kept.index].cost);
         Some(Choice { margin, ..kept })
     }
 

@@ -6,20 +6,20 @@ use rand::rngs::SmallRng;
 use rand::{RngCore, SeedableRng};
 
 use super::config::RouteOverride;
-use super::policies::{Buffers, Tail};
+use super::policies::{Considered, Tail};
 use super::route::{Router, State};
 use crate::error::{Error, Result};
 use crate::load::{ActiveSequences, Assignment, RequestId};
 use crate::policy::{
     self, Candidate, Choice, Context, Decision, OutsideCandidate, OutsideRequest, Policy, Question,
-    RequestTerms, Terms,
+    RequestTerms,
 };
 use crate::select::ask::Ask;
 use crate::select::reservation::Reservation;
 
 impl Router {
-    /// Choose a worker and book the request on it, as one step. The terms of all candidates
-    /// replace what is in `terms`; keep the buffer for the next request.
+    /// Choose a worker and book the request on it, as one step. All candidates and their costs
+    /// replace what is in `considered`; keep it for the next request.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for an empty prompt, too many hashes, a session's key that is too
@@ -32,13 +32,12 @@ impl Router {
     pub fn route<'a>(
         self: &Arc<Self>,
         ask: &Ask<'_>,
-        terms: &'a mut Vec<Terms>,
+        considered: &'a mut Considered,
     ) -> Result<(Reservation, Decision<'a>)> {
         self.validate(ask)?;
         let now_ms = self.clock.now_ms();
         let mut context = self.context(ask, now_ms);
         self.policies.prepare(&context)?;
-        let mut buffers = self.spare.take();
         let (id, choice, seed) = {
             let mut state = self.state.lock();
             let state = &mut *state;
@@ -46,9 +45,9 @@ impl Router {
             state.load.check_room()?;
             let mut seeds = state.seeds.clone();
             let (seed, mut rng) = drawn(ask, &mut seeds);
-            let choice = self.choose(state, ask, &mut context, &mut buffers, terms, &mut rng)?;
+            let choice = self.choose(state, ask, &mut context, considered, &mut rng)?;
             state.seeds = seeds;
-            let chosen = &buffers.candidates[choice.index];
+            let chosen = &considered.candidates[choice.index];
             let id = RequestId(state.next_request);
             let work = Assignment {
                 id,
@@ -64,10 +63,8 @@ impl Router {
             self.keep(ask, chosen.worker, now_ms);
             (id, choice, seed)
         };
-        self.policies.routed(&context, &buffers.found(), &choice);
-        self.spare.give_back(buffers);
-        let decision =
-            Decision::new(self.chooser(), context.request, terms, &choice).drawn_from(seed);
+        self.policies.routed(&context, &considered.found(), &choice);
+        let decision = self.decision(&context, considered, &choice).drawn_from(seed);
         let told = !self.policies.is_empty();
         let tail = told.then(|| Box::new(Tail::new(ask, now_ms, context.memo.into_ticket())));
         Ok((Reservation::new(Arc::clone(self), id, decision.worker, now_ms, tail), decision))
@@ -78,23 +75,24 @@ impl Router {
     ///
     /// # Errors
     /// As [`route`](Self::route), but for [`Error::Overloaded`].
-    pub fn preview<'a>(&self, ask: &Ask<'_>, terms: &'a mut Vec<Terms>) -> Result<Decision<'a>> {
+    pub fn preview<'a>(
+        &self,
+        ask: &Ask<'_>,
+        considered: &'a mut Considered,
+    ) -> Result<Decision<'a>> {
         self.validate(ask)?;
         let mut context = self.context(ask, self.clock.now_ms());
         if let Some(active) = &self.policies.active {
             active.prepare(&context)?;
         }
-        let mut buffers = self.spare.take();
         let (choice, seed) = {
             let mut state = self.state.lock();
             state.load.advance(context.now_ms);
             let (seed, mut rng) = drawn(ask, &mut state.seeds.clone());
-            let choice =
-                self.choose(&mut state, ask, &mut context, &mut buffers, terms, &mut rng)?;
+            let choice = self.choose(&mut state, ask, &mut context, considered, &mut rng)?;
             (choice, seed)
         };
-        self.spare.give_back(buffers);
-        Ok(Decision::new(self.chooser(), context.request, terms, &choice).drawn_from(seed))
+        Ok(self.decision(&context, considered, &choice).drawn_from(seed))
     }
 
     /// A decision about what is active now, with a draw of its own: where chance decides, asking again may
@@ -102,10 +100,10 @@ impl Router {
     ///
     /// # Errors
     /// As [`preview`](Self::preview).
-    pub fn query<'a>(&self, ask: &Ask<'_>, terms: &'a mut Vec<Terms>) -> Result<Decision<'a>> {
+    pub fn query<'a>(&self, ask: &Ask<'_>, considered: &'a mut Considered) -> Result<Decision<'a>> {
         let (seed, _) = drawn(ask, &mut self.questions.lock());
         let overrides = RouteOverride { seed: Some(seed), ..ask.overrides };
-        self.preview(&Ask { overrides, ..*ask }, terms)
+        self.preview(&Ask { overrides, ..*ask }, considered)
     }
 
     /// What a policy outside the core is to be asked about `ask`: those that may take it now.
@@ -119,15 +117,12 @@ impl Router {
             return Ok(None);
         }
         let mut context = self.context(ask, self.clock.now_ms());
-        let mut buffers = self.spare.take();
-        let filled = {
-            let mut state = self.state.lock();
-            self.gather(&mut state, ask, &mut context, &mut buffers)
-        };
-        let found = buffers.found();
+        let mut considered = Considered::default();
+        self.gather(&mut self.state.lock(), ask, &mut context, &mut considered)?;
+        let found = considered.found();
         // Where a session stays nobody is asked.
         let is_kept = self.kept(ask, found.list, &[], context.now_ms).is_some();
-        let question = (found.len() > 1 && !is_kept).then(|| Question {
+        Ok((found.len() > 1 && !is_kept).then(|| Question {
             request: OutsideRequest::of(&context),
             candidates: (0..found.len())
                 .map(|index| OutsideCandidate {
@@ -136,9 +131,7 @@ impl Router {
                     terms: context.request.terms(Policy::Kv, &found.list[index]),
                 })
                 .collect(),
-        });
-        self.spare.give_back(buffers);
-        filled.map(|()| question)
+        }))
     }
 
     /// How long the request's prefill on `chosen` counts as queued, where its end is not seen.
@@ -147,9 +140,16 @@ impl Router {
         active.unseen_prefill_ms(context.model, context.request.uncached_tokens(chosen))
     }
 
-    /// The built-in policy that chooses, if one does.
-    fn chooser(&self) -> Option<Policy> {
-        self.policies.active.is_none().then_some(self.config.policy)
+    /// `choice` as it is told.
+    fn decision<'a>(
+        &self,
+        context: &Context<'_>,
+        considered: &'a Considered,
+        choice: &Choice,
+    ) -> Decision<'a> {
+        let built_in = self.policies.active.is_none().then_some(self.config.policy);
+        let Considered { candidates, costs, .. } = considered;
+        Decision::new(built_in, context.request, candidates, costs, choice)
     }
 
     /// What policies are told of `ask`, from a look at the load that may be old when they choose. Where
@@ -187,14 +187,12 @@ impl Router {
         state: &mut State,
         ask: &Ask<'_>,
         context: &mut Context<'_>,
-        buffers: &mut Buffers,
+        considered: &mut Considered,
     ) -> Result<()> {
-        buffers.candidates.clear();
         let blocks = self.block_use(&state.load, &ask.prompt.sequence_hashes, &ask.overrides);
         context.request = self.terms(&state.load, ask, blocks);
-        self.fill(state, ask, &context.request, blocks)?;
-        std::mem::swap(&mut state.scratch.candidates, &mut buffers.candidates);
-        buffers.ask(ask.known.metrics);
+        self.fill(state, ask, &context.request, blocks, &mut considered.candidates)?;
+        considered.ask(ask.known.metrics);
         Ok(())
     }
 
@@ -204,17 +202,16 @@ impl Router {
         state: &mut State,
         ask: &Ask<'_>,
         context: &mut Context<'_>,
-        buffers: &mut Buffers,
-        terms: &mut Vec<Terms>,
+        considered: &mut Considered,
         rng: &mut SmallRng,
     ) -> Result<Choice> {
-        self.gather(state, ask, context, buffers)?;
+        self.gather(state, ask, context, considered)?;
+        let (found, costs) = considered.parts();
         let choice = match &self.policies.active {
-            Some(active) => active.choose(context, &buffers.found(), terms, rng),
+            Some(active) => active.choose(context, &found, costs, rng),
             None => {
-                let candidates = &buffers.candidates;
                 let decision =
-                    policy::select(self.config.policy, &context.request, candidates, terms, rng);
+                    policy::select(self.config.policy, &context.request, found.list, costs, rng);
                 decision.map(|decision| {
                     context.request = decision.request;
                     decision.choice()
@@ -222,7 +219,7 @@ impl Router {
             }
         };
         let choice = choice.ok_or_else(|| no_candidate(&state.load))?;
-        let kept = self.kept(ask, &buffers.candidates, terms, context.now_ms);
+        let kept = self.kept(ask, &considered.candidates, &considered.costs, context.now_ms);
         Ok(kept.unwrap_or(choice))
     }
 }

@@ -17,7 +17,7 @@ mod route;
 pub use config::{RouteOverride, RouterConfig, TierWeights};
 pub use gate::Gate;
 pub(super) use policies::Tail;
-pub use policies::{Policies, Usage};
+pub use policies::{Considered, Policies, Usage};
 pub use route::{RoomWatch, Router};
 
 #[cfg(test)]

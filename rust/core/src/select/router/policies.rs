@@ -7,8 +7,8 @@ use parking_lot::Mutex;
 
 use crate::ids::Worker;
 use crate::policy::{
-    Affinity, Candidate, Candidates, Choice, Context, Desk, EngineMetrics, Finished, RoutePolicy,
-    Sample, Shadow, Ticket,
+    Affinity, Candidate, CandidateCost, Candidates, Choice, Context, Desk, EngineMetrics, Finished,
+    RoutePolicy, Sample, Shadow, Ticket,
 };
 use crate::select::ask::Ask;
 
@@ -204,37 +204,30 @@ impl Tail {
     }
 }
 
-/// Memory for the candidates of decisions that go on after the lock is given back; as many as
-/// there are threads at most.
-#[derive(Default)]
-pub(super) struct Spare(Mutex<Vec<Buffers>>);
-
-#[derive(Default)]
-pub(super) struct Buffers {
-    pub candidates: Vec<Candidate>,
-    pub metrics: Vec<EngineMetrics>,
+/// The candidates of a decision, and what each of them costs: memory that callers keep for their next one.
+#[derive(Debug, Default)]
+pub struct Considered {
+    pub(super) candidates: Vec<Candidate>,
+    pub(super) costs: Vec<CandidateCost>,
+    pub(super) metrics: Vec<EngineMetrics>,
 }
 
-impl Spare {
-    pub fn take(&self) -> Buffers {
-        self.0.lock().pop().unwrap_or_default()
-    }
-
-    pub fn give_back(&self, buffers: Buffers) {
-        self.0.lock().push(buffers);
-    }
-}
-
-impl Buffers {
+impl Considered {
     /// What the engines of the candidates report.
-    pub fn ask(&mut self, metrics: Option<&dyn Fn(Worker) -> EngineMetrics>) {
+    pub(super) fn ask(&mut self, metrics: Option<&dyn Fn(Worker) -> EngineMetrics>) {
         self.metrics.clear();
         if let Some(metrics) = metrics {
             self.metrics.extend(self.candidates.iter().map(|one| metrics(one.worker)));
         }
     }
 
-    pub fn found(&self) -> Candidates<'_> {
+    /// The candidates as policies see them, and the place for their costs.
+    pub(super) fn parts(&mut self) -> (Candidates<'_>, &mut Vec<CandidateCost>) {
+        let found = Candidates { list: &self.candidates, metrics: &self.metrics };
+        (found, &mut self.costs)
+    }
+
+    pub(super) fn found(&self) -> Candidates<'_> {
         Candidates { list: &self.candidates, metrics: &self.metrics }
     }
 }

@@ -9,7 +9,7 @@ use rand::rngs::SmallRng;
 
 use super::config::{RouteOverride, RouterConfig};
 use super::gate::check_room;
-use super::policies::{Policies, Spare, Tail};
+use super::policies::{Considered, Policies, Tail};
 use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
@@ -39,7 +39,6 @@ pub struct Router {
     pub(super) seat: Option<Seat>,
     pub(super) clock: Arc<dyn Clock>,
     pub(super) state: Mutex<State>,
-    pub(super) spare: Spare,
     pub(super) watch: OnceLock<RoomWatch>,
     /// Draws the seeds of questions, so that these leave the seeds of bookings alone.
     pub(super) questions: Mutex<SmallRng>,
@@ -64,7 +63,6 @@ pub(super) struct Scratch {
     tiers: Vec<[u32; 2]>,
     /// By slot.
     shared: Vec<u32>,
-    pub candidates: Vec<Candidate>,
     /// Instances too busy, ascending.
     shut: Vec<InstanceId>,
 }
@@ -94,10 +92,10 @@ impl Router {
             next_request: 1,
             scratch: Scratch::default(),
         };
-        let (state, spare, watch) = (Mutex::new(state), Spare::default(), OnceLock::new());
+        let (state, watch) = (Mutex::new(state), OnceLock::new());
         let seat = policies.affinity.as_ref().map(|affinity| affinity.seat());
         let questions = Mutex::new(SmallRng::seed_from_u64(!config.seed));
-        Ok(Self { config, policies, seat, clock, state, spare, watch, questions })
+        Ok(Self { config, policies, seat, clock, state, watch, questions })
     }
 
     /// The policies that choose or watch beside those that are built in.
@@ -112,13 +110,12 @@ impl Router {
     }
 
     /// What `ask` would cost on every allowed worker now, busy ones included; changes nothing.
-    /// Nothing is in `terms` when there is no worker.
+    /// Empty when there is no worker.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] as [`route`](Self::route).
-    pub fn potential(&self, ask: &Ask<'_>, terms: &mut Vec<Terms>) -> Result<()> {
+    pub fn potential(&self, ask: &Ask<'_>, considered: &mut Considered) -> Result<Vec<Terms>> {
         self.validate(ask)?;
-        terms.clear();
         let now_ms = self.clock.now_ms();
         let mut state = self.state.lock();
         let state = &mut *state;
@@ -126,13 +123,12 @@ impl Router {
         let blocks = self.block_use(&state.load, &ask.prompt.sequence_hashes, &ask.overrides);
         let known = self.terms(&state.load, ask, blocks);
         let ask = Ask { known: Known { gate: None, ..ask.known }, ..*ask };
-        match self.fill(state, &ask, &known, blocks) {
-            Err(Error::NoWorker(_)) => return Ok(()),
+        let candidates = &mut considered.candidates;
+        match self.fill(state, &ask, &known, blocks, candidates) {
+            Err(Error::NoWorker(_)) => return Ok(Vec::new()),
             other => other?,
         }
-        let candidates = &state.scratch.candidates;
-        terms.extend(candidates.iter().map(|one| known.terms(self.config.policy, one)));
-        Ok(())
+        Ok(candidates.iter().map(|one| known.terms(self.config.policy, one)).collect())
     }
 
     /// A worker's engine evicted blocks with these local hashes from its device: policies learn from it.
@@ -376,15 +372,17 @@ impl Router {
         }
     }
 
-    /// Make the candidates of `ask` from what is active now.
+    /// Make `candidates` those of `ask`, from what is active now.
     pub(super) fn fill(
         &self,
         state: &mut State,
         ask: &Ask<'_>,
         known: &RequestTerms,
         blocks: BlockUse<'_>,
+        candidates: &mut Vec<Candidate>,
     ) -> Result<()> {
         let State { load, scratch, .. } = state;
+        candidates.clear();
         if load.worker_count() == 0 {
             return Err(Error::NoWorker("no worker is registered for this model".into()));
         }
@@ -393,7 +391,6 @@ impl Router {
         load.spread(ask.known.overlaps, &mut scratch.overlaps);
         load.spread(ask.known.predictions, &mut scratch.predictions);
         load.spread(ask.known.tiers, &mut scratch.tiers);
-        scratch.candidates.clear();
         scratch.shut.clear();
         if let Some(gate) = ask.known.gate {
             gate.shut(&mut load.loads().map(|(_, load)| load), &mut scratch.shut);
@@ -433,19 +430,19 @@ impl Router {
                     passed_over += 1;
                     gate.passed_over(known.terms(self.config.policy, &candidate));
                 }
-                _ => scratch.candidates.push(candidate),
+                _ => candidates.push(candidate),
             }
         }
-        if scratch.candidates.is_empty() && passed_over > 0 {
+        if candidates.is_empty() && passed_over > 0 {
             let text = format!("all {passed_over} workers that may take this request are busy");
             return Err(Error::AllBusy(text));
         }
-        if scratch.candidates.is_empty() && draining > 0 {
+        if candidates.is_empty() && draining > 0 {
             return Err(Error::NoWorker(format!(
                 "all {draining} workers that may take this request are draining"
             )));
         }
-        check_room(ask.known.gate, &scratch.candidates)
+        check_room(ask.known.gate, candidates)
     }
 }
 

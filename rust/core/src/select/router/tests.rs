@@ -72,35 +72,35 @@ fn configuration_faults_name_the_field() {
 fn calls_that_cannot_be_served_say_why_and_book_nothing() {
     let config = RouterConfig { max_requests: 1, ..sized(4) };
     let router = router(config, []);
-    let mut terms = Vec::new();
+    let mut considered = Considered::default();
     let ask = request(8, &[1, 2]);
-    let none = router.route(&ask, &mut terms).err().unwrap();
+    let none = router.route(&ask, &mut considered).err().unwrap();
     assert_eq!(none, Error::NoWorker("no worker is registered for this model".into()));
     router.set_workers(&workers([1, 2])).unwrap();
     let nobody = |_: Worker| false;
-    let barred = router.route(&Ask { allowed: Some(&nobody), ..ask }, &mut terms);
+    let barred = router.route(&Ask { allowed: Some(&nobody), ..ask }, &mut considered);
     let text = "none of the 2 registered workers is allowed for this request";
     assert_eq!(barred.err().unwrap(), Error::NoWorker(text.into()));
-    let empty = router.route(&request(0, &[]), &mut terms).err().unwrap();
+    let empty = router.route(&request(0, &[]), &mut considered).err().unwrap();
     assert!(matches!(empty, Error::InvalidArgument(_)), "{empty:?}");
     let overrides = RouteOverride { temperature: Some(-1.0), ..RouteOverride::default() };
-    let wrong = router.preview(&Ask { overrides, ..ask }, &mut terms).err().unwrap();
+    let wrong = router.preview(&Ask { overrides, ..ask }, &mut considered).err().unwrap();
     assert!(matches!(wrong, Error::InvalidArgument(_)), "{wrong:?}");
     assert!(is_idle(&router.loads()));
-    let (_booking, _) = router.route(&ask, &mut terms).unwrap();
-    let full = router.route(&ask, &mut Vec::new()).err().unwrap();
+    let (_booking, _) = router.route(&ask, &mut considered).unwrap();
+    let full = router.route(&ask, &mut Considered::default()).err().unwrap();
     assert!(matches!(full, Error::Overloaded(_)), "{full:?}");
-    assert!(router.preview(&ask, &mut Vec::new()).is_ok(), "a preview needs no room");
+    assert!(router.preview(&ask, &mut Considered::default()).is_ok(), "a preview needs no room");
 }
 
 #[test]
 fn a_booking_holds_its_load_until_it_is_dropped() {
     let router = router(sized(4), [1]);
-    let mut terms = Vec::new();
+    let mut considered = Considered::default();
     let worker = Worker::new(1, 0);
     let overlaps = [(worker, 1), (Worker::new(77, 0), 9)];
     let ask = Ask { known: holding(&overlaps), ..request(10, &[1, 2]) };
-    let (booking, decision) = router.route(&ask, &mut terms).unwrap();
+    let (booking, decision) = router.route(&ask, &mut considered).unwrap();
     assert_eq!((booking.worker(), decision.overlap_blocks), (worker, 1));
     assert_eq!(decision.reason, Reason::OnlyCandidate);
     let load = |requests, prefill_tokens, blocks| {
@@ -133,12 +133,12 @@ fn a_booking_outlives_its_worker_and_its_expiry_in_peace() {
     let config = RouterConfig { expiry_ms: 1_600, ..sized(4) };
     let router = Arc::new(Router::new(config, clock.clone()).unwrap());
     router.set_workers(&workers([1])).unwrap();
-    let mut terms = Vec::new();
-    let (orphan, _) = router.route(&request(8, &[1, 2]), &mut terms).unwrap();
+    let mut considered = Considered::default();
+    let (orphan, _) = router.route(&request(8, &[1, 2]), &mut considered).unwrap();
     assert_eq!(router.remove_worker(orphan.worker()), Some(1));
     router.set_workers(&workers([1])).unwrap();
-    let (leaked, _) = router.route(&request(8, &[1, 2]), &mut terms).unwrap();
-    let (alive, _) = router.route(&request(8, &[1, 2]), &mut terms).unwrap();
+    let (leaked, _) = router.route(&request(8, &[1, 2]), &mut considered).unwrap();
+    let (alive, _) = router.route(&request(8, &[1, 2]), &mut considered).unwrap();
     for _ in 0..17 {
         clock.advance(100);
         alive.touch();
@@ -170,7 +170,7 @@ fn every_config() -> Vec<RouterConfig> {
 fn a_preview_leaves_no_trace() {
     for config in every_config() {
         let (asked, fresh) = (router(config.clone(), 1..=5), router(config.clone(), 1..=5));
-        let (mut a, mut b, mut c) = (Vec::new(), Vec::new(), Vec::new());
+        let [mut a, mut b, mut c] = [const { () }; 3].map(|()| Considered::default());
         let mut held = Vec::new();
         for turn in 0..60_u64 {
             let hashes = [turn % 3, turn % 3 + 10, turn];
@@ -196,11 +196,12 @@ fn the_same_seed_gives_the_same_day_and_another_seed_another() {
     for config in every_config() {
         let day = |seed: u64| -> Vec<u64> {
             let router = router(RouterConfig { seed, ..config.clone() }, 1..=6);
-            let mut terms = Vec::new();
+            let mut considered = Considered::default();
             let mut held = Vec::new();
             let mut chosen = Vec::new();
             for turn in 0..80_u64 {
-                let (booking, decision) = router.route(&request(8, &[turn]), &mut terms).unwrap();
+                let (booking, decision) =
+                    router.route(&request(8, &[turn]), &mut considered).unwrap();
                 chosen.push(decision.worker.instance_id);
                 held.push(booking);
                 if turn % 3 == 2 {
@@ -220,10 +221,12 @@ fn the_same_seed_gives_the_same_day_and_another_seed_another() {
 fn round_robin_is_fair_while_workers_come_and_go() {
     let config = RouterConfig { policy: Policy::RoundRobin, ..RouterConfig::default() };
     let router = router(config, [1, 2, 3]);
-    let mut terms = Vec::new();
+    let mut considered = Considered::default();
     let mut turns = |allowed: Option<&dyn Fn(Worker) -> bool>, count: usize| -> Vec<u64> {
         let ask = Ask { allowed, ..request(1, &[]) };
-        (0..count).map(|_| router.route(&ask, &mut terms).unwrap().1.worker.instance_id).collect()
+        (0..count)
+            .map(|_| router.route(&ask, &mut considered).unwrap().1.worker.instance_id)
+            .collect()
     };
     assert_eq!(turns(None, 5), [1, 2, 3, 1, 2]);
     router.set_workers(&workers([1, 2, 3, 9])).unwrap();
@@ -248,7 +251,7 @@ fn burst(
     overlaps: &[(Worker, u32)],
 ) -> BTreeMap<u64, u64> {
     let router = router(config, 1..=ids);
-    let mut terms = Vec::new();
+    let mut considered = Considered::default();
     let mut held = Vec::new();
     let mut chosen = BTreeMap::new();
     for turn in 0..count {
@@ -256,7 +259,7 @@ fn burst(
         let hashes: Vec<u64> =
             (0..32).map(|at| if at == 0 { 7 } else { turn * 100 + at }).collect();
         let ask = Ask { known: holding(overlaps), ..request(32 * 16, &hashes) };
-        let (booking, decision) = router.route(&ask, &mut terms).unwrap();
+        let (booking, decision) = router.route(&ask, &mut considered).unwrap();
         *chosen.entry(decision.worker.instance_id).or_default() += 1;
         held.push(booking);
     }
@@ -283,8 +286,8 @@ fn a_burst_of_one_request_spreads_even_where_its_prompt_is_cached() {
     let overlaps: Vec<_> = workers(1..=4).into_iter().map(|worker| (worker, 8)).collect();
     let hashes: Vec<u64> = (1..=8).collect();
     let ask = Ask { known: holding(&overlaps), ..request(8 * 16 + 3, &hashes) };
-    let mut terms = Vec::new();
-    let held: Vec<_> = (0..40).map(|_| router.route(&ask, &mut terms).unwrap().0).collect();
+    let mut considered = Considered::default();
+    let held: Vec<_> = (0..40).map(|_| router.route(&ask, &mut considered).unwrap().0).collect();
     let loads = router.loads();
     assert!(loads.iter().all(|load| load.requests == 10), "{loads:?}");
     assert!(loads.iter().all(|load| load.blocks == 8), "shared blocks count once: {loads:?}");
@@ -298,17 +301,17 @@ fn overrides_hold_for_one_request() {
     let overlaps = [(Worker::new(1, 0), 4)];
     let hashes = [1, 2, 3, 4];
     let ask = Ask { known: holding(&overlaps), ..request(64, &hashes) };
-    let mut terms = Vec::new();
-    let decision = router.preview(&ask, &mut terms).unwrap();
+    let mut considered = Considered::default();
+    let decision = router.preview(&ask, &mut considered).unwrap();
     assert_eq!((decision.worker.instance_id, decision.ties), (1, 1));
     let overrides = RouteOverride { overlap_score_weight: Some(0.0), ..RouteOverride::default() };
     let blind = Ask { overrides, ..ask };
-    let decision = router.preview(&blind, &mut terms).unwrap();
+    let decision = router.preview(&blind, &mut considered).unwrap();
     assert_eq!((decision.ties, decision.request.overlap_score_weight), (2, 0.0));
     let overrides = RouteOverride { temperature: Some(3.0), ..RouteOverride::default() };
-    let decision = router.preview(&Ask { overrides, ..ask }, &mut terms).unwrap();
+    let decision = router.preview(&Ask { overrides, ..ask }, &mut considered).unwrap();
     assert_eq!(decision.reason, Reason::Temperature);
-    assert_eq!(router.preview(&ask, &mut terms).unwrap().ties, 1);
+    assert_eq!(router.preview(&ask, &mut considered).unwrap().ties, 1);
 }
 
 #[test]
@@ -316,9 +319,9 @@ fn blocks_count_as_the_configuration_says() {
     let ask = request(34, &[1, 2]);
     let blocks_after_two = |config: RouterConfig| -> (u64, u64) {
         let router = router(config, [1]);
-        let mut terms = Vec::new();
-        let held = [(); 2].map(|()| router.route(&ask, &mut terms).unwrap().0);
-        let next = router.preview(&ask, &mut terms).unwrap().terms().decode_blocks;
+        let mut considered = Considered::default();
+        let held = [(); 2].map(|()| router.route(&ask, &mut considered).unwrap().0);
+        let next = router.preview(&ask, &mut considered).unwrap().terms().decode_blocks;
         let blocks = router.loads()[0].blocks;
         drop(held);
         assert!(is_idle(&router.loads()));
@@ -337,16 +340,16 @@ fn the_block_size_may_be_learnt_later() {
     let router = router(sized(0), [1, 2]);
     let overlaps = [(Worker::new(2, 0), 2)];
     let ask = Ask { known: holding(&overlaps), ..request(40, &[1, 2]) };
-    let mut terms = Vec::new();
+    let mut considered = Considered::default();
     let early = {
-        let (booking, decision) = router.route(&ask, &mut terms).unwrap();
+        let (booking, decision) = router.route(&ask, &mut considered).unwrap();
         assert_eq!((decision.ties, decision.terms().cost), (2, 40.0));
         booking
     };
     router.correct_block_size(16);
     assert_eq!(router.block_size(), 16);
     drop(early);
-    let (booking, decision) = router.route(&ask, &mut terms).unwrap();
+    let (booking, decision) = router.route(&ask, &mut considered).unwrap();
     assert_eq!((decision.worker.instance_id, decision.terms().cost), (2, 2.5));
     drop(booking);
     assert!(is_idle(&router.loads()));
@@ -363,11 +366,11 @@ fn many_threads_leave_nothing_behind() {
         for thread in 0..THREADS {
             let router = &router;
             scope.spawn(move || {
-                let (mut terms, mut held) = (Vec::new(), Vec::new());
+                let (mut considered, mut held) = (Considered::default(), Vec::new());
                 for turn in 0..TURNS {
                     let hashes: Vec<u64> = (0..turn % 9).map(|at| at * (1 + turn % 3)).collect();
                     let ask = request(1 + turn % 50, &hashes);
-                    let (booking, decision) = router.route(&ask, &mut terms).unwrap();
+                    let (booking, decision) = router.route(&ask, &mut considered).unwrap();
                     assert_eq!(decision.worker, booking.worker());
                     match turn % 4 {
                         0 => drop(booking),
@@ -396,10 +399,10 @@ fn many_threads_leave_nothing_behind() {
 #[test]
 fn decisions_can_be_explained() {
     let router = router(sized(16), [1, 2]);
-    let mut terms = Vec::new();
+    let mut considered = Considered::default();
     let overlaps = [(Worker::new(2, 0), 1)];
     let ask = Ask { known: holding(&overlaps), ..request(40, &[1, 2]) };
-    let decision = router.preview(&ask, &mut terms).unwrap();
+    let decision = router.preview(&ask, &mut considered).unwrap();
     let lines: Vec<String> = decision.formulas().map(|formula| formula.to_string()).collect();
     let tail =
         "cached blocks: 3.500 = 1.000 * prefill_blocks + decode_blocks = 1.000 * 1.500 + 2.000";

@@ -222,7 +222,7 @@ proptest! {
         let own = terms[choice.index].price;
         let missed: Vec<Candidate> =
             list.iter().map(|one| Candidate { overlap_blocks: 0, ..*one }).collect();
-        for (at, Terms { price: other, .. }) in decide(&policy, &context, &missed).1.iter().enumerate() {
+        for (at, CandidateCost { price: other, .. }) in decide(&policy, &context, &missed).1.iter().enumerate() {
             let more = f64::from(own.queue + own.decode) - f64::from(other.queue + other.decode);
             let miss = f64::from(other.prefill + other.eviction);
             prop_assert!(more <= miss * 1.000_001, "{at}: {more} {miss}");

@@ -63,9 +63,9 @@ fn of_session(key: &str) -> Ask<'_> {
 impl Bench {
     /// Where `request` goes, and why; it ends at once.
     fn route(&self, request: &Ask<'_>) -> (Worker, Reason) {
-        let mut terms = Vec::new();
-        let before = self.router.preview(request, &mut terms).map(|one| one.choice());
-        let (_booking, decision) = self.router.route(request, &mut terms).unwrap();
+        let mut considered = Considered::default();
+        let before = self.router.preview(request, &mut considered).map(|one| one.choice());
+        let (_booking, decision) = self.router.route(request, &mut considered).unwrap();
         if decision.reason == Reason::SessionAffinity {
             assert_eq!(before.unwrap(), decision.choice(), "a preview says the same");
         }
@@ -97,9 +97,9 @@ fn under_every_policy_a_session_stays_where_its_last_request_went() {
         assert_ne!(first, Reason::SessionAffinity, "{name}");
         // Work there makes no difference, as long as it takes requests.
         let only = |worker: Worker| worker == home;
-        let mut terms = Vec::new();
+        let mut considered = Considered::default();
         let fill = Ask { allowed: Some(&only), ..request(4_000, &[]) };
-        let _load = bench.router.route(&fill, &mut terms).unwrap();
+        let _load = bench.router.route(&fill, &mut considered).unwrap();
         for _ in 0..20 {
             assert_eq!(bench.route(&of_session("a")), (home, Reason::SessionAffinity), "{name}");
         }
@@ -144,8 +144,8 @@ fn a_session_is_forgotten_so_long_after_its_last_request() {
     }
     bench.clock.advance(TTL_SECS * 1_000);
     // Also where nobody cleaned up.
-    let mut terms = Vec::new();
-    let preview = bench.router.preview(&of_session("a"), &mut terms).unwrap();
+    let mut considered = Considered::default();
+    let preview = bench.router.preview(&of_session("a"), &mut considered).unwrap();
     assert_eq!(preview.reason, Reason::Turn);
     assert_eq!(bench.sample("session_affinity_sessions", ""), 1.0);
     bench.router.expire();
@@ -157,8 +157,8 @@ fn a_session_is_forgotten_so_long_after_its_last_request() {
 #[test]
 fn previews_and_requests_without_a_key_begin_no_session() {
     let bench = bench("kv");
-    let mut terms = Vec::new();
-    bench.router.preview(&of_session("a"), &mut terms).unwrap();
+    let mut considered = Considered::default();
+    bench.router.preview(&of_session("a"), &mut considered).unwrap();
     for request in [request(8, &[1, 2]), of_session("")] {
         bench.route(&request);
         assert_ne!(bench.route(&request).1, Reason::SessionAffinity);
@@ -168,7 +168,7 @@ fn previews_and_requests_without_a_key_begin_no_session() {
     bench.route(&named);
     assert_eq!(bench.sample("session_affinity_sessions", ""), 0.0);
     let key = "k".repeat(257);
-    let error = bench.router.route(&of_session(&key), &mut terms).err().unwrap().to_string();
+    let error = bench.router.route(&of_session(&key), &mut considered).err().unwrap().to_string();
     assert_eq!(error, "session_key may have at most 256 bytes, got 257");
 }
 
@@ -176,11 +176,11 @@ fn previews_and_requests_without_a_key_begin_no_session() {
 fn the_margin_says_what_staying_costs() {
     let bench = bench("kv");
     let (home, _) = bench.route(&of_session("a"));
-    let mut terms = Vec::new();
+    let mut considered = Considered::default();
     let only = |worker: Worker| worker == home;
     let fill = Ask { allowed: Some(&only), ..request(40, &[]) };
-    let _load = bench.router.route(&fill, &mut terms).unwrap();
-    let decision = bench.router.preview(&of_session("a"), &mut terms).unwrap();
+    let _load = bench.router.route(&fill, &mut considered).unwrap();
+    let decision = bench.router.preview(&of_session("a"), &mut considered).unwrap();
     // Ten blocks wait there, and nowhere else.
     assert_eq!((decision.worker, decision.margin), (home, Some(-10.0)));
     assert_eq!(decision.reason.name(), "session_affinity");

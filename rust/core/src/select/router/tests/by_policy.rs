@@ -8,8 +8,8 @@ use rand::RngCore;
 use super::*;
 use crate::policy::desk::Interests;
 use crate::policy::{
-    Advice, Candidates, Choice, Context, Desk, EngineMetrics, Finished, Outside, RoutePolicy,
-    Settings, Shadow, Terms, registry,
+    Advice, CandidateCost, Candidates, Choice, Context, Desk, EngineMetrics, Finished, Outside,
+    RoutePolicy, Settings, Shadow, registry,
 };
 
 /// Takes the last candidate, writes down every call, and comes back to the router in those that are
@@ -52,12 +52,12 @@ impl RoutePolicy for Witness {
 
     fn choose(
         &self,
-        context: &Context<'_>,
+        _context: &Context<'_>,
         candidates: &Candidates<'_>,
-        terms: &mut Vec<Terms>,
+        costs: &mut Vec<CandidateCost>,
         _rng: &mut dyn RngCore,
     ) -> Option<Choice> {
-        candidates.fill(context, terms, |index| index as f64);
+        candidates.fill(costs, |index| index as f64);
         let index = candidates.len().checked_sub(1)?;
         let running = candidates.metrics(index).running_requests;
         self.note(format!("choose of {} {running:?}", candidates.len()));
@@ -96,17 +96,17 @@ fn with_witness(shadows: Vec<Arc<Shadow>>) -> (Arc<Router>, Arc<Witness>) {
 #[test]
 fn policies_are_asked_in_order_and_told_what_became_of_it() {
     let (router, witness) = with_witness(Vec::new());
-    let mut terms = Vec::new();
+    let mut considered = Considered::default();
     let metrics = |_| EngineMetrics { running_requests: Some(5.0), ..EngineMetrics::default() };
     let known = Known { metrics: Some(&metrics), ..Known::default() };
     let asked = Ask { text: b"hello", user: Some("u"), known, ..request(8, &[1, 2]) };
-    let decision = router.preview(&asked, &mut terms).unwrap();
+    let decision = router.preview(&asked, &mut considered).unwrap();
     assert_eq!((decision.worker, decision.policy), (Worker::new(3, 0), None));
     assert_eq!(decision.score, Some(7.0));
     assert_eq!(witness.calls(), ["prepare 8 Some(\"u\")", "choose of 3 Some(5.0)"]);
     assert!(is_idle(&router.loads()));
 
-    let (booking, decision) = router.route(&asked, &mut terms).unwrap();
+    let (booking, decision) = router.route(&asked, &mut considered).unwrap();
     assert_eq!(decision.worker, Worker::new(3, 0));
     assert_eq!(
         witness.calls(),
@@ -118,7 +118,7 @@ fn policies_are_asked_in_order_and_told_what_became_of_it() {
     assert_eq!(witness.calls(), ["finished Some(\"u\") at 3:0: 8 9"]);
 
     // No answer, nothing used.
-    drop(router.route(&asked, &mut terms).unwrap());
+    drop(router.route(&asked, &mut considered).unwrap());
     assert_eq!(witness.calls().last().unwrap(), "finished Some(\"u\") at 3:0: 0 0");
     router.set_workers(&workers([1, 2, 4])).unwrap();
     assert_eq!(router.remove_worker(Worker::new(2, 0)), Some(0));
@@ -130,11 +130,11 @@ fn policies_are_asked_in_order_and_told_what_became_of_it() {
 fn a_request_that_a_policy_refuses_books_nothing() {
     let (router, witness) = with_witness(Vec::new());
     let asked = Ask { user: Some("nobody"), ..request(8, &[]) };
-    let refused = router.route(&asked, &mut Vec::new()).err().unwrap();
+    let refused = router.route(&asked, &mut Considered::default()).err().unwrap();
     assert!(refused.to_string().contains("user"), "{refused}");
     let nobody = |_| false;
     let asked = Ask { allowed: Some(&nobody), ..request(8, &[]) };
-    let refused = router.route(&asked, &mut Vec::new()).err().unwrap();
+    let refused = router.route(&asked, &mut Considered::default()).err().unwrap();
     assert!(matches!(refused, Error::NoWorker(_)), "{refused:?}");
     assert!(
         is_idle(&router.loads()) && !witness.calls().iter().any(|call| call.contains("routed"))
@@ -167,10 +167,10 @@ fn built_in_policies_decide_the_same_beside_shadows_and_in_the_form_of_others() 
                 .iter()
                 .zip(&mut held)
                 .map(|(router, held)| {
-                    let mut terms = Vec::new();
-                    let (booking, decision) = router.route(&asked, &mut terms).unwrap();
+                    let mut considered = Considered::default();
+                    let (booking, decision) = router.route(&asked, &mut considered).unwrap();
                     held.push(booking);
-                    let costs: Vec<f64> = decision.candidates.iter().map(|t| t.cost).collect();
+                    let costs: Vec<f64> = decision.costs.iter().map(|one| one.cost).collect();
                     (decision.choice(), costs)
                 })
                 .collect();
@@ -192,7 +192,7 @@ fn a_policy_outside_is_asked_about_those_that_may_take_it_and_its_scores_choose(
     let clock = Arc::new(ManualClock::default());
     let router = Arc::new(Router::with_policies(sized(4), policies, clock).unwrap());
     router.set_workers(&workers([1, 2, 3])).unwrap();
-    let mut terms = Vec::new();
+    let mut considered = Considered::default();
     let allowed = |worker: Worker| worker.instance_id != 3;
     let ask = Ask { allowed: Some(&allowed), ..request(8, &[1, 2]) };
     let question = router.question(&ask).unwrap().unwrap();
@@ -202,12 +202,12 @@ fn a_policy_outside_is_asked_about_those_that_may_take_it_and_its_scores_choose(
     assert!(is_idle(&router.loads()), "a question books nothing");
     let advice = Advice::new(&question, &[Some(0.0), Some(1.0)]);
     let advice = Some(&advice);
-    let (held, decision) = router.route(&Ask { advice, ..ask }, &mut terms).unwrap();
+    let (held, decision) = router.route(&Ask { advice, ..ask }, &mut considered).unwrap();
     assert_eq!((held.worker().instance_id, decision.reason), (2, Reason::HighestScore));
     // The second one may not take it any more; of those that may, the scores know one.
     let allowed = |worker: Worker| worker.instance_id != 2;
     let late = Ask { allowed: Some(&allowed), advice, ..ask };
-    assert_eq!(router.preview(&late, &mut terms).unwrap().worker.instance_id, 1);
+    assert_eq!(router.preview(&late, &mut considered).unwrap().worker.instance_id, 1);
     // One is no choice, and a fault is told by the routing itself.
     let allowed = |worker: Worker| worker.instance_id == 1;
     assert!(router.question(&Ask { allowed: Some(&allowed), ..ask }).unwrap().is_none());

@@ -54,7 +54,7 @@ fn measure(worker_count: u64, active: usize, traffic: Traffic, has_overlaps: boo
         true => workers.iter().map(|&worker| (worker, 10)).collect(),
         false => workers.iter().take(4).map(|&worker| (worker, 50)).collect(),
     };
-    let mut terms = Vec::new();
+    let mut considered = Considered::default();
     let mut held = VecDeque::new();
     let mut times: Vec<Duration> = Vec::new();
     let mut mixed = 1_u64;
@@ -70,7 +70,7 @@ fn measure(worker_count: u64, active: usize, traffic: Traffic, has_overlaps: boo
         let is_warm = oldest.is_some();
         let start = Instant::now();
         drop(oldest);
-        let (booking, _) = router.route(&ask, &mut terms).unwrap();
+        let (booking, _) = router.route(&ask, &mut considered).unwrap();
         booking.first_token();
         if is_warm {
             times.push(start.elapsed());
