@@ -24,6 +24,7 @@ mod standing;
 mod transfer;
 mod transfer_json;
 mod trust;
+mod unheard;
 mod watch;
 
 pub use crate::repair::FrameOutcome;
@@ -43,4 +44,5 @@ pub use reuse::{Layouts, PromptNames, Question, Reuse};
 pub use transfer::{Digest, MAGIC, Part, Progress, TransferError, Watermark, parts, restore};
 pub use transfer_json::restore_json;
 pub use trust::{Code, Codes, Evidence, Reason, Trust, TrustState, findings};
+pub use unheard::Unheard;
 pub use watch::CacheWatch;

@@ -11,6 +11,7 @@ use super::cache_groups::Layout;
 use super::identity::Agreement;
 use super::reuse::{self, Layouts, PromptNames, Question, Reuse};
 use super::roster::Roster;
+use super::unheard::{Unheard, UnheardTable};
 use super::watch::{CacheWatch, CacheWatches};
 use crate::hash::content_hashes;
 use crate::hash::engine::{NameCache, NameKeys};
@@ -25,6 +26,10 @@ use crate::index::{BlockIndex, Matches, RemoveOutcome};
 /// keep blocks for minutes 0.247, and 0.122 with a fixed time of 120 s; where they keep them for seconds
 /// 0.262 and 0.273.
 const HISTORY_SHARE: f64 = 0.9;
+
+/// Known blocks fill a device that holds so many percent of what it has room for: the rest is blocks of running
+/// requests that are not full yet.
+const FULL_PERCENT: u64 = 95;
 
 /// What an index is for: no match ever crosses it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -81,6 +86,8 @@ pub struct ModelIndex {
     pub(super) agreement: Agreement,
     /// Who may hold blocks of it.
     pub(super) roster: Roster,
+    /// Who may hold blocks that it has not heard of.
+    pub(super) unheard: UnheardTable,
 }
 
 impl ModelIndex {
@@ -106,6 +113,7 @@ impl ModelIndex {
             is_kept: AtomicBool::new(false),
             agreement: Agreement::default(),
             roster: Roster::default(),
+            unheard: UnheardTable::default(),
         }
     }
 
@@ -149,6 +157,33 @@ impl ModelIndex {
     /// A pointer, but for the first call after one joined or left: O(workers).
     pub fn workers(&self) -> Arc<[Worker]> {
         self.roster.list()
+    }
+
+    /// Why the index is incomplete about `worker`: its cache may hold blocks that were never heard of.
+    ///
+    /// # Cost
+    /// One atomic read while it is complete about all workers.
+    pub fn unheard(&self, worker: Worker) -> Option<Unheard> {
+        self.unheard.of(worker)
+    }
+
+    /// All workers about which it is incomplete, in worker order.
+    pub fn all_unheard(&self) -> Vec<(Worker, Unheard)> {
+        self.unheard.all()
+    }
+
+    /// `worker`, whose device has `capacity_blocks`, may have turned over all that it stored before its first event
+    /// that came: where blocks that are known fill the device, the index is complete about it again. Returns
+    /// whether it is so from now on.
+    pub fn settle_unheard(&self, worker: Worker, capacity_blocks: u64) -> bool {
+        let held = self.index.blocks_in(worker, Tier::Device) as u64;
+        let is_full = held.saturating_mul(100) >= capacity_blocks.saturating_mul(FULL_PERCENT);
+        let is_settled =
+            self.unheard(worker) == Some(Unheard::Missed) && capacity_blocks > 0 && is_full;
+        if is_settled {
+            self.unheard.set(worker, None);
+        }
+        is_settled
     }
 
     /// The seed of an event's or a query's hashes; what it does not name is the index's.

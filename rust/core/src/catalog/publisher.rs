@@ -13,7 +13,8 @@ use super::ingest::Ingest;
 use super::model::ModelIndex;
 use super::registration::{ListenerStatus, Place, PublisherId, Registration};
 use super::standing::Standing;
-use super::trust::{Code, Codes, Evidence};
+use super::trust::{self, Code, Codes, Evidence};
+use super::unheard::Unheard;
 use crate::clock::Clock;
 use crate::codec::{Limits, decode_batch};
 use crate::ids::Worker;
@@ -37,6 +38,8 @@ struct State {
     /// The blocks came from a replica that could not say up to which batch.
     is_unplaced: bool,
     standing: Standing,
+    /// What the index was last told of how complete it is about the ranks.
+    unheard: Option<Unheard>,
     /// Lines about restarts, and about frames that are no batch.
     restart_lines: LogLimit,
     frame_lines: LogLimit,
@@ -108,6 +111,8 @@ impl Publisher {
             registration;
         let standing = Standing::new(model.index.evicted_blocks_total());
         model.roster.add(worker);
+        let unheard = Some(Unheard::Silent);
+        model.unheard.set(worker, unheard);
         Self {
             id,
             worker,
@@ -129,6 +134,7 @@ impl Publisher {
                 is_bare: false,
                 is_unplaced: false,
                 standing,
+                unheard,
                 restart_lines: LogLimit::default(),
                 frame_lines: LogLimit::default(),
                 closed: false,
@@ -228,6 +234,7 @@ impl Publisher {
         let mut state = self.state.lock();
         self.forget_restarted(&mut state, "its process is another one");
         state.stream.reset();
+        self.tell(&mut state);
     }
 
     /// Sequence number from which a replay would continue the stream, and the last one applied.
@@ -303,9 +310,16 @@ impl Publisher {
         }
     }
 
-    /// Tells the log what is newly wrong, as far as it needs no look into the index.
+    /// Tells the log what is newly wrong, as far as it needs no look into the index, and the index whether it is
+    /// complete.
     fn tell(&self, state: &mut State) {
         let evidence = self.evidence(state);
+        let unheard = Unheard::of(trust::findings(&evidence));
+        if std::mem::replace(&mut state.unheard, unheard) != unheard {
+            for dp_rank in &state.ranks {
+                self.model.unheard.set(Worker::new(self.worker.instance_id, *dp_rank), unheard);
+            }
+        }
         let (error, looked_at) =
             (state.last_error.as_deref(), Codes::all().without(Code::OF_INDEX));
         let clock = self.clock.as_ref();
@@ -341,6 +355,7 @@ impl Publisher {
         let worker = Worker::new(self.worker.instance_id, dp_rank);
         // Another publisher may speak for it, too: then its blocks are that one's.
         if self.model.roster.remove(worker) {
+            self.model.unheard.set(worker, None);
             self.model.remove_worker(worker);
         }
     }
@@ -388,7 +403,9 @@ impl Publisher {
                     }
                     state.ranks.push(dp_rank);
                     state.groups.touch();
-                    self.model.roster.add(Worker::new(self.worker.instance_id, dp_rank));
+                    let rank = Worker::new(self.worker.instance_id, dp_rank);
+                    self.model.roster.add(rank);
+                    self.model.unheard.set(rank, state.unheard);
                 }
                 add(&self.counters.batches, 1);
                 Ingest {
@@ -488,11 +505,15 @@ impl Feed for Publisher {
 
     fn replay_started(&self) {
         add(&self.counters.replays, 1);
+        let mut state = self.state.lock();
+        state.standing.replaying(true);
+        self.tell(&mut state);
     }
 
     fn replay_ended(&self, failure: Option<&str>, is_empty: bool) {
         add(&self.counters.failed_replays, u64::from(failure.is_some()));
         let mut state = self.state.lock();
+        state.standing.replaying(false);
         if let Some(why) = failure {
             state.last_error = Some(format!("replay failed: {why}"));
         }

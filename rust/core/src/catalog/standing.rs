@@ -89,6 +89,11 @@ impl Standing {
         }
     }
 
+    /// The engine is being asked for what it published, or not any more.
+    pub fn replaying(&mut self, is_replaying: bool) {
+        self.seen.is_replaying = is_replaying;
+    }
+
     /// So many batches were applied by an earlier registration, whose blocks are gone. They can be asked
     /// for, or not.
     pub fn returned(&mut self, batches: u64, has_replay: bool) {

@@ -186,6 +186,8 @@ pub struct Evidence {
     pub last_sequence: Option<u64>,
     /// Batches that are being asked for.
     pub missing_batches: u64,
+    /// The engine is being asked for what it published.
+    pub is_replaying: bool,
     /// Batches that were not to be had, before the first one that came.
     pub missed_first_batches: u64,
     /// Batches of an earlier registration, whose blocks went with it.
@@ -212,6 +214,9 @@ pub fn findings(evidence: &Evidence) -> Codes {
     let is_garbled = since.undecodable > 0 && since.batches == 0;
     let is_over = |capacity| evidence.device_blocks as u64 > capacity;
     let is_known = evidence.is_known_empty || evidence.is_recovered_without_watermark;
+    // A replay that is asked for to verify the stream says so itself.
+    let is_replaying = evidence.is_replaying && !evidence.is_unverified;
+    let is_behind = evidence.missing_batches > 0 || is_replaying;
     let is_silent = status == Active && !is_heard && !is_known;
     [
         (Code::Failed, status == Failed),
@@ -220,8 +225,8 @@ pub fn findings(evidence: &Evidence) -> Codes {
         (Code::Paused, status == Paused),
         (Code::BlockSizeMismatch, is_deaf),
         (Code::NothingDecodable, is_garbled),
-        (Code::NoEventsYet, is_silent && evidence.missing_batches == 0),
-        (Code::CatchingUp, evidence.missing_batches > 0),
+        (Code::NoEventsYet, is_silent && !is_behind),
+        (Code::CatchingUp, is_behind),
         (Code::MissedFirstBatches, evidence.missed_first_batches + evidence.batches_before > 0),
         (Code::LostBatches, lost_later > 0),
         (Code::UnverifiedReconnect, evidence.is_unverified),
@@ -314,6 +319,9 @@ fn message(code: Code, evidence: &Evidence, last_error: &str) -> String {
         ),
         Code::NoEventsYet => {
             "connected, but no event came yet: nothing is known of its cache".to_owned()
+        }
+        Code::CatchingUp if evidence.missing_batches == 0 => {
+            "what it published earlier is being asked for; later batches wait meanwhile".to_owned()
         }
         Code::CatchingUp => format!(
             "{} batches are missing and are being asked for; later ones wait meanwhile",

@@ -22,7 +22,7 @@ use super::reservation::{Growth, Line, Reservation};
 use super::reuse::{Removals, ReuseTable};
 use super::router::{Considered, Policies, RouteOverride, Router};
 use super::selection::{PotentialLoad, Selection};
-use crate::catalog::{CacheWatch, ModelIndex, Reuse};
+use crate::catalog::{CacheWatch, ModelIndex, Reuse, Unheard};
 use crate::clock::Clock;
 use crate::error::Result;
 use crate::hash::engine::NameKeys;
@@ -366,7 +366,20 @@ impl Selector {
             }
         }
         self.tell_time(now_ms);
+        self.settle_unheard();
         expired.len()
+    }
+
+    /// Workers of which the index knows all by now, whatever it missed at first.
+    fn settle_unheard(&self) {
+        for (worker, why) in self.model.all_unheard() {
+            let report = self.busy.reported(worker).and_then(|report| report.kv_total_blocks);
+            if let Some(capacity_blocks) = report.filter(|_| why == Unheard::Missed)
+                && self.model.settle_unheard(worker, capacity_blocks)
+            {
+                tracing::info!(%worker, capacity_blocks, "index complete: known blocks fill the worker's cache");
+            }
+        }
     }
 
     fn tiding(&self, name: BookingName, ask: &Ask<'_>, selection: &Selection) -> Tiding {

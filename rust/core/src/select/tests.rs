@@ -21,6 +21,7 @@ mod cost;
 mod draining;
 mod growth;
 mod histories;
+mod late;
 mod remote;
 mod reuse;
 mod room;

@@ -11,7 +11,7 @@ use axum::extract::{Path, Query, State};
 use axum::http::{HeaderMap, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
-use kvflash_core::catalog::{Publisher, Trust};
+use kvflash_core::catalog::{Publisher, Trust, Unheard};
 use kvflash_core::error::Error;
 use kvflash_core::fleet::WorkerState;
 use kvflash_core::ids::{InstanceId, Worker};
@@ -60,9 +60,18 @@ fn tell_health(app: &App) -> Response {
         "warnings": warnings(app, &reasons),
         "reasons": reasons,
         "reuse": reuse(app, &engines),
+        "index_incomplete": incomplete(app),
         "parity": app.parity.view(),
     });
     (status, Json(body)).into_response()
+}
+
+/// Workers whose caches may hold blocks that were never heard of, and why.
+fn incomplete(app: &App) -> BTreeMap<String, Value> {
+    let each = |(worker, why): (Worker, Unheard)| {
+        (worker.to_string(), json!({ "code": why.name(), "message": why.message() }))
+    };
+    evidence::unheard(app).into_iter().map(each).collect()
 }
 
 /// What is known of the reuse of every worker that may decode or prefill.
@@ -104,7 +113,10 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
         Ok(()) => None,
     };
     let status = why.as_ref().map_or(StatusCode::OK, |_| StatusCode::SERVICE_UNAVAILABLE);
-    (status, Json(json!({ "ready": why.is_none(), "reason": why }))).into_response()
+    let incomplete: Vec<String> =
+        evidence::unheard(&app).into_keys().map(|worker| worker.to_string()).collect();
+    let body = json!({ "ready": why.is_none(), "reason": why, "index_incomplete": incomplete });
+    (status, Json(body)).into_response()
 }
 
 /// An engine that has stored nothing after this many requests publishes nothing.
@@ -482,7 +494,7 @@ fn tell_why(app: &App, id: &str) -> Response {
         .iter()
         .map(|record| {
             let trust = trusts.entry(&*record.model).or_insert_with(|| trust(app, &record.model));
-            with_trust(record.whole(now_ms), trust, &reuse_views(app))
+            with_trust(app, record.whole(now_ms), trust)
         })
         .collect();
     Json(json!({ "request_id": id, "decisions": decisions })).into_response()
@@ -502,17 +514,17 @@ fn reuse_views(app: &App) -> HashMap<String, ReuseView> {
     low.map(|(worker, view)| (worker.to_string(), view)).collect()
 }
 
-fn with_trust(
-    mut decision: Value,
-    trust: &HashMap<String, Trust>,
-    reuse: &HashMap<String, ReuseView>,
-) -> Value {
+/// `decision` with what is known of each candidate's events.
+fn with_trust(app: &App, mut decision: Value, trust: &HashMap<String, Trust>) -> Value {
+    let (reuse, incomplete) = (reuse_views(app), incomplete(app));
     for candidate in decision["candidates"].as_array_mut().into_iter().flatten() {
-        let known = candidate["worker"].as_str().and_then(|worker| trust.get(worker));
-        candidate["trust"] = json!(known);
-        let view = candidate["worker"].as_str().and_then(|worker| reuse.get(worker));
-        if let Some(view) = view {
+        let worker = candidate["worker"].as_str().unwrap_or_default().to_owned();
+        candidate["trust"] = json!(trust.get(&worker));
+        if let Some(view) = reuse.get(&worker) {
             candidate["reuse"] = evidence::reuse_json(Some(*view));
+        }
+        if let Some(why) = incomplete.get(&worker) {
+            candidate["index_incomplete"] = why.clone();
         }
     }
     decision
@@ -555,10 +567,9 @@ pub(super) async fn explain(
         let decision = plan.explain(&app, part).await.map_err(Reject::from)?;
         let made = app.aside.make(|| {
             let trust = trust(&app, &plan.route.pool.name);
-            let reuse = reuse_views(&app);
-            let mut value = with_trust(decision, &trust, &reuse);
+            let mut value = with_trust(&app, decision, &trust);
             if let Some(prefill) = prefill {
-                value["prefill"] = with_trust(prefill, &trust, &reuse);
+                value["prefill"] = with_trust(&app, prefill, &trust);
             }
             Json(value).into_response()
         });

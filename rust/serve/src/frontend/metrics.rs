@@ -127,6 +127,8 @@ metrics! {
             "1 = the worker takes no new requests (PATCH /workers/{id})";
         pub worker_reuse_trust: Family<WorkerLabel, Gauge<f64, AtomicU64>> = "worker_reuse_trust",
             "What the worker's overlap counts, 0 to 1: less where the engine's reported reuse contradicts its events";
+        pub worker_index_incomplete: Family<WorkerLabel, Gauge> = "worker_index_incomplete",
+            "1 = the worker may hold blocks that its events have not told of: they earn no credit";
         pub worker_reuse_predicted: Family<WorkerLabel, Counter> = "worker_reuse_predicted_tokens",
             "Prompt tokens that the worker's events promised, in answers that were compared";
         pub worker_reuse_reported: Family<WorkerLabel, Counter> = "worker_reuse_reported_tokens",

@@ -8,6 +8,7 @@ use axum::response::Response;
 use kvflash_core::fleet::WorkerState;
 use kvflash_core::text::CacheStats;
 
+use super::super::gateway::evidence;
 use super::super::metrics::escape;
 use super::app::App;
 use super::metrics::{EncoderLabel, ModelNameLabel, OutcomeLabel, TurnLabel, WorkerLabel};
@@ -108,6 +109,11 @@ fn tell_tokenizers(app: &App) {
 /// How far workers' events are believed, and what that follows from.
 fn tell_reuse(app: &App) {
     let metrics = &app.metrics;
+    metrics.worker_index_incomplete.clear();
+    for worker in evidence::unheard(app).into_keys() {
+        let label = WorkerLabel { worker: worker.to_string() };
+        metrics.worker_index_incomplete.get_or_create(&label).set(1);
+    }
     metrics.worker_reuse_trust.clear();
     metrics.worker_reuse_predicted.clear();
     metrics.worker_reuse_reported.clear();

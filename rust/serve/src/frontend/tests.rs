@@ -10,7 +10,7 @@ use axum::body::{Body, to_bytes};
 use axum::extract::{Query, State};
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::Response;
-use kvflash_core::catalog::Catalog;
+use kvflash_core::catalog::{Catalog, ListenerStatus};
 use kvflash_core::clock::ManualClock;
 use kvflash_core::error::Error;
 use kvflash_core::fair::{LineOrder, Wish};
@@ -258,6 +258,60 @@ fn a_worker_whose_reuse_its_events_do_not_mention_degrades_health() {
         (health()["status"].clone(), health()["reasons"].clone()),
         ("healthy".into(), serde_json::json!([]))
     );
+}
+
+#[test]
+fn a_worker_that_may_hold_more_than_was_heard_of_is_named_everywhere() {
+    let app = by_events();
+    let runtime = runtime(1);
+    let spec = "http://127.0.0.1:10002,events=tcp://127.0.0.1:10003".parse().unwrap();
+    let engine = app.fleet.add(spec).unwrap();
+    let notes = EngineNotes { block_size: Some(4), ..serving(&[]) };
+    app.fleet.learned(&engine, notes).unwrap();
+    engine.recovered();
+    let json = |answer: Response| {
+        let bytes = runtime.block_on(to_bytes(answer.into_body(), usize::MAX)).unwrap();
+        serde_json::from_slice::<serde_json::Value>(&bytes).unwrap()
+    };
+    let text = |answer: Response| {
+        let bytes = runtime.block_on(to_bytes(answer.into_body(), usize::MAX)).unwrap();
+        String::from_utf8(bytes.to_vec()).unwrap()
+    };
+    let state = || State(Arc::clone(&app));
+    let row = "\nkvflash_worker_index_incomplete{worker=\"3:0\"} 1\n";
+    let health = json(runtime.block_on(admin::health(state())));
+    assert_eq!(health["index_incomplete"]["3:0"]["code"], "no_events_yet");
+    assert_eq!(health["index_incomplete"].as_object().unwrap().len(), 1, "{health}");
+    let ready = json(runtime.block_on(admin::ready(state())));
+    assert_eq!(ready["index_incomplete"], serde_json::json!(["3:0"]));
+    assert!(text(runtime.block_on(scrape::metrics(state()))).contains(row));
+
+    let body = serde_json::json!({"model": "m", "prompt": [1, 2, 3, 4, 5], "max_tokens": 1});
+    let explain = || {
+        let body = Body::from(body.to_string());
+        let asked = Query(admin::Asked::default());
+        json(runtime.block_on(admin::explain(
+            state(),
+            asked,
+            Caller::default(),
+            HeaderMap::new(),
+            body,
+        )))
+    };
+    let incomplete = |answer: &serde_json::Value| -> Vec<bool> {
+        let candidates = answer["candidates"].as_array().unwrap_or_else(|| panic!("{answer}"));
+        candidates.iter().map(|one| one.get("index_incomplete").is_some()).collect()
+    };
+    assert_eq!(incomplete(&explain()), [false, false, true]);
+
+    // Its first batch is the first one that it published.
+    let publisher = app.catalog.publishers().remove(0);
+    publisher.set_status(ListenerStatus::Active, None);
+    publisher.live(0, &[0x92, 0xcb, 0, 0, 0, 0, 0, 0, 0, 0, 0x90]);
+    let health = json(runtime.block_on(admin::health(state())));
+    assert_eq!(health["index_incomplete"], serde_json::json!({}));
+    assert_eq!(incomplete(&explain()), [false, false, false]);
+    assert!(!text(runtime.block_on(scrape::metrics(state()))).contains(row));
 }
 
 #[test]

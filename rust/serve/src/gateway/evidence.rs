@@ -1,7 +1,9 @@
 //! What an answer says of its worker's events: how much was promised, and how much the engine reused.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use kvflash_core::catalog::Unheard;
 use kvflash_core::ids::Worker;
 use kvflash_core::select::{EventSource, Prompt, ReuseChange, ReuseView, Selection, WorkerReason};
 use serde_json::{Value, json};
@@ -60,6 +62,12 @@ pub(crate) fn reasons(app: &App) -> Vec<WorkerReason> {
     let found = views
         .filter_map(|(worker, view)| Some(view.finding?.explain(worker, source_of(app, worker))));
     faults.chain(found).collect()
+}
+
+/// Workers about which the index is incomplete, and why.
+pub(crate) fn unheard(app: &App) -> BTreeMap<Worker, Unheard> {
+    let pools = app.fleet.pools();
+    pools.iter().flat_map(|pool| pool.selector.model().all_unheard()).collect()
 }
 
 /// What is known of a worker's reuse; of one that has not answered yet, nothing.

@@ -31,7 +31,11 @@ impl Selector {
         let block_size = u64::from(prompt.block_size);
         let tokens = |blocks| prompt.reusable_blocks(blocks) * block_size;
         let mut explained_tokens = tokens(selection.reached_blocks.max(selection.held_blocks));
-        if reported_tokens.is_some_and(|reported| reported > explained_tokens + block_size) {
+        let unheard = self.model.unheard(selection.worker);
+        if unheard.is_some_and(|why| why.is_partly_heard()) {
+            // What it stored before it was heard of is no contradiction to what was heard.
+            explained_tokens = explained_tokens.max(reported_tokens.unwrap_or(0));
+        } else if reported_tokens.is_some_and(|reported| reported > explained_tokens + block_size) {
             // Events of requests that were running at the decision have come by now.
             explained_tokens =
                 explained_tokens.max(tokens(self.reached_now(prompt, selection.worker)));

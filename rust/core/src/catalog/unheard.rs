@@ -1,0 +1,131 @@
+//! Workers whose caches may hold blocks that the index has not heard of: it is incomplete about them.
+//!
+//! What is known of such a worker earns credit as ever; what is not known can earn none.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::RwLock;
+
+use super::trust::{Code, Codes};
+use crate::ids::Worker;
+
+named! {
+    /// Why the index is incomplete about a worker. The names are those of the codes of its trust.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub enum Unheard {
+        /// Nothing came from its event socket yet.
+        Silent = "no_events_yet",
+        /// What it published earlier is being asked for.
+        Replaying = "catching_up",
+        /// It published more, before the first batch that came, than it can send again.
+        Missed = "missed_first_batches",
+    }
+}
+
+impl Unheard {
+    /// What the codes of a publisher's trust mean for its workers.
+    pub(super) fn of(codes: Codes) -> Option<Self> {
+        let is_silent = codes.has(Code::NeverConnected) || codes.has(Code::NoEventsYet);
+        match () {
+            () if codes.has(Code::CatchingUp) => Some(Self::Replaying),
+            () if codes.has(Code::MissedFirstBatches) => Some(Self::Missed),
+            () => is_silent.then_some(Self::Silent),
+        }
+    }
+
+    /// In words.
+    pub const fn message(self) -> &'static str {
+        match self {
+            Self::Silent => {
+                "index incomplete: nothing came from the worker's event socket yet, so its cache earns no credit"
+            }
+            Self::Replaying => {
+                "index incomplete: the worker's earlier events are being replayed, and the rest of its cache earns no \
+                 credit until they are applied"
+            }
+            Self::Missed => {
+                "index incomplete: the worker stored blocks before its first event that came and can't send those \
+                 events again; they earn no credit until blocks that are known fill its cache, or it is cleared or \
+                 restarted"
+            }
+        }
+    }
+
+    /// Whether events came, so that blocks which they do not mention may be older than they are.
+    pub const fn is_partly_heard(self) -> bool {
+        matches!(self, Self::Replaying | Self::Missed)
+    }
+}
+
+/// The workers of one index about which it is incomplete; as many entries as it has workers at the most.
+///
+/// # Cost
+/// One atomic read while there are none.
+#[derive(Debug, Default)]
+pub(super) struct UnheardTable {
+    by_worker: RwLock<BTreeMap<Worker, Unheard>>,
+    is_any: AtomicBool,
+}
+
+impl UnheardTable {
+    /// What is so of `worker` from now on.
+    pub fn set(&self, worker: Worker, why: Option<Unheard>) {
+        let mut by_worker = self.by_worker.write();
+        match why {
+            Some(why) => by_worker.insert(worker, why),
+            None => by_worker.remove(&worker),
+        };
+        // Relaxed: a report that is a moment old does no harm.
+        self.is_any.store(!by_worker.is_empty(), Ordering::Relaxed);
+    }
+
+    /// Why the index is incomplete about `worker`, if it is.
+    pub fn of(&self, worker: Worker) -> Option<Unheard> {
+        let is_any = self.is_any.load(Ordering::Relaxed);
+        is_any.then(|| self.by_worker.read().get(&worker).copied()).flatten()
+    }
+
+    /// All of them, in worker order.
+    pub fn all(&self) -> Vec<(Worker, Unheard)> {
+        match self.is_any.load(Ordering::Relaxed) {
+            true => self.by_worker.read().iter().map(|(worker, why)| (*worker, *why)).collect(),
+            false => Vec::new(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_being_repaired_comes_before_what_is_lost() {
+        let none = Codes::EMPTY;
+        let both = none.with(Code::CatchingUp).with(Code::MissedFirstBatches);
+        for (codes, why) in [
+            (none, None),
+            (none.with(Code::LostBatches), None),
+            (none.with(Code::NeverConnected), Some(Unheard::Silent)),
+            (none.with(Code::NoEventsYet), Some(Unheard::Silent)),
+            (none.with(Code::MissedFirstBatches), Some(Unheard::Missed)),
+            (both, Some(Unheard::Replaying)),
+        ] {
+            assert_eq!(Unheard::of(codes), why);
+        }
+        assert!(Unheard::ALL.iter().all(|why| why.message().starts_with("index incomplete: ")));
+    }
+
+    #[test]
+    fn workers_come_and_go() {
+        let (table, one, two) = (UnheardTable::default(), Worker::new(1, 0), Worker::new(2, 1));
+        assert_eq!((table.of(one), table.all()), (None, vec![]));
+        table.set(two, Some(Unheard::Silent));
+        table.set(one, Some(Unheard::Missed));
+        assert_eq!(table.all(), [(one, Unheard::Missed), (two, Unheard::Silent)]);
+        table.set(one, None);
+        assert_eq!((table.of(one), table.of(two)), (None, Some(Unheard::Silent)));
+        table.set(two, None);
+        assert!(table.all().is_empty());
+    }
+}
