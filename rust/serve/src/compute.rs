@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::http::HeaderMap;
 use kvflash_core::clock::Clock;
 use kvflash_core::error::Result;
 use kvflash_core::fair::{Cost, FairConfig, Options};
@@ -14,7 +13,8 @@ use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 use tokio::time::{Instant, sleep};
 
 use super::aside::block_in_place;
-use super::gateway::turn::{FairnessOptions, WaitingRoom, client_name};
+use super::gateway::identity::Identity;
+use super::gateway::turn::{FairnessOptions, WaitingRoom};
 use super::metrics::seconds_histogram;
 
 /// As many jobs at once as there are cores; clients whose jobs wait take turns by the bytes of them. Whose
@@ -50,7 +50,8 @@ impl Compute {
             max_wait_ms: (max_wait.as_millis() as u64).max(1),
             ..FairConfig::default()
         };
-        let options = FairnessOptions { queue, max_running: 1, weights: Vec::new() };
+        let (weights, identity) = (Vec::new(), Identity::default());
+        let options = FairnessOptions { queue, max_running: 1, weights, identity };
         let waited = seconds_histogram();
         registry.register_with_unit(
             "tokenize_wait",
@@ -63,22 +64,19 @@ impl Compute {
         Ok(Self { room: Arc::new(WaitingRoom::new(&options, clock)?), threads, cores, waited })
     }
 
-    /// Call `job`, which concerns `bytes` of a prompt of the client that `headers` and `address` tell, when it
-    /// is its turn. Other connections go on meanwhile.
+    /// Call `job`, which concerns `bytes` of a prompt of `client`, when it is its turn. Other connections go on meanwhile.
     ///
     /// # Errors
     /// [`Busy`].
     pub async fn run<T: Send>(
         &self,
-        headers: &HeaderMap,
-        address: Option<&str>,
+        client: &str,
         bytes: usize,
         job: impl FnOnce() -> T + Send,
     ) -> Result<T, Busy> {
-        let client = client_name(None, headers, address);
         let cost = Cost { input_tokens: bytes as u64, cached_tokens: 0, output_tokens: Some(0) };
         let began = Instant::now();
-        let turn = self.room.turn(&client, cost, Options::default(), self.cores).await;
+        let turn = self.room.turn(client, cost, Options::default(), self.cores).await;
         self.waited.observe(began.elapsed().as_secs_f64());
         let turn = turn.map_err(|_| Busy)?;
         // It is paid for whatever comes of it.
@@ -178,7 +176,7 @@ mod tests {
                         begun.send(()).unwrap();
                         drop(gate.lock());
                     };
-                    compute.run(&HeaderMap::new(), Some("a client"), 60_000, job).await.unwrap();
+                    compute.run("a client", 60_000, job).await.unwrap();
                 })
             })
             .collect();
@@ -202,8 +200,7 @@ mod tests {
     async fn threads_without_work_end() {
         let clock = Arc::new(ManualClock::default());
         let compute = Compute::new(DEADLINE, clock, &mut Registry::default()).unwrap();
-        let headers = HeaderMap::new();
-        let run = || compute.run(&headers, None, 60_000, rayon::current_thread_index);
+        let run = || compute.run("", 60_000, rayon::current_thread_index);
         let is_started = || compute.threads.pool.lock().is_some();
         assert!(!is_started());
         for _ in 0..2 {

@@ -176,6 +176,12 @@ settings! {
         /// See [the fair queue](policies.md#the-fair-queue)
         fairness: String = "none".to_owned(), &["none", "vtc-fair", "vtc-max-fair", "vtc-pred"],
             "--fairness";
+        /// What a client is known by: authorization, user or header:NAME
+        ///
+        /// By default its `Authorization`, without one the header or field `user`, else its address. `user` goes by
+        /// what clients call themselves, `header:NAME` by a header that a gateway sets. See
+        /// [the fair queue](policies.md#the-fair-queue)
+        fairness_identity: String = "authorization".to_owned(), (), "--fairness-identity IDENTITY";
         /// Clients with a larger (above 1) or smaller share
         fairness_weight: Vec<(String, f64)> = Vec::new(), (), "--fairness-weight CLIENT=WEIGHT,...";
         /// Maximum queued requests per client; more are refused with 429

@@ -28,6 +28,7 @@ pub use engine::EngineSpec;
 pub use options::{EnforceDisagg, FrontendOptions};
 pub use service::FrontendApp;
 
+pub use crate::gateway::identity::Identity;
 pub use crate::gateway::turn::FairnessOptions;
 
 #[cfg(test)]

@@ -12,6 +12,7 @@ use super::api::{Api, Row, Weight};
 use super::body::Body;
 use super::envelope::Envelope;
 use super::foreign;
+use super::identity::Identity;
 use super::nvext::Nvext;
 use crate::compute::Busy;
 use crate::frontend::app::App;
@@ -37,6 +38,11 @@ pub(crate) struct Head {
 }
 
 impl Head {
+    /// Whose turn is charged for the request of a client that calls itself `user`.
+    pub fn client(&self, user: Option<&str>, identity: &Identity) -> String {
+        identity.name(user, &self.headers, self.address.as_deref())
+    }
+
     /// The name under which a request's decisions are kept: the client's where it gave a usable one.
     pub fn request_id(&self) -> String {
         let given = self.headers.get(&REQUEST_ID_HEADER).and_then(|value| value.to_str().ok());
@@ -114,7 +120,7 @@ impl Call {
         if len <= LONG_BODY_BYTES {
             return parse();
         }
-        let done = app.compute.run(&head.headers, head.address.as_deref(), len, parse).await;
+        let done = app.compute.run(&head.client(None, &Identity::default()), len, parse).await;
         done.unwrap_or_else(|Busy| {
             app.refused("tokenizer");
             let what = "reading long requests keeps all cores busy: try again".to_owned();

@@ -14,8 +14,9 @@ use super::api::{Api, Row};
 use super::as_chat;
 use super::body::{Body, Raw};
 use super::bound;
-use super::call::{Call, Head};
+use super::call::Call;
 use super::envelope::Envelope;
+use super::identity::Identity;
 use super::render::{self, Known};
 use super::tokens::{Untokenized, tokens};
 use crate::Reject;
@@ -246,8 +247,8 @@ async fn beside<T: Send>(
     if bytes <= LONG_BYTES {
         return Ok(read());
     }
-    let Head { headers, address, .. } = &call.head;
-    let done = app.compute.run(headers, address.as_deref(), bytes, read).await;
+    let client = call.head.client(None, &Identity::default());
+    let done = app.compute.run(&client, bytes, read).await;
     done.map_err(|Busy| Untokenized::Unknown("tokenizer_busy"))
 }
 

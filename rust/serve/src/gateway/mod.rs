@@ -23,6 +23,7 @@ pub(crate) mod evidence;
 pub(crate) mod foreign;
 pub(crate) mod generation;
 mod guide;
+pub(crate) mod identity;
 mod ids;
 mod nvext;
 pub(crate) mod plan;

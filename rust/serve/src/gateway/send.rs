@@ -20,7 +20,6 @@ use super::client::{SESSION_HEADER, session_id_of};
 use super::plan::Plan;
 use super::query;
 use super::relay::{Delivery, relay};
-use super::turn::client_name;
 use crate::Reject;
 use crate::body::Received;
 use crate::frontend::app::App;
@@ -73,8 +72,7 @@ async fn respond(
         return query::answer(&plan, &prefill).await;
     }
     if let Some(room) = &plan.route.pool.waiting {
-        let Head { headers, address, .. } = &plan.call.head;
-        let client = client_name(plan.request.user.as_deref(), headers, address.as_deref());
+        let client = plan.call.head.client(plan.request.user.as_deref(), &room.identity);
         let workers = plan.route.pool.serving();
         let waited = Instant::now();
         let cost = plan.cost(room.cached_share);

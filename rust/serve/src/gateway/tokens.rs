@@ -9,8 +9,9 @@ use serde_json::Value;
 use super::api::Api;
 use super::body::Raw;
 use super::bound;
-use super::call::{Call, Head};
+use super::call::Call;
 use super::envelope::{Envelope, Prompt};
+use super::identity::Identity;
 use super::ids::{are_proven, replaceable};
 use super::render::{Known, ask_body, has_media, render};
 use crate::compute::Busy;
@@ -55,7 +56,6 @@ pub(super) async fn tokens(
     }
     let text_bytes = bound::check(app, call, pool).map_err(Untokenized::Refused)?;
     let is_long = call.body.bytes().len() > LONG_TEXT_BYTES;
-    let Head { headers, address, .. } = &call.head;
     let bytes = call.body.bytes().len();
     let busy = |Busy| match is_strict {
         true => Untokenized::Refused(Error::Overloaded(
@@ -73,7 +73,7 @@ pub(super) async fn tokens(
                 false => parse(),
                 true => app
                     .compute
-                    .run(headers, address.as_deref(), bytes, parse)
+                    .run(&call.head.client(None, &Identity::default()), bytes, parse)
                     .await
                     .map_err(busy)?,
             };
@@ -114,7 +114,8 @@ pub(super) async fn tokens(
     let found = match quick {
         Ok(text::Prompt::Costly) => {
             let whole = || local(Effort { text_bytes, is_quick: false });
-            app.compute.run(headers, address.as_deref(), bytes, whole).await.map_err(busy)?
+            let client = call.head.client(None, &Identity::default());
+            app.compute.run(&client, bytes, whole).await.map_err(busy)?
         }
         found => found,
     };

@@ -4,8 +4,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::http::HeaderMap;
-use axum::http::header::AUTHORIZATION;
 use kvflash_core::clock::Clock;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::fair::{
@@ -15,6 +13,7 @@ use kvflash_core::select::Usage;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
+use super::identity::Identity;
 use crate::{FairnessSettings, Reject};
 
 /// How clients share.
@@ -26,13 +25,15 @@ pub struct FairnessOptions {
     pub max_running: usize,
     /// Clients with other shares than 1.
     pub weights: Vec<(String, f64)>,
+    /// What clients without a key are known by.
+    pub identity: Identity,
 }
 
 impl FairnessOptions {
     /// What the settings come to, where as many requests may be in flight; `None` where nobody takes turns.
     ///
     /// # Errors
-    /// `Config` for a discipline that there is not.
+    /// `Config` for a discipline or an identity that there is not.
     pub fn of(settings: FairnessSettings, max_requests: usize) -> Result<Option<Self>> {
         if settings.fairness == "none" {
             return Ok(None);
@@ -46,7 +47,8 @@ impl FairnessOptions {
             ..FairConfig::default()
         };
         let weights = settings.fairness_weight;
-        Ok(Some(Self { queue, max_running: settings.fairness_max_running, weights }))
+        let identity = settings.fairness_identity.parse()?;
+        Ok(Some(Self { queue, max_running: settings.fairness_max_running, weights, identity }))
     }
 
     /// Check every field.
@@ -81,6 +83,8 @@ pub(crate) struct WaitingRoom {
     max_wait: Duration,
     /// What a cached token costs, in others.
     pub cached_share: f64,
+    /// What clients without a key are known by.
+    pub identity: Identity,
     state: Mutex<State>,
 }
 
@@ -100,6 +104,7 @@ impl WaitingRoom {
             clock,
             max_running: options.max_running,
             cached_share: options.queue.cached_share,
+            identity: options.identity.clone(),
             max_wait: Duration::from_millis(options.queue.max_wait_ms),
             state: Mutex::new(State { queue: options.new_queue()?, running: 0, workers: 1 }),
         })
@@ -245,24 +250,4 @@ impl Drop for Turn {
         }
         self.room.call_next();
     }
-}
-
-/// Who shares: the user, else who holds the API key, else the address.
-pub(crate) fn client_name(
-    user: Option<&str>,
-    headers: &HeaderMap,
-    address: Option<&str>,
-) -> String {
-    use std::hash::BuildHasher;
-    use std::sync::OnceLock;
-    // Drawn anew by each process, so that nobody can make a key that shares another one's turns.
-    static KEYS: OnceLock<std::hash::RandomState> = OnceLock::new();
-    if let Some(user) = user {
-        return user.to_owned();
-    }
-    if let Some(key) = headers.get(AUTHORIZATION) {
-        let hash = KEYS.get_or_init(std::hash::RandomState::new).hash_one(key.as_bytes());
-        return format!("key-{hash:016x}");
-    }
-    address.unwrap_or_default().to_owned()
 }

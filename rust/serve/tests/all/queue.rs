@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use kvflash_core::fair::{FairConfig, LineOrder};
 use kvflash_core::select::{QueueOptions, QueueThreshold};
-use kvflash_serve::frontend::FairnessOptions;
+use kvflash_serve::frontend::{FairnessOptions, Identity};
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 
@@ -130,8 +130,12 @@ async fn whoever_leaves_the_line_makes_room_in_it() {
 
 fn turns(change: impl FnOnce(&mut FairnessOptions)) -> Stage {
     Stage::new(|options| {
-        let mut fairness =
-            FairnessOptions { queue: FairConfig::default(), max_running: 1, weights: Vec::new() };
+        let mut fairness = FairnessOptions {
+            queue: FairConfig::default(),
+            max_running: 1,
+            weights: Vec::new(),
+            identity: Identity::default(),
+        };
         change(&mut fairness);
         options.fairness = Some(fairness);
     })
@@ -167,6 +171,38 @@ async fn a_greedy_client_does_not_hold_up_a_modest_one() {
         assert_eq!(one.await.unwrap().status, 200);
     }
     stage.until_idle().await;
+}
+
+#[tokio::test]
+async fn a_client_with_a_fresh_name_for_each_request_is_one_client() {
+    let stage = turns(|_| ());
+    let mut engine = stage.engine().await.by_hand();
+    let hog = |n: u32| {
+        let (user, key) = (format!("fresh-{n}"), ("authorization", "Bearer hog"));
+        stage.send_with(&[key, ("user", &user)], prompt(n..n + 40))
+    };
+    let mut asking = vec![hog(0)];
+    stage.until_metric("turns_total{model=\"m\",outcome=\"granted\"}", 1.0).await;
+    let waiting = "turns_waiting{model=\"m\"}";
+    for n in 1..8 {
+        asking.push(hog(n));
+        stage.until_metric(waiting, f64::from(n)).await;
+    }
+    // Nor does it help to be called as the other one is.
+    let key = ("authorization", "Bearer victim");
+    asking.push(stage.send_with(&[key, ("user", "fresh-3")], prompt(100..140)));
+    stage.until_metric(waiting, 8.0).await;
+    let mut keys = Vec::new();
+    for _ in 0..9 {
+        let asked = engine.next().await;
+        keys.push(asked.headers["authorization"].clone());
+        asked.done().await;
+    }
+    let at = keys.iter().position(|key| key == "Bearer victim").unwrap();
+    assert!(at <= 2, "{keys:?}");
+    for one in asking {
+        assert_eq!(one.await.unwrap().status, 200);
+    }
 }
 
 #[tokio::test]

@@ -190,6 +190,18 @@ impl Stage {
         })
     }
 
+    /// A completion with these headers, beside the test.
+    pub fn send_with(&self, headers: &[(&str, &str)], body: Value) -> JoinHandle<Answer> {
+        let headers: Vec<(String, String)> =
+            headers.iter().map(|(name, value)| ((*name).into(), (*value).into())).collect();
+        let router = self.router.clone();
+        tokio::spawn(async move {
+            let headers: Vec<(&str, &str)> =
+                headers.iter().map(|(name, value)| (&**name, &**value)).collect();
+            call(router, Method::POST, COMPLETIONS, &headers, Some(&body)).await
+        })
+    }
+
     /// A completion with this body, beside the test.
     pub fn send_raw(&self, body: Body) -> JoinHandle<Answer> {
         let router = self.router.clone();
