@@ -25,6 +25,7 @@ pub mod router;
 mod serve;
 mod settings;
 mod state_file;
+mod tenant;
 mod timer;
 mod tls;
 mod worker_state;

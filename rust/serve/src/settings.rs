@@ -179,8 +179,8 @@ settings! {
         /// What a client is known by: authorization, user or header:NAME
         ///
         /// By default its `Authorization`, without one the header or field `user`, else its address. `user` goes by
-        /// what clients call themselves, `header:NAME` by a header that a gateway sets. See
-        /// [the fair queue](policies.md#the-fair-queue)
+        /// what clients call themselves, `header:NAME` by a header that a gateway sets. A client with a
+        /// [key](tenants.md#fair-turns) is known by that
         fairness_identity: String = "authorization".to_owned(), (), "--fairness-identity IDENTITY";
         /// Clients with a larger (above 1) or smaller share
         fairness_weight: Vec<(String, f64)> = Vec::new(), (), "--fairness-weight CLIENT=WEIGHT,...";

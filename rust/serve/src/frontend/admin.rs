@@ -31,6 +31,7 @@ use crate::gateway::evidence;
 use crate::gateway::plan::{Part, Plan};
 use crate::metrics::CauseLabel;
 use crate::remote::RemoteIndexer;
+use crate::tenant::pass;
 use crate::worker_state::worker_id;
 use crate::{Caller, Peer, Reject};
 
@@ -559,6 +560,8 @@ pub(super) async fn explain(
 ) -> Response {
     let explained = async {
         let row = asked.row()?;
+        // It tells what others have asked: a client's key pays for it like a request.
+        let _running = pass::client(&caller).map(|key| app.meters.begin(key)).transpose()?;
         let bytes = app.intake.whole(body).await?.bytes;
         let head = Head { uri: Uri::default(), headers, address: None, caller };
         let plan = Plan::make(&app, row, head, String::new(), bytes).await?;

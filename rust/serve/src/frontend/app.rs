@@ -33,6 +33,7 @@ use crate::metrics::{CauseLabel, CommonMetrics};
 use crate::policy_metrics::PolicyMetrics;
 use crate::remote::RemoteIndexer;
 use crate::state_file::Registrations;
+use crate::tenant::limit::Meters;
 
 /// Full for so long is no burst.
 const FULL_TIME: Duration = Duration::from_secs(10);
@@ -82,6 +83,8 @@ pub(crate) struct App {
     /// The same for uploads, which have a limit of their own.
     pub uploads: Intake,
     pub retries: Arc<Retries>,
+    /// What clients with keys have used.
+    pub meters: Meters,
     /// Workers that were registered over HTTP.
     pub registrations: Registrations,
     pub shutdown: Shutdown,
@@ -132,6 +135,7 @@ impl App {
             true => Some(query_routes(Arc::clone(&catalog), intake.clone())?),
             false => None,
         };
+        let meters = Meters::new(Arc::clone(&clock));
         let (wanted, uploads) = (options.min_initial_workers, options.max_upload_bytes);
         Ok(Self {
             start: StartGate::new(wanted, "be healthy", "--min-initial-workers"),
@@ -154,6 +158,7 @@ impl App {
             uploads: intake.clone().up_to(uploads, "--max-upload-bytes"),
             intake,
             retries: Arc::default(),
+            meters,
             registrations: Registrations::default(),
             shutdown,
             remote,

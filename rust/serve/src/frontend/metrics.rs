@@ -43,6 +43,18 @@ pub(crate) struct TurnLabel {
     pub outcome: &'static str,
 }
 
+/// A client's key, by its id: as many as there are meters.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct ClientIdLabel {
+    pub client: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct ClientLabel {
+    pub client: String,
+    pub outcome: &'static str,
+}
+
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct FormLabel {
     pub model: String,
@@ -123,6 +135,12 @@ metrics! {
             "Prompt tokens a second that first tokens have shown, where prefill speed counts";
         pub worker_busy: Family<WorkerLabel, Gauge> = "worker_busy",
             "1 = the worker is busier than its model's thresholds allow";
+        pub client_requests: Family<ClientLabel, Counter> = "client_requests",
+            "Requests of each client key: served, or refused by requests, tokens or concurrency";
+        pub client_tokens: Family<ClientIdLabel, Counter> = "client_uncached_prompt_tokens",
+            "Prompt tokens of each client key that no cache held";
+        pub client_in_flight: Family<ClientIdLabel, Gauge> = "client_requests_in_flight",
+            "Requests of each client key that are in flight";
         pub worker_draining: Family<WorkerLabel, Gauge> = "worker_draining",
             "1 = the worker takes no new requests (PATCH /workers/{id})";
         pub worker_reuse_trust: Family<WorkerLabel, Gauge<f64, AtomicU64>> = "worker_reuse_trust",

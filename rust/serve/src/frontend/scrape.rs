@@ -11,7 +11,9 @@ use kvflash_core::text::CacheStats;
 use super::super::gateway::evidence;
 use super::super::metrics::escape;
 use super::app::App;
-use super::metrics::{EncoderLabel, ModelNameLabel, OutcomeLabel, TurnLabel, WorkerLabel};
+use super::metrics::{
+    ClientIdLabel, ClientLabel, EncoderLabel, ModelNameLabel, OutcomeLabel, TurnLabel, WorkerLabel,
+};
 
 /// GET /metrics
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
@@ -63,6 +65,7 @@ fn refill(app: &App) {
             }
         }
     }
+    tell_clients(app);
     app.parity.refill(app);
     tell_reuse(app);
     tell_turns(app);
@@ -125,6 +128,29 @@ fn tell_reuse(app: &App) {
             (&metrics.worker_reuse_reported, view.reported_tokens),
         ] {
             family.get_or_create(&label).inner().store(tokens, Ordering::Relaxed);
+        }
+    }
+}
+
+/// What clients with keys have used of their limits.
+fn tell_clients(app: &App) {
+    let metrics = &app.metrics;
+    metrics.client_requests.clear();
+    metrics.client_tokens.clear();
+    metrics.client_in_flight.clear();
+    for (client, counts, in_flight) in app.meters.all() {
+        let label = ClientIdLabel { client: client.clone() };
+        metrics.client_in_flight.get_or_create(&label).set(in_flight as i64);
+        let tokens = counts.uncached_tokens;
+        metrics.client_tokens.get_or_create(&label).inner().store(tokens, Ordering::Relaxed);
+        for (outcome, count) in [
+            ("served", counts.served),
+            ("refused_requests", counts.requests),
+            ("refused_tokens", counts.tokens),
+            ("refused_concurrency", counts.concurrency),
+        ] {
+            let label = ClientLabel { client: client.clone(), outcome };
+            metrics.client_requests.get_or_create(&label).inner().store(count, Ordering::Relaxed);
         }
     }
 }

@@ -13,12 +13,15 @@ use super::turn::Turn;
 use crate::Reject;
 use crate::body::{self, Received};
 use crate::frontend::app::App;
+use crate::tenant::limit::Running;
 
 /// A request's place among those in flight; given back when it is dropped.
 pub(crate) struct InFlight {
     app: Arc<App>,
     /// Its turn, where clients take turns.
     pub turn: Option<Turn>,
+    /// Its client's limits, where it has a key.
+    pub running: Option<Running>,
 }
 
 impl InFlight {
@@ -26,6 +29,9 @@ impl InFlight {
     pub fn used(&self, usage: Usage) {
         if let Some(turn) = &self.turn {
             turn.used(usage);
+        }
+        if let Some(running) = &self.running {
+            running.used(usage);
         }
     }
 
@@ -36,8 +42,11 @@ impl InFlight {
         }
     }
 
-    /// A worker answers.
-    pub fn answered(&self) {
+    /// A worker answers, and computes so many tokens of the prompt.
+    pub fn answered(&self, uncached_tokens: u64) {
+        if let Some(running) = &self.running {
+            running.computes(uncached_tokens);
+        }
         if let Some(turn) = &self.turn {
             turn.answered();
         }
@@ -85,7 +94,7 @@ pub(super) async fn admit(
         if before + 1 == limit {
             *app.full_since.lock() = Some(Instant::now());
         }
-        return Ok((InFlight { app: Arc::clone(app), turn: None }, received));
+        return Ok((InFlight { app: Arc::clone(app), turn: None, running: None }, received));
     }
     app.in_flight.fetch_sub(1, Ordering::Relaxed);
     let (error, cause) = full();

@@ -38,9 +38,13 @@ pub(crate) struct Head {
 }
 
 impl Head {
-    /// Whose turn is charged for the request of a client that calls itself `user`.
+    /// Whose turn is charged for the request of a client that calls itself `user`: the owner of its key, where it
+    /// has one.
     pub fn client(&self, user: Option<&str>, identity: &Identity) -> String {
-        identity.name(user, &self.headers, self.address.as_deref())
+        match self.caller.key() {
+            Some(key) => key.id.clone(),
+            None => identity.name(user, &self.headers, self.address.as_deref()),
+        }
     }
 
     /// The name under which a request's decisions are kept: the client's where it gave a usable one.

@@ -287,6 +287,12 @@ impl Plan {
         ))
     }
 
+    /// Prompt tokens that the worker that would be chosen now does not hold.
+    pub fn uncached_tokens(&self) -> u64 {
+        let Cost { input_tokens, cached_tokens, .. } = self.cost(0.0);
+        input_tokens.saturating_sub(cached_tokens)
+    }
+
     /// What the request is expected to cost, where cached tokens cost `cached_share` of others.
     pub fn cost(&self, cached_share: f64) -> Cost {
         let prompt = &self.request.prompt;

@@ -21,10 +21,11 @@ use super::plan::Plan;
 use super::query;
 use super::relay::{Delivery, relay};
 use crate::Reject;
-use crate::body::Received;
+use crate::body::{Received, discard};
 use crate::frontend::app::App;
 use crate::frontend::engine::Engine;
 use crate::metrics::RequestLabel;
+use crate::tenant::pass;
 
 static WORKER_HEADER: HeaderName = HeaderName::from_static("x-kvflash-worker");
 static PREFILL_HEADER: HeaderName = HeaderName::from_static("x-kvflash-prefill-worker");
@@ -35,12 +36,16 @@ pub(crate) async fn forward(app: Arc<App>, row: &'static Row, head: Head, body: 
     let started = Instant::now();
     let request_id = head.request_id();
     let id = HeaderValue::try_from(&request_id);
+    let caller = head.caller.clone();
     let mut waiting = Waiting::new(&app);
     let answered = respond(&app, row, head, request_id, body, &mut waiting).await;
     waiting.over();
     let mut response = answered.unwrap_or_else(|reject| row.form.refuse(reject));
     if let Ok(id) = id {
         response.headers_mut().insert(REQUEST_ID_HEADER.clone(), id);
+    }
+    if let Some(key) = pass::client(&caller) {
+        app.meters.tell(key, response.headers_mut());
     }
     let label = RequestLabel { endpoint: row.path, status: response.status().as_u16() };
     app.common.requests.get_or_create(&label).inc();
@@ -54,10 +59,20 @@ async fn respond(
     row: &'static Row,
     head: Head,
     request_id: String,
-    body: Body,
+    mut body: Body,
     waiting: &mut Waiting,
 ) -> Result<Response, Reject> {
+    // Before its body is read: a client's limits hold up that client alone.
+    let running = match pass::client(&head.caller).map(|key| app.meters.begin(key)).transpose() {
+        Ok(running) => running,
+        Err(reject) => {
+            app.refused("client_limit");
+            discard(&mut body).await;
+            return Err(reject);
+        }
+    };
     let (mut in_flight, Received { bytes, turn }) = admit(app, row, body).await?;
+    in_flight.running = running;
     let began = Instant::now();
     let plan = Plan::make(app, Some(row), head, request_id, bytes).await.inspect_err(|reject| {
         if reject.status.as_u16() == 503 {
@@ -70,6 +85,9 @@ async fn respond(
     let prefill = Prefill::of(app, &plan).await?;
     if plan.call.nvext.is_query() {
         return query::answer(&plan, &prefill).await;
+    }
+    if let Some(running) = in_flight.running.as_ref().filter(|_| has_token_limit(&plan)) {
+        running.charge(plan.uncached_tokens()).inspect_err(|_| app.refused("client_limit"))?;
     }
     if let Some(room) = &plan.route.pool.waiting {
         let client = plan.call.head.client(plan.request.user.as_deref(), &room.identity);
@@ -88,7 +106,9 @@ async fn respond(
     let Sent { choice, handoff, opened, is_evidence } = sent;
     if opened.is_success() {
         choice.booking.first_token();
-        in_flight.answered();
+        let prompt = &plan.request.prompt;
+        let cached_tokens = prompt.reusable_tokens(choice.selection.overlap_blocks);
+        in_flight.answered(prompt.isl_tokens.saturating_sub(cached_tokens));
         plan.count(app, &choice.selection);
     }
     let expected = if is_evidence { plan.expectation(app, choice.selection) } else { None };
@@ -103,6 +123,11 @@ async fn respond(
     tell(app, &mut response, &engine, worker, prefiller);
     response.headers_mut().insert(OVERLAP_HEADER.clone(), overlap.into());
     Ok(response)
+}
+
+/// Whether what a request computes is to be known before it is sent.
+fn has_token_limit(plan: &Plan) -> bool {
+    plan.call.head.caller.key().is_some_and(|key| key.tpm.is_some())
 }
 
 /// A request that a worker has begun to answer.

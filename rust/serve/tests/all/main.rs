@@ -14,3 +14,4 @@ mod queue;
 mod retry;
 mod serve;
 mod stage;
+mod tenants;

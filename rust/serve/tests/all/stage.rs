@@ -15,8 +15,8 @@ use kvflash_core::catalog::Catalog;
 use kvflash_core::clock::ManualClock;
 use kvflash_core::policy::Policy;
 use kvflash_core::select::Overlap;
-use kvflash_serve::Shutdown;
 use kvflash_serve::frontend::{FrontendApp, FrontendOptions};
+use kvflash_serve::{Caller, Key, Shutdown};
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 
@@ -202,6 +202,45 @@ impl Stage {
         })
     }
 
+    /// A request of the owner of a key.
+    pub async fn post_as(
+        &self,
+        key: &Key,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: &Value,
+    ) -> Answer {
+        self.post_beside(key, path, headers, body.clone()).await.unwrap()
+    }
+
+    /// A completion of the owner of a key.
+    pub async fn ask_as(&self, key: &Key, headers: &[(&str, &str)], body: &Value) -> Answer {
+        self.post_as(key, COMPLETIONS, headers, body).await
+    }
+
+    /// The same beside the test.
+    pub fn send_as(&self, key: &Key, headers: &[(&str, &str)], body: Value) -> JoinHandle<Answer> {
+        self.post_beside(key, COMPLETIONS, headers, body)
+    }
+
+    /// A request of the owner of a key, beside the test.
+    pub fn post_beside(
+        &self,
+        key: &Key,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: Value,
+    ) -> JoinHandle<Answer> {
+        let caller = Caller::Known(Arc::new(key.clone()));
+        let mut request = Request::builder().method(Method::POST).uri(path).extension(caller);
+        request = request.header("content-type", "application/json");
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        let request = request.body(Body::from(body.to_string())).unwrap();
+        tokio::spawn(answer_to(self.router.clone(), request))
+    }
+
     /// A completion with this body, beside the test.
     pub fn send_raw(&self, body: Body) -> JoinHandle<Answer> {
         let router = self.router.clone();
@@ -281,7 +320,10 @@ async fn call_with(
     for (name, value) in headers {
         request = request.header(*name, *value);
     }
-    let request = request.body(body).unwrap();
+    answer_to(router, request.body(body).unwrap()).await
+}
+
+async fn answer_to(router: Router, request: Request<Body>) -> Answer {
     let response = TowerToHyperService::new(router).call(request).await.unwrap();
     let (head, mut rest) = response.into_parts();
     let (mut body, mut is_broken) = (Vec::new(), false);
