@@ -1,9 +1,11 @@
 """Real vLLM engines for opt-in tests, because an engine is more than a gigabyte.
 
 ``KVFLASH_VLLM_ENGINE`` names a program that starts one engine in the foreground:
-``PROGRAM HTTP_PORT EVENTS_PORT REPLAY_PORT BLOCKS``, serving tests/vectors/tiny-llama as
-``tiny-llama`` with block size 32, prefix caching, KV events and ``--enable-prompt-tokens-details``
-(docs/events.md has the command line). ``VLLM_SERVER_DEV_MODE=1`` lets tests clear its cache.
+``PROGRAM HTTP_PORT EVENTS_PORT REPLAY_PORT BLOCKS FOLDER``. It serves the model in FOLDER
+(tests/vectors/tiny-llama or tiny-hermes) by the folder's name, with block size 32, prefix caching,
+KV events, ``--enable-prompt-tokens-details``, ``--enable-scale-out``, and for tools
+``--enable-auto-tool-choice --tool-call-parser hermes`` (docs/events.md has the command line).
+``VLLM_SERVER_DEV_MODE=1`` lets tests clear its cache.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any
 import pytest
 import zmq
 
-from service import Http, until
+from service import VECTORS, Http, until
 
 PROGRAM = os.environ.get("KVFLASH_VLLM_ENGINE")
 MODEL = "tiny-llama"
@@ -50,8 +52,8 @@ def free_ports(count: int) -> list[int]:
 class VllmEngine:
     """One engine process, on ports that survive its restart."""
 
-    def __init__(self, log: Path) -> None:
-        self.log = log
+    def __init__(self, log: Path, model: str = MODEL) -> None:
+        self.log, self.model = log, model
         self._ports = free_ports(3)
         http, events, replay = self._ports
         self.url = f"http://127.0.0.1:{http}"
@@ -63,7 +65,7 @@ class VllmEngine:
         assert PROGRAM is not None
         with self.log.open("a") as log:
             self._process = subprocess.Popen(
-                [PROGRAM, *map(str, self._ports), str(BLOCKS)],
+                [PROGRAM, *map(str, self._ports), str(BLOCKS), str(VECTORS / self.model)],
                 stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
@@ -94,7 +96,7 @@ class VllmEngine:
         """Empty its prefix cache."""
         self.post("/reset_prefix_cache", None)
         # The engine publishes the clear with its next step.
-        self.post("/v1/completions", {"model": MODEL, "prompt": "reset", "max_tokens": 1})
+        self.post("/v1/completions", {"model": self.model, "prompt": "reset", "max_tokens": 1})
 
     def newest_batch(self, context: zmq.Context[Any], known: int) -> int:
         """The last batch that it has published, -1 before the first; `known` is one of before.
@@ -141,11 +143,11 @@ class VllmEngine:
 
 
 @contextlib.contextmanager
-def vllm_engines(folder: Path, count: int = 2) -> Iterator[list[VllmEngine]]:
-    """Engines that are up, until the end of the block."""
+def vllm_engines(folder: Path, count: int = 2, model: str = MODEL) -> Iterator[list[VllmEngine]]:
+    """Engines of one model that are up, until the end of the block."""
     engines: list[VllmEngine] = []
     try:
-        engines.extend(VllmEngine(folder / f"{number}.log") for number in range(count))
+        engines.extend(VllmEngine(folder / f"{number}.log", model) for number in range(count))
         for engine in engines:
             engine.wait_until_up()
         yield engines
