@@ -1,0 +1,288 @@
+"""A JSON schema to a small value that it allows: what a model under structured output answers.
+
+It knows type, enum, const, $ref into the schema itself, allOf, anyOf, oneOf, and the limits of
+objects, arrays, numbers and texts. It writes required properties only. It ignores not, if,
+contains, patternProperties and propertyNames: a value may violate them.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+from kvflash.errors import InvalidArgumentError
+from kvflash.mocker.schema_text import text
+
+# Values, nested ones included, that are tried for one schema.
+VALUES_MAX = 10_000
+# The depths of values that are tried one after the other: the flattest value is found first.
+DEPTHS = (1, 2, 3, 5, 8, 16, 32)
+# Tries for one item of an array of distinct items.
+TRIES = 64
+# Numbers are drawn from so many.
+SPREAD = 100
+
+_TYPES = {
+    "object": ("properties", "required", "additionalProperties", "minProperties"),
+    "array": ("items", "prefixItems", "minItems", "maxItems"),
+    "string": ("minLength", "maxLength", "pattern", "format"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+}
+
+
+class _DeadEndError(Exception):
+    """Nothing here; another branch may do."""
+
+
+def instance(schema: object, rng: random.Random) -> Any:
+    """A small value that a schema allows: a function of the arguments.
+
+    Raises:
+        InvalidArgumentError: None was found; says why.
+    """
+    maker = _Maker(schema, rng)
+    reason = "too deep"
+    for depth in DEPTHS:
+        try:
+            return maker.make(schema, depth)
+        except _DeadEndError as error:
+            reason = str(error)
+        except RecursionError:
+            break
+        except (AttributeError, OverflowError, TypeError, ValueError) as error:
+            if isinstance(error, InvalidArgumentError):
+                raise
+            # Keywords of a wrong type, which would take a schema of schemas to name.
+            raise InvalidArgumentError(f"the schema is malformed: {error}") from error
+    raise InvalidArgumentError(f"found no value that the schema allows: {reason}")
+
+
+class _Maker:
+    def __init__(self, root: object, rng: random.Random) -> None:
+        self._root = root
+        self._rng = rng
+        self._left = VALUES_MAX
+
+    def make(self, schema: object, depth: int) -> Any:
+        """A value of at most this depth."""
+        if self._left == 0:
+            raise InvalidArgumentError(f"the schema needs more than {VALUES_MAX} values")
+        self._left -= 1
+        if schema is False:
+            raise _DeadEndError("false allows nothing")
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, dict):
+            raise InvalidArgumentError(f"a schema must be an object, got {schema!r:.80}")
+        if depth == 0:
+            raise _DeadEndError(f"deeper than {DEPTHS[-1]}")
+        reasons = []
+        for flat in self._flat(schema, set()):
+            for kind in self._types(flat):
+                try:
+                    return self._of_type(kind, flat, depth)
+                except _DeadEndError as error:
+                    reasons.append(str(error))
+        raise _DeadEndError(reasons[-1] if reasons else "its parts contradict each other")
+
+    def _flat(self, schema: dict[str, Any], seen: set[str]) -> Iterator[dict[str, Any]]:
+        """The schema without references and alternatives, in each of its ways."""
+        for key in ("anyOf", "oneOf"):
+            if key in schema:
+                rest = {name: value for name, value in schema.items() if name != key}
+                options = _list(schema, key)
+                for option in self._rng.sample(options, len(options)):
+                    yield from self._flat(_merged(rest, option), seen)
+                return
+        if "$ref" in schema:
+            rest = {key: value for key, value in schema.items() if key != "$ref"}
+            name = str(schema["$ref"])
+            if name in seen:
+                return
+            yield from self._flat(_merged(self._resolve(name), rest), seen | {name})
+            return
+        if "allOf" in schema:
+            rest = {key: value for key, value in schema.items() if key != "allOf"}
+            for part in _list(schema, "allOf"):
+                rest = _merged(rest, part)
+            yield from self._flat(rest, seen)
+            return
+        if schema.get("enum", True) != []:
+            yield schema
+
+    def _resolve(self, ref: str) -> object:
+        if not ref.startswith("#"):
+            raise InvalidArgumentError(f"$ref must lead into the schema itself, got {ref!r:.80}")
+        found: Any = self._root
+        for step in filter(None, ref[1:].split("/")):
+            key = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+                found = found[int(key)]
+            elif isinstance(found, dict) and key in found:
+                found = found[key]
+            else:
+                raise InvalidArgumentError(f"$ref {ref!r:.80} leads to nothing")
+        return found
+
+    def _types(self, schema: dict[str, Any]) -> list[Any]:
+        told = schema.get("type")
+        if isinstance(told, list) and told:
+            return self._rng.sample(told, len(told))
+        if told is not None:
+            return [told]
+        found = [kind for kind, keys in _TYPES.items() if any(key in schema for key in keys)]
+        return found[:1] or ["string"]
+
+    def _of_type(self, kind: object, schema: dict[str, Any], depth: int) -> Any:
+        if "const" in schema:
+            return schema["const"]
+        if "enum" in schema:
+            return self._rng.choice(_list(schema, "enum"))
+        if kind == "object":
+            return self._object(schema, depth)
+        if kind == "array":
+            return self._array(schema, depth)
+        if kind == "string":
+            return text(schema, self._rng)
+        if kind in ("integer", "number"):
+            return self._number(schema, is_integer=kind == "integer")
+        if kind == "boolean":
+            return self._rng.random() < 0.5
+        if kind == "null":
+            return None
+        raise InvalidArgumentError(f"type must be one of JSON's, got {kind!r:.80}")
+
+    def _object(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
+        properties, more = schema.get("properties", {}), schema.get("additionalProperties", True)
+        required = schema.get("required", [])
+        if not isinstance(properties, dict) or not isinstance(required, list):
+            raise InvalidArgumentError("properties must be an object and required a list")
+        names = [name for name in properties if name in required]
+        names += [str(name) for name in required if name not in properties]
+        least = _count(schema, "minProperties", 0)
+        names += [name for name in properties if name not in names][: max(0, least - len(names))]
+        names += [f"key_{number}" for number in range(least - len(names))]
+        return {name: self.make(properties.get(name, more), depth - 1) for name in names}
+
+    def _array(self, schema: dict[str, Any], depth: int) -> list[Any]:
+        first = _list(schema, "prefixItems") if "prefixItems" in schema else []
+        rest = schema.get("items", True)
+        items: list[Any] = []
+        for at in range(_count(schema, "minItems", 0)):
+            one = first[at] if at < len(first) else rest
+            for _ in range(TRIES):
+                item = self.make(one, depth - 1)
+                if not schema.get("uniqueItems") or item not in items:
+                    break
+            else:
+                raise _DeadEndError("no further distinct item was found")
+            items.append(item)
+        return items
+
+    def _number(self, schema: dict[str, Any], *, is_integer: bool) -> float:
+        low, is_low_out = _bound(schema, "minimum", "exclusiveMinimum", max)
+        high, is_high_out = _bound(schema, "maximum", "exclusiveMaximum", min)
+        step = _figure(schema, "multipleOf") or Fraction(1)
+        if low is None:
+            low = Fraction(0) if high is None or high >= 0 else high - SPREAD * step
+        if high is None:
+            high = max(low, Fraction(0)) + SPREAD * step
+        if is_integer and step.denominator != 1:
+            step = Fraction(step.numerator)  # The least whole number among its multiples.
+        first, last = math.ceil(low / step), math.floor(high / step)
+        first += is_low_out and first * step == low
+        last -= is_high_out and last * step == high
+        if first <= last:
+            value = self._rng.randint(first, min(last, first + SPREAD)) * step
+        elif is_integer or "multipleOf" in schema or low > high:
+            raise _DeadEndError(f"no number in {float(low)}..={float(high)}")
+        else:
+            value = (low + high) / 2
+            if value == low and (is_low_out or is_high_out):
+                raise _DeadEndError(f"no number between {float(low)} and {float(high)}")
+        return int(value) if value.denominator == 1 else float(value)
+
+
+def _merged(one: object, other: object) -> dict[str, Any]:
+    """A schema that allows what both allow, as far as it can be written as one."""
+    for schema in (one, other):
+        if schema is False:
+            return {"enum": []}
+        if schema is not True and not isinstance(schema, dict):
+            raise InvalidArgumentError(f"a schema must be an object, got {schema!r:.80}")
+    merged = dict(one) if isinstance(one, dict) else {}
+    for key, value in other.items() if isinstance(other, dict) else ():
+        if key not in merged or merged[key] == value:
+            merged[key] = value
+        elif key == "properties":
+            mine = merged[key]
+            merged[key] = mine | {
+                name: {"allOf": [mine[name], value[name]]} if name in mine else value[name]
+                for name in value
+            }
+        elif key in ("required", "allOf"):
+            merged[key] = [*merged[key], *value]
+        elif key in ("items", "additionalProperties"):
+            merged[key] = {"allOf": [merged[key], value]}
+        elif key in ("anyOf", "oneOf", "$ref"):
+            merged["allOf"] = [*merged.get("allOf", []), {key: value}]
+        elif key == "enum":
+            merged[key] = [one for one in merged[key] if one in value]
+        elif key == "type":
+            mine, theirs = (
+                [kind] if isinstance(kind, str) else kind for kind in (merged[key], value)
+            )
+            both = [kind for kind in mine if kind in theirs]
+            if "integer" in [*mine, *theirs] and "number" in [*mine, *theirs] and not both:
+                both = ["integer"]
+            if not both:
+                return {"enum": []}
+            merged[key] = both
+        elif key.startswith(("min", "exclusiveMin")):
+            merged[key] = max(merged[key], value)
+        elif key.startswith(("max", "exclusiveMax")):
+            merged[key] = min(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _list(schema: dict[str, Any], key: str) -> list[Any]:
+    value = schema[key]
+    if not isinstance(value, list) or not value:
+        raise InvalidArgumentError(f"{key} must be a non-empty list, got {value!r:.80}")
+    return value
+
+
+def _count(schema: dict[str, Any], key: str, default: int) -> int:
+    value = schema.get(key, default)
+    if type(value) is not int or not 0 <= value <= VALUES_MAX:
+        raise InvalidArgumentError(f"{key} must be in 0..={VALUES_MAX}, got {value!r:.80}")
+    return value
+
+
+def _figure(schema: dict[str, Any], key: str) -> Fraction | None:
+    value = schema.get(key)
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise InvalidArgumentError(f"{key} must be a number, got {value!r:.80}")
+    if key == "multipleOf" and value <= 0:
+        raise InvalidArgumentError(f"multipleOf must be above 0, got {value!r}")
+    # As it is written: 0.1 is a tenth.
+    return Fraction(str(value))
+
+
+def _bound(
+    schema: dict[str, Any], inclusive: str, exclusive: str, tighter: Any
+) -> tuple[Fraction | None, bool]:
+    """A limit, and whether it is itself left out."""
+    limits = [(_figure(schema, inclusive), False), (_figure(schema, exclusive), True)]
+    known = [(limit, is_out) for limit, is_out in limits if limit is not None]
+    if not known:
+        return None, False
+    limit = tighter(limit for limit, _ in known)
+    return limit, any(is_out for one, is_out in known if one == limit)
