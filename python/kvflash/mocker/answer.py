@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Protocol
 
-from kvflash.mocker.protocol import ApiError, Body, CompletionAnswer, usage
+from kvflash.mocker.protocol import CompletionAnswer, usage
+from kvflash.mocker.refusal import ApiError, Body
 from kvflash.mocker.request import Request
 
 DONE = b"data: [DONE]\n\n"

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import logging
-import time
 import uuid
-from collections.abc import Awaitable, Callable
-from importlib.metadata import PackageNotFoundError, version
-from typing import NoReturn
+from collections.abc import Callable
 
 from aiohttp import web
 
-from kvflash.errors import ClosedError, OverloadedError, TransportError
-from kvflash.mocker import messages, metrics, pooling, responses
+from kvflash.errors import ClosedError
+from kvflash.mocker import messages, pooling, responses
+from kvflash.mocker.admin import Admin
 from kvflash.mocker.answer import Answer, GenerateAnswer, OpenAiAnswer, TokensAnswer
+from kvflash.mocker.block_hash import output_seed
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.engine import Engine, Generation
 from kvflash.mocker.handover import Handover, Room
 from kvflash.mocker.messages import MessageAnswer
+from kvflash.mocker.middleware import Handler, errors
 from kvflash.mocker.protocol import (
-    ApiError,
-    Body,
     CompletionAnswer,
     GenerationParams,
     parse_bootstrap,
@@ -29,22 +26,16 @@ from kvflash.mocker.protocol import (
     parse_model,
     parse_prompt,
     parse_token_ids,
-    refuse,
     shared,
 )
+from kvflash.mocker.refusal import ApiError, Body, refuse
 from kvflash.mocker.responses import ResponseAnswer, ResponseStore
 from kvflash.mocker.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
-
 # A prompt of a million token ids fits; anything larger is a mistake.
 BODY_BYTES_MAX = 32 * 1024 * 1024
-RETRY_AFTER_S = 1
-# A request with this header gets the status that it names.
-ERROR_HEADER = "x-mocker-status"
 
 Pooling = Callable[[Body, str, Tokenizer], Body]
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def build_app(
@@ -63,7 +54,7 @@ def build_app(
         request.
     """
     api = Api(engine, config, tokenizer, handover)
-    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[_errors])
+    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[errors])
     app.add_routes(
         [
             web.post("/v1/chat/completions", api.chat),
@@ -80,52 +71,10 @@ def build_app(
             *(web.post(path + "/score", api.pool(pooling.score)) for path in ("", "/v1")),
             web.post("/classify", api.pool(pooling.classify)),
             web.post("/pooling", api.pool(pooling.pooling)),
-            web.get("/v1/models", api.models),
-            web.get("/health", api.health),
-            web.get("/version", api.version),
-            web.get("/metrics", api.metrics),
-            web.post("/tokenize", api.tokenize),
-            web.post("/detokenize", api.detokenize),
-            web.post("/reset_prefix_cache", api.reset_prefix_cache),
+            *Admin(engine, config, tokenizer).routes(),
         ]
     )
     return app
-
-
-@web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn every refusal into an error body of its API: the one table of statuses."""
-    headers: dict[str, str] = {}
-    try:
-        if status := request.headers.get(ERROR_HEADER):
-            _raise_for(status)
-        return await handler(request)
-    except ApiError as error:
-        answer = error
-    except OverloadedError as error:
-        answer = ApiError(429, "TooManyRequestsError", str(error))
-        headers["Retry-After"] = str(RETRY_AFTER_S)
-    except TransportError as error:
-        # SGLang's decode worker answers so when the prefill it waits for fails.
-        answer = ApiError(500, "InternalServerError", str(error))
-    except ClosedError as error:
-        answer = ApiError(503, "ServiceUnavailableError", str(error))
-    except web.HTTPRequestEntityTooLarge:
-        answer = ApiError(413, "BadRequestError", f"the body is over {BODY_BYTES_MAX} bytes")
-    except web.HTTPNotFound:
-        answer = ApiError(404, "NotFoundError", "Not Found")  # as vLLM says
-    except web.HTTPMethodNotAllowed as error:
-        answer = ApiError(405, "BadRequestError", f"{request.path} does not take {error.method}")
-        headers["Allow"] = error.headers["Allow"]
-    is_message = request.path.startswith("/v1/messages")
-    body = messages.error_body(answer) if is_message else answer.body
-    return web.json_response(body, status=answer.status, headers=headers)
-
-
-def _raise_for(status: str) -> NoReturn:
-    if not status.isdecimal() or not 400 <= int(status) <= 599:
-        refuse(f"{ERROR_HEADER} must be in 400..=599, got {status!r}")
-    raise ApiError(int(status), "MockedError", f"{ERROR_HEADER} asks for {status}")
 
 
 class Api:
@@ -140,7 +89,6 @@ class Api:
         self._config = config
         self._tokenizer = tokenizer
         self._store = ResponseStore()
-        self._started_s = int(time.time())
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
@@ -216,70 +164,6 @@ class Api:
 
         return handle
 
-    async def models(self, _request: web.Request) -> web.Response:
-        """GET /v1/models: the model, then its adapters."""
-        base = self._config.model_name
-        cards = [
-            {
-                "id": name,
-                "object": "model",
-                "created": self._started_s,
-                "owned_by": "kvflash",
-                "root": name,
-                "parent": None if name == base else base,
-                "max_model_len": self._config.model_len,
-            }
-            for name in (base, *self._config.lora_adapters)
-        ]
-        return web.json_response({"object": "list", "data": cards})
-
-    async def health(self, _request: web.Request) -> web.Response:
-        """GET /health: 200 with an empty body, 503 once the engine has stopped."""
-        return web.Response(status=200 if self._engine.is_alive else 503)
-
-    async def version(self, _request: web.Request) -> web.Response:
-        """GET /version: the version of the kvflash package."""
-        try:
-            text = version("kvflash")
-        except PackageNotFoundError:
-            # Run from a source tree.
-            text = "unknown"
-        return web.json_response({"version": text})
-
-    async def metrics(self, _request: web.Request) -> web.Response:
-        """GET /metrics: Prometheus text."""
-        text = metrics.render(self._engine.scheduler, self._config)
-        return web.Response(body=text.encode(), headers={"Content-Type": metrics.CONTENT_TYPE})
-
-    async def tokenize(self, request: web.Request) -> web.Response:
-        """POST /tokenize: {model, prompt} or {model, messages} to token ids."""
-        body = parse_json(await request.read())
-        parse_model(body, self._config)
-        token_ids = parse_prompt(body, is_chat="messages" in body, tokenizer=self._tokenizer)
-        return web.json_response(
-            {
-                "count": len(token_ids),
-                "max_model_len": self._config.model_len,
-                "tokens": token_ids,
-            }
-        )
-
-    async def detokenize(self, request: web.Request) -> web.Response:
-        """POST /detokenize: {model, tokens} to text."""
-        body = parse_json(await request.read())
-        parse_model(body, self._config)
-        token_ids = parse_token_ids(body.get("tokens"), "tokens")
-        try:
-            return web.json_response({"prompt": self._tokenizer.decode(token_ids)})
-        except (ValueError, OverflowError) as error:
-            refuse(f"tokens cannot be decoded: {error}", "tokens")
-
-    async def reset_prefix_cache(self, _request: web.Request) -> web.Response:
-        """POST /reset_prefix_cache: 200, or 409 with nothing changed while a request runs."""
-        if not self._engine.reset_prefix_cache():
-            raise ApiError(409, "ConflictError", "a running request holds blocks; try again")
-        return web.Response(status=200)
-
     def _params(self, body: Body, *, is_chat: bool) -> GenerationParams:
         return parse_generation(
             body, is_chat=is_chat, config=self._config, tokenizer=self._tokenizer
@@ -321,9 +205,11 @@ class Api:
         generation: Generation | None = None
         try:
             is_transferred = await self._handover.receive(params.transfer, room)
+            seed = output_seed(params.lora.name if params.lora else None, params.prompt_ids)
+            count = 1 if self._handover.is_prefill else params.max_tokens
             generation = self._engine.submit(
                 params.prompt_ids,
-                max_tokens=1 if self._handover.is_prefill else params.max_tokens,
+                self._tokenizer.plan_output(seed, count),
                 lora=params.lora,
                 cache_salt=params.cache_salt,
                 is_streaming=params.is_streaming,

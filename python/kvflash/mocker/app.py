@@ -58,7 +58,7 @@ class Worker:
             )
         self.events_url = self._publisher.events_url if self._publisher else None
         self.replay_url = self._publisher.replay_url if self._publisher else None
-        self.engine = Engine(config, tokenizer, self._publisher)
+        self.engine = Engine(config, self._publisher)
         self._handover = Handover(config.role, reachable(config.host), config.block_size)
         self._runner = web.AppRunner(
             build_app(self.engine, config, tokenizer, self._handover),

@@ -62,8 +62,9 @@ def extend_hashes(hashes: list[int], root: int, token_ids: Sequence[int], block_
         hashes.append(block_hash(parent, token_ids[start : start + block_size]))
 
 
-def output_seed(root: int, token_ids: Sequence[int]) -> int:
-    """Seed of the output of a prompt: the same prompt always gets the same answer."""
+def output_seed(lora_name: str | None, token_ids: Sequence[int]) -> int:
+    """Seed of the output of a prompt: equal for equal prompts, whatever their salts."""
+    root = root_hash(lora_name, None)
     digest = blake2b(root.to_bytes(8, "big"), digest_size=8, person=b"output")
     digest.update(_token_bytes(token_ids))
     return int.from_bytes(digest.digest(), "big")

@@ -8,13 +8,11 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from kvflash.errors import ClosedError
-from kvflash.mocker.block_hash import output_seed, root_hash
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.perf_model import pass_ms
 from kvflash.mocker.publisher import EventPublisher
 from kvflash.mocker.request import Lora, Pass, Request
 from kvflash.mocker.scheduler import Scheduler
-from kvflash.mocker.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -77,21 +75,14 @@ class Generation:
 class Engine:
     """One worker: a scheduler, its clock and its event publisher."""
 
-    def __init__(
-        self,
-        config: MockerConfig,
-        tokenizer: Tokenizer,
-        publisher: EventPublisher | None,
-    ) -> None:
+    def __init__(self, config: MockerConfig, publisher: EventPublisher | None) -> None:
         """Create an engine; `run` makes it work.
 
         Args:
             config: Its options.
-            tokenizer: Plans the answers.
             publisher: Takes block events, or None.
         """
         self._config = config
-        self._tokenizer = tokenizer
         self._publisher = publisher
         self._scheduler = Scheduler(config)
         self._generations: dict[int, Generation] = {}
@@ -115,8 +106,8 @@ class Engine:
     def submit(
         self,
         prompt_ids: Sequence[int],
+        planned_ids: Sequence[int],
         *,
-        max_tokens: int,
         lora: Lora | None = None,
         cache_salt: str | None = None,
         is_streaming: bool = False,
@@ -126,7 +117,7 @@ class Engine:
 
         Args:
             prompt_ids: Tokens of the prompt.
-            max_tokens: Output tokens; exactly as many are generated.
+            planned_ids: Tokens of the answer.
             lora: LoRA adapter, or None.
             cache_salt: Cache salt, or None.
             is_streaming: Hand out every token as it comes.
@@ -139,12 +130,10 @@ class Engine:
         """
         if self._error is not None:
             raise self._error
-        # The salt is left out: it must not change what a prompt is answered with.
-        seed = output_seed(root_hash(lora.name if lora else None, None), prompt_ids)
         request = Request(
             request_id=next(self._ids),
             prompt_ids=prompt_ids,
-            planned_ids=self._tokenizer.plan_output(seed, max_tokens),
+            planned_ids=planned_ids,
             lora=lora,
             cache_salt=cache_salt,
             is_transferred=is_transferred,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvflash.mocker.answer import event
-from kvflash.mocker.protocol import ApiError, Body, refuse, shared, usage
+from kvflash.mocker.protocol import shared, usage
+from kvflash.mocker.refusal import ApiError, Body, refuse
 from kvflash.mocker.request import Request
 
 

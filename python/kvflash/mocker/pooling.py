@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvflash.mocker.block_hash import output_seed
-from kvflash.mocker.protocol import Body, parse_token_ids, refuse
+from kvflash.mocker.protocol import parse_token_ids
+from kvflash.mocker.refusal import Body, refuse
 from kvflash.mocker.tokenizer import Tokenizer
 
 DIMENSIONS = 16
@@ -123,7 +124,7 @@ def _list(kind: str, model: str, prompts: Sequence[Sequence[int]]) -> Body:
 
 
 def _vector(token_ids: Sequence[int], count: int) -> list[float]:
-    rng = random.Random(output_seed(0, token_ids))
+    rng = random.Random(output_seed(None, token_ids))
     return [rng.random() for _ in range(count)]
 
 

@@ -10,46 +10,19 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from kvflash.errors import InvalidArgumentError
 from kvflash.mocker.block_hash import TOKEN_ID_MAX
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.handover import Room, is_handed_over, parse_room
+from kvflash.mocker.refusal import ApiError, Body, refuse
 from kvflash.mocker.request import Lora, Request
 from kvflash.mocker.tokenizer import Tokenizer
-
-Body = dict[str, Any]
 
 # Output tokens of a request that does not say how many.
 COMPLETION_TOKENS = 16
 CHAT_TOKENS = 128
-
-
-class ApiError(Exception):
-    """A request that is answered with an OpenAI error body.
-
-    Attributes:
-        status: HTTP status.
-        body: The error body.
-    """
-
-    def __init__(self, status: int, kind: str, message: str, param: str | None = None) -> None:
-        """Describe the refusal; `param` names the field at fault."""
-        super().__init__(message)
-        self.status = status
-        self.body = {
-            "error": {"message": message, "type": kind, "param": param, "code": status},
-        }
-
-
-def refuse(message: str, param: str | None = None) -> NoReturn:
-    """Refuse a request as malformed.
-
-    Raises:
-        ApiError: Always; status 400.
-    """
-    raise ApiError(400, "BadRequestError", message, param)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

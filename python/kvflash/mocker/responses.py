@@ -8,7 +8,8 @@ from collections import OrderedDict
 from typing import Any
 
 from kvflash.mocker.answer import event
-from kvflash.mocker.protocol import ApiError, Body, refuse, shared, usage
+from kvflash.mocker.protocol import shared, usage
+from kvflash.mocker.refusal import ApiError, Body, refuse
 from kvflash.mocker.request import Request
 
 # Responses that are kept; the oldest ones go.

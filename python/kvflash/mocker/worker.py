@@ -10,6 +10,7 @@ from typing import Any
 
 from kvflash.errors import ClosedError, ConfigError, InvalidArgumentError
 from kvflash.llm import ModelInput, ModelRuntimeConfig, ModelType, register_llm
+from kvflash.mocker.block_hash import output_seed
 from kvflash.mocker.config import MockerConfig, PortChoice
 from kvflash.mocker.engine import Engine, Generation
 from kvflash.mocker.handover import Handover
@@ -48,6 +49,7 @@ class RuntimeWorker:
         assert config.endpoint is not None, "without an endpoint it is a Worker"
         self.index = index
         self._config = config
+        self._tokenizer = tokenizer
         self._runtime = DistributedRuntime(
             limits=RuntimeLimits(drain_timeout_s=config.drain_timeout_s)
         )
@@ -62,7 +64,7 @@ class RuntimeWorker:
                 self._publishers.append(self._publisher(rank))
         publishers: list[EventPublisher | None] = [*self._publishers]
         publishers = publishers or [None] * config.data_parallel_size
-        self.engines = [Engine(config, tokenizer, publisher) for publisher in publishers]
+        self.engines = [Engine(config, publisher) for publisher in publishers]
         self._handover = Handover(config.role, self._runtime.host, config.block_size)
         self._metrics = WorkerMetricsPublisher()
         self._tasks: list[asyncio.Task[None]] = []
@@ -202,9 +204,11 @@ class RuntimeWorker:
             parsed = parse_tokens(request, self._config)
             is_transferred = await self._handover.receive(parsed.transfer, room)
             engine = self.engines[self._rank_index(parsed.dp_rank)]
+            seed = output_seed(parsed.lora.name if parsed.lora else None, parsed.token_ids)
+            count = 1 if self._handover.is_prefill else parsed.max_tokens
             generation = engine.submit(
                 parsed.token_ids,
-                max_tokens=1 if self._handover.is_prefill else parsed.max_tokens,
+                self._tokenizer.plan_output(seed, count),
                 lora=parsed.lora,
                 cache_salt=parsed.cache_salt,
                 is_streaming=True,

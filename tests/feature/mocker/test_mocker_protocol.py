@@ -10,13 +10,13 @@ import pytest
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.metrics import render
 from kvflash.mocker.protocol import (
-    ApiError,
     CompletionAnswer,
     GenerationParams,
     parse_generation,
     parse_json,
     usage,
 )
+from kvflash.mocker.refusal import ApiError
 from kvflash.mocker.request import Lora, Request
 from kvflash.mocker.scheduler import Scheduler
 from kvflash.mocker.tokenizer import ByteTokenizer

@@ -1,0 +1,59 @@
+"""Every refusal as an error body of its API: the one table of statuses."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import NoReturn
+
+from aiohttp import web
+
+from kvflash.errors import ClosedError, OverloadedError, TransportError
+from kvflash.mocker import messages
+from kvflash.mocker.refusal import ApiError, refuse
+
+RETRY_AFTER_S = 1
+# A request with this header gets the status that it names.
+ERROR_HEADER = "x-mocker-status"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn every refusal into an error body of its API: the one table of statuses."""
+    headers: dict[str, str] = {}
+    try:
+        if status := request.headers.get(ERROR_HEADER):
+            _raise_for(status)
+        return await handler(request)
+    except ApiError as error:
+        answer = error
+    except OverloadedError as error:
+        answer = ApiError(429, "TooManyRequestsError", str(error))
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    except TransportError as error:
+        # SGLang's decode worker answers so when the prefill it waits for fails.
+        answer = ApiError(500, "InternalServerError", str(error))
+    except ClosedError as error:
+        answer = ApiError(503, "ServiceUnavailableError", str(error))
+    except web.HTTPRequestEntityTooLarge as error:
+        answer = ApiError(413, "BadRequestError", error.text or "the body is too large")
+    except web.RequestPayloadError as error:
+        # Such as a plain body that is said to be compressed: where it ends is not known any more.
+        request.content.feed_eof()
+        headers["Connection"] = "close"
+        answer = ApiError(400, "BadRequestError", f"the body cannot be read: {error}")
+    except web.HTTPNotFound:
+        answer = ApiError(404, "NotFoundError", "Not Found")  # as vLLM says
+    except web.HTTPMethodNotAllowed as error:
+        answer = ApiError(405, "BadRequestError", f"{request.path} does not take {error.method}")
+        headers["Allow"] = error.headers["Allow"]
+    is_message = request.path.startswith("/v1/messages")
+    body = messages.error_body(answer) if is_message else answer.body
+    return web.json_response(body, status=answer.status, headers=headers)
+
+
+def _raise_for(status: str) -> NoReturn:
+    if not status.isdecimal() or not 400 <= int(status) <= 599:
+        refuse(f"{ERROR_HEADER} must be in 400..=599, got {status!r}")
+    raise ApiError(int(status), "MockedError", f"{ERROR_HEADER} asks for {status}")
