@@ -1,9 +1,10 @@
 r"""Text to token ids and back, chat templates, and the words the mocker answers with.
 
-Without a tokenizer folder a token is a UTF-8 byte and a chat is rendered as
-``<|role|>\ncontent\n`` for every message, followed by ``<|assistant|>\n`` when an answer is
-asked for. Answers are pseudo-random words whose text encodes to the very tokens that were
-generated, so that the next turn of a conversation finds them in the cache.
+Without a tokenizer folder a token is a UTF-8 byte, and a chat is rendered as
+``<|role|>\ncontent\n`` for every message, with ``<|tools|>\n`` and a line for each tool before
+them, and ``<|assistant|>\n`` after them when an answer is asked for. Answers are pseudo-random
+words whose text encodes to the very tokens that were generated, so that the next turn of a
+conversation finds them in the cache.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import logging
 import random
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +36,7 @@ _PROSE = (
 WORD_LENGTHS = (2, 8)
 _LETTERS = b"abcdefghijklmnopqrstuvwxyz"
 _SAMPLE_TOKENS = 64
+CALL_START, CALL_END = "<tool_call>\n", "\n</tool_call>"
 
 
 class Tokenizer(Protocol):
@@ -51,8 +54,14 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """Messages to the text of a prompt.
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Message] | None = None,
+    ) -> str:
+        """Messages, and the tools that may be called, to the text of a prompt.
 
         Raises:
             ValueError: The template refuses the messages.
@@ -66,6 +75,26 @@ class Tokenizer(Protocol):
     def piece(self, token_id: int) -> str:
         """The text that a token of `plan_output` adds to the answer."""
         ...
+
+
+def pieces(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> list[str]:
+    """The share that each token has in the text that the tokens encode."""
+    try:
+        found = [tokenizer.decode([token_id]) for token_id in token_ids]
+    except ValueError:
+        found = []
+    if "".join(found) == text:
+        return found
+    # Tokens that are parts of a character, or that stand for another text where they stand alone.
+    count = len(token_ids)
+    ends = [number * len(text) // max(count, 1) for number in range(count + 1)]
+    return [text[start:end] for start, end in pairwise(ends)]
+
+
+def call_text(name: str, arguments: str) -> str:
+    """A call of a tool as Hermes models write it: what a model generates and a prompt repeats."""
+    head = json.dumps({"name": name})[:-1]
+    return f'{CALL_START}{head}, "arguments": {arguments}}}{CALL_END}'
 
 
 class ByteTokenizer:
@@ -84,9 +113,17 @@ class ByteTokenizer:
         """
         return bytes(token_ids).decode("utf-8", errors="replace")
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Message] | None = None,
+    ) -> str:
         r"""Render ``<|role|>\ncontent\n`` per message; parts of a content are concatenated."""
-        turns = [f"<|{m['role']}|>\n{_content_text(m.get('content'))}\n" for m in messages]
+        turns = [f"<|{m['role']}|>\n{_content_text(m)}\n" for m in messages]
+        if tools:
+            turns.insert(0, "<|tools|>\n" + "".join(json.dumps(tool) + "\n" for tool in tools))
         if add_generation_prompt:
             turns.append("<|assistant|>\n")
         return "".join(turns)
@@ -150,13 +187,20 @@ class FolderTokenizer:
         """Token ids to text."""
         return str(self._core.decode(list(token_ids)))
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Message] | None = None,
+    ) -> str:
         """Render the chat template of the folder.
 
         Raises:
             ValueError: The template refuses the messages, or a content is not text.
         """
-        text = self._core.render_chat(json.dumps(messages), add_generation_prompt)
+        told = json.dumps(tools) if tools else None
+        text = self._core.render_chat(json.dumps(messages), add_generation_prompt, tools_json=told)
         if text is None:
             raise InvalidArgumentError("a content is not text")
         return str(text)
@@ -188,9 +232,14 @@ def load(folder: str | None) -> Tokenizer:
     return ByteTokenizer() if folder is None else FolderTokenizer(folder)
 
 
-def _content_text(content: object) -> str:
-    if isinstance(content, str):
-        return content
+def _content_text(message: Message) -> str:
+    """The content of a message, and the calls that it made."""
+    content = message.get("content")
     if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return ""
+        parts = [str(part.get("text", "")) for part in content if isinstance(part, dict)]
+        content = "".join(parts)
+    texts = [content] if isinstance(content, str) and content else []
+    for call in message.get("tool_calls") or ():
+        told = call["function"]
+        texts.append(call_text(str(told["name"]), str(told["arguments"])))
+    return "\n".join(texts)

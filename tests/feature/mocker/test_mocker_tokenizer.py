@@ -73,8 +73,15 @@ class WordCore:
     def decode(self, ids: list[int]) -> str:
         return "".join(self.words[one] for one in ids)
 
-    def render_chat(self, messages_json: str, add_generation_prompt: bool = True) -> str | None:
+    def render_chat(
+        self,
+        messages_json: str,
+        add_generation_prompt: bool = True,
+        *,
+        tools_json: str | None = None,
+    ) -> str | None:
         contents = [message["content"] for message in json.loads(messages_json)]
+        contents += [tool["function"]["name"] for tool in json.loads(tools_json or "[]")]
         if not all(isinstance(content, str) for content in contents):
             return None
         return "|".join(contents) + ("!" if add_generation_prompt else "")
@@ -104,6 +111,8 @@ def test_folder_answers_encode_to_themselves(folder: str, caplog: pytest.LogCapt
     turns = [{"role": "user", "content": "a"}]
     assert tokenizer.render_chat(turns, add_generation_prompt=True) == "a!"
     assert tokenizer.render_chat(turns, add_generation_prompt=False) == "a"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert tokenizer.render_chat(turns, add_generation_prompt=False, tools=tools) == "a|f"
     with pytest.raises(ValueError, match="not text"):
         tokenizer.render_chat([{"role": "user", "content": 5}], add_generation_prompt=True)
     assert not caplog.records

@@ -1,0 +1,81 @@
+"""Log probabilities, made from the tokens: in the form of chats, and in that of completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvflash.mocker.refusal import Body
+from kvflash.mocker.tokenizer import Tokenizer
+
+# The token that was generated is always the likeliest; others follow at this distance.
+STEP = 0.5
+
+
+class Logprobs:
+    """The log probabilities of an answer's tokens, each with so many likely ones."""
+
+    def __init__(self, tokenizer: Tokenizer, count: int) -> None:
+        """Take the tokenizer, of which likely tokens are, and how many there shall be."""
+        self._tokenizer = tokenizer
+        self._count = count
+
+    def chat(self, token_ids: Sequence[int], pieces: Sequence[str]) -> list[Body]:
+        """As chats and responses have them: an entry for each token."""
+        entries = []
+        for token_id, piece in zip(token_ids, pieces, strict=True):
+            likely = [_entry(text, chance) for text, chance in self._likely(token_id, piece)]
+            entries.append({**_entry(piece, _chance(token_id)), "top_logprobs": likely})
+        return entries
+
+    def completion(
+        self,
+        token_ids: Sequence[int],
+        pieces: Sequence[str],
+        *,
+        offset: int,
+        is_prompt: bool = False,
+    ) -> Body:
+        """As completions have them: lists, with the places of the tokens in the text.
+
+        Args:
+            token_ids: The tokens.
+            pieces: The text of each.
+            offset: Characters before the first one.
+            is_prompt: Whether the text begins with them: nothing foretells its first token.
+        """
+        chances: list[float | None] = [_chance(token_id) for token_id in token_ids]
+        tops: list[dict[str, float] | None] | None = None
+        if self._count:
+            pairs = zip(token_ids, pieces, strict=True)
+            tops = [dict(self._likely(token_id, piece)) for token_id, piece in pairs]
+        if is_prompt and chances:
+            chances[0] = None
+            if tops:
+                tops[0] = None
+        places = []
+        for piece in pieces:
+            places.append(offset)
+            offset += len(piece)
+        return {
+            "tokens": list(pieces),
+            "token_logprobs": chances,
+            "top_logprobs": tops,
+            "text_offset": places,
+        }
+
+    def _likely(self, token_id: int, piece: str) -> list[tuple[str, float]]:
+        """The token itself, then others that the answer could have gone on with."""
+        if self._count == 0:
+            return []
+        others = self._tokenizer.plan_output(token_id, 4 * self._count)
+        texts = dict.fromkeys([piece, *map(self._tokenizer.piece, others)])
+        chance = _chance(token_id)
+        return [(text, chance - STEP * at) for at, text in enumerate(texts)][: self._count]
+
+
+def _chance(token_id: int) -> float:
+    return -(1 + token_id % 8) / 16
+
+
+def _entry(text: str, chance: float) -> Body:
+    return {"token": text, "logprob": chance, "bytes": list(text.encode(errors="replace"))}

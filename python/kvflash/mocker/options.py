@@ -1,0 +1,230 @@
+"""What an answer has to be like: calls of tools, a schema, where it stops, log probabilities.
+
+Read from the fields of a chat or a completion; the requests of other APIs are turned into these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvflash.mocker.refusal import Body, refuse
+
+STOPS_MAX = 64
+CHOICES_MAX = 32
+LOGPROBS_MAX = 20
+CALLS_MAX = 16
+# JSON mode without a schema.
+ANY_OBJECT = {
+    "type": "object",
+    "properties": {"answer": {"type": "string"}},
+    "required": ["answer"],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that may be called, and the schema of its arguments."""
+
+    name: str
+    parameters: object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """Options of an answer.
+
+    Attributes:
+        tools: Tools to call one of; none: the answer is text.
+        calls_each: Call the first tools, each once, instead of one of all.
+        is_named: The tool was named by the request: then the answer ends with `stop`.
+        schema: JSON schema of the text, or None.
+        stop: Texts that end the answer.
+        stop_token_ids: Tokens that end it.
+        has_stop: The text that ended the answer is part of it.
+        seed: Draws another answer, or None.
+        choices: Answers to the prompt.
+        logprobs: Log probabilities of each token and of so many likely ones; None: none at all.
+        has_echo: The prompt is part of the answer.
+        text_tokens: Tokens after which text ends by itself; None: at the limit of tokens only.
+    """
+
+    tools: Sequence[Tool] = ()
+    calls_each: bool = False
+    is_named: bool = False
+    schema: object = None
+    stop: Sequence[str] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    has_stop: bool = False
+    seed: int | None = None
+    choices: int = 1
+    logprobs: int | None = None
+    has_echo: bool = False
+    text_tokens: int | None = None
+
+
+def parse_options(body: Body, *, is_chat: bool, text_tokens: int | None) -> AnswerOptions:
+    """Check the options of a chat or a completion.
+
+    Raises:
+        ApiError: A field is wrong.
+    """
+    tools, is_named = _tools_to_call(body) if is_chat else ((), False)
+    return AnswerOptions(
+        tools=tools,
+        # A client that leaves the choice open gets one call, which any client understands.
+        calls_each=body.get("parallel_tool_calls") is True and not is_named,
+        is_named=is_named,
+        schema=_schema(body),
+        stop=_stop(body.get("stop")),
+        stop_token_ids=_stop_token_ids(body.get("stop_token_ids")),
+        has_stop=boolean(body, "include_stop_str_in_output", False),
+        seed=_seed(body.get("seed")),
+        choices=_integer(body, "n", 1, 1, CHOICES_MAX),
+        logprobs=_logprobs(body, is_chat=is_chat),
+        has_echo=not is_chat and boolean(body, "echo", False),
+        text_tokens=text_tokens,
+    )
+
+
+def boolean(body: Mapping[str, Any], name: str, default: bool) -> bool:
+    """A field that is true or false.
+
+    Raises:
+        ApiError: It is neither.
+    """
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        refuse(f"{name} must be true or false", name)
+    return value
+
+
+def parse_tools(body: Body) -> list[Tool]:
+    """The tools of a chat.
+
+    Raises:
+        ApiError: They are malformed.
+    """
+    told = body.get("tools")
+    if told is None:
+        return []
+    if not isinstance(told, list):
+        refuse("tools must be a list", "tools")
+    tools = []
+    for at, tool in enumerate(told):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type", "function") != "function":
+            refuse(f"tools[{at}] must have type function and a function", "tools")
+        name, parameters = function.get("name"), function.get("parameters")
+        if not isinstance(name, str) or not name:
+            refuse(f"tools[{at}].function.name must be a non-empty string", "tools")
+        if parameters is not None and not isinstance(parameters, dict):
+            refuse(f"tools[{at}].function.parameters must be a JSON schema", "tools")
+        # A function without parameters is called with an empty object.
+        tools.append(Tool(name, {"type": "object", **(parameters or {})}))
+    return tools
+
+
+def _tools_to_call(body: Body) -> tuple[Sequence[Tool], bool]:
+    """The tools of which one is called, and whether the request named it."""
+    tools, choice = parse_tools(body), body.get("tool_choice")
+    if choice is None or choice == "none":
+        is_called = choice is None and bool(tools) and not _has_results(body)
+        return (tools if is_called else ()), False
+    if not tools:
+        refuse("tool_choice needs tools", "tool_choice")
+    if choice == "auto":
+        return (() if _has_results(body) else tools), False
+    if choice == "required":
+        return tools, False
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    named = [tool for tool in tools if tool.name == name]
+    if not named:
+        names = ", ".join(tool.name for tool in tools)
+        refuse(
+            f"tool_choice must be none, auto, required or a function among {names}, got "
+            f"{choice!r:.200}",
+            "tool_choice",
+        )
+    return named[:1], True
+
+
+def _has_results(body: Body) -> bool:
+    """Whether the chat goes on with what its tools found: then text is due, so that agents end."""
+    for message in reversed(body["messages"]):
+        if message["role"] == "assistant":
+            return False
+        if message["role"] == "tool":
+            return True
+    return False
+
+
+def _schema(body: Body) -> object:
+    form = body.get("response_format")
+    if form is None:
+        return None
+    kind = form.get("type") if isinstance(form, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return ANY_OBJECT
+    told = form.get("json_schema") if isinstance(form, dict) else None
+    schema = told.get("schema") if isinstance(told, dict) else None
+    if kind != "json_schema" or not isinstance(schema, dict):
+        refuse(
+            "response_format must have type text, json_object, or json_schema with a "
+            "json_schema.schema",
+            "response_format",
+        )
+    return schema
+
+
+def _stop(told: object) -> Sequence[str]:
+    if told is None:
+        return ()
+    stops = [told] if isinstance(told, str) else told
+    if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
+        refuse("stop must be a non-empty string or a list of them", "stop")
+    if len(stops) > STOPS_MAX:
+        refuse(f"stop may have at most {STOPS_MAX} strings, got {len(stops)}", "stop")
+    return stops
+
+
+def _stop_token_ids(told: object) -> frozenset[int]:
+    if told is None:
+        return frozenset()
+    if not isinstance(told, list) or not all(type(token_id) is int for token_id in told):
+        refuse("stop_token_ids must be a list of token ids", "stop_token_ids")
+    return frozenset(told)
+
+
+def _seed(told: object) -> int | None:
+    if told is not None and type(told) is not int:
+        refuse("seed must be an integer", "seed")
+    return told
+
+
+def _logprobs(body: Body, *, is_chat: bool) -> int | None:
+    if not is_chat:
+        # Completions have the number in the field itself; 0: the token alone.
+        has_any = body.get("logprobs") is not None
+        return _integer(body, "logprobs", 0, 0, LOGPROBS_MAX) if has_any else None
+    count = _integer(body, "top_logprobs", 0, 0, LOGPROBS_MAX)
+    if not boolean(body, "logprobs", False):
+        if count:
+            refuse("top_logprobs needs logprobs", "top_logprobs")
+        return None
+    return count
+
+
+def _integer(body: Body, name: str, default: int, least: int, most: int) -> int:
+    value = body.get(name)
+    if value is None:
+        return default
+    if type(value) is not int or not least <= value <= most:
+        refuse(f"{name} must be in {least}..={most}, got {value!r:.80}", name)
+    return value

@@ -1,0 +1,204 @@
+"""What an answer will be, token by token, before the first one is generated.
+
+It is words, a value of a schema, or calls of tools. A client is told the text, and of calls the
+arguments; the marks around them, and a text that ends the answer, are generated and not told.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
+
+from kvflash.errors import InvalidArgumentError
+from kvflash.mocker.options import CALLS_MAX, AnswerOptions, Tool
+from kvflash.mocker.refusal import refuse
+from kvflash.mocker.schema import instance
+from kvflash.mocker.tokenizer import CALL_END, Tokenizer, call_text, pieces
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool; the arguments are JSON."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+class Delta(NamedTuple):
+    """More of an answer.
+
+    Attributes:
+        text: More text, or more of a call's arguments.
+        call: Number of that call among the answer's, or None for text.
+        is_first: Whether the call begins here.
+    """
+
+    text: str
+    call: int | None
+    is_first: bool
+
+
+class Span(NamedTuple):
+    """Characters of the generated text that a client is told: text, or the arguments of a call."""
+
+    start: int
+    end: int
+    call: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """An answer.
+
+    Attributes:
+        token_ids: Tokens that are generated.
+        pieces: The text of each.
+        raw: All of it, with the marks around calls and what ended it.
+        spans: What a client is told of it, in order; the rest is left out.
+        calls: Calls of tools.
+        finish_reason: stop, length or tool_calls, in OpenAI's words.
+        stop_reason: The text or the token that ended it, or None.
+    """
+
+    token_ids: Sequence[int]
+    pieces: Sequence[str]
+    raw: str
+    spans: Sequence[Span]
+    calls: Sequence[ToolCall] = ()
+    finish_reason: str
+    stop_reason: str | int | None = None
+
+    def deltas(self, start: int, end: int) -> list[Delta]:
+        """What a client is told when the characters from `start` to `end` are there."""
+        told = []
+        for span in self.spans:
+            low, high = max(span.start, start), min(span.end, end)
+            if low < high:
+                told.append(Delta(self.raw[low:high], span.call, low == span.start))
+        return told
+
+    @property
+    def text(self) -> str:
+        """The text of the answer, without calls."""
+        whole = self.deltas(0, len(self.raw))
+        return "".join(delta.text for delta in whole if delta.call is None)
+
+    @property
+    def told_calls(self) -> list[ToolCall]:
+        """The calls as far as they came: the arguments of the last one may be cut."""
+        whole = self.deltas(0, len(self.raw))
+        told = [(self.calls[delta.call], delta.text) for delta in whole if delta.call is not None]
+        return [ToolCall(call.call_id, call.name, arguments) for call, arguments in told]
+
+
+def plan_answer(
+    options: AnswerOptions, tokenizer: Tokenizer, *, seed: int, index: int, max_tokens: int
+) -> Plan:
+    """Plan one of the answers to a prompt: a function of the arguments.
+
+    Args:
+        options: What it has to be like.
+        tokenizer: Makes its tokens.
+        seed: Seed that the prompt gives.
+        index: Number among the answers to the prompt.
+        max_tokens: Most tokens.
+
+    Raises:
+        ApiError: No value was found for a schema.
+    """
+    if options.seed is not None or index:
+        mixed = blake2b(f"{seed} {options.seed} {index}".encode(), digest_size=8)
+        seed = int.from_bytes(mixed.digest(), "big")
+    if options.tools:
+        raw, spans, calls = _calls(options, random.Random(seed))
+    elif options.schema is not None:
+        value = _instance(options.schema, random.Random(seed), "response_format")
+        raw, calls = json.dumps(value), []
+        spans = [Span(0, len(raw))]
+    else:
+        count = min(max_tokens, options.text_tokens or max_tokens)
+        token_ids = tokenizer.plan_output(seed, count)
+        words = list(map(tokenizer.piece, token_ids))
+        is_over = options.text_tokens is not None and options.text_tokens <= max_tokens
+        raw = "".join(words)
+        reason = "stop" if is_over else "length"
+        spans = [Span(0, len(raw))]
+        plan = Plan(token_ids=token_ids, pieces=words, raw=raw, spans=spans, finish_reason=reason)
+        return _stopped(plan, options) if options.stop or options.stop_token_ids else plan
+    token_ids = tokenizer.encode(raw, add_special_tokens=False)
+    words = pieces(tokenizer, token_ids, raw)
+    reason = "length" if len(token_ids) > max_tokens else "stop"
+    if calls and reason == "stop" and not options.is_named:
+        reason = "tool_calls"  # A call that was asked for by name ends with `stop`.
+    token_ids, words = token_ids[:max_tokens], words[:max_tokens]
+    raw = "".join(words)
+    plan = Plan(
+        token_ids=token_ids, pieces=words, raw=raw, spans=spans, calls=calls, finish_reason=reason
+    )
+    return _stopped(plan, options)
+
+
+def _calls(options: AnswerOptions, rng: random.Random) -> tuple[str, list[Span], list[ToolCall]]:
+    """The text of calls, where their arguments are in it, and the calls."""
+    tools = options.tools[:CALLS_MAX] if options.calls_each else [rng.choice(options.tools)]
+    raw, spans, calls = "", [], []
+    for number, tool in enumerate(tools):
+        arguments = json.dumps(_arguments(tool, rng))
+        raw += ("\n" if raw else "") + call_text(tool.name, arguments)
+        end = len(raw) - len(CALL_END) - len("}")
+        spans.append(Span(end - len(arguments), end, number))
+        calls.append(ToolCall(f"call_{rng.getrandbits(96):024x}", tool.name, arguments))
+    return raw, spans, calls
+
+
+def _arguments(tool: Tool, rng: random.Random) -> object:
+    return _instance(tool.parameters, rng, f"tools: {tool.name}")
+
+
+def _instance(schema: object, rng: random.Random, where: str) -> object:
+    try:
+        return instance(schema, rng)
+    except InvalidArgumentError as error:
+        refuse(f"{where}: {error}", where.partition(":")[0])
+
+
+def _stopped(plan: Plan, options: AnswerOptions) -> Plan:
+    """The plan up to what ends it first: a token, or a text that is complete with one."""
+    count, end, reason = len(plan.token_ids), len(plan.raw), plan.stop_reason
+    found = [
+        (at + len(stop), at, stop) for stop in options.stop if (at := plan.raw.find(stop)) >= 0
+    ]
+    if found:
+        complete, at, reason = min(found)
+        count = _tokens_of(plan.pieces, complete)
+        end = complete if options.has_stop else at
+    for number, token_id in enumerate(plan.token_ids[:count]):
+        if token_id in options.stop_token_ids:
+            count, reason = number + 1, token_id
+            end = sum(map(len, plan.pieces[: count if options.has_stop else number]))
+            break
+    if reason is None:
+        return plan
+    return Plan(
+        token_ids=plan.token_ids[:count],
+        pieces=plan.pieces[:count],
+        raw="".join(plan.pieces[:count]),
+        spans=[Span(one.start, min(one.end, end), one.call) for one in plan.spans],
+        calls=plan.calls,
+        finish_reason="stop",
+        stop_reason=reason,
+    )
+
+
+def _tokens_of(words: Sequence[str], chars: int) -> int:
+    """How many tokens have so many characters."""
+    for count, word in enumerate(words, start=1):
+        chars -= len(word)
+        if chars <= 0:
+            return count
+    return len(words)
