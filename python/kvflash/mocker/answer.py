@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
-from kvflash.mocker.protocol import CompletionAnswer, usage
+from kvflash.mocker.choice import Choice, Step
 from kvflash.mocker.refusal import ApiError, Body
 from kvflash.mocker.request import Request
 
@@ -15,17 +16,17 @@ DONE = b"data: [DONE]\n\n"
 class Answer(Protocol):
     """Builds an answer; the bytes are events of a stream."""
 
-    def whole(self, text: str, request: Request, token_ids: list[int]) -> Body:
+    def whole(self, choices: Sequence[Choice]) -> Any:
         """The body of an answer that is not streamed."""
 
-    def opening(self) -> bytes:
-        """Events before the first text."""
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        """Events before the first step."""
 
-    def piece(self, text: str, token_ids: list[int], *, is_last: bool) -> bytes:
-        """Events of a piece of text."""
+    def piece(self, choice: Choice, step: Step) -> bytes:
+        """Events of a step."""
 
-    def closing(self, text: str, request: Request) -> bytes:
-        """Events after the last text, which was `text` in all."""
+    def closing(self, choices: Sequence[Choice]) -> bytes:
+        """Events after the last step."""
 
     def failure(self, error: ApiError) -> bytes:
         """Events that end a stream whose engine has failed."""
@@ -37,43 +38,37 @@ def event(body: Body, name: str | None = None) -> bytes:
     return head + b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 
 
-class OpenAiAnswer:
-    """A chat or a completion."""
+def usage(*requests: Request) -> Body:
+    """The usage of finished requests that share a prompt."""
+    prompt_tokens = len(requests[0].prompt_ids)
+    completion_tokens = sum(len(one.tokens) - prompt_tokens for one in requests)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": requests[0].cached_tokens or 0},
+    }
 
-    def __init__(
-        self, answer: CompletionAnswer, *, has_usage_chunk: bool, has_token_ids: bool
-    ) -> None:
-        """Take the builder of its bodies, and what was asked to be told."""
-        self._answer = answer
-        self._has_usage_chunk = has_usage_chunk
-        self._has_token_ids = has_token_ids
 
-    def whole(self, text: str, request: Request, token_ids: list[int]) -> Body:
-        """The body of an answer that is not streamed."""
-        return self._answer.whole(text, request, token_ids if self._has_token_ids else None)
+def usage_of(choices: Sequence[Choice]) -> Body:
+    """The usage of answers that are over."""
+    return usage(*(choice.request for choice in choices))
 
-    def opening(self) -> bytes:
-        """The role, for a chat."""
-        chunk = self._answer.opening_chunk()
-        return b"" if chunk is None else event(chunk)
 
-    def piece(self, text: str, token_ids: list[int], *, is_last: bool) -> bytes:
-        """A chunk of text."""
-        told = token_ids if self._has_token_ids else None
-        return event(self._answer.text_chunk(text, is_last=is_last, token_ids=told))
+class ErrorAndDone:
+    """What all APIs but those of named events have in common: how a stream fails and ends."""
 
-    def closing(self, text: str, request: Request) -> bytes:
-        """The usage, if it was asked for, and the end."""
-        del text
-        used = event(self._answer.usage_chunk(request)) if self._has_usage_chunk else b""
-        return used + DONE
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        """Nothing."""
+        del choices
+        return b""
 
     def failure(self, error: ApiError) -> bytes:
         """The error's body and the end."""
         return event(error.body) + DONE
 
 
-class TokensAnswer:
+class TokensAnswer(ErrorAndDone):
     """vLLM's `/inference/v1/generate`: token ids."""
 
     def __init__(self, answer_id: str, model: str) -> None:
@@ -81,76 +76,65 @@ class TokensAnswer:
         self._head = {"request_id": answer_id, "output_mode": "tokens"}
         self._model = model
 
-    def whole(self, text: str, request: Request, token_ids: list[int]) -> Body:
+    def whole(self, choices: Sequence[Choice]) -> Body:
         """The body of an answer that is not streamed."""
-        del text
-        choice = {"index": 0, "token_ids": token_ids, "finish_reason": "length"}
-        return {**self._head, "model": self._model, "choices": [choice], "usage": usage(request)}
+        told = [_tokens_choice(one, 0, len(one.plan.token_ids), is_last=True) for one in choices]
+        used = usage_of(choices)
+        return {**self._head, "model": self._model, "choices": told, "usage": used}
 
-    def opening(self) -> bytes:
-        """Nothing."""
-        return b""
-
-    def piece(self, text: str, token_ids: list[int], *, is_last: bool) -> bytes:
+    def piece(self, choice: Choice, step: Step) -> bytes:
         """A chunk of tokens."""
-        del text
-        reason = "length" if is_last else None
-        choice = {"index": 0, "token_ids": token_ids, "finish_reason": reason}
-        return event({**self._head, "choices": [choice]})
+        told = _tokens_choice(choice, step.start, step.end, is_last=step.is_last)
+        return event({**self._head, "choices": [told]})
 
-    def closing(self, text: str, request: Request) -> bytes:
+    def closing(self, choices: Sequence[Choice]) -> bytes:
         """The usage and the end."""
-        del text
-        return event({**self._head, "choices": [], "usage": usage(request)}) + DONE
-
-    def failure(self, error: ApiError) -> bytes:
-        """The error's body and the end."""
-        return event(error.body) + DONE
+        return event({**self._head, "choices": [], "usage": usage_of(choices)}) + DONE
 
 
-class GenerateAnswer:
+def _tokens_choice(choice: Choice, start: int, end: int, *, is_last: bool) -> Body:
+    plan = choice.plan
+    reason = plan.finish_reason if is_last else None
+    told = {"index": choice.index, "token_ids": plan.token_ids[start:end], "finish_reason": reason}
+    return told if plan.stop_reason is None else {**told, "stop_reason": plan.stop_reason}
+
+
+class GenerateAnswer(ErrorAndDone):
     """SGLang's `/generate`: every event has the whole text so far."""
 
-    def __init__(self, answer_id: str, prompt_tokens: int) -> None:
-        """Start an answer to a prompt of so many tokens."""
+    def __init__(self, answer_id: str) -> None:
+        """Start an answer."""
         self._id = answer_id
-        self._prompt_tokens = prompt_tokens
         self._text = ""
-        self._token_ids: list[int] = []
 
-    def whole(self, text: str, request: Request, token_ids: list[int]) -> Body:
+    def whole(self, choices: Sequence[Choice]) -> Body:
         """The body of an answer that is not streamed."""
-        return self._body(text, token_ids, request.cached_tokens or 0, is_last=True)
+        (choice,) = choices
+        return self._body(choice, choice.plan.text, len(choice.plan.token_ids), is_last=True)
 
-    def opening(self) -> bytes:
-        """Nothing."""
-        return b""
-
-    def piece(self, text: str, token_ids: list[int], *, is_last: bool) -> bytes:
+    def piece(self, choice: Choice, step: Step) -> bytes:
         """The text so far; the last one comes with what was cached, when the answer is over."""
-        self._text += text
-        self._token_ids += token_ids
-        if is_last:
+        self._text += "".join(delta.text for delta in step.deltas)
+        if step.is_last:
             return b""
-        return event(self._body(self._text, self._token_ids, None, is_last=False))
+        return event(self._body(choice, self._text, step.end, is_last=False))
 
-    def closing(self, text: str, request: Request) -> bytes:
+    def closing(self, choices: Sequence[Choice]) -> bytes:
         """The last event and the end."""
-        return event(self.whole(text, request, self._token_ids)) + DONE
+        return event(self.whole(choices)) + DONE
 
-    def failure(self, error: ApiError) -> bytes:
-        """The error's body and the end."""
-        return event(error.body) + DONE
-
-    def _body(
-        self, text: str, token_ids: list[int], cached_tokens: int | None, *, is_last: bool
-    ) -> Body:
+    def _body(self, choice: Choice, text: str, count: int, *, is_last: bool) -> Body:
+        plan, request = choice.plan, choice.request
         meta: Body = {
             "id": self._id,
-            "finish_reason": {"type": "length", "length": len(token_ids)} if is_last else None,
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": len(token_ids),
+            "finish_reason": None,
+            "prompt_tokens": len(request.prompt_ids),
+            "completion_tokens": count,
         }
-        if cached_tokens is not None:
-            meta["cached_tokens"] = cached_tokens
-        return {"text": text, "output_ids": token_ids, "meta_info": meta}
+        if is_last and plan.finish_reason == "length":
+            meta["finish_reason"] = {"type": "length", "length": count}
+        elif is_last:
+            meta["finish_reason"] = {"type": "stop", "matched": plan.stop_reason}
+        if is_last:
+            meta["cached_tokens"] = request.cached_tokens or 0
+        return {"text": text, "output_ids": plan.token_ids[:count], "meta_info": meta}

@@ -7,18 +7,25 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from kvflash.errors import ClosedError
 from kvflash.mocker import messages, pooling, responses
 from kvflash.mocker.admin import Admin
-from kvflash.mocker.answer import Answer, GenerateAnswer, OpenAiAnswer, TokensAnswer
-from kvflash.mocker.block_hash import output_seed
+from kvflash.mocker.answer import Answer, GenerateAnswer, TokensAnswer
+from kvflash.mocker.completions import (
+    ChatAnswer,
+    CompletionAnswer,
+    Echo,
+    Telling,
+    assistant_message,
+)
 from kvflash.mocker.config import MockerConfig
-from kvflash.mocker.engine import Engine, Generation
-from kvflash.mocker.handover import Handover, Room
+from kvflash.mocker.engine import Engine
+from kvflash.mocker.generation import Generator
+from kvflash.mocker.handover import Handover
+from kvflash.mocker.logprobs import Logprobs
 from kvflash.mocker.messages import MessageAnswer
 from kvflash.mocker.middleware import Handler, errors
+from kvflash.mocker.plan import Plan
 from kvflash.mocker.protocol import (
-    CompletionAnswer,
     GenerationParams,
     parse_bootstrap,
     parse_generation,
@@ -30,10 +37,12 @@ from kvflash.mocker.protocol import (
 )
 from kvflash.mocker.refusal import ApiError, Body, refuse
 from kvflash.mocker.responses import ResponseAnswer, ResponseStore
-from kvflash.mocker.tokenizer import Tokenizer
+from kvflash.mocker.tokenizer import Tokenizer, pieces
 
 # A prompt of a million token ids fits; anything larger is a mistake.
 BODY_BYTES_MAX = 32 * 1024 * 1024
+# The text of a request with this header ends by itself after so many tokens.
+LENGTH_HEADER = "x-mocker-tokens"
 
 Pooling = Callable[[Body, str, Tokenizer], Body]
 
@@ -78,16 +87,16 @@ def build_app(
 
 
 class Api:
-    """The handlers of one worker."""
+    """The handlers of one worker that answer prompts."""
 
     def __init__(
         self, engine: Engine, config: MockerConfig, tokenizer: Tokenizer, handover: Handover
     ) -> None:
         """Keep what the handlers need."""
         self._handover = handover
-        self._engine = engine
         self._config = config
         self._tokenizer = tokenizer
+        self._generator = Generator(engine, tokenizer, handover)
         self._store = ResponseStore()
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
@@ -102,22 +111,22 @@ class Api:
         """POST /v1/responses: kept for the next turn, unless `store` is false."""
         body = parse_json(await request.read())
         chat = responses.as_chat(body, self._store)
-        params = self._params(chat, is_chat=True)
-        answer = ResponseAnswer(body, params.model, params.max_tokens)
+        params = self._params(request, chat, is_chat=True)
+        logprobs = self._logprobs(params)
+        answer = ResponseAnswer(body, params.model, params.max_tokens, logprobs=logprobs)
 
-        def keep(text: str) -> None:
+        def keep(plan: Plan) -> None:
             if body.get("store", True):
-                told = {"role": "assistant", "content": text}
-                self._store.keep(answer.id, [*chat["messages"], told])
+                self._store.keep(answer.id, [*chat["messages"], assistant_message(plan)])
 
-        return await self._generate(request, params, answer, on_text=keep)
+        return await self._generator.answer(request, params, answer, on_plan=keep)
 
     async def message(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages."""
         chat = messages.as_chat(parse_json(await request.read()))
-        params = self._params(chat, is_chat=True)
+        params = self._params(request, chat, is_chat=True)
         answer = MessageAnswer(uuid.uuid4().hex, params.model, len(params.prompt_ids))
-        return await self._generate(request, params, answer)
+        return await self._generator.answer(request, params, answer)
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         """POST /v1/messages/count_tokens."""
@@ -140,9 +149,10 @@ class Api:
         """POST /inference/v1/generate."""
         body = parse_json(await request.read())
         prompt = parse_token_ids(body.get("token_ids"), "token_ids")
-        params = self._params(_completion(body, prompt, "max_tokens"), is_chat=False)
+        completion = _completion(body, prompt, "max_tokens")
+        params = self._params(request, completion, is_chat=False)
         answer = TokensAnswer(str(body.get("request_id") or uuid.uuid4().hex), params.model)
-        return await self._generate(request, params, answer)
+        return await self._generator.answer(request, params, answer)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """POST /generate: {text} or {input_ids}, as SGLang has it."""
@@ -150,9 +160,11 @@ class Api:
         prompt = body.get("text")
         if body.get("input_ids") is not None:
             prompt = parse_token_ids(body["input_ids"], "input_ids")
-        params = self._params(_completion(body, prompt, "max_new_tokens"), is_chat=False)
-        answer = GenerateAnswer(uuid.uuid4().hex, len(params.prompt_ids))
-        return await self._generate(request, params, answer)
+        completion = _completion(body, prompt, "max_new_tokens")
+        if completion["n"] not in (None, 1):
+            refuse("only n = 1 is supported", "sampling_params.n")
+        params = self._params(request, completion, is_chat=False)
+        return await self._generator.answer(request, params, GenerateAnswer(uuid.uuid4().hex))
 
     def pool(self, answer: Pooling) -> Handler:
         """A handler of an API without generation."""
@@ -164,10 +176,18 @@ class Api:
 
         return handle
 
-    def _params(self, body: Body, *, is_chat: bool) -> GenerationParams:
+    def _params(self, request: web.Request, body: Body, *, is_chat: bool) -> GenerationParams:
         return parse_generation(
-            body, is_chat=is_chat, config=self._config, tokenizer=self._tokenizer
+            body,
+            is_chat=is_chat,
+            config=self._config,
+            tokenizer=self._tokenizer,
+            text_tokens=_text_tokens(request),
         )
+
+    def _logprobs(self, params: GenerationParams) -> Logprobs | None:
+        count = params.options.logprobs
+        return None if count is None else Logprobs(self._tokenizer, count)
 
     def _chat_ids(self, chat: Body) -> list[int]:
         parse_model(chat, self._config)
@@ -182,94 +202,31 @@ class Api:
         # First of all: whatever else is wrong with the request, nobody shall wait for it.
         room = parse_bootstrap(body)
         try:
-            params = self._params(body, is_chat=is_chat)
+            params = self._params(request, body, is_chat=is_chat)
         except ApiError:
             self._handover.finish(room, is_done=False)
             raise
-        answer = OpenAiAnswer(
-            CompletionAnswer(uuid.uuid4().hex, params.model, is_chat=is_chat),
+        told = Telling(
             has_usage_chunk=params.has_usage_chunk,
             has_token_ids=params.has_token_ids,
+            logprobs=self._logprobs(params),
         )
-        return await self._generate(request, params, answer, room=room)
+        answer_id = uuid.uuid4().hex
+        answer: Answer
+        if is_chat:
+            answer = ChatAnswer(answer_id, params.model, told)
+        else:
+            echo = self._echo(body, params) if params.options.has_echo else None
+            answer = CompletionAnswer(answer_id, params.model, told, echo=echo)
+        return await self._generator.answer(request, params, answer, room=room)
 
-    async def _generate(
-        self,
-        request: web.Request,
-        params: GenerationParams,
-        answer: Answer,
-        *,
-        room: Room | None = None,
-        on_text: Callable[[str], None] = lambda _: None,
-    ) -> web.StreamResponse:
-        generation: Generation | None = None
+    def _echo(self, body: Body, params: GenerationParams) -> Echo:
+        prompt = body["prompt"][0] if isinstance(body["prompt"], list) else body["prompt"]
         try:
-            is_transferred = await self._handover.receive(params.transfer, room)
-            seed = output_seed(params.lora.name if params.lora else None, params.prompt_ids)
-            count = 1 if self._handover.is_prefill else params.max_tokens
-            generation = self._engine.submit(
-                params.prompt_ids,
-                self._tokenizer.plan_output(seed, count),
-                lora=params.lora,
-                cache_salt=params.cache_salt,
-                is_streaming=params.is_streaming,
-                is_transferred=is_transferred,
-            )
-            if params.is_streaming:
-                return await self._stream(request, generation, answer, on_text)
-            token_ids = await generation.take()
-            text = self._text(token_ids)
-            whole = answer.whole(text, generation.request, token_ids)
-            on_text(text)
-            if params.transfer is not None and params.transfer.get("do_remote_decode"):
-                whole["kv_transfer_params"] = self._handover.params(len(params.prompt_ids))
-            return web.json_response(whole)
-        finally:
-            if generation is not None:
-                # The handler is cancelled when its client leaves; a finished request stays so.
-                self._engine.abort(generation)
-            is_done = generation is not None and generation.is_finished
-            self._handover.finish(room, is_done=is_done)
-
-    async def _stream(
-        self,
-        request: web.Request,
-        generation: Generation,
-        answer: Answer,
-        on_text: Callable[[str], None],
-    ) -> web.StreamResponse:
-        # Headers go out with the first token, so that until then an error can have its status.
-        token_ids = await generation.take()
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        )
-        await response.prepare(request)
-        text = ""
-        try:
-            await _write(response, answer.opening())
-            while True:
-                is_last = generation.is_finished
-                piece = self._text(token_ids)
-                text += piece
-                await _write(response, answer.piece(piece, token_ids, is_last=is_last))
-                if is_last:
-                    break
-                token_ids = await generation.take()
-            # Kept before the end is told: the next turn may come at once.
-            on_text(text)
-            await _write(response, answer.closing(text, generation.request))
-        except ClosedError as error:
-            # The status is out already; the client must not take a part for the whole.
-            failed = ApiError(503, "ServiceUnavailableError", str(error))
-            await _write(response, answer.failure(failed))
-        except ConnectionError:
-            # The client left between two writes; nobody is there to be told.
-            return response
-        await response.write_eof()
-        return response
-
-    def _text(self, token_ids: list[int]) -> str:
-        return "".join(map(self._tokenizer.piece, token_ids))
+            text = prompt if isinstance(prompt, str) else self._tokenizer.decode(params.prompt_ids)
+        except (ValueError, OverflowError) as error:
+            refuse(f"prompt cannot be decoded: {error}", "prompt")
+        return Echo(params.prompt_ids, pieces(self._tokenizer, params.prompt_ids, text))
 
 
 def _completion(body: Body, prompt: object, limit: str) -> Body:
@@ -277,9 +234,14 @@ def _completion(body: Body, prompt: object, limit: str) -> Body:
     sampling = body.get("sampling_params") or {}
     if not isinstance(sampling, dict):
         refuse("sampling_params must be an object", "sampling_params")
-    return {**shared(body), "prompt": prompt, "max_tokens": sampling.get(limit)}
+    options = {name: sampling.get(name) for name in ("n", "seed", "stop", "stop_token_ids")}
+    return {**shared(body), **options, "prompt": prompt, "max_tokens": sampling.get(limit)}
 
 
-async def _write(response: web.StreamResponse, events: bytes) -> None:
-    if events:
-        await response.write(events)
+def _text_tokens(request: web.Request) -> int | None:
+    told = request.headers.get(LENGTH_HEADER)
+    if told is None:
+        return None
+    if not told.isdecimal() or not 1 <= int(told[:9]) == int(told):
+        refuse(f"{LENGTH_HEADER} must be in 1..=999999999, got {told!r:.80}")
+    return int(told)

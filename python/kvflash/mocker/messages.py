@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
-from kvflash.mocker.answer import event
-from kvflash.mocker.protocol import shared, usage
+from kvflash.mocker.answer import event, usage_of
+from kvflash.mocker.choice import Choice, Step
+from kvflash.mocker.plan import Delta, Plan
+from kvflash.mocker.protocol import shared
 from kvflash.mocker.refusal import ApiError, Body, refuse
-from kvflash.mocker.request import Request
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def as_chat(body: Body, *, needs_max_tokens: bool = True) -> Body:
-    """The chat that a request for a message is: its text, without tools.
+    """The chat that a request for a message is.
 
     Raises:
         ApiError: A field is wrong.
@@ -27,9 +33,14 @@ def as_chat(body: Body, *, needs_max_tokens: bool = True) -> Body:
     for message in told:
         if not isinstance(message, dict):
             refuse("messages must be a list of objects", "messages")
-        content = _text(message.get("content"), "messages.content")
-        messages.append({"role": message.get("role"), "content": content})
-    return {**shared(body), "messages": messages, "max_tokens": body.get("max_tokens")}
+        messages += _turns(message)
+    chat = {**shared(body), "messages": messages, "max_tokens": body.get("max_tokens")}
+    chat |= {"stop": body.get("stop_sequences"), "response_format": _response_format(body)}
+    if tools := body.get("tools"):
+        chat["tools"] = _tools(tools)
+        if chat["tools"]:
+            chat |= _tool_choice(body.get("tool_choice"))
+    return chat
 
 
 def error_body(error: ApiError) -> Body:
@@ -41,12 +52,85 @@ def error_body(error: ApiError) -> Body:
     return {"type": "error", "error": {"type": kind, "message": told["message"]}}
 
 
+def _turns(message: Body) -> list[Body]:
+    """The messages of a chat that one with calls, or with their results, is."""
+    content, role = message.get("content"), message.get("role")
+    text = _text(content, "messages.content")
+    blocks = content if isinstance(content, list) else []
+    turns: list[Body] = []
+    for block in blocks:
+        if block.get("type") == "tool_result":
+            result = _text(block.get("content") or "", "messages.content")
+            called = block.get("tool_use_id")
+            turns.append({"role": "tool", "tool_call_id": called, "content": result})
+    calls = [_call(block) for block in blocks if block.get("type") == "tool_use"]
+    if calls:
+        turns.append({"role": role, "content": text or None, "tool_calls": calls})
+    elif text or not turns:
+        turns.append({"role": role, "content": text})
+    return turns
+
+
+def _call(block: Body) -> Body:
+    function = {"name": str(block.get("name")), "arguments": json.dumps(block.get("input"))}
+    return {"id": block.get("id"), "type": "function", "function": function}
+
+
+def _text(content: object, param: str) -> str:
+    """The text of a content: a string, or blocks of which those of text count."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        refuse(f"{param} must be text or a list of blocks", param)
+    texts = [block["text"] for block in content if isinstance(block.get("text"), str)]
+    return "".join(texts)
+
+
+def _response_format(body: Body) -> Body | None:
+    told = body.get("output_config")
+    form = told.get("format") if isinstance(told, dict) else None
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": form}
+    return form
+
+
+def _tools(told: Any) -> list[Body]:
+    if not isinstance(told, list) or not all(isinstance(tool, dict) for tool in told):
+        refuse("tools must be a list of objects", "tools")
+    # Those with another type run on a server, and have no schema.
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.get("name"),
+                "description": tool.get("description"),
+                "parameters": tool.get("input_schema"),
+            },
+        }
+        for tool in told
+        if tool.get("type") in (None, "custom")
+    ]
+
+
+def _tool_choice(told: Any) -> Body:
+    if told is None:
+        return {}
+    kind = told.get("type") if isinstance(told, dict) else None
+    if kind not in (*TOOL_CHOICES, "tool"):
+        refuse(f"tool_choice.type must be auto, any, tool or none, got {kind!r:.80}", "tool_choice")
+    named = {"type": "function", "function": {"name": told.get("name")}}
+    choice = named if kind == "tool" else TOOL_CHOICES[kind]
+    is_parallel = told.get("disable_parallel_tool_use") is False
+    return {"tool_choice": choice, "parallel_tool_calls": is_parallel}
+
+
 class MessageAnswer:
     """Builds a message, or the events of its stream."""
 
     def __init__(self, answer_id: str, model: str, prompt_tokens: int) -> None:
         """Start an answer to a prompt of so many tokens."""
         self._prompt_tokens = prompt_tokens
+        self._blocks = 0
         self._head = {
             "id": "msg_" + answer_id,
             "type": "message",
@@ -54,38 +138,43 @@ class MessageAnswer:
             "model": model,
         }
 
-    def whole(self, text: str, request: Request, token_ids: list[int]) -> Body:
+    def whole(self, choices: Sequence[Choice]) -> Body:
         """The message."""
-        del token_ids
-        return {
-            **self._head,
-            "content": [{"type": "text", "text": text}],
-            "stop_reason": "max_tokens",
-            "stop_sequence": None,
-            "usage": _usage(request),
-        }
+        (choice,) = choices
+        plan = choice.plan
+        blocks: list[Body] = [
+            {
+                "type": "tool_use",
+                "id": call.call_id,
+                "name": call.name,
+                "input": _input(call.arguments),
+            }
+            for call in plan.told_calls
+        ]
+        if plan.text or not blocks:
+            blocks.insert(0, {"type": "text", "text": plan.text})
+        return {**self._head, "content": blocks, **_ending(plan), "usage": _usage(choice)}
 
-    def opening(self) -> bytes:
-        """The empty message, and its only block."""
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        """The empty message."""
+        del choices
         used = {"input_tokens": self._prompt_tokens, "output_tokens": 0}
         empty: Body = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": used}
-        block = {"type": "text", "text": ""}
-        return _event("message_start", message={**self._head, **empty}) + _event(
-            "content_block_start", index=0, content_block=block
-        )
+        return _event("message_start", message={**self._head, **empty})
 
-    def piece(self, text: str, token_ids: list[int], *, is_last: bool) -> bytes:
-        """More of the block."""
-        del token_ids, is_last
-        return _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
+    def piece(self, choice: Choice, step: Step) -> bytes:
+        """More of the open block, or a further one."""
+        return b"".join(self._piece(choice.plan, delta) for delta in step.deltas)
 
-    def closing(self, text: str, request: Request) -> bytes:
-        """The end of the block and of the message."""
-        del text
-        delta = {"stop_reason": "max_tokens", "stop_sequence": None}
+    def closing(self, choices: Sequence[Choice]) -> bytes:
+        """The end of the last block and of the message."""
+        (choice,) = choices
+        opened = b"" if self._blocks else self._begin(choice.plan, None)
+        used = _usage(choice)
         return (
-            _event("content_block_stop", index=0)
-            + _event("message_delta", delta=delta, usage=_usage(request))
+            opened
+            + self._finish()
+            + _event("message_delta", delta=_ending(choice.plan), usage=used)
             + _event("message_stop")
         )
 
@@ -93,31 +182,53 @@ class MessageAnswer:
         """The error as an event."""
         return event(error_body(error), "error")
 
+    def _piece(self, plan: Plan, delta: Delta) -> bytes:
+        begun = self._finish() + self._begin(plan, delta.call) if delta.is_first else b""
+        more = {"type": "text_delta", "text": delta.text}
+        if delta.call is not None:
+            more = {"type": "input_json_delta", "partial_json": delta.text}
+        return begun + _event("content_block_delta", index=self._blocks - 1, delta=more)
+
+    def _begin(self, plan: Plan, call: int | None) -> bytes:
+        block: Body = {"type": "text", "text": ""}
+        if call is not None:
+            called = plan.calls[call]
+            block = {"type": "tool_use", "id": called.call_id, "name": called.name, "input": {}}
+        self._blocks += 1
+        return _event("content_block_start", index=self._blocks - 1, content_block=block)
+
+    def _finish(self) -> bytes:
+        if not self._blocks:
+            return b""
+        return _event("content_block_stop", index=self._blocks - 1)
+
 
 def _event(name: str, **fields: Any) -> bytes:
     return event({"type": name, **fields}, name)
 
 
-def _usage(request: Request) -> Body:
-    used = usage(request)
-    cached = request.cached_tokens or 0
+def _ending(plan: Plan) -> Body:
+    reason, sequence = STOP_REASONS[plan.finish_reason], None
+    if plan.calls and plan.finish_reason == "stop" and plan.stop_reason is None:
+        reason = "tool_use"
+    if isinstance(plan.stop_reason, str):
+        reason, sequence = "stop_sequence", plan.stop_reason
+    return {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def _input(arguments: str) -> Any:
+    """The arguments, or nothing where they are cut."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return {}
+
+
+def _usage(choice: Choice) -> Body:
+    used = usage_of([choice])
+    cached = used["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": used["prompt_tokens"] - cached,
         "output_tokens": used["completion_tokens"],
         "cache_read_input_tokens": cached,
     }
-
-
-def _text(content: object, param: str) -> str:
-    """The text of a content: a string, or blocks of text and results of tools."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
-        refuse(f"{param} must be text or a list of blocks", param)
-    texts = []
-    for block in content:
-        if block.get("type") == "tool_result" and block.get("content"):
-            texts.append(_text(block["content"], param))
-        elif isinstance(block.get("text"), str):
-            texts.append(block["text"])
-    return "".join(texts)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 import uuid
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
-from kvflash.mocker.answer import event
-from kvflash.mocker.protocol import shared, usage
+from kvflash.mocker.answer import event, usage_of
+from kvflash.mocker.choice import Choice, Step
+from kvflash.mocker.logprobs import Logprobs
+from kvflash.mocker.plan import Delta, Plan
+from kvflash.mocker.protocol import shared
 from kvflash.mocker.refusal import ApiError, Body, refuse
-from kvflash.mocker.request import Request
 
 # Responses that are kept; the oldest ones go.
 STORE_MAX = 1024
@@ -42,7 +45,7 @@ class ResponseStore:
 
 
 def as_chat(body: Body, store: ResponseStore) -> Body:
-    """The chat that a request for a response is: its text, without tools.
+    """The chat that a request for a response is.
 
     Raises:
         ApiError: A field is wrong, or the previous response is not kept here.
@@ -57,32 +60,87 @@ def as_chat(body: Body, store: ResponseStore) -> Body:
     if isinstance(told, str):
         messages.append({"role": "user", "content": told})
     elif isinstance(told, list) and told:
-        messages += [_message(item) for item in told]
+        for item in told:
+            _add(messages, item)
     else:
         refuse("input must be text or a non-empty list of items", "input")
-    return {**shared(body), "messages": messages, "max_tokens": body.get("max_output_tokens")}
+    chat = {**shared(body), "messages": messages, "max_tokens": body.get("max_output_tokens")}
+    chat["response_format"] = _response_format(body.get("text"))
+    if tools := body.get("tools"):
+        chat["tools"] = _tools(tools)
+        # Without functions there is nothing to choose: tools that servers run are not run here.
+        if chat["tools"]:
+            chat["tool_choice"] = _tool_choice(body.get("tool_choice"))
+    chat["parallel_tool_calls"] = body.get("parallel_tool_calls")
+    include = body.get("include")
+    if isinstance(include, list) and "message.output_text.logprobs" in include:
+        chat |= {"logprobs": True, "top_logprobs": body.get("top_logprobs")}
+    return chat
 
 
-def _message(item: Any) -> Body:
+def _add(messages: list[Body], item: Any) -> None:
+    """An item of the input as a message; calls beside each other are one message."""
     if not isinstance(item, dict):
         refuse("input must be a list of objects", "input")
-    if item.get("type") == "function_call_output":
-        return {"role": "tool", "content": str(item.get("output"))}
-    content = item.get("content")
+    kind = item.get("type", "message")
+    if kind == "function_call":
+        function = {name: str(item.get(name)) for name in ("name", "arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        if messages and messages[-1].get("tool_calls"):
+            before = messages.pop()
+            messages.append({**before, "tool_calls": [*before["tool_calls"], call]})
+        else:
+            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+    elif kind == "function_call_output":
+        told = {"tool_call_id": item.get("call_id"), "content": _text(item.get("output"))}
+        messages.append({"role": "tool", **told})
+    elif kind == "message":
+        messages.append({"role": item.get("role"), "content": _text(item.get("content"))})
+    # Others, such as reasoning, are of no weight to a template without a place for them.
+
+
+def _text(content: Any) -> str:
     if isinstance(content, list):
         parts = [part.get("text", "") for part in content if isinstance(part, dict)]
-        content = "".join(map(str, parts))
-    return {"role": item.get("role"), "content": content if isinstance(content, str) else ""}
+        return "".join(map(str, parts))
+    return content if isinstance(content, str) else ""
+
+
+def _response_format(told: Any) -> Body | None:
+    form = told.get("format") if isinstance(told, dict) else None
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": form}
+    return form
+
+
+def _tools(told: Any) -> list[Body]:
+    if not isinstance(told, list) or not all(isinstance(tool, dict) for tool in told):
+        refuse("tools must be a list of objects", "tools")
+    return [
+        {"type": "function", "function": {key: tool[key] for key in tool if key != "type"}}
+        for tool in told
+        if tool.get("type") == "function"
+    ]
+
+
+def _tool_choice(told: Any) -> Any:
+    if isinstance(told, dict) and told.get("type") == "function":
+        return {"type": "function", "function": {"name": told.get("name")}}
+    return told
 
 
 class ResponseAnswer:
     """Builds a response, or the events of its stream."""
 
-    def __init__(self, body: Body, model: str, max_tokens: int) -> None:
+    def __init__(
+        self, body: Body, model: str, max_tokens: int, *, logprobs: Logprobs | None = None
+    ) -> None:
         """Start an answer to a request's body."""
         self.id = str(body.get("request_id") or f"resp_{uuid.uuid4().hex}")
-        self._item_id = f"msg_{uuid.uuid4().hex}"
+        self._logprobs = logprobs
         self._sequence_number = 0
+        # The items so far; the last one is open.
+        self._items: list[Body] = []
         self._head: Body = {
             "id": self.id,
             "object": "response",
@@ -93,28 +151,62 @@ class ResponseAnswer:
             "instructions": body.get("instructions"),
             "metadata": body.get("metadata"),
             "max_output_tokens": max_tokens,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
             "previous_response_id": body.get("previous_response_id"),
             "temperature": 1.0,
-            "tool_choice": "none",
-            "tools": [],
+            "text": body.get("text") or {"format": {"type": "text"}},
+            "tool_choice": body.get("tool_choice") or "auto",
+            "tools": body.get("tools") or [],
             "top_p": 1.0,
         }
 
-    def whole(self, text: str, request: Request, token_ids: list[int]) -> Body:
+    def whole(self, choices: Sequence[Choice]) -> Body:
         """The response."""
-        del token_ids
-        used = usage(request)
+        (choice,) = choices
+        for delta in choice.plan.deltas(0, len(choice.plan.raw)) or [Delta("", None, True)]:
+            self._take(choice.plan, delta)
+        self._finish()
+        if self._logprobs is not None and choice.plan.text:
+            told = self._logprobs.chat(choice.plan.token_ids, choice.plan.pieces)
+            self._items[-1]["content"][0]["logprobs"] = told
+        return self._completed(choice)
+
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        """The response in progress."""
+        del choices
+        begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
+        created = self._event("response.created", response=begun)
+        return created + self._event("response.in_progress", response=begun)
+
+    def piece(self, choice: Choice, step: Step) -> bytes:
+        """More of the open item, or a further one."""
+        return b"".join(self._take(choice.plan, delta, step) for delta in step.deltas)
+
+    def closing(self, choices: Sequence[Choice]) -> bytes:
+        """The end of the last item and of the response."""
+        (choice,) = choices
+        opened = b"" if self._items else self._take(choice.plan, Delta("", None, True))
+        ended = opened + self._finish()
+        return ended + self._event("response.completed", response=self._completed(choice))
+
+    def failure(self, error: ApiError) -> bytes:
+        """The error as an event."""
+        told = error.body["error"]
+        fields = {"code": told["type"], "message": told["message"], "param": None, "error": told}
+        return self._event("error", **fields)
+
+    def _completed(self, choice: Choice) -> Body:
+        used = usage_of([choice])
+        is_cut = choice.plan.finish_reason == "length"
         return {
             **self._head,
-            # It always ends at the limit of tokens.
-            "status": "incomplete",
-            "incomplete_details": {"reason": "max_output_tokens"},
-            "output": [self._item("completed", [_part(text)])],
+            "status": "incomplete" if is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": self._items,
             "usage": {
                 "input_tokens": used["prompt_tokens"],
                 "input_tokens_details": {
-                    "cached_tokens": request.cached_tokens or 0,
+                    "cached_tokens": used["prompt_tokens_details"]["cached_tokens"],
                     "cache_write_tokens": 0,
                 },
                 "output_tokens": used["completion_tokens"],
@@ -123,51 +215,60 @@ class ResponseAnswer:
             },
         }
 
-    def opening(self) -> bytes:
-        """The response in progress, its item and the item's only part."""
-        begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
-        return (
-            self._event("response.created", response=begun)
-            + self._event("response.in_progress", response=begun)
-            + self._event("response.output_item.added", item=self._item("in_progress", []))
-            + self._event("response.content_part.added", **self._place(), part=_part(""))
-        )
+    def _take(self, plan: Plan, delta: Delta, step: Step | None = None) -> bytes:
+        """Put more into the open item, or into a further one; what a stream tells of that."""
+        events = b""
+        if delta.is_first:
+            events = self._finish() + self._begin(plan, delta)
+        item = self._items[-1]
+        if delta.call is not None:
+            item["arguments"] += delta.text
+            name, fields = "response.function_call_arguments.delta", {"item_id": item["id"]}
+        else:
+            item["content"][0]["text"] += delta.text
+            name, fields = "response.output_text.delta", {**self._place(), "logprobs": []}
+            if self._logprobs is not None and step is not None:
+                told = plan.token_ids[step.start : step.end], plan.pieces[step.start : step.end]
+                fields["logprobs"] = self._logprobs.chat(*told)
+                item["content"][0]["logprobs"] += fields["logprobs"]
+        return events + (self._event(name, **fields, delta=delta.text) if delta.text else b"")
 
-    def piece(self, text: str, token_ids: list[int], *, is_last: bool) -> bytes:
-        """More of the part."""
-        del token_ids, is_last
-        fields = {**self._place(), "delta": text, "logprobs": []}
-        return self._event("response.output_text.delta", **fields)
+    def _begin(self, plan: Plan, delta: Delta) -> bytes:
+        if delta.call is not None:
+            call = plan.calls[delta.call]
+            head = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call"}
+            told = {"call_id": call.call_id, "name": call.name, "arguments": ""}
+            self._items.append({**head, **told, "status": "in_progress"})
+            return self._event("response.output_item.added", item=self._items[-1])
+        head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
+        self._items.append({**head, "status": "in_progress", "content": []})
+        added = self._event("response.output_item.added", item=self._items[-1])
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._items[-1]["content"].append(part)
+        return added + self._event("response.content_part.added", **self._place(), part=part)
 
-    def closing(self, text: str, request: Request) -> bytes:
-        """The end of part, item and response."""
-        whole = self.whole(text, request, [])
-        return (
-            self._event("response.output_text.done", **self._place(), text=text, logprobs=[])
-            + self._event("response.content_part.done", **self._place(), part=_part(text))
-            + self._event("response.output_item.done", item=whole["output"][0])
-            + self._event("response.completed", response=whole)
-        )
-
-    def failure(self, error: ApiError) -> bytes:
-        """The error as an event."""
-        told = error.body["error"]
-        fields = {"code": told["type"], "message": told["message"], "param": None, "error": told}
-        return self._event("error", **fields)
+    def _finish(self) -> bytes:
+        """End the open item."""
+        if not self._items:
+            return b""
+        item = self._items[-1]
+        item["status"] = "completed"
+        if item["type"] == "function_call":
+            told = {"item_id": item["id"], "name": item["name"], "arguments": item["arguments"]}
+            done = self._event("response.function_call_arguments.done", **told)
+        else:
+            (part,) = item["content"]
+            told = {"text": part["text"], "logprobs": part["logprobs"]}
+            done = self._event("response.output_text.done", **self._place(), **told)
+            done += self._event("response.content_part.done", **self._place(), part=part)
+        return done + self._event("response.output_item.done", item=item)
 
     def _place(self) -> Body:
-        return {"item_id": self._item_id, "content_index": 0}
+        return {"item_id": self._items[-1]["id"], "content_index": 0}
 
-    def _item(self, status: str, content: list[Body]) -> Body:
-        head = {"id": self._item_id, "type": "message", "role": "assistant"}
-        return {**head, "status": status, "content": content}
-
-    def _event(self, name: str, **fields: Any) -> bytes:
+    def _event(self, kind: str, **fields: Any) -> bytes:
         number = self._sequence_number
         self._sequence_number += 1
-        place = {} if "response" in fields or name == "error" else {"output_index": 0}
-        return event({"type": name, "sequence_number": number, **place, **fields}, name)
-
-
-def _part(text: str) -> Body:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        is_whole = "response" in fields or kind == "error"
+        place = {} if is_whole else {"output_index": len(self._items) - 1}
+        return event({"type": kind, "sequence_number": number, **place, **fields}, kind)

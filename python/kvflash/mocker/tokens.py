@@ -11,9 +11,9 @@ from kvflash.mocker import protocol
 from kvflash.mocker.block_hash import TOKEN_ID_MAX
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.handover import Room, parse_room
-from kvflash.mocker.request import Lora, Request
+from kvflash.mocker.request import Lora
 
-__all__ = ["TokenRequest", "parse_tokens", "request_room", "usage"]
+__all__ = ["TokenRequest", "parse_tokens", "request_room"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +89,6 @@ def request_room(request: Any) -> Room | None:
     if not isinstance(request, Mapping):
         raise InvalidArgumentError(f"the request must be a map, got {type(request).__name__}")
     return parse_room(_map(request, "bootstrap_info"))
-
-
-def usage(request: Request) -> dict[str, Any]:
-    """The usage of a finished request."""
-    return protocol.usage(request)
 
 
 def _lora(name: Any, config: MockerConfig) -> Lora | None:

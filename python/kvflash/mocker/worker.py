@@ -10,6 +10,7 @@ from typing import Any
 
 from kvflash.errors import ClosedError, ConfigError, InvalidArgumentError
 from kvflash.llm import ModelInput, ModelRuntimeConfig, ModelType, register_llm
+from kvflash.mocker.answer import usage
 from kvflash.mocker.block_hash import output_seed
 from kvflash.mocker.config import MockerConfig, PortChoice
 from kvflash.mocker.engine import Engine, Generation
@@ -17,7 +18,7 @@ from kvflash.mocker.handover import Handover
 from kvflash.mocker.publisher import BrokerPublisher, EventPublisher
 from kvflash.mocker.scheduler import Scheduler
 from kvflash.mocker.tokenizer import Tokenizer
-from kvflash.mocker.tokens import TokenRequest, parse_tokens, request_room, usage
+from kvflash.mocker.tokens import TokenRequest, parse_tokens, request_room
 from kvflash.publisher import WorkerMetricsPublisher
 from kvflash.publisher.announce import events_key
 from kvflash.publisher.brokered import BrokerOutlet, Served

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.metrics import render
-from kvflash.mocker.protocol import (
-    CompletionAnswer,
-    GenerationParams,
-    parse_generation,
-    parse_json,
-    usage,
-)
+from kvflash.mocker.options import AnswerOptions
+from kvflash.mocker.protocol import GenerationParams, parse_generation, parse_json
 from kvflash.mocker.refusal import ApiError
 from kvflash.mocker.request import Lora, Request
 from kvflash.mocker.scheduler import Scheduler
@@ -84,8 +78,18 @@ def test_default_output_is_cut_to_what_is_left() -> None:
         ({"prompt": "a" * 199, "max_tokens": 2}, "max_tokens"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
-        ({"prompt": "a", "n": 2}, "n"),
-        ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "n": 0}, "n"),
+        ({"prompt": "a", "n": 33}, "n"),
+        ({"prompt": "a", "echo": 1}, "echo"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "logprobs": True}, "logprobs"),
+        ({"prompt": "a", "seed": "s"}, "seed"),
+        ({"prompt": "a", "stop": ""}, "stop"),
+        ({"prompt": "a", "stop": ["b", 1]}, "stop"),
+        ({"prompt": "a", "stop": ["b"] * 65}, "stop"),
+        ({"prompt": "a", "stop_token_ids": ["b"]}, "stop_token_ids"),
+        ({"prompt": "a", "response_format": "json"}, "response_format"),
+        ({"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format"),
         ({"prompt": "a", "stream": "yes"}, "stream"),
         ({"prompt": "a", "stream": True, "stream_options": 1}, "stream_options"),
         ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
@@ -100,7 +104,66 @@ def test_refusals_name_the_field(body: dict[str, Any], param: str) -> None:
     assert error.value.body["error"]["code"] == 400
 
 
-@pytest.mark.parametrize("messages", [None, [], "hi", [5], [{"content": "a"}], [{"role": 1}]])
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": "f"}, "tools"),
+        ({"tools": [1]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"function": {"name": ""}}]}, "tools"),
+        ({"tools": [{"function": {"name": "f", "parameters": []}}]}, "tools"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"function": {"name": "g"}}}, "tool_choice"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": 2}, "logprobs"),
+    ],
+)
+def test_refusals_of_chats_name_the_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as error:
+        parse({"messages": [{"role": "user", "content": "a"}], **fields}, is_chat=True)
+    assert (error.value.status, error.value.body["error"]["param"]) == (400, param)
+
+
+def test_tools_are_called_until_their_results_are_there() -> None:
+    def called(*messages: dict[str, Any], **fields: Any) -> list[str]:
+        body = {"messages": list(messages), "tools": [TOOL], **fields}
+        return [tool.name for tool in parse(body, is_chat=True).options.tools]
+
+    user, result = {"role": "user", "content": "a"}, {"role": "tool", "content": "b"}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert called(user) == called(user, tool_choice="auto") == ["f"]
+    # A remark beside the results does not ask anew.
+    for chat in ([user, asked, result], [user, asked, result, user]):
+        assert called(*chat) == called(*chat, tool_choice="auto") == []
+        assert called(*chat, tool_choice="required") == ["f"]
+    assert called(user, asked, result, {"role": "assistant", "content": "x"}, user) == ["f"]
+    assert called(user, tool_choice="none") == []
+    assert parse({"messages": [user], "tools": [TOOL]}, is_chat=True).options.is_named is False
+
+
+def test_a_chat_without_a_limit_ends_by_itself() -> None:
+    params = parse({"messages": [{"role": "user", "content": "a"}]}, is_chat=True)
+    assert (params.max_tokens, params.options.text_tokens) == (200 - 25, 128)
+    assert parse({"prompt": "a"}).options == AnswerOptions()
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None,
+        [],
+        "hi",
+        [5],
+        [{"content": "a"}],
+        [{"role": 1}],
+        [{"role": "assistant", "tool_calls": [{"function": {}}]}],
+    ],
+)
 def test_malformed_messages_are_refused(messages: object) -> None:
     with pytest.raises(ApiError, match="messages must be") as error:
         parse({"messages": messages}, is_chat=True)
@@ -114,47 +177,11 @@ def test_unknown_models_are_not_found(model: object) -> None:
     assert (error.value.status, error.value.body["error"]["type"]) == (404, "NotFoundError")
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"\xff", b"[" * 100_000, b'{"a": "\\ud800"}'])
 def test_what_is_not_a_json_object_is_refused(data: bytes) -> None:
     with pytest.raises(ApiError) as error:
         parse_json(data)
     assert error.value.status == 400
-
-
-def answered() -> Request:
-    request = Request(request_id=1, prompt_ids=[1, 2, 3], planned_ids=[4, 5])
-    request.tokens += [4, 5]
-    request.cached_tokens = 2
-    return request
-
-
-def test_usage() -> None:
-    assert usage(answered()) == {
-        "prompt_tokens": 3,
-        "completion_tokens": 2,
-        "total_tokens": 5,
-        "prompt_tokens_details": {"cached_tokens": 2},
-    }
-
-
-@pytest.mark.parametrize("is_chat", [True, False])
-def test_chunks_add_up_to_the_whole(is_chat: bool) -> None:
-    answer = CompletionAnswer("1", "m", is_chat=is_chat)
-    whole = answer.whole("ab", answered())
-    chunks = [answer.text_chunk("a", is_last=False), answer.text_chunk("b", is_last=True)]
-    if opening := answer.opening_chunk():
-        chunks.insert(0, opening)
-    assert (opening is not None) == is_chat
-    choices = [chunk["choices"][0] for chunk in chunks]
-    texts = [one["delta"]["content"] if is_chat else one["text"] for one in choices]
-    choice = whole["choices"][0]
-    assert "".join(texts) == (choice["message"]["content"] if is_chat else choice["text"])
-    assert [one["finish_reason"] for one in choices[-2:]] == [None, "length"]
-    assert {chunk["id"] for chunk in chunks} == {whole["id"]}
-    assert whole["id"] == ("chatcmpl-1" if is_chat else "cmpl-1")
-    last = answer.usage_chunk(answered())
-    assert (last["choices"], last["usage"]) == ([], usage(answered()))
-    json.dumps([whole, *chunks, last])
 
 
 def test_metrics_escape_labels_and_count() -> None:

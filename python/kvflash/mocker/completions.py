@@ -1,0 +1,212 @@
+"""OpenAI's chats and completions: their bodies, and the chunks of their streams."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvflash.mocker.answer import DONE, ErrorAndDone, event, usage_of
+from kvflash.mocker.choice import Choice, Step
+from kvflash.mocker.logprobs import Logprobs
+from kvflash.mocker.plan import Delta, Plan, ToolCall
+from kvflash.mocker.refusal import Body
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Telling:
+    """What a client wants to be told beside the text.
+
+    Attributes:
+        has_usage_chunk: The stream ends with a chunk of usage.
+        has_token_ids: The tokens of the answer.
+        logprobs: Their log probabilities, or None.
+    """
+
+    has_usage_chunk: bool = False
+    has_token_ids: bool = False
+    logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that is told again: its tokens, and the text of each."""
+
+    token_ids: Sequence[int]
+    pieces: Sequence[str]
+
+
+class _OpenAiAnswer(ErrorAndDone):
+    """What chats and completions have in common."""
+
+    def __init__(self, answer_id: str, model: str, kinds: tuple[str, str], told: Telling) -> None:
+        self._head: Body = {"id": answer_id, "created": int(time.time()), "model": model}
+        self._kind, self._chunk_kind = kinds
+        self._told = told
+
+    def whole(self, choices: Sequence[Choice]) -> Body:
+        """The body of an answer that is not streamed."""
+        told = [self._choice(one, self._content(one.plan)) for one in choices]
+        used = usage_of(choices)
+        return {**self._head, "object": self._kind, "choices": told, "usage": used}
+
+    def piece(self, choice: Choice, step: Step) -> bytes:
+        """Chunks of a step: none for marks that a client does not see."""
+        contents = [self._delta(choice.plan, delta) for delta in step.deltas]
+        has_more = self._told.has_token_ids or self._told.logprobs is not None
+        if not contents and (step.is_last or has_more):
+            contents = [self._delta(choice.plan, None)]
+        chunks = [self._chunk(choice.index, content, None) for content in contents]
+        if not chunks:
+            return b""
+        last = chunks[-1]["choices"][0]
+        last |= self._beside(choice.plan, step.start, step.end, step.chars)
+        if step.is_last:
+            last |= _ending(choice.plan)
+        return b"".join(map(event, chunks))
+
+    def closing(self, choices: Sequence[Choice]) -> bytes:
+        """The usage, if it was asked for, and the end."""
+        if not self._told.has_usage_chunk:
+            return DONE
+        head = {**self._head, "object": self._chunk_kind}
+        return event({**head, "choices": [], "usage": usage_of(choices)}) + DONE
+
+    def _choice(self, choice: Choice, content: Body) -> Body:
+        plan = choice.plan
+        beside = self._beside(plan, 0, len(plan.token_ids), 0)
+        head = {"index": choice.index, "logprobs": None}
+        return {**head, **content, **beside, **_ending(plan)}
+
+    def _chunk(self, index: int, content: Body, finish_reason: str | None) -> Body:
+        choice = {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
+        return {**self._head, "object": self._chunk_kind, "choices": [choice]}
+
+    def _beside(self, plan: Plan, start: int, end: int, chars: int) -> Body:
+        """Tokens and log probabilities, as far as they were asked for."""
+        beside: Body = {}
+        if self._told.has_token_ids:
+            beside["token_ids"] = plan.token_ids[start:end]
+        if self._told.logprobs is not None:
+            token_ids, pieces = plan.token_ids[start:end], plan.pieces[start:end]
+            beside["logprobs"] = self._logprobs(self._told.logprobs, token_ids, pieces, chars)
+        return beside
+
+    def _content(self, plan: Plan) -> Body:
+        raise NotImplementedError
+
+    def _delta(self, plan: Plan, delta: Delta | None) -> Body:
+        raise NotImplementedError
+
+    def _logprobs(
+        self, logprobs: Logprobs, token_ids: Sequence[int], pieces: Sequence[str], chars: int
+    ) -> Body:
+        raise NotImplementedError
+
+
+class ChatAnswer(_OpenAiAnswer):
+    """A chat."""
+
+    def __init__(self, answer_id: str, model: str, told: Telling) -> None:
+        """Start an answer; its id is without the prefix that says what kind it is."""
+        kinds = ("chat.completion", "chat.completion.chunk")
+        super().__init__("chatcmpl-" + answer_id, model, kinds, told)
+
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        """The role."""
+        role = {"delta": {"role": "assistant", "content": ""}}
+        return b"".join(event(self._chunk(choice.index, role, None)) for choice in choices)
+
+    def _content(self, plan: Plan) -> Body:
+        return {"message": assistant_message(plan)}
+
+    def _delta(self, plan: Plan, delta: Delta | None) -> Body:
+        if delta is None:
+            return {"delta": {}}
+        if delta.call is None:
+            return {"delta": {"content": delta.text}}
+        told: Body = {"index": delta.call, "function": {"arguments": delta.text}}
+        if delta.is_first:
+            call = _call(plan.calls[delta.call])
+            told = {**told, **call, "function": {**call["function"], "arguments": delta.text}}
+        return {"delta": {"tool_calls": [told]}}
+
+    def _logprobs(
+        self, logprobs: Logprobs, token_ids: Sequence[int], pieces: Sequence[str], chars: int
+    ) -> Body:
+        del chars
+        return {"content": logprobs.chat(token_ids, pieces)}
+
+
+class CompletionAnswer(_OpenAiAnswer):
+    """A completion."""
+
+    def __init__(
+        self, answer_id: str, model: str, told: Telling, *, echo: Echo | None = None
+    ) -> None:
+        """Start an answer; its id is without the prefix that says what kind it is."""
+        kinds = ("text_completion", "text_completion")
+        super().__init__("cmpl-" + answer_id, model, kinds, told)
+        self._echo = echo
+        self._prompt = "" if echo is None else "".join(echo.pieces)
+
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        """The prompt, where it is to be told again."""
+        if self._echo is None:
+            return b""
+        chunks = []
+        for choice in choices:
+            chunk = self._chunk(choice.index, {"text": self._prompt}, None)
+            if self._told.logprobs is not None:
+                chunk["choices"][0]["logprobs"] = self._echoed(self._told.logprobs)
+            chunks.append(event(chunk))
+        return b"".join(chunks)
+
+    def _choice(self, choice: Choice, content: Body) -> Body:
+        told = super()._choice(choice, content)
+        if self._echo is not None and self._told.logprobs is not None:
+            prompt, answer = self._echoed(self._told.logprobs), told["logprobs"]
+            told["logprobs"] = {
+                key: None if answer[key] is None else prompt[key] + answer[key] for key in answer
+            }
+        return told
+
+    def _content(self, plan: Plan) -> Body:
+        return {"text": self._prompt + plan.text}
+
+    def _delta(self, plan: Plan, delta: Delta | None) -> Body:
+        del plan
+        return {"text": "" if delta is None else delta.text}
+
+    def _logprobs(
+        self, logprobs: Logprobs, token_ids: Sequence[int], pieces: Sequence[str], chars: int
+    ) -> Body:
+        return logprobs.completion(token_ids, pieces, offset=len(self._prompt) + chars)
+
+    def _echoed(self, logprobs: Logprobs) -> Body:
+        assert self._echo is not None, "asked for where there is a prompt to tell"
+        return logprobs.completion(
+            self._echo.token_ids, self._echo.pieces, offset=0, is_prompt=True
+        )
+
+
+def assistant_message(plan: Plan) -> Body:
+    """The message that an answer is, as the next turn of the chat repeats it."""
+    calls = plan.told_calls
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": plan.text or None if calls else plan.text,
+    }
+    if calls:
+        message["tool_calls"] = [_call(call) for call in calls]
+    return message
+
+
+def _call(call: ToolCall) -> Body:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "function": function}
+
+
+def _ending(plan: Plan) -> Body:
+    return {"finish_reason": plan.finish_reason, "stop_reason": plan.stop_reason}

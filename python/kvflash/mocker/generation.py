@@ -1,0 +1,165 @@
+"""Runs a request in the engine and writes its answer: whole, or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from aiohttp import web
+
+from kvflash.errors import ClosedError
+from kvflash.mocker.answer import Answer
+from kvflash.mocker.block_hash import output_seed
+from kvflash.mocker.choice import Choice, Step
+from kvflash.mocker.engine import Engine, Generation
+from kvflash.mocker.handover import Handover, Room
+from kvflash.mocker.plan import Plan, plan_answer
+from kvflash.mocker.protocol import GenerationParams
+from kvflash.mocker.refusal import ApiError
+from kvflash.mocker.tokenizer import Tokenizer
+
+Running = Sequence[tuple[Choice, Generation]]
+
+
+class Generator:
+    """Answers the requests of one worker."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, handover: Handover) -> None:
+        """Take the engine that computes, and its part in disaggregated serving."""
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._handover = handover
+
+    async def answer(
+        self,
+        request: web.Request,
+        params: GenerationParams,
+        answer: Answer,
+        *,
+        room: Room | None = None,
+        on_plan: Callable[[Plan], None] = lambda _: None,
+        respond: Callable[[Any], web.Response] = web.json_response,
+    ) -> web.StreamResponse:
+        """Generate the answer to a request.
+
+        Args:
+            request: The request.
+            params: What it asks for.
+            answer: Builds the bodies.
+            room: Where the prompt's KV is handed over, or None.
+            on_plan: Called with the answer when it is over, before its end is told.
+            respond: Makes the response of a body that is not streamed.
+
+        Raises:
+            ApiError: The request can't be answered.
+            ClosedError: The engine stopped before the answer was complete.
+            OverloadedError: Too many requests wait.
+            TransportError: The prefill elsewhere failed.
+        """
+        running: list[tuple[Choice, Generation]] = []
+        is_done = False
+        try:
+            is_transferred = await self._handover.receive(params.transfer, room)
+            for index in range(params.options.choices):
+                running.append(self._submit(params, index, is_transferred=is_transferred))
+            if params.is_streaming:
+                response = await _stream(request, running, answer, on_plan)
+            else:
+                await asyncio.gather(*(generation.take() for _, generation in running))
+                choices = [choice for choice, _ in running]
+                whole = answer.whole(choices)
+                on_plan(choices[0].plan)
+                if params.transfer is not None and params.transfer.get("do_remote_decode"):
+                    whole["kv_transfer_params"] = self._handover.params(len(params.prompt_ids))
+                response = respond(whole)
+            is_done = all(generation.is_finished for _, generation in running)
+            return response
+        finally:
+            for _, generation in running:
+                # The handler is cancelled when its client leaves; a finished request stays so.
+                self._engine.abort(generation)
+            self._handover.finish(room, is_done=is_done)
+
+    def _submit(
+        self, params: GenerationParams, index: int, *, is_transferred: bool
+    ) -> tuple[Choice, Generation]:
+        plan = plan_answer(
+            params.options,
+            self._tokenizer,
+            seed=output_seed(params.lora.name if params.lora else None, params.prompt_ids),
+            index=index,
+            max_tokens=1 if self._handover.is_prefill else params.max_tokens,
+        )
+        generation = self._engine.submit(
+            params.prompt_ids,
+            plan.token_ids,
+            lora=params.lora,
+            cache_salt=params.cache_salt,
+            is_streaming=params.is_streaming,
+            is_transferred=is_transferred,
+        )
+        return Choice(index, plan, generation.request), generation
+
+
+async def _stream(
+    request: web.Request, running: Running, answer: Answer, on_plan: Callable[[Plan], None]
+) -> web.StreamResponse:
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    )
+    choices = [choice for choice, _ in running]
+    try:
+        async with aclosing(_steps(running)) as steps:
+            async for choice, step in steps:
+                # Headers go out with the first token: until then an error can have its status.
+                if not response.prepared:
+                    await response.prepare(request)
+                    await _write(response, answer.opening(choices))
+                await _write(response, answer.piece(choice, step))
+        # Kept before the end is told: the next turn may come at once.
+        on_plan(choices[0].plan)
+        await _write(response, answer.closing(choices))
+    except ClosedError as error:
+        if not response.prepared:
+            raise
+        # The status is out already; the client must not take a part for the whole.
+        failed = ApiError(503, "ServiceUnavailableError", str(error))
+        await _write(response, answer.failure(failed))
+    except ConnectionError:
+        # The client left between two writes; nobody is there to be told.
+        return response
+    await response.write_eof()
+    return response
+
+
+async def _steps(running: Running) -> AsyncGenerator[tuple[Choice, Step], None]:
+    """The steps of answers, in the order in which they come."""
+    if len(running) == 1:
+        # Without the tasks that waiting for several takes.
+        ((choice, generation),) = running
+        while not choice.is_told:
+            yield choice, choice.step(len(await generation.take()))
+        return
+    waiting = {
+        asyncio.create_task(generation.take()): (choice, generation)
+        for choice, generation in running
+    }
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for take in sorted(done, key=lambda take: waiting[take][0].index):
+                choice, generation = waiting.pop(take)
+                yield choice, choice.step(len(take.result()))
+                if not choice.is_told:
+                    waiting[asyncio.create_task(generation.take())] = (choice, generation)
+    finally:
+        for take in waiting:
+            take.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def _write(response: web.StreamResponse, events: bytes) -> None:
+    if events:
+        await response.write(events)
