@@ -16,7 +16,7 @@ The rooms, from the ground up; a file imports only from files above it in this l
 - ``refusal``, ``options``, ``protocol``: request bodies to what the engine needs.
 - ``schema_text``, ``schema``: JSON schemas to values that they allow (pure).
 - ``plan``, ``choice``: what an answer will be, token by token, and how much of it is told (pure).
-- ``logprobs``, ``answer``, ``completions``, ``responses``, ``messages``, ``pooling``:
+- ``logprobs``, ``answer``, ``completions``, ``responses``, ``messages``, ``audio``, ``pooling``:
   answers in the form of each API.
 - ``generation``: runs a request and writes its answer.
 - ``metrics``, ``admin``, ``middleware``, ``api``: the paths over HTTP.

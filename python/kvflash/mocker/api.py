@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
+from hashlib import blake2b
 
 from aiohttp import web
 
-from kvflash.mocker import messages, pooling, responses
+from kvflash.mocker import audio, messages, pooling, responses
 from kvflash.mocker.admin import Admin
 from kvflash.mocker.answer import Answer, GenerateAnswer, TokensAnswer
+from kvflash.mocker.audio import SoundAnswer
 from kvflash.mocker.completions import (
     ChatAnswer,
     CompletionAnswer,
@@ -80,6 +82,9 @@ def build_app(
             *(web.post(path + "/score", api.pool(pooling.score)) for path in ("", "/v1")),
             web.post("/classify", api.pool(pooling.classify)),
             web.post("/pooling", api.pool(pooling.pooling)),
+            web.post("/v1/audio/transcriptions", api.transcription),
+            web.post("/v1/audio/translations", api.translation),
+            web.post("/v1/audio/speech", api.speech),
             *Admin(engine, config, tokenizer).routes(),
         ]
     )
@@ -166,6 +171,21 @@ class Api:
         params = self._params(request, completion, is_chat=False)
         return await self._generator.answer(request, params, GenerateAnswer(uuid.uuid4().hex))
 
+    async def transcription(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/audio/transcriptions."""
+        return await self._sound(request, is_translated=False)
+
+    async def translation(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/audio/translations."""
+        return await self._sound(request, is_translated=True)
+
+    async def speech(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/audio/speech: at once."""
+        body = parse_json(await request.read())
+        parse_model(body, self._config)
+        sound, kind = audio.speak(body)
+        return web.Response(body=sound, content_type=kind)
+
     def pool(self, answer: Pooling) -> Handler:
         """A handler of an API without generation."""
 
@@ -227,6 +247,13 @@ class Api:
         except (ValueError, OverflowError) as error:
             refuse(f"prompt cannot be decoded: {error}", "prompt")
         return Echo(params.prompt_ids, pieces(self._tokenizer, params.prompt_ids, text))
+
+    async def _sound(self, request: web.Request, *, is_translated: bool) -> web.StreamResponse:
+        upload = await audio.read_upload(request, is_translated=is_translated)
+        digest = blake2b(upload.sound, digest_size=8).hexdigest()
+        params = self._params(request, upload.as_completion(digest), is_chat=False)
+        answer = SoundAnswer(uuid.uuid4().hex, params.model, upload)
+        return await self._generator.answer(request, params, answer, respond=answer.respond)
 
 
 def _completion(body: Body, prompt: object, limit: str) -> Body:

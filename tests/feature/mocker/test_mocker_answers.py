@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import wave
 from collections.abc import Iterator
 from typing import Any
 
@@ -289,6 +291,45 @@ def test_tokens_and_sglang_stop(mocker: Mocker, http: Http) -> None:
     )
     for choice in ids["choices"]:
         assert (choice["token_ids"][-1], choice["finish_reason"]) == (32, "stop")
+
+
+def upload(mocker: Mocker, path: str, **fields: str) -> Any:
+    parts = [f'Content-Disposition: form-data; name="{k}"\r\n\r\n{v}' for k, v in fields.items()]
+    sound = "0" * 40_000
+    parts.append(f'Content-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n{sound}')
+    body = "".join(f"--b\r\n{part}\r\n" for part in parts) + "--b--\r\n"
+    kind = {"Content-Type": "multipart/form-data; boundary=b"}
+    return ask(mocker.url, path, body.encode(), kind)
+
+
+def test_sound_to_text(mocker: Mocker) -> None:
+    path = "/v1/audio/transcriptions"
+    told = upload(mocker, path, model="m").json
+    assert (len(told["text"]), told["usage"]["seconds"]) == (9, 3)
+    assert upload(mocker, path, response_format="text").body.decode() == told["text"]
+    long = upload(mocker, path, response_format="verbose_json").json
+    assert (long["text"], long["duration"]) == (told["text"], 3.0)
+    stream = upload(mocker, path, stream="true", stream_include_usage="true").events
+    texts = [chunk["choices"][0]["delta"]["content"] for chunk in stream[:-1]]
+    assert "".join(texts) == told["text"]
+    assert stream[-1]["usage"]["completion_tokens"] == 9
+    assert upload(mocker, "/v1/audio/translations").json["text"] != told["text"]
+    for fields, status in (({"model": "other"}, 404), ({"response_format": "srt"}, 400)):
+        assert upload(mocker, path, **fields).status == status
+    for kind in ("application/json", "multipart/form-data; boundary=x", "multipart/form-data"):
+        wrong = ask(mocker.url, path, b"nonsense", {"Content-Type": kind})
+        assert (wrong.status, wrong.json["error"]["code"]) == (400, 400)
+
+
+def test_text_to_sound(http: Http) -> None:
+    path = "/v1/audio/speech"
+    _, sound, headers = http.call("POST", path, {"input": "hello", "voice": "x"})
+    assert headers["content-type"] == "audio/wav"
+    with wave.open(io.BytesIO(sound)) as reader:
+        assert (reader.getframerate(), reader.getnframes()) == (8_000, 2_500)
+    assert len(http.post(path, {"input": "hello", "response_format": "pcm"})) == 5_000
+    for body in ({}, {"input": ""}, {"input": "a" * 5_000}, {"input": "a", "response_format": "x"}):
+        assert http.call("POST", path, body)[0] == 400
 
 
 def test_compressed_bodies(http: Http) -> None:

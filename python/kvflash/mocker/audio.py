@@ -1,0 +1,159 @@
+"""Sound: uploads to requests for a text, and texts to sound. Nothing is heard, nothing is said."""
+
+from __future__ import annotations
+
+import io
+import math
+import wave
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from kvflash.mocker.answer import DONE, ErrorAndDone, event, usage_of
+from kvflash.mocker.choice import Choice, Step
+from kvflash.mocker.refusal import Body, refuse
+
+# Sound of speech as phones carry it: 16,000 bytes a second, which is what uploads are taken for.
+SAMPLE_RATE = 8_000
+SAMPLE_BYTES = 2
+SOUND_BYTES_PER_S = SAMPLE_RATE * SAMPLE_BYTES
+# Three words a second, up to what Whisper's decoder holds.
+TOKENS_PER_S = 3
+TOKENS_MAX = 400
+SPEECH_CHARS_MAX = 4_096
+CHAR_SAMPLES = SAMPLE_RATE // 16
+SPEECH_FORMATS = {"wav": "audio/wav", "pcm": "audio/pcm"}
+TEXT_FORMATS = ("json", "text", "verbose_json")
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A sound, and how its text is to be told.
+
+    Attributes:
+        fields: The other fields of the upload.
+        sound: Its bytes.
+        form: One of TEXT_FORMATS.
+        is_translated: Whether the text is to be in English.
+    """
+
+    fields: dict[str, str]
+    sound: bytes
+    form: str
+    is_translated: bool
+
+    @property
+    def seconds(self) -> int:
+        """How long it lasts."""
+        return max(1, math.ceil(len(self.sound) / SOUND_BYTES_PER_S))
+
+    def as_completion(self, digest: str) -> Body:
+        """The completion that stands for it: a short prompt, which differs with the sound."""
+        task = "translate" if self.is_translated else "transcribe"
+        told = self.fields
+        prompt = f"<|{told.get('language', 'en')}|><|{task}|>{told.get('prompt', '')}{digest}"
+        tokens = min(TOKENS_MAX, TOKENS_PER_S * self.seconds)
+        return {
+            "model": told.get("model"),
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "stream": told.get("stream", "").lower() == "true",
+        }
+
+
+async def read_upload(request: web.Request, *, is_translated: bool) -> Upload:
+    """Read an upload of sound.
+
+    Raises:
+        ApiError: It is none, or a field is wrong.
+        web.HTTPRequestEntityTooLarge: It is larger than the application takes.
+    """
+    if request.content_type != "multipart/form-data":
+        refuse(f"content-type must be multipart/form-data, got {request.content_type!r:.80}")
+    try:
+        parts = await request.post()
+    except (ValueError, KeyError) as error:
+        refuse(f"the upload is malformed: {error}")
+    sound = parts.get("file")
+    if not isinstance(sound, web.FileField):
+        refuse("file must be an upload with a file name", "file")
+    fields = {name: value for name, value in parts.items() if isinstance(value, str)}
+    form = fields.get("response_format", "json")
+    if form not in TEXT_FORMATS:
+        refuse(f"response_format must be one of {', '.join(TEXT_FORMATS)}", "response_format")
+    return Upload(fields, sound.file.read(), form, is_translated)
+
+
+class SoundAnswer(ErrorAndDone):
+    """A transcription or a translation, as vLLM tells it."""
+
+    def __init__(self, answer_id: str, model: str, upload: Upload) -> None:
+        """Start an answer."""
+        kind = "translation" if upload.is_translated else "transcription"
+        self._head = {"id": f"trsc-{answer_id}", "object": f"{kind}.chunk", "model": model}
+        self._upload = upload
+
+    def whole(self, choices: Sequence[Choice]) -> Body:
+        """The text."""
+        (choice,) = choices
+        text, seconds = choice.plan.text, self._upload.seconds
+        used = {"type": "duration", "seconds": seconds}
+        if self._upload.form != "verbose_json":
+            return {"text": text, "usage": used}
+        segment: dict[str, Any] = {"id": 0, "seek": 0, "start": 0.0, "end": float(seconds)}
+        segment |= {"text": text, "tokens": choice.plan.token_ids, "temperature": 0.0}
+        segment |= {"avg_logprob": -0.5, "compression_ratio": 1.0, "no_speech_prob": 0.0}
+        language = self._upload.fields.get("language", "en")
+        told = {"language": language, "duration": float(seconds), "text": text}
+        return {**told, "segments": [segment], "usage": used}
+
+    def respond(self, body: Body) -> web.Response:
+        """The response of a text that is not streamed."""
+        if self._upload.form == "text":
+            return web.Response(text=body["text"])
+        return web.json_response(body)
+
+    def piece(self, choice: Choice, step: Step) -> bytes:
+        """A chunk of text."""
+        text = "".join(delta.text for delta in step.deltas)
+        reason = choice.plan.finish_reason if step.is_last else None
+        told = {"index": 0, "delta": {"content": text}, "finish_reason": reason}
+        return event({**self._head, "choices": [told]})
+
+    def closing(self, choices: Sequence[Choice]) -> bytes:
+        """The usage, if it was asked for, and the end."""
+        is_wanted = self._upload.fields.get("stream_include_usage", "").lower() == "true"
+        if not is_wanted:
+            return DONE
+        return event({**self._head, "choices": [], "usage": usage_of(choices)}) + DONE
+
+
+def speak(body: Body) -> tuple[bytes, str]:
+    """A text as sound, a tone for each character: its bytes and their type.
+
+    Raises:
+        ApiError: A field is wrong.
+    """
+    text = body.get("input")
+    if not isinstance(text, str) or not 1 <= len(text) <= SPEECH_CHARS_MAX:
+        refuse(f"input must be a text of 1..={SPEECH_CHARS_MAX} characters", "input")
+    form = body.get("response_format") or "wav"
+    if form not in SPEECH_FORMATS:
+        refuse(f"response_format must be one of {', '.join(SPEECH_FORMATS)}", "response_format")
+    samples = array("h")
+    for char in text:
+        half = 10 + ord(char) % 40  # Samples of half a wave: 80 to 400 Hz.
+        wave_of_it = array("h", [4_000] * half + [-4_000] * half)
+        samples += (wave_of_it * (CHAR_SAMPLES // len(wave_of_it) + 1))[:CHAR_SAMPLES]
+    if form == "pcm":
+        return samples.tobytes(), SPEECH_FORMATS[form]
+    told = io.BytesIO()
+    with wave.open(told, "wb") as writer:
+        writer.setnchannels(1)
+        writer.setsampwidth(SAMPLE_BYTES)
+        writer.setframerate(SAMPLE_RATE)
+        writer.writeframes(samples.tobytes())
+    return told.getvalue(), SPEECH_FORMATS[form]
