@@ -9,7 +9,8 @@ import anthropic
 import openai
 import pytest
 
-from support_frontend import Frontend, Mocker
+from support_apis import two_mockers
+from support_frontend import Frontend
 
 # More than eight blocks of 16 byte tokens.
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4
@@ -17,14 +18,7 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 4
 
 @pytest.fixture(scope="module")
 def frontend() -> Iterator[Frontend]:
-    with (
-        Mocker("--speedup-ratio", "1000", workers=2) as mocker,
-        Frontend(
-            *("--worker", mocker.spec(0), "--worker", mocker.spec(1)),
-            *("--model-alias", "gpt-4o=m"),
-        ) as frontend,
-    ):
-        frontend.wait_healthy(1, 2)
+    with two_mockers("--model-alias", "gpt-4o=m") as frontend:
         yield frontend
 
 
