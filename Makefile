@@ -8,9 +8,9 @@ export CARGO_TARGET_DIR ?= $(HOME)/.cache/kvflash/target
 PROFILE ?= dev
 PYTEST_FLAGS ?=
 
-.PHONY: help demo demo-cluster test lint bench against policies settings site dev capi wheel fuzz loom sanitize soak attack gamedays mutants peers audit clean
+.PHONY: help demo demo-cluster test lint bench against policies settings site dev capi wheel fuzz loom sanitize soak attack gamedays mutants clients peers audit clean
 help:
-	@echo "make demo | demo-cluster | test | lint | bench | against | policies | settings | site | dev | capi | wheel | fuzz | loom | sanitize | soak | attack | gamedays | mutants | peers | audit | clean"
+	@echo "make demo | demo-cluster | test | lint | bench | against | policies | settings | site | dev | capi | wheel | fuzz | loom | sanitize | soak | attack | gamedays | mutants | clients | peers | audit | clean"
 
 $(VENV)/.ready:
 	$(PYTHON) -m venv $(VENV)
@@ -150,6 +150,19 @@ gamedays: dev
 # Breaks one rule of the request path after the other: each time a test must fail. NAMES= takes some of them.
 mutants: dev
 	$(BIN)/python tests/mutants.py $(NAMES)
+
+# LiteLLM, LangChain and the openai package of npm before two mockers; the first two have an environment of their own.
+clients: dev
+	$(PYTHON) -m venv $(VENV)/clients
+	$(VENV)/clients/bin/python -m pip install --quiet "tomli>=2"
+	$(VENV)/clients/bin/python -c 'import sys, tomli; project = tomli.load(sys.stdin.buffer)["project"]; \
+		extras = project["optional-dependencies"]; tests = [one for one in extras["dev"] if one.startswith("pytest")]; \
+		print(*project["dependencies"], *extras["clients"], *tests, sep="\n")' \
+		< pyproject.toml > $(VENV)/clients/requirements.txt
+	$(VENV)/clients/bin/python -m pip install --quiet --requirement $(VENV)/clients/requirements.txt
+	# A client that cannot be imported would only be skipped.
+	$(VENV)/clients/bin/python -W ignore -c "import langchain_openai, litellm"
+	PYTHONPATH=$(abspath python) $(VENV)/clients/bin/python -m pytest tests/clients -W ignore $(PYTEST_FLAGS)
 
 # Needs wrk and nginx; installs the other systems on first use.
 peers: dev
