@@ -112,6 +112,16 @@ settings! {
         /// File with that key, which no list of processes shows
         worker_api_key_file: Option<PathBuf> = None, (), "--worker-api-key-file FILE";
     }
+    "Access": {
+        /// File with the secret that the cache salts of isolated tenants are made with
+        ///
+        /// The same in every replica; see [tenants](tenants.md#isolation)
+        salt_secret_file: Option<PathBuf> = None, (), "--salt-secret-file FILE";
+        /// Tell clients with keys which worker answered and how much of the prompt it held
+        ///
+        /// Clients without keys are told by default
+        expose_overlap: bool = false, (), "--expose-overlap";
+    }
     "Limits and timeouts": {
         /// Longest prompt; longer ones are refused with 400. 0: 16 bytes a token of the model's limit
         ///

@@ -16,14 +16,13 @@ use tokio::time::Instant;
 
 use super::alias::Aliases;
 use super::fleet::Fleet;
-use super::metrics::FrontendMetrics;
+use super::metrics::{FrontendMetrics, KindLabel};
 use super::options::FrontendOptions;
 use super::parity::Parity;
 use super::pool::{Pool, Route};
 use super::proxy::Upstream;
 use super::runtime::member::{ModelText, Tokenizers};
 use super::runtime::texts::ModelTexts;
-use crate::Shutdown;
 use crate::aside::Aside;
 use crate::body::Intake;
 use crate::compute::Compute;
@@ -33,7 +32,9 @@ use crate::metrics::{CauseLabel, CommonMetrics};
 use crate::policy_metrics::PolicyMetrics;
 use crate::remote::RemoteIndexer;
 use crate::state_file::Registrations;
+use crate::tenant::SaltSecret;
 use crate::tenant::limit::Meters;
+use crate::{Lock, Role, Shutdown};
 
 /// Full for so long is no burst.
 const FULL_TIME: Duration = Duration::from_secs(10);
@@ -85,6 +86,8 @@ pub(crate) struct App {
     pub retries: Arc<Retries>,
     /// What clients with keys have used.
     pub meters: Meters,
+    /// Makes the salts of tenants that share no cache.
+    pub salts: Option<SaltSecret>,
     /// Workers that were registered over HTTP.
     pub registrations: Registrations,
     pub shutdown: Shutdown,
@@ -135,6 +138,8 @@ impl App {
             true => Some(query_routes(Arc::clone(&catalog), intake.clone())?),
             false => None,
         };
+        let salts = options.salt_secret_file.as_deref().map(SaltSecret::open).transpose()?;
+        check_clients(options.http.lock(), salts.is_some())?;
         let meters = Meters::new(Arc::clone(&clock));
         let (wanted, uploads) = (options.min_initial_workers, options.max_upload_bytes);
         Ok(Self {
@@ -159,6 +164,7 @@ impl App {
             intake,
             retries: Arc::default(),
             meters,
+            salts,
             registrations: Registrations::default(),
             shutdown,
             remote,
@@ -229,6 +235,11 @@ impl App {
         self.metrics.refused.get_or_create(&CauseLabel { cause }).inc();
     }
 
+    /// A field or header of a client's request that controls an engine was left out.
+    pub fn dropped(&self, kind: &'static str) {
+        self.metrics.dropped.get_or_create(&KindLabel { kind }).inc();
+    }
+
     /// Whether as many requests as may be have been in flight for a while.
     pub fn is_full(&self) -> bool {
         let mut full_since = self.full_since.lock();
@@ -250,4 +261,25 @@ impl App {
         self.start
             .check(|| self.fleet.engines().iter().filter(|engine| engine.is_healthy()).count())
     }
+}
+
+/// Check that what the keys ask for can be had, and say what clients without keys may do.
+///
+/// # Errors
+/// `Config` for a key of an isolated tenant without a secret for its salt.
+fn check_clients(lock: &Lock, has_salts: bool) -> Result<()> {
+    if lock.has_isolated() && !has_salts {
+        return Err(Error::Config(
+            "--keys-file has a client key with isolate=true, which needs --salt-secret-file: a file with a secret of \
+             16 bytes or more, the same for every replica"
+                .to_owned(),
+        ));
+    }
+    if !lock.has(Role::Client) {
+        tracing::warn!(
+            "clients have no keys (--keys-file), so fields that control engines pass from their requests to engines: \
+             kv_transfer_params, bootstrap_*, x-data-parallel-rank, priority, chat_template, nvext; see docs/tenants.md"
+        );
+    }
+    Ok(())
 }

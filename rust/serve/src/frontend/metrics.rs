@@ -43,6 +43,11 @@ pub(crate) struct TurnLabel {
     pub outcome: &'static str,
 }
 
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct KindLabel {
+    pub kind: &'static str,
+}
+
 /// A client's key, by its id: as many as there are meters.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct ClientIdLabel {
@@ -135,6 +140,8 @@ metrics! {
             "Prompt tokens a second that first tokens have shown, where prefill speed counts";
         pub worker_busy: Family<WorkerLabel, Gauge> = "worker_busy",
             "1 = the worker is busier than its model's thresholds allow";
+        pub dropped: Family<KindLabel, Counter> = "dropped_fields",
+            "Fields and headers that control an engine, left out of requests of clients with keys, by kind";
         pub client_requests: Family<ClientLabel, Counter> = "client_requests",
             "Requests of each client key: served, or refused by requests, tokens or concurrency";
         pub client_tokens: Family<ClientIdLabel, Counter> = "client_uncached_prompt_tokens",

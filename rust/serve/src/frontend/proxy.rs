@@ -64,6 +64,11 @@ impl Upstream {
         Ok(Self { client, authorization })
     }
 
+    /// What its own calls carry.
+    pub fn authorization(&self) -> Option<&HeaderValue> {
+        self.authorization.as_ref()
+    }
+
     /// Send a request; returns at the answer's head.
     pub async fn send(
         &self,

@@ -123,6 +123,16 @@ impl Body {
         self.fields.iter().any(|field| *field.name == *name)
     }
 
+    /// The value of a field, the last one of that name.
+    ///
+    /// # Errors
+    /// 400 for one that nests too deep.
+    pub fn value(&self, name: &str) -> Result<Option<Value>, Reject> {
+        let field = self.fields.iter().rfind(|field| *field.name == *name);
+        let value = field.map(|field| serde_json::from_str(self.text(&field.place)));
+        value.transpose().map_err(|error| Reject::bad_request(format!("{name}: {error}")))
+    }
+
     /// Bytes of text in the fields of these names; see [`Field::weight`].
     pub fn weight(&self, names: &[&str]) -> usize {
         let fields = self.fields.iter().filter(|field| names.contains(&&*field.name));

@@ -16,6 +16,7 @@ use super::identity::Identity;
 use super::nvext::Nvext;
 use crate::compute::Busy;
 use crate::frontend::app::App;
+use crate::tenant::pass;
 use crate::{Caller, Reject};
 
 pub(crate) static REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
@@ -47,8 +48,18 @@ impl Head {
         }
     }
 
-    /// The name under which a request's decisions are kept: the client's where it gave a usable one.
+    /// The id that its client gave, where it is another one than the request's.
+    pub fn client_request_id(&self) -> Option<HeaderValue> {
+        pass::client(&self.caller)?;
+        self.headers.get(&REQUEST_ID_HEADER).cloned()
+    }
+
+    /// The name under which a request's decisions are kept, and by which engines know it: the client's where it gave
+    /// a usable one and has no key. With keys, clients do not choose names that engines see.
     pub fn request_id(&self) -> String {
+        if pass::client(&self.caller).is_some() {
+            return format!("kvf-{:032x}", rand::random::<u128>());
+        }
         let given = self.headers.get(&REQUEST_ID_HEADER).and_then(|value| value.to_str().ok());
         let is_usable = |id: &&str| (1..=MAX_REQUEST_ID_BYTES).contains(&id.len());
         given

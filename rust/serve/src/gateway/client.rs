@@ -14,6 +14,7 @@ use super::call::Call;
 use super::envelope::{Envelope, Prompt};
 use crate::frontend::engine::{Engine, address_of};
 use crate::frontend::pool::Members;
+use crate::tenant::pass;
 
 /// Header that names the worker a session is with; answers carry it under `session-affinity`.
 pub(crate) const SESSION_HEADER: &str = "x-session-id";
@@ -57,10 +58,15 @@ pub(super) fn read(
     });
     let own_id = id.filter(|_| !is_address);
     let key = KEY_HEADERS.into_iter().find_map(header).or(own_id);
+    // Another tenant's session of the same name is another one.
+    let key = key.map(|key| match pass::client(&call.head.caller) {
+        Some(client) => format!("{}/{key}", client.tenant).into(),
+        None => Arc::from(key),
+    });
     Request {
         user: user.map(Arc::from),
         session_worker,
-        session_key: key.map(Arc::from),
+        session_key: key,
         is_whole: envelope.stream.is_none_or(|stream| stream.get() != "true"),
         text: if needs_text { text(call.api(), envelope) } else { Arc::default() },
         ..Request::default()

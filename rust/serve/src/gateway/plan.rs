@@ -35,6 +35,7 @@ use crate::frontend::fleet::unhealthy;
 use crate::frontend::metrics::AliasLabel;
 use crate::frontend::pool::{Members, Pool, Route};
 use crate::metrics::CauseLabel;
+use crate::tenant::pass;
 use crate::{Reject, outside};
 
 /// All that is known of a request before a worker is chosen.
@@ -76,11 +77,17 @@ impl Plan {
     pub async fn make(
         app: &App,
         row: Option<&'static Row>,
-        head: Head,
+        mut head: Head,
         request_id: String,
         bytes: Bytes,
     ) -> Result<Self, Reject> {
+        let count = |kind| app.dropped(kind);
+        pass::clean_headers(&head.caller, &mut head.headers, count);
         let mut body = Call::body(app, row, &head, bytes).await?;
+        let cleaned = pass::clean_body(&head.caller, row, &body, app.salts.as_ref(), count)?;
+        if let Some(cleaned) = cleaned {
+            body = Call::body(app, row, &head, cleaned).await?;
+        }
         let is_upload = row.is_some_and(|row| row.weight == Weight::Sound);
         let kept = Kept::of(app, row, &body)?.map(Arc::new);
         let alias = resolve(app, is_upload, &head, &body, kept.as_deref())?;

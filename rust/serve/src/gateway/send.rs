@@ -29,6 +29,7 @@ use crate::tenant::pass;
 
 static WORKER_HEADER: HeaderName = HeaderName::from_static("x-kvflash-worker");
 static PREFILL_HEADER: HeaderName = HeaderName::from_static("x-kvflash-prefill-worker");
+static CLIENT_REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-client-request-id");
 static OVERLAP_HEADER: HeaderName = HeaderName::from_static("x-kvflash-overlap-blocks");
 
 /// Answer a request, and count it.
@@ -36,13 +37,16 @@ pub(crate) async fn forward(app: Arc<App>, row: &'static Row, head: Head, body: 
     let started = Instant::now();
     let request_id = head.request_id();
     let id = HeaderValue::try_from(&request_id);
-    let caller = head.caller.clone();
+    let (caller, client_id) = (head.caller.clone(), head.client_request_id());
     let mut waiting = Waiting::new(&app);
     let answered = respond(&app, row, head, request_id, body, &mut waiting).await;
     waiting.over();
     let mut response = answered.unwrap_or_else(|reject| row.form.refuse(reject));
     if let Ok(id) = id {
         response.headers_mut().insert(REQUEST_ID_HEADER.clone(), id);
+    }
+    if let Some(id) = client_id {
+        response.headers_mut().insert(CLIENT_REQUEST_ID_HEADER.clone(), id);
     }
     if let Some(key) = pass::client(&caller) {
         app.meters.tell(key, response.headers_mut());
@@ -120,8 +124,14 @@ async fn respond(
         Opened::OpenAi(opened) => relay(delivery, plan.call.row.form, opened),
         Opened::Plane(opened) => answer(delivery, &plan, handoff, opened).await?,
     };
-    tell(app, &mut response, &engine, worker, prefiller);
-    response.headers_mut().insert(OVERLAP_HEADER.clone(), overlap.into());
+    let caller = &plan.call.head.caller;
+    pass::clean_answer(caller, response.headers_mut());
+    if pass::client(caller).is_none() || app.options.expose_overlap {
+        tell(app, &mut response, &engine, worker, prefiller);
+        response.headers_mut().insert(OVERLAP_HEADER.clone(), overlap.into());
+    } else {
+        tell_session(app, &mut response, &engine, worker);
+    }
     Ok(response)
 }
 
@@ -184,15 +194,21 @@ fn tell(
     worker: Worker,
     prefiller: Option<Worker>,
 ) {
-    let session = app.keeps_sessions.then(|| session_id_of(engine, worker.dp_rank));
-    let session_header = HeaderName::from_static(SESSION_HEADER);
     for (name, value) in [
         (&WORKER_HEADER, Some(worker.to_string())),
-        (&session_header, session),
         (&PREFILL_HEADER, prefiller.map(|worker| worker.to_string())),
     ] {
         if let Some(Ok(value)) = value.map(HeaderValue::try_from) {
             response.headers_mut().insert(name.clone(), value);
         }
+    }
+    tell_session(app, response, engine, worker);
+}
+
+/// Say where the session is, where sessions stay with workers.
+fn tell_session(app: &App, response: &mut Response, engine: &Engine, worker: Worker) {
+    let session = app.keeps_sessions.then(|| session_id_of(engine, worker.dp_rank));
+    if let Some(Ok(value)) = session.map(HeaderValue::try_from) {
+        response.headers_mut().insert(HeaderName::from_static(SESSION_HEADER), value);
     }
 }

@@ -95,6 +95,11 @@ impl Lock {
         self.shared.keys.as_ref().is_some_and(|keys| keys.current().has(role))
     }
 
+    /// Whether the file of keys has one now of a tenant that shares no cache with others.
+    pub fn has_isolated(&self) -> bool {
+        self.shared.keys.as_ref().is_some_and(|keys| keys.current().has_isolated())
+    }
+
     /// Look for changes of the file of keys, for ever.
     pub(crate) async fn keep_renewing(self) {
         match &self.shared.keys {

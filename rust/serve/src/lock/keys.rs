@@ -223,6 +223,12 @@ impl Keys {
         self.roles.contains(&role)
     }
 
+    /// Whether a key's tenant shares no cache with others.
+    pub fn has_isolated(&self) -> bool {
+        let fast = self.fast.iter().flat_map(|(_, keys)| keys.values());
+        fast.chain(self.slow.iter().map(|(_, key)| key)).any(|key| key.is_isolated)
+    }
+
     /// Look for a presented key.
     ///
     /// # Cost

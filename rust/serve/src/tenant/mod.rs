@@ -1,8 +1,12 @@
-//! What the owner of a client's key may do.
+//! What the owner of a client's key may do: how much, on whose share of the engines' caches, and which fields and
+//! headers of a request reach an engine.
 
 mod bucket;
 pub(crate) mod limit;
 pub(crate) mod pass;
+mod salt;
+
+pub(crate) use salt::SaltSecret;
 
 #[cfg(test)]
 pub(crate) mod tests {

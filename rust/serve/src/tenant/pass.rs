@@ -1,8 +1,421 @@
-//! Whose requests are a client's.
+//! Which fields and headers of a request reach an engine, and which headers of its answer a client.
+//!
+//! Fields that control an engine are its operator's: with them a client can have an engine read caches from an
+//! address of the client's, take another client's blocks, or choose its worker. They are dropped from the requests of
+//! clients with a key, unless the key allows them.
 
-use crate::{Caller, Key, Role};
+use std::borrow::Cow;
+
+use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
+use bytes::Bytes;
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::SaltSecret;
+use crate::gateway::api::{Api, Row, Weight};
+use crate::gateway::body::Body;
+use crate::gateway::call::REQUEST_ID_HEADER;
+use crate::{Caller, Key, Pass, Reject, Role};
+
+/// Fields of bodies, by what allows them.
+///
+/// # Source
+/// The request models of vLLM 0.32 and SGLang 0.5.23.
+const FIELDS: [(&str, Pass); 20] = [
+    ("kv_transfer_params", Pass::KvTransferParams),
+    ("ec_transfer_params", Pass::KvTransferParams),
+    ("disaggregated_params", Pass::KvTransferParams),
+    ("kv_router_hint", Pass::KvTransferParams),
+    ("session_params", Pass::KvTransferParams),
+    ("bootstrap_host", Pass::Bootstrap),
+    ("bootstrap_port", Pass::Bootstrap),
+    ("bootstrap_room", Pass::Bootstrap),
+    ("bootstrap_pair_key", Pass::Bootstrap),
+    ("decode_tp_size", Pass::Bootstrap),
+    ("encoder_urls", Pass::Bootstrap),
+    ("num_items_assigned", Pass::Bootstrap),
+    ("need_wait_for_mm_inputs", Pass::Bootstrap),
+    ("http_worker_ipc", Pass::Bootstrap),
+    ("disagg_prefill_dp_rank", Pass::DataParallelRank),
+    ("data_parallel_rank", Pass::DataParallelRank),
+    ("routed_dp_rank", Pass::DataParallelRank),
+    ("priority", Pass::Priority),
+    ("chat_template", Pass::ChatTemplate),
+    ("nvext", Pass::Nvext),
+];
+
+/// Fields within which the same can be said once more: their names there, at any depth.
+const NESTED: [(&str, &[&str], Pass); 4] = [
+    ("chat_template_kwargs", &["chat_template", "tokenize"], Pass::ChatTemplate),
+    ("vllm_xargs", TRANSFER, Pass::KvTransferParams),
+    ("extra_args", TRANSFER, Pass::KvTransferParams),
+    ("sampling_params", TRANSFER, Pass::KvTransferParams),
+];
+const TRANSFER: &[&str] = &["kv_transfer_params", "ec_transfer_params"];
+
+/// Names that engines would give a request: theirs are made here.
+const IDS: [&str; 2] = ["request_id", "rid"];
+
+/// Headers, by what allows them. Those of gateways never travel without that either: see [`TRAVELS`].
+const HEADERS: [(&str, Pass); 12] = [
+    ("x-data-parallel-rank", Pass::DataParallelRank),
+    ("x-kvflash-priority", Pass::Priority),
+    ("x-dynamo-request-priority", Pass::Priority),
+    ("x-dynamo-request-strict-priority", Pass::Priority),
+    ("x-gateway-destination-endpoint", Pass::GatewayHeaders),
+    ("x-gateway-destination-endpoint-subset", Pass::GatewayHeaders),
+    ("x-gateway-destination-endpoint-served", Pass::GatewayHeaders),
+    ("x-prefiller-host-port", Pass::GatewayHeaders),
+    ("x-encoder-hosts-ports", Pass::GatewayHeaders),
+    ("x-worker-instance-id", Pass::GatewayHeaders),
+    ("x-prefill-instance-id", Pass::GatewayHeaders),
+    ("x-dp-rank", Pass::GatewayHeaders),
+];
+
+/// Headers of a client's request that an engine may see.
+const TRAVELS: [&str; 9] = [
+    "accept",
+    "accept-language",
+    "anthropic-beta",
+    "anthropic-version",
+    "content-type",
+    "user-agent",
+    "traceparent",
+    "tracestate",
+    "baggage",
+];
+
+/// Headers of an engine's answer that a client may see.
+const RETURNS: [&str; 8] = [
+    "cache-control",
+    "content-disposition",
+    "content-encoding",
+    "content-language",
+    "content-length",
+    "content-type",
+    "retry-after",
+    "vary",
+];
+
+/// The word of a kind in the file of keys, and in metrics.
+fn word(pass: Pass) -> &'static str {
+    match pass {
+        Pass::KvTransferParams => "kv_transfer_params",
+        Pass::Bootstrap => "bootstrap",
+        Pass::DataParallelRank => "data_parallel_rank",
+        Pass::Priority => "priority",
+        Pass::ChatTemplate => "chat_template",
+        Pass::Nvext => "nvext",
+        Pass::GatewayHeaders => "gateway_headers",
+    }
+}
 
 /// The key of a client; operators' requests go on as they are.
 pub(crate) fn client(caller: &Caller) -> Option<&Key> {
     caller.key().filter(|key| key.role == Role::Client)
+}
+
+/// Leave out of a request's headers what its caller may not say; `count` is told the kinds.
+pub(crate) fn clean_headers(
+    caller: &Caller,
+    headers: &mut HeaderMap,
+    mut count: impl FnMut(&'static str),
+) {
+    if client(caller).is_none() {
+        return;
+    }
+    for (name, pass) in HEADERS.iter().filter(|(_, pass)| !caller.may_pass(*pass)) {
+        if headers.remove(*name).is_some() {
+            count(word(*pass));
+        }
+    }
+}
+
+/// The body as it goes on, where that is another one: without what its caller may not say, and with the salt of a
+/// tenant that shares no cache; `count` is told the kinds of what was dropped.
+///
+/// # Errors
+/// 403 for an API by which no engine takes a salt; 400 for a salt that is no text.
+pub(crate) fn clean_body(
+    caller: &Caller,
+    row: Option<&Row>,
+    body: &Body,
+    salts: Option<&SaltSecret>,
+    mut count: impl FnMut(&'static str),
+) -> Result<Option<Bytes>, Reject> {
+    let Some(key) = client(caller) else { return Ok(None) };
+    let mut changes: Vec<(&str, Option<Value>)> = Vec::new();
+    for (field, pass) in FIELDS.iter().filter(|(field, _)| body.has(field)) {
+        if !caller.may_pass(*pass) {
+            changes.push((field, None));
+            count(word(*pass));
+        }
+    }
+    for (field, names, pass) in NESTED.iter().filter(|(field, ..)| body.has(field)) {
+        if !caller.may_pass(*pass)
+            && let Some(rest) = without(body, field, names)?
+        {
+            changes.push((field, Some(rest)));
+            count(word(*pass));
+        }
+    }
+    for field in IDS.into_iter().filter(|field| body.has(field)) {
+        changes.push((field, None));
+        count("request_id");
+    }
+    if key.is_isolated
+        && let Some(salt) = salt_of(key, row, body, salts)?
+    {
+        changes.push(("cache_salt", Some(json!(salt))));
+    }
+    Ok((!changes.is_empty()).then(|| body.with(&changes)))
+}
+
+/// The value of a field without these names, where it has any.
+fn without(body: &Body, field: &str, names: &[&str]) -> Result<Option<Value>, Reject> {
+    let Some(mut value) = body.value(field)? else { return Ok(None) };
+    Ok(drop_names(&mut value, names).then_some(value))
+}
+
+fn drop_names(value: &mut Value, names: &[&str]) -> bool {
+    let mut is_changed = false;
+    match value {
+        Value::Object(fields) => {
+            let count = fields.len();
+            fields.retain(|name, _| !names.contains(&name.as_str()));
+            is_changed = fields.len() < count;
+            fields.values_mut().for_each(|value| is_changed |= drop_names(value, names));
+        }
+        Value::Array(items) => {
+            items.iter_mut().for_each(|value| is_changed |= drop_names(value, names));
+        }
+        _ => {}
+    }
+    is_changed
+}
+
+/// The salt that a request of an isolated tenant gets; `None` where no cache of prefixes has a part in it.
+fn salt_of(
+    key: &Key,
+    row: Option<&Row>,
+    body: &Body,
+    salts: Option<&SaltSecret>,
+) -> Result<Option<String>, Reject> {
+    #[derive(Deserialize)]
+    struct Own<'a> {
+        #[serde(borrow, default)]
+        cache_salt: Option<Cow<'a, str>>,
+    }
+    let row = row.unwrap_or_else(|| Row::of_fields(body.has("messages")));
+    if row.weight == Weight::Nothing {
+        return Ok(None);
+    }
+    let refused = |what: String| Err(Reject::new(axum::http::StatusCode::FORBIDDEN, what));
+    if !takes_salt(row.api) {
+        return refused(format!(
+            "{}: engines take no cache_salt there, and the key {:?} shares no cache with other tenants \
+             (isolate); use /v1/chat/completions, /v1/completions or /v1/responses",
+            row.path, key.id
+        ));
+    }
+    let Some(salts) = salts else {
+        return refused(format!(
+            "the key {:?} shares no cache with other tenants (isolate), and this server has no \
+             --salt-secret-file",
+            key.id
+        ));
+    };
+    let own = body.read::<Own<'_>>()?.cache_salt;
+    let own = own.as_deref().filter(|own| !own.is_empty());
+    Ok(Some(salts.salt(&key.tenant, own)))
+}
+
+/// Whether engines take the field `cache_salt` by this API.
+///
+/// # Source
+/// The request models of vLLM 0.32 and SGLang 0.5.23; vLLM's Messages has none.
+fn takes_salt(api: Api) -> bool {
+    matches!(api, Api::Chat | Api::Completions | Api::Responses | Api::Tokens | Api::Generate)
+}
+
+/// The headers that an engine gets with a request: of a client with a key a few, with a name of the request that was
+/// made here and the frontend's own key for workers.
+pub(crate) fn engine_headers<'a>(
+    caller: &Caller,
+    headers: &'a HeaderMap,
+    request_id: &str,
+    authorization: Option<&HeaderValue>,
+) -> Cow<'a, HeaderMap> {
+    if client(caller).is_none() {
+        return Cow::Borrowed(headers);
+    }
+    let travels = |name: &HeaderName| {
+        caller.may_pass(Pass::GatewayHeaders) || TRAVELS.contains(&name.as_str())
+    };
+    let known = headers.iter().filter(|(name, _)| travels(name));
+    let mut out: HeaderMap = known.map(|(name, value)| (name.clone(), value.clone())).collect();
+    if let Ok(id) = HeaderValue::try_from(request_id) {
+        out.insert(REQUEST_ID_HEADER.clone(), id);
+    }
+    if let Some(authorization) = authorization {
+        out.insert(header::AUTHORIZATION, authorization.clone());
+    }
+    Cow::Owned(out)
+}
+
+/// Leave out of an engine's answer what a client with a key need not know.
+pub(crate) fn clean_answer(caller: &Caller, headers: &mut HeaderMap) {
+    if client(caller).is_none() {
+        return;
+    }
+    let hidden: Vec<HeaderName> =
+        headers.keys().filter(|name| !RETURNS.contains(&name.as_str())).cloned().collect();
+    for name in hidden {
+        headers.remove(name);
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::super::tests::key;
+    use super::*;
+    use crate::gateway::api::ROWS;
+
+    fn caller(key: Key) -> Caller {
+        Caller::Known(Arc::new(key))
+    }
+
+    fn cleaned(caller: &Caller, path: &str, body: &Value) -> (Value, Vec<&'static str>) {
+        let mut kinds = Vec::new();
+        let parsed = Body::parse(body.to_string().into()).unwrap();
+        let secret = SaltSecret::of(b"0123456789abcdef");
+        let salts = Some(&secret);
+        let bytes =
+            clean_body(caller, Row::of(path), &parsed, salts, |kind| kinds.push(kind)).unwrap();
+        let value = bytes.map(|bytes| serde_json::from_slice(&bytes).unwrap());
+        (value.unwrap_or_else(|| body.clone()), kinds)
+    }
+
+    #[test]
+    fn what_controls_an_engine_is_dropped_on_every_path() {
+        let mut body = json!({ "model": "m", "messages": [], "chat_template_kwargs": {"x": 1} });
+        let honest = body.clone();
+        for (field, _) in FIELDS {
+            body[field] = json!({ "a": 1 });
+        }
+        for field in IDS {
+            body[field] = json!("mine");
+        }
+        body["chat_template_kwargs"] = json!({ "chat_template": "t", "x": 1, "tokenize": false });
+        for row in ROWS.iter().filter(|row| row.weight != Weight::Sound) {
+            let (value, kinds) = cleaned(&caller(key("a")), row.path, &body);
+            assert_eq!(value, honest, "{}", row.path);
+            assert_eq!(kinds.len(), FIELDS.len() + IDS.len() + 1);
+            let operator = caller(Key { role: Role::Admin, ..key("a") });
+            for trusted in [Caller::Anonymous, operator] {
+                assert_eq!(cleaned(&trusted, row.path, &body), (body.clone(), vec![]));
+            }
+        }
+        // Written with an escape it is the same name.
+        let text = r#"{"model": "m", "kv_transfer\u005fparams": {}}"#;
+        let parsed = Body::parse(text.into()).unwrap();
+        let bytes = clean_body(&caller(key("a")), None, &parsed, None, |_| ()).unwrap().unwrap();
+        assert_eq!(bytes, &br#"{"model":"m"}"#[..]);
+    }
+
+    #[test]
+    fn nested_transfer_parameters_are_dropped_and_the_rest_stays() {
+        let body = json!({
+            "sampling_params": [{ "n": 1, "extra_args": { "kv_transfer_params": {}, "y": 2 } }],
+            "vllm_xargs": { "x": 1 },
+        });
+        let (value, kinds) = cleaned(&caller(key("a")), "/inference/v1/generate", &body);
+        assert_eq!(value["sampling_params"], json!([{ "n": 1, "extra_args": { "y": 2 } }]));
+        assert_eq!(value["vllm_xargs"], json!({ "x": 1 }));
+        assert_eq!(kinds, ["kv_transfer_params"]);
+    }
+
+    #[test]
+    fn a_key_allows_what_it_names() {
+        let allow = vec![Pass::Priority, Pass::ChatTemplate];
+        let some = caller(Key { allow, ..key("a") });
+        let body = json!({ "priority": 1, "chat_template": "t", "nvext": {}, "rid": "r" });
+        let (value, kinds) = cleaned(&some, "/v1/chat/completions", &body);
+        assert_eq!(value, json!({ "priority": 1, "chat_template": "t" }));
+        assert_eq!(kinds, ["nvext", "request_id"]);
+    }
+
+    #[test]
+    fn headers_go_by_lists() {
+        let mut headers = HeaderMap::new();
+        for (name, _) in HEADERS {
+            headers.insert(name, HeaderValue::from_static("1"));
+        }
+        for name in ["accept", "cookie", "x-request-id"] {
+            headers.insert(name, HeaderValue::from_static("client"));
+        }
+        let none = caller(key("a"));
+        let mut kinds = Vec::new();
+        clean_headers(&none, &mut headers.clone(), |kind| kinds.push(kind));
+        assert_eq!(kinds.len(), HEADERS.len());
+        let worker_key = HeaderValue::from_static("Bearer w");
+        let out = engine_headers(&none, &headers, "kvf-1", Some(&worker_key));
+        let mut names: Vec<&str> = out.keys().map(HeaderName::as_str).collect();
+        names.sort_unstable();
+        assert_eq!(names, ["accept", "authorization", "x-request-id"]);
+        assert_eq!(out["x-request-id"], "kvf-1");
+        let gateway = caller(Key { allow: vec![Pass::GatewayHeaders], ..key("a") });
+        let mut left = headers.clone();
+        clean_headers(&gateway, &mut left, |_| ());
+        let out = engine_headers(&gateway, &left, "kvf-1", None);
+        assert!(out.contains_key("cookie") && out.contains_key("x-gateway-destination-endpoint"));
+        assert!(!out.contains_key("x-kvflash-priority"));
+        assert_eq!(out["x-request-id"], "kvf-1");
+        assert_eq!(&*engine_headers(&Caller::Anonymous, &headers, "kvf-1", None), &headers);
+        let mut answer: HeaderMap = ["content-type", "set-cookie", "x-request-id", "alt-svc"]
+            .map(|name| (HeaderName::from_static(name), HeaderValue::from_static("1")))
+            .into_iter()
+            .collect();
+        clean_answer(&none, &mut answer);
+        assert_eq!(answer.keys().collect::<Vec<_>>(), ["content-type"]);
+    }
+
+    #[test]
+    fn an_isolated_tenant_gets_a_salt_where_engines_take_one_and_is_refused_elsewhere() {
+        let isolated = |id| caller(Key { is_isolated: true, ..key(id) });
+        let body = json!({ "model": "m" });
+        let secret = SaltSecret::of(b"0123456789abcdef");
+        for row in &ROWS {
+            let parsed = match row.weight {
+                Weight::Sound => Body::opaque("--x".into()),
+                _ => Body::parse(body.to_string().into()).unwrap(),
+            };
+            let found = clean_body(&isolated("a"), Some(row), &parsed, Some(&secret), |_| ());
+            match (row.weight, takes_salt(row.api)) {
+                (Weight::Nothing, _) => assert_eq!(found.unwrap(), None, "{}", row.path),
+                (_, true) => {
+                    let value: Value = serde_json::from_slice(&found.unwrap().unwrap()).unwrap();
+                    assert_eq!(value["cache_salt"], secret.salt("a", None), "{}", row.path);
+                }
+                (_, false) => {
+                    let reject = found.unwrap_err();
+                    assert_eq!(reject.status.as_u16(), 403, "{}", row.path);
+                    assert!(reject.message.contains("no cache_salt"), "{}", reject.message);
+                }
+            }
+        }
+        // The right salt of another tenant is another tenant's right salt within one's own.
+        let stolen = json!({ "model": "m", "cache_salt": secret.salt("b", None) });
+        let (own, _) = cleaned(&isolated("a"), "/v1/completions", &stolen);
+        assert_ne!(own["cache_salt"], stolen["cache_salt"]);
+        let parsed = Body::parse(body.to_string().into()).unwrap();
+        let reject = clean_body(&isolated("a"), None, &parsed, None, |_| ()).unwrap_err();
+        assert!(reject.message.contains("--salt-secret-file"), "{}", reject.message);
+        let list = Body::parse(r#"{"cache_salt": ["a"]}"#.into()).unwrap();
+        let reject = clean_body(&isolated("a"), None, &list, Some(&secret), |_| ()).unwrap_err();
+        assert_eq!(reject.status.as_u16(), 400);
+    }
 }

@@ -1,11 +1,15 @@
-//! Clients with keys: their limits, and whose turn it is.
+//! Clients with keys: their limits, what of their requests reaches an engine, and tenants that share no cache.
+
+use std::io::Write;
 
 use kvflash_core::policy::Policy;
 use kvflash_serve::frontend::{FairnessOptions, Identity};
-use kvflash_serve::{Key, Role};
-use serde_json::json;
+use kvflash_serve::{Key, Pass, Role};
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
+use serde_json::{Value, json};
 
-use super::stage::{Answer, Stage, prompt};
+use super::stage::{Answer, BLOCK, Stage, prompt, with};
 
 fn key(id: &str) -> Key {
     Key {
@@ -152,6 +156,7 @@ async fn turns_go_by_the_key_whatever_a_client_calls_itself() {
     let mut served = Vec::new();
     for _ in 0..9 {
         let asked = engine.next().await;
+        assert!(!asked.headers.contains_key("user"));
         served.push(asked.headers["accept-language"].clone());
         asked.done().await;
     }
@@ -159,4 +164,188 @@ async fn turns_go_by_the_key_whatever_a_client_calls_itself() {
     for one in asking {
         assert_eq!(one.await.unwrap().status, 200);
     }
+}
+
+/// What controls an engine, in a body and in headers.
+fn controls() -> (Value, Vec<(&'static str, &'static str)>) {
+    let fields = json!({
+        "kv_transfer_params": { "remote_host": "10.0.0.9", "remote_block_ids": [1] },
+        "bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 2, "data_parallel_rank": 1,
+        "priority": -9, "chat_template": "{{ x }}", "nvext": { "backend_instance_id": 2 },
+        "request_id": "theirs", "rid": "theirs",
+    });
+    let headers = vec![
+        ("x-data-parallel-rank", "3"),
+        ("x-gateway-destination-endpoint", "10.0.0.9:1"),
+        ("x-dynamo-request-priority", "9"),
+        ("x-request-id", "theirs"),
+        ("cookie", "c"),
+    ];
+    (fields, headers)
+}
+
+#[tokio::test]
+async fn fields_that_control_an_engine_reach_it_only_where_a_key_allows_them() {
+    let stage = kv();
+    let mut engine = stage.engine().await.by_hand();
+    // The frontend's own questions for tokens.
+    engine.renders(|_| None);
+    let (fields, headers) = controls();
+    let bodies = [
+        (
+            "/v1/chat/completions",
+            json!({ "model": "m", "messages": [{"role": "user", "content": "x"}] }),
+        ),
+        ("/v1/completions", prompt(0..40)),
+        ("/v1/responses", json!({ "model": "m", "input": "x" })),
+        ("/v1/messages", json!({ "model": "m", "messages": [], "max_tokens": 1 })),
+        (
+            "/inference/v1/generate",
+            json!({ "model": "m", "token_ids": [1, 2], "sampling_params": {} }),
+        ),
+        ("/generate", json!({ "model": "m", "input_ids": [1, 2] })),
+        ("/v1/embeddings", json!({ "model": "m", "input": "x" })),
+    ];
+    for (path, body) in bodies {
+        let asking =
+            stage.post_beside(&key("a"), path, &headers, with(body.clone(), fields.clone()));
+        let asked = engine.next().await;
+        let mut seen = asked.body.clone();
+        let id = seen.as_object_mut().unwrap().remove("request_id");
+        // Responses get a name of the frontend's, so that the next turn finds its worker.
+        assert!(id.is_none_or(|id| id.as_str().unwrap().starts_with("resp_")), "{path}");
+        assert_eq!(seen, body, "{path}");
+        let header = |name: &str| asked.headers.get(name).map(String::as_str);
+        for name in ["x-data-parallel-rank", "x-gateway-destination-endpoint", "cookie"] {
+            assert_eq!(header(name), None, "{path}: {name}");
+        }
+        let ours = header("x-request-id").unwrap().to_owned();
+        assert!(ours.starts_with("kvf-"), "{path}: {ours}");
+        asked.done().await;
+        let answer = asking.await.unwrap();
+        assert_eq!(answer.status, 200, "{path}: {}", answer.text());
+        assert_eq!(answer.header("x-request-id"), Some(&*ours));
+        assert_eq!(answer.header("x-client-request-id"), Some("theirs"));
+        for name in ["x-kvflash-worker", "x-kvflash-overlap-blocks"] {
+            assert_eq!(answer.header(name), None, "{path}: {name}");
+        }
+    }
+    let metrics = stage.scrape().await;
+    for (kind, count) in [("kv_transfer_params", 7), ("bootstrap", 21), ("request_id", 14)] {
+        let row = format!("kvflash_dropped_fields_total{{kind=\"{kind}\"}} {count}\n");
+        assert!(metrics.contains(&row), "{row}");
+    }
+    // Two that are allowed, and a client without a key.
+    let allow = vec![Pass::KvTransferParams, Pass::DataParallelRank];
+    let some = Key { allow, ..key("b") };
+    let body = with(prompt(0..40), fields.clone());
+    let asking = stage.post_beside(&some, "/v1/completions", &headers, body.clone());
+    let asked = engine.next().await;
+    assert_eq!(asked.body["kv_transfer_params"], fields["kv_transfer_params"]);
+    assert_eq!(asked.body["data_parallel_rank"], 1);
+    assert_eq!(asked.body.get("bootstrap_host"), None);
+    asked.done().await;
+    asking.await.unwrap();
+    let mut plain = body;
+    plain.as_object_mut().unwrap().remove("nvext");
+    let asking = stage.send_with(&headers, plain.clone());
+    let asked = engine.next().await;
+    assert_eq!(asked.body, plain, "without keys it passes as it came");
+    assert_eq!(asked.headers["x-request-id"], "theirs");
+    asked.done().await;
+    assert!(asking.await.unwrap().header("x-kvflash-worker").is_some());
+}
+
+#[tokio::test]
+async fn a_key_may_be_told_of_overlaps() {
+    let stage = Stage::new(|options| {
+        options.router.policy = Policy::Kv;
+        options.own.expose_overlap = true;
+    });
+    let _engine = stage.engine().await;
+    let answer = stage.ask_as(&key("a"), &[], &prompt(0..40)).await;
+    assert_eq!((answer.status, answer.overlap()), (200, 0));
+}
+
+/// A frontend with a secret for salts.
+fn isolating() -> Stage {
+    let path = std::env::temp_dir().join(format!("kvflash-salts-{}", std::process::id()));
+    let mut file = std::fs::File::create(&path).unwrap();
+    file.write_all(b"0123456789abcdef").unwrap();
+    Stage::new(|options| {
+        options.router.policy = Policy::Kv;
+        options.own.expose_overlap = true;
+        options.own.salt_secret_file = Some(path);
+    })
+}
+
+/// Random requests of isolated tenants, each with salts of its own, and of clients that are not: overlaps are those of
+/// a twin that only ever looks at requests of the same tenant and salt.
+#[tokio::test]
+async fn no_match_ever_crosses_isolated_tenants() {
+    let stage = isolating();
+    let engine = stage.engine().await;
+    let mut rng = SmallRng::seed_from_u64(7);
+    let mut asked: Vec<((usize, usize), Vec<u32>)> = Vec::new();
+    let clients = [
+        Key { is_isolated: true, ..key("a") },
+        Key { is_isolated: true, ..key("b") },
+        Key { is_isolated: true, tenant: "b".to_owned(), ..key("b2") },
+        key("plain"),
+    ];
+    let salts = [None, Some("x"), Some("b"), Some("b2")];
+    let mut matches = 0;
+    for _ in 0..120 {
+        let (client, salt) = (rng.random_range(0..clients.len()), rng.random_range(0..salts.len()));
+        // Of two keys of a tenant, one identity.
+        let identity = (if client == 2 { 1 } else { client }, salt);
+        let blocks: Vec<u32> =
+            (0..rng.random_range(1..5)).map(|_| rng.random_range(0..2)).collect();
+        let mut tokens: Vec<u32> =
+            blocks.iter().flat_map(|block| block * 100..block * 100 + BLOCK).collect();
+        tokens.push(9);
+        let mut body = json!({ "model": "m", "prompt": tokens });
+        if let Some(salt) = salts[salt] {
+            body["cache_salt"] = json!(salt);
+        }
+        let common = |other: &[u32]| blocks.iter().zip(other).take_while(|(a, b)| a == b).count();
+        let same = asked.iter().filter(|(other, _)| *other == identity);
+        let wanted = same.map(|(_, other)| common(other)).max().unwrap_or(0) as u64;
+        let explained = stage.post_as(&clients[client], "/explain", &[], &body).await.json();
+        assert_eq!(explained["overlap_blocks"], wanted, "/explain of {identity:?}");
+        let answer = stage.ask_as(&clients[client], &[], &body).await;
+        assert_eq!((answer.status, answer.overlap()), (200, wanted), "{identity:?}");
+        matches += wanted;
+        // The engine keeps them apart by what it is told.
+        let seen = engine.bodies().last().unwrap()["cache_salt"].clone();
+        match clients[client].is_isolated {
+            true => assert_eq!(seen.as_str().unwrap().len(), 64),
+            false => assert_eq!(seen, body["cache_salt"]),
+        }
+        asked.push((identity, blocks));
+        stage.until_idle().await;
+    }
+    assert!(matches > 50, "{matches} blocks matched at all");
+    let told: std::collections::HashMap<String, usize> =
+        engine.bodies().iter().fold(Default::default(), |mut counts, body| {
+            *counts.entry(body["cache_salt"].to_string()).or_default() += 1;
+            counts
+        });
+    assert_eq!(told.len(), 3 * salts.len(), "as many salts as identities");
+}
+
+#[tokio::test]
+async fn an_isolated_tenant_is_refused_where_engines_take_no_salt() {
+    let stage = isolating();
+    let engine = stage.engine().await;
+    let client = Key { is_isolated: true, ..key("a") };
+    for (path, body) in [
+        ("/v1/messages", json!({ "model": "m", "messages": [], "max_tokens": 1 })),
+        ("/v1/embeddings", json!({ "model": "m", "input": "x" })),
+    ] {
+        let answer = stage.post_as(&client, path, &[], &body).await;
+        assert_eq!(answer.status, 403, "{path}");
+        assert!(answer.text().contains("no cache_salt"), "{}", answer.text());
+    }
+    assert_eq!(engine.count(), 0);
 }

@@ -16,10 +16,11 @@ use crate::frontend::app::App;
 use crate::frontend::proxy::{client_headers, upstream_request};
 use crate::gateway::body::Body;
 use crate::gateway::book::Choice;
-use crate::gateway::call::REQUEST_ID_HEADER;
+use crate::gateway::call::{Call, REQUEST_ID_HEADER};
 use crate::gateway::ids::body_with;
 use crate::gateway::plan::Plan;
 use crate::gateway::stored;
+use crate::tenant::pass::engine_headers;
 
 /// The longest answer to a prefill: one token and its transfer parameters.
 const MAX_PREFILL_ANSWER_BYTES: usize = 8 * 1024 * 1024;
@@ -69,14 +70,15 @@ impl Backend for OpenAi {
         };
         let path = plan.call.head.uri.path_and_query().map_or("/", |path| path.as_str());
         let headers = &plan.call.head.headers;
-        let upstream = send(app, choice, path, headers, with_ids.unwrap_or_else(|| body.clone()));
+        let upstream =
+            send(app, &plan.call, choice, path, headers, with_ids.unwrap_or_else(|| body.clone()));
         let to_first_byte = async {
             let mut answer = upstream?.await?;
             if has_ids && refuses(answer.status()) {
                 // By the ids, or by the request itself? It is asked once more, as the client wrote it.
                 let refused = answer.status();
                 has_ids = false;
-                answer = send(app, choice, path, headers, body)?.await?;
+                answer = send(app, &plan.call, choice, path, headers, body)?.await?;
                 if answer.status().is_success() {
                     let why = format!("it answered {refused} to token ids, and took the text");
                     choice.engine.gets_no_ids(app, plan.call.api(), "refused", &why);
@@ -150,7 +152,7 @@ impl Backend for OpenAi {
         if let Ok(id) = call.request_id.parse() {
             headers.insert(REQUEST_ID_HEADER.clone(), id);
         }
-        let upstream = send(app, choice, call.row.path, &headers, body);
+        let upstream = send(app, call, choice, call.row.path, &headers, body);
         let whole = async {
             let response = upstream?.await.map_err(|failed| Failed {
                 message: format!("prefill at worker {id}: {}", failed.message),
@@ -220,6 +222,7 @@ fn refuses(status: StatusCode) -> bool {
 /// Its address is none; the answer's head did not come.
 fn send<'a>(
     app: &'a App,
+    call: &Call,
     choice: &Choice,
     path: &str,
     headers: &HeaderMap,
@@ -231,7 +234,9 @@ fn send<'a>(
         Failed::new("bad_target", error.to_string(), StatusCode::BAD_GATEWAY).unsent()
     })?;
     let rank = (engine.spec.dp_size > 1).then(|| choice.booking.worker().dp_rank);
-    let request = upstream_request(&Method::POST, target, headers, rank, body);
+    let Call { head, request_id, .. } = call;
+    let headers = engine_headers(&head.caller, headers, request_id, app.upstream.authorization());
+    let request = upstream_request(&Method::POST, target, &headers, rank, body);
     let sent = app.upstream.send(request);
     Ok(async {
         sent.await.map_err(|error| {

@@ -1,0 +1,116 @@
+//! Tenants that share no cached block with others: a cache salt that only this server and its replicas can make.
+
+use std::path::Path;
+
+use hmac::{Hmac, KeyInit, Mac};
+use kvflash_core::error::{Error, Result};
+use sha2::Sha256;
+
+const FLAG: &str = "--salt-secret-file";
+
+/// Shortest and longest secret, bytes.
+const SECRET_BYTES: std::ops::RangeInclusive<usize> = 16..=4_096;
+
+/// Makes the salts of tenants.
+#[derive(Clone)]
+pub(crate) struct SaltSecret(Hmac<Sha256>);
+
+impl SaltSecret {
+    /// The secret in a file, without white space around it.
+    ///
+    /// # Errors
+    /// `Config`, naming the flag, the file and the limit.
+    pub fn open(path: &Path) -> Result<Self> {
+        let wrong = |why: String| Error::Config(format!("{FLAG} {}: {why}", path.display()));
+        let bytes = std::fs::read(path).map_err(|error| wrong(error.to_string()))?;
+        let secret = bytes.trim_ascii();
+        if !SECRET_BYTES.contains(&secret.len()) {
+            let (least, most) = (SECRET_BYTES.start(), SECRET_BYTES.end());
+            return Err(wrong(format!(
+                "the secret must have {least} to {most} bytes, got {}; `openssl rand -hex 32` makes one",
+                secret.len()
+            )));
+        }
+        Self::new(secret)
+    }
+
+    /// That of a test.
+    #[cfg(test)]
+    #[allow(clippy::unwrap_used)]
+    pub fn of(secret: &[u8]) -> Self {
+        Self::new(secret).unwrap()
+    }
+
+    fn new(secret: &[u8]) -> Result<Self> {
+        let mac = Hmac::new_from_slice(secret);
+        mac.map(Self).map_err(|error| Error::Config(format!("{FLAG}: {error}")))
+    }
+
+    /// The salt of a tenant's requests, 64 characters; a client's own salt keeps its requests apart within the
+    /// tenant, and never reaches another tenant's.
+    pub fn salt(&self, tenant: &str, own: Option<&str>) -> String {
+        let mut mac = self.0.clone();
+        mac.update(b"kvflash tenant salt 1\0");
+        // With its length: no tenant's name and salt read as another tenant's.
+        mac.update(&(tenant.len() as u64).to_le_bytes());
+        mac.update(tenant.as_bytes());
+        if let Some(own) = own {
+            mac.update(b"\0");
+            mac.update(own.as_bytes());
+        }
+        mac.finalize().into_bytes().iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+}
+
+impl std::fmt::Debug for SaltSecret {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("SaltSecret(..)")
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::collections::HashMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn salts_are_the_hmac_of_the_tenant() {
+        let secret = SaltSecret::new(b"0123456789abcdef").unwrap();
+        // printf 'kvflash tenant salt 1\0\1\0\0\0\0\0\0\0a' | openssl dgst -sha256 -hmac 0123456789abcdef
+        let wanted = "bb2cab2c043e2a0c2e4c6dd94e076e9b6e016f4060948bcfb6dd0d4c8b0bc77e";
+        assert_eq!(secret.salt("a", None), wanted);
+        assert_eq!(format!("{secret:?}"), "SaltSecret(..)");
+    }
+
+    #[test]
+    fn a_secret_that_is_none_is_refused() {
+        let path = std::env::temp_dir().join(format!("kvflash-salt-{}", std::process::id()));
+        assert!(SaltSecret::open(&path).unwrap_err().to_string().contains("No such file"));
+        std::fs::write(&path, "  short\n").unwrap();
+        let error = SaltSecret::open(&path).unwrap_err().to_string();
+        assert!(error.contains("16 to 4096 bytes, got 5") && !error.contains("short"), "{error}");
+        std::fs::write(&path, "0123456789abcdef\n").unwrap();
+        let same = SaltSecret::new(b"0123456789abcdef").unwrap();
+        assert_eq!(SaltSecret::open(&path).unwrap().salt("a", None), same.salt("a", None));
+    }
+
+    proptest! {
+        /// Two requests have one salt only if tenant and own salt are the same.
+        #[test]
+        fn no_two_tenants_have_a_salt_in_common(
+            all in prop::collection::vec(("[a-c]{0,3}", prop::option::of("[a-c\0]{0,3}")), 1..60)
+        ) {
+            let secret = SaltSecret::new(b"0123456789abcdef").unwrap();
+            let mut seen: HashMap<String, (String, Option<String>)> = HashMap::new();
+            for (tenant, own) in all {
+                let salt = secret.salt(&tenant, own.as_deref());
+                let first = seen.entry(salt).or_insert_with(|| (tenant.clone(), own.clone()));
+                prop_assert_eq!(&*first, &(tenant, own));
+            }
+        }
+    }
+}
