@@ -170,7 +170,7 @@ fn every_config() -> Vec<RouterConfig> {
 fn a_preview_leaves_no_trace() {
     for config in every_config() {
         let (asked, fresh) = (router(config.clone(), 1..=5), router(config.clone(), 1..=5));
-        let [mut a, mut b, mut c] = [const { () }; 3].map(|()| Considered::default());
+        let [mut a, mut b, mut c] = [1, 2, 3].map(|_| Considered::default());
         let mut held = Vec::new();
         for turn in 0..60_u64 {
             let hashes = [turn % 3, turn % 3 + 10, turn];
