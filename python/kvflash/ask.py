@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import ssl
 import time
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from kvflash.errors import ConfigError, NotFoundError, TransportError
+from kvflash.flags import Flags, variable_of
 
-__all__ = ["Answer", "ask", "demand", "parse_url", "samples"]
+__all__ = ["Answer", "add_key_file", "ask", "demand", "parse_url", "read_key", "samples"]
+
+KEY_FILE = "--service-key-file"
 
 #: Answers beyond it are cut off; an indexer of 2,000 workers sends some MiB.
 _ANSWER_BYTES_MAX = 256 * 1024 * 1024
@@ -85,6 +90,32 @@ def parse_url(text: str) -> str:
     return url.rstrip("/")
 
 
+def add_key_file(flags: Flags) -> None:
+    """Add the flag that names the file with the key for the service that is asked."""
+    flags.add(
+        KEY_FILE,
+        parse=str,
+        default=None,
+        metavar="FILE",
+        summary=f"File with the key for the service, else that of {variable_of(KEY_FILE)}",
+    )
+
+
+def read_key(path: str | None) -> str | None:
+    """The key in a file; in that of the environment where none is named.
+
+    Raises:
+        ConfigError: The file can't be read.
+    """
+    path = path or os.environ.get(variable_of(KEY_FILE)) or None
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{KEY_FILE} {path}: {error}") from None
+
+
 def ask(
     url: str,
     path: str,
@@ -130,7 +161,13 @@ def _method(body: Any) -> str:
 
 
 def demand(
-    url: str, path: str, *, timeout_s: float, body: Any = None, method: str | None = None
+    url: str,
+    path: str,
+    *,
+    timeout_s: float,
+    api_key: str | None = None,
+    body: Any = None,
+    method: str | None = None,
 ) -> Answer:
     """As :func:`ask`, of a service that has to answer with JSON.
 
@@ -138,12 +175,14 @@ def demand(
         TransportError: Nothing came, or another status than 200; names address and reason.
         NotFoundError: Status 404.
     """
-    answer = ask(url, path, timeout_s=timeout_s, body=body, method=method)
+    answer = ask(url, path, timeout_s=timeout_s, api_key=api_key, body=body, method=method)
     asked = f"{method or _method(body)} {url}{path}"
     if not answer.status:
         raise TransportError(f"{asked}: {answer.error}; does the service run there?")
     if answer.status == 404:
         raise NotFoundError(f"{asked}: {answer.said}")
+    if answer.status == 401 and api_key is None:
+        raise TransportError(f"{asked}: {answer.said}; name a file with a key by {KEY_FILE}")
     if answer.status != 200:
         raise TransportError(f"{asked}: {answer.said}")
     if answer.json is None:

@@ -74,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Doctor:
     def __init__(self, args: DoctorArgs) -> None:
         self._args = args
+        # Services that want a key: an engine is not shown theirs.
+        self._locked = set[str]()
 
     def findings(self) -> Iterator[Finding]:
         """Everything that was found, place by place, in the order of the command line."""
@@ -116,10 +118,15 @@ class _Doctor:
 
     def _ask(self, url: str, path: str, *, with_key: bool = False, body: Any = None) -> Answer:
         key = self._args.worker_api_key if with_key else None
+        if url in self._locked:
+            key = self._args.service_key
         return ask(url, path, timeout_s=self._args.timeout, api_key=key, body=body)
 
     def _meet(self, url: str) -> _Place:
         workers = self._ask(url, "/workers")
+        if workers.status in (401, 403) and self._args.service_key is not None:
+            self._locked.add(url)
+            workers = self._ask(url, "/workers")
         # Who does not answer at all is not made to wait for twice.
         models = self._ask(url, "/v1/models", with_key=True) if workers.status else workers
         is_ours = workers.status == 200 and isinstance(workers.json, list)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvflash.ask import parse_url
+from kvflash.ask import add_key_file, parse_url, read_key
 from kvflash.config import bounded_float
 from kvflash.errors import ConfigError
 from kvflash.flags import Flags
@@ -28,6 +28,7 @@ class DoctorArgs:
     is_json: bool
     is_strict: bool
     worker_api_key: str | None
+    service_key: str | None
 
 
 def parse_args(argv: Sequence[str] | None = None) -> DoctorArgs:
@@ -69,6 +70,7 @@ def parse_args(argv: Sequence[str] | None = None) -> DoctorArgs:
         metavar="FILE",
         summary="File with the key for engines, else KVFLASH_WORKER_API_KEY",
     )
+    add_key_file(flags)
     args = flags.parse(argv)
     urls = tuple(dict.fromkeys(parse_url(text) for text in args.urls))
     if len(urls) > MAX_URLS:
@@ -82,4 +84,5 @@ def parse_args(argv: Sequence[str] | None = None) -> DoctorArgs:
             key = Path(path).read_text().strip()
         except OSError as error:
             raise ConfigError(f"--worker-api-key-file {path}: {error.strerror}") from None
-    return DoctorArgs(**{**given, "urls": urls, "worker_api_key": key})
+    service_key = read_key(given.pop("service_key_file"))
+    return DoctorArgs(**{**given, "urls": urls, "worker_api_key": key, "service_key": service_key})

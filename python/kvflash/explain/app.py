@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from kvflash.ask import ask, demand, parse_url
+from kvflash.ask import add_key_file, ask, demand, parse_url, read_key
 from kvflash.config import bounded_float
 from kvflash.console import refuse
 from kvflash.errors import ConfigError, KvflashError, NotFoundError, TransportError
@@ -35,11 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags.error(f"give one of --prompt, --tokens, --file or a request id; got {shown}")
     try:
         url = parse_url(args.url)
+        asked = {"timeout_s": args.timeout, "api_key": read_key(args.service_key_file)}
         if args.request_id is not None:
-            answer = demand(url, f"/why/{quote(args.request_id, safe='')}", timeout_s=args.timeout)
+            answer = demand(url, f"/why/{quote(args.request_id, safe='')}", **asked)
         else:
-            body = _body(url, args)
-            answer = demand(url, "/explain", timeout_s=args.timeout, body=body)
+            answer = demand(url, "/explain", body=_body(url, args, asked), **asked)
         lines = [answer.text] if args.is_json else _lines(answer.json)
     except KvflashError as error:
         return refuse("explain", error)
@@ -100,6 +100,7 @@ def _flags() -> Flags:
         metavar="SECONDS",
         summary="Longest wait for an answer",
     )
+    add_key_file(flags)
     return flags
 
 
@@ -110,7 +111,7 @@ def _tokens(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _body(url: str, args: Any) -> dict[str, Any]:
+def _body(url: str, args: Any, asked: dict[str, Any]) -> dict[str, Any]:
     """The question in the form of the service at ``url``.
 
     Raises:
@@ -119,7 +120,7 @@ def _body(url: str, args: Any) -> dict[str, Any]:
     body = _file(args.file) if args.file is not None else {}
     if args.prompt is not None:
         body = {"prompt": args.prompt}
-    health = ask(url, "/health", timeout_s=args.timeout)
+    health = ask(url, "/health", **asked)
     if health.status and not isinstance(health.json, dict):
         raise NotFoundError(f"{url} makes no decisions; give the URL of a frontend or a router")
     if health.status and "reservations" in health.json:
@@ -131,7 +132,7 @@ def _body(url: str, args: Any) -> dict[str, Any]:
     if args.tokens is not None:
         body = {"prompt": args.tokens}
     if args.model is not None or "model" not in body:
-        body["model"] = args.model if args.model is not None else _only_model(url, args.timeout)
+        body["model"] = args.model if args.model is not None else _only_model(url, asked)
     return body
 
 
@@ -148,9 +149,9 @@ def _file(name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"prompt": text}
 
 
-def _only_model(url: str, timeout_s: float) -> str:
+def _only_model(url: str, asked: dict[str, Any]) -> str:
     """The model that is served, if there is one only."""
-    found = demand(url, "/v1/models", timeout_s=timeout_s).json
+    found = demand(url, "/v1/models", **asked).json
     models = found.get("data") if isinstance(found, dict) else None
     names = [str(one.get("id")) for one in models or [] if not one.get("parent")]
     if len(names) != 1:

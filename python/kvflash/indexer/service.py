@@ -78,7 +78,12 @@ class IndexerService:
         )
         self._args = args
         self._announced: AnnouncedIndexer | None = None
-        self._service = FedService(self._core, host=args.host, port=args.port)
+        self._service = FedService(
+            self._core,
+            host=args.host,
+            port=args.port,
+            is_encrypted=args.tls_cert_path is not None,
+        )
 
     @property
     def port(self) -> int:
@@ -109,7 +114,10 @@ class IndexerService:
         self._finder.start()
         args, kind = self._args, self._args.discovery_kind
         if kind is not None:
-            self._announced = AnnouncedIndexer(kind, args.namespace, args.host, self.port)
+            scheme = self.url.partition(":")[0]
+            self._announced = AnnouncedIndexer(
+                kind, args.namespace, args.host, self.port, scheme=scheme
+            )
             self._announced.start()
         return self
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from kvflash.ask import parse_url
+from kvflash.ask import add_key_file, parse_url, read_key
 from kvflash.config import bounded_float, bounded_int
 from kvflash.console import refuse
 from kvflash.errors import KvflashError
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Replay a trace. Returns the exit status: 1 when a request failed."""
     args = _flags().parse(argv)
     try:
-        url = parse_url(args.url)
+        url, key = parse_url(args.url), read_key(args.service_key_file)
         calls = read_trace(args.trace, limit=args.max_requests)
     except KvflashError as error:
         return refuse("replay", error)
@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             speed=args.speed,
             timeout_s=args.timeout,
             in_flight_max=args.max_in_flight,
+            api_key=key,
         )
     )
     report = report_of(results, time.monotonic() - started_s)
@@ -95,6 +96,7 @@ def _flags() -> Flags:
         summary="Longest time of one request",
     )
     flags.add_switch("--json", dest="is_json", value=True, summary="Print one JSON object")
+    add_key_file(flags)
     return flags
 
 

@@ -49,6 +49,7 @@ async def send(
     speed: float,
     timeout_s: float,
     in_flight_max: int,
+    api_key: str | None = None,
 ) -> list[Result]:
     """Send all calls; the results are in their order.
 
@@ -59,12 +60,16 @@ async def send(
         speed: Recorded time divided by real time.
         timeout_s: Longest time of one request.
         in_flight_max: Requests at a time; one more waits, and is late.
+        api_key: The key of a client; None sends none.
     """
     loop = asyncio.get_running_loop()
     room = asyncio.Semaphore(in_flight_max)
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=timeout_s)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else None
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, headers=headers
+    ) as session:
         start_s = loop.time()
 
         async def one(call: Call) -> Result:

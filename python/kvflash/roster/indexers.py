@@ -34,10 +34,14 @@ class AnnouncedIndexer:
         namespace: Whose workers it follows; None: those of all.
         host: Where it listens.
         port: Where it listens.
+        scheme: ``http`` or ``https``.
     """
 
-    def __init__(self, kind: str, namespace: str | None, host: str, port: int) -> None:
+    def __init__(
+        self, kind: str, namespace: str | None, host: str, port: int, *, scheme: str = "http"
+    ) -> None:
         self._kind, self._namespace, self._host, self._port = kind, namespace, host, port
+        self._scheme = scheme
         self._background = Background("kvflash-announce", self._announce)
 
     def start(self) -> None:
@@ -63,7 +67,7 @@ class AnnouncedIndexer:
 
     def _url(self, reached_at: str) -> str:
         host = reached_at if self._host in ("0.0.0.0", "::", "") else self._host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
+        return f"{self._scheme}://{f'[{host}]' if ':' in host else host}:{self._port}"
 
 
 class IndexerFinder:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvflash.ask import ask, demand, parse_url
+from kvflash.ask import add_key_file, ask, demand, parse_url, read_key
 from kvflash.config import bounded_float
 from kvflash.console import refuse
 from kvflash.errors import KvflashError, TransportError
@@ -49,17 +49,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="SECONDS",
         summary="Longest wait for an answer",
     )
+    add_key_file(flags)
     args = flags.parse(argv)
     try:
-        url = parse_url(args.url)
-        answer = demand(url, "/workers", timeout_s=args.timeout)
+        url, key = parse_url(args.url), read_key(args.service_key_file)
+        answer = demand(url, "/workers", timeout_s=args.timeout, api_key=key)
         if args.is_json:
             print(answer.text)
             return 0
         lines = table(rows_of(answer.json))
         if len(lines) == 1:
             lines = ["no workers; POST /workers adds one"]
-        health = ask(url, "/health", timeout_s=args.timeout).json
+        health = ask(url, "/health", timeout_s=args.timeout, api_key=key).json
     except KvflashError as error:
         return refuse("workers", error)
     for line in (*lines, *(printable(f"warning: {one}") for one in warnings_of(health))):

@@ -16,7 +16,7 @@ use hyper::body::Incoming;
 use hyper::service::Service;
 use prometheus_client::metrics::counter::Counter;
 
-use super::lock::{Caller, Lock, Refusal, Verdict, admit};
+use super::lock::{Admitted, Lock, Refusal, Verdict};
 use super::{Reject, body, reserve};
 
 /// Lets requests in, or not, and answers 500 where the service panics: that is a fault of ours, and it ends one
@@ -47,21 +47,22 @@ where
         if let Some(limit) = self.beyond.filter(|_| !reserve::is_probe(request.uri().path())) {
             return Either::Right(reserve::refuse(request, limit).map(Ok).boxed());
         }
-        let panics = self.panics.clone();
-        match self.lock.look(&request, self.peer) {
-            Verdict::Open(caller) => {
-                Either::Left(answering(&*self.service, panics, request, caller))
+        let (panics, peer) = (self.panics.clone(), self.peer);
+        match self.lock.look(&request, peer) {
+            Verdict::Open(admitted) => {
+                Either::Left(answering(&*self.service, panics, request, admitted))
             }
+            Verdict::Answered(answer) => Either::Right(std::future::ready(Ok(answer)).boxed()),
             Verdict::Refused(refusal) => {
                 let lock = self.lock.clone();
-                Either::Right(refuse(lock, request, refusal).map(Ok).boxed())
+                Either::Right(refuse(lock, request, peer, refusal).map(Ok).boxed())
             }
-            Verdict::Slow(presented) => {
+            Verdict::Slow(key) => {
                 let (lock, service) = (self.lock.clone(), Arc::clone(&self.service));
                 Either::Right(Box::pin(async move {
-                    match lock.compare(&request, presented).await {
-                        Ok(caller) => answering(&*service, panics, request, caller).await,
-                        Err(refusal) => Ok(refuse(lock, request, refusal).await),
+                    match lock.compare(&request, peer, key).await {
+                        Ok(admitted) => answering(&*service, panics, request, admitted).await,
+                        Err(refusal) => Ok(refuse(lock, request, peer, refusal).await),
                     }
                 }))
             }
@@ -70,10 +71,14 @@ where
 }
 
 /// The answer to a request that is not let in, once its body is read away.
-async fn refuse(lock: Lock, request: Request<Incoming>, refusal: Refusal) -> Response<Body> {
-    let (head, mut body) = request.into_parts();
-    body::discard(&mut body).await;
-    lock.refuse(head.uri.path(), refusal)
+async fn refuse(
+    lock: Lock,
+    mut request: Request<Incoming>,
+    peer: SocketAddr,
+    refusal: Refusal,
+) -> Response<Body> {
+    body::discard(request.body_mut()).await;
+    lock.refuse(&request, peer, refusal)
 }
 
 type Answering<F> = Map<
@@ -86,21 +91,25 @@ fn answering<S>(
     service: &S,
     panics: Counter,
     mut request: Request<Incoming>,
-    caller: Caller,
+    admitted: Admitted,
 ) -> Answering<S::Future>
 where
     S: Service<Request<Incoming>, Response = Response<Body>, Error = Infallible, Future: Send>,
 {
-    admit(&mut request, caller);
+    let exit = admitted.enter(&mut request);
     let answer = move |outcome: Caught<Response<Body>>| {
-        outcome.unwrap_or_else(|_| {
+        let mut outcome = outcome.unwrap_or_else(|_| {
             panics.inc();
             let what = "kvflash failed on this request; its log says where: please report it";
             let mut response = Reject::new(StatusCode::INTERNAL_SERVER_ERROR, what).openai();
             // What was read of the request's body is not known.
             response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
             Ok(response)
-        })
+        });
+        if let Ok(response) = &mut outcome {
+            exit.leave(response);
+        }
+        outcome
     };
     // Nothing that a panic may have left half done is used again: state that outlives a request is
     // under locks of parking_lot, which have no poison, and changes by calls that do not panic midway.

@@ -1,6 +1,5 @@
 //! What bounds the HTTP of a service: its settings, and the figures that go with them.
 
-use std::net::IpAddr;
 use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,13 +11,19 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::registry::Registry;
 
 use super::body::Intake;
-use super::{HttpSettings, Lock, ServeLimits, Shutdown};
+use super::lock::nets;
+use super::outbound::Outbound;
+use super::worker_allow::WorkerAllow;
+use super::{Face, HttpSettings, Lock, ServeLimits, Shutdown, Tls};
 
 /// The bounds of one service's connections and bodies.
 #[derive(Debug, Clone, Default)]
 pub struct Http {
     settings: HttpSettings,
     lock: Lock,
+    tls: Option<Tls>,
+    outbound: Outbound,
+    worker_allow: WorkerAllow,
     trusted_proxies: Vec<IpNet>,
     refused_connections: Counter,
     crowded_out: Counter,
@@ -37,9 +42,11 @@ impl Deref for Http {
 }
 
 impl Http {
+    /// For a service that shows this.
+    ///
     /// # Errors
     /// `Config`, naming the flag, and the line of a file.
-    pub fn of(settings: HttpSettings) -> Result<Self> {
+    pub fn of(settings: HttpSettings, face: Face) -> Result<Self> {
         for (flag, value) in [
             ("--body-timeout", settings.body_timeout),
             ("--keep-alive-timeout", settings.keep_alive_timeout),
@@ -48,18 +55,16 @@ impl Http {
                 return Err(Error::Config(format!("{flag} must be longer than 0")));
             }
         }
-        let net = |text: &str| {
-            text.parse().or_else(|_| text.parse::<IpAddr>().map(IpNet::from)).map_err(|_| {
-                Error::Config(format!(
-                    "--trusted-proxies takes addresses such as 10.0.0.7 or 10.0.0.0/8, got {text:?}"
-                ))
-            })
-        };
-        let listed = settings.trusted_proxies.split(',').map(str::trim);
-        let trusted_proxies =
-            listed.filter(|text| !text.is_empty()).map(net).collect::<Result<_>>()?;
-        let lock = Lock::new(settings.keys_file.as_deref())?;
-        Ok(Self { settings, lock, trusted_proxies, ..Self::default() })
+        let trusted_proxies = nets("--trusted-proxies", &settings.trusted_proxies)?;
+        let lock = Lock::new(&settings, face)?;
+        let outbound = Outbound::of(&settings)?;
+        let worker_allow = WorkerAllow::parse(&settings.worker_allow)?;
+        Ok(Self { settings, lock, outbound, worker_allow, trusted_proxies, ..Self::default() })
+    }
+
+    /// The same over TLS, of which `/metrics` then tells.
+    pub fn over(self, tls: Option<Tls>) -> Self {
+        Self { tls, ..self }
     }
 
     /// What its server obeys; requests get `drain_timeout` after the stop.
@@ -88,6 +93,21 @@ impl Http {
         &self.lock
     }
 
+    /// Connections to others.
+    pub(crate) fn outbound(&self) -> &Outbound {
+        &self.outbound
+    }
+
+    /// Where workers may be that are added over HTTP.
+    pub(crate) fn worker_allow(&self) -> &WorkerAllow {
+        &self.worker_allow
+    }
+
+    /// Read the certificates for connections to others again if they have changed; call it on a timer.
+    pub fn renew(&self) {
+        self.outbound.renew();
+    }
+
     /// Bytes of bodies above 16 KiB that were read since this was last called.
     pub fn take_large_bytes(&self) -> u64 {
         // Relaxed: a sum that nothing else hangs on.
@@ -113,6 +133,9 @@ impl Http {
             Counter::clone(&self.panics),
         );
         self.lock.register(registry);
+        if let Some(tls) = &self.tls {
+            tls.register(registry);
+        }
         Intake::new(max_bytes, self.body_timeout, self.max_buffered_bytes, &self.large, registry)
     }
 }

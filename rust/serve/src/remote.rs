@@ -8,7 +8,6 @@ use axum::http::{Request, StatusCode, Uri, header};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use kvflash_core::catalog::ModelKey;
 use kvflash_core::error::{Error, Result};
@@ -23,7 +22,10 @@ use prometheus_client::registry::{Registry, Unit};
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
+use super::Http;
+use super::lock::Credential;
 use super::metrics::seconds_histogram;
+use super::outbound::Connector;
 
 /// Largest answer: thousands of workers.
 const ANSWER_BYTES_MAX: usize = 16 * 1024 * 1024;
@@ -55,10 +57,11 @@ enum Failure {
 
 /// A kvflash indexer, asked over HTTP.
 pub(super) struct RemoteIndexer {
-    client: Client<HttpConnector, Full<Bytes>>,
+    client: Client<Connector, Full<Bytes>>,
     /// Where questions go; none while it is not found.
     uri: RwLock<Option<Uri>>,
     deadline: Duration,
+    credential: Credential,
     lookups: Family<OutcomeLabel, Counter>,
     seconds: Histogram,
     /// Why the last question had no answer.
@@ -91,13 +94,13 @@ fn as_bytes<S: serde::Serializer>(hashes: &&[u64], serializer: S) -> Result<S::O
 fn question_uri(url: &str) -> Result<Uri> {
     let wrong = || {
         Error::Config(format!(
-            "--use-remote-indexer must be http://host:port of an indexer, got {url:?}"
+            "--use-remote-indexer must be http://host:port of an indexer, or https://, got {url:?}"
         ))
     };
     let address = url.trim_end_matches('/');
     let uri: Uri = format!("{address}/query_by_hash").parse().map_err(|_| wrong())?;
     let has_host = uri.authority().is_some_and(|authority| !authority.host().is_empty());
-    if uri.scheme_str() != Some("http") || !has_host || uri.query().is_some() {
+    if !matches!(uri.scheme_str(), Some("http" | "https")) || !has_host || uri.query().is_some() {
         return Err(wrong());
     }
     Ok(uri)
@@ -108,15 +111,17 @@ impl RemoteIndexer {
     ///
     /// # Errors
     /// `Config`, naming the flag.
-    pub fn new(options: &RemoteIndexerOptions, registry: &mut Registry) -> Result<Self> {
+    pub fn new(
+        options: &RemoteIndexerOptions,
+        http: &Http,
+        registry: &mut Registry,
+    ) -> Result<Self> {
         let RemoteIndexerOptions { url, deadline } = options;
         let uri = (!url.is_empty()).then(|| question_uri(url)).transpose()?;
         if deadline.is_zero() {
             return Err(Error::Config("--remote-indexer-deadline must be above 0".to_owned()));
         }
-        let mut connector = HttpConnector::new();
-        connector.set_nodelay(true);
-        connector.set_connect_timeout(Some(*deadline));
+        let connector = http.outbound().connector(*deadline);
         let client = Client::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())
             .pool_idle_timeout(IDLE_TIMEOUT)
@@ -135,7 +140,8 @@ impl RemoteIndexer {
             Histogram::clone(&seconds),
         );
         let (uri, trouble) = (RwLock::new(uri), Mutex::default());
-        Ok(Self { client, uri, deadline: *deadline, lookups, seconds, trouble })
+        let (deadline, credential) = (*deadline, http.lock().credential().clone());
+        Ok(Self { client, uri, deadline, credential, lookups, seconds, trouble })
     }
 
     /// Ask this one from now on; none while there is `None`.
@@ -217,15 +223,21 @@ impl RemoteIndexer {
         let body = rmp_serde::to_vec_named(&query).map_err(|error| other(&error))?;
         let uri = self.uri.read().clone();
         let uri = uri.ok_or_else(|| other(&"no indexer is in discovery"))?;
-        let request = Request::post(uri)
+        let mut request = Request::post(uri)
             .header(header::CONTENT_TYPE, "application/msgpack")
             .header(header::ACCEPT, "application/msgpack")
             .body(Full::new(Bytes::from(body)))
             .map_err(|error| other(&error))?;
+        self.credential.show(request.headers_mut());
         let response = self.client.request(request).await.map_err(|error| other(&error))?;
         match response.status() {
             StatusCode::OK => {}
             StatusCode::NOT_FOUND => return Err(Failure::Unknown),
+            status @ (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) => {
+                return Err(other(&format!(
+                    "it answered {status}: name a file with an admin key of it by --service-key-file"
+                )));
+            }
             status => return Err(other(&format!("it answered {status}"))),
         }
         let body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;

@@ -346,6 +346,7 @@ pub async fn serve_over(
     limits: ServeLimits,
     shutdown: Shutdown,
 ) -> std::io::Result<()> {
+    let limits = ServeLimits { lock: limits.lock.at(listener.local_addr()?), ..limits };
     let permits = Arc::new(Semaphore::new(limits.max_connections));
     let mut renewals = vec![tokio::spawn(limits.lock.clone().keep_renewing())];
     renewals.extend(tls.clone().map(|tls| tokio::spawn(tls.keep_renewing())));

@@ -107,7 +107,9 @@ settings! {
         send_token_ids: bool = true, (), "--send-token-ids --no-send-token-ids";
         /// Key for the frontend's own calls to workers; better in a file or in the environment
         ///
-        /// For health, models and `/tokenize`; clients' requests carry their own
+        /// For health, models and `/tokenize`, and for requests of clients that have a key of --keys-file; other
+        /// clients' requests carry their own. Workers that are added over HTTP do not get it: see
+        /// [workers that somebody adds](security.md#workers-that-somebody-adds)
         worker_api_key: Option<String> = None, (), "--worker-api-key KEY";
         /// File with that key, which no list of processes shows
         worker_api_key_file: Option<PathBuf> = None, (), "--worker-api-key-file FILE";
@@ -301,6 +303,42 @@ settings! {
         /// A key of a client closes the public API, one of an admin closes everything else, and one of the role
         /// metrics closes `/metrics` and `/health`, each to callers without such a key. See [keys](security.md#keys)
         keys_file: Option<PathBuf> = None, (), "--keys-file FILE";
+        /// File with the key that this service shows at others of ours: the remote indexer, peers
+        ///
+        /// An admin key of theirs. Read again when it changes
+        service_key_file: Option<PathBuf> = None, (), "--service-key-file FILE";
+        /// Serve the admin side at a port of its own, and not on --port
+        ///
+        /// Everything but the clients' API, `/live`, `/ready`, `/health` and `/metrics`. See
+        /// [two sides](security.md#two-sides)
+        admin_port: Option<u16> = None, 0..=65_535, "--admin-port";
+        /// Address of that port [127.0.0.1]
+        admin_host: Option<String> = None, (), "--admin-host ADDRESS";
+        /// Serve the admin side to everybody who reaches --port, without a key
+        ///
+        /// Without an admin key and without --admin-port only clients on the same machine may use it
+        open_admin: bool = false, (), "--open-admin";
+        /// Further names of this service that requests on the same machine may have in Host
+        ///
+        /// Beside localhost and this machine's name: for reverse proxies that pass on Host
+        allowed_hosts: String = String::new(), (), "--allowed-hosts NAME,...";
+        /// Web pages that may use the clients' API: their origins, or *
+        ///
+        /// Writes of other pages are refused unless they carry a key
+        cors_origin: String = String::new(), (), "--cors-origin ORIGIN,...";
+        /// Addresses that workers may have which are added over HTTP, such as 10.0.0.0/8; any without it
+        ///
+        /// `POST /workers` and `POST /register`. Never link-local ones, and no `ipc://` or `inproc://`. Flags,
+        /// DNS and discovery are not bound by it
+        worker_allow: String = String::new(), (), "--worker-allow ADDRESS[/BITS],...";
+        /// Authorities (PEM) to check https:// engines, indexers and peers against; the system's without it
+        ///
+        /// See [TLS everywhere](security.md#tls-everywhere)
+        tls_ca_path: Option<PathBuf> = None, (), "--tls-ca-path FILE";
+        /// Certificate chain (PEM) to show to them; needs --tls-client-key-path
+        tls_client_cert_path: Option<PathBuf> = None, (), "--tls-client-cert-path FILE";
+        /// Private key of that certificate (PEM)
+        tls_client_key_path: Option<PathBuf> = None, (), "--tls-client-key-path FILE";
     } }
 }
 
@@ -403,6 +441,7 @@ pub fn tables() -> [(&'static str, Vec<Setting>, Vec<Setting>); 3] {
                 log.clone(),
                 IndexerOptions::table(),
                 http.clone(),
+                TlsSettings::table(),
                 of_indexer,
                 IndexSettings::table(),
             ]

@@ -126,18 +126,34 @@ impl Tls {
     }
 }
 
-fn acceptor(cert: &Path, key: &Path) -> Result<TlsAcceptor> {
-    let chain = CertificateDer::pem_slice_iter(&bytes_of(CERT_FLAG, cert)?)
+/// The certificates of a file that `flag` names.
+///
+/// # Errors
+/// `Config`, naming flag and file.
+pub(super) fn certificates(flag: &str, path: &Path) -> Result<Vec<CertificateDer<'static>>> {
+    let chain = CertificateDer::pem_slice_iter(&bytes_of(flag, path)?)
         .collect::<std::result::Result<Vec<_>, _>>()
-        .map_err(|error| fault(CERT_FLAG, cert, format!("is not PEM: {error}")))?;
+        .map_err(|error| fault(flag, path, format!("is not PEM: {error}")))?;
     if chain.is_empty() {
-        return Err(fault(CERT_FLAG, cert, "holds no certificate in PEM"));
+        return Err(fault(flag, path, "holds no certificate in PEM"));
     }
-    let secret =
-        PrivateKeyDer::from_pem_slice(&bytes_of(KEY_FLAG, key)?).map_err(|error| match error {
-            pem::Error::NoItemsFound => fault(KEY_FLAG, key, "holds no private key in PEM"),
-            error => fault(KEY_FLAG, key, format!("is not PEM: {error}")),
-        })?;
+    Ok(chain)
+}
+
+/// The private key of a file that `flag` names.
+///
+/// # Errors
+/// `Config`, naming flag and file.
+pub(super) fn private_key(flag: &str, path: &Path) -> Result<PrivateKeyDer<'static>> {
+    PrivateKeyDer::from_pem_slice(&bytes_of(flag, path)?).map_err(|error| match error {
+        pem::Error::NoItemsFound => fault(flag, path, "holds no private key in PEM"),
+        error => fault(flag, path, format!("is not PEM: {error}")),
+    })
+}
+
+fn acceptor(cert: &Path, key: &Path) -> Result<TlsAcceptor> {
+    let chain = certificates(CERT_FLAG, cert)?;
+    let secret = private_key(KEY_FLAG, key)?;
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let mut config = ServerConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()

@@ -8,7 +8,9 @@ use kvflash_core::ids::InstanceId;
 use kvflash_core::select::RouterConfig;
 use kvflash_core::settings::Concern;
 use kvflash_serve::frontend::{EngineSpec, FairnessOptions, FrontendApp, FrontendOptions};
-use kvflash_serve::{FairnessSettings, FrontendSettings, Http, HttpSettings, Tls, TlsSettings};
+use kvflash_serve::{
+    Face, FairnessSettings, FrontendSettings, Http, HttpSettings, Tls, TlsSettings,
+};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -51,7 +53,9 @@ impl Frontend {
         let mut given = given(settings)?;
         let own = FrontendSettings::take(&mut given).or_raise(py)?;
         let fairness = FairnessSettings::take(&mut given).or_raise(py)?;
-        let http = HttpSettings::take(&mut given).and_then(Http::of).or_raise(py)?;
+        let http = HttpSettings::take(&mut given)
+            .and_then(|http| Http::of(http, Face::Api))
+            .or_raise(py)?;
         let tls = TlsSettings::take(&mut given).or_raise(py)?;
         let tls =
             Tls::read(tls.tls_cert_path.as_deref(), tls.tls_key_path.as_deref()).or_raise(py)?;

@@ -13,7 +13,7 @@ use kvflash_core::error::Error;
 use kvflash_core::select::{self, Selection};
 use kvflash_core::settings::Concern;
 use kvflash_serve::router::{RouterApp, RouterOptions};
-use kvflash_serve::{Http, HttpSettings, Reject, RouterSettings, Tls, TlsSettings};
+use kvflash_serve::{Face, Http, HttpSettings, Reject, RouterSettings, Tls, TlsSettings};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -81,7 +81,9 @@ impl Router {
     ) -> PyResult<Self> {
         let mut given = given(settings)?;
         let own = RouterSettings::take(&mut given).or_raise(py)?;
-        let http = HttpSettings::take(&mut given).and_then(Http::of).or_raise(py)?;
+        let http = HttpSettings::take(&mut given)
+            .and_then(|http| Http::of(http, Face::Control))
+            .or_raise(py)?;
         let tls = TlsSettings::take(&mut given).or_raise(py)?;
         let tls =
             Tls::read(tls.tls_cert_path.as_deref(), tls.tls_key_path.as_deref()).or_raise(py)?;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use kvflash_core::error::{Error, Result};
 use kvflash_core::log_limit::LogLimit;
-use kvflash_serve::{App, Http, ServeLimits, Shutdown, Tls, serve_over};
+use kvflash_serve::{App, Http, Lock, ServeLimits, Shutdown, Tls, serve_over};
 use parking_lot::Mutex;
 use tokio::net::{TcpListener, TcpSocket, lookup_host};
 use tokio::runtime::Runtime;
@@ -68,7 +68,7 @@ fn log_panics() {
 pub(super) struct Service {
     pub shutdown: Shutdown,
     runtime: Mutex<Option<Runtime>>,
-    server: Mutex<Option<JoinHandle<std::io::Result<()>>>>,
+    servers: Mutex<Vec<JoinHandle<std::io::Result<()>>>>,
     handle: tokio::runtime::Handle,
     http: Http,
     limits: ServeLimits,
@@ -94,7 +94,7 @@ impl Service {
             shutdown: http.shutdown().clone(),
             handle: runtime.handle().clone(),
             runtime: Mutex::new(Some(runtime)),
-            server: Mutex::new(None),
+            servers: Mutex::default(),
             http: http.clone(),
             limits: http.limits(drain),
             tls: None,
@@ -107,29 +107,48 @@ impl Service {
         self
     }
 
-    /// Bind and serve. Returns the bound address.
+    /// Bind and serve, the admin side where it has an address of its own, too. Returns the bound address.
     ///
     /// # Errors
     /// `Config` naming the address when it can't be bound.
-    pub fn start(&self, host: &str, port: u16, app: impl App) -> Result<SocketAddr> {
-        let cannot = |error: std::io::Error| {
-            Error::Config(format!("can't listen on {host}:{port} (--host, --port): {error}"))
-        };
-        let listener =
-            self.handle.block_on(listen(host, port, self.http.reuse_port)).map_err(cannot)?;
-        let address = listener.local_addr().map_err(cannot)?;
-        let (tls, limits) = (self.tls.clone(), self.limits.clone());
-        let shutdown = self.shutdown.clone();
-        let server = self.handle.spawn(serve_over(tls, listener, app, limits, shutdown));
-        *self.server.lock() = Some(server);
+    pub fn start(&self, host: &str, port: u16, app: impl App + Clone) -> Result<SocketAddr> {
+        let lock = self.http.lock();
+        if let Some((host, port)) = lock.admin_address() {
+            let flags = "--admin-host, --admin-port";
+            let address = self.listen(flags, host, port, lock.clone().for_admin(), app.clone())?;
+            tracing::info!(%address, "the admin side is served here");
+        }
+        let address = self.listen("--host, --port", host, port, lock.clone(), app)?;
+        lock.announce(address);
         let (http, mut large, mut seconds) = (self.http.clone(), 0, 0);
         self.every_second(move || {
             (large, seconds) = (large + http.take_large_bytes(), seconds + 1);
+            tokio::task::block_in_place(|| http.renew());
             if large >= TRIM_BYTES && seconds >= TRIM_SECONDS {
                 (large, seconds) = (0, 0);
                 tokio::task::block_in_place(give_back_memory);
             }
         });
+        Ok(address)
+    }
+
+    fn listen(
+        &self,
+        flags: &str,
+        host: &str,
+        port: u16,
+        lock: Lock,
+        app: impl App,
+    ) -> Result<SocketAddr> {
+        let cannot = |error: std::io::Error| {
+            Error::Config(format!("can't listen on {host}:{port} ({flags}): {error}"))
+        };
+        let listener =
+            self.handle.block_on(listen(host, port, self.http.reuse_port)).map_err(cannot)?;
+        let address = listener.local_addr().map_err(cannot)?;
+        let (tls, limits) = (self.tls.clone(), ServeLimits { lock, ..self.limits.clone() });
+        let server = serve_over(tls, listener, app, limits, self.shutdown.clone());
+        self.servers.lock().push(self.handle.spawn(server));
         Ok(address)
     }
 
@@ -165,7 +184,8 @@ impl Service {
     /// Stop: no new connections, open requests get the drain time, then everything ends.
     pub fn stop(&self) {
         self.shutdown.stop();
-        if let Some(server) = self.server.lock().take() {
+        let servers = std::mem::take(&mut *self.servers.lock());
+        for server in servers {
             // The server bounds its own drain; its outcome was logged there.
             let _ = self.handle.block_on(server);
         }

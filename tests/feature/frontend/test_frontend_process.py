@@ -205,7 +205,7 @@ def test_a_second_signal_ends_it_at_once(number: signal.Signals) -> None:
 
 def test_idle_connections_do_not_delay_the_end() -> None:
     with serving(FakeEngine("idle")) as frontend, Raw(frontend.address) as used:
-        used.send(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        used.send(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert used.read_answer()[0] == 200
         assert frontend.process.terminate() == 0
         assert used.read_to_end() == b""

@@ -113,7 +113,7 @@ def test_those_that_speak_no_tls_or_nothing_hold_up_nobody(
     silent = [Raw(address) for _ in range(20)]
     try:
         with Raw(address) as plain:
-            plain.send(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            plain.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             answer = plain.read_to_end()
             assert b"HTTP/1.1" not in answer
         with Raw(address) as half:
@@ -173,7 +173,7 @@ def test_a_new_certificate_is_taken_and_a_broken_one_is_not(tmp_path: Path) -> N
         assert counted(address, pair, "renewals", "renewed") >= 1
         assert counted(address, pair, "handshakes", "done") >= 4
         with Raw(address) as plain:
-            plain.send(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            plain.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             plain.read_to_end()
         assert counted(address, pair, "handshakes", "failed") == 1
         authority.pair("127.0.0.1")

@@ -69,7 +69,9 @@ def test_cli(case):
 def test_endpoint(http, case):
     body = {"instance_id": 1, "model_name": "m", "block_size": 1, **case["input"]}
     status = http.call("POST", "/register", body)[0]
-    assert status == (201 if case["expected"]["valid"] else 400)
+    # Sockets of this machine's own files and threads are for flags: nobody may name them over HTTP.
+    is_remote = not case["input"]["endpoint"].startswith(("ipc://", "inproc://"))
+    assert status == (201 if case["expected"]["valid"] and is_remote else 400)
 
 
 @cases("indexer-http", "ops")

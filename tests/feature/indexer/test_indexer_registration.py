@@ -183,8 +183,8 @@ def _is_refused(endpoint):
         return probe.connect_ex((host, int(port))) != 0
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", "ipc:///" + "x" * 200])
-def test_an_address_that_cannot_be_connected_is_failed(http, model, endpoint):
+def test_an_address_that_cannot_be_connected_is_failed(http, model):
+    endpoint = "tcp://127.0.0.1:*"
     body = {**REQUIRED["/register"], "model_name": model, "endpoint": endpoint}
     http.post("/register", body, expect=201)
     until(lambda: listener(http, 1)["status"] == "failed", "failed")

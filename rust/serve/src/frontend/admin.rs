@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::app::{App, Name};
-use super::engine::{Engine, EngineSpec, is_prefill};
+use super::engine::{Engine, EngineSpec, WorkerKey, is_prefill};
 use super::pool::Pool;
 use super::{drain, probe};
 use crate::gateway::api::Row;
@@ -29,6 +29,7 @@ use crate::gateway::backend::disagg::Prefill;
 use crate::gateway::call::Head;
 use crate::gateway::evidence;
 use crate::gateway::plan::{Part, Plan};
+use crate::lock::Subject;
 use crate::metrics::CauseLabel;
 use crate::remote::RemoteIndexer;
 use crate::tenant::pass;
@@ -387,20 +388,40 @@ struct NewWorker {
     role: Option<String>,
     #[serde(default)]
     state: WorkerState,
+    /// What the worker wants of the frontend; else it gets none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    api_key: Option<String>,
 }
 
 impl NewWorker {
+    /// Whether it may be where it says.
+    ///
+    /// # Errors
+    /// 403, naming the field, the address and the flag.
+    async fn check_places(&self, app: &App) -> Result<(), Reject> {
+        let allow = app.options.http.worker_allow();
+        allow.check_url("url", &self.url).await?;
+        for (field, address) in [("events", &self.events), ("replay", &self.replay)] {
+            if let Some(address) = address {
+                allow.check_socket(field, address).await?;
+            }
+        }
+        Ok(())
+    }
+
     fn register(self, app: &Arc<App>, registrant: Option<IpAddr>) -> Result<Arc<Engine>, Reject> {
         let role = self.role.as_deref().map(is_prefill).transpose();
+        let bad = |error: Error| Reject::bad_request(error.to_string());
         let spec = EngineSpec {
             url: self.url.clone(),
             events: self.events.clone(),
             replay: self.replay.clone(),
             instance_id: self.id,
             dp_size: self.dp_size.unwrap_or(1),
-            is_prefill: role.map_err(|error| Reject::bad_request(error.to_string()))? == Some(true),
+            is_prefill: role.map_err(bad)? == Some(true),
             tokenizer: None,
             registrant,
+            key: WorkerKey::of(self.api_key.as_deref()).map_err(bad)?,
         };
         if !(1..=1_024).contains(&spec.dp_size) {
             let message = format!("dp_size must be in 1..=1024, got {}", spec.dp_size);
@@ -430,7 +451,7 @@ pub(super) fn register_again(app: &Arc<App>, body: Value) -> Result<(), String> 
     new.register(app, None).map(drop).map_err(|reject| reject.message)
 }
 
-/// POST /workers {url, events?, replay?, id?, dp_size?, role?, state?}
+/// POST /workers {url, events?, replay?, id?, dp_size?, role?, state?, api_key?}
 pub(super) async fn add_worker(
     State(app): State<Arc<App>>,
     peer: Option<Extension<Peer>>,
@@ -447,10 +468,15 @@ pub(super) async fn add_worker(
             .map_err(|error| Reject::bad_request(format!("invalid worker: {error}")))?;
         json.end().map_err(|error| Reject::bad_request(format!("invalid worker: {error}")))?;
         let registrant = peer.map(|Extension(Peer(address))| address.ip());
+        new.check_places(&app).await?;
         new.register(&app, registrant)
     };
     match added.await {
-        Ok(engine) => (StatusCode::CREATED, Json(entry(&app, &engine, &[], 0))).into_response(),
+        Ok(engine) => {
+            let entry = Json(entry(&app, &engine, &[], 0));
+            let response = (StatusCode::CREATED, entry).into_response();
+            Subject::mark(response, engine.id, &engine.base)
+        }
         Err(reject) => reject.openai(),
     }
 }

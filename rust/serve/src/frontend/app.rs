@@ -126,8 +126,9 @@ impl App {
         };
         registry.register_collector(Box::new(policy_metrics));
         let remote = options.remote_indexer.as_ref();
-        let remote =
-            remote.map(|options| RemoteIndexer::new(options, &mut registry)).transpose()?;
+        let remote = remote
+            .map(|remote| RemoteIndexer::new(remote, &options.http, &mut registry))
+            .transpose()?;
         if let Some(tls) = &options.tls {
             tls.register(&mut registry);
         }
@@ -146,7 +147,7 @@ impl App {
             start: StartGate::new(wanted, "be healthy", "--min-initial-workers"),
             keeps_sessions: options.policy_name() == "session-affinity",
             fleet: Fleet::new(options.clone(), Arc::clone(&catalog), clock),
-            upstream: Upstream::new(options.connect_timeout, options.api_key()?.as_deref())?,
+            upstream: Upstream::new(&options, options.api_key()?.as_deref())?,
             aliases: Aliases::parse(&options.model_alias)?,
             options,
             catalog,

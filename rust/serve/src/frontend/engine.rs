@@ -1,12 +1,13 @@
 //! One engine behind the frontend: where it is, how it fares, what it said of itself.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::net::IpAddr;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use axum::http::Uri;
+use axum::http::{HeaderValue, Uri};
 use kvflash_core::error::{Error, Result};
 use kvflash_core::fleet::{EventSpec, broker_path, port_of};
 use kvflash_core::ids::InstanceId;
@@ -22,6 +23,42 @@ fn without_login(url: &str) -> String {
     match (url.find("//"), url.rfind('@')) {
         (Some(from), Some(to)) if from < to => format!("{}//***{}", &url[..from], &url[to..]),
         _ => url.to_owned(),
+    }
+}
+
+/// The key that a worker is shown.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub enum WorkerKey {
+    /// That of `--worker-api-key-file`.
+    #[default]
+    Ours,
+    /// Its own, with which it was added.
+    Own(HeaderValue),
+    /// None: somebody added it over HTTP.
+    Nothing,
+}
+
+impl WorkerKey {
+    /// Of a key that came with a worker; nothing without one.
+    ///
+    /// # Errors
+    /// `Config` for a key that can't be a header.
+    pub fn of(key: Option<&str>) -> Result<Self> {
+        let Some(key) = key else { return Ok(Self::Nothing) };
+        let mut value = HeaderValue::try_from(format!("Bearer {key}"))
+            .map_err(|_| Error::Config("api_key has characters that no header may have".into()))?;
+        value.set_sensitive(true);
+        Ok(Self::Own(value))
+    }
+}
+
+impl fmt::Debug for WorkerKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Ours => "Ours",
+            Self::Own(_) => "Own",
+            Self::Nothing => "Nothing",
+        })
     }
 }
 
@@ -44,6 +81,8 @@ pub struct EngineSpec {
     pub tokenizer: Option<String>,
     /// Who registered it over HTTP.
     pub registrant: Option<IpAddr>,
+    /// The key that it is shown.
+    pub key: WorkerKey,
 }
 
 impl FromStr for EngineSpec {
@@ -63,6 +102,7 @@ impl FromStr for EngineSpec {
             is_prefill: false,
             tokenizer: None,
             registrant: None,
+            key: WorkerKey::default(),
         };
         for part in parts {
             let (key, value) = part.split_once('=').ok_or_else(|| {
@@ -119,7 +159,10 @@ impl EngineSpec {
                 && (authority.port_u16().is_some_and(|port| port > 0)
                     || port.is_none_or(|port| port.ends_with(']')))
         });
-        if uri.scheme_str() != Some("http") || !is_whole || self.url.contains('#') {
+        if !matches!(uri.scheme_str(), Some("http" | "https"))
+            || !is_whole
+            || self.url.contains('#')
+        {
             return Err(Error::Config(format!(
                 "worker url must be http://host:port, got {:?}",
                 self.url
@@ -260,6 +303,7 @@ impl Engine {
             is_prefill: member.spec.is_prefill(),
             tokenizer: None,
             registrant: None,
+            key: WorkerKey::default(),
         };
         let mut engine = Self::new(member.spec.id, spec);
         engine.healthy = AtomicBool::new(true);
@@ -388,7 +432,7 @@ mod tests {
     fn refusals_name_the_field_and_what_came() {
         for (text, wanted) in [
             ("h:8000", "http://host:port"),
-            ("https://h:8000", "http://host:port"),
+            ("ftp://h:8000", "http://host:port"),
             ("http://h:8000,evnts=tcp://h:1", "unknown key \"evnts\""),
             ("http://h:8000,events=udp://h:1", "events must be tcp://host:port"),
             ("http://h:8000,events=nats://subject/7/x", "events must be tcp://host:port"),

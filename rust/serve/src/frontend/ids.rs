@@ -230,7 +230,8 @@ async fn has_template(app: &App, engine: &Engine, model: &str) -> bool {
 /// Tokens that the engine counted in the prompt of a question; `None` where it refused, or does not tell.
 async fn prompt_tokens(app: &App, engine: &Engine, api: Api, body: &Value) -> Option<usize> {
     let url = format!("{}{}", engine.base, Row::of_fields(api == Api::Chat).path);
-    let call = app.upstream.post_json(&url, body.to_string().into_bytes(), MAX_ANSWER_BYTES);
+    let call =
+        app.upstream.post_json(engine, &url, body.to_string().into_bytes(), MAX_ANSWER_BYTES);
     let (status, answer) = tokio::time::timeout(TIMEOUT, call).await.ok()?.ok()?;
     let mut scanner = UsageScanner::new(Form::OpenAi);
     scanner.feed(&answer);

@@ -391,7 +391,7 @@ async fn tokens_of(app: &App, engine: &Engine, path: &str, body: Vec<u8>) -> Tok
         tokens: Vec<u32>,
     }
     let url = format!("{}{path}", engine.base);
-    let call = app.upstream.post_json(&url, body, MAX_ANSWER_BYTES);
+    let call = app.upstream.post_json(engine, &url, body, MAX_ANSWER_BYTES);
     match tokio::time::timeout(app.options.tokenize_timeout, call).await {
         Ok(Ok((status, _)))
             if status.is_server_error() && status != StatusCode::NOT_IMPLEMENTED =>

@@ -11,11 +11,14 @@ use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper::ext::on_informational;
 use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use kvflash_core::error::Error;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
+
+use super::engine::{Engine, WorkerKey};
+use super::options::FrontendOptions;
+use crate::outbound::Connector;
 
 /// Answers of status 1xx before the answer: more are an engine that never answers.
 const MAX_INFORMATIONAL: usize = 16;
@@ -23,7 +26,7 @@ const MAX_INFORMATIONAL: usize = 16;
 /// HTTP/1 to the engines, connections kept and reused.
 #[derive(Debug, Clone)]
 pub(crate) struct Upstream {
-    client: Client<HttpConnector, Full<Bytes>>,
+    client: Client<Connector, Full<Bytes>>,
     /// Authorization of the frontend's own calls.
     authorization: Option<HeaderValue>,
 }
@@ -40,7 +43,7 @@ pub(crate) struct AttemptError {
 impl Upstream {
     /// # Errors
     /// `Config` for an API key that can't be a header.
-    pub fn new(connect_timeout: Duration, api_key: Option<&str>) -> Result<Self, Error> {
+    pub fn new(options: &FrontendOptions, api_key: Option<&str>) -> Result<Self, Error> {
         let authorization = match api_key {
             None => None,
             Some(key) => {
@@ -51,10 +54,7 @@ impl Upstream {
                 Some(value)
             }
         };
-        let mut connector = HttpConnector::new();
-        connector.set_nodelay(true);
-        connector.set_connect_timeout(Some(connect_timeout));
-        connector.set_keepalive(Some(Duration::from_secs(30)));
+        let connector = options.http.outbound().connector(options.connect_timeout);
         let client = Client::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())
             // Common engines close idle connections after 5 s; be first, so that no request meets a closed one.
@@ -62,11 +62,6 @@ impl Upstream {
             .pool_max_idle_per_host(1_024)
             .build(connector);
         Ok(Self { client, authorization })
-    }
-
-    /// What its own calls carry.
-    pub fn authorization(&self) -> Option<&HeaderValue> {
-        self.authorization.as_ref()
     }
 
     /// Send a request; returns at the answer's head.
@@ -106,15 +101,30 @@ impl Upstream {
         })
     }
 
-    /// GET with the whole answer, at most `limit` bytes.
-    pub async fn get(&self, url: &str, limit: usize) -> Result<(u16, Bytes), String> {
+    /// What an engine is shown: the frontend's own key, or one that is only for it.
+    pub fn authorization<'a>(&'a self, engine: &'a Engine) -> Option<&'a HeaderValue> {
+        match &engine.spec.key {
+            WorkerKey::Ours => self.authorization.as_ref(),
+            WorkerKey::Own(key) => Some(key),
+            WorkerKey::Nothing => None,
+        }
+    }
+
+    /// GET of an engine's, with the whole answer, at most `limit` bytes.
+    pub async fn get(
+        &self,
+        engine: &Engine,
+        url: &str,
+        limit: usize,
+    ) -> Result<(u16, Bytes), String> {
         let request = Request::get(url).body(Full::default()).map_err(|e| e.to_string())?;
-        self.whole(request, limit).await.map(|(status, bytes)| (status.as_u16(), bytes))
+        self.whole(engine, request, limit).await.map(|(status, bytes)| (status.as_u16(), bytes))
     }
 
     /// POST JSON with the whole answer, at most `limit` bytes.
     pub async fn post_json(
         &self,
+        engine: &Engine,
         url: &str,
         body: Vec<u8>,
         limit: usize,
@@ -123,15 +133,16 @@ impl Upstream {
             .header(header::CONTENT_TYPE, "application/json")
             .body(Full::from(body))
             .map_err(|e| e.to_string())?;
-        self.whole(request, limit).await
+        self.whole(engine, request, limit).await
     }
 
     async fn whole(
         &self,
+        engine: &Engine,
         mut request: Request<Full<Bytes>>,
         limit: usize,
     ) -> Result<(StatusCode, Bytes), String> {
-        if let Some(authorization) = &self.authorization {
+        if let Some(authorization) = self.authorization(engine) {
             request.headers_mut().insert(header::AUTHORIZATION, authorization.clone());
         }
         let response = self.send(request).await.map_err(|error| error.message)?;

@@ -8,7 +8,7 @@ use kvflash_core::fleet::{EventSpec, port_of};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::engine::Engine;
+use super::engine::{Engine, WorkerKey};
 use super::notes::ServerNotes;
 use super::proxy::Upstream;
 
@@ -47,14 +47,35 @@ pub(crate) async fn ask(
     let host = engine.base.parse::<axum::http::Uri>().ok()?.host()?.to_owned();
     for path in PATHS {
         let url = format!("{}{path}", engine.base);
-        let answer = tokio::time::timeout(timeout, upstream.get(&url, MAX_ANSWER_BYTES)).await;
+        let answer =
+            tokio::time::timeout(timeout, upstream.get(engine, &url, MAX_ANSWER_BYTES)).await;
         if let Ok(Ok((200, body))) = answer
-            && let Some(notes) = read(&host, path, &body)
+            && let Some(mut notes) = read(&host, path, &body)
         {
+            if engine.spec.key != WorkerKey::Ours {
+                notes.keep_events_at(&host);
+            }
             return Some(notes);
         }
     }
     None
+}
+
+impl ServerNotes {
+    /// Of one that somebody added over HTTP: it may not have us connect elsewhere than to its own host.
+    fn keep_events_at(&mut self, host: &str) {
+        let own = format!("tcp://{host}:");
+        let is_own = |spec: &EventSpec| {
+            let replay = spec.replay_endpoint.as_ref();
+            spec.endpoint.starts_with(&own) && replay.is_none_or(|replay| replay.starts_with(&own))
+        };
+        if !self.events.values().all(is_own) {
+            self.events.clear();
+            self.note.push_str(
+                ", which is not at its own host, as it must be of a worker added over HTTP",
+            );
+        }
+    }
 }
 
 /// Read the answer of an engine at `host`.
@@ -123,6 +144,21 @@ mod tests {
             "internal_states": [{}], "version": "0.5",
         });
         read("10.0.0.7", "/server_info", info.to_string().as_bytes()).unwrap()
+    }
+
+    #[test]
+    fn one_that_was_added_over_http_names_sockets_of_its_own_host() {
+        for (endpoint, is_kept) in [
+            ("tcp://*:5557", true),
+            ("tcp://10.0.0.7:5557", true),
+            ("tcp://10.0.0.70:5557", false),
+            ("ipc:///tmp/other", false),
+        ] {
+            let mut notes = told(json!({ "publisher": "zmq", "endpoint": endpoint }), 1);
+            assert_eq!(notes.events.len(), 1, "{endpoint}");
+            notes.keep_events_at("10.0.0.7");
+            assert_eq!(!notes.events.is_empty(), is_kept, "{endpoint}: {}", notes.note);
+        }
     }
 
     #[test]

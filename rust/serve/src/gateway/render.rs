@@ -129,7 +129,7 @@ pub(super) async fn ask(
         return Err("not_text");
     }
     let url = format!("{}{path}", engine.base);
-    let call = app.upstream.post_json(&url, body, MAX_ANSWER_BYTES);
+    let call = app.upstream.post_json(&engine, &url, body, MAX_ANSWER_BYTES);
     match tokio::time::timeout(app.options.tokenize_timeout, call).await {
         Err(_) => Err("render_timeout"),
         Ok(Err(_)) => Err("render_failed"),

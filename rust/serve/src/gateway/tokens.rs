@@ -194,7 +194,7 @@ async fn remote_tokens(
     let body = ask_body(envelope, name, prompt)?;
     let body = Value::Object(body).to_string().into_bytes();
     let url = format!("{}/tokenize", engine.base);
-    let call = app.upstream.post_json(&url, body, 64 * 1024 * 1024);
+    let call = app.upstream.post_json(&engine, &url, body, 64 * 1024 * 1024);
     match tokio::time::timeout(app.options.tokenize_timeout, call).await {
         Err(_) => Err("tokenize_timeout"),
         Ok(Err(_)) => Err("tokenize_failed"),

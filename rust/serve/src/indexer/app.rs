@@ -35,8 +35,10 @@ use super::overlap::{find_hashes, find_tokens};
 use super::recover::recover;
 use super::request::{Listener, PeerUrl, Query, QueryByHash, Register, Unregister};
 use super::startup::Startup;
+use crate::lock::Subject;
 use crate::settings::IndexerOptions;
 use crate::state_file::Registrations;
+use crate::worker_allow::WorkerAllow;
 use crate::{Http, Reject, Shutdown};
 
 /// Header of answers that were given before this replica was ready; its value is `false`.
@@ -52,6 +54,7 @@ struct App {
     shutdown: Shutdown,
     /// What was registered over HTTP.
     registrations: Registrations,
+    worker_allow: WorkerAllow,
 }
 
 /// The indexer's HTTP service over a catalog.
@@ -107,13 +110,24 @@ impl IndexerApp {
             register_at(&catalog, request).map_err(|error| error.to_string())
         })?;
         if !options.peers.is_empty() {
-            tokio::spawn(recover(Arc::clone(&catalog), Arc::clone(&startup)));
+            let (catalog, startup, trusted) =
+                (Arc::clone(&catalog), Arc::clone(&startup), startup.peers());
+            tokio::spawn(recover(catalog, startup, http.clone(), trusted));
         }
         let dumps = Dumps::default();
         let shutdown = http.shutdown().clone();
-        let app =
-            App { catalog, options, intake, metrics, startup, dumps, shutdown, registrations };
-        let app = Arc::new(app);
+        let worker_allow = http.worker_allow().clone();
+        let app = Arc::new(App {
+            catalog,
+            options,
+            intake,
+            metrics,
+            startup,
+            dumps,
+            shutdown,
+            registrations,
+            worker_allow,
+        });
         let mut router = Router::new();
         if app.options.test_endpoints {
             router = router
@@ -207,8 +221,18 @@ pub(crate) fn query_routes(catalog: Arc<Catalog>, intake: Intake) -> KvResult<Ro
     let (metrics, dumps) = (Arc::new(figures), Dumps::default());
     let registrations = Registrations::default();
     let shutdown = Shutdown::default();
-    let app = App { catalog, options, intake, metrics, startup, dumps, shutdown, registrations };
-    let app = Arc::new(app);
+    let worker_allow = WorkerAllow::default();
+    let app = Arc::new(App {
+        catalog,
+        options,
+        intake,
+        metrics,
+        startup,
+        dumps,
+        shutdown,
+        registrations,
+        worker_allow,
+    });
     let routes = Router::new()
         .route("/query", post(query))
         .route("/query_by_hash", post(query_by_hash))
@@ -287,13 +311,20 @@ fn json_response(status: StatusCode, body: &impl Serialize) -> Response {
 }
 
 async fn register(State(app): State<Arc<App>>, body: Body) -> Response {
-    app.answer(body, |app, request: Register| {
+    let registered = async {
+        let body = app.intake.whole(body).await?;
+        let request: Register = Form::Json.parse(&body.bytes)?;
+        app.worker_allow.check_socket("endpoint", &request.endpoint).await?;
+        if let Some(replay) = &request.replay_endpoint {
+            app.worker_allow.check_socket("replay_endpoint", replay).await?;
+        }
         let key = format!("{}/{}", request.instance_id, request.dp_rank);
         register_at(&app.catalog, request.clone())?;
         app.registrations.put(&key, &request);
-        Ok(json_response(StatusCode::CREATED, &serde_json::json!({"status": "ok"})))
-    })
-    .await
+        let response = json_response(StatusCode::CREATED, &serde_json::json!({"status": "ok"}));
+        Ok::<_, Reject>(Subject::mark(response, &key, &request.endpoint))
+    };
+    registered.await.unwrap_or_else(Reject::plain)
 }
 
 fn register_at(catalog: &Catalog, request: Register) -> KvResult<()> {

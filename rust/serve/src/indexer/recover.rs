@@ -9,7 +9,6 @@ use bytes::{Buf, Bytes};
 use http_body_util::{BodyExt, Empty, Limited};
 use hyper::body::Incoming;
 use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use kvflash_core::catalog::{
     Catalog, DEFAULT_MAX_BLOCKS, ListenerStatus, Progress, TransferError, restore, restore_json,
@@ -20,6 +19,9 @@ use tokio::time::{sleep, timeout};
 
 use super::dump::DUMP_TYPE;
 use super::startup::{Phase, Startup};
+use crate::Http;
+use crate::lock::Credential;
+use crate::outbound::Connector;
 
 /// Listeners get so long to connect before the dump is asked for, so that nothing is published between
 /// the two that neither has.
@@ -48,7 +50,13 @@ const RECOVERED_WAIT: Duration = Duration::from_secs(600);
 /// The answer of GET /ready is small.
 const READY_BYTES_MAX: usize = 1024 * 1024;
 
-type HttpClient = Client<HttpConnector, Empty<Bytes>>;
+/// Asks peers.
+struct HttpClient {
+    client: Client<Connector, Empty<Bytes>>,
+    credential: Credential,
+    /// Peers that flags name: others do not see the key.
+    trusted: Vec<String>,
+}
 
 /// What a peer can do for us.
 enum Peer {
@@ -61,12 +69,17 @@ enum Peer {
 }
 
 /// Recovers from the first healthy peer, then lets the publishers read. Whatever happens, it ends.
-pub(super) async fn recover(catalog: Arc<Catalog>, startup: Arc<Startup>) {
+pub(super) async fn recover(
+    catalog: Arc<Catalog>,
+    startup: Arc<Startup>,
+    http: Http,
+    trusted: Vec<String>,
+) {
     wait_for_listeners(&catalog).await;
-    let mut connector = HttpConnector::new();
-    connector.set_nodelay(true);
-    connector.set_connect_timeout(Some(CONNECT_TIMEOUT));
+    let connector = http.outbound().connector(CONNECT_TIMEOUT);
     let client = Client::builder(TokioExecutor::new()).build(connector);
+    let credential = http.lock().credential().clone();
+    let client = HttpClient { client, credential, trusted };
     let peer = first_healthy(&client, &catalog, &startup).await;
     match peer {
         Some((peer, progress)) => tracing::info!(
@@ -151,12 +164,19 @@ async fn wait_for_listeners(catalog: &Catalog) {
     }
 }
 
-async fn get(client: &HttpClient, url: &str) -> Result<hyper::Response<Incoming>, String> {
-    let request = Request::get(url)
+async fn get(
+    client: &HttpClient,
+    peer: &str,
+    path: &str,
+) -> Result<hyper::Response<Incoming>, String> {
+    let mut request = Request::get(format!("{peer}{path}"))
         .header(header::ACCEPT, format!("{DUMP_TYPE}, application/json"))
         .body(Empty::new())
         .map_err(|error| error.to_string())?;
-    match timeout(IDLE_TIMEOUT, client.request(request)).await {
+    if client.trusted.iter().any(|trusted| trusted == peer) {
+        client.credential.show(request.headers_mut());
+    }
+    match timeout(IDLE_TIMEOUT, client.client.request(request)).await {
         Err(_) => Err(format!("no answer within {} s", IDLE_TIMEOUT.as_secs())),
         Ok(Err(error)) if error.is_connect() => Err("no connection".to_owned()),
         Ok(Err(error)) => Err(error.to_string()),
@@ -173,7 +193,7 @@ async fn look_at(client: &HttpClient, peer: &str) -> Result<Peer, String> {
     struct Ready {
         recovery: Recovery,
     }
-    let response = get(client, &format!("{peer}/ready")).await?;
+    let response = get(client, peer, "/ready").await?;
     match response.status() {
         StatusCode::SERVICE_UNAVAILABLE => {}
         // Indexers without this path are ready when they answer.
@@ -201,9 +221,15 @@ async fn load(
     catalog: &Arc<Catalog>,
     startup: &Arc<Startup>,
 ) -> Result<Progress, String> {
-    let response = get(client, &format!("{peer}/dump?format=snapshot")).await?;
+    let response = get(client, peer, "/dump?format=snapshot").await?;
     if response.status() != StatusCode::OK {
-        return Err(format!("GET /dump answered {}", response.status()));
+        let hint = match response.status() {
+            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
+                ": name a file with an admin key of it by --service-key-file"
+            }
+            _ => "",
+        };
+        return Err(format!("GET /dump answered {}{hint}", response.status()));
     }
     let kind = response.headers().get(header::CONTENT_TYPE);
     let is_binary = kind.is_some_and(|kind| kind.as_bytes() == DUMP_TYPE.as_bytes());

@@ -1,53 +1,88 @@
 //! Whether a request is let in.
 
 use std::net::SocketAddr;
-use std::path::Path;
 use std::sync::Arc;
+use std::time::Instant;
 
-use axum::http::header::AUTHORIZATION;
-use axum::http::{HeaderMap, HeaderName, Request, StatusCode};
-use axum::response::Response;
+use axum::body::Body;
+use axum::http::header::{AUTHORIZATION, FORWARDED, VIA, WWW_AUTHENTICATE};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode};
 use bytes::Bytes;
 use kvflash_core::error::Result;
+use kvflash_core::log_limit::LogLimit;
+use parking_lot::Mutex;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::registry::Registry;
 use tokio::sync::Semaphore;
 
+use super::audit::Audit;
 use super::caller::Caller;
+use super::credential::Credential;
 use super::keys::{Found, KEYS_FLAG, Key, Keys, KeysFile, Role};
+use super::rules::{Face, Rules};
 use super::side::{Side, form_of};
-use crate::Reject;
+use super::web;
 use crate::metrics::CauseLabel;
+use crate::{HttpSettings, Reject};
 
 static API_KEY: HeaderName = HeaderName::from_static("x-api-key");
+static REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+/// Headers that a request has which came through a proxy.
+static OF_PROXIES: [HeaderName; 4] = [
+    FORWARDED,
+    VIA,
+    HeaderName::from_static("x-forwarded-for"),
+    HeaderName::from_static("x-real-ip"),
+];
 
 /// Slow comparisons at once: each takes a core and some MiB.
 const COMPARISONS_AT_ONCE: usize = 1;
 /// Slow comparisons that may wait; more are refused with 429.
 const COMPARISONS_WAITING: usize = 64;
 
-/// Lets requests in, or not: by their keys. Clones are the same.
+/// Lets requests in, or not: by their keys, by where they come from, and by the page that sent them. Clones are
+/// the same. The default one lets all in.
 #[derive(Debug, Clone, Default)]
 pub struct Lock {
     shared: Arc<Shared>,
+    reach: Reach,
+}
+
+/// The listener that a lock is of.
+#[derive(Debug, Clone, Copy, Default)]
+struct Reach {
+    /// Only this machine reaches it.
+    is_loopback: bool,
+    /// It is the admin side's own.
+    is_admin: bool,
 }
 
 #[derive(Debug)]
 struct Shared {
+    rules: Option<Rules>,
     keys: Option<Arc<KeysFile>>,
+    credential: Credential,
     comparing: Semaphore,
     waiting: Semaphore,
     refused: Family<CauseLabel, Counter>,
+    /// Lines about changes that were refused.
+    log: Mutex<LogLimit>,
+    begun: Instant,
 }
 
 impl Default for Shared {
     fn default() -> Self {
         Self {
+            rules: None,
             keys: None,
+            credential: Credential::default(),
             comparing: Semaphore::new(COMPARISONS_AT_ONCE),
             waiting: Semaphore::new(COMPARISONS_WAITING),
             refused: Family::default(),
+            log: Mutex::default(),
+            begun: Instant::now(),
         }
     }
 }
@@ -55,15 +90,56 @@ impl Default for Shared {
 /// What becomes of a request.
 pub(crate) enum Verdict {
     /// It goes on.
-    Open(Caller),
+    Open(Admitted),
     Refused(Refusal),
+    /// It needs no app.
+    Answered(Response<Body>),
     /// Only [`Lock::compare`] can tell.
     Slow(Bytes),
 }
 
-impl From<std::result::Result<Caller, Refusal>> for Verdict {
-    fn from(judged: std::result::Result<Caller, Refusal>) -> Self {
-        judged.map_or_else(Self::Refused, Self::Open)
+/// A request that was let in.
+#[derive(Debug)]
+pub(crate) struct Admitted {
+    caller: Caller,
+    /// The page that may read the answer.
+    origin: Option<HeaderValue>,
+    audit: Option<Audit>,
+}
+
+impl Admitted {
+    /// Mark the request as that of its caller, whose key goes no further. Returns what is to be done with the answer.
+    pub fn enter<B>(self, request: &mut Request<B>) -> Exit {
+        let Self { caller, origin, audit } = self;
+        let headers = request.headers_mut();
+        if caller.key().is_some() {
+            headers.remove(AUTHORIZATION);
+            headers.remove(&API_KEY);
+        }
+        // Of two, parts of the service and the engine could each take another one.
+        if headers.get_all(&REQUEST_ID).iter().nth(1).is_some() {
+            headers.remove(&REQUEST_ID);
+        }
+        request.extensions_mut().insert(caller);
+        Exit { origin, audit }
+    }
+}
+
+/// What is to be done with an answer.
+#[derive(Debug)]
+pub(crate) struct Exit {
+    origin: Option<HeaderValue>,
+    audit: Option<Audit>,
+}
+
+impl Exit {
+    pub fn leave<B>(self, response: &mut Response<B>) {
+        if let Some(origin) = self.origin {
+            web::share(response.headers_mut(), origin);
+        }
+        if let Some(audit) = self.audit {
+            audit.tell(response);
+        }
     }
 }
 
@@ -75,19 +151,47 @@ pub(crate) struct Refusal {
 }
 
 impl Refusal {
-    fn new(cause: &'static str, status: StatusCode, what: impl Into<String>) -> Self {
+    pub(super) fn new(cause: &'static str, status: StatusCode, what: impl Into<String>) -> Self {
         Self { cause, reject: Reject::new(status, what) }
     }
 }
 
+/// A key that a request carries.
+enum Presented {
+    Nothing,
+    Unknown,
+    Known(Arc<Key>),
+}
+
 impl Lock {
-    /// A lock with the keys of a file.
+    /// The lock of a service with these settings.
     ///
     /// # Errors
-    /// `Config`, naming file, line, field, what came and what is legal.
-    pub fn new(keys_file: Option<&Path>) -> Result<Self> {
-        let keys = keys_file.map(Keys::open).transpose()?.map(Arc::new);
-        Ok(Self { shared: Arc::new(Shared { keys, ..Shared::default() }) })
+    /// `Config`, naming the flag, or file, line and field; what came and what is legal.
+    pub fn new(settings: &HttpSettings, face: Face) -> Result<Self> {
+        let rules = Some(Rules::of(settings, face)?);
+        let keys = settings.keys_file.as_deref().map(Keys::open).transpose()?.map(Arc::new);
+        let credential = Credential::open(settings.service_key_file.as_deref())?;
+        let shared = Arc::new(Shared { rules, keys, credential, ..Shared::default() });
+        Ok(Self { shared, reach: Reach::default() })
+    }
+
+    /// The same for the listener at this address.
+    pub(crate) fn at(mut self, address: SocketAddr) -> Self {
+        self.reach.is_loopback = address.ip().to_canonical().is_loopback();
+        self
+    }
+
+    /// The same for a listener that is the admin side's own.
+    pub fn for_admin(mut self) -> Self {
+        self.reach.is_admin = true;
+        self
+    }
+
+    /// Where the admin side has a listener of its own: host and port.
+    pub fn admin_address(&self) -> Option<(&str, u16)> {
+        let (host, port) = self.shared.rules.as_ref()?.admin_address.as_ref()?;
+        Some((host, *port))
     }
 
     /// Whether the file of keys has one of this role now: that closes the side of the role.
@@ -100,19 +204,66 @@ impl Lock {
         self.shared.keys.as_ref().is_some_and(|keys| keys.current().has_isolated())
     }
 
-    /// Look for changes of the file of keys, for ever.
-    pub(crate) async fn keep_renewing(self) {
-        match &self.shared.keys {
-            Some(keys) => Arc::clone(keys).keep_renewing().await,
-            None => std::future::pending().await,
+    /// Log what is open at this address, and which flag closes it.
+    pub fn announce(&self, address: SocketAddr) {
+        let lock = self.clone().at(address);
+        let Some(rules) = &self.shared.rules else { return };
+        if lock.reach.is_loopback || lock.reach.is_admin {
+            return;
         }
+        let mut open = Vec::new();
+        if rules.face == Face::Api && !self.has(Role::Client) {
+            open.push("the API, to everybody (closed by a client key in --keys-file)");
+        }
+        if !self.has(Role::Metrics) {
+            open.push(
+                "/health and /metrics, to everybody (closed by a metrics key in --keys-file)",
+            );
+        }
+        if rules.is_admin_open && !self.has(Role::Admin) {
+            tracing::warn!(
+                %address,
+                "--open-admin: whoever reaches this address can add and remove workers, and read what \
+                 others send; an admin key in --keys-file, or --admin-port, closes that"
+            );
+        } else if !self.has(Role::Admin) && rules.admin_address.is_none() {
+            open.push(
+                "workers and settings, to this machine only (from elsewhere: an admin key in --keys-file, \
+                 --admin-port or --open-admin)",
+            );
+        }
+        if !open.is_empty() {
+            tracing::info!(%address, "open without a key: {}", open.join("; "));
+        }
+    }
+
+    /// The key that this service shows at others.
+    pub(crate) fn credential(&self) -> &Credential {
+        &self.shared.credential
+    }
+
+    /// Look for changes of the files of keys, for ever.
+    pub(crate) async fn keep_renewing(self) {
+        let (keys, credential) = (self.shared.keys.clone(), self.shared.credential.0.clone());
+        let keys = async {
+            if let Some(keys) = keys {
+                keys.keep_renewing().await;
+            }
+        };
+        let credential = async {
+            if let Some(credential) = credential {
+                credential.keep_renewing().await;
+            }
+        };
+        tokio::join!(keys, credential);
     }
 
     /// Have refusals and changes of keys counted in `registry`.
     pub(crate) fn register(&self, registry: &mut Registry) {
         registry.register(
             "lock_refused",
-            "Requests that were not let in: no key, an unknown key, a key of another role",
+            "Requests that were not let in: no key, an unknown key, a key of another role, from elsewhere, sent \
+             by a foreign web page",
             Family::clone(&self.shared.refused),
         );
         if let Some(keys) = &self.shared.keys {
@@ -124,29 +275,36 @@ impl Lock {
         }
     }
 
-    /// Whether a request goes on, by its path and headers.
+    /// What becomes of a request from `peer`, by its path and headers.
     ///
     /// # Cost
-    /// Without a file of keys a look at the path; else a hash for each salt of the file.
-    pub(crate) fn look<B>(&self, request: &Request<B>, _peer: SocketAddr) -> Verdict {
+    /// Without a file of keys a look at path and headers; else a hash for each salt of the file, too.
+    pub(crate) fn look<B>(&self, request: &Request<B>, peer: SocketAddr) -> Verdict {
+        if let Err(refusal) = web::check_host_count(request) {
+            return Verdict::Refused(refusal);
+        }
         let side = Side::of(request.uri().path());
-        let Some(keys) = self.shared.keys.as_ref().filter(|_| side != Side::Probe) else {
-            return Verdict::Open(Caller::Anonymous);
+        if let Some(rules) = &self.shared.rules
+            && let Some(answer) = web::preflight(request, side, rules)
+        {
+            return Verdict::Answered(answer);
+        }
+        let presented = match self.shared.keys.as_ref().filter(|_| side != Side::Probe) {
+            None => Presented::Nothing,
+            Some(keys) => match key_of(request.headers()) {
+                Err(refusal) => return Verdict::Refused(refusal),
+                Ok(None) => Presented::Nothing,
+                Ok(Some(key)) => match keys.current().find(key) {
+                    Found::Key(key) => Presented::Known(key),
+                    Found::Slow => return Verdict::Slow(Bytes::copy_from_slice(key)),
+                    Found::Nothing => Presented::Unknown,
+                },
+            },
         };
-        let keys = keys.current();
-        let presented = match presented(request.headers()) {
-            Ok(presented) => presented,
-            Err(refusal) => return Verdict::Refused(refusal),
-        };
-        let found = match presented.map(|key| (key, keys.find(key))) {
-            None => None,
-            Some((_, Found::Key(key))) => Some(key),
-            Some((key, Found::Slow)) => return Verdict::Slow(Bytes::copy_from_slice(key)),
-            Some((_, Found::Nothing)) => {
-                return judge(&keys, side, None, true).into();
-            }
-        };
-        judge(&keys, side, found, false).into()
+        match self.judge(request, peer, presented) {
+            Ok(admitted) => Verdict::Open(admitted),
+            Err(refusal) => Verdict::Refused(refusal),
+        }
     }
 
     /// What [`look`](Self::look) could not tell without a slow comparison.
@@ -156,96 +314,166 @@ impl Lock {
     pub(crate) async fn compare<B>(
         &self,
         request: &Request<B>,
-        presented: Bytes,
-    ) -> std::result::Result<Caller, Refusal> {
-        let Some(keys) = &self.shared.keys else { return Ok(Caller::Anonymous) };
-        let keys = keys.current();
+        peer: SocketAddr,
+        key: Bytes,
+    ) -> std::result::Result<Admitted, Refusal> {
         let busy = || {
             let what = "too many keys are being checked: try again";
             let mut refusal = Refusal::new("busy", StatusCode::TOO_MANY_REQUESTS, what);
             refusal.reject.retry_after_s = Some(1);
-            Err(refusal)
+            refusal
         };
-        let Ok(_place) = self.shared.waiting.try_acquire() else { return busy() };
-        let Ok(_turn) = self.shared.comparing.acquire().await else { return busy() };
-        let of_key = Arc::clone(&keys);
-        let compared = tokio::task::spawn_blocking(move || of_key.compare(&presented)).await;
-        let found = compared.ok().flatten();
-        let is_unknown = found.is_none();
-        judge(&keys, Side::of(request.uri().path()), found, is_unknown)
+        let found = match &self.shared.keys {
+            None => None,
+            Some(keys) => {
+                let keys = keys.current();
+                let _place = self.shared.waiting.try_acquire().map_err(|_| busy())?;
+                let _turn = self.shared.comparing.acquire().await.map_err(|_| busy())?;
+                tokio::task::spawn_blocking(move || keys.compare(&key)).await.ok().flatten()
+            }
+        };
+        self.judge(request, peer, found.map_or(Presented::Unknown, Presented::Known))
+    }
+
+    /// Whether somebody with this key may ask this, from there.
+    fn judge<B>(
+        &self,
+        request: &Request<B>,
+        peer: SocketAddr,
+        presented: Presented,
+    ) -> std::result::Result<Admitted, Refusal> {
+        let side = Side::of(request.uri().path());
+        let is_unknown = matches!(presented, Presented::Unknown);
+        let caller = match presented {
+            Presented::Known(key) => Caller::Known(key),
+            Presented::Nothing | Presented::Unknown => Caller::Anonymous,
+        };
+        self.check_role(side, &caller, is_unknown)?;
+        let Some(rules) = &self.shared.rules else {
+            return Ok(Admitted { caller, origin: None, audit: None });
+        };
+        let is_operator = caller.key().is_some_and(|key| key.role == Role::Admin);
+        let mut is_local = self.reach.is_loopback;
+        if side == Side::Admin {
+            if let Some((host, port)) =
+                rules.admin_address.as_ref().filter(|_| !self.reach.is_admin)
+            {
+                let what = format!("this path is served at {host}:{port} (--admin-port)");
+                return Err(Refusal::new("admin", StatusCode::FORBIDDEN, what));
+            }
+            if !is_operator && !self.reach.is_admin && !rules.is_admin_open {
+                check_is_local(request.headers(), peer, rules)?;
+                is_local = true;
+            }
+        }
+        // Browsers send no key by themselves: whoever sent one knew it.
+        if caller.key().is_none() && side != Side::Probe {
+            web::check(request, side, is_local, rules)?;
+        }
+        let audit = Audit::of(request, side, &caller, peer);
+        let origin = web::allowed_origin(request.headers(), rules).filter(|_| side == Side::Public);
+        Ok(Admitted { caller, origin: origin.cloned(), audit })
+    }
+
+    /// # Errors
+    /// 401 or 403 where the file of keys has some of the role that this side wants, and the caller has none.
+    fn check_role(
+        &self,
+        side: Side,
+        caller: &Caller,
+        is_unknown: bool,
+    ) -> std::result::Result<(), Refusal> {
+        let wanted = match side {
+            Side::Probe => return Ok(()),
+            Side::Public => Role::Client,
+            Side::Metrics => Role::Metrics,
+            Side::Admin => Role::Admin,
+        };
+        match caller.key() {
+            _ if !self.has(wanted) => Ok(()),
+            Some(key) if key.role == Role::Admin || key.role == wanted => Ok(()),
+            Some(key) => Err(Refusal::new(
+                "role",
+                StatusCode::FORBIDDEN,
+                format!(
+                    "the key {:?} has the role {}, and this path needs {}",
+                    key.id,
+                    key.role.name(),
+                    wanted.name()
+                ),
+            )),
+            None => {
+                let (cause, what) = match is_unknown {
+                    true => ("unknown_key", "the key is not in"),
+                    false => ("no_key", "send a key of"),
+                };
+                let what = format!(
+                    "{what} this server's {KEYS_FLAG}: Authorization: Bearer KEY, or x-api-key: KEY, \
+                     of the role {}",
+                    wanted.name()
+                );
+                Err(Refusal::new(cause, StatusCode::UNAUTHORIZED, what))
+            }
+        }
     }
 
     /// The answer to a request that is not let in, in the form of its API.
-    pub(crate) fn refuse(&self, path: &str, refusal: Refusal) -> Response {
+    pub(crate) fn refuse<B>(
+        &self,
+        request: &Request<B>,
+        peer: SocketAddr,
+        refusal: Refusal,
+    ) -> Response<Body> {
         let Refusal { cause, reject } = refusal;
         self.shared.refused.get_or_create(&CauseLabel { cause }).inc();
-        let is_unauthorized = reject.status == StatusCode::UNAUTHORIZED;
-        let mut response = form_of(path).refuse(reject);
-        if is_unauthorized {
-            let bearer = axum::http::HeaderValue::from_static("Bearer");
-            response.headers_mut().insert(axum::http::header::WWW_AUTHENTICATE, bearer);
+        let path = request.uri().path();
+        let status = reject.status;
+        let is_change = Audit::of(request, Side::of(path), &Caller::Anonymous, peer).is_some();
+        let now_ms = self.shared.begun.elapsed().as_millis() as u64;
+        if is_change && let Some(held_back) = self.shared.log.lock().pass(now_ms) {
+            let (path, status) = (path.get(..100).unwrap_or(path), status.as_u16());
+            tracing::warn!(%peer, method = %request.method(), path, status, cause, held_back, "refused a change");
+        }
+        let is_control =
+            self.shared.rules.as_ref().is_some_and(|rules| rules.face == Face::Control);
+        let mut response = if is_control { reject.plain() } else { form_of(path).refuse(reject) };
+        if status == StatusCode::UNAUTHORIZED {
+            response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         response
     }
 }
 
-/// Mark a request as that of `caller`, whose key goes no further.
-pub(crate) fn admit<B>(request: &mut Request<B>, caller: Caller) {
-    if caller.key().is_some() {
-        request.headers_mut().remove(AUTHORIZATION);
-        request.headers_mut().remove(&API_KEY);
-    }
-    request.extensions_mut().insert(caller);
-}
-
-/// Whether somebody with this key, or without one, may ask this side.
-fn judge(
-    keys: &Keys,
-    side: Side,
-    key: Option<Arc<Key>>,
-    is_unknown: bool,
-) -> std::result::Result<Caller, Refusal> {
-    let wanted = match side {
-        Side::Probe => return Ok(key.map_or(Caller::Anonymous, Caller::Known)),
-        Side::Public => Role::Client,
-        Side::Metrics => Role::Metrics,
-        Side::Admin => Role::Admin,
+/// # Errors
+/// 403, naming the flags, for one that is not on this machine, or that somebody on this machine passed on.
+fn check_is_local(
+    headers: &HeaderMap,
+    peer: SocketAddr,
+    rules: &Rules,
+) -> std::result::Result<(), Refusal> {
+    let address = peer.ip().to_canonical();
+    let is_proxy = rules.trusted_proxies.iter().any(|net| net.contains(&address));
+    let passed_on = OF_PROXIES.iter().find(|name| headers.contains_key(*name));
+    let came = match passed_on {
+        None if address.is_loopback() && !is_proxy => return Ok(()),
+        Some(name) if address.is_loopback() => {
+            format!("; this request came through a proxy ({name})")
+        }
+        _ => String::new(),
     };
-    match key {
-        Some(key) if key.role == Role::Admin || key.role == wanted || !keys.has(wanted) => {
-            Ok(Caller::Known(key))
-        }
-        Some(key) => Err(Refusal::new(
-            "role",
-            StatusCode::FORBIDDEN,
-            format!(
-                "the key {:?} has the role {}, and this path needs {}",
-                key.id,
-                key.role.name(),
-                wanted.name()
-            ),
-        )),
-        None if !keys.has(wanted) => Ok(Caller::Anonymous),
-        None => {
-            let (cause, what) = match is_unknown {
-                true => ("unknown_key", "the key is not in"),
-                false => ("no_key", "send a key of"),
-            };
-            let what = format!(
-                "{what} this server's {KEYS_FLAG}: Authorization: Bearer KEY, or x-api-key: KEY, \
-                 of the role {}",
-                wanted.name()
-            );
-            Err(Refusal::new(cause, StatusCode::UNAUTHORIZED, what))
-        }
-    }
+    let what = format!(
+        "this path needs an admin key, or a client on the same machine{came}. Give --keys-file a key of the role \
+         admin (kvflash keys add ID --role admin), serve these paths at an address of their own (--admin-port), \
+         or open them to everybody (--open-admin)"
+    );
+    Err(Refusal::new("elsewhere", StatusCode::FORBIDDEN, what))
 }
 
 /// The key that a request carries.
 ///
 /// # Errors
 /// 400 for two of them: which one counts would be anybody's guess.
-fn presented(headers: &HeaderMap) -> std::result::Result<Option<&[u8]>, Refusal> {
+fn key_of(headers: &HeaderMap) -> std::result::Result<Option<&[u8]>, Refusal> {
     for name in [&AUTHORIZATION, &API_KEY] {
         let mut values = headers.get_all(name).iter();
         let Some(value) = values.next() else { continue };

@@ -14,6 +14,8 @@ use serde::{Deserialize, Serialize};
 
 use super::super::indexer::request::{BlockHashes, TokenIds, default_tenant};
 use super::super::prompt_keys::{Embeds, Media};
+use crate::Reject;
+use crate::worker_allow::WorkerAllow;
 
 /// Longest prompt, tokens: sums of as many as may be reserved stay far from where numbers end.
 pub(super) const MAX_ISL_TOKENS: u64 = u32::MAX as u64;
@@ -57,6 +59,26 @@ const fn one() -> u32 {
 }
 
 impl NewWorker {
+    /// Whether it may be where it says, of one that is added over HTTP.
+    ///
+    /// # Errors
+    /// 403, naming the field, the address and the flag.
+    pub async fn check_places(&self, allow: &WorkerAllow) -> std::result::Result<(), Reject> {
+        if let Some(url) = &self.url
+            && url.contains("://")
+        {
+            allow.check_url("url", url).await?;
+        }
+        let own = [&self.endpoint, &self.replay_endpoint].into_iter().flatten();
+        let of_ranks = self.events.values().flat_map(|spec| {
+            [Some(&spec.endpoint), spec.replay_endpoint.as_ref()].into_iter().flatten()
+        });
+        for address in own.chain(of_ranks) {
+            allow.check_socket("endpoint", address).await?;
+        }
+        Ok(())
+    }
+
     /// Check what no type says.
     ///
     /// # Errors

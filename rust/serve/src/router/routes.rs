@@ -25,6 +25,7 @@ use super::super::body;
 use super::super::busy::{Change, answer};
 use super::super::indexer::form::{Form, Params};
 use super::super::indexer::query_routes;
+use super::super::lock::Subject;
 use super::super::metrics::{CommonMetrics, RequestLabel};
 use super::super::policy_metrics::PolicyMetrics;
 use super::super::remote::RemoteIndexer;
@@ -71,8 +72,9 @@ impl RouterApp {
         };
         registry.register_collector(Box::new(policy_metrics));
         let remote = options.remote_indexer.as_ref();
-        let remote =
-            remote.map(|options| RemoteIndexer::new(options, &mut registry)).transpose()?;
+        let remote = remote
+            .map(|remote| RemoteIndexer::new(remote, &options.http, &mut registry))
+            .transpose()?;
         if let Some(tls) = &options.tls {
             tls.register(&mut registry);
         }
@@ -242,12 +244,16 @@ async fn add_worker(
         new.registrant = peer.map(|Extension(Peer(address))| address.ip());
         // Flags and discovery name their workers again by themselves.
         let kept = new.registrant.map(|_| new.clone());
+        if kept.is_some() {
+            new.check_places(app.options.http.worker_allow()).await?;
+        }
         let (pool, member) = app.fleet.add(new)?;
         if let Some(kept) = kept {
             app.registrations.put(&key(member.id), &kept);
         }
         let entry = worker_entry(&app, &pool, &member);
-        Ok(respond(StatusCode::CREATED, Form::of_answer(&headers), &entry))
+        let response = respond(StatusCode::CREATED, Form::of_answer(&headers), &entry);
+        Ok(Subject::mark(response, member.id, member.url.as_deref().unwrap_or("no url")))
     };
     plain(added.await)
 }

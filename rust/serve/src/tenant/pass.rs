@@ -6,7 +6,7 @@
 
 use std::borrow::Cow;
 
-use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use bytes::Bytes;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -239,12 +239,11 @@ fn takes_salt(api: Api) -> bool {
 }
 
 /// The headers that an engine gets with a request: of a client with a key a few, with a name of the request that was
-/// made here and the frontend's own key for workers.
+/// made here.
 pub(crate) fn engine_headers<'a>(
     caller: &Caller,
     headers: &'a HeaderMap,
     request_id: &str,
-    authorization: Option<&HeaderValue>,
 ) -> Cow<'a, HeaderMap> {
     if client(caller).is_none() {
         return Cow::Borrowed(headers);
@@ -256,9 +255,6 @@ pub(crate) fn engine_headers<'a>(
     let mut out: HeaderMap = known.map(|(name, value)| (name.clone(), value.clone())).collect();
     if let Ok(id) = HeaderValue::try_from(request_id) {
         out.insert(REQUEST_ID_HEADER.clone(), id);
-    }
-    if let Some(authorization) = authorization {
-        out.insert(header::AUTHORIZATION, authorization.clone());
     }
     Cow::Owned(out)
 }
@@ -361,20 +357,19 @@ mod tests {
         let mut kinds = Vec::new();
         clean_headers(&none, &mut headers.clone(), |kind| kinds.push(kind));
         assert_eq!(kinds.len(), HEADERS.len());
-        let worker_key = HeaderValue::from_static("Bearer w");
-        let out = engine_headers(&none, &headers, "kvf-1", Some(&worker_key));
+        let out = engine_headers(&none, &headers, "kvf-1");
         let mut names: Vec<&str> = out.keys().map(HeaderName::as_str).collect();
         names.sort_unstable();
-        assert_eq!(names, ["accept", "authorization", "x-request-id"]);
+        assert_eq!(names, ["accept", "x-request-id"]);
         assert_eq!(out["x-request-id"], "kvf-1");
         let gateway = caller(Key { allow: vec![Pass::GatewayHeaders], ..key("a") });
         let mut left = headers.clone();
         clean_headers(&gateway, &mut left, |_| ());
-        let out = engine_headers(&gateway, &left, "kvf-1", None);
+        let out = engine_headers(&gateway, &left, "kvf-1");
         assert!(out.contains_key("cookie") && out.contains_key("x-gateway-destination-endpoint"));
         assert!(!out.contains_key("x-kvflash-priority"));
         assert_eq!(out["x-request-id"], "kvf-1");
-        assert_eq!(&*engine_headers(&Caller::Anonymous, &headers, "kvf-1", None), &headers);
+        assert_eq!(&*engine_headers(&Caller::Anonymous, &headers, "kvf-1"), &headers);
         let mut answer: HeaderMap = ["content-type", "set-cookie", "x-request-id", "alt-svc"]
             .map(|name| (HeaderName::from_static(name), HeaderValue::from_static("1")))
             .into_iter()

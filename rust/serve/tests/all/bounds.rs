@@ -8,7 +8,7 @@ use http_body_util::StreamBody;
 use hyper::body::Frame;
 use kvflash_core::policy::Policy;
 use kvflash_serve::frontend::FrontendOptions;
-use kvflash_serve::{Http, HttpSettings};
+use kvflash_serve::{Face, Http, HttpSettings};
 use serde_json::json;
 
 use super::engine::Engine;
@@ -16,7 +16,7 @@ use super::parity::tokenizing;
 use super::stage::{Stage, prompt, until, with};
 
 fn bounded(options: &mut FrontendOptions, settings: HttpSettings) {
-    options.http = Http::of(settings).unwrap();
+    options.http = Http::of(settings, Face::Control).unwrap();
 }
 
 fn by_tokens(options: &mut FrontendOptions) {

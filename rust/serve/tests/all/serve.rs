@@ -8,7 +8,7 @@ use std::time::Duration;
 use kvflash_core::catalog::{Catalog, EngineFacts, Identity, ModelKey, Registration};
 use kvflash_core::ids::Worker;
 use kvflash_serve::indexer::{IndexerApp, IndexerOptions};
-use kvflash_serve::{App, Http, HttpSettings, ServeLimits, Shutdown, serve};
+use kvflash_serve::{App, Face, Http, HttpSettings, ServeLimits, Shutdown, serve};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
@@ -59,7 +59,7 @@ impl Server {
         let mut stream = self.connect().await;
         let length = body.len();
         let head = format!(
-            "{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\
+            "{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\
              content-length: {length}\r\n{headers}\r\n"
         );
         stream.write_all(&[head.as_bytes(), body].concat()).await.unwrap();
@@ -159,7 +159,7 @@ async fn an_address_has_a_limit_of_connections_and_a_proxy_has_none() {
             trusted_proxies: trusted.to_owned(),
             ..HttpSettings::default()
         };
-        Http::of(settings).unwrap().limits(Duration::ZERO)
+        Http::of(settings, Face::Control).unwrap().limits(Duration::ZERO)
     };
     let service = || IndexerApp::service(catalog(), options(), &Http::default()).unwrap();
     let server = start(service(), limits("10.0.0.0/8")).await;
@@ -170,22 +170,22 @@ async fn an_address_has_a_limit_of_connections_and_a_proxy_has_none() {
     let mut answered = false;
     while !answered {
         let mut stream = server.connect().await;
-        let asked =
-            stream.write_all(b"GET /health HTTP/1.1\r\nconnection: close\r\nhost: x\r\n\r\n");
+        let asked = stream
+            .write_all(b"GET /health HTTP/1.1\r\nconnection: close\r\nhost: localhost\r\n\r\n");
         answered = asked.await.is_ok() && stream.read(&mut [0]).await.unwrap_or(0) == 1;
     }
     let open = start(service(), limits("10.0.0.0/8, 127.0.0.1, ::1")).await;
     let _all = [open.connect().await, open.connect().await, open.connect().await];
     assert!(open.ask("GET", "/health", "", b"").await.starts_with("HTTP/1.1 200"));
     let wrong = HttpSettings { trusted_proxies: "ten".to_owned(), ..HttpSettings::default() };
-    assert!(Http::of(wrong).unwrap_err().to_string().contains("--trusted-proxies"));
+    assert!(Http::of(wrong, Face::Control).unwrap_err().to_string().contains("--trusted-proxies"));
 }
 
 /// Connections that take all places, and those that take the places of probes, keep no probe out.
 #[tokio::test]
 async fn probes_are_answered_while_all_connections_are_taken() {
     let settings = HttpSettings { max_connections: 2, ..HttpSettings::default() };
-    let http = Http::of(settings).unwrap();
+    let http = Http::of(settings, Face::Control).unwrap();
     let limits = http.limits(Duration::ZERO);
     let crowded_out = limits.crowded_out.clone();
     let server = start(IndexerApp::service(catalog(), options(), &http).unwrap(), limits).await;
@@ -216,12 +216,14 @@ async fn probes_are_answered_while_all_connections_are_taken() {
 #[tokio::test]
 async fn a_question_that_does_not_come_ends() {
     let body_timeout = Duration::from_millis(50);
-    let http = Http::of(HttpSettings { body_timeout, ..HttpSettings::default() }).unwrap();
+    let settings = HttpSettings { body_timeout, ..HttpSettings::default() };
+    let http = Http::of(settings, Face::Control).unwrap();
     let service = IndexerApp::service(catalog(), options(), &http).unwrap();
     let server = start(service, http.limits(Duration::ZERO)).await;
     for path in ["/query", "/query_by_hash", "/register"] {
         let mut stream = server.connect().await;
-        let head = format!("POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 33\r\n\r\n{{");
+        let head =
+            format!("POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 33\r\n\r\n{{");
         stream.write_all(head.as_bytes()).await.unwrap();
         let mut answer = [0; 4_096];
         let read = tokio::time::timeout(DEADLINE, stream.read(&mut answer)).await.unwrap().unwrap();
@@ -241,7 +243,7 @@ async fn a_slow_head_is_cut_off_whenever_it_comes() {
     first.write_all(b"POST /query HTTP/1.1\r\nhost:").await.unwrap();
     assert_eq!(to_end(&mut first).await, "");
     let mut kept = server.connect().await;
-    let whole = "POST /query_by_hash HTTP/1.1\r\nhost: x\r\ncontent-length: 36\r\n\r\n\
+    let whole = "POST /query_by_hash HTTP/1.1\r\nhost: localhost\r\ncontent-length: 36\r\n\r\n\
                  {\"block_hashes\":[],\"model_name\":\"m\"}";
     for _ in 0..3 {
         kept.write_all(whole.as_bytes()).await.unwrap();
@@ -261,7 +263,7 @@ async fn an_open_question_is_answered_after_the_stop() {
     let server = start(service, ServeLimits::default()).await;
     let mut stream = server.connect().await;
     let head =
-        b"POST /query HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 33\r\n\r\n";
+        b"POST /query HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\ncontent-length: 33\r\n\r\n";
     stream.write_all(head).await.unwrap();
     // The question is being asked once its body is wanted.
     let mut wanted = [0; 25];
@@ -285,7 +287,7 @@ async fn who_had_been_queued_at_the_stop_is_not_reset() {
         let connect = || std::net::TcpStream::connect(server.address).unwrap();
         (connect(), connect())
     };
-    let question = b"POST /query_by_hash HTTP/1.1\r\nhost: x\r\ncontent-length: 36\r\n\r\n\
+    let question = b"POST /query_by_hash HTTP/1.1\r\nhost: localhost\r\ncontent-length: 36\r\n\r\n\
                      {\"block_hashes\":[],\"model_name\":\"m\"}";
     std::io::Write::write_all(&mut asking, question).unwrap();
     server.shutdown.stop();

@@ -235,8 +235,14 @@ fn send<'a>(
     })?;
     let rank = (engine.spec.dp_size > 1).then(|| choice.booking.worker().dp_rank);
     let Call { head, request_id, .. } = call;
-    let headers = engine_headers(&head.caller, headers, request_id, app.upstream.authorization());
-    let request = upstream_request(&Method::POST, target, &headers, rank, body);
+    let headers = engine_headers(&head.caller, headers, request_id);
+    let mut request = upstream_request(&Method::POST, target, &headers, rank, body);
+    // A client with a key of ours brings none of the engine's.
+    if head.caller.key().is_some()
+        && let Some(key) = app.upstream.authorization(engine)
+    {
+        request.headers_mut().insert(header::AUTHORIZATION, key.clone());
+    }
     let sent = app.upstream.send(request);
     Ok(async {
         sent.await.map_err(|error| {

@@ -17,13 +17,14 @@ fn lock(name: &str, keys: &[&str]) -> Lock {
         format!("{id}:{hash}:{role}\n")
     };
     std::fs::write(&path, keys.iter().map(line).collect::<String>()).unwrap();
-    let lock = Lock::new(Some(&path)).unwrap();
+    let settings = HttpSettings { keys_file: Some(path.clone()), ..HttpSettings::default() };
+    let lock = Lock::new(&settings, Face::Api).unwrap();
     std::fs::remove_file(&path).unwrap();
     lock
 }
 
 fn request(path: &str, headers: &[(&str, &str)]) -> Request<()> {
-    let mut request = Request::post(path).body(()).unwrap();
+    let mut request = Request::post(path).header("host", "localhost").body(()).unwrap();
     for (name, value) in headers {
         let name: HeaderName = name.parse().unwrap();
         request.headers_mut().append(name, value.parse().unwrap());
@@ -33,13 +34,17 @@ fn request(path: &str, headers: &[(&str, &str)]) -> Request<()> {
 
 /// What becomes of a request: the caller's name, or the status and cause of its refusal.
 async fn outcome(lock: &Lock, path: &str, headers: &[(&str, &str)]) -> String {
-    let request = request(path, headers);
+    tell(lock, PEER, &request(path, headers)).await
+}
+
+async fn tell(lock: &Lock, peer: ([u8; 4], u16), request: &Request<()>) -> String {
     let told = |refusal: Refusal| format!("{} {}", refusal.reject.status.as_u16(), refusal.cause);
-    match lock.look(&request, PEER.into()) {
-        Verdict::Open(caller) => caller.name().to_owned(),
+    match lock.look(request, peer.into()) {
+        Verdict::Open(admitted) => admitted.caller.name().to_owned(),
+        Verdict::Answered(response) => response.status().as_u16().to_string(),
         Verdict::Refused(refusal) => told(refusal),
-        Verdict::Slow(presented) => match lock.compare(&request, presented).await {
-            Ok(caller) => format!("slowly {}", caller.name()),
+        Verdict::Slow(key) => match lock.compare(request, peer.into(), key).await {
+            Ok(admitted) => format!("slowly {}", admitted.caller.name()),
             Err(refusal) => format!("slowly {}", told(refusal)),
         },
     }
@@ -111,10 +116,11 @@ async fn a_refusal_has_the_form_of_its_api() {
         ("/v1/messages", "authentication_error"),
         ("/v1/chat/completions", "invalid_request_error"),
     ] {
-        let Verdict::Refused(refusal) = lock.look(&request(path, &[]), PEER.into()) else {
+        let request = request(path, &[]);
+        let Verdict::Refused(refusal) = lock.look(&request, PEER.into()) else {
             panic!("{path} needs a key")
         };
-        let response = lock.refuse(path, refusal);
+        let response = lock.refuse(&request, PEER.into(), refusal);
         assert_eq!(response.status(), 401);
         assert_eq!(response.headers()["www-authenticate"], "Bearer");
         let body = to_bytes(response.into_body(), 10_000).await.unwrap();
@@ -130,12 +136,200 @@ fn a_key_goes_no_further_than_the_lock() {
     let headers = [("authorization", "Bearer kb"), ("x-api-key", "kb"), ("x-other", "1")];
     let mut known = request("/v1/models", &headers);
     let lock = lock("further", &["bob:kb:client"]);
-    let Verdict::Open(caller) = lock.look(&known, PEER.into()) else { panic!("bob is known") };
-    admit(&mut known, caller);
-    assert_eq!(known.headers().keys().collect::<Vec<_>>(), ["x-other"]);
+    let Verdict::Open(admitted) = lock.look(&known, PEER.into()) else { panic!("bob is known") };
+    admitted.enter(&mut known);
+    assert_eq!(known.headers().keys().collect::<Vec<_>>(), ["host", "x-other"]);
     assert_eq!(known.extensions().get::<Caller>().unwrap().name(), "bob");
     // Without keys of our own they are the engine's.
     let mut open = request("/v1/models", &headers);
-    admit(&mut open, Caller::Anonymous);
-    assert_eq!(open.headers().len(), 3);
+    let Verdict::Open(admitted) = Lock::default().look(&open, PEER.into()) else {
+        panic!("all are let in")
+    };
+    admitted.enter(&mut open);
+    assert_eq!(open.headers().len(), 4);
+}
+
+/// A lock without keys, with these settings, of a listener that others reach or that only this machine does.
+fn keyless(is_loopback: bool, change: impl FnOnce(&mut HttpSettings)) -> Lock {
+    let mut settings = HttpSettings::default();
+    change(&mut settings);
+    let address = if is_loopback { [127, 0, 0, 1] } else { [0, 0, 0, 0] };
+    Lock::new(&settings, Face::Api).unwrap().at((address, 8_000).into())
+}
+
+#[tokio::test]
+async fn without_keys_the_admin_side_is_this_machine_s() {
+    let (here, there) = (([127, 0, 0, 1], 9), ([10, 0, 0, 9], 9));
+    let wide = keyless(false, |_| {});
+    let own = keyless(false, |settings| settings.admin_port = Some(9_000));
+    let narrow = keyless(true, |_| {});
+    let open = keyless(false, |settings| settings.open_admin = true);
+    let behind = keyless(false, |settings| settings.trusted_proxies = "127.0.0.0/8".to_owned());
+    let admin = own.clone().for_admin();
+    let clients = lock("admin-clients", &["bob:kb:client"]).at(([0, 0, 0, 0], 8_000).into());
+    let forwarded = [("x-forwarded-for", "127.0.0.1")];
+    let bob = [("x-api-key", "kb")];
+    for (lock, peer, path, headers, wanted) in [
+        (&wide, here, "/workers", &[][..], "anonymous"),
+        (&wide, there, "/workers", &[], "403 elsewhere"),
+        (&wide, there, "/anything", &[], "403 elsewhere"),
+        (&wide, there, "/workers", &forwarded, "403 elsewhere"),
+        (&wide, here, "/workers", &forwarded, "403 elsewhere"),
+        (&wide, there, "/metrics", &[], "anonymous"),
+        (&wide, there, "/health", &[], "anonymous"),
+        (&wide, there, "/v1/models", &[], "anonymous"),
+        (&wide, there, "/ready", &[], "anonymous"),
+        (&narrow, here, "/workers", &[], "anonymous"),
+        (&narrow, here, "/workers", &forwarded, "403 elsewhere"),
+        (&open, there, "/workers", &[], "anonymous"),
+        (&behind, here, "/workers", &[], "403 elsewhere"),
+        (&own, here, "/workers", &[], "403 admin"),
+        (&own, there, "/v1/models", &[], "anonymous"),
+        (&admin, there, "/workers", &[], "anonymous"),
+        (&clients, there, "/workers", &bob, "403 elsewhere"),
+        (&clients, here, "/workers", &bob, "bob"),
+    ] {
+        let told = tell(lock, peer, &request(path, headers)).await;
+        assert_eq!(told, wanted, "{path} from {peer:?} {headers:?}");
+    }
+    let Verdict::Refused(refusal) = wide.look(&request("/workers", &[]), there.into()) else {
+        panic!("it is refused")
+    };
+    for flag in ["--keys-file", "--admin-port", "--open-admin"] {
+        assert!(refusal.reject.message.contains(flag), "{}", refusal.reject.message);
+    }
+}
+
+#[tokio::test]
+async fn web_pages_can_not_write() {
+    const CHAT: &str = "/v1/chat/completions";
+    let here = ([127, 0, 0, 1], 9);
+    let narrow = keyless(true, |_| {});
+    let wide = keyless(false, |_| {});
+    let named = keyless(true, |settings| settings.allowed_hosts = "Chat.Example".to_owned());
+    let shared = keyless(true, |settings| settings.cors_origin = "https://chat.example".to_owned());
+    let with_keys = lock("web", &["ann:ka:admin"]).at(([0, 0, 0, 0], 8_000).into());
+    let evil = ("origin", "http://evil.example");
+    let rebound = ("host", "evil.example");
+    let cross = ("sec-fetch-site", "cross-site");
+    for (lock, method, path, headers, wanted) in [
+        (&narrow, "POST", "/workers", &[][..], "anonymous"),
+        (&narrow, "POST", "/workers", &[("origin", "http://localhost:8000")], "403 origin"),
+        (
+            &narrow,
+            "POST",
+            "/workers",
+            &[("host", "localhost:8000"), ("origin", "http://localhost:8000")],
+            "anonymous",
+        ),
+        (&narrow, "POST", "/workers", &[evil], "403 origin"),
+        (&narrow, "POST", "/workers", &[("origin", "null")], "403 origin"),
+        (&narrow, "DELETE", "/workers/7", &[cross], "403 origin"),
+        (&narrow, "POST", "/workers", &[rebound], "403 host"),
+        (&narrow, "GET", "/workers", &[rebound], "403 host"),
+        (&narrow, "GET", "/metrics", &[rebound], "403 host"),
+        (&narrow, "GET", "/live", &[rebound], "anonymous"),
+        (&narrow, "POST", CHAT, &[evil], "403 origin"),
+        (&narrow, "POST", CHAT, &[rebound, evil], "403 host"),
+        (&narrow, "POST", CHAT, &[rebound], "anonymous"),
+        (&narrow, "GET", "/v1/models", &[evil], "anonymous"),
+        (&wide, "POST", "/workers", &[rebound], "403 host"),
+        (&wide, "POST", CHAT, &[evil], "403 origin"),
+        (
+            &wide,
+            "POST",
+            CHAT,
+            &[("host", "api.example"), ("origin", "https://api.example")],
+            "anonymous",
+        ),
+        (&named, "GET", "/workers", &[("host", "chat.example:8000")], "anonymous"),
+        (&shared, "POST", CHAT, &[("origin", "https://chat.example"), cross], "anonymous"),
+        (&shared, "POST", CHAT, &[evil], "403 origin"),
+        (&shared, "POST", "/workers", &[("origin", "https://chat.example")], "403 origin"),
+        (&with_keys, "POST", "/workers", &[evil, cross, rebound, ("x-api-key", "ka")], "ann"),
+        (&with_keys, "POST", "/workers", &[evil], "401 no_key"),
+    ] {
+        let mut asked = request(path, &[]);
+        *asked.method_mut() = method.parse().unwrap();
+        for (name, value) in headers {
+            let name: HeaderName = name.parse().unwrap();
+            asked.headers_mut().insert(name, value.parse().unwrap());
+        }
+        assert_eq!(tell(lock, here, &asked).await, wanted, "{method} {path} {headers:?}");
+    }
+}
+
+#[tokio::test]
+async fn pages_of_allowed_origins_are_told_what_they_may_send() {
+    let shared =
+        keyless(false, |settings| settings.cors_origin = "https://chat.example".to_owned());
+    let asking = |origin: &str, path: &str| {
+        let asked = [
+            ("origin", origin),
+            ("access-control-request-method", "POST"),
+            ("access-control-request-headers", "authorization,content-type"),
+        ];
+        let mut request = request(path, &asked);
+        *request.method_mut() = axum::http::Method::OPTIONS;
+        request
+    };
+    let answered = |request: &Request<()>| shared.look(request, PEER.into());
+    let Verdict::Answered(told) = answered(&asking("https://chat.example", "/v1/models")) else {
+        panic!("it is answered")
+    };
+    assert_eq!(told.status(), 204);
+    assert_eq!(told.headers()["access-control-allow-origin"], "https://chat.example");
+    assert_eq!(told.headers()["access-control-allow-headers"], "authorization,content-type");
+    for (origin, path) in
+        [("https://evil.example", "/v1/models"), ("https://chat.example", "/workers")]
+    {
+        assert!(
+            !matches!(answered(&asking(origin, path)), Verdict::Answered(_)),
+            "{origin} {path}"
+        );
+    }
+    // The answer itself says so, too.
+    let mut posted = request("/v1/models", &[("origin", "https://chat.example")]);
+    let Verdict::Open(admitted) = answered(&posted) else { panic!("it is let in") };
+    let mut response = Response::new(());
+    admitted.enter(&mut posted).leave(&mut response);
+    assert_eq!(response.headers()["access-control-allow-origin"], "https://chat.example");
+    assert_eq!(response.headers()["vary"], "origin");
+}
+
+#[tokio::test]
+async fn a_request_says_once_where_it_goes_and_what_it_is_called() {
+    let lock = Lock::default();
+    let mut none = request("/v1/models", &[]);
+    none.headers_mut().remove("host");
+    assert_eq!(tell(&lock, PEER, &none).await, "400 host");
+    *none.version_mut() = axum::http::Version::HTTP_10;
+    assert_eq!(tell(&lock, PEER, &none).await, "anonymous");
+    let two = request("/v1/models", &[("host", "other")]);
+    assert_eq!(tell(&lock, PEER, &two).await, "400 host");
+    let mut named = request("/v1/models", &[("x-request-id", "a"), ("x-request-id", "b")]);
+    let Verdict::Open(admitted) = lock.look(&named, PEER.into()) else { panic!("it is let in") };
+    admitted.enter(&mut named);
+    assert_eq!(named.headers().get("x-request-id"), None);
+}
+
+#[test]
+fn flags_that_contradict_each_other_are_refused() {
+    for (change, wanted) in [
+        (
+            Box::new(|s: &mut HttpSettings| s.admin_host = Some("::".into()))
+                as Box<dyn Fn(&mut _)>,
+            "--admin-host needs --admin-port",
+        ),
+        (
+            Box::new(|s: &mut HttpSettings| (s.open_admin, s.admin_port) = (true, Some(1))),
+            "choose one",
+        ),
+        (Box::new(|s: &mut HttpSettings| s.cors_origin = "chat".into()), "--cors-origin takes"),
+    ] {
+        let mut settings = HttpSettings::default();
+        change(&mut settings);
+        let error = Lock::new(&settings, Face::Api).map(drop).unwrap_err().to_string();
+        assert!(error.contains(wanted), "{error}");
+    }
 }

@@ -1,0 +1,160 @@
+//! Where workers may be that somebody adds over HTTP.
+
+use std::net::{IpAddr, Ipv6Addr};
+use std::time::Duration;
+
+use axum::http::{StatusCode, Uri};
+use ipnet::IpNet;
+use kvflash_core::error::Result;
+
+use crate::Reject;
+use crate::lock::nets;
+
+const FLAG: &str = "--worker-allow";
+
+/// Longest time to look a name up.
+const LOOK_UP_TIME: Duration = Duration::from_secs(2);
+
+/// The metadata service of a cloud that has an address which is not link-local.
+const METADATA_V6: Ipv6Addr = Ipv6Addr::new(0xfd00, 0x0ec2, 0, 0, 0, 0, 0, 0x0254);
+
+/// Whether an address is one of the link's only, which no worker has and a cloud's metadata service does.
+pub(crate) fn is_link_local(address: IpAddr) -> bool {
+    match address.to_canonical() {
+        IpAddr::V4(address) => address.is_link_local(),
+        IpAddr::V6(address) => address.is_unicast_link_local() || address == METADATA_V6,
+    }
+}
+
+/// The addresses that workers may have which are added over HTTP; any but link-local ones unless it says which.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct WorkerAllow {
+    nets: Vec<IpNet>,
+}
+
+impl WorkerAllow {
+    /// # Errors
+    /// `Config`, naming the flag and what came.
+    pub fn parse(text: &str) -> Result<Self> {
+        Ok(Self { nets: nets(FLAG, text)? })
+    }
+
+    /// Whether a worker may be at this URL.
+    ///
+    /// # Errors
+    /// 403, naming the field, the address and the flag; 400 for what is no URL.
+    pub async fn check_url(&self, field: &str, url: &str) -> std::result::Result<(), Reject> {
+        let uri = url.parse::<Uri>().ok();
+        let host = uri.as_ref().and_then(Uri::host);
+        let host = host.ok_or_else(|| {
+            Reject::bad_request(format!("{field} must be http://host:port, got {url:?}"))
+        })?;
+        self.check_host(field, host).await
+    }
+
+    /// Whether a worker may publish at this ZMQ address.
+    ///
+    /// # Errors
+    /// 400 for another kind of socket; 403, naming the field, the address and the flag.
+    pub async fn check_socket(
+        &self,
+        field: &str,
+        address: &str,
+    ) -> std::result::Result<(), Reject> {
+        let Some(place) = address.strip_prefix("tcp://") else {
+            let what = format!(
+                "{field} must be tcp://host:port of a worker that is added over HTTP, got {address:?}: other \
+                 sockets are for flags and discovery"
+            );
+            return Err(Reject::bad_request(what));
+        };
+        let host = place.rsplit_once(':').map_or(place, |(host, _)| host);
+        // ZMQ takes `source;target`, too.
+        self.check_host(field, host.rsplit(';').next().unwrap_or(host)).await
+    }
+
+    async fn check_host(&self, field: &str, host: &str) -> std::result::Result<(), Reject> {
+        let bare = host.trim_start_matches('[').trim_end_matches(']');
+        // The zone of a link-local address.
+        let bare = bare.split('%').next().unwrap_or(bare);
+        // As engines are told to bind: dialled as this machine.
+        let bare = if bare == "*" { "127.0.0.1" } else { bare };
+        if let Ok(address) = bare.parse::<IpAddr>() {
+            return self.check_address(field, address);
+        }
+        let found = tokio::time::timeout(LOOK_UP_TIME, tokio::net::lookup_host((bare, 0))).await;
+        match found {
+            Ok(Ok(addresses)) => {
+                addresses.into_iter().try_for_each(|one| self.check_address(field, one.ip()))
+            }
+            // It may be there later, and is looked up again for every connection.
+            _ if self.nets.is_empty() => Ok(()),
+            _ => {
+                let what = format!("{field}: {bare:?} can't be looked up, which {FLAG} needs");
+                Err(Reject::new(StatusCode::FORBIDDEN, what))
+            }
+        }
+    }
+
+    fn check_address(&self, field: &str, address: IpAddr) -> std::result::Result<(), Reject> {
+        let address = address.to_canonical();
+        let what = if is_link_local(address) {
+            format!("{field}: {address} is link-local, where no worker may be")
+        } else if !self.nets.is_empty() && !self.nets.iter().any(|net| net.contains(&address)) {
+            format!("{field}: {address} is not among the addresses of {FLAG}")
+        } else {
+            return Ok(());
+        };
+        Err(Reject::new(StatusCode::FORBIDDEN, what))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn workers_are_where_they_may_be() {
+        let any = WorkerAllow::default();
+        let some = WorkerAllow::parse("10.0.0.0/8, ::1").unwrap();
+        for (allow, url, wanted) in [
+            (&any, "http://10.1.2.3:8000", None),
+            (&any, "http://127.0.0.1:8000/prefix", None),
+            (&any, "http://169.254.169.254/latest", Some("link-local")),
+            (&any, "http://[fe80::1]:80", Some("link-local")),
+            (&any, "http://[fd00:ec2::254]", Some("link-local")),
+            (&any, "http://[::ffff:169.254.169.254]", Some("link-local")),
+            // 169.254.169.254 in one number, as the system looks it up.
+            (&any, "http://2852039166:80", Some("link-local")),
+            (&any, "http://no-such-name.invalid:80", None),
+            (&any, "/x", Some("must be http://host:port")),
+            (&some, "http://10.1.2.3:8000", None),
+            (&some, "http://[::1]:8000", None),
+            (&some, "http://127.0.0.1:8000", Some("not among the addresses of --worker-allow")),
+            (&some, "http://no-such-name.invalid:80", Some("can't be looked up")),
+        ] {
+            let refused = allow.check_url("url", url).await.err().map(|reject| reject.message);
+            match wanted {
+                None => assert_eq!(refused, None, "{url}"),
+                Some(text) => assert!(
+                    refused.clone().unwrap_or_default().contains(text),
+                    "{url}: {refused:?}"
+                ),
+            }
+        }
+        for (address, is_legal) in [
+            ("tcp://10.0.0.1:5557", true),
+            ("tcp://[::1]:5557", true),
+            ("tcp://*:5557", true),
+            ("tcp://169.254.1.1:5557", false),
+            ("tcp://eth0;169.254.1.1:5557", false),
+            ("ipc:///tmp/x", false),
+            ("inproc://x", false),
+            ("udp://10.0.0.1:1", false),
+        ] {
+            assert_eq!(any.check_socket("events", address).await.is_ok(), is_legal, "{address}");
+        }
+        assert!(WorkerAllow::parse("ten").unwrap_err().to_string().contains("--worker-allow"));
+    }
+}
