@@ -247,7 +247,7 @@ def request(seed: Seed, dice: random.Random) -> tuple[bytes, bool]:
         at = dice.randrange(1, len(path) + 1)
         path = path[:at] + dice.choice(PIECES) + path[at:]
     data = b"" if body is None else text_of(changed(body, dice), dice)
-    lines = [f"{method} {path} HTTP/1.1".encode(), b"host: x"]
+    lines = [f"{method} {path} HTTP/1.1".encode(), b"host: localhost"]
     for _ in range(dice.choice([0, 0, 0, 1, 2])):
         name, value = dice.choice(HEADERS), dice.choice(HEADER_VALUES)
         is_last |= name in ("connection", "expect")

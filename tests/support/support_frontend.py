@@ -99,10 +99,10 @@ class Client:
 class Frontend(Client):
     """A frontend in this process: what a request meets, without what only a process has."""
 
-    def __init__(self, *flags: str) -> None:
-        args = parse_args(["--host", "127.0.0.1", "--seed", "7", "--discovery", "none", *flags])
+    def __init__(self, *flags: str, host: str = "127.0.0.1") -> None:
+        args = parse_args(["--host", host, "--seed", "7", "--discovery", "none", *flags])
         self.core = make_frontend(args)
-        self._service = FedService(self.core, host="127.0.0.1", port=0)
+        self._service = FedService(self.core, host=host, port=0)
         self._service.start()
         self.url = self._service.url
         self.http = Http(self.url)
