@@ -198,7 +198,7 @@ def _read(response: http.client.HTTPResponse, deadline: float) -> bytes:
         parts.append(part)
         size += len(part)
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the answer is still not whole after {size} bytes")
+            raise TimeoutError(f"the answer exceeds {size} bytes")
     return b"".join(parts)
 
 

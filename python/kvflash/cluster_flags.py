@@ -35,8 +35,7 @@ class ClusterFlags:
         ):
             if is_set and not has_discovery:
                 raise ConfigError(
-                    f"{flag} needs {needs}: replicas find each other in discovery, and their "
-                    "workers"
+                    f"{flag} needs {needs}: replicas find each other and their workers there"
                 )
 
     def without_effect(self, setting: str) -> list[str]:
@@ -53,12 +52,12 @@ class ClusterFlags:
             (
                 "router_reset_states",
                 self.router_reset_states,
-                "only a stream in NATS and its snapshot can be reset",
+                "only streams and snapshots in NATS can be reset",
             ),
             (
                 "router_snapshot_threshold",
                 self.router_snapshot_threshold != ClusterFlags.router_snapshot_threshold,
-                "snapshots are taken of a stream in NATS",
+                "snapshots exist only for streams in NATS",
             ),
         ):
             name = f"--{field_name.replace('_', '-')}" if is_flag else field_name

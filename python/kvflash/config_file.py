@@ -181,7 +181,7 @@ def _worker(fields: Sequence[tuple[str, Any]]) -> str:
     """A worker's mapping as it would be on the command line."""
     given = dict(fields)
     if len(given) < len(fields):
-        raise argparse.ArgumentTypeError(f"a field is there twice in {_shown(Pairs(fields))}")
+        raise argparse.ArgumentTypeError(f"duplicate field in {_shown(Pairs(fields))}")
     url = given.pop("url", None)
     if not isinstance(url, str) or not url:
         raise argparse.ArgumentTypeError(f"a worker needs a url, got {_shown(Pairs(fields))}")

@@ -23,7 +23,7 @@ _SAME = {
 #: What only tells classes apart, or shares between them.
 _OF_ONE_CLASS = ("name", "policy_family", "cache_bucket", "quantum")
 _OTHERS = {
-    "models": "profiles of models have no counterpart; start a frontend for each model",
+    "models": "start one frontend per model, each with its own settings",
     "worker_selection": "use router-mode, or python:module:Class for a policy of your own",
     "prefill_busy_threshold": "use prefill_busy_threshold_frac, a multiple of the largest batch",
     "request_queue_limit_per_worker": "use router-queue-limit, the limit of one model",

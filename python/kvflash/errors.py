@@ -37,7 +37,6 @@ __all__ = [
     "OverloadedError",
     "TransportError",
     "WorkerError",
-    "missing_nats",
 ]
 
 
@@ -108,11 +107,3 @@ class ClosedError(KvflashError):
 
 class DrainingError(ClosedError):
     """The worker is about to end and refused the request before its handler saw it."""
-
-
-def missing_nats(setting: str, error: ImportError) -> ConfigError:
-    """The error for a setting that needs the NATS client where it is not installed."""
-    # Here, as reading the package's metadata would slow down the start of every command.
-    from kvflash.version import install_command  # noqa: PLC0415
-
-    return ConfigError(f"{setting} needs the NATS client ({error}): {install_command('nats')}")

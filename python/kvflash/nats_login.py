@@ -189,9 +189,9 @@ def _failure(
         )
     if isinstance(error, ssl.SSLCertVerificationError):
         return ConfigError(
-            f"NATS at {where} shows a certificate that is not trusted ({error.verify_message}): "
-            "set NATS_TLS_CA to the file of the authority that signed it, and in NATS_SERVER a "
-            "name that it is for"
+            f"NATS at {where} has an untrusted certificate ({error.verify_message}): "
+            "set NATS_TLS_CA to the file of the CA that signed it, and use a name in NATS_SERVER "
+            "that it covers"
         )
     if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
         return ConfigError(
@@ -200,8 +200,8 @@ def _failure(
         )
     if NO_TLS in text:
         return ConfigError(
-            f"NATS at {where} offers no TLS, and nothing is sent without: unset NATS_TLS_CA, "
-            "NATS_TLS_CERT and NATS_TLS_KEY, and name it nats:// in NATS_SERVER"
+            f"NATS at {where} does not offer TLS, which the settings require: unset NATS_TLS_CA, "
+            "NATS_TLS_CERT and NATS_TLS_KEY, and use nats:// in NATS_SERVER"
         )
     return TransportError(f"no NATS server answers at {where} ({text}): {otherwise}")
 

@@ -130,7 +130,7 @@ class FedService:
             ClosedError: It was started before.
         """
         if self._port is not None or self._is_stopped:
-            raise ClosedError("a service starts once; make a new one")
+            raise ClosedError("a service can start only once; create a new one")
         self._port = self._core.start(self._host, self._wanted_port)
         self._receiver = self._make_receiver(self._core.catalog)
         self._receiver.start()
@@ -190,9 +190,9 @@ def _allow_open_files() -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     except (OSError, ValueError) as error:
-        logger.warning("open files stay limited to %d: %s", soft, error)
+        logger.warning("the limit of open files stays at %d: %s", soft, error)
     else:
-        logger.info("up to %d open files, where the limit was %d", hard, soft)
+        logger.info("limit of open files raised to %d, from %d", hard, soft)
 
 
 def run_until_stopped(

@@ -17,6 +17,7 @@ __all__ = [
     "NatsSettings",
     "TlsFiles",
     "agreed",
+    "missing_nats",
     "plane_of_events",
     "unused_server",
 ]
@@ -280,7 +281,7 @@ def _tls(env: Environment, ca: str, cert: str, key: str) -> TlsFiles:
 
 def _check_file(name: str, path: str | None) -> None:
     if path is not None and not Path(path).is_file():
-        raise ConfigError(f"{name} names {path!r}, which is no file")
+        raise ConfigError(f"{name} names {path!r}, which is not a file")
 
 
 def _number(env: Environment, names: tuple[str, ...], *, default: float, least: float) -> float:
@@ -297,3 +298,11 @@ def _number(env: Environment, names: tuple[str, ...], *, default: float, least: 
             raise ConfigError(f"{name} must be at least {least:g}, got {text!r}")
         return value
     return default
+
+
+def missing_nats(setting: str, error: ImportError) -> ConfigError:
+    """The error for a setting that needs the NATS client where it is not installed."""
+    # Here, as reading the package's metadata would slow down the start of every command.
+    from kvflash.version import install_command  # noqa: PLC0415
+
+    return ConfigError(f"{setting} needs the NATS client ({error}): {install_command('nats')}")

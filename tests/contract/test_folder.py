@@ -93,7 +93,7 @@ def test_a_lock_that_is_never_given_back_is_said(
         monkeypatch.setattr("kvflash.discovery.file.LOCK_TIMEOUT_S", 0.1)
         held = other._folder.try_lock()
         assert held is not None
-        with pytest.raises(TransportError, match=r"its lock is held for more than 0\.1 s"):
+        with pytest.raises(TransportError, match=r"its lock has been held for more than 0\.1 s"):
             await mine.put("k", b"")
         held.close()
         await mine.put("k", b"")
@@ -244,14 +244,14 @@ def test_the_folder_must_be_ours_alone(tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "new" / "deep").stat().st_mode & 0o777 == 0o700
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(ConfigError, match=r"writable by nobody else; it belongs to .* mode 0777"):
+    with pytest.raises(ConfigError, match=r"not be writable by others; its owner is .* mode 0777"):
         FileDiscovery(tmp_path / "open")
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"discovery folder .*file"):
         FileDiscovery(tmp_path / "file")
     # Nothing is made where something else is.
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match=r"must be empty, or one that kvflash has made; it holds"):
+    with pytest.raises(ConfigError, match=r"must be empty or created by kvflash; it contains"):
         FileDiscovery(tmp_path)
     assert sorted(tmp_path.iterdir()) == before
     # Of its own a folder may be half made, and hold what others put there.
@@ -274,12 +274,16 @@ def test_nobody_else_can_put_another_folder_in_its_place(tmp_path: Path) -> None
     assert [folder.stat().st_mode & 0o777 for folder in made] == [0o700, 0o700]
     # Somebody else was there first.
     made[0].chmod(0o777)
-    with pytest.raises(ConfigError, match=r"kvflash-0 belongs to \d+ with mode 0777, so others"):
+    with pytest.raises(
+        ConfigError, match=r"kvflash-0 belongs to \d+ with mode 0777, so other users"
+    ):
         FileDiscovery(made[1])
     made[0].chmod(0o700)
     (shared / "link").symlink_to(made[0])
-    with pytest.raises(ConfigError, match=r"link is a link, so others"):
+    with pytest.raises(ConfigError, match=r"link is a link, so other users"):
         FileDiscovery(shared / "link" / "discovery")
     (tmp_path / "leaf").symlink_to(made[1])
-    with pytest.raises(ConfigError, match=r"leaf is a link: name the folder that it leads to"):
+    with pytest.raises(
+        ConfigError, match=r"leaf is a symbolic link: name the folder that it points to"
+    ):
         FileDiscovery(tmp_path / "leaf")

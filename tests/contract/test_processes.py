@@ -106,7 +106,7 @@ def test_a_worker_killed_amid_its_answer_is_an_error_and_no_second_answer(
             for number in range(3):
                 assert (await anext(stream))["number"] == number
             by_id[stream.instance_id].kill()
-            with pytest.raises(TransportError, match="amid its answer"):
+            with pytest.raises(TransportError, match="during its answer"):
                 await anext(stream)
             with pytest.raises(StopAsyncIteration):
                 await anext(stream)
@@ -222,7 +222,7 @@ def test_what_lasts_longer_than_the_drain_is_cut_off_with_an_error(
             stream = await client.generate({"do": "wait", "n": 1})
             assert (await anext(stream))["number"] == 0
             worker.send(signal.SIGTERM)
-            with pytest.raises(ClosedError, match=r"ended after 0\.3 s of draining, amid this"):
+            with pytest.raises(ClosedError, match=r"ended after 0\.3 s of draining during this"):
                 await anext(stream)
             assert worker.finish()[0] == 0
 

@@ -115,7 +115,7 @@ def test_one_tcp_connection_carries_requests_one_after_the_other() -> None:
     [
         (struct.pack(">IB", 65_537, 1), "at most 65536 bytes, got 65537"),
         (struct.pack(">IB", 0, 1), "its length is 0"),
-        (framed(3), "frame of kind 3 is no request"),
+        (framed(3), "frame of kind 3 is not a request"),
         (b"GET / HTTP/1.1\r\n\r\n", "at most 65536 bytes"),
     ],
 )

@@ -92,7 +92,7 @@ def test_every_block_is_run_or_says_why_not() -> None:
 
 
 @runs(("policies.md", "from kvflash import Policy"))
-def test_a_policy_of_ones_own_in_python(stage: Stage, blocks: list[Block]) -> None:
+def test_a_policy_of_your_own_in_python(stage: Stage, blocks: list[Block]) -> None:
     ran = stage.script(blocks[0].text)
     assert ran.output == "report 3 highest_score\nquestion 1 highest_score\n"
 
@@ -334,7 +334,7 @@ def test_a_trace_is_replayed(stage: Stage, blocks: list[Block]) -> None:
     (stage.folder / "trace.jsonl").write_text(trace.text)
     (ran,) = stage.console(stage.localized(command.text))
     assert ran.output.startswith("4 requests in ") and ", 0 failed" in ran.output
-    assert "% of the prompt tokens were cached, as the engines say of 4 requests" in ran.output
+    assert "% of the prompt tokens were cached, as reported for 4 requests" in ran.output
 
 
 @runs(("routing.md", "import asyncio"))

@@ -86,7 +86,7 @@ class _EtcdLease:
                 answer = await self._discovery.call("lease/keepalive", {"ID": self.id})
             except KvflashError as error:
                 # Also a login that is refused just now: it may be right again before the end.
-                self._discovery.is_away(f"lease {self.id} is not kept alive", error)
+                self._discovery.is_away(f"lease {self.id} was not renewed in time", error)
                 await asyncio.sleep(PAUSE_S[0])
                 continue
             self._discovery.is_back()
@@ -178,7 +178,7 @@ class EtcdDiscovery(Discovery):
             try:
                 await asyncio.wait_for(lease.revoke(), REVOKE_TIMEOUT_S)
             except (KvflashError, asyncio.TimeoutError) as error:
-                logger.warning("lease %d is left to run out: %s", lease.id, error)
+                logger.warning("lease %d could not be revoked and will expire: %s", lease.id, error)
         self._is_closed = True
         tasks = [*watches.values(), *(lease.keeping for lease in leases)]
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -198,10 +198,14 @@ class EtcdDiscovery(Discovery):
             return await self._post(method, body)
         except _RefusedError as error:
             if error.code == DENIED or "user name is empty" in str(error):
-                who = f"user {self._settings.user!r}" if self._settings.user else "nobody"
+                who = (
+                    f"user {self._settings.user!r}"
+                    if self._settings.user
+                    else "a client without a login"
+                )
                 raise ConfigError(
                     f"etcd refuses {method} to {who} ({error}): set ETCD_AUTH_USERNAME and "
-                    "ETCD_AUTH_PASSWORD to a user whose role may read and write the keys"
+                    "ETCD_AUTH_PASSWORD to a user with read and write access to the keys"
                 ) from None
             if error.code != UNAUTHENTICATED and "invalid auth token" not in str(error):
                 raise
@@ -280,7 +284,9 @@ class EtcdDiscovery(Discovery):
         check_key(key)
         check_value(value)
         if lease is not None and lease not in self.leases:
-            raise InvalidArgumentError(f"lease {lease.id} has ended or is of another discovery")
+            raise InvalidArgumentError(
+                f"lease {lease.id} has expired or belongs to another discovery"
+            )
         put: dict[str, Any] = {"key": _text(key.encode()), "value": _text(value)}
         return put if lease is None else {**put, "lease": lease.id}
 
@@ -358,8 +364,8 @@ def _failure(url: str, error: BaseException) -> KvflashError:
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         why = getattr(error.certificate_error, "verify_message", "") or error.certificate_error
         return ConfigError(
-            f"etcd at {url} shows a certificate that is not trusted ({why}): set ETCD_AUTH_CA to "
-            "the file of the authority that signed it, and in ETCD_ENDPOINTS a name that it is for"
+            f"etcd at {url} has an untrusted certificate ({why}): set ETCD_AUTH_CA to the file "
+            "of the CA that signed it, and use a name in ETCD_ENDPOINTS that it covers"
         )
     if isinstance(cause, ssl.SSLError) and "ALERT" in (cause.reason or ""):
         return ConfigError(

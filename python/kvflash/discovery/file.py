@@ -161,7 +161,9 @@ class FileDiscovery(Discovery):
         if lease is None:
             return 0
         if lease not in self.leases:
-            raise InvalidArgumentError(f"lease {lease.id} has ended or is of another discovery")
+            raise InvalidArgumentError(
+                f"lease {lease.id} has expired or belongs to another discovery"
+            )
         return lease.id
 
     @asynccontextmanager
@@ -179,8 +181,9 @@ class FileDiscovery(Discovery):
             while (lock := self._folder.try_lock()) is None:
                 if time.monotonic() > end:
                     raise TransportError(
-                        f"discovery folder {self._folder.path}: its lock is held for more than "
-                        f"{LOCK_TIMEOUT_S:g} s; is a process stopped?"
+                        f"discovery folder {self._folder.path}: its lock has been held for more "
+                        "than "
+                        f"{LOCK_TIMEOUT_S:g} s; is the process that holds it suspended?"
                     )
                 await asyncio.sleep(LOCK_PAUSE_S)
             with lock:

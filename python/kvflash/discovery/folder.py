@@ -106,12 +106,12 @@ class Folder:
         status = path.lstat()
         if stat.S_ISLNK(status.st_mode):
             raise ConfigError(
-                f"discovery folder {path} is a link: name the folder that it leads to"
+                f"discovery folder {path} is a symbolic link: name the folder that it points to"
             )
         if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
             raise ConfigError(
-                f"discovery folder {path} must belong to user {os.getuid()} and be writable by "
-                f"nobody else; it belongs to {status.st_uid} with mode "
+                f"discovery folder {path} must be owned by user {os.getuid()} and not be "
+                f"writable by others; its owner is {status.st_uid} with mode "
                 f"{stat.S_IMODE(status.st_mode):04o}"
             )
 
@@ -250,9 +250,9 @@ def _make_private(path: Path) -> None:
         if is_open and (is_link or is_theirs or is_writable):
             what = "is a link" if is_link else f"belongs to {own.st_uid} with mode {mode:04o}"
             raise ConfigError(
-                f"discovery folder {path}: {folder} {what}, so others could put another folder in "
-                f"its place; it must belong to user {os.getuid()} and be writable by nobody else: "
-                "remove it, or set KVFLASH_DISCOVERY_DIR to a folder elsewhere"
+                f"discovery folder {path}: {folder} {what}, so other users could replace it; it "
+                f"must be owned by user {os.getuid()} and not be writable by others: "
+                "remove it, or set KVFLASH_DISCOVERY_DIR to another folder"
             )
         is_open = is_open or bool(folder.stat().st_mode & 0o002)
     path.mkdir(mode=0o700, exist_ok=True)
@@ -267,8 +267,8 @@ def _check_content(path: Path) -> None:
     found = sorted(entry.name for entry in path.iterdir())
     if found and _LEASES not in found:
         raise ConfigError(
-            f"discovery folder {path} must be empty, or one that kvflash has made; it holds "
-            f"{found[0]!r}: set KVFLASH_DISCOVERY_DIR to a folder that is there for nothing else"
+            f"discovery folder {path} must be empty or created by kvflash; it contains "
+            f"{found[0]!r}: set KVFLASH_DISCOVERY_DIR to a dedicated folder"
         )
 
 

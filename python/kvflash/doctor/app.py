@@ -47,7 +47,7 @@ class _Place:
             return "frontend" if has_models else "router" if decides else "indexer"
         if has_models or self.models.status in (401, 403):
             return "engine"
-        return "other" if self.workers.status or self.models.status else "nobody"
+        return "other" if self.workers.status or self.models.status else "unreachable"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,8 +107,8 @@ class _Doctor:
         try:
             yield from found
         except Exception as error:
-            seen = f"the check broke off: {type(error).__name__}: {error}"
-            how = "it answered something unexpected: upgrade it or kvflash, else report this line"
+            seen = f"the check failed: {type(error).__name__}: {error}"
+            how = "unexpected answer: upgrade the service or kvflash, or report this line"
             yield fail(subject, "answers", seen, how)
 
     @staticmethod
@@ -214,7 +214,7 @@ class _Doctor:
 
     def _other(self, place: _Place) -> Iterator[Finding]:
         url = place.url
-        if place.kind == "nobody":
+        if place.kind == "unreachable":
             how = "check host and port, and that the process runs"
             yield fail(url, "reachable", place.workers.said, how)
         elif place.health is not None:

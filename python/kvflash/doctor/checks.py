@@ -167,7 +167,7 @@ def check_indexer(
     elif ready.status == 200:
         yield ok(url, "ready", "yes")
     else:
-        wait = "wait for its recovery and the workers that it waits for; the answer says which"
+        wait = "wait until it has recovered and its workers have registered; the answer lists them"
         yield fail(url, "ready", f"GET /ready: {ready.said}", wait)
     if listeners:
         models = {(listener.model, listener.tenant) for listener in listeners}
@@ -243,7 +243,7 @@ def _check_trust(listener: Listener) -> Iterator[Finding]:
         if entry.get("status") != "active":
             seen = f"{entry.get('status')}: {entry.get('last_error')}"
             yield fail(subject, "connected", seen, "check the endpoint and that the engine runs")
-        seen = "the indexer does not say how far it is to be believed"
+        seen = "the indexer reports no trust state"
         yield warn(subject, "trust", seen, "upgrade the indexer")
         return
     reasons = trust.get("reasons") or []
@@ -276,7 +276,9 @@ def check_replay(
     """Check what a replay socket answered."""
     subject, endpoint, last = listener.subject, listener.replay_endpoint, listener.last_sequence
     if endpoint is None or replayed is None:
-        seen = "no replay_endpoint: lost batches are lost for good, and a restart may stay unseen"
+        seen = (
+            "no replay_endpoint: lost batches cannot be recovered, and a restart may go unnoticed"
+        )
         how = (
             'add "replay_endpoint": "tcp://*:PORT" to the engine\'s --kv-events-config and '
             "register the worker with it"
@@ -292,7 +294,7 @@ def check_replay(
     elif not replayed.has_answered:
         yield fail(subject, "replay", f"{endpoint} did not answer in {timeout_s:g} s", reach)
     elif replayed.contents.undecodable:
-        seen = f"{endpoint} answered something else than batches: {replayed.contents.fault}"
+        seen = f"{endpoint} answered with something other than batches: {replayed.contents.fault}"
         yield fail(subject, "replay", seen, reach)
     elif last is None:
         yield ok(subject, "replay", f"{endpoint} answers")
@@ -314,13 +316,15 @@ def check_heard(listener: Listener, heard: Heard) -> Iterator[Finding]:
         seen = f"{endpoint} cannot be used from here: {heard.error}"
         yield fail(subject, "listened", seen, "check the endpoint of the registration")
     elif not heard.messages:
-        yield warn(subject, "listened", f"{endpoint} sent nothing meanwhile", PROMPT_HINT)
+        yield warn(
+            subject, "listened", f"{endpoint} sent nothing while the doctor listened", PROMPT_HINT
+        )
     elif heard.malformed:
         seen = f"{heard.malformed} of {heard.messages} messages have no sequence number"
-        how = "the endpoint is no KV event socket: correct the registration"
+        how = "the endpoint is not a KV event socket: correct the registration"
         yield fail(subject, "listened", seen, how)
     elif heard.holes:
-        seen = f"{heard.holes} batches were left out between {heard.first} and {heard.last}"
+        seen = f"{heard.holes} batches are missing between {heard.first} and {heard.last}"
         how = "a larger hwm in the engine's --kv-events-config, and a replay_endpoint"
         yield warn(subject, "listened", seen, how)
     else:
@@ -337,7 +341,9 @@ def check_heard(listener: Listener, heard: Heard) -> Iterator[Finding]:
 def _check_contents(listener: Listener, contents: Contents) -> Iterator[Finding]:
     subject, size = listener.subject, listener.block_size
     if contents.undecodable:
-        yield fail(subject, "decodes", f"a message is no event batch: {contents.fault}", _UPGRADE)
+        yield fail(
+            subject, "decodes", f"a message is not an event batch: {contents.fault}", _UPGRADE
+        )
     others = sorted(set(contents.block_sizes) - {size})
     if size is not None and others:
         seen = f"its events have blocks of {others[0]} tokens, the index of {size}"
@@ -392,18 +398,18 @@ def check_engine(url: str, models: Answer, metrics: Answer) -> Iterator[Finding]
     yield from check_clock(url, models.skew_s)
     if engine.block_size is None:
         seen = f"GET /metrics ({metrics.said[:60]}) does not tell the shape of the cache"
-        how = "compare block size and prefix caching by hand; vLLM tells them, SGLang does not"
+        how = "compare block size and prefix caching by hand; vLLM reports them, SGLang does not"
         yield warn(url, "cache", seen, how)
         return
     seen = f"{engine.capacity_blocks} blocks of {engine.block_size} tokens"
     yield ok(url, "cache", seen)
     if engine.has_prefix_caching is False:
-        seen = "off: it reuses nothing and publishes no event"
+        seen = "off: the engine reuses nothing and publishes no events"
         yield fail(url, "prefix caching", seen, "start it with --enable-prefix-caching")
     elif engine.has_prefix_caching:
         yield ok(url, "prefix caching", "on")
     if engine.hash_algorithm == "builtin":
-        seen = "Python's own hash: prompts that collide share blocks"
+        seen = "Python's built-in hash: prompts that collide share blocks"
         yield warn(url, "hashes", seen, "start it with --prefix-caching-hash-algo sha256")
     elif engine.hash_algorithm:
         seen = f"{engine.hash_algorithm}; PYTHONHASHSEED need not be set, names are not compared"
@@ -420,7 +426,7 @@ def check_pairs(engines: Sequence[Engine], listeners: Sequence[Listener]) -> Ite
             if of_host:
                 known = ", ".join(sorted({entry.model for entry in of_host}))
                 seen = f"it serves {served}, its host is registered as {known}: queries by the "
-                how = "register it under the name that clients use, or query by the other"
+                how = "register it under the name that clients use, or query by that name"
                 yield warn(engine.url, "registered", seen + "served name find nothing", how)
             else:
                 seen = f"no indexer has a worker of {served}"
@@ -454,7 +460,9 @@ def _check_capacity(engine: Engine, listeners: Sequence[Listener]) -> Iterator[F
             yield fail(listener.subject, "engine capacity", seen, how)
         elif told is not None and told != capacity:
             seen = f"registered with capacity_blocks {told}, the engine has {capacity}"
-            yield warn(listener.subject, "engine capacity", seen, "register it with the right one")
+            yield warn(
+                listener.subject, "engine capacity", seen, "register it with the engine's value"
+            )
         else:
             yield ok(listener.subject, "engine capacity", f"{held} of {capacity} blocks are known")
 

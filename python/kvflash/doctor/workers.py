@@ -141,7 +141,9 @@ def check_worker(
         yield fail(worker.subject, "healthy", f"{worker.entry.get('last_error')}", how)
     if not worker.listeners and health.get("router_policy") in ("auto", "kv"):
         how = "give the worker events=tcp://HOST:PORT, the endpoint of its --kv-events-config"
-        yield warn(worker.subject, "events", "it has no event socket, so it earns no credit", how)
+        yield warn(
+            worker.subject, "events", "it has no event socket, so its cache is not counted", how
+        )
     for listener in worker.listeners:
         yield from _check_listener(listener, worker.entry)
         replayed = replays.get((listener.instance, listener.rank))
@@ -166,13 +168,15 @@ def _check_listener(listener: Listener, worker: Mapping[str, Any]) -> Iterator[F
     if counts.get("batches"):
         yield ok(subject, "publishes", f"{counts['batches']} batches")
     elif worker.get("requests"):
-        seen = f"nothing came, after {worker['requests']} requests to its engine"
+        seen = f"no events came, although its engine got {worker['requests']} requests"
         yield warn(subject, "publishes", seen, PROMPT_HINT)
     else:
-        yield ok(subject, "publishes", "nothing came yet, and it had no request")
+        yield ok(subject, "publishes", "no events yet, and no requests")
     if counts.get("undecodable"):
         how = "check that the endpoint is the KV event socket of a vLLM or SGLang engine"
-        yield warn(subject, "decodes", f"{counts['undecodable']} messages are no batch", how)
+        yield warn(
+            subject, "decodes", f"{counts['undecodable']} messages are not event batches", how
+        )
     own = worker.get("engine_block_size")
     if isinstance(own, int) and listener.block_size not in (None, own):
         seen = f"the engine has {own} tokens, the index {listener.block_size}"
@@ -191,8 +195,8 @@ def _check_reuse(worker: Worker, reuse: Any) -> Iterator[Finding]:
             yield ok(subject, "reuse", "not reported yet: no prompt was sent there twice")
         else:
             seen = (
-                f"events promised {known.get('predicted_tokens')} tokens, the engine reused "
-                f"{known.get('reported_tokens')}; its overlap counts {trust:.2f}"
+                f"the events predicted {known.get('predicted_tokens')} tokens, the engine reused "
+                f"{known.get('reported_tokens')}; its overlap is weighted by {trust:.2f}"
             )
             if trust < 1.0:
                 how = (
@@ -219,17 +223,20 @@ def check_tokens(worker: Worker, ours: Sequence[int] | None, engine: Answer) -> 
     """Compare the frontend's tokens of a text with those of the worker's engine."""
     if ours is None:
         how = "send it a prompt; kvflash_untokenized_requests_total{cause} says why"
-        yield warn(worker.subject, "tokens", "the frontend told no tokens of a text", how)
+        yield warn(
+            worker.subject, "tokens", "the frontend returned no tokens for the test text", how
+        )
         return
     body = engine.json
     theirs = body.get("tokens") if isinstance(body, dict) and engine.status == 200 else None
     if not isinstance(theirs, list):
         yield ok(worker.subject, "tokens", f"not compared: POST /tokenize: {engine.said}")
     elif list(ours) == theirs:
-        yield ok(worker.subject, "tokens", f"{len(theirs)} of a text, as the frontend's")
+        yield ok(worker.subject, "tokens", f"{len(theirs)} for the test text, as in the frontend")
     else:
         seen = (
-            f"the frontend makes {len(ours)} tokens of a text, the engine {len(theirs)} other ones"
+            f"the frontend makes {len(ours)} tokens of the test text, the engine "
+            f"{len(theirs)} different ones"
         )
         how = (
             "give --tokenizer the folder of the model that the engine serves, or leave it out: "

@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = flags.parse(argv)
     given = [name for name in _PROMPTS if getattr(args, name) is not None]
     if args.request_id is not None and (given or args.model is not None):
-        flags.error(f"--{(given or ['model'])[0]} does not go with a request id: choose one")
+        flags.error(
+            f"--{(given or ['model'])[0]} and a request id exclude each other; give one of them"
+        )
     if args.request_id is None and len(given) != 1:
         shown = " and ".join(f"--{name}" for name in given) or "nothing"
         flags.error(f"give one of --prompt, --tokens, --file or a request id; got {shown}")
@@ -57,7 +59,7 @@ def _lines(answer: Any) -> list[str]:
     try:
         return [*map(printable, lines_of(answer))]
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise TransportError("the answer is no decision; --json prints it as it is") from None
+        raise TransportError("the answer is not a decision; --json prints it unchanged") from None
 
 
 def _flags() -> Flags:
@@ -92,7 +94,7 @@ def _flags() -> Flags:
         metavar="NAME",
         summary="The model; may be left out where only one is served",
     )
-    flags.add_switch("--json", dest="is_json", value=True, summary="Print the answer as it is")
+    flags.add_switch("--json", dest="is_json", value=True, summary="Print the answer unchanged")
     flags.add(
         "--timeout",
         parse=bounded_float(0.05, 600),
@@ -122,7 +124,9 @@ def _body(url: str, args: Any, asked: dict[str, Any]) -> dict[str, Any]:
         body = {"prompt": args.prompt}
     health = ask(url, "/health", **asked)
     if health.status and not isinstance(health.json, dict):
-        raise NotFoundError(f"{url} makes no decisions; give the URL of a frontend or a router")
+        raise NotFoundError(
+            f"{url} does not make decisions; give the URL of a frontend or a router"
+        )
     if health.status and "reservations" in health.json:
         if args.tokens is not None:
             body = {"token_ids": args.tokens}

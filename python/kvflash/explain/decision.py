@@ -103,7 +103,7 @@ def _note(candidate: Mapping[str, Any]) -> str:
     else:
         notes += [str(one["code"]).replace("_", " ") for one in trust.get("reasons") or []]
     credit = candidate.get("reuse_credit")
-    notes += [f"its overlap counts {credit:.2f}"] if isinstance(credit, int | float) else []
+    notes += [f"its overlap is weighted by {credit:.2f}"] if isinstance(credit, int | float) else []
     return ", ".join(notes)
 
 

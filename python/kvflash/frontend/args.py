@@ -67,8 +67,8 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
     """
     flags = Flags(
         "frontend",
-        "OpenAI-compatible HTTP frontend. It sends each request to the worker where it is "
-        "cheapest: most of the prompt cached, least other work.",
+        "OpenAI-compatible HTTP frontend. Sends each request to the worker with the lowest cost: "
+        "most of the prompt cached, least other work.",
         first=(
             "--config",
             "--worker",

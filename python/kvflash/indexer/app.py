@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_logging(args.log_level, args.log_format)
         if args.block_size is not None and not (args.workers or args.engines):
             logger.warning(
-                "--block-size is of the engines of --workers and --worker, and there are none"
+                "--block-size applies to the engines of --workers and --worker, and none are given"
             )
         service = IndexerService(args)
         lame_duck = (args.lame_duck_timeout, service.announce_stop)

@@ -93,7 +93,7 @@ def _flags() -> Flags:
         "its --keys-file again within a second of a change.",
         has_variables=False,
     )
-    flags.add_positionals("action", metavar="add|list|remove", summary="What to do", nargs=None)
+    flags.add_positionals("action", metavar="add|list|remove", summary="The action", nargs=None)
     flags.add_positionals("id", metavar="ID", summary="The key's name in logs", nargs="?")
     flags.add(
         "--keys-file",
@@ -107,7 +107,7 @@ def _flags() -> Flags:
         parse=str,
         choices=("admin", "client", "metrics"),
         default=None,
-        summary="What the key is for",
+        summary="Role of the key",
     )
     flags.add("--tenant", parse=str, default=None, metavar="NAME", summary="Tenant of the client")
     positive = bounded_int(1, 2**63 - 1)
@@ -134,6 +134,6 @@ def _flags() -> Flags:
         parse=str,
         default=None,
         metavar="FIELD|...",
-        summary="What passes through to engines, such as kv_transfer_params|priority",
+        summary="Fields that pass through to engines, such as kv_transfer_params|priority",
     )
     return flags

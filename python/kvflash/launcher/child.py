@@ -53,7 +53,7 @@ class Child:
         except OSError as error:
             hint = ""
             if isinstance(error, FileNotFoundError):
-                hint = ": install the engine, or say with --engine-command how it is started"
+                hint = ": install the engine, or set --engine-command to the command that starts it"
             message = f"can't start {words[0]}: {error.strerror or error}{hint}"
             raise ConfigError(message) from error
         return child
@@ -74,7 +74,7 @@ class Child:
         try:
             return await asyncio.wait_for(asyncio.shield(self.ended()), timeout_s)
         except asyncio.TimeoutError:
-            logger.warning("the engine has not ended within %g s and is killed", timeout_s)
+            logger.warning("the engine did not exit within %g s; killing it", timeout_s)
             return await self.kill()
 
     async def kill(self) -> int:

@@ -6,14 +6,14 @@ import asyncio
 import logging
 from typing import Any
 
-from kvflash.errors import ConfigError, missing_nats
+from kvflash.errors import ConfigError
 from kvflash.launcher.command import EventPorts
 from kvflash.launcher.options import LauncherOptions
 from kvflash.publisher.announce import events_key
 from kvflash.publisher.brokered import BrokerOutlet, Served
 from kvflash.publisher.relay import Relay
 from kvflash.runtime import Component
-from kvflash.servers import NatsSettings, unused_server
+from kvflash.servers import NatsSettings, missing_nats, unused_server
 
 __all__ = ["EngineEvents"]
 
@@ -86,7 +86,9 @@ class EngineEvents:
         if self._ports is None:
             return []
         if block_size is None:
-            raise ConfigError("the engine does not tell its block size: give it by its flag")
+            raise ConfigError(
+                "the engine does not report its block size: set it with the engine's own flag"
+            )
         runtime, places = self._component.runtime, []
         for rank, (events, replay) in enumerate(self._ports.endpoints(runtime.host, self._ranks)):
             where: dict[str, Any] = {

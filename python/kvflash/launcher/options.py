@@ -66,14 +66,14 @@ def parse_options(
     parser.add_argument(
         "--endpoint",
         metavar="NAMESPACE.COMPONENT.ENDPOINT",
-        help="where it is registered; default: dynamo.backend.generate, or "
+        help="endpoint to register it at; default: dynamo.backend.generate, or "
         "dynamo.prefill.generate for prefill",
     )
     parser.add_argument(
         "--engine-command",
         type=_words,
         default=shlex.join(program),
-        help="words that start the engine",
+        help="command that starts the engine",
     )
     parser.add_argument(
         "--kv-events", action=argparse.BooleanOptionalAction, default=True, help="switch them on"
@@ -94,14 +94,17 @@ def parse_options(
         "--ready-timeout", type=float, default=3600.0, help="seconds for the engine to load"
     )
     parser.add_argument(
-        "--stop-timeout", type=float, default=60.0, help="seconds for it to end after a signal"
+        "--stop-timeout",
+        type=float,
+        default=60.0,
+        help="seconds to wait for it to exit after a signal",
     )
     roles = parser.add_mutually_exclusive_group()
     for role in ("prefill", "decode"):
         flag = f"--is-{role}-worker"
         roles.add_argument(flag, dest="role", action="store_const", const=role, help="its role")
     roles.add_argument(
-        "--disaggregation-mode", dest="role", choices=sorted(ROLES), help="the same in one flag"
+        "--disaggregation-mode", dest="role", choices=sorted(ROLES), help="the role, as one flag"
     )
     known, rest = parser.parse_known_args(list(argv))
     role = known.role or "agg"

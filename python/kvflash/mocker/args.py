@@ -124,11 +124,11 @@ def _add_roles(flags: Flags) -> None:
         parse=str,
         choices=("zmq", "nats"),
         default=None,
-        summary="With --endpoint: how events go; else KVFLASH_EVENT_PLANE, else zmq",
+        summary="With --endpoint: transport of events; default: KVFLASH_EVENT_PLANE, else zmq",
     )
     for role, summary in (
         ("prefill", "Only compute prompts"),
-        ("decode", "Only take over prompts"),
+        ("decode", "Only decode prompts that a prefill worker computed"),
     ):
         flags.add_switch(
             f"--is-{role}-worker", dest=f"is_{role}_worker", value=True, summary=summary
@@ -139,7 +139,7 @@ def _add_roles(flags: Flags) -> None:
         parse=_role,
         default=None,
         metavar="agg|prefill|decode",
-        summary="The same in one flag",
+        summary="The role, as one flag",
     )
 
 

@@ -206,7 +206,7 @@ class Rooms:
             writer.write(json.dumps({"done": self._rooms.pop(number, False) is True}).encode())
             await writer.drain()
         except (ValueError, KeyError, TypeError, ConnectionError, asyncio.TimeoutError) as error:
-            logger.warning("a decode worker was turned away: %r", error)
+            logger.warning("a decode worker was refused: %r", error)
         except asyncio.CancelledError:
             # Being hung up on is answer enough.
             pass

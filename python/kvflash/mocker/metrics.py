@@ -28,7 +28,7 @@ def render(scheduler: Scheduler, config: MockerConfig) -> str:
     gauges = (
         ("vllm:num_requests_running", "Requests that hold blocks.", scheduler.running_count),
         ("vllm:num_requests_waiting", "Requests in the queue.", scheduler.waiting_count),
-        ("vllm:kv_cache_usage_perc", "KV cache in use; 1 is all of it.", scheduler.kv_usage),
+        ("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", scheduler.kv_usage),
     )
     counters = (
         ("vllm:prefix_cache_queries_total", "Prompt tokens looked up.", totals.prompt_tokens),
@@ -37,7 +37,11 @@ def render(scheduler: Scheduler, config: MockerConfig) -> str:
         ("vllm:generation_tokens_total", "Output tokens generated.", totals.generation_tokens),
         ("vllm:num_preemptions_total", "Preempted requests.", totals.preemptions),
         ("mocker:requests_finished_total", "Complete answers.", totals.finished_requests),
-        ("mocker:requests_aborted_total", "Requests whose client left.", totals.aborted_requests),
+        (
+            "mocker:requests_aborted_total",
+            "Requests that ended because their client left.",
+            totals.aborted_requests,
+        ),
         ("mocker:requests_rejected_total", "Refused: queue full.", totals.rejected_requests),
     )
     labels = _labels({"engine": str(config.data_parallel_rank), "model_name": config.model_name})

@@ -95,7 +95,7 @@ def _lora(name: Any, config: MockerConfig) -> Lora | None:
     if name in (None, "", config.model_name):
         return None
     if name not in config.lora_adapters:
-        raise InvalidArgumentError(f"lora_name {name!r} is none of {list(config.lora_adapters)}")
+        raise InvalidArgumentError(f"lora_name {name!r} is not one of {list(config.lora_adapters)}")
     return Lora(config.lora_adapters.index(name) + 1, name)
 
 

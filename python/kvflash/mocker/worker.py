@@ -154,8 +154,8 @@ class RuntimeWorker:
         is_prefill = self._handover.is_prefill
         if config.tokenizer is None:
             logger.warning(
-                "worker %s has no --tokenizer folder: routers in Python can use it, frontends turn "
-                "text into tokens with that folder and refuse the worker without one",
+                "worker %s has no --tokenizer folder: Python routers can use it; frontends "
+                "refuse it, because they tokenize with that folder",
                 self.instance_id,
             )
         await register_llm(

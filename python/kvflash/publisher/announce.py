@@ -92,7 +92,7 @@ def _run(task: Coroutine[Any, Any, None], home: asyncio.AbstractEventLoop) -> No
     try:
         done.result(_WAIT_S_MAX)
     except (KvflashError, TimeoutError, FutureTimeoutError) as error:
-        logger.warning("can't take back the announcement of events: %s", error)
+        logger.warning("can't withdraw the announcement of events: %s", error)
 
 
 def _log_failure(done: Future[None]) -> None:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvflash._core import EventOutbox
-from kvflash.errors import ClosedError, KvflashError, missing_nats
+from kvflash.errors import ClosedError, KvflashError
 from kvflash.outage import Outage
 from kvflash.publisher.stream import Sender
 from kvflash.runtime import Component
-from kvflash.servers import NatsSettings, plane_of_events
+from kvflash.servers import NatsSettings, missing_nats, plane_of_events
 from kvflash.transport import names
 
 __all__ = ["BrokerOutlet", "BrokerStream", "Served", "plane_of_events", "served_of"]
@@ -187,8 +187,8 @@ class BrokerOutlet:
             if not has_warned and time.monotonic() - since > _UNNAMED_S:
                 has_warned = True
                 logger.warning(
-                    "events wait for register_llm(), which says what model they are for; or give "
-                    "the publisher its model_name"
+                    "events wait for register_llm(), which names their model; or set the "
+                    "publisher's model_name"
                 )
         outage = Outage(logger, "events are sent")
         while True:

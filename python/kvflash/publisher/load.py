@@ -238,4 +238,4 @@ class WorkerMetricsPublisher:
 def _log_failure(serving: asyncio.Task[None]) -> None:
     error = None if serving.cancelled() else serving.exception()
     if error is not None:
-        logger.error("the load is no longer told: %s", error)
+        logger.error("the load is no longer published: %s", error)

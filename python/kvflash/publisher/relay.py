@@ -110,7 +110,7 @@ class Relay:
             if len(frames) >= 2 and len(frames[-2]) == 8:
                 self._take(int.from_bytes(frames[-2], "big"), frames[-1])
             else:
-                logger.warning("the engine sent a message that is no batch: left out")
+                logger.warning("the engine sent a message that is not a batch; skipped")
 
     def _take(self, number: int, payload: bytes) -> None:
         if self._expected is not None and number < self._expected:

@@ -108,7 +108,7 @@ class Sender(ABC):
                 if (batch := outbox.take()) is not None:
                     self._send(*batch)
         except Exception:
-            logger.exception("the event publisher failed; it publishes nothing any more")
+            logger.exception("the event publisher failed and publishes nothing from now on")
         finally:
             self._ended()
 

@@ -86,7 +86,7 @@ def _flags() -> Flags:
         "--max-in-flight",
         parse=bounded_int(1, 10**5),
         default=1_024,
-        summary="Requests at a time; one more waits, and the report says how late it was",
+        summary="Maximum concurrent requests; others wait, and the report shows the delay",
     )
     flags.add(
         "--timeout",
@@ -140,8 +140,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
         lines.append(f"{report['prompt_tokens']} prompt tokens; cached tokens were not reported")
     else:
         lines.append(
-            f"{report['cached_percent']:.1f} % of the prompt tokens were cached, as the engines "
-            f"say of {report['reported']} requests"
+            f"{report['cached_percent']:.1f} % of the prompt tokens were cached, as reported for "
+            f"{report['reported']} requests"
         )
     rows: list[list[object]] = [["", "P50", "P90", "P99", "MAX"]]
     for name, words in (

@@ -76,7 +76,7 @@ def read_trace(path: str, *, limit: int | None = None) -> list[Call]:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path}: can't be read: {reason}") from None
     if not calls:
-        raise ConfigError(f"{path}: has no request; a line is a JSON object with a prompt")
+        raise ConfigError(f"{path}: has no requests; each line must be a JSON object with a prompt")
     calls.sort(key=lambda call: call.at_s)
     first_s = calls[0].at_s
     return [replace(one, at_s=one.at_s - first_s) for one in calls]

@@ -73,7 +73,8 @@ class Alone:
             if is_brokered(where) and instance_id not in self._warned:
                 self._warned.add(instance_id)
                 logger.error(
-                    "worker %d tells its events at %s, and only sockets are heard here: start the "
+                    "worker %d publishes its events at %s, and only sockets are read here: start "
+                    "the "
                     "worker with --event-plane zmq", instance_id, where["endpoint"],
                 )  # fmt: skip
 

@@ -73,7 +73,7 @@ class KnownName:
     def failures(self) -> list[str]:
         """Lookups that fail, in words."""
         count = len(self._all())
-        known = f"the {count} addresses that are known stay" if count else "no address is known"
+        known = f"the {count} known addresses stay in use" if count else "no address is known"
         return [
             f"{self.label}: the lookup ({record}) fails: {one.failure}; {known}"
             for record, one in self.answers.items()
@@ -86,8 +86,9 @@ class KnownName:
         for record, one in self.answers.items():
             if one.empty and one.addresses:
                 found[f"empty {record}"] = (
-                    f"{self.label}: the last answer ({record}) had no address; {EMPTY_MAX} such "
-                    f"answers in a row are believed, until then the {len(one.addresses)} that are "
+                    f"{self.label}: the last answer ({record}) had no address; the workers are "
+                    f"dropped after {EMPTY_MAX} such answers in a row, until then the "
+                    f"{len(one.addresses)} that are "
                     "known stay"
                 )
         if count == 0 and not self.is_failing:
@@ -97,7 +98,7 @@ class KnownName:
         if count > ADDRESSES_MAX:
             found["limit"] = (
                 f"{self.label}: it has {count} addresses, and the first {ADDRESSES_MAX} in order "
-                "are workers, the limit of a name"
+                "are used, the limit per name"
             )
         return found
 

@@ -85,7 +85,7 @@ class DnsFleet:
             if not isinstance(error, ConflictError):
                 found.setdefault(str(error), []).append(url)
         return [
-            f"{len(urls)} engines of DNS are no workers, such as {urls[0]}: {why}"
+            f"{len(urls)} engines found by DNS are not used, such as {urls[0]}: {why}"
             for why, urls in found.items()
         ]
 
@@ -106,7 +106,7 @@ class DnsFleet:
         logger.info("worker %d: %s has %s", number, name.label, url)
 
     def _remove(self, url: str, number: int) -> None:
-        logger.info("worker %d: DNS has %s no more; its running requests go on", number, url)
+        logger.info("worker %d: DNS no longer lists %s; its running requests continue", number, url)
         # DELETE /workers may have been first.
         with contextlib.suppress(NotFoundError):
             self._core.remove_worker(number)
@@ -124,7 +124,7 @@ class DnsFleet:
                     if before.get(number) != (component, shared):
                         self._replicas.worker_joined(component, number, shared)
             except Exception:
-                logger.exception("replicas are not told of engines of DNS")
+                logger.exception("replicas could not be told about the engines found by DNS")
 
     def _tell_refused(self, before: dict[str, KvflashError]) -> None:
         """One line for all that were not refused alike a lookup ago."""
@@ -134,7 +134,8 @@ class DnsFleet:
             is_trouble = any(not isinstance(self._refused[u], ConflictError) for u in fresh)
             logger.log(
                 logging.WARNING if is_trouble else logging.INFO,
-                "%d engines of DNS are not added, such as %s: %s; trying again at every lookup",
+                "%d engines found by DNS are not added, such as %s: %s; trying again at every "
+                "lookup",
                 len(fresh), first, self._refused[first],
             )  # fmt: skip
 

@@ -107,7 +107,7 @@ def _check_name(url: str, authority: str, name: str) -> None:
     try:
         dns.name.from_text(name)
     except dns.exception.DNSException as error:
-        raise ConfigError(f"{name!r} is no name for DNS: {error}") from None
+        raise ConfigError(f"{name!r} is not a DNS name: {error}") from None
 
 
 def _is_address(text: str) -> bool:

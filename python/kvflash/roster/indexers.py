@@ -142,7 +142,7 @@ class IndexerFinder:
             return
         url = None if self._used is None else self._urls[self._used]
         if url is None:
-            logger.warning("no indexer is in discovery any more: requests are routed by load")
+            logger.warning("discovery no longer has an indexer: requests are routed by load")
         else:
-            logger.info("the indexer at %s is asked", url)
+            logger.info("using the indexer at %s", url)
         self._show(url)

@@ -75,7 +75,7 @@ def _kind(key: str) -> str:
     parts = key.split("/")
     kind = parts[1] if len(parts) == PARTS else ""
     if kind not in _TYPES:
-        raise DecodeError("is no key of a worker")
+        raise DecodeError("is not the key of a worker")
     worker, rank = parts[-2:] if kind == "events" else (parts[-1], "0")
     if not (_is_number(worker, NUMBER_MAX) and _is_number(rank, RANK_MAX)):
         raise DecodeError("does not end with numbers of a worker or rank")

@@ -171,8 +171,8 @@ class DiscoveryWatch:
         if told is not None and told[0] != name:
             if card is not None and instance is not None:
                 raise ConflictError(
-                    f"it serves a model at {told[0][0]}, too: one process and runtime serves one "
-                    "here; the second is left out"
+                    f"it serves a model at {told[0][0]} as well: a runtime can serve one model "
+                    "here; the second is ignored"
                 )
             return
         if card is None or instance is None:

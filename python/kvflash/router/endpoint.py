@@ -201,7 +201,7 @@ class EndpointThread:
                 self._loop.call_soon_threadsafe(self._runtime.shutdown)
             except RuntimeError:
                 # It has ended by itself.
-                logger.debug("the endpoint's thread has ended before")
+                logger.debug("the endpoint's thread has already ended")
         self._thread.join()
 
     def _run(self) -> None:
@@ -211,7 +211,7 @@ class EndpointThread:
             pass
         except Exception as error:
             self._failure = error
-            logger.exception("the router serves its endpoints no more")
+            logger.exception("the router no longer serves its endpoints")
         finally:
             self._has_begun.set()
 

@@ -155,11 +155,11 @@ class DiscoveredWorkers:
     def _warn(self) -> None:
         """Have /health name the workers that were refused."""
         told = [
-            f"worker {worker_id} in discovery is not taken: {self._reasons[worker_id]}"
+            f"worker {worker_id} found in discovery is refused: {self._reasons[worker_id]}"
             for worker_id in list(self._refused)[:TOLD_MAX]
         ]
         if (more := len(self._refused) - len(told)) > 0:
-            told.append(f"{more} further workers in discovery are not taken; the log says why")
+            told.append(f"{more} more workers found in discovery are refused; see the log")
         if told != self._warnings:
             self._warnings = told
             self._router.set_warnings(told)

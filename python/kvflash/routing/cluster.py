@@ -12,10 +12,10 @@ from typing import Any
 from kvflash._core import Bookings, Catalog
 from kvflash.cluster_flags import ClusterFlags
 from kvflash.discovery import Discovery
-from kvflash.errors import KvflashError, missing_nats
+from kvflash.errors import KvflashError
 from kvflash.roster.keys import announced, is_brokered
 from kvflash.routing.sharing import Component, Sharing
-from kvflash.servers import NatsSettings
+from kvflash.servers import NatsSettings, missing_nats
 from kvflash.transport.base import Dispatch, Receiver, SilentReceiver
 
 __all__ = ["Cluster"]
@@ -141,8 +141,8 @@ class Cluster:
                 continue
             self._warned.add(instance_id)
             logger.error(
-                "worker %d tells its events at %s: start the router with %s, or the worker "
-                "with --event-plane zmq; until then its cache earns no credit",
+                "worker %d publishes its events at %s: start the router with %s, or the worker "
+                "with --event-plane zmq; until then its cache is not counted",
                 instance_id, endpoint, self._setting,
             )  # fmt: skip
 
@@ -186,7 +186,7 @@ class Cluster:
                 self._awaited.add(component)
             if not is_ready:
                 logger.warning(
-                    "the state of %s.%s is not there after %g s; serving without what is missing",
+                    "the state of %s.%s did not arrive within %g s; serving without it",
                     *component, READY_S_MAX,
                 )  # fmt: skip
             return
@@ -211,7 +211,7 @@ class Cluster:
         try:
             self._sharing.worker_joined(component, instance_id, shared_id)
         except KvflashError as error:
-            logger.error("requests of other routers do not count: %s; trying again", error)
+            logger.error("requests of other routers are not known: %s; trying again", error)
             self._later(lambda: self._share(component, instance_id, shared_id))
 
     def worker_left(self, component: Component, instance_id: int) -> None:
@@ -248,7 +248,7 @@ class Cluster:
                 options=options,
             )
         except KvflashError as error:
-            logger.error("events of %s.%s are not followed: %s; trying again", *component, error)
+            logger.error("can't follow the events of %s.%s: %s; trying again", *component, error)
             self._later(lambda: self.follow(component))
             return False
         self._states[component] = state

@@ -67,4 +67,4 @@ class Feed:
                 due_s = time.monotonic() + TICK_S
                 expired = self._core.tick()
                 if expired:
-                    logger.warning("%d bookings expired: nothing was heard of them", expired)
+                    logger.warning("%d bookings expired without activity", expired)

@@ -314,7 +314,7 @@ class KvPushRouter:
     ) -> tuple[int, int]:
         """Deprecated: :meth:`best_worker` without the rank."""
         warnings.warn(
-            "best_worker_id() is deprecated: best_worker() tells the rank as well",
+            "best_worker_id() is deprecated: use best_worker(), which also returns the rank",
             DeprecationWarning,
             stacklevel=2,
         )

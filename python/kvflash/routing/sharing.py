@@ -218,7 +218,7 @@ class Sharing:
                 try:
                     self._tell(tiding)
                 except Exception:
-                    logger.exception("replica sync: a booking is not told")
+                    logger.exception("replica sync: a booking was not shared")
 
     def _tell(self, tiding: _Tiding) -> None:
         kind, name = tiding[0], str(tiding[1])

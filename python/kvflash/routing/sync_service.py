@@ -120,7 +120,7 @@ class ReplicaSyncService:
                 await discovery.put(f"{self._prefix}{self.sync.router_id}", value, lease)
                 await lease.lost.wait()
             except KvflashError as error:
-                logger.warning("replica sync: not listed: %s; trying again", error)
+                logger.warning("replica sync: can't announce this router: %s; trying again", error)
                 await asyncio.sleep(_RETRY_S)
 
     async def _watch(self, discovery: Discovery, channel: Channel) -> None:
@@ -141,7 +141,7 @@ class ReplicaSyncService:
                             channel.follow({url for url in routers.values() if url})
                             self.sync.listed(set(routers), time.monotonic())
             except KvflashError as error:
-                logger.warning("replica sync: who is alive is not known: %s", error)
+                logger.warning("replica sync: can't list the other routers: %s", error)
             await asyncio.sleep(_RETRY_S)
 
     async def _send(self, channel: Channel) -> None:
@@ -156,7 +156,7 @@ class ReplicaSyncService:
                     failures.append(error)
             if failures:
                 logger.warning(
-                    "replica sync: %d of %d messages are not sent: %s",
+                    "replica sync: %d of %d messages were not sent: %s",
                     len(failures),
                     len(messages),
                     failures[-1],
@@ -184,5 +184,5 @@ def _router(name: str, value: bytes) -> dict[int, str | None]:
         endpoint = json.loads(value).get("endpoint")
         return {int(name): endpoint if isinstance(endpoint, str) else None}
     except (ValueError, AttributeError):
-        logger.warning("replica sync: %r in discovery is no router", name)
+        logger.warning("replica sync: %r in discovery is not a router", name)
         return {}

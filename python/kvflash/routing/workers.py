@@ -143,7 +143,7 @@ class Workers:
                 before, self._workers = set(self.ids), workers
                 self._share(before, set(self.ids))
         except KvflashError as error:
-            logger.error("the router does not take all workers: %s", error)
+            logger.error("the router refused some workers: %s", error)
             return
         before_reported, self._reported = self._reported, {}
         for worker, rank in workers:
@@ -182,7 +182,7 @@ class Workers:
         if self._model is not None and self._model != _model_of(card):
             self._warned.add(worker)
             logger.error(
-                "worker %d serves %r of tenant %r, this router %r of %r: its cache earns no credit",
+                "worker %d serves %r of tenant %r, this router %r of %r: its cache is not counted",
                 worker, *_model_of(card), *self._model,
             )  # fmt: skip
             return

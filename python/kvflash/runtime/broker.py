@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections import deque
 
-from kvflash.errors import ConfigError, missing_nats
+from kvflash.errors import ConfigError
 from kvflash.outage import Outage
-from kvflash.servers import NatsSettings
+from kvflash.servers import NatsSettings, missing_nats
 
 try:
     from nats.errors import Error as NatsError

@@ -273,7 +273,8 @@ class Stream:
                     self._reply = None
                 if self._is_started:
                     raise TransportError(
-                        f"instance {self.instance_id} hung up amid its answer: {error}"
+                        f"instance {self.instance_id} closed the connection during its answer: "
+                        f"{error}"
                     ) from error
                 if len(self._tried) >= limits.attempts_max:
                     raise error
@@ -319,4 +320,4 @@ class Stream:
         try:
             return await asyncio.wait_for(work, left_s)
         except asyncio.TimeoutError as error:
-            raise DeadlineError(f"request {self.request_id}: its time is over") from error
+            raise DeadlineError(f"request {self.request_id}: its timeout expired") from error

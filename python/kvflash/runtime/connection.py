@@ -111,7 +111,7 @@ class Connection(asyncio.Protocol):
             if self._fault is not None:
                 raise self._fault
             if self.is_lost:
-                amid = " amid a frame" if self._reader.is_amid else ""
+                amid = " within a frame" if self._reader.is_amid else ""
                 raise TransportError(f"the connection was closed{amid}")
             self._waiter = asyncio.get_running_loop().create_future()
             try:

@@ -383,4 +383,4 @@ class DistributedRuntime:
         try:
             await asyncio.wait_for(self._lease.revoke(), LEAVE_TIMEOUT_S)
         except (KvflashError, OSError, asyncio.TimeoutError) as error:
-            logger.warning("instance %d left without saying so: %s", self.instance_id, error)
+            logger.warning("instance %d could not withdraw its lease: %s", self.instance_id, error)

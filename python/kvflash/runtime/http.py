@@ -162,7 +162,7 @@ class _Answer:
     async def end(self) -> web.StreamResponse:
         """What aiohttp wants back."""
         if self._response is None:
-            return _refusal(Failure("internal", "the handler ended without a word"))
+            return _refusal(Failure("internal", "the handler ended without an answer"))
         if not isinstance(self._response, web.Response):
             with suppress(ConnectionError):
                 await self._response.write_eof()
@@ -230,7 +230,7 @@ def id_in_header(request_id: str) -> str:
     """
     if any(char in request_id for char in "\r\n\0"):
         raise InvalidArgumentError(
-            "request_id goes to the worker in a header, which can hold no line break and no NUL, "
+            "request_id goes to the worker in a header and must not contain line breaks or NUL, "
             f"got {request_id!r}"
         )
     return request_id
@@ -358,7 +358,7 @@ class HttpReply:
             return None
         if kind == Kind.ERROR:
             raise FailedError(Failure.parse(unpack(payload)))
-        raise DecodeError(f"frame of kind {kind} is no answer")
+        raise DecodeError(f"frame of kind {kind} is not an answer")
 
     def close(self) -> None:
         """See :class:`kvflash.runtime.plane.Reply`."""

@@ -139,5 +139,5 @@ def _parse(event: Put) -> Instance | None:
         is_draining = fields.get("state") == "draining"
         return Instance(int(fields["instance_id"]), dict(fields["transport"]), is_draining)
     except (ValueError, KeyError, TypeError) as error:
-        logger.warning("%s is no instance: %s", event.key, error)
+        logger.warning("%s is not an instance: %s", event.key, error)
         return None

@@ -128,7 +128,7 @@ class NatsServer:
         try:
             signs = [(bytes(name), int(count)) for name, count in msgpack.unpackb(data)]
         except (ValueError, TypeError, msgpack.UnpackException):
-            logger.warning("nats: signs that can't be read")
+            logger.warning("nats: a heartbeat can't be read")
             return
         for name, count in signs:
             answer = self._answers.get(name)
@@ -148,7 +148,7 @@ class NatsServer:
                 return
             del self._partial[name]
             if len(frames) != 1 or frames[0][0] != Kind.REQUEST:
-                raise DecodeError("a request came in pieces that do not fit")
+                raise DecodeError("a request arrived in parts that do not fit together")
             request = Request.parse(unpack(frames[0][1]))
             answer.running = self._serving.begin(request, answer.send)
         except (InvalidArgumentError, DecodeError) as error:
@@ -428,7 +428,7 @@ class NatsReply:
             return None
         if kind == Kind.ERROR:
             raise FailedError(Failure.parse(unpack(payload)))
-        raise DecodeError(f"{self.subject}: frame of kind {kind} is no answer")
+        raise DecodeError(f"{self.subject}: frame of kind {kind} is not an answer")
 
     def close(self) -> None:
         """See :class:`kvflash.runtime.plane.Reply`."""
@@ -464,7 +464,7 @@ class NatsReply:
 
     def fail_alone(self) -> None:
         """End it, for nobody listens; where nothing came, nobody had the request either."""
-        why = f"nobody listens at {self.subject}"
+        why = f"no subscriber at {self.subject}"
         unsent = FailedError(Failure("unreachable", why, retry=True))
         self.fail(TransportError(why) if self._number else unsent)
 

@@ -232,7 +232,7 @@ class OpenAiReply(HttpReply):
             try:
                 event = json.loads(data)
             except (ValueError, RecursionError) as error:
-                raise DecodeError(f"an event is no JSON: {error}") from error
+                raise DecodeError(f"an event is not JSON: {error}") from error
             if not isinstance(event, dict):
                 raise DecodeError(f"an event must be an object, got {event!r}")
             failure = _failure_in(event)

@@ -68,9 +68,9 @@ class Served:
             await asyncio.wait({run.task for run in self.running}, timeout=timeout_s)
         if not self.running:
             return
-        logger.warning("%s: %d streams are cut off to end", self.name, len(self.running))
+        logger.warning("%s: %d streams are cut off", self.name, len(self.running))
         limit = f" after {timeout_s:g} s of draining" if self.is_graceful else ""
-        failure = Failure("draining", f"the worker ended{limit}, amid this stream")
+        failure = Failure("draining", f"the worker ended{limit} during this stream")
         for run in self.running:
             run.end(failure)
         await asyncio.wait({run.task for run in self.running}, timeout=grace_s + 1.0)
@@ -130,8 +130,8 @@ class Serving:
         if len(served.running) >= served.requests_max:
             served.refused_total += 1
             raise OverloadedError(
-                f"endpoint {request.endpoint} serves {served.requests_max} requests, as many as "
-                "it may (max_concurrent_requests)"
+                f"endpoint {request.endpoint} serves {served.requests_max} requests, its maximum "
+                "(max_concurrent_requests)"
             )
         return Running(served, request, send, self.limits)
 

@@ -95,7 +95,7 @@ class TcpServer:
     def _accept(self, connection: Connection) -> None:
         if len(self._tasks) >= self._limits.connections_max:
             limit = self._limits.connections_max
-            error = OverloadedError(f"{limit} connections, as many as there may be")
+            error = OverloadedError(f"{limit} connections, the maximum")
             connection.write(Failure.of(error, retry=True).pack())
             connection.close()
             return
@@ -130,7 +130,7 @@ class TcpServer:
             connection.write(_PONG)
             return True
         if kind != Kind.REQUEST:
-            connection.write(Failure("invalid", f"frame of kind {kind} is no request").pack())
+            connection.write(Failure("invalid", f"frame of kind {kind} is not a request").pack())
             return False
         try:
             request = Request.parse(unpack(payload))
@@ -292,7 +292,7 @@ class TcpReply:
             self._client.keep(self._address, connection)
             raise FailedError(Failure.parse(unpack(payload)))
         connection.abort()
-        raise DecodeError(f"{self._address}: frame of kind {kind} is no answer")
+        raise DecodeError(f"{self._address}: frame of kind {kind} is not an answer")
 
     def close(self) -> None:
         """See :class:`kvflash.runtime.plane.Reply`."""

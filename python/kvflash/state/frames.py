@@ -280,7 +280,7 @@ class CatalogSink:
             epochs = json.loads(snapshot[16 : 16 + size])["epochs"]
             known = {(int(i), int(rank)): int(epoch) for i, rank, epoch in epochs}
         except (ValueError, TypeError, KeyError) as error:
-            raise DecodeError(f"the snapshot's head is none: {error}") from None
+            raise DecodeError(f"the snapshot's header is invalid: {error}") from None
         with self._lock:
             self.clear()
             _, _, reasons = self._catalog.restore(bytes(memoryview(snapshot)[16 + size :]))

@@ -128,7 +128,7 @@ class Replica:
             await self._roster.leave()
         except KvflashError as error:
             # Others notice when the lease ends.
-            logger.warning("state of %s: can't say good-bye: %s", self.name, error)
+            logger.warning("state of %s: can't withdraw: %s", self.name, error)
 
     async def keep_listed(self) -> None:
         """List it again if its lease was lost; what was purged meanwhile is found out elsewhere."""
@@ -206,7 +206,7 @@ class Replica:
         """While nothing comes: is the log still the one that is followed? Has it more?"""
         state = await self._log.state()
         if state.incarnation != self._incarnation or state.first > self.stats.applied + 1:
-            raise TransportError(f"log {state.incarnation} is not what was followed")
+            raise TransportError(f"log {state.incarnation} is not the one that was followed")
         return state.last > self.stats.applied
 
     async def _open(self) -> None:

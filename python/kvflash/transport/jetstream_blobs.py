@@ -154,7 +154,7 @@ class JetStreamBlobs:
         try:
             return Pointer(**json.loads(entry.value)), entry.revision
         except (ValueError, TypeError) as error:
-            logger.error("the snapshot pointer is none: %s; it is left aside", error)
+            logger.error("the snapshot pointer is invalid: %s; ignoring it", error)
             return None, entry.revision
 
     async def flip(self, pointer: Pointer, revision: int) -> bool:

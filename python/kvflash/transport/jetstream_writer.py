@@ -60,7 +60,7 @@ class JetStreamWriter:
         self._news = asyncio.Event()
         self.counts = {"stored_batches": 0, "dropped_batches": 0, "errors": 0}
         self._background = Background(
-            f"the writer of stream {stream}, whose events are lost,",
+            f"the writer of stream {stream}, which loses its events,",
             self._write,
             is_cancelled=False,
         )

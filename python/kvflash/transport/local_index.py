@@ -86,7 +86,7 @@ def join(parts: list[dict[str, Any]]) -> Answer:
             message=str(head.get("message", "")),
         )
     except (IndexError, KeyError, ValueError, TypeError) as error:
-        raise DecodeError(f"an answer of a worker's index is none: {error!r}") from None
+        raise DecodeError(f"an answer of a worker's index is invalid: {error!r}") from None
 
 
 class LocalIndex:

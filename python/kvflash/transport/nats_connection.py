@@ -24,7 +24,7 @@ _PENDING_BYTES_MAX = 16 * 1024 * 1024
 # Failed attempts whose reasons are looked at.
 _SAID_MAX = 16
 _OTHERWISE = (
-    "start one (nats-server -js), set NATS_SERVER, or use --event-plane zmq, which needs none"
+    "start one (nats-server -js), set NATS_SERVER, or use --event-plane zmq, which needs no server"
 )
 
 

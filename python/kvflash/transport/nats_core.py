@@ -253,13 +253,15 @@ def nats_ask(client: Client, subject_of: Callable[[int, int], str]) -> Ask:
                 while True:
                     message = await subscription.next_msg(timeout=_ASK_S_MAX)
                     if not message.data:
-                        raise TransportError(f"nobody answers at {subject}")
+                        raise TransportError(f"no answer at {subject}")
                     part = msgpack.unpackb(message.data)
                     parts[int(part["part"])] = part
                     if len(parts) == int(part["parts"]):
                         return join(list(parts.values()))
             except (ValueError, KeyError, TypeError) as error:
-                raise TransportError(f"worker {instance_id} answers nonsense: {error!r}") from None
+                raise TransportError(
+                    f"worker {instance_id} sent an invalid answer: {error!r}"
+                ) from None
             finally:
                 with contextlib.suppress(nats.errors.Error, OSError):
                     await subscription.unsubscribe()

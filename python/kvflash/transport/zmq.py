@@ -41,7 +41,7 @@ RepairEffect = tuple[str, int, int, str]
 #: A part of a message: copied, or as the socket's own buffer.
 _Part = bytes | zmq.Frame
 
-# ZMQ does not connect again after a breach of protocol, such as a frame above the limit. It says
+# ZMQ does not connect again after a protocol violation, such as a frame above the limit. It says
 # so by saying nothing: of every other attempt it tells at once.
 _RECONNECT_GRACE_S = 1.0
 
@@ -160,7 +160,7 @@ class ZmqReceiver:
             handler()
         except Exception:
             # One publisher's trouble must not end the others' service.
-            logger.exception("handling of a socket failed; it is served on")
+            logger.exception("handling a socket failed; going on")
 
     def _add(self, socket: zmq.Socket[bytes], handler: Callable[[], None]) -> None:
         self._handlers[socket] = handler
@@ -249,7 +249,7 @@ class ZmqReceiver:
             self._catalog.set_status(publisher, "failed", message)
             return
         if is_again:
-            logger.info("engine at %s: there is an open file for its socket now", endpoint)
+            logger.info("engine at %s: its socket is open now", endpoint)
         repair = Repair(
             self._catalog,
             publisher,
@@ -299,7 +299,7 @@ class ZmqReceiver:
             return
         publisher, endpoint = subscription.publisher, subscription.endpoint
         limit = self._options.message_bytes_max
-        message = f"breach of protocol, such as a frame above {limit} bytes; connecting again"
+        message = f"protocol violation, such as a frame above {limit} bytes; connecting again"
         try:
             socket, monitor = open_stream(self._context, self._options)
         except zmq.ZMQError as error:

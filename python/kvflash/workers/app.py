@@ -41,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.add_positionals(
         "url", metavar="URL", summary="A frontend, a router or an indexer", nargs=None
     )
-    flags.add_switch("--json", dest="is_json", value=True, summary="Print GET /workers as it is")
+    flags.add_switch(
+        "--json", dest="is_json", value=True, summary="Print the answer of GET /workers unchanged"
+    )
     flags.add(
         "--timeout",
         parse=bounded_float(0.05, 600),
@@ -75,7 +77,7 @@ def rows_of(workers: Any) -> list[tuple[object, ...]]:
         TransportError: It is no such answer.
     """
     if not isinstance(workers, list) or not all(isinstance(one, dict) for one in workers):
-        raise TransportError("GET /workers: the answer is no list of workers; --json prints it")
+        raise TransportError("GET /workers: the answer is not a list of workers; --json prints it")
     kinds = (
         (_INDEXER, "instance_id", _of_indexer),
         (_FRONTEND, "serves", _of_frontend),
@@ -87,7 +89,7 @@ def rows_of(workers: Any) -> list[tuple[object, ...]]:
                 return [titles, *map(row, workers)]
             except (AttributeError, KeyError, TypeError):
                 break
-    raise TransportError("GET /workers: the answer is no list of workers; --json prints it")
+    raise TransportError("GET /workers: the answer is not a list of workers; --json prints it")
 
 
 def _of_frontend(worker: Mapping[str, Any]) -> tuple[object, ...]:

@@ -220,7 +220,7 @@ def test_what_is_wrong_is_named_in_one_line(
         ("worker: 5", "worker: must be a list of texts, got 5"),
         ("worker: [[a]]", 'worker: must be a list of texts, got [["a"]]'),
         ("worker: [{events: tcp://a:1}]", 'a worker needs a url, got {"events": "tcp://a:1"}'),
-        ("worker: [{url: http://a, id: 1, id: 2}]", "a field is there twice in"),
+        ("worker: [{url: http://a, id: 1, id: 2}]", "duplicate field in"),
         ("worker: [{url: 'http://a,id=1'}]", "no comma and no space may be in 'http://a,id=1'"),
         ("worker: a\nworkers: b", "'worker' and 'workers' set the same thing"),
     ],
@@ -330,7 +330,7 @@ def test_other_parts_of_dynamos_file_are_refused_by_name(
     file: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for text, told in (
-        ("models: {m: {}}", "'models' of Dynamo's policy file is not supported: profiles"),
+        ("models: {m: {}}", "'models' of Dynamo's policy file is not supported: start one"),
         ("worker_selection: {}", "'worker_selection' of Dynamo's policy file is not supported"),
         (ONE_CLASS + "seed: 3\n", "'seed' of Dynamo's policy file is not supported"),
     ):

@@ -225,7 +225,7 @@ def test_an_answer_that_drips(doctor, monkeypatch):
             stop.set()
             thread.join()
     assert (status, bad(findings)) == (1, [("FAIL", "reachable", "")])
-    assert "still not whole" in findings[0]["seen"]
+    assert "the answer exceeds" in findings[0]["seen"]
 
 
 def test_an_engine_that_wants_a_key(canned, doctor, monkeypatch):
@@ -391,7 +391,7 @@ def replaying(http, engine, answer):
 
 REPLAYS = {
     "did not answer": ("FAIL", lambda first: None),
-    "something else than batches": ("FAIL", lambda first: [[b"what"]]),
+    "something other than batches": ("FAIL", lambda first: [[b"what"]]),
     "has nothing from batch 1 on": ("FAIL", lambda first: [[END_OF_REPLAY, b""]]),
     "ring begins at batch 7": ("warn", lambda first: [[(7).to_bytes(8, "big"), one(9)]]),
 }

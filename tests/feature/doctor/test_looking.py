@@ -165,12 +165,12 @@ def test_json_is_the_answer_itself(service: Service, capsys: pytest.CaptureFixtu
         ((404, {"error": "no such path"}), "/workers: 404 no such path"),
         ((500, {"error": {"message": "broken"}}), "/workers: 500 broken"),
         ((200, b"<html>"), "/workers: the answer is not JSON; is this a kvflash service?"),
-        ((200, {"a": 1}), "GET /workers: the answer is no list of workers"),
-        ((200, [{"a": 1}]), "GET /workers: the answer is no list of workers"),
-        ((200, [1]), "GET /workers: the answer is no list of workers"),
+        ((200, {"a": 1}), "GET /workers: the answer is not a list of workers"),
+        ((200, [{"a": 1}]), "GET /workers: the answer is not a list of workers"),
+        ((200, [1]), "GET /workers: the answer is not a list of workers"),
         (
             (200, [{"worker_id": 1, "ranks": [3]}]),
-            "the answer is no list of workers; --json prints it",
+            "the answer is not a list of workers; --json prints it",
         ),
     ],
 )
@@ -288,7 +288,12 @@ def test_questions_have_the_form_of_the_service(
 @pytest.mark.parametrize(
     ("answers", "argv", "status", "told"),
     [
-        ({"/health": (200, b"")}, ["--prompt", "x"], 1, "makes no decisions; give the URL of a"),
+        (
+            {"/health": (200, b"")},
+            ["--prompt", "x"],
+            1,
+            "does not make decisions; give the URL of a",
+        ),
         (ROUTER, ["--prompt", "x"], 2, "has no tokenizer: give --tokens"),
         (
             {**FRONTEND, "/v1/models": (200, {"data": [{"id": "a"}, {"id": "b"}]})},
@@ -304,8 +309,8 @@ def test_questions_have_the_form_of_the_service(
             '/explain: 404 model "x" is not served',
         ),
         ({}, ["r-1"], 1, "/why/r-1: 404 no such path"),
-        ({"/why/r-1": (200, [3])}, ["r-1"], 1, "the answer is no decision; --json prints it"),
-        ({"/why/r-1": (200, {"candidates": [3]})}, ["r-1"], 1, "the answer is no decision"),
+        ({"/why/r-1": (200, [3])}, ["r-1"], 1, "the answer is not a decision; --json prints it"),
+        ({"/why/r-1": (200, {"candidates": [3]})}, ["r-1"], 1, "the answer is not a decision"),
         (FRONTEND, ["--file", "/nope"], 2, "--file /nope: can't be read: No such file"),
     ],
 )
@@ -324,8 +329,8 @@ def test_what_can_not_be_explained_is_said_in_one_line(
     [
         ([], "give one of --prompt, --tokens, --file or a request id; got nothing"),
         (["--prompt", "a", "--tokens", "1"], "got --prompt and --tokens"),
-        (["r-1", "--prompt", "a"], "--prompt does not go with a request id"),
-        (["r-1", "--model", "a"], "--model does not go with a request id"),
+        (["r-1", "--prompt", "a"], "--prompt and a request id exclude each other"),
+        (["r-1", "--model", "a"], "--model and a request id exclude each other"),
         (["--tokens", "1,a"], "--tokens: must be token ids, separated by commas, got '1,a'"),
         (["--promt", "a"], "did you mean '--prompt'?"),
     ],

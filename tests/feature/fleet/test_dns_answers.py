@@ -48,8 +48,7 @@ def test_a_failure_keeps_what_is_known_and_says_so():
         name.answers["A"].fail("SERVFAIL")
     assert name.addresses() == [ONE, TWO]
     assert name.failures() == [
-        "dns+http://engines:8000: the lookup (A) fails: SERVFAIL; the 2 addresses that are known "
-        "stay"
+        "dns+http://engines:8000: the lookup (A) fails: SERVFAIL; the 2 known addresses stay in use"
     ]
 
 
@@ -92,8 +91,8 @@ def test_beyond_the_limit_the_first_ones_in_order_stay():
     name.answers["A"].take(reversed(many))
     assert name.addresses() == many[:ADDRESSES_MAX]
     assert name.notes()["limit"] == (
-        "dns+http://engines:8000: it has 4098 addresses, and the first 4096 in order are workers, "
-        "the limit of a name"
+        "dns+http://engines:8000: it has 4098 addresses, and the first 4096 in order are used, "
+        "the limit per name"
     )
     name.answers["A"].take(many[1:])
     assert name.addresses() == many[1 : ADDRESSES_MAX + 1]

@@ -64,7 +64,7 @@ def test_one_family_can_be_asked_for_alone():
         ("dns+http://{host}:1", "is not a URL"),
         ("dns+http://10.0.0.1:8000", "10.0.0.1:8000 is an address and needs no lookup"),
         ("dns+http://[fd00::1]:8000", "is an address and needs no lookup"),
-        (f"dns+http://{'a' * 64}:8000", "is no name for DNS"),
+        (f"dns+http://{'a' * 64}:8000", "is not a DNS name"),
         ("dns+http://e:8000,id=7", "id=7 names one worker, and e may stand for many"),
         ("dns+http://e:8000,ip=5", "ip must be 4 or 6, got '5'"),
         ("dns+http://e:8000,events=tcp://e:1", "events must be tcp://*:port"),

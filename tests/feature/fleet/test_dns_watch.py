@@ -141,7 +141,7 @@ def test_a_failure_changes_nothing_and_is_told_once(
     world.core.wait(*both)
     (warning,) = world.core.warnings
     assert warning.startswith(f"dns+http://{NAME}:1: the lookup (A) fails: ")
-    assert warning.endswith("; the 2 addresses that are known stay")
+    assert warning.endswith("; the 2 known addresses stay in use")
     if trouble == SILENCE:
         assert "did not answer within 3 s" in warning
     del world.server.trouble[NAME]
@@ -206,7 +206,7 @@ def test_more_addresses_than_the_limit(world: World, monkeypatch: pytest.MonkeyP
     world.watch(f"dns+http://{NAME}:1")
     world.core.wait("http://127.0.0.4:1", "http://127.0.0.9:1")
     (warning,) = world.core.warnings
-    assert "it has 3 addresses, and the first 2 in order are workers" in warning
+    assert "it has 3 addresses, and the first 2 in order are used" in warning
     world.server.names[NAME] = ["127.0.0.10", "127.0.0.9"]
     world.core.wait("http://127.0.0.9:1", "http://127.0.0.10:1")
     until(lambda: world.core.warnings == [], "the warnings to be over")
@@ -238,7 +238,8 @@ def test_what_the_core_does_not_take_is_tried_again(
     until(lambda: world.core.lookups("answered") >= lookups + 2, "more lookups")
     # One that is a worker already is no trouble.
     assert world.core.warnings == [
-        "2 engines of DNS are no workers, such as http://127.0.0.4:1: the limit of 1 workers is "
+        "2 engines found by DNS are not used, such as http://127.0.0.4:1: the limit of 1 workers "
+        "is "
         "reached (--max-workers)"
     ]
     told = [record.message for record in caplog.records if "are not added" in record.message]

@@ -164,7 +164,7 @@ def test_failures_keep_engines_and_nothing_is_believed_at_last(
         status, said = health(frontend)
         assert (status, said["status"]) == (200, "healthy")
         assert "the lookup (A) fails: " in said["warnings"][0]
-        assert said["warnings"][0].endswith("; the 2 addresses that are known stay")
+        assert said["warnings"][0].endswith("; the 2 known addresses stay in use")
         assert by_address(frontend) == numbers
         assert ask(frontend.url, COMPLETIONS, body(1)).status == 200
         assert frontend.metric(f'kvflash_dns_addresses{{name="{label}"}}') == 2

@@ -150,7 +150,7 @@ def test_who_was_refused_is_taken_when_there_is_room(
                 await put(discovery, f"instances/ns/backend/generate/{number}", INSTANCE)
             if again_s > 60:
                 await eventually(lambda: registry.warnings, "the second one")
-                refused = "worker 2 in discovery is not taken: no room"
+                refused = "worker 2 found in discovery is refused: no room"
                 assert registry.warnings == [refused]
                 await discovery.delete("v1/instances/ns/backend/generate/1")
             else:

@@ -133,7 +133,7 @@ def test_tokens_come_back_and_their_blocks_are_told(start, folder):
                 await ask(client, prompt, dp_rank=2)
             with pytest.raises(InvalidArgumentError, match="token_ids must have at least one"):
                 await ask(client, [])
-            with pytest.raises(InvalidArgumentError, match="lora_name 'no' is none of"):
+            with pytest.raises(InvalidArgumentError, match="lora_name 'no' is not one of"):
                 await ask(client, prompt, lora_name="no")
 
         with_runtime(folder, check)

@@ -219,12 +219,12 @@ def test_another_engine_is_asked_before_the_first_item_and_never_after() -> None
 @pytest.mark.parametrize(
     ("said", "kind", "message"),
     [
-        (b"", TransportError, "hung up amid its answer.*ended without its end"),
-        (b"data: {]\n\n", DecodeError, "an event is no JSON"),
+        (b"", TransportError, "closed the connection during its answer.*ended without its end"),
+        (b"data: {]\n\n", DecodeError, "an event is not JSON"),
         (b"data: 3\n\n", DecodeError, "an event must be an object"),
         (b'data: {"choices": [3]}\n\n', DecodeError, "a choice must be an object"),
         (b'data: {"choices": [{"token_ids": 4}]}\n\n', DecodeError, "a field of another type"),
-        (b"data: " + b"[" * 60_000 + b"\n\n", DecodeError, "an event is no JSON"),
+        (b"data: " + b"[" * 60_000 + b"\n\n", DecodeError, "an event is not JSON"),
     ],
 )
 def test_an_answer_that_breaks_off_is_no_whole_one(

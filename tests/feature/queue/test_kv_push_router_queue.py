@@ -234,7 +234,7 @@ class Last(Policy):
         return len(candidates) - 1
 
 
-def test_a_policy_of_ones_own_is_asked_before_the_wait_and_heard_after_it() -> None:
+def test_a_policy_of_your_own_is_asked_before_the_wait_and_heard_after_it() -> None:
     async def work() -> None:
         async with full(2, router_mode=Last()) as (stage, router):
             # Nobody asks it where there is one worker only: for r-0 and r-1.

@@ -89,5 +89,5 @@ def test_a_restore_is_waited_for_by_all_and_once(
     made.follow(("ns", "other"))
     made.follow(COMPONENT)
     assert len(state.waits) == asked
-    assert "the state of ns.other is not there after 0 s" in caplog.text
+    assert "the state of ns.other did not arrive within 0 s" in caplog.text
     made.stop()
