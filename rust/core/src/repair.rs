@@ -214,7 +214,8 @@ impl Repair {
         if replay.is_verifying && has_news && !replay.has_answered {
             let first = answer.frames.first();
             if first == Some(&None) {
-                let why = "the replay endpoint answered with something else than frames".to_owned();
+                let why =
+                    "the replay endpoint answered with something other than frames".to_owned();
                 self.end(feed, Some(why), now_ms);
                 return self.told();
             }
@@ -248,7 +249,7 @@ impl Repair {
                 self.ask(feed, feed.position().0, false, now_ms);
             } else {
                 let why = format!(
-                    "the replay endpoint sent nothing that is missing for {} s",
+                    "the replay endpoint sent none of the missing batches for {} s",
                     self.timeout_ms as f64 / 1e3
                 );
                 self.end(feed, Some(why), now_ms);

@@ -183,7 +183,7 @@ impl Given {
     /// `InvalidArgument`, naming a setting that there is not.
     pub fn finish(self) -> Result<()> {
         match self.0.keys().next() {
-            Some(key) => Err(Error::invalid(format!("there is no setting {key:?}"))),
+            Some(key) => Err(Error::invalid(format!("unknown setting {key:?}"))),
             None => Ok(()),
         }
     }
@@ -277,7 +277,7 @@ mod tests {
         let mine = Mine::take(&mut given).unwrap();
         assert_eq!((mine.wait.as_millis(), mine.limit, mine.word.as_str()), (250, None, "a"));
         let error = given.finish().unwrap_err();
-        assert_eq!(error, Error::invalid("there is no setting \"other\""));
+        assert_eq!(error, Error::invalid("unknown setting \"other\""));
     }
 
     #[test]

@@ -154,7 +154,7 @@ fn folder() -> Result<PathBuf> {
     let status = fs::metadata(&folder).map_err(broken)?;
     if status.uid() != user || status.mode() & 0o022 != 0 {
         let text = format!(
-            "discovery folder {} must belong to user {user} and be writable by nobody else",
+            "discovery folder {} must be owned by user {user} and not be writable by others",
             folder.display()
         );
         return Err(Error::Io(text));

@@ -112,7 +112,7 @@ metrics! {
             "Different blocks held by any worker";
         index_bytes: Family<ModelLabel, Gauge> = "index", [Bytes] "Memory of the index";
         evicted_blocks: Family<ModelLabel, Counter> = "index_evicted_blocks",
-            "Blocks that the index let go at a limit, though their workers may hold them still";
+            "Blocks that the index dropped at a limit, although their workers may still hold them";
         predicted_blocks: Family<ModelLabel, Gauge> = "index_predicted_blocks",
             "Blocks that workers are predicted to hold soon";
         workers: Family<ModelLabel, Gauge> = "index_workers", "Workers whose blocks are indexed";

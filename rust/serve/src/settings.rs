@@ -25,10 +25,10 @@ settings! {
 settings! {
     /// Where a frontend or an indexer finds its workers. Nothing of it is the core's.
     FleetSettings { "Workers": {
-        /// Engines; dns+http://NAME stands for every address of a name
+        /// Engine URLs; dns+http://NAME stands for every address of the name
         ///
-        /// One or several, may be repeated. Those of an indexer are
-        /// [engines that nobody registers](indexer.md#engines-that-nobody-registers)
+        /// One or several, may be repeated. Of an indexer: [engines without
+        /// registration](indexer.md#engines-without-registration)
         workers: Vec<String> = Vec::new(), (),
             "--worker URL[,events=ADDRESS][,replay=ADDRESS][,id=N][,role=ROLE][,dp=N]";
         /// Pause between two DNS lookups of dns+http:// workers
@@ -51,8 +51,8 @@ settings! {
     FrontendSettings { "Server and log": {
         /// Address to listen on
         ///
-        /// `KVFLASH_HTTP_HOST` goes before `KVFLASH_HOST`, which is the address that others reach
-        /// this process at, too
+        /// `KVFLASH_HTTP_HOST` takes precedence over `KVFLASH_HOST`, which is also the address that others
+        /// reach this process at
         host: String = "0.0.0.0".to_owned(), (), "--host --http-host ADDRESS DYN_HTTP_HOST";
         /// Port to listen on; 0 picks a free one
         port: u16 = 8000, 0..=65_535, "--port --http-port DYN_HTTP_PORT";
@@ -87,13 +87,13 @@ settings! {
     "Tokens": {
         /// Folder with tokenizer.json, or a model in the local Hub cache, of all models or of one
         ///
-        /// The chat template is read there, too. `MODEL=FOLDER` is for that model alone; may be repeated. Without
-        /// one, a model's tokenizer is that of its workers' cards; without these engines are asked to tokenize. See
-        /// [tokenizers](frontend.md#a-tokenizer-for-each-model)
+        /// The chat template is read there, too. `MODEL=FOLDER` is for that model alone; may be repeated.
+        /// Without one, a model's tokenizer is that of its workers' cards; without these engines are asked to
+        /// tokenize. See [tokenizers](frontend.md#a-tokenizer-for-each-model)
         tokenizer: Vec<String> = Vec::new(), (), "--tokenizer [MODEL=]FOLDER";
         /// Memory for text seen before: its tokens, and messages of chats
         ///
-        /// Three quarters are for tokens. Of both, what was used least recently goes
+        /// Three quarters are for tokens. The least recently used entries are dropped
         tokenizer_cache: usize = 256 * 1024 * 1024, Legal::Bytes(1, false), "--tokenizer-cache --text-cache-bytes SIZE";
         /// Time between comparisons of the tokens made here with the engines' own; 0: never
         ///
@@ -102,8 +102,8 @@ settings! {
             "--parity-interval SECONDS";
         /// Send prompts as token ids to engines that take them, so that they need not tokenize again
         ///
-        /// Each engine is asked when it starts; only prompts whose tokens are known to be the engine's own are sent
-        /// so. See [tokenized once](frontend.md#tokenized-once)
+        /// Each engine is asked when it starts; only prompts that are known to give the engine's own tokens
+        /// are sent this way. See [tokenized once](frontend.md#tokenized-once)
         send_token_ids: bool = true, (), "--send-token-ids --no-send-token-ids";
         /// Key for the frontend's own calls to workers; better in a file or in the environment
         ///
@@ -111,7 +111,7 @@ settings! {
         /// clients' requests carry their own. Workers that are added over HTTP do not get it: see
         /// [workers that somebody adds](security.md#workers-that-somebody-adds)
         worker_api_key: Option<String> = None, (), "--worker-api-key KEY";
-        /// File with that key, which no list of processes shows
+        /// File with that key, so that no process list shows it
         worker_api_key_file: Option<PathBuf> = None, (), "--worker-api-key-file FILE";
     }
     "Access": {
@@ -127,8 +127,8 @@ settings! {
     "Limits and timeouts": {
         /// Longest prompt; longer ones are refused with 400. 0: 16 bytes a token of the model's limit
         ///
-        /// Bytes of its text, images and the like left out; a number or token id counts 8. The limit of
-        /// tokens is the smallest `max_model_len` that the model's workers tell; 4MiB while none does
+        /// Counts bytes of text, not of images; a number or token id counts 8. The limit of tokens is the
+        /// smallest `max_model_len` of the model's workers; 4MiB while it is unknown
         max_prompt_bytes: usize = 0, Legal::Bytes(1, true), "--max-prompt-bytes SIZE";
         /// Largest request body; larger ones are refused with 413
         max_body_bytes: usize = 32 * 1024 * 1024, Legal::Bytes(1, false), "--max-body-bytes SIZE";
@@ -152,12 +152,12 @@ settings! {
             "--connect-timeout SECONDS";
         /// Longest time from a request to the first byte of the worker's answer
         ///
-        /// Each attempt has its own
+        /// Each attempt has its own limit
         first_byte_timeout: Duration = Duration::from_secs(600), 0.001..=86_400.0,
             "--first-byte-timeout SECONDS";
         /// Longest pause within a worker's answer
         ///
-        /// Then the answer is given up
+        /// After it the answer is cut off
         stream_idle_timeout: Duration = Duration::from_secs(300), 0.001..=86_400.0,
             "--stream-idle-timeout SECONDS";
         /// Longest time for an engine's /tokenize
@@ -165,10 +165,10 @@ settings! {
             "--tokenize-timeout SECONDS";
         /// Pause between two health checks of a worker
         ///
-        /// Of one that is not well, 0.25 at first and twice as long each time up to this
+        /// For an unhealthy worker 0.25 s at first, then twice as long each time, up to this
         health_interval: Duration = Duration::from_secs(2), 0.001..=86_400.0,
             "--health-interval SECONDS";
-        /// Time for running requests after that
+        /// Time for running requests to finish after --lame-duck-timeout
         ///
         /// A second SIGTERM ends it at once
         drain_timeout: Duration = Duration::from_secs(30), 0.0..=86_400.0, "--drain-timeout SECONDS";
@@ -213,8 +213,8 @@ settings! {
     RouterSettings { "Server and log": {
         /// Address to listen on
         ///
-        /// `KVFLASH_HTTP_HOST` goes before `KVFLASH_HOST`, which is the address that others reach
-        /// this process at, too
+        /// `KVFLASH_HTTP_HOST` takes precedence over `KVFLASH_HOST`, which is also the address that others
+        /// reach this process at
         host: String = "0.0.0.0".to_owned(), (), "--host --http-host ADDRESS";
         /// Port to listen on; 0 picks a free one
         port: u16 = 8091, 0..=65_535, "--port --http-port";
@@ -258,17 +258,17 @@ settings! {
     HttpSettings { "Connections": {
         /// Longest time for a request's body to arrive
         ///
-        /// After 5 seconds it must have come at 8 KiB a second, too
+        /// After 5 seconds at least 8 KiB for each second must have arrived, too
         body_timeout: Duration = Duration::from_secs(60), 0.001..=86_400.0, "--body-timeout SECONDS";
         /// Memory for request bodies above 16 KiB; 0: a quarter of the memory, at least 256MiB
         ///
-        /// Of those that are being received, wait or are answered; more are refused with 429. The
-        /// memory is that of the control group
+        /// Counts bodies that are being received, wait or are answered; more are refused with 429. The memory
+        /// is that of the control group
         max_buffered_bytes: usize = 0, Legal::Bytes(1 << 20, true), "--max-buffered-bytes SIZE";
         /// Time that a connection may be idle between two requests
         ///
-        /// Longer than that of the balancers in front: they do not send a request again whose
-        /// connection closes
+        /// Set it longer than the timeout of balancers in front: they do not repeat a request after its
+        /// connection closed
         keep_alive_timeout: Duration = Duration::from_secs(75), 0.001..=86_400.0,
             "--keep-alive-timeout SECONDS";
         /// Time after SIGTERM in which /ready is 503 and requests are still taken
@@ -276,10 +276,9 @@ settings! {
         /// Balancers that ask for readiness send no new ones meanwhile. None after SIGINT
         lame_duck_timeout: Duration = Duration::from_secs(5), 0.0..=86_400.0,
             "--lame-duck-timeout SECONDS";
-        /// Listen at a port where another process listens that has this flag, too
+        /// Share the port with another process that has this flag
         ///
-        /// A new process can take over before the old one ends. Without it a port that is taken is
-        /// an error
+        /// A new process can take over before the old one ends. Without the flag a taken port is an error
         reuse_port: bool = false, (), "--reuse-port";
         /// Maximum open connections; at the limit only probes are answered
         ///
@@ -293,8 +292,8 @@ settings! {
         trusted_proxies: String = String::new(), (), "--trusted-proxies ADDRESS[/BITS],...";
         /// Keep what is registered over HTTP in this file, for the next start
         ///
-        /// `POST /workers` and `POST /register`, until their DELETE or `/unregister`. A worker that a flag
-        /// or discovery names comes back by that
+        /// `POST /workers` and `POST /register`, until their DELETE or `/unregister`. Workers from flags or
+        /// discovery are not kept in it
         state_file: Option<PathBuf> = None, (), "--state-file FILE";
     }
     "Access": {
@@ -363,8 +362,7 @@ settings! {
         port: u16 = 8090, 0..=65_535, "--port";
         /// Threads that serve HTTP
         ///
-        /// Where clients or engines share the machine, more than there are cores to spare only
-        /// raise the p99
+        /// On a machine shared with clients or engines, more threads than spare cores only raise the p99
         threads: usize = 4, 1..=1_024, "--threads";
         /// Prefix of the names in /metrics, without the underscore
         metrics_prefix: String = PREFIX.to_owned(), (), "--metrics-prefix PREFIX DYN_METRICS_PREFIX";
@@ -372,11 +370,11 @@ settings! {
     "Workers": {
         /// Tokens per KV block of --workers and --worker
         ///
-        /// Required with the former
+        /// Required with --workers
         block_size: Option<u32> = None, 1..=u64::from(u32::MAX), "--block-size TOKENS";
         /// Engines to subscribe to at the start
         ///
-        /// Without replay
+        /// They have no replay endpoint
         workers: String = String::new(), (), "--workers ID[:DP_RANK]=ENDPOINT,...";
         /// Indexers to recover from at the start; the first healthy one is used
         ///
@@ -394,7 +392,7 @@ settings! {
         max_body_bytes: usize = 8 * 1024 * 1024, Legal::Bytes(1, false), "--max-body-bytes SIZE";
         /// Workers to wait for before /ready says so
         ///
-        /// Instances, whatever their ranks
+        /// Counts instances, not ranks
         min_initial_workers: usize = 0, 0..=65_535,
             "--min-initial-workers COUNT KVFLASH_ROUTER_MIN_INITIAL_WORKERS \
              DYN_ROUTER_MIN_INITIAL_WORKERS";

@@ -67,7 +67,7 @@ def test_a_damaged_part_costs_its_worker_only(tmp_path):
     path.write_bytes(whole[:-1])
     loaded = KvIndexer(SIZE).load_snapshot(path)
     assert (loaded["workers"], loaded["cut"]) == (2, True)
-    assert loaded["lost"] == [(7, 0, "the snapshot is cut")]
+    assert loaded["lost"] == [(7, 0, "the snapshot is truncated")]
 
     # What a worker said itself is newer; a limit is not broken by a load.
     path.write_bytes(whole)
@@ -91,8 +91,8 @@ def test_a_file_that_does_not_fit_is_refused_by_field(tmp_path):
         (b"KVFSNAP\0" + whole[8:], "magic"),
         (whole[:8] + b"\x09" + whole[9:], "version"),
         (whole[:33] + b"\xff" + whole[34:], "checksum"),
-        (whole[:20], "cut within its head"),
-        (b"", "cut within its head"),
+        (whole[:20], "truncated within its header"),
+        (b"", "truncated within its header"),
     ):
         path.write_bytes(damaged)
         with pytest.raises(InvalidArgumentError, match=word):
@@ -112,7 +112,7 @@ def test_what_the_file_system_says_is_said(tmp_path):
     assert caught.value.filename == str(missing)
     with pytest.raises(IsADirectoryError):
         index.load_snapshot(tmp_path)
-    with pytest.raises(InvalidArgumentError, match="names no file"):
+    with pytest.raises(InvalidArgumentError, match="does not name a file"):
         index.save_snapshot("/")
 
 

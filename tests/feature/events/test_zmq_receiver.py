@@ -214,7 +214,7 @@ def test_a_replay_without_an_answer_ends(hasty, engine):
     entry = wait_for_sequence(hasty, 1, 2)
     assert entry["status"] == "active"
     assert entry["last_error"].startswith("replay failed: ")
-    assert "sent nothing that is missing for 0.5 s" in entry["last_error"]
+    assert "sent none of the missing batches for 0.5 s" in entry["last_error"]
     # It goes on, and the next gap tries again.
     made.answer = made.ring_from
     made.publish(one(4, (7, 8)), is_sent=False)
@@ -679,7 +679,7 @@ def test_a_service_may_open_as_many_files_as_the_system_lets_it(run):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     process.ready()
     assert resource.prlimit(process.popen.pid, resource.RLIMIT_NOFILE) == (hard, hard)
-    told = f"up to {hard} open files, where the limit was {hard // 2}"
+    told = f"limit of open files raised to {hard}, from {hard // 2}"
     until(lambda: any(told in line for line in process.errors), "the line about it")
 
 

@@ -364,7 +364,7 @@ fn restore_part(catalog: &Catalog, part: &[u8], progress: &mut Progress) {
     };
     let head: Head = match serde_json::from_slice(&snapshot.meta().key) {
         Ok(head) => head,
-        Err(error) => return progress.skip(format!("a part whose key is none: {error}")),
+        Err(error) => return progress.skip(format!("a part has an invalid key: {error}")),
     };
     let worker = Worker::new(head.instance_id, head.dp_rank);
     let key = ModelKey { model_name: head.model_name.clone(), tenant_id: head.tenant_id.clone() };

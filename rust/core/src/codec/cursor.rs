@@ -19,7 +19,7 @@ pub(super) enum Fault {
 const TRUNCATED: Fault = Fault::Broken("the frame ends within a value");
 const OVERLONG: Fault = Fault::Broken("a length claims more bytes than remain");
 const TOO_DEEP: Fault = Fault::Broken("values nest deeper than the limit");
-const NOT_MSGPACK: Fault = Fault::Broken("0xc1 begins no value");
+const NOT_MSGPACK: Fault = Fault::Broken("0xc1 is not a valid first byte of a value");
 
 /// A scalar, or the beginning of an array or a map whose elements follow.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -52,7 +52,7 @@ settings! {
         /// Also with settings of its own (`kv:overlap_score_weight=8`); see
         /// [shadow](policies.md#shadow)
         shadow_policies: Vec<String> = Vec::new(), (), "--shadow-policy POLICY";
-        /// Keep a session on its worker until it was idle for so long; None: off
+        /// Keep a session on its worker until it is idle for so long; None: off
         ///
         /// Under any mode; see [sessions](routing.md#sessions)
         session_affinity_ttl_s: Option<u64> = None, 1..=31_536_000,
@@ -80,7 +80,7 @@ settings! {
             "--router-kv-overlap-score-credit DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT";
         /// How fast that credit fades on workers with more queued prefill
         ///
-        /// More than at the idlest worker
+        /// Relative to the idlest worker
         overlap_score_credit_decay: f64 = 0.0, 0.0..,
             "--router-kv-overlap-score-credit-decay DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY";
         /// Saving of a block held in host memory only, in blocks to prefill
@@ -88,7 +88,7 @@ settings! {
             "--router-host-cache-hit-weight DYN_ROUTER_HOST_CACHE_HIT_WEIGHT";
         /// Saving of a block held on disk only, in blocks to prefill
         ///
-        /// Shared storage, too; 0: they do not count
+        /// Includes shared storage; 0: such blocks do not count
         disk_cache_hit_weight: f64 = 0.25, 0.0..,
             "--router-disk-cache-hit-weight DYN_ROUTER_DISK_CACHE_HIT_WEIGHT";
         /// Weight of the uncached prefill cost
@@ -109,7 +109,7 @@ settings! {
         temperature: f64 = 0.0, 0.0.., "--router-temperature DYN_ROUTER_TEMPERATURE";
         /// Tokens per KV block; learned from the engines if not given
         ///
-        /// A worker that says otherwise is refused
+        /// A worker with another block size is refused
         block_size: Option<u32> = None, 1..=u64::from(u32::MAX),
             "--kv-cache-block-size TOKENS DYN_KV_CACHE_BLOCK_SIZE";
     } }
@@ -124,7 +124,7 @@ settings! {
              --no-router-track-active-blocks DYN_ROUTER_TRACK_ACTIVE_BLOCKS";
         /// Count generated blocks, too
         ///
-        /// They count in `decode_blocks`
+        /// Generated blocks then count in `decode_blocks`
         track_output_blocks: bool = false, (),
             "--router-track-output-blocks --no-router-track-output-blocks \
              DYN_ROUTER_TRACK_OUTPUT_BLOCKS";
@@ -144,7 +144,7 @@ settings! {
 
 settings! {
     /// Where knowledge of caches comes from, and how long that stands.
-    CacheSettings { "What workers hold": {
+    CacheSettings { "Knowledge of caches": {
         /// Listen to the engines' events; off: assume that prompts sent stay cached
         ///
         /// See [without events](routing.md#without-events)
@@ -153,18 +153,18 @@ settings! {
              DYN_ROUTER_KV_EVENTS";
         /// Without events: how long a prompt counts as cached
         ///
-        /// From the last time it was sent; looking does not count. `auto` goes by the [size of the
-        /// cache](routing.md#without-events) instead, where it is known and this is not given
+        /// From the last time it was sent; looking does not count. `auto` uses the [size of the
+        /// cache](routing.md#without-events) instead where it is known, unless this is given
         router_ttl_s: Duration = Duration::from_secs(120), 0.0..=31_536_000.0,
             "--router-ttl --router-ttl-secs SECONDS DYN_ROUTER_TTL DYN_ROUTER_TTL_SECS";
-        /// Maximum blocks that count as cached so, summed over workers
+        /// Maximum blocks that count as cached this way, over all workers
         ///
         /// With events, the limit of predictions
         router_max_tree_size: usize = 1_048_576, 1..=1 << 40,
             "--router-max-tree-size BLOCKS DYN_ROUTER_MAX_TREE_SIZE";
         /// Share of --router-max-tree-size left after the oldest are dropped
         ///
-        /// The least recently sent go, deepest first
+        /// The least recently sent are dropped, the deepest of them first
         router_prune_target_ratio: f64 = 0.8, 0.0..=1.0,
             "--router-prune-target-ratio DYN_ROUTER_PRUNE_TARGET_RATIO";
         /// With events: count a prompt as cached for so long before its events arrive
@@ -187,7 +187,7 @@ settings! {
             "--active-prefill-tokens-threshold TOKENS DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD";
         /// The same limit, as a multiple of the worker's largest batch
         ///
-        /// 10,000,000 tokens for a worker whose batch is not known
+        /// 10,000,000 tokens for a worker with an unknown batch
         active_prefill_tokens_threshold_frac: Option<f64> = None, 0.0..,
             "--active-prefill-tokens-threshold-frac DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC";
     }
@@ -195,7 +195,7 @@ settings! {
         /// Queue while every worker has more to prefill than so many batches; None: never
         router_queue_threshold: Option<f64> = None, 0.0..,
             "--router-queue-threshold DYN_ROUTER_QUEUE_THRESHOLD";
-        /// Who goes first: first come, last come, or shortest prefill
+        /// Order of the queue: first come, last come, or shortest prefill
         router_queue_policy: String = "fcfs".to_owned(), &["fcfs", "lcfs", "wspt"],
             "--router-queue-policy DYN_ROUTER_QUEUE_POLICY";
         /// Maximum queued requests per model; more are refused with 429
@@ -209,7 +209,7 @@ settings! {
             "--router-queue-timeout SECONDS";
         /// Largest batch of workers that do not report theirs
         ///
-        /// Workers of the runtime do, in their card; OpenAI engines do not: give it there
+        /// Workers of the runtime report it in their card; give it for OpenAI engines
         router_queue_batched_tokens: u64 = 10_000_000, 1..=1 << 62,
             "--router-queue-batched-tokens TOKENS";
     } }
@@ -241,12 +241,12 @@ settings! {
     IndexSettings { "Index": {
         /// Maximum blocks in the index of one model; 0: no limit
         ///
-        /// Each counted once for every worker and tier that holds it; beyond it stores are refused;
+        /// A block counts once for every worker and tier that holds it; at the limit stores are refused;
         /// see [how many are needed](indexer.md#memory)
         max_blocks: usize = DEFAULT_MAX_BLOCKS, 0..=1 << 48, "--max-blocks BLOCKS";
         /// Maximum memory of one model's index, such as 8GiB; 0: no limit
         ///
-        /// Near it the least recently stored blocks go
+        /// Near it the least recently stored blocks are dropped
         index_memory_bytes: usize = 0, Legal::Bytes(1 << 20, true), "--index-memory SIZE";
     } }
 }
@@ -258,7 +258,7 @@ settings! {
         serve_indexer: bool = false, (), "--serve-indexer";
         /// Ask this kvflash indexer, or the one in discovery, instead of listening to events
         ///
-        /// Without a URL the [one in discovery](indexer.md#engines-that-nobody-registers). Its
+        /// Without a URL the [one in discovery](indexer.md#engines-without-registration). Its
         /// instance ids are the workers' ids; see [with an indexer](router.md#with-an-indexer)
         remote_indexer: Option<String> = None, Legal::Bare("discovery"), "--use-remote-indexer URL";
         /// Longest wait for its answer; after it a request is routed by load alone
@@ -287,7 +287,7 @@ settings! {
         /// Over NATS with `--event-plane nats`, else over ZMQ
         router_replica_sync: bool = false, (),
             "--router-replica-sync --no-router-replica-sync DYN_ROUTER_REPLICA_SYNC";
-        /// With nats: take a snapshot when a stream is longer; None: never
+        /// With nats: take a snapshot when a stream has more messages; None: never
         router_snapshot_threshold: Option<u64> = Some(1_000_000), 1..=1 << 62,
             "--router-snapshot-threshold MESSAGES DYN_ROUTER_SNAPSHOT_THRESHOLD";
         /// With nats: erase the stream and its snapshot at all replicas, and start over

@@ -135,7 +135,7 @@ impl Encoders {
         // A pattern that backtracks too long panics in its engine; nothing of the tokenizer changes meanwhile.
         let encode = AssertUnwindSafe(|| self.reference.encode_fast(text, adds_special));
         let encoding = catch_unwind(encode)
-            .map_err(|_| Error::invalid("tokenizer: it panicked at this text; see the log"))?;
+            .map_err(|_| Error::invalid("the tokenizer panicked on this text; see the log"))?;
         let encoding = encoding.map_err(|error| Error::invalid(format!("tokenizer: {error}")))?;
         Ok(encoding.get_ids().to_vec())
     }
@@ -203,9 +203,9 @@ impl Encoders {
             ids_wanted = wanted.len(),
             first_difference = same,
             is_fast = self.fast().is_some(),
-            "a prompt's ids are not those of the model's own tokenizer"
+            "a prompt's ids differ from those of the model's own tokenizer"
         );
-        self.turn_off("the ids of a prompt were not those of tokenizers");
+        self.turn_off("the ids of a prompt differed from those of tokenizers");
     }
 
     fn fast(&self) -> Option<&FastEncoder> {
@@ -232,7 +232,10 @@ fn agree(fast: &FastEncoder, wanted: &[(String, Tokens)]) -> Result<(), String> 
     }
     if let Some(text) = wrong.first() {
         let start: String = text.chars().take(40).collect();
-        return Err(format!("other ids in {} of {total} test texts, first {start:?}", wrong.len()));
+        return Err(format!(
+            "different ids in {} of {total} test texts, first {start:?}",
+            wrong.len()
+        ));
     }
     if refused * REFUSED_SHARE > total {
         return Err(format!("it refuses {refused} of {total} test texts"));

@@ -76,7 +76,8 @@ impl TextModel {
             CODED_CHATS.iter().any(|(name, dialects)| name == kind && dialects.contains(&dialect))
         };
         let coded = config.model_type.as_deref().filter(is_coded);
-        let chat_unsupported = coded.map(|kind| format!("{kind} chats are not made by a template"));
+        let chat_unsupported =
+            coded.map(|kind| format!("{kind} chats are not rendered by a template"));
         Ok(Self {
             chat_unsupported,
             tokenizer: Tokenizer::load(folder, &config, of_tokens)?,

@@ -213,7 +213,7 @@ impl ChatTemplate {
 
     fn try_render(&self, request: &ChatRequest<'_>, effort: Effort) -> Result<String, Stop> {
         if request.chat_template.is_some() {
-            return Err(Stop::Unsupported("the request brings a chat_template".to_owned()));
+            return Err(Stop::Unsupported("the request has its own chat_template".to_owned()));
         }
         let arguments = [request.tools, request.documents, request.chat_template_kwargs];
         let bytes = arguments.into_iter().flatten().map(str::len).sum();
@@ -299,7 +299,7 @@ impl ChatTemplate {
         special
             .or_else(|| find("default"))
             .map(|(name, format)| (name.as_str(), *format))
-            .ok_or_else(|| Stop::Unsupported("no template is called default".to_owned()))
+            .ok_or_else(|| Stop::Unsupported("no template is named default".to_owned()))
     }
 
     /// The template's variables; later ones outrank earlier ones.
@@ -437,7 +437,7 @@ fn tag_last(last: Option<&mut Json>) -> Result<String, Stop> {
 fn cut_at_tag(text: &mut String, said: &str) -> Result<(), Stop> {
     let Some(at) = text.rfind(CONTINUE_TAG.trim()).filter(|_| text.contains(said.trim())) else {
         return Err(Stop::Invalid(
-            "continue_final_message: the template leaves out the last message".to_owned(),
+            "continue_final_message: the template omits the last message".to_owned(),
         ));
     };
     let is_kept = text[at..].starts_with(CONTINUE_TAG);

@@ -210,7 +210,7 @@ mod tests {
             ),
             (b"\x92\x01\xa1x", "token_ids[1]: invalid type"),
             (b"\x92\x01\xc4\x01x", "token_ids[1]: invalid type"),
-            (b"\xc4\x07abcdefg", "token_ids has 7 bytes, which are no whole number of 4-byte"),
+            (b"\xc4\x07abcdefg", "token_ids has 7 bytes, not a multiple of 4"),
             (b"\xa3abc", "token_ids: invalid type: string"),
             (b"\x01", "token_ids: invalid type: integer `1`"),
             (b"\x91\x01\x01", "1 bytes after the end"),

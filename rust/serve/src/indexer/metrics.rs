@@ -248,9 +248,9 @@ impl Figures {
         let instances: BTreeSet<u64> = reports.iter().map(|r| r.view.worker.instance_id).collect();
         let all = |count: usize| [(Vec::new(), count)];
         let is_ready = usize::from(self.startup.is_ready(&self.catalog));
-        let help = "1 when GET /ready says so: nothing of the start is left to wait for";
+        let help = "1 once GET /ready answers 200: the start is complete";
         page.gauges("ready", help, None, all(is_ready))?;
-        let help = "Blocks that came from a peer, of all workers together";
+        let help = "Blocks recovered from a peer, of all workers together";
         page.gauges("recovered_blocks", help, None, all(self.startup.recovered_blocks()))?;
         let help = "Models and tenants that have a registered worker";
         page.gauges("models", help, None, all(models.len()))?;
@@ -269,7 +269,7 @@ impl Figures {
         let counts = self.catalog.event_counts();
         page.counters(
             "events",
-            "What became of engine events since the start, by kind",
+            "Engine events since the start, by kind",
             counts.entries().map(|(kind, value)| (and(Vec::new(), "kind", kind), value)),
         )
     }
@@ -303,12 +303,12 @@ impl Figures {
         let bytes = groups().map(|(of, stats)| (of, stats.bytes));
         page.gauges("index_names", help, Some(Unit::Bytes), bytes)?;
         let help =
-            "Memory of the cache of prompts' block names; at its limit the least used ones go";
+            "Memory of the cache of prompts' block names; the least used are dropped at its limit";
         let cache = [(Vec::new(), self.catalog.name_cache_stats().held_bytes)];
         page.gauges("name_cache", help, Some(Unit::Bytes), cache)?;
         page.counters(
             "index_evicted_blocks",
-            "Blocks that the index let go at a limit, though their workers may hold them still",
+            "Blocks that the index dropped at a limit, although their workers may still hold them",
             models.iter().map(|(labels, stats)| (labels.clone(), stats.evicted_blocks_total)),
         )?;
         let options = self.catalog.options();
@@ -326,7 +326,7 @@ impl Figures {
         });
         let help = "Time since the last batch of a worker; idle engines publish none";
         page.gauges("worker_last_event_age", help, Some(Unit::Seconds), ages)?;
-        let help = "Batches known to be missing that are being asked for";
+        let help = "Missing batches that are being requested from the engine";
         let missing = reports.iter().map(|r| (of_worker(r), r.view.evidence.missing_batches));
         page.gauges("worker_missing_batches", help, None, missing)?;
         let help = "Blocks credited on a worker's device; the fullest of its ranks";
@@ -335,7 +335,7 @@ impl Figures {
         let capacities = reports
             .iter()
             .filter_map(|report| Some((of_worker(report), report.view.capacity_blocks?)));
-        let help = "Blocks that a worker's device has, where the registration told";
+        let help = "Blocks of a worker's device, where its registration gave the number";
         page.gauges("worker_capacity_blocks", help, None, capacities)
     }
 

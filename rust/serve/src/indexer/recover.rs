@@ -90,7 +90,7 @@ pub(super) async fn recover(
             skipped = progress.skipped_count,
             "recovered"
         ),
-        None => tracing::warn!("no peer to recover from: starting with what the engines replay"),
+        None => tracing::warn!("no peer to recover from: starting with the engines' replays"),
     }
     startup.update(|recovery| recovery.phase = Phase::Done);
     catalog.release();
@@ -100,7 +100,7 @@ pub(super) async fn recover(
         let seconds = RECOVERED_WAIT.as_secs();
         tracing::warn!(
             count,
-            "workers that a peer told of did not register within {seconds} s: forgotten"
+            "workers known from a peer did not register within {seconds} s: dropped"
         );
     }
 }
@@ -135,10 +135,10 @@ async fn first_healthy(
                 },
                 Ok(Peer::Loading) => {
                     waits = LOADING_PEER_WAIT;
-                    errors.push((peer, "it is loading a dump itself".to_owned()));
+                    errors.push((peer, "the peer is loading a dump itself".to_owned()));
                 }
                 Ok(Peer::Looking) => {
-                    errors.push((peer, "it is looking for a peer itself".to_owned()));
+                    errors.push((peer, "the peer is looking for a peer itself".to_owned()));
                 }
                 Err(error) => errors.push((peer, error)),
             }
@@ -211,7 +211,7 @@ async fn look_at(client: &HttpClient, peer: &str) -> Result<Peer, String> {
         Ok("loading") => Ok(Peer::Loading),
         // Only waiting for workers.
         Ok(_) => Ok(Peer::Healthy),
-        Err(error) => Err(format!("GET /ready is no answer of an indexer: {error}")),
+        Err(error) => Err(format!("GET /ready is not an indexer's answer: {error}")),
     }
 }
 
@@ -258,7 +258,7 @@ async fn load(
     let most = blocks.unwrap_or(DEFAULT_MAX_BLOCKS) as u64 * DUMP_BYTES_A_BLOCK;
     let pumped = pump(response.into_body(), &pieces, startup, most);
     if timeout(DUMP_TIME_MAX, pumped).await.is_err() {
-        let why = format!("it did not end within {} s", DUMP_TIME_MAX.as_secs());
+        let why = format!("the dump did not end within {} s", DUMP_TIME_MAX.as_secs());
         let _ = pieces.send(Err(io::Error::new(io::ErrorKind::TimedOut, why))).await;
     }
     drop(pieces);
@@ -287,7 +287,7 @@ async fn pump(
             Ok(Some(Ok(frame))) => match frame.into_data() {
                 Ok(data) if received + data.len() as u64 > most => Err(io::Error::new(
                     io::ErrorKind::InvalidData,
-                    format!("it has more than {most} bytes"),
+                    format!("the dump has more than {most} bytes"),
                 )),
                 Ok(data) => {
                     received += data.len() as u64;

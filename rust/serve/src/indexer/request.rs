@@ -95,7 +95,7 @@ impl<'de, const HASH: bool> ElementsVisitor<HASH> {
         let (words, rest) = bytes.as_chunks::<N>();
         if !rest.is_empty() {
             return Err(E::custom(format!(
-                "{} has {} bytes, which are no whole number of {N}-byte little-endian integers",
+                "{} has {} bytes, not a multiple of {N} as little-endian integers are",
                 self.field,
                 bytes.len()
             )));

@@ -139,7 +139,7 @@ impl Head {
         let (head, checksum) = head.split_at(head.len() - 8);
         let (found, expected) = (xxh3_64(head), Fields(checksum).u64());
         if found != expected {
-            return Err(differs("checksum of the head", hex(expected), hex(found)));
+            return Err(differs("checksum of the header", hex(expected), hex(found)));
         }
         if self.scheme != HASH_SCHEME {
             return Err(differs("hash scheme", HASH_SCHEME, self.scheme));

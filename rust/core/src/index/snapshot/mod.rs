@@ -108,7 +108,7 @@ pub enum Cause {
         found: u64,
     },
     /// The snapshot ends before the section does.
-    #[error("the snapshot is cut")]
+    #[error("the snapshot is truncated")]
     Cut,
     /// The bytes could not be read.
     #[error("the snapshot cannot be read: {0}")]
@@ -132,7 +132,7 @@ pub enum LoadError {
     #[error("the snapshot cannot be read: {0}")]
     Io(#[from] io::Error),
     /// It is shorter than its head.
-    #[error("the snapshot is cut within its head")]
+    #[error("the snapshot is truncated within its header")]
     Cut,
     /// A field of the head is not what it must be.
     #[error("snapshot's {field}: expected {expected}, found {found}")]

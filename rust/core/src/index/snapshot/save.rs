@@ -138,7 +138,7 @@ pub fn save_to_path(
 ) -> io::Result<Saved> {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     let Some(name) = path.file_name() else {
-        let message = format!("{} names no file", path.display());
+        let message = format!("{} does not name a file", path.display());
         return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
     };
     // Relaxed: it only has to differ from call to call.

@@ -63,7 +63,7 @@ impl Writer {
                 assert_eq!(kept, *count, "members on runs that hang on run {run}");
             }
             let waiting = slot.waiting.keys().filter(|run| !kids.contains_key(run)).count();
-            assert_eq!(waiting, 0, "nobody waits for a run without kids");
+            assert_eq!(waiting, 0, "a run without kids has no waiting parent");
             match slot.plane {
                 Plane::Predicted => predicted += held,
                 Plane::Held(_) => memberships += held,

@@ -208,7 +208,7 @@ impl Writer {
         worker.dense = Some(dense);
         tracing::debug!(
             worker = %worker.worker,
-            "the worker evicts blocks in no order: a table of its names is kept from now on"
+            "the worker evicts blocks in random order; keeping a table of its names from now on"
         );
     }
 
