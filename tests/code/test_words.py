@@ -1,0 +1,132 @@
+"""Turns of phrase that readers stumble over are not in messages, help, README and manuals.
+
+STYLE of the texts: a sentence has a thing as its subject ("the worker", "kvflash", "you") and says
+what it is and does. Comments and docstrings are not looked at.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvflash.settings import table
+
+ROOT = Path(__file__).parents[2]
+BANNED = re.compile(
+    r"\b(?:is|are) none\b|\bone's own\b|\b(?:is|are|was|were) told\b"
+    r"|\b(?:nobody|whose|whoever)\b"
+    # Statements that begin so; questions may.
+    r"|(?:^|(?<=[.;:|] ))(?-i:Who|What)\b(?![^.|\n]*\?)",
+    re.IGNORECASE | re.MULTILINE,
+)
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING", "SECURITY")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").glob("*.md")),
+    *sorted((ROOT / "deploy").rglob("*.yml")),
+    *sorted((ROOT / "deploy").rglob("*.json")),
+]
+PYTHON = sorted((ROOT / "python" / "kvflash").rglob("*.py")) + sorted((ROOT / "demo").glob("*.py"))
+# Rooms of the Rust side; the others follow.
+RUST = [
+    path
+    for room in (
+        *("core/src/codec", "core/src/hash", "core/src/index", "core/src/repair", "core/src/text"),
+        *("core/src/stream", "core/src/catalog", "core/src/fair", "core/src/load"),
+        *("serve/src/indexer", "publish/src"),
+    )
+    for path in sorted((ROOT / "rust" / room).rglob("*.rs"))
+    if "tests" not in path.parts and path.stem != "tests"
+] + [ROOT / "rust" / "core" / "src" / "settings.rs", ROOT / "rust" / "core" / "src" / "repair.rs"]
+
+
+def found(text: str) -> list[str]:
+    return [match[0] for match in BANNED.finditer(text)]
+
+
+def python_texts(path: Path) -> Iterator[tuple[int, str]]:
+    """Texts of a file without its docstrings, each with its line."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docs = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield node.lineno, node.value
+
+
+RUST_TEXT = re.compile(r"""//[^\n]*|r(#*)".*?"\1|"((?:[^"\\]|\\.)*)"|'(?:[^'\\]|\\.)'""", re.DOTALL)
+
+
+def rust_texts(path: Path) -> Iterator[tuple[int, str]]:
+    """Texts of a file up to its tests, each with its line."""
+    code = path.read_text(encoding="utf-8").partition("#[cfg(test)]")[0]
+    for match in RUST_TEXT.finditer(code):
+        if match[2] is not None:
+            yield code.count("\n", 0, match.start()) + 1, re.sub(r"\\\n\s*", "", match[2])
+
+
+def test_enough_is_looked_at() -> None:
+    assert len(PAGES) > 50
+    assert len(PYTHON) > 180
+    assert len(RUST) > 80
+    assert sum(1 for path in PYTHON for _ in python_texts(path)) > 5_000
+    assert sum(1 for path in RUST for _ in rust_texts(path)) > 500
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_pages(page: Path) -> None:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert [f"{n}: {found(line)}" for n, line in enumerate(lines, 1) if found(line)] == []
+
+
+def test_messages_in_python() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {text!r}"
+        for path in PYTHON
+        for line, text in python_texts(path)
+        if found(text)
+    ]
+    assert wrong == []
+
+
+def test_messages_in_rust() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {text!r}"
+        for path in RUST
+        for line, text in rust_texts(path)
+        if found(text)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("service", ["frontend", "router", "indexer"])
+def test_help_of_the_settings(service: str) -> None:
+    settings = table(service)
+    assert len(settings) > 20
+    texts = {one.key: " ".join([one.section, *one.help]) for one in settings}
+    assert {key: text for key, text in texts.items() if found(text)} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ("worker 7 is none of model m", True),
+        ("Who hangs up leaves the queue.", True),
+        ("It waits. What is left out stays.", True),
+        ("| fcfs | Who goes first |", True),
+        ("Nobody waits by it.", True),
+        ("What do I gain?", False),
+        ("**What if an engine publishes no events?** It serves.", False),
+        ("The worker that answered", False),
+    ],
+)
+def test_the_scan_finds_what_it_is_for(text: str, is_found: bool) -> None:
+    assert bool(found(text)) == is_found
