@@ -2,9 +2,9 @@
 
     python examples/disaggregated_pair.py prefill &
     python examples/disaggregated_pair.py decode &
-    python -m kvflash.frontend --tokenizer FOLDER
+    kvflash frontend --tokenizer FOLDER
 
-The frontend sends each prompt to the prefill worker first, and what that one leaves in
+The frontend sends each prompt to the prefill worker first, and passes its
 ``disaggregated_params`` to the decode worker: here a number, with a real engine the place of the
 computed blocks.
 """
@@ -57,5 +57,5 @@ async def main(role: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] not in (["prefill"], ["decode"]):
-        sys.exit("usage: disaggregated_pair.py prefill|decode")
+        sys.exit(f"usage: disaggregated_pair.py prefill|decode\n\n{__doc__}")
     asyncio.run(main(sys.argv[1]))

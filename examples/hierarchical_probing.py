@@ -1,12 +1,15 @@
 """Two groups of workers, each with its router: the prompt goes where more of it is cached.
 
-Needs workers at dynamo.east.generate and at dynamo.west.generate. Probing changes nothing, so
-that any number of groups may be asked.
+Probing changes nothing, so any number of groups may be asked. Needs workers in both groups:
+
+    kvflash mocker --endpoint dynamo.east.generate --block-size 16 &
+    kvflash mocker --endpoint dynamo.west.generate --block-size 16
 """
 
 import asyncio
+import sys
 
-from kvflash import DistributedRuntime, KvPushRouter
+from kvflash import DeadlineError, DistributedRuntime, KvPushRouter
 
 PROMPT = list(range(1, 100))
 
@@ -18,6 +21,8 @@ async def main() -> None:
             name: KvPushRouter(runtime.endpoint(f"dynamo.{name}.generate"), block_size=16)
             for name in ("east", "west")
         }
+        for router in groups.values():
+            await router.endpoint.client().wait_for_instances(5)
         print("warming west with", await generate(groups["west"]))
         overlaps = {"east": 0, "west": 0}
         while not any(overlaps.values()):
@@ -38,4 +43,7 @@ async def generate(router: KvPushRouter) -> str:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except DeadlineError as error:
+        sys.exit(f"{error}.\n{__doc__}")

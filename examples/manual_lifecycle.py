@@ -1,11 +1,14 @@
-"""The router chooses and keeps account, the program itself sends the request.
+"""The router chooses and books, the program itself sends the request.
 
-Needs workers at dynamo.backend.generate; see README.md beside this file.
+Needs workers at dynamo.backend.generate:
+
+    kvflash mocker --endpoint dynamo.backend.generate --num-workers 2 --block-size 16
 """
 
 import asyncio
+import sys
 
-from kvflash import DistributedRuntime, KvPushRouter
+from kvflash import DeadlineError, DistributedRuntime, KvPushRouter
 
 PROMPT = list(range(1, 100))
 
@@ -14,7 +17,8 @@ async def main() -> None:
     """Book, send, say when the first token came and when it ended."""
     async with DistributedRuntime.detached() as runtime:
         endpoint = runtime.endpoint("dynamo.backend.generate")
-        client = await endpoint.client()
+        client = endpoint.client()
+        await client.wait_for_instances(5)
         async with KvPushRouter(endpoint, block_size=16) as router:
             worker, rank, _ = await router.best_worker(PROMPT, request_id="req-1")
             print("booked:", router.totals())
@@ -37,4 +41,7 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except DeadlineError as error:
+        sys.exit(f"{error}.\n{__doc__}")

@@ -1,11 +1,14 @@
-"""A choice of one's own: the worker that has the least to prefill gives the first token first.
+"""Your own choice of a worker: the one with the least to prefill gives the first token first.
 
-Needs workers at dynamo.backend.generate; see README.md beside this file.
+Needs workers at dynamo.backend.generate:
+
+    kvflash mocker --endpoint dynamo.backend.generate --num-workers 2 --block-size 16
 """
 
 import asyncio
+import sys
 
-from kvflash import DistributedRuntime, KvPushRouter
+from kvflash import DeadlineError, DistributedRuntime, KvPushRouter
 
 PROMPT = list(range(1, 100))
 
@@ -14,6 +17,7 @@ async def main() -> None:
     """Ask twice; the second time the prompt is cached where the first one went."""
     async with DistributedRuntime.detached() as runtime:
         endpoint = runtime.endpoint("dynamo.backend.generate")
+        await endpoint.client().wait_for_instances(5)
         async with KvPushRouter(endpoint, block_size=16) as router:
             for _ in range(2):
                 loads = await router.get_potential_loads(PROMPT)
@@ -41,4 +45,7 @@ async def cached_anywhere(router: KvPushRouter) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except DeadlineError as error:
+        sys.exit(f"{error}.\n{__doc__}")

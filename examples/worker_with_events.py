@@ -1,7 +1,7 @@
-"""An engine of one's own: serves tokens, publishes what its cache holds, and its load.
+"""Your own engine: serves tokens, publishes its cache and its load.
 
     python examples/worker_with_events.py &
-    python -m kvflash.frontend --tokenizer FOLDER
+    kvflash frontend --tokenizer FOLDER
 
 Its model repeats the prompt; its cache keeps the last CAPACITY blocks. Frontends and routers find
 it through discovery.

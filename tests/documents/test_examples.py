@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from support_stage import TINY_LLAMA, Stage
 
 from service import until
@@ -23,6 +26,32 @@ def test_each_is_run_here_and_in_the_list() -> None:
     tested, listed = Path(__file__).read_text(), (EXAMPLES / "README.md").read_text()
     assert len(names) == 6
     assert [name for name in names if f'"{name}"' not in tested or name not in listed] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["minimise_ttft.py", "hierarchical_probing.py", "manual_lifecycle.py"]
+)
+def test_one_without_workers_says_how_to_start_some(stage: Stage, name: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, str(EXAMPLES / name)], env={**os.environ, **stage.env},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 1
+    assert "no instance of dynamo/" in ran.stderr
+    assert "kvflash mocker --endpoint dynamo." in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "status"), [("policy_of_your_own.py", 0), ("disaggregated_pair.py", 1)]
+)
+def test_one_that_needs_more_says_what(stage: Stage, name: str, status: int) -> None:
+    ran = subprocess.run(
+        [sys.executable, str(EXAMPLES / name)], env={**os.environ, **stage.env},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == status
+    assert "kvflash frontend" in ran.stdout + ran.stderr
 
 
 def test_the_second_prompt_goes_where_the_first_is_cached(stage: Stage) -> None:
@@ -96,9 +125,9 @@ def test_a_pair_shares_a_request(stage: Stage) -> None:
 
 def test_a_user_stays_with_a_worker(stage: Stage) -> None:
     stage.env["PYTHONPATH"] = os.pathsep.join([str(EXAMPLES), stage.env["PYTHONPATH"]])
-    assert (EXAMPLES / "policy_of_ones_own.py").exists()
+    assert (EXAMPLES / "policy_of_your_own.py").exists()
     stage.mocker(BACKEND, model="mock-model")
-    policy = "python:policy_of_ones_own:Homes"
+    policy = "python:policy_of_your_own:Homes"
     http = stage.frontend("--tokenizer", str(TINY_LLAMA), "--router-mode", policy)
     stage.wait_workers(2)
     homes: dict[str, set[str]] = {}

@@ -1,8 +1,8 @@
-"""A policy of one's own: users share workers, and each has a worker of its own while that is idle.
+"""Your own policy: a user's requests stay on one worker while that worker is not busy.
 
-    PYTHONPATH=examples python -m kvflash.frontend --router-mode python:policy_of_ones_own:Homes
+    PYTHONPATH=examples kvflash frontend --router-mode python:policy_of_your_own:Homes
 
-The frontend, the standalone router and ``KvPushRouter`` take it alike.
+The frontend, the standalone router and ``KvPushRouter`` accept it.
 """
 
 from __future__ import annotations
@@ -47,6 +47,10 @@ class Homes(Policy):
             self.tokens[ended.user] = self.tokens.get(ended.user, 0) + served
 
     def removed(self, worker_id: int, dp_rank: int) -> None:
-        """Whoever was there is homeless."""
+        """Users of that worker choose anew."""
         gone = (worker_id, dp_rank)
         self.homes = {user: home for user, home in self.homes.items() if home != gone}
+
+
+if __name__ == "__main__":
+    print(__doc__)
