@@ -97,9 +97,10 @@ def parse_workers(text: str) -> tuple[WorkerEntry, ...]:
 def _peers(text: str) -> tuple[str, ...]:
     peers = tuple(part.strip() for part in text.split(",") if part.strip())
     for peer in peers:
-        if not peer.startswith("http://") or len(peer) == len("http://"):
+        scheme, _, host = peer.partition("://")
+        if scheme not in ("http", "https") or not host:
             raise argparse.ArgumentTypeError(
-                f"must be http://host:port of peer indexers, separated by commas, got {peer!r}"
+                f"must be http://host:port (or https) of peer indexers, separated by commas, got {peer!r}"
             )
     return peers
 

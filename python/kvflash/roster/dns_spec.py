@@ -102,7 +102,8 @@ def _check_name(url: str, authority: str, name: str) -> None:
             f"{authority} is an address and needs no lookup: give it without {DNS_PREFIX}, "
             f"got {url!r}"
         )
-    if not name or "@" in authority:
+    # The certificate of an address would not have the name.
+    if not name or "@" in authority or not url.startswith(f"{DNS_PREFIX}http://"):
         raise ConfigError(f"worker url must be {DNS_PREFIX}http://name:port, got {url!r}")
     try:
         dns.name.from_text(name)

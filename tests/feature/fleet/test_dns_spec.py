@@ -56,7 +56,7 @@ def test_one_family_can_be_asked_for_alone():
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("dns+https://e:8000", 'worker url must be http://host:port, got "https://e:8000"'),
+        ("dns+https://e:8000", "worker url must be dns+http://name:port, got 'dns+https://e:8000'"),
         ("dns+http://", "worker url must be dns+http://name:port, got 'dns+http://'"),
         ("dns+http://:8000", "worker url must be dns+http://name:port"),
         ("dns+http://me@e:8000", "worker url must be dns+http://name:port"),

@@ -228,7 +228,7 @@ BAD_SPECS: list[tuple[Any, str]] = [
     ({}, "url"),
     ({"url": ""}, "url"),
     ({"url": "127.0.0.1:9"}, "url"),
-    ({"url": "https://127.0.0.1:9"}, "url"),
+    ({"url": "ftp://127.0.0.1:9"}, "url"),
     ({"url": URL + "/?x=1"}, "url"),
     ({"url": URL, "event": "tcp://127.0.0.1:1"}, "event"),
     ({"url": URL, "events": "127.0.0.1:1"}, "events"),

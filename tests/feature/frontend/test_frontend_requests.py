@@ -337,7 +337,7 @@ def test_paths_and_methods_that_do_not_exist(frontend: Frontend) -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, "/explain", "/workers"])
 def test_large_body_is_refused_without_being_read(frontend: Frontend, path: str) -> None:
     with Raw(frontend.address) as client:
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000000\r\n\r\n"
         client.send(head.encode() + b"{" * 1000)
         status, _, body = client.read_answer()
         assert status == 413
@@ -493,7 +493,7 @@ def test_http_1_0_head_and_upgrades(frontend: Frontend) -> None:
         client.send(b"GET /v1/models HTTP/1.0\r\n\r\n")
         assert client.read_to_end().startswith(b"HTTP/1.0 200")
     with Raw(frontend.address) as client:
-        client.send(b"HEAD /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        client.send(b"HEAD /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         head, _, body = client.read_to_end().partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200")
         assert body == b""

@@ -331,3 +331,44 @@ impl Read for Pieces {
         Ok(len)
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpListener;
+
+    use super::*;
+    use crate::{Face, HttpSettings};
+
+    /// What a peer is sent by an indexer that trusts these.
+    async fn sent(trusts_it: bool) -> String {
+        let path = std::env::temp_dir().join(format!("kvflash-peer-key-{}", std::process::id()));
+        std::fs::write(&path, "the secret").unwrap();
+        let settings = HttpSettings { service_key_file: Some(path), ..HttpSettings::default() };
+        let http = Http::of(settings, Face::Control).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let peer = format!("http://{}", listener.local_addr().unwrap());
+        let client =
+            Client::builder(TokioExecutor::new()).build(http.outbound().connector(CONNECT_TIMEOUT));
+        let credential = http.lock().credential().clone();
+        let trusted = if trusts_it { vec![peer.clone()] } else { vec!["http://other".to_owned()] };
+        let client = HttpClient { client, credential, trusted };
+        let answering = tokio::spawn(async move {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let mut head = vec![0; 4_096];
+            let read = stream.read(&mut head).await.unwrap();
+            stream.write_all(b"HTTP/1.1 404 x\r\ncontent-length: 0\r\n\r\n").await.unwrap();
+            String::from_utf8_lossy(&head[..read]).into_owned()
+        });
+        get(&client, &peer, "/ready").await.unwrap();
+        answering.await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn only_peers_that_flags_name_are_shown_the_service_key() {
+        assert!(sent(true).await.contains("authorization: Bearer the secret"));
+        let other = sent(false).await;
+        assert!(other.starts_with("GET /ready ") && !other.contains("secret"), "{other}");
+    }
+}

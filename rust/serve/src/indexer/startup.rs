@@ -205,7 +205,10 @@ fn peer_url(url: &str) -> Result<String> {
         });
         let has_plain_path =
             uri.path().bytes().all(|byte| is_of_name(byte) || b"/~%".contains(&byte));
-        uri.scheme_str() == Some("http") && has_host && has_plain_path && uri.query().is_none()
+        matches!(uri.scheme_str(), Some("http" | "https"))
+            && has_host
+            && has_plain_path
+            && uri.query().is_none()
     });
     if is_legal {
         return Ok(base.to_owned());
@@ -281,7 +284,7 @@ mod tests {
         for bad in [
             "",
             "peer:8091",
-            "https://peer:1",
+            "ftp://peer:1",
             "http://",
             "http://u@h:1",
             "http://h:1?x=1",

@@ -1,0 +1,115 @@
+"""HTTPS to engines and indexers, with certificates on both sides."""
+
+from __future__ import annotations
+
+import ssl
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from certificates import Authority
+from kvflash.indexer import IndexerService
+from kvflash.indexer.args import parse_args as indexer_args
+from service import Http, until
+from support_frontend import CHAT, Frontend
+
+
+class _Engine(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length") or 0))
+        self._answer()
+
+    def _answer(self) -> None:
+        body = b'{"object": "list", "data": [{"id": "m", "parent": null}], "choices": []}'
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def engine(authority: Authority) -> Iterator[str]:
+    """An engine over HTTPS that wants a certificate of its clients."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Engine)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=authority.ca)
+    context.load_cert_chain(*authority.pair("127.0.0.1"))
+    context.verify_mode = ssl.CERT_REQUIRED
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"https://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_an_engine_is_reached_over_mutual_tls(engine: str, authority: Authority) -> None:
+    cert, key = authority.pair("frontend")
+    flags = ("--tls-ca-path", authority.ca, "--worker", engine)
+    own = ("--tls-client-cert-path", cert, "--tls-client-key-path", key)
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    with Frontend(*flags, *own) as frontend:
+        until(lambda: frontend.http.call("GET", "/ready")[0] == 200, "the engine to be healthy")
+        assert frontend.http.call("POST", CHAT, body)[0] == 200
+    # Without a certificate of its own it is not let in, and says so.
+    with Frontend(*flags) as frontend:
+        (worker,) = until_known(frontend)
+        assert not worker["healthy"]
+
+
+def until_known(frontend: Frontend) -> list[dict[str, Any]]:
+    """The workers, once each has failed."""
+
+    def have_failed() -> bool:
+        return all(one["last_error"] for one in frontend.workers().values())
+
+    until(have_failed, "the worker to fail")
+    return list(frontend.workers().values())
+
+
+def test_an_engine_of_another_authority_is_not_trusted(engine: str, tmp_path: Path) -> None:
+    other = Authority(tmp_path / "other")
+    with Frontend("--tls-ca-path", other.ca, "--worker", engine) as frontend:
+        (worker,) = until_known(frontend)
+        assert not worker["healthy"]
+        assert "certificate" in worker["last_error"], worker["last_error"]
+
+
+def test_a_peer_is_recovered_from_over_https(authority: Authority) -> None:
+    cert, key = authority.pair("127.0.0.1")
+    common = ["--host", "127.0.0.1", "--port", "0"]
+    encrypted = indexer_args([*common, "--tls-cert-path", cert, "--tls-key-path", key])
+    with IndexerService(encrypted) as first:
+        assert first.url.startswith("https://")
+        trust = ssl.create_default_context(cafile=authority.ca)
+        http = Http(first.url, tls=trust)
+        body = {"instance_id": 1, "endpoint": "tcp://127.0.0.1:1", "model_name": "m"}
+        http.post("/register", {**body, "block_size": 4}, expect=201)
+        assert b"tls_handshakes" in http.get("/metrics")
+        http.close()
+        flags = [*common, "--peers", first.url, "--tls-ca-path", authority.ca]
+        with IndexerService(indexer_args(flags)) as second:
+            http = Http(second.url)
+            until(
+                lambda: http.call("GET", "/ready")[1]["recovery"]["phase"] == "done",
+                "the recovery to end",
+            )
+            recovery = http.call("GET", "/ready")[1]["recovery"]
+            assert recovery["peer"] == first.url, recovery
+            http.close()
