@@ -35,7 +35,7 @@ use gaps::Gaps;
 use marks::Wanted;
 use pace::Pace;
 use retention::Retention;
-use rule::{MissCost, Rates, Tariff};
+use rule::{MissCost, MostPressure, Rates, Tariff};
 use ticket::Ticket;
 
 /// The policy's name.
@@ -101,6 +101,7 @@ struct Traffic {
     answers: pace::Answers,
     prefills: pace::Prefills,
     wholes: pace::Wholes,
+    most_pressure: MostPressure,
 }
 
 #[derive(Debug, Default)]
@@ -159,13 +160,14 @@ impl PricePolicy {
         let input = request.isl_tokens as f64;
         let mut guard = self.state.lock();
         let State { workers, traffic } = &mut *guard;
-        let Traffic { gaps, wanted, answers, .. } = traffic.entry_ref(context.model).or_default();
+        let Traffic { gaps, wanted, answers, most_pressure, .. } =
+            traffic.entry_ref(context.model).or_default();
         let marks = context.memo.marks(context.sequence_hashes);
         let overlaps = candidates.list.iter().map(|one| one.overlap_blocks);
         let weights = wanted.weights(marks, overlaps);
         let miss = MissCost::new(input, size, &weights);
         let answer_tokens = answers.mean_tokens(context.now_ms);
-        let tariff = Tariff::new(answer_tokens, request.stage(), miss);
+        let tariff = Tariff::new(answer_tokens, request.stage(), miss, most_pressure.value());
         let mut lowest = Lowest::new();
         let mut next = 0;
         costs.clear();
@@ -249,13 +251,15 @@ impl RoutePolicy for PricePolicy {
         let marks = context.memo.marks(context.sequence_hashes);
         let best = candidates.list.iter().map(|one| one.overlap_blocks).max().unwrap_or(0);
         let mut state = self.state.lock();
-        let traffic = state.traffic.entry_ref(context.model).or_default();
-        traffic.wanted.add(marks);
-        traffic.gaps.see(context.sequence_hashes, best as usize, context.now_ms);
         let known = state.known(chosen.worker);
         if context.is_indexed {
             known.learned.retention.used(context.local_hashes, context.now_ms);
         }
+        let pressure = known.rates.pressure;
+        let traffic = state.traffic.entry_ref(context.model).or_default();
+        traffic.most_pressure.see(pressure, candidates.len());
+        traffic.wanted.add(marks);
+        traffic.gaps.see(context.sequence_hashes, best as usize, context.now_ms);
         drop(state);
         context.memo.set_ticket(Ticket {
             marks: marks.clone(),

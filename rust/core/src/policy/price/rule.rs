@@ -13,6 +13,9 @@ use crate::policy::cost::{ActiveLoad, Stage};
 /// What a queued token counts: engines prefill several prompts side by side, so that a request waits for a
 /// part of what is queued before it.
 const QUEUE_WEIGHT: f64 = 0.5;
+/// How much more a queued token counts for each token by which what the worker evicts is cheaper than what the
+/// dearest worker does: all that find their blocks nowhere would go there, and wait for each other.
+const QUEUE_PER_PRESSURE: f64 = 2.0;
 /// What attention adds to a token of prefill for each token in front of it, in tokens.
 const ATTENTION: f64 = 3e-5;
 /// Running answers that a prefill stalls, at the most: more share the same stall.
@@ -48,8 +51,10 @@ impl Rates {
 #[derive(Debug)]
 pub(super) struct Tariff {
     miss: MissCost,
-    /// What a queued token counts.
+    /// What a queued token counts, where nothing evicts more dearly than the worker does.
     queued: f64,
+    /// What a token costs that is pushed into the dearest cache.
+    most_pressure: f64,
     /// What its prefill counts, and the answers that this stalls.
     computed: f64,
     stalled: f64,
@@ -64,14 +69,15 @@ pub(super) struct Tariff {
 
 impl Tariff {
     /// Of a prompt whose uncached tokens cost `miss`, and an answer that is expected to have `answer_tokens`;
-    /// `stage` is what is done on the worker.
-    pub fn new(answer_tokens: f64, stage: Stage, miss: MissCost) -> Self {
+    /// `stage` is what is done on the worker, `most_pressure` the highest [`Rates::pressure`] of late.
+    pub fn new(answer_tokens: f64, stage: Stage, miss: MissCost, most_pressure: f64) -> Self {
         let weight = if stage == Stage::Prefill { 0.0 } else { STEP_WEIGHT * answer_tokens };
         let added = STEP_PER_REQUEST + STEP_PER_CONTEXT * miss.input;
         let is_fetched = stage == Stage::Decode;
         Self {
             miss,
             queued: if is_fetched { 0.0 } else { QUEUE_WEIGHT },
+            most_pressure,
             computed: if is_fetched { 0.0 } else { 1.0 },
             stalled: if stage == Stage::Both { STALLED_MOST } else { 0.0 },
             fetched: if is_fetched { TRANSFER } else { 0.0 },
@@ -93,7 +99,8 @@ impl Tariff {
             lower => self.miss.beyond_lower(leading, lower),
         };
         let stalls = 1.0 + self.stalled * requests / (requests + STALLED_MOST);
-        let queue = self.queued * slowness * load.queued_tokens as f64;
+        let crowd = 1.0 + QUEUE_PER_PRESSURE * ((self.most_pressure - pressure).max(0.0));
+        let queue = self.queued * slowness * crowd * load.queued_tokens as f64;
         let prefill = self.computed * slowness * miss * stalls + self.fetched * uncached;
         let steps = self.steps
             + self.steps_per_request * requests
@@ -109,6 +116,35 @@ impl Tariff {
             eviction: finite(eviction),
         };
         (queue + prefill + decode + eviction, price)
+    }
+}
+
+/// The highest pressure among the workers that requests went to of late: each of them is seen about once.
+#[derive(Debug, Default)]
+pub(super) struct MostPressure {
+    /// Of the requests that are counted now, and of those before.
+    highest: [f64; 2],
+    seen: usize,
+}
+
+/// Requests for each worker that are counted together, and how many at the least.
+const SEEN_PER_WORKER: usize = 2;
+const SEEN_LEAST: usize = 16;
+
+impl MostPressure {
+    /// A request went to a worker with this pressure, one of `count`.
+    pub fn see(&mut self, pressure: f64, count: usize) {
+        let [highest, before] = &mut self.highest;
+        *highest = highest.max(pressure);
+        self.seen += 1;
+        if self.seen >= (SEEN_PER_WORKER * count).max(SEEN_LEAST) {
+            (*before, *highest, self.seen) = (*highest, 0.0, 0);
+        }
+    }
+
+    /// What it is.
+    pub fn value(&self) -> f64 {
+        self.highest[0].max(self.highest[1])
     }
 }
 

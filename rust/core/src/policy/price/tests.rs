@@ -162,3 +162,23 @@ fn a_prefill_worker_has_no_steps_and_a_decode_worker_no_queue() {
     assert!(decode.queue == 0.0 && decode.prefill < 0.2 * prefill.prefill);
     assert_eq!(decode.decode, both.decode);
 }
+
+#[test]
+fn a_queue_counts_more_where_evicting_is_cheap() {
+    let queue = |most_pressure, pressure| {
+        let miss = MissCost::new(1_000.0, f64::from(BLOCK), &[]);
+        let tariff = Tariff::new(0.0, Stage::Both, miss, most_pressure);
+        let load = ActiveLoad { queued_tokens: 800, ..ActiveLoad::default() };
+        tariff.price(0, 0, &load, Rates { slowness: 1.0, pressure }).1.queue
+    };
+    assert_eq!([queue(0.0, 0.0), queue(3.0, 3.0), queue(0.0, 3.0)], [400.0; 3]);
+    assert_eq!([queue(3.0, 2.0), queue(3.0, 0.0)], [1_200.0, 2_800.0]);
+
+    let mut most = MostPressure::default();
+    most.see(5.0, 4);
+    assert_eq!(most.value(), 5.0);
+    (0..30).for_each(|_| most.see(1.0, 4));
+    assert_eq!(most.value(), 5.0);
+    most.see(1.0, 4);
+    assert_eq!(most.value(), 1.0);
+}
