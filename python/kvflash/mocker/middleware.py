@@ -42,7 +42,8 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         # Such as a plain body that is said to be compressed: where it ends is not known any more.
         request.content.feed_eof()
         headers["Connection"] = "close"
-        answer = ApiError(400, "BadRequestError", f"the body cannot be read: {error}")
+        reason = str(error).splitlines()[-1].strip()
+        answer = ApiError(400, "BadRequestError", f"the body cannot be read: {reason}")
     except web.HTTPNotFound:
         answer = ApiError(404, "NotFoundError", "Not Found")  # as vLLM says
     except web.HTTPMethodNotAllowed as error:

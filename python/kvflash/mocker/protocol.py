@@ -70,7 +70,7 @@ def parse_json(data: bytes) -> Body:
         try:
             json.dumps(body, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            refuse(f"the request body has half a character: {error}")
+            refuse(f"the request body has an unpaired surrogate: {error}")
     return body
 
 

@@ -338,6 +338,9 @@ def test_compressed_bodies(http: Http) -> None:
     for _ in range(2):
         status, answer, _ = http.call("POST", COMPLETIONS, data, kind)
         assert (status, answer["error"]["code"]) == (400, 400)
+        assert answer["error"]["message"].endswith("Can not decode content-encoding: gzip")
+    assert http.call("POST", COMPLETIONS, data)[0] == 200
+    assert mocker.process.errors == [], "a client's fault is none of the engine's"
 
 
 def test_unknown_fields_are_ignored(http: Http) -> None:
