@@ -59,6 +59,7 @@ NOT_RUN = {
     ("command.md", "kvflash frontend"): "the README's commands, which are run",
     ("command.md", "WORKER  URL"): "a table; test_looking.py compares one",
     ("command.md", "120 requests in"): "a report; test_replay.py compares one",
+    ("command.md", "kvflash workers drain"): "test_looking.py drains and resumes",
     ("routing.md", "cost = queue"): "a formula",
     ("routing.md", "cost = overlap_score_weight"): "a formula",
     (
@@ -125,7 +126,7 @@ def test_only_a_release_is_installed_by_its_name() -> None:
 @runs(
     ("README.md", "kvflash mocker"),
     ("README.md", "kvflash frontend \\"),
-    ("README.md", "curl -si"),
+    ("README.md", "echo"),
     ("README.md", "kvflash workers"),
     ("routing.md", "curl -s localhost:8000/busy_threshold"),
     ("frontend.md", "curl -s localhost:8000/workers"),
@@ -135,7 +136,7 @@ def test_the_first_request_of_the_readme(stage: Stage, blocks: list[Block]) -> N
     (two,), (one,) = stage.console(engines), stage.console(frontend)
     assert (len(two.json), len(one.json)) == (2, 1)
     stage.wait_workers(2)
-    (first,), (again,) = stage.console(ask), stage.console(ask)
+    (_, first), (_, again) = stage.console(ask), stage.console(ask)
     for answer in (first, again):
         head, _, body = answer.output.replace("\r", "").partition("\n\n")
         assert head.startswith("HTTP/1.1 200") and "x-kvflash-worker: " in head
@@ -148,6 +149,7 @@ def test_the_first_request_of_the_readme(stage: Stage, blocks: list[Block]) -> N
     assert listed.output.count(" healthy ") == 2, listed.output
     assert re.search(r"^\*  [12]:0 ", why.output, re.MULTILINE), why.output
     assert "QUEUE  PREFILL  DECODE" in why.output, why.output
+    assert "\n0 tokens are expected" not in why.output, "the prompt is the one that was sent"
     (asked,) = [line for line in again.output.splitlines() if line.startswith("x-request-id")]
     (past,) = stage.console(f"kvflash explain localhost:{stage.port(8000)} {asked.split()[1]}")
     assert "outcome: complete" in past.output
@@ -159,8 +161,9 @@ def test_the_first_request_of_the_readme(stage: Stage, blocks: list[Block]) -> N
 
     third = ("--port", str(stage.port(8102)), "--zmq-events-port", str(stage.port(5559)))
     stage.start("kvflash.mocker", "--block-size", "16", *third)
-    added, gone = stage.console(workers)
+    added, drained, gone = stage.console(workers)
     assert (added.json["id"], gone.json) == (3, {"status": "ok", "id": 3})
+    assert drained.json["state"] == "draining"
 
 
 @runs(("README.md", "CUDA_VISIBLE_DEVICES=0 kvflash vllm"))

@@ -112,7 +112,10 @@ def test_a_login_over_tls_and_what_it_may_not(start: Start, tmp_path: Path) -> N
     put(mine, "v1/k")
     with pytest.raises(ConfigError, match=r"refuses kv/put to user 'app'.*set ETCD_AUTH_USERNAME"):
         put(mine, "other/k")
-    with pytest.raises(ConfigError, match=r"refuses .* to a client without a login.*set ETCD_AUTH_USERNAME and ETCD"):
+    with pytest.raises(
+        ConfigError,
+        match=r"refuses .* to a client without a login.*set ETCD_AUTH_USERNAME and ETCD",
+    ):
         put(env, "v1/k")
     with pytest.raises(ConfigError, match=r"refuses the login of 'app'.*ETCD_AUTH_PASSWORD$"):
         put({**mine, "ETCD_AUTH_PASSWORD": "other"}, "v1/k")
