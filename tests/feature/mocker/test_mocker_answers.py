@@ -146,6 +146,14 @@ def test_log_probabilities(mocker: Mocker, http: Http) -> None:
     chunks = events(mocker, CHAT, body)
     streamed = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]
     assert [entry for one in streamed for entry in one["content"]] == entries
+    # Of a call even those of the marks, which no text tells.
+    told = {"messages": USER, "tools": [TOOL], "logprobs": True, "return_token_ids": True}
+    choice = http.post(CHAT, told)["choices"][0]
+    chunks = [chunk["choices"][0] for chunk in events(mocker, CHAT, told)]
+    ids = [token_id for chunk in chunks for token_id in chunk.get("token_ids", [])]
+    tokens = [one["token"] for c in chunks if c["logprobs"] for one in c["logprobs"]["content"]]
+    assert bytes(ids).decode() == "".join(tokens) and "".join(tokens).startswith("<tool_call>")
+    assert ids == choice["token_ids"]
     body["top_logprobs"] = 0
     entries = http.post(CHAT, body)["choices"][0]["logprobs"]["content"]
     assert all(entry["top_logprobs"] == [] for entry in entries)
@@ -191,9 +199,36 @@ def test_responses_call_and_end(mocker: Mocker, http: Http) -> None:
         answer = http.post(RESPONSES, {**turn, "tools": [FUNCTION]})
         assert [item["type"] for item in answer["output"]] == ["message"]
         assert answer["usage"]["input_tokens_details"]["cached_tokens"] > 200
+    both = {**body, "tools": [FUNCTION, FUNCTION], "parallel_tool_calls": True}
+    told = events(mocker, RESPONSES, both)
+    for kind in ("response.output_item.added", "response.output_item.done"):
+        assert [one["output_index"] for one in told if one["type"] == kind] == [0, 1]
     cut = http.post(RESPONSES, {"input": "hi", "max_output_tokens": 2})
     assert cut["incomplete_details"] == {"reason": "max_output_tokens"}
     assert http.post(RESPONSES, {"input": "hi"})["status"] == "completed"
+
+
+def test_calls_beside_each_other_are_one_turn(http: Http) -> None:
+    user, results = USER[0], [{"output": "1", "call_id": "a"}, {"output": "2", "call_id": "b"}]
+    calls = [{"name": "f", "arguments": "{}", "call_id": one["call_id"]} for one in results]
+    items = [
+        user,
+        *({"type": "function_call", **call} for call in calls),
+        *({"type": "function_call_output", **result} for result in results),
+    ]
+    functions = [{"id": call["call_id"], "type": "function", "function": call} for call in calls]
+    chat = [
+        user,
+        {"role": "assistant", "content": None, "tool_calls": functions},
+        *({"role": "tool", "content": one["output"]} for one in results),
+    ]
+    wanted = http.post("/tokenize", {"messages": chat})["tokens"]
+    assert http.post(f"{RESPONSES}/render", {"input": items})["token_ids"] == wanted
+    used = [{"type": "tool_use", "id": c["call_id"], "name": "f", "input": {}} for c in calls]
+    told = [{"type": "tool_result", "tool_use_id": "a", "content": r["output"]} for r in results]
+    turns = [user, {"role": "assistant", "content": used}, {"role": "user", "content": told}]
+    body = {"messages": turns, "max_tokens": 1}
+    assert http.post(f"{MESSAGES}/render", body)["token_ids"] == wanted
 
 
 def test_responses_with_a_schema_and_log_probabilities(mocker: Mocker, http: Http) -> None:
@@ -240,6 +275,10 @@ def test_messages_call_and_end(mocker: Mocker, http: Http) -> None:
     told = events(mocker, MESSAGES, both)
     begun = [one["index"] for one in told if one["type"] == "content_block_start"]
     assert begun == [0, 1] == [one["index"] for one in told if one["type"] == "content_block_stop"]
+    parts = [one for one in told if one["type"] == "content_block_delta"]
+    for index in begun:
+        text = "".join(one["delta"]["partial_json"] for one in parts if one["index"] == index)
+        assert list(json.loads(text)) == ["city"]
     none = {**body, "tool_choice": {"type": "none"}}
     assert http.post(MESSAGES, none)["content"][0]["type"] == "text"
 
@@ -332,7 +371,7 @@ def test_text_to_sound(http: Http) -> None:
         assert http.call("POST", path, body)[0] == 400
 
 
-def test_compressed_bodies(http: Http) -> None:
+def test_compressed_bodies(mocker: Mocker, http: Http) -> None:
     data, kind = b'{"prompt": "a", "max_tokens": 1}', {"content-encoding": "gzip"}
     assert http.call("POST", COMPLETIONS, gzip.compress(data), kind)[0] == 200
     for _ in range(2):
