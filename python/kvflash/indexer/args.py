@@ -100,7 +100,7 @@ def _peers(text: str) -> tuple[str, ...]:
         scheme, _, host = peer.partition("://")
         if scheme not in ("http", "https") or not host:
             raise argparse.ArgumentTypeError(
-                f"must be http://host:port (or https) of peer indexers, separated by commas, got {peer!r}"
+                f"must be http(s)://host:port of peer indexers, separated by commas, got {peer!r}"
             )
     return peers
 
