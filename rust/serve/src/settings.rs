@@ -121,7 +121,7 @@ settings! {
         salt_secret_file: Option<PathBuf> = None, (), "--salt-secret-file FILE";
         /// Tell clients with keys which worker answered and how much of the prompt it held
         ///
-        /// Clients without keys are told by default
+        /// Clients without keys see it by default
         expose_overlap: bool = false, (), "--expose-overlap";
     }
     "Limits and timeouts": {
@@ -188,7 +188,7 @@ settings! {
         /// See [the fair queue](policies.md#the-fair-queue)
         fairness: String = "none".to_owned(), &["none", "vtc-fair", "vtc-max-fair", "vtc-pred"],
             "--fairness";
-        /// What a client is known by: authorization, user or header:NAME
+        /// Identity of a client: authorization, user or header:NAME
         ///
         /// By default its `Authorization`, without one the header or field `user`, else its address. `user` goes by
         /// what clients call themselves, `header:NAME` by a header that a gateway sets. A client with a
