@@ -206,7 +206,9 @@ def test_a_login_is_asked_for_used_and_renewed(
 
     async def scenario() -> None:
         stranger = open_discovery("etcd", endpoints=server.url)
-        with pytest.raises(ConfigError, match=r"to nobody \(.*name is empty\): set ETCD_AUTH_USER"):
+        with pytest.raises(
+            ConfigError, match=r"without a login \(.*name is empty\): set ETCD_AUTH"
+        ):
             await stranger.put("k/1", b"1")
         await stranger.close()
         monkeypatch.setenv("ETCD_AUTH_USERNAME", "root")

