@@ -223,7 +223,7 @@ impl Lock {
         if rules.is_admin_open && !self.has(Role::Admin) {
             tracing::warn!(
                 %address,
-                "--open-admin: whoever reaches this address can add and remove workers, and read what \
+                "--open-admin: every client that reaches this address can add and remove workers, and read what \
                  others send; an admin key in --keys-file, or --admin-port, closes that"
             );
         } else if !self.has(Role::Admin) && rules.admin_address.is_none() {
