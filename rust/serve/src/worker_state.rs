@@ -53,7 +53,8 @@ mod tests {
         let patch = Patch::parse(br#" {"state": "draining"} "#).unwrap();
         assert_eq!(patch.state, WorkerState::Draining);
         for (body, wanted) in [
-            (&br#"{"state": "gone"}"#[..], "state: unknown variant `gone`"),
+            (&br#"{"state": "gone"}"#[..], "state: must be active or draining, got \"gone\""),
+            (br#"{"state": 0}"#, "state: invalid type: integer"),
             (br#"{"state": "active", "url": "x"}"#, "unknown field `url`"),
             (b"{}", "missing field `state`"),
             (b"[\"active\"]", "a list instead of an object"),

@@ -27,7 +27,7 @@ def routes() -> dict[str, set[str]]:
     for part in text.split(".route(")[1:]:
         path, rest = part.split(",", 1)
         rest = rest.split(".fallback(")[0]
-        methods = re.findall(r"\b(get|post|put|delete)\(", rest)
+        methods = re.findall(r"\b(get|post|put|patch|delete)\(", rest)
         found.setdefault(path.strip().strip('"'), set()).update(methods)
     return found
 

@@ -18,7 +18,7 @@ const LEAST_RANKS_OF_REGISTRANT: usize = 1_024;
 named! {
     /// Whether a worker takes new requests.
     #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
-    #[serde(rename_all = "lowercase")]
+    #[serde(rename_all = "lowercase", try_from = "String")]
     pub enum WorkerState {
         /// It does.
         #[default]
@@ -28,13 +28,21 @@ named! {
     }
 }
 
+// By its name only: formats with numbered variants would take a number, too.
+impl TryFrom<String> for WorkerState {
+    type Error = Error;
+
+    fn try_from(text: String) -> Result<Self> {
+        text.parse()
+    }
+}
+
 impl FromStr for WorkerState {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        Self::from_name(text).ok_or_else(|| {
-            Error::Config(format!("worker state must be active or draining, got {text:?}"))
-        })
+        Self::from_name(text)
+            .ok_or_else(|| Error::Config(format!("must be active or draining, got {text:?}")))
     }
 }
 

@@ -91,7 +91,7 @@ async fn what_is_no_change_of_a_worker_is_refused() {
     let engine = stage.engine().await;
     let path = format!("/workers/{}", engine.id);
     for (path, body, status, wanted) in [
-        (&*path, json!({ "state": "gone" }), 400, "state: unknown variant `gone`"),
+        (&*path, json!({ "state": "gone" }), 400, "state: must be active or draining"),
         (&*path, json!({ "url": "http://x" }), 400, "unknown field `url`"),
         ("/workers/99", json!({ "state": "active" }), 404, "no worker 99 is registered"),
         ("/workers/x", json!({ "state": "active" }), 400, "a worker id is a number, got \\\"x\\\""),
