@@ -11,6 +11,7 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::registry::Registry;
 
 use super::body::Intake;
+use super::indexer::HashMask;
 use super::lock::nets;
 use super::outbound::Outbound;
 use super::worker_allow::WorkerAllow;
@@ -24,6 +25,7 @@ pub struct Http {
     tls: Option<Tls>,
     outbound: Outbound,
     worker_allow: WorkerAllow,
+    mask: Option<HashMask>,
     trusted_proxies: Vec<IpNet>,
     refused_connections: Counter,
     crowded_out: Counter,
@@ -59,7 +61,9 @@ impl Http {
         let lock = Lock::new(&settings, face)?;
         let outbound = Outbound::of(&settings)?;
         let worker_allow = WorkerAllow::parse(&settings.worker_allow)?;
-        Ok(Self { settings, lock, outbound, worker_allow, trusted_proxies, ..Self::default() })
+        let mask = settings.hash_secret_file.as_deref().map(HashMask::open).transpose()?;
+        let http = Self { settings, lock, outbound, worker_allow, mask, ..Self::default() };
+        Ok(Self { trusted_proxies, ..http })
     }
 
     /// The same over TLS, of which `/metrics` then tells.
@@ -86,6 +90,11 @@ impl Http {
     /// The stop of its server, and the word that it is about to come.
     pub fn shutdown(&self) -> &Shutdown {
         &self.shutdown
+    }
+
+    /// What stands for block hashes in what it tells of them.
+    pub(crate) fn mask(&self) -> Option<HashMask> {
+        self.mask.clone()
     }
 
     /// Who may ask what.

@@ -23,6 +23,7 @@ mod remote;
 mod reread;
 mod reserve;
 pub mod router;
+mod secret_file;
 mod serve;
 mod settings;
 mod state_file;

@@ -119,9 +119,9 @@ settings! {
         ///
         /// The same in every replica; see [tenants](tenants.md#isolation)
         salt_secret_file: Option<PathBuf> = None, (), "--salt-secret-file FILE";
-        /// Tell clients with keys which worker answered and how much of the prompt it held
+        /// Show clients with keys which worker answered and how much of the prompt it held
         ///
-        /// Clients without keys see it by default
+        /// Clients without keys see these headers anyway
         expose_overlap: bool = false, (), "--expose-overlap";
     }
     "Limits and timeouts": {
@@ -188,7 +188,7 @@ settings! {
         /// See [the fair queue](policies.md#the-fair-queue)
         fairness: String = "none".to_owned(), &["none", "vtc-fair", "vtc-max-fair", "vtc-pred"],
             "--fairness";
-        /// Identity of a client: authorization, user or header:NAME
+        /// The identity of a client: authorization, user or header:NAME
         ///
         /// By default its `Authorization`, without one the header or field `user`, else its address. `user` goes by
         /// what clients call themselves, `header:NAME` by a header that a gateway sets. A client with a
@@ -302,6 +302,10 @@ settings! {
         /// A key of a client closes the public API, one of an admin closes everything else, and one of the role
         /// metrics closes `/metrics` and `/health`, each to callers without such a key. See [keys](security.md#keys)
         keys_file: Option<PathBuf> = None, (), "--keys-file FILE";
+        /// File with a secret that hides block hashes in `/dump` and `/digest`
+        ///
+        /// See [hashes that tell nothing](tenants.md#hashes-that-tell-nothing)
+        hash_secret_file: Option<PathBuf> = None, (), "--hash-secret-file FILE";
         /// File with the key that this service shows at others of ours: the remote indexer, peers
         ///
         /// An admin key of theirs. Read again when it changes

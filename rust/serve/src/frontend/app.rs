@@ -136,7 +136,7 @@ impl App {
         let compute = Compute::new(options.tokenize_timeout, Arc::clone(&clock), &mut registry)?;
         common.seal(registry);
         let questions = match options.serve_indexer {
-            true => Some(query_routes(Arc::clone(&catalog), intake.clone())?),
+            true => Some(query_routes(Arc::clone(&catalog), intake.clone(), options.http.mask())?),
             false => None,
         };
         let salts = options.salt_secret_file.as_deref().map(SaltSecret::open).transpose()?;

@@ -18,7 +18,7 @@ use hyper_util::service::{TowerToHyperService, TowerToHyperServiceFuture};
 use kvflash_core::catalog::{
     Catalog, EngineFacts, Identity, ModelKey, Registration, check_is_socket,
 };
-use kvflash_core::error::Result as KvResult;
+use kvflash_core::error::{Error, Result as KvResult};
 use kvflash_core::hash::engine::NameKeys;
 use kvflash_core::ids::Worker;
 use prometheus_client::registry::Registry;
@@ -29,6 +29,7 @@ use super::super::metrics::check_prefix;
 use super::answer::worker_entries;
 use super::dump::{DUMP_TYPE, DumpQuery, Dumps, binary_body, digests, json_body};
 use super::form::{Form, Params};
+use super::mask::{FLAG as HASH_SECRET, HashMask};
 use super::metrics::{self, Endpoint, IndexerMetrics};
 use super::openapi::openapi;
 use super::overlap::{find_hashes, find_tokens};
@@ -51,6 +52,8 @@ struct App {
     metrics: Arc<IndexerMetrics>,
     startup: Arc<Startup>,
     dumps: Dumps,
+    /// What stands for hashes in dumps.
+    mask: Option<HashMask>,
     shutdown: Shutdown,
     /// What was registered over HTTP.
     registrations: Registrations,
@@ -94,6 +97,12 @@ impl IndexerApp {
         http: &Http,
     ) -> KvResult<(Arc<App>, Router)> {
         check_prefix(&options.metrics_prefix)?;
+        if http.mask().is_some() && !options.peers.is_empty() {
+            return Err(Error::Config(format!(
+                "{HASH_SECRET} with --peers: replicas recover by each other's block hashes, which the secret hides; \
+                 leave one of them out"
+            )));
+        }
         let startup = Arc::new(Startup::new(&options.peers, options.min_initial_workers)?);
         let bounds = |registry: &mut Registry| http.intake(options.max_body_bytes, registry);
         let (figures, intake) =
@@ -115,7 +124,7 @@ impl IndexerApp {
             tokio::spawn(recover(catalog, startup, http.clone(), trusted));
         }
         let dumps = Dumps::default();
-        let shutdown = http.shutdown().clone();
+        let (shutdown, mask) = (http.shutdown().clone(), http.mask());
         let worker_allow = http.worker_allow().clone();
         let app = Arc::new(App {
             catalog,
@@ -124,6 +133,7 @@ impl IndexerApp {
             metrics,
             startup,
             dumps,
+            mask,
             shutdown,
             registrations,
             worker_allow,
@@ -214,7 +224,11 @@ impl hyper::service::Service<Request<Incoming>> for IndexerService {
 ///
 /// # Errors
 /// None, without peers.
-pub(crate) fn query_routes(catalog: Arc<Catalog>, intake: Intake) -> KvResult<Router> {
+pub(crate) fn query_routes(
+    catalog: Arc<Catalog>,
+    intake: Intake,
+    mask: Option<HashMask>,
+) -> KvResult<Router> {
     let options = IndexerOptions::default();
     let startup = Arc::new(Startup::new(&[], 0)?);
     let (figures, ()) = IndexerMetrics::new(Arc::clone(&catalog), Arc::clone(&startup), |_| ());
@@ -229,6 +243,7 @@ pub(crate) fn query_routes(catalog: Arc<Catalog>, intake: Intake) -> KvResult<Ro
         metrics,
         startup,
         dumps,
+        mask,
         shutdown,
         registrations,
         worker_allow,
@@ -399,7 +414,15 @@ async fn dump(State(app): State<Arc<App>>, Params(query): Params<DumpQuery>) -> 
         Err(reject) => return reject.plain(),
     };
     let (kind, body) = match query.format.as_deref() {
-        None | Some("json") => ("application/json", json_body(&app.catalog, &query, reading)),
+        None | Some("json") => {
+            let mask = app.mask.clone();
+            ("application/json", json_body(&app.catalog, &query, reading, mask))
+        }
+        Some("snapshot") if app.mask.is_some() => {
+            let what = "format=snapshot is for replicas, which need the hashes as they are; this server hides them \
+                        (--hash-secret-file): leave that out on all replicas, or use format=json";
+            return Reject::new(StatusCode::FORBIDDEN, what).plain();
+        }
         Some("snapshot") => (DUMP_TYPE, binary_body(&app.catalog, &query, reading)),
         Some(other) => {
             let message = format!("format must be json or snapshot, got {other:?}");
@@ -412,7 +435,8 @@ async fn dump(State(app): State<Arc<App>>, Params(query): Params<DumpQuery>) -> 
 async fn digest(State(app): State<Arc<App>>, Params(query): Params<DumpQuery>) -> Response {
     match app.dumps.begin() {
         Ok(reading) => {
-            app.mark(json_response(StatusCode::OK, &digests(&app.catalog, &query, &reading)))
+            let found = digests(&app.catalog, &query, &reading, app.mask.as_ref());
+            app.mark(json_response(StatusCode::OK, &found))
         }
         Err(reject) => reject.plain(),
     }

@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::super::Reject;
+use super::mask::HashMask;
 
 /// Media type of the binary form.
 pub(super) const DUMP_TYPE: &str = "application/vnd.kvflash.dump";
@@ -112,17 +113,22 @@ fn models(catalog: &Catalog, query: &DumpQuery) -> Vec<(Arc<ModelIndex>, Vec<Par
 ///
 /// # Cost
 /// One publisher's events in memory at a time, however slowly the client reads.
-pub(super) fn json_body(catalog: &Catalog, query: &DumpQuery, reading: Reading) -> Body {
+pub(super) fn json_body(
+    catalog: &Catalog,
+    query: &DumpQuery,
+    reading: Reading,
+    mask: Option<HashMask>,
+) -> Body {
     let all = models(catalog, query).into_iter().enumerate();
     let chunks = all.flat_map(move |(at, (model, parts))| {
-        let mut event_id = 0;
+        let (mut event_id, mask) = (0, mask.clone());
         let mut marks: Vec<String> = Vec::new();
         // One element more than there are parts: the last one closes the model.
         let mut parts = parts.into_iter();
         let mut is_open = true;
         let body = std::iter::from_fn(move || {
             if let Some(part) = parts.next() {
-                return Some(part_events(&part, &mut event_id, &mut marks));
+                return Some(part_events(&part, &mut event_id, &mut marks, mask.as_ref()));
             }
             std::mem::take(&mut is_open)
                 .then(|| format!("],\"watermarks\":[{}]}}", marks.join(",")))
@@ -154,9 +160,20 @@ fn model_head(at: usize, model: &ModelIndex) -> String {
     )
 }
 
-fn part_events(part: &Part, event_id: &mut u64, marks: &mut Vec<String>) -> String {
+fn part_events(
+    part: &Part,
+    event_id: &mut u64,
+    marks: &mut Vec<String>,
+    mask: Option<&HashMask>,
+) -> String {
     // Sorting a large worker's blocks takes milliseconds: other connections go on meanwhile.
-    let (events, mark) = tokio::task::block_in_place(|| part.events());
+    let (events, mark) = tokio::task::block_in_place(|| {
+        let (mut events, mark) = part.events();
+        if let Some(mask) = mask {
+            events.iter_mut().for_each(|event| mask.event(event));
+        }
+        (events, mark)
+    });
     marks.push(serde_json::to_string(&mark).unwrap_or_default());
     let mut text = String::new();
     for event in events {
@@ -205,7 +222,12 @@ pub(super) struct ModelDigest {
 ///
 /// # Cost
 /// One worker's blocks in memory at a time, 48 bytes each.
-pub(super) fn digests(catalog: &Catalog, query: &DumpQuery, reading: &Reading) -> Vec<ModelDigest> {
+pub(super) fn digests(
+    catalog: &Catalog,
+    query: &DumpQuery,
+    reading: &Reading,
+    mask: Option<&HashMask>,
+) -> Vec<ModelDigest> {
     let digest_of = |(model, parts): (Arc<ModelIndex>, Vec<Part>)| {
         let mut workers = Vec::new();
         for part in parts {
@@ -213,6 +235,11 @@ pub(super) fn digests(catalog: &Catalog, query: &DumpQuery, reading: &Reading) -
             workers.extend(tokio::task::block_in_place(|| part.digests()));
         }
         workers.sort_unstable_by_key(|digest| digest.worker);
+        if let Some(mask) = mask {
+            workers
+                .iter_mut()
+                .for_each(|digest| digest.digest = mask.word("digest", digest.digest));
+        }
         let mut hash = Xxh3::new();
         for digest in &workers {
             let words = [digest.worker.instance_id, digest.worker.dp_rank.into(), digest.digest];

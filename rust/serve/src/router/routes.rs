@@ -160,7 +160,7 @@ fn routes(app: &Arc<App>) -> KvResult<Router> {
         .with_state(Arc::clone(app));
     if app.options.serve_indexer {
         let catalog = Arc::clone(&app.catalog);
-        router = router.merge(query_routes(catalog, app.intake.clone())?);
+        router = router.merge(query_routes(catalog, app.intake.clone(), app.options.http.mask())?);
     }
     Ok(router.layer(from_fn_with_state(Arc::clone(app), count)))
 }

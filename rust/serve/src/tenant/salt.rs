@@ -6,32 +6,21 @@ use hmac::{Hmac, KeyInit, Mac};
 use kvflash_core::error::{Error, Result};
 use sha2::Sha256;
 
-const FLAG: &str = "--salt-secret-file";
+use crate::secret_file;
 
-/// Shortest and longest secret, bytes.
-const SECRET_BYTES: std::ops::RangeInclusive<usize> = 16..=4_096;
+const FLAG: &str = "--salt-secret-file";
 
 /// Makes the salts of tenants.
 #[derive(Clone)]
 pub(crate) struct SaltSecret(Hmac<Sha256>);
 
 impl SaltSecret {
-    /// The secret in a file, without white space around it.
+    /// The secret in a file.
     ///
     /// # Errors
     /// `Config`, naming the flag, the file and the limit.
     pub fn open(path: &Path) -> Result<Self> {
-        let wrong = |why: String| Error::Config(format!("{FLAG} {}: {why}", path.display()));
-        let bytes = std::fs::read(path).map_err(|error| wrong(error.to_string()))?;
-        let secret = bytes.trim_ascii();
-        if !SECRET_BYTES.contains(&secret.len()) {
-            let (least, most) = (SECRET_BYTES.start(), SECRET_BYTES.end());
-            return Err(wrong(format!(
-                "the secret must have {least} to {most} bytes, got {}; `openssl rand -hex 32` makes one",
-                secret.len()
-            )));
-        }
-        Self::new(secret)
+        Self::new(&secret_file::read(FLAG, path)?)
     }
 
     /// That of a test.
@@ -84,18 +73,6 @@ mod tests {
         let wanted = "bb2cab2c043e2a0c2e4c6dd94e076e9b6e016f4060948bcfb6dd0d4c8b0bc77e";
         assert_eq!(secret.salt("a", None), wanted);
         assert_eq!(format!("{secret:?}"), "SaltSecret(..)");
-    }
-
-    #[test]
-    fn a_secret_that_is_none_is_refused() {
-        let path = std::env::temp_dir().join(format!("kvflash-salt-{}", std::process::id()));
-        assert!(SaltSecret::open(&path).unwrap_err().to_string().contains("No such file"));
-        std::fs::write(&path, "  short\n").unwrap();
-        let error = SaltSecret::open(&path).unwrap_err().to_string();
-        assert!(error.contains("16 to 4096 bytes, got 5") && !error.contains("short"), "{error}");
-        std::fs::write(&path, "0123456789abcdef\n").unwrap();
-        let same = SaltSecret::new(b"0123456789abcdef").unwrap();
-        assert_eq!(SaltSecret::open(&path).unwrap().salt("a", None), same.salt("a", None));
     }
 
     proptest! {

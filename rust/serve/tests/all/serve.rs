@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvflash_core::catalog::{Catalog, EngineFacts, Identity, ModelKey, Registration};
-use kvflash_core::ids::Worker;
+use kvflash_core::hash::{SEED, local_hashes};
+use kvflash_core::ids::{Tier, Worker};
+use kvflash_core::index::Block;
 use kvflash_serve::indexer::{IndexerApp, IndexerOptions};
 use kvflash_serve::{App, Face, Http, HttpSettings, ServeLimits, Shutdown, serve};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -297,4 +299,50 @@ async fn who_had_been_queued_at_the_stop_is_not_reset() {
     std::io::Read::read_to_string(&mut asking, &mut answer).unwrap();
     assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer:?}");
     assert_eq!(std::io::Read::read_to_string(&mut idle, &mut answer).unwrap(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn hashes_in_dumps_are_hidden_where_a_secret_says_so() {
+    let locals = local_hashes(&[1, 2, 3, 4, 5, 6, 7, 8], 4, SEED);
+    let asked = async |secret: Option<&std::path::Path>| {
+        let catalog = catalog();
+        let name = |at: usize| u64::MAX - at as u64;
+        let block =
+            |(at, local): (usize, &u64)| Block { engine_hash: name(at), local_hash: *local };
+        let blocks: Vec<Block> = locals.iter().enumerate().map(block).collect();
+        let model = catalog.model("m", "default").unwrap();
+        model.index.store(Worker::new(7, 0), Tier::Device, None, SEED, &blocks);
+        let hash_secret_file = secret.map(std::path::Path::to_owned);
+        let settings = HttpSettings { hash_secret_file, ..HttpSettings::default() };
+        let http = Http::of(settings, Face::Control).unwrap();
+        let service = IndexerApp::service(catalog, options(), &http).unwrap();
+        let server = start(service, ServeLimits::default()).await;
+        let mut answers = Vec::new();
+        for path in ["/dump", "/dump?format=snapshot", "/digest"] {
+            answers.push(server.ask("GET", path, "", b"").await);
+        }
+        let hash = locals[0].to_string();
+        let body = format!(r#"{{"model_name": "m", "block_hashes": [{hash}]}}"#);
+        answers.push(server.ask("POST", "/query_by_hash", "", body.as_bytes()).await);
+        server.shutdown.stop();
+        server.task.await.unwrap().unwrap();
+        answers
+    };
+    let path = std::env::temp_dir().join(format!("kvflash-hash-secret-{}", std::process::id()));
+    std::fs::write(&path, "0123456789abcdef").unwrap();
+    let (open, hidden) = (asked(None).await, asked(Some(&path)).await);
+    for word in locals.iter().map(u64::to_string).chain([u64::MAX.to_string()]) {
+        assert!(open[0].contains(&word), "{}", open[0]);
+        assert!(!hidden[0].contains(&word), "{}", hidden[0]);
+    }
+    assert!(open[1].starts_with("HTTP/1.1 200"));
+    assert!(hidden[1].starts_with("HTTP/1.1 403") && hidden[1].contains("--hash-secret-file"));
+    assert_ne!(open[2], hidden[2]);
+    // Questions are the same as before.
+    assert_eq!(open[3], hidden[3]);
+    let settings = HttpSettings { hash_secret_file: Some(path), ..HttpSettings::default() };
+    let http = Http::of(settings, Face::Control).unwrap();
+    let options = IndexerOptions { peers: vec!["http://a:1".to_owned()], ..options() };
+    let error = IndexerApp::service(catalog(), options, &http).err().unwrap().to_string();
+    assert!(error.contains("--hash-secret-file with --peers"), "{error}");
 }
