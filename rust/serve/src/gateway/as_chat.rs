@@ -38,8 +38,8 @@ struct Messages {
     tools: Option<Vec<Tool>>,
     #[serde(default)]
     tool_choice: Option<ToolChoice>,
-    #[serde(default)]
-    thinking: Option<Thinking>,
+    #[serde(default, rename = "thinking")]
+    _thinking: Option<Thinking>,
     #[serde(default)]
     output_config: Option<OutputConfig>,
     #[serde(default)]
@@ -141,7 +141,6 @@ fn of_messages(request: Messages) -> Option<Value> {
         Some(ToolChoice::None) => json!("none"),
         Some(ToolChoice::Tool { name }) => named_tool(&name),
     };
-    drop(request.thinking);
     Some(json!({
         "model": request.model,
         "messages": messages,

@@ -233,9 +233,9 @@ fn salt_of(
 /// Whether engines take the field `cache_salt` by this API.
 ///
 /// # Source
-/// The request models of vLLM 0.32 and SGLang 0.5.23; vLLM's Messages has none.
+/// The request models of vLLM 0.32 and SGLang 0.5.23.
 fn takes_salt(api: Api) -> bool {
-    matches!(api, Api::Chat | Api::Completions | Api::Responses | Api::Tokens | Api::Generate)
+    api != Api::Unmatched
 }
 
 /// The headers that an engine gets with a request: of a client with a key a few, with a name of the request that was

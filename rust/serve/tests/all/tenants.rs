@@ -340,7 +340,7 @@ async fn an_isolated_tenant_is_refused_where_engines_take_no_salt() {
     let engine = stage.engine().await;
     let client = Key { is_isolated: true, ..key("a") };
     for (path, body) in [
-        ("/v1/messages", json!({ "model": "m", "messages": [], "max_tokens": 1 })),
+        ("/v1/rerank", json!({ "model": "m", "query": "x", "documents": ["y"] })),
         ("/v1/embeddings", json!({ "model": "m", "input": "x" })),
     ] {
         let answer = stage.post_as(&client, path, &[], &body).await;
