@@ -9,10 +9,12 @@ from typing import Any
 from kvflash.mocker.answer import event, usage_of
 from kvflash.mocker.choice import Choice, Step
 from kvflash.mocker.plan import Delta, Plan
-from kvflash.mocker.protocol import shared
+from kvflash.mocker.protocol import content_of, shared
 from kvflash.mocker.refusal import ApiError, Body, refuse
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+# Claude Code begins its system prompt with a block that differs from request to request.
+BILLING = "x-anthropic-billing-header"
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -26,7 +28,9 @@ def as_chat(body: Body, *, needs_max_tokens: bool = True) -> Body:
         refuse("max_tokens is required", "max_tokens")
     messages: list[Body] = []
     if system := body.get("system"):
-        messages.append({"role": "system", "content": _text(system, "system")})
+        texts = _texts(system, "system")
+        system = "".join(text for text in texts if not text.startswith(BILLING))
+        messages.append({"role": "system", "content": system})
     told = body.get("messages")
     if not isinstance(told, list):
         refuse("messages must be a list", "messages")
@@ -55,19 +59,23 @@ def error_body(error: ApiError) -> Body:
 def _turns(message: Body) -> list[Body]:
     """The messages of a chat that one with calls, or with their results, is."""
     content, role = message.get("content"), message.get("role")
-    text = _text(content, "messages.content")
+    said = content_of(_texts(content, "messages.content"))
     blocks = content if isinstance(content, list) else []
     turns: list[Body] = []
     for block in blocks:
         if block.get("type") == "tool_result":
-            result = _text(block.get("content") or "", "messages.content")
+            result = "\n".join(_texts(block.get("content") or "", "messages.content"))
             called = block.get("tool_use_id")
             turns.append({"role": "tool", "tool_call_id": called, "content": result})
     calls = [_call(block) for block in blocks if block.get("type") == "tool_use"]
-    if calls:
-        turns.append({"role": role, "content": text or None, "tool_calls": calls})
-    elif text or not turns:
-        turns.append({"role": role, "content": text})
+    thoughts = [str(block.get("thinking")) for block in blocks if block.get("type") == "thinking"]
+    if said or calls or thoughts or not turns:
+        turn: Body = {"role": role, "content": said or (None if calls or thoughts else "")}
+        if calls:
+            turn["tool_calls"] = calls
+        if thoughts:
+            turn["reasoning"] = "".join(thoughts)
+        turns.append(turn)
     return turns
 
 
@@ -76,14 +84,13 @@ def _call(block: Body) -> Body:
     return {"id": block.get("id"), "type": "function", "function": function}
 
 
-def _text(content: object, param: str) -> str:
-    """The text of a content: a string, or blocks of which those of text count."""
+def _texts(content: object, param: str) -> list[str]:
+    """The texts of a content: a string, or blocks of which those with a text count."""
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         refuse(f"{param} must be text or a list of blocks", param)
-    texts = [block["text"] for block in content if isinstance(block.get("text"), str)]
-    return "".join(texts)
+    return [block["text"] for block in content if isinstance(block.get("text"), str)]
 
 
 def _response_format(body: Body) -> Body | None:

@@ -80,6 +80,14 @@ def shared(body: Body) -> Body:
     return {name: body[name] for name in names if name in body}
 
 
+def content_of(texts: list[str]) -> str | list[Body]:
+    """The content of a message with these texts: several are parts, and empty ones do not count."""
+    texts = [text for text in texts if text]
+    if len(texts) > 1:
+        return [{"type": "text", "text": text} for text in texts]
+    return "".join(texts)
+
+
 def parse_model(body: Body, config: MockerConfig) -> tuple[str, Lora | None]:
     """Name of the model that is asked for, and its LoRA adapter.
 

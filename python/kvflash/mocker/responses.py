@@ -12,7 +12,7 @@ from kvflash.mocker.answer import event, usage_of
 from kvflash.mocker.choice import Choice, Step
 from kvflash.mocker.logprobs import Logprobs
 from kvflash.mocker.plan import Delta, Plan
-from kvflash.mocker.protocol import shared
+from kvflash.mocker.protocol import content_of, shared
 from kvflash.mocker.refusal import ApiError, Body, refuse
 
 # Responses that are kept; the oldest ones go.
@@ -60,8 +60,7 @@ def as_chat(body: Body, store: ResponseStore) -> Body:
     if isinstance(told, str):
         messages.append({"role": "user", "content": told})
     elif isinstance(told, list) and told:
-        for item in told:
-            _add(messages, item)
+        messages += _turns(told)
     else:
         refuse("input must be text or a non-empty list of items", "input")
     chat = {**shared(body), "messages": messages, "max_tokens": body.get("max_output_tokens")}
@@ -78,32 +77,48 @@ def as_chat(body: Body, store: ResponseStore) -> Body:
     return chat
 
 
-def _add(messages: list[Body], item: Any) -> None:
-    """An item of the input as a message; calls beside each other are one message."""
-    if not isinstance(item, dict):
-        refuse("input must be a list of objects", "input")
-    kind = item.get("type", "message")
-    if kind == "function_call":
-        function = {name: str(item.get(name)) for name in ("name", "arguments")}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
-        if messages and messages[-1].get("tool_calls"):
-            before = messages.pop()
-            messages.append({**before, "tool_calls": [*before["tool_calls"], call]})
+def _turns(items: list[Any]) -> list[Body]:
+    """The items as messages: what the assistant thinks, says and calls in a row is one message."""
+    turns: list[Body] = []
+
+    def said(name: str, value: Any) -> None:
+        last = turns[-1] if turns and turns[-1]["role"] == "assistant" else None
+        if last is None or last.get(name) is not None:
+            turns.append({"role": "assistant", "content": None, name: value})
         else:
-            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
-    elif kind == "function_call_output":
-        told = {"tool_call_id": item.get("call_id"), "content": _text(item.get("output"))}
-        messages.append({"role": "tool", **told})
-    elif kind == "message":
-        messages.append({"role": item.get("role"), "content": _text(item.get("content"))})
-    # Others, such as reasoning, are of no weight to a template without a place for them.
+            last[name] = value
+
+    for item in items:
+        if not isinstance(item, dict):
+            refuse("input must be a list of objects", "input")
+        kind, role = item.get("type", "message"), item.get("role")
+        if kind == "function_call":
+            function = {name: str(item.get(name)) for name in ("name", "arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            if turns and turns[-1]["role"] == "assistant":
+                turns[-1].setdefault("tool_calls", []).append(call)
+            else:
+                said("tool_calls", [call])
+        elif kind == "function_call_output":
+            told = {"tool_call_id": item.get("call_id"), "content": _text(item.get("output"))}
+            turns.append({"role": "tool", **told})
+        elif kind == "reasoning":
+            said("reasoning", "".join(_texts(item.get("content") or item.get("summary"))[:1]))
+        elif kind == "message" and role == "assistant":
+            said("content", "".join(_texts(item.get("content"))[:1]))
+        elif kind == "message":
+            turns.append({"role": role, "content": content_of(_texts(item.get("content")))})
+    return turns
+
+
+def _texts(content: Any) -> list[str]:
+    if isinstance(content, list):
+        return [str(part.get("text", "")) for part in content if isinstance(part, dict)]
+    return [content] if isinstance(content, str) else []
 
 
 def _text(content: Any) -> str:
-    if isinstance(content, list):
-        parts = [part.get("text", "") for part in content if isinstance(part, dict)]
-        return "".join(map(str, parts))
-    return content if isinstance(content, str) else ""
+    return "".join(_texts(content))
 
 
 def _response_format(told: Any) -> Body | None:
