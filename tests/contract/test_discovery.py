@@ -128,7 +128,7 @@ def test_keys_go_with_their_lease(discovery_kind: str, opened: Open) -> None:
         await lease.revoke()
         assert set(await told(watch, 2)) == {Delete("l/1"), Delete("l/2")}
         assert sorted(await mine.get_prefix("l/")) == ["l/3", "l/4"]
-        with pytest.raises(InvalidArgumentError, match=r"lease \d+ has ended"):
+        with pytest.raises(InvalidArgumentError, match=r"lease \d+ has expired"):
             await mine.put("l/1", b"1", lease)
         # The end of the discovery is the end of its leases.
         await mine.close()

@@ -276,7 +276,7 @@ class EtcdDiscovery(Discovery):
             return await self.call(method, body)
         except _RefusedError as error:
             if error.code == NOT_FOUND:
-                raise InvalidArgumentError(f"lease {body.get('lease')} has ended") from error
+                raise InvalidArgumentError(f"lease {body.get('lease')} has expired") from error
             raise TransportError(str(error)) from error
 
     def _put(self, key: str, value: bytes, lease: Lease | None) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class _Store:
         check_value(value)
         with self.lock:
             if lease_id and lease_id not in self.leases:
-                raise InvalidArgumentError(f"lease {lease_id} has ended")
+                raise InvalidArgumentError(f"lease {lease_id} has expired")
             if key in self.keys:
                 if is_new:
                     return False

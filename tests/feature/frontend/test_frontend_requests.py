@@ -325,7 +325,7 @@ def test_paths_and_methods_that_do_not_exist(frontend: Frontend) -> None:
         ("DELETE", COMPLETIONS, 405),
         ("POST", "/health", 405),
         ("PUT", "/workers", 405),
-        ("GET", "/workers/1", 405),
+        ("PUT", "/workers/1", 405),
     ):
         got, body, headers = frontend.http.call(method, path)
         assert got == status, (method, path, body)

@@ -137,10 +137,10 @@ def test_it_starts_once_and_stops_once(client):
         _ = one.url
     with one:
         assert client(one.url).call("GET", "/health")[0] == 200
-        with pytest.raises(ClosedError, match="starts once"):
+        with pytest.raises(ClosedError, match="can start only once"):
             one.start()
     one.stop()
-    with pytest.raises(ClosedError, match="starts once"):
+    with pytest.raises(ClosedError, match="can start only once"):
         one.start()
     assert not [t for t in threading.enumerate() if t.name in {"kvflash-orders", "kvflash-zmq"}]
 

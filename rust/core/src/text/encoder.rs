@@ -267,7 +267,7 @@ mod tests {
         let report = encoders(|ids| [&ids[..], &[1]].concat()).report();
         assert_eq!(report.name(), "tokenizers");
         let reason = report.reason.expect("a reason");
-        assert!(reason.contains("other ids in 1 of 1 test texts"), "{reason}");
+        assert!(reason.contains("different ids in 1 of 1 test texts"), "{reason}");
     }
 
     #[test]
