@@ -4,6 +4,7 @@
 //! Doors register publishers, hand over frames as opaque bytes and ask for repairs when told of a gap.
 
 mod cache_groups;
+mod code;
 mod command;
 mod counters;
 mod dump;
@@ -29,6 +30,7 @@ mod watch;
 
 pub use crate::repair::FrameOutcome;
 pub use cache_groups::{EngineFacts, Group, Knowledge, Layout, Rule};
+pub use code::{Code, Codes, TrustState};
 pub use command::{Command, CommandQueue};
 pub use counters::{EventCounters, EventCounts};
 pub use dump::{apply_router_event, dump_events, dump_worker, store_blocks};
@@ -43,6 +45,6 @@ pub use report::Report;
 pub use reuse::{Layouts, PromptNames, Question, Reuse};
 pub use transfer::{Digest, MAGIC, Part, Progress, TransferError, Watermark, parts, restore};
 pub use transfer_json::restore_json;
-pub use trust::{Code, Codes, Evidence, Reason, Trust, TrustState, findings};
+pub use trust::{Evidence, Reason, Trust, findings};
 pub use unheard::Unheard;
 pub use watch::CacheWatch;

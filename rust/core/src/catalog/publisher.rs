@@ -8,12 +8,13 @@ use xxhash_rust::xxh3::xxh3_64;
 mod place;
 
 use super::cache_groups::{CacheGroups, EngineFacts};
+use super::code::{Code, Codes};
 use super::counters::{EventCounters, EventCounts, add};
 use super::ingest::Ingest;
 use super::model::ModelIndex;
 use super::registration::{ListenerStatus, Place, PublisherId, Registration};
 use super::standing::Standing;
-use super::trust::{self, Code, Codes, Evidence};
+use super::trust::{self, Evidence};
 use super::unheard::Unheard;
 use crate::clock::Clock;
 use crate::codec::{Limits, decode_batch};

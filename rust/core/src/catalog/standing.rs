@@ -1,8 +1,9 @@
 //! What a publisher remembers for its trust: since when all was right, and what has been said already.
 
+use super::code::{Code, Codes};
 use super::counters::EventCounts;
 use super::registration::ListenerStatus;
-use super::trust::{self, Code, Codes, Evidence};
+use super::trust::{self, Evidence};
 use crate::clock::Clock;
 use crate::ids::Worker;
 use crate::log_limit::LogLimit;

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::RwLock;
 
-use super::trust::{Code, Codes};
+use super::code::{Code, Codes};
 use crate::ids::Worker;
 
 named! {

@@ -7,6 +7,7 @@
 mod ask;
 mod busy;
 mod config;
+mod divert;
 mod draining;
 mod engines;
 mod evictions;

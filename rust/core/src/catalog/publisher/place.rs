@@ -1,8 +1,9 @@
 //! Where a publisher's stream stands: handed to another replica, and taken over from one.
 
 use super::super::cache_groups::CacheGroups;
+use super::super::code::{Code, TrustState};
 use super::super::registration::Place;
-use super::super::trust::{self, Code, TrustState};
+use super::super::trust;
 use super::{MAX_RANKS, Publisher, State};
 use crate::ids::Worker;
 use crate::index::snapshot::Cursor;
