@@ -13,10 +13,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvflash.config import bounded_float
 from kvflash.errors import ConfigError, NotFoundError, TransportError
 from kvflash.flags import Flags, variable_of
 
-__all__ = ["Answer", "add_key_file", "ask", "demand", "parse_url", "read_key", "samples"]
+__all__ = [
+    "Answer",
+    "add_key_file",
+    "add_timeout",
+    "ask",
+    "demand",
+    "parse_url",
+    "read_key",
+    "samples",
+]
 
 KEY_FILE = "--service-key-file"
 
@@ -88,6 +98,17 @@ def parse_url(text: str) -> str:
     if not is_legal or any(mark <= " " or mark == "\x7f" for mark in text) or not text.isascii():
         raise ConfigError(f"URL must be http://HOST[:PORT][/PATH], got {text!r}")
     return url.rstrip("/")
+
+
+def add_timeout(flags: Flags) -> None:
+    """Add the flag for the longest wait for an answer."""
+    flags.add(
+        "--timeout",
+        parse=bounded_float(0.05, 600),
+        default=5.0,
+        metavar="SECONDS",
+        summary="Longest wait for an answer",
+    )
 
 
 def add_key_file(flags: Flags) -> None:

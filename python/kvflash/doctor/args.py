@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvflash.ask import add_key_file, parse_url, read_key
+from kvflash.ask import add_key_file, add_timeout, parse_url, read_key
 from kvflash.config import bounded_float
 from kvflash.errors import ConfigError
 from kvflash.flags import Flags
@@ -54,13 +54,7 @@ def parse_args(argv: Sequence[str] | None = None) -> DoctorArgs:
         metavar="SECONDS",
         summary="Listen to the workers' event sockets for so long; 0: do not",
     )
-    flags.add(
-        "--timeout",
-        parse=bounded_float(0.05, 600),
-        default=5.0,
-        metavar="SECONDS",
-        summary="Longest wait for an answer",
-    )
+    add_timeout(flags)
     flags.add_switch("--json", dest="is_json", value=True, summary="Print one JSON object")
     flags.add_switch("--strict", dest="is_strict", value=True, summary="Treat warnings as failures")
     flags.add(

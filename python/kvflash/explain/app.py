@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from kvflash.ask import add_key_file, ask, demand, parse_url, read_key
-from kvflash.config import bounded_float
+from kvflash.ask import add_key_file, add_timeout, ask, demand, parse_url, read_key
 from kvflash.console import refuse
 from kvflash.errors import ConfigError, KvflashError, NotFoundError, TransportError
 from kvflash.explain.decision import lines_of
@@ -95,13 +94,7 @@ def _flags() -> Flags:
         summary="The model; may be left out where only one is served",
     )
     flags.add_switch("--json", dest="is_json", value=True, summary="Print the answer unchanged")
-    flags.add(
-        "--timeout",
-        parse=bounded_float(0.05, 600),
-        default=5.0,
-        metavar="SECONDS",
-        summary="Longest wait for an answer",
-    )
+    add_timeout(flags)
     add_key_file(flags)
     return flags
 

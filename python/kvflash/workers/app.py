@@ -6,8 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvflash.ask import add_key_file, ask, demand, parse_url, read_key
-from kvflash.config import bounded_float
+from kvflash.ask import add_key_file, add_timeout, ask, demand, parse_url, read_key
 from kvflash.console import refuse
 from kvflash.errors import KvflashError, TransportError
 from kvflash.flags import Flags
@@ -44,13 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.add_switch(
         "--json", dest="is_json", value=True, summary="Print the answer of GET /workers unchanged"
     )
-    flags.add(
-        "--timeout",
-        parse=bounded_float(0.05, 600),
-        default=5.0,
-        metavar="SECONDS",
-        summary="Longest wait for an answer",
-    )
+    add_timeout(flags)
     add_key_file(flags)
     args = flags.parse(argv)
     try:

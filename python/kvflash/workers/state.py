@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
-from kvflash.ask import demand, parse_url
+from kvflash.ask import add_key_file, add_timeout, demand, parse_url, read_key
 from kvflash.config import bounded_float
 from kvflash.console import refuse
 from kvflash.errors import KvflashError
@@ -41,25 +41,22 @@ def change(word: str, argv: Sequence[str]) -> int:
             metavar="SECONDS",
             summary="Wait so long until no request is in flight there",
         )
-    flags.add(
-        "--timeout",
-        parse=bounded_float(0.05, 600),
-        default=5.0,
-        metavar="SECONDS",
-        summary="Longest wait for an answer",
-    )
+    add_timeout(flags)
+    add_key_file(flags)
     args = flags.parse(argv)
     wait_s = args.wait if word == "drain" else 0.0
     try:
-        url = parse_url(args.url)
+        url, key = parse_url(args.url), read_key(args.service_key_file)
         left = {}
         for one in args.ids:
             path = f"/workers/{quote(one, safe='')}"
             body = {"state": STATES[word]}
-            answer = demand(url, path, timeout_s=args.timeout, body=body, method="PATCH")
+            answer = demand(
+                url, path, timeout_s=args.timeout, api_key=key, body=body, method="PATCH"
+            )
             left[path] = _said(one, answer.json)
         if wait_s:
-            return _wait(url, left, wait_s=wait_s, timeout_s=args.timeout)
+            return _wait(url, left, wait_s=wait_s, timeout_s=args.timeout, key=key)
     except KvflashError as error:
         return refuse("workers", error)
     return 0
@@ -75,7 +72,9 @@ def _said(worker: str, entry: Any) -> int:
     return count
 
 
-def _wait(url: str, left: dict[str, int], *, wait_s: float, timeout_s: float) -> int:
+def _wait(
+    url: str, left: dict[str, int], *, wait_s: float, timeout_s: float, key: str | None
+) -> int:
     """Until no request is in flight at any of them, or the time is over."""
     end = time.monotonic() + wait_s
     while busy := [path for path, count in left.items() if count]:
@@ -83,7 +82,7 @@ def _wait(url: str, left: dict[str, int], *, wait_s: float, timeout_s: float) ->
             return 1
         time.sleep(min(_PAUSE_S, max(0.0, end - time.monotonic())))
         for path in busy:
-            entry = demand(url, path, timeout_s=timeout_s).json
+            entry = demand(url, path, timeout_s=timeout_s, api_key=key).json
             count = entry.get("in_flight") if isinstance(entry, dict) else None
             if count != left[path]:
                 left[path] = _said(path.rpartition("/")[2], entry)

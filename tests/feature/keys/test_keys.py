@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import pytest
+
+from kvflash.workers.app import main as workers
 from service import until
 from support_frontend import CHAT, Frontend
 
@@ -46,3 +49,22 @@ def test_keys_close_a_frontend_and_are_read_again(tmp_path: Path) -> None:
         )
         assert status("GET", "/workers", "ann") == 200
         assert status("GET", "/live", None) == 200
+
+
+def test_workers_are_listed_and_drained_with_a_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys, key = tmp_path / "keys", tmp_path / "key"
+    keys.write_text(_line("ann", "admin"))
+    key.write_text("ann\n")
+    shown = ("--service-key-file", str(key))
+    with Frontend("--keys-file", str(keys), "--worker", "http://127.0.0.1:9,id=3") as frontend:
+        for words in (["list"], ["drain"], ["resume"]):
+            ids = ["3"] if words != ["list"] else []
+            assert workers([*words, frontend.url, *ids]) == 1
+            assert "401" in capsys.readouterr().err
+        assert workers(["list", frontend.url, *shown]) == 0
+        capsys.readouterr()
+        assert workers(["drain", frontend.url, "3", "--wait", "60", *shown]) == 0
+        assert capsys.readouterr().out == "worker 3: draining, 0 requests in flight\n"
+        assert workers(["resume", frontend.url, "3", *shown]) == 0
