@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,49 +15,8 @@ from kvflash.indexer.args import parse_args as indexer_args
 from kvflash.router import RouterService
 from kvflash.router import parse_args as router_args
 from service import Http, until
+from spy import Spy
 from support_frontend import CHAT, Frontend
-
-
-class Spy:
-    """An engine, or a peer, that keeps the headers of what it is asked."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, dict[str, str]]] = []
-        spy = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                self._answer()
-
-            def do_POST(self) -> None:
-                self.rfile.read(int(self.headers.get("content-length") or 0))
-                self._answer()
-
-            def _answer(self) -> None:
-                spy.seen.append((self.path, {k.lower(): v for k, v in self.headers.items()}))
-                body = b'{"object": "list", "data": [{"id": "m", "parent": null}], "choices": []}'
-                self.send_response(200)
-                self.send_header("content-type", "application/json")
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-    def shown(self, path: str) -> set[str | None]:
-        """The keys that it was shown with requests for ``path``."""
-        return {headers.get("authorization") for asked, headers in self.seen if asked == path}
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ class Echo:
     pieces: Sequence[str]
 
 
-class _OpenAiAnswer(ErrorAndDone):
+class _OpenAiAnswer(ErrorAndDone, ABC):
     """What chats and completions have in common."""
 
     def __init__(self, answer_id: str, model: str, kinds: tuple[str, str], told: Telling) -> None:
@@ -93,16 +94,16 @@ class _OpenAiAnswer(ErrorAndDone):
             beside["logprobs"] = self._logprobs(self._told.logprobs, token_ids, pieces, chars)
         return beside
 
-    def _content(self, plan: Plan) -> Body:
-        raise NotImplementedError
+    @abstractmethod
+    def _content(self, plan: Plan) -> Body: ...
 
-    def _delta(self, plan: Plan, delta: Delta | None) -> Body:
-        raise NotImplementedError
+    @abstractmethod
+    def _delta(self, plan: Plan, delta: Delta | None) -> Body: ...
 
+    @abstractmethod
     def _logprobs(
         self, logprobs: Logprobs, token_ids: Sequence[int], pieces: Sequence[str], chars: int
-    ) -> Body:
-        raise NotImplementedError
+    ) -> Body: ...
 
 
 class ChatAnswer(_OpenAiAnswer):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ssl
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +13,8 @@ from certificates import Authority
 from kvflash.indexer import IndexerService
 from kvflash.indexer.args import parse_args as indexer_args
 from service import Http, until
+from spy import Spy
 from support_frontend import CHAT, Frontend
-
-
-class _Engine(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        self._answer()
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("content-length") or 0))
-        self._answer()
-
-    def _answer(self) -> None:
-        body = b'{"object": "list", "data": [{"id": "m", "parent": null}], "choices": []}'
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        pass
 
 
 @pytest.fixture
@@ -48,15 +25,12 @@ def authority(tmp_path: Path) -> Authority:
 @pytest.fixture
 def engine(authority: Authority) -> Iterator[str]:
     """An engine over HTTPS that wants a certificate of its clients."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Engine)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=authority.ca)
     context.load_cert_chain(*authority.pair("127.0.0.1"))
     context.verify_mode = ssl.CERT_REQUIRED
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"https://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
+    spy = Spy(context)
+    yield spy.url
+    spy.close()
 
 
 def test_an_engine_is_reached_over_mutual_tls(engine: str, authority: Authority) -> None:

@@ -20,7 +20,6 @@ use super::pool::Pool;
 use crate::gateway::api::Api;
 use crate::gateway::as_chat::chat_of;
 use crate::gateway::envelope::Envelope;
-use crate::gateway::foreign::{MESSAGES_RENDER, RESPONSES_RENDER};
 use crate::gateway::render::ask_body;
 use crate::metrics::escape;
 
@@ -337,10 +336,9 @@ async fn compare_one(
         Ok(_) => return None,
         Err(error) => return Some(Outcome::NotCompared(error.to_string())),
     };
-    let told = match form.api() {
+    let told = match form.api().and_then(Api::renderer) {
         None => tokenize(app, engine, &Value::Object(ask_body(envelope, name, prompt).ok()?)).await,
-        Some(api) => {
-            let path = if api == Api::Messages { MESSAGES_RENDER } else { RESPONSES_RENDER };
+        Some(path) => {
             let body = body.with(&[("model", Some(json!(name)))]);
             tokens_of(app, engine, path, body.into()).await
         }
@@ -351,7 +349,7 @@ async fn compare_one(
             Some(how) => Outcome::Differs(how),
         }),
         Tokenized::Refused(status) => {
-            let path = form.api().map_or("/tokenize", |_| "renderer");
+            let path = form.api().and_then(Api::renderer).unwrap_or("/tokenize");
             let why = format!("the engine's {path} answers {status}");
             Some(Outcome::NotCompared(why))
         }

@@ -36,6 +36,15 @@ impl Api {
         matches!(self, Self::Chat | Self::Completions)
     }
 
+    /// Where vLLM tells the tokens of such a request, if it is a conversation of an API of its own.
+    pub fn renderer(self) -> Option<&'static str> {
+        match self {
+            Self::Responses => Some("/v1/responses/render"),
+            Self::Messages => Some("/v1/messages/render"),
+            _ => None,
+        }
+    }
+
     /// The field that limits the answer's tokens, where one worker can prefill for another.
     pub fn output_limit(self) -> Option<&'static str> {
         match self {

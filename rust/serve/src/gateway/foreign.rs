@@ -25,10 +25,6 @@ use crate::frontend::app::App;
 use crate::frontend::corpus::Form;
 use crate::frontend::pool::Pool;
 
-/// Where engines tell the tokens of a Responses request, and of a Messages request.
-pub(crate) const RESPONSES_RENDER: &str = "/v1/responses/render";
-pub(crate) const MESSAGES_RENDER: &str = "/v1/messages/render";
-
 /// Token ids of a longer body are read beside the threads that serve, bytes.
 const LONG_BYTES: usize = 32 * 1024;
 
@@ -171,7 +167,7 @@ async fn conversation(
             }
         }
     }
-    let path = if form == Form::Responses { RESPONSES_RENDER } else { MESSAGES_RENDER };
+    let path = call.api().renderer().ok_or(Untokenized::Unknown("not_text"))?;
     engines_word(app, call, envelope, pool, path).await
 }
 

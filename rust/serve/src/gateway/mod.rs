@@ -20,7 +20,7 @@ mod client;
 pub(crate) mod envelope;
 mod event_stream;
 pub(crate) mod evidence;
-pub(crate) mod foreign;
+mod foreign;
 pub(crate) mod generation;
 mod guide;
 pub(crate) mod identity;

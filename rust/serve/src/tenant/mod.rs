@@ -14,15 +14,6 @@ pub(crate) mod tests {
 
     /// A client's key without limits.
     pub fn key(id: &str) -> Key {
-        Key {
-            id: id.to_owned(),
-            role: Role::Client,
-            tenant: id.to_owned(),
-            rpm: None,
-            tpm: None,
-            concurrency: None,
-            is_isolated: false,
-            allow: Vec::new(),
-        }
+        Key::new(id, Role::Client)
     }
 }

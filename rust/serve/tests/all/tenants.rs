@@ -12,16 +12,7 @@ use serde_json::{Value, json};
 use super::stage::{Answer, BLOCK, Stage, prompt, with};
 
 fn key(id: &str) -> Key {
-    Key {
-        id: id.to_owned(),
-        role: Role::Client,
-        tenant: id.to_owned(),
-        rpm: None,
-        tpm: None,
-        concurrency: None,
-        is_isolated: false,
-        allow: Vec::new(),
-    }
+    Key::new(id, Role::Client)
 }
 
 fn kv() -> Stage {
