@@ -95,6 +95,7 @@ def test_predictions_are_what_the_engine_reuses_by_every_api(engine, run, client
         records = frontend.call("GET", "/health")[1].get("parity", {}).get(MODEL, {}).values()
         return any(record["compared_s_ago"] is not None for record in records)
 
+    until(lambda: frontend.call("GET", "/ready")[0] == 200, "the engine to be healthy", 60)
     if tokenizer:
         until(is_compared, "the tokens to be compared", 60)
         (record,) = frontend.call("GET", "/health")[1]["parity"][MODEL].values()
