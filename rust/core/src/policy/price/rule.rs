@@ -15,7 +15,7 @@ use crate::policy::cost::{ActiveLoad, Stage};
 const QUEUE_WEIGHT: f64 = 0.5;
 /// How much more a queued token counts for each token by which what the worker evicts is cheaper than what the
 /// dearest worker does: all that find their blocks nowhere would go there, and wait for each other.
-const QUEUE_PER_PRESSURE: f64 = 2.0;
+const QUEUE_PER_PRESSURE: f64 = 1.2;
 /// What attention adds to a token of prefill for each token in front of it, in tokens.
 const ATTENTION: f64 = 3e-5;
 /// Running answers that a prefill stalls, at the most: more share the same stall.

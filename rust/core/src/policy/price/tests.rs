@@ -172,7 +172,7 @@ fn a_queue_counts_more_where_evicting_is_cheap() {
         tariff.price(0, 0, &load, Rates { slowness: 1.0, pressure }).1.queue
     };
     assert_eq!([queue(0.0, 0.0), queue(3.0, 3.0), queue(0.0, 3.0)], [400.0; 3]);
-    assert_eq!([queue(3.0, 2.0), queue(3.0, 0.0)], [1_200.0, 2_800.0]);
+    assert_eq!([queue(3.0, 2.0), queue(3.0, 0.0)], [880.0, 1_840.0]);
 
     let mut most = MostPressure::default();
     most.see(5.0, 4);
