@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use axum::body::Body;
-use axum::extract::rejection::PathRejection;
+use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query, State};
 use axum::http::{HeaderMap, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
@@ -579,12 +579,13 @@ impl Asked {
 /// booked or forwarded.
 pub(super) async fn explain(
     State(app): State<Arc<App>>,
-    Query(asked): Query<Asked>,
+    asked: Result<Query<Asked>, QueryRejection>,
     caller: Caller,
     headers: HeaderMap,
     body: Body,
 ) -> Response {
     let explained = async {
+        let Query(asked) = asked.map_err(|error| Reject::bad_request(format!("query: {error}")))?;
         let row = asked.row()?;
         // It tells what others have asked: a client's key pays for it like a request.
         let _running = pass::client(&caller).map(|key| app.meters.begin(key)).transpose()?;

@@ -148,7 +148,7 @@ fn answers_of_every_worker_hold_up_no_connection() {
         &runtime,
         admin::explain(
             state(),
-            Query(admin::Asked::default()),
+            Ok(Query(admin::Asked::default())),
             Caller::default(),
             HeaderMap::new(),
             asked,
@@ -292,7 +292,7 @@ fn a_worker_that_may_hold_more_than_was_heard_of_is_named_everywhere() {
         let asked = Query(admin::Asked::default());
         json(runtime.block_on(admin::explain(
             state(),
-            asked,
+            Ok(asked),
             Caller::default(),
             HeaderMap::new(),
             body,
