@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags.error(f"the action must be one of {', '.join(_ACTIONS)}, got {args.action!r}")
     if (args.id is None) != (args.action == "list"):
         flags.error("add and remove need the id of a key, list takes none")
-    given = [one for one in ("role", *_OPTIONS) if getattr(args, one) not in (None, False)]
+    given = [
+        one for one in ("role", "certificate", *_OPTIONS) if getattr(args, one) not in (None, False)
+    ]
     if args.action != "add" and given:
         flags.error(f"--{given[0]} goes with add only")
     if args.action == "add" and args.role is None:
@@ -54,7 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add(path: Path, args: argparse.Namespace) -> None:
-    key = f"kvf_{secrets.token_urlsafe(32)}"
     values = {one: getattr(args, one) for one in _OPTIONS}
     options = ",".join(
         f"{name}={'true' if value is True else value}"
@@ -62,13 +63,22 @@ def _add(path: Path, args: argparse.Namespace) -> None:
         if value not in (None, False)
     )
 
-    def line(text: str) -> str:
+    def line(secret: str) -> str:
+        return ":".join((args.id, secret, args.role, *filter(None, [options])))
+
+    if args.certificate:
+        append_line(path, lambda _: line("certificate"))
+        print(f"added {args.id} to {path}: a client certificate with this DNS name replaces a key")
+        return
+    key = f"kvf_{secrets.token_urlsafe(32)}"
+
+    def hashed(text: str) -> str:
         # 256 random bits need no slow hash, and one salt for all makes looking for a key one hash.
         salt = first_salt(text) or secrets.token_hex(16)
         digest = hashlib.sha256(bytes.fromhex(salt) + key.encode()).hexdigest()
-        return ":".join((args.id, f"sha256${salt}${digest}", args.role, *filter(None, [options])))
+        return line(f"sha256${salt}${digest}")
 
-    append_line(path, line)
+    append_line(path, hashed)
     print(f"added {args.id} to {path}; its key, which is kept nowhere:", file=sys.stderr)
     print(key)
 
@@ -108,6 +118,12 @@ def _flags() -> Flags:
         choices=("admin", "client", "metrics"),
         default=None,
         summary="Role of the key",
+    )
+    flags.add_switch(
+        "--certificate",
+        dest="certificate",
+        value=True,
+        summary="Make no key: the client shows a certificate with ID among its DNS names",
     )
     flags.add("--tenant", parse=str, default=None, metavar="NAME", summary="Tenant of the client")
     positive = bounded_int(1, 2**63 - 1)

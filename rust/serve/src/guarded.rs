@@ -25,6 +25,8 @@ pub(super) struct Guarded<S> {
     pub service: Arc<S>,
     pub lock: Lock,
     pub peer: SocketAddr,
+    /// The DNS names of the certificate that the client has shown.
+    pub certified: Vec<String>,
     pub panics: Counter,
     /// The limit of connections, for one beyond it.
     pub beyond: Option<usize>,
@@ -48,7 +50,7 @@ where
             return Either::Right(reserve::refuse(request, limit).map(Ok).boxed());
         }
         let (panics, peer) = (self.panics.clone(), self.peer);
-        match self.lock.look(&request, peer) {
+        match self.lock.look(&request, peer, &self.certified) {
             Verdict::Open(admitted) => {
                 Either::Left(answering(&*self.service, panics, request, admitted))
             }

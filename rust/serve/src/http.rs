@@ -15,7 +15,7 @@ use super::indexer::HashMask;
 use super::lock::nets;
 use super::outbound::Outbound;
 use super::worker_allow::WorkerAllow;
-use super::{Face, HttpSettings, Lock, ServeLimits, Shutdown, Tls};
+use super::{Face, HttpSettings, Lock, ServeLimits, Shutdown, Tls, TlsSettings};
 
 /// The bounds of one service's connections and bodies.
 #[derive(Debug, Clone, Default)]
@@ -66,9 +66,19 @@ impl Http {
         Ok(Self { trusted_proxies, ..http })
     }
 
-    /// The same over TLS, of which `/metrics` then tells.
-    pub fn over(self, tls: Option<Tls>) -> Self {
-        Self { tls, ..self }
+    /// The same over TLS, where that is set.
+    ///
+    /// # Errors
+    /// As [`Tls::read`]; or the file of keys has a line for a client's certificate, and TLS checks none.
+    pub fn over(self, settings: &TlsSettings) -> Result<Self> {
+        let tls = Tls::read(settings)?;
+        self.lock.check_certificates(tls.as_ref().is_some_and(Tls::checks_clients))?;
+        Ok(Self { tls, ..self })
+    }
+
+    /// Encryption of its listeners.
+    pub fn tls(&self) -> Option<&Tls> {
+        self.tls.as_ref()
     }
 
     /// What its server obeys; requests get `drain_timeout` after the stop.

@@ -30,7 +30,7 @@ use super::guarded::Guarded;
 use super::lock::Lock;
 use super::reserve::{RESERVED_TIME, Reserve};
 use super::timer::ConnectionTimer;
-use super::tls::{Handshake, Tls};
+use super::tls::{Handshake, Tls, names_of_client};
 
 /// A client that is gone without a word is noticed after silence, probes and the time for their answer;
 /// one that takes nothing of its answer, after that time, too.
@@ -269,7 +269,8 @@ impl<A: App> Door<A> {
         let is_beyond = place.permit.is_none();
         let beyond = is_beyond.then_some(self.limits.max_connections);
         let (service, lock, peer_address) = (Arc::new(service), self.limits.lock.clone(), peer);
-        let service = Guarded { service, lock, peer: peer_address, panics, beyond };
+        let certified = Vec::new();
+        let mut service = Guarded { service, lock, peer: peer_address, certified, panics, beyond };
         let limit = self.limits.header_timeout;
         let mut builder = http1::Builder::new();
         let timer = ConnectionTimer::new(self.limits.keep_alive_timeout);
@@ -291,6 +292,7 @@ impl<A: App> Door<A> {
             match encrypted {
                 Ok(Ok(stream)) => {
                     tls.count(Handshake::Done);
+                    service.certified = names_of_client(&stream);
                     let stream = TokioIo::new(timer.watch(stream));
                     answer(builder.serve_connection(stream, service), shutdown).await;
                 }

@@ -346,7 +346,7 @@ settings! {
 }
 
 settings! {
-    /// The paths of a service's certificate and its key.
+    /// The paths of a service's certificate, its key, and the authorities of its clients.
     TlsSettings { "TLS": {
         /// Serve HTTPS with this certificate chain (PEM); needs --tls-key-path
         ///
@@ -354,6 +354,10 @@ settings! {
         tls_cert_path: Option<PathBuf> = None, (), "--tls-cert-path FILE DYN_TLS_CERT_PATH";
         /// Private key of the certificate (PEM)
         tls_key_path: Option<PathBuf> = None, (), "--tls-key-path FILE DYN_TLS_KEY_PATH";
+        /// Authorities (PEM) that sign clients' certificates, for the `certificate` lines of --keys-file
+        ///
+        /// See [Certificates instead of keys](security.md#certificates-instead-of-keys)
+        tls_client_ca_path: Option<PathBuf> = None, (), "--tls-client-ca-path FILE";
     } }
 }
 

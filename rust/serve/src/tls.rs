@@ -14,13 +14,19 @@ use tokio::net::TcpStream;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::pki_types::pem::{self, PemObject};
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use tokio_rustls::rustls::{self, ServerConfig};
+use tokio_rustls::rustls::server::WebPkiClientVerifier;
+use tokio_rustls::rustls::{self, RootCertStore, ServerConfig};
 use tokio_rustls::server::TlsStream;
 
 use super::reread::{Reread, bytes_of, fault};
+use super::settings::TlsSettings;
 
 const CERT_FLAG: &str = "--tls-cert-path";
 const KEY_FLAG: &str = "--tls-key-path";
+pub(super) const CLIENT_CA_FLAG: &str = "--tls-client-ca-path";
+
+/// Names of a client's certificate that are looked at.
+const MAX_NAMES: usize = 16;
 
 /// A certificate and its key, ready for connections: TLS 1.2 and 1.3, HTTP/1.1. Files that change are
 /// read again; clones are the same.
@@ -32,6 +38,7 @@ pub struct Tls {
 struct Shared {
     acceptor: Arc<Reread<TlsAcceptor>>,
     handshakes: Family<Outcome, Counter>,
+    checks_clients: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -50,16 +57,20 @@ pub(super) enum Handshake {
 }
 
 impl Tls {
-    /// What two files in PEM hold, or nothing without them: the server's certificate with those
-    /// between it and its authority's behind it, and its private key.
+    /// What files in PEM hold, or nothing without them: the server's certificate with those between it and its
+    /// authority's behind it, its private key, and the authorities of clients.
     ///
     /// # Errors
-    /// [`Error::Config`] with flag and file: only one is given, it can't be read, it holds no
+    /// [`Error::Config`] with flag and file: one that another one needs is not given, it can't be read, it holds no
     /// certificate or key, or they do not belong together.
-    pub fn read(cert: Option<&Path>, key: Option<&Path>) -> Result<Option<Self>> {
-        match (cert, key) {
+    pub fn read(settings: &TlsSettings) -> Result<Option<Self>> {
+        let client_ca = settings.tls_client_ca_path.as_deref();
+        match (settings.tls_cert_path.as_deref(), settings.tls_key_path.as_deref()) {
+            (None, None) if client_ca.is_some() => Err(Error::Config(format!(
+                "{CLIENT_CA_FLAG} needs {CERT_FLAG}, which is not given"
+            ))),
             (None, None) => Ok(None),
-            (Some(cert), Some(key)) => Self::of_files(cert, key).map(Some),
+            (Some(cert), Some(key)) => Self::of_files(cert, key, client_ca).map(Some),
             (cert, _) => {
                 let (given, missing) =
                     if cert.is_some() { (CERT_FLAG, KEY_FLAG) } else { (KEY_FLAG, CERT_FLAG) };
@@ -68,11 +79,20 @@ impl Tls {
         }
     }
 
-    fn of_files(cert: &Path, key: &Path) -> Result<Self> {
+    fn of_files(cert: &Path, key: &Path, client_ca: Option<&Path>) -> Result<Self> {
+        let files = [Some(cert), Some(key), client_ca].into_iter().flatten().map(Path::to_owned);
         let (of_cert, of_key) = (cert.to_owned(), key.to_owned());
-        let read = move || acceptor(&of_cert, &of_key);
-        let acceptor = Arc::new(Reread::new(vec![cert.to_owned(), key.to_owned()], read)?);
-        Ok(Self { shared: Arc::new(Shared { acceptor, handshakes: Family::default() }) })
+        let of_clients = client_ca.map(Path::to_owned);
+        let read = move || acceptor(&of_cert, &of_key, of_clients.as_deref());
+        let acceptor = Arc::new(Reread::new(files.collect(), read)?);
+        let checks_clients = client_ca.is_some();
+        let handshakes = Family::default();
+        Ok(Self { shared: Arc::new(Shared { acceptor, handshakes, checks_clients }) })
+    }
+
+    /// Whether clients may show certificates.
+    pub(super) fn checks_clients(&self) -> bool {
+        self.shared.checks_clients
     }
 
     /// Read the files again if they have changed since. What can't be used is logged, and the
@@ -102,7 +122,7 @@ impl Tls {
         self.shared.acceptor.register(
             registry,
             "tls_renewals",
-            "Changes of --tls-cert-path or --tls-key-path: taken, or refused (the log says why)",
+            "Changes of --tls-cert-path, --tls-key-path or --tls-client-ca-path: taken, or refused (the log says why)",
         );
     }
 
@@ -124,6 +144,17 @@ impl Tls {
         let acceptor = self.shared.acceptor.current();
         acceptor.accept(stream).await
     }
+}
+
+/// The DNS names of the certificate that the client of this connection has shown: one that an authority of
+/// `--tls-client-ca-path` signed. Nothing without one.
+pub(super) fn names_of_client(stream: &TlsStream<TcpStream>) -> Vec<String> {
+    let (_, connection) = stream.get_ref();
+    let shown = connection.peer_certificates().and_then(<[_]>::first);
+    let parsed = shown.and_then(|der| webpki::EndEntityCert::try_from(der).ok());
+    parsed.map_or_else(Vec::new, |certificate| {
+        certificate.valid_dns_names().take(MAX_NAMES).map(str::to_owned).collect()
+    })
 }
 
 /// The certificates of a file that `flag` names.
@@ -151,25 +182,46 @@ pub(super) fn private_key(flag: &str, path: &Path) -> Result<PrivateKeyDer<'stat
     })
 }
 
-fn acceptor(cert: &Path, key: &Path) -> Result<TlsAcceptor> {
+/// Certificates of clients are checked when they are shown; clients with a key show none.
+fn client_verifier(
+    path: &Path,
+    provider: &Arc<rustls::crypto::CryptoProvider>,
+) -> Result<Arc<dyn rustls::server::danger::ClientCertVerifier>> {
+    let mut roots = RootCertStore::empty();
+    let unusable = |error: String| fault(CLIENT_CA_FLAG, path, format!("can't be used: {error}"));
+    for authority in certificates(CLIENT_CA_FLAG, path)? {
+        roots.add(authority).map_err(|error| unusable(error.to_string()))?;
+    }
+    let verifier =
+        WebPkiClientVerifier::builder_with_provider(Arc::new(roots), Arc::clone(provider));
+    verifier
+        .allow_unauthenticated()
+        .build()
+        .map_err(|error| unusable(error.to_string()))
+        .map(|verifier| verifier as _)
+}
+
+fn acceptor(cert: &Path, key: &Path, client_ca: Option<&Path>) -> Result<TlsAcceptor> {
     let chain = certificates(CERT_FLAG, cert)?;
     let secret = private_key(KEY_FLAG, key)?;
     let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let mut config = ServerConfig::builder_with_provider(provider)
+    let config = ServerConfig::builder_with_provider(Arc::clone(&provider))
         .with_safe_default_protocol_versions()
-        .map_err(|error| Error::Config(format!("TLS: {error}")))?
-        .with_no_client_auth()
-        .with_single_cert(chain, secret)
-        .map_err(|error| match error {
-            rustls::Error::InconsistentKeys(_) => {
-                let cert = cert.display();
-                fault(KEY_FLAG, key, format!("is not the key of {CERT_FLAG} {cert}"))
-            }
-            rustls::Error::InvalidCertificate(_) => {
-                fault(CERT_FLAG, cert, format!("can't be used: {error}"))
-            }
-            error => fault(KEY_FLAG, key, format!("can't be used: {error}")),
-        })?;
+        .map_err(|error| Error::Config(format!("TLS: {error}")))?;
+    let config = match client_ca {
+        Some(path) => config.with_client_cert_verifier(client_verifier(path, &provider)?),
+        None => config.with_no_client_auth(),
+    };
+    let mut config = config.with_single_cert(chain, secret).map_err(|error| match error {
+        rustls::Error::InconsistentKeys(_) => {
+            let cert = cert.display();
+            fault(KEY_FLAG, key, format!("is not the key of {CERT_FLAG} {cert}"))
+        }
+        rustls::Error::InvalidCertificate(_) => {
+            fault(CERT_FLAG, cert, format!("can't be used: {error}"))
+        }
+        error => fault(KEY_FLAG, key, format!("can't be used: {error}")),
+    })?;
     config.alpn_protocols = vec![b"http/1.1".to_vec()];
     Ok(TlsAcceptor::from(Arc::new(config)))
 }

@@ -8,9 +8,7 @@ use kvflash_core::ids::InstanceId;
 use kvflash_core::select::RouterConfig;
 use kvflash_core::settings::Concern;
 use kvflash_serve::frontend::{EngineSpec, FairnessOptions, FrontendApp, FrontendOptions};
-use kvflash_serve::{
-    Face, FairnessSettings, FrontendSettings, Http, HttpSettings, Tls, TlsSettings,
-};
+use kvflash_serve::{Face, FairnessSettings, FrontendSettings, Http, HttpSettings, TlsSettings};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -57,8 +55,7 @@ impl Frontend {
             .and_then(|http| Http::of(http, Face::Api))
             .or_raise(py)?;
         let tls = TlsSettings::take(&mut given).or_raise(py)?;
-        let tls =
-            Tls::read(tls.tls_cert_path.as_deref(), tls.tls_key_path.as_deref()).or_raise(py)?;
+        let http = http.over(&tls).or_raise(py)?;
         let routing = Routing::take(py, &mut given, policy_desk.as_ref())?;
         finish(given)?;
         let options = FrontendOptions {
@@ -81,7 +78,6 @@ impl Frontend {
             has_broker_events,
             waits_for: waits_for.to_owned(),
             http,
-            tls: tls.clone(),
             own,
         };
         let (threads, drain, http) = (options.threads, options.drain_timeout, options.http.clone());
@@ -90,7 +86,7 @@ impl Frontend {
         py.detach(|| {
             let shutdown = http.shutdown().clone();
             let app = FrontendApp::new(options, Arc::clone(&catalog), clock, shutdown)?;
-            let service = Service::new(threads, &http, drain)?.over(tls);
+            let service = Service::new(threads, &http, drain)?;
             Ok(Self { catalog, app, service })
         })
         .or_raise(py)

@@ -8,7 +8,7 @@ use kvflash_core::ids::Worker;
 use kvflash_core::select::IndexSettings;
 use kvflash_core::settings::Concern;
 use kvflash_serve::indexer::{IndexerApp, IndexerOptions, query_tokens};
-use kvflash_serve::{Face, Http, HttpSettings, Tls, TlsSettings};
+use kvflash_serve::{Face, Http, HttpSettings, TlsSettings};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -42,9 +42,7 @@ impl Indexer {
             .and_then(|http| Http::of(http, Face::Control))
             .or_raise(py)?;
         let tls = TlsSettings::take(&mut given).or_raise(py)?;
-        let tls =
-            Tls::read(tls.tls_cert_path.as_deref(), tls.tls_key_path.as_deref()).or_raise(py)?;
-        let http = http.over(tls.clone());
+        let http = http.over(&tls).or_raise(py)?;
         let index = IndexSettings::take(&mut given).or_raise(py)?;
         finish(given)?;
         let IndexSettings { max_blocks, index_memory_bytes } = index;
@@ -55,7 +53,7 @@ impl Indexer {
             catalog.hold();
         }
         let drain = options.drain_timeout_s;
-        let service = Service::new(options.threads, &http, drain).or_raise(py)?.over(tls);
+        let service = Service::new(options.threads, &http, drain).or_raise(py)?;
         Ok(Self { catalog, options, http, service })
     }
 

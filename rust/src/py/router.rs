@@ -13,7 +13,7 @@ use kvflash_core::error::Error;
 use kvflash_core::select::{self, Selection};
 use kvflash_core::settings::Concern;
 use kvflash_serve::router::{RouterApp, RouterOptions};
-use kvflash_serve::{Face, Http, HttpSettings, Reject, RouterSettings, Tls, TlsSettings};
+use kvflash_serve::{Face, Http, HttpSettings, Reject, RouterSettings, TlsSettings};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -85,8 +85,7 @@ impl Router {
             .and_then(|http| Http::of(http, Face::Control))
             .or_raise(py)?;
         let tls = TlsSettings::take(&mut given).or_raise(py)?;
-        let tls =
-            Tls::read(tls.tls_cert_path.as_deref(), tls.tls_key_path.as_deref()).or_raise(py)?;
+        let http = http.over(&tls).or_raise(py)?;
         let routing = Routing::take(py, &mut given, policy_desk.as_ref())?;
         finish(given)?;
         let mut selector = routing.selector;
@@ -101,7 +100,6 @@ impl Router {
             serve_indexer: routing.serve_indexer,
             min_initial_workers: routing.min_initial_workers,
             http,
-            tls: tls.clone(),
             own,
         };
         let (threads, drain, http) = (options.threads, options.drain_timeout, options.http.clone());
@@ -109,7 +107,7 @@ impl Router {
         let catalog = Arc::new(catalog::Catalog::new(routing.limits, clock.clone()));
         py.detach(|| {
             let app = RouterApp::new(options, Arc::clone(&catalog), clock)?;
-            let service = Service::new(threads, &http, drain)?.over(tls);
+            let service = Service::new(threads, &http, drain)?;
             Ok(Self { catalog, app, service: Arc::new(service) })
         })
         .or_raise(py)

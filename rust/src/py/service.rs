@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use kvflash_core::error::{Error, Result};
 use kvflash_core::log_limit::LogLimit;
-use kvflash_serve::{App, Http, Lock, ServeLimits, Shutdown, Tls, serve_over};
+use kvflash_serve::{App, Http, Lock, ServeLimits, Shutdown, serve_over};
 use parking_lot::Mutex;
 use tokio::net::{TcpListener, TcpSocket, lookup_host};
 use tokio::runtime::Runtime;
@@ -72,7 +72,6 @@ pub(super) struct Service {
     handle: tokio::runtime::Handle,
     http: Http,
     limits: ServeLimits,
-    tls: Option<Tls>,
 }
 
 impl Service {
@@ -97,14 +96,7 @@ impl Service {
             servers: Mutex::default(),
             http: http.clone(),
             limits: http.limits(drain),
-            tls: None,
         })
-    }
-
-    /// The same over TLS, where that is given.
-    pub fn over(mut self, tls: Option<Tls>) -> Self {
-        self.tls = tls;
-        self
     }
 
     /// Bind and serve, the admin side where it has an address of its own, too. Returns the bound address.
@@ -146,7 +138,7 @@ impl Service {
         let listener =
             self.handle.block_on(listen(host, port, self.http.reuse_port)).map_err(cannot)?;
         let address = listener.local_addr().map_err(cannot)?;
-        let (tls, limits) = (self.tls.clone(), ServeLimits { lock, ..self.limits.clone() });
+        let (tls, limits) = (self.http.tls().cloned(), ServeLimits { lock, ..self.limits.clone() });
         let server = serve_over(tls, listener, app, limits, self.shutdown.clone());
         self.servers.lock().push(self.handle.spawn(server));
         Ok(address)

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from certificates import Authority
+from kvflash.errors import ConfigError
 from kvflash.indexer import IndexerService
 from kvflash.indexer.args import parse_args as indexer_args
+from kvflash.keys.app import main as keys_command
 from service import Http, until
 from spy import Spy
 from support_frontend import CHAT, Frontend
@@ -87,3 +89,42 @@ def test_a_peer_is_recovered_from_over_https(authority: Authority) -> None:
             recovery = http.call("GET", "/ready")[1]["recovery"]
             assert recovery["peer"] == first.url, recovery
             http.close()
+
+
+def test_a_certificate_stands_for_a_key(tmp_path: Path, authority: Authority) -> None:
+    cert, key = authority.pair("127.0.0.1")
+    keys = tmp_path / "keys"
+    assert keys_command(["add", "Ann.internal", "--role", "admin", "--keys-file", str(keys),
+                         "--certificate"]) == 0  # fmt: skip
+    tls = ["--host", "127.0.0.1", "--port", "0", "--tls-cert-path", cert, "--tls-key-path", key]
+    flags = [*tls, "--keys-file", str(keys)]
+    with pytest.raises(ConfigError, match="--tls-client-ca-path is not given"):
+        IndexerService(indexer_args(flags))
+    with IndexerService(indexer_args([*flags, "--tls-client-ca-path", authority.ca])) as indexer:
+
+        def status(shown: tuple[str, str] | None, headers: dict[str, str] | None = None) -> int:
+            trust = ssl.create_default_context(cafile=authority.ca)
+            if shown:
+                trust.load_cert_chain(*shown)
+            http = Http(indexer.url, tls=trust)
+            try:
+                return int(http.call("GET", "/workers", headers=headers)[0])
+            finally:
+                http.close()
+
+        ann = authority.pair("ann.internal")
+        assert status(ann) == 200
+        assert status(None) == 401
+        assert status(authority.pair("bob.internal")) == 401
+        # A key counts before a certificate, and a page in Ann's browser has no key.
+        assert status(ann, {"authorization": "Bearer wrong"}) == 401
+        assert (
+            status(ann, {"sec-fetch-site": "cross-site", "origin": "https://evil.example"}) == 403
+        )
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            status(Authority(tmp_path / "other").pair("ann.internal"))
+
+
+def test_authorities_of_clients_need_a_certificate_of_the_service(authority: Authority) -> None:
+    with pytest.raises(ConfigError, match="--tls-client-ca-path needs --tls-cert-path"):
+        IndexerService(indexer_args(["--port", "0", "--tls-client-ca-path", authority.ca]))

@@ -129,9 +129,6 @@ impl App {
         let remote = remote
             .map(|remote| RemoteIndexer::new(remote, &options.http, &mut registry))
             .transpose()?;
-        if let Some(tls) = &options.tls {
-            tls.register(&mut registry);
-        }
         let intake = options.http.intake(options.max_body_bytes, &mut registry).refusing_unread();
         let compute = Compute::new(options.tokenize_timeout, Arc::clone(&clock), &mut registry)?;
         common.seal(registry);

@@ -11,7 +11,7 @@ use kvflash_core::select::{
 
 use crate::gateway::turn::FairnessOptions;
 use crate::metrics::check_prefix;
-use crate::{FrontendSettings, Http, RemoteIndexerOptions, Tls};
+use crate::{FrontendSettings, Http, RemoteIndexerOptions};
 
 /// Whether a request may be answered without a prefill worker.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -77,8 +77,6 @@ pub struct FrontendOptions {
     pub min_initial_workers: usize,
     /// Bounds of its connections and bodies.
     pub http: Http,
-    /// Encryption of its HTTP, for what `/metrics` tells of it.
-    pub tls: Option<Tls>,
 }
 
 impl Default for FrontendOptions {
@@ -101,7 +99,6 @@ impl Default for FrontendOptions {
             waits_for: String::new(),
             min_initial_workers: 0,
             http: Http::default(),
-            tls: None,
         }
     }
 }

@@ -17,7 +17,8 @@ pub enum Caller {
     /// was asked.
     #[default]
     Anonymous,
-    /// The owner of a key. The header that carried it is not among the request's headers any more.
+    /// The owner of a key, or of a certificate. The header that carried a key is not among the request's headers any
+    /// more.
     Known(Arc<Key>),
 }
 

@@ -8,7 +8,7 @@ use axum::body::Body;
 use axum::http::header::{AUTHORIZATION, FORWARDED, VIA, WWW_AUTHENTICATE};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode};
 use bytes::Bytes;
-use kvflash_core::error::Result;
+use kvflash_core::error::{Error, Result};
 use kvflash_core::log_limit::LogLimit;
 use parking_lot::Mutex;
 use prometheus_client::metrics::counter::Counter;
@@ -24,6 +24,7 @@ use super::rules::{Face, Rules};
 use super::side::{Side, form_of};
 use super::web;
 use crate::metrics::CauseLabel;
+use crate::tls::CLIENT_CA_FLAG;
 use crate::{HttpSettings, Reject};
 
 static API_KEY: HeaderName = HeaderName::from_static("x-api-key");
@@ -156,11 +157,12 @@ impl Refusal {
     }
 }
 
-/// A key that a request carries.
+/// A key that a request carries, or what its connection's certificate stands for.
 enum Presented {
     Nothing,
     Unknown,
     Known(Arc<Key>),
+    Certified(Arc<Key>),
 }
 
 impl Lock {
@@ -197,6 +199,19 @@ impl Lock {
     /// Whether the file of keys has one of this role now: that closes the side of the role.
     pub fn has(&self, role: Role) -> bool {
         self.shared.keys.as_ref().is_some_and(|keys| keys.current().has(role))
+    }
+
+    /// # Errors
+    /// `Config`: the file of keys has a line for a certificate, and nothing checks certificates.
+    pub(crate) fn check_certificates(&self, are_checked: bool) -> Result<()> {
+        let wants = |keys: &Arc<KeysFile>| keys.current().has_certified();
+        if are_checked || !self.shared.keys.as_ref().is_some_and(wants) {
+            return Ok(());
+        }
+        Err(Error::Config(format!(
+            "{KEYS_FLAG} has a line for a client's certificate, and {CLIENT_CA_FLAG} is not given: give it the file \
+             of the authority that signs them, or give the line a key (`kvflash keys add`)"
+        )))
     }
 
     /// Whether the file of keys has one now of a tenant that shares no cache with others.
@@ -275,11 +290,17 @@ impl Lock {
         }
     }
 
-    /// What becomes of a request from `peer`, by its path and headers.
+    /// What becomes of a request from `peer`, by its path and headers, and by the DNS names of the certificate that its
+    /// connection has shown. A key counts before a certificate.
     ///
     /// # Cost
     /// Without a file of keys a look at path and headers; else a hash for each salt of the file, too.
-    pub(crate) fn look<B>(&self, request: &Request<B>, peer: SocketAddr) -> Verdict {
+    pub(crate) fn look<B>(
+        &self,
+        request: &Request<B>,
+        peer: SocketAddr,
+        certified: &[String],
+    ) -> Verdict {
         if let Err(refusal) = web::check_host_count(request) {
             return Verdict::Refused(refusal);
         }
@@ -293,7 +314,10 @@ impl Lock {
             None => Presented::Nothing,
             Some(keys) => match key_of(request.headers()) {
                 Err(refusal) => return Verdict::Refused(refusal),
-                Ok(None) => Presented::Nothing,
+                Ok(None) => keys
+                    .current()
+                    .find_certified(certified)
+                    .map_or(Presented::Nothing, Presented::Certified),
                 Ok(Some(key)) => match keys.current().find(key) {
                     Found::Key(key) => Presented::Known(key),
                     Found::Slow => return Verdict::Slow(Bytes::copy_from_slice(key)),
@@ -344,8 +368,10 @@ impl Lock {
     ) -> std::result::Result<Admitted, Refusal> {
         let side = Side::of(request.uri().path());
         let is_unknown = matches!(presented, Presented::Unknown);
+        // Browsers send no key by themselves, so that whoever sent one knew it; certificates they do send.
+        let is_deliberate = matches!(presented, Presented::Known(_));
         let caller = match presented {
-            Presented::Known(key) => Caller::Known(key),
+            Presented::Known(key) | Presented::Certified(key) => Caller::Known(key),
             Presented::Nothing | Presented::Unknown => Caller::Anonymous,
         };
         self.check_role(side, &caller, is_unknown)?;
@@ -366,8 +392,7 @@ impl Lock {
                 is_local = true;
             }
         }
-        // Browsers send no key by themselves: whoever sent one knew it.
-        if caller.key().is_none() && side != Side::Probe {
+        if !is_deliberate && side != Side::Probe {
             web::check(request, side, is_local, rules)?;
         }
         let audit = Audit::of(request, side, &caller, peer);

@@ -1,4 +1,4 @@
-//! The file of keys: `id:HASH:ROLE[:option=value,...]`, one key a line.
+//! The file of keys: `id:HASH:ROLE[:option=value,...]`, one key a line; HASH may be the word `certificate`.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -127,6 +127,8 @@ pub(crate) struct Keys {
     /// By salt, then by digest.
     fast: Vec<(Vec<u8>, ByDigest)>,
     slow: Vec<(PasswordHashString, Arc<Key>)>,
+    /// By the DNS name of the certificate that the owner shows, in lower case.
+    certified: HashMap<String, Arc<Key>>,
     /// Keys whose argon2 hash was compared once, by their digest with `pepper`: at most those of `slow`.
     verified: Mutex<ByDigest>,
     pepper: [u8; 32],
@@ -189,6 +191,13 @@ impl Keys {
     fn add(&mut self, key: Arc<Key>, secret: Secret) -> std::result::Result<(), String> {
         let (salt, digest) = match secret {
             Secret::Sha256 { salt, digest } => (salt, digest),
+            Secret::Certificate => {
+                // Ids differ; two that differ in case name one certificate.
+                return match self.certified.insert(key.id.to_ascii_lowercase(), key) {
+                    None => Ok(()),
+                    Some(other) => Err(format!("the certificate is that of {:?}, too", other.id)),
+                };
+            }
             Secret::Argon2(hash) => {
                 if self.slow.len() >= MAX_SLOW_KEYS {
                     return Err(format!(
@@ -227,7 +236,19 @@ impl Keys {
     /// Whether a key's tenant shares no cache with others.
     pub fn has_isolated(&self) -> bool {
         let fast = self.fast.iter().flat_map(|(_, keys)| keys.values());
-        fast.chain(self.slow.iter().map(|(_, key)| key)).any(|key| key.is_isolated)
+        let slow = self.slow.iter().map(|(_, key)| key);
+        fast.chain(slow).chain(self.certified.values()).any(|key| key.is_isolated)
+    }
+
+    /// Whether a line asks for a client's certificate.
+    pub fn has_certified(&self) -> bool {
+        !self.certified.is_empty()
+    }
+
+    /// The line of a client whose certificate, signed by an authority of ours, has these DNS names: that of the
+    /// first name that has one.
+    pub(super) fn find_certified(&self, names: &[String]) -> Option<Arc<Key>> {
+        names.iter().find_map(|name| self.certified.get(&name.to_ascii_lowercase())).cloned()
     }
 
     /// Look for a presented key.

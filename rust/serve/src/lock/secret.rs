@@ -22,6 +22,8 @@ pub(super) enum Secret {
     Sha256 { salt: Vec<u8>, digest: Digest256 },
     /// For keys that people chose: slow on purpose.
     Argon2(PasswordHashString),
+    /// No key: a client's certificate with the id among its DNS names.
+    Certificate,
 }
 
 impl fmt::Debug for Secret {
@@ -29,12 +31,13 @@ impl fmt::Debug for Secret {
         f.write_str(match self {
             Self::Sha256 { .. } => "Sha256",
             Self::Argon2(_) => "Argon2",
+            Self::Certificate => "Certificate",
         })
     }
 }
 
 impl Secret {
-    /// Of `sha256$SALT$DIGEST`, both in hex, or an argon2 PHC string.
+    /// Of `sha256$SALT$DIGEST`, both in hex, an argon2 PHC string, or the word `certificate`.
     ///
     /// # Errors
     /// What is wrong with it; never the text itself, which may be a key that was pasted there.
@@ -55,9 +58,13 @@ impl Secret {
                 .map_err(|digest| format!("the digest must have 32 bytes, got {}", digest.len()))?;
             return Ok(Self::Sha256 { salt, digest });
         }
+        if text == "certificate" {
+            return Ok(Self::Certificate);
+        }
         if !text.starts_with("$argon2") {
             return Err(
-                "must be sha256$SALT$DIGEST or an argon2 PHC string ($argon2id$...); `kvflash keys add` makes one"
+                "must be sha256$SALT$DIGEST, an argon2 PHC string ($argon2id$...) or the word certificate; \
+                 `kvflash keys add` makes one"
                     .to_owned(),
             );
         }

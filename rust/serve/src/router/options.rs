@@ -7,7 +7,7 @@ use kvflash_core::policy::Settings;
 use kvflash_core::select::{Policies, QueueOptions, SelectorConfig};
 
 use super::super::metrics::check_prefix;
-use super::super::{Http, RemoteIndexerOptions, RouterSettings, Tls};
+use super::super::{Http, RemoteIndexerOptions, RouterSettings};
 
 /// Options of a router; those of its own are read as if they were here.
 #[derive(Debug, Clone)]
@@ -33,8 +33,6 @@ pub struct RouterOptions {
     pub min_initial_workers: usize,
     /// Bounds of its connections and bodies.
     pub http: Http,
-    /// Encryption of its HTTP, for what `/metrics` tells of it.
-    pub tls: Option<Tls>,
 }
 
 impl Default for RouterOptions {
@@ -50,7 +48,6 @@ impl Default for RouterOptions {
             serve_indexer: false,
             min_initial_workers: 0,
             http: Http::default(),
-            tls: None,
         }
     }
 }

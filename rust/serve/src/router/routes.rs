@@ -75,9 +75,6 @@ impl RouterApp {
         let remote = remote
             .map(|remote| RemoteIndexer::new(remote, &options.http, &mut registry))
             .transpose()?;
-        if let Some(tls) = &options.tls {
-            tls.register(&mut registry);
-        }
         let intake = options.http.intake(options.max_body_bytes, &mut registry);
         common.seal(registry);
         let fleet = Fleet::new(options.clone(), Arc::clone(&catalog), clock);

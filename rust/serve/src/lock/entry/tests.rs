@@ -39,7 +39,7 @@ async fn outcome(lock: &Lock, path: &str, headers: &[(&str, &str)]) -> String {
 
 async fn tell(lock: &Lock, peer: ([u8; 4], u16), request: &Request<()>) -> String {
     let told = |refusal: Refusal| format!("{} {}", refusal.reject.status.as_u16(), refusal.cause);
-    match lock.look(request, peer.into()) {
+    match lock.look(request, peer.into(), &[]) {
         Verdict::Open(admitted) => admitted.caller.name().to_owned(),
         Verdict::Answered(response) => response.status().as_u16().to_string(),
         Verdict::Refused(refusal) => told(refusal),
@@ -117,7 +117,7 @@ async fn a_refusal_has_the_form_of_its_api() {
         ("/v1/chat/completions", "invalid_request_error"),
     ] {
         let request = request(path, &[]);
-        let Verdict::Refused(refusal) = lock.look(&request, PEER.into()) else {
+        let Verdict::Refused(refusal) = lock.look(&request, PEER.into(), &[]) else {
             panic!("{path} needs a key")
         };
         let response = lock.refuse(&request, PEER.into(), refusal);
@@ -136,13 +136,15 @@ fn a_key_goes_no_further_than_the_lock() {
     let headers = [("authorization", "Bearer kb"), ("x-api-key", "kb"), ("x-other", "1")];
     let mut known = request("/v1/models", &headers);
     let lock = lock("further", &["bob:kb:client"]);
-    let Verdict::Open(admitted) = lock.look(&known, PEER.into()) else { panic!("bob is known") };
+    let Verdict::Open(admitted) = lock.look(&known, PEER.into(), &[]) else {
+        panic!("bob is known")
+    };
     admitted.enter(&mut known);
     assert_eq!(known.headers().keys().collect::<Vec<_>>(), ["host", "x-other"]);
     assert_eq!(known.extensions().get::<Caller>().unwrap().name(), "bob");
     // Without keys of our own they are the engine's.
     let mut open = request("/v1/models", &headers);
-    let Verdict::Open(admitted) = Lock::default().look(&open, PEER.into()) else {
+    let Verdict::Open(admitted) = Lock::default().look(&open, PEER.into(), &[]) else {
         panic!("all are let in")
     };
     admitted.enter(&mut open);
@@ -192,7 +194,7 @@ async fn without_keys_the_admin_side_is_this_machine_s() {
         let told = tell(lock, peer, &request(path, headers)).await;
         assert_eq!(told, wanted, "{path} from {peer:?} {headers:?}");
     }
-    let Verdict::Refused(refusal) = wide.look(&request("/workers", &[]), there.into()) else {
+    let Verdict::Refused(refusal) = wide.look(&request("/workers", &[]), there.into(), &[]) else {
         panic!("it is refused")
     };
     for flag in ["--keys-file", "--admin-port", "--open-admin"] {
@@ -273,7 +275,7 @@ async fn pages_of_allowed_origins_are_told_what_they_may_send() {
         *request.method_mut() = axum::http::Method::OPTIONS;
         request
     };
-    let answered = |request: &Request<()>| shared.look(request, PEER.into());
+    let answered = |request: &Request<()>| shared.look(request, PEER.into(), &[]);
     let Verdict::Answered(told) = answered(&asking("https://chat.example", "/v1/models")) else {
         panic!("it is answered")
     };
@@ -308,7 +310,9 @@ async fn a_request_says_once_where_it_goes_and_what_it_is_called() {
     let two = request("/v1/models", &[("host", "other")]);
     assert_eq!(tell(&lock, PEER, &two).await, "400 host");
     let mut named = request("/v1/models", &[("x-request-id", "a"), ("x-request-id", "b")]);
-    let Verdict::Open(admitted) = lock.look(&named, PEER.into()) else { panic!("it is let in") };
+    let Verdict::Open(admitted) = lock.look(&named, PEER.into(), &[]) else {
+        panic!("it is let in")
+    };
     admitted.enter(&mut named);
     assert_eq!(named.headers().get("x-request-id"), None);
 }

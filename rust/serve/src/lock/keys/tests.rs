@@ -85,7 +85,7 @@ fn a_bad_line_is_named_by_number_field_and_what_is_legal() {
         ("the secret".to_owned(), "line 1: must be id:HASH:ROLE[:option=value,...]"),
         (format!("# x\n\na b:{hash}:admin"), "line 3: id must be 1 to 64 letters"),
         (format!("a:{hash}:root"), "role must be admin, client or metrics, got \"root\""),
-        ("a:the secret:admin".to_owned(), "hash: must be sha256$SALT$DIGEST or an argon2 PHC"),
+        ("a:the secret:admin".to_owned(), "hash: must be sha256$SALT$DIGEST, an argon2 PHC"),
         ("a:sha256$0011$00:admin".to_owned(), "the salt must have 8 to 64 bytes, got 2"),
         ("a:sha256$0011223344556677$00:admin".to_owned(), "the digest must have 32 bytes, got 1"),
         ("a:sha256$xx$00:admin".to_owned(), "needs both parts in hex"),
@@ -145,4 +145,21 @@ fn a_file_is_read_again_when_it_changes() {
     std::fs::remove_file(&path).unwrap();
     let error = Keys::open(&path).map(drop).unwrap_err().to_string();
     assert!(error.contains("--keys-file") && error.contains("can't be read"), "{error}");
+}
+
+#[test]
+fn a_certificate_is_found_by_its_first_known_name() {
+    let text = "Ann.internal:certificate:admin\nbob.internal:certificate:client:isolate=true\n";
+    let keys = Keys::parse(text).unwrap();
+    let found = |names: &[&str]| {
+        let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+        keys.find_certified(&names).map(|key| key.id.clone())
+    };
+    assert_eq!(found(&["other", "ann.INTERNAL", "bob.internal"]).as_deref(), Some("Ann.internal"));
+    assert_eq!(found(&["ann.internal.evil"]), None);
+    assert_eq!(found(&[]), None);
+    assert!(keys.has_certified() && keys.has_isolated() && keys.has(Role::Client));
+    assert!(matches!(keys.find(b"certificate"), Found::Nothing));
+    let twice = Keys::parse("a:certificate:admin\nA:certificate:client\n").unwrap_err();
+    assert!(twice.contains("line 2") && twice.contains("\"a\""), "{twice}");
 }
