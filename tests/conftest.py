@@ -33,6 +33,7 @@ LONGEST = [
     "test_replica_sync",
     "test_demo",
     "test_capi",
+    "test_frontend_openapi",
     "test_router_openapi",
     "test_indexer_openapi",
     "test_tls",

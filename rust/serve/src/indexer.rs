@@ -46,7 +46,6 @@ mod fleet;
 pub(super) mod form;
 mod mask;
 mod metrics;
-mod openapi;
 mod overlap;
 mod plain;
 mod recover;

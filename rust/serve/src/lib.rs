@@ -13,6 +13,7 @@ mod http;
 pub mod indexer;
 mod lock;
 mod metrics;
+mod openapi;
 mod outbound;
 mod outside;
 mod policy_metrics;

@@ -21,7 +21,7 @@ use super::{admin, busy, drain, probe, scrape};
 use crate::gateway::api::{Form, ROWS, Row};
 use crate::gateway::call::Head;
 use crate::gateway::send::forward;
-use crate::{Caller, Peer, Reject, Shutdown, body};
+use crate::{Caller, Peer, Reject, Shutdown, body, openapi};
 
 /// The frontend's service: add engines, serve [`FrontendApp::router`], stop with the shutdown it was given.
 #[derive(Clone)]
@@ -157,6 +157,7 @@ impl FrontendApp {
             .route("/explain", post(admin::explain))
             .route("/why/{id}", get(admin::why))
             .route("/busy_threshold", get(busy::list).post(busy::change))
+            .route("/openapi.json", get(openapi::frontend))
             .fallback(async |uri: Uri, mut body: Body| {
                 body::discard(&mut body).await;
                 let (form, message) = Row::missing(uri.path());

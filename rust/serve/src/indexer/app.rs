@@ -31,7 +31,6 @@ use super::dump::{DUMP_TYPE, DumpQuery, Dumps, binary_body, digests, json_body};
 use super::form::{Form, Params};
 use super::mask::{FLAG as HASH_SECRET, HashMask};
 use super::metrics::{self, Endpoint, IndexerMetrics};
-use super::openapi::openapi;
 use super::overlap::{find_hashes, find_tokens};
 use super::recover::recover;
 use super::request::{Listener, PeerUrl, Query, QueryByHash, Register, Unregister};
@@ -40,7 +39,7 @@ use crate::lock::Subject;
 use crate::settings::IndexerOptions;
 use crate::state_file::Registrations;
 use crate::worker_allow::WorkerAllow;
-use crate::{Http, Reject, Shutdown};
+use crate::{Http, Reject, Shutdown, openapi};
 
 /// Header of answers that were given before this replica was ready; its value is `false`.
 const NOT_READY: HeaderName = HeaderName::from_static("x-kvflash-ready");
@@ -163,7 +162,7 @@ impl IndexerApp {
             .route("/query", post(query))
             .route("/query_by_hash", post(query_by_hash))
             .route("/dump", get(dump))
-            .route("/openapi.json", get(openapi))
+            .route("/openapi.json", get(openapi::indexer))
             .fallback(async |mut body: Body| {
                 body::discard(&mut body).await;
                 Reject::new(StatusCode::NOT_FOUND, "no such path").plain()

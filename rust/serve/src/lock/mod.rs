@@ -18,3 +18,5 @@ pub(crate) use entry::{Admitted, Refusal, Verdict};
 pub use keys::{Key, Pass, Role, check_keys};
 pub use rules::Face;
 pub(crate) use rules::nets;
+#[cfg(test)]
+pub(crate) use side::Side;

@@ -9,7 +9,6 @@ mod choose;
 mod fleet;
 mod method;
 mod metrics;
-mod openapi;
 mod options;
 mod replicas;
 mod request;

@@ -31,14 +31,13 @@ use super::super::policy_metrics::PolicyMetrics;
 use super::super::remote::RemoteIndexer;
 use super::super::state_file::Registrations;
 use super::super::worker_state::{Patch, worker_id};
-use super::super::{Peer, Reject};
+use super::super::{Peer, Reject, openapi};
 use super::answer::{health, readiness, worker_entries, worker_entry};
 use super::app::App;
 use super::choose::Chosen;
 use super::fleet::Fleet;
 use super::method::{Message, obey};
 use super::metrics::RouterMetrics;
-use super::openapi::openapi;
 use super::options::RouterOptions;
 use super::request::{Choose, LoadReport, Named, NewWorker, WorkersFilter};
 
@@ -145,7 +144,7 @@ fn routes(app: &Arc<App>) -> KvResult<Router> {
         .route("/health", get(tell_health))
         .route("/ready", get(ready))
         .route("/metrics", get(metrics))
-        .route("/openapi.json", get(openapi))
+        .route("/openapi.json", get(openapi::router))
         .fallback(async |mut body: Body| {
             body::discard(&mut body).await;
             Reject::new(StatusCode::NOT_FOUND, "no such path").plain()
