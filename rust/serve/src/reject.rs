@@ -1,5 +1,7 @@
 //! Refusals: status and body declared together, one table for both APIs.
 
+use std::borrow::Cow;
+
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use kvflash_core::error::Error;
@@ -13,7 +15,7 @@ pub struct Reject {
     /// What is wrong: names the field, the limit and what came.
     pub message: String,
     /// OpenAI's `param`: the field at fault.
-    pub param: Option<&'static str>,
+    pub param: Option<Cow<'static, str>>,
     /// Seconds after which trying again makes sense.
     pub retry_after_s: Option<u32>,
     /// The error that it stands for; callers in process get it instead of a status.
@@ -26,14 +28,25 @@ impl Reject {
         Self { status, message: message.into(), param: None, retry_after_s: None, cause: None }
     }
 
-    /// 400: the request is wrong.
+    /// 400: the request is wrong; a message that begins with `field: ` names the field at fault.
     pub fn bad_request(message: impl Into<String>) -> Self {
-        Self::new(StatusCode::BAD_REQUEST, message)
+        Self::new(StatusCode::BAD_REQUEST, message).named()
     }
 
     /// Name the field at fault.
-    pub fn param(mut self, param: &'static str) -> Self {
-        self.param = Some(param);
+    pub fn param(mut self, param: impl Into<Cow<'static, str>>) -> Self {
+        self.param = Some(param.into());
+        self
+    }
+
+    /// Name the field that the message begins with, such as `messages[0].role: ...`.
+    fn named(mut self) -> Self {
+        let is_name = |name: &&str| {
+            name.starts_with(|c: char| c.is_ascii_alphabetic())
+                && name.chars().all(|c| c.is_ascii_alphanumeric() || "_.[]".contains(c))
+        };
+        let head = self.message.split_once(": ").map(|(head, _)| head);
+        self.param = head.filter(is_name).map(|name| Cow::Owned(name.to_owned()));
         self
     }
 
@@ -123,6 +136,11 @@ impl From<Error> for Reject {
         let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         // Whoever only has too much to do, or nobody to do it, may have in a second.
         let retry_after_s = matches!(status.as_u16(), 429 | 503).then_some(1);
-        Self { retry_after_s, cause: Some(error.clone()), ..Self::new(status, error.to_string()) }
+        let message = error.to_string();
+        let reject = match status {
+            StatusCode::BAD_REQUEST => Self::bad_request(message),
+            status => Self::new(status, message),
+        };
+        Self { retry_after_s, cause: Some(error), ..reject }
     }
 }

@@ -288,8 +288,7 @@ impl Fields {
                 };
                 Err(Reject::bad_request(format!(
                     "{field}: the workers of this model give {what}{came}"
-                ))
-                .param(field))
+                )))
             }
             None => Ok(()),
         }
@@ -351,8 +350,7 @@ fn range(
 ) -> Result<Option<Value>, Reject> {
     match value {
         Some(value) if !(low..=high).contains(&value) => {
-            Err(Reject::bad_request(format!("{field}: must be in {low}..={high}, got {value}"))
-                .param(field))
+            Err(Reject::bad_request(format!("{field}: must be in {low}..={high}, got {value}")))
         }
         value => Ok(value.map(Value::from)),
     }

@@ -63,8 +63,7 @@ impl Guides<'_> {
             [_] => Ok(Some(Value::Object(guide))),
             [first, second, ..] => Err(Reject::bad_request(format!(
                 "{first}: an answer can be held to one form, and {second} names another"
-            ))
-            .param(first)),
+            ))),
         }
     }
 }
@@ -91,8 +90,7 @@ impl ResponseFormat {
 /// The value in the form in which it is handed on.
 fn checked(field: &'static str, key: &str, value: &Value) -> Result<Value, Reject> {
     let wrong = |legal: &str| {
-        Err(Reject::bad_request(format!("{field}: {key} must be {legal}, got {value}"))
-            .param(field))
+        Err(Reject::bad_request(format!("{field}: {key} must be {legal}, got {value}")))
     };
     match (key, value) {
         // A schema may come as text.

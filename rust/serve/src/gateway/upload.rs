@@ -35,7 +35,7 @@ pub(super) fn model<'a>(headers: &HeaderMap, body: &'a [u8]) -> Result<Option<&'
         let len = memmem::find(value, b"\r\n").unwrap_or(value.len());
         return match std::str::from_utf8(&value[..len]) {
             Ok(name) => Ok(Some(name)),
-            Err(_) => Err(Reject::bad_request("model: must be UTF-8 text").param("model")),
+            Err(_) => Err(Reject::bad_request("model: must be UTF-8 text")),
         };
     }
     Ok(None)

@@ -1,5 +1,7 @@
 //! Attempts that ended before the first byte.
 
+use std::borrow::Cow;
+
 use axum::http::StatusCode;
 
 use crate::Reject;
@@ -30,7 +32,7 @@ pub(crate) struct Failed {
     /// What the client gets when no other worker does better.
     pub status: StatusCode,
     /// The request's field at fault.
-    pub param: Option<&'static str>,
+    pub param: Option<Cow<'static, str>>,
     pub is_engine_at_fault: bool,
     /// The request itself is wrong: no other worker would do better.
     pub is_final: bool,
