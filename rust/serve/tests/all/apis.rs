@@ -1,10 +1,10 @@
-//! Every API has the same way: matched where its prompt is known, balanced by load where it has none, refused and
-//! broken off in its own form.
+//! Every API has the same way: matched where its prompt is known, balanced by load where it has none. The gateway
+//! contract of all of them is in `contract`.
 
 use kvflash_core::policy::Policy;
 use serde_json::{Value, json};
 
-use super::engine::{Asked, Engine};
+use super::engine::Engine;
 use super::stage::{Stage, with};
 
 const MESSAGES: &str = "/v1/messages";
@@ -167,33 +167,6 @@ async fn uploads_name_their_model_and_have_a_limit_of_their_own() {
 }
 
 #[tokio::test]
-async fn refusals_have_the_form_of_their_api() {
-    let stage = Stage::new(|_| ());
-    let _engine = stage.engine().await;
-    let unknown = json!({ "model": "nobody", "messages": [], "input": "x", "prompt": "x" });
-    for path in ["/v1/chat/completions", RESPONSES, "/v1/embeddings", "/generate"] {
-        let answer = stage.post(path, &unknown).await;
-        assert_eq!(
-            (answer.status, &answer.json()["error"]["type"]),
-            (404, &json!("not_found_error"))
-        );
-        assert!(answer.json()["error"]["param"] == "model", "{path}");
-    }
-    for path in [MESSAGES, "/v1/messages/count_tokens", "/v1/v1/messages"] {
-        let answer = stage.post(path, &unknown).await;
-        let told = answer.json();
-        assert_eq!(answer.status, 404, "{path}");
-        assert_eq!(
-            (&told["type"], &told["error"]["type"]),
-            (&json!("error"), &json!("not_found_error"))
-        );
-        assert!(told["error"]["message"].is_string());
-    }
-    let answer = stage.post("/v1/nothing", &unknown).await;
-    assert!(answer.text().contains("served are /v1/chat/completions"), "{}", answer.text());
-}
-
-#[tokio::test]
 async fn an_api_that_an_engine_lacks_is_told_by_its_path() {
     let stage = Stage::new(|_| ());
     let (lacks, has) = (stage.engine().await, stage.engine().await);
@@ -214,59 +187,6 @@ async fn an_api_that_an_engine_lacks_is_told_by_its_path() {
     lacks.answers(404, json!({ "error": {"message": "The model does not exist", "code": 404} }));
     assert_eq!(stage.post("/v1/embeddings", &json!({ "input": "x" })).await.status, 404);
     stage.until_idle().await;
-}
-
-/// A stream that breaks off after an event, to its end.
-async fn broken(path: &str, event: &str) -> String {
-    let stage = Stage::new(|_| ());
-    let mut engine = stage.engine().await.by_hand();
-    let asking = stage.send_to(path, json!({ "stream": true, "input": "x", "messages": [] }));
-    let mut asked: Asked = engine.next().await;
-    asked.begin().await;
-    asked.write(event).await;
-    drop(asked);
-    let answer = asking.await.unwrap();
-    assert_eq!((answer.status, answer.is_broken), (200, false), "{path}");
-    stage.until_idle().await;
-    answer.text().strip_prefix(event).unwrap().trim().to_owned()
-}
-
-#[tokio::test]
-async fn a_stream_that_breaks_ends_with_an_error_of_its_api() {
-    let end =
-        broken(RESPONSES, "event: response.created\ndata: {\"type\": \"response.created\"}\n\n")
-            .await;
-    let data = end.strip_prefix("event: error\ndata: ").unwrap();
-    let event: Value = serde_json::from_str(data).unwrap();
-    assert_eq!((&event["type"], &event["sequence_number"]), (&json!("error"), &json!(1)));
-    let end =
-        broken(MESSAGES, "event: message_start\ndata: {\"type\": \"message_start\"}\n\n").await;
-    let data = end.strip_prefix("event: error\ndata: ").unwrap();
-    let event: Value = serde_json::from_str(data).unwrap();
-    assert_eq!((&event["type"], &event["error"]["type"]), (&json!("error"), &json!("api_error")));
-}
-
-#[tokio::test]
-async fn usage_is_read_by_the_names_of_its_api() {
-    for (path, usage) in [
-        (
-            RESPONSES,
-            json!({"input_tokens": 9, "input_tokens_details": {"cached_tokens": 6}, "output_tokens": 2}),
-        ),
-        (MESSAGES, json!({"input_tokens": 3, "cache_read_input_tokens": 6, "output_tokens": 2})),
-        (
-            "/v1/completions",
-            json!({"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 6}}),
-        ),
-    ] {
-        let stage = Stage::new(|_| ());
-        let engine = stage.engine().await;
-        engine.answers(200, json!({ "usage": usage }));
-        let body = json!({ "model": "m", "input": "x", "messages": [], "prompt": "x" });
-        assert_eq!(stage.post(path, &body).await.status, 200);
-        stage.until_metric("tokens_total{stage=\"delivered\"}", 6.0).await;
-        assert_eq!(stage.metric("tokens_total{stage=\"input\"}").await, 9.0, "{path}");
-    }
 }
 
 #[tokio::test]

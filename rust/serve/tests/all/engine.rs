@@ -205,6 +205,11 @@ impl Asked {
 
     pub async fn end(mut self) {
         self.event("[DONE]").await;
+        self.close().await;
+    }
+
+    /// The end of the answer, whatever its last event was.
+    pub async fn close(mut self) {
         self.stream.write_all(b"0\r\n\r\n").await.unwrap();
     }
 

@@ -4,6 +4,7 @@
 mod affinity;
 mod apis;
 mod bounds;
+mod contract;
 mod disagg;
 mod drain;
 mod engine;

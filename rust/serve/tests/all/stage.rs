@@ -165,8 +165,16 @@ impl Stage {
 
     /// An upload.
     pub async fn upload(&self, path: &str, kind: &str, body: Vec<u8>) -> Answer {
-        let headers = [("content-type", kind)];
-        call_with(self.router.clone(), Method::POST, path, &headers, body.into()).await
+        self.upload_beside(path, kind, body).await.unwrap()
+    }
+
+    /// A request of bytes beside the test.
+    pub fn upload_beside(&self, path: &str, kind: &str, body: Vec<u8>) -> JoinHandle<Answer> {
+        let (router, path, kind) = (self.router.clone(), path.to_owned(), kind.to_owned());
+        tokio::spawn(async move {
+            let headers = [("content-type", kind.as_str())];
+            call_with(router, Method::POST, &path, &headers, body.into()).await
+        })
     }
 
     pub async fn post_with(&self, path: &str, headers: &[(&str, &str)], body: &Value) -> Answer {
