@@ -119,7 +119,10 @@ def check_parity(url: str, health: Mapping[str, Any]) -> Iterator[Finding]:
             differing = by_outcome.pop("differs", [])
             for name in differing:
                 seen = f"prompts of the form {name} differ ({forms[name].get('why')})"
-                how = "give --tokenizer the folder that the engines serve, with their chat template"
+                how = (
+                    "set --tokenizer to the folder of the model that the engines serve, "
+                    "with its chat template"
+                )
                 yield warn(subject, "parity", f"{seen}; the engines render them", how)
             told = [f"{outcome}: {', '.join(names)}" for outcome, names in by_outcome.items()]
             if not differing:
@@ -239,7 +242,7 @@ def check_tokens(worker: Worker, ours: Sequence[int] | None, engine: Answer) -> 
             f"{len(theirs)} different ones"
         )
         how = (
-            "give --tokenizer the folder of the model that the engine serves, or leave it out: "
-            "then the engine's own /tokenize is asked"
+            "set --tokenizer to the folder of the model that the engine serves, or remove it: "
+            "kvflash then uses the engine's own /tokenize"
         )
         yield fail(worker.subject, "tokens", seen, how)

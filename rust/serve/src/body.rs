@@ -140,14 +140,14 @@ impl Intake {
         let (buffered, refused) = (Gauge::default(), Family::default());
         registry.register_with_unit(
             "buffered_bodies",
-            "Request bodies above 16 KiB that are being received, wait or are answered; more than \
-             --max-buffered-bytes are refused",
+            "Memory of request bodies above 16 KiB, from their receipt to the end of the answer; limited by \
+             --max-buffered-bytes",
             Unit::Bytes,
             Gauge::clone(&buffered),
         );
         registry.register(
             "bodies_refused",
-            "Request bodies that were refused before they were read as a whole",
+            "Request bodies refused before they were read completely, by cause",
             Family::clone(&refused),
         );
         let large = Arc::clone(large);
@@ -288,7 +288,7 @@ impl Intake {
                 let what = if limit == self.max_bytes {
                     format!("the body is larger than the limit of {limit} bytes ({})", self.flag)
                 } else {
-                    format!("the body is larger than the {limit} bytes that this path takes")
+                    format!("the body is larger than {limit} bytes, the limit of this path")
                 };
                 ("too_large", Reject::new(StatusCode::PAYLOAD_TOO_LARGE, what))
             }
@@ -302,8 +302,8 @@ impl Intake {
             }
             Unreadable::Slow => {
                 let what = format!(
-                    "the body came at less than {MIN_RATE} bytes a second after {} s, or from 1 MiB on at \
-                     less than {LARGE_RATE}: send it faster",
+                    "the body arrived too slowly: after {} s it must arrive at {MIN_RATE} bytes per second, and \
+                     from 1 MiB on at {LARGE_RATE}",
                     SLOW_START.as_secs()
                 );
                 ("slow", Reject::new(StatusCode::REQUEST_TIMEOUT, what))
@@ -311,7 +311,7 @@ impl Intake {
             Unreadable::Full => {
                 let limit = self.max_buffered;
                 let what = format!(
-                    "request bodies take {limit} bytes of memory, the limit (--max-buffered-bytes)"
+                    "request bodies take up {limit} bytes of memory, the limit (--max-buffered-bytes); try again"
                 );
                 ("memory", Error::Overloaded(what).into())
             }

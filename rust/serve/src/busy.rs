@@ -64,13 +64,13 @@ impl Change {
     fn read(fields: &Map<String, Value>) -> Result<Self, String> {
         let known = ["model", DECODE, PREFILL, PREFILL_FRAC];
         if let Some(name) = fields.keys().find(|name| !known.contains(&name.as_str())) {
-            return Err(format!("unknown field {name:?}; known are {}", known.join(", ")));
+            return Err(format!("unknown field {name:?}; known fields are {}", known.join(", ")));
         }
         let model = match fields.get("model") {
             Some(Value::String(model)) => model.clone(),
             other => {
                 let got = other.map_or("nothing".to_owned(), Value::to_string);
-                return Err(format!("model must be a text, got {got}"));
+                return Err(format!("model must be a string, got {got}"));
             }
         };
         Ok(Self {

@@ -55,7 +55,7 @@ impl Compute {
         let waited = seconds_histogram();
         registry.register_with_unit(
             "tokenize_wait",
-            "Time that prompts waited for a core to be made into tokens on; short and known ones do not",
+            "Time that prompts waited for a core to be tokenized on; short and cached prompts do not wait",
             Unit::Seconds,
             Histogram::clone(&waited),
         );

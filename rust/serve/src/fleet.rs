@@ -251,7 +251,7 @@ impl<M, R> Fleet<M, R> {
                 if known != size {
                     let ModelKey { model_name, tenant_id } = key;
                     return Err(Error::Conflict(format!(
-                        "block_size {size} is not the {known} of model={model_name} tenant={tenant_id}"
+                        "block_size {size} differs from {known}, that of model={model_name} tenant={tenant_id}"
                     )));
                 }
             }

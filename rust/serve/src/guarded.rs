@@ -102,7 +102,7 @@ where
     let answer = move |outcome: Caught<Response<Body>>| {
         let mut outcome = outcome.unwrap_or_else(|_| {
             panics.inc();
-            let what = "kvflash failed on this request; its log says where: please report it";
+            let what = "kvflash failed on this request; please report it with the lines of its log";
             let mut response = Reject::new(StatusCode::INTERNAL_SERVER_ERROR, what).openai();
             // What was read of the request's body is not known.
             response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));

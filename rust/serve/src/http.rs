@@ -137,18 +137,17 @@ impl Http {
     pub(crate) fn intake(&self, max_bytes: usize, registry: &mut Registry) -> Intake {
         registry.register(
             "connections_refused",
-            "Connections that were closed because their address had too many \
-             (--max-connections-per-address)",
+            "Connections closed because their address had too many (--max-connections-per-address)",
             Counter::clone(&self.refused_connections),
         );
         registry.register(
             "connections_crowded_out",
-            "Connections that came while --max-connections were open: probes are answered, all else gets 503",
+            "Connections beyond --max-connections: probes are answered, other requests get 503",
             Counter::clone(&self.crowded_out),
         );
         registry.register(
             "panics",
-            "Requests that were answered with 500 because of a fault of the service itself",
+            "Requests answered with 500 because of a fault in kvflash",
             Counter::clone(&self.panics),
         );
         self.lock.register(registry);

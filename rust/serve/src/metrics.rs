@@ -105,7 +105,7 @@ metrics! {
         pub request_seconds: Histogram = "request_duration",
             [Seconds] "Time from a request's head to its answer's head", seconds_histogram();
         events: Family<KindLabel, Gauge> = "events",
-            "What became of engine events since the start, of all publishers, by kind";
+            "Engine events of all publishers since the start, by kind";
         blocks: Family<ModelLabel, Gauge> = "index_blocks",
             "Blocks held, one per worker and tier that holds it";
         unique_blocks: Family<ModelLabel, Gauge> = "index_unique_blocks",
@@ -115,7 +115,7 @@ metrics! {
             "Blocks that the index dropped at a limit, although their workers may still hold them";
         predicted_blocks: Family<ModelLabel, Gauge> = "index_predicted_blocks",
             "Blocks that workers are predicted to hold soon";
-        workers: Family<ModelLabel, Gauge> = "index_workers", "Workers whose blocks are indexed";
+        workers: Family<ModelLabel, Gauge> = "index_workers", "Workers with indexed blocks";
     }
 }
 
@@ -259,8 +259,8 @@ pub(super) fn check_prefix(prefix: &str) -> Result<()> {
         return Ok(());
     }
     Err(Error::Config(format!(
-        "--metrics-prefix must be 1 to {MAX_PREFIX_BYTES} letters, digits and underscores that begin \
-         with no digit, got {prefix:?}"
+        "--metrics-prefix must be 1 to {MAX_PREFIX_BYTES} letters, digits and underscores and must not begin \
+         with a digit, got {prefix:?}"
     )))
 }
 

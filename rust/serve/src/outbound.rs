@@ -175,7 +175,7 @@ impl Service<Uri> for Connector {
         let (config, limit) = (self.outbound.config.clone(), self.connect_timeout);
         Box::pin(async move {
             let config = config.ok_or(
-                "https needs authorities to trust: this machine has none, name a file by --tls-ca-path",
+                "https needs trusted CA certificates, and this machine has none: set --tls-ca-path",
             )?;
             let host = uri.host().unwrap_or_default().trim_start_matches('[').trim_end_matches(']');
             let name = ServerName::try_from(host.to_owned())?;

@@ -48,7 +48,8 @@ impl PolicyMetrics {
 
 impl PolicyMetrics {
     fn encode_settings(&self, encoder: &mut DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
-        let help = "1 = the value of a variable of the policies, and where it was read";
+        let help =
+            "Constant 1; the labels give a variable of the policies, its value and its source";
         let mut settings =
             encoder.encode_descriptor("policy_setting_info", help, None, MetricType::Gauge)?;
         for origin in &self.settings.origins {
@@ -62,7 +63,7 @@ impl PolicyMetrics {
 
 impl Collector for PolicyMetrics {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
-        let help = "1 = the policy that chooses workers, and where its defaults come from";
+        let help = "Constant 1; the labels give the policy that chooses workers and the source of its defaults";
         encoder
             .encode_descriptor("policy_info", help, None, MetricType::Gauge)?
             .encode_family(&self.info())?
@@ -73,7 +74,8 @@ impl Collector for PolicyMetrics {
                 Some(name) => (name, MetricType::Counter),
                 None => (name.as_str(), MetricType::Gauge),
             };
-            let mut metric = encoder.encode_descriptor(name, "Of a routing policy", None, kind)?;
+            let mut metric =
+                encoder.encode_descriptor(name, "Reported by a routing policy", None, kind)?;
             for (labels, value) in family {
                 if labels.is_empty() {
                     encode(&mut metric, kind, value)?;

@@ -130,12 +130,12 @@ impl RemoteIndexer {
         let (lookups, seconds) = (Family::default(), seconds_histogram());
         registry.register(
             "remote_indexer_lookups",
-            "Questions to the remote indexer by outcome; without an answer a request is routed by load alone",
+            "Queries to the remote indexer, by outcome; without an answer a request is routed by load alone",
             Family::clone(&lookups),
         );
         registry.register_with_unit(
             "remote_indexer_lookup",
-            "Time that questions to the remote indexer took, those without an answer included",
+            "Time that queries to the remote indexer took, failed ones included",
             Unit::Seconds,
             Histogram::clone(&seconds),
         );
@@ -162,7 +162,7 @@ impl RemoteIndexer {
         let mut known = self.trouble.lock();
         match (&*known, &trouble) {
             (None, Some(why)) => {
-                tracing::warn!(uri = ?self.uri.read(), why, "the remote indexer is of no use")
+                tracing::warn!(uri = ?self.uri.read(), why, "the remote indexer cannot be used")
             }
             (Some(_), None) => {
                 tracing::info!(uri = ?self.uri.read(), "the remote indexer answers again")
@@ -201,9 +201,11 @@ impl RemoteIndexer {
                 let deadline = self.deadline.as_secs_f64();
                 ("late", None, Some(format!("no answer within {deadline} s")))
             }
-            Err(Failure::Unknown) => {
-                ("unknown_model", None, Some(format!("it knows no model {key} (model:tenant)")))
-            }
+            Err(Failure::Unknown) => (
+                "unknown_model",
+                None,
+                Some(format!("it does not know the model {key} (model:tenant)")),
+            ),
             Err(Failure::Other(why)) => ("failed", None, Some(why)),
         };
         self.note(trouble);
@@ -222,7 +224,7 @@ impl RemoteIndexer {
             Query { model_name: &key.model_name, tenant_id: &key.tenant_id, block_hashes: locals };
         let body = rmp_serde::to_vec_named(&query).map_err(|error| other(&error))?;
         let uri = self.uri.read().clone();
-        let uri = uri.ok_or_else(|| other(&"no indexer is in discovery"))?;
+        let uri = uri.ok_or_else(|| other(&"discovery has no indexer"))?;
         let mut request = Request::post(uri)
             .header(header::CONTENT_TYPE, "application/msgpack")
             .header(header::ACCEPT, "application/msgpack")
@@ -235,7 +237,7 @@ impl RemoteIndexer {
             StatusCode::NOT_FOUND => return Err(Failure::Unknown),
             status @ (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) => {
                 return Err(other(&format!(
-                    "it answered {status}: name a file with an admin key of it by --service-key-file"
+                    "it answered {status}: set --service-key-file to a file with one of its admin keys"
                 )));
             }
             status => return Err(other(&format!("it answered {status}"))),
@@ -245,9 +247,10 @@ impl RemoteIndexer {
         let answer: Answer = rmp_serde::from_slice(&bytes).map_err(|error| other(&error))?;
         let mut found = Vec::new();
         for (instance, ranks) in &answer.scores {
-            let instance_id = instance.parse().map_err(|_| other(&"a score of no instance"))?;
+            let instance_id =
+                instance.parse().map_err(|_| other(&"a score with an invalid instance"))?;
             for (rank, tokens) in ranks.iter().filter(|(_, tokens)| **tokens > 0) {
-                let dp_rank = rank.parse().map_err(|_| other(&"a score of no rank"))?;
+                let dp_rank = rank.parse().map_err(|_| other(&"a score with an invalid rank"))?;
                 // It counts in tokens; another block size matches no hash of ours.
                 let blocks = tokens / u64::from(block_size.max(1));
                 found.push((

@@ -70,12 +70,13 @@ impl<T: Send + Sync + 'static> Reread<T> {
         let outcome = match (self.read)() {
             Ok(renewed) => {
                 *self.value.write() = Arc::new(renewed);
-                tracing::info!(files, "read again after a change");
+                tracing::info!(files, "the file was read again after a change");
                 "renewed"
             }
             // Perhaps only one of them is new yet.
             Err(error) => {
-                tracing::warn!(files, %error, "changed, but can't be used: the previous contents stay in force");
+                tracing::warn!(files, %error, "the changed file cannot be used: the previous contents stay in \
+                                               force");
                 "refused"
             }
         };

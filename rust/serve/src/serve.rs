@@ -245,8 +245,8 @@ impl<A: App> Door<A> {
             tracing::warn!(
                 %address,
                 limit,
-                "closed a connection: its address has as many as it may; if it is a proxy, name it in \
-                 --trusted-proxies, else see --max-connections-per-address (said once a minute)"
+                "closed a connection: its address has reached --max-connections-per-address; if it is a proxy, \
+                 name it in --trusted-proxies (logged once a minute)"
             );
         }
         None

@@ -44,12 +44,12 @@ impl Registrations {
             match register(body) {
                 Ok(()) => count += 1,
                 Err(why) => {
-                    tracing::warn!(key, why, "a registration of --state-file is not taken again");
+                    tracing::warn!(key, why, "a registration of --state-file cannot be restored");
                     state.remove(&key);
                 }
             }
         }
-        tracing::info!(count, path = %path.display(), "registrations are back");
+        tracing::info!(count, path = %path.display(), "registrations are restored");
         // It is restored once.
         let _ = self.0.set(state);
         Ok(())
@@ -136,7 +136,7 @@ impl StateFile {
                 _ => {
                     let number = at + 1;
                     return Err(wrong(format!(
-                        "line {number} is no registration; name another file"
+                        "line {number} is not a registration; name another file"
                     )));
                 }
             }
@@ -201,7 +201,7 @@ impl StateFile {
         {
             tracing::error!(
                 path = %self.path.display(), %error, held_back,
-                "a registration can't be kept (--state-file): it is lost with the next restart"
+                "a registration cannot be saved (--state-file): it is lost with the next restart"
             );
         }
     }
@@ -265,7 +265,7 @@ mod tests {
         let path = at("other");
         fs::write(&path, "[server]\nport = 1\n").unwrap();
         let error = StateFile::open(&path).err().unwrap().to_string();
-        assert!(error.contains("line 1 is no registration"), "{error}");
+        assert!(error.contains("line 1 is not a registration"), "{error}");
         assert_eq!(fs::read_to_string(&path).unwrap(), "[server]\nport = 1\n");
         let folder = StateFile::open(&std::env::temp_dir()).err().unwrap().to_string();
         assert!(folder.contains("can't read it"), "{folder}");

@@ -74,7 +74,7 @@ impl Tls {
             (cert, _) => {
                 let (given, missing) =
                     if cert.is_some() { (CERT_FLAG, KEY_FLAG) } else { (KEY_FLAG, CERT_FLAG) };
-                Err(Error::Config(format!("{given} needs {missing}, which is not given")))
+                Err(Error::Config(format!("{given} needs {missing}, which is missing")))
             }
         }
     }
@@ -116,13 +116,13 @@ impl Tls {
         }
         registry.register(
             "tls_handshakes",
-            "TLS handshakes of clients, by how they ended",
+            "TLS handshakes of clients, by outcome",
             self.shared.handshakes.clone(),
         );
         self.shared.acceptor.register(
             registry,
             "tls_renewals",
-            "Changes of --tls-cert-path, --tls-key-path or --tls-client-ca-path: taken, or refused (the log says why)",
+            "Reloads of --tls-cert-path, --tls-key-path and --tls-client-ca-path, by outcome; the log has the reasons",
         );
     }
 

@@ -63,8 +63,8 @@ impl WorkerAllow {
     ) -> std::result::Result<(), Reject> {
         let Some(place) = address.strip_prefix("tcp://") else {
             let what = format!(
-                "{field} must be tcp://host:port of a worker that is added over HTTP, got {address:?}: other \
-                 sockets are for flags and discovery"
+                "{field} must be tcp://host:port for a worker that is added over HTTP, got {address:?}: other \
+                 sockets are only for flags and discovery"
             );
             return Err(Reject::bad_request(what));
         };
@@ -90,7 +90,7 @@ impl WorkerAllow {
             // It may be there later, and is looked up again for every connection.
             _ if self.nets.is_empty() => Ok(()),
             _ => {
-                let what = format!("{field}: {bare:?} can't be looked up, which {FLAG} needs");
+                let what = format!("{field}: {bare:?} cannot be resolved, which {FLAG} needs");
                 Err(Reject::new(StatusCode::FORBIDDEN, what))
             }
         }
@@ -99,7 +99,7 @@ impl WorkerAllow {
     fn check_address(&self, field: &str, address: IpAddr) -> std::result::Result<(), Reject> {
         let address = address.to_canonical();
         let what = if is_link_local(address) {
-            format!("{field}: {address} is link-local, where no worker may be")
+            format!("{field}: {address} is link-local, which is not allowed for workers")
         } else if !self.nets.is_empty() && !self.nets.iter().any(|net| net.contains(&address)) {
             format!("{field}: {address} is not among the addresses of {FLAG}")
         } else {
@@ -132,7 +132,7 @@ mod tests {
             (&some, "http://10.1.2.3:8000", None),
             (&some, "http://[::1]:8000", None),
             (&some, "http://127.0.0.1:8000", Some("not among the addresses of --worker-allow")),
-            (&some, "http://no-such-name.invalid:80", Some("can't be looked up")),
+            (&some, "http://no-such-name.invalid:80", Some("cannot be resolved")),
         ] {
             let refused = allow.check_url("url", url).await.err().map(|reject| reject.message);
             match wanted {

@@ -14,7 +14,7 @@ use crate::Reject;
 /// 400 with what came instead of a number.
 pub(crate) fn worker_id(path: Result<Path<String>, PathRejection>) -> Result<InstanceId, Reject> {
     let Path(id) = path.map_err(|error| Reject::bad_request(format!("worker id: {error}")))?;
-    id.parse().map_err(|_| Reject::bad_request(format!("a worker id is a number, got {id:?}")))
+    id.parse().map_err(|_| Reject::bad_request(format!("a worker id must be a number, got {id:?}")))
 }
 
 /// PATCH /workers/{id}
@@ -33,7 +33,7 @@ impl Patch {
         let wrong = |error: String| Reject::bad_request(format!("invalid change: {error}"));
         // The derived reader would take a list, too.
         if body.trim_ascii_start().first() == Some(&b'[') {
-            return Err(wrong("a list instead of an object".to_owned()));
+            return Err(wrong("must be an object, got a list".to_owned()));
         }
         let mut json = serde_json::Deserializer::from_slice(body);
         let patch = serde_path_to_error::deserialize(&mut json);
@@ -57,7 +57,7 @@ mod tests {
             (br#"{"state": 0}"#, "state: invalid type: integer"),
             (br#"{"state": "active", "url": "x"}"#, "unknown field `url`"),
             (b"{}", "missing field `state`"),
-            (b"[\"active\"]", "a list instead of an object"),
+            (b"[\"active\"]", "must be an object, got a list"),
             (b"\"active\"", "an object with the field state"),
             (br#"{"state": "active"} {}"#, "trailing characters"),
         ] {

@@ -200,5 +200,5 @@ def test_v1_at_the_end_of_a_url_is_left_out_with_a_warning() -> None:
             complete(frontend, list(range(40)))
             status, body, _ = frontend.http.call("POST", "/workers", {"url": f"{url}/v1/"})
             assert status == 409, body
-        (line,) = (line for line in frontend.process.errors if "leave /v1 out" in line)
+        (line,) = (line for line in frontend.process.errors if "Remove /v1 from it" in line)
         assert url in line

@@ -456,8 +456,8 @@ def test_workers_that_cannot_be_are_refused_by_field(service, client):
     ]:
         error = http.post("/workers", {**new_worker(2), **fields}, expect=400)["error"]
         assert wanted in error, (fields, error)
-    assert "block_size 8 is not the 4" in add(http, 2, block_size=8, expect=409)["error"]
-    assert "registered already" in add(http, 1, expect=409)["error"]
+    assert "block_size 8 differs from 4" in add(http, 2, block_size=8, expect=409)["error"]
+    assert "already registered" in add(http, 1, expect=409)["error"]
     add(http, 2)
     assert "limit of 2 workers" in add(http, 3, expect=429)["error"]
     assert [w["worker_id"] for w in http.get("/workers")] == [1, 2]
@@ -470,7 +470,7 @@ def new_worker(number):
 def test_the_block_size_is_learned_from_events_and_forgotten_with_the_last_worker(http, engine):
     made = engine()
     add(http, 1, engine=made, block_size=None)
-    assert "block size is not known" in str(http.get("/health")["warnings"])
+    assert "block size is unknown" in str(http.get("/health")["warnings"])
     hold(http, made, 1)
     assert worker(http, 1)["block_size"] == SIZE
     assert ask(http)["overlap_blocks"] == 4
@@ -523,14 +523,14 @@ def test_msgpack_is_taken_and_given(http):
         ({"token_ids": []}, "at least 1"),
         ({"block_hashes": [1, "x"]}, "block_hashes[1]"),
         ({"token_ids": [1], "block_hashes": [1]}, "give one of them"),
-        ({"token_ids": [1], "isl_tokens": 2}, "isl_tokens 2 is not the 1"),
+        ({"token_ids": [1], "isl_tokens": 2}, "isl_tokens is 2, but token_ids has 1"),
         ({"isl_tokens": 0}, "isl_tokens must be at least 1"),
         ({"isl_tokens": 2**32}, "isl_tokens may be at most 4294967295, got 4294967296"),
         ({}, "token_ids"),
         ({"token_ids": [1], "alowed_worker_ids": [1]}, "alowed_worker_ids"),
         ({"token_ids": [1], "allowed_worker_ids": [0] * 65_536}, "allowed_worker_ids"),
         ({"token_ids": [1], "router_config_override": {"x": 1}}, "router_config_override"),
-        ([1], "a list instead of an object"),
+        ([1], "must be an object, got a list"),
         (b"{", "invalid request body"),
     ],
 )
@@ -712,7 +712,7 @@ def test_ready_waits_for_workers(service, client):
 def test_the_object_says_what_http_says(service):
     router = service()
     router.add_worker(new_worker(1))
-    with pytest.raises(ConflictError, match="registered already"):
+    with pytest.raises(ConflictError, match="already registered"):
         router.add_worker(new_worker(1))
     with pytest.raises(InvalidArgumentError, match="dp_size"):
         router.add_worker({**new_worker(2), "dp_size": 0})

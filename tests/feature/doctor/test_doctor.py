@@ -257,7 +257,7 @@ def test_a_router_is_no_indexer(doctor):
         router.call("POST", "/workers", worker)
         status, findings = doctor(router.url)
     assert (status, bad(findings)) == (0, [("warn", "warnings", "")])
-    assert "the block size is not known" in seen(findings, "warnings")
+    assert "the block size is unknown" in seen(findings, "warnings")
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_tokens_that_are_not_the_engines_warn_by_form() -> None:
     assert parity(chat=("agrees", None), tools=("not compared", "no template")) == [
         (OK, "agrees: chat; not compared: tools"),
     ]
-    how = "9 tokens here, 10 there, others from 4 on"
+    how = "9 tokens here, 10 there, different from token 4 on"
     ((level, seen),) = parity(chat=("agrees", None), tools=("differs", how))
     assert level == WARN and "tools" in seen and how in seen and "engines render" in seen
     waits = {"parity": {"m": {"0.32.0": {"compared_s_ago": None, "forms": {}}}}}

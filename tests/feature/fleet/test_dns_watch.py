@@ -38,7 +38,7 @@ class Core:
     def add_worker(self, spec: str) -> int:
         url = spec.partition(",")[0]
         if url in self.others:
-            raise ConflictError(f"{url} is registered already, as worker 1")
+            raise ConflictError(f"{url} is already registered as worker 1")
         if len(self.workers) >= self.room:
             raise OverloadedError(f"the limit of {self.room} workers is reached (--max-workers)")
         assert spec not in self.workers

@@ -280,7 +280,7 @@ def test_duplicates_and_unknown_ids(frontend: Frontend) -> None:
         for spec in ({"url": fake.url}, {"url": fake.url + "/"}, {"url": URL, "id": worker}):
             status, body, _ = frontend.http.call("POST", "/workers", spec)
             assert status == 409, (spec, body)
-            assert "registered already" in body["error"]["message"]
+            assert "already registered" in body["error"]["message"]
         assert list(frontend.workers()) == [worker]
         for path, status in (("/workers/424242", 404), ("/workers/x", 400), ("/workers/-1", 400)):
             got, body, _ = frontend.http.call("DELETE", path)
@@ -374,7 +374,7 @@ def test_engine_that_comes_back_with_another_model_moves(frontend: Frontend) -> 
         frontend.wait_healthy(worker)
         got = ask(frontend.url, COMPLETIONS, prompt_of("before"))
         assert got.status == 404
-        assert "served are after" in got.json["error"]["message"]
+        assert "served models are after" in got.json["error"]["message"]
         assert ask(frontend.url, COMPLETIONS, prompt_of("after")).status == 200
 
 
@@ -392,7 +392,7 @@ def test_mixed_block_sizes_are_loud() -> None:
         assert add(frontend, odd) == 2
         health = frontend.http.get("/health")
         (warning,) = health["warnings"]
-        assert warning.startswith("worker 2: its block size 32 is not the 16 of model m")
+        assert warning.startswith("worker 2: its block size is 32, that of model m is 16")
         entry = frontend.workers()[2]
         assert (entry["block_size"], entry["engine_block_size"]) == (16, 32)
         # It serves all the same, and its events are counted, not indexed.
@@ -404,7 +404,7 @@ def test_mixed_block_sizes_are_loud() -> None:
         name = 'kvflash_events{kind="block_size_mismatch"}'
         until(lambda: frontend.metric(name) > 0, "the mismatch to be counted")
         warnings = " ".join(frontend.http.get("/health")["warnings"])
-        assert "another block size than the index" in warnings
+        assert "a block size that differs from the index's" in warnings
         for n in range(8):
             assert frontend.overlaps({**PROMPT, "prompt": [n, *range(200)]})[2] == 0
 

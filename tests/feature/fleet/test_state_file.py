@@ -82,5 +82,7 @@ def test_a_file_of_something_else_is_refused(run, tmp_path):
     path.write_text("[server]\n")
     process = run("kvflash.indexer", "--port", "0", "--state-file", str(path))
     assert process.popen.wait(30) != 0
-    until(lambda: any("line 1 is no registration" in line for line in process.errors), "the reason")
+    until(
+        lambda: any("line 1 is not a registration" in line for line in process.errors), "the reason"
+    )
     assert path.read_text() == "[server]\n"

@@ -149,7 +149,7 @@ def test_models_are_those_of_the_engines(stack: Frontend) -> None:
     assert stack.http.get("/v1/models/m") == models["data"][0]
     status, body, _ = stack.http.call("GET", "/v1/models/other/m")
     assert status == 404
-    assert body["error"]["message"] == 'the model "other/m" is not served; served are m'
+    assert body["error"]["message"] == 'the model "other/m" is not served; served models are m'
 
 
 # -- what passes through
@@ -264,7 +264,7 @@ WRONG: list[tuple[str, bytes | dict[str, Any], int, str]] = [
     (COMPLETIONS, {"model": "bad", "prompt": "x", "cache_salt": 7}, 400, "cache_salt: "),
     (CHAT, {"model": "bad", "messages": [], "add_generation_prompt": "y"}, 400, "add_generation"),
     (COMPLETIONS, {"model": "unknown", "prompt": "x"}, 404, '"unknown" is not served'),
-    (CHAT, {"model": "unknown", "messages": []}, 404, "served are bad"),
+    (CHAT, {"model": "unknown", "messages": []}, 404, "served models are bad"),
     (COMPLETIONS, {"model": "bad"}, 400, "prompt: "),
     (COMPLETIONS, {"model": "bad", "messages": []}, 400, "prompt: "),
     (CHAT, {"model": "bad"}, 400, "messages: "),
@@ -299,7 +299,7 @@ def test_body_that_is_an_array_is_refused(frontend: Frontend) -> None:
     with FakeEngine("array") as fake, engines(frontend, fake):
         got = ask(frontend.url, COMPLETIONS, ["array", None, [1, 2, 3]])
         assert got.status == 400
-        assert "not a JSON object" in got.json["error"]["message"]
+        assert "must be a JSON object, got a list" in got.json["error"]["message"]
         assert fake.received == []
 
 

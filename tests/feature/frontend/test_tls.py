@@ -213,8 +213,8 @@ def test_files_that_can_not_work_are_named_before_anything_starts(
     gone = str(tmp_path / "gone.pem")
     cert, key = "--tls-cert-path", "--tls-key-path"
     for flags, text in (
-        ((cert, pair.cert), f"{cert} needs {key}, which is not given"),
-        ((key, pair.key), f"{key} needs {cert}, which is not given"),
+        ((cert, pair.cert), f"{cert} needs {key}, which is missing"),
+        ((key, pair.key), f"{key} needs {cert}, which is missing"),
         ((cert, gone, key, pair.key), f"{cert} {gone}: can't be read: No such file"),
         ((cert, pair.cert, key, gone), f"{key} {gone}: can't be read: No such file"),
         ((cert, str(empty), key, pair.key), f"{cert} {empty}: holds no certificate in PEM"),

@@ -53,21 +53,21 @@ def test_workers_that_only_prefill_serve_nobody() -> None:
         status, health, _ = frontend.http.call("GET", "/health")
         assert (status, health["status"], health["healthy_workers"]) == (503, "unavailable", 1)
         assert health["warnings"] == [
-            "model m: it has prefill workers, and none that decodes",
-            "worker 42: announced no events, so its cache is not known and earns no credit",
+            "model m has prefill workers, but no decode worker",
+            "worker 42: announced no events, so its cache is unknown and earns no credit",
         ]
         assert frontend.http.call("GET", "/ready")[0] == 503
         answer = ask(frontend.url, CHAT, BODY)
         assert answer.status == 503
-        assert "none is there to decode" in answer.json["error"]["message"]
+        assert "add a decode worker" in answer.json["error"]["message"]
         with workers(frontend, FakeWorker(41)):
             assert frontend.http.call("GET", "/ready")[0] == 200
-            assert "decodes" not in str(warnings(frontend))
+            assert "decode worker" not in str(warnings(frontend))
 
 
 def test_workers_that_are_not_taken_are_told_until_they_leave() -> None:
     with EmbeddedFrontend() as frontend, FakeWorker(43, tokenizer=None) as worker:
-        with pytest.raises(ConfigError, match="give register_llm the folder of the model"):
+        with pytest.raises(ConfigError, match="pass the model's folder to register_llm"):
             frontend.put(worker)
         (told,) = warnings(frontend)
         assert "worker 43: its card names no tokenizer folder" in told
@@ -100,6 +100,6 @@ def test_chats_without_a_template_are_told(tmp_path: Path) -> None:
 def test_whose_block_size_is_wrong_is_told() -> None:
     with EmbeddedFrontend("--kv-cache-block-size", "32") as frontend:
         with workers(frontend, FakeWorker(45)):
-            assert "is not the 32 of --kv-cache-block-size" in str(warnings(frontend))
+            assert "--kv-cache-block-size is 32" in str(warnings(frontend))
         frontend.core.set_warnings(["NATS can't be reached"])
         assert warnings(frontend) == ["NATS can't be reached"]

@@ -59,7 +59,7 @@ def test_both_at_once_make_no_sense() -> None:
         assert process.popen.wait(30) == 2
     finally:
         process.close()
-    assert "--serve-indexer with --use-remote-indexer" in "".join(process.errors)
+    assert "--serve-indexer and --use-remote-indexer exclude each other" in "".join(process.errors)
 
 
 def test_an_indexer_is_found_in_discovery(tmp_path: Path) -> None:

@@ -294,8 +294,8 @@ def test_health_tells_of_events_over_nats_only_what_is_wrong(launch, folder, nat
     place = found(folder)[f"v1/events/dynamo/backend/{number}/0"]["endpoint"]
     env = {"KVFLASH_DISCOVERY_DIR": str(folder), "NATS_SERVER": nats.url}
     lost = (
-        f"worker {number}: its events are at {place}, which needs --event-plane nats here, so its "
-        "cache is not known and earns no credit"
+        f"worker {number}: its events are at {place}, which needs --event-plane nats on this "
+        "frontend, so its cache is unknown and earns no credit"
     )
     # The engine has said nothing yet, and need not have.
     for flags, warnings in ((["--event-plane", "nats"], []), ([], [lost])):

@@ -75,7 +75,7 @@ def test_thresholds_are_read_set_and_unset_as_recorded(mocker: Mocker) -> None:
         (b'{"model": "m", "active_decode_blocks_threshold": "x"}', None, 422, "a number or null"),
         (b'{"model": "m", "decode": 0.5}', None, 422, "unknown field"),
         (b"[]", None, 422, "object"),
-        (b"{}", None, 422, "model must be a text, got nothing"),
+        (b"{}", None, 422, "model must be a string, got nothing"),
         (b'{"model": "nobody", "active_decode_blocks_threshold": 0.5}', None, 404, "discovered"),
         (
             b'{"model": "m", "active_decode_blocks_threshold": 1.5}',
@@ -159,7 +159,7 @@ def test_why_tells_the_decision_and_what_came_of_it(mocker: Mocker) -> None:
         costs = sorted(one["cost"] for one in candidates.values())
         assert after["margin"] == costs[1] - costs[0]
         status, answer, _ = frontend.http.call("GET", "/why/nobody")
-        assert (status, "no decision is kept" in answer["error"]["message"]) == (404, True)
+        assert (status, "no decision is stored" in answer["error"]["message"]) == (404, True)
         assert frontend.metric("kvflash_decision_journal_bytes") > 0
         assert frontend.metric("kvflash_decision_journal_records") == 2
 

@@ -177,4 +177,4 @@ def test_health_tells_of_events_in_a_stream_only_what_is_wrong(cluster: Cluster)
     assert cluster.frontend(workers, *NATS).http.get("/health")["warnings"] == []
     (lost,) = cluster.frontend(workers).http.get("/health")["warnings"]
     assert lost.startswith(f"worker {worker}: its events are at jetstream://"), lost
-    assert "which needs --event-plane nats here" in lost
+    assert "which needs --event-plane nats on this frontend" in lost

@@ -148,9 +148,12 @@ def test_text_reaches_the_client_as_it_comes(frontend: EmbeddedFrontend) -> None
         ({"stop": [""]}, "stop: "),
         ({"max_tokens": 0}, "max_tokens: "),
         ({"temperature": -1}, "temperature: "),
-        ({"messages": [{"role": "user", "content": "x " * 5_000}]}, "the model takes 4096"),
+        (
+            {"messages": [{"role": "user", "content": "x " * 5_000}]},
+            "limit for prompt and answer is 4096",
+        ),
         ({"messages": None}, "messages: "),
-        ({"chat_template": "{{ 1 }}"}, "can't be made into tokens"),
+        ({"chat_template": "{{ 1 }}"}, "cannot be tokenized"),
     ],
 )
 def test_what_cannot_be_done_is_refused(

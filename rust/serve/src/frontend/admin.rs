@@ -102,12 +102,10 @@ pub(super) async fn live() -> StatusCode {
 pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
     let decoding = app.fleet.decoding();
     let why = match app.started() {
-        _ if app.shutdown.is_announced() => Some("it is about to stop".to_owned()),
+        _ if app.shutdown.is_announced() => Some("the frontend is shutting down".to_owned()),
         Err(error) => Some(error.to_string()),
-        Ok(()) if decoding.0 == 0 => Some("no worker that decodes is healthy".to_owned()),
-        Ok(()) if decoding.1 == 0 => {
-            Some("all healthy workers that decode are draining".to_owned())
-        }
+        Ok(()) if decoding.0 == 0 => Some("no decode worker is healthy".to_owned()),
+        Ok(()) if decoding.1 == 0 => Some("all healthy decode workers are draining".to_owned()),
         Ok(()) if app.options.ready_fails_when_full && app.is_full() => {
             let limit = app.options.max_concurrent_requests;
             Some(format!("{limit} requests are in flight, the limit (--max-concurrent-requests)"))
@@ -137,20 +135,16 @@ fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
     warnings.extend(app.refused_workers.lock().values().cloned());
     warnings.extend(app.parity.warnings());
     for model in app.fleet.without_decode() {
-        warnings.push(format!("model {model}: it has prefill workers, and none that decodes"));
+        warnings.push(format!("model {model} has prefill workers, but no decode worker"));
     }
     let served: HashSet<String> = app.fleet.served().into_iter().map(|(name, _)| name).collect();
     for (alias, models) in app.aliases.all() {
         let missing: Vec<&str> = models.filter(|model| !served.contains(*model)).collect();
         match missing.as_slice() {
             [] => {}
-            [model] => warnings.push(format!(
-                "alias {alias}: no worker serves {model}, which is one of its models"
-            )),
-            models => warnings.push(format!(
-                "alias {alias}: no worker serves {}, which are models of it",
-                models.join(", ")
-            )),
+            [model] => warnings.push(format!("alias {alias}: no worker serves its model {model}")),
+            models => warnings
+                .push(format!("alias {alias}: no worker serves its models {}", models.join(", "))),
         }
     }
     if let Some(trouble) = app.remote.as_ref().and_then(RemoteIndexer::trouble) {
@@ -160,7 +154,7 @@ fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
     if let Some(count) = untold.map(|count| count.get()).filter(|count| *count > 0) {
         warnings.push(format!(
             "{count} chats were routed by load: the tokenizer's folder has no chat template. Add \
-             chat_template.jinja, or give the model's own folder to --tokenizer"
+             chat_template.jinja to it, or set --tokenizer to the model's own folder"
         ));
     }
     for engine in engines.values() {
@@ -168,7 +162,7 @@ fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
             warnings.push(format!("worker {}: {why}", engine.id));
         }
         if let Some(why) = engine.ids.trouble() {
-            warnings.push(format!("worker {}: token ids are not sent any more: {why}", engine.id));
+            warnings.push(format!("worker {}: token ids are no longer sent: {why}", engine.id));
         }
         if by_caches && app.options.uses_events() && !heard.contains(&engine.id) {
             warnings.extend(unheard(app, engine));
@@ -177,15 +171,16 @@ fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
     let mismatches = app.metrics.token_mismatches.get();
     if mismatches > 0 {
         warnings.push(format!(
-            "{mismatches} answers had another number of prompt tokens than the tokenizer here counted: \
-             its tokenizer or chat template is not the engine's, and such prompts never match"
+            "in {mismatches} answers the engine counted a different number of prompt tokens than --tokenizer: \
+             tokenizer or chat template differ from the engine's, and such prompts never match"
         ));
     }
     for text in app.tokenizers.loaded() {
         let report = text.model.tokenizer.encoder();
         if report.mismatches_total > 0 {
             warnings.push(format!(
-                "the tokenizer in {}: {} of {} prompts that were encoded again had other ids; please report it",
+                "the tokenizer in {}: {} of {} prompts got different ids when they were encoded again; please \
+                 report it",
                 text.folder.display(),
                 report.mismatches_total,
                 report.checks_total
@@ -203,7 +198,7 @@ fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
         for (count, what) in [
             (
                 view.counts.block_size_mismatch,
-                "stored events have another block size than the index",
+                "stored events have a block size that differs from the index's",
             ),
             (view.counts.lost_batches, "event batches were lost and not replayed"),
             (view.counts.undecodable, "event frames could not be decoded"),
@@ -223,7 +218,7 @@ fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
 /// Why nothing is known of the cache of an engine that no publisher is registered for.
 fn unheard(app: &App, engine: &Engine) -> Option<String> {
     let id = engine.id;
-    let lost = "so its cache is not known and earns no credit";
+    let lost = "so its cache is unknown and earns no credit";
     let Some(events) = app.fleet.events_of(id).into_values().next() else {
         let server = engine.notes.lock().server.as_ref().map(|server| server.note.clone());
         let how = match server {
@@ -236,7 +231,7 @@ fn unheard(app: &App, engine: &Engine) -> Option<String> {
     let endpoint = &events.endpoint;
     if events.is_brokered() && !app.options.has_broker_events {
         return Some(format!(
-            "worker {id}: its events are at {endpoint}, which needs --event-plane nats here, {lost}"
+            "worker {id}: its events are at {endpoint}, which needs --event-plane nats on this frontend, {lost}"
         ));
     }
     let requests = engine.requests.load(Ordering::Relaxed);
@@ -274,7 +269,7 @@ pub(super) async fn model(
 ) -> Response {
     match id {
         Ok(Path(id)) => app.aside.make(|| tell_model(&app, &id)).await,
-        Err(error) => Reject::bad_request(format!("the model: {error}")).openai(),
+        Err(error) => Reject::bad_request(format!("model id: {error}")).openai(),
     }
 }
 
@@ -461,7 +456,7 @@ pub(super) async fn add_worker(
         let body = app.intake.control(body).await?;
         // The derived reader would take a list too, field by field.
         if body.trim_ascii_start().first() == Some(&b'[') {
-            return Err(Reject::bad_request("invalid worker: a list instead of an object"));
+            return Err(Reject::bad_request("invalid worker: must be an object, got a list"));
         }
         let mut json = serde_json::Deserializer::from_slice(&body);
         let new: NewWorker = serde_path_to_error::deserialize(&mut json)
@@ -510,8 +505,8 @@ fn tell_why(app: &App, id: &str) -> Response {
     let records = app.fleet.journal.find(id);
     if records.is_empty() {
         let message = format!(
-            "no decision is kept for request {id:?}: it was never routed here, or gave way to later \
-             ones (--decision-journal)"
+            "no decision is stored for request {id:?}: it was not routed here, or newer decisions have replaced \
+             it (--decision-journal)"
         );
         return Reject::new(StatusCode::NOT_FOUND, message).openai();
     }

@@ -32,7 +32,7 @@ impl Aliases {
                 let form = "must be NAME=MODEL or NAME=MODEL:WEIGHT,MODEL:WEIGHT";
                 Error::Config(format!("--model-alias {form}; {what}, got {text:?}"))
             };
-            let (name, targets) = text.split_once('=').ok_or_else(|| wrong("no = was found"))?;
+            let (name, targets) = text.split_once('=').ok_or_else(|| wrong("= is missing"))?;
             if name.is_empty() {
                 return Err(wrong("the name is empty"));
             }
@@ -41,15 +41,17 @@ impl Aliases {
                 return Err(wrong(&format!("an alias has at most {MAX_TARGETS} models")));
             }
             if targets.iter().any(|target| target.model.is_empty()) {
-                return Err(wrong("a model has no name"));
+                return Err(wrong("the name of a model is empty"));
             }
             let is_weight = |weight: f64| (0.0..=1e9).contains(&weight);
             let total: f64 = targets.iter().map(|target| target.weight).sum();
             if !targets.iter().all(|target| is_weight(target.weight)) || total <= 0.0 {
-                return Err(wrong("weights are numbers in 0..=1e9, and not all of them 0"));
+                return Err(wrong(
+                    "weights must be numbers in 0..=1e9, and at least one must be above 0",
+                ));
             }
             if aliases.insert(name.to_owned(), targets).is_some() {
-                return Err(wrong("the name is given twice"));
+                return Err(wrong("the alias is defined twice"));
             }
         }
         if aliases.len() > MAX_ALIASES {
@@ -145,14 +147,14 @@ mod tests {
     #[test]
     fn refusals_name_the_flag_and_what_came() {
         for (texts, wanted) in [
-            (&["g"][..], "no = was found, got \"g\""),
+            (&["g"][..], "= is missing, got \"g\""),
             (&["=a"], "the name is empty"),
-            (&["g="], "a model has no name"),
-            (&["g=a:1,:2"], "a model has no name"),
-            (&["g=a:-1"], "weights are numbers in 0..=1e9"),
-            (&["g=a:0"], "not all of them 0"),
-            (&["g=a:inf,b:1"], "weights are numbers"),
-            (&["g=a", "g=b"], "given twice"),
+            (&["g="], "the name of a model is empty"),
+            (&["g=a:1,:2"], "the name of a model is empty"),
+            (&["g=a:-1"], "weights must be numbers in 0..=1e9"),
+            (&["g=a:0"], "at least one must be above 0"),
+            (&["g=a:inf,b:1"], "weights must be numbers"),
+            (&["g=a", "g=b"], "defined twice"),
         ] {
             let error = aliases(texts).unwrap_err().to_string();
             assert!(

@@ -202,9 +202,9 @@ impl App {
         let served = names.join(", ");
         Error::NotFound(match model {
             Some(model) => format!(
-                "alias {name:?} stands for {model:?}, which no worker serves; served are {served}"
+                "alias {name:?} stands for {model:?}, which no worker serves; served models are {served}"
             ),
-            None => format!("the model {name:?} is not served; served are {served}"),
+            None => format!("the model {name:?} is not served; served models are {served}"),
         })
     }
 
@@ -275,8 +275,9 @@ fn check_clients(lock: &Lock, has_salts: bool) -> Result<()> {
     }
     if !lock.has(Role::Client) {
         tracing::warn!(
-            "clients have no keys (--keys-file), so fields that control engines pass from their requests to engines: \
-             kv_transfer_params, bootstrap_*, x-data-parallel-rank, priority, chat_template, nvext; see docs/tenants.md"
+            "clients need no keys (--keys-file), so fields that control engines pass from requests to engines: \
+             kv_transfer_params, bootstrap_*, x-data-parallel-rank, priority, chat_template, nvext; see \
+             docs/tenants.md"
         );
     }
     Ok(())

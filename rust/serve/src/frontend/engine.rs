@@ -45,8 +45,9 @@ impl WorkerKey {
     /// `Config` for a key that can't be a header.
     pub fn of(key: Option<&str>) -> Result<Self> {
         let Some(key) = key else { return Ok(Self::Nothing) };
-        let mut value = HeaderValue::try_from(format!("Bearer {key}"))
-            .map_err(|_| Error::Config("api_key has characters that no header may have".into()))?;
+        let mut value = HeaderValue::try_from(format!("Bearer {key}")).map_err(|_| {
+            Error::Config("api_key has characters that are not allowed in a header".into())
+        })?;
         value.set_sensitive(true);
         Ok(Self::Own(value))
     }
@@ -123,8 +124,8 @@ impl FromStr for EngineSpec {
                 "tokenizer" => spec.tokenizer = Some(value.to_owned()),
                 other => {
                     return Err(Error::Config(format!(
-                        "--worker {shown:?}: unknown key {other:?}; known are events, replay, id, dp, \
-                         role, tokenizer"
+                        "--worker {shown:?}: unknown key {other:?}; known keys are events, replay, id, dp, role, \
+                         tokenizer"
                     )));
                 }
             }
@@ -142,8 +143,8 @@ impl EngineSpec {
     pub fn check(&self) -> Result<()> {
         if self.url.contains('@') {
             return Err(Error::Config(format!(
-                "worker url must be http://host:port, without a login, got {:?}; the key that workers want \
-                 is --worker-api-key-file's",
+                "worker url must be http://host:port, without a login, got {:?}; put the workers' API key into \
+                 --worker-api-key-file",
                 without_login(&self.url)
             )));
         }
@@ -192,7 +193,7 @@ impl EngineSpec {
         }
         if self.replay.is_some() && self.events.is_none() {
             return Err(Error::Config(format!(
-                "worker {:?} has replay= but no events=: there is nothing to repair",
+                "worker {:?} has replay= but no events=: add events=, or remove replay=",
                 self.url
             )));
         }

@@ -91,7 +91,7 @@ impl Fleet {
         let same_url = |engine: &&Arc<Engine>| engine.base == base_of(&spec.url);
         if let Some(engine) = tables.members.values().find(same_url) {
             return Err(Error::Conflict(format!(
-                "{} is registered already, as worker {}",
+                "{} is already registered as worker {}",
                 spec.url, engine.id
             )));
         }
@@ -114,7 +114,8 @@ impl Fleet {
             tracing::warn!(
                 worker = id,
                 url = given,
-                "the worker's URL ends with /v1, which requests bring themselves; {} is used instead: leave /v1 out",
+                "the worker's URL ends with /v1, which the paths of requests already contain; using {} instead. \
+                 Remove /v1 from it",
                 engine.base
             );
         }
@@ -138,7 +139,7 @@ impl Fleet {
                 return Err(error);
             }
             // It serves, but its blocks don't match: only that is lost.
-            tracing::error!(worker = id, url = engine.base, %error, "worker does not fit");
+            tracing::error!(worker = id, url = engine.base, %error, "the worker does not match its model");
             engine.notes.lock().last_error = Some(error.to_string());
         }
         Ok(engine)
@@ -235,13 +236,13 @@ impl Fleet {
         }
         if self.block_size > 0 {
             return Err(Error::Conflict(format!(
-                "its block size {size} is not the {known} of --kv-cache-block-size: its blocks never \
-                 match; leave the flag out, or set it to what the workers have"
+                "its block size is {size}, --kv-cache-block-size is {known}: its blocks never match; remove the \
+                 flag, or set it to the workers' block size"
             )));
         }
         Err(Error::Conflict(format!(
-            "its block size {size} is not the {known} of model {name}: its blocks never match; start \
-             it with --block-size {known}, or serve it under another name"
+            "its block size is {size}, that of model {name} is {known}: its blocks never match; start it with \
+             --block-size {known}, or serve it under another name"
         )))
     }
 
@@ -289,11 +290,10 @@ impl Fleet {
         let told = tables.members.values().filter(|engine| engine.is_healthy()).count();
         if told > 0 {
             return Error::NoWorker(format!(
-                "{told} of {count} workers are healthy, and all of them only prefill: none is there to \
-                 decode"
+                "{told} of {count} workers are healthy, but all of them only prefill: add a decode worker"
             ));
         }
-        let mut message = format!("no worker has told its models yet ({count} registered)");
+        let mut message = format!("no worker has reported its models yet ({count} registered)");
         if count == 0 && !self.waits_for.is_empty() {
             message.push_str("; waiting for ");
             message.push_str(&self.waits_for);

@@ -145,9 +145,16 @@ impl Engine {
         }
         app.metrics.ids_given_up.get_or_create(&CauseLabel { cause }).inc();
         let path = Row::of_fields(api == Api::Chat).path;
-        tracing::warn!(worker = self.id, url = self.base, path, why, "no more token ids are sent");
-        self.ids.notes.lock().why =
-            Some(format!("POST {path}: {why}; it tokenizes by itself until it starts again"));
+        tracing::warn!(
+            worker = self.id,
+            url = self.base,
+            path,
+            why,
+            "token ids are no longer sent to the worker"
+        );
+        self.ids.notes.lock().why = Some(format!(
+            "POST {path}: {why}; the engine tokenizes prompts itself until it restarts"
+        ));
     }
 }
 

@@ -48,7 +48,7 @@ pub(super) async fn inspect(app: &App, engine: &Engine) {
         tracing::warn!(worker = engine.id, code, fix, "{message}");
     }
     if faults.is_empty() {
-        tracing::info!(worker = engine.id, "the worker's sockets and tokenizer are right now");
+        tracing::info!(worker = engine.id, "the worker's sockets and tokenizer are now correct");
     }
     inspection.faults = faults;
 }
@@ -91,7 +91,7 @@ async fn inspect_sockets(app: &App, engine: &Engine, faults: &mut Vec<WorkerReas
         ),
         (_, Some(Peer::Publisher)) => add(
             "replay_is_events",
-            format!("replay={replay} is an event socket: lost batches cannot be asked for there"),
+            format!("replay={replay} is an event socket: lost batches cannot be requested there"),
             "set replay= to `replay_endpoint` of the engine's --kv-events-config",
         ),
         _ => {}
@@ -100,7 +100,7 @@ async fn inspect_sockets(app: &App, engine: &Engine, faults: &mut Vec<WorkerReas
         add(
             "replay_is_http",
             format!(
-                "replay={replay} is the port of a web server: lost batches cannot be asked for there"
+                "replay={replay} is the port of a web server: lost batches cannot be requested there"
             ),
             "set replay= to `replay_endpoint` of the engine's --kv-events-config",
         );
@@ -198,18 +198,18 @@ async fn inspect_tokenizer(app: &App, engine: &Engine, faults: &mut Vec<WorkerRe
         };
         if own != theirs {
             let seen = format!(
-                "--tokenizer makes {} tokens of {sample:?}, the engine {}{}: it is another model's, and prompts that \
-                 are tokenized here never match what the engine caches",
+                "--tokenizer makes {} tokens of {sample:?}, the engine {}{}: it belongs to another model, and \
+                 prompts tokenized here never match the engine's cache",
                 own.len(),
                 theirs.len(),
-                if own.len() == theirs.len() { " other ones" } else { "" },
+                if own.len() == theirs.len() { " different ones" } else { "" },
             );
             faults.push(fault(
                 engine,
                 "tokenizer_differs",
                 &seen,
-                "give --tokenizer the folder of the model that the engine serves, or leave it out: then the engine's \
-                 own /tokenize is asked",
+                "set --tokenizer to the folder of the model that the engine serves, or remove it: kvflash then \
+                 uses the engine's own /tokenize",
             ));
             return true;
         }

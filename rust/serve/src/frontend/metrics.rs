@@ -71,37 +71,37 @@ metrics! {
     #[derive(Debug, Clone)]
     pub(crate) struct FrontendMetrics {
         @stages "tokens",
-            "Prompt tokens: input; available = best any worker held; selected = expected at the chosen \
-             worker; delivered = reused as the engine says":
+            "Prompt tokens by stage: input; available = cached at the best worker; selected = cached at the \
+             chosen worker; delivered = reused, as the engine reports":
             pub input, pub available, pub selected, pub delivered;
         pub usage_reported: Counter = "usage_reports",
-            "Answers whose engine told how many tokens it reused";
+            "Answers that report how many tokens the engine reused";
         pub token_mismatches: Counter = "token_mismatches",
-            "Answers whose engine counted another number of prompt tokens than routing did";
+            "Answers in which the engine counted a different number of prompt tokens than routing";
         pub aliased: Family<AliasLabel, Counter> = "aliased_requests",
-            "Requests for an alias, by the model that took them";
+            "Requests for an alias, by the model that served them";
         pub untokenized: Family<CauseLabel, Counter> = "untokenized_requests",
             "Requests routed without tokens, so without overlap, by cause";
         pub parity: Family<FormLabel, Gauge> = "parity",
-            "1 = prompts of the form have the same tokens here and at the model's engines of this version, 0 = others";
+            "1 = prompts of this form have the same tokens here and at engines of this version, 0 = they differ";
         pub parity_probes: Family<OutcomeLabel, Counter> = "parity_probes",
-            "Comparisons of tokens with an engine, by what became of them";
+            "Comparisons of tokens with an engine, by outcome";
         pub ids_sent: Counter = "prompt_tokens_sent_as_ids",
-            "Prompt tokens that engines got as ids and need not tokenize again";
+            "Prompt tokens sent as ids, which engines need not tokenize again";
         pub ids_given_up: Family<CauseLabel, Counter> = "token_ids_given_up",
-            "Engines that get no more ids, by what contradicted them";
+            "Engines that no longer get token ids, by cause";
         pub attempts_failed: Family<CauseLabel, Counter> = "attempts_failed",
             "Attempts at a worker that failed before the first byte, by cause";
         pub refused: Family<CauseLabel, Counter> = "refused_requests",
-            "Requests refused here, by cause";
+            "Requests refused by the frontend, by cause";
         pub streams_broken: Counter = "streams_broken",
             "Answers that broke off after their first byte";
         pub clients_gone: Counter = "clients_gone",
-            "Clients that left before the end of their answer";
+            "Clients that disconnected before the end of their answer";
         pub answers: Family<OutcomeLabel, Counter> = "answers",
-            "Answers of runtime workers that began, by how they ended";
+            "Answers that runtime workers began, by outcome";
         pub prefills: Family<OutcomeLabel, Counter> = "prefills",
-            "Prefills at prefill workers, by what became of them";
+            "Prefills at prefill workers, by outcome";
         pub route_seconds: Histogram = "route",
             [Seconds] "Time from a request's body to its decision: tokenize, hash, look up, score",
             seconds_histogram();
@@ -111,18 +111,18 @@ metrics! {
             [Seconds] "Time that requests waited for their turn, refused ones included",
             seconds_histogram();
         pub turns: Family<TurnLabel, Counter> = "turns",
-            "Requests of a model that came to wait, by what became of them";
+            "Requests of a model that were queued for their turn, by outcome";
         pub turns_waiting: Family<ModelNameLabel, Gauge> = "turns_waiting",
             "Requests of a model that wait for their turn";
         pub queue_seconds: Histogram = "queue_wait",
             [Seconds] "Time that requests took to get a worker, refused ones included (--router-queue-threshold)",
             seconds_histogram();
         pub queued: Family<TurnLabel, Counter> = "queued",
-            "Requests of a model that waited for a worker with room to prefill, by what became of them";
+            "Requests of a model that waited for a worker with room to prefill, by outcome";
         pub queue_pending: Family<ModelNameLabel, Gauge> = "queue_pending_requests",
             "Requests of a model that wait for a worker with room to prefill";
         pub queue_pending_tokens: Family<ModelNameLabel, Gauge> = "queue_pending_isl_tokens",
-            "Tokens of their prompts";
+            "Prompt tokens of the requests that wait for a worker with room to prefill";
         pub in_flight: Gauge = "requests_in_flight", "Requests in flight";
         pub worker_healthy: Family<WorkerLabel, Gauge> = "worker_healthy",
             "1 = the worker's last health check passed";
@@ -137,48 +137,48 @@ metrics! {
         pub worker_active_requests: Family<WorkerLabel, Gauge> = "worker_active_requests",
             "Requests in flight, as booked here";
         pub worker_prefill_rate: Family<WorkerLabel, Gauge> = "worker_prefill_tokens_per_second",
-            "Prompt tokens a second that first tokens have shown, where prefill speed counts";
+            "Measured prefill speed in prompt tokens per second (--router-prefill-tokens-per-second)";
         pub worker_busy: Family<WorkerLabel, Gauge> = "worker_busy",
             "1 = the worker is busier than its model's thresholds allow";
         pub dropped: Family<KindLabel, Counter> = "dropped_fields",
-            "Fields and headers that control an engine, left out of requests of clients with keys, by kind";
+            "Fields and headers that control an engine, removed from requests of clients with keys, by kind";
         pub client_requests: Family<ClientLabel, Counter> = "client_requests",
             "Requests of each client key: served, or refused by requests, tokens or concurrency";
         pub client_tokens: Family<ClientIdLabel, Counter> = "client_uncached_prompt_tokens",
-            "Prompt tokens of each client key that no cache held";
+            "Uncached prompt tokens of each client key";
         pub client_in_flight: Family<ClientIdLabel, Gauge> = "client_requests_in_flight",
             "Requests of each client key that are in flight";
         pub worker_draining: Family<WorkerLabel, Gauge> = "worker_draining",
             "1 = the worker takes no new requests (PATCH /workers/{id})";
         pub worker_reuse_trust: Family<WorkerLabel, Gauge<f64, AtomicU64>> = "worker_reuse_trust",
-            "What the worker's overlap counts, 0 to 1: less where the engine's reported reuse contradicts its events";
+            "Weight of the worker's overlap, 0 to 1: lower while the engine's reported reuse contradicts its events";
         pub worker_index_incomplete: Family<WorkerLabel, Gauge> = "worker_index_incomplete",
-            "1 = the worker may hold blocks that its events have not told of: they earn no credit";
+            "1 = the worker may hold blocks that no event has reported; they earn no credit";
         pub worker_reuse_predicted: Family<WorkerLabel, Counter> = "worker_reuse_predicted_tokens",
-            "Prompt tokens that the worker's events promised, in answers that were compared";
+            "Prompt tokens that the worker's events predicted, in compared answers";
         pub worker_reuse_reported: Family<WorkerLabel, Counter> = "worker_reuse_reported_tokens",
             "Prompt tokens that the worker reported as reused, in the same answers";
         pub journal_bytes: Gauge = "decision_journal", [Bytes] "Memory of past decisions";
-        pub journal_records: Gauge = "decision_journal_records", "Past decisions that are kept";
+        pub journal_records: Gauge = "decision_journal_records", "Past decisions in memory";
         pub journal_dropped: Counter = "decision_journal_dropped",
-            "Past decisions that gave way to later ones";
+            "Past decisions dropped for newer ones";
         pub load_expired: Counter = "load_expired",
-            "Bookings freed because nothing was heard of them for the expiry time";
+            "Bookings freed as leaked, without activity for --active-request-expiry";
         pub tokenizer_hits: Gauge = "tokenizer_cache_hits",
-            "Pieces of text whose tokens were remembered";
+            "Pieces of text found in the cache";
         pub tokenizer_misses: Gauge = "tokenizer_cache_misses",
             "Pieces of text that were tokenized";
         pub message_hits: Gauge = "tokenizer_cache_message_hits",
-            "Messages of long chats that were known and not parsed again";
+            "Messages of long chats found in the cache";
         pub message_misses: Gauge = "tokenizer_cache_message_misses",
             "Messages of long chats that were parsed";
         pub tokenizer_evictions: Gauge = "tokenizer_cache_evictions",
-            "Pieces of text and messages that gave way to others";
+            "Pieces of text and messages evicted from the cache";
         pub tokenizer_bytes: Gauge = "tokenizer_cache", [Bytes]
-            "Memory of remembered tokens and messages";
+            "Memory of cached tokens and messages";
         pub tokenizers: Family<EncoderLabel, Gauge> = "tokenizers",
-            "Tokenizers in memory, by the crate that makes their ids";
+            "Tokenizers in memory, by the library that makes their ids";
         pub tokenizer_checks: Family<OutcomeLabel, Counter> = "tokenizer_checks",
-            "Prompts that were due to be encoded again by the tokenizers crate, by what became of them";
+            "Prompts selected for a second encoding by the tokenizers library, by outcome";
     }
 }

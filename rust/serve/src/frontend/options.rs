@@ -121,7 +121,7 @@ impl FrontendOptions {
         let wrong =
             |why: String| Error::Config(format!("--worker-api-key-file {}: {why}", path.display()));
         if self.worker_api_key.is_some() {
-            return Err(wrong("--worker-api-key is given, too; leave one of them out".to_owned()));
+            return Err(wrong("--worker-api-key is given as well; use one of them".to_owned()));
         }
         let text = std::fs::read_to_string(path).map_err(|error| wrong(error.to_string()))?;
         match text.trim() {
@@ -152,7 +152,8 @@ impl FrontendOptions {
     pub fn check(&self) -> Result<()> {
         if self.serve_indexer && self.remote_indexer.is_some() {
             return Err(Error::Config(
-                "--serve-indexer with --use-remote-indexer: there is no index here to serve"
+                "--serve-indexer and --use-remote-indexer exclude each other: with a remote indexer there is no \
+                 local index to serve"
                     .to_owned(),
             ));
         }
@@ -207,6 +208,6 @@ mod tests {
         assert!(fails_with(Some(" \n"), None).unwrap_err().contains("the file is empty"));
         assert_eq!(fails_with(Some("secret\n"), None).unwrap().as_deref(), Some("secret"));
         let twice = fails_with(None, Some("other")).unwrap_err();
-        assert!(twice.contains("leave one of them out") && !twice.contains("other"), "{twice}");
+        assert!(twice.contains("use one of them") && !twice.contains("other"), "{twice}");
     }
 }

@@ -120,9 +120,9 @@ impl Parity {
                     _ => "the last comparison agreed, one more is needed",
                 };
                 warnings.push(format!(
-                    "model {model}: prompts of the form {:?} have other tokens here than at engines of version \
-                     {version} ({how}); the engines render them. Fix: give --tokenizer the folder that the engines \
-                     serve, with their chat template",
+                    "model {model}: prompts of the form {:?} get different tokens here and at engines of version \
+                     {version} ({how}); the engines render them. Fix: set --tokenizer to the folder of the model \
+                     that the engines serve, with its chat template",
                     form.name(),
                 ));
             }
@@ -222,15 +222,15 @@ fn tell(model: &str, version: &str, form: Form, before: Option<&FormRecord>, now
             version,
             form,
             how,
-            "prompts of this form have other tokens here than at the engines, which render them from now on; give \
-             --tokenizer the folder that the engines serve, with their chat template"
+            "prompts of this form get different tokens here and at the engines, which render them from now on; \
+             set --tokenizer to the folder of the model that the engines serve, with its chat template"
         ),
         Outcome::Agrees if was_remote && !now.is_remote => {
             tracing::info!(
                 model,
                 version,
                 form,
-                "prompts of this form agree again and are rendered here"
+                "prompts of this form get the same tokens again and are rendered here"
             );
         }
         Outcome::NotCompared(why) if before.is_none() => {
@@ -363,7 +363,7 @@ fn difference(own: &[u32], theirs: &[u32]) -> Option<String> {
         return None;
     }
     let at = own.iter().zip(theirs).take_while(|(own, theirs)| own == theirs).count();
-    Some(format!("{} tokens here, {} there, others from {at} on", own.len(), theirs.len()))
+    Some(format!("{} tokens here, {} there, different from token {at} on", own.len(), theirs.len()))
 }
 
 /// An engine's answer to `/tokenize`.
@@ -438,6 +438,6 @@ mod tests {
     fn differences_say_where() {
         assert_eq!(difference(&[1, 2], &[1, 2]), None);
         let how = difference(&[1, 2, 3], &[1, 4]);
-        assert_eq!(how.as_deref(), Some("3 tokens here, 2 there, others from 1 on"));
+        assert_eq!(how.as_deref(), Some("3 tokens here, 2 there, different from token 1 on"));
     }
 }

@@ -43,7 +43,7 @@ pub(super) fn add(app: &Arc<App>, spec: EngineSpec) -> Result<Arc<Engine>> {
         let text = folder.and_then(|at| app.tokenizers.open(&at, app.options.tokenizer_cache));
         // It is on the worker's machine, perhaps, and not here.
         text.inspect_err(|error| {
-            tracing::warn!(url = spec.url, "the tokenizer that its card names: {error}");
+            tracing::warn!(url = spec.url, "its card's tokenizer: {error}");
         })
         .ok()
     });
@@ -76,7 +76,7 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
                         worker = engine.id,
                         url = engine.base,
                         why,
-                        "could not ask again"
+                        "could not read the worker's models again"
                     );
                 }
                 Err(why) => engine.check_failed(&why),
@@ -93,7 +93,8 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
                     if let Err(error) = &outcome
                         && known.as_ref() != Some(&error.to_string())
                     {
-                        tracing::error!(worker = engine.id, url = engine.base, %error, "worker does not fit");
+                        tracing::error!(worker = engine.id, url = engine.base, %error, "the worker does not \
+                                                                                        match its model");
                     }
                     // One that does not fit the index still serves: it only earns no credit.
                     let serves = app.fleet.pool_of(engine.id).is_some();
@@ -143,25 +144,33 @@ fn has_other_ranks(app: &Arc<App>, engine: &Engine, notes: &EngineNotes) -> bool
             engine.notes.lock().last_error = Some(format!("{note}: {error}"));
             return false;
         }
-        tracing::warn!(worker = id, url = engine.base, "{note}: it is registered anew with all");
+        tracing::warn!(
+            worker = id,
+            url = engine.base,
+            "{note}: registering the worker again with all ranks"
+        );
         let (dp_size, instance_id) = (server.dp_size, Some(id));
         let spec = EngineSpec { dp_size, instance_id, ..engine.spec.clone() };
         // It may have been removed by hand meanwhile.
         let left = app.fleet.remove(id);
         if let Err(error) = left.and_then(|_| add(app, spec)) {
-            tracing::error!(worker = id, url = engine.base, %error, "not registered anew");
+            tracing::error!(worker = id, url = engine.base, %error, "could not register the worker again");
         }
         return true;
     }
     let before = engine.notes.lock().server.as_ref().map(|server| server.note.clone());
     if before.as_ref() != Some(note) {
-        let outcome = if server.events.is_empty() { "its cache earns no credit" } else { "used" };
+        let outcome = if server.events.is_empty() {
+            "its cache is unknown and earns no credit"
+        } else {
+            "used"
+        };
         tracing::warn!(worker = id, url = engine.base, "given without events=: {note}; {outcome}");
     }
     if app.fleet.events_of(id) != server.events
         && let Err(error) = app.fleet.change_events(id, server.events.clone())
     {
-        tracing::error!(worker = id, url = engine.base, %error, "its events can't be subscribed to");
+        tracing::error!(worker = id, url = engine.base, %error, "cannot subscribe to its events");
     }
     false
 }

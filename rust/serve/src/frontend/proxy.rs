@@ -48,7 +48,9 @@ impl Upstream {
             None => None,
             Some(key) => {
                 let mut value = HeaderValue::try_from(format!("Bearer {key}")).map_err(|_| {
-                    Error::Config("--worker-api-key has characters that no header may have".into())
+                    Error::Config(
+                        "--worker-api-key has characters that are not allowed in a header".into(),
+                    )
                 })?;
                 value.set_sensitive(true);
                 Some(value)

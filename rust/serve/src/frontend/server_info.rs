@@ -72,7 +72,7 @@ impl ServerNotes {
         if !self.events.values().all(is_own) {
             self.events.clear();
             self.note.push_str(
-                ", which is not at its own host, as it must be of a worker added over HTTP",
+                ", which is on another host; a worker added over HTTP must have its sockets on its own host",
             );
         }
     }
@@ -108,7 +108,7 @@ fn sockets(host: &str, dp_size: u32, config: &Value) -> Result<(String, Option<S
         Value::String(text) => serde_json::from_str(text),
         other => KvEvents::deserialize(other),
     };
-    let config = read.map_err(|error| format!("its kv_events_config is no JSON: {error}"))?;
+    let config = read.map_err(|error| format!("its kv_events_config is not JSON: {error}"))?;
     if config.publisher.as_deref() != Some("zmq") {
         return Err(format!("the publisher of its kv_events_config is not zmq: {FIX}"));
     }
@@ -124,7 +124,7 @@ fn sockets(host: &str, dp_size: u32, config: &Value) -> Result<(String, Option<S
         if has_ports || is_local {
             return Ok(address);
         }
-        Err(format!("the {field} of its kv_events_config is {address:?}, no tcp://host:port"))
+        Err(format!("the {field} of its kv_events_config is {address:?}, not tcp://host:port"))
     };
     let endpoint = place("endpoint", config.endpoint.as_deref().unwrap_or(DEFAULT_ENDPOINT))?;
     let replay = config.replay_endpoint.as_deref();
@@ -192,10 +192,10 @@ mod tests {
     fn who_publishes_nothing_is_told_why() {
         for (config, why) in [
             (Value::Null, "it publishes no KV events: start it with --kv-events-config"),
-            (json!("{"), "no JSON"),
+            (json!("{"), "not JSON"),
             (json!(r#"{"publisher": "null"}"#), "not zmq"),
-            (json!(r#"{"publisher": "zmq", "endpoint": "udp://x"}"#), "no tcp://host:port"),
-            (json!(r#"{"publisher": "zmq", "endpoint": "tcp://*:65535"}"#), "no tcp://host:port"),
+            (json!(r#"{"publisher": "zmq", "endpoint": "udp://x"}"#), "not tcp://host:port"),
+            (json!(r#"{"publisher": "zmq", "endpoint": "tcp://*:65535"}"#), "not tcp://host:port"),
         ] {
             let notes = told(config, 2);
             assert!(notes.events.is_empty() && notes.note.contains(why), "{}", notes.note);

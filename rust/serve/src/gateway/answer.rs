@@ -166,7 +166,7 @@ impl Answer {
             Content::Text => collected.finish(self.api),
         };
         answer.map(|answer| Json(answer).into_response()).ok_or_else(|| {
-            let message = format!("worker {} answered with nothing", self.delivery.engine.id);
+            let message = format!("worker {} sent an empty answer", self.delivery.engine.id);
             Reject::new(StatusCode::BAD_GATEWAY, message)
         })
     }
@@ -186,8 +186,10 @@ impl Answer {
             if let Err(error) = outcome {
                 self.broken(&error);
                 let status = failed(&self.delivery.engine, error.clone()).status.as_u16();
-                let message =
-                    format!("worker {} broke off: {}", self.delivery.engine.id, error.message);
+                let message = format!(
+                    "worker {} broke off its answer: {}",
+                    self.delivery.engine.id, error.message
+                );
                 let kind = "upstream_error";
                 let event =
                     json!({ "error": { "message": message, "type": kind, "code": status } });

@@ -113,7 +113,7 @@ impl Attempts {
             Reach::Refused => {
                 self.refused += 1;
                 if self.refused > 1 {
-                    return Some("two workers refused it");
+                    return Some("two workers refused the request");
                 }
                 false
             }
@@ -123,7 +123,7 @@ impl Attempts {
                     self.retries.suspect(body);
                     return Some(match self.is_suspect {
                         true => "workers lost the same request less than 60 s ago",
-                        false => "two workers lost it",
+                        false => "two workers lost the request",
                     });
                 }
                 is_death
@@ -135,7 +135,7 @@ impl Attempts {
         let limit = MIN_RETRIES.max(in_flight / REQUESTS_PER_RETRY);
         if self.retries.running.fetch_add(1, Ordering::Relaxed) >= limit {
             self.retries.running.fetch_sub(1, Ordering::Relaxed);
-            return Some("as many requests are tried again as may be: 20 % of those in flight");
+            return Some("the limit of retries is reached: 20 % of the requests in flight");
         }
         self.has_permit = true;
         None

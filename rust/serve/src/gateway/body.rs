@@ -31,7 +31,7 @@ impl Body {
     /// One pass over the bytes.
     pub fn parse(bytes: Bytes) -> Result<Self, Reject> {
         if bytes.trim_ascii_start().first() == Some(&b'[') {
-            return Err(Reject::bad_request("the body is not a JSON object but a list"));
+            return Err(Reject::bad_request("the body must be a JSON object, got a list"));
         }
         let scan = std::str::from_utf8(&bytes).ok().and_then(Scan::of);
         let Some(Scan { fields, mut messages }) = scan else { return Err(complaint(&bytes)) };
@@ -296,7 +296,7 @@ mod tests {
     fn what_is_no_object_is_refused_with_its_place() {
         for (text, wanted) in [
             (r#"{"model": "m""#, "EOF"),
-            ("[]", "not a JSON object but a list"),
+            ("[]", "must be a JSON object, got a list"),
             ("5", "expected an object"),
             (r#"{"model":"m"} x"#, "characters after"),
             (r#"{"messages": [1,}"#, "messages"),

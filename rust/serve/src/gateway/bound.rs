@@ -23,9 +23,10 @@ fn limit(app: &App, pool: &Pool) -> (usize, String) {
     let members = pool.members();
     let tokens = members.all().filter_map(|engine| engine.notes.lock().max_model_len).min();
     match tokens {
-        None => {
-            (UNKNOWN_BYTES, "while no worker tells max_model_len; --max-prompt-bytes".to_owned())
-        }
+        None => (
+            UNKNOWN_BYTES,
+            "the default while no worker reports max_model_len; --max-prompt-bytes".to_owned(),
+        ),
         Some(tokens) => {
             let bytes = tokens.saturating_mul(BYTES_PER_TOKEN).max(SHORT_BYTES as u64);
             let why = format!("max_model_len is {tokens}; --max-prompt-bytes");

@@ -125,7 +125,7 @@ impl Call {
             head.headers.get(CONTENT_ENCODING).map_or(&b"identity"[..], HeaderValue::as_bytes);
         if !encoding.eq_ignore_ascii_case(b"identity") {
             let what = format!(
-                "content-encoding {:?} is not taken: send the body without compression",
+                "content-encoding {:?} is not supported: send the body without compression",
                 String::from_utf8_lossy(encoding)
             );
             return Err(Reject::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, what));
@@ -138,7 +138,7 @@ impl Call {
         let done = app.compute.run(&head.client(None, &Identity::default()), len, parse).await;
         done.unwrap_or_else(|Busy| {
             app.refused("tokenizer");
-            let what = "reading long requests keeps all cores busy: try again".to_owned();
+            let what = "all cores are busy with long requests; try again".to_owned();
             Err(Error::Overloaded(what).into())
         })
     }
@@ -156,8 +156,8 @@ fn max_attempts(headers: &HeaderMap) -> Result<Option<usize>, Reject> {
     let Some(number) = number else {
         let text: String = text.chars().take(64).collect();
         return Err(Reject::bad_request(format!(
-            "header {MAX_ATTEMPTS_HEADER} must be a whole number from 1 on, got {text:?}: leave it out \
-             for what the server allows (--max-attempts)"
+            "header {MAX_ATTEMPTS_HEADER} must be a whole number of at least 1, got {text:?}: leave it out for \
+             the server's own limit (--max-attempts)"
         )));
     };
     Ok(Some(usize::try_from(number).unwrap_or(usize::MAX)))

@@ -134,7 +134,7 @@ async fn generate(
         return Err(match is_batch {
             true => Untokenized::Unknown("batch"),
             false => Untokenized::Refused(Error::invalid(
-                "text: a text, a list of texts, or input_ids is required",
+                "text: a string, a list of strings, or input_ids is required",
             )),
         });
     };

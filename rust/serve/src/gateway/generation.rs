@@ -201,7 +201,7 @@ impl Generation {
         let Some(context) = context_length else { return Ok(()) };
         if prompt_tokens >= context {
             return Err(Reject::bad_request(format!(
-                "the prompt has {prompt_tokens} tokens; the model takes {context} of prompt and answer"
+                "the prompt has {prompt_tokens} tokens; the model's limit for prompt and answer is {context}"
             )));
         }
         let room = context - prompt_tokens;
@@ -251,8 +251,8 @@ impl Fields {
         };
         let must_call = |value: &Value| value == "required" || value.is_object();
         let refusals = [
-            ("n", self.n.is_some_and(|n| n != 1), "only 1 answer a request"),
-            ("best_of", self.best_of.is_some_and(|n| n != 1), "only 1 answer a request"),
+            ("n", self.n.is_some_and(|n| n != 1), "only 1 answer per request"),
+            ("best_of", self.best_of.is_some_and(|n| n != 1), "only 1 answer per request"),
             ("use_beam_search", self.use_beam_search == Some(true), "no beam search"),
             ("echo", self.echo == Some(true), "no echo of the prompt"),
             ("suffix", self.suffix.as_ref().is_some_and(|s| !s.is_empty()), "no suffix"),
@@ -266,18 +266,10 @@ impl Fields {
                 "no log probabilities",
             ),
             ("prompt_logprobs", is_wanted(&self.prompt_logprobs), "no log probabilities"),
-            (
-                "tool_choice",
-                self.tool_choice.as_ref().is_some_and(must_call),
-                "no calls that must be made, only auto or none",
-            ),
-            ("bad_words", has_any(&self.bad_words), "no answers without words of a list"),
-            (
-                "allowed_token_ids",
-                has_any(&self.allowed_token_ids),
-                "no answers of a list's tokens",
-            ),
-            ("logits_processors", has_any(&self.logits_processors), "no processing of logits"),
+            ("tool_choice", self.tool_choice.as_ref().is_some_and(must_call), "only auto or none"),
+            ("bad_words", has_any(&self.bad_words), "no lists of banned words"),
+            ("allowed_token_ids", has_any(&self.allowed_token_ids), "no lists of allowed tokens"),
+            ("logits_processors", has_any(&self.logits_processors), "no logits processors"),
         ];
         match refusals.into_iter().find(|(_, is_refused, _)| *is_refused) {
             Some((field, _, what)) => {
@@ -287,7 +279,7 @@ impl Fields {
                     _ => String::new(),
                 };
                 Err(Reject::bad_request(format!(
-                    "{field}: the workers of this model give {what}{came}"
+                    "{field}: the workers of this model support {what}{came}"
                 )))
             }
             None => Ok(()),
@@ -376,7 +368,10 @@ mod tests {
         both.fit(6, Some(10)).unwrap();
         assert_eq!(both.limits.max_tokens, Some(4));
         let error = both.fit(10, Some(10)).unwrap_err().message;
-        assert!(error.contains("10 tokens; the model takes 10"), "{error}");
+        assert!(
+            error.contains("10 tokens; the model's limit for prompt and answer is 10"),
+            "{error}"
+        );
         let mut open = parse(Api::Chat, json!({})).unwrap();
         open.fit(6, None).unwrap();
         assert_eq!(open.limits.max_tokens, None);
@@ -405,7 +400,10 @@ mod tests {
     #[test]
     fn refusals_name_the_field_and_what_came() {
         for (body, wanted) in [
-            (json!({"n": 2}), "n: the workers of this model give only 1 answer a request, got 2"),
+            (
+                json!({"n": 2}),
+                "n: the workers of this model support only 1 answer per request, got 2",
+            ),
             (json!({"best_of": 3}), "best_of: "),
             (json!({"logprobs": true}), "logprobs: "),
             (json!({"logprobs": 0}), "logprobs: "),

@@ -62,7 +62,7 @@ impl Guides<'_> {
             [] => Ok(None),
             [_] => Ok(Some(Value::Object(guide))),
             [first, second, ..] => Err(Reject::bad_request(format!(
-                "{first}: an answer can be held to one form, and {second} names another"
+                "{first}: an answer can have only one constraint, and {second} gives another"
             ))),
         }
     }
@@ -172,13 +172,13 @@ mod tests {
             (json!({"structured_outputs": {"choice": 1}}), "structured_outputs: choice must be"),
             (
                 json!({"guided_regex": "a", "guided_choice": ["a"]}),
-                "an answer can be held to one form, and guided_",
+                "an answer can have only one constraint, and guided_",
             ),
             (
                 json!({"guided_json": {}, "response_format": {"type": "json_object"}}),
-                "response_format: an answer can be held to one form, and guided_json names another",
+                "response_format: an answer can have only one constraint, and guided_json gives another",
             ),
-            (json!({"structured_outputs": {"json": {}, "regex": "a"}}), "one form"),
+            (json!({"structured_outputs": {"json": {}, "regex": "a"}}), "one constraint"),
         ] {
             let error = parse(&body).unwrap_err();
             assert!(error.contains(wanted), "{body}: {error}");

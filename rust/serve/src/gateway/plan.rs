@@ -451,7 +451,7 @@ fn check_workers(call: &Call, pool: &Pool) -> Result<(), Reject> {
 fn pin(pool: &Pool, id: Option<InstanceId>) -> Result<Option<Pin>, Reject> {
     match id {
         Some(id) if pool.members().get(id).is_none() => {
-            let message = format!("worker {id} is none of model {:?}", pool.name);
+            let message = format!("worker {id} does not serve model {:?}", pool.name);
             Err(Error::NotFound(message).into())
         }
         id => Ok(id.map(|instance_id| Pin { instance_id, dp_rank: None })),

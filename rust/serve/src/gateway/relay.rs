@@ -82,9 +82,9 @@ impl Delivery {
             (Some(counted), Some(reported)) if counted != reported => {
                 metrics.token_mismatches.inc();
                 if let Some((api, is_sent)) = self.ids {
-                    let how = if is_sent { "with their ids" } else { "as text" };
+                    let how = if is_sent { "as token ids" } else { "as text" };
                     let why = format!(
-                        "it counted {reported} tokens of a prompt sent {how}, not {counted}"
+                        "the engine counted {reported} tokens of a prompt sent {how}, kvflash {counted}"
                     );
                     self.engine.gets_no_ids(&self.app, api, "other_count", &why);
                 }

@@ -140,8 +140,8 @@ pub(super) async fn ask(
                     url = engine.base,
                     status = status.as_u16(),
                     path,
-                    "the engine does not render such requests: they are balanced by load (of chats only those with \
-                     images); start vLLM 0.32 or newer with --enable-scale-out to have them matched"
+                    "the engine does not render such requests: they are balanced by load (of chats only those \
+                     with images); to match them, start vLLM 0.32 or newer with --enable-scale-out"
                 );
             }
             Err("not_text")

@@ -59,7 +59,7 @@ pub(super) async fn tokens(
     let bytes = call.body.bytes().len();
     let busy = |Busy| match is_strict {
         true => Untokenized::Refused(Error::Overloaded(
-            "tokenizing long prompts keeps all cores busy: try again".to_owned(),
+            "all cores are busy with tokenizing long prompts; try again".to_owned(),
         )),
         false => Untokenized::Unknown("tokenizer_busy"),
     };
@@ -80,7 +80,7 @@ pub(super) async fn tokens(
             match parsed.map_err(Untokenized::Refused)? {
                 Prompt::Tokens(tokens) => return Ok(tokens.into()),
                 Prompt::Batch if is_strict => {
-                    let why = "prompt: the workers of this model take one prompt a request";
+                    let why = "prompt: the workers of this model accept one prompt per request";
                     return Err(refused(why));
                 }
                 Prompt::Batch => return Err(Untokenized::Unknown("batch")),
@@ -130,7 +130,7 @@ pub(super) async fn tokens(
             Ok(Known { replaceable, ..tokens.into() })
         }
         Ok(text::Prompt::Unsupported(why)) if is_strict => {
-            Err(refused(format!("the prompt can't be made into tokens here: {why}")))
+            Err(refused(format!("the prompt cannot be tokenized by the frontend: {why}")))
         }
         Ok(text::Prompt::Unsupported(_)) if prompt.is_none() && has_media(envelope) => {
             render(app, envelope, pool).await.map_err(Untokenized::Unknown)

@@ -140,7 +140,7 @@ impl WaitingRoom {
                 // What counts as late is counted as that, not as having left.
                 let _late = self.state.lock().queue.expire(self.clock.now_ms());
                 let error = Error::AllBusy(format!(
-                    "no turn within {} s (--fairness-queue-timeout)",
+                    "the request got no turn within {} s (--fairness-queue-timeout)",
                     self.max_wait.as_secs_f64()
                 ));
                 Err(error.into())

@@ -165,12 +165,19 @@ impl IndexerApp {
             .route("/openapi.json", get(openapi::indexer))
             .fallback(async |mut body: Body| {
                 body::discard(&mut body).await;
-                Reject::new(StatusCode::NOT_FOUND, "no such path").plain()
+                Reject::new(
+                    StatusCode::NOT_FOUND,
+                    "no such path; GET /openapi.json lists all paths",
+                )
+                .plain()
             })
             .method_not_allowed_fallback(async |mut body: Body| {
                 body::discard(&mut body).await;
-                Reject::new(StatusCode::METHOD_NOT_ALLOWED, "this path takes another method")
-                    .plain()
+                Reject::new(
+                    StatusCode::METHOD_NOT_ALLOWED,
+                    "method not allowed; GET /openapi.json lists the methods of this path",
+                )
+                .plain()
             })
             .with_state(Arc::clone(&app))
             .layer(counted);

@@ -110,7 +110,7 @@ fn media_type(entry: &str) -> (&str, f32) {
 fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
     // Derived readers would take a list too, field by field.
     if bytes.trim_ascii_start().first() == Some(&b'[') {
-        return Err("a list instead of an object".to_owned());
+        return Err("must be an object, got a list".to_owned());
     }
     serde_json::from_slice(bytes).map_err(|error| {
         // Second, slower pass, for the name of the field at fault.

@@ -29,7 +29,7 @@ impl Credential {
                 return Err(fault(FLAG, &of, "is empty"));
             }
             let mut value = HeaderValue::from_bytes(&[b"Bearer ", key].concat())
-                .map_err(|_| fault(FLAG, &of, "has characters that no header may have"))?;
+                .map_err(|_| fault(FLAG, &of, "has characters that are not allowed in a header"))?;
             value.set_sensitive(true);
             Ok(value)
         };

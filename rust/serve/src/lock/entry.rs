@@ -277,15 +277,15 @@ impl Lock {
     pub(crate) fn register(&self, registry: &mut Registry) {
         registry.register(
             "lock_refused",
-            "Requests that were not let in: no key, an unknown key, a key of another role, from elsewhere, sent \
-             by a foreign web page",
+            "Requests refused for their key or origin: no key, unknown key, key of another role, from another \
+             machine, from a foreign web page",
             Family::clone(&self.shared.refused),
         );
         if let Some(keys) = &self.shared.keys {
             keys.register(
                 registry,
                 "keys_renewals",
-                "Changes of --keys-file: taken, or refused (the log says why)",
+                "Reloads of --keys-file, by outcome; the log has the reasons",
             );
         }
     }
@@ -342,7 +342,7 @@ impl Lock {
         key: Bytes,
     ) -> std::result::Result<Admitted, Refusal> {
         let busy = || {
-            let what = "too many keys are being checked: try again";
+            let what = "too many keys are being checked; try again";
             let mut refusal = Refusal::new("busy", StatusCode::TOO_MANY_REQUESTS, what);
             refusal.reject.retry_after_s = Some(1);
             refusal
@@ -503,7 +503,7 @@ fn key_of(headers: &HeaderMap) -> std::result::Result<Option<&[u8]>, Refusal> {
         let mut values = headers.get_all(name).iter();
         let Some(value) = values.next() else { continue };
         if values.next().is_some() {
-            let what = format!("header {name} is there twice: send it once");
+            let what = format!("header {name} came twice; send it once");
             return Err(Refusal::new("twice", StatusCode::BAD_REQUEST, what));
         }
         let bytes = value.as_bytes();

@@ -159,7 +159,8 @@ impl Keys {
     fn read(path: &Path) -> Result<Self> {
         check_mode(path)?;
         let bytes = bytes_of(KEYS_FLAG, path)?;
-        let text = String::from_utf8(bytes).map_err(|_| fault(KEYS_FLAG, path, "is no text"))?;
+        let text =
+            String::from_utf8(bytes).map_err(|_| fault(KEYS_FLAG, path, "is not UTF-8 text"))?;
         Self::parse(&text).map_err(|why| fault(KEYS_FLAG, path, why))
     }
 
@@ -177,7 +178,7 @@ impl Keys {
             let at = |why: String| format!("line {}: {why}", number + 1);
             let (key, secret) = parse_line(line).map_err(at)?;
             if !ids.insert(key.id.clone()) {
-                return Err(at(format!("id {:?} is there twice", key.id)));
+                return Err(at(format!("duplicate id {:?}", key.id)));
             }
             if ids.len() > MAX_KEYS {
                 return Err(at(format!("there are more than {MAX_KEYS} keys, the limit")));
@@ -201,8 +202,8 @@ impl Keys {
             Secret::Argon2(hash) => {
                 if self.slow.len() >= MAX_SLOW_KEYS {
                     return Err(format!(
-                        "there are more than {MAX_SLOW_KEYS} keys with an argon2 hash, the limit: let \
-                         `kvflash keys add` make the others"
+                        "there are more than {MAX_SLOW_KEYS} keys with an argon2 hash, the limit: create the \
+                         others with `kvflash keys add`"
                     ));
                 }
                 self.slow.push((hash, key));
@@ -214,7 +215,7 @@ impl Keys {
             Some(at) => at,
             None if self.fast.len() >= MAX_SALTS => {
                 return Err(format!(
-                    "there are more than {MAX_SALTS} different salts, the limit: keys may share one"
+                    "there are more than {MAX_SALTS} different salts, the limit: several keys may share a salt"
                 ));
             }
             None => {
@@ -224,7 +225,7 @@ impl Keys {
         };
         match self.fast[at].1.insert(digest, key) {
             None => Ok(()),
-            Some(other) => Err(format!("the hash is that of the key {:?}, too", other.id)),
+            Some(other) => Err(format!("the key {:?} has the same hash", other.id)),
         }
     }
 
@@ -309,7 +310,7 @@ fn check_mode(path: &Path) -> Result<()> {
     Err(fault(
         KEYS_FLAG,
         path,
-        format!("every user may write it (mode {mode:o}): chmod o-w, better 600"),
+        format!("every user may write to it (mode {mode:o}): run chmod 600"),
     ))
 }
 
@@ -332,7 +333,7 @@ fn parse_line(line: &str) -> std::result::Result<(Key, Secret), String> {
             format!("option {:?} must be name=value, such as rpm=60", short(option))
         })?;
         if !seen.insert(name) {
-            return Err(format!("option {name} is there twice"));
+            return Err(format!("duplicate option {name}"));
         }
         set_option(&mut key, name, value)?;
     }
@@ -342,11 +343,14 @@ fn parse_line(line: &str) -> std::result::Result<(Key, Secret), String> {
 fn set_option(key: &mut Key, name: &str, value: &str) -> std::result::Result<(), String> {
     const NAMES: &str = "tenant, rpm, tpm, concurrency, isolate, allow";
     if key.role != Role::Client && NAMES.split(", ").any(|known| known == name) {
-        return Err(format!("option {name} is for clients, the role is {}", key.role.name()));
+        return Err(format!("option {name} is only for clients, the role is {}", key.role.name()));
     }
     let number = || match value.parse::<u64>() {
         Ok(number) if number > 0 => Ok(Some(number)),
-        _ => Err(format!("option {name} must be a whole number from 1 on, got {:?}", short(value))),
+        _ => Err(format!(
+            "option {name} must be a whole number of at least 1, got {:?}",
+            short(value)
+        )),
     };
     match name {
         "tenant" => {
@@ -379,7 +383,7 @@ fn set_option(key: &mut Key, name: &str, value: &str) -> std::result::Result<(),
         }
         other => {
             let other = short(other);
-            return Err(format!("unknown option {other:?}; legal are {NAMES}"));
+            return Err(format!("unknown option {other:?}; known options are {NAMES}"));
         }
     }
     Ok(())

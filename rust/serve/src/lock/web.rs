@@ -30,7 +30,7 @@ pub(super) fn check_host_count<B>(request: &Request<B>) -> Result<(), Refusal> {
     if count == 1 || (count == 0 && request.version() == Version::HTTP_10) {
         return Ok(());
     }
-    let what = format!("a request has exactly one header Host, got {count}");
+    let what = format!("a request must have exactly one Host header, got {count}");
     Err(Refusal::new("host", StatusCode::BAD_REQUEST, what))
 }
 
@@ -69,12 +69,12 @@ pub(super) fn check<B>(
         };
         let origin = origin.map(HeaderValue::as_bytes).unwrap_or_default();
         let origin: String = String::from_utf8_lossy(origin).chars().take(100).collect();
-        let what = format!("a web page of another origin ({origin}) sent this: {hint}");
+        let what = format!("the request came from a web page of another origin ({origin}): {hint}");
         return Err(Refusal::new("origin", StatusCode::FORBIDDEN, what));
     }
     let site = headers.get("sec-fetch-site").map(HeaderValue::as_bytes);
     if is_write && matches!(site, Some(b"cross-site" | b"same-site")) {
-        let what = "a web page of another site sent this (Sec-Fetch-Site): send a key";
+        let what = "the request came from a web page of another site (Sec-Fetch-Site): send a key";
         return Err(Refusal::new("origin", StatusCode::FORBIDDEN, what));
     }
     Ok(())

@@ -186,8 +186,8 @@ pub(super) fn health(app: &App) -> Value {
     for pool in &pools {
         if pool.selector.block_size() == 0 {
             warnings.push(format!(
-                "model={} tenant={}: the block size is not known, so prompts are routed by load alone; \
-                 register workers with block_size, or set --router-block-size",
+                "model={} tenant={}: the block size is unknown, so prompts are routed by load alone; register \
+                 workers with block_size, or set --router-block-size",
                 pool.key.model_name, pool.key.tenant_id
             ));
         }

@@ -120,7 +120,7 @@ impl Chosen {
     /// `NoWorker` while the start waits for workers.
     pub async fn reserve(&self, app: &App) -> Result<Answer> {
         let Some(request_id) = self.request_id.as_deref() else {
-            return Err(Error::invalid("missing field `request_id`: what is booked needs a name"));
+            return Err(Error::invalid("missing field `request_id`: a reservation needs one"));
         };
         app.started()?;
         let selector = &self.pool.selector;
@@ -265,14 +265,14 @@ fn prompt(pool: &Pool, request: &Choose) -> Result<Prompt> {
     let (lora_name, cache_salt) = (request.lora_name.as_deref(), request.cache_salt.as_deref());
     match (&request.token_ids, &request.block_hashes, request.isl_tokens) {
         (Some(_), Some(_), _) => {
-            Err(Error::invalid("token_ids and block_hashes say the same thing: give one of them"))
+            Err(Error::invalid("token_ids and block_hashes exclude each other: give one of them"))
         }
         (Some(tokens), None, isl_tokens) => {
             let count = tokens.0.len() as u64;
             if isl_tokens.is_some_and(|isl_tokens| isl_tokens != count) {
                 let isl_tokens = isl_tokens.unwrap_or_default();
                 return Err(Error::invalid(format!(
-                    "isl_tokens {isl_tokens} is not the {count} of token_ids: leave it out"
+                    "isl_tokens is {isl_tokens}, but token_ids has {count}: leave isl_tokens out"
                 )));
             }
             let path = request.lora_path.as_deref().unwrap_or("");
@@ -288,8 +288,8 @@ fn prompt(pool: &Pool, request: &Choose) -> Result<Prompt> {
             let block_size = selector.block_size();
             if block_size == 0 && isl_tokens.is_none() {
                 return Err(Error::invalid(
-                    "block_hashes: no worker has told the block size yet; register one with \
-                     block_size, or give isl_tokens",
+                    "block_hashes: no worker has reported the block size yet; register one with block_size, or \
+                     give isl_tokens",
                 ));
             }
             // Salt and adapter are in the hashes already; the seed is for predictions of one's own.

@@ -95,7 +95,7 @@ impl Fleet {
         let (id, report) = (new.worker_id, new.report());
         if let Some(ModelKey { model_name, tenant_id }) = tables.roster.key_of(id) {
             return Err(Error::Conflict(format!(
-                "worker_id {id} is registered already, for model={model_name} tenant={tenant_id}"
+                "worker_id {id} is already registered for model={model_name} tenant={tenant_id}"
             )));
         }
         tables.roster.check_room(new.dp_size, new.registrant)?;

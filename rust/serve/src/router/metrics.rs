@@ -36,32 +36,32 @@ metrics! {
     #[derive(Debug, Clone)]
     pub(super) struct RouterMetrics {
         @stages "prompt_tokens",
-            "Tokens of reserved prompts: all, those that the best worker holds, those that the chosen one holds":
+            "Prompt tokens of reservations by stage: all, cached at the best worker, cached at the chosen worker":
             pub input, pub available, pub selected;
         pub selections: Family<OutcomeLabel, Counter> = "router_selections",
-            "Requests for a worker by outcome; only reserved ones change anything";
+            "Requests for a worker, by outcome; only reservations are booked";
         pub queue_seconds: Histogram = "queue_wait",
             [Seconds] "Time that reservations took, refused ones included (--router-queue-threshold)",
             seconds_histogram();
         queued: Family<QueueLabel, Counter> = "queued",
-            "Requests of a model that waited for a worker with room to prefill, by what became of them";
+            "Requests of a model that waited for a worker with room to prefill, by outcome";
         queue_pending: Family<ModelLabel, Gauge> = "queue_pending_requests",
             "Requests of a model that wait for a worker with room to prefill";
         queue_pending_tokens: Family<ModelLabel, Gauge> = "queue_pending_isl_tokens",
-            "Tokens of their prompts";
+            "Prompt tokens of the requests that wait for a worker with room to prefill";
         pub load_expired: Counter = "load_expired",
-            "Reservations of which nothing was heard for so long that their load was freed";
+            "Reservations freed as leaked, without activity for --active-request-expiry";
         workers: Family<ModelLabel, Gauge> = "router_workers", "Registered workers";
         busy_workers: Family<ModelLabel, Gauge> = "router_busy_workers",
             "Workers above a threshold";
         draining_workers: Family<ModelLabel, Gauge> = "router_draining_workers",
             "Workers that take no new requests (PATCH /workers/{id})";
         reservations: Family<ModelLabel, Gauge> = "router_reservations",
-            "Reservations that are active";
+            "Active reservations";
         journal_bytes: Gauge = "decision_journal", [Bytes] "Memory of past decisions";
-        journal_records: Gauge = "decision_journal_records", "Past decisions that are kept";
+        journal_records: Gauge = "decision_journal_records", "Past decisions in memory";
         journal_dropped: Counter = "decision_journal_dropped",
-            "Past decisions that gave way to later ones";
+            "Past decisions dropped for newer ones";
         worker_active_blocks: Family<WorkerLabel, Gauge> = "worker_active_blocks",
             "Distinct blocks of active requests";
         worker_active_prefill: Family<WorkerLabel, Gauge> = "worker_active_prefill_tokens",
@@ -69,7 +69,7 @@ metrics! {
         worker_active_requests: Family<WorkerLabel, Gauge> = "worker_active_requests",
             "Active requests";
         worker_prefill_rate: Family<WorkerLabel, Gauge> = "worker_prefill_tokens_per_second",
-            "Prompt tokens a second that first tokens have shown, where prefill speed counts";
+            "Measured prefill speed in prompt tokens per second (--router-prefill-tokens-per-second)";
     }
 }
 

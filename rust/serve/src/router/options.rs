@@ -74,7 +74,8 @@ impl RouterOptions {
     pub fn check(&self) -> Result<()> {
         if self.serve_indexer && self.remote_indexer.is_some() {
             return Err(Error::Config(
-                "--serve-indexer with --use-remote-indexer: there is no index here to serve"
+                "--serve-indexer and --use-remote-indexer exclude each other: with a remote indexer there is no \
+                 local index to serve"
                     .to_owned(),
             ));
         }

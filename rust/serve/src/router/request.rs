@@ -104,10 +104,12 @@ impl NewWorker {
             )));
         }
         if self.endpoint.is_some() && !self.events.is_empty() {
-            return Err(Error::invalid("endpoint and events say the same thing: give one of them"));
+            return Err(Error::invalid("endpoint and events exclude each other: give one of them"));
         }
         if self.replay_endpoint.is_some() && self.endpoint.is_none() {
-            return Err(Error::invalid("replay_endpoint without endpoint: nothing to repair"));
+            return Err(Error::invalid(
+                "replay_endpoint needs endpoint: add it, or leave replay_endpoint out",
+            ));
         }
         self.events().map(|_| ())
     }
@@ -212,9 +214,9 @@ impl Choose {
     pub fn pin(&self) -> Result<Option<Pin>> {
         match (self.worker_id, self.dp_rank) {
             (Some(instance_id), dp_rank) => Ok(Some(Pin { instance_id, dp_rank })),
-            (None, Some(rank)) => {
-                Err(Error::invalid(format!("dp_rank {rank} without worker_id: whose rank?")))
-            }
+            (None, Some(rank)) => Err(Error::invalid(format!(
+                "dp_rank {rank} needs worker_id: add it, or leave dp_rank out"
+            ))),
             (None, None) => Ok(None),
         }
     }
@@ -324,7 +326,7 @@ impl LoadReport {
         };
         if self.router_id.is_some() && !metrics.is_empty() {
             return Err(Error::invalid(
-                "the engine's own figures are the worker's to say: leave them out with router_id",
+                "workers report the engine's own figures, routers do not: leave them out with router_id",
             ));
         }
         metrics.validate()?;
@@ -353,7 +355,7 @@ impl LoadReport {
         ] {
             if value.is_some() {
                 return Err(Error::invalid(format!(
-                    "{field} is the worker's to say: leave it out with router_id"
+                    "workers report {field}, routers do not: leave it out with router_id"
                 )));
             }
         }

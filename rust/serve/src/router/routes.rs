@@ -147,11 +147,17 @@ fn routes(app: &Arc<App>) -> KvResult<Router> {
         .route("/openapi.json", get(openapi::router))
         .fallback(async |mut body: Body| {
             body::discard(&mut body).await;
-            Reject::new(StatusCode::NOT_FOUND, "no such path").plain()
+            Reject::new(StatusCode::NOT_FOUND, "no such path; GET /openapi.json lists all paths")
+                .plain()
         })
         .method_not_allowed_fallback(async |mut body: Body| {
             body::discard(&mut body).await;
-            Reject::new(StatusCode::METHOD_NOT_ALLOWED, "this path takes another method").plain()
+            Reject::new(
+                StatusCode::METHOD_NOT_ALLOWED,
+                "method not allowed: GET /openapi.json lists the methods \
+                                                         of this path",
+            )
+            .plain()
         })
         .with_state(Arc::clone(app));
     if app.options.serve_indexer {
@@ -423,7 +429,8 @@ async fn report_load(State(app): State<Arc<App>>, headers: HeaderMap, body: Body
             None => pool.selector.busy.report(worker, &report.report()),
         };
         if !is_kept {
-            let message = format!("1024 other routers have told of worker {worker} already");
+            let message =
+                format!("1024 other routers already report loads of worker {worker}, the limit");
             return Err(Error::Overloaded(message).into());
         }
         if !metrics.is_empty() {
@@ -468,8 +475,8 @@ async fn why(
         let decisions: Vec<_> = records.iter().map(|record| record.whole(now_ms)).collect();
         if decisions.is_empty() {
             return Err(Reject::from(Error::NotFound(format!(
-                "no decision for request_id {request_id:?} is kept: only reserved requests are, and \
-                 the latest ones (--decision-journal)"
+                "no decision is stored for request_id {request_id:?}: only reserved requests have one, and newer \
+                 ones replace the oldest (--decision-journal)"
             ))));
         }
         Ok(reply_to(&headers, &json!({ "request_id": request_id, "decisions": decisions })))

@@ -379,7 +379,7 @@ async fn an_alias_of_models_that_nobody_serves_is_told_so() {
     let aliases = ["mix=other", "part=other,m", "g=m"].map(str::to_owned).to_vec();
     let stage = Stage::new(|options| options.own.model_alias = aliases);
     let _engine = stage.engine().await;
-    let served = "served are g, m, part";
+    let served = "served models are g, m, part";
     let answer = stage.ask(&json!({ "model": "mix", "prompt": "x" })).await;
     let told = format!("alias \"mix\" stands for \"other\", which no worker serves; {served}");
     assert_eq!((answer.status, &answer.json()["error"]["message"]), (404, &json!(told)));
@@ -409,7 +409,7 @@ async fn an_alias_of_models_that_nobody_serves_is_told_so() {
     );
     let health = stage.get("/health").await;
     for alias in ["mix", "part"] {
-        let warning = format!("alias {alias}: no worker serves other, which is one of its models");
+        let warning = format!("alias {alias}: no worker serves its model other");
         assert!(health["warnings"].as_array().unwrap().contains(&json!(warning)), "{health}");
     }
     assert!(!health.to_string().contains("alias g"), "{health}");

@@ -45,7 +45,7 @@ async fn a_body_that_crawls_takes_no_place_and_ends() {
     stage.skip(Duration::from_secs(2)).await;
     let answer = crawling.await.unwrap();
     assert_eq!(answer.status, 408);
-    assert!(answer.text().contains("8192 bytes a second"), "{}", answer.text());
+    assert!(answer.text().contains("8192 bytes per second"), "{}", answer.text());
     assert_eq!(stage.metric("bodies_refused_total{cause=\"slow\"}").await, 1.0);
 }
 
@@ -76,7 +76,7 @@ async fn settings_and_workers_are_changed_by_small_bodies() {
     for path in ["/workers", "/busy_threshold"] {
         let answer = stage.post(path, &body).await;
         assert_eq!(answer.status, 413, "{path}: {}", answer.text());
-        assert!(answer.text().contains("the 65536 bytes"), "{}", answer.text());
+        assert!(answer.text().contains("than 65536 bytes"), "{}", answer.text());
     }
 }
 

@@ -75,7 +75,7 @@ async fn where_all_are_draining_requests_and_probes_hear_so() {
     assert_eq!(answer.status, 503);
     assert!(answer.text().contains("1 healthy, 1 draining"), "{}", answer.text());
     let ready = stage.get("/ready").await;
-    assert_eq!(ready["reason"], "all healthy workers that decode are draining");
+    assert_eq!(ready["reason"], "all healthy decode workers are draining");
     let health = stage.get("/health").await;
     assert_eq!(
         (&health["status"], &health["draining_workers"]),
@@ -94,7 +94,12 @@ async fn what_is_no_change_of_a_worker_is_refused() {
         (&*path, json!({ "state": "gone" }), 400, "state: must be active or draining"),
         (&*path, json!({ "url": "http://x" }), 400, "unknown field `url`"),
         ("/workers/99", json!({ "state": "active" }), 404, "no worker 99 is registered"),
-        ("/workers/x", json!({ "state": "active" }), 400, "a worker id is a number, got \\\"x\\\""),
+        (
+            "/workers/x",
+            json!({ "state": "active" }),
+            400,
+            "a worker id must be a number, got \\\"x\\\"",
+        ),
     ] {
         let answer = stage.patch(path, &body).await;
         assert_eq!(answer.status, status, "{path} {body}");

@@ -253,7 +253,7 @@ async fn a_request_that_ends_its_worker_ends_two_at_most_and_then_one() {
     let sent = || engines.iter().map(|engine| engine.count()).sum::<usize>();
     let answer = stage.ask(&poison).await;
     assert_eq!((answer.status, sent()), (502, 2));
-    assert!(answer.text().contains("two workers lost it"), "{}", answer.text());
+    assert!(answer.text().contains("two workers lost the request"), "{}", answer.text());
     for engine in &engines {
         stage.until_healthy(engine.id, true).await;
     }

@@ -98,9 +98,8 @@ impl Collected {
 /// # Errors
 /// `Protocol` for what is none.
 pub(crate) fn parse(payload: &[u8]) -> Result<Value, PlaneError> {
-    rmp_serde::from_slice(payload).map_err(|error| {
-        PlaneError::new(Cause::Protocol, format!("an item that can't be read: {error}"))
-    })
+    rmp_serde::from_slice(payload)
+        .map_err(|error| PlaneError::new(Cause::Protocol, format!("unreadable item: {error}")))
 }
 
 /// The failure that a worker tells of in a chunk: OpenAI's `{"error": ...}`, or an error object by itself.

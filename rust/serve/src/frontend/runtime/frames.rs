@@ -42,7 +42,7 @@ pub(super) struct Frame {
 pub(super) fn encode(kind: Kind, payload: &[u8]) -> Result<Bytes, String> {
     let bytes = payload.len() + 1;
     if bytes > MAX_FRAME_BYTES {
-        return Err(format!("a frame of {bytes} bytes is beyond the limit of {MAX_FRAME_BYTES}"));
+        return Err(format!("a frame of {bytes} bytes exceeds the limit of {MAX_FRAME_BYTES}"));
     }
     let mut out = BytesMut::with_capacity(HEAD_BYTES + payload.len());
     out.put_u32(bytes as u32);
@@ -71,7 +71,7 @@ pub(super) fn take(received: &mut BytesMut) -> Result<Option<Frame>, String> {
     }
     // Told from the fifth byte, before the rest is waited for.
     let Some(byte) = received.get(4).copied() else { return Ok(None) };
-    let kind = Kind::of(byte).ok_or_else(|| format!("unknown kind of frame {byte}"))?;
+    let kind = Kind::of(byte).ok_or_else(|| format!("unknown kind of frame: {byte}"))?;
     if received.len() < 4 + bytes {
         // No more than the limit, and only as the bytes come: a length alone reserves nothing.
         return Ok(None);
@@ -117,7 +117,7 @@ mod tests {
         let refused = |bytes: &[u8]| take(&mut BytesMut::from(bytes)).unwrap_err();
         assert!(refused(&[0, 0, 0, 0]).contains("1..=33554432, got 0"));
         assert!(refused(&[2, 0, 0, 1, 2]).contains("got 33554433"));
-        assert!(refused(&[0, 0, 0, 9, 77]).contains("unknown kind of frame 77"));
+        assert!(refused(&[0, 0, 0, 9, 77]).contains("unknown kind of frame: 77"));
         assert!(refused(b"HTTP/1.1 400 Bad Request").contains("got 1213486160"));
         assert!(encode(Kind::Data, &vec![0; MAX_FRAME_BYTES]).unwrap_err().contains("33554433"));
         assert!(encode(Kind::Data, &vec![0; MAX_FRAME_BYTES - 1]).is_ok());

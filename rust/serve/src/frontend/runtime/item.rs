@@ -48,7 +48,7 @@ impl Item {
     /// `Protocol` for what is none; `Worker` where the item says that the worker failed.
     pub fn parse(payload: &[u8]) -> Result<Self, PlaneError> {
         let item: Self = rmp_serde::from_slice(payload).map_err(|error| {
-            PlaneError::new(Cause::Protocol, format!("an item that can't be read: {error}"))
+            PlaneError::new(Cause::Protocol, format!("unreadable item: {error}"))
         })?;
         match item.failure() {
             Some(message) => Err(PlaneError::new(Cause::Worker("internal".to_owned()), message)),

@@ -209,12 +209,12 @@ fn meaning(frame: Frame) -> (Result<Option<Bytes>, PlaneError>, bool) {
         Kind::Error => match rmp_serde::from_slice::<ErrorFrame>(&frame.payload) {
             Ok(error) => (Err(error.into()), true),
             Err(error) => {
-                let message = format!("an error frame that can't be read: {error}");
+                let message = format!("unreadable error frame: {error}");
                 (Err(PlaneError::new(Cause::Protocol, message)), false)
             }
         },
         other => {
-            let message = format!("a frame of kind {other:?} where items were expected");
+            let message = format!("unexpected frame of kind {other:?}: items were expected");
             (Err(PlaneError::new(Cause::Protocol, message)), false)
         }
     }

@@ -28,7 +28,7 @@ pub(crate) fn put(app: &Arc<App>, json: &str) -> Result<InstanceId> {
         Ok(_) => drop(refused.remove(&id)),
         // Bounded, as discovery's words are.
         Err(error) if refused.len() < app.options.max_workers || refused.contains_key(&id) => {
-            refused.insert(id, format!("worker {id} in discovery is not taken: {error}"));
+            refused.insert(id, format!("worker {id} in discovery is not accepted: {error}"));
         }
         Err(_) => {}
     }
@@ -46,7 +46,7 @@ fn take(app: &Arc<App>, spec: WorkerSpec) -> Result<InstanceId> {
         }
         Some(engine) if engine.member.is_none() => {
             return Err(Error::Conflict(format!(
-                "worker id {id} is registered already, as {}",
+                "worker id {id} is already registered as {}",
                 engine.base
             )));
         }
@@ -72,7 +72,7 @@ fn take(app: &Arc<App>, spec: WorkerSpec) -> Result<InstanceId> {
     };
     if let Err(error) = app.fleet.change_events(id, events) {
         // It serves without them: its cache is not known and earns no credit.
-        tracing::error!(worker = id, %error, "its events can't be subscribed to");
+        tracing::error!(worker = id, %error, "cannot subscribe to its events");
         engine.notes.lock().last_error = Some(format!("events: {error}"));
     }
     Ok(id)
@@ -95,7 +95,7 @@ fn text(app: &App, spec: &WorkerSpec) -> Result<Option<Arc<ModelText>>> {
     match (opened, &app.texts.of_all()) {
         (Some(Ok(text)), _) => Ok(Some(text)),
         (Some(Err(error)), Some(own)) => {
-            tracing::warn!(worker = spec.id, %error, "takes --tokenizer instead");
+            tracing::warn!(worker = spec.id, %error, "using --tokenizer instead of the card's tokenizer");
             Ok(Some(Arc::clone(own)))
         }
         (None, Some(own)) => Ok(Some(Arc::clone(own))),
@@ -103,8 +103,8 @@ fn text(app: &App, spec: &WorkerSpec) -> Result<Option<Arc<ModelText>>> {
         (_, None) if spec.is_prefill() || spec.card.model_input == ModelInput::Text => Ok(None),
         (Some(Err(error)), None) => Err(error),
         (None, None) => Err(Error::Config(format!(
-            "worker {}: its card names no tokenizer folder, and the frontend has no --tokenizer: give \
-             register_llm the folder of the model (model_path), or the frontend that flag",
+            "worker {}: its card names no tokenizer folder, and the frontend has no --tokenizer: pass the \
+             model's folder to register_llm (model_path), or set --tokenizer",
             spec.id
         ))),
     }

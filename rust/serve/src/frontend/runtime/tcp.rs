@@ -96,7 +96,7 @@ impl TcpPlane {
             Ok(Err(error)) => Err(error),
             Err(_) => Err(PlaneError::new(
                 Cause::Silent,
-                format!("worker at {} answered no ping within {PING_TIME:?}", self.address),
+                format!("worker at {} did not answer a ping within {PING_TIME:?}", self.address),
             )),
         }
     }
@@ -172,7 +172,7 @@ impl Connection {
                 Ok(Some(frame)) => return Ok(frame),
                 Ok(None) => {}
                 Err(why) => {
-                    let message = format!("worker at {address} sent what is no frame: {why}");
+                    let message = format!("worker at {address} sent an invalid frame: {why}");
                     return Err(PlaneError::new(Cause::Protocol, message));
                 }
             }
@@ -203,7 +203,7 @@ impl TcpItems {
     pub(super) async fn frame(&mut self) -> Result<Frame, PlaneError> {
         loop {
             let Some(connection) = &mut self.connection else {
-                return Err(self.plane.broken("the stream was over"));
+                return Err(self.plane.broken("the stream has ended"));
             };
             let outcome = connection.frame(&self.plane.address).await;
             match (outcome, &self.again) {

@@ -139,7 +139,7 @@ fn a_worker_whose_ranks_do_not_fit_is_refused_and_comes_when_others_left() {
     let wanted = "a router takes at most 65535 data-parallel ranks";
     assert!(error.to_string().contains(wanted), "{error}");
     let warnings = frontend.warnings();
-    let wanted = format!("worker 165 in discovery is not taken: {wanted}");
+    let wanted = format!("worker 165 in discovery is not accepted: {wanted}");
     assert!(warnings.contains(&wanted) && warnings.contains("got 65536"), "{warnings}");
     let fleet = &frontend.app.app.fleet;
     assert!(fleet.engine(165).is_none());

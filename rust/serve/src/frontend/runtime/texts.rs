@@ -34,10 +34,10 @@ impl ModelTexts {
                 None => texts.of_all.replace(text).is_none(),
             };
             if !is_new {
-                let whose =
+                let target =
                     model.map_or("all models".to_owned(), |model| format!("model {model:?}"));
                 return Err(Error::Config(format!(
-                    "--tokenizer {entry:?}: {whose} has one already"
+                    "--tokenizer {entry:?}: {target} already has one"
                 )));
             }
         }
@@ -90,8 +90,8 @@ mod tests {
     #[test]
     fn refusals_name_the_entry_and_what_came() {
         for (named, wanted) in [
-            (vec![TINY, TINY], "all models has one already"),
-            (vec!["a=../../tests/vectors/tiny-llama"; 2], "model \"a\" has one already"),
+            (vec![TINY, TINY], "all models already has one"),
+            (vec!["a=../../tests/vectors/tiny-llama"; 2], "model \"a\" already has one"),
             (vec!["/no/such"], "--tokenizer must be a folder with tokenizer.json"),
             (vec!["a=/no/such"], "got \"/no/such\""),
             (vec!["a=no-org/no-name"], "hf download no-org/no-name"),

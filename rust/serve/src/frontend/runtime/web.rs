@@ -33,10 +33,8 @@ impl WebPlane {
         body: Vec<u8>,
     ) -> Result<WebItems, PlaneError> {
         if body.len() > MAX_FRAME_BYTES {
-            let message = format!(
-                "a request of {} bytes is beyond the limit of {MAX_FRAME_BYTES}",
-                body.len()
-            );
+            let message =
+                format!("a request of {} bytes exceeds the limit of {MAX_FRAME_BYTES}", body.len());
             return Err(PlaneError::new(Cause::TooLarge, message));
         }
         let request = Request::post(&self.target)
@@ -105,7 +103,7 @@ impl WebItems {
                 Ok(Some(frame)) => return Ok(frame),
                 Ok(None) => {}
                 Err(why) => {
-                    let message = format!("a worker sent what is no frame: {why}");
+                    let message = format!("a worker sent an invalid frame: {why}");
                     return Err(PlaneError::new(Cause::Protocol, message));
                 }
             }

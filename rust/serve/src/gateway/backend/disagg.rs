@@ -41,7 +41,10 @@ impl Prefill {
         if let Some(id) = pinned
             && pool.as_ref().is_none_or(|pool| pool.members().get(id).is_none())
         {
-            let message = format!("nvext.prefill_worker_id: {id} is no prefill worker of {name:?}");
+            let message = format!(
+                "nvext.prefill_worker_id: worker {id} is not a prefill worker of model \
+                                   {name:?}"
+            );
             return Err(Reject::new(StatusCode::NOT_FOUND, message));
         }
         let is_enforced = match app.options.enforce_disagg {
@@ -63,7 +66,11 @@ impl Prefill {
     fn of_whole(app: &App, plan: &Plan) -> Result<Self, Reject> {
         let row = plan.call.row;
         if app.options.enforce_disagg == EnforceDisagg::Always && row.api != Api::Unmatched {
-            let message = format!("{}: no two workers can share it (--enforce-disagg)", row.path);
+            let message = format!(
+                "{}: this API cannot be split between a prefill and a decode worker, which \
+                                   --enforce-disagg requires",
+                row.path
+            );
             return Err(Reject::new(StatusCode::NOT_IMPLEMENTED, message));
         }
         Ok(Self { tries: None, is_enforced: false })
@@ -100,7 +107,7 @@ impl Prefill {
     /// Nobody did, and the decode worker may not do it alone; or the request itself is wrong.
     pub async fn hand_off(&mut self, app: &Arc<App>) -> Result<Handoff, Reject> {
         let is_new = self.tries.as_ref().is_none_or(Tries::is_empty);
-        let none = if is_new { "is there" } else { "is left to try" };
+        let none = if is_new { "is registered" } else { "is left to try" };
         let mut why = format!("no prefill worker {none}");
         let mut status = StatusCode::SERVICE_UNAVAILABLE;
         while let Some(tries) = self.tries.as_mut().filter(|tries| tries.may_go_on()) {
@@ -128,12 +135,18 @@ impl Prefill {
         }
         if self.is_enforced {
             count(app, "refused");
-            let message = format!("no prefill: {why}; decode alone is off (--enforce-disagg)");
+            let message = format!(
+                "no prefill worker took the request: {why}; --enforce-disagg allows no other \
+                                   way"
+            );
             return Err(Reject::last_failure(status, message));
         }
         if self.tries.is_some() {
             count(app, "fallback");
-            tracing::warn!(why, "no prefill; the decode worker does it alone");
+            tracing::warn!(
+                why,
+                "no prefill worker took the request; the decode worker prefills it"
+            );
         }
         Ok(Handoff::Alone)
     }
@@ -166,7 +179,7 @@ async fn begin(app: &Arc<App>, plan: &Arc<Plan>, choice: Choice) -> Result<Hando
         };
         if let Err(error) = outcome.await {
             count(&app, "failed");
-            error.note(&app, &choice.engine, "prefill beside its decode failed");
+            error.note(&app, &choice.engine, "the prefill failed while its decode ran");
             // Nobody listens when the decode is over: then it was not needed.
             let why = format!("prefill at worker {worker} failed: {}", error.message);
             let _ = tell.send(Some(why));

@@ -80,7 +80,7 @@ impl Backend for OpenAi {
                 has_ids = false;
                 answer = send(app, &plan.call, choice, path, headers, body)?.await?;
                 if answer.status().is_success() {
-                    let why = format!("it answered {refused} to token ids, and took the text");
+                    let why = format!("it answered {refused} to token ids, but accepted the text");
                     choice.engine.gets_no_ids(app, plan.call.api(), "refused", &why);
                 }
             }
@@ -166,7 +166,8 @@ impl Backend for OpenAi {
             })?;
             Ok((status, body.to_bytes()))
         };
-        let (status, body) = within(app, whole, || format!("worker {id} did not prefill")).await?;
+        let (status, body) =
+            within(app, whole, || format!("worker {id} did not finish the prefill")).await?;
         if !status.is_success() {
             let text: String = String::from_utf8_lossy(&body).chars().take(300).collect();
             let message = format!("worker {id} answered its prefill with {status}: {text}");
@@ -180,12 +181,12 @@ impl Backend for OpenAi {
         choice.booking.first_token();
         let answer: Value = serde_json::from_slice(&body).unwrap_or_default();
         let params = answer.get(PARAMS).filter(|params| !params.is_null()).ok_or_else(|| {
-            let message = format!("worker {id} prefilled without {PARAMS}");
+            let message =
+                format!("worker {id} returned no {PARAMS}; is a KV connector configured?");
             Failed::new("no_transfer", message, StatusCode::BAD_GATEWAY)
         })?;
         rmpv::ext::to_value(json!({ PARAMS: params })).map_err(|error| {
-            let message =
-                format!("worker {id} prefilled with {PARAMS} that can't be kept: {error}");
+            let message = format!("worker {id} returned unusable {PARAMS}: {error}");
             Failed::new("no_transfer", message, StatusCode::BAD_GATEWAY)
         })
     }
@@ -290,7 +291,7 @@ pub(crate) fn prefill_body(body: &Body, limit: &str) -> Bytes {
 /// What the decode copy of a body has more: what the prefill left.
 fn decode_changes(params: &rmpv::Value) -> Result<Vec<(&'static str, Option<Value>)>, Failed> {
     let params: Value = rmpv::ext::from_value(params.clone()).map_err(|error| {
-        let message = format!("the prefill's transfer parameters can't be handed on: {error}");
+        let message = format!("the prefill's transfer parameters cannot be forwarded: {error}");
         Failed::new("no_transfer", message, StatusCode::BAD_GATEWAY)
     })?;
     let params = params.get(PARAMS).cloned().unwrap_or(params);

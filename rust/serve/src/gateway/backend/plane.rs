@@ -110,7 +110,7 @@ impl Plane {
             } else {
                 let (Some(tokens), Some(generation)) = (&plan.tokens, &plan.generation) else {
                     // It joined while the request was read for engines that take text.
-                    return Err(unready("takes tokens, and this prompt's are not known"));
+                    return Err(unready("accepts only tokens, and the prompt was not tokenized"));
                 };
                 let text = member.text.as_deref();
                 let request = TokenRequest {
@@ -265,7 +265,7 @@ impl Opened {
         let id = self.engine.id;
         self.drain(app).await?;
         item.into_transfer().ok_or_else(|| {
-            let message = format!("worker {id} prefilled without disaggregated_params");
+            let message = format!("worker {id} returned no disaggregated_params");
             Failed::new("no_transfer", message, StatusCode::BAD_GATEWAY)
         })
     }

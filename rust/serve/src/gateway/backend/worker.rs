@@ -54,7 +54,8 @@ async fn while_well<T>(
 ) -> Result<T, Failed> {
     let engine = &choice.engine;
     engine.while_well(work).await.unwrap_or_else(|| {
-        let message = format!("worker {} fails its checks and had not begun to answer", engine.id);
+        let message =
+            format!("worker {} failed its health checks before its answer began", engine.id);
         Err(Failed::new("unwell", message, StatusCode::BAD_GATEWAY).died())
     })
 }

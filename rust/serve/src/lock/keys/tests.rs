@@ -97,20 +97,20 @@ fn a_bad_line_is_named_by_number_field_and_what_is_legal() {
         ),
         (
             format!("a:{hash}:client:rpm=0"),
-            "option rpm must be a whole number from 1 on, got \"0\"",
+            "option rpm must be a whole number of at least 1, got \"0\"",
         ),
-        (format!("a:{hash}:client:rpm=1,rpm=2"), "option rpm is there twice"),
+        (format!("a:{hash}:client:rpm=1,rpm=2"), "duplicate option rpm"),
         (format!("a:{hash}:client:rpm"), "option \"rpm\" must be name=value"),
-        (format!("a:{hash}:client:color=red"), "unknown option \"color\"; legal are tenant, rpm,"),
+        (
+            format!("a:{hash}:client:color=red"),
+            "unknown option \"color\"; known options are tenant, rpm,",
+        ),
         (format!("a:{hash}:client:isolate=yes"), "option isolate must be true or false"),
         (format!("a:{hash}:client:tenant=a/b"), "option tenant must be 1 to 64 letters"),
         (format!("a:{hash}:client:allow=nvext|all"), "option allow takes kv_transfer_params|"),
-        (format!("a:{hash}:admin:rpm=5"), "option rpm is for clients, the role is admin"),
-        (format!("a:{hash}:admin\na:{hash}:admin"), "line 2: id \"a\" is there twice"),
-        (
-            format!("a:{hash}:admin\nb:{hash}:admin"),
-            "line 2: the hash is that of the key \"a\", too",
-        ),
+        (format!("a:{hash}:admin:rpm=5"), "option rpm is only for clients, the role is admin"),
+        (format!("a:{hash}:admin\na:{hash}:admin"), "line 2: duplicate id \"a\""),
+        (format!("a:{hash}:admin\nb:{hash}:admin"), "line 2: the key \"a\" has the same hash"),
         (many(65), "line 65: there are more than 64 different salts"),
         (slow_lines, "line 17: there are more than 16 keys with an argon2 hash"),
     ] {
@@ -141,7 +141,7 @@ fn a_file_is_read_again_when_it_changes() {
     assert_eq!(found(&file.current(), "bob"), None);
     std::fs::set_permissions(&path, PermissionsExt::from_mode(0o666)).unwrap();
     let error = Keys::open(&path).map(drop).unwrap_err().to_string();
-    assert!(error.contains("every user may write it (mode 666)"), "{error}");
+    assert!(error.contains("every user may write to it (mode 666)"), "{error}");
     std::fs::remove_file(&path).unwrap();
     let error = Keys::open(&path).map(drop).unwrap_err().to_string();
     assert!(error.contains("--keys-file") && error.contains("can't be read"), "{error}");
