@@ -82,7 +82,7 @@ pub unsafe extern "C" fn kvflash_llm_init(
         });
         if place.is_none() && port == 0 {
             return Err(invalid(
-                "namespace is NULL and KVFLASH_EVENTS_PORT is not set: nobody could find the events",
+                "namespace is NULL and KVFLASH_EVENTS_PORT is not set: no subscriber could find the events",
             ));
         }
         *default = handle::add(Publisher::start(kv_block_size, options, place)?)?;

@@ -275,7 +275,7 @@ class CatalogSink:
         """
         size = int.from_bytes(snapshot[8:16], "little")
         if snapshot[:8] != _MAGIC or 16 + size > len(snapshot):
-            raise DecodeError("the snapshot begins with other bytes")
+            raise DecodeError("the snapshot begins with the wrong bytes")
         try:
             epochs = json.loads(snapshot[16 : 16 + size])["epochs"]
             known = {(int(i), int(rank)): int(epoch) for i, rank, epoch in epochs}

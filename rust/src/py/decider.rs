@@ -267,7 +267,7 @@ impl RouterWait {
 
     fn take(&self, py: Python<'_>) -> PyResult<Box<Place>> {
         let taken = self.place.lock().take();
-        taken.ok_or_else(|| raise(py, &Error::Closed("the request waits no more".into())))
+        taken.ok_or_else(|| raise(py, &Error::Closed("the request is no longer waiting".into())))
     }
 }
 

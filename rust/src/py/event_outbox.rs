@@ -133,7 +133,7 @@ impl EventOutbox {
             "own" => Shape::Own,
             "tagged" => Shape::Tagged,
             "positional" => Shape::Positional,
-            _ => return Err(raise(py, &Error::invalid(format!("there is no shape {shape:?}")))),
+            _ => return Err(raise(py, &Error::invalid(format!("unknown shape {shape:?}")))),
         };
         let settings = Settings {
             dp_rank,

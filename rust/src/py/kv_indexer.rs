@@ -109,7 +109,7 @@ impl KvIndexer {
             }
         };
         if clock.is_some() && ttl_s.is_none() {
-            let message = "clock is for ttl_s, which was not given";
+            let message = "clock needs ttl_s, which is missing";
             return Err(raise(py, &Error::invalid(message)));
         }
         let ttl_ms = ttl_s.map(|ttl_s| ttl_ms(py, ttl_s)).transpose()?.unwrap_or(0);

@@ -79,7 +79,7 @@ impl Options {
                 "mm" => keys.media = media(Some(&value))?,
                 "embeds" => keys.embeds = digests(Some(&value))?,
                 other => {
-                    let message = format!("unknown option {other:?}; known are {KNOWN}");
+                    let message = format!("unknown option {other:?}; known options are {KNOWN}");
                     return Err(raise(py, &Error::invalid(message)));
                 }
             }
@@ -90,7 +90,7 @@ impl Options {
             (None, None) => None,
             (None, Some(rank)) => {
                 let message =
-                    format!("dp_rank {rank} without worker_id: a rank is one of a worker's");
+                    format!("dp_rank {rank} needs worker_id: add it, or leave dp_rank out");
                 return Err(raise(py, &Error::invalid(message)));
             }
         };

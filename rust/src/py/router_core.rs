@@ -490,7 +490,7 @@ impl RouterCore {
     fn why(&self, py: Python<'_>, request_id: &str) -> PyResult<String> {
         let found = self.selector.journal.find(request_id);
         if found.is_empty() {
-            let message = format!("no decision is kept for request {request_id:?}");
+            let message = format!("no decision is stored for request {request_id:?}");
             return Err(raise(py, &Error::NotFound(message)));
         }
         let now_ms = self.clock.now_ms();

@@ -59,7 +59,7 @@ fn log_panics() {
             let text = payload.downcast_ref::<&str>().copied();
             let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
             let what: String = text.unwrap_or_default().chars().take(200).collect();
-            tracing::error!(place, held_back, "a fault of kvflash, please report it: {what}");
+            tracing::error!(place, held_back, "a fault in kvflash, please report it: {what}");
         }));
     });
 }

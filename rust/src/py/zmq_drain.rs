@@ -227,7 +227,7 @@ impl ZmqDrain {
     #[new]
     fn new(py: Python<'_>, library: &str) -> PyResult<Self> {
         let functions = CString::new(library)
-            .map_err(|_| "the path of a library has no zero bytes".to_owned())
+            .map_err(|_| "the path of a library must not contain zero bytes".to_owned())
             .and_then(|library| Functions::of(&library));
         match functions {
             Ok(functions) => Ok(Self { functions }),

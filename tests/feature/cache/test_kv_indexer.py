@@ -115,7 +115,7 @@ def test_a_time_out_of_range_is_refused(ttl_s):
 
 
 def test_a_clock_without_a_time_is_refused():
-    with pytest.raises(InvalidArgumentError, match="clock is for ttl_s"):
+    with pytest.raises(InvalidArgumentError, match="clock needs ttl_s"):
         KvIndexer(SIZE, clock=lambda: 0.0)
     index = KvIndexer(SIZE, ttl_s=1.0, clock=lambda: float("nan"))
     with pytest.raises(InvalidArgumentError, match="clock must return finite seconds"):

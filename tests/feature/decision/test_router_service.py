@@ -195,7 +195,7 @@ def test_a_reservation_is_load_until_it_is_freed(http):
 def test_a_name_is_booked_once(http):
     add(http, 1)
     ask(http, "/reserve", request_id="r")
-    assert "active already" in ask(http, "/reserve", request_id="r", expect=409)["error"]
+    assert "already active" in ask(http, "/reserve", request_id="r", expect=409)["error"]
     assert load(http, 1)[0] == 1
     for name in ("", "x" * 257):
         ask(http, "/reserve", request_id=name, expect=400)

@@ -478,7 +478,7 @@ def test_another_block_size_is_left_out_and_said(replica, engine):
     wait_for_sequence(a.http, 1, 0)
     b = replica(a, workers=[worker(other, 7, block_size=16)])
     answer = ready(b)["recovery"]
-    assert answer["skipped_count"] == 1 and "block_size 4 is not the 16" in answer["skipped"][0]
+    assert answer["skipped_count"] == 1 and "block_size 4 differs from 16" in answer["skipped"][0]
     assert dumped_blocks(b.http, KEY) == set()
 
 

@@ -70,7 +70,7 @@ def test_a_removed_key_leaves_comments_and_others(
     [
         (["add", "a b", "--role", "admin"], "id must be 1 to 64 letters"),
         (["add", "ann", "--role", "client", "--allow", "all"], "option allow takes kv_transfer"),
-        (["add", "ann", "--role", "admin", "--rpm", "5"], "option rpm is for clients"),
+        (["add", "ann", "--role", "admin", "--rpm", "5"], "option rpm is only for clients"),
     ],
 )
 def test_what_a_service_would_refuse_is_not_written(

@@ -343,7 +343,7 @@ def test_generate_from_request_and_wrong_wishes() -> None:
                 ({"router_config_override": {"weight": 1}}, "unknown setting 'weight'"),
                 ({"router_config_override": {"overlap_score_weight": -1}}, "overlap_score_weight"),
                 ({"router_config_override": {"router_temperature": "x"}}, "router_temperature"),
-                ({"dp_rank": 1}, "dp_rank 1 without worker_id"),
+                ({"dp_rank": 1}, "dp_rank 1 needs worker_id"),
                 ({"allowed_worker_ids": 3}, "allowed_worker_ids must be a list"),
                 ({"session_key": "k" * 257}, "session_key may have at most 256 bytes, got 257"),
                 ({"user": "u" * 257}, "user may have at most 256 bytes, got 257"),

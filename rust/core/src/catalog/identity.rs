@@ -70,7 +70,7 @@ fn check_name(
         return Ok(());
     }
     Err(Error::Conflict(format!(
-        "{field} {given:?} is not the {held:?} of model={} tenant={}",
+        "{field} {given:?} differs from {held:?}, that of model={} tenant={}",
         key.model_name, key.tenant_id
     )))
 }
@@ -96,9 +96,11 @@ mod tests {
             assert_eq!(agreement.check(&joins, &key), Ok(()));
         }
         let error = agreement.check(&identity(None, Some("b")), &key).unwrap_err().to_string();
-        assert!(error.contains("additional_salt \"b\" is not the \"a\" of model=m tenant=t"));
+        assert!(
+            error.contains("additional_salt \"b\" differs from \"a\", that of model=m tenant=t")
+        );
         let error = agreement.check(&identity(Some(""), None), &key).unwrap_err().to_string();
-        assert!(error.contains("lora_name \"\" is not the \"sql\""), "{error}");
+        assert!(error.contains("lora_name \"\" differs from \"sql\""), "{error}");
         agreement.forget();
         agreement.check(&identity(Some(""), Some("b")), &key).unwrap();
     }

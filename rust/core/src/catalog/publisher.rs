@@ -159,7 +159,7 @@ impl Publisher {
             step = Step::Restarted;
         }
         if step == Step::Restarted {
-            self.forget_restarted(&mut state, "its sequence fell back");
+            self.forget_restarted(&mut state, "its sequence numbers went back");
             step = state.stream.live(sequence);
         }
         if let Step::Gap { from, to } = step
@@ -233,7 +233,7 @@ impl Publisher {
     /// them from the old ones, and less credit is the safer mistake.
     pub fn restarted(&self) {
         let mut state = self.state.lock();
-        self.forget_restarted(&mut state, "its process is another one");
+        self.forget_restarted(&mut state, "it is a new process");
         state.stream.reset();
         self.tell(&mut state);
     }
@@ -461,7 +461,7 @@ impl Publisher {
         if let Some(held_back) = state.restart_lines.pass(self.clock.now_ms()) {
             tracing::warn!(
                 worker = %self.worker, endpoint = self.endpoint, held_back,
-                "engine restarted ({how}): its blocks are forgotten"
+                "engine restarted ({how}): its blocks are dropped"
             );
         }
     }

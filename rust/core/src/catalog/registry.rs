@@ -160,7 +160,7 @@ impl Catalog {
                 let known = model.learn_block_size(size);
                 if known != size {
                     return Err(Error::Conflict(format!(
-                        "block_size {size} is not the {known} of model={} tenant={}",
+                        "block_size {size} differs from {known}, that of model={} tenant={}",
                         key.model_name, key.tenant_id
                     )));
                 }
@@ -238,14 +238,14 @@ impl Catalog {
                 return Ok(Arc::clone(publisher));
             }
             return Err(Error::Conflict(format!(
-                "instance_id {} dp_rank {} is registered already",
+                "instance_id {} dp_rank {} is already registered",
                 worker.instance_id, worker.dp_rank
             )));
         }
         if let Some(other) = tables.of_instance(worker.instance_id).find(|p| p.model.key != key) {
             return Err(Error::Conflict(format!(
-                "instance_id {} is registered already under model={} tenant={}; instance ids are unique \
-                 across models and tenants",
+                "instance_id {} is already registered under model={} tenant={}; instance ids are unique across \
+                 models and tenants",
                 worker.instance_id, other.model.key.model_name, other.model.key.tenant_id
             )));
         }
@@ -535,8 +535,8 @@ impl Tables {
         let with_socket = || self.publishers.values().filter(|other| !is_brokered(&other.endpoint));
         if with_socket().count() >= most {
             return Err(Error::Overloaded(format!(
-                "the limit of {most} publishers is reached that the limit of open files leaves room for; \
-                 raise that (ulimit -n, LimitNOFILE of systemd)"
+                "the limit of {most} publishers is reached, which follows from the limit of open files; raise \
+                 that limit (ulimit -n, LimitNOFILE of systemd)"
             )));
         }
         let host = host_of(endpoint);
@@ -544,8 +544,8 @@ impl Tables {
             |other: &&Arc<Publisher>| host_of(&other.endpoint) == host && !other.has_connected();
         if with_socket().filter(is_idle).count() >= (most / 8).max(1) {
             return Err(Error::Overloaded(format!(
-                "{} publishers at {host} are registered and never connected; unregister those that are \
-                 gone, or start them",
+                "{} publishers at {host} are registered but never connected; unregister those that are gone, or \
+                 start them",
                 most / 8
             )));
         }

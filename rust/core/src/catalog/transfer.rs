@@ -303,7 +303,7 @@ pub enum TransferError {
     #[error("the peer's dump ends too early")]
     Cut,
     /// It is something else.
-    #[error("the peer's dump is not one: {0}")]
+    #[error("the peer's answer is not a dump: {0}")]
     NotADump(String),
 }
 
@@ -324,7 +324,7 @@ pub fn restore(
 ) -> Result<Progress, TransferError> {
     let mut progress = Progress::default();
     if read_word(from)? != MAGIC {
-        return Err(TransferError::NotADump("it begins with other bytes".to_owned()));
+        return Err(TransferError::NotADump("it begins with the wrong bytes".to_owned()));
     }
     loop {
         let len = u64::from_le_bytes(read_word(from)?);

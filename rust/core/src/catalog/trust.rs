@@ -146,35 +146,36 @@ fn message(code: Code, evidence: &Evidence, last_error: &str) -> String {
     match code {
         Code::Failed => format!("its event socket failed: {last_error}"),
         Code::NeverConnected => {
-            format!("never connected to its event socket, so nothing is known of it: {last_error}")
+            format!("never connected to its event socket, so its cache is unknown: {last_error}")
         }
         Code::Disconnected => format!(
-            "the connection to its event socket is lost, so what is known of it gets older: {last_error}"
+            "the connection to its event socket is lost, so the index about it is out of date: {last_error}"
         ),
         Code::Paused => {
-            "its events are not read at the moment, so what is known of it gets older".to_owned()
+            "its events are not being read, so the index about it is out of date".to_owned()
         }
         Code::BlockSizeMismatch => format!(
-            "none of its {} stored events has the index's block size of {size} tokens: nothing of it can match",
+            "none of its {} stored events has the index's block size of {size} tokens: none of its blocks can \
+             match",
             since.block_size_mismatch
         ),
         Code::NothingDecodable => format!(
-            "{} messages came and none is an event batch: nothing is known of it",
+            "{} messages arrived and none is an event batch: its cache is unknown",
             since.undecodable
         ),
         Code::NoEventsYet => {
-            "connected, but no event came yet: nothing is known of its cache".to_owned()
+            "connected, but no event has arrived yet: its cache is unknown".to_owned()
         }
         Code::CatchingUp if evidence.missing_batches == 0 => {
-            "what it published earlier is being asked for; later batches wait meanwhile".to_owned()
+            "earlier batches are being requested; later ones wait until they have arrived".to_owned()
         }
         Code::CatchingUp => format!(
-            "{} batches are missing and are being asked for; later ones wait meanwhile",
+            "{} missing batches are being requested; later ones wait until they have arrived",
             evidence.missing_batches
         ),
         Code::MissedFirstBatches => format!(
-            "{} batches were published before the first one that came: blocks stored in them earn no \
-             credit, none is credited wrongly",
+            "{} batches were published before the first one received: blocks stored in them earn no credit; no \
+             block is credited wrongly",
             evidence.missed_first_batches + evidence.batches_before
         ),
         Code::LostBatches => format!(
@@ -182,8 +183,8 @@ fn message(code: Code, evidence: &Evidence, last_error: &str) -> String {
             since.lost_batches.saturating_sub(evidence.missed_first_batches)
         ),
         Code::UnverifiedReconnect => {
-            "connected again, but nothing shows yet that it is the same engine process: if it restarted, \
-             its old blocks are credited wrongly"
+            "reconnected, but it may be a new engine process: if the engine restarted, its old blocks are \
+             credited wrongly"
                 .to_owned()
         }
         Code::RecoveredWithoutWatermark => {
@@ -192,12 +193,11 @@ fn message(code: Code, evidence: &Evidence, last_error: &str) -> String {
                 .to_owned()
         }
         Code::RecoveredInexact => {
-            "its blocks came from a peer that was not exact about it itself: some may be evicted, some \
-             may be missing"
+            "its blocks came from a peer with an inexact index of it: some may be evicted, some may be missing"
                 .to_owned()
         }
         Code::Undecodable => format!(
-            "{} messages were no event batch and were dropped: blocks evicted in them are still credited",
+            "{} messages were not event batches and were dropped: blocks evicted in them are still credited",
             since.undecodable
         ),
         Code::MalformedEvents => format!(
@@ -219,7 +219,7 @@ fn message(code: Code, evidence: &Evidence, last_error: &str) -> String {
             since.block_size_mismatch
         ),
         Code::OrphanedStores => format!(
-            "{} stored events continue blocks that are not known here: what they stored earns no credit",
+            "{} stored events continue unknown blocks: what they stored earns no credit",
             since.orphaned
         ),
         Code::SelfParent => format!(
@@ -240,8 +240,7 @@ fn message(code: Code, evidence: &Evidence, last_error: &str) -> String {
             since.refused_blocks
         ),
         Code::EvictedByLimit => format!(
-            "the index let {} blocks go at its memory limit: some of this worker's may be among them and \
-             earn no credit",
+            "the index dropped {} blocks at its memory limit: some may be this worker's and earn no credit",
             evidence.evicted_blocks
         ),
         Code::OverCapacity => format!(
@@ -253,17 +252,17 @@ fn message(code: Code, evidence: &Evidence, last_error: &str) -> String {
 }
 
 const fn fix(code: Code, has_replay: bool) -> &'static str {
-    const FORGET: &str = "to be right at once, clear the engine's cache (vLLM in dev mode: POST \
+    const FORGET: &str = "to correct this at once, clear the engine's cache (vLLM in dev mode: POST \
                           /reset_prefix_cache) or restart it";
     match code {
-        Code::Failed => "the message names the fault; correct the endpoint and register it again",
+        Code::Failed => "correct the fault that the message names, and register the worker again",
         Code::NeverConnected => {
             "check that the engine runs with KV events on and that this host reaches the endpoint \
              (nc -vz HOST PORT); the engine must bind tcp://*:PORT, not 127.0.0.1"
         }
         Code::Disconnected => {
-            "it connects again by itself; if the engine is gone for good, take it out (of the \
-             indexer: POST /unregister; of frontend or router: DELETE /workers/ID)"
+            "kvflash reconnects by itself; if the engine is gone for good, remove it (indexer: POST /unregister; \
+             frontend or router: DELETE /workers/ID)"
         }
         Code::Paused => "resume the listener",
         Code::BlockSizeMismatch | Code::MixedBlockSizes => {
@@ -278,38 +277,37 @@ const fn fix(code: Code, has_replay: bool) -> &'static str {
             "upgrade kvflash, or report engine and version"
         }
         Code::NoEventsYet => {
-            "send the engine a prompt longer than one block; if nothing comes, switch its KV events and \
-             prefix caching on"
+            "send the engine a prompt longer than one block; if no event arrives, enable its KV events and \
+             prefix caching"
         }
-        Code::CatchingUp => "wait; if it stays, the engine's replay socket does not answer",
+        Code::CatchingUp => "wait; if this lasts, the engine's replay socket does not answer",
         Code::MissedFirstBatches | Code::OrphanedStores if has_replay => {
-            "it heals as prompts are stored anew; a larger buffer_steps in the engine's \
-             --kv-events-config lets it send more again"
+            "it recovers as prompts are stored again; a larger buffer_steps in the engine's --kv-events-config \
+             lets it replay more"
         }
         Code::MissedFirstBatches | Code::OrphanedStores => {
-            "register it with its replay_endpoint; else it heals as prompts are stored anew"
+            "register it with its replay_endpoint; else it recovers as prompts are stored again"
         }
         Code::LostBatches if has_replay => {
-            "look whether the replay endpoint answers (last_error), give the engine a larger \
-             buffer_steps; to be right at once, clear the engine's cache or restart it"
+            "check that the replay endpoint answers (last_error), and give the engine a larger buffer_steps; to \
+             correct this at once, clear the engine's cache or restart it"
         }
         Code::LostBatches => {
-            "register it with its replay_endpoint; to be right at once, clear the engine's cache or \
-             restart it"
+            "register it with its replay_endpoint; to correct this at once, clear the engine's cache or restart \
+             it"
         }
         Code::UnverifiedReconnect if has_replay => {
-            "the replay endpoint did not answer: check that it is reachable; the next batch settles it"
+            "the replay endpoint did not answer: check that it is reachable; the next batch resolves this"
         }
         Code::UnverifiedReconnect => {
-            "the next batch settles it; with a replay_endpoint it is settled at once"
+            "the next batch resolves this; with a replay_endpoint it is resolved at once"
         }
         Code::RecoveredWithoutWatermark => {
-            "run the peers in the same version, or give a replay_endpoint; it ends when the engine clears \
-             its cache or restarts"
+            "run the peers in the same version, or add a replay_endpoint; this ends when the engine clears its \
+             cache or restarts"
         }
         Code::RecoveredInexact => {
-            "see GET /workers of that peer for the cause; it ends when the engine clears its cache or \
-             restarts"
+            "see GET /workers of that peer for the cause; this ends when the engine clears its cache or restarts"
         }
         Code::IdentityConflict => {
             "two cache salts share block hashes: check the engine's version and its hash settings"

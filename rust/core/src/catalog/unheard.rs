@@ -38,15 +38,16 @@ impl Unheard {
     pub const fn message(self) -> &'static str {
         match self {
             Self::Silent => {
-                "index incomplete: nothing came from the worker's event socket yet, so its cache earns no credit"
+                "index incomplete: no event has arrived from the worker's event socket yet, so its cache earns \
+                 no credit"
             }
             Self::Replaying => {
                 "index incomplete: the worker's earlier events are being replayed, and the rest of its cache earns no \
                  credit until they are applied"
             }
             Self::Missed => {
-                "index incomplete: the worker stored blocks before its first event that came and can't send those \
-                 events again; they earn no credit until blocks that are known fill its cache, or it is cleared or \
+                "index incomplete: the worker stored blocks before the first event received and cannot replay \
+                 those events; such blocks earn no credit until known blocks fill its cache, or it is cleared or \
                  restarted"
             }
         }

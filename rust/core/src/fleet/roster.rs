@@ -254,8 +254,8 @@ impl Roster {
         let all = sum(&mut self.members.values());
         if all > MAX_RANKS {
             return Err(Error::Overloaded(format!(
-                "a router takes at most {MAX_RANKS} data-parallel ranks of all workers, got {all} with \
-                 this one's {ranks}"
+                "a router supports at most {MAX_RANKS} data-parallel ranks over all workers, got {all} with the \
+                 {ranks} of this one"
             )));
         }
         let Some(address) = registrant else { return Ok(()) };
@@ -279,7 +279,7 @@ impl Roster {
         registrant: Option<IpAddr>,
     ) -> Result<()> {
         if self.has(id) {
-            return Err(Error::Conflict(format!("worker id {id} is registered already")));
+            return Err(Error::Conflict(format!("worker id {id} is already registered")));
         }
         self.check_room(ranks, registrant)?;
         let state = WorkerState::Active;

@@ -155,8 +155,8 @@ impl ActiveSequences {
         if wanted.len() > super::MAX_WORKERS {
             let limit = super::MAX_WORKERS;
             return Err(Error::Overloaded(format!(
-                "a router takes at most {limit} data-parallel ranks of all workers of a model together, \
-                 got {}; remove workers, or divide them between several routers",
+                "a router supports at most {limit} data-parallel ranks over all workers of a model, got {}; \
+                 remove workers, or divide them between several routers",
                 wanted.len()
             )));
         }
@@ -182,7 +182,7 @@ impl ActiveSequences {
     pub fn book(&mut self, work: &Assignment<'_>, now_ms: u64) -> Result<()> {
         let Assignment { id, worker, isl_tokens, unseen_ms, is_remote, .. } = *work;
         if self.by_id.contains_key(&id) {
-            return Err(Error::Conflict(format!("request {} is booked already", id.0)));
+            return Err(Error::Conflict(format!("request {} is already booked", id.0)));
         }
         let slot = self
             .slots
@@ -257,7 +257,7 @@ impl ActiveSequences {
         if self.by_id.len() < limit + self.remote {
             return Ok(());
         }
-        Err(Error::Overloaded(format!("{limit} requests are active; max_requests is {limit}")))
+        Err(Error::Overloaded(format!("{limit} requests are active, the limit (max_requests)")))
     }
 
     /// The prompt of `id` is prefilled: its tokens stop counting. Saying it again changes nothing.

@@ -41,7 +41,10 @@ impl RoutePolicy for Policy {
         _rng: &mut dyn RngCore,
     ) -> Result<Polarity> {
         if !self.is_scorer() {
-            return Err(Error::invalid(format!("policy {} has no scores to be weighed", self)));
+            return Err(Error::invalid(format!(
+                "policy {} has no scores that could be weighted",
+                self
+            )));
         }
         let request = &context.request;
         scores.clear();

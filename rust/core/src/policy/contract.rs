@@ -88,7 +88,7 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
         _scores: &mut Vec<Option<f64>>,
         _rng: &mut dyn RngCore,
     ) -> Result<Polarity> {
-        Err(Error::invalid(format!("policy {} has no scores to be weighed", self.name())))
+        Err(Error::invalid(format!("policy {} has no scores that could be weighted", self.name())))
     }
 
     /// How long the prefill of `tokens` prompt tokens of `model` takes, in milliseconds, when nobody sees its

@@ -272,7 +272,12 @@ impl Desk {
                 if logged_ms.fetch_update(Ordering::Relaxed, Ordering::Relaxed, is_due).is_ok() {
                     let (policy, cause) = (&*self.name, failure.name());
                     let deadline_ms = self.deadline_ms;
-                    tracing::warn!(policy, cause, deadline_ms, "no advice; kv chooses instead");
+                    tracing::warn!(
+                        policy,
+                        cause,
+                        deadline_ms,
+                        "the policy gave no decision; kv decides instead"
+                    );
                 }
                 None
             }

@@ -81,7 +81,7 @@ pub fn build(
         let policy = registry::build_one(name, settings, rng)?;
         if !policy.is_scorer() {
             return Err(Error::invalid(format!(
-                "strategy {strategy:?}: {name:?} has no scores and can't be weighed"
+                "strategy {strategy:?}: {name:?} has no scores that could be weighted"
             )));
         }
         members.push(policy);

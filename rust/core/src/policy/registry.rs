@@ -39,14 +39,14 @@ const fn entry(name: &'static str, summary: &'static str, build: Build) -> Regis
 
 /// All policies, in the order in which they are listed to users.
 pub const POLICIES: &[Registration] = &[
-    entry(price::AUTO, "where the request costs everybody least", Own(price::build)),
+    entry(price::AUTO, "lowest total cost for all requests", Own(price::build)),
     entry("kv", "lowest cost of prefill and active blocks", BuiltIn(Policy::Kv)),
     entry("round_robin", "in turn", BuiltIn(Policy::RoundRobin)),
     entry("random", "any", BuiltIn(Policy::Random)),
     entry("least_loaded", "fewest blocks", BuiltIn(Policy::LeastLoaded)),
-    entry("power_of_two", "the better of two", BuiltIn(Policy::PowerOfTwo)),
-    entry("prefix-cache", "most of the prompt, if not too busy", Own(prefix::build)),
-    entry("vtc-basic", "heavy clients apart from light ones", Own(vtc_basic::build)),
+    entry("power_of_two", "less loaded of two random workers", BuiltIn(Policy::PowerOfTwo)),
+    entry("prefix-cache", "most of the prompt cached, unless busy", Own(prefix::build)),
+    entry("vtc-basic", "separates heavy from light clients", Own(vtc_basic::build)),
     entry("least-request", "fewest active requests", Lowest(metrics::requests)),
     entry("least-kv-cache", "lowest KV usage, accelerator and host", Lowest(metrics::kv_usage)),
     entry("least-gpu-cache", "lowest KV usage of the accelerator", Lowest(metrics::gpu_kv_usage)),
@@ -54,7 +54,7 @@ pub const POLICIES: &[Registration] = &[
     entry("least-busy-time", "accelerator least busy", Lowest(metrics::busy_ratio)),
     entry("least-utilization", "lowest utilization", Lowest(metrics::utilization)),
     entry("throughput", "fewest tokens so far", Lowest(metrics::throughput)),
-    entry("session-affinity", "where the session was", Own(session::build)),
+    entry("session-affinity", "the worker of the session", Own(session::build)),
 ];
 
 /// The policy that `strategy` names, or a weighted choice of several; see [`multi::parse`].

@@ -82,7 +82,9 @@ impl Shadow {
     ) -> Result<Vec<Arc<Self>>> {
         if texts.len() > MAX_SHADOWS {
             let count = texts.len();
-            return Err(Error::invalid(format!("{count} policies; the limit is {MAX_SHADOWS}")));
+            return Err(Error::invalid(format!(
+                "{count} shadow policies; the limit is {MAX_SHADOWS}"
+            )));
         }
         let (mut shadows, mut keys) = (Vec::new(), Vec::new());
         for (at, text) in (1..).zip(texts) {

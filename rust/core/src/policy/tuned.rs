@@ -174,7 +174,7 @@ impl Parameter {
             Self::Switch(_, place, is_counted) => {
                 let switch = flag(value).ok_or("true or false")?;
                 if switch && !is_counted(counted) {
-                    return Err("false where the router does not count it".into());
+                    return Err("false, because the router does not count it".into());
                 }
                 *place(changes) = Some(switch);
                 Ok(switch.to_string())

@@ -88,7 +88,7 @@ impl Selector {
         // One whose worker left or that expired is no longer active.
         let is_active = |held: &Reservation| self.router.is_booked(held.request());
         if names.get(request_id).is_some_and(is_active) {
-            return Err(Error::Conflict(format!("request_id {request_id:?} is active already")));
+            return Err(Error::Conflict(format!("request_id {request_id:?} is already active")));
         }
         let limit = self.router.config().max_requests.div_ceil(4) * 3;
         if let Some(caller) = caller

@@ -298,7 +298,7 @@ fn names_are_booked_once_marked_and_freed() {
     let selection = selector.reserve("req-1", &ask).unwrap();
     assert_eq!(selector.loads()[selection.worker.instance_id as usize].prefill_tokens, 8);
     let again = selector.reserve("req-1", &ask).err().unwrap();
-    assert_eq!(again, Error::Conflict("request_id \"req-1\" is active already".into()));
+    assert_eq!(again, Error::Conflict("request_id \"req-1\" is already active".into()));
     assert_eq!(selector.totals().requests, 1);
     assert_eq!(
         (selector.mark_prefill_completed("req-1"), selector.totals().prefill_tokens),

@@ -77,7 +77,7 @@ fn publishers_with_a_socket_are_as_many_as_there_are_files_for() {
     let connected = add(9, "tcp://b:2").unwrap();
     let error = add(10, "tcp://b:3").map(drop).unwrap_err().to_string();
     assert!(
-        error.contains("2 publishers at tcp://b are registered and never connected"),
+        error.contains("2 publishers at tcp://b are registered but never connected"),
         "{error}"
     );
     connected.set_status(ListenerStatus::Active, None);

@@ -115,7 +115,7 @@ pub(super) fn without_effect(settings: &Settings, has_events: bool) -> Vec<Strin
         let prefix = full.strip_suffix(origin.name)?;
         Some(match origin.name {
             "PREFIX_CACHE_BLOCK_SIZE" if is_indexed => format!(
-                "{full} has no effect on models whose engines publish KV events: prefix-cache counts \
+                "{full} has no effect on models with engines that publish KV events: prefix-cache counts \
                  the engines' own blocks there; {prefix}PREFIX_CACHE_KV_EVENT_SYNC_ENABLED=false makes \
                  it cut prompts by itself, with this block size"
             ),

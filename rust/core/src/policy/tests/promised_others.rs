@@ -62,7 +62,7 @@ fn names_are_found_either_way_and_unknown_ones_are_refused() {
     for (strategy, wanted) in [
         ("fastest", "policy must be one of auto, kv, round_robin"),
         ("least-request:2,pd:1", "got \"pd\""),
-        ("kv:1,random:1", "\"random\" has no scores and can't be weighed"),
+        ("kv:1,random:1", "\"random\" has no scores that could be weighted"),
         ("kv,", "an item has no name"),
         ("kv:0", "every weight is 0"),
         ("kv:1.5", "the weight of \"kv\" must be an integer in 0..=1000000, got \"1.5\""),
@@ -325,7 +325,7 @@ fn variables_that_change_nothing_are_named_with_what_lets_them_count() {
         };
         Settings::read(profile, lookup).unwrap().without_effect(has_events)
     };
-    let size = "AIBRIX_PREFIX_CACHE_BLOCK_SIZE has no effect on models whose engines publish KV \
+    let size = "AIBRIX_PREFIX_CACHE_BLOCK_SIZE has no effect on models with engines that publish KV \
                 events: prefix-cache counts the engines' own blocks there; \
                 AIBRIX_PREFIX_CACHE_KV_EVENT_SYNC_ENABLED=false makes it cut prompts by itself, with \
                 this block size";

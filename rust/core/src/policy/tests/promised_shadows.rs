@@ -160,7 +160,7 @@ fn faults_name_the_parameter_and_what_is_legal() {
             ],
             "\"kv:overlap-score-weight=2.0,temperature=1.0\" is given twice".into(),
         ),
-        (&five, "5 policies; the limit is 4".into()),
+        (&five, "5 shadow policies; the limit is 4".into()),
     ] {
         let error = shadows(texts).unwrap_err().to_string();
         assert!(error.contains(&wanted), "{texts:?}: {error}");
@@ -172,7 +172,7 @@ fn faults_name_the_parameter_and_what_is_legal() {
     assert!(made("kv:track_active_blocks=false").is_ok());
     let error = made("kv:track_active_blocks=true").unwrap_err().to_string();
     assert!(
-        error.contains("track_active_blocks must be false where the router does not"),
+        error.contains("track_active_blocks must be false, because the router does not"),
         "{error}"
     );
     // What a profile would replace by a default is an error here.

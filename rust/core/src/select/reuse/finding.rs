@@ -49,7 +49,7 @@ impl ReuseFinding {
         let (code, cause, fix) = match (self, source) {
             (Self::ReuseNotInEvents | Self::EventsCrossed, EventSource::None) => (
                 "events_missing",
-                "reuses prefixes, but it has no event socket here, so none of them earns credit. Is events= missing?",
+                "reuses prefixes, but has no event socket, so none of them earns credit. Is events= missing?",
                 "give the worker events=tcp://HOST:PORT, the endpoint of the engine's --kv-events-config",
             ),
             (Self::ReuseNotInEvents | Self::EventsCrossed, EventSource::Silent) => (
@@ -64,14 +64,14 @@ impl ReuseFinding {
             ),
             (Self::EventsNotReused, _) => (
                 "events_not_reused",
-                "does not reuse prefixes that its events promise. Are the event ports of two engines swapped, or were \
-                 removals lost?",
+                "does not reuse prefixes that its events predict. Are the event ports of two engines swapped, or \
+                 were removals lost?",
                 SWAPPED,
             ),
             (Self::EventsCrossed, EventSource::Heard) => (
                 "events_crossed",
-                "reuses prefixes that its events do not mention, and does not reuse those that they promise. Are the \
-                 event ports of two engines swapped?",
+                "reuses prefixes that its events do not mention, and does not reuse those that they predict. Are \
+                 the event ports of two engines swapped?",
                 SWAPPED,
             ),
         };

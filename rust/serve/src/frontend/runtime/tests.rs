@@ -136,7 +136,7 @@ fn a_worker_whose_ranks_do_not_fit_is_refused_and_comes_when_others_left() {
     assert_eq!(frontend.warnings(), "[]");
     let error = frontend.put_ranks(165, 24).unwrap_err();
     assert!(matches!(error, Error::Overloaded(_)), "{error:?}");
-    let wanted = "a router takes at most 65535 data-parallel ranks";
+    let wanted = "a router supports at most 65535 data-parallel ranks";
     assert!(error.to_string().contains(wanted), "{error}");
     let warnings = frontend.warnings();
     let wanted = format!("worker 165 in discovery is not accepted: {wanted}");
