@@ -69,8 +69,13 @@ def build_app(
     app.add_routes(
         [
             web.post("/v1/chat/completions", api.chat),
+            web.post("/v1/chat/completions/render", api.render_chat),
             web.post("/v1/completions", api.completion),
+            web.post("/v1/completions/render", api.render_completion),
             web.post("/v1/responses", api.response),
+            web.get("/v1/responses/{id}", api.kept_response),
+            web.delete("/v1/responses/{id}", api.delete_response),
+            web.post("/v1/responses/{id}/cancel", api.cancel_response),
             web.post("/v1/responses/render", api.render_response),
             web.post("/v1/messages", api.message),
             web.post("/v1/messages/count_tokens", api.count_tokens),
@@ -122,9 +127,22 @@ class Api:
 
         def keep(plan: Plan) -> None:
             if body.get("store", True):
-                self._store.keep(answer.id, [*chat["messages"], assistant_message(plan)])
+                self._store.keep(answer, [*chat["messages"], assistant_message(plan)])
 
         return await self._generator.answer(request, params, answer, on_plan=keep)
+
+    async def kept_response(self, request: web.Request) -> web.Response:
+        """GET /v1/responses/{id}."""
+        return web.json_response(self._store.response(request.match_info["id"]))
+
+    async def delete_response(self, request: web.Request) -> web.Response:
+        """DELETE /v1/responses/{id}."""
+        return web.json_response(self._store.delete(request.match_info["id"]))
+
+    async def cancel_response(self, request: web.Request) -> web.Response:
+        """POST /v1/responses/{id}/cancel: refused, none of them runs in the background."""
+        self._store.response(request.match_info["id"])
+        refuse("Cannot cancel a synchronous response.", "response_id")
 
     async def message(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages."""
@@ -136,19 +154,31 @@ class Api:
     async def count_tokens(self, request: web.Request) -> web.Response:
         """POST /v1/messages/count_tokens."""
         body = parse_json(await request.read())
-        token_ids = self._chat_ids(messages.as_chat(body, needs_max_tokens=False))
-        return web.json_response({"input_tokens": len(token_ids)})
+        chat = messages.as_chat(body, needs_max_tokens=False)
+        rendered = self._rendered(chat, is_chat=True)
+        return web.json_response({"input_tokens": len(rendered["token_ids"])})
+
+    async def render_chat(self, request: web.Request) -> web.Response:
+        """POST /v1/chat/completions/render: the tokens that a chat is asked for with."""
+        return web.json_response(self._rendered(parse_json(await request.read()), is_chat=True))
+
+    async def render_completion(self, request: web.Request) -> web.Response:
+        """POST /v1/completions/render: a list, the tokens of each prompt."""
+        rendered = self._rendered(parse_json(await request.read()), is_chat=False)
+        return web.json_response([rendered])
 
     async def render_response(self, request: web.Request) -> web.Response:
         """POST /v1/responses/render: the tokens that a response is asked for with."""
         body = parse_json(await request.read())
         if body.get("previous_response_id") is not None:
             refuse("previous_response_id cannot be rendered", "previous_response_id")
-        return self._rendered(responses.as_chat(body, self._store))
+        chat = responses.as_chat(body, self._store)
+        return web.json_response(self._rendered(chat, is_chat=True))
 
     async def render_message(self, request: web.Request) -> web.Response:
         """POST /v1/messages/render: the tokens that a message is asked for with."""
-        return self._rendered(messages.as_chat(parse_json(await request.read())))
+        chat = messages.as_chat(parse_json(await request.read()))
+        return web.json_response(self._rendered(chat, is_chat=True))
 
     async def generate_tokens(self, request: web.Request) -> web.StreamResponse:
         """POST /inference/v1/generate."""
@@ -209,13 +239,10 @@ class Api:
         count = params.options.logprobs
         return None if count is None else Logprobs(self._tokenizer, count)
 
-    def _chat_ids(self, chat: Body) -> list[int]:
-        parse_model(chat, self._config)
-        return parse_prompt(chat, is_chat=True, tokenizer=self._tokenizer)
-
-    def _rendered(self, chat: Body) -> web.Response:
-        told = {"token_ids": self._chat_ids(chat), "features": None}
-        return web.json_response({"request_id": uuid.uuid4().hex, **told})
+    def _rendered(self, body: Body, *, is_chat: bool) -> Body:
+        parse_model(body, self._config)
+        token_ids = parse_prompt(body, is_chat=is_chat, tokenizer=self._tokenizer)
+        return {"request_id": uuid.uuid4().hex, "token_ids": token_ids, "features": None}
 
     async def _openai(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
         body = parse_json(await request.read())

@@ -20,17 +20,17 @@ STORE_MAX = 1024
 
 
 class ResponseStore:
-    """The conversations behind past responses, by the id of each."""
+    """Past responses and the conversations behind them, by the id of each."""
 
     def __init__(self) -> None:
         """Start empty."""
-        self._chats: OrderedDict[str, list[Body]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[ResponseAnswer, list[Body]]] = OrderedDict()
 
-    def keep(self, response_id: str, messages: list[Body]) -> None:
-        """Keep a conversation, its answer included."""
-        self._chats[response_id] = messages
-        while len(self._chats) > STORE_MAX:
-            self._chats.popitem(last=False)
+    def keep(self, answer: ResponseAnswer, messages: list[Body]) -> None:
+        """Keep a response and its conversation, the answer included."""
+        self._kept[answer.id] = (answer, messages)
+        while len(self._kept) > STORE_MAX:
+            self._kept.popitem(last=False)
 
     def find(self, response_id: object) -> list[Body]:
         """The conversation that ends with this response.
@@ -38,10 +38,31 @@ class ResponseStore:
         Raises:
             ApiError: 404, it is not kept here.
         """
-        if isinstance(response_id, str) and response_id in self._chats:
-            return self._chats[response_id]
+        return self._find(response_id, "previous_response_id")[1]
+
+    def response(self, response_id: str) -> Body:
+        """The response as it is now.
+
+        Raises:
+            ApiError: 404, it is not kept here.
+        """
+        return self._find(response_id, "response_id")[0].told()
+
+    def delete(self, response_id: str) -> Body:
+        """Forget a response; what is answered to that.
+
+        Raises:
+            ApiError: 404, it is not kept here.
+        """
+        self._find(response_id, "response_id")
+        del self._kept[response_id]
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    def _find(self, response_id: object, param: str) -> tuple[ResponseAnswer, list[Body]]:
+        if isinstance(response_id, str) and response_id in self._kept:
+            return self._kept[response_id]
         message = f"Response with id '{response_id}' not found."
-        raise ApiError(404, "NotFoundError", message, "previous_response_id")
+        raise ApiError(404, "NotFoundError", message, param)
 
 
 def as_chat(body: Body, store: ResponseStore) -> Body:
@@ -154,6 +175,7 @@ class ResponseAnswer:
         self.id = str(body.get("request_id") or f"resp_{uuid.uuid4().hex}")
         self._logprobs = logprobs
         self._sequence_number = 0
+        self._whole: Body | None = None
         # The items so far; the last one is open.
         self._items: list[Body] = []
         self._head: Body = {
@@ -175,6 +197,11 @@ class ResponseAnswer:
             "top_p": 1.0,
         }
 
+    def told(self) -> Body:
+        """The response as it is now."""
+        begun = {**self._head, "status": "in_progress", "output": self._items, "usage": None}
+        return self._whole or begun
+
     def whole(self, choices: Sequence[Choice]) -> Body:
         """The response."""
         (choice,) = choices
@@ -189,7 +216,7 @@ class ResponseAnswer:
     def opening(self, choices: Sequence[Choice]) -> bytes:
         """The response in progress."""
         del choices
-        begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
+        begun = self.told()
         created = self._event("response.created", response=begun)
         return created + self._event("response.in_progress", response=begun)
 
@@ -213,7 +240,7 @@ class ResponseAnswer:
     def _completed(self, choice: Choice) -> Body:
         used = usage_of([choice])
         is_cut = choice.plan.finish_reason == "length"
-        return {
+        self._whole = {
             **self._head,
             "status": "incomplete" if is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
@@ -229,6 +256,7 @@ class ResponseAnswer:
                 "total_tokens": used["total_tokens"],
             },
         }
+        return self._whole
 
     def _take(self, plan: Plan, delta: Delta, step: Step | None = None) -> bytes:
         """Put more into the open item, or into a further one; what a stream tells of that."""

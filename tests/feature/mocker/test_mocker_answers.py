@@ -231,6 +231,30 @@ def test_calls_beside_each_other_are_one_turn(http: Http) -> None:
     assert http.post(f"{MESSAGES}/render", body)["token_ids"] == wanted
 
 
+def test_chats_and_completions_are_rendered(http: Http) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    assert http.post(f"{CHAT}/render", body)["token_ids"] == http.post("/tokenize", body)["tokens"]
+    (rendered,) = http.post(f"{COMPLETIONS}/render", {"prompt": "hi"})
+    assert rendered["token_ids"] == http.post("/tokenize", {"prompt": "hi"})["tokens"]
+    for path in (CHAT, COMPLETIONS):
+        assert http.post(f"{path}/render", {}, expect=400)["error"]["code"] == 400
+
+
+def test_kept_responses_are_told_and_deleted(http: Http) -> None:
+    made = http.post(RESPONSES, {"input": "hi", "max_output_tokens": 3})
+    path = f"{RESPONSES}/{made['id']}"
+    assert http.get(path) == made
+    error = http.post(f"{path}/cancel", {}, expect=400)["error"]
+    assert error["message"] == "Cannot cancel a synchronous response."
+    status, answer, _ = http.call("DELETE", path)
+    assert (status, answer["deleted"], answer["id"]) == (200, True, made["id"])
+    for method, suffix in (("GET", ""), ("DELETE", ""), ("POST", "/cancel")):
+        status, answer, _ = http.call(method, path + suffix)
+        assert (status, answer["error"]["param"]) == (404, "response_id"), method
+    kept = http.post(RESPONSES, {"input": "hi", "max_output_tokens": 3, "store": False})
+    assert http.call("GET", f"{RESPONSES}/{kept['id']}")[0] == 404
+
+
 def test_responses_with_a_schema_and_log_probabilities(mocker: Mocker, http: Http) -> None:
     form = {"type": "json_schema", "name": "c", "schema": CITY}
     body = {
