@@ -82,6 +82,26 @@ def test_a_response_streams_and_is_continued(client: openai.OpenAI) -> None:
     assert error.value.status_code == 404
 
 
+def test_a_kept_response_is_found_and_deleted(client: openai.OpenAI) -> None:
+    # Only the worker that keeps it knows it: chance would fail most of these.
+    for turn in range(4):
+        made = client.responses.create(model="m", input=f"kept {turn}", max_output_tokens=2)
+        found = client.responses.retrieve(made.id)
+        assert (found.id, found.output_text) == (made.id, made.output_text)
+        with pytest.raises(openai.BadRequestError, match="synchronous"):
+            client.responses.cancel(made.id)
+        client.responses.delete(made.id)
+        with pytest.raises(openai.NotFoundError, match="not found"):
+            client.responses.retrieve(made.id)
+    with pytest.raises(openai.NotFoundError, match="no worker's name"):
+        client.responses.retrieve("resp_unknown")
+
+
+def test_speech(client: openai.OpenAI) -> None:
+    sound = client.audio.speech.create(model="m", voice="alloy", input="hello")
+    assert sound.read().startswith(b"RIFF")
+
+
 def test_aliases(client: openai.OpenAI) -> None:
     assert {"m", "gpt-4o"} <= {model.id for model in client.models.list()}
     assert client.models.retrieve("gpt-4o").id == "gpt-4o"

@@ -38,6 +38,7 @@ FORMS: dict[str, tuple[dict[str, Any], str, list[Any]]] = {
     },
     "/classify": ({"input": "a"}, "input", [5, {}, [], None]),
     "/pooling": ({"input": "a"}, "input", [5, {}, [], None]),
+    "/v1/audio/speech": ({"input": "a", "voice": "v"}, "input", [5, {}, [], None]),
     "/v1/audio/transcriptions": ({}, "file", []),
     "/v1/audio/translations": ({}, "file", []),
     "/tokenize": ({"prompt": "a"}, "prompt", [5, {}, [-1], None]),
@@ -47,7 +48,8 @@ GENERATING = [
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
     *("/inference/v1/generate", "/generate"),
 ]
-SOUND = [path for path in FORMS if "/audio/" in path]
+SOUND = [path for path in FORMS if "/audio/trans" in path]
+NAMED = ["/v1/responses/{id}", "/v1/responses/{id}/cancel"]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +104,7 @@ def test_every_path_that_is_served_is_tried(frontend: Frontend) -> None:
     status, answer, _ = frontend.http.call("POST", "/nowhere", {})
     assert status == 404
     _, _, told = answer["error"]["message"].partition("the APIs served are ")
-    assert set(told.split(", ")) == {*FORMS, "/v1/models"}
+    assert set(told.split(", ")) == {*FORMS, *NAMED, "/v1/models"}
 
 
 @pytest.mark.parametrize("path", FORMS)
@@ -180,7 +182,8 @@ def test_wrong_paths(frontend: Frontend, path: str) -> None:
     body, headers = request_of(path)
     bare = path.removeprefix("/v1")
     for wrong in (f"/v1{path}", f"{path}/", f"{path}/x", bare):
-        if wrong in FORMS:
+        # A response may be called x.
+        if wrong in {*FORMS, "/v1/responses/x"}:
             continue
         status, answer, _ = frontend.http.call("POST", wrong, body, headers)
         # Of the API that was meant, where that can be told.

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::app::App;
 use super::engine::Engine;
 use super::parity::{Tokenized, tokenize};
-use crate::gateway::api::{Api, Form, Row};
+use crate::gateway::api::{Api, Row};
 use crate::gateway::usage::UsageScanner;
 use crate::metrics::CauseLabel;
 
@@ -236,11 +236,12 @@ async fn has_template(app: &App, engine: &Engine, model: &str) -> bool {
 
 /// Tokens that the engine counted in the prompt of a question; `None` where it refused, or does not tell.
 async fn prompt_tokens(app: &App, engine: &Engine, api: Api, body: &Value) -> Option<usize> {
-    let url = format!("{}{}", engine.base, Row::of_fields(api == Api::Chat).path);
+    let row = Row::of_fields(api == Api::Chat);
+    let url = format!("{}{}", engine.base, row.path);
     let call =
         app.upstream.post_json(engine, &url, body.to_string().into_bytes(), MAX_ANSWER_BYTES);
     let (status, answer) = tokio::time::timeout(TIMEOUT, call).await.ok()?.ok()?;
-    let mut scanner = UsageScanner::new(Form::OpenAi);
+    let mut scanner = UsageScanner::of(row);
     scanner.feed(&answer);
     scanner.usage().input_tokens.filter(|_| status.is_success()).map(|tokens| tokens as usize)
 }

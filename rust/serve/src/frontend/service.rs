@@ -5,7 +5,7 @@ use std::sync::Arc;
 use axum::body::Body;
 use axum::extract::{OriginalUri, State};
 use axum::http::{HeaderMap, Method, StatusCode, Uri};
-use axum::routing::{get, post};
+use axum::routing::{get, on, post};
 use axum::{Extension, Router};
 use kvflash_core::catalog::Catalog;
 use kvflash_core::clock::Clock;
@@ -18,7 +18,7 @@ use super::engine::EngineSpec;
 use super::options::FrontendOptions;
 use super::runtime::registry;
 use super::{admin, busy, drain, probe, scrape};
-use crate::gateway::api::{Form, ROWS, Row};
+use crate::gateway::api::{Form, RESPONSES, ROWS, Row};
 use crate::gateway::call::Head;
 use crate::gateway::send::forward;
 use crate::{Caller, Peer, Reject, Shutdown, body, openapi};
@@ -126,7 +126,8 @@ impl FrontendApp {
     /// The routes, ready for [`super::super::serve`].
     pub fn router(&self) -> Router {
         let forwarded = |row: &'static Row| {
-            post(
+            on(
+                row.verb.filter(),
                 async move |State(app): State<Arc<App>>,
                             OriginalUri(uri): OriginalUri,
                             headers: HeaderMap,
@@ -139,7 +140,7 @@ impl FrontendApp {
             )
         };
         let mut routes = Router::new();
-        for row in &ROWS {
+        for row in ROWS.iter().chain(&RESPONSES) {
             routes = routes.route(row.path, forwarded(row));
         }
         routes

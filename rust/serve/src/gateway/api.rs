@@ -1,7 +1,9 @@
 //! The APIs that are served, one row a path: where a request's prompt is found, what it weighs without one, and in
 //! whose form refusals, usage and a stream's end come. Everything else is the same for all of them.
 
+use axum::http::Method;
 use axum::response::Response;
+use axum::routing::MethodFilter;
 use serde_json::json;
 
 use crate::Reject;
@@ -124,29 +126,63 @@ impl Weight {
     }
 }
 
+/// How a path is asked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Verb {
+    Post,
+    Get,
+    Delete,
+}
+
+impl Verb {
+    pub fn method(self) -> Method {
+        match self {
+            Self::Post => Method::POST,
+            Self::Get => Method::GET,
+            Self::Delete => Method::DELETE,
+        }
+    }
+
+    /// What a route takes.
+    pub fn filter(self) -> MethodFilter {
+        match self {
+            Self::Post => MethodFilter::POST,
+            Self::Get => MethodFilter::GET,
+            Self::Delete => MethodFilter::DELETE,
+        }
+    }
+}
+
 /// A path that is served.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Row {
     pub path: &'static str,
+    pub verb: Verb,
     pub api: Api,
     pub form: Form,
     pub weight: Weight,
 }
 
 const fn row(path: &'static str, api: Api, form: Form) -> Row {
-    Row { path, api, form, weight: Weight::Text }
+    Row { path, verb: Verb::Post, api, form, weight: Weight::Text }
 }
 
 /// A row that is balanced by load.
 const fn by_load(path: &'static str, weight: Weight) -> Row {
-    Row { path, api: Api::Unmatched, form: Form::OpenAi, weight }
+    Row { weight, ..row(path, Api::Unmatched, Form::OpenAi) }
+}
+
+/// A row of a response that a worker keeps.
+const fn of_response(verb: Verb, path: &'static str) -> Row {
+    let api = Api::Unmatched;
+    Row { path, verb, api, form: Form::Responses, weight: Weight::Nothing }
 }
 
 const CHAT: usize = 0;
 const COMPLETIONS: usize = 1;
 
-/// Every path that takes a request for a worker.
-pub(crate) static ROWS: [Row; 19] = [
+/// Every path that takes a request for a worker in its body.
+pub(crate) static ROWS: [Row; 20] = [
     row("/v1/chat/completions", Api::Chat, Form::OpenAi),
     row("/v1/completions", Api::Completions, Form::OpenAi),
     row("/v1/responses", Api::Responses, Form::Responses),
@@ -164,14 +200,33 @@ pub(crate) static ROWS: [Row; 19] = [
     by_load("/pooling", Weight::Text),
     by_load("/v1/audio/transcriptions", Weight::Sound),
     by_load("/v1/audio/translations", Weight::Sound),
+    by_load("/v1/audio/speech", Weight::Text),
     by_load("/tokenize", Weight::Nothing),
     by_load("/detokenize", Weight::Nothing),
+];
+
+/// Every path that names a response instead: its worker answers, and no body is read.
+pub(crate) static RESPONSES: [Row; 3] = [
+    of_response(Verb::Get, "/v1/responses/{id}"),
+    of_response(Verb::Delete, "/v1/responses/{id}"),
+    of_response(Verb::Post, "/v1/responses/{id}/cancel"),
 ];
 
 impl Row {
     /// The row of a path.
     pub fn of(path: &str) -> Option<&'static Self> {
         ROWS.iter().find(|row| row.path == path)
+    }
+
+    /// The response that a request for `path` names, where this is a row of [`RESPONSES`].
+    pub fn response_of<'a>(&self, path: &'a str) -> Option<&'a str> {
+        let (head, tail) = self.path.split_once("{id}")?;
+        path.strip_prefix(head)?.strip_suffix(tail)
+    }
+
+    /// Whether it is one of [`RESPONSES`].
+    pub fn names_response(&self) -> bool {
+        self.path.contains("{id}")
     }
 
     /// Of a request that comes without its path: a chat where it has messages.
@@ -208,7 +263,8 @@ impl Row {
             }
             Some(meant) => format!("did you mean {meant}?"),
             None => {
-                let paths: Vec<_> = ROWS.iter().map(|row| row.path).collect();
+                let mut paths: Vec<_> = ROWS.iter().chain(&RESPONSES).map(|row| row.path).collect();
+                paths.dedup();
                 format!("the APIs served are {}, /v1/models", paths.join(", "))
             }
         };

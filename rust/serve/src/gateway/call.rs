@@ -108,7 +108,8 @@ impl Call {
         self.row.api
     }
 
-    /// A request's body, parsed; a long one beside the threads that serve. An upload stays as it is.
+    /// A request's body, parsed; a long one beside the threads that serve. An upload stays as it is, and what comes
+    /// with the name of a response is left out.
     ///
     /// # Errors
     /// 400 for what is no JSON object; 429 where others keep all cores busy.
@@ -120,6 +121,9 @@ impl Call {
     ) -> Result<Arc<Body>, Reject> {
         if row.is_some_and(|row| row.weight == Weight::Sound) {
             return Ok(Arc::new(Body::opaque(bytes)));
+        }
+        if row.is_some_and(Row::names_response) {
+            return Ok(Arc::new(Body::opaque(Bytes::new())));
         }
         let encoding =
             head.headers.get(CONTENT_ENCODING).map_or(&b"identity"[..], HeaderValue::as_bytes);

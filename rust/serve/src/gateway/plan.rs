@@ -89,7 +89,7 @@ impl Plan {
             body = Call::body(app, row, &head, cleaned).await?;
         }
         let is_upload = row.is_some_and(|row| row.weight == Weight::Sound);
-        let kept = Kept::of(app, row, &body)?.map(Arc::new);
+        let kept = Kept::of(app, row, head.uri.path(), &body)?.map(Arc::new);
         let alias = resolve(app, is_upload, &head, &body, kept.as_deref())?;
         if let Some((_, renamed)) = &alias {
             // From here on it is a request for that model: workers know no aliases.
@@ -99,6 +99,9 @@ impl Plan {
         let mut envelope: Envelope<'_> = body.read()?;
         if is_upload {
             envelope.model = upload::model(&head.headers, body.bytes())?.map(Cow::Borrowed);
+        }
+        if row.is_some_and(Row::names_response) {
+            envelope.model = kept.as_ref().and_then(|kept| kept.model()).map(Cow::Owned);
         }
         let call = Arc::new(Call::new(row, head, request_id, &body, &envelope)?);
         let route = match envelope.model.as_deref() {

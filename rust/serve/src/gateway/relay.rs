@@ -15,7 +15,7 @@ use kvflash_core::select::{Outcome, Reservation, Usage};
 use tokio::time::{Instant, Sleep};
 
 use super::admit::InFlight;
-use super::api::{Api, Form};
+use super::api::{Api, Form, Row};
 use super::backend::openai::Opened;
 use super::book::Choice;
 use super::event_stream::WholeLines;
@@ -148,7 +148,7 @@ struct Relay {
 }
 
 /// An engine's answer as it comes.
-pub(super) fn relay(mut delivery: Delivery, form: Form, opened: Opened) -> Response {
+pub(super) fn relay(mut delivery: Delivery, row: &Row, opened: Opened) -> Response {
     let Opened { status, headers, is_event_stream, first, upstream, has_ids } = opened;
     let is_taken = has_ids && status.is_success();
     delivery.ids = delivery.ids.map(|(api, _)| (api, is_taken));
@@ -157,8 +157,8 @@ pub(super) fn relay(mut delivery: Delivery, form: Form, opened: Opened) -> Respo
         upstream,
         first,
         is_event_stream,
-        form,
-        scanner: UsageScanner::new(form),
+        form: row.form,
+        scanner: UsageScanner::of(row),
         lines: WholeLines::default(),
         end: End::Open,
         waits_since: None,

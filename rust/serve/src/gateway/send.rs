@@ -93,7 +93,9 @@ async fn respond(
     if let Some(running) = in_flight.running.as_ref().filter(|_| has_token_limit(&plan)) {
         running.charge(plan.uncached_tokens()).inspect_err(|_| app.refused("client_limit"))?;
     }
-    if let Some(room) = &plan.route.pool.waiting {
+    // What is kept takes no turn: nothing is generated for it, and a cancellation frees one.
+    let room = plan.route.pool.waiting.as_ref().filter(|_| !row.names_response());
+    if let Some(room) = room {
         let client = plan.call.head.client(plan.request.user.as_deref(), &room.identity);
         let workers = plan.route.pool.serving();
         let waited = Instant::now();
@@ -121,7 +123,7 @@ async fn respond(
     let prefiller = handoff.worker();
     let delivery = Delivery::new(app, &plan, choice, in_flight, expected);
     let mut response = match opened {
-        Opened::OpenAi(opened) => relay(delivery, plan.call.row.form, opened),
+        Opened::OpenAi(opened) => relay(delivery, plan.call.row, opened),
         Opened::Plane(opened) => answer(delivery, &plan, handoff, opened).await?,
     };
     let caller = &plan.call.head.caller;

@@ -32,6 +32,12 @@ const ID_FIELD: &str = "request_id";
 /// The field by which a client names the response before.
 const BEFORE: &str = "previous_response_id";
 
+/// What engines call the id in a path.
+///
+/// # Source
+/// `_make_not_found_error` of vLLM.
+const IN_PATH: &str = "response_id";
+
 /// So much of an id is told, and so many of a worker's models.
 const SHOWN_CHARS: usize = 100;
 const SHOWN_MODELS: usize = 20;
@@ -45,21 +51,50 @@ struct Fields {
 /// A response that a registered worker keeps.
 pub(crate) struct Kept {
     id: String,
+    /// Where the request names it.
+    param: &'static str,
     engine: Arc<Engine>,
     rank: u32,
 }
 
 impl Kept {
-    /// The response that `body` goes on from, where its id names its worker.
+    /// The response that a request is about: the one that its path names, or that `body` goes on from, where its id
+    /// names its worker.
     ///
     /// # Errors
-    /// 400 for an id that is no text; 404 for a worker that is gone; 503 for one that is unhealthy or draining.
-    pub fn of(app: &App, row: Option<&Row>, body: &Body) -> Result<Option<Self>, Reject> {
-        if row.is_none_or(|row| row.api != Api::Responses) {
+    /// 400 for an id that is no text; 404 for a worker that is gone, or a path's id without one; 503 for a worker that
+    /// is unhealthy or draining.
+    pub fn of(
+        app: &App,
+        row: Option<&Row>,
+        path: &str,
+        body: &Body,
+    ) -> Result<Option<Self>, Reject> {
+        let Some(row) = row else { return Ok(None) };
+        if row.names_response() {
+            let id = row.response_of(path).unwrap_or_default();
+            return Self::named(app, id.to_owned(), IN_PATH)?.map(Some).ok_or_else(|| {
+                gone(id, IN_PATH, "it has no worker's name, so nothing tells who keeps it")
+            });
+        }
+        match row.api {
+            Api::Responses => match id_before(body)? {
+                // Where it has no worker's name, whether anybody keeps it is the engine's to say.
+                Some(id) => Self::named(app, id, BEFORE),
+                None => Ok(None),
+            },
+            _ => Ok(None),
+        }
+    }
+
+    /// The response of this id, where that names a worker.
+    fn named(app: &App, id: String, param: &'static str) -> Result<Option<Self>, Reject> {
+        // What stands in a path goes on to an engine: nothing in it may lead elsewhere.
+        let is_plain =
+            id.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-.".contains(&byte));
+        if param == IN_PATH && !is_plain {
             return Ok(None);
         }
-        let Some(id) = id_before(body)? else { return Ok(None) };
-        // One without a worker's name was made elsewhere: whether anybody keeps it is the engine's to say.
         let Some((name, rank)) = id.rsplit_once(MARK).and_then(|(_, name)| read(name)) else {
             return Ok(None);
         };
@@ -67,16 +102,16 @@ impl Kept {
             !engine.spec.is_prefill && rank < engine.spec.dp_size && name_of(engine) == name
         };
         let Some(engine) = app.fleet.engines().into_iter().find(is_keeper) else {
-            return Err(gone(&id, "the worker that kept it is gone"));
+            return Err(gone(&id, param, "the worker that kept it is gone"));
         };
         if app.fleet.state_of(engine.id) == WorkerState::Draining {
             let (worker, id) = (engine.id, shown(&id));
             let message = format!("worker {worker}, which keeps response {id}, is draining");
-            return Err(Reject::from(Error::NoWorker(message)).param(BEFORE));
+            return Err(Reject::from(Error::NoWorker(message)).param(param));
         }
-        let kept = Self { id, engine, rank };
+        let kept = Self { id, param, engine, rank };
         match kept.absence() {
-            Some(error) => Err(Reject::from(error).param(BEFORE)),
+            Some(error) => Err(Reject::from(error).param(param)),
             None => Ok(Some(kept)),
         }
     }
@@ -96,6 +131,11 @@ impl Kept {
         let why = why.as_deref().unwrap_or("not checked yet");
         let message = format!("worker {worker}, which keeps response {id}, is unhealthy: {why}");
         Some(Error::NoWorker(message))
+    }
+
+    /// The model that its worker serves first.
+    pub fn model(&self) -> Option<String> {
+        self.engine.notes.lock().models.first().map(|(name, _)| name.clone())
     }
 
     /// Whether its worker serves `model`.
@@ -129,7 +169,7 @@ impl Kept {
         let served = names.join(", ");
         let message =
             format!("response {id} is kept by worker {worker}, which serves {served}, {wanted}");
-        Reject::new(StatusCode::NOT_FOUND, message).param(BEFORE)
+        Reject::new(StatusCode::NOT_FOUND, message).param(self.param)
     }
 }
 
@@ -169,13 +209,14 @@ pub(super) fn gone_at(call: &Call, status: StatusCode, worker: InstanceId) -> Op
         "worker {worker} does not keep it; vLLM keeps responses only with \
          VLLM_ENABLE_RESPONSES_API_STORE=1"
     );
-    Some(gone(&id, &why))
+    Some(gone(&id, BEFORE, &why))
 }
 
 /// 404, in OpenAI's words.
-fn gone(id: &str, why: &str) -> Reject {
-    let message = format!("Previous response with id '{}' not found: {why}.", shown(id));
-    Reject::new(StatusCode::NOT_FOUND, message).param(BEFORE)
+fn gone(id: &str, param: &'static str, why: &str) -> Reject {
+    let what = if param == BEFORE { "Previous response" } else { "Response" };
+    let message = format!("{what} with id '{}' not found: {why}.", shown(id));
+    Reject::new(StatusCode::NOT_FOUND, message).param(param)
 }
 
 /// A worker's name at every replica: instance ids are each process's own.

@@ -2,7 +2,7 @@
 
 use kvflash_core::select::Usage;
 
-use super::api::Form;
+use super::api::{Form, Row};
 
 /// Scans an answer's bytes for its API's names of these counts, such as `"cached_tokens":N`; the last ones count.
 /// Counts the events of a stream meanwhile.
@@ -10,7 +10,8 @@ use super::api::Form;
 /// Inside a generated text the quotes are escaped, so a model that writes these words fools nobody.
 #[derive(Debug)]
 pub(crate) struct UsageScanner {
-    names: &'static Names,
+    /// None where the answer tells of what was used and counted before.
+    names: Option<&'static Names>,
     /// End of the previous chunk, so that a name or number cut in two is still found.
     carry: Vec<u8>,
     /// Of the whole prompt, or where the cache's are counted beside it of the rest.
@@ -64,13 +65,13 @@ const STOP: &[u8] = b"\"message_stop\"";
 const EVENT: &[u8] = b"data: {\"";
 
 impl UsageScanner {
-    /// Of answers in this form.
-    pub fn new(form: Form) -> Self {
-        let names = match form {
+    /// Of answers to this row's requests.
+    pub fn of(row: &Row) -> Self {
+        let names = (!row.names_response()).then_some(match row.form {
             Form::OpenAi => &OPENAI,
             Form::Responses => &RESPONSES,
             Form::Anthropic => &ANTHROPIC,
-        };
+        });
         Self {
             names,
             carry: Vec::new(),
@@ -84,6 +85,9 @@ impl UsageScanner {
     }
 
     pub fn feed(&mut self, chunk: &[u8]) {
+        if self.names.is_none() {
+            return;
+        }
         self.events += memchr::memmem::find_iter(chunk, EVENT).count() as u64;
         if self.carry.is_empty() {
             self.scan(chunk);
@@ -105,7 +109,7 @@ impl UsageScanner {
     }
 
     fn scan(&mut self, bytes: &[u8]) {
-        let Names { prompt, cached, completion, created } = self.names;
+        let Some(Names { prompt, cached, completion, created }) = self.names else { return };
         if created.is_some() && memchr::memmem::find(bytes, STOP).is_some() {
             self.is_stopped = true;
         }
@@ -125,15 +129,19 @@ impl UsageScanner {
         }
     }
 
+    fn created_name(&self) -> Option<&'static [u8]> {
+        self.names.and_then(|names| names.created)
+    }
+
     /// Whether the engine has told all that it used, so that only the end of a stream is missing.
     pub fn is_told(&self) -> bool {
-        self.cached_tokens.is_some() && (self.names.created.is_none() || self.is_stopped)
+        self.cached_tokens.is_some() && (self.created_name().is_none() || self.is_stopped)
     }
 
     /// What the engine said, and generated tokens as they were counted where it said nothing.
     pub fn usage(&self) -> Usage {
         Usage {
-            input_tokens: self.prompt_tokens.map(|tokens| match self.names.created {
+            input_tokens: self.prompt_tokens.map(|tokens| match self.created_name() {
                 None => tokens,
                 Some(_) => {
                     let beside = [self.cached_tokens, self.created_tokens];
@@ -141,7 +149,7 @@ impl UsageScanner {
                 }
             }),
             cached_tokens: self.cached_tokens,
-            output_tokens: self.completion_tokens.or(Some(self.events)),
+            output_tokens: self.completion_tokens.or(self.names.map(|_| self.events)),
         }
     }
 }
@@ -166,7 +174,7 @@ mod tests {
     #[test]
     fn found_however_the_answer_is_cut() {
         for size in 1..=ANSWER.len() {
-            let mut scanner = UsageScanner::new(Form::OpenAi);
+            let mut scanner = UsageScanner::of(Row::of_fields(true));
             for chunk in ANSWER.as_bytes().chunks(size) {
                 scanner.feed(chunk);
             }
@@ -180,7 +188,7 @@ mod tests {
 
     #[test]
     fn tokens_are_events_until_the_engine_says_more() {
-        let mut scanner = UsageScanner::new(Form::OpenAi);
+        let mut scanner = UsageScanner::of(Row::of_fields(true));
         scanner.feed(b"data: {\"a\": \"data: {\\\"\"}\n\ndata: {\"b\": 1}\n\ndata: [DONE]\n\n");
         assert_eq!(scanner.usage().output_tokens, Some(2));
         scanner.feed(b"data: {\"usage\": {\"completion_tokens\": 7}}\n\n");
@@ -189,7 +197,7 @@ mod tests {
 
     #[test]
     fn text_and_nulls_are_not_counts() {
-        let mut scanner = UsageScanner::new(Form::OpenAi);
+        let mut scanner = UsageScanner::of(Row::of_fields(true));
         scanner.feed(br#"{"content":"\"cached_tokens\": 7,","prompt_tokens_details":null}"#);
         scanner.feed(br#"{"prompt_tokens":12,"prompt_tokens_details":{"cached_tokens": null}}"#);
         assert_eq!((scanner.prompt_tokens, scanner.cached_tokens), (Some(12), None));

@@ -53,6 +53,7 @@ fn rows() -> Vec<Row> {
         json("/pooling", OpenAi, json!({ "input": "hello" })),
         sound("/v1/audio/transcriptions"),
         sound("/v1/audio/translations"),
+        json("/v1/audio/speech", OpenAi, json!({ "input": "hello", "voice": "alloy" })),
         json("/tokenize", OpenAi, json!({ "prompt": "hello" })),
         json("/detokenize", OpenAi, json!({ "tokens": [1] })),
     ]
@@ -192,7 +193,8 @@ async fn the_table_has_every_path_that_is_served() {
     let answer = stage.post("/nothing", &json!({})).await;
     let (_, served) = answer.text().split_once("the APIs served are ").unwrap();
     let served: Vec<_> = served.split('"').next().unwrap().split(", ").collect();
-    let paths: Vec<_> = rows().iter().map(|row| row.path).chain(["/v1/models"]).collect();
+    let more = ["/v1/responses/{id}", "/v1/responses/{id}/cancel", "/v1/models"];
+    let paths: Vec<_> = rows().iter().map(|row| row.path).chain(more).collect();
     assert_eq!(served, paths);
 }
 

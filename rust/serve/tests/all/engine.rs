@@ -44,6 +44,7 @@ struct State {
     tokenized: AtomicUsize,
     bodies: Mutex<Vec<Value>>,
     paths: Mutex<Vec<String>>,
+    methods: Mutex<Vec<String>>,
     /// What its renderer makes of any request; without it there is none.
     rendered: Mutex<Option<Value>>,
     sender: UnboundedSender<Asked>,
@@ -97,6 +98,7 @@ impl Engine {
             tokenized: AtomicUsize::new(0),
             bodies: Mutex::default(),
             paths: Mutex::default(),
+            methods: Mutex::default(),
             rendered: Mutex::default(),
             sender,
         });
@@ -158,6 +160,11 @@ impl Engine {
     /// Paths of the requests so far.
     pub fn paths(&self) -> Vec<String> {
         self.state.paths.lock().clone()
+    }
+
+    /// Methods of the requests so far.
+    pub fn methods(&self) -> Vec<String> {
+        self.state.methods.lock().clone()
     }
 
     /// From now on it renders every request to this.
@@ -229,7 +236,7 @@ async fn accept(listener: TcpListener, state: Arc<State>) {
 }
 
 async fn converse(mut stream: TcpStream, state: Arc<State>) {
-    let Some((path, headers, body)) = read(&mut stream).await else { return };
+    let Some(Request { method, path, headers, body }) = read(&mut stream).await else { return };
     let (status, answer) = match path.as_str() {
         "/health" => (state.health.load(Ordering::SeqCst), "{}".to_owned()),
         "/v1/models" => (200, state.models.to_string()),
@@ -254,6 +261,7 @@ async fn converse(mut stream: TcpStream, state: Arc<State>) {
             }
             state.bodies.lock().push(body.clone());
             state.paths.lock().push(path);
+            state.methods.lock().push(method);
             let manner = state.manner.lock().clone();
             match manner {
                 Manner::Answer(status, answer) => (status, answer.to_string()),
@@ -279,8 +287,15 @@ async fn converse(mut stream: TcpStream, state: Arc<State>) {
     whole(&mut stream, status, &answer).await;
 }
 
-/// Path, headers and body of a request; `None` where the connection ends before.
-async fn read(stream: &mut TcpStream) -> Option<(String, HashMap<String, String>, Vec<u8>)> {
+struct Request {
+    method: String,
+    path: String,
+    headers: HashMap<String, String>,
+    body: Vec<u8>,
+}
+
+/// A request; `None` where the connection ends before.
+async fn read(stream: &mut TcpStream) -> Option<Request> {
     let mut bytes = Vec::new();
     let end = loop {
         if let Some(at) = bytes.windows(4).position(|four| four == b"\r\n\r\n") {
@@ -292,7 +307,8 @@ async fn read(stream: &mut TcpStream) -> Option<(String, HashMap<String, String>
     };
     let head = String::from_utf8(bytes[..end].to_vec()).ok()?;
     let mut lines = head.split("\r\n");
-    let path = lines.next()?.split(' ').nth(1)?.to_owned();
+    let mut words = lines.next()?.split(' ').map(str::to_owned);
+    let (method, path) = (words.next()?, words.next()?);
     let headers: HashMap<_, _> = lines
         .filter_map(|line| line.split_once(':'))
         .map(|(name, value)| (name.to_ascii_lowercase(), value.trim().to_owned()))
@@ -304,7 +320,7 @@ async fn read(stream: &mut TcpStream) -> Option<(String, HashMap<String, String>
             return None;
         }
     }
-    Some((path, headers, body))
+    Some(Request { method, path, headers, body })
 }
 
 async fn whole(stream: &mut TcpStream, status: u16, body: &str) {

@@ -15,4 +15,5 @@ mod queue;
 mod retry;
 mod serve;
 mod stage;
+mod stored;
 mod tenants;

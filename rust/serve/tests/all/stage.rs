@@ -163,6 +163,12 @@ impl Stage {
         tokio::spawn(async move { call(router, Method::POST, &path, &[], Some(&body)).await })
     }
 
+    /// A request without a body, beside the test.
+    pub fn beside(&self, method: Method, path: &str) -> JoinHandle<Answer> {
+        let (router, path) = (self.router.clone(), path.to_owned());
+        tokio::spawn(async move { call(router, method, &path, &[], None).await })
+    }
+
     /// An upload.
     pub async fn upload(&self, path: &str, kind: &str, body: Vec<u8>) -> Answer {
         self.upload_beside(path, kind, body).await.unwrap()

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use axum::http::{HeaderMap, Method, StatusCode, Uri, header};
+use axum::http::{HeaderMap, StatusCode, Uri, header};
 use bytes::Bytes;
 use http_body::Body as _;
 use http_body_util::{BodyExt, Limited};
@@ -14,6 +14,7 @@ use super::failed::Failed;
 use super::handoff::Handoff;
 use crate::frontend::app::App;
 use crate::frontend::proxy::{client_headers, upstream_request};
+use crate::gateway::api::Row;
 use crate::gateway::body::Body;
 use crate::gateway::book::Choice;
 use crate::gateway::call::{Call, REQUEST_ID_HEADER};
@@ -111,9 +112,10 @@ impl Backend for OpenAi {
                 }
             }
             if is_missing(parts.status, first.as_deref()) {
-                let path = plan.call.row.path;
+                let Row { verb, path, .. } = plan.call.row;
+                let what = format!("{} {path}", verb.method());
                 let message =
-                    format!("worker {id} does not serve {path}: its engine has no such API");
+                    format!("worker {id} does not serve {what}: its engine has no such API");
                 return Err(Failed::new("no_such_api", message, StatusCode::NOT_IMPLEMENTED));
             }
             if let Some(gone) = stored::gone_at(&plan.call, parts.status, id) {
@@ -237,7 +239,7 @@ fn send<'a>(
     let rank = (engine.spec.dp_size > 1).then(|| choice.booking.worker().dp_rank);
     let Call { head, request_id, .. } = call;
     let headers = engine_headers(&head.caller, headers, request_id);
-    let mut request = upstream_request(&Method::POST, target, &headers, rank, body);
+    let mut request = upstream_request(&call.row.verb.method(), target, &headers, rank, body);
     // A client with a key of ours brings none of the engine's.
     if head.caller.key().is_some()
         && let Some(key) = app.upstream.authorization(engine)
