@@ -13,6 +13,9 @@ const TEXT_BYTES_PER_TOKEN: usize = 4;
 /// The same of sound, about 16 KiB a second, of which an encoder makes some tens of tokens.
 const SOUND_BYTES_PER_TOKEN: usize = 1_024;
 
+/// A path with so many wrong letters is taken for another one.
+const MAX_TYPOS: usize = 2;
+
 /// How the prompt of a request is found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Api {
@@ -245,7 +248,7 @@ impl Row {
 
     /// What to answer to a request for a path that is not served, and in whose form.
     pub fn missing(path: &str) -> (Form, String) {
-        let meant = Self::meant_by(path);
+        let meant = Self::meant_by(path).or_else(|| near(path).map(str::to_owned));
         let bare = path.trim_end_matches('/');
         let form = match meant.as_deref().and_then(Self::of) {
             Some(row) => row.form,
@@ -258,7 +261,7 @@ impl Row {
                     "did you mean {meant}? Leave /v1 out of the client's base URL: the client adds it"
                 )
             }
-            Some(meant) if meant.len() > path.len() => {
+            Some(meant) if meant.starts_with("/v1/") && !path.starts_with("/v1/") => {
                 format!("did you mean {meant}? End the client's base URL with /v1")
             }
             Some(meant) => format!("did you mean {meant}?"),
@@ -270,6 +273,33 @@ impl Row {
         };
         (form, format!("no such path: {path}; {hint}"))
     }
+}
+
+/// The path that is served and differs from `path` by no more than two letters.
+///
+/// # Cost
+/// None for a path that is longer than all that are served.
+fn near(path: &str) -> Option<&'static str> {
+    let path = path.trim_end_matches('/').as_bytes();
+    let far = |served: &str| path.len().abs_diff(served.len()) > MAX_TYPOS;
+    let rows = ROWS.iter().map(|row| row.path).filter(|served| !far(served));
+    let rows = rows.map(|served| (typos(path, served.as_bytes()), served));
+    rows.filter(|(count, _)| *count <= MAX_TYPOS).min().map(|(_, served)| served)
+}
+
+/// Letters to add, drop or change until one is the other.
+fn typos(one: &[u8], other: &[u8]) -> usize {
+    let mut row: Vec<usize> = (0..=other.len()).collect();
+    for (at, a) in one.iter().enumerate() {
+        let mut before = at;
+        row[0] = at + 1;
+        for (to, b) in other.iter().enumerate() {
+            let changed = before + usize::from(a != b);
+            before = row[to + 1];
+            row[to + 1] = changed.min(before + 1).min(row[to] + 1);
+        }
+    }
+    row[other.len()]
 }
 
 #[cfg(test)]
@@ -304,13 +334,16 @@ mod tests {
             ("/models", "did you mean /v1/models? End"),
             ("/v1/rerank/", "did you mean /v1/rerank?"),
             ("/v1/generate", "did you mean /generate?"),
+            ("/v1/embedding", "did you mean /v1/embeddings?"),
+            ("/v1/chat/completion/", "did you mean /v1/chat/completions?"),
+            ("/v2/rerrank", "did you mean /v2/rerank?"),
             ("/v1/images", "the APIs served are /v1/chat/completions, /v1/completions, "),
         ] {
             let (form, message) = Row::missing(path);
             assert!(message.contains(wanted), "{path}: {message}");
             assert_eq!(form, Form::OpenAi, "{path}");
         }
-        for path in ["/v1/v1/messages", "/v1/messages/batches"] {
+        for path in ["/v1/v1/messages", "/v1/messages/batches", "/v1/message"] {
             assert_eq!(Row::missing(path).0, Form::Anthropic, "{path}");
         }
     }
