@@ -4,7 +4,7 @@
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 
-use super::engine::Engine;
+use super::engine::{Asked, Engine};
 use super::stage::{Answer, Stage, until, with};
 
 /// Bodies may be so long here, bytes.
@@ -212,21 +212,29 @@ async fn an_answer_comes_as_its_engine_gave_it_and_its_usage_is_read() {
     }
 }
 
+const FIRST_EVENT: &str = "data: {\"n\": 1}\n\n";
+
+/// A stream of which the engine has sent the first event.
+async fn begun(stage: &Stage, row: &Row) -> (JoinHandle<Answer>, Asked) {
+    let mut engine = stage.engine().await.by_hand();
+    let asking = row.stream(stage);
+    let mut asked = engine.next().await;
+    asked.begin().await;
+    asked.write(FIRST_EVENT).await;
+    (asking, asked)
+}
+
 #[tokio::test]
 async fn a_stream_comes_to_its_end() {
     for row in rows() {
         let stage = stage();
-        let mut engine = stage.engine().await.by_hand();
-        let asking = row.stream(&stage);
-        let mut asked = engine.next().await;
-        asked.begin().await;
-        let (first, last) = ("data: {\"n\": 1}\n\n", row.last_events());
-        asked.write(first).await;
+        let (asking, mut asked) = begun(&stage, &row).await;
+        let last = row.last_events();
         asked.write(&last).await;
         asked.close().await;
         let answer = asking.await.unwrap();
         assert_eq!((answer.status, answer.is_broken), (200, false), "{}", row.path);
-        assert_eq!(answer.text(), format!("{first}{last}"), "{}", row.path);
+        assert_eq!(answer.text(), format!("{FIRST_EVENT}{last}"), "{}", row.path);
         used(&stage, &row).await;
     }
 }
@@ -235,11 +243,7 @@ async fn a_stream_comes_to_its_end() {
 async fn a_stream_that_breaks_ends_with_an_error_of_its_api() {
     for row in rows() {
         let stage = stage();
-        let mut engine = stage.engine().await.by_hand();
-        let asking = row.stream(&stage);
-        let mut asked = engine.next().await;
-        asked.begin().await;
-        asked.write("data: {\"n\": 1}\n\n").await;
+        let (asking, asked) = begun(&stage, &row).await;
         drop(asked);
         let answer = asking.await.unwrap();
         let path = row.path;
