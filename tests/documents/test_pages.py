@@ -35,7 +35,7 @@ NOT_RUN = {
     ("dynamo.md", "python -m"): "test_compat_dynamo.py runs scripts",
     ("sglang.md", "sglang-router:"): "two command lines; test_moving.py reads the flags",
     ("vllm-router.md", "vllm-router"): "two command lines; test_moving.py reads the flags",
-    ("aibrix.md", "ROUTING_ALGORITHM"): "test_moving.py parses the policies; a name in DNS",
+    ("aibrix.md", "AIBRIX_ROUTING_ALGORITHM"): "test_moving.py parses the policies; a name in DNS",
 }
 PAGES = [
     path.relative_to(ROOT).as_posix()
