@@ -51,7 +51,7 @@ class KvRouterConfig:
 
     Attributes:
         router_mode: The policy that chooses, by name, or several with weights; or one of one's own.
-            Without it ``ROUTING_ALGORITHM`` in the environment counts, else ``auto``, or ``kv``
+            Without it ``KVFLASH_ROUTING_ALGORITHM`` counts, else ``auto``, or ``kv``
             where a setting of its cost is not the default.
         policy_profile: Defaults of policies: ``document`` or ``aibrix-compat``.
         shadow_policies: Policies that run beside and are only counted; at most four. One policy may
