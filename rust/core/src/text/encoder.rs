@@ -271,6 +271,15 @@ mod tests {
     }
 
     #[test]
+    fn unbroken_words_have_the_reference_s_ids_and_are_not_remembered() {
+        let encoders = encoders(|ids| ids);
+        let text = "abcdefghij".repeat(1_000);
+        let ids = encoders.encode(&text).expect("ids");
+        assert_eq!(ids, encoders.encode_by_reference(&text, false).expect("ids"));
+        assert_eq!((encoders.report().is_fast, encoders.report().refused_total), (true, 0));
+    }
+
+    #[test]
     fn a_mismatch_in_service_turns_the_fast_encoder_off() {
         let encoders = encoders(|ids| ids);
         let ids = encoders.encode("a prompt").expect("ids");
