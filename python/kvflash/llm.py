@@ -1,4 +1,4 @@
-"""Models: what a worker says of the model that it serves."""
+"""Models: what a worker announces about the model that it serves."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ LORAS_MAX = 1_024
 
 
 class ModelInput(Enum):
-    """What a worker's handler is given."""
+    """Input of a worker's handler: token ids or text."""
 
     Tokens = "tokens"
     Text = "text"
 
 
 class ModelType(Flag):
-    """What a worker can be asked for; several with ``|``."""
+    """Request types that a worker supports; combine several with ``|``."""
 
     Chat = auto()
     Completions = auto()
@@ -45,21 +45,21 @@ class ModelType(Flag):
     Embedding = auto()
 
     def words(self) -> list[str]:
-        """As the model card says it, such as ``["chat", "completions"]``."""
+        """The request types as in a model card, such as ``["chat", "completions"]``."""
         return [kind.name.lower() for kind in ModelType if kind in self and kind.name]
 
 
 @dataclass(kw_only=True)
 class ModelRuntimeConfig:
-    """What a worker's engine has room for. None is unknown.
+    """Capacity of a worker's engine. None means unknown.
 
     Attributes:
         total_kv_blocks: Blocks of its cache, per dp rank.
-        max_num_seqs: Requests in a batch.
-        max_num_batched_tokens: Tokens in a batch.
-        data_parallel_size: dp ranks.
-        bootstrap_host: Where a prefill worker of SGLang's kind hands over, with bootstrap_port.
-        bootstrap_port: See bootstrap_host.
+        max_num_seqs: Maximum requests in a batch.
+        max_num_batched_tokens: Maximum tokens in a batch.
+        data_parallel_size: Number of dp ranks.
+        bootstrap_host: Host where an SGLang prefill worker hands over; requires bootstrap_port.
+        bootstrap_port: Port of the same; requires bootstrap_host.
     """
 
     total_kv_blocks: int | None = None
@@ -70,10 +70,11 @@ class ModelRuntimeConfig:
     bootstrap_port: int | None = None
 
     def check(self) -> None:
-        """Refuse numbers that can't be.
+        """Validate the numbers.
 
         Raises:
-            InvalidArgumentError: One is out of its range, or only half of the bootstrap is given.
+            InvalidArgumentError: A number is out of range, or only half of the bootstrap address is
+                given.
         """
         for name in ("total_kv_blocks", "max_num_seqs", "max_num_batched_tokens"):
             _in_range(name, getattr(self, name), 1, TOKENS_MAX)
@@ -87,7 +88,7 @@ class ModelRuntimeConfig:
 
 
 def model_key(endpoint: Endpoint) -> str:
-    """The key of this process's model card."""
+    """The discovery key of this process's model card."""
     return f"{MODELS}{endpoint.path}/{endpoint.runtime.instance_id}"
 
 
@@ -104,26 +105,26 @@ async def register_llm(  # noqa: PLR0917 - the order that workers know
     *,
     lora_names: list[str] | None = None,
 ) -> None:
-    """Say that this process serves a model at an endpoint, for as long as it lives.
+    """Announce that this process serves a model at an endpoint, for as long as it lives.
 
-    Frontends that watch the same discovery take it in. Call it before serve_endpoint, which does
-    not return; a second call replaces what was said.
+    Frontends that watch the same discovery add the model. Call this before serve_endpoint, which
+    does not return. A second call replaces the first.
 
     Args:
         model_input: Whether the handler gets token ids or text.
-        model_type: What it can be asked for.
-        endpoint: Where.
-        model_path: Folder with tokenizer.json, which must be there where the frontend runs too,
-            or the id of a model in the local Hub cache; what is neither is only a name.
+        model_type: Request types that it supports.
+        endpoint: The endpoint that serves the model.
+        model_path: Folder with tokenizer.json, which must also exist on the frontend's machine, or
+            the id of a model in the local Hub cache; anything else is only a name.
         model_name: Name in requests; default: model_path.
-        context_length: Longest prompt with its answer; unit tokens.
+        context_length: Longest prompt including its answer; unit tokens.
         kv_cache_block_size: Tokens in a block; default 16.
-        runtime_config: What the engine has room for.
-        user_data: Handed on as it is; JSON.
-        lora_names: Adapters that can be asked for by name.
+        runtime_config: Capacity of the engine.
+        user_data: Passed on unchanged; JSON.
+        lora_names: Adapters that requests can select by name.
 
     Raises:
-        InvalidArgumentError: An argument is wrong.
+        InvalidArgumentError: An argument is invalid.
         TransportError: Discovery can't be reached.
     """
     if not isinstance(model_input, ModelInput):
@@ -164,7 +165,7 @@ async def register_llm(  # noqa: PLR0917 - the order that workers know
 
 
 async def unregister_llm(endpoint: Endpoint) -> None:
-    """Take back what register_llm said.
+    """Withdraw what register_llm announced.
 
     Raises:
         TransportError: Discovery can't be reached.
@@ -180,7 +181,7 @@ def _folder(path: str | os.PathLike[str] | None) -> str | None:
     try:
         return str(Path(model_folder(os.fspath(path))).resolve())
     except ConfigError:
-        return None  # A name only.
+        return None  # Only a name.
 
 
 def _in_range(name: str, value: int | None, low: int, high: int) -> None:

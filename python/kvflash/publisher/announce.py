@@ -1,6 +1,6 @@
-"""Telling routers where a publisher's events are, through the runtime's discovery.
+"""Announces where a publisher's events are, through the runtime's discovery.
 
-The runtime belongs to one event loop, a publisher may be made and ended in any thread.
+The runtime belongs to one event loop; a publisher may be created and closed in any thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["announce_events", "events_key"]
 
 logger = logging.getLogger(__name__)
 
-# How long a thread waits for discovery; a loop's own thread never does.
+# How long a thread waits for discovery. The event loop's own thread never waits.
 _WAIT_S_MAX = 5.0
 
 
@@ -39,18 +39,18 @@ def announce_events(
 ) -> Callable[[], None]:
     """Announce an endpoint for as long as the runtime lives.
 
-    In the thread of the runtime's loop this returns at once, and a failure is logged; in another
-    thread it waits until the announcement is made.
+    In the thread of the runtime's loop this returns at once and logs a failure. In any other thread
+    it waits until the announcement is made.
 
     Args:
         component: Component of the runtime that the engine serves.
         dp_rank: Data parallel rank of the events.
-        where: What is announced.
-        worker_id: Instance that they are of; 0 means the runtime's own.
+        where: The announced value.
+        worker_id: Instance that publishes the events; 0 means the runtime's own.
         loop: The runtime's loop; None means the one that runs in this thread.
 
     Returns:
-        What takes the announcement back; callable from any thread.
+        A callable that withdraws the announcement, from any thread.
 
     Raises:
         InvalidArgumentError: No loop is given and none runs in this thread.
@@ -80,9 +80,9 @@ def announce_events(
 
 
 def _run(task: Coroutine[Any, Any, None], home: asyncio.AbstractEventLoop) -> None:
-    """Run in the runtime's loop, if that still runs; wait for it where that is possible."""
+    """Run in the runtime's loop if it still runs, and wait for the result where possible."""
     if not home.is_running():
-        # With its loop the runtime has ended, and its keys with it.
+        # A runtime ends with its loop, and its keys with it.
         task.close()
         return
     done = asyncio.run_coroutine_threadsafe(task, home)

@@ -1,4 +1,4 @@
-"""Checks what engines hand over, before any of it is published."""
+"""Validation of what engines hand over, before any of it is published."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def check_range(field: str, value: object, least: int, most: int) -> int:
     """An integer within its limits.
 
     Raises:
-        InvalidArgumentError: It is none, or lies outside; names field, limits and value.
+        InvalidArgumentError: Not an integer, or out of range; names field, limits and value.
     """
     try:
-        # True is an int for Python, and no number for anybody else.
+        # bool is a subclass of int in Python, but True is not a valid number here.
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = None

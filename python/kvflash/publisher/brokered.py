@@ -1,4 +1,4 @@
-"""Events over NATS: into the component's stream, or from an index of the worker's own."""
+"""Events over NATS: into the component's stream, or from the worker's local index."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _POLL_S = 0.05
 _UNNAMED_S = 10.0
 _RETRY_S = 1.0
 _CLOSE_S_MAX = 10.0
-# Batches that wait for the model's name or the server; beyond it the oldest go.
+# Batches that wait for the model's name or the server; above this limit the oldest are dropped.
 _WAITING_BYTES_MAX = 64 * 1024 * 1024
-# A batch is closed at this many bytes, fewer where the server takes less.
+# A batch is closed at this size in bytes, or at the server's limit if that is smaller.
 _BATCH_BYTES_MAX = 512 * 1024
-# Of a message beside its events: its headers, with the model's name.
+# Message overhead besides the events: the headers, with the model's name.
 _HEAD_BYTES_MAX = 16 * 1024
 
 
 @dataclass(frozen=True)
 class Served:
-    """What the events are for.
+    """The model that the events belong to.
 
     Attributes:
-        model_name: As routers know it.
-        is_prefill: The worker only prefills.
+        model_name: Name under which routers know it.
+        is_prefill: Whether the worker only prefills.
     """
 
     model_name: str
@@ -56,25 +56,25 @@ class _Writer(Protocol):
 
 
 class BrokerOutlet:
-    """Numbers batches and hands them to NATS, once it is known what they are for.
+    """Numbers batches and hands them to NATS once the model that they belong to is known.
 
     Args:
-        component: Of the runtime that the engine serves.
-        instance_id: Whose events they are.
-        dp_rank: Their rank.
+        component: Component of the runtime that the engine serves.
+        instance_id: Instance that publishes the events.
+        dp_rank: Data parallel rank of the events.
         block_size: Tokens in a block.
-        served: Says what the events are for; None while that is not known.
-        has_local_index: From an index of its own, over NATS Core, instead of into the stream.
-        settings: Which server; default: what the environment says.
+        served: Returns the model that the events belong to; None while unknown.
+        has_local_index: Serve a local index over NATS Core instead of writing to the stream.
+        settings: The server; default: from the environment.
 
     Attributes:
-        kind: Of what is announced: ``jetstream`` or ``nats``.
-        endpoint: What is announced.
+        kind: Kind of the announced endpoint: ``jetstream`` or ``nats``.
+        endpoint: The announced endpoint.
         block_size: Tokens in a block.
-        batch_bytes_max: Of a batch that the server takes for sure.
+        batch_bytes_max: Batch size that the server is sure to accept; unit bytes.
 
     Raises:
-        TransportError: NATS does not answer; says what to start.
+        TransportError: NATS does not answer; the message says what to start.
         ConfigError: NATS refuses the login, or its client is not installed.
     """
 
@@ -119,14 +119,14 @@ class BrokerOutlet:
 
     @property
     def next_sequence(self) -> int:
-        """Batches so far."""
+        """Number of batches so far."""
         return self._next_sequence
 
     def put(self, payload: bytes) -> None:
         """Send an encoded batch; returns at once.
 
         Raises:
-            ClosedError: It is closed.
+            ClosedError: The outlet is closed.
         """
         with self._lock:
             if self._is_closed.is_set():
@@ -142,14 +142,14 @@ class BrokerOutlet:
                 self._dropped += 1
 
     def skip(self, batches: int) -> None:
-        """Leave out numbers: what they were for is lost, and readers are to see it."""
+        """Skip sequence numbers of lost batches, so that readers see a gap."""
         with self._lock:
             self._next_sequence += batches
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until the server has stored what was put; False if that took longer.
+        """Wait until the server has stored every batch; False if that took longer.
 
-        From an index of one's own nothing is stored: it waits for the sending only.
+        A local index stores nothing on the server: then this waits only until all is sent.
         """
         end = time.monotonic() + timeout_s
         while self._writer is None and not self._is_closed.is_set():
@@ -159,7 +159,7 @@ class BrokerOutlet:
         return self._writer is None or self._writer.flush(max(0.0, end - time.monotonic()))
 
     def close(self) -> None:
-        """Send what waits, for some seconds, and end."""
+        """Send queued batches, for a few seconds at most, and close."""
         with self._lock:
             if self._is_closed.is_set():
                 return
@@ -251,13 +251,13 @@ class BrokerOutlet:
 
 
 class BrokerStream(Sender):
-    """Encoded events in batches to an outlet; what :class:`EventStream` is for sockets.
+    """Sends encoded events in batches to an outlet; the NATS counterpart of :class:`EventStream`.
 
     Args:
-        outlet: Where batches go.
+        outlet: Receives the batches.
         dp_rank: Rank in every batch.
-        tick_ms: How long the first event of a batch waits for more.
-        shape: Of events, see :class:`kvflash._core.EventOutbox`.
+        tick_ms: How long the first event of a batch waits for more events.
+        shape: Event format, see :class:`kvflash._core.EventOutbox`.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class BrokerStream(Sender):
     ) -> None:
         self._outlet = outlet
         self.kind, self.endpoint = outlet.kind, outlet.endpoint
-        # What the server stores, or the worker's index, needs no ring here.
+        # The server or the worker's index keeps batches for replay, so no ring is needed here.
         outbox = EventOutbox(
             outlet.block_size,
             shape=shape,
@@ -279,7 +279,7 @@ class BrokerStream(Sender):
         super().__init__(outbox)
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until everything that was put before is stored; False if that took longer."""
+        """Wait until everything queued before is stored; False if that took longer."""
         end = time.monotonic() + timeout_s
         return super().flush(timeout_s) and self._outlet.flush(max(0.0, end - time.monotonic()))
 
@@ -302,7 +302,7 @@ class BrokerStream(Sender):
 
 
 def served_of(cards: dict[str, Any]) -> Served | None:
-    """What the model cards of a process say; None without one."""
+    """The model in a process's model cards; None without one."""
     for card in cards.values():
         return Served(str(card["model_name"]), "prefill" in card.get("model_type", ()))
     return None

@@ -42,11 +42,11 @@ class ZmqKvEventPublisherConfig:
     """Settings of a publisher that relays an engine's own events.
 
     Attributes:
-        worker_id: Instance that the events are of; 0 means the runtime's own.
+        worker_id: Instance that publishes the events; 0 means the runtime's own.
         kv_block_size: Tokens in a block.
         zmq_endpoint: Where the engine publishes.
-        zmq_topic: Topic of its messages; all are read, whatever it is.
-        zmq_replay_endpoint: Where the engine replays; None if it doesn't.
+        zmq_topic: Topic of its messages; receivers read all topics.
+        zmq_replay_endpoint: Where the engine replays; None without a replay endpoint.
         dp_rank: Data parallel rank of the events.
     """
 
@@ -62,12 +62,12 @@ class KvEventPublisher:
     """Publishes the KV cache events of one data parallel rank of an engine.
 
     Call it where the engine allocates and evicts blocks, from any thread, with or without an event
-    loop; nothing waits for routers. It binds sockets of its own, a stream and its replay, which
+    loop. Calls never wait for routers. It binds its own sockets, for a stream and its replay, which
     routers find through discovery.
 
-    With `zmq_endpoint` it relays instead: it announces where the engine itself publishes, in the
-    form of vLLM and SGLang, and carries no bytes; with ``nats`` it reads them there, repairs gaps
-    from the engine's replay, and writes them to NATS.
+    With `zmq_endpoint` it relays instead: it announces the endpoint where the engine itself
+    publishes, in the format of vLLM and SGLang, and forwards no bytes. With ``nats`` it also reads
+    the events there, repairs gaps from the engine's replay, and writes them to NATS.
 
     ::
 
@@ -78,8 +78,8 @@ class KvEventPublisher:
         publisher.publish_removed(block_hashes=[72])
 
     Attributes:
-        endpoint: Where the events are.
-        replay_endpoint: Where they are replayed; None if the relayed engine doesn't.
+        endpoint: Where the events are published.
+        replay_endpoint: Where they are replayed; None if the relayed engine has no replay.
     """
 
     def __init__(  # noqa: PLR0917 - the order that engines know
@@ -103,35 +103,37 @@ class KvEventPublisher:
         event_plane: str | None = None,
         model_name: str | None = None,
     ) -> None:
-        """Bind, or relay, and announce.
+        """Bind or relay, then announce.
 
         Args:
-            component: Component of the runtime that the engine serves; None announces nothing.
-            worker_id: Instance that the events are of; 0 means the runtime's own.
+            component: Component of the runtime that the engine serves; with None nothing is
+                announced.
+            worker_id: Instance that publishes the events; 0 means the runtime's own.
             kv_block_size: Tokens in a block, at least 1.
-            dp_rank: Data parallel rank; each has a publisher of its own.
-            enable_local_indexer: With ``nats``: keep an index of the worker's own, which routers
-                ask for what they missed, and publish over NATS Core instead of into the stream.
-                With ``zmq`` the replay is what they recover from, always.
+            dp_rank: Data parallel rank; each rank needs its own publisher.
+            enable_local_indexer: With ``nats``: keep an index of the worker's own blocks, which
+                routers query for events they missed, and publish over NATS Core instead of the
+                stream. With ``zmq`` routers always recover from the replay.
             zmq_endpoint: Relay mode: where the engine publishes.
-            zmq_topic: Topic; by default "kv-events". Receivers read all.
+            zmq_topic: Topic; default "kv-events". Receivers read all topics.
             zmq_replay_endpoint: Relay mode: where the engine replays.
-            host: Interface to bind to; by default the component's, or 127.0.0.1.
-            port: Port of the events; 0 takes a free one.
-            replay_port: Port of the replay; 0 takes a free one.
-            tick_ms: How long the first event of a batch waits for more; 0..1000.
+            host: Interface to bind to; default: the component's host, or 127.0.0.1.
+            port: Port of the events; 0 picks a free one.
+            replay_port: Port of the replay; 0 picks a free one.
+            tick_ms: How long the first event of a batch waits for more events; 0..1000.
             ring_batches: Batches kept for replay, at least 1.
-            ring_bytes: Memory that they may take, at least 1 MiB; the oldest go first.
-            loop: The runtime's event loop, when this is called outside of it.
-            event_plane: ``zmq``, or ``nats`` for the server that NATS_SERVER names, with a
-                component only; default: what KVFLASH_EVENT_PLANE says, else zmq.
-            model_name: With ``nats``: what the events are for; default: what register_llm says.
+            ring_bytes: Memory for these batches, at least 1 MiB; the oldest are dropped first.
+            loop: The runtime's event loop, if this is called outside of it.
+            event_plane: ``zmq``, or ``nats`` for the server that NATS_SERVER names, which requires
+                a component; default: KVFLASH_EVENT_PLANE, else zmq.
+            model_name: With ``nats``: model that the events belong to; default: the one passed to
+                register_llm.
 
         Raises:
-            InvalidArgumentError: An argument is out of its range; names it.
-            ConfigError: The address can't be bound, or the event plane is none.
-            TransportError: NATS can't be reached, or discovery; the latter is logged where this
-                is called inside of the loop.
+            InvalidArgumentError: An argument is out of range; the message names it.
+            ConfigError: The address can't be bound, or the event plane is unknown.
+            TransportError: NATS or discovery can't be reached. Inside the event loop a failure of
+                discovery is only logged.
         """
         self._block_size = check_range("kv_block_size", kv_block_size, 1, _U32)
         self._dp_rank = check_range("dp_rank", dp_rank, 0, _U32)
@@ -156,7 +158,7 @@ class KvEventPublisher:
                 self.replay_endpoint = _endpoint("zmq_replay_endpoint", zmq_replay_endpoint)
             if component is not None and plane_of_events(event_plane) == "nats":
                 make = self._outlet_maker(component, worker_id, model_name, enable_local_indexer)
-                # With a prefix of its own the engine's topic is not ours to know.
+                # The engine may use its own prefix, so its topic is unknown here.
                 topic = zmq_topic or ""
                 self._relay = Relay(make, self.endpoint, self.replay_endpoint, topic)
                 self._kind = self._relay.kind
@@ -188,7 +190,7 @@ class KvEventPublisher:
                 if made is not None:
                     made.close()
             raise
-        # Also at the end of the process, and when nobody holds the publisher any more.
+        # Also runs at process exit, and when the publisher is garbage-collected.
         self._end = weakref.finalize(self, _close, self._stream or self._relay, withdraw)
 
     def _outlet_maker(
@@ -197,7 +199,7 @@ class KvEventPublisher:
         runtime, rank, block_size = component.runtime, self._dp_rank, self._block_size
         known = None if model_name is None else Served(model_name)
         cards = f"v1/models/{component.namespace.name}/{component.name}/"
-        # Without a reference to the publisher: nobody but its user holds it.
+        # Holds no reference to the publisher, so that only its user keeps it alive.
         return lambda: BrokerOutlet(
             component,
             instance_id=worker_id or runtime.instance_id,
@@ -264,36 +266,37 @@ class KvEventPublisher:
         medium: str | None = "GPU",
     ) -> None: ...
     def publish_stored(self, *args: Any, **named: Any) -> None:
-        """Publish that blocks can now be reused, each the continuation of the one before.
+        """Publish that blocks can now be reused; each block continues the one before.
 
         Args:
-            *args: The arguments below in their order, with or without an event id before them.
+            *args: The arguments below in their order, with or without a leading event id.
             **named: token_ids: tokens of all the blocks, u32; num_block_tokens: tokens of each
-                block; block_hashes: the engine's names of the blocks, 64 bits, signed or not;
-                lora_id: number of the adapter, 0 or None for none; parent_hash: name of the block
-                before the first, None only at the start of a prompt; block_mm_infos: multimodal
-                items per block, None or ``{"mm_objects": [{"mm_hash": u64, "offsets": [[start,
-                end], ...]}]}``; lora_name: name of the adapter, which prompts are matched by;
-                cache_salt: salt of the prompt, which later blocks inherit from their parent;
-                medium: where the blocks are, GPU, CPU or DISK; event_id: taken for compatibility,
-                batches are numbered by the publisher.
+                block; block_hashes: the engine's names of the blocks, 64 bits, signed or unsigned;
+                lora_id: number of the adapter, 0 or None for no adapter; parent_hash: name of the
+                block before the first, None only at the start of a prompt; block_mm_infos:
+                multimodal items per block, None or ``{"mm_objects": [{"mm_hash": u64, "offsets":
+                [[start, end], ...]}]}``; lora_name: name of the adapter that prompts are matched
+                by; cache_salt: salt of the prompt, which later blocks inherit from their parent;
+                medium: where the blocks are, GPU, CPU or DISK; event_id: accepted for compatibility
+                and ignored, because the publisher numbers batches.
 
-        Each of ``offsets`` is an item of its own: its first token and the one behind its last, both
-        counted from the block's first token. An item that takes the end of a block goes on in the
-        next block that names it from 0, also in a later call; its start may instead be given as it
-        is, negative. A prompt finds these blocks with ``mm`` that has the item's identifier (of 64
-        hexadecimal digits, the first 16 of which are ``mm_hash``) and its place in the prompt.
+        Each of ``offsets`` is a separate item: its first token and the one after its last, both
+        counted from the block's first token. An item that reaches the end of a block continues from
+        0 in the next block that names it, also in a later call; its start may instead be given as a
+        negative offset. A prompt matches these blocks if its ``mm`` has the item's identifier (64
+        hexadecimal digits, the first 16 of which are ``mm_hash``) at the same place in the prompt.
 
-        A block whose number of tokens is not `kv_block_size` is dropped with all that follow it in
-        this call: nobody could match them. That is counted, and warned of the first three times.
+        A block with a token count other than `kv_block_size` is dropped, together with all blocks
+        that follow it in this call, because no prompt could match them. Drops are counted; the
+        first three are logged.
 
         Raises:
-            InvalidArgumentError: An argument has another type, range or length; names it. Nothing
-                of the call is published.
-            ConflictError: The publisher relays another's events.
-            ClosedError: It is shut down.
+            InvalidArgumentError: An argument has the wrong type, range or length; the message names
+                it. Nothing of the call is published.
+            ConflictError: The publisher relays an engine's events.
+            ClosedError: The publisher is shut down.
 
-        Cost: O(tokens) for the check and the encoding. Waits only while 16 MiB are queued.
+        Cost: O(tokens) for validation and encoding. Waits only while 16 MiB are queued.
         """
         outbox, args = self._outbox("publish_stored"), _without_event_id(args, named)
         dropped = outbox.store(*args, **{"medium": "GPU", **named})
@@ -318,29 +321,29 @@ class KvEventPublisher:
         """Publish that blocks were evicted, in the order of eviction.
 
         Args:
-            *args: The names of the blocks, with or without an event id before them.
-            **named: block_hashes: names, as they were stored; medium: where the blocks were;
-                event_id: taken for compatibility.
+            *args: The names of the blocks, with or without a leading event id.
+            **named: block_hashes: names of the blocks, as passed to publish_stored; medium: where
+                the blocks were; event_id: accepted for compatibility and ignored.
 
         Raises:
-            InvalidArgumentError: An argument has another type or range; names it.
-            ConflictError: The publisher relays another's events.
-            ClosedError: It is shut down.
+            InvalidArgumentError: An argument has the wrong type or range; the message names it.
+            ConflictError: The publisher relays an engine's events.
+            ClosedError: The publisher is shut down.
         """
         outbox, args = self._outbox("publish_removed"), _without_event_id(args, named)
         outbox.remove(*args, **{"medium": "GPU", **named})
 
     def publish_cleared(self) -> None:
-        """Publish that the cache was reset: no block is left, in any medium.
+        """Publish that the cache was reset: it holds no blocks, in any medium.
 
         Raises:
-            ConflictError: The publisher relays another's events.
-            ClosedError: It is shut down.
+            ConflictError: The publisher relays an engine's events.
+            ClosedError: The publisher is shut down.
         """
         self._outbox("publish_cleared").clear()
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until everything that was published is handed to the socket.
+        """Wait until everything published so far is handed to the socket.
 
         Returns:
             False if that took longer than the timeout.
@@ -349,12 +352,12 @@ class KvEventPublisher:
         return source is None or source.flush(timeout_s)
 
     def stats(self) -> dict[str, int]:
-        """Counters and gauges; units are in the names. A relay has none of a stream."""
+        """Counters and gauges; names include units. A relay has none of a stream's."""
         source = self._stream or self._relay
         return {**_RELAY_COUNTS, **(source.stats() if source is not None else {})}
 
     def shutdown(self) -> None:
-        """Withdraw the announcement, send what is queued, close; nothing the second time."""
+        """Withdraw the announcement, send queued events, close. Further calls do nothing."""
         self._is_closed = True
         self._end()
 
@@ -376,13 +379,13 @@ class KvEventPublisher:
 
 
 class ZmqKvEventPublisher(KvEventPublisher):
-    """Relays an engine's own events; a KvEventPublisher by the name of older engines."""
+    """Relays an engine's own events; a KvEventPublisher under the name that older engines use."""
 
     def __init__(self, component: Component | None, config: ZmqKvEventPublisherConfig) -> None:
         """Announce the engine's endpoint.
 
         Raises:
-            InvalidArgumentError: A setting is out of its range; names it.
+            InvalidArgumentError: A setting is out of range; the message names it.
         """
         super().__init__(
             component,
@@ -396,7 +399,7 @@ class ZmqKvEventPublisher(KvEventPublisher):
 
 
 def _without_event_id(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments without the event id that older engines hand over first."""
+    """Return the arguments without the leading event id that older engines pass."""
     given = named.pop("event_id", None)
     if given is None and args:
         try:

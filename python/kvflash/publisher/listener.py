@@ -1,4 +1,4 @@
-"""Reading an engine's events in Python: for tools and tests. Routers have a faster way."""
+"""Reads an engine's events in Python, for tools and tests. Routers use a faster path."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ _LATER = ("lora_name",)
 
 
 class ZmqKvEventListener:
-    """Subscribes to an engine and tells its events as JSON, as `RadixTree.apply_event` takes them.
+    """Subscribes to an engine and returns its events as JSON for `RadixTree.apply_event`.
 
-    It loses what came before it and what it is too slow for; nothing is replayed. Extra keys are
-    not read: blocks of vLLM's salts and multimodal items are told as those of plain tokens.
+    Events from before it connected, or that it is too slow to read, are lost; nothing is replayed.
+    Extra keys are ignored: vLLM's blocks with a salt or multimodal items are reported as blocks of
+    plain tokens.
     """
 
     def __init__(self, zmq_endpoint: str, zmq_topic: str, kv_block_size: int) -> None:
@@ -35,11 +36,11 @@ class ZmqKvEventListener:
 
         Args:
             zmq_endpoint: Where the engine publishes.
-            zmq_topic: Topic to subscribe; "" means all.
-            kv_block_size: Tokens in a block, at least 1; blocks of another size are left out.
+            zmq_topic: Topic to subscribe to; "" means all.
+            kv_block_size: Tokens in a block, at least 1; blocks of another size are skipped.
 
         Raises:
-            InvalidArgumentError: The block size is below 1, or the endpoint is none.
+            InvalidArgumentError: The block size is below 1, or the endpoint is invalid.
         """
         self._block_size = check_range("kv_block_size", kv_block_size, 1, (1 << 32) - 1)
         self._context = zmq.asyncio.Context()
@@ -56,11 +57,11 @@ class ZmqKvEventListener:
             ) from error
 
     async def get_events(self) -> list[str]:
-        """The events that have come, at least one batch, which is waited for.
+        """Return the events received so far; waits for at least one batch.
 
         Returns:
-            JSON texts: ``{"event_id", "dp_rank", "data": {"stored": ...} | {"removed": ...} |
-            "cleared"}``. At most about 4,096; the rest comes with the next call.
+            JSON strings: ``{"event_id", "dp_rank", "data": {"stored": ...} | {"removed": ...} |
+                "cleared"}``. At most about 4,096; the next call returns the rest.
         """
         events = self._events(await self._socket.recv_multipart())
         while len(events) < _EVENTS_MAX and await self._socket.poll(0):
@@ -117,7 +118,7 @@ class ZmqKvEventListener:
 
 
 def _fields(event: Any) -> dict[str, Any]:
-    """An event by the names of its fields, whichever shape it came in."""
+    """An event as a mapping of field names, from either encoding."""
     if isinstance(event, dict):
         return event
     names = ("block_hashes", "medium") if event[0] == "BlockRemoved" else _STORED + _LATER
@@ -125,5 +126,5 @@ def _fields(event: Any) -> dict[str, Any]:
 
 
 def _name(value: Any) -> int:
-    """A block's name as 64 bits: of bytes the last eight."""
+    """A block's name as 64 bits; of bytes the last eight count."""
     return int.from_bytes(value[-8:], "big") if isinstance(value, bytes) else int(value) & _U64

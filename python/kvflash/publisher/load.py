@@ -1,4 +1,4 @@
-"""How loaded an engine is, for routers that watch it."""
+"""An engine's load, for routers that watch it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# Name of the endpoint that answers with the load.
+# Name of the endpoint that reports the load.
 ENDPOINT = "load_metrics"
 _COUNT_MAX = (1 << 63) - 1
 _RANKS_MAX = 1_024
@@ -36,8 +36,8 @@ class WorkerStats:
     """Requests of one rank.
 
     Attributes:
-        request_active_slots: Requests that run.
-        request_total_slots: Requests that can run at a time.
+        request_active_slots: Running requests.
+        request_total_slots: Requests that can run at once.
         num_requests_waiting: Requests in the queue.
         data_parallel_rank: The rank; None means 0.
     """
@@ -55,8 +55,8 @@ class KvStats:
     Attributes:
         kv_active_blocks: Blocks that requests hold.
         kv_total_blocks: Blocks of the cache.
-        gpu_cache_usage_perc: The first by the second, 0..1.
-        gpu_prefix_cache_hit_rate: Share of prompt tokens found cached, 0..1.
+        gpu_cache_usage_perc: kv_active_blocks / kv_total_blocks, 0..1.
+        gpu_prefix_cache_hit_rate: Share of prompt tokens found in the cache, 0..1.
     """
 
     kv_active_blocks: int = 0
@@ -67,7 +67,7 @@ class KvStats:
 
 @dataclass(frozen=True, kw_only=True)
 class SpecDecodeStats:
-    """Speculative decoding; carried on and not read by routers."""
+    """Speculative decoding; forwarded, and ignored by routers."""
 
     num_spec_tokens: int | None = None
     num_drafts: int | None = None
@@ -78,7 +78,7 @@ class SpecDecodeStats:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardPassMetrics:
-    """What older engines publish after each pass."""
+    """Metrics that older engines publish after each pass."""
 
     worker_stats: WorkerStats = WorkerStats()
     kv_stats: KvStats = KvStats()
@@ -95,17 +95,17 @@ class _Load:
     max_num_batched_tokens: int | None = None
 
     def item(self) -> dict[str, int]:
-        """What is said over the wire: what is known."""
+        """The fields to send: those that are known."""
         return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
 
 
 class WorkerMetricsPublisher:
-    """Says how loaded an engine is, to whoever asks the endpoint `load_metrics` of its component.
+    """Reports an engine's load at the endpoint `load_metrics` of its component.
 
-    The answer is a stream: the load of each rank now, then each change. A reader that is slow
-    misses loads that were overtaken meanwhile, never the last one.
+    The response is a stream: each rank's current load, then each change. A slow reader misses
+    intermediate loads, never the latest one.
 
-    `publish` may be called from any thread. Only what changed is sent.
+    `publish` may be called from any thread. Only changes are sent.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class WorkerMetricsPublisher:
         """Serve `load_metrics` until the runtime is shut down; returns once it is announced.
 
         Raises:
-            ConflictError: It is served already.
+            ConflictError: The endpoint is already served.
             TransportError: Discovery or the broker can't be reached.
         """
         self._loop = asyncio.get_running_loop()
@@ -154,18 +154,18 @@ class WorkerMetricsPublisher:
         kv_total_blocks: int | None = None,
         max_num_batched_tokens: int | None = None,
     ) -> None:
-        """Say how loaded a rank is now; what is left out keeps what was said before.
+        """Report a rank's current load; omitted fields keep their last value.
 
         Args:
-            dp_rank: Data parallel rank, None means 0; or the metrics of an older engine.
+            dp_rank: Data parallel rank, None means 0; or an older engine's metrics.
             active_decode_blocks: Blocks that running requests hold.
-            active_prefill_tokens: Prompt tokens that are still to be computed.
-            kv_used_blocks: Blocks of the cache in use, by the engine's own count.
+            active_prefill_tokens: Prompt tokens that are yet to be computed.
+            kv_used_blocks: Blocks of the cache in use, as the engine counts them.
             kv_total_blocks: Blocks of the cache.
-            max_num_batched_tokens: Tokens of one pass.
+            max_num_batched_tokens: Tokens of one forward pass.
 
         Raises:
-            InvalidArgumentError: A number is negative or none; names it.
+            InvalidArgumentError: A value is negative or not a number; the message names it.
             OverloadedError: More than 1,024 ranks.
         """
         counts = {
@@ -198,10 +198,10 @@ class WorkerMetricsPublisher:
         self._tell()
 
     async def watch(self, request: Any) -> AsyncIterator[dict[str, int]]:
-        """The load of each rank, then each change; the handler of the endpoint.
+        """Yield the load of each rank, then each change; the handler of the endpoint.
 
         Args:
-            request: ``{"once": true}`` ends after the loads of now.
+            request: ``{"once": true}`` ends after the current loads.
         """
         self._loop = asyncio.get_running_loop()
         news = asyncio.Event()
@@ -227,7 +227,7 @@ class WorkerMetricsPublisher:
         try:
             loop.call_soon_threadsafe(self._wake)
         except RuntimeError:
-            # The loop has ended, and with it those who read.
+            # The loop has ended, and all readers with it.
             return
 
     def _wake(self) -> None:

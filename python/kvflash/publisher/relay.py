@@ -1,4 +1,4 @@
-"""An engine's own socket, relayed into NATS: its batches as they are, in its order."""
+"""Relays an engine's own socket into NATS: its batches unchanged, in its order."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ _POLL_MS = 100
 _REPLAY_MS = 5_000
 _FRAME_BYTES_MAX = 16 * 1024 * 1024
 _QUEUE_MESSAGES = 100_000
-# Batches that came as a replay and may come again by themselves.
+# Batches received as a replay, which the socket may deliver again.
 _REPLAYED_MAX = 10_000
 _REPLAY_OPTIONS = ZmqOptions(receive_queue_messages=0)
 _END = b"\xff" * 8
 
 
 class Relay:
-    """Reads an engine's batches and hands them to an outlet; asks for those that it missed.
+    """Reads an engine's batches and hands them to an outlet; requests the ones that it missed.
 
-    A number that comes again with other content is an engine that has started anew: so does the
-    outlet. One that is already beyond what its predecessor said stays unseen. What can't be had any
-    more is left out of the numbers, so that routers see the gap.
+    A sequence number that repeats with other content means that the engine restarted; the outlet
+    then restarts too. A restart goes unnoticed if the engine's numbers are already beyond those of
+    its predecessor. Batches that can no longer be had are skipped in the numbering, so that routers
+    see the gap.
 
     Args:
-        make_outlet: Begins a life of the publisher.
+        make_outlet: Creates the outlet for one lifetime of the publisher.
         endpoint: Where the engine publishes.
-        replay_endpoint: Where it replays; None: it doesn't.
-        topic: What to subscribe to.
+        replay_endpoint: Where the engine replays; None without a replay endpoint.
+        topic: Topic to subscribe to.
     """
 
     def __init__(
@@ -73,25 +74,25 @@ class Relay:
 
     @property
     def kind(self) -> str:
-        """Of what is announced."""
+        """Kind of the announced endpoint."""
         return self._outlet.kind
 
     @property
     def endpoint(self) -> str:
-        """What is announced."""
+        """The announced endpoint."""
         return self._outlet.endpoint
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until what was read is stored; False if that took longer."""
+        """Wait until every batch read so far is stored; False if that took longer."""
         return self._outlet.flush(timeout_s)
 
     def stats(self) -> dict[str, int]:
-        """Counters and gauges; units are in the names."""
+        """Counters and gauges; names include units."""
         counts = {f"{name}_total": count for name, count in self._counts.items()}
         return {**counts, **self._outlet.stats()}
 
     def close(self) -> None:
-        """Read no more, send what waits, and end; without effect the second time."""
+        """Stop reading, send queued batches, close; further calls do nothing."""
         if self._is_closed.is_set():
             return
         self._is_closed.set()
@@ -101,7 +102,7 @@ class Relay:
         self._outlet.close()
 
     def _run(self) -> None:
-        # What was there before; an engine that is not there yet is asked at its first batch.
+        # Fetch what was published before. An engine that is not up yet is asked at its first batch.
         self._catch_up(0, None)
         while not self._is_closed.is_set():
             if not self._socket.poll(_POLL_MS):
@@ -137,7 +138,7 @@ class Relay:
         self._replayed.clear()
 
     def _catch_up(self, first: int, end: int | None) -> None:
-        """Have the batches from the first on that are before the end, or all."""
+        """Fetch the batches from ``first`` up to ``end``, or all of them."""
         for number, payload in self._replay(first):
             if end is not None and number >= end:
                 break

@@ -1,7 +1,7 @@
-"""One stream of event batches: numbered from 0, published, and kept for those who missed some.
+"""One stream of event batches: numbered from 0, published, and kept for replay.
 
-What is to be sent is decided in :class:`kvflash._core.EventOutbox`, which takes events from any
-thread, with or without an event loop. The sockets belong to a thread of the stream's own.
+:class:`kvflash._core.EventOutbox` decides what is sent; it takes events from any thread, with or
+without an event loop. The sockets belong to the stream's own thread.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ __all__ = ["EventOutbox", "EventStream", "Sender", "reachable"]
 
 logger = logging.getLogger(__name__)
 
-# Batches queued for a slow subscriber; beyond that ZMQ drops them, and the subscriber sees a gap.
+# Batches queued for a slow subscriber; beyond that ZMQ drops them and the subscriber sees a gap.
 _PUB_QUEUE_BATCHES = 100_000
-# Room in the replay socket beside a whole ring: what one turn of a replay brings.
+# Room in the replay socket besides a whole ring: one turn of a replay.
 _REPLAY_BURST_BATCHES = 256
-# Sockets that are closed may still hand over what they have for this long.
+# How long closed sockets may still send what they hold.
 _LINGER_MS = 500
 _CLOSE_S_MAX = 10.0
 _FOREIGN = (errno.ENODEV, errno.EADDRNOTAVAIL, errno.EINVAL)
 
 
 class Sender(ABC):
-    """A thread that sends what an outbox hands over, and answers those who ask for it again.
+    """A thread that sends an outbox's batches and answers requests for a replay.
 
     Args:
-        outbox: What takes events.
-        router: Where others ask, if they can.
-        head: Frames between a client's name and the number of a replayed batch.
+        outbox: Takes events.
+        router: Socket for replay requests, if there is one.
+        head: Frames between the client's identity and the number of a replayed batch.
 
     Attributes:
-        outbox: What takes events.
+        outbox: Takes events.
     """
 
     kind: str
@@ -62,19 +62,19 @@ class Sender(ABC):
         self._thread.start()
 
     def put(self, events: Sequence[bytes]) -> None:
-        """Queue encoded events, which stay together; they go out within the tick.
+        """Queue encoded events, which stay together; they are sent within the tick.
 
         Raises:
-            ClosedError: It is closed, or belongs to the process that this one was forked from.
+            ClosedError: The stream is closed, or belongs to the parent of a forked process.
         """
         self.outbox.put(list(events))
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until everything that was put before is sent; False if that took longer."""
+        """Wait until everything queued before is sent; False if that took longer."""
         return self.outbox.flush(timeout_s)
 
     def close(self) -> bool:
-        """Send what is queued and end; False, and without effect, in a fork."""
+        """Send queued events and close; False, and without effect, in a fork."""
         try:
             self.outbox.close()
         except ClosedError:
@@ -84,7 +84,7 @@ class Sender(ABC):
         return True
 
     def stats(self) -> dict[str, int]:
-        """Counters and gauges; units are in the names."""
+        """Counters and gauges; names include units."""
         return self.outbox.stats()
 
     @abstractmethod
@@ -104,7 +104,7 @@ class Sender(ABC):
                 ready = dict(poller.poll(outbox.wait_ms()))
                 if router is not None:
                     self._serve(router, router in ready)
-                # One in a turn, so that replays have theirs.
+                # One batch per turn, so that replays get theirs.
                 if (batch := outbox.take()) is not None:
                     self._send(*batch)
         except Exception:
@@ -116,17 +116,17 @@ class Sender(ABC):
         if is_asked and not self.outbox.ask(frames := router.recv_multipart()):
             logger.warning("dropped a malformed replay request of %d frames", len(frames))
         for client, number, payload in self.outbox.replies():
-            # A client that left is no error, and must not end the service for the others.
+            # A client that disconnected is not an error and must not stop the service for others.
             with contextlib.suppress(zmq.ZMQError):
                 parts = [client, b"", *self._head, number, payload]
                 router.send_multipart(parts, zmq.NOBLOCK)
 
 
 class EventStream(Sender):
-    """Event batches of one publisher on a ZMQ PUB socket, with a ROUTER socket that replays them.
+    """Event batches of one publisher on a ZMQ PUB socket, with a ROUTER socket for replays.
 
     Consistency: events are published in the order in which `put` took them; those of one call stay
-        together. Numbers are consecutive from 0.
+    together. Sequence numbers are consecutive from 0.
     Cost: a call copies nothing and waits only while more than `pending_bytes_max` are queued.
     """
 
@@ -151,21 +151,21 @@ class EventStream(Sender):
         """Bind both sockets and start the thread.
 
         Args:
-            host: Interface to bind to; a wildcard (0.0.0.0, ::, *) for all.
-            port: Port of the PUB socket; 0 takes a free one.
-            replay_port: Port of the ROUTER socket; 0 takes a free one, None is for no replay.
+            host: Interface to bind to; a wildcard (0.0.0.0, ::, *) binds all.
+            port: Port of the PUB socket; 0 picks a free one.
+            replay_port: Port of the ROUTER socket; 0 picks a free one, None disables the replay.
             topic: First frame of every message.
             dp_rank: Data parallel rank in every batch.
-            tick_ms: How long the first event of a batch waits for more.
+            tick_ms: How long the first event of a batch waits for more events.
             ring_batches: Batches kept for replay.
-            ring_bytes: Memory that they may take; the oldest go first.
-            pending_bytes_max: Encoded events that may wait for the thread; beyond it `put` waits.
-            block_size: Tokens of a block that the outbox is told of.
-            shape: Of events, see :class:`kvflash._core.EventOutbox`.
-            fields: What the host and the ports are called in errors.
+            ring_bytes: Memory for these batches; the oldest are dropped first.
+            pending_bytes_max: Encoded events that may wait for the thread; above it `put` waits.
+            block_size: Tokens in a block, passed to the outbox.
+            shape: Event format, see :class:`kvflash._core.EventOutbox`.
+            fields: Names of the host and the ports in errors.
 
         Raises:
-            ConfigError: A port is taken, or the host is not this machine's.
+            ConfigError: A port is taken, or the host is not an address of this machine.
         """
         outbox = EventOutbox(
             block_size,
@@ -192,7 +192,7 @@ class EventStream(Sender):
         except ConfigError:
             self._close_sockets()
             raise
-        # Engines of that age replay without the topic.
+        # Engines that send this request omit the topic in replays.
         super().__init__(outbox, router, [] if shape == "positional" else [self._topic])
 
     def _send(self, number: int, payload: bytes) -> None:
@@ -209,7 +209,7 @@ class EventStream(Sender):
 
 
 def _bind(socket: zmq.Socket[Any], host: str, port: int, fields: tuple[str, str]) -> str:
-    """Bind and return the URL to connect to."""
+    """Bind, and return the URL to connect to."""
     host = host.strip("[]")
     try:
         socket.bind(f"tcp://{netloc(socket, host)}:{port}")
